@@ -1,0 +1,34 @@
+# Each target is one command from a fresh clone; the environment in .venv is made when it is first needed.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+DISTS  := core plugins/cuda_graph plugins/flashinfer
+STAMP  := $(VENV)/.installed
+
+.PHONY: demo test check format clean
+
+demo: $(STAMP)        ## write text through captured decode graphs, every replay verified
+	$(BIN)/graphpact generate --config examples/demo.toml --file examples/prompts.txt --verify
+
+test: $(STAMP)        ## run every test
+	$(BIN)/python -m pytest -q
+
+check: $(STAMP)       ## lint, format, types, docstrings
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/interrogate -q .
+
+format: $(STAMP)      ## mend what can be mended by itself
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:                ## forget the environment and every cache
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(STAMP): constraints.txt requirements-dev.txt core/pyproject.toml $(wildcard plugins/*/pyproject.toml)
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --requirement requirements-dev.txt \
+	    --editable "core[all]" $(foreach dist,$(filter-out core,$(DISTS)),--editable $(dist))
+	touch $@

@@ -1,0 +1,52 @@
+"""graphpact: a contract between what a captured graph recorded and what its replay prepares.
+
+This module re-exports the words that plugins and engines share. It does not import transformers, any
+plugin, or the command line.
+"""
+
+from typing import Any
+
+from graphpact.attention import AttentionBackend, BackendContext, Capabilities, LayerSpec, Limits
+from graphpact.batch import ForwardBatch, ForwardMode
+from graphpact.buffers import CudaGraphBufferRegistry, FillContext, GraphSlot, PaddingPolicy
+from graphpact.errors import GraphpactError
+from graphpact.graphs import Graph, GraphDriver
+from graphpact.hookspecs import CONTRACT_VERSION, hookimpl, hookspec
+from graphpact.lane import Lane
+from graphpact.pact import Pact
+from graphpact.runners import GraphRunner
+from graphpact.shapes import BucketLadder, EagerReason, GraphShape
+
+__all__ = [
+    "CONTRACT_VERSION",
+    "AttentionBackend",
+    "BackendContext",
+    "BucketLadder",
+    "Capabilities",
+    "CudaGraphBufferRegistry",
+    "EagerReason",
+    "FillContext",
+    "ForwardBatch",
+    "ForwardMode",
+    "Graph",
+    "GraphDriver",
+    "GraphRunner",
+    "GraphShape",
+    "GraphSlot",
+    "GraphpactError",
+    "Lane",
+    "LayerSpec",
+    "Limits",
+    "PaddingPolicy",
+    "Pact",
+    "hookimpl",
+    "hookspec",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from graphpact._version import __version__  # noqa: PLC0415  read only when asked for
+
+        return __version__
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

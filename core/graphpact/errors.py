@@ -1,0 +1,114 @@
+"""The errors of graphpact: one tree, every message says what was asked, what is there, what to do next.
+
+    GraphpactError                     .code  the exit status of the command line
+    ├── UsageError              2      the caller can mend it
+    │   ├── ConfigError                an unknown key, a value out of range, an unreadable file
+    │   ├── PluginError                a plugin that cannot be had under the name that was asked for
+    │   │   ├── UnknownPluginError     nothing offers that name
+    │   │   ├── RejectedPluginError    something does, and was refused with a reason
+    │   │   └── AmbiguousPluginError   two distributions do
+    │   ├── CheckpointError            no checkpoint, a broken one, an unsafe one
+    │   ├── UnsupportedModelError      the model asks for what the selected backend lacks
+    │   ├── RequestError               a prompt or a limit that can never be served
+    │   └── SlotError                  a slot declared or filled against the registry's rules
+    ├── ContractError           1      a promise of the contract was broken
+    │   ├── PactBreach                 replay does not agree with capture
+    │   ├── CaptureError               work that no graph can hold was met while recording
+    │   └── VerificationError          a replay and its eager re-run differ
+    └── EngineError             3      the engine itself is at fault
+
+Does not: print, exit or translate anything; the command line does that in one place.
+"""
+
+import difflib
+from collections.abc import Iterable
+from typing import ClassVar
+
+
+class GraphpactError(Exception):
+    """Base of every error that graphpact raises on purpose.
+
+    Args:
+        message: What was asked and what is there, in one sentence.
+        hint: What to do next. Printed on a line of its own after ``help:``.
+    """
+
+    code: ClassVar[int] = 3
+
+    def __init__(self, message: str, *, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return self.message if self.hint is None else f"{self.message}\n  help: {self.hint}"
+
+
+class UsageError(GraphpactError):
+    """The caller asked for something that cannot be had; nothing was done."""
+
+    code = 2
+
+
+class ConfigError(UsageError):
+    """A configuration key or value that is not valid."""
+
+
+class PluginError(UsageError):
+    """A plugin cannot be had under the name that was asked for."""
+
+
+class UnknownPluginError(PluginError):
+    """No installed distribution offers the name."""
+
+
+class RejectedPluginError(PluginError):
+    """A distribution offers the name and was refused; the message carries the reason."""
+
+
+class AmbiguousPluginError(PluginError):
+    """Two distributions offer one name; the message names both."""
+
+
+class CheckpointError(UsageError):
+    """A model directory that is missing, broken, incomplete or unsafe."""
+
+
+class UnsupportedModelError(UsageError):
+    """A model asks of attention what the selected backend does not declare."""
+
+
+class RequestError(UsageError):
+    """A request that this engine can never serve, refused before anything is done for it."""
+
+
+class SlotError(UsageError):
+    """A slot was declared, bound or filled against the registry's rules; nothing was written."""
+
+
+class ContractError(GraphpactError):
+    """A promise between capture and replay was broken."""
+
+    code = 1
+
+
+class PactBreach(ContractError):  # noqa: N818  the field's word for it
+    """What prepares a replay does not agree with what was captured."""
+
+
+class CaptureError(ContractError):
+    """Work that no graph can hold was met while recording; no graph was kept."""
+
+
+class VerificationError(ContractError):
+    """A replay and the eager run of the same batch gave different results."""
+
+
+class EngineError(GraphpactError):
+    """The engine broke a rule of its own: a defect of graphpact or of a plugin."""
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str | None:
+    """Return the known word nearest to ``word``, or None where none is near."""
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return close[0] if close else None

@@ -1,0 +1,219 @@
+"""The ``tape`` driver: the semantics of CUDA graphs on any device that runs eager torch, CPUs above all.
+
+While recording, every dispatched operation is kept with its tensors by identity and its numbers by
+value. A replay runs those operations, in order, on those tensors, and none of the Python between them.
+So a tape forgets what a CUDA graph forgets: a new tensor, a changed host number, a branch not taken.
+
+How a recorded operation is run again:
+
+- a view is not run: the recorded view keeps pointing at the recorded storage;
+- an operation that writes its arguments is run as it is;
+- an operation that makes new tensors is run as its out-variant, into the recorded tensors, where its
+  schema has one, and otherwise run and copied into the recorded tensors;
+- uninitialised memory (``empty``) is not run: it is memory of the graph's pool.
+
+Does not: poison memory or order side streams; this is the fast mode.
+"""
+
+import traceback
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar, TypeAlias
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from graphpact.errors import CaptureError
+from graphpact.graphs.driver import Graph, GraphDriver
+
+_Node: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+
+# These read a tensor's memory on the host without passing the dispatcher.
+_HOST_READS = frozenset({torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__})
+
+# Memory without content: nothing to run.
+_UNINITIALISED = frozenset(
+    getattr(torch.ops.aten, name)
+    for name in (
+        "empty",
+        "empty_like",
+        "empty_permuted",
+        "empty_strided",
+        "new_empty",
+        "new_empty_strided",
+    )
+)
+
+# What an out-variant does not take because its output already has it.
+_OUTPUT_OPTIONS = frozenset({"dtype", "layout", "device", "pin_memory"})
+
+
+def _out_variant(func: Any) -> tuple[Any, list[str]] | None:
+    """Return the overload that writes ``func``'s results into given tensors, and their names."""
+    wanted = {a.name: str(a.type) for a in func._schema.arguments}  # noqa: SLF001  no public way
+    bare = {n: t for n, t in wanted.items() if n not in _OUTPUT_OPTIONS}
+    packet = func.overloadpacket
+    for name in packet.overloads():
+        candidate = getattr(packet, name)
+        outs: list[str] = []
+        rest: dict[str, str] = {}
+        for a in candidate._schema.arguments:  # noqa: SLF001
+            if a.kwarg_only and a.alias_info is not None and a.alias_info.is_write:
+                outs.append(a.name)
+            else:
+                rest[a.name] = str(a.type)
+        if len(outs) == len(func._schema.returns) and outs and rest in (wanted, bare):  # noqa: SLF001
+            return candidate, outs
+    return None
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata  # noqa: SLF001  the storage's identity
+
+
+def _where() -> str:
+    """Return file, line and text of the innermost frame that is neither torch's nor ours."""
+    for frame in reversed(traceback.extract_stack()):
+        if "/torch/" not in frame.filename and "/graphpact/graphs/" not in frame.filename:
+            return f"{frame.filename}:{frame.lineno}: {frame.line}"
+    return "an unknown line"
+
+
+def _host_read(what: str) -> CaptureError:
+    return CaptureError(
+        f"{what} reads a tensor on the host while a graph is recorded, at {_where()}",
+        hint="a graph replays device work only: keep the value in a tensor, or pass a host number"
+        " that is fixed for the shape",
+    )
+
+
+class _HostReadGuard(TorchFunctionMode):
+    """Refuses the host reads that never reach the dispatcher."""
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Iterable[type],  # noqa: ARG002  torch's signature
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func in _HOST_READS:
+            raise _host_read(f"Tensor.{func.__name__}()")
+        return func(*args, **(kwargs or {}))
+
+
+class _Recorder(TorchDispatchMode):
+    """Runs every dispatched operation and keeps what a replay has to run again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nodes: list[_Node] = []
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Iterable[type],  # noqa: ARG002  torch's signature
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if (
+            torch.Tag.data_dependent_output in func.tags
+            or torch.Tag.dynamic_output_shape in func.tags
+            or func is torch.ops.aten.is_nonzero.default  # bool(tensor); torch does not tag it
+        ):
+            raise _host_read(str(func))
+        # Containers are copied, so that a list changed later is not the one that was recorded.
+        args, kwargs = pytree.tree_map(lambda leaf: leaf, (args, kwargs))
+        result = func(*args, **kwargs)
+        if func.overloadpacket not in _UNINITIALISED:
+            self._record(func, args, kwargs, result)
+        return result
+
+    def _record(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+    ) -> None:
+        inputs = {_storage(t) for t in _tensors((args, kwargs))}
+        outputs = _tensors(result)
+        fresh = [_storage(t) not in inputs for t in outputs]
+        if func._schema.is_mutable:  # noqa: SLF001
+            if any(fresh):
+                self.nodes.append(_run_and_copy(func, args, kwargs, outputs, fresh))
+            else:
+                self.nodes.append((func._op, args, kwargs))  # noqa: SLF001  without a Python layer
+            return
+        if not any(fresh):
+            return  # a view, or no tensor at all
+        variant = _out_variant(func) if all(fresh) else None
+        if variant is None or len(variant[1]) != len(outputs):
+            self.nodes.append(_run_and_copy(func, args, kwargs, outputs, fresh))
+            return
+        overload, names = variant
+        taken = {a.name for a in overload._schema.arguments}  # noqa: SLF001
+        kept = {name: value for name, value in kwargs.items() if name in taken}
+        into = dict(zip(names, outputs, strict=True))
+        self.nodes.append((overload._op, args, {**kept, **into}))  # noqa: SLF001
+
+
+def _run_and_copy(
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    outputs: list[torch.Tensor],
+    fresh: list[bool],
+) -> _Node:
+    """Return a node that runs ``func`` and copies its new tensors into the recorded ones."""
+    op = func._op  # noqa: SLF001
+
+    def node(*args: Any, **kwargs: Any) -> None:
+        for target, new, is_fresh in zip(outputs, _tensors(op(*args, **kwargs)), fresh, strict=True):
+            if is_fresh:
+                target.copy_(new)
+
+    return node, args, kwargs
+
+
+class Tape(Graph):
+    """Recorded operations, and the tensors that the recorded region returned."""
+
+    def __init__(self, nodes: list[_Node], outputs: Any) -> None:
+        self.outputs = outputs
+        self._nodes = nodes
+        self.num_nodes = len(nodes)
+
+    def replay(self) -> None:
+        """Run every recorded operation once, in order."""
+        with torch.inference_mode():
+            for op, args, kwargs in self._nodes:
+                op(*args, **kwargs)
+
+    def release(self) -> None:
+        """Drop the operations and every tensor that only they held."""
+        self._nodes = []
+        self.outputs = None
+
+
+class TapeDriver(GraphDriver):
+    """Records tapes. The memory of a tape is its own; tapes of one driver do not overlap."""
+
+    name: ClassVar[str] = "tape"
+
+    @classmethod
+    def unavailable(cls, device: torch.device) -> str | None:  # noqa: ARG003  it runs anywhere
+        """Return None: eager torch is all that a tape needs."""
+        return None
+
+    def capture(self, fn: Callable[[], Any], *, warmup: int = 1) -> Tape:
+        """Run ``fn`` ``warmup`` times, then once more while every operation is kept."""
+        with torch.inference_mode():
+            for _ in range(warmup):
+                fn()
+            recorder = _Recorder()
+            with _HostReadGuard(), recorder:
+                outputs = fn()
+        return Tape(recorder.nodes, outputs)

@@ -1,0 +1,84 @@
+"""Kernels that move indices and values in and out of a paged KV cache.
+
+Does not: attend.
+"""
+
+import torch
+
+from graphpact.kernels._library import define_kernel
+
+
+def _pack_kv_indices(
+    req_to_token: torch.Tensor,
+    req_pool_indices: torch.Tensor,
+    kv_indptr: torch.Tensor,
+    page_size: int,
+    out: torch.Tensor,
+) -> None:
+    pages = kv_indptr[1:] - kv_indptr[:-1]
+    if out.device.type == "cpu":
+        # A kernel reads its own arguments: only the pages in use are touched.
+        widest = int(pages.max()) if pages.numel() else 0
+        total = int(kv_indptr[-1])
+        if total > out.shape[0]:
+            raise RuntimeError(f"kv_indices holds {out.shape[0]} pages, this batch needs {total}")
+        table = req_to_token[:, : widest * page_size : page_size][req_pool_indices]
+        taken = torch.arange(widest)[None, :] < pages[:, None]
+        torch.div(table[taken], page_size, rounding_mode="floor", out=out[:total])
+        return
+    at = torch.arange(out.shape[0], device=out.device)
+    request = torch.searchsorted(kv_indptr[1:], at, right=True).clamp_(max=pages.shape[0] - 1)
+    column = (at - kv_indptr[request]) * page_size
+    column = torch.where(at < kv_indptr[-1], column, 0)
+    out.copy_(req_to_token[req_pool_indices[request], column] // page_size)
+
+
+_pack = define_kernel(
+    "pack_kv_indices(Tensor req_to_token, Tensor req_pool_indices, Tensor kv_indptr, int page_size,"
+    " Tensor(a!) out) -> ()",
+    _pack_kv_indices,
+)
+
+
+def pack_kv_indices(
+    req_to_token: torch.Tensor,
+    req_pool_indices: torch.Tensor,
+    kv_indptr: torch.Tensor,
+    *,
+    page_size: int,
+    out: torch.Tensor,
+) -> None:
+    """Write the pages of every request, one after another, into ``out``.
+
+    Args:
+        req_to_token: ``[rows, max_context_len]`` int32: KV slot of each position of each request row.
+        req_pool_indices: ``[bs]`` int64: the row of each request.
+        kv_indptr: ``[bs + 1]`` int32: where each request's pages begin in ``out``.
+        page_size: KV slots in a page.
+        out: ``[capacity]`` int32, written up to ``kv_indptr[-1]``; on a GPU, which cannot know that
+            number without waiting, the rest is written with page numbers that nobody reads.
+
+    Raises:
+        RuntimeError: ``out`` is too small (checked on a CPU).
+    """
+    _pack(req_to_token, req_pool_indices, kv_indptr, page_size, out)
+
+
+def write_kv_cache(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    out_cache_loc: torch.Tensor,
+) -> None:
+    """Write each token's key and value to its KV slot.
+
+    Args:
+        k: ``[T, num_kv_heads, head_dim]``.
+        v: ``[T, num_kv_heads, v_head_dim]``.
+        k_cache: ``[num_slots, num_kv_heads, head_dim]``.
+        v_cache: ``[num_slots, num_kv_heads, v_head_dim]``.
+        out_cache_loc: ``[T]`` int64; padded tokens share scratch slot 0, where any of them may win.
+    """
+    k_cache.index_copy_(0, out_cache_loc, k)
+    v_cache.index_copy_(0, out_cache_loc, v)

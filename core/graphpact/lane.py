@@ -1,0 +1,205 @@
+"""`Lane`: one runner, one backend, one driver, one registry, and the one place where a step happens.
+
+    run      a batch that fits a captured shape is replayed, any other runs eagerly, with the reason
+    capture  a replay of a dummy batch, plus binding: metadata is allocated, the region recorded, the
+             pact written
+    replay   view, metadata, pact, graph
+
+Hooks are resolved once, when the lane is built: to the plugin's bound method where nothing else
+implements the hook, to pluggy's caller where something looks on.
+
+Does not: schedule, sample, or know what the model is.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import pluggy
+import torch
+
+from graphpact import hookspecs
+from graphpact.attention import AttentionBackend
+from graphpact.batch import ForwardBatch, ForwardMode
+from graphpact.errors import EngineError
+from graphpact.graphs import Graph, GraphDriver
+from graphpact.pact import Pact
+from graphpact.runners import GraphRunner
+from graphpact.shapes import EagerReason, GraphShape
+
+PactMode = Literal["always", "sampled", "off"]
+
+
+class ModelFn(Protocol):
+    """What a lane runs: a forward pass from a batch to ``[bs, vocab]`` logits."""
+
+    def __call__(
+        self, batch: ForwardBatch, backend: AttentionBackend, metadata: Any
+    ) -> torch.Tensor:
+        """Return the logits of each request's last token, on ``batch``'s device."""
+
+
+@dataclass(slots=True)
+class ShapeStats:
+    """What happened to one captured shape. Times in seconds."""
+
+    capture_seconds: float = 0.0
+    num_nodes: int = 0
+    replays: int = 0
+    raw_rows: int = 0
+
+    def padding_waste(self, shape: GraphShape) -> float:
+        """Return the share of replayed rows that were padding, 0 where nothing was replayed."""
+        return 1 - self.raw_rows / (self.replays * shape.batch_size) if self.replays else 0.0
+
+
+@dataclass(slots=True)
+class LaneStats:
+    """Counts of one lane since it was built."""
+
+    shapes: dict[GraphShape, ShapeStats] = field(default_factory=dict)
+    eager: Counter[tuple[ForwardMode, EagerReason]] = field(default_factory=Counter)
+    pact_checks: int = 0
+
+    @property
+    def replays(self) -> int:
+        """Replays over all shapes."""
+        return sum(s.replays for s in self.shapes.values())
+
+
+@dataclass(slots=True)
+class _Captured:
+    graph: Graph
+    metadata: Any
+    pact: Pact
+    stats: ShapeStats
+
+
+class Lane:
+    """One way from a batch to logits.
+
+    Args:
+        name: For reports, such as ``"decode"``.
+        model: The forward pass.
+        runner: Decides shapes and views.
+        backend: Derives metadata and attends.
+        driver: Records graphs; None for a runner that captures nothing.
+        pact: Check every replay, one in ``pact_sample_every``, or none.
+        pact_sample_every: The interval of ``"sampled"``.
+        observers: More hook implementations (wrappers); each is a plugin object of pluggy.
+
+    Raises:
+        EngineError: A hook that a graph needs has no implementation, or there is no driver for it.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        model: ModelFn,
+        runner: GraphRunner,
+        backend: AttentionBackend,
+        driver: GraphDriver | None,
+        pact: PactMode = "always",
+        pact_sample_every: int = 100,
+        observers: Sequence[object] = (),
+    ) -> None:
+        self.name = name
+        self.model = model
+        self.runner = runner
+        self.backend = backend
+        self.driver = driver
+        self.stats = LaneStats()
+        self.on_capture: Callable[[GraphShape], None] | None = None
+        self.registry = runner.make_registry()
+        self._captured: dict[GraphShape, _Captured] = {}
+        self._pact_every = {"always": 1, "sampled": pact_sample_every, "off": 0}[pact]
+        self._steps_to_check = 1
+        if self.registry is not None:
+            if driver is None:
+                raise EngineError(f"lane {name!r}: its runner captures graphs and there is no driver")
+            backend.attach(self.registry)
+        self.plugin_manager = pluggy.PluginManager(hookspecs.PROJECT)
+        self.plugin_manager.add_hookspecs(hookspecs)
+        for plugin in (runner, backend, *observers):
+            self.plugin_manager.register(plugin)
+            self.plugin_manager.check_pending()
+        self.populate = self._resolve("populate")
+        self.prepare_replay = self._resolve("prepare_replay")
+        self.init_metadata_capture = self._resolve("init_metadata_capture")
+        self.init_metadata_replay = self._resolve("init_metadata_replay")
+
+    # -- the step --------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def run(self, batch: ForwardBatch) -> torch.Tensor:
+        """Return ``[bs, vocab]`` logits of ``batch``, through a graph where one fits."""
+        fit = self.runner.can_run(batch)
+        if isinstance(fit, EagerReason):
+            self.stats.eager[batch.forward_mode, fit] += 1
+            return self.run_eager(batch)
+        return self.runner.run(batch, fit)
+
+    def run_eager(self, batch: ForwardBatch) -> torch.Tensor:
+        """Return the logits of ``batch`` without any graph, from metadata in new memory."""
+        with torch.inference_mode():
+            return self.model(batch, self.backend, self.backend.init_metadata_eager(batch))
+
+    def capture(self, shape: GraphShape) -> None:
+        """Record the graph of ``shape`` and write its pact.
+
+        Raises:
+            CaptureError: The model or the backend did what no graph can hold.
+        """
+        assert self.driver is not None  # noqa: S101  the constructor saw to it
+        start = time.perf_counter()
+        with torch.inference_mode():
+            dummy = self.runner.dummy_batch(shape)
+            view = self.prepare_replay(registry=self.registry, batch=dummy, shape=shape)
+            metadata = self.init_metadata_capture(view=view, shape=shape)
+            graph = self.driver.capture(lambda: self.model(view, self.backend, metadata))
+        pact = Pact.of(shape, self.registry, view=view, metadata=metadata)
+        stats = ShapeStats(time.perf_counter() - start, graph.num_nodes)
+        self._captured[shape] = _Captured(graph, metadata, pact, stats)
+        self.stats.shapes[shape] = stats
+        if self.on_capture is not None:
+            self.on_capture(shape)
+
+    def replay(self, batch: ForwardBatch, shape: GraphShape) -> torch.Tensor:
+        """Return the logits of ``batch`` through the graph of ``shape``.
+
+        The result is memory of the graph: the next replay overwrites it.
+        """
+        captured = self._captured[shape]
+        view = self.prepare_replay(registry=self.registry, batch=batch, shape=shape)
+        metadata = self.init_metadata_replay(view=view, shape=shape, captured=captured.metadata)
+        if self._pact_every:
+            self._steps_to_check -= 1
+            if not self._steps_to_check:
+                self._steps_to_check = self._pact_every
+                self.stats.pact_checks += 1
+                captured.pact.check(view=view, metadata=metadata)
+        captured.graph.replay()
+        captured.stats.replays += 1
+        captured.stats.raw_rows += batch.batch_size
+        logits: torch.Tensor = captured.graph.outputs
+        return logits[: batch.batch_size]
+
+    # -- inside ----------------------------------------------------------------------------------
+
+    def _resolve(self, name: str) -> Callable[..., Any]:
+        """Return what a step calls for hook ``name``: a bound method, or pluggy where others look on."""
+        caller: pluggy.HookCaller = getattr(self.plugin_manager.hook, name)
+        implementations = caller.get_hookimpls()
+        plain = [i for i in implementations if not (i.wrapper or i.hookwrapper)]
+        if not plain and self.registry is not None:
+            raise EngineError(
+                f"lane {self.name!r}: neither runner nor backend implements the hook {name!r}",
+                hint=f"decorate the method with @graphpact.hookimpl and call it {name!r}",
+            )
+        spec = caller.spec
+        if len(implementations) == 1 and spec and set(plain[0].argnames) == set(spec.argnames):
+            return plain[0].function
+        return caller

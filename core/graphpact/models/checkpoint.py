@@ -1,0 +1,217 @@
+"""Reading a checkpoint directory: config, safetensors and tokenizer, as ``save_pretrained`` writes them.
+
+Everything is checked before anything is built. Weights come from safetensors files only: a pickle can
+run code when it is read. Code that a checkpoint brings along is run only where it was asked for.
+
+Does not: download anything.
+"""
+
+import json
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from graphpact.errors import CheckpointError, UnsupportedModelError
+
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """What a checkpoint directory held.
+
+    Args:
+        path: The directory.
+        model: The transformers model, in evaluation mode, on its device.
+        eos_token_ids: Tokens that end a text, by the checkpoint's generation config.
+        max_model_len: Positions that the model knows.
+        vocab_size: Token ids that the model knows.
+    """
+
+    path: Path
+    model: Any
+    eos_token_ids: frozenset[int]
+    max_model_len: int
+    vocab_size: int
+
+
+def load_checkpoint(
+    path: Path,
+    *,
+    dtype: torch.dtype | None,
+    device: torch.device,
+    attention: str,
+    trust_remote_code: bool = False,
+) -> Checkpoint:
+    """Load the model of a checkpoint directory.
+
+    Args:
+        path: The directory.
+        dtype: Of weights and computation; None takes the checkpoint's, on a CPU float32.
+        device: Where the weights go.
+        attention: Name of the registered attention function that the model calls.
+        trust_remote_code: Whether Python files of the checkpoint may be run.
+
+    Raises:
+        CheckpointError: The directory is missing, is no checkpoint, has no safetensors weights, or
+            they are broken or do not fit the config.
+        UnsupportedModelError: The architecture is not a decoder that transformers knows.
+    """
+    _check_directory(path)
+    for file in _weight_files(path):
+        _check_safetensors(file)
+    quiet = {"local_files_only": True, "trust_remote_code": trust_remote_code}
+    try:
+        config = AutoConfig.from_pretrained(path, **quiet)
+    except Exception as error:
+        raise _not_loaded(path, "its config.json", error) from error
+    if config.is_encoder_decoder:
+        raise UnsupportedModelError(
+            f"{path}: {config.model_type} is an encoder-decoder model; graphpact runs decoders"
+        )
+    if dtype is None:
+        own = config.get_text_config().dtype
+        dtype = torch.float32 if own is None or device.type == "cpu" else own
+    # transformers reports what it found through its log; we report it as an error instead.
+    log = logging.getLogger("transformers")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        model, found = AutoModelForCausalLM.from_pretrained(
+            path,
+            config=config,
+            dtype=dtype,
+            use_safetensors=True,
+            attn_implementation=attention,
+            output_loading_info=True,
+            **quiet,
+        )
+    except Exception as error:
+        raise _not_loaded(path, "its weights", error) from error
+    finally:
+        log.setLevel(level)
+    for what in ("missing_keys", "mismatched_keys", "unexpected_keys", "error_msgs"):
+        if found.get(what):
+            listed = sorted(map(str, found[what]))
+            more = f" and {len(listed) - 3} more" if len(listed) > 3 else ""
+            raise CheckpointError(
+                f"{path}: the weights do not fit config.json: {what.replace('_', ' ')}"
+                f" {', '.join(listed[:3])}{more}",
+                hint="save config and weights of one model together with save_pretrained",
+            )
+    text = config.get_text_config()
+    return Checkpoint(
+        path=path,
+        model=model.to(device).eval(),
+        eos_token_ids=_eos_token_ids(path, text),
+        max_model_len=int(getattr(text, "max_position_embeddings", None) or 2048),
+        vocab_size=int(text.vocab_size),
+    )
+
+
+def load_tokenizer(path: Path, *, trust_remote_code: bool = False) -> Any:
+    """Load the tokenizer of a checkpoint directory.
+
+    Raises:
+        CheckpointError: The directory has none, or it is broken.
+    """
+    try:
+        return AutoTokenizer.from_pretrained(
+            path, local_files_only=True, trust_remote_code=trust_remote_code
+        )
+    except Exception as error:
+        raise CheckpointError(
+            f"{path}: its tokenizer cannot be loaded: {_one_line(error)}",
+            hint="save it there with tokenizer.save_pretrained, or pass token ids instead of text",
+        ) from error
+
+
+def _check_directory(path: Path) -> None:
+    if not path.is_dir():
+        raise CheckpointError(
+            f"{path}: no such directory" if not path.exists() else f"{path} is not a directory",
+            hint="give the directory that save_pretrained wrote: config.json and *.safetensors",
+        )
+    config = path / "config.json"
+    if not config.is_file():
+        raise CheckpointError(
+            f"{path}: no checkpoint: there is no config.json",
+            hint="give the directory that save_pretrained wrote: config.json and *.safetensors",
+        )
+    try:
+        content = json.loads(config.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{config}: not readable as JSON: {_one_line(error)}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{config}: not a configuration: a JSON object is needed")
+
+
+def _weight_files(path: Path) -> list[Path]:
+    """Return the safetensors files that the checkpoint says it consists of."""
+    index = path / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+            raise CheckpointError(f"{index}: not a weight index: {_one_line(error)}") from error
+        files = [path / Path(str(name)).name for name in names]
+    else:
+        files = [path / "model.safetensors"]
+    missing = [file.name for file in files if not file.is_file()]
+    if not missing:
+        return files
+    pickles = sorted(p.name for pattern in _PICKLES for p in path.glob(pattern))
+    if pickles and not index.is_file():
+        raise CheckpointError(
+            f"{path}: its weights are pickle files ({', '.join(pickles[:3])}), which are never read:"
+            " reading a pickle can run code",
+            hint="convert them where you trust them: model.save_pretrained(..) writes safetensors",
+        )
+    raise CheckpointError(
+        f"{path}: weights are missing: {', '.join(missing[:3])}",
+        hint="copy the whole directory that save_pretrained wrote",
+    )
+
+
+def _check_safetensors(file: Path) -> None:
+    """Read the header, which also holds the file to the length that the header promises."""
+    try:
+        with safe_open(file, framework="pt") as opened:
+            opened.keys()
+    except (SafetensorError, OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{file}: not a whole safetensors file ({file.stat().st_size:,} bytes):"
+            f" {_one_line(error)}",
+            hint="copy or download the file again",
+        ) from error
+
+
+def _eos_token_ids(path: Path, config: Any) -> frozenset[int]:
+    ids = getattr(config, "eos_token_id", None)
+    if (path / "generation_config.json").is_file():
+        try:
+            ids = GenerationConfig.from_pretrained(path).eos_token_id
+        except Exception as error:
+            raise _not_loaded(path, "its generation_config.json", error) from error
+    if ids is None:
+        return frozenset()
+    return frozenset([ids] if isinstance(ids, int) else ids)
+
+
+def _not_loaded(path: Path, what: str, error: Exception) -> CheckpointError:
+    return CheckpointError(
+        f"{path}: transformers cannot load {what}: {_one_line(error)}",
+        hint="remote code is run only with model.trust_remote_code = true"
+        if "trust_remote_code" in str(error)
+        else None,
+    )
+
+
+def _one_line(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:300]}" if text else type(error).__name__

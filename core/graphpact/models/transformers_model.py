@@ -1,0 +1,188 @@
+"""A transformers decoder whose attention is a graphpact backend.
+
+The model calls attention through transformers' ``AttentionInterface``, under a name for which no mask
+is registered, so no mask is built; tokens of all requests come as one flat sequence, told apart by the
+metadata of the backend. What each layer asks of attention is seen by running one token once.
+
+Does not: change a model's code, keep a cache of its own, or pick a backend.
+"""
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from transformers import AttentionInterface
+
+from graphpact.attention import AttentionBackend, LayerSpec
+from graphpact.batch import ForwardBatch
+from graphpact.errors import UnsupportedModelError
+
+ATTENTION_NAME = "graphpact"
+
+# Arguments that say nothing about how to attend.
+_INDIFFERENT = frozenset(
+    {"cache_position", "dropout", "is_causal", "position_ids", "use_cache", "logits_to_keep"}
+)
+
+
+class _Attention(Protocol):
+    """What the registered attention function hands its call to."""
+
+    def attend(
+        self, module: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, asked: dict[str, Any]
+    ) -> torch.Tensor: ...
+
+
+_active: ContextVar[_Attention] = ContextVar("graphpact_attention")
+
+
+def _attention_function(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **asked: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attend over ``[1, heads, T, dim]``; the signature is transformers'."""
+    asked["attention_mask"] = attention_mask
+    flat = (t[0].transpose(0, 1) for t in (query, key, value))
+    out = _active.get().attend(module, *flat, asked)
+    return out[None], None
+
+
+AttentionInterface.register(ATTENTION_NAME, _attention_function)
+
+
+@contextmanager
+def _attending(attention: _Attention) -> Iterator[None]:
+    token = _active.set(attention)
+    try:
+        yield
+    finally:
+        _active.reset(token)
+
+
+@dataclass(slots=True)
+class _Probe:
+    """Notes what every layer asks of attention, and answers with zeros."""
+
+    layers: dict[int, LayerSpec] = field(default_factory=dict)
+    refused: dict[str, None] = field(default_factory=dict)
+
+    def attend(
+        self, module: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, asked: dict[str, Any]
+    ) -> torch.Tensor:
+        layer_id = getattr(module, "layer_idx", None)
+        if layer_id is None or layer_id in self.layers:
+            self.refused["attention layers without an index of their own"] = None
+        if asked.get("is_causal") is False or getattr(module, "is_causal", True) is False:
+            self.refused["attention that is not causal"] = None
+        known = {"scaling", "sliding_window", "softcap", "s_aux"} | _INDIFFERENT
+        for name, value in asked.items():
+            if name not in known and value is not None and value is not False:
+                self.refused[f"attention argument {name!r}"] = None
+        scaling = asked.get("scaling")
+        self.layers[layer_id if layer_id is not None else -1] = LayerSpec(
+            layer_id=len(self.layers),
+            num_q_heads=q.shape[1],
+            num_kv_heads=k.shape[1],
+            head_dim=q.shape[2],
+            v_head_dim=v.shape[2],
+            scaling=q.shape[2] ** -0.5 if scaling is None else float(scaling),
+            sliding_window=asked.get("sliding_window"),
+            softcap=asked.get("softcap"),
+            sinks=asked.get("s_aux"),
+        )
+        return q.new_zeros((q.shape[0], q.shape[1], v.shape[2]))
+
+
+@dataclass(slots=True)
+class _BackendAttention:
+    """Hands every layer's attention to a backend, with the metadata of one step."""
+
+    backend: AttentionBackend
+    metadata: Any
+    layers: dict[int, LayerSpec]
+
+    def attend(
+        self, module: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, asked: dict[str, Any]
+    ) -> torch.Tensor:
+        del asked  # seen by the probe, and part of the layer's spec
+        return self.backend.forward(q, k, v, self.layers[module.layer_idx], self.metadata)
+
+
+class TransformersModel:
+    """The forward pass of a lane: a batch in, the logits of each request's last token out.
+
+    Args:
+        model: A transformers model for causal language modelling, loaded with the attention
+            implementation `ATTENTION_NAME`.
+
+    Raises:
+        UnsupportedModelError: The model keeps state besides keys and values, or asks of attention what
+            no graphpact backend can be told; the message lists it all.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.dtype: torch.dtype = model.dtype
+        self._takes_logits_to_keep = (
+            "logits_to_keep" in inspect.signature(model.forward).parameters
+        )
+        self._layers = self._probe()
+
+    @property
+    def layers(self) -> list[LayerSpec]:
+        """What every attention layer asks, by ``layer_id``."""
+        return list(self._layers.values())
+
+    def __call__(
+        self, batch: ForwardBatch, backend: AttentionBackend, metadata: Any
+    ) -> torch.Tensor:
+        """Return ``[bs, vocab]`` logits of each request's last token."""
+        last = None
+        if batch.extend_seq_lens is not None:
+            last = torch.cumsum(batch.extend_seq_lens, dim=0) - 1
+        with _attending(_BackendAttention(backend, metadata, self._layers)):
+            return self._forward(batch.input_ids, batch.positions, last)
+
+    def _forward(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, last: torch.Tensor | None
+    ) -> torch.Tensor:
+        more: dict[str, Any] = {}
+        if last is not None and self._takes_logits_to_keep:
+            more["logits_to_keep"] = last
+        logits: torch.Tensor = self.model(
+            input_ids=input_ids[None], position_ids=positions[None], use_cache=False, **more
+        ).logits[0]
+        if last is not None and not self._takes_logits_to_keep:
+            logits = logits[last]
+        return logits
+
+    def _probe(self) -> dict[int, LayerSpec]:
+        config = self.model.config.get_text_config()
+        name = config.model_type
+        probe = _Probe()
+        token = torch.zeros(1, dtype=torch.int64, device=self.model.device)
+        with torch.inference_mode(), _attending(probe):
+            self._forward(token, token, None)
+        refused = list(probe.refused)
+        if getattr(self.model, "_is_stateful", False):
+            refused.append("a state besides keys and values")
+        if len(probe.layers) != config.num_hidden_layers:
+            refused.append(
+                f"{config.num_hidden_layers} layers of which {len(probe.layers)} attend through"
+                " transformers' attention interface"
+            )
+        if refused:
+            raise UnsupportedModelError(
+                f"model type {name!r} has what graphpact cannot run: {'; '.join(refused)}",
+                hint="decoders whose every layer attends causally through transformers' attention"
+                " interface are supported",
+            )
+        return probe.layers

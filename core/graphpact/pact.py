@@ -1,0 +1,166 @@
+"""The pact: what a capture promised, and the check that a replay keeps it.
+
+A pact is a walk over the view and the metadata of one captured shape. For a tensor it holds address,
+shape, stride, dtype and device; for a host number its value; for every object its exact type and
+fields. `Pact.check` walks the same way at replay and raises at the first difference.
+
+Equal addresses are necessary and not sufficient: what the tensors hold is not looked at here.
+Does not: read any tensor's contents, so it never waits for a device.
+"""
+
+import dataclasses
+import enum
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from graphpact.buffers import CudaGraphBufferRegistry
+from graphpact.errors import PactBreach
+from graphpact.shapes import GraphShape
+
+
+def _children(value: Any) -> Iterator[tuple[str, Any]] | None:
+    """Return the named parts of a container, or None for a leaf."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return ((f".{f.name}", getattr(value, f.name)) for f in dataclasses.fields(value))
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return ((f".{name}", getattr(value, name)) for name in value._fields)
+    if isinstance(value, Mapping):
+        return ((f"[{key!r}]", item) for key, item in value.items())
+    if isinstance(value, (list, tuple)):
+        return ((f"[{i}]", item) for i, item in enumerate(value))
+    return None
+
+
+def _promise(value: Any) -> Any:
+    """Return what a leaf promises, comparable by ``==``."""
+    if isinstance(value, torch.Tensor):
+        return (value.data_ptr(), value.shape, value.stride(), value.dtype, value.device)
+    if value is None or isinstance(value, (bool, int, float, complex, str, bytes, enum.Enum)):
+        return value
+    if isinstance(value, (torch.dtype, torch.device, torch.Size)):
+        return value
+    return id(value)  # a plan, a wrapper: the graph holds this object's state and no other's
+
+
+_TENSOR_RULES = ("address", "shape", "stride", "dtype", "device")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Promise:
+    """One leaf of a pact: where it is, what was captured, and whose memory it is."""
+
+    path: str
+    type: type
+    value: Any
+    owner: str | None
+
+
+class Pact:
+    """What one captured shape promised.
+
+    Args:
+        shape: The captured shape.
+        promises: Every leaf of view and metadata, in the order of the walk.
+    """
+
+    def __init__(self, shape: GraphShape, promises: list[Promise]) -> None:
+        self.shape = shape
+        self.promises = promises
+
+    @classmethod
+    def of(
+        cls, shape: GraphShape, registry: CudaGraphBufferRegistry | None = None, **parts: Any
+    ) -> "Pact":
+        """Walk the named ``parts`` (``view=..., metadata=...``) and keep what they promise.
+
+        Args:
+            shape: The captured shape.
+            registry: Where given, breaches name the slot and the owner of a tensor.
+            parts: The roots of the walk.
+        """
+        owners = {
+            slot.buffer.untyped_storage().data_ptr(): f"slot {slot.name!r} of {slot.owner}"
+            for slot in registry or ()
+            if slot.buffer is not None
+        }
+        promises = []
+        for path, value in _walk(parts):
+            owner = (
+                owners.get(value.untyped_storage().data_ptr())
+                if isinstance(value, torch.Tensor)
+                else None
+            )
+            promises.append(Promise(path, type(value), _promise(value), owner))
+        return cls(shape, promises)
+
+    def check(self, **parts: Any) -> None:
+        """Hold the same named ``parts`` of a replay to the pact.
+
+        Raises:
+            PactBreach: At the first difference: which field, what was captured, what is there now,
+                whose it is, and what to do.
+        """
+        at = 0
+        promises = self.promises
+        for path, value in _walk(parts):
+            if at == len(promises) or promises[at].path != path:
+                self._breach_of_structure(parts)
+            promise = promises[at]
+            if type(value) is not promise.type or _promise(value) != promise.value:
+                self._breach(promise, value)
+            at += 1
+        if at != len(promises):
+            self._breach_of_structure(parts)
+
+    def _breach_of_structure(self, parts: dict[str, Any]) -> None:
+        captured = {p.path for p in self.promises}
+        now = {path for path, _ in _walk(parts)}
+        raise PactBreach(
+            f"{self.shape}: replay has other fields than capture:"
+            f" missing {sorted(captured - now) or 'none'}, new {sorted(now - captured) or 'none'}",
+            hint="return the captured metadata object, refreshed in place, with the same fields",
+        )
+
+    def _breach(self, promise: Promise, value: Any) -> None:
+        whose = f" ({promise.owner})" if promise.owner else ""
+        what = f"{self.shape}: {promise.path}{whose}"
+        if type(value) is not promise.type:
+            raise PactBreach(
+                f"{what}: captured {promise.type.__name__}, got {type(value).__name__}",
+                hint="the graph was recorded with the captured type; refresh it in place",
+            )
+        now = _promise(value)
+        if isinstance(value, torch.Tensor):
+            for rule, a, b in zip(_TENSOR_RULES, promise.value, now, strict=True):
+                if a != b:
+                    raise PactBreach(
+                        f"{what}: {rule} captured {_show(rule, a)}, got {_show(rule, b)}",
+                        hint="copy into the captured tensor instead of making a new one",
+                    )
+        raise PactBreach(
+            f"{what}: captured {promise.value!r}, got {now!r}",
+            hint="a host number is frozen into the graph: keep it constant for the shape, or put it"
+            " in a tensor",
+        )
+
+
+def _show(rule: str, value: Any) -> str:
+    return hex(value) if rule == "address" else str(value)
+
+
+def _walk(parts: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield every leaf under ``parts`` with its path, and every container as a leaf of its type."""
+    for name, root in parts.items():
+        yield from _walk_value(name, root)
+
+
+def _walk_value(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    children = _children(value)
+    if children is None:
+        yield path, value
+        return
+    yield f"{path}: type", type(value)
+    for name, child in children:
+        yield from _walk_value(path + name, child)
