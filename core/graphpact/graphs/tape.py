@@ -84,6 +84,19 @@ def _where() -> str:
     return "an unknown line"
 
 
+def _reads_on_host(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether ``func`` needs a tensor's contents on the host: for a number or for a shape."""
+    if func is torch.ops.aten.index.Tensor:  # of unknown length only where a mask picks the rows
+        return any(t.dtype in (torch.bool, torch.uint8) for t in _tensors(args[1]))
+    if func is torch.ops.aten.repeat_interleave.Tensor:
+        return kwargs.get("output_size") is None
+    return (
+        torch.Tag.data_dependent_output in func.tags
+        or torch.Tag.dynamic_output_shape in func.tags
+        or func is torch.ops.aten.is_nonzero.default  # bool(tensor); torch does not tag it
+    )
+
+
 def _host_read(what: str) -> CaptureError:
     return CaptureError(
         f"{what} reads a tensor on the host while a graph is recorded, at {_where()}",
@@ -122,11 +135,7 @@ class _Recorder(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if (
-            torch.Tag.data_dependent_output in func.tags
-            or torch.Tag.dynamic_output_shape in func.tags
-            or func is torch.ops.aten.is_nonzero.default  # bool(tensor); torch does not tag it
-        ):
+        if _reads_on_host(func, args, kwargs):
             raise _host_read(str(func))
         # Containers are copied, so that a list changed later is not the one that was recorded.
         args, kwargs = pytree.tree_map(lambda leaf: leaf, (args, kwargs))

@@ -92,6 +92,12 @@ def load_checkpoint(
             **quiet,
         )
     except Exception as error:
+        if isinstance(error, KeyError) and error.args == (attention,):
+            raise UnsupportedModelError(
+                f"{path}: model type {config.model_type!r} does not attend through transformers'"
+                " attention interface",
+                hint="graphpact attends for a model where transformers lets it",
+            ) from error
         raise _not_loaded(path, "its weights", error) from error
     finally:
         log.setLevel(level)

@@ -28,6 +28,9 @@ _INDIFFERENT = frozenset(
     {"cache_position", "dropout", "is_causal", "position_ids", "use_cache", "logits_to_keep"}
 )
 
+# Layer types of transformers whose attention we know, and whether they come with a sliding window.
+_WINDOWED = {"full_attention": False, "sliding_attention": True}
+
 
 class _Attention(Protocol):
     """What the registered attention function hands its call to."""
@@ -179,6 +182,14 @@ class TransformersModel:
                 f"{config.num_hidden_layers} layers of which {len(probe.layers)} attend through"
                 " transformers' attention interface"
             )
+        kinds = getattr(config, "layer_types", None) or []
+        for kind, layer in zip(kinds, probe.layers.values(), strict=False):
+            # Of what is done by masks alone the attention function is not told.
+            if kind not in _WINDOWED or _WINDOWED[kind] is not (layer.sliding_window is not None):
+                refused.append(f"layers of type {kind!r} that ask for no more than plain attention")
+                break
+        if getattr(config, "use_bidirectional_attention", None):
+            refused.append("attention that is not causal")
         if refused:
             raise UnsupportedModelError(
                 f"model type {name!r} has what graphpact cannot run: {'; '.join(refused)}",

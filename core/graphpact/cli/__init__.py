@@ -1,0 +1,55 @@
+"""The command line: `main`, the one place where an error becomes words and an exit status.
+
+    0  done                     2    usage: what was asked for cannot be had, nothing was done
+    1  the contract was broken  3    the engine, or this machine, is at fault
+    130  interrupted            141  the reader of the output went away
+
+Does not: import typer and rich before `main` is called; they are the extra ``graphpact[cli]``.
+"""
+
+import os
+import sys
+from collections.abc import Sequence
+
+from graphpact.errors import GraphpactError
+
+__all__ = ["main"]
+
+TRACEBACK_VARIABLE = "GRAPHPACT_TRACEBACK"
+"""Environment variable: ``1`` lets errors through with their traceback."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit status.
+
+    Args:
+        arguments: What follows the command's name; the process's own where none are given.
+    """
+    try:
+        from graphpact.cli import app, console  # noqa: PLC0415  an extra
+    except ModuleNotFoundError as missing:
+        if missing.name is None or missing.name.partition(".")[0] not in {"typer", "rich"}:
+            raise
+        sys.stderr.write(
+            f'error: the command line needs {missing.name}: pip install "graphpact[cli]"\n'
+        )
+        return 2
+    try:
+        return app.run(arguments)
+    except GraphpactError as error:
+        if _wants_traceback():
+            raise
+        console.error(error.message, error.hint)
+        return error.code
+    except Exception as error:
+        if _wants_traceback():
+            raise
+        console.error(
+            f"internal error: {type(error).__name__}: {' '.join(str(error).split())}",
+            f"a defect of graphpact or of a plugin; {TRACEBACK_VARIABLE}=1 shows the traceback",
+        )
+        return 3
+
+
+def _wants_traceback() -> bool:
+    return os.environ.get(TRACEBACK_VARIABLE, "0") not in {"", "0"}

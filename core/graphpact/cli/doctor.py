@@ -1,0 +1,216 @@
+"""``graphpact doctor``: what this machine has, and whether text can be generated on it.
+
+Does not: run a model, or change anything.
+"""
+
+import json
+import os
+import platform
+import sys
+import warnings
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any, Literal
+
+import importlib_metadata
+import torch
+import typer
+
+from graphpact.cli.console import clean, data, print_table
+from graphpact.cli.plugins import check, describe, distributions
+from graphpact.config import ENV_PREFIX, EngineConfig
+from graphpact.errors import GraphpactError
+from graphpact.plugins import Loaded, PluginCatalog
+
+_NOT_USABLE = 3
+_EXTRAS = {"models": ("transformers", "safetensors", "jinja2"), "cli": ("typer", "rich")}
+_PACKAGES = ("torch", "pluggy", "pydantic", *_EXTRAS["models"], *_EXTRAS["cli"])
+_VARIABLES = (  # that change what torch does, besides those of graphpact
+    "CUDA_VISIBLE_DEVICES",
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "PYTORCH_CUDA_ALLOC_CONF",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Something to mend.
+
+    Args:
+        severity: ``error`` where no text can be generated before it is mended.
+        what: What was found.
+        help: What to do.
+    """
+
+    severity: Literal["error", "warning"]
+    what: str
+    help: str | None = None
+
+
+def doctor(
+    *,
+    as_json: Annotated[bool, typer.Option("--json", help="Write one JSON object.")] = False,
+) -> None:
+    """Say what this machine has and what keeps it from generating text: status 0 if nothing does, else 3."""
+    report = examine()
+    if as_json:
+        sys.stdout.write(json.dumps(report, indent=2) + "\n")
+    else:
+        _show(report)
+    if not report["usable"]:
+        raise typer.Exit(_NOT_USABLE)
+
+
+def examine() -> dict[str, Any]:
+    """Return what was found, ready for JSON."""
+    problems: list[Problem] = []
+    versions = {name: _version(name) for name in _PACKAGES}
+    cuda = _cuda(problems)
+    catalog = _catalog(problems)
+    found = check(catalog)
+    for plugin in found:
+        if not isinstance(plugin, Loaded):
+            what = f"{plugin.info.kind} {plugin.info} was rejected: {plugin.reason}"
+            problems.append(Problem("warning", what, "update or uninstall it, or do not select it"))
+    _try_models(problems)
+    _try_defaults(catalog, problems)
+    devices = ["cpu", *(f"cuda:{number}" for number in range(len(cuda["devices"])))]
+    return {
+        "usable": all(problem.severity != "error" for problem in problems),
+        "python": platform.python_version(),
+        "executable": sys.executable,
+        "platform": platform.platform(),
+        "cpus": len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "cuda": cuda,
+        "packages": versions,
+        "extras": {
+            extra: all(versions[name] is not None for name in names)
+            for extra, names in _EXTRAS.items()
+        },
+        "distributions": distributions(),
+        "drivers": [
+            {
+                "name": plugin.info.name,
+                "device": device,
+                "unavailable": _unavailable(plugin.cls, device),
+            }
+            for plugin in found
+            if isinstance(plugin, Loaded) and plugin.info.kind == "graph_driver"
+            for device in devices
+        ],
+        "plugins": [describe(plugin) for plugin in found],
+        "environment": {
+            name: value
+            for name, value in sorted(os.environ.items())
+            if name.startswith(ENV_PREFIX) or name in _VARIABLES
+        },
+        "problems": [asdict(problem) for problem in problems],
+    }
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib_metadata.version(name)
+    except importlib_metadata.PackageNotFoundError:
+        return None
+
+
+def _cuda(problems: list[Problem]) -> dict[str, Any]:
+    """Return what torch sees of CUDA; what it warns of when it looks is a problem to show."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    problems += [Problem("warning", " ".join(str(one.message).split())) for one in said]
+    built: str | None = torch.version.cuda
+    if built is not None and not count:
+        what = f"torch is built for CUDA {built} and sees no CUDA device"
+        problems.append(
+            Problem("warning", what, "graphs are recorded on the tape; see the driver with nvidia-smi")
+        )
+    devices = []
+    for number in range(count):
+        properties = torch.cuda.get_device_properties(number)
+        devices.append(
+            {
+                "name": properties.name,
+                "capability": f"{properties.major}.{properties.minor}",
+                "memory_gib": round(properties.total_memory / 2**30, 1),
+            }
+        )
+    return {"built": built, "devices": devices}
+
+
+def _catalog(problems: list[Problem]) -> PluginCatalog:
+    try:
+        return PluginCatalog.scan()
+    except GraphpactError as error:
+        problems.append(Problem("error", error.message, error.hint))
+        return PluginCatalog.scan(env={})
+
+
+def _try_models(problems: list[Problem]) -> None:
+    try:
+        import graphpact.models  # noqa: F401, PLC0415  to see whether it can be imported
+    except GraphpactError as error:
+        problems.append(Problem("error", error.message, error.hint))
+    except Exception as error:  # noqa: BLE001  whatever a broken installation raises
+        what = f"transformers cannot be imported: {type(error).__name__}: {error}"
+        problems.append(Problem("error", what, 'pip install --upgrade "graphpact[models]"'))
+
+
+def _try_defaults(catalog: PluginCatalog, problems: list[Problem]) -> None:
+    """See whether what is selected by default, or by the environment, can be had here."""
+    from graphpact.engine.build import plan_lanes, resolve_device  # noqa: PLC0415
+
+    try:
+        config = EngineConfig.load()
+        plan_lanes(config, catalog, resolve_device(config.engine.device))
+    except GraphpactError as error:
+        problems.append(Problem("error", error.message, error.hint))
+
+
+def _unavailable(driver: Any, device: str) -> str | None:
+    """Return why ``driver`` cannot record on ``device``; a driver may be anybody's."""
+    try:
+        reason: str | None = driver.unavailable(torch.device(device))
+    except Exception as error:  # noqa: BLE001  anybody's code
+        return f"{type(error).__name__}: {error}"
+    return reason
+
+
+def _show(report: dict[str, Any]) -> None:
+    console = data()
+    cuda = report["cuda"]
+    versions = report["packages"]
+    rows = [
+        ("python", f"{report['python']} ({report['executable']})"),
+        ("platform", report["platform"]),
+        ("cpus", f"{report['cpus']}, torch uses {report['threads']}"),
+        ("cuda", f"torch is built for {cuda['built']}" if cuda["built"] else "torch is built without it"),
+    ]
+    rows += [
+        (f"cuda:{number}", f"{device['name']}, sm {device['capability']}, {device['memory_gib']} GiB")
+        for number, device in enumerate(cuda["devices"])
+    ]
+    rows += [(name, version or "not installed") for name, version in versions.items()]
+    rows += [(name, version) for name, version in report["distributions"].items()]
+    rows += [
+        (f"graphpact[{extra}]", "installed" if there else "not complete")
+        for extra, there in report["extras"].items()
+    ]
+    rows += [
+        (f"{driver['name']} on {driver['device']}", driver["unavailable"] or "available")
+        for driver in report["drivers"]
+    ]
+    rows += list(report["environment"].items())
+    print_table(console, ("what", "found"), rows)
+    console.print()
+    for problem in report["problems"]:
+        console.print(f"{problem['severity']}: {clean(problem['what'])}", soft_wrap=True)
+        if problem["help"] is not None:
+            console.print(f"  help: {clean(problem['help'])}", soft_wrap=True)
+    verdict = "can" if report["usable"] else "cannot"
+    console.print(f"Text {verdict} be generated on this machine.")

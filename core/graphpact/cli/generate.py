@@ -1,0 +1,173 @@
+"""``graphpact generate``: prompts in, their continuations out, every step through a lane.
+
+Does not: choose or run anything itself; it turns options into a configuration and hands it to the engine.
+"""
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from graphpact.cli.console import capture_progress, talk, warning
+from graphpact.cli.prompts import read_prompts
+
+_DEFAULT_NEW_TOKENS = 128
+
+
+def generate(
+    prompts: Annotated[
+        list[str] | None,
+        typer.Argument(help="Texts to continue.", show_default=False),
+    ] = None,
+    *,
+    file: Annotated[
+        Path | None,
+        typer.Option(
+            "--file",
+            "-f",
+            metavar="FILE",
+            help="Take one prompt from each line of FILE that is not blank; - is stdin.",
+        ),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option("--model", "-m", metavar="DIR", help="Checkpoint directory: model.path."),
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option("--config", "-c", metavar="FILE", help="Configuration in TOML."),
+    ] = None,
+    sets: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            "-s",
+            metavar="KEY=VALUE",
+            help="Set one key of the configuration; repeatable. It has the last word.",
+            show_default=False,
+        ),
+    ] = None,
+    max_new_tokens: Annotated[
+        int, typer.Option("--max-new-tokens", "-n", help="Tokens to generate at most, each prompt.")
+    ] = _DEFAULT_NEW_TOKENS,
+    temperature: Annotated[
+        float, typer.Option(help="0 takes the likeliest token; above 0, tokens are drawn.")
+    ] = 0.0,
+    top_p: Annotated[
+        float, typer.Option(help="Draw from the likeliest tokens of this probability together.")
+    ] = 1.0,
+    top_k: Annotated[
+        int, typer.Option(help="Draw from this many likeliest tokens; 0 for all.")
+    ] = 0,
+    seed: Annotated[
+        int | None,
+        typer.Option(help="Seed of the run: engine.seed. Equal prompts still differ."),
+    ] = None,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Go on past the model's end tokens.")
+    ] = False,
+    as_json: Annotated[
+        bool,
+        typer.Option(
+            "--json",
+            help="Write one object a line for each prompt, in order:"
+            " prompt, text, token_ids, finish_reason.",
+        ),
+    ] = False,
+    stream: Annotated[
+        bool | None,
+        typer.Option(
+            "--stream/--no-stream",
+            help="Write tokens as they come, or each answer when it is whole. On a terminal they are"
+            " streamed by default. Answers come in the order of the prompts either way: the first"
+            " that is not finished is streamed, the others wait for their turn.",
+            show_default=False,
+        ),
+    ] = None,
+    verify: Annotated[
+        bool,
+        typer.Option(
+            "--verify",
+            help="Run every replay again without a graph and compare. For a share of them:"
+            " --set verify.replay_against_eager=0.1.",
+        ),
+    ] = False,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="No progress, and no table after the run.")
+    ] = False,
+) -> None:
+    """Continue prompts: those given, those of a file, or one from each line of stdin.
+
+    Texts go to stdout. Progress and, after the run, a table of what was replayed, what ran eagerly and
+    why go to stderr.
+    """
+    _silence_transformers()
+    from graphpact.cli.report import print_report  # noqa: PLC0415  pydantic and the engine behind it
+    from graphpact.cli.writers import JsonWriter, TextWriter, Writer  # noqa: PLC0415
+    from graphpact.config import EngineConfig  # noqa: PLC0415
+    from graphpact.engine.engine import Engine  # noqa: PLC0415
+    from graphpact.engine.request import SamplingParams  # noqa: PLC0415
+
+    sampling = SamplingParams(
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        ignore_eos=ignore_eos,
+    )
+    settings = EngineConfig.load(
+        config, overrides=_overrides(model=model, seed=seed, verify=verify) + (sets or [])
+    )
+    texts = read_prompts(prompts or [], file)
+    if temperature == 0 and (top_p != 1 or top_k != 0):
+        warning("--top-p and --top-k change nothing at --temperature 0")
+
+    with capture_progress(str(settings.model.path), quiet=quiet) as on_capture:
+        engine = Engine(settings, on_capture=on_capture)
+    writer: Writer
+    if as_json:
+        writer = JsonWriter(texts)
+    else:
+        writer = TextWriter(texts, live=_on_terminal() if stream is None else stream)
+    start = time.perf_counter()
+    try:
+        for delta in engine.stream(texts, sampling):
+            writer.push(delta)
+    finally:
+        writer.close()
+    seconds = time.perf_counter() - start
+    tokens = sum(len(answer.token_ids) for answer in writer.answers)
+    print_report(talk(), engine, tokens=tokens, seconds=seconds, quiet=quiet)
+
+
+def _overrides(*, model: str | None, seed: int | None, verify: bool) -> list[str]:
+    """Return the options that are keys of the configuration as ``key=value`` texts."""
+    overrides = []
+    if model is not None:
+        overrides.append(f"model.path={_toml_string(model)}")
+    if seed is not None:
+        overrides.append(f"engine.seed={seed}")
+    if verify:
+        overrides.append("verify.replay_against_eager=1.0")
+    return overrides
+
+
+def _toml_string(text: str) -> str:
+    """Return ``text`` as a TOML string: JSON's escapes are TOML's, and DEL needs one too."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _on_terminal() -> bool:
+    from graphpact.cli.console import data  # noqa: PLC0415
+
+    return data().is_terminal
+
+
+def _silence_transformers() -> None:
+    """Keep the bars and the log of transformers out of ours; it reads these when it is imported."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")

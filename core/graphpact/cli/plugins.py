@@ -1,0 +1,151 @@
+"""``graphpact plugins``: what is installed, what of it can be used, and what each backend can do.
+
+Does not: fail because of a plugin that does; a rejected one is a row with its reason.
+"""
+
+import contextlib
+import enum
+import json
+import sys
+from collections.abc import Iterable
+from typing import Annotated, Any
+
+import typer
+
+from graphpact._version import __version__
+from graphpact.attention import Capabilities
+from graphpact.cli.console import data, note, print_table
+from graphpact.plugins import Kind, Loaded, Plugin, PluginCatalog
+
+_FEATURES = ("sliding_window", "softcap", "sinks")
+
+
+class KindOption(enum.StrEnum):
+    """`graphpact.plugins.Kind`, as typer reads choices."""
+
+    attention_backend = "attention_backend"
+    runner = "runner"
+    graph_driver = "graph_driver"
+
+
+def plugins(
+    *,
+    kind: Annotated[
+        KindOption | None, typer.Option("--kind", "-k", help="Only plugins of this kind.")
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Write a JSON array with one object for each plugin.")
+    ] = False,
+) -> None:
+    """List the installed plugins, those that were rejected and why, and what each can do."""
+    found = check(PluginCatalog.scan(), None if kind is None else kind.value)
+    if as_json:
+        sys.stdout.write(json.dumps([describe(plugin) for plugin in found], indent=2) + "\n")
+        return
+    if not found:
+        note("no plugin is installed" if kind is None else f"no {kind.value} is installed")
+        return
+    console = data()
+    print_table(
+        console,
+        ("kind", "name", "distribution", "status", ""),
+        [_row(plugin) for plugin in found],
+    )
+    backends = [_backend_row(plugin) for plugin in found if _capabilities(plugin) is not None]
+    if backends:
+        console.print()
+        print_table(
+            console,
+            ("backend", "modes", "graphs", "dtypes", "devices", "pages", "heads", "features"),
+            backends,
+        )
+
+
+def check(catalog: PluginCatalog, kind: Kind | None = None) -> list[Plugin]:
+    """Try every plugin of ``catalog``; what they print when they are imported is no data of ours."""
+    with contextlib.redirect_stdout(sys.stderr):
+        return catalog.check(kind)
+
+
+def distributions() -> dict[str, str]:
+    """Return the version of graphpact and of every distribution with plugins, by name."""
+    infos = PluginCatalog.scan(env={}).infos()
+    found = sorted({(info.distribution, info.version) for info in infos})
+    return {"graphpact": __version__} | dict(found)
+
+
+def describe(plugin: Plugin) -> dict[str, Any]:
+    """Return what there is to say about a plugin, ready for JSON."""
+    info = plugin.info
+    can = _capabilities(plugin)
+    return {
+        "kind": info.kind,
+        "name": info.name,
+        "distribution": info.distribution,
+        "version": info.version,
+        "target": info.target,
+        "contract": info.contract,
+        "status": "loaded" if isinstance(plugin, Loaded) else "rejected",
+        "reason": None if isinstance(plugin, Loaded) else plugin.reason,
+        "modes": _modes(plugin),
+        "capabilities": None
+        if can is None
+        else {
+            "modes": _words(can.modes),
+            "graph_support": can.graph_support.value,
+            "dtypes": _words(can.dtypes),
+            "devices": _words(can.devices),
+            "page_sizes": None if can.page_sizes is None else sorted(can.page_sizes),
+            "head_dims": None if can.head_dims is None else sorted(can.head_dims),
+            "features": [name for name in _FEATURES if getattr(can, name)],
+            "needs_host_plan": can.needs_host_plan,
+            "seq_len_fill_value": can.seq_len_fill_value,
+        },
+    }
+
+
+def _row(plugin: Plugin) -> tuple[str, ...]:
+    info = plugin.info
+    if isinstance(plugin, Loaded):
+        modes = _modes(plugin)
+        status, more = "loaded", f"serves {', '.join(modes)}" if modes else ""
+    else:
+        status, more = "rejected", plugin.reason
+    return info.kind, info.name, f"{info.distribution} {info.version}", status, more
+
+
+def _backend_row(plugin: Plugin) -> tuple[str, ...]:
+    can = describe(plugin)["capabilities"]
+
+    def listed(key: str) -> str:
+        return "any" if can[key] is None else ", ".join(map(str, can[key]))
+
+    return (
+        plugin.info.name,
+        listed("modes"),
+        can["graph_support"],
+        listed("dtypes"),
+        listed("devices"),
+        listed("page_sizes"),
+        listed("head_dims"),
+        listed("features"),
+    )
+
+
+def _capabilities(plugin: Plugin) -> Capabilities | None:
+    can = getattr(plugin.cls, "capabilities", None) if isinstance(plugin, Loaded) else None
+    return can if isinstance(can, Capabilities) else None
+
+
+def _modes(plugin: Plugin) -> list[str] | None:
+    """Return the modes that a runner or a backend serves; None for what knows no modes."""
+    if not isinstance(plugin, Loaded):
+        return None
+    can = _capabilities(plugin)
+    modes = getattr(plugin.cls, "modes", None) if can is None else can.modes
+    return _words(modes) if modes else None
+
+
+def _words(values: Iterable[Any]) -> list[str]:
+    """Return set members in words: modes by value, dtypes without ``torch.``, sorted."""
+    return sorted(str(getattr(value, "value", value)).removeprefix("torch.") for value in values)

@@ -1,0 +1,438 @@
+"""The configuration of an engine: `EngineConfig`, read from TOML, the environment and ``--set``.
+
+Later sources win: defaults, the file, variables ``GRAPHPACT_<TABLE>__<KEY>``, ``--set key=value``.
+Types are not guessed: in a file the text ``"8"`` is no number. What comes from the environment and
+from ``--set`` is read as a TOML value, and as text where it is none: ``8``, ``[1]``, ``fa3``.
+
+Does not: look plugins up, or ask whether a device is there; the engine does, when it is built.
+"""
+
+import functools
+import os
+import reprlib
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    Strict,
+    ValidationError,
+)
+
+from graphpact.errors import ConfigError, did_you_mean
+
+ENV_PREFIX = "GRAPHPACT_"
+RESERVED_VARIABLES = frozenset(
+    {"GRAPHPACT_DISABLE_PLUGINS", "GRAPHPACT_TRACE", "GRAPHPACT_TRACEBACK"}
+)
+"""Variables with the prefix that are not configuration keys."""
+
+KeyPath = tuple[str, ...]
+_TEXT = "a text that is not empty"
+
+
+def _power_of_two(value: int) -> int:
+    if value & (value - 1):
+        raise ValueError("not a power of two")
+    return value
+
+
+Name = Annotated[str, Field(min_length=1)]
+Device = Annotated[
+    str,
+    Field(
+        pattern=r"^(auto|cpu|cuda(:[1-9]?[0-9])?)$",
+        json_schema_extra={"allowed": "auto, cpu, cuda or cuda:N"},
+    ),
+]
+PageSize = Annotated[
+    int,
+    Field(ge=1, json_schema_extra={"allowed": "a power of two, from 1 up"}),
+    AfterValidator(_power_of_two),
+]
+BatchSizes = Annotated[
+    tuple[Annotated[int, Field(ge=1)], ...], Strict(strict=False), Field(min_length=1)
+]
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+class _Section(BaseModel):
+    """One table of the configuration: unknown keys are refused, and it does not change."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+class ModelConfig(_Section):
+    """``[model]``: which model, and in what arithmetic."""
+
+    path: Name | None = Field(
+        default=None,
+        description="Directory of the checkpoint. In a file, a relative path is taken from the"
+        " file's folder where it exists there, and from the working directory otherwise.",
+    )
+    dtype: Literal["auto", "float32", "float64", "bfloat16", "float16"] = Field(
+        default="auto",
+        description="Of weights and computation; auto takes the checkpoint's, on a CPU float32.",
+    )
+    trust_remote_code: bool = Field(
+        default=False, description="Whether Python files of the checkpoint may be run."
+    )
+
+
+class EngineSection(_Section):
+    """``[engine]``: the limits of the engine and what its lanes share."""
+
+    attention_backend: Name = Field(
+        default="flashinfer", description="The attention backend of every lane that names none."
+    )
+    device: Device = Field(
+        default="auto", description="Where the model runs; auto takes a GPU where there is one."
+    )
+    max_num_seqs: int = Field(default=8, ge=1, description="Requests that one step may have.")
+    max_num_batched_tokens: int = Field(
+        default=2048, ge=1, description="New tokens that one step may have."
+    )
+    max_model_len: int | None = Field(
+        default=None,
+        ge=2,
+        description="Longest sequence, prompt and answer; the model's own limit by default.",
+    )
+    page_size: PageSize = Field(default=16, description="Tokens in one page of the KV cache.")
+    num_pages: int | None = Field(
+        default=None,
+        ge=1,
+        description="Pages that requests can have, without page 0, which is scratch; by default"
+        " what max_num_seqs sequences of full length need, or what fits.",
+    )
+    kv_cache_memory_gib: float | None = Field(
+        default=None,
+        gt=0,
+        description="Memory that the KV cache may take; a share of what is free by default.",
+    )
+    seed: int = Field(
+        default=0, ge=0, lt=2**63, description="Seed of every random choice without its own."
+    )
+
+
+class LaneConfig(_Section):
+    """One lane: how the batches of one kind of step are run."""
+
+    runner: Name = Field(default="eager", description="The runner; eager captures nothing.")
+    attention_backend: Name | None = Field(
+        default=None, description="The attention backend; engine.attention_backend by default."
+    )
+    graph_driver: Name = Field(
+        default="auto",
+        description="What records the graphs; auto is tape on a CPU and cuda on a GPU.",
+    )
+    batch_sizes: BatchSizes | None = Field(
+        default=None, description="Request counts to capture; the runner's own ladder by default."
+    )
+
+
+class DecodeLaneConfig(LaneConfig):
+    """``[lanes.decode]``: steps of one token a request."""
+
+    runner: Name = Field(default="cuda_graph", description="The runner; eager captures nothing.")
+
+
+class PrefillLaneConfig(LaneConfig):
+    """``[lanes.prefill]``: steps that read prompts."""
+
+
+class LanesConfig(_Section):
+    """``[lanes]``: one table for each lane."""
+
+    decode: DecodeLaneConfig = DecodeLaneConfig()
+    prefill: PrefillLaneConfig = PrefillLaneConfig()
+
+
+class VerifyConfig(_Section):
+    """``[verify]``: how closely replays are watched."""
+
+    pact: Literal["always", "sampled", "off"] = Field(
+        default="always", description="Which replays are checked against what was captured."
+    )
+    pact_sample_every: int = Field(
+        default=100, ge=1, description="With pact = sampled: one replay in this many is checked."
+    )
+    replay_against_eager: Share = Field(
+        default=0.0,
+        description="Share of the replays that are run again without a graph and compared.",
+    )
+
+
+class EngineConfig(_Section):
+    """The whole configuration."""
+
+    model: ModelConfig = ModelConfig()
+    engine: EngineSection = EngineSection()
+    lanes: LanesConfig = LanesConfig()
+    verify: VerifyConfig = VerifyConfig()
+
+    @classmethod
+    def load(
+        cls,
+        path: Path | None = None,
+        *,
+        env: Mapping[str, str] | None = None,
+        overrides: Sequence[str] = (),
+    ) -> "EngineConfig":
+        """Read a configuration; later sources win over earlier ones: file, environment, overrides.
+
+        A relative ``model.path`` in the file is taken from the file's folder where it exists there,
+        and from the working directory otherwise.
+
+        Args:
+            path: A TOML file.
+            env: Environment variables; the process's where none are given.
+            overrides: ``key=value`` texts, as ``engine.max_num_seqs=8``.
+
+        Raises:
+            ConfigError: Lists everything that is wrong, each with its source and what is allowed.
+        """
+        faults: list[str] = []
+        settings: dict[KeyPath, _Setting] = {}
+        for setting in (
+            *_from_file(path),
+            *_from_env(os.environ if env is None else env, faults),
+            *_from_overrides(overrides, faults),
+        ):
+            if setting.path in _keys():
+                settings[setting.path] = setting
+            else:
+                faults.append(_unknown(setting))
+        tree: dict[str, Any] = {}
+        for keys, setting in settings.items():
+            table = tree
+            for key in keys[:-1]:
+                table = table.setdefault(key, {})
+            table[keys[-1]] = setting.value
+        try:
+            config = cls.model_validate(tree)
+        except ValidationError as error:
+            faults += _render(error, settings)
+        if faults:
+            raise ConfigError(
+                "the configuration is not valid:" + "".join(f"\n  {fault}" for fault in faults)
+            )
+        return config
+
+
+# -- the keys ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigKey:
+    """One key, for error messages and for the reference.
+
+    Args:
+        name: Dotted, as in ``--set``.
+        variable: Its environment variable.
+        default: Its default.
+        allowed: The values that it takes, in words.
+        description: What it means.
+        choices: The values that it takes, where they are few and named.
+    """
+
+    name: str
+    variable: str
+    default: Any
+    allowed: str
+    description: str
+    choices: tuple[str, ...]
+
+
+def config_keys() -> list[ConfigKey]:
+    """Return every key of the configuration, in the order of its tables."""
+    return list(_keys().values())
+
+
+@functools.cache
+def _keys() -> dict[KeyPath, ConfigKey]:
+    return dict(_walk(EngineConfig, ()))
+
+
+@functools.cache
+def _sections() -> frozenset[KeyPath]:
+    return frozenset(path[:depth] for path in _keys() for depth in range(len(path)))
+
+
+def _walk(model: type[BaseModel], prefix: KeyPath) -> Iterator[tuple[KeyPath, ConfigKey]]:
+    schemas = model.model_json_schema()["properties"]
+    for name, field in model.model_fields.items():
+        path = (*prefix, name)
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from _walk(field.annotation, path)
+            continue
+        choices = get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
+        yield (
+            path,
+            ConfigKey(
+                ".".join(path),
+                ENV_PREFIX + "__".join(path).upper(),
+                field.default,
+                _allowed(schemas[name]),
+                field.description or "",
+                choices,
+            ),
+        )
+
+
+def _allowed(schema: Mapping[str, Any]) -> str:
+    """Return in words what a JSON schema allows."""
+    if "allowed" in schema:
+        return str(schema["allowed"])
+    if "anyOf" in schema:
+        return _allowed(schema["anyOf"][0])  # the other one is null, the default
+    if "enum" in schema:
+        return ", ".join(schema["enum"][:-1]) + f" or {schema['enum'][-1]}"
+    if schema["type"] == "array":
+        return f"a list of one or more, each {_allowed(schema['items'])}"
+    words = {"integer": "a whole number", "number": "a number", "boolean": "true or false"}
+    text = words.get(schema["type"], _TEXT)
+    if "minimum" in schema:
+        text += f" from {schema['minimum']:g}"
+        text += f" to {schema['maximum']:g}" if "maximum" in schema else " up"
+    if "exclusiveMinimum" in schema:
+        text += f" above {schema['exclusiveMinimum']:g}"
+    if "exclusiveMaximum" in schema:
+        text += f", below {schema['exclusiveMaximum']}"
+    return text
+
+
+# -- the sources ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Setting:
+    path: KeyPath
+    value: Any
+    source: str
+    variable: str | None = None
+
+
+def _flatten(
+    path: KeyPath, value: Any, source: str, variable: str | None = None
+) -> Iterator[_Setting]:
+    """Yield a setting for every key in ``value``; a table that is not known counts as one key."""
+    if isinstance(value, dict) and path in _sections():
+        for key, inner in value.items():
+            yield from _flatten((*path, key), inner, source, variable)
+    else:
+        yield _Setting(path, value, source, variable)
+
+
+def _from_file(path: Path | None) -> Iterator[_Setting]:
+    if path is None:
+        return
+    try:
+        data = path.read_bytes()
+        document = tomllib.loads(data.decode())
+    except UnicodeDecodeError as error:
+        line = data[: error.start].count(b"\n") + 1
+        raise ConfigError(f"{path} is not UTF-8 text (at line {line})") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is not TOML: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"{path} is nested too deeply") from None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"the configuration file {path} cannot be read: {reason}") from None
+    for setting in _flatten((), document, str(path)):
+        value = setting.value
+        if setting.path == ("model", "path") and isinstance(value, str):
+            here = path.parent / value
+            if value and os.path.exists(here):  # noqa: PTH110  Path.exists raises where it may not look
+                yield _Setting(setting.path, str(here), setting.source)
+                continue
+        yield setting
+
+
+def _from_env(env: Mapping[str, str], faults: list[str]) -> Iterator[_Setting]:
+    seen: dict[str, str] = {}
+    for variable, text in sorted(env.items()):
+        name = variable.upper()
+        if not name.startswith(ENV_PREFIX) or name in RESERVED_VARIABLES:
+            continue
+        if name in seen:
+            faults.append(
+                f"{variable} and {seen[name]} are both set (environment): keep one of them"
+            )
+        seen[name] = variable
+        path = tuple(name.removeprefix(ENV_PREFIX).lower().split("__"))
+        yield from _flatten(path, _parse(text), f"environment variable {variable}", variable)
+
+
+def _from_overrides(overrides: Sequence[str], faults: list[str]) -> Iterator[_Setting]:
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        if equals:
+            path = tuple(part.strip() for part in key.split("."))
+            yield from _flatten(path, _parse(text), "--set")
+        else:
+            faults.append(f"{override!r} (--set): not of the form key=value")
+
+
+def _parse(text: str) -> Any:
+    """Return ``text`` as the TOML value that it is, or as itself where it is none."""
+    try:
+        document = tomllib.loads(f"value = {text}")
+    except (ValueError, RecursionError):
+        return text.strip()
+    return document["value"] if document.keys() == {"value"} else text.strip()
+
+
+# -- the faults ----------------------------------------------------------------------------------
+
+
+def _unknown(setting: _Setting) -> str:
+    """Return the line for a setting that no key takes."""
+    name = ".".join(setting.path)
+    tables = sorted({".".join(path) for path in _sections() if path})
+    if setting.path in _sections():
+        keys = ", ".join(k.name for k in config_keys() if k.name.startswith(f"{name}."))
+        return f"{name} ({setting.source}): a table and not a key; its keys are {keys}"
+    if setting.variable is not None:
+        variables = {key.variable for key in config_keys()} | RESERVED_VARIABLES
+        near = did_you_mean(setting.variable.upper(), sorted(variables))
+    else:
+        names = tables if isinstance(setting.value, dict) else [key.name for key in config_keys()]
+        same_tail = [n for n in names if n.rpartition(".")[2] == setting.path[-1]]
+        near = did_you_mean(name, same_tail or names) or next(iter(same_tail), None)
+    hint = f"did you mean {near}?" if near else f"the tables are {', '.join(tables)}"
+    return f"{name} ({setting.source}): there is no such key; {hint}"
+
+
+def _render(error: ValidationError, settings: Mapping[KeyPath, _Setting]) -> Iterator[str]:
+    """Yield one line for each of pydantic's errors: key, value, source, what is allowed."""
+    for fault in error.errors(include_url=False):
+        path = next(path for path in _keys() if path == fault["loc"][: len(path)])
+        key = _keys()[path]
+        inner = "".join(f"[{index}]" for index in fault["loc"][len(path) :])
+        value = fault["input"]
+        near = did_you_mean(value, key.choices) if isinstance(value, str) else None
+        hint = f"; did you mean {near}?" if near else ""
+        if key.allowed == _TEXT and not isinstance(value, str):
+            hint = "; put it in quotes"
+        yield (
+            f"{key.name}{inner} = {_show(value)} ({settings[path].source}):"
+            f" it takes {key.allowed}{hint}"
+        )
+
+
+def _show(value: Any) -> str:
+    """Return a value as one short text, as TOML spells it where Python differs."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    try:
+        text = repr(value) if isinstance(value, str) else reprlib.repr(value)
+    except ValueError:  # a whole number of more digits than Python prints
+        return f"a very large {type(value).__name__}"
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,0 +1,266 @@
+"""From a configuration to the parts of an engine: plugins chosen, model loaded, memory laid out, lanes.
+
+Cheap refusals come first: every name is looked up and every driver asked whether it can run here before
+a weight is read, and nothing is captured before the model is known to fit its backends.
+
+Does not: run anything; `graphpact.engine.engine` does.
+"""
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from graphpact.attention import (
+    AttentionBackend,
+    BackendContext,
+    KVBuffers,
+    LayerSpec,
+    Limits,
+    require_capabilities,
+)
+from graphpact.batch import ForwardMode
+from graphpact.config import EngineConfig, LaneConfig
+from graphpact.engine.pools import KVCache, KVLayerShape, PagePool, RequestPool
+from graphpact.errors import ConfigError
+from graphpact.graphs import GraphDriver
+from graphpact.lane import Lane, ModelFn
+from graphpact.plugins import PluginCatalog
+from graphpact.runners import GraphRunner, RunnerContext
+from graphpact.shapes import GraphShape
+from graphpact.verify import Verifier
+
+OnCapture = Callable[[str, GraphShape, int, int], None]
+"""Called after each capture with lane name, shape, how many are done, how many there are."""
+
+_MEMORY_SHARE = {"cuda": 0.8, "cpu": 0.5}  # of the free memory, for the KV cache, by default
+
+
+@dataclass(frozen=True, slots=True)
+class LanePlan:
+    """What was chosen for one lane, before anything heavy was done."""
+
+    name: str
+    mode: ForwardMode
+    config: LaneConfig
+    runner: type[GraphRunner]
+    backend: type[AttentionBackend]
+    backend_name: str
+    driver: type[GraphDriver]
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What all lanes share."""
+
+    limits: Limits
+    requests: RequestPool
+    pages: PagePool
+    kv_cache: KVCache
+
+
+def resolve_device(name: str) -> torch.device:
+    """Return the device that ``engine.device`` names; ``auto`` is a GPU where there is one.
+
+    Raises:
+        ConfigError: No such device here.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(name)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(
+            f"engine.device is {name!r}; torch sees {torch.cuda.device_count()} CUDA devices here",
+            hint='set engine.device = "cpu", or run `graphpact doctor`',
+        )
+    return device
+
+
+def plan_lanes(
+    config: EngineConfig, catalog: PluginCatalog, device: torch.device
+) -> list[LanePlan]:
+    """Look up every plugin that the configuration names.
+
+    Raises:
+        PluginError: A name that is unknown, rejected or ambiguous.
+        ConfigError: A runner in a lane of a mode that it does not serve, or a driver that cannot
+            record on ``device``.
+    """
+    plans = []
+    for mode, lane in (
+        (ForwardMode.DECODE, config.lanes.decode),
+        (ForwardMode.EXTEND, config.lanes.prefill),
+    ):
+        name = "decode" if mode is ForwardMode.DECODE else "prefill"
+        backend_name = lane.attention_backend or config.engine.attention_backend
+        driver_name = lane.graph_driver
+        if driver_name == "auto":
+            driver_name = "cuda" if device.type == "cuda" else "tape"
+        runner = catalog.select("runner", lane.runner)
+        backend = catalog.select("attention_backend", backend_name)
+        driver = catalog.select("graph_driver", driver_name)
+        if mode not in runner.modes:
+            serves = ", ".join(sorted(m.value for m in runner.modes))
+            raise ConfigError(
+                f"lanes.{name}.runner: {lane.runner!r} serves {serves}, not {mode.value}",
+                hint='"eager" serves every mode',
+            )
+        reason = driver.unavailable(device)
+        if reason is not None:
+            raise ConfigError(f"lanes.{name}.graph_driver: {driver_name!r}: {reason}")
+        plans.append(LanePlan(name, mode, lane, runner, backend, backend_name, driver))
+    return plans
+
+
+def model_path(config: EngineConfig) -> Path:
+    """Return the directory of the checkpoint.
+
+    Raises:
+        ConfigError: None is configured.
+    """
+    if config.model.path is None:
+        raise ConfigError(
+            "no model: model.path is not set",
+            hint="give --model DIR, or path = ... under [model] in the configuration file",
+        )
+    return Path(config.model.path)
+
+
+def lay_out_memory(
+    config: EngineConfig,
+    *,
+    layers: Sequence[LayerSpec],
+    dtype: torch.dtype,
+    device: torch.device,
+    model_len: int,
+) -> Memory:
+    """Allocate request rows, KV pages and the KV cache.
+
+    Raises:
+        ConfigError: A limit above the model's, or a KV cache that does not fit in memory.
+    """
+    engine = config.engine
+    context = engine.max_model_len or model_len
+    if context > model_len:
+        raise ConfigError(
+            f"engine.max_model_len is {context}; the model knows {model_len} positions",
+            hint=f"set it to {model_len} or less, or leave it out",
+        )
+    limits = Limits(
+        max_bs=engine.max_num_seqs,
+        max_num_tokens=max(engine.max_num_batched_tokens, engine.max_num_seqs),
+        max_context_len=context,
+        page_size=engine.page_size,
+    )
+    shapes = [KVLayerShape(s.num_kv_heads, s.head_dim, s.v_head_dim) for s in layers]
+    per_slot = sum(s.num_kv_heads * (s.head_dim + s.v_head_dim) for s in shapes) * dtype.itemsize
+    budget = _kv_budget(engine.kv_cache_memory_gib, device)
+    affordable = budget // (per_slot * engine.page_size) - 1  # page 0 is scratch
+    num_pages = engine.num_pages or min(
+        engine.max_num_seqs * limits.max_pages_per_request, affordable
+    )
+    if not 1 <= num_pages <= affordable:
+        raise ConfigError(
+            f"a KV cache of {num_pages} pages of {engine.page_size} tokens needs"
+            f" {(num_pages + 1) * per_slot * engine.page_size / 2**30:.2f} GiB;"
+            f" {budget / 2**30:.2f} GiB may be used on {device}",
+            hint="lower engine.num_pages, or raise engine.kv_cache_memory_gib",
+        )
+    pages = PagePool(num_pages, engine.page_size)
+    return Memory(
+        limits,
+        RequestPool(engine.max_num_seqs, context, device),
+        pages,
+        KVCache(pages.num_slots, shapes, dtype, device),
+    )
+
+
+def build_lane(
+    plan: LanePlan,
+    config: EngineConfig,
+    *,
+    model: ModelFn,
+    layers: Sequence[LayerSpec],
+    dtype: torch.dtype,
+    device: torch.device,
+    memory: Memory,
+    on_capture: OnCapture | None = None,
+) -> tuple[Lane, Verifier | None]:
+    """Build one lane, capture its shapes, and put a verifier around it where one is configured.
+
+    Raises:
+        UnsupportedModelError: The model asks for what the lane's backend lacks.
+        CaptureError: A shape could not be recorded.
+    """
+    require_capabilities(
+        plan.backend_name,
+        plan.backend.capabilities,
+        layers,
+        mode=plan.mode,
+        dtype=dtype,
+        device=device,
+        page_size=memory.limits.page_size,
+    )
+
+    def make_backend(kv_cache: KVBuffers) -> AttentionBackend:
+        return plan.backend(
+            BackendContext(
+                device, dtype, layers, memory.limits, memory.requests.req_to_token, kv_cache
+            )
+        )
+
+    runner = plan.runner(
+        RunnerContext(
+            device,
+            plan.backend.capabilities,
+            memory.limits.max_bs,
+            plan.config.batch_sizes,
+        )
+    )
+    lane = Lane(
+        plan.name,
+        model=model,
+        runner=runner,
+        backend=make_backend(memory.kv_cache),
+        driver=plan.driver(device),
+        pact=config.verify.pact,
+        pact_sample_every=config.verify.pact_sample_every,
+    )
+    if on_capture is not None:
+        lane.on_capture = _count_captures(lane, on_capture)
+    runner.capture(lane)
+    if config.verify.replay_against_eager == 0 or runner.ladder is None:
+        return lane, None
+    cache = memory.kv_cache
+    verifier = Verifier(
+        lane,
+        make_backend=make_backend,
+        kv_cache=cache,
+        shadow=cache.clone(),
+        share=config.verify.replay_against_eager,
+        page_size=memory.limits.page_size,
+        seed=config.engine.seed,
+    )
+    return lane, verifier
+
+
+def _count_captures(lane: Lane, on_capture: OnCapture) -> Callable[[GraphShape], None]:
+    total = len(lane.runner.ladder.shapes) if lane.runner.ladder else 0
+
+    def report(shape: GraphShape) -> None:
+        on_capture(lane.name, shape, len(lane.stats.shapes), total)
+
+    return report
+
+
+def _kv_budget(gib: float | None, device: torch.device) -> int:
+    if gib is not None:
+        return int(gib * 2**30)
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+    else:
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return int(free * _MEMORY_SHARE[device.type])
+

@@ -1,0 +1,146 @@
+"""One request: what was asked, what was answered so far, and what it owns.
+
+Does not: move itself from state to state or own memory by itself; the scheduler does both. Does not
+know text: prompts and outputs are token ids.
+"""
+
+import enum
+import math
+from dataclasses import InitVar, dataclass, field
+from typing import Literal
+
+import torch
+
+from graphpact.errors import RequestError
+
+FinishReason = Literal["stop", "length", "abort"]
+"""Why a request ended: a stop or end token, a length limit, or `Scheduler.abort`."""
+
+_MAX_SEED = 2**64 - 1
+
+
+class RequestState(enum.Enum):
+    """Where a request stands."""
+
+    WAITING = "waiting"
+    """Owns no memory: new, or preempted."""
+    PREFILLING = "prefilling"
+    """Owns memory; some of its known tokens are not in the KV cache yet."""
+    RUNNING = "running"
+    """All known tokens but the newest are in the KV cache; the next step is a decode."""
+    FINISHED = "finished"
+    """Ended; owns no memory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How the tokens of one request are chosen, and when it ends.
+
+    Raises:
+        RequestError: A value out of its range; the message names field, value and range.
+    """
+
+    max_new_tokens: int = 128
+    """Tokens to generate at most; 1 or more."""
+    temperature: float = 0.0
+    """0 takes the likeliest token; above 0 logits are divided by it before the draw."""
+    top_p: float = 1.0
+    """Draw from the fewest likeliest tokens whose probability reaches this; above 0, at most 1."""
+    top_k: int = 0
+    """Draw from this many likeliest tokens; 0 for all."""
+    seed: int | None = None
+    """Of the request's own random numbers, 0 to 2**64 - 1; None takes the engine's."""
+    stop_token_ids: frozenset[int] = frozenset()
+    """Tokens that end the request, besides the model's end tokens. The token is kept as output."""
+    ignore_eos: bool = False
+    """Whether the model's end tokens are ordinary tokens to this request."""
+
+    def __post_init__(self) -> None:
+        _require(_is_int(self.max_new_tokens, 1), "max_new_tokens", self.max_new_tokens, ">= 1")
+        _require(
+            math.isfinite(self.temperature) and self.temperature >= 0,
+            "temperature",
+            self.temperature,
+            "finite and >= 0",
+        )
+        _require(0 < self.top_p <= 1, "top_p", self.top_p, "> 0 and <= 1")
+        _require(_is_int(self.top_k, 0), "top_k", self.top_k, "a whole number >= 0, 0 for off")
+        _require(
+            self.seed is None or (_is_int(self.seed, 0) and self.seed <= _MAX_SEED),
+            "seed",
+            self.seed,
+            "None or 0 to 2**64 - 1",
+        )
+        _require(
+            all(_is_int(token, 0) for token in self.stop_token_ids),
+            "stop_token_ids",
+            self.stop_token_ids,
+            "token ids >= 0",
+        )
+
+
+def _is_int(value: object, at_least: int) -> bool:
+    """Whether ``value`` is a whole number (and no bool) from ``at_least`` up."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= at_least
+
+
+def _require(valid: bool, field_name: str, value: object, allowed: str) -> None:  # noqa: FBT001  a verdict, not a mode
+    """Raise RequestError where a sampling parameter is not valid."""
+    if not valid:
+        raise RequestError(f"sampling parameter {field_name} must be {allowed}; got {value!r}")
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One sequence of tokens under way.
+
+    Args:
+        request_id: The caller's name for it, unique among the requests alive.
+        prompt_token_ids: What to continue.
+        sampling: How tokens are chosen, and when to end.
+        default_seed: Seeds the random numbers where ``sampling.seed`` is None.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    default_seed: InitVar[int] = 0
+    output_token_ids: list[int] = field(default_factory=list, init=False)
+    """Tokens generated so far; preemption keeps them."""
+    state: RequestState = field(default=RequestState.WAITING, init=False)
+    row: int | None = field(default=None, init=False)
+    """Its row in the request pool; None while it owns none."""
+    pages: list[int] = field(default_factory=list, init=False)
+    """Its KV pages, in the order of its positions."""
+    num_computed: int = field(default=0, init=False)
+    """How many of its tokens, from the first, have their keys and values in the cache."""
+    finish_reason: FinishReason | None = field(default=None, init=False)
+    num_preemptions: int = field(default=0, init=False)
+    """How often its memory was taken back and its tokens had to be computed again."""
+    arrival: int = field(default=-1, init=False)
+    """Its place in the order of arrival; the scheduler sets it."""
+    generator: torch.Generator = field(init=False, repr=False)
+    """Its own random numbers, on the host, seeded once; preemption keeps their state."""
+
+    def __post_init__(self, default_seed: int) -> None:
+        seed = self.sampling.seed
+        self.generator = torch.Generator(device="cpu")
+        self.generator.manual_seed(default_seed if seed is None else seed)
+
+    @property
+    def num_tokens(self) -> int:
+        """Known tokens: prompt and output."""
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether it ended, for whatever reason."""
+        return self.state is RequestState.FINISHED
+
+    def token_ids(self, start: int, end: int) -> list[int]:
+        """Return the known tokens of positions ``start`` to ``end - 1``, prompt then output."""
+        prompt = self.prompt_token_ids
+        at = len(prompt)
+        if end <= at:
+            return prompt[start:end]
+        return prompt[start:] + self.output_token_ids[max(start - at, 0) : end - at]

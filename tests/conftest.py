@@ -1,0 +1,82 @@
+"""Small checkpoints, written with ``save_pretrained`` and read back from disk by the code under test."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # before transformers is imported
+
+import pytest
+import torch
+import transformers
+
+transformers.utils.logging.disable_progress_bar()
+
+VOCAB = 199
+
+_COMMON = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
+ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {}),
+    "qwen2": ("Qwen2Config", {}),
+    "qwen3": ("Qwen3Config", {"head_dim": 16}),
+    "mistral": ("MistralConfig", {"sliding_window": 16}),
+    "phi3": ("Phi3Config", {}),
+    # Two window layers and two full ones, scores capped hard enough to matter.
+    "gemma2": (
+        "Gemma2Config",
+        {
+            "head_dim": 16,
+            "sliding_window": 16,
+            "num_hidden_layers": 4,
+            "attn_logit_softcapping": 1.0,
+        },
+    ),
+    "mixtral": ("MixtralConfig", {"num_local_experts": 4}),
+    "gpt_oss": ("GptOssConfig", {"head_dim": 16, "sliding_window": 16, "num_local_experts": 4}),
+    "bloom": ("BloomConfig", {"n_layer": 2, "n_head": 4}),
+    "falcon": ("FalconConfig", {}),
+    "llama4": ("Llama4TextConfig", {"attention_chunk_size": 16, "num_local_experts": 2}),
+    "lfm2": ("Lfm2Config", {"layer_types": ["conv", "full_attention"]}),
+}
+
+
+def save_random_checkpoint(path: Path, architecture: str, **overrides: Any) -> Path:
+    """Write a small random model to ``path``; its weights are wide enough that no two logits tie."""
+    config_name, special = ARCHITECTURES[architecture]
+    config = getattr(transformers, config_name)(**{**_COMMON, **special, **overrides})
+    torch.manual_seed(len(architecture))
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, 0.2)
+    model.save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Return a maker of checkpoint directories; equal requests share one."""
+    made: dict[tuple[str, str], Path] = {}
+
+    def make(architecture: str, **overrides: Any) -> Path:
+        key = (architecture, repr(sorted(overrides.items())))
+        if key not in made:
+            made[key] = save_random_checkpoint(
+                tmp_path_factory.mktemp(architecture), architecture, **overrides
+            )
+        return made[key]
+
+    return make

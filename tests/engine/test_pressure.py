@@ -1,0 +1,65 @@
+"""Many requests, too little memory."""
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from graphpact.config import EngineConfig
+from graphpact.engine import Engine, SamplingParams
+
+
+def run(path: Path, *overrides: str) -> tuple[Engine, list[list[int]]]:
+    """Run 1,000 requests of random lengths and return the engine and their tokens."""
+    config = EngineConfig.load(
+        None,
+        env={},
+        overrides=[
+            f'model.path="{path}"',
+            'model.dtype="float64"',  # ties between logits cannot decide anything
+            'engine.device="cpu"',
+            "engine.max_num_seqs=16",
+            "engine.max_num_batched_tokens=48",
+            "engine.page_size=4",
+            *overrides,
+        ],
+    )
+    engine = Engine(config)
+    draw = random.Random(0)
+    requests = [
+        engine.add(
+            [draw.randrange(2, 199) for _ in range(draw.randrange(1, 40))],
+            SamplingParams(max_new_tokens=draw.randrange(1, 24)),
+        )
+        for _ in range(1000)
+    ]
+    pages, rows = set(), set()
+    step = 0
+    while engine.scheduler.has_work:
+        engine.step()
+        pages |= engine.memory.pages.in_use
+        rows |= engine.memory.requests.in_use
+        step += 1
+        if step % 50 == 0:
+            engine.scheduler.check_invariants()
+    engine.scheduler.check_invariants()
+    assert engine.memory.pages.num_free == engine.memory.pages.num_pages
+    assert engine.memory.requests.num_free == engine.memory.requests.max_requests
+    assert 0 not in pages
+    assert 0 not in rows
+    assert not engine.memory.requests.req_to_token[0].any()
+    assert all(request.finish_reason in ("stop", "length") for request in requests)
+    return engine, [request.output_token_ids for request in requests]
+
+
+@pytest.mark.parametrize("pool", [24])
+def test_pressure_changes_no_token(pool: int, checkpoint: Callable[..., Path]) -> None:
+    """With a pool too small for them all, 1,000 requests finish with the tokens of the roomy run."""
+    path = checkpoint("llama", num_hidden_layers=1)
+    roomy, expected = run(path)
+    tight, got = run(path, f"engine.num_pages={pool}")
+    assert roomy.scheduler.num_preemptions == 0
+    assert tight.scheduler.num_preemptions > 20
+    assert tight.lanes[0].stats.replays > 100
+    assert got == expected
