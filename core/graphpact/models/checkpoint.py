@@ -89,6 +89,7 @@ def load_checkpoint(
             use_safetensors=True,
             attn_implementation=attention,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are refused below, by name
             **quiet,
         )
     except Exception as error:

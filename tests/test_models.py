@@ -1,0 +1,177 @@
+"""What is loaded, and what is refused before anything is built."""
+
+import json
+import pickle
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from graphpact import models
+from graphpact.attention import LayerSpec, require_capabilities
+from graphpact.batch import ForwardMode
+from graphpact.errors import CheckpointError, UnsupportedModelError
+from graphpact_flashinfer import FlashInferBackend
+
+CPU = torch.device("cpu")
+
+
+def load(path: Path, dtype: torch.dtype | None = None) -> models.Checkpoint:
+    """Load a checkpoint the way the engine does."""
+    return models.load_checkpoint(path, dtype=dtype, device=CPU, attention=models.ATTENTION_NAME)
+
+
+@pytest.fixture
+def copy(checkpoint: Callable[..., Path], tmp_path: Path) -> Path:
+    """Return a copy of a whole Llama checkpoint, to be damaged."""
+    return Path(shutil.copytree(checkpoint("llama"), tmp_path / "copy"))
+
+
+def test_layers_are_what_the_model_asks_of_attention(checkpoint: Callable[..., Path]) -> None:
+    """The probe finds heads, widths, scaling, windows, soft caps and sinks of every layer."""
+    gemma = models.TransformersModel(load(checkpoint("gemma2")).model).layers
+    assert [layer.sliding_window for layer in gemma] == [16, None, 16, None]
+    assert {layer.softcap for layer in gemma} == {1.0}
+    assert {layer.scaling for layer in gemma} == {256**-0.5}
+    assert [layer.layer_id for layer in gemma] == [0, 1, 2, 3]
+    oss = models.TransformersModel(load(checkpoint("gpt_oss")).model).layers
+    assert all(layer.sinks is not None and layer.sinks.shape == (4,) for layer in oss)
+    llama = models.TransformersModel(load(checkpoint("llama")).model).layers
+    assert llama[0] == LayerSpec(0, 4, 2, 16, 16, 0.25)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "reason"),
+    [
+        ("bloom", "0 attend through"),
+        ("falcon", "does not attend through"),
+        ("llama4", "chunked_attention"),
+        ("lfm2", "a state besides keys and values|1 attend through"),
+    ],
+)
+def test_models_that_need_more_than_attention_are_refused(
+    architecture: str, reason: str, checkpoint: Callable[..., Path]
+) -> None:
+    """A model whose work is not all in the attention interface is refused at load, with the reason."""
+    with pytest.raises(UnsupportedModelError, match=reason):
+        models.TransformersModel(load(checkpoint(architecture)).model)
+
+
+@pytest.mark.parametrize("feature", ["sliding_window", "softcap", "sinks"])
+def test_what_a_backend_lacks_is_refused(feature: str) -> None:
+    """Every feature that a layer asks for and a backend does not declare is named in the refusal."""
+    asked = {"sliding_window": 8, "softcap": 30.0, "sinks": torch.zeros(4)}
+    layer = replace(LayerSpec(0, 4, 2, 16, 16, 0.25), **{feature: asked[feature]})
+    poor = replace(
+        FlashInferBackend.capabilities, **{feature: False}, page_sizes=frozenset({64})
+    )
+    with pytest.raises(UnsupportedModelError, match=feature) as caught:
+        require_capabilities(
+            "poor",
+            poor,
+            [layer],
+            mode=ForwardMode.DECODE,
+            dtype=torch.float32,
+            device=CPU,
+            page_size=16,
+        )
+    assert "page size 16 (has 64)" in str(caught.value)
+
+
+def test_the_checkpoints_dtype_is_float32_on_a_cpu_unless_asked(
+    checkpoint: Callable[..., Path],
+) -> None:
+    """A bfloat16 checkpoint computes in float32 on a CPU, and in what was asked for otherwise."""
+    path = checkpoint("llama", dtype="bfloat16")
+    assert load(path).model.dtype is torch.float32
+    assert load(path, torch.bfloat16).model.dtype is torch.bfloat16
+
+
+def test_no_checkpoint_is_named(tmp_path: Path) -> None:
+    """A path that is missing, a file, or without a config is refused with what is needed."""
+    (tmp_path / "file").write_text("x")
+    for path in (tmp_path / "missing", tmp_path / "file", tmp_path):
+        with pytest.raises(CheckpointError, match=r"config\.json"):
+            load(path)
+
+
+def test_broken_config_is_named(copy: Path) -> None:
+    """A config that is no JSON object is refused with the file's name."""
+    for content in ("{", "[]"):
+        (copy / "config.json").write_text(content)
+        with pytest.raises(CheckpointError, match=r"config\.json"):
+            load(copy)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.001, 0.5, 0.999])
+def test_truncated_weights_are_named(copy: Path, share: float) -> None:
+    """Safetensors cut off anywhere, header or data, are refused with the file's name."""
+    file = copy / "model.safetensors"
+    whole = file.read_bytes()
+    file.write_bytes(whole[: int(len(whole) * share)])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
+        load(copy)
+
+
+def test_pickles_are_never_read(copy: Path, tmp_path: Path) -> None:
+    """A pickle checkpoint is refused, and the code that it carries does not run."""
+    (copy / "model.safetensors").unlink()
+    trap = tmp_path / "it ran"
+
+    class Bomb:
+        def __reduce__(self) -> tuple[object, ...]:
+            return (open, (str(trap), "w"))
+
+    (copy / "pytorch_model.bin").write_bytes(pickle.dumps(Bomb()))
+    with pytest.raises(CheckpointError, match="pickle"):
+        load(copy)
+    assert not trap.exists()
+
+
+def test_remote_code_does_not_run_unasked(copy: Path, tmp_path: Path) -> None:
+    """A checkpoint with Python files of its own is refused unless remote code was asked for."""
+    trap = tmp_path / "it ran"
+    (copy / "evil.py").write_text(f"open({str(trap)!r}, 'w')\n")
+    config = json.loads((copy / "config.json").read_text())
+    config["model_type"] = "evil"
+    config["auto_map"] = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
+    (copy / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="trust_remote_code"):
+        load(copy)
+    assert not trap.exists()
+
+
+def test_weights_that_do_not_fit_are_refused(copy: Path) -> None:
+    """A missing weight, a spare one and one of another shape are each named, never filled in."""
+    file = copy / "model.safetensors"
+    whole = load_file(file)
+    name = "model.layers.0.mlp.up_proj.weight"
+    metadata = {"format": "pt"}
+    save_file({k: v for k, v in whole.items() if k != name}, file, metadata)
+    with pytest.raises(CheckpointError, match=name):
+        load(copy)
+    save_file({**whole, "spare.weight": torch.zeros(1)}, file, metadata)
+    with pytest.raises(CheckpointError, match=r"spare\.weight"):
+        load(copy)
+    save_file({**whole, name: torch.zeros(3, 3)}, file, metadata)
+    with pytest.raises(CheckpointError, match=name):
+        load(copy)
+
+
+def test_missing_shards_are_named(copy: Path) -> None:
+    """An index that lists a file which is not there, or leads out of the directory, is refused."""
+    for shard in ("model-00002-of-00002.safetensors", "../../elsewhere.safetensors"):
+        index = {"weight_map": {"a": shard}}
+        (copy / "model.safetensors.index.json").write_text(json.dumps(index))
+        with pytest.raises(CheckpointError, match=Path(shard).name):
+            load(copy)
+
+
+def test_a_checkpoint_without_tokenizer_takes_token_ids_only(checkpoint: Callable[..., Path]) -> None:
+    """A missing tokenizer is an error when it is asked for, with what to do."""
+    with pytest.raises(CheckpointError, match="token ids"):
+        models.load_tokenizer(checkpoint("llama"))
