@@ -66,9 +66,7 @@ def test_what_a_backend_lacks_is_refused(feature: str) -> None:
     """Every feature that a layer asks for and a backend does not declare is named in the refusal."""
     asked = {"sliding_window": 8, "softcap": 30.0, "sinks": torch.zeros(4)}
     layer = replace(LayerSpec(0, 4, 2, 16, 16, 0.25), **{feature: asked[feature]})
-    poor = replace(
-        FlashInferBackend.capabilities, **{feature: False}, page_sizes=frozenset({64})
-    )
+    poor = replace(FlashInferBackend.capabilities, **{feature: False}, page_sizes=frozenset({64}))
     with pytest.raises(UnsupportedModelError, match=feature) as caught:
         require_capabilities(
             "poor",
@@ -171,7 +169,9 @@ def test_missing_shards_are_named(copy: Path) -> None:
             load(copy)
 
 
-def test_a_checkpoint_without_tokenizer_takes_token_ids_only(checkpoint: Callable[..., Path]) -> None:
+def test_a_checkpoint_without_tokenizer_takes_token_ids_only(
+    checkpoint: Callable[..., Path],
+) -> None:
     """A missing tokenizer is an error when it is asked for, with what to do."""
     with pytest.raises(CheckpointError, match="token ids"):
         models.load_tokenizer(checkpoint("llama"))

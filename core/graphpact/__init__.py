@@ -37,8 +37,8 @@ __all__ = [
     "Lane",
     "LayerSpec",
     "Limits",
-    "PaddingPolicy",
     "Pact",
+    "PaddingPolicy",
     "hookimpl",
     "hookspec",
 ]

@@ -23,7 +23,10 @@ from graphpact.shapes import GraphShape
 
 
 class GraphSupport(enum.Enum):
-    """For which batches a backend's metadata and kernels can live in a graph; each includes the last."""
+    """Which batches a graph can hold: a backend declares what it can, a runner what it needs.
+
+    In rising order; each includes the ones before it.
+    """
 
     NEVER = "never"
     UNIFORM_DECODE = "uniform_decode"
@@ -31,6 +34,22 @@ class GraphSupport(enum.Enum):
     UNIFORM = "uniform"
     """The same number of query tokens a request."""
     ALWAYS = "always"
+
+    def covers(self, needed: "GraphSupport") -> bool:
+        """Return whether this is as much as ``needed``, or more."""
+        order = list(GraphSupport)
+        return order.index(self) >= order.index(needed)
+
+
+class HeadLayout(enum.Enum):
+    """How the query heads of a layer share keys and values."""
+
+    MHA = "mha"
+    """Each has its own."""
+    GQA = "gqa"
+    """Groups of them share one."""
+    MLA = "mla"
+    """All share one compressed latent, which is what the cache holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +77,11 @@ class LayerSpec:
     sliding_window: int | None = None
     softcap: float | None = None
     sinks: torch.Tensor | None = None
+
+    @property
+    def head_layout(self) -> HeadLayout:
+        """MHA where every query head has a key head of its own, GQA otherwise."""
+        return HeadLayout.MHA if self.num_q_heads == self.num_kv_heads else HeadLayout.GQA
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +148,7 @@ class Capabilities:
         graph_support: Which of them can be captured.
         dtypes: Of queries and KV cache.
         devices: Device types, such as ``"cpu"`` and ``"cuda"``.
+        head_layouts: How its kernels let query heads share keys.
         page_sizes: KV page sizes.
         head_dims: Widths of a query head.
         sliding_window: Whether a layer may have one.
@@ -137,6 +162,7 @@ class Capabilities:
     graph_support: GraphSupport
     dtypes: frozenset[torch.dtype]
     devices: frozenset[str]
+    head_layouts: frozenset[HeadLayout]
     seq_len_fill_value: int
     page_sizes: frozenset[int] | None = None
     head_dims: frozenset[int] | None = None
@@ -167,6 +193,7 @@ class Capabilities:
         need("device", device.type, self.devices)
         need("page size", page_size, self.page_sizes)
         for layer in layers:
+            need("head layout", layer.head_layout, self.head_layouts)
             need("head width", layer.head_dim, self.head_dims)
             for name, asked in (
                 ("sliding_window", layer.sliding_window),

@@ -119,7 +119,9 @@ class Lane:
         self._steps_to_check = 1
         if self.registry is not None:
             if driver is None:
-                raise EngineError(f"lane {name!r}: its runner captures graphs and there is no driver")
+                raise EngineError(
+                    f"lane {name!r}: its runner captures graphs and there is no driver"
+                )
             backend.attach(self.registry)
         self.plugin_manager = pluggy.PluginManager(hookspecs.PROJECT)
         self.plugin_manager.add_hookspecs(hookspecs)
@@ -186,6 +188,13 @@ class Lane:
         captured.stats.raw_rows += batch.batch_size
         logits: torch.Tensor = captured.graph.outputs
         return logits[: batch.batch_size]
+
+    def close(self) -> None:
+        """Release every graph and its memory; batches run eagerly from here on."""
+        self.runner.lane = None
+        for captured in self._captured.values():
+            captured.graph.release()
+        self._captured.clear()
 
     # -- inside ----------------------------------------------------------------------------------
 

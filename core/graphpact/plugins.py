@@ -340,7 +340,7 @@ def _hook_fault(cls: type[Any], base: type[Any]) -> str | None:
 class _Unbuilt:
     """The methods of a class bound as an instance would bind them, so that pluggy sees no ``self``.
 
-    The class itself will not do: pluggy strips ``self`` only from functions defined in a class body.
+    The class will not do: pluggy strips ``self`` only from functions defined in a class body.
     """
 
     def __init__(self, cls: type[Any]) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from graphpact.attention import Capabilities
+from graphpact.attention import Capabilities, GraphSupport
 from graphpact.batch import ForwardBatch, ForwardMode
 from graphpact.buffers import CudaGraphBufferRegistry
 from graphpact.errors import EngineError
@@ -44,10 +44,12 @@ class RunnerContext:
 class GraphRunner(abc.ABC):
     """Base class of runner plugins.
 
-    A subclass sets `modes` and writes `make_ladder`, `make_registry` and `dummy_batch`.
+    A subclass sets `modes` and `needs`, and writes `make_ladder`, `make_registry` and `dummy_batch`.
     """
 
     modes: ClassVar[frozenset[ForwardMode]]
+    needs: ClassVar[GraphSupport]
+    """What it asks of the backend that it captures."""
 
     def __init__(self, context: RunnerContext) -> None:
         self.context = context
@@ -125,7 +127,9 @@ class GraphRunner(abc.ABC):
     ) -> ForwardBatch:
         """Populate the slots and return the view of ``shape``, the same object every time."""
         if self.lane is None:
-            raise EngineError("prepare_replay() was called before capture() gave the runner its lane")
+            raise EngineError(
+                "prepare_replay() was called before capture() gave the runner its lane"
+            )
         self.lane.populate(registry=registry, batch=batch, shape=shape)
         view = self._views.get(shape)
         if view is None:
@@ -141,6 +145,7 @@ class EagerRunner(GraphRunner):
     """Captures nothing: every batch of its lane runs eagerly, and that is its reason."""
 
     modes = frozenset(ForwardMode)
+    needs = GraphSupport.NEVER
 
     def make_ladder(self) -> None:
         """Return None: there is nothing to capture."""

@@ -77,7 +77,7 @@ class Verifier:
         """
         if self._random.random() >= self.share:
             return self.lane.run(batch)
-        torch._foreach_copy_(self._shadow, self._live)  # noqa: SLF001  one grouped copy; torch's name
+        torch._foreach_copy_(self._shadow, self._live)
         before = self.lane.stats.replays
         logits = self.lane.run(batch)
         if self.lane.stats.replays == before:

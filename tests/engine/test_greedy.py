@@ -1,5 +1,6 @@
 """Tokens through captured graphs are the tokens of transformers."""
 
+import itertools
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -56,9 +57,7 @@ def test_greedy_tokens_equal_transformers(
     draw = random.Random(architecture)
     prompts = [[draw.randrange(2, 199) for _ in range(n)] for n in PROMPT_LENGTHS]
     counts = [draw.randrange(4, 24) for _ in prompts]
-    engine = make_engine(
-        path, f"engine.page_size={page_size}", "engine.max_num_batched_tokens=24"
-    )
+    engine = make_engine(path, f"engine.page_size={page_size}", "engine.max_num_batched_tokens=24")
     requests = [
         engine.add(prompt, SamplingParams(max_new_tokens=count))
         for prompt, count in zip(prompts, counts, strict=True)
@@ -70,11 +69,10 @@ def test_greedy_tokens_equal_transformers(
         if engine.lanes[0].stats.replays > before:
             sizes.append(len(tokened))
     assert [r.output_token_ids for r in requests] == [
-        reference_tokens(path, prompt, count)
-        for prompt, count in zip(prompts, counts, strict=True)
+        reference_tokens(path, prompt, count) for prompt, count in zip(prompts, counts, strict=True)
     ]
-    grew = any(a < b for a, b in zip(sizes, sizes[1:], strict=False))
-    shrank = any(a > b for a, b in zip(sizes, sizes[1:], strict=False))
+    grew = any(a < b for a, b in itertools.pairwise(sizes))
+    shrank = any(a > b for a, b in itertools.pairwise(sizes))
     assert grew
     assert shrank
     decode = engine.lanes[0].stats

@@ -150,7 +150,7 @@ class Bench:
 
 def workload(count: int, seed: int) -> list[tuple[list[int], SamplingParams]]:
     """Return prompts and limits of random lengths, none longer than 40 tokens in all."""
-    rng = random.Random(seed)  # noqa: S311  a workload, not a secret
+    rng = random.Random(seed)
     return [
         (
             [rng.randrange(VOCAB) for _ in range(rng.randint(1, 25))],

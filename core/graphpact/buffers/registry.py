@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from graphpact.batch import ForwardBatch
-from graphpact.errors import SlotError, did_you_mean
 from graphpact.buffers.slots import FillContext, GraphSlot
+from graphpact.errors import SlotError, did_you_mean
 
 _MAX_PLANS = 1024  # pairs of raw and padded counts whose views are kept; the oldest is dropped
 

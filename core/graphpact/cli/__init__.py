@@ -9,6 +9,7 @@ Does not: import typer and rich before `main` is called; they are the extra ``gr
 
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 
 from graphpact.errors import GraphpactError
@@ -16,7 +17,10 @@ from graphpact.errors import GraphpactError
 __all__ = ["main"]
 
 TRACEBACK_VARIABLE = "GRAPHPACT_TRACEBACK"
-"""Environment variable: ``1`` lets errors through with their traceback."""
+"""Environment variable: ``1`` prints the traceback of an error before its message."""
+
+_NOT_INSTALLED = 2
+_INTERNAL_ERROR = 3
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -33,23 +37,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write(
             f'error: the command line needs {missing.name}: pip install "graphpact[cli]"\n'
         )
-        return 2
+        return _NOT_INSTALLED
     try:
         return app.run(arguments)
     except GraphpactError as error:
-        if _wants_traceback():
-            raise
+        _show_traceback()
         console.error(error.message, error.hint)
         return error.code
-    except Exception as error:
-        if _wants_traceback():
-            raise
-        console.error(
-            f"internal error: {type(error).__name__}: {' '.join(str(error).split())}",
-            f"a defect of graphpact or of a plugin; {TRACEBACK_VARIABLE}=1 shows the traceback",
-        )
-        return 3
+    except Exception as error:  # noqa: BLE001  nothing may leave as a traceback
+        _show_traceback()
+        console.internal_error(error, f"{TRACEBACK_VARIABLE}=1 shows where it came from")
+        return _INTERNAL_ERROR
 
 
-def _wants_traceback() -> bool:
-    return os.environ.get(TRACEBACK_VARIABLE, "0") not in {"", "0"}
+def _show_traceback() -> None:
+    if os.environ.get(TRACEBACK_VARIABLE, "0") not in {"", "0"}:
+        traceback.print_exc()

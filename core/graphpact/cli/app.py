@@ -1,12 +1,14 @@
 """The commands, as typer sees them.
 
-Does not: turn graphpact's errors into words; they pass through to `graphpact.cli.main`. Mistakes in the
-shape of a command line (an unknown option, a number that is none) are typer's to explain, with status 2.
+Does not: turn graphpact's errors into words; they pass through to `graphpact.cli.main`. Mistakes in
+the shape of a command line (an unknown option, a number that is none) are typer's to explain, with
+status 2.
 """
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Annotated, Any
 
 import typer
@@ -19,18 +21,24 @@ from graphpact.cli.plugins import plugins
 _READER_GONE = 141  # what a shell reports for SIGPIPE
 
 
+@contextmanager
+def _reader_may_leave() -> Iterator[None]:
+    """See the output out of the door while it can still be told that nobody reads on."""
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        _forget_stdout()
+        raise typer.Exit(_READER_GONE) from None
+
+
 class _Group(TyperGroup):
     """A group of commands that ends quietly where nobody reads on."""
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command, and see its output out of the door while that can still be told."""
-        try:
-            result = super().invoke(ctx)
-            sys.stdout.flush()
-        except BrokenPipeError:
-            _forget_stdout()
-            raise typer.Exit(_READER_GONE) from None
-        return result
+        """Run the command."""
+        with _reader_may_leave():
+            return super().invoke(ctx)
 
 
 app = typer.Typer(
@@ -38,10 +46,11 @@ app = typer.Typer(
     cls=_Group,
     help="Run language models through captured graphs, with plugins chosen by name.",
     no_args_is_help=True,
+    rich_markup_mode="markdown",  # joins the lines of a paragraph
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command(no_args_is_help=False)(generate)
+app.command()(generate)
 app.command()(plugins)
 app.command()(doctor)
 
@@ -65,15 +74,16 @@ def _show_versions(wanted: bool) -> None:  # noqa: FBT001  typer calls it with t
         return
     from graphpact.cli.plugins import distributions  # noqa: PLC0415
 
-    for name, version in distributions().items():
-        sys.stdout.write(f"{name} {version}\n")
+    with _reader_may_leave():
+        for name, version in distributions().items():
+            sys.stdout.write(f"{name} {version}\n")
     raise typer.Exit
 
 
 @app.callback()
 def _main(
     *,
-    version: Annotated[  # noqa: ARG001  its callback does the work
+    version: Annotated[
         bool,
         typer.Option(
             "--version",
@@ -88,7 +98,7 @@ def _main(
 
 
 def _forget_stdout() -> None:
-    """Send what is still buffered nowhere, so that the interpreter's last flush finds no broken pipe."""
+    """Send what is still buffered nowhere: the interpreter's last flush must not fail."""
     try:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())

@@ -1,4 +1,4 @@
-"""Where the command line writes: data to stdout, talk to stderr; tables and progress on top of rich.
+"""Where the command line writes: data to stdout, talk to stderr; tables and progress by rich.
 
 Strings that come from elsewhere (names, messages, what a model wrote) are never read as markup, and
 their control characters never reach a terminal.
@@ -16,7 +16,6 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
-    SpinnerColumn,
     TaskID,
     TextColumn,
 )
@@ -33,6 +32,14 @@ _CONTROLS = {
 
 OnCapture = Callable[[str, GraphShape, int, int], None]
 """What `graphpact.engine.engine.Engine` calls for each captured shape."""
+
+
+class _Console(Console):
+    """A console that leaves it to `graphpact.cli.app` what happens when nobody reads on."""
+
+    def on_broken_pipe(self) -> None:
+        """Let the error through; rich would end the process."""
+        raise BrokenPipeError
 
 
 def clean(text: object) -> str:
@@ -52,7 +59,7 @@ def talk() -> Console:
 
 def _console(*, stderr: bool) -> Console:
     on_terminal = (sys.stderr if stderr else sys.stdout).isatty()
-    return Console(
+    return _Console(
         stderr=stderr,
         force_terminal=on_terminal,  # not what FORCE_COLOR and its like have rich believe
         width=None if on_terminal else 10_000,  # no line is to be broken there
@@ -75,6 +82,12 @@ def warning(message: str, hint: str | None = None) -> None:
 def note(message: str) -> None:
     """Say something on stderr."""
     talk().print(Text(clean(message)), soft_wrap=True)
+
+
+def internal_error(error: Exception, hint: str) -> None:
+    """Say on stderr what nobody foresaw."""
+    message = f"internal error: {type(error).__name__}: {' '.join(str(error).split())}"
+    _say("", "", message, hint)
 
 
 def _say(what: str, style: str, message: str, hint: str | None) -> None:
@@ -102,6 +115,7 @@ def print_table(
     table = Table(
         box=box.SIMPLE_HEAD if console.is_terminal else None,
         header_style="bold",
+        padding=(0, 1, 0, 0) if console.is_terminal else (0, 1),
         pad_edge=False,
         show_edge=False,
     )
@@ -126,20 +140,26 @@ def capture_progress(what: str, *, quiet: bool = False) -> Iterator[OnCapture | 
         yield None
         return
     columns = (
-        SpinnerColumn(),
         TextColumn("{task.description}", markup=False),
         BarColumn(),
         MofNCompleteColumn(),
     )
-    with Progress(*columns, console=console, transient=True) as progress:
-        loading = progress.add_task(f"loading {clean(what)}", total=None)
-        bars: dict[str, TaskID] = {}
+    loading = console.status(Text(f"loading {clean(what)}"))
+    progress = Progress(*columns, console=console, transient=True)
+    bars: dict[str, TaskID] = {}
 
-        def on_capture(lane: str, shape: GraphShape, done: int, total: int) -> None:
-            progress.update(loading, visible=False)
-            if lane not in bars:
-                bars[lane] = progress.add_task("", total=total)
-            description = f"capturing {clean(lane)}: {shape}"
-            progress.update(bars[lane], completed=done, description=description)
+    def on_capture(lane: str, shape: GraphShape, done: int, total: int) -> None:
+        if not bars:  # one display at a time
+            loading.stop()
+            progress.start()
+        if lane not in bars:
+            bars[lane] = progress.add_task("", total=total)
+        description = f"capturing {clean(lane)}: {shape}"
+        progress.update(bars[lane], completed=done, description=description)
 
+    loading.start()
+    try:
         yield on_capture
+    finally:
+        loading.stop()
+        progress.stop()

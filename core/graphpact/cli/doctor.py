@@ -51,7 +51,10 @@ def doctor(
     *,
     as_json: Annotated[bool, typer.Option("--json", help="Write one JSON object.")] = False,
 ) -> None:
-    """Say what this machine has and what keeps it from generating text: status 0 if nothing does, else 3."""
+    """Say what this machine has, and what keeps it from generating text.
+
+    Ends with status 0 where nothing does, else with 3.
+    """
     report = examine()
     if as_json:
         sys.stdout.write(json.dumps(report, indent=2) + "\n")
@@ -128,7 +131,9 @@ def _cuda(problems: list[Problem]) -> dict[str, Any]:
     if built is not None and not count:
         what = f"torch is built for CUDA {built} and sees no CUDA device"
         problems.append(
-            Problem("warning", what, "graphs are recorded on the tape; see the driver with nvidia-smi")
+            Problem(
+                "warning", what, "graphs are recorded on the tape; see the driver with nvidia-smi"
+            )
         )
     devices = []
     for number in range(count):
@@ -189,10 +194,16 @@ def _show(report: dict[str, Any]) -> None:
         ("python", f"{report['python']} ({report['executable']})"),
         ("platform", report["platform"]),
         ("cpus", f"{report['cpus']}, torch uses {report['threads']}"),
-        ("cuda", f"torch is built for {cuda['built']}" if cuda["built"] else "torch is built without it"),
+        (
+            "cuda",
+            f"torch is built for {cuda['built']}" if cuda["built"] else "torch is built without it",
+        ),
     ]
     rows += [
-        (f"cuda:{number}", f"{device['name']}, sm {device['capability']}, {device['memory_gib']} GiB")
+        (
+            f"cuda:{number}",
+            f"{device['name']}, sm {device['capability']}, {device['memory_gib']} GiB",
+        )
         for number, device in enumerate(cuda["devices"])
     ]
     rows += [(name, version or "not installed") for name, version in versions.items()]

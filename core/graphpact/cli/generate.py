@@ -1,10 +1,12 @@
 """``graphpact generate``: prompts in, their continuations out, every step through a lane.
 
-Does not: choose or run anything itself; it turns options into a configuration and hands it to the engine.
+Does not: choose or run anything itself; it makes a configuration of options; the engine runs it.
 """
 
+import contextlib
 import json
 import os
+import sys
 import time
 from pathlib import Path
 from typing import Annotated
@@ -81,9 +83,9 @@ def generate(
         bool | None,
         typer.Option(
             "--stream/--no-stream",
-            help="Write tokens as they come, or each answer when it is whole. On a terminal they are"
-            " streamed by default. Answers come in the order of the prompts either way: the first"
-            " that is not finished is streamed, the others wait for their turn.",
+            help="Write tokens as they come, or each answer when it is whole. On a terminal they"
+            " are streamed by default. Answers come in the order of the prompts either way: the"
+            " first that is not finished is streamed, the others wait for their turn.",
             show_default=False,
         ),
     ] = None,
@@ -101,8 +103,8 @@ def generate(
 ) -> None:
     """Continue prompts: those given, those of a file, or one from each line of stdin.
 
-    Texts go to stdout. Progress and, after the run, a table of what was replayed, what ran eagerly and
-    why go to stderr.
+    Texts go to stdout. Progress and, after the run, a table of what was replayed, what ran eagerly
+    and why go to stderr.
     """
     _silence_transformers()
     from graphpact.cli.report import print_report  # noqa: PLC0415  pydantic and the engine behind it
@@ -125,7 +127,10 @@ def generate(
     if temperature == 0 and (top_p != 1 or top_k != 0):
         warning("--top-p and --top-k change nothing at --temperature 0")
 
-    with capture_progress(str(settings.model.path), quiet=quiet) as on_capture:
+    with (
+        capture_progress(str(settings.model.path), quiet=quiet) as on_capture,
+        contextlib.redirect_stdout(sys.stderr),  # what plugins print when they are imported
+    ):
         engine = Engine(settings, on_capture=on_capture)
     writer: Writer
     if as_json:

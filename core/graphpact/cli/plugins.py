@@ -7,7 +7,7 @@ import contextlib
 import enum
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Annotated, Any
 
 import typer
@@ -51,18 +51,14 @@ def plugins(
         ("kind", "name", "distribution", "status", ""),
         [_row(plugin) for plugin in found],
     )
-    backends = [_backend_row(plugin) for plugin in found if _capabilities(plugin) is not None]
-    if backends:
+    capabilities = [row for plugin in found for row in _capability_rows(plugin)]
+    if capabilities:
         console.print()
-        print_table(
-            console,
-            ("backend", "modes", "graphs", "dtypes", "devices", "pages", "heads", "features"),
-            backends,
-        )
+        print_table(console, ("backend", "declares", ""), capabilities)
 
 
 def check(catalog: PluginCatalog, kind: Kind | None = None) -> list[Plugin]:
-    """Try every plugin of ``catalog``; what they print when they are imported is no data of ours."""
+    """Try every plugin of ``catalog``; what one prints when it is imported is no data of ours."""
     with contextlib.redirect_stdout(sys.stderr):
         return catalog.check(kind)
 
@@ -114,22 +110,18 @@ def _row(plugin: Plugin) -> tuple[str, ...]:
     return info.kind, info.name, f"{info.distribution} {info.version}", status, more
 
 
-def _backend_row(plugin: Plugin) -> tuple[str, ...]:
-    can = describe(plugin)["capabilities"]
-
-    def listed(key: str) -> str:
-        return "any" if can[key] is None else ", ".join(map(str, can[key]))
-
-    return (
-        plugin.info.name,
-        listed("modes"),
-        can["graph_support"],
-        listed("dtypes"),
-        listed("devices"),
-        listed("page_sizes"),
-        listed("head_dims"),
-        listed("features"),
-    )
+def _capability_rows(plugin: Plugin) -> Iterator[tuple[str, str, str]]:
+    declared = describe(plugin)["capabilities"]
+    name = plugin.info.name
+    for key, value in (declared or {}).items():
+        if value is None:
+            words = "any"
+        elif isinstance(value, list):
+            words = ", ".join(map(str, value)) or "none"
+        else:
+            words = str(value).lower()
+        yield name, key.replace("_", " "), words
+        name = ""  # once is enough
 
 
 def _capabilities(plugin: Plugin) -> Capabilities | None:

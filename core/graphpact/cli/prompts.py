@@ -10,10 +10,11 @@ from pathlib import Path
 from graphpact.errors import RequestError, UsageError
 
 _STDIN = Path("-")
+_WAYS = 'graphpact generate "a prompt" ..., --file FILE, or pipe one prompt a line'
 
 
 def read_prompts(arguments: Sequence[str], file: Path | None) -> list[str]:
-    """Return the prompts of the command line, then those of ``file``; of stdin where both are missing.
+    """Return the prompts of the command line, then those of ``file``; of stdin where both lack.
 
     A file and stdin hold one prompt a line; blank lines are skipped, other blanks are kept.
 
@@ -28,10 +29,7 @@ def read_prompts(arguments: Sequence[str], file: Path | None) -> list[str]:
         prompts += _lines(file)
     elif not prompts:
         if sys.stdin is None or sys.stdin.isatty():
-            raise UsageError(
-                "there is no prompt",
-                hint='graphpact generate "a prompt" ..., --file FILE, or pipe one prompt a line',
-            )
+            raise UsageError("there is no prompt", hint=_WAYS)
         prompts = _lines(_STDIN)
     return prompts
 
@@ -46,12 +44,12 @@ def _check_argument(number: int, prompt: str) -> None:
 
 
 def _lines(file: Path) -> list[str]:
-    name = "stdin" if file == _STDIN else str(file)
+    name = "stdin" if file == _STDIN else f"the prompt file {file}"
     try:
         raw = sys.stdin.buffer.read() if file == _STDIN else file.read_bytes()
         text = raw.decode("utf-8-sig")
     except OSError as error:
-        raise UsageError(f"{name}: {error.strerror or error}") from error
+        raise UsageError(f"{name} cannot be read: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
         line = raw.count(b"\n", 0, error.start) + 1
         raise UsageError(
@@ -61,5 +59,5 @@ def _lines(file: Path) -> list[str]:
     lines = [line.removesuffix("\r") for line in text.split("\n")]
     prompts = [line for line in lines if line.strip()]
     if not prompts:
-        raise UsageError(f"{name}: there is no prompt in it", hint="write one prompt a line")
+        raise UsageError(f"there is no prompt in {name}", hint=_WAYS)
     return prompts

@@ -6,14 +6,13 @@ Does not: count anything; lanes, verifiers and the scheduler do.
 from collections.abc import Iterator
 
 from rich.console import Console
-from rich.text import Text
 
 from graphpact.cli.console import note, print_table, warning
 from graphpact.engine.engine import Engine
 from graphpact.lane import Lane
 
-_COLUMNS = ("lane", "shape", "replays", "eager", "tokens", "padding", "capture", "nodes", "")
-_NUMBERS = ("replays", "eager", "tokens", "padding", "capture", "nodes")
+_COLUMNS = ("lane", "shape", "runs", "tokens", "padding", "capture", "nodes", "")
+_NUMBERS = ("runs", "tokens", "padding", "capture", "nodes")
 _BAR = 10  # characters of a bar that is all padding
 _MANY = 8  # of more shapes in a lane, those that were never replayed share a row
 
@@ -28,7 +27,7 @@ def print_report(
         engine: What ran.
         tokens: Tokens that were generated.
         seconds: How long that took, prefill included.
-        quiet: Print only what must not be missed: that nothing was verified, where it was asked for.
+        quiet: Print only what must not be missed: that nothing was verified, where asked for.
     """
     if not quiet:
         rows = [row for lane in engine.lanes for row in _rows(lane, bars=console.is_terminal)]
@@ -40,7 +39,7 @@ def print_report(
 
 
 def _rows(lane: Lane, *, bars: bool) -> Iterator[tuple[object, ...]]:
-    """Yield a row for each shape of a lane, smallest first, then one for each reason of eager runs."""
+    """Yield a row for each shape of a lane, smallest first, and for each reason of eager runs."""
     stats = lane.stats
     shapes = sorted(stats.shapes, key=lambda s: (s.mode.value, s.num_tokens, s.variant))
     unused = [shape for shape in shapes if not stats.shapes[shape].replays]
@@ -55,7 +54,6 @@ def _rows(lane: Lane, *, bars: bool) -> Iterator[tuple[object, ...]]:
             lane.name,
             shape,
             s.replays,
-            "",
             s.raw_rows,
             f"{waste:.1%}" if s.replays else "",
             _milliseconds(s.capture_seconds),
@@ -65,9 +63,9 @@ def _rows(lane: Lane, *, bars: bool) -> Iterator[tuple[object, ...]]:
     if unused:
         seconds = sum(stats.shapes[shape].capture_seconds for shape in unused)
         what = f"{len(unused)} more shapes"
-        yield lane.name, what, 0, "", 0, "", _milliseconds(seconds), "", "never replayed"
+        yield lane.name, what, 0, 0, "", _milliseconds(seconds), "", "never replayed"
     for (mode, reason), count in sorted(stats.eager.items(), key=str):
-        yield lane.name, mode.value, "", count, "", "", "", "", reason.value
+        yield lane.name, f"{mode.value}, eager", count, "", "", "", "", reason.value
 
 
 def _totals(engine: Engine, tokens: int, seconds: float) -> str:
@@ -103,7 +101,8 @@ def _admit_nothing_verified(engine: Engine) -> None:
     replays = sum(lane.stats.replays for lane in engine.lanes)
     if replays:
         warning(
-            f"nothing was verified: a share of {share:g} picked none of {_count(replays, 'replay')}",
+            f"nothing was verified: a share of {share:g} picked none of"
+            f" {_count(replays, 'replay')}",
             "raise verify.replay_against_eager, or give --verify",
         )
         return

@@ -1,7 +1,7 @@
 """Completions as they come, written one after another in the order of their prompts.
 
-Prompts run together, and their tokens arrive interleaved. A writer lets only the first prompt that is
-not finished speak; what the later ones say waits, so nothing is mixed and nothing comes out of order.
+Prompts run together, and their tokens arrive interleaved. A writer lets only the first prompt that
+is not finished speak; what the later ones say waits, so nothing is mixed or comes out of order.
 
 Does not: open files; stdout is where data goes.
 """

@@ -30,6 +30,7 @@ from graphpact.lane import Lane, ModelFn
 from graphpact.plugins import PluginCatalog
 from graphpact.runners import GraphRunner, RunnerContext
 from graphpact.shapes import GraphShape
+from graphpact.trace import HookTrace
 from graphpact.verify import Verifier
 
 OnCapture = Callable[[str, GraphShape, int, int], None]
@@ -49,6 +50,16 @@ class LanePlan:
     backend: type[AttentionBackend]
     backend_name: str
     driver: type[GraphDriver]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """What the loaded model asks of everything around it."""
+
+    layers: Sequence[LayerSpec]
+    dtype: torch.dtype
+    device: torch.device
+    max_model_len: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +118,13 @@ def plan_lanes(
                 f"lanes.{name}.runner: {lane.runner!r} serves {serves}, not {mode.value}",
                 hint='"eager" serves every mode',
             )
+        support = backend.capabilities.graph_support
+        if not support.covers(runner.needs):
+            raise ConfigError(
+                f"lanes.{name}: runner {lane.runner!r} captures {runner.needs.value} batches;"
+                f" attention backend {backend_name!r} can be captured: {support.value}",
+                hint='select another attention backend for the lane, or the runner "eager"',
+            )
         reason = driver.unavailable(device)
         if reason is not None:
             raise ConfigError(f"lanes.{name}.graph_driver: {driver_name!r}: {reason}")
@@ -128,25 +146,18 @@ def model_path(config: EngineConfig) -> Path:
     return Path(config.model.path)
 
 
-def lay_out_memory(
-    config: EngineConfig,
-    *,
-    layers: Sequence[LayerSpec],
-    dtype: torch.dtype,
-    device: torch.device,
-    model_len: int,
-) -> Memory:
+def lay_out_memory(config: EngineConfig, spec: ModelSpec) -> Memory:
     """Allocate request rows, KV pages and the KV cache.
 
     Raises:
         ConfigError: A limit above the model's, or a KV cache that does not fit in memory.
     """
-    engine = config.engine
-    context = engine.max_model_len or model_len
-    if context > model_len:
+    engine, device = config.engine, spec.device
+    context = engine.max_model_len or spec.max_model_len
+    if context > spec.max_model_len:
         raise ConfigError(
-            f"engine.max_model_len is {context}; the model knows {model_len} positions",
-            hint=f"set it to {model_len} or less, or leave it out",
+            f"engine.max_model_len is {context}; the model knows {spec.max_model_len} positions",
+            hint=f"set it to {spec.max_model_len} or less, or leave it out",
         )
     limits = Limits(
         max_bs=engine.max_num_seqs,
@@ -154,8 +165,10 @@ def lay_out_memory(
         max_context_len=context,
         page_size=engine.page_size,
     )
-    shapes = [KVLayerShape(s.num_kv_heads, s.head_dim, s.v_head_dim) for s in layers]
-    per_slot = sum(s.num_kv_heads * (s.head_dim + s.v_head_dim) for s in shapes) * dtype.itemsize
+    shapes = [KVLayerShape(s.num_kv_heads, s.head_dim, s.v_head_dim) for s in spec.layers]
+    per_slot = spec.dtype.itemsize * sum(
+        s.num_kv_heads * (s.head_dim + s.v_head_dim) for s in shapes
+    )
     budget = _kv_budget(engine.kv_cache_memory_gib, device)
     affordable = budget // (per_slot * engine.page_size) - 1  # page 0 is scratch
     num_pages = engine.num_pages or min(
@@ -173,7 +186,7 @@ def lay_out_memory(
         limits,
         RequestPool(engine.max_num_seqs, context, device),
         pages,
-        KVCache(pages.num_slots, shapes, dtype, device),
+        KVCache(pages.num_slots, shapes, spec.dtype, device),
     )
 
 
@@ -182,9 +195,7 @@ def build_lane(
     config: EngineConfig,
     *,
     model: ModelFn,
-    layers: Sequence[LayerSpec],
-    dtype: torch.dtype,
-    device: torch.device,
+    spec: ModelSpec,
     memory: Memory,
     on_capture: OnCapture | None = None,
 ) -> tuple[Lane, Verifier | None]:
@@ -197,23 +208,28 @@ def build_lane(
     require_capabilities(
         plan.backend_name,
         plan.backend.capabilities,
-        layers,
+        spec.layers,
         mode=plan.mode,
-        dtype=dtype,
-        device=device,
+        dtype=spec.dtype,
+        device=spec.device,
         page_size=memory.limits.page_size,
     )
 
     def make_backend(kv_cache: KVBuffers) -> AttentionBackend:
         return plan.backend(
             BackendContext(
-                device, dtype, layers, memory.limits, memory.requests.req_to_token, kv_cache
+                spec.device,
+                spec.dtype,
+                spec.layers,
+                memory.limits,
+                memory.requests.req_to_token,
+                kv_cache,
             )
         )
 
     runner = plan.runner(
         RunnerContext(
-            device,
+            spec.device,
             plan.backend.capabilities,
             memory.limits.max_bs,
             plan.config.batch_sizes,
@@ -224,9 +240,10 @@ def build_lane(
         model=model,
         runner=runner,
         backend=make_backend(memory.kv_cache),
-        driver=plan.driver(device),
+        driver=plan.driver(spec.device),
         pact=config.verify.pact,
         pact_sample_every=config.verify.pact_sample_every,
+        observers=[HookTrace()] if os.environ.get("GRAPHPACT_TRACE") else [],
     )
     if on_capture is not None:
         lane.on_capture = _count_captures(lane, on_capture)
@@ -263,4 +280,3 @@ def _kv_budget(gib: float | None, device: torch.device) -> int:
     else:
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return int(free * _MEMORY_SHARE[device.type])
-

@@ -7,15 +7,17 @@
 Does not: serve a network, or run two steps at once.
 """
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 
 from graphpact.batch import ForwardMode
 from graphpact.config import EngineConfig
 from graphpact.engine.build import (
+    ModelSpec,
     OnCapture,
     build_lane,
     lay_out_memory,
@@ -92,19 +94,15 @@ class Engine:
             attention=models.ATTENTION_NAME,
             trust_remote_code=config.model.trust_remote_code,
         )
-        self._load_tokenizer = lambda: models.load_tokenizer(
-            path, trust_remote_code=config.model.trust_remote_code
+        self._load_tokenizer: Callable[[], Any] = functools.partial(
+            models.load_tokenizer, path, trust_remote_code=config.model.trust_remote_code
         )
         self._tokenizer: Any = None
         self.model = models.TransformersModel(checkpoint.model)
         self.vocab_size = checkpoint.vocab_size
         self.eos_token_ids = checkpoint.eos_token_ids
-        common = {
-            "layers": self.model.layers,
-            "dtype": self.model.dtype,
-            "device": self.device,
-        }
-        self.memory = lay_out_memory(config, model_len=checkpoint.max_model_len, **common)
+        spec = ModelSpec(self.model.layers, self.model.dtype, self.device, checkpoint.max_model_len)
+        self.memory = lay_out_memory(config, spec)
         self.lanes: list[Lane] = []
         self.verifiers: list[Verifier] = []
         self._run: dict[ForwardMode, RunFn] = {}
@@ -113,9 +111,9 @@ class Engine:
                 plan,
                 config,
                 model=self.model,
+                spec=spec,
                 memory=self.memory,
                 on_capture=on_capture,
-                **common,
             )
             self.lanes.append(lane)
             self._run[plan.mode] = lane.run
@@ -144,6 +142,17 @@ class Engine:
         if self._tokenizer is None:
             self._tokenizer = self._load_tokenizer()
         return self._tokenizer
+
+    def close(self) -> None:
+        """Release the graphs of every lane. What is asked of the engine afterwards runs eagerly."""
+        for lane in self.lanes:
+            lane.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
 
     # -- one request, one step -------------------------------------------------------------------
 
@@ -225,9 +234,7 @@ class Engine:
 
     # -- inside ----------------------------------------------------------------------------------
 
-    def _add_all(
-        self, prompts: Sequence[Prompt], sampling: SamplingParams | None
-    ) -> list[Request]:
+    def _add_all(self, prompts: Sequence[Prompt], sampling: SamplingParams | None) -> list[Request]:
         requests: list[Request] = []
         try:
             for prompt in prompts:
@@ -254,7 +261,7 @@ class Engine:
                 self.scheduler.abort(request.request_id)
 
     def _decoder(self) -> Any:
-        """Return the tokenizer's decode, or None where token ids are all there is."""
+        """Return the tokenizer, or None where token ids are all there is."""
         try:
             return self.tokenizer
         except CheckpointError:

@@ -73,7 +73,7 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata  # noqa: SLF001  the storage's identity
+    return int(tensor.untyped_storage()._cdata)  # noqa: SLF001  the storage's identity
 
 
 def _where() -> str:
@@ -111,7 +111,7 @@ class _HostReadGuard(TorchFunctionMode):
     def __torch_function__(
         self,
         func: Any,
-        types: Iterable[type],  # noqa: ARG002  torch's signature
+        types: Iterable[type],
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
@@ -124,13 +124,13 @@ class _Recorder(TorchDispatchMode):
     """Runs every dispatched operation and keeps what a replay has to run again."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch has no annotation here
         self.nodes: list[_Node] = []
 
     def __torch_dispatch__(
         self,
         func: Any,
-        types: Iterable[type],  # noqa: ARG002  torch's signature
+        types: Iterable[type],
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
@@ -180,7 +180,9 @@ def _run_and_copy(
     op = func._op  # noqa: SLF001
 
     def node(*args: Any, **kwargs: Any) -> None:
-        for target, new, is_fresh in zip(outputs, _tensors(op(*args, **kwargs)), fresh, strict=True):
+        for target, new, is_fresh in zip(
+            outputs, _tensors(op(*args, **kwargs)), fresh, strict=True
+        ):
             if is_fresh:
                 target.copy_(new)
 

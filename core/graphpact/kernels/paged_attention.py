@@ -9,6 +9,8 @@ the bounds that it was given, so that it never waits for the device.
 Does not: write the KV cache.
 """
 
+import itertools
+
 import torch
 from torch.nn import functional
 
@@ -127,7 +129,7 @@ def _paged_attention(
         return
 
     if offsets is not None:  # ragged: each request on its own, without padding
-        for i, (start, end) in enumerate(zip(offsets, offsets[1:], strict=False)):
+        for i, (start, end) in enumerate(itertools.pairwise(offsets)):
             if start == end:
                 continue
             length = int(kv_lens[i])

@@ -53,8 +53,8 @@ def _attention_function(
 ) -> tuple[torch.Tensor, None]:
     """Attend over ``[1, heads, T, dim]``; the signature is transformers'."""
     asked["attention_mask"] = attention_mask
-    flat = (t[0].transpose(0, 1) for t in (query, key, value))
-    out = _active.get().attend(module, *flat, asked)
+    q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
+    out = _active.get().attend(module, q, k, v, asked)
     return out[None], None
 
 
@@ -134,9 +134,7 @@ class TransformersModel:
     def __init__(self, model: Any) -> None:
         self.model = model
         self.dtype: torch.dtype = model.dtype
-        self._takes_logits_to_keep = (
-            "logits_to_keep" in inspect.signature(model.forward).parameters
-        )
+        self._takes_logits_to_keep = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._layers = self._probe()
 
     @property

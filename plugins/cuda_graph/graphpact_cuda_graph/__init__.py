@@ -6,6 +6,7 @@ Does not: serve prefill, or capture a part of a step.
 """
 
 import torch
+
 from graphpact import (
     BucketLadder,
     CudaGraphBufferRegistry,
@@ -14,6 +15,7 @@ from graphpact import (
     GraphRunner,
     GraphShape,
 )
+from graphpact.attention import GraphSupport
 from graphpact.buffers import build_decode_registry
 from graphpact.errors import ConfigError
 from graphpact.shapes import default_decode_batch_sizes
@@ -23,6 +25,7 @@ class CudaGraphRunner(GraphRunner):
     """Captures the whole forward pass of decode for every bucket of a ladder of request counts."""
 
     modes = frozenset({ForwardMode.DECODE})
+    needs = GraphSupport.UNIFORM_DECODE
 
     def make_ladder(self) -> BucketLadder:
         """Return the configured buckets, or the default ladder up to the largest step.

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+
 from graphpact import (
     AttentionBackend,
     Capabilities,
@@ -22,7 +23,7 @@ from graphpact import (
     Limits,
     PaddingPolicy,
 )
-from graphpact.attention import GraphSupport
+from graphpact.attention import GraphSupport, HeadLayout
 from graphpact.kernels import pack_kv_indices, paged_attention, write_kv_cache
 
 _REBUILT = "fill_metadata writes every row of the padded extent in every step"
@@ -59,6 +60,7 @@ class FlashInferBackend(AttentionBackend):
         graph_support=GraphSupport.UNIFORM_DECODE,
         dtypes=frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16}),
         devices=frozenset({"cpu", "cuda"}),
+        head_layouts=frozenset({HeadLayout.MHA, HeadLayout.GQA}),
         # A padded row has one key, in scratch: FlashInfer refuses a causal row with fewer keys than
         # queries, so 0 is not an empty row for it.
         seq_len_fill_value=1,

@@ -1,0 +1,62 @@
+"""`HookTrace`: prints every hook call of a lane, for whoever asks why a step did what it did.
+
+An observer like any other: ``wrapper=True`` implementations of the four hooks. ``GRAPHPACT_TRACE=1`` puts
+one into every lane of an engine.
+
+Does not: read a tensor's contents, so tracing does not change what it shows.
+"""
+
+import sys
+from collections.abc import Generator
+from typing import Any, TextIO
+
+import torch
+
+from graphpact.batch import ForwardBatch
+from graphpact.hookspecs import hookimpl
+from graphpact.shapes import GraphShape
+
+_Around = Generator[None, Any, Any]
+
+
+class HookTrace:
+    """Writes one line a call: the hook, its shape, the batch's size, and what came back.
+
+    Args:
+        file: Where to; standard error by default.
+    """
+
+    def __init__(self, file: TextIO | None = None) -> None:
+        self._file = file
+
+    @hookimpl(wrapper=True)
+    def populate(self, batch: ForwardBatch, shape: GraphShape) -> _Around:
+        """Trace ``populate``."""
+        return (yield from self._around("populate", shape, f"{batch.batch_size} requests"))
+
+    @hookimpl(wrapper=True)
+    def prepare_replay(self, batch: ForwardBatch, shape: GraphShape) -> _Around:
+        """Trace ``prepare_replay``."""
+        return (yield from self._around("prepare_replay", shape, f"{batch.batch_size} requests"))
+
+    @hookimpl(wrapper=True)
+    def init_metadata_capture(self, shape: GraphShape) -> _Around:
+        """Trace ``init_metadata_capture``."""
+        return (yield from self._around("init_metadata_capture", shape, "dummy"))
+
+    @hookimpl(wrapper=True)
+    def init_metadata_replay(self, shape: GraphShape, captured: Any) -> _Around:
+        """Trace ``init_metadata_replay``."""
+        return (yield from self._around("init_metadata_replay", shape, _describe(captured)))
+
+    def _around(self, hook: str, shape: GraphShape, what: str) -> _Around:
+        result = yield
+        line = f"graphpact: {hook} {shape} {what} -> {_describe(result)}"
+        print(line, file=self._file or sys.stderr)
+        return result
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{value.dtype} {tuple(value.shape)} at {value.data_ptr():#x}"
+    return "None" if value is None else f"{type(value).__name__} at {id(value):#x}"
