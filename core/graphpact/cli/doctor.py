@@ -175,6 +175,9 @@ def _try_defaults(catalog: PluginCatalog, problems: list[Problem]) -> None:
         plan_lanes(config, catalog, resolve_device(config.engine.device))
     except GraphpactError as error:
         problems.append(Problem("error", error.message, error.hint))
+    except Exception as error:  # noqa: BLE001  a plugin's own code may be asked
+        what = f"the lanes cannot be planned: {type(error).__name__}: {error}"
+        problems.append(Problem("error", what, "select other plugins, or mend the one that raised"))
 
 
 def _unavailable(driver: Any, device: str) -> str | None:

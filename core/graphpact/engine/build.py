@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -24,7 +25,7 @@ from graphpact.attention import (
 from graphpact.batch import ForwardMode
 from graphpact.config import EngineConfig, LaneConfig
 from graphpact.engine.pools import KVCache, KVLayerShape, PagePool, RequestPool
-from graphpact.errors import ConfigError
+from graphpact.errors import ConfigError, GraphpactError, PluginError
 from graphpact.graphs import GraphDriver
 from graphpact.lane import Lane, ModelFn
 from graphpact.plugins import PluginCatalog
@@ -35,6 +36,9 @@ from graphpact.verify import Verifier
 
 OnCapture = Callable[[str, GraphShape, int, int], None]
 """Called after each capture with lane name, shape, how many are done, how many there are."""
+
+C = TypeVar("C")
+T = TypeVar("T")
 
 _MEMORY_SHARE = {"cuda": 0.8, "cpu": 0.5}  # of the free memory, for the KV cache, by default
 
@@ -216,31 +220,26 @@ def build_lane(
     )
 
     def make_backend(kv_cache: KVBuffers) -> AttentionBackend:
-        return plan.backend(
-            BackendContext(
-                spec.device,
-                spec.dtype,
-                spec.layers,
-                memory.limits,
-                memory.requests.req_to_token,
-                kv_cache,
-            )
-        )
-
-    runner = plan.runner(
-        RunnerContext(
+        context = BackendContext(
             spec.device,
-            plan.backend.capabilities,
-            memory.limits.max_bs,
-            plan.config.batch_sizes,
+            spec.dtype,
+            spec.layers,
+            memory.limits,
+            memory.requests.req_to_token,
+            kv_cache,
         )
+        return _construct("attention_backend", plan.backend_name, plan.backend, context)
+
+    context = RunnerContext(
+        spec.device, plan.backend.capabilities, memory.limits.max_bs, plan.config.batch_sizes
     )
+    runner = _construct("runner", plan.config.runner, plan.runner, context)
     lane = Lane(
         plan.name,
         model=model,
         runner=runner,
         backend=make_backend(memory.kv_cache),
-        driver=plan.driver(spec.device),
+        driver=_construct("graph_driver", plan.driver.name, plan.driver, spec.device),
         pact=config.verify.pact,
         pact_sample_every=config.verify.pact_sample_every,
         observers=[HookTrace()] if os.environ.get("GRAPHPACT_TRACE") else [],
@@ -261,6 +260,19 @@ def build_lane(
         seed=config.engine.seed,
     )
     return lane, verifier
+
+
+def _construct(kind: str, name: str, make: Callable[[C], T], context: C) -> T:
+    """Build a plugin; whatever it raises, but an error of ours, is told as the plugin's."""
+    try:
+        return make(context)
+    except GraphpactError:
+        raise
+    except Exception as error:
+        raise PluginError(
+            f"{kind} {name!r} cannot be built: {type(error).__name__}: {error}",
+            hint="select another one, or set GRAPHPACT_TRACEBACK=1 to see where it fails",
+        ) from error
 
 
 def _count_captures(lane: Lane, on_capture: OnCapture) -> Callable[[GraphShape], None]:
