@@ -25,17 +25,18 @@ GOOD = """
     from graphpact.hookspecs import hookimpl
     from graphpact.runners import GraphRunner
 
-    def concrete(base, **own):
+    def concrete(base):
         stubs = {name: lambda self, *args: None for name in base.__abstractmethods__}
-        return type("Good", (base,), {**stubs, **own})
+        constants = dict.fromkeys(base.__annotations__)
+        return type("Good", (base,), {**stubs, **constants})
 
-    Runner = concrete(GraphRunner, modes=frozenset())
-    Driver = concrete(GraphDriver, name="good")
+    Runner = concrete(GraphRunner)
+    Driver = concrete(GraphDriver)
 """
 
 
 class Site:
-    """A folder of fake installed distributions, told from what is really installed by their names."""
+    """A folder of fake installed distributions, told from real ones by their names."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -50,7 +51,7 @@ class Site:
         contract: str | None = "1",
         group: str = "graphpact.runners",
     ) -> str:
-        """Install distribution ``fake-<name>`` with module ``fake_<name>``; return the module's name."""
+        """Install distribution ``fake-<name>`` with module ``fake_<name>``; return the latter."""
         module = f"fake_{name}"
         self.root.mkdir(exist_ok=True)
         (self.root / f"{module}.py").write_text(textwrap.dedent(source))
@@ -158,7 +159,7 @@ BROKEN = {
         "from graphpact.runners import GraphRunner\nclass Runner(GraphRunner): modes = frozenset()",
         "Runner is abstract: it lacks dummy_batch, make_ladder, make_registry",
     ),
-    "no_modes": (GOOD + "    Runner = concrete(GraphRunner)", "Good does not set modes"),
+    "no_modes": (GOOD + "    del Runner.modes", "Good does not set modes"),
     "misspelt": (
         GOOD + "    Runner.populte = hookimpl(lambda self, registry, batch, shape: None)",
         "Good implements an unknown hook 'populte'; did you mean 'populate'",
@@ -202,7 +203,7 @@ def test_every_broken_plugin_is_rejected_beside_a_good_one(site: Site) -> None:
 
 
 def test_a_hook_may_be_a_function_from_elsewhere(site: Site) -> None:
-    """A hook that was defined outside the class, or that takes itself by another name, is a hook."""
+    """A hook that was defined outside the class, or calls itself ``this``, is a hook."""
     source = (
         GOOD
         + """

@@ -53,7 +53,7 @@ Device = Annotated[
 ]
 PageSize = Annotated[
     int,
-    Field(ge=1, json_schema_extra={"allowed": "a power of two, from 1 up"}),
+    Field(ge=1, le=2**16, json_schema_extra={"allowed": "a power of two, from 1 to 65536"}),
     AfterValidator(_power_of_two),
 ]
 BatchSizes = Annotated[
@@ -94,9 +94,11 @@ class EngineSection(_Section):
     device: Device = Field(
         default="auto", description="Where the model runs; auto takes a GPU where there is one."
     )
-    max_num_seqs: int = Field(default=8, ge=1, description="Requests that one step may have.")
+    max_num_seqs: int = Field(
+        default=8, ge=1, le=2**16, description="Requests that one step may have."
+    )
     max_num_batched_tokens: int = Field(
-        default=2048, ge=1, description="New tokens that one step may have."
+        default=2048, ge=1, le=2**24, description="New tokens that one step may have."
     )
     max_model_len: int | None = Field(
         default=None,
@@ -298,8 +300,8 @@ def _allowed(schema: Mapping[str, Any]) -> str:
     words = {"integer": "a whole number", "number": "a number", "boolean": "true or false"}
     text = words.get(schema["type"], _TEXT)
     if "minimum" in schema:
-        text += f" from {schema['minimum']:g}"
-        text += f" to {schema['maximum']:g}" if "maximum" in schema else " up"
+        text += f" from {schema['minimum']}"
+        text += f" to {schema['maximum']}" if "maximum" in schema else " up"
     if "exclusiveMinimum" in schema:
         text += f" above {schema['exclusiveMinimum']:g}"
     if "exclusiveMaximum" in schema:

@@ -10,7 +10,6 @@ graphpact's own plugins come through the same door as anybody's.
 Does not: build plugins (the engine does), or put another one in the place of one that was named.
 """
 
-import importlib
 import inspect
 import logging
 import os
@@ -18,12 +17,13 @@ import re
 import types
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, get_args, overload
+from typing import Any, Literal, get_args, overload
 
 import pluggy
 from importlib_metadata import EntryPoint, distribution, distributions
 
 from graphpact import hookspecs
+from graphpact.attention import AttentionBackend
 from graphpact.errors import (
     AmbiguousPluginError,
     ConfigError,
@@ -31,12 +31,9 @@ from graphpact.errors import (
     UnknownPluginError,
     did_you_mean,
 )
+from graphpact.graphs import GraphDriver
 from graphpact.hookspecs import CONTRACT_VERSION, PROJECT
-
-if TYPE_CHECKING:
-    from graphpact.attention import AttentionBackend
-    from graphpact.graphs import GraphDriver
-    from graphpact.runners import GraphRunner
+from graphpact.runners import GraphRunner
 
 Kind = Literal["attention_backend", "runner", "graph_driver"]
 """What a plugin is; each kind has an entry-point group and a base class."""
@@ -47,10 +44,10 @@ CONTRACT_GROUP = "graphpact.contract"
 DISABLE_VARIABLE = "GRAPHPACT_DISABLE_PLUGINS"
 """Environment variable: plugins to leave out, ``name`` or ``kind:name``, commas between them."""
 
-_BASES: dict[Kind, str] = {
-    "attention_backend": "graphpact.attention:AttentionBackend",
-    "runner": "graphpact.runners:GraphRunner",
-    "graph_driver": "graphpact.graphs:GraphDriver",
+_BASES: dict[Kind, type[Any]] = {
+    "attention_backend": AttentionBackend,
+    "runner": GraphRunner,
+    "graph_driver": GraphDriver,
 }
 _FIRST_PARTY: dict[Kind, dict[str, str]] = {
     "attention_backend": {
@@ -165,11 +162,11 @@ class PluginCatalog:
         return [self._decide(info) for info in self.infos(kind)]
 
     @overload
-    def select(self, kind: Literal["attention_backend"], name: str) -> "type[AttentionBackend]": ...
+    def select(self, kind: Literal["attention_backend"], name: str) -> type[AttentionBackend]: ...
     @overload
-    def select(self, kind: Literal["runner"], name: str) -> "type[GraphRunner]": ...
+    def select(self, kind: Literal["runner"], name: str) -> type[GraphRunner]: ...
     @overload
-    def select(self, kind: Literal["graph_driver"], name: str) -> "type[GraphDriver]": ...
+    def select(self, kind: Literal["graph_driver"], name: str) -> type[GraphDriver]: ...
     def select(self, kind: Kind, name: str) -> type[Any]:
         """Return the plugin class that is called ``name``; imports that one and no other.
 
@@ -283,8 +280,7 @@ def _installed() -> dict[PluginInfo, EntryPoint]:
 
 
 def _load(info: PluginInfo, entry_point: EntryPoint) -> Plugin:
-    module, _, name = _BASES[info.kind].partition(":")
-    base = getattr(importlib.import_module(module), name)
+    base = _BASES[info.kind]
     doing = "importing"
     try:
         cls = entry_point.load()
