@@ -48,6 +48,22 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "bloom": ("BloomConfig", {"n_layer": 2, "n_head": 4}),
     "falcon": ("FalconConfig", {}),
     "llama4": ("Llama4TextConfig", {"attention_chunk_size": 16, "num_local_experts": 2}),
+    "longrope": (
+        "Phi3Config",
+        {
+            "original_max_position_embeddings": 64,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "short_factor": [1.0] * 8,
+                "long_factor": [2.0] * 8,
+            },
+        },
+    ),
+    "dynamic_rope": (
+        "LlamaConfig",
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}},
+    ),
     "lfm2": ("Lfm2Config", {"layer_types": ["conv", "full_attention"]}),
 }
 

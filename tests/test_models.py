@@ -50,6 +50,8 @@ def test_layers_are_what_the_model_asks_of_attention(checkpoint: Callable[..., P
         ("bloom", "0 attend through"),
         ("falcon", "does not attend through"),
         ("llama4", "chunked_attention"),
+        ("longrope", "scaled by the longest sequence"),
+        ("dynamic_rope", "scaled by the longest sequence"),
         ("lfm2", "a state besides keys and values|1 attend through"),
     ],
 )

@@ -16,7 +16,7 @@ import torch
 from graphpact.attention import Capabilities, GraphSupport
 from graphpact.batch import ForwardBatch, ForwardMode
 from graphpact.buffers import CudaGraphBufferRegistry
-from graphpact.errors import EngineError
+from graphpact.errors import ConfigError, EngineError
 from graphpact.hookspecs import hookimpl
 from graphpact.shapes import BucketLadder, EagerReason, GraphShape
 
@@ -148,7 +148,17 @@ class EagerRunner(GraphRunner):
     needs = GraphSupport.NEVER
 
     def make_ladder(self) -> None:
-        """Return None: there is nothing to capture."""
+        """Return None: there is nothing to capture.
+
+        Raises:
+            ConfigError: Shapes to capture were configured all the same.
+        """
+        if self.context.batch_sizes is not None:
+            raise ConfigError(
+                f"batch_sizes = {list(self.context.batch_sizes)} for the runner 'eager', which captures"
+                " nothing",
+                hint="leave batch_sizes out, or select a runner that captures",
+            )
 
     def make_registry(self) -> None:
         """Return None: there is no graph-resident memory."""

@@ -31,6 +31,9 @@ _INDIFFERENT = frozenset(
 # Layer types of transformers whose attention we know, and whether they come with a sliding window.
 _WINDOWED = {"full_attention": False, "sliding_attention": True}
 
+# These choose their frequencies by the longest sequence: a request's neighbours would change its text.
+_BATCH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
+
 
 class _Attention(Protocol):
     """What the registered attention function hands its call to."""
@@ -188,6 +191,10 @@ class TransformersModel:
                 break
         if getattr(config, "use_bidirectional_attention", None):
             refused.append("attention that is not causal")
+        refused += [
+            f"rotary embedding {kind!r}, which is scaled by the longest sequence of a batch"
+            for kind in sorted(_rope_types(config) & _BATCH_DEPENDENT_ROPE)
+        ]
         if refused:
             raise UnsupportedModelError(
                 f"model type {name!r} has what graphpact cannot run: {'; '.join(refused)}",
@@ -195,3 +202,10 @@ class TransformersModel:
                 " interface are supported",
             )
         return probe.layers
+
+
+def _rope_types(config: Any) -> set[str]:
+    """Return the kinds of rotary embedding that a config names, for all layers or by layer type."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    tables = [parameters, *(table for table in parameters.values() if isinstance(table, dict))]
+    return {str(table["rope_type"]) for table in tables if table.get("rope_type")}
