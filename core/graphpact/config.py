@@ -185,8 +185,9 @@ class EngineConfig(_Section):
         *,
         env: Mapping[str, str] | None = None,
         overrides: Sequence[str] = (),
+        options: Mapping[str, str] | None = None,
     ) -> "EngineConfig":
-        """Read a configuration; later sources win over earlier ones: file, environment, overrides.
+        """Read a configuration; later sources win: file, environment, options, overrides.
 
         A relative ``model.path`` in the file is taken from the file's folder where it exists there,
         and from the working directory otherwise.
@@ -195,6 +196,7 @@ class EngineConfig(_Section):
             path: A TOML file.
             env: Environment variables; the process's where none are given.
             overrides: ``key=value`` texts, as ``engine.max_num_seqs=8``.
+            options: Such texts too, each under the name of the option that it came from.
 
         Raises:
             ConfigError: Lists everything that is wrong, each with its source and what is allowed.
@@ -204,7 +206,12 @@ class EngineConfig(_Section):
         for setting in (
             *_from_file(path),
             *_from_env(os.environ if env is None else env, faults),
-            *_from_overrides(overrides, faults),
+            *(
+                setting
+                for option, override in (options or {}).items()
+                for setting in _from_overrides([override], option, faults)
+            ),
+            *_from_overrides(overrides, "--set", faults),
         ):
             if setting.path in _keys():
                 settings[setting.path] = setting
@@ -372,14 +379,14 @@ def _from_env(env: Mapping[str, str], faults: list[str]) -> Iterator[_Setting]:
         yield from _flatten(path, _parse(text), f"environment variable {variable}", variable)
 
 
-def _from_overrides(overrides: Sequence[str], faults: list[str]) -> Iterator[_Setting]:
+def _from_overrides(overrides: Sequence[str], source: str, faults: list[str]) -> Iterator[_Setting]:
     for override in overrides:
         key, equals, text = override.partition("=")
         if equals:
             path = tuple(part.strip() for part in key.split("."))
-            yield from _flatten(path, _parse(text), "--set")
+            yield from _flatten(path, _parse(text), source)
         else:
-            faults.append(f"{override!r} (--set): not of the form key=value")
+            faults.append(f"{override!r} ({source}): not of the form key=value")
 
 
 def _parse(text: str) -> Any:

@@ -85,10 +85,12 @@ class Verifier:
         metadata = self._backend.init_metadata_eager(batch)
         expected = self.lane.model(batch, self._backend, metadata)
         self.verified += 1
-        self._compare("logits of request", logits, expected, first=0)
+        at = f"{self.lane.runner.can_run(batch)}: "
+        self._compare(f"{at}logits of request", logits, expected, first=0)
         layers = len(self._live) // 2
         for i, (live, shadow) in enumerate(zip(self._live, self._shadow, strict=True)):
-            what = f"{'keys' if i < layers else 'values'} of layer {i % layers} in KV slot"
+            kind = "keys" if i < layers else "values"
+            what = f"{at}{kind} of layer {i % layers} in KV slot"
             self._compare(what, live, shadow, first=self._page_size)
         return logits
 

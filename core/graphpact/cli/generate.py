@@ -15,6 +15,7 @@ import typer
 
 from graphpact.cli.console import capture_progress, talk, warning
 from graphpact.cli.prompts import read_prompts
+from graphpact.errors import ContractError
 
 _DEFAULT_NEW_TOKENS = 128
 
@@ -120,9 +121,8 @@ def generate(
         top_k=top_k,
         ignore_eos=ignore_eos,
     )
-    settings = EngineConfig.load(
-        config, overrides=_overrides(model=model, seed=seed, verify=verify) + (sets or [])
-    )
+    options = _options(model=model, seed=seed, verify=verify)
+    settings = EngineConfig.load(config, options=options, overrides=sets or [])
     texts = read_prompts(prompts or [], file)
     if temperature == 0 and (top_p != 1 or top_k != 0):
         warning("--top-p and --top-k change nothing at --temperature 0")
@@ -138,26 +138,34 @@ def generate(
     else:
         writer = TextWriter(texts, live=_on_terminal() if stream is None else stream)
     start = time.perf_counter()
+
+    def report() -> None:
+        seconds = time.perf_counter() - start
+        tokens = sum(len(answer.token_ids) for answer in writer.answers)
+        print_report(talk(), engine, tokens=tokens, seconds=seconds, quiet=quiet)
+
     try:
         for delta in engine.stream(texts, sampling):
             writer.push(delta)
+    except ContractError:  # what the run did until then tells where it went wrong
+        writer.close()
+        report()
+        raise
     finally:
         writer.close()
-    seconds = time.perf_counter() - start
-    tokens = sum(len(answer.token_ids) for answer in writer.answers)
-    print_report(talk(), engine, tokens=tokens, seconds=seconds, quiet=quiet)
+    report()
 
 
-def _overrides(*, model: str | None, seed: int | None, verify: bool) -> list[str]:
-    """Return the options that are keys of the configuration as ``key=value`` texts."""
-    overrides = []
+def _options(*, model: str | None, seed: int | None, verify: bool) -> dict[str, str]:
+    """Return the options that are keys of the configuration as ``key=value`` texts, by option."""
+    options = {}
     if model is not None:
-        overrides.append(f"model.path={_toml_string(model)}")
+        options["--model"] = f"model.path={_toml_string(model)}"
     if seed is not None:
-        overrides.append(f"engine.seed={seed}")
+        options["--seed"] = f"engine.seed={seed}"
     if verify:
-        overrides.append("verify.replay_against_eager=1.0")
-    return overrides
+        options["--verify"] = "verify.replay_against_eager=1.0"
+    return options
 
 
 def _toml_string(text: str) -> str:

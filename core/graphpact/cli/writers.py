@@ -96,6 +96,7 @@ class TextWriter(Writer):
         """End the line that an interrupted run may have begun."""
         if self._written is not None:
             sys.stdout.write("\n")
+            self._written = None
 
     def _write(self, answer: Answer) -> None:
         finished = answer.finish_reason is not None

@@ -129,7 +129,7 @@ def plan_lanes(
                 f" attention backend {backend_name!r} can be captured: {support.value}",
                 hint='select another attention backend for the lane, or the runner "eager"',
             )
-        reason = driver.unavailable(device)
+        reason = _call_plugin("graph_driver", driver_name, driver.unavailable, device)
         if reason is not None:
             raise ConfigError(f"lanes.{name}.graph_driver: {driver_name!r}: {reason}")
         plans.append(LanePlan(name, mode, lane, runner, backend, backend_name, driver))
@@ -228,18 +228,18 @@ def build_lane(
             memory.requests.req_to_token,
             kv_cache,
         )
-        return _construct("attention_backend", plan.backend_name, plan.backend, context)
+        return _call_plugin("attention_backend", plan.backend_name, plan.backend, context)
 
     context = RunnerContext(
         spec.device, plan.backend.capabilities, memory.limits.max_bs, plan.config.batch_sizes
     )
-    runner = _construct("runner", plan.config.runner, plan.runner, context)
+    runner = _call_plugin("runner", plan.config.runner, plan.runner, context)
     lane = Lane(
         plan.name,
         model=model,
         runner=runner,
         backend=make_backend(memory.kv_cache),
-        driver=_construct("graph_driver", plan.driver.name, plan.driver, spec.device),
+        driver=_call_plugin("graph_driver", plan.driver.name, plan.driver, spec.device),
         pact=config.verify.pact,
         pact_sample_every=config.verify.pact_sample_every,
         observers=[HookTrace()] if os.environ.get("GRAPHPACT_TRACE") else [],
@@ -262,15 +262,15 @@ def build_lane(
     return lane, verifier
 
 
-def _construct(kind: str, name: str, make: Callable[[C], T], context: C) -> T:
-    """Build a plugin; whatever it raises, but an error of ours, is told as the plugin's."""
+def _call_plugin(kind: str, name: str, make: Callable[[C], T], context: C) -> T:
+    """Call into a plugin; whatever it raises, but an error of ours, is told as the plugin's."""
     try:
         return make(context)
     except GraphpactError:
         raise
     except Exception as error:
         raise PluginError(
-            f"{kind} {name!r} cannot be built: {type(error).__name__}: {error}",
+            f"{kind} {name!r} cannot be had: it raised {type(error).__name__}: {error}",
             hint="select another one, or set GRAPHPACT_TRACEBACK=1 to see where it fails",
         ) from error
 

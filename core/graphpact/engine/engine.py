@@ -239,9 +239,12 @@ class Engine:
         try:
             for prompt in prompts:
                 requests.append(self.add(prompt, sampling))  # noqa: PERF401  undone below
-        except Exception:
+        except Exception as error:
             for request in requests:
                 self.scheduler.abort(request.request_id)
+            if isinstance(error, RequestError):
+                which = f"prompt {len(requests) + 1} of {len(prompts)}"
+                raise RequestError(f"{which}: {error.message}", hint=error.hint) from error
             raise
         return requests
 

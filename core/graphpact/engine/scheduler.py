@@ -143,7 +143,7 @@ class Scheduler:
             raise RequestError(
                 f"{name} has a prompt of {prompt_len} tokens; at most {self.max_model_len - 1} "
                 f"leave room for a new one within max_model_len {self.max_model_len}",
-                hint="shorten the prompt or raise max_model_len",
+                hint="shorten the prompt, or raise engine.max_model_len where the model knows more",
             )
         longest = self._longest(request)
         needed = self._pages.pages_for(longest)

@@ -1,0 +1,213 @@
+"""What every command shares: which stream, which exit status, and never a traceback."""
+
+import subprocess
+import sys
+from collections.abc import Sequence
+
+import pytest
+
+from graphpact import errors
+from graphpact.cli import main
+from graphpact.config import EngineConfig
+from graphpact.plugins import PluginCatalog
+
+CLI = (sys.executable, "-m", "graphpact.cli")
+
+
+def python(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a Python of its own."""
+    return subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, check=False, timeout=120
+    )
+
+
+@pytest.fixture
+def scan_raises(monkeypatch: pytest.MonkeyPatch) -> Sequence[BaseException]:
+    """Return a list; the one error that a test puts there is what looking for plugins raises."""
+    planted: list[BaseException] = []
+
+    def scan(**_: object) -> PluginCatalog:
+        raise planted[0]
+
+    monkeypatch.setattr(PluginCatalog, "scan", scan)
+    monkeypatch.delenv("GRAPHPACT_TRACEBACK", raising=False)
+    return planted
+
+
+@pytest.mark.parametrize("missing", ["typer", "rich"])
+def test_without_its_extra_the_command_says_what_to_install(missing: str) -> None:
+    """Without typer or rich one line on stderr gives the pip command, with status 2."""
+    done = python(
+        "-c",
+        f"import sys; sys.modules['{missing}'] = None\n"
+        "from graphpact.cli import main; sys.exit(main(['plugins']))",
+    )
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr == (
+        f'error: the command line needs {missing}: pip install "graphpact[cli]"\n'
+    )
+
+
+def test_importing_graphpact_stays_light() -> None:
+    """`import graphpact` imports neither transformers, nor a plugin, nor the command line's tools."""
+    done = python("-X", "importtime", "-c", "import graphpact")
+    assert done.returncode == 0
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "graphpact.lane" in imported
+    heavy = {"transformers", "safetensors", "typer", "rich", "graphpact.cli", "graphpact.models"}
+    assert not imported & (heavy | {"graphpact_flashinfer", "graphpact_cuda_graph"})
+
+
+def test_version_names_every_distribution(capsys: pytest.CaptureFixture[str]) -> None:
+    """``--version`` prints graphpact and each distribution with plugins on stdout, one a line."""
+    assert main(["--version"]) == 0
+    out, err = capsys.readouterr()
+    lines = dict(line.split() for line in out.splitlines())
+    assert {"graphpact", "graphpact-flashinfer", "graphpact-cuda-graph"} <= set(lines)
+    assert all(version[0].isdigit() for version in lines.values())
+    assert err == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["plugin"], "Did you mean 'plugins'"),
+        (["plugins", "--jsn"], "--json"),
+        (["generate", "x", "--temperature", "hot"], "--temperature"),
+        (["generate", "x", "--top-k", "2.5"], "--top-k"),
+    ],
+)
+def test_a_misspelt_command_line_is_a_usage_error(
+    arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What typer cannot parse ends with status 2, names the place on stderr, and shows no traceback."""
+    assert main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert says in err
+    assert "Traceback" not in err
+
+
+def test_no_command_is_answered_with_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    """Without arguments the commands are listed, and nothing is run."""
+    assert main([]) == 2
+    shown = "".join(capsys.readouterr())
+    assert all(command in shown for command in ("generate", "plugins", "doctor"))
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (errors.ConfigError("it is so", hint="do this"), 2),
+        (errors.RequestError("it is so", hint="do this"), 2),
+        (errors.VerificationError("it is so", hint="do this"), 1),
+        (errors.CaptureError("it is so", hint="do this"), 1),
+        (errors.EngineError("it is so", hint="do this"), 3),
+    ],
+)
+def test_an_error_becomes_words_and_its_status(
+    error: errors.GraphpactError,
+    status: int,
+    scan_raises: list[BaseException],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """An error of graphpact is two lines on stderr, message and help, and the status of its kind."""
+    scan_raises.append(error)
+    assert main(["plugins"]) == status
+    assert capsys.readouterr() == ("", "error: it is so\n  help: do this\n")
+
+
+def test_an_error_without_a_hint_is_one_line(
+    scan_raises: list[BaseException], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where there is nothing to do next, no help is printed."""
+    scan_raises.append(errors.ConfigError("it is so"))
+    assert main(["plugins"]) == 2
+    assert capsys.readouterr().err == "error: it is so\n"
+
+
+def test_foreign_text_is_neither_markup_nor_a_terminal_command(
+    scan_raises: list[BaseException], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Brackets in a message are printed as they are, control characters are spelled out."""
+    message = "no [red]such[/red] name :smile: [/nope] \x1b[2J\r " + 30 * "long "
+    scan_raises.append(errors.ConfigError(message, hint="[bold]do\x07"))
+    main(["plugins"])
+    expected = message.replace("\x1b", "\\x1b").replace("\r", "\\x0d")
+    assert capsys.readouterr().err == f"error: {expected}\n  help: [bold]do\\x07\n"
+
+
+def test_a_narrow_terminal_does_not_break_a_message(
+    scan_raises: list[BaseException],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A long message stays one line that can be copied; breaking it is left to the terminal."""
+    message = "it is so " * 30
+    scan_raises.append(errors.ConfigError(message.strip()))
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("TERM", "dumb")
+    monkeypatch.setenv("COLUMNS", "40")
+    main(["plugins"])
+    assert capsys.readouterr().err.splitlines() == [f"error: {message.strip()}"]
+
+
+def test_an_unforeseen_error_is_one_line(
+    scan_raises: list[BaseException], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What nobody foresaw is named in one line, with how to see more, and ends with status 3."""
+    scan_raises.append(RuntimeError("two\nlines of [b]it[/b]"))
+    assert main(["plugins"]) == 3
+    out, err = capsys.readouterr()
+    first, second = err.splitlines()
+    assert out == ""
+    assert first == "internal error: RuntimeError: two lines of [b]it[/b]"
+    assert "GRAPHPACT_TRACEBACK=1" in second
+
+
+@pytest.mark.parametrize("error", [errors.ConfigError("it is so"), RuntimeError("it is so")])
+def test_the_traceback_is_there_for_those_who_ask(
+    error: Exception,
+    scan_raises: list[BaseException],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """``GRAPHPACT_TRACEBACK=1`` prints the traceback before the message and keeps the status."""
+    scan_raises.append(error)
+    assert main(["plugins"]) == (quiet := 2 if isinstance(error, errors.ConfigError) else 3)
+    assert "Traceback" not in capsys.readouterr().err
+    monkeypatch.setenv("GRAPHPACT_TRACEBACK", "1")
+    assert main(["plugins"]) == quiet
+    err = capsys.readouterr().err
+    assert err.startswith("Traceback (most recent call last)")
+    assert "error: " in err.splitlines()[-1] or "error: " in err.splitlines()[-2]
+
+
+def test_the_traceback_variable_is_no_configuration() -> None:
+    """``GRAPHPACT_TRACEBACK`` does not make the configuration invalid."""
+    assert EngineConfig.load(env={"GRAPHPACT_TRACEBACK": "1"}) == EngineConfig()
+
+
+def test_an_interrupted_command_says_so_by_its_status(
+    scan_raises: list[BaseException], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Control-C ends with status 130 and without a traceback."""
+    scan_raises.append(KeyboardInterrupt())
+    assert main(["plugins"]) == 130
+    assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["plugins"], ["plugins", "--json"], ["--version"]])
+def test_a_reader_that_leaves_is_no_error(arguments: list[str]) -> None:
+    """Where nobody reads stdout any more, the command ends with a shell's status and says nothing."""
+    with subprocess.Popen(
+        [*CLI, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        said = process.stderr.read()
+        assert process.wait(120) == 141
+    assert said == b""
