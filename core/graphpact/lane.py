@@ -189,6 +189,10 @@ class Lane:
         logits: torch.Tensor = captured.graph.outputs
         return logits[: batch.batch_size]
 
+    def is_captured(self, shape: GraphShape) -> bool:
+        """Return whether there is a graph of ``shape``."""
+        return shape in self._captured
+
     def close(self) -> None:
         """Release every graph and its memory; batches run eagerly from here on."""
         self.runner.lane = None

@@ -153,11 +153,15 @@ def _show(rule: str, value: Any) -> str:
 def _walk(parts: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield every leaf under ``parts`` with its path, and every container as a leaf of its type."""
     for name, root in parts.items():
-        yield from _walk_value(name, root)
+        yield from _walk_value(name, root, root=True)
 
 
-def _walk_value(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+def _walk_value(path: str, value: Any, *, root: bool = False) -> Iterator[tuple[str, Any]]:
     children = _children(value)
+    plain = hasattr(value, "__dict__") and not isinstance(value, (torch.Tensor, enum.Enum))
+    if root and children is None and plain:
+        # Metadata of a plain class: its attributes are its fields.
+        children = ((f".{name}", part) for name, part in vars(value).items())
     if children is None:
         yield path, value
         return

@@ -88,7 +88,10 @@ class GraphRunner(abc.ABC):
             return EagerReason.NO_GRAPHS
         if self.lane is None:
             return EagerReason.NOT_CAPTURED
-        return self.ladder.fit(batch)
+        fit = self.ladder.fit(batch)
+        if isinstance(fit, GraphShape) and not self.lane.is_captured(fit):
+            return EagerReason.NOT_CAPTURED
+        return fit
 
     def run(self, batch: ForwardBatch, shape: GraphShape | None = None) -> torch.Tensor:
         """Replay ``batch`` through its graph and return the real rows of the outputs.

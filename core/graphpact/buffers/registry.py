@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from graphpact.batch import ForwardBatch
-from graphpact.buffers.slots import FillContext, GraphSlot
+from graphpact.buffers.slots import FillContext, GraphSlot, PaddingPolicy
 from graphpact.errors import SlotError, did_you_mean
 
 _MAX_PLANS = 1024  # pairs of raw and padded counts whose views are kept; the oldest is dropped
@@ -69,9 +69,12 @@ class CudaGraphBufferRegistry:
         device = slot.device or self.device
         if bind is None:
             bind = torch.full(shape, slot.initial_value, dtype=slot.dtype, device=device)
+        device = torch.empty(0, device=device).device  # with its index, as tensors have it
         want, got = (tuple(shape), slot.dtype, device), (tuple(bind.shape), bind.dtype, bind.device)
         if want != got:
             raise SlotError(f"slot {slot.name!r} of {slot.owner}: declared {want}, bound {got}")
+        if slot.padding_policy is PaddingPolicy.FILL_ONCE:
+            bind.fill_(slot.initial_value)
         slot.buffer = bind
         self._slots[slot.name] = slot
         self._plans.clear()
@@ -172,8 +175,10 @@ class CudaGraphBufferRegistry:
             whole = slot.slice_for(ctx.padded_bs, ctx.padded_num_tokens)
             rows = ctx.rows(slot.axis)
             if rows is not None and rows[0] < rows[1] and slot.padding_policy.resets_tail:
-                # A slice_fn may put the rows on its last axis; for plain slots it is the first.
-                tail = whole[rows[0] :] if slot.slice_fn is None else whole[..., rows[0] :]
+                # The rows' axis is the one along which head and whole differ.
+                kept = slot.slice_for(ctx.raw_bs, ctx.raw_num_tokens).shape
+                axis = next(i for i, n in enumerate(whole.shape) if n != kept[i])
+                tail = whole.narrow(axis, kept[axis], whole.shape[axis] - kept[axis])
                 plan.tails.append((tail, slot.initial_value))
             if not slot.copy_from_fb:
                 continue
@@ -203,7 +208,7 @@ class CudaGraphBufferRegistry:
                 )
             if source.shape != head.view.shape or (
                 source.dtype is not head.view.dtype
-                and not torch.can_cast(source.dtype, head.view.dtype)
+                and torch.promote_types(source.dtype, head.view.dtype) is not head.view.dtype
             ):
                 raise SlotError(
                     f"slot {head.slot.name!r} of {head.slot.owner} takes"

@@ -112,6 +112,11 @@ class GraphSlot:
                 f"slot {self.name!r} of {self.owner}: {self.padding_policy.name} without a pad_value",
                 hint="give the value that the consumer reads as an empty row",
             )
+        if self.padding_policy is PaddingPolicy.FILL_ONCE and self.copy_from_fb:
+            raise SlotError(
+                f"slot {self.name!r} of {self.owner}: FILL_ONCE on a slot that is copied every step",
+                hint="FILL_SENTINEL resets the tail that a larger batch left; or copy_from_fb=False",
+            )
         if self.padding_policy.keeps_tail and not self.reason:
             raise SlotError(
                 f"slot {self.name!r} of {self.owner}: {self.padding_policy.name} without a reason",

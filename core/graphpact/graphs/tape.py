@@ -24,13 +24,21 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from graphpact.errors import CaptureError
+from graphpact.errors import CaptureError, EngineError
 from graphpact.graphs.driver import Graph, GraphDriver
 
 _Node: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 # These read a tensor's memory on the host without passing the dispatcher.
 _HOST_READS = frozenset({torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__})
+
+# These pass the dispatcher, but torch does not tag them: bool(tensor), and a split by a tensor.
+_UNTAGGED_READS = frozenset(
+    {
+        torch.ops.aten.is_nonzero.default,
+        torch.ops.aten.tensor_split.tensor_indices_or_sections,
+    }
+)
 
 # Memory without content: nothing to run.
 _UNINITIALISED = frozenset(
@@ -44,6 +52,8 @@ _UNINITIALISED = frozenset(
         "new_empty_strided",
     )
 )
+
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd  # noqa: SLF001  no public name
 
 # What an out-variant does not take because its output already has it.
 _OUTPUT_OPTIONS = frozenset({"dtype", "layout", "device", "pin_memory"})
@@ -60,6 +70,8 @@ def _out_variant(func: Any) -> tuple[Any, list[str]] | None:
         rest: dict[str, str] = {}
         for a in candidate._schema.arguments:  # noqa: SLF001
             if a.kwarg_only and a.alias_info is not None and a.alias_info.is_write:
+                if str(a.type) != "Tensor":
+                    break  # a list of outputs is run and copied
                 outs.append(a.name)
             else:
                 rest[a.name] = str(a.type)
@@ -93,7 +105,14 @@ def _reads_on_host(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return (
         torch.Tag.data_dependent_output in func.tags
         or torch.Tag.dynamic_output_shape in func.tags
-        or func is torch.ops.aten.is_nonzero.default  # bool(tensor); torch does not tag it
+        or func in _UNTAGGED_READS
+    )
+
+
+def _is_composite(func: Any) -> bool:
+    """Return whether ``func`` only calls other operations; outside autograd it arrives undivided."""
+    return not func._schema.is_mutable and torch._C._dispatch_has_kernel_for_dispatch_key(  # noqa: SLF001
+        func.name(), _COMPOSITE
     )
 
 
@@ -137,6 +156,17 @@ class _Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if _reads_on_host(func, args, kwargs):
             raise _host_read(str(func))
+        if func is torch.ops.aten.detach_.default:
+            return func(*args, **kwargs)  # how torch.tensor() ends; nothing to run again
+        if torch.Tag.inplace_view in func.tags:
+            raise CaptureError(
+                f"{func} changes a tensor's shape in place while a graph is recorded, at {_where()}",
+                hint="use the variant that returns a view: the recorded tensor keeps its shape",
+            )
+        if _is_composite(func):
+            # What it is made of is recorded: each part is seen, and most have an out-variant.
+            with self:
+                return func._op_dk(_COMPOSITE, *args, **kwargs)  # noqa: SLF001
         # Containers are copied, so that a list changed later is not the one that was recorded.
         args, kwargs = pytree.tree_map(lambda leaf: leaf, (args, kwargs))
         result = func(*args, **kwargs)
@@ -155,6 +185,11 @@ class _Recorder(TorchDispatchMode):
                 self.nodes.append(_run_and_copy(func, args, kwargs, outputs, fresh))
             else:
                 self.nodes.append((func._op, args, kwargs))  # noqa: SLF001  without a Python layer
+            return
+        if func is torch.ops.aten.lift_fresh.default:
+            # A constant of the host, which later operations may overwrite: restored in every replay.
+            restore = torch.ops.aten.copy_.default._op  # noqa: SLF001
+            self.nodes.append((restore, (result, result.clone()), {}))
             return
         if not any(fresh):
             return  # a view, or no tensor at all
@@ -189,6 +224,10 @@ def _run_and_copy(
     return node, args, kwargs
 
 
+def _replay_of_released() -> None:
+    raise EngineError("a released tape was replayed", hint="capture the shape again")
+
+
 class Tape(Graph):
     """Recorded operations, and the tensors that the recorded region returned."""
 
@@ -205,7 +244,7 @@ class Tape(Graph):
 
     def release(self) -> None:
         """Drop the operations and every tensor that only they held."""
-        self._nodes = []
+        self._nodes = [(_replay_of_released, (), {})]
         self.outputs = None
 
 

@@ -10,6 +10,7 @@ Does not: write the KV cache.
 """
 
 import itertools
+from dataclasses import dataclass
 
 import torch
 from torch.nn import functional
@@ -17,14 +18,18 @@ from torch.nn import functional
 from graphpact.kernels._library import define_kernel
 
 
+@dataclass(frozen=True, slots=True)
+class _Rule:
+    """How scores are made and which keys a query sees."""
+
+    scaling: float
+    sliding_window: int  # 0 for none
+    softcap: float  # 0 for none
+    sinks: torch.Tensor | None
+
+
 def _attend(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    allowed: torch.Tensor,
-    scaling: float,
-    softcap: float,
-    sinks: torch.Tensor | None,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, allowed: torch.Tensor, rule: _Rule
 ) -> torch.Tensor:
     """Attend densely: q ``[b, nq, hq, d]``, k and v ``[b, nk, hkv, d]``, allowed ``[b, nq, nk]``."""
     batch, num_q, heads, _ = q.shape
@@ -37,21 +42,21 @@ def _attend(
     if num_q > 1 and group > 1:
         mask = mask.repeat(1, 1, group, 1)
     keys, values = k.transpose(1, 2), v.transpose(1, 2)
-    if softcap == 0.0 and sinks is None:
+    if rule.softcap == 0.0 and rule.sinks is None:
         out = functional.scaled_dot_product_attention(
-            grouped, keys, values, attn_mask=mask, scale=scaling
+            grouped, keys, values, attn_mask=mask, scale=rule.scaling
         )
     else:
-        scores = grouped @ keys.transpose(-1, -2) * scaling
-        if softcap != 0.0:
-            scores = softcap * torch.tanh(scores / softcap)
+        scores = grouped @ keys.transpose(-1, -2) * rule.scaling
+        if rule.softcap != 0.0:
+            scores = rule.softcap * torch.tanh(scores / rule.softcap)
         scores = scores.masked_fill(~mask, float("-inf"))
-        if sinks is not None:
-            column = sinks.to(scores.dtype).view(1, kv_heads, group, 1, 1)
+        if rule.sinks is not None:
+            column = rule.sinks.to(scores.dtype).view(1, kv_heads, group, 1, 1)
             column = column.expand(batch, -1, -1, num_q, 1).reshape(batch, kv_heads, -1, 1)
             scores = torch.cat([scores, column], dim=-1)
         weights = torch.softmax(scores, dim=-1)
-        if sinks is not None:
+        if rule.sinks is not None:
             weights = weights[..., :-1]
         out = weights @ values
     out = out.view(batch, kv_heads, group, num_q, -1).permute(0, 3, 1, 2, 4)
@@ -59,34 +64,160 @@ def _attend(
 
 
 def _allowed(
-    q_positions: torch.Tensor, num_keys: int, kv_lens: torch.Tensor, sliding_window: int
+    q_positions: torch.Tensor, num_keys: int, kv_lens: torch.Tensor, rule: _Rule
 ) -> torch.Tensor:
     """Return ``[b, nq, nk]``: causal, within the request's keys, within the window where there is one."""
     key = torch.arange(num_keys, device=q_positions.device)
     at = q_positions[:, :, None]
     allowed = (key <= at) & (key < kv_lens[:, None, None])
-    if sliding_window > 0:
-        allowed &= key > at - sliding_window
+    if rule.sliding_window > 0:
+        allowed &= key > at - rule.sliding_window
     return allowed
 
 
+def _key_slots(
+    kv_indptr: torch.Tensor,
+    kv_indices: torch.Tensor,
+    kv_lens: torch.Tensor,
+    page_size: int,
+    num_keys: int,
+) -> torch.Tensor:
+    """Return ``[bs, num_keys]``: the KV slot of every key.
+
+    Keys that are not there repeat the request's own first key: no weight falls on them, and what nobody
+    owns, which may be NaN, is not even multiplied by zero.
+    """
+    key = torch.arange(num_keys, device=kv_indptr.device)
+    entry = (kv_indptr[:-1, None] + key // page_size).clamp_(max=kv_indices.shape[0] - 1)
+    slots = kv_indices[entry] * page_size + key % page_size
+    return torch.where(key < kv_lens[:, None], slots, slots[:, :1])
+
+
+def _attend_decode(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slots: torch.Tensor,
+    kv_lens: torch.Tensor,
+    rule: _Rule,
+) -> torch.Tensor:
+    """Attend from one query a request, the last of its keys."""
+    allowed = _allowed(kv_lens[:, None] - 1, slots.shape[1], kv_lens, rule)
+    return _attend(q[:, None], k_cache[slots], v_cache[slots], allowed, rule)[:, 0]
+
+
 def _check(
-    q: torch.Tensor, qo_indptr: torch.Tensor, kv_lens: torch.Tensor, max_kv_len: int
+    q: torch.Tensor,
+    qo_indptr: list[int],
+    kv_indptr: list[int],
+    kv_last_page_len: list[int],
+    capacity: int,
+    page_size: int,
+    max_q_len: int,
+    max_kv_len: int,
 ) -> list[int]:
-    """Make FlashInfer's checks on the host and return the query offsets."""
-    offsets: list[int] = qo_indptr.tolist()
-    if offsets[-1] != q.shape[0]:
-        raise RuntimeError(f"qo_indptr[-1] is {offsets[-1]}, q has {q.shape[0]} rows")
-    num_q = qo_indptr[1:] - qo_indptr[:-1]
-    if bool((num_q < 0).any()):
-        raise RuntimeError(f"qo_indptr decreases: {offsets}")
-    if bool((kv_lens < num_q).any()):
+    """Make FlashInfer's checks, and those of the bounds, and return the keys of each request."""
+    if qo_indptr[0] != 0 or qo_indptr[-1] != q.shape[0]:
         raise RuntimeError(
-            f"causal attention of more queries than keys: {num_q.tolist()} over {kv_lens.tolist()}"
+            f"qo_indptr goes from {qo_indptr[0]} to {qo_indptr[-1]}, q has {q.shape[0]} rows"
         )
-    if int(kv_lens.max()) > max_kv_len:
-        raise RuntimeError(f"{int(kv_lens.max())} keys, planned for at most {max_kv_len}")
-    return offsets
+    if kv_indptr[0] != 0 or kv_indptr[-1] > capacity:
+        raise RuntimeError(
+            f"kv_indptr goes from {kv_indptr[0]} to {kv_indptr[-1]}, kv_indices has {capacity} rows"
+        )
+    for name, indptr in (("qo_indptr", qo_indptr), ("kv_indptr", kv_indptr)):
+        if indptr != sorted(indptr):
+            raise RuntimeError(f"{name} decreases: {indptr}")
+    kv_lens = []
+    for i, last in enumerate(kv_last_page_len):
+        num_q = qo_indptr[i + 1] - qo_indptr[i]
+        pages = kv_indptr[i + 1] - kv_indptr[i]
+        keys = (pages - 1) * page_size + last if pages else 0
+        if pages and not 1 <= last <= page_size:
+            raise RuntimeError(f"kv_last_page_len[{i}] is {last}, a page has {page_size} keys")
+        if num_q > keys:
+            raise RuntimeError(f"request {i}: causal attention of {num_q} queries over {keys} keys")
+        if num_q > max_q_len or (max_q_len == 1 and num_q != 1):
+            raise RuntimeError(f"request {i}: {num_q} queries, planned for at most {max_q_len}")
+        if keys > max_kv_len:
+            raise RuntimeError(f"request {i}: {keys} keys, planned for at most {max_kv_len}")
+        kv_lens.append(keys)
+    return kv_lens
+
+
+def _attend_ragged(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    qo_indptr: torch.Tensor,
+    kv_indptr: torch.Tensor,
+    kv_indices: torch.Tensor,
+    kv_last_page_len: torch.Tensor,
+    page_size: int,
+    max_q_len: int,
+    max_kv_len: int,
+    rule: _Rule,
+    out: torch.Tensor,
+) -> None:
+    """Attend with the index tensors read on the host: every request at its own length."""
+    offsets: list[int] = qo_indptr.tolist()
+    lengths = _check(
+        q,
+        offsets,
+        kv_indptr.tolist(),
+        kv_last_page_len.tolist(),
+        kv_indices.shape[0],
+        page_size,
+        max_q_len,
+        max_kv_len,
+    )
+    kv_lens = torch.tensor(lengths)
+    slots = _key_slots(kv_indptr, kv_indices, kv_lens, page_size, max(lengths))
+    if max_q_len == 1:
+        out.copy_(_attend_decode(q, k_cache, v_cache, slots, kv_lens, rule))
+        return
+    for i, (start, end) in enumerate(itertools.pairwise(offsets)):
+        if start == end:
+            continue
+        length = lengths[i]
+        mine = slots[i : i + 1, :length]
+        at = torch.arange(length - (end - start), length)[None]
+        allowed = _allowed(at, length, kv_lens[i : i + 1], rule)
+        out[start:end] = _attend(q[None, start:end], k_cache[mine], v_cache[mine], allowed, rule)[0]
+
+
+def _attend_padded(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    qo_indptr: torch.Tensor,
+    kv_indptr: torch.Tensor,
+    kv_indices: torch.Tensor,
+    kv_last_page_len: torch.Tensor,
+    page_size: int,
+    max_q_len: int,
+    max_kv_len: int,
+    rule: _Rule,
+    out: torch.Tensor,
+) -> None:
+    """Attend without reading anything on the host: every request padded to the bounds."""
+    kv_lens = (kv_indptr[1:] - kv_indptr[:-1] - 1) * page_size + kv_last_page_len
+    slots = _key_slots(kv_indptr, kv_indices, kv_lens, page_size, max_kv_len)
+    if max_q_len == 1:
+        out.copy_(_attend_decode(q, k_cache, v_cache, slots, kv_lens, rule))
+        return
+    # Rows that are not there repeat the first query of all, and are dropped.
+    num_q = qo_indptr[1:] - qo_indptr[:-1]
+    column = torch.arange(max_q_len, device=q.device)
+    live = column < num_q[:, None]
+    rows = torch.where(live, qo_indptr[:-1, None] + column, 0)
+    at = torch.where(live, (kv_lens - num_q)[:, None] + column, 0)
+    allowed = _allowed(at, max_kv_len, kv_lens, rule)
+    dense = _attend(q[rows], k_cache[slots], v_cache[slots], allowed, rule)
+    row = torch.arange(q.shape[0], device=q.device)
+    request = torch.searchsorted(qo_indptr[1:], row, right=True)
+    request = request.clamp_(max=num_q.shape[0] - 1)
+    out.copy_(dense[request, row - qo_indptr[request]])
 
 
 def _paged_attention(
@@ -106,60 +237,21 @@ def _paged_attention(
     sinks: torch.Tensor | None,
     out: torch.Tensor,
 ) -> None:
-    pages = kv_indptr[1:] - kv_indptr[:-1]
-    kv_lens = (pages - 1) * page_size + kv_last_page_len
-    offsets: list[int] | None = None
-    if q.device.type == "cpu":
-        offsets = _check(q, qo_indptr, kv_lens, max_kv_len)
-        max_kv_len = int(kv_lens.max())
-
-    # KV slot of every key of every request. Keys that are not there repeat the request's own first key:
-    # no weight falls on them, and what nobody owns, which may be NaN, is not even multiplied by zero.
-    key = torch.arange(max_kv_len, device=q.device)
-    entry = (kv_indptr[:-1, None] + key // page_size).clamp_(max=kv_indices.shape[0] - 1)
-    slots = kv_indices[entry] * page_size + key % page_size
-    slots = torch.where(key < kv_lens[:, None], slots, slots[:, :1])
-
-    if max_q_len == 1:
-        allowed = _allowed(kv_lens[:, None] - 1, max_kv_len, kv_lens, sliding_window)
-        dense = _attend(
-            q[:, None], k_cache[slots], v_cache[slots], allowed, scaling, softcap, sinks
-        )
-        out.copy_(dense[:, 0])
-        return
-
-    if offsets is not None:  # ragged: each request on its own, without padding
-        for i, (start, end) in enumerate(itertools.pairwise(offsets)):
-            if start == end:
-                continue
-            length = int(kv_lens[i])
-            mine = slots[i : i + 1, :length]
-            at = torch.arange(length - (end - start), length)[None]
-            allowed = _allowed(at, length, kv_lens[i : i + 1], sliding_window)
-            dense = _attend(
-                q[None, start:end],
-                k_cache[mine],
-                v_cache[mine],
-                allowed,
-                scaling,
-                softcap,
-                sinks,
-            )
-            out[start:end] = dense[0]
-        return
-
-    # Padded to [bs, max_q_len]; rows that are not there repeat the request's first and are dropped.
-    num_q = qo_indptr[1:] - qo_indptr[:-1]
-    column = torch.arange(max_q_len, device=q.device)
-    live = column < num_q[:, None]
-    rows = torch.where(live, qo_indptr[:-1, None] + column, 0)
-    at = torch.where(live, (kv_lens - num_q)[:, None] + column, 0)
-    allowed = _allowed(at, max_kv_len, kv_lens, sliding_window)
-    dense = _attend(q[rows], k_cache[slots], v_cache[slots], allowed, scaling, softcap, sinks)
-    row = torch.arange(q.shape[0], device=q.device)
-    request = torch.searchsorted(qo_indptr[1:], row, right=True)
-    request = request.clamp_(max=num_q.shape[0] - 1)
-    out.copy_(dense[request, row - qo_indptr[request]])
+    attend = _attend_ragged if q.device.type == "cpu" else _attend_padded
+    attend(
+        q,
+        k_cache,
+        v_cache,
+        qo_indptr,
+        kv_indptr,
+        kv_indices,
+        kv_last_page_len,
+        page_size,
+        max_q_len,
+        max_kv_len,
+        _Rule(scaling, sliding_window, softcap, sinks),
+        out,
+    )
 
 
 _paged = define_kernel(

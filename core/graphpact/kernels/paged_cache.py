@@ -8,6 +8,40 @@ import torch
 from graphpact.kernels._library import define_kernel
 
 
+def _pack_ragged(
+    req_to_token: torch.Tensor,
+    req_pool_indices: torch.Tensor,
+    kv_indptr: torch.Tensor,
+    page_size: int,
+    out: torch.Tensor,
+) -> None:
+    """Pack with the offsets read on the host: only the pages in use are touched."""
+    pages = kv_indptr[1:] - kv_indptr[:-1]
+    widest = int(pages.max()) if pages.numel() else 0
+    total = int(kv_indptr[-1])
+    if total > out.shape[0]:
+        raise RuntimeError(f"kv_indices holds {out.shape[0]} pages, this batch needs {total}")
+    table = req_to_token[:, : widest * page_size : page_size][req_pool_indices]
+    taken = torch.arange(widest)[None, :] < pages[:, None]
+    torch.div(table[taken], page_size, rounding_mode="floor", out=out[:total])
+
+
+def _pack_padded(
+    req_to_token: torch.Tensor,
+    req_pool_indices: torch.Tensor,
+    kv_indptr: torch.Tensor,
+    page_size: int,
+    out: torch.Tensor,
+) -> None:
+    """Pack without reading anything on the host: every entry of ``out`` finds its own page."""
+    at = torch.arange(out.shape[0], device=out.device)
+    request = torch.searchsorted(kv_indptr[1:], at, right=True)
+    request = request.clamp_(max=req_pool_indices.shape[0] - 1)
+    column = (at - kv_indptr[request]) * page_size
+    column = torch.where(at < kv_indptr[-1], column, 0)
+    out.copy_(req_to_token[req_pool_indices[request], column] // page_size)
+
+
 def _pack_kv_indices(
     req_to_token: torch.Tensor,
     req_pool_indices: torch.Tensor,
@@ -15,22 +49,8 @@ def _pack_kv_indices(
     page_size: int,
     out: torch.Tensor,
 ) -> None:
-    pages = kv_indptr[1:] - kv_indptr[:-1]
-    if out.device.type == "cpu":
-        # A kernel reads its own arguments: only the pages in use are touched.
-        widest = int(pages.max()) if pages.numel() else 0
-        total = int(kv_indptr[-1])
-        if total > out.shape[0]:
-            raise RuntimeError(f"kv_indices holds {out.shape[0]} pages, this batch needs {total}")
-        table = req_to_token[:, : widest * page_size : page_size][req_pool_indices]
-        taken = torch.arange(widest)[None, :] < pages[:, None]
-        torch.div(table[taken], page_size, rounding_mode="floor", out=out[:total])
-        return
-    at = torch.arange(out.shape[0], device=out.device)
-    request = torch.searchsorted(kv_indptr[1:], at, right=True).clamp_(max=pages.shape[0] - 1)
-    column = (at - kv_indptr[request]) * page_size
-    column = torch.where(at < kv_indptr[-1], column, 0)
-    out.copy_(req_to_token[req_pool_indices[request], column] // page_size)
+    pack = _pack_ragged if out.device.type == "cpu" else _pack_padded
+    pack(req_to_token, req_pool_indices, kv_indptr, page_size, out)
 
 
 _pack = define_kernel(

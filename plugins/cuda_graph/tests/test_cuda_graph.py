@@ -1,0 +1,280 @@
+"""The runner of full decode graphs: its ladder, its dummy batches, what its capture touches."""
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from graphpact import (
+    AttentionBackend,
+    BackendContext,
+    Capabilities,
+    EagerReason,
+    ForwardBatch,
+    ForwardMode,
+    GraphShape,
+    GraphSlot,
+    Lane,
+    LayerSpec,
+    Limits,
+)
+from graphpact.attention import GraphSupport, HeadLayout
+from graphpact.errors import ConfigError
+from graphpact.graphs.tape import TapeDriver
+from graphpact.kernels import write_kv_cache
+from graphpact.runners import RunnerContext
+from graphpact_cuda_graph import CudaGraphRunner
+
+CPU = torch.device("cpu")
+PAGE, CONTEXT = 4, 8
+LAYER = LayerSpec(0, 1, 1, 2, 2, scaling=1.0)
+
+
+def _capabilities(fill: int = 1) -> Capabilities:
+    return Capabilities(
+        modes=frozenset({ForwardMode.DECODE}),
+        graph_support=GraphSupport.UNIFORM_DECODE,
+        dtypes=frozenset({torch.float32}),
+        devices=frozenset({"cpu"}),
+        head_layouts=frozenset({HeadLayout.MHA}),
+        seq_len_fill_value=fill,
+    )
+
+
+def _runner(
+    max_bs: int = 8, batch_sizes: list[int] | None = None, fill: int = 1
+) -> CudaGraphRunner:
+    return CudaGraphRunner(RunnerContext(CPU, _capabilities(fill), max_bs, batch_sizes))
+
+
+class SumBackend(AttentionBackend):
+    """Sums the cached keys of each request: the smallest backend that reads and writes a cache."""
+
+    capabilities = _capabilities()
+
+    def declare_slots(self, limits: Limits) -> list[GraphSlot]:
+        """Need nothing but the view."""
+        return []
+
+    def allocate_metadata(self, view: ForwardBatch, shape: GraphShape, buffers: Any) -> Any:
+        """Keep the view's own tensors."""
+        return {
+            "rows": view.req_pool_indices,
+            "lens": view.seq_lens,
+            "out": view.out_cache_loc,
+        }
+
+    def fill_metadata(self, view: ForwardBatch, metadata: Any) -> None:
+        """Do nothing: the view is refreshed already."""
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: LayerSpec, metadata: Any
+    ) -> torch.Tensor:
+        """Write, then add the keys up to each length to the queries."""
+        cache = self.context.kv_cache
+        write_kv_cache(k, v, cache.k[0], cache.v[0], metadata["out"])
+        keys = cache.k[0][self.context.req_to_token[metadata["rows"]]]
+        seen = torch.arange(CONTEXT) < metadata["lens"][:, None]
+        return q + torch.where(seen[..., None, None], keys, 0).sum(1)
+
+
+class Rig:
+    """A lane of the runner over `SumBackend`."""
+
+    def __init__(self, batch_sizes: list[int], max_bs: int = 8) -> None:
+        num_slots = PAGE * (1 + max_bs * CONTEXT // PAGE)
+        generator = torch.Generator().manual_seed(0)
+
+        def cache() -> torch.Tensor:
+            return torch.randn(num_slots, 1, 2, generator=generator)
+
+        self.kv = SimpleNamespace(k=[cache()], v=[cache()])
+        self.table = torch.zeros(max_bs + 1, CONTEXT, dtype=torch.int32)
+        self.table[1:] = torch.arange(PAGE, num_slots, dtype=torch.int32).view(max_bs, CONTEXT)
+        limits = Limits(max_bs, max_bs, CONTEXT, PAGE)
+        backend = SumBackend(
+            BackendContext(CPU, torch.float32, [LAYER], limits, self.table, self.kv)
+        )
+        self.runner = _runner(max_bs, batch_sizes)
+        self.lane = Lane(
+            "decode",
+            model=self.model,
+            runner=self.runner,
+            backend=backend,
+            driver=TapeDriver(CPU),
+        )
+
+    @staticmethod
+    def model(batch: ForwardBatch, backend: Any, metadata: Any) -> torch.Tensor:
+        """Attend with token ids and positions as queries, keys and values."""
+        q = torch.stack([batch.input_ids, batch.positions], 1)[:, None].float()
+        return backend.forward(q, q * 2, q * 3, LAYER, metadata)[:, 0]
+
+    def batch(self, *lengths: int) -> ForwardBatch:
+        """Return requests of ``lengths`` on the first rows."""
+        lens, rows = torch.tensor(lengths), torch.arange(1, len(lengths) + 1)
+        return ForwardBatch(
+            forward_mode=ForwardMode.DECODE,
+            batch_size=len(lengths),
+            input_ids=lens * 3 + rows,
+            positions=lens - 1,
+            out_cache_loc=self.table[rows, lens - 1].long(),
+            req_pool_indices=rows,
+            seq_lens=lens,
+            seq_lens_cpu=lens.clone(),
+        )
+
+
+@pytest.fixture(autouse=True)
+def _inference() -> Iterator[None]:
+    """Outputs of graphs are cleared in these tests, which inference mode allows."""
+    with torch.inference_mode():
+        yield
+
+
+# -- the ladder ------------------------------------------------------------------------------------
+
+
+def test_configured_buckets_are_taken_as_they_are() -> None:
+    """The runner captures the configured request counts, sorted, and no other."""
+    runner = _runner(8, [4, 1, 4])
+    assert runner.ladder is not None
+    assert runner.ladder.shapes == [
+        GraphShape(ForwardMode.DECODE, 1, 1),
+        GraphShape(ForwardMode.DECODE, 4, 4),
+    ]
+
+
+@settings(derandomize=True, deadline=None, max_examples=40)
+@given(max_bs=st.integers(1, 600))
+def test_the_default_ladder_ends_at_the_largest_step(max_bs: int) -> None:
+    """Left to itself the runner captures up to exactly the largest step."""
+    ladder = _runner(max_bs).ladder
+    assert ladder is not None
+    assert ladder.largest == GraphShape(ForwardMode.DECODE, max_bs, max_bs)
+
+
+def test_a_bucket_that_no_step_fills_is_refused() -> None:
+    """A bucket above the largest step is an error that names key, value and limit."""
+    with pytest.raises(ConfigError) as error:
+        _runner(8, [4, 9])
+    for part in ("lanes.decode.batch_sizes has 9", "engine.max_num_seqs = 8", "help: "):
+        assert part in str(error.value)
+
+
+@pytest.mark.parametrize("sizes", [[], [0], [-2, 4]])
+def test_impossible_buckets_are_refused(sizes: list[int]) -> None:
+    """No bucket, or one below 1, is an error that shows what was given."""
+    with pytest.raises(ConfigError) as error:
+        _runner(8, sizes)
+    assert str(sizes) in str(error.value)
+
+
+def test_only_decode_is_served() -> None:
+    """The runner declares decode alone, and turns another mode away with the reason."""
+    assert CudaGraphRunner.modes == {ForwardMode.DECODE}
+    assert CudaGraphRunner.needs is GraphSupport.UNIFORM_DECODE
+    rig = Rig([2])
+    assert rig.runner.can_run(rig.batch(1)) is EagerReason.NOT_CAPTURED
+    rig.runner.capture(rig.lane)
+    batch = rig.batch(1)
+    assert rig.runner.can_run(batch) == GraphShape(ForwardMode.DECODE, 2, 2)
+    batch.forward_mode = ForwardMode.EXTEND
+    assert rig.runner.can_run(batch) is EagerReason.WRONG_MODE
+    assert rig.runner.can_run(rig.batch(1, 1, 1)) is EagerReason.OVER_LARGEST
+
+
+# -- registry and dummies --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fill", [0, 1, 5])
+def test_slots_are_padded_with_the_backends_length(fill: int) -> None:
+    """The registry is sized by the largest bucket, not the largest step, and pads as declared."""
+    registry = _runner(8, [2, 6], fill).make_registry()
+    assert (registry.max_bs, registry.max_num_tokens) == (6, 6)
+    for name in ("seq_lens", "seq_lens_cpu"):
+        assert registry.get_slot(name).slice_for(6, 6).tolist() == [fill] * 6
+    assert registry.get_slot("req_pool_indices").slice_for(6, 6).tolist() == [0] * 6
+
+
+@pytest.mark.parametrize("fill", [0, 1, 5])
+@pytest.mark.parametrize("size", [1, 4, 8])
+def test_a_dummy_is_a_batch_that_could_have_been(fill: int, size: int) -> None:
+    """A dummy has the shape exactly, agrees with itself, and lives on row 0 and slot 0."""
+    shape = GraphShape(ForwardMode.DECODE, size, size)
+    dummy = _runner(8, [8], fill).dummy_batch(shape)
+    assert dummy.forward_mode is ForwardMode.DECODE
+    assert dummy.batch_size == dummy.num_tokens == size
+    assert dummy.seq_lens.tolist() == dummy.seq_lens_cpu.tolist() == [fill] * size
+    assert dummy.positions.tolist() == [max(fill - 1, 0)] * size
+    for tensor in (dummy.out_cache_loc, dummy.req_pool_indices, dummy.input_ids):
+        assert tensor.tolist() == [0] * size
+        assert tensor.dtype is torch.int64
+    assert dummy.extend_seq_lens is None
+
+
+# -- capture and replay ----------------------------------------------------------------------------
+
+
+def test_capture_writes_scratch_only() -> None:
+    """Capturing every bucket leaves the cache outside page 0 and the request table bit-equal."""
+    rig = Rig([1, 2, 8])
+    before = [t.clone() for t in (rig.kv.k[0], rig.kv.v[0])]
+    table = rig.table.clone()
+    rig.runner.capture(rig.lane)
+    for cache, old in zip((rig.kv.k[0], rig.kv.v[0]), before, strict=True):
+        assert torch.equal(cache[PAGE:], old[PAGE:])
+        assert torch.equal(cache[1:PAGE], old[1:PAGE])
+        assert not torch.equal(cache[0], old[0])  # the dummy did run
+    assert torch.equal(rig.table, table)
+    assert len(rig.lane.stats.shapes) == 3
+
+
+def test_a_dummy_on_live_memory_is_caught_when_planted() -> None:
+    """A dummy that names a live slot changes the cache, which the test above would see."""
+    rig = Rig([2])
+    honest = rig.runner.dummy_batch
+
+    def careless(shape: GraphShape) -> ForwardBatch:
+        batch = honest(shape)
+        batch.out_cache_loc += PAGE
+        return batch
+
+    rig.runner.dummy_batch = careless  # type: ignore[method-assign]
+    before = rig.kv.k[0].clone()
+    rig.runner.capture(rig.lane)
+    assert not torch.equal(rig.kv.k[0][PAGE:], before[PAGE:])
+
+
+def test_replays_of_every_size_equal_eager() -> None:
+    """Batches of every size, growing and shrinking, replay to what eager execution says."""
+    rig = Rig([1, 2, 4, 8])
+    rig.runner.capture(rig.lane)
+    generator = torch.Generator().manual_seed(5)
+    sizes = [8, 7, 3, 8, 1, 5, 2, 6, 4, 3]
+    for size in sizes:
+        lengths = torch.randint(1, CONTEXT + 1, (size,), generator=generator).tolist()
+        batch = rig.batch(*lengths)
+        for captured in rig.lane._captured.values():
+            captured.graph.outputs.fill_(float("nan"))
+        replayed = rig.lane.run(batch).clone()
+        torch.testing.assert_close(replayed, rig.lane.run_eager(batch))
+    assert rig.lane.stats.replays == len(sizes)
+
+
+def test_one_shape_is_one_view() -> None:
+    """The view of a shape is the same object, in the same memory, at every replay."""
+    rig = Rig([2, 4])
+    rig.runner.capture(rig.lane)
+    shape = GraphShape(ForwardMode.DECODE, 4, 4)
+    views = [
+        rig.runner.prepare_replay(rig.lane.registry, rig.batch(*lengths), shape)
+        for lengths in ((1, 2, 3), (8, 8, 8, 8), (4,))
+    ]
+    assert all(view is views[0] for view in views)
+    assert views[0].seq_lens.tolist() == [4, 1, 1, 1]
+    assert views[0].batch_size == 4

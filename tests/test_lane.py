@@ -1,0 +1,502 @@
+"""The lane: what it counts, which functions its hooks are, and which planted bugs it catches."""
+
+import dataclasses
+import inspect
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pluggy
+import pytest
+import torch
+
+from graphpact import (
+    BackendContext,
+    EagerReason,
+    ForwardBatch,
+    ForwardMode,
+    GraphRunner,
+    GraphShape,
+    Lane,
+    LayerSpec,
+    Limits,
+    hookimpl,
+    hookspecs,
+)
+from graphpact.errors import CaptureError, EngineError, PactBreach
+from graphpact.graphs.tape import TapeDriver
+from graphpact.runners import EagerRunner, RunnerContext
+from graphpact_cuda_graph import CudaGraphRunner
+from graphpact_flashinfer import FlashInferBackend, FlashInferMetadata
+
+CPU = torch.device("cpu")
+DTYPE = torch.float64
+CONTEXT, ROWS, VOCAB, WIDTH = 8, 5, 7, 4
+SLOTS = 1 + ROWS * CONTEXT
+LAYER = LayerSpec(0, 1, 1, WIDTH, WIDTH, scaling=0.5)
+HOOKS = ("populate", "prepare_replay", "init_metadata_capture", "init_metadata_replay")
+SHAPE_OF = {n: GraphShape(ForwardMode.DECODE, n, n) for n in (1, 2, 4)}
+
+
+class Rig:
+    """A lane over a model of one attention layer, and random batches for it."""
+
+    def __init__(
+        self,
+        *,
+        backend: type[FlashInferBackend] = FlashInferBackend,
+        runner: type[GraphRunner] = CudaGraphRunner,
+        observers: Sequence[object] = (),
+        capture: bool = True,
+        **lane: Any,
+    ) -> None:
+        self.generator = torch.Generator().manual_seed(0)
+        self.weights = [self._random(VOCAB, WIDTH) for _ in range(4)]
+        self.kv = SimpleNamespace(
+            k=[torch.zeros(SLOTS, 1, WIDTH, dtype=DTYPE)],
+            v=[torch.zeros(SLOTS, 1, WIDTH, dtype=DTYPE)],
+        )
+        self.table = torch.zeros(ROWS + 1, CONTEXT, dtype=torch.int32)
+        context = BackendContext(CPU, DTYPE, [LAYER], Limits(4, 4, CONTEXT, 1), self.table, self.kv)
+        self.backend = backend(context)
+        sizes = None if runner is EagerRunner else [1, 2, 4]
+        self.runner = runner(RunnerContext(CPU, self.backend.capabilities, 4, sizes))
+        self.lane = Lane(
+            "decode",
+            model=self.model,
+            runner=self.runner,
+            backend=self.backend,
+            observers=observers,
+            **({"driver": TapeDriver(CPU)} | lane),
+        )
+        if capture:
+            self.runner.capture(self.lane)
+
+    def _random(self, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, dtype=DTYPE, generator=self.generator)
+
+    def model(self, batch: ForwardBatch, backend: Any, metadata: Any) -> torch.Tensor:
+        """Embed, attend, unembed."""
+        q, k, v = (w[batch.input_ids][:, None] for w in self.weights[:3])
+        return backend.forward(q, k, v, LAYER, metadata)[:, 0] @ self.weights[3].t()
+
+    def batch(self, *lengths: int, mode: ForwardMode = ForwardMode.DECODE) -> ForwardBatch:
+        """Return requests of ``lengths`` on the first rows; nobody else's memory can be used."""
+        lens, size = torch.tensor(lengths), len(lengths)
+        self.table[1:] = SLOTS + 1
+        for cache in (self.kv.k[0], self.kv.v[0]):
+            cache[1:] = float("nan")
+        for row, length in enumerate(lengths, start=1):
+            first = 1 + (row - 1) * CONTEXT
+            self.table[row, :length] = torch.arange(first, first + length, dtype=torch.int32)
+            for cache in (self.kv.k[0], self.kv.v[0]):
+                cache[first : first + length - 1] = self._random(length - 1, 1, WIDTH)
+        rows = torch.arange(1, size + 1)
+        return ForwardBatch(
+            forward_mode=mode,
+            batch_size=size,
+            input_ids=torch.randint(VOCAB, (size,), generator=self.generator),
+            positions=lens - 1,
+            out_cache_loc=self.table[rows, lens - 1].long(),
+            req_pool_indices=rows,
+            seq_lens=lens,
+            seq_lens_cpu=lens.clone(),
+            extend_seq_lens=torch.ones_like(lens) if mode is ForwardMode.EXTEND else None,
+        )
+
+    def agrees(self, *lengths: int) -> bool:
+        """Return whether a replay of a batch of ``lengths`` gives what eager execution gives."""
+        batch = self.batch(*lengths)
+        for captured in self.lane._captured.values():
+            captured.graph.outputs.fill_(float("nan"))
+        replayed = self.lane.run(batch).clone()
+        return torch.allclose(replayed, self.lane.run_eager(batch), rtol=0, atol=1e-9)
+
+
+@pytest.fixture(autouse=True)
+def _inference() -> Iterator[None]:
+    """Outputs of graphs are cleared in these tests, which inference mode allows."""
+    with torch.inference_mode():
+        yield
+
+
+# -- what it counts --------------------------------------------------------------------------------
+
+
+def test_replays_and_eager_runs_are_counted_with_their_reasons() -> None:
+    """Every run is one replay of a shape or one eager run for a reason, and rows are counted."""
+    rig = Rig()
+    assert rig.agrees(3)
+    assert rig.agrees(2, 5, 1)
+    assert rig.agrees(8, 8, 8)
+    assert rig.agrees(1, 2, 3, 4, 5)
+    rig.lane.run(rig.batch(2, 2, mode=ForwardMode.EXTEND))
+    stats = rig.lane.stats
+    assert {s.batch_size: (n.replays, n.raw_rows) for s, n in stats.shapes.items()} == {
+        1: (1, 1),
+        2: (0, 0),
+        4: (2, 6),
+    }
+    assert stats.replays == 3
+    assert dict(stats.eager) == {
+        (ForwardMode.DECODE, EagerReason.OVER_LARGEST): 1,
+        (ForwardMode.EXTEND, EagerReason.WRONG_MODE): 1,
+    }
+    waste = {s.batch_size: n.padding_waste(s) for s, n in stats.shapes.items()}
+    assert waste == {1: 0.0, 2: 0.0, 4: 0.25}
+    assert all(n.capture_seconds > 0 and n.num_nodes > 0 for n in stats.shapes.values())
+
+
+def test_eager_reasons_of_lanes_without_graphs() -> None:
+    """Before capture nothing is captured; a lane of the eager runner never captures."""
+    rig = Rig(capture=False)
+    rig.lane.run(rig.batch(2))
+    assert list(rig.lane.stats.eager) == [(ForwardMode.DECODE, EagerReason.NOT_CAPTURED)]
+    rig = Rig(runner=EagerRunner, driver=None)
+    assert rig.lane.run(rig.batch(2)).shape == (1, VOCAB)
+    assert list(rig.lane.stats.eager) == [(ForwardMode.DECODE, EagerReason.NO_GRAPHS)]
+    assert rig.lane.stats.replays == 0
+    with pytest.raises(EngineError, match="captures nothing"):
+        rig.runner.dummy_batch(SHAPE_OF[1])
+
+
+def test_run_of_a_runner_refuses_what_no_graph_holds() -> None:
+    """`GraphRunner.run` itself never falls back: without a graph it raises, with one it replays."""
+    rig = Rig()
+    with pytest.raises(EngineError, match="no graph for 5 requests"):
+        rig.runner.run(rig.batch(1, 1, 1, 1, 1))
+    assert rig.runner.run(rig.batch(1, 2)).shape == (2, VOCAB)
+
+
+def test_shapes_are_captured_largest_first_and_announced() -> None:
+    """Capture goes from the largest shape down, and tells whoever shows progress."""
+    rig = Rig(capture=False)
+    seen: list[GraphShape] = []
+    rig.lane.on_capture = seen.append
+    rig.runner.capture(rig.lane)
+    assert [s.batch_size for s in seen] == [4, 2, 1]
+    assert list(rig.lane.stats.shapes) == seen
+
+
+def test_only_real_rows_come_back() -> None:
+    """A padded replay returns the rows of the batch, in memory of the graph."""
+    rig = Rig()
+    logits = rig.lane.run(rig.batch(4, 4, 4))
+    assert logits.shape == (3, VOCAB)
+    assert logits.data_ptr() == rig.lane._captured[SHAPE_OF[4]].graph.outputs.data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("mode", "every", "checks"), [("always", 1, 7), ("sampled", 3, 3), ("off", 1, 0)]
+)
+def test_the_pact_is_checked_as_often_as_asked(mode: str, every: int, checks: int) -> None:
+    """Always, at the first replay and every n-th after it, or never."""
+    rig = Rig(pact=mode, pact_sample_every=every)
+    for _ in range(7):
+        assert rig.agrees(1, 2)
+    assert rig.lane.stats.pact_checks == checks
+
+
+def test_a_closed_lane_runs_eagerly() -> None:
+    """Closing releases every graph, and batches are answered without one from then on."""
+    rig = Rig()
+    assert rig.agrees(2, 2)
+    graphs = [captured.graph for captured in rig.lane._captured.values()]
+    rig.lane.close()
+    assert all(graph.outputs is None for graph in graphs)
+    assert rig.agrees(3, 3)
+    assert rig.lane.stats.replays == 1
+    assert list(rig.lane.stats.eager) == [(ForwardMode.DECODE, EagerReason.NOT_CAPTURED)]
+
+
+# -- hooks -----------------------------------------------------------------------------------------
+
+
+class Watcher:
+    """Sees every hook call and its result."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+        self.results: list[Any] = []
+
+    def _watch(self, name: str) -> Any:
+        self.seen.append(name)
+        result = yield
+        self.results.append(result)
+        return result
+
+    @hookimpl(wrapper=True)
+    def populate(self, batch: ForwardBatch) -> Any:
+        """Watch, with fewer arguments than the hook has."""
+        return (yield from self._watch("populate"))
+
+    @hookimpl(wrapper=True)
+    def prepare_replay(self, registry: Any, batch: ForwardBatch, shape: GraphShape) -> Any:
+        """Watch."""
+        return (yield from self._watch("prepare_replay"))
+
+    @hookimpl(wrapper=True)
+    def init_metadata_capture(self, view: ForwardBatch) -> Any:
+        """Watch."""
+        return (yield from self._watch("init_metadata_capture"))
+
+    @hookimpl(wrapper=True)
+    def init_metadata_replay(self, view: ForwardBatch, captured: Any) -> Any:
+        """Watch."""
+        return (yield from self._watch("init_metadata_replay"))
+
+
+def test_unobserved_hooks_are_bound_methods() -> None:
+    """Without an observer a step calls the plugins' own methods: pluggy is not on the way."""
+    rig = Rig(capture=False)
+    owners = {"populate": rig.runner, "prepare_replay": rig.runner}
+    for name in HOOKS:
+        owner = owners.get(name, rig.backend)
+        assert inspect.ismethod(getattr(rig.lane, name))
+        assert getattr(rig.lane, name) == getattr(owner, name)
+
+
+def test_an_observer_sees_every_call() -> None:
+    """With a wrapper the hook is pluggy's caller, at capture and at replay, nested calls included."""
+    watcher = Watcher()
+    rig = Rig(observers=[watcher])
+    for name in HOOKS:
+        assert isinstance(getattr(rig.lane, name), pluggy.HookCaller)
+    capture = ["prepare_replay", "populate", "init_metadata_capture"]
+    assert watcher.seen == capture * 3
+    watcher.seen.clear()
+    watcher.results.clear()
+    for _ in range(2):
+        assert rig.agrees(1, 2, 3)
+    assert watcher.seen == ["prepare_replay", "populate", "init_metadata_replay"] * 2
+    captured = rig.lane._captured[SHAPE_OF[4]]
+    assert watcher.results[0] is None
+    assert isinstance(watcher.results[1], ForwardBatch)
+    assert watcher.results[2] is captured.metadata
+
+
+def test_an_observer_of_one_hook_costs_the_others_nothing() -> None:
+    """Only the hook that is observed goes through pluggy."""
+
+    class OnlyReplay:
+        calls = 0
+
+        @hookimpl(wrapper=True)
+        def init_metadata_replay(self, shape: GraphShape) -> Any:
+            OnlyReplay.calls += 1
+            return (yield)
+
+    rig = Rig(observers=[OnlyReplay()])
+    assert isinstance(rig.lane.init_metadata_replay, pluggy.HookCaller)
+    assert all(inspect.ismethod(getattr(rig.lane, n)) for n in HOOKS[:3])
+    assert rig.agrees(3)
+    assert OnlyReplay.calls == 1
+
+
+def test_a_hook_with_fewer_arguments_goes_through_pluggy() -> None:
+    """An implementation that leaves arguments out is not called directly, and works."""
+
+    class Brief(FlashInferBackend):
+        @hookimpl
+        def init_metadata_replay(self, view: ForwardBatch, captured: Any) -> Any:
+            self.fill_metadata(view, captured)
+            return captured
+
+    rig = Rig(backend=Brief)
+    assert isinstance(rig.lane.init_metadata_replay, pluggy.HookCaller)
+    assert rig.agrees(2, 7)
+
+
+def test_an_observer_that_does_nothing_changes_nothing() -> None:
+    """Logits with and without observers are the same, bit for bit."""
+    plain, watched = Rig(), Rig(observers=[Watcher()])
+    for lengths in ((3,), (1, 8), (5, 2, 2)):
+        a, b = (rig.lane.run(rig.batch(*lengths)) for rig in (plain, watched))
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_a_missing_hook_is_refused_when_the_lane_is_built(name: str) -> None:
+    """A method of the right name that is not marked is no hook, and the lane says which it is."""
+
+    def unmarked(self: Any, **kwargs: Any) -> None:
+        raise AssertionError("never called")
+
+    base: Any = CudaGraphRunner if name in ("populate", "prepare_replay") else FlashInferBackend
+    part = "runner" if base is CudaGraphRunner else "backend"
+    kind = type("Unmarked", (base,), {name: unmarked})
+    with pytest.raises(EngineError) as error:
+        Rig(**{part: kind})
+    assert repr(name) in str(error.value)
+    assert "@graphpact.hookimpl" in str(error.value)
+
+
+def test_a_misspelt_hook_is_refused_when_the_lane_is_built() -> None:
+    """A marked method that is no hook of the contract is an error, not a silence."""
+
+    class Misspelt(FlashInferBackend):
+        @hookimpl
+        def init_metadata_reply(self, view: ForwardBatch) -> None:
+            """Never called."""
+
+    with pytest.raises(pluggy.PluginValidationError, match="init_metadata_reply"):
+        Rig(backend=Misspelt)
+
+
+def test_a_hook_with_an_unknown_argument_is_refused_when_the_lane_is_built() -> None:
+    """An implementation that asks for what the hook does not have is an error."""
+
+    class Greedy:
+        @hookimpl(wrapper=True)
+        def populate(self, everything: Any) -> Any:
+            return (yield)
+
+    with pytest.raises(pluggy.PluginValidationError, match="everything"):
+        Rig(observers=[Greedy()])
+
+
+def test_graphs_need_a_driver() -> None:
+    """A runner that captures is refused without a driver, by the lane's name."""
+    with pytest.raises(EngineError, match=r"lane 'decode'.*no driver"):
+        Rig(driver=None)
+
+
+def test_a_view_needs_a_lane() -> None:
+    """The runner's own hook says what is missing when it is called before capture."""
+    rig = Rig(capture=False)
+    with pytest.raises(EngineError, match="before capture"):
+        rig.lane.prepare_replay(registry=rig.lane.registry, batch=rig.batch(1), shape=SHAPE_OF[1])
+
+
+def test_the_contract_is_four_first_result_hooks() -> None:
+    """The names and arguments of contract version 1 are these, and arguments are only ever added."""
+    manager = pluggy.PluginManager("graphpact")
+    manager.add_hookspecs(hookspecs)
+    found = {n: getattr(manager.hook, n).spec for n in HOOKS}
+    assert hookspecs.CONTRACT_VERSION == 1
+    assert {n: tuple(s.argnames) for n, s in found.items()} == {
+        "populate": ("registry", "batch", "shape"),
+        "prepare_replay": ("registry", "batch", "shape"),
+        "init_metadata_capture": ("view", "shape"),
+        "init_metadata_replay": ("view", "shape", "captured"),
+    }
+    assert all(s.opts["firstresult"] for s in found.values())
+
+
+# -- planted bugs ----------------------------------------------------------------------------------
+
+
+class Rebuilds(FlashInferBackend):
+    """Makes new metadata at replay: right contents, in memory that no graph reads."""
+
+    @hookimpl
+    def init_metadata_replay(self, view: ForwardBatch, shape: GraphShape, captured: Any) -> Any:
+        """Return a fresh object."""
+        return self.init_metadata_eager(view)
+
+
+class Rebinds(FlashInferBackend):
+    """Replaces one tensor of the captured object."""
+
+    @hookimpl
+    def init_metadata_replay(self, view: ForwardBatch, shape: GraphShape, captured: Any) -> Any:
+        """Return the captured object with another tensor in it."""
+        self.fill_metadata(view, captured)
+        captured.kv_last_page_len = captured.kv_last_page_len.clone()
+        return captured
+
+
+class ChangesNumber(FlashInferBackend):
+    """Refreshes a host number that the graph has frozen."""
+
+    @hookimpl
+    def init_metadata_replay(self, view: ForwardBatch, shape: GraphShape, captured: Any) -> Any:
+        """Return a copy whose bound follows the batch."""
+        self.fill_metadata(view, captured)
+        return dataclasses.replace(captured, max_kv_len=int(view.seq_lens_cpu.max()))
+
+
+class Forgets(FlashInferBackend):
+    """Its replay hook does nothing."""
+
+    @hookimpl
+    def init_metadata_replay(self, view: ForwardBatch, shape: GraphShape, captured: Any) -> Any:
+        """Return what was captured, stale."""
+        return captured
+
+
+class ReadsHost(FlashInferBackend):
+    """Its kernel path reads a length on the host."""
+
+    def forward(self, *args: Any) -> torch.Tensor:
+        """Read, then attend."""
+        metadata: FlashInferMetadata = args[-1]
+        assert metadata.kv_last_page_len[0].item() > 0
+        return super().forward(*args)
+
+
+@pytest.mark.parametrize(
+    ("backend", "field"),
+    [
+        (Rebuilds, "metadata.out_cache_loc|metadata.qo_indptr"),
+        (Rebinds, r"metadata.kv_last_page_len \(slot 'flashinfer.kv_last_page_len' of flashinfer"),
+        (ChangesNumber, "metadata.max_kv_len: captured 8, got 3"),
+    ],
+)
+def test_the_pact_catches_when_planted(backend: type[FlashInferBackend], field: str) -> None:
+    """Moved tensors and changed numbers are named, and the graph does not run."""
+    rig = Rig(backend=backend)
+    with pytest.raises(PactBreach, match=field):
+        rig.lane.run(rig.batch(3, 2))
+    assert rig.lane.stats.replays == 0
+    assert rig.lane.stats.pact_checks == 1
+
+
+def test_without_a_pact_the_same_bug_is_a_wrong_answer() -> None:
+    """The planted bug is real: unchecked, its replays are wrong."""
+    rig = Rig(backend=Rebuilds, pact="off")
+    assert not rig.agrees(3, 2)
+
+
+def test_a_replay_hook_that_does_nothing_is_wrong_in_values() -> None:
+    """Stale metadata keeps the pact and gives other logits: contents are for values to show."""
+    rig = Rig(backend=Forgets)
+    assert not rig.agrees(5, 3)
+    assert rig.lane.stats.pact_checks == 1
+
+
+def test_a_stale_request_row_is_caught_when_planted() -> None:
+    """A request row left over from a larger batch points at poison, and the replay shows it."""
+    rig = Rig()
+    assert rig.agrees(2, 3, 4, 5)
+    registry = rig.lane.registry
+    assert registry is not None
+    plan = registry._compile
+    stale = registry.get_slot("req_pool_indices").buffer
+    assert stale is not None
+
+    def forgetful(ctx: Any) -> Any:
+        made = plan(ctx)
+        made.tails = [
+            t for t in made.tails if t[0].untyped_storage().data_ptr() != stale.data_ptr()
+        ]
+        return made
+
+    registry._compile = forgetful  # type: ignore[method-assign]
+    with pytest.raises(IndexError):
+        rig.agrees(2, 3, 4)
+
+
+def test_a_host_read_in_the_model_keeps_no_graph() -> None:
+    """A kernel path that reads on the host is refused at capture, by line."""
+    with pytest.raises(CaptureError, match=r"test_lane\.py:\d+: .*\.item\(\)"):
+        Rig(backend=ReadsHost)
+
+
+def test_a_failed_capture_leaves_an_eager_lane() -> None:
+    """Where capture failed, batches run eagerly because nothing is captured."""
+    rig = Rig(backend=ReadsHost, capture=False)
+    with pytest.raises(CaptureError):
+        rig.runner.capture(rig.lane)
+    rig.lane.run(rig.batch(2, 2))
+    assert list(rig.lane.stats.eager) == [(ForwardMode.DECODE, EagerReason.NOT_CAPTURED)]

@@ -1,0 +1,595 @@
+"""The tape: what a replay repeats, what it forgets, and what it refuses to record."""
+
+import gc
+import inspect
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional
+from torch.utils import _pytree as pytree
+
+from graphpact.errors import CaptureError
+from graphpact.graphs import tape
+from graphpact.graphs.tape import Tape, TapeDriver
+from graphpact.kernels import pack_kv_indices, paged_attention
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _inference() -> Iterator[None]:
+    """A lane steps in inference mode, and so does every test here."""
+    with torch.inference_mode():
+        yield
+
+
+@pytest.fixture
+def driver() -> TapeDriver:
+    """A tape driver of its own for every test."""
+    return TapeDriver(CPU)
+
+
+def _leaves(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def _clear(tensors: list[torch.Tensor]) -> None:
+    for tensor in tensors:
+        # A view that overlaps itself cannot be filled; its base can.
+        base = tensor if tensor._base is None else tensor._base
+        base.fill_(float("nan") if base.is_floating_point() else 1)
+
+
+def _replays_like_eager(
+    fn: Callable[..., Any], *inputs: torch.Tensor, rounds: int = 3, seed: int = 0
+) -> Tape:
+    """Capture ``fn`` and hold replays on other contents of ``inputs`` to eager, bit for bit."""
+    generator = torch.Generator().manual_seed(seed)
+    graph = TapeDriver(CPU).capture(lambda: fn(*inputs))
+    held = {t.untyped_storage()._cdata for t in inputs}
+    for _ in range(rounds):
+        for tensor in inputs:
+            if tensor.is_floating_point():
+                tensor.copy_(torch.randn(tensor.shape, dtype=tensor.dtype, generator=generator))
+            else:
+                tensor.copy_(torch.randint(0, 3, tensor.shape, generator=generator))
+        before = [tensor.clone() for tensor in inputs]
+        outputs = _leaves(graph.outputs)
+        _clear([t for t in outputs if t.untyped_storage()._cdata not in held])
+        graph.replay()
+        got, left = [t.clone() for t in outputs], [t.clone() for t in inputs]
+        for tensor, value in zip(inputs, before, strict=True):
+            tensor.copy_(value)
+        expected = _leaves(fn(*inputs))
+        assert len(got) == len(expected) > 0
+        for a, b in zip([*got, *left], [*expected, *inputs], strict=True):
+            assert a.shape == b.shape
+            assert a.dtype == b.dtype
+            assert torch.equal(a, b)
+    return graph
+
+
+# -- what a replay repeats and forgets -------------------------------------------------------------
+
+
+def test_tensors_are_read_at_replay_and_numbers_stay(driver: TapeDriver) -> None:
+    """A replay sees new contents of a recorded tensor and the host number of the capture."""
+    x, factor = torch.ones(3), 2
+    graph = driver.capture(lambda: x * factor)
+    x.fill_(5)
+    factor = 100
+    graph.outputs.fill_(float("nan"))
+    graph.replay()
+    assert graph.outputs.tolist() == [10, 10, 10]
+
+
+def test_a_new_tensor_under_an_old_name_is_not_seen(driver: TapeDriver) -> None:
+    """The recorded tensor counts, by identity, not the name that it had."""
+    box = {"x": torch.ones(2)}
+    old = box["x"]
+    graph = driver.capture(lambda: box["x"] + 1)
+    box["x"] = torch.full((2,), 50.0)
+    old.fill_(7)
+    graph.replay()
+    assert graph.outputs.tolist() == [8, 8]
+
+
+def test_replay_runs_no_python_of_the_region(driver: TapeDriver) -> None:
+    """Python runs for the warm-up and the recording, and never again; a branch stays as taken."""
+    x, calls = torch.ones(2), []
+
+    def region() -> torch.Tensor:
+        calls.append(1)
+        return x + 1 if len(calls) < 10 else x - 1
+
+    graph = driver.capture(region, warmup=3)
+    assert len(calls) == 4
+    for value in range(20):
+        x.fill_(value)
+        graph.replay()
+        assert graph.outputs.tolist() == [value + 1] * 2
+    assert len(calls) == 4
+
+
+def test_containers_changed_after_capture_do_not_matter(driver: TapeDriver) -> None:
+    """A list or an index tuple is recorded as it was, whatever happens to it later."""
+    parts, sizes = [torch.ones(1), torch.ones(2)], [2, 1]
+    graph = driver.capture(lambda: (torch.cat(parts), torch.zeros(sizes), torch.zeros(3)[None]))
+    first = parts[0]
+    parts.clear()
+    sizes[:] = [9, 9]
+    first.fill_(4)
+    _clear(_leaves(graph.outputs))
+    graph.replay()
+    assert graph.outputs[0].tolist() == [4, 1, 1]
+    assert graph.outputs[1].tolist() == [[0], [0]]
+
+
+def test_in_place_work_is_repeated(driver: TapeDriver) -> None:
+    """An operation that writes its argument does so in each replay, and once for each."""
+    counter = torch.zeros(1)
+    graph = driver.capture(lambda: counter.add_(1), warmup=0)
+    counter.zero_()
+    for _ in range(3):
+        graph.replay()
+    assert counter.item() == 3
+    assert graph.num_nodes == 1
+
+
+def test_views_are_no_nodes(driver: TapeDriver) -> None:
+    """Views, views of views, expansions and splits cost nothing and follow their base."""
+    x = torch.arange(24.0).view(4, 6).clone()
+
+    def region() -> tuple[torch.Tensor, ...]:
+        a, b = x.split([2, 4], dim=1)
+        return a[1:].t(), b.unsqueeze(0).transpose(1, 2)[0, 1:3], x[:, :1].expand(4, 5), *x.chunk(2)
+
+    graph = driver.capture(region)
+    assert graph.num_nodes == 0
+    _replays_like_eager(lambda x: [t + 1 for t in region()] + [x[1:].view(3, 2, 3)[:, 1] * 2], x)
+
+
+def test_writes_through_views_reach_the_base(driver: TapeDriver) -> None:
+    """What a region writes through a view of a view is in the base after a replay."""
+
+    def region(x: torch.Tensor) -> torch.Tensor:
+        y = torch.zeros(4, 6)
+        y[1:].view(3, 2, 3)[:, 1].copy_(x[1:, :3])
+        y.t()[0] += x[:, 5]
+        y.narrow(1, 2, 2).mul_(3).add_(1)
+        return y
+
+    _replays_like_eager(region, torch.randn(4, 6))
+
+
+def test_uninitialised_memory_is_not_run(driver: TapeDriver) -> None:
+    """``empty`` is memory of the graph: no node, and what is put there is put there again."""
+
+    def region(x: torch.Tensor) -> torch.Tensor:
+        y = torch.empty(3)
+        z = torch.empty_like(x)
+        w = x.new_empty(3)
+        torch.mul(x, 2, out=y)
+        return z.copy_(y) + w.fill_(1)
+
+    assert _replays_like_eager(region, torch.randn(3)).num_nodes == 4
+
+
+def test_a_graph_holds_what_it_needs(driver: TapeDriver) -> None:
+    """Inputs and intermediates that nobody else holds live as long as the tape."""
+    x = torch.arange(4.0)
+
+    def region() -> torch.Tensor:
+        weight = torch.full((4,), 3.0)
+        return (x * weight).sum(0, keepdim=True)
+
+    graph = driver.capture(region)
+    assert driver.capture(lambda: torch.rand(4, 4) @ torch.rand(4, 4)).num_nodes == 3
+    x.fill_(1)
+    graph.replay()
+    assert graph.outputs.item() == 12
+
+
+def test_graphs_of_one_driver_do_not_overlap(driver: TapeDriver) -> None:
+    """The outputs of one tape stand while another tape of the same driver replays."""
+    x = torch.ones(5)
+    one, two = driver.capture(lambda: x + 1), driver.capture(lambda: x + 2)
+    x.fill_(10)
+    one.replay()
+    x.fill_(20)
+    two.replay()
+    assert one.outputs.tolist() == [11] * 5
+    assert two.outputs.tolist() == [22] * 5
+
+
+# -- how an operation is run again -----------------------------------------------------------------
+
+_WITH_OUT = {
+    "add": lambda x: x + 1,
+    "mm": lambda x: x @ x.t(),
+    "bmm": lambda x: torch.bmm(x.expand(2, 4, 6), x.t().expand(2, 6, 4)),
+    "cat": lambda x: torch.cat([x, x * 2, x[:, :1]], dim=1),
+    "topk": lambda x: torch.topk(x, 3, dim=1),
+    "max.dim": lambda x: torch.max(x, dim=1),
+    "sort": lambda x: torch.sort(x, dim=1, stable=True),
+    "mean to float64": lambda x: x.mean(dim=1, dtype=torch.float64),
+    "sum of a dtype": lambda x: torch.sum(x > 0, dim=0),
+    "native_layer_norm": lambda x: torch.native_layer_norm(x, [6], None, None, 1e-5),
+    "where": lambda x: torch.where(x > 0, x, -x),
+    "full": lambda x: torch.full((4, 6), 7) + x,
+    "new_zeros": lambda x: x.new_zeros(2, 3) + x[:2, :3],
+    "one argument arange": lambda x: torch.arange(6, dtype=torch.float32) * x,
+    "to a transposed layout": lambda x: x.t() + 1,
+    "cumsum": lambda x: x.cumsum(1, dtype=torch.float64),
+}
+_WITHOUT_OUT = {  # some of its operations, at least
+    "var_mean": lambda x: torch.var_mean(x, dim=1),
+    "embedding": lambda x: functional.embedding((x > 0).long(), x),
+    "index": lambda x: x[(x[:, 0] > 0).long(), torch.arange(4)],
+    "gather": lambda x: x.gather(1, (x > 0).long()),
+    "_to_copy": lambda x: (x.to(torch.float64), x.to(torch.bfloat16), x.mul(9).to(torch.int32)),
+    "zeros and ones": lambda x: torch.zeros(4, 6, dtype=torch.int64) + torch.ones_like(x).long(),
+    "three argument arange": lambda x: torch.arange(1, 13, 2) + x,
+    "layer_norm": lambda x: functional.layer_norm(x, (6,)),
+    "rms_norm": lambda x: functional.rms_norm(x, (6,)),
+    "linear": lambda x: functional.linear(x, x, x[:, 0]),
+    "matmul": lambda x: torch.matmul(x.expand(2, 4, 6), x.t()),
+    "contiguous": lambda x: x.t().contiguous(),
+    "reshape that copies": lambda x: x.t().reshape(3, 8),
+    "sdpa": lambda x: functional.scaled_dot_product_attention(*[x.view(1, 2, 4, 3)] * 3),
+    "sdpa with a mask": lambda x: functional.scaled_dot_product_attention(
+        *[x.view(1, 2, 4, 3)] * 3, attn_mask=torch.ones(4, 4, dtype=torch.bool).tril()
+    ),
+    "split_with_sizes_copy": lambda x: torch.split_with_sizes_copy(x, [2, 4], dim=1),
+    "foreach": lambda x: torch._foreach_mul([x, x[:1]], 2.0),
+    "einsum": lambda x: torch.einsum("ij,kj->ik", x, x),
+    "softmax": lambda x: functional.softmax(x, dim=-1),
+    "conv": lambda x: functional.conv1d(x[None], torch.ones(2, 4, 3)),
+    "channels last": lambda x: x.view(1, 6, 2, 2).contiguous(memory_format=torch.channels_last),
+    "silu, gelu": lambda x: functional.silu(x) * functional.gelu(x, approximate="tanh"),
+}
+_IN_PLACE = {
+    "masked_fill_": lambda x: x.masked_fill_(x > 0, -1.0),
+    "index_put": lambda x: x.index_put((torch.tensor([0, 2]),), x[1] * 3),
+    "index_put_ accumulate": lambda x: x.index_put_(
+        (torch.tensor([1, 1]),), x[:2] * 2, accumulate=True
+    ),
+    "setitem": lambda x: (x.__setitem__((slice(None), 1), x[:, 0]), x)[1],
+    "index_copy_": lambda x: x.index_copy_(0, torch.tensor([3, 0]), x[1:3] * 2),
+    "scatter_add_": lambda x: x.scatter_add_(1, torch.zeros(4, 6).long(), x.clone()),
+    "foreach_": lambda x: (torch._foreach_mul_([x[0], x[1]], 2.0), x)[1],
+    "foreach_copy_": lambda x: (torch._foreach_copy_([x[0]], [x[1]]), x)[1],
+    "out= of the caller": lambda x: torch.add(x, 1, out=x),
+    "arange out=": lambda x: torch.arange(6, out=x[0]) + x[1],
+    "mutating and returning new": lambda x: functional.batch_norm(
+        x, x.new_zeros(6), x.new_ones(6), training=True
+    ),
+}
+
+
+@pytest.mark.parametrize("name", [*_WITH_OUT, *_WITHOUT_OUT, *_IN_PLACE])
+def test_every_way_to_run_an_operation_again(name: str) -> None:
+    """Out-variants, run-and-copy and in-place operations replay to what eager execution says."""
+    fn = {**_WITH_OUT, **_WITHOUT_OUT, **_IN_PLACE}[name]
+    graph = _replays_like_eager(fn, torch.randn(4, 6))
+    assert graph.num_nodes > 0
+
+
+@pytest.mark.parametrize("name", _WITH_OUT)
+def test_out_variants_are_used_where_the_schema_has_one(name: str) -> None:
+    """These operations write straight into the recorded tensors: no node copies afterwards."""
+    x = torch.randn(4, 6)
+    graph = TapeDriver(CPU).capture(lambda: _WITH_OUT[name](x))
+    assert not [op for op, _, _ in graph._nodes if inspect.isfunction(op)]
+
+
+def test_random_operations_advance() -> None:
+    """Each replay draws new numbers, the ones that eager execution would have drawn."""
+    x = torch.ones(1000)
+
+    def region() -> tuple[torch.Tensor, ...]:
+        noise = torch.empty(5).uniform_()
+        return torch.rand(4), torch.randn_like(x), functional.dropout(x, 0.5, training=True), noise
+
+    graph = TapeDriver(CPU).capture(region)
+    drawn = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        got = []
+        for _ in range(2):
+            graph.replay()
+            got.append([t.clone() for t in graph.outputs])
+        torch.manual_seed(seed)
+        for outputs in got:
+            for a, b in zip(outputs, region(), strict=True):
+                assert torch.equal(a, b)
+        drawn += got
+    for i in range(4):
+        assert len({tuple(outputs[i].tolist()) for outputs in drawn}) == 4
+
+
+def test_a_custom_operator_is_one_node() -> None:
+    """A kernel of graphpact is one node whatever happens inside, and writes what it writes."""
+    table = torch.arange(12, dtype=torch.int32).view(3, 4)
+    rows, indptr = torch.tensor([1, 2]), torch.tensor([0, 2, 3], dtype=torch.int32)
+    pages = torch.zeros(4, dtype=torch.int32)
+
+    def region() -> None:
+        pack_kv_indices(table, rows, indptr, page_size=1, out=pages)
+
+    graph = TapeDriver(CPU).capture(region)
+    assert graph.num_nodes == 1
+    table += 100
+    rows.copy_(torch.tensor([2, 0]))
+    indptr.copy_(torch.tensor([0, 1, 4]))
+    pages.fill_(-1)
+    graph.replay()
+    assert pages.tolist() == [108, 100, 101, 102]
+
+
+def test_attention_is_one_node_and_reads_its_index_tensors_at_replay() -> None:
+    """The attention kernel replays for other lengths than those of its capture."""
+    q, kv = torch.randn(2, 2, 4), torch.randn(8, 1, 4)
+    indptr = torch.tensor([0, 1, 2], dtype=torch.int32)
+    pages, last = torch.tensor([3, 4, 5, 6], dtype=torch.int32), torch.ones(2, dtype=torch.int32)
+    qo = torch.tensor([0, 1, 2], dtype=torch.int32)
+
+    def region() -> torch.Tensor:
+        return paged_attention(
+            q,
+            kv,
+            kv,
+            qo_indptr=qo,
+            kv_indptr=indptr,
+            kv_indices=pages,
+            kv_last_page_len=last,
+            page_size=1,
+            max_q_len=1,
+            max_kv_len=8,
+            scaling=0.5,
+        )
+
+    graph = TapeDriver(CPU).capture(region)
+    assert graph.num_nodes == 1
+    for lengths in ([1, 3], [3, 1], [2, 2]):
+        indptr.copy_(torch.tensor([0, lengths[0], 4]))
+        q.normal_()
+        graph.outputs.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(graph.outputs, region())
+
+
+# -- what cannot be recorded -----------------------------------------------------------------------
+
+_HOST_READS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "item": lambda x: x[0, 0].item(),
+    "bool": lambda x: bool(x[0, 0] > 0),
+    "if": lambda x: 1 if x[0, 0] else 2,
+    "int": lambda x: int(x[0, 0]),
+    "float": lambda x: float(x.sum()),
+    "index": lambda x: [1, 2, 3][x[0, 0].long()],
+    "format": lambda x: f"{x.sum()}",
+    "tolist": lambda x: x.tolist(),
+    "numpy": lambda x: x.numpy(),
+    "asarray": lambda x: np.asarray(x) + 1,
+    "contains": lambda x: 3.0 in x,
+    "nonzero": lambda x: x.nonzero(),
+    "boolean mask": lambda x: x[x > 0],
+    "masked_select": lambda x: torch.masked_select(x, x > 0),
+    "unique": lambda x: torch.unique(x) + 1,
+    "equal": lambda x: torch.equal(x, x),
+    "allclose": lambda x: torch.allclose(x, x),
+    "arange to a tensor": lambda x: torch.arange(x[0, 0]),
+    "full of a tensor": lambda x: torch.full((2,), x[0, 0]),
+    "slice to a tensor": lambda x: x[: x[0, 0].long()],
+    "alpha of a tensor": lambda x: torch.add(x, x, alpha=x[0, 0]),
+    "bincount": lambda x: torch.bincount(x[0].long()),
+}
+
+
+@pytest.mark.parametrize("name", _HOST_READS)
+def test_host_reads_are_refused_by_line(driver: TapeDriver, name: str) -> None:
+    """Reading a tensor on the host while recording raises, names the line, keeps no graph."""
+    x = torch.ones(2, 3)
+    read = _HOST_READS[name]
+    with pytest.raises(CaptureError) as error:
+        driver.capture(lambda: read(x + 1))
+    line = read.__code__.co_firstlineno
+    assert f"{__file__}:{line}: " in str(error.value)
+    assert "help: " in str(error.value)
+    # The driver is as good as new, and no mode is left on.
+    assert torch.ones(1).item() == 1
+    graph = driver.capture(lambda: x * 2)
+    x.fill_(4)
+    graph.replay()
+    assert graph.outputs.tolist() == [[8] * 3] * 2
+
+
+_DYNAMIC_COMPOSITES: dict[str, Callable[[torch.Tensor], Any]] = {
+    "repeat_interleave": lambda x: torch.repeat_interleave(x, (x[:, 0] > 0).long(), dim=0),
+    "where of one argument": lambda x: torch.where(x > 0),
+    "tensor_split": lambda x: torch.tensor_split(x, (x[:1, 0] > 0).long()),
+}
+
+
+@pytest.mark.parametrize("name", _DYNAMIC_COMPOSITES)
+def test_composite_operators_of_unknown_length_are_refused(driver: TapeDriver, name: str) -> None:
+    """An operation whose length depends on data is refused however torch composes it."""
+    x = torch.ones(2, 3)
+    with pytest.raises(CaptureError):
+        driver.capture(lambda: _DYNAMIC_COMPOSITES[name](x))
+
+
+def test_shapes_changed_in_place_do_not_change_again() -> None:
+    """``unsqueeze_``, ``t_`` and ``resize_`` in a region are refused, or replay as they were."""
+    x = torch.randn(2, 3)
+    try:
+        graph = TapeDriver(CPU).capture(lambda: x[0].unsqueeze_(0) + 1)
+    except CaptureError:
+        return
+    assert graph.outputs.shape == (1, 3)
+    graph.replay()
+    assert graph.outputs.shape == (1, 3)
+
+
+def test_constants_are_restored_before_they_are_changed_again() -> None:
+    """A constant that a region writes starts from its value in every replay, or is refused."""
+    x = torch.ones(2)
+
+    def region() -> torch.Tensor:
+        total = torch.tensor([1.0, 2.0])
+        total += x
+        return total
+
+    try:
+        graph = TapeDriver(CPU).capture(region)
+    except CaptureError:
+        return
+    for _ in range(2):
+        graph.replay()
+    assert graph.outputs.tolist() == [2, 3]
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x: torch._foreach_add([x], 1.0),
+        lambda x: torch.split_with_sizes_copy(x, [3], dim=1),
+        lambda x: torch.unbind_copy(x[:1]),
+    ],
+    ids=["foreach_add", "split_with_sizes_copy", "unbind_copy"],
+)
+def test_lists_of_one_tensor(fn: Callable[[torch.Tensor], Any]) -> None:
+    """An operation that returns a list replays where the list has one tensor."""
+    _replays_like_eager(fn, torch.randn(2, 3))
+
+
+def test_an_error_of_the_region_is_the_regions(driver: TapeDriver) -> None:
+    """What the region raises itself comes out as it is, and the driver records on."""
+    with pytest.raises(ZeroDivisionError):
+        driver.capture(lambda: 1 // 0, warmup=0)
+    assert driver.capture(lambda: torch.ones(2) + 1).num_nodes == 2
+
+
+def test_host_reads_in_the_warm_up_are_free(driver: TapeDriver) -> None:
+    """Lazy set-up of the first run may read what it likes."""
+    seen: list[float] = []
+    x = torch.ones(2)
+
+    def region() -> torch.Tensor:
+        if not seen:
+            seen.append(x.sum().item())
+        return x + seen[0]
+
+    assert driver.capture(region).num_nodes == 1
+
+
+# -- the end ---------------------------------------------------------------------------------------
+
+
+def test_release_gives_the_memory_back(driver: TapeDriver) -> None:
+    """A released tape holds no operation and no output."""
+    held: list[weakref.ref[torch.Tensor]] = []
+
+    def region() -> torch.Tensor:
+        hidden = torch.ones(2) * 2
+        out = hidden + 1
+        held[:] = weakref.ref(hidden), weakref.ref(out)
+        return out
+
+    graph = driver.capture(region)
+    graph.replay()
+    assert all(ref() is not None for ref in held)
+    graph.release()
+    gc.collect()
+    assert graph.outputs is None
+    assert all(ref() is None for ref in held)
+
+
+def test_a_released_graph_cannot_be_replayed(driver: TapeDriver) -> None:
+    """Replaying what was released raises, as the driver contract says."""
+    graph = driver.capture(lambda: torch.ones(2) + 1)
+    graph.release()
+    with pytest.raises(Exception):  # noqa: B017, PT011  any error will do
+        graph.replay()
+
+
+def test_a_tape_runs_on_any_device() -> None:
+    """Nothing keeps the tape from a device: it is eager torch."""
+    assert TapeDriver.unavailable(CPU) is None
+    assert TapeDriver.unavailable(torch.device("cuda")) is None
+
+
+# -- random programs -------------------------------------------------------------------------------
+
+# From two ``[4, 4]`` tensors to one or more; every step is one of these on earlier results.
+_STEPS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
+    "add": lambda a, b: a + b,
+    "mul number": lambda a, b: a * 0.5,
+    "mm": lambda a, b: a @ b,
+    "linear": lambda a, b: functional.linear(a, b, b[0]),
+    "transpose": lambda a, b: a.t(),
+    "flip halves": lambda a, b: torch.cat([a[2:], b[:2]]),
+    "row softmax": lambda a, b: torch.softmax(a, -1),
+    "expand": lambda a, b: a[:, :1].expand(4, 4),
+    "reshape": lambda a, b: a.t().reshape(2, 8).view(4, 4),
+    "where": lambda a, b: torch.where(a > b, a, b),
+    "masked_fill_": lambda a, b: a.clone().masked_fill_(b > 0, 0.25),
+    "in place": lambda a, b: a.mul_(0.5).add_(b.mean()),
+    "write a view": lambda a, b: (a[1:3].copy_(b[:2]), a)[1],
+    "index_put_": lambda a, b: a.index_put_((b[:, 0].gt(0).long() + 1,), b[:1]),
+    "layer_norm": lambda a, b: functional.layer_norm(a, (4,)),
+    "topk": lambda a, b: torch.topk(a, 4).values,
+    "max.dim": lambda a, b: torch.max(a, dim=0).values + b,
+    "split": lambda a, b: a.split([1, 3], dim=1)[0].expand(4, 4),
+    "embedding": lambda a, b: functional.embedding(a.gt(0).long()[:, 0], b),
+    "sdpa": lambda a, b: functional.scaled_dot_product_attention(a[None], b[None], a[None])[0],
+    "factory": lambda a, b: torch.full((4, 4), 2.0) + torch.arange(4) - torch.ones_like(a),
+    "round trip": lambda a, b: a.to(torch.bfloat16).to(torch.float32),
+    "bmm": lambda a, b: torch.bmm(a.view(2, 2, 4), b[None].expand(2, 4, 4)).view(4, 4),
+    "foreach": lambda a, b: torch._foreach_add([a, b], 1.0)[1],
+}
+_PROGRAMS = st.lists(
+    st.tuples(st.sampled_from(sorted(_STEPS)), st.integers(0, 9), st.integers(0, 9)),
+    min_size=1,
+    max_size=9,
+)
+
+
+def _run_program(program: list[tuple[str, int, int]], *inputs: torch.Tensor) -> list[torch.Tensor]:
+    values = [t.clone() for t in inputs]
+    for name, i, j in program:
+        a, b = values[i % len(values)], values[j % len(values)]
+        if name in ("in place", "write a view", "index_put_"):
+            a, b = a.clone() if 0 in a.stride() else a, b.clone()  # earlier results, views too
+        values.append(_STEPS[name](a.contiguous() if name in ("reshape", "bmm") else a, b))
+    return values
+
+
+@settings(derandomize=True, deadline=None, max_examples=200)
+@given(program=_PROGRAMS, seed=st.integers(0, 999))
+def test_random_programs_replay_bit_for_bit(program: list[tuple[str, int, int]], seed: int) -> None:
+    """Any program of small operations replays on new contents to exactly what eager says."""
+    with torch.inference_mode():
+        inputs = torch.randn(4, 4), torch.randn(4, 4)
+        _replays_like_eager(lambda *xs: _run_program(program, *xs), *inputs, rounds=2, seed=seed)
+
+
+def test_a_forgotten_operation_is_caught_when_planted() -> None:
+    """A recorder that takes an in-place operation for a view is seen by the comparison."""
+    keep = tape._Recorder._record
+
+    def forgetful(self: Any, func: Any, *rest: Any) -> None:
+        if func is not torch.ops.aten.add_.Tensor:
+            keep(self, func, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tape._Recorder, "_record", forgetful)
+        with pytest.raises(AssertionError):
+            _replays_like_eager(lambda x: (x * 2).add_(x), torch.randn(3))

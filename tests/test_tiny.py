@@ -1,0 +1,158 @@
+"""The contract in small: a hand-written model, a lane, replays that equal eager. Read me first."""
+
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from graphpact import BackendContext, ForwardBatch, ForwardMode, Lane, LayerSpec, Limits
+from graphpact.graphs.tape import TapeDriver
+from graphpact.runners import RunnerContext
+from graphpact_cuda_graph import CudaGraphRunner
+from graphpact_flashinfer import FlashInferBackend
+
+CPU = torch.device("cpu")
+DTYPE = torch.float64  # padded and unpadded sums then differ by rounding only, far below any bug
+BUCKETS = [1, 2, 4]
+CONTEXT, PAGE, ROWS, VOCAB, HEADS, WIDTH = 12, 4, 6, 11, 2, 4
+PAGES = CONTEXT // PAGE
+SLOTS = (1 + ROWS * PAGES) * PAGE  # page 0 is scratch
+
+
+class Tiny:
+    """Embedding, one attention layer through the backend, head."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        def weight(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, dtype=DTYPE, generator=generator)
+
+        self.embed, self.place = weight(VOCAB, HEADS * WIDTH), weight(CONTEXT, HEADS * WIDTH)
+        self.qkv, self.head = weight(HEADS * WIDTH, 3 * HEADS * WIDTH), weight(HEADS * WIDTH, VOCAB)
+        self.layer = LayerSpec(0, HEADS, HEADS, WIDTH, WIDTH, scaling=WIDTH**-0.5)
+        self.calls = 0
+
+    def __call__(self, batch: ForwardBatch, backend: Any, metadata: Any) -> torch.Tensor:
+        """Return a row of logits a request."""
+        self.calls += 1
+        hidden = self.embed[batch.input_ids] + self.place[batch.positions]
+        q, k, v = (hidden @ self.qkv).view(-1, 3, HEADS, WIDTH).unbind(1)
+        hidden = hidden + backend.forward(q, k, v, self.layer, metadata).flatten(1)
+        return hidden @ self.head
+
+
+class World:
+    """A lane, the memory under it, and batches on that memory."""
+
+    def __init__(self, seed: int) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+        self.random = random.Random(seed)
+        self.model = Tiny(self.generator)
+        self.kv = SimpleNamespace(
+            k=[torch.zeros(SLOTS, HEADS, WIDTH, dtype=DTYPE)],
+            v=[torch.zeros(SLOTS, HEADS, WIDTH, dtype=DTYPE)],
+        )
+        self.table = torch.zeros(ROWS + 1, CONTEXT, dtype=torch.int32)
+        limits = Limits(max(BUCKETS), max(BUCKETS), CONTEXT, PAGE)
+        layers = [self.model.layer]
+        backend = FlashInferBackend(BackendContext(CPU, DTYPE, layers, limits, self.table, self.kv))
+        runner = CudaGraphRunner(RunnerContext(CPU, backend.capabilities, 4, BUCKETS))
+        driver = TapeDriver(CPU)
+        self.lane = Lane("tiny", model=self.model, runner=runner, backend=backend, driver=driver)
+        runner.capture(self.lane)
+
+    def batch(self, size: int) -> ForwardBatch:
+        """Return live requests; the memory that none of them owns is poisoned."""
+        rows = self.random.sample(range(1, ROWS + 1), size)
+        lengths = [self.random.randint(1, CONTEXT) for _ in rows]
+        self.table[1:] = SLOTS + 1  # a row that is gone points nowhere
+        for cache in (self.kv.k[0], self.kv.v[0]):
+            cache[PAGE:] = float("nan")  # a slot that is free holds nothing
+        for row, length in zip(rows, lengths, strict=True):
+            slots = torch.arange(length, dtype=torch.int32) + PAGE * (1 + (row - 1) * PAGES)
+            self.table[row, :length] = slots
+            self.table[row, length:] = slots[0] // PAGE * PAGE
+            for cache in (self.kv.k[0], self.kv.v[0]):
+                shape = (length - 1, HEADS, WIDTH)
+                cache[slots[:-1]] = torch.randn(shape, dtype=DTYPE, generator=self.generator)
+        lens, owners = torch.tensor(lengths), torch.tensor(rows)
+        return ForwardBatch(
+            forward_mode=ForwardMode.DECODE,
+            batch_size=size,
+            input_ids=torch.randint(VOCAB, (size,), generator=self.generator),
+            positions=lens - 1,
+            out_cache_loc=self.table[owners, lens - 1].long(),
+            req_pool_indices=owners,
+            seq_lens=lens,
+            seq_lens_cpu=lens.clone(),
+        )
+
+    def step(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the logits of a random batch, replayed and eager; both wrote the same."""
+        batch = self.batch(size)
+        for captured in self.lane._captured.values():
+            captured.graph.outputs.fill_(float("nan"))
+        before = [cache.clone() for cache in (self.kv.k[0], self.kv.v[0])]
+        replayed = self.lane.run(batch).clone()
+        written = [cache.clone() for cache in (self.kv.k[0], self.kv.v[0])]
+        for cache, old in zip((self.kv.k[0], self.kv.v[0]), before, strict=True):
+            cache.copy_(old)
+        eager = self.lane.run_eager(batch)
+        for cache, new in zip((self.kv.k[0], self.kv.v[0]), written, strict=True):
+            torch.testing.assert_close(new[PAGE:], cache[PAGE:], equal_nan=True)
+        return replayed, eager
+
+
+@torch.inference_mode()
+def test_replayed_batches_equal_eager_whatever_came_before() -> None:
+    """Random decode batches of every size, in random order, replay to what eager execution says."""
+    world = World(seed=1)
+    captured_calls = world.model.calls
+    sizes = [size for size in range(1, 5) for _ in range(8)]
+    world.random.shuffle(sizes)
+    for size in sizes:
+        replayed, eager = world.step(size)
+        torch.testing.assert_close(replayed, eager, rtol=0, atol=1e-9)
+    stats = world.lane.stats
+    assert stats.replays == stats.pact_checks == len(sizes)
+    assert {shape.batch_size: s.replays for shape, s in stats.shapes.items()} == {4: 16, 2: 8, 1: 8}
+    assert not stats.eager
+    assert world.model.calls == captured_calls + len(sizes)  # the eager runs
+
+
+@torch.inference_mode()
+def test_shrink_after_grow_in_one_bucket() -> None:
+    """Three requests after four, in the bucket of four: the fourth row leaves nothing."""
+    world = World(seed=2)
+    for size in (4, 3, 4, 3, 3):
+        replayed, eager = world.step(size)
+        assert replayed.shape == (size, VOCAB)
+        torch.testing.assert_close(replayed, eager, rtol=0, atol=1e-9)
+
+
+@torch.inference_mode()
+def test_larger_than_the_largest_bucket_runs_eagerly() -> None:
+    """A batch that no graph holds is answered all the same, and its reason is counted."""
+    world = World(seed=3)
+    replayed, eager = world.step(5)
+    torch.testing.assert_close(replayed, eager, rtol=0, atol=1e-9)
+    assert world.lane.stats.replays == 0
+    assert [reason.name for _, reason in world.lane.stats.eager.elements()] == ["OVER_LARGEST"]
+
+
+@torch.inference_mode()
+def test_a_stale_row_is_caught_when_planted() -> None:
+    """Poisoned memory shows a request row that went away and was not padded."""
+    world = World(seed=4)
+    world.step(4)
+    world.lane.registry.get_slot("req_pool_indices").pad_value = 5
+    world.lane.registry._plans.clear()
+    wrong = 0
+    for _ in range(4):
+        try:
+            replayed, eager = world.step(3)
+        except IndexError:  # the stale row's table points nowhere
+            wrong += 1
+        else:
+            wrong += not torch.allclose(replayed, eager)
+    assert wrong
