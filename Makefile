@@ -8,7 +8,8 @@ STAMP  := $(VENV)/.installed
 .PHONY: demo test check format clean
 
 demo: $(STAMP)        ## write text through captured decode graphs, every replay verified
-	$(BIN)/graphpact generate --config examples/demo.toml --file examples/prompts.txt --verify
+	$(BIN)/graphpact generate --config examples/demo.toml --file examples/prompts.txt \
+	    --temperature 0.6 --max-new-tokens 120 --verify
 
 test: $(STAMP)        ## run every test
 	$(BIN)/python -m pytest -q

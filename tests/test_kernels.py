@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphpact.kernels import pack_kv_indices, paged_attention, write_kv_cache
-from graphpact.kernels.paged_attention import _attend_padded, _Rule
+from graphpact.kernels.paged_attention import _attend_padded, _Layout, _Rule
 from graphpact.kernels.paged_cache import _pack_padded
 
 EXAMPLES = settings(derandomize=True, deadline=None, max_examples=150)
@@ -41,7 +41,7 @@ class Problem:
             arguments.pop("softcap") or 0.0,
             arguments.pop("sinks"),
         )
-        _attend_padded(self.q, self.k_cache, self.v_cache, **arguments, rule=rule, out=out)
+        _attend_padded(self.q, self.k_cache, self.v_cache, _Layout(**arguments), rule, out)
         return out
 
     def reference(self) -> torch.Tensor:

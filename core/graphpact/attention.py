@@ -17,7 +17,7 @@ import torch
 
 from graphpact.batch import ForwardBatch, ForwardMode
 from graphpact.buffers import CudaGraphBufferRegistry, GraphSlot
-from graphpact.errors import UnsupportedModelError
+from graphpact.errors import EngineError, UnsupportedModelError
 from graphpact.hookspecs import hookimpl
 from graphpact.shapes import GraphShape
 
@@ -279,7 +279,16 @@ class AttentionBackend(abc.ABC):
     # -- what the base class makes of it ---------------------------------------------------------
 
     def attach(self, registry: CudaGraphBufferRegistry) -> None:
-        """Register the backend's slots in the registry of the lane that will capture it."""
+        """Register the backend's slots in the registry of the lane that will capture it.
+
+        Raises:
+            EngineError: Another lane has it already: its graphs read that lane's slots.
+        """
+        if self._registry is not None:
+            raise EngineError(
+                f"{type(self).__name__} is attached to a lane already",
+                hint="build one backend for each lane",
+            )
         for slot in self.declare_slots(self.context.limits):
             registry.register_slot(slot)
         self._registry = registry
@@ -289,7 +298,10 @@ class AttentionBackend(abc.ABC):
         """Bind slices of the registered slots for ``shape`` and fill them."""
         registry = self._registry
         if registry is None:
-            raise RuntimeError("attach() binds the backend to a registry before it is captured")
+            raise EngineError(
+                f"{type(self).__name__} is attached to no registry",
+                hint="Lane() attaches it; outside a lane call attach() before capture",
+            )
 
         def buffers(name: str) -> torch.Tensor:
             return registry.get_slot(name).slice_for(shape.batch_size, shape.num_tokens)

@@ -213,6 +213,11 @@ class Lane:
                 hint=f"decorate the method with @graphpact.hookimpl and call it {name!r}",
             )
         spec = caller.spec
-        if len(implementations) == 1 and spec and set(plain[0].argnames) == set(spec.argnames):
+        if (
+            plain
+            and len(implementations) == 1
+            and spec
+            and set(plain[0].argnames) == set(spec.argnames)
+        ):
             return plain[0].function
         return caller

@@ -117,9 +117,10 @@ class Pact:
     def _breach_of_structure(self, parts: dict[str, Any]) -> None:
         captured = {p.path for p in self.promises}
         now = {path for path, _ in _walk(parts)}
+        lost, new = sorted(captured - now), sorted(now - captured)
+        what = f"missing {lost or 'none'}, new {new or 'none'}" if lost or new else "another order"
         raise PactBreach(
-            f"{self.shape}: replay has other fields than capture:"
-            f" missing {sorted(captured - now) or 'none'}, new {sorted(now - captured) or 'none'}",
+            f"{self.shape}: replay has other fields than capture: {what}",
             hint="return the captured metadata object, refreshed in place, with the same fields",
         )
 

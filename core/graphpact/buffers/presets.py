@@ -10,7 +10,7 @@ Does not: hold what a backend derives; backends declare their own slots.
 import torch
 
 from graphpact.buffers.registry import CudaGraphBufferRegistry
-from graphpact.buffers.slots import GraphSlot, PaddingPolicy
+from graphpact.buffers.slots import Axis, GraphSlot, PaddingPolicy
 
 _OWNER = "decode inputs"
 
@@ -28,37 +28,25 @@ def build_decode_registry(
     """
     registry = CudaGraphBufferRegistry(max_bs=max_bs, max_num_tokens=max_num_tokens, device=device)
 
-    def per_token(name: str) -> None:
-        # Padded tokens run through the whole model: token 0 at position 0, written to scratch slot 0.
+    def declare(name: str, axis: Axis, pad_value: int, where: torch.device | None = None) -> None:
         registry.register_slot(
             GraphSlot(
                 name=name,
-                shape_fn=lambda _bs, tokens: (tokens,),
+                shape_fn=lambda bs, tokens: (bs if axis == "bs" else tokens,),
                 dtype=torch.int64,
                 owner=_OWNER,
-                axis="tokens",
-                padding_policy=PaddingPolicy.ZERO,
-            )
-        )
-
-    def per_request(name: str, pad_value: int, slot_device: torch.device | None = None) -> None:
-        registry.register_slot(
-            GraphSlot(
-                name=name,
-                shape_fn=lambda bs, _tokens: (bs,),
-                dtype=torch.int64,
-                owner=_OWNER,
-                axis="bs",
-                device=slot_device,
-                padding_policy=PaddingPolicy.FILL_SENTINEL,
+                axis=axis,
+                device=where,
+                padding_policy=PaddingPolicy.FILL_SENTINEL if pad_value else PaddingPolicy.ZERO,
                 pad_value=pad_value,
             )
         )
 
-    per_token("input_ids")
-    per_token("positions")
-    per_token("out_cache_loc")
-    per_request("req_pool_indices", 0)
-    per_request("seq_lens", seq_len_fill_value)
-    per_request("seq_lens_cpu", seq_len_fill_value, torch.device("cpu"))
+    # Padded tokens run through the whole model: token 0 at position 0, written to scratch slot 0.
+    declare("input_ids", "tokens", 0)
+    declare("positions", "tokens", 0)
+    declare("out_cache_loc", "tokens", 0)
+    declare("req_pool_indices", "bs", 0)
+    declare("seq_lens", "bs", seq_len_fill_value)
+    declare("seq_lens_cpu", "bs", seq_len_fill_value, torch.device("cpu"))
     return registry

@@ -19,6 +19,19 @@ from graphpact.kernels._library import define_kernel
 
 
 @dataclass(frozen=True, slots=True)
+class _Layout:
+    """Where queries and keys lie, and the bounds; see `paged_attention`."""
+
+    qo_indptr: torch.Tensor
+    kv_indptr: torch.Tensor
+    kv_indices: torch.Tensor
+    kv_last_page_len: torch.Tensor
+    page_size: int
+    max_q_len: int
+    max_kv_len: int
+
+
+@dataclass(frozen=True, slots=True)
 class _Rule:
     """How scores are made and which keys a query sees."""
 
@@ -75,21 +88,17 @@ def _allowed(
     return allowed
 
 
-def _key_slots(
-    kv_indptr: torch.Tensor,
-    kv_indices: torch.Tensor,
-    kv_lens: torch.Tensor,
-    page_size: int,
-    num_keys: int,
-) -> torch.Tensor:
+def _key_slots(layout: _Layout, kv_lens: torch.Tensor, num_keys: int) -> torch.Tensor:
     """Return ``[bs, num_keys]``: the KV slot of every key.
 
     Keys that are not there repeat the request's own first key: no weight falls on them, and what nobody
     owns, which may be NaN, is not even multiplied by zero.
     """
-    key = torch.arange(num_keys, device=kv_indptr.device)
-    entry = (kv_indptr[:-1, None] + key // page_size).clamp_(max=kv_indices.shape[0] - 1)
-    slots = kv_indices[entry] * page_size + key % page_size
+    size = layout.page_size
+    key = torch.arange(num_keys, device=kv_lens.device)
+    entry = layout.kv_indptr[:-1, None] + key // size
+    page = layout.kv_indices[entry.clamp_(max=layout.kv_indices.shape[0] - 1)]
+    slots = page * size + key % size
     return torch.where(key < kv_lens[:, None], slots, slots[:, :1])
 
 
@@ -106,17 +115,11 @@ def _attend_decode(
     return _attend(q[:, None], k_cache[slots], v_cache[slots], allowed, rule)[:, 0]
 
 
-def _check(
-    q: torch.Tensor,
-    qo_indptr: list[int],
-    kv_indptr: list[int],
-    kv_last_page_len: list[int],
-    capacity: int,
-    page_size: int,
-    max_q_len: int,
-    max_kv_len: int,
-) -> list[int]:
-    """Make FlashInfer's checks, and those of the bounds, and return the keys of each request."""
+def _check(q: torch.Tensor, layout: _Layout) -> tuple[list[int], list[int]]:
+    """Make FlashInfer's checks, and those of the bounds; return query offsets and key counts."""
+    qo_indptr: list[int] = layout.qo_indptr.tolist()
+    kv_indptr: list[int] = layout.kv_indptr.tolist()
+    capacity, page_size = layout.kv_indices.shape[0], layout.page_size
     if qo_indptr[0] != 0 or qo_indptr[-1] != q.shape[0]:
         raise RuntimeError(
             f"qo_indptr goes from {qo_indptr[0]} to {qo_indptr[-1]}, q has {q.shape[0]} rows"
@@ -129,7 +132,7 @@ def _check(
         if indptr != sorted(indptr):
             raise RuntimeError(f"{name} decreases: {indptr}")
     kv_lens = []
-    for i, last in enumerate(kv_last_page_len):
+    for i, last in enumerate(layout.kv_last_page_len.tolist()):
         num_q = qo_indptr[i + 1] - qo_indptr[i]
         pages = kv_indptr[i + 1] - kv_indptr[i]
         keys = (pages - 1) * page_size + last if pages else 0
@@ -137,43 +140,29 @@ def _check(
             raise RuntimeError(f"kv_last_page_len[{i}] is {last}, a page has {page_size} keys")
         if num_q > keys:
             raise RuntimeError(f"request {i}: causal attention of {num_q} queries over {keys} keys")
-        if num_q > max_q_len or (max_q_len == 1 and num_q != 1):
-            raise RuntimeError(f"request {i}: {num_q} queries, planned for at most {max_q_len}")
-        if keys > max_kv_len:
-            raise RuntimeError(f"request {i}: {keys} keys, planned for at most {max_kv_len}")
+        if num_q > layout.max_q_len or (layout.max_q_len == 1 and num_q != 1):
+            raise RuntimeError(
+                f"request {i}: {num_q} queries, planned for at most {layout.max_q_len}"
+            )
+        if keys > layout.max_kv_len:
+            raise RuntimeError(f"request {i}: {keys} keys, planned for at most {layout.max_kv_len}")
         kv_lens.append(keys)
-    return kv_lens
+    return qo_indptr, kv_lens
 
 
 def _attend_ragged(
     q: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
-    qo_indptr: torch.Tensor,
-    kv_indptr: torch.Tensor,
-    kv_indices: torch.Tensor,
-    kv_last_page_len: torch.Tensor,
-    page_size: int,
-    max_q_len: int,
-    max_kv_len: int,
+    layout: _Layout,
     rule: _Rule,
     out: torch.Tensor,
 ) -> None:
     """Attend with the index tensors read on the host: every request at its own length."""
-    offsets: list[int] = qo_indptr.tolist()
-    lengths = _check(
-        q,
-        offsets,
-        kv_indptr.tolist(),
-        kv_last_page_len.tolist(),
-        kv_indices.shape[0],
-        page_size,
-        max_q_len,
-        max_kv_len,
-    )
+    offsets, lengths = _check(q, layout)
     kv_lens = torch.tensor(lengths)
-    slots = _key_slots(kv_indptr, kv_indices, kv_lens, page_size, max(lengths))
-    if max_q_len == 1:
+    slots = _key_slots(layout, kv_lens, max(lengths))
+    if layout.max_q_len == 1:
         out.copy_(_attend_decode(q, k_cache, v_cache, slots, kv_lens, rule))
         return
     for i, (start, end) in enumerate(itertools.pairwise(offsets)):
@@ -183,41 +172,37 @@ def _attend_ragged(
         mine = slots[i : i + 1, :length]
         at = torch.arange(length - (end - start), length)[None]
         allowed = _allowed(at, length, kv_lens[i : i + 1], rule)
-        out[start:end] = _attend(q[None, start:end], k_cache[mine], v_cache[mine], allowed, rule)[0]
+        dense = _attend(q[None, start:end], k_cache[mine], v_cache[mine], allowed, rule)
+        out[start:end] = dense[0]
 
 
 def _attend_padded(
     q: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
-    qo_indptr: torch.Tensor,
-    kv_indptr: torch.Tensor,
-    kv_indices: torch.Tensor,
-    kv_last_page_len: torch.Tensor,
-    page_size: int,
-    max_q_len: int,
-    max_kv_len: int,
+    layout: _Layout,
     rule: _Rule,
     out: torch.Tensor,
 ) -> None:
     """Attend without reading anything on the host: every request padded to the bounds."""
-    kv_lens = (kv_indptr[1:] - kv_indptr[:-1] - 1) * page_size + kv_last_page_len
-    slots = _key_slots(kv_indptr, kv_indices, kv_lens, page_size, max_kv_len)
-    if max_q_len == 1:
+    pages = layout.kv_indptr[1:] - layout.kv_indptr[:-1]
+    kv_lens = (pages - 1) * layout.page_size + layout.kv_last_page_len
+    slots = _key_slots(layout, kv_lens, layout.max_kv_len)
+    if layout.max_q_len == 1:
         out.copy_(_attend_decode(q, k_cache, v_cache, slots, kv_lens, rule))
         return
     # Rows that are not there repeat the first query of all, and are dropped.
-    num_q = qo_indptr[1:] - qo_indptr[:-1]
-    column = torch.arange(max_q_len, device=q.device)
+    begin = layout.qo_indptr
+    num_q = begin[1:] - begin[:-1]
+    column = torch.arange(layout.max_q_len, device=q.device)
     live = column < num_q[:, None]
-    rows = torch.where(live, qo_indptr[:-1, None] + column, 0)
+    rows = torch.where(live, begin[:-1, None] + column, 0)
     at = torch.where(live, (kv_lens - num_q)[:, None] + column, 0)
-    allowed = _allowed(at, max_kv_len, kv_lens, rule)
+    allowed = _allowed(at, layout.max_kv_len, kv_lens, rule)
     dense = _attend(q[rows], k_cache[slots], v_cache[slots], allowed, rule)
     row = torch.arange(q.shape[0], device=q.device)
-    request = torch.searchsorted(qo_indptr[1:], row, right=True)
-    request = request.clamp_(max=num_q.shape[0] - 1)
-    out.copy_(dense[request, row - qo_indptr[request]])
+    request = torch.searchsorted(begin[1:], row, right=True).clamp_(max=num_q.shape[0] - 1)
+    out.copy_(dense[request, row - begin[request]])
 
 
 def _paged_attention(
@@ -237,21 +222,12 @@ def _paged_attention(
     sinks: torch.Tensor | None,
     out: torch.Tensor,
 ) -> None:
-    attend = _attend_ragged if q.device.type == "cpu" else _attend_padded
-    attend(
-        q,
-        k_cache,
-        v_cache,
-        qo_indptr,
-        kv_indptr,
-        kv_indices,
-        kv_last_page_len,
-        page_size,
-        max_q_len,
-        max_kv_len,
-        _Rule(scaling, sliding_window, softcap, sinks),
-        out,
+    layout = _Layout(
+        qo_indptr, kv_indptr, kv_indices, kv_last_page_len, page_size, max_q_len, max_kv_len
     )
+    rule = _Rule(scaling, sliding_window, softcap, sinks)
+    attend = _attend_ragged if q.device.type == "cpu" else _attend_padded
+    attend(q, k_cache, v_cache, layout, rule, out)
 
 
 _paged = define_kernel(

@@ -21,6 +21,7 @@ from graphpact import (
 )
 from graphpact.attention import GraphSupport, HeadLayout
 from graphpact.buffers import build_decode_registry
+from graphpact.errors import EngineError
 from graphpact.pact import Pact
 from graphpact_flashinfer import FlashInferBackend, FlashInferMetadata
 
@@ -313,7 +314,7 @@ def test_an_extend_batch_needs_its_lengths() -> None:
 def test_capture_needs_a_registry() -> None:
     """A backend that was not attached says so."""
     rig = Rig(1)
-    with pytest.raises(RuntimeError, match="attach"):
+    with pytest.raises(EngineError, match="attached to no registry"):
         rig.backend.init_metadata_capture(rig.batch([1], [1]), GraphShape(ForwardMode.DECODE, 1, 1))
 
 

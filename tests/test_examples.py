@@ -1,0 +1,52 @@
+"""What the repository ships runs as it is shipped."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from graphpact.config import EngineConfig
+from graphpact.engine import Engine, SamplingParams
+
+ROOT = Path(__file__).parents[1]
+MODEL = ROOT / "examples/models/tiny-llama"
+
+
+def test_the_model_is_small_and_safe() -> None:
+    """The shipped model is at most 4 MB, and its weights are safetensors."""
+    files = [file for file in MODEL.iterdir() if file.is_file()]
+    assert sum(file.stat().st_size for file in files) <= 4_000_000
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {file.name for file in files}
+    assert {file.suffix for file in files} <= {".json", ".safetensors", ".md"}
+
+
+@pytest.mark.parametrize("text", ["Return a ", "naïve café ☕\n\ttabs", "", " ", "\x00\x7f"])
+def test_the_tokenizer_is_bytes(text: str) -> None:
+    """A token is a byte: every text comes back as it was, and nothing is put before it."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(MODEL)
+    ids = tokenizer.encode(text)
+    assert ids == list(text.encode())
+    assert tokenizer.decode(ids) == text
+
+
+def test_the_demo_writes_what_transformers_writes() -> None:
+    """The demo's prompts, greedy, give transformers' tokens through graphs that are all verified."""
+    config = EngineConfig.load(
+        ROOT / "examples/demo.toml",
+        env={},
+        overrides=["verify.replay_against_eager=1.0", 'engine.device="cpu"'],
+    )
+    prompts = (ROOT / "examples/prompts.txt").read_text().splitlines()
+    assert len(prompts) >= 4
+    assert len({len(prompt) for prompt in prompts}) == len(prompts)
+    with Engine(config) as engine:
+        done = engine.generate(prompts, SamplingParams(max_new_tokens=24))
+        assert engine.lanes[0].stats.replays == engine.verifiers[0].verified > 0
+    model = transformers.AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
+    for prompt, completion in zip(prompts, done, strict=True):
+        ids = torch.tensor([list(prompt.encode())])
+        out = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False
+        )
+        assert completion.token_ids == out[0, ids.shape[1] :].tolist()
