@@ -442,3 +442,10 @@ def test_importing_the_module_imports_no_plugin() -> None:
         cwd=ROOT / "core",
     )
     assert done.stdout.strip() == "[]"
+
+
+def test_a_folder_named_otherwise_is_found_all_the_same(site: Site) -> None:
+    """A distribution whose metadata folder is not named as tools name it counts like any other."""
+    site.add("odd", offers={"fake_odd": "Runner"})
+    (site.root / "fake_odd-1.0.dist-info").rename(site.root / "fake-odd-1.0.dist-info")
+    assert isinstance(outcomes(PluginCatalog.scan())["fake_odd"], Loaded)

@@ -20,7 +20,12 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args, overload
 
 import pluggy
-from importlib_metadata import EntryPoint, distribution, distributions
+from importlib_metadata import (
+    EntryPoint,
+    PackageNotFoundError,
+    distribution,
+    distributions,
+)
 
 from graphpact import hookspecs
 from graphpact.attention import AttentionBackend
@@ -267,7 +272,7 @@ def _installed() -> dict[PluginInfo, EntryPoint]:
         try:
             if not _GROUPS.keys() & any_dist.entry_points.groups:
                 continue
-            dist = distribution(any_dist.name)
+            dist = _first_of_its_name(any_dist)
             offers = dist.entry_points
             contract = ", ".join(sorted(offers.select(group=CONTRACT_GROUP).names)) or None
             for e in offers:
@@ -277,6 +282,14 @@ def _installed() -> dict[PluginInfo, EntryPoint]:
         except Exception as error:  # noqa: BLE001  what is installed beside us is not ours to trust
             _log.warning("a distribution's metadata cannot be read: %s", _say(error))
     return found
+
+
+def _first_of_its_name(dist: Any) -> Any:
+    """Return the distribution that is found first by the name of ``dist``; itself where none is."""
+    try:
+        return distribution(dist.name)
+    except PackageNotFoundError:  # its folder is not named as its metadata is
+        return dist
 
 
 def _load(info: PluginInfo, entry_point: EntryPoint) -> Plugin:

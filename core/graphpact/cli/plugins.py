@@ -91,6 +91,7 @@ def describe(plugin: Plugin) -> dict[str, Any]:
             "graph_support": can.graph_support.value,
             "dtypes": _words(can.dtypes),
             "devices": _words(can.devices),
+            "head_layouts": _words(can.head_layouts),
             "page_sizes": None if can.page_sizes is None else sorted(can.page_sizes),
             "head_dims": None if can.head_dims is None else sorted(can.head_dims),
             "features": [name for name in _FEATURES if getattr(can, name)],
