@@ -375,3 +375,10 @@ def test_a_configuration_does_not_change_and_refuses_unknown_keys() -> None:
         config.engine.seed = 3
     with pytest.raises(ValidationError, match="Extra inputs"):
         EngineConfig.model_validate({"engine": {"sed": 3}})
+
+
+def test_one_fault_has_one_line() -> None:
+    """A list whose items are not valid is not also called too short."""
+    text = refusal("lanes.decode.batch_sizes=[0]")
+    assert text.count("batch_sizes") == 1
+    assert "batch_sizes[0] = 0" in text

@@ -422,6 +422,8 @@ def _unknown(setting: _Setting) -> str:
 def _render(error: ValidationError, settings: Mapping[KeyPath, _Setting]) -> Iterator[str]:
     """Yield one line for each of pydantic's errors: key, value, source, what is allowed."""
     for fault in error.errors(include_url=False):
+        if fault["type"] == "too_short" and fault["input"]:
+            continue  # not short: its items, which have a line of their own, were not counted
         path = next(path for path in _keys() if path == fault["loc"][: len(path)])
         key = _keys()[path]
         inner = "".join(f"[{index}]" for index in fault["loc"][len(path) :])
