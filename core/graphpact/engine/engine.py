@@ -166,8 +166,12 @@ class Engine:
             RequestError: An empty prompt, a token that the model does not know, or more tokens than
                 this engine can hold; nothing was queued.
         """
-        token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         number = self._num_requests
+        if prompt == "":  # some tokenizers would make a begin token of it
+            raise RequestError(
+                f"request '{number}' has an empty prompt", hint="give at least one character"
+            )
+        token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         for token in token_ids:
             if not 0 <= token < self.vocab_size:
                 raise RequestError(

@@ -200,7 +200,7 @@ def _attend_padded(
     at = torch.where(live, (kv_lens - num_q)[:, None] + column, 0)
     allowed = _allowed(at, layout.max_kv_len, kv_lens, rule)
     dense = _attend(q[rows], k_cache[slots], v_cache[slots], allowed, rule)
-    row = torch.arange(q.shape[0], device=q.device)
+    row = torch.arange(q.shape[0], dtype=begin.dtype, device=q.device)
     request = torch.searchsorted(begin[1:], row, right=True).clamp_(max=num_q.shape[0] - 1)
     out.copy_(dense[request, row - begin[request]])
 

@@ -34,7 +34,7 @@ def _pack_padded(
     out: torch.Tensor,
 ) -> None:
     """Pack without reading anything on the host: every entry of ``out`` finds its own page."""
-    at = torch.arange(out.shape[0], device=out.device)
+    at = torch.arange(out.shape[0], dtype=kv_indptr.dtype, device=out.device)
     request = torch.searchsorted(kv_indptr[1:], at, right=True)
     request = request.clamp_(max=req_pool_indices.shape[0] - 1)
     column = (at - kv_indptr[request]) * page_size
