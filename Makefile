@@ -1,6 +1,7 @@
 # Each target is one command from a fresh clone; the environment in .venv is made when it is first needed.
 PYTHON ?= python3
 VENV   ?= .venv
+PINS   ?= constraints.txt
 BIN    := $(VENV)/bin
 DISTS  := core plugins/cuda_graph plugins/flashinfer
 STAMP  := $(VENV)/.installed
@@ -28,8 +29,8 @@ clean:                ## forget the environment and every cache
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(STAMP): constraints.txt requirements-dev.txt core/pyproject.toml $(wildcard plugins/*/pyproject.toml)
+$(STAMP): $(PINS) requirements-dev.txt core/pyproject.toml $(wildcard plugins/*/pyproject.toml)
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --requirement requirements-dev.txt \
+	$(BIN)/python -m pip install --quiet --constraint $(PINS) --requirement requirements-dev.txt \
 	    --editable "core[all]" $(foreach dist,$(filter-out core,$(DISTS)),--editable $(dist))
 	touch $@

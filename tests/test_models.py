@@ -148,7 +148,9 @@ def test_remote_code_does_not_run_unasked(copy: Path, tmp_path: Path) -> None:
 def test_weights_that_do_not_fit_are_refused(copy: Path) -> None:
     """A missing weight, a spare one and one of another shape are each named, never filled in."""
     file = copy / "model.safetensors"
-    whole = load_file(file)
+    whole = {
+        name: weight.clone() for name, weight in load_file(file).items()
+    }  # not the mapped file
     name = "model.layers.0.mlp.up_proj.weight"
     metadata = {"format": "pt"}
     save_file({k: v for k, v in whole.items() if k != name}, file, metadata)

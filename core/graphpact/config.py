@@ -307,13 +307,18 @@ def _allowed(schema: Mapping[str, Any]) -> str:
     words = {"integer": "a whole number", "number": "a number", "boolean": "true or false"}
     text = words.get(schema["type"], _TEXT)
     if "minimum" in schema:
-        text += f" from {schema['minimum']}"
-        text += f" to {schema['maximum']}" if "maximum" in schema else " up"
+        text += f" from {_number(schema['minimum'])}"
+        text += f" to {_number(schema['maximum'])}" if "maximum" in schema else " up"
     if "exclusiveMinimum" in schema:
         text += f" above {schema['exclusiveMinimum']:g}"
     if "exclusiveMaximum" in schema:
         text += f", below {schema['exclusiveMaximum']}"
     return text
+
+
+def _number(bound: float) -> str:
+    """Return a bound in words; pydantic's versions differ in whether they give 0 or 0.0."""
+    return str(int(bound)) if bound == int(bound) else str(bound)
 
 
 # -- the sources ---------------------------------------------------------------------------------

@@ -35,7 +35,11 @@ def make_engine(path: Path, *overrides: str) -> Engine:
 
 def reference_tokens(path: Path, prompt: list[int], count: int) -> list[int]:
     """Return what transformers' greedy generation writes after ``prompt``."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        path,
+        dtype=torch.float32,
+        attn_implementation="eager",  # the one that always honours a soft cap
+    ).eval()
     ids = torch.tensor([prompt])
     out = model.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False

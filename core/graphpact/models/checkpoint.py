@@ -18,6 +18,15 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 
 from graphpact.errors import CheckpointError, UnsupportedModelError
 
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "tekken.json",
+)
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 
@@ -127,14 +136,19 @@ def load_tokenizer(path: Path, *, trust_remote_code: bool = False) -> Any:
     Raises:
         CheckpointError: The directory has none, or it is broken.
     """
+    hint = "save it there with tokenizer.save_pretrained, or pass token ids instead of text"
+    if not trust_remote_code and not any((path / name).is_file() for name in _TOKENIZER_FILES):
+        # transformers makes an empty tokenizer of nothing, in some versions
+        raise CheckpointError(
+            f"{path}: there is no tokenizer: none of {', '.join(_TOKENIZER_FILES)}", hint=hint
+        )
     try:
         return AutoTokenizer.from_pretrained(
             path, local_files_only=True, trust_remote_code=trust_remote_code
         )
     except Exception as error:
         raise CheckpointError(
-            f"{path}: its tokenizer cannot be loaded: {_one_line(error)}",
-            hint="save it there with tokenizer.save_pretrained, or pass token ids instead of text",
+            f"{path}: its tokenizer cannot be loaded: {_one_line(error)}", hint=hint
         ) from error
 
 
