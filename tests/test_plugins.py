@@ -16,7 +16,15 @@ from graphpact.errors import (
     RejectedPluginError,
     UnknownPluginError,
 )
-from graphpact.plugins import DISABLE_VARIABLE, KINDS, Loaded, Plugin, PluginCatalog, Rejected
+from graphpact.plugins import (
+    _FIRST_PARTY,
+    DISABLE_VARIABLE,
+    KINDS,
+    Loaded,
+    Plugin,
+    PluginCatalog,
+    Rejected,
+)
 
 ROOT = Path(__file__).parents[1]
 
@@ -365,28 +373,21 @@ def test_an_unknown_name_says_what_is_there_and_what_was_refused(site: Site) -> 
     assert not {"fake_one", "fake_old", "fake_drv"} & sys.modules.keys()
 
 
-@pytest.mark.parametrize(
-    ("kind", "name", "wheel"),
-    [
-        ("attention_backend", "flashinfer", "graphpact-flashinfer"),
-        ("attention_backend", "trtllm_mla", "graphpact-trtllm-mla"),
-        ("attention_backend", "fa3", "graphpact-fa3"),
-        ("runner", "cuda_graph", "graphpact-cuda-graph"),
-        ("runner", "piecewise_cuda_graph", "graphpact-cuda-graph"),
-        ("runner", "breakable_cuda_graph", "graphpact-cuda-graph"),
-        ("runner", "cpu_graph", "graphpact-cpu-graph"),
-        ("runner", "eagle_draft", "graphpact-speculative"),
-        ("graph_driver", "tape", "graphpact"),
-    ],
-)
-def test_a_first_party_plugin_that_is_not_installed_has_a_pip_command(
-    kind: str, name: str, wheel: str
-) -> None:
-    """For a name of graphpact's own the error ends with the command that installs it."""
-    with pytest.raises(UnknownPluginError) as refused:
-        PluginCatalog({}).select(kind, name)  # type: ignore[call-overload]
-    assert refused.value.hint == f"pip install {wheel}"
-    assert "available: none" in str(refused.value)
+def test_a_first_party_plugin_that_is_not_installed_has_a_pip_command() -> None:
+    """For each name that this repository offers, and no other, the error ends with what installs it."""
+    offered: dict[str, dict[str, str]] = {kind: {} for kind in KINDS}
+    for file in [ROOT / "core" / "pyproject.toml", *ROOT.glob("plugins/*/pyproject.toml")]:
+        project = tomllib.loads(file.read_text())["project"]
+        for kind in KINDS:
+            for name in project["entry-points"].get(f"graphpact.{kind}s", {}):
+                offered[kind][name] = project["name"]
+    assert offered == _FIRST_PARTY
+    for kind, names in offered.items():
+        for name, wheel in names.items():
+            with pytest.raises(UnknownPluginError) as refused:
+                PluginCatalog({}).select(kind, name)  # type: ignore[call-overload]
+            assert refused.value.hint == f"pip install {wheel}"
+            assert "available: none" in str(refused.value)
 
 
 def test_a_near_miss_of_a_first_party_name_has_name_and_command() -> None:

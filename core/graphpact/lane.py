@@ -154,8 +154,10 @@ class Lane:
 
         Raises:
             CaptureError: The model or the backend did what no graph can hold.
+            EngineError: The lane's runner captures nothing.
         """
-        assert self.driver is not None  # noqa: S101  the constructor saw to it
+        if self.driver is None or self.registry is None:
+            raise EngineError(f"lane {self.name!r} cannot capture {shape}: it has no graphs")
         start = time.perf_counter()
         with torch.inference_mode():
             dummy = self.runner.dummy_batch(shape)

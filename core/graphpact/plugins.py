@@ -54,23 +54,10 @@ _BASES: dict[Kind, type[Any]] = {
     "runner": GraphRunner,
     "graph_driver": GraphDriver,
 }
-_FIRST_PARTY: dict[Kind, dict[str, str]] = {
-    "attention_backend": {
-        "flashinfer": "graphpact-flashinfer",
-        "trtllm_mla": "graphpact-trtllm-mla",
-        "fa3": "graphpact-fa3",
-    },
-    "runner": {
-        "eager": "graphpact",
-        "cuda_graph": "graphpact-cuda-graph",
-        "piecewise_cuda_graph": "graphpact-cuda-graph",
-        "breakable_cuda_graph": "graphpact-cuda-graph",
-        "cpu_graph": "graphpact-cpu-graph",
-        "eagle_draft": "graphpact-speculative",
-        "eagle_draft_extend": "graphpact-speculative",
-        "frozen_kv_mtp": "graphpact-speculative",
-    },
-    "graph_driver": {"tape": "graphpact", "cuda": "graphpact"},
+_FIRST_PARTY: dict[Kind, dict[str, str]] = {  # which distribution of ours offers a name
+    "attention_backend": {"flashinfer": "graphpact-flashinfer"},
+    "runner": {"cuda_graph": "graphpact-cuda-graph", "eager": "graphpact"},
+    "graph_driver": {"cuda": "graphpact", "tape": "graphpact"},
 }
 _GROUPS: dict[str, Kind] = {f"graphpact.{kind}s": kind for kind in KINDS}
 
