@@ -10,7 +10,7 @@ STAMP  := $(VENV)/.installed
 
 demo: $(STAMP)        ## write text through captured decode graphs, every replay verified
 	$(BIN)/graphpact generate --config examples/demo.toml --file examples/prompts.txt \
-	    --temperature 0.6 --max-new-tokens 120 --verify
+	    --temperature 0.4 --max-new-tokens 120 --verify
 
 test: $(STAMP)        ## run every test
 	$(BIN)/python -m pytest -q
