@@ -31,12 +31,16 @@ KEYS = ["prompt", "text", "token_ids", "finish_reason"]
 
 
 @pytest.fixture(scope="session")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tiny(tmp_path_factory: pytest.TempPathFactory, checkpoint: Callable[..., Path]) -> Path:
     """Return a small random Llama with a byte-level tokenizer that begins every text with a token.
 
     The folder's name has all that could trip over quoting.
     """
     path = tmp_path_factory.mktemp("tiny") / "a 'model' \"with\" = [all] # of \\ it, é"
+    shutil.copytree(
+        checkpoint("llama", num_hidden_layers=1, vocab_size=258, max_position_embeddings=MODEL_LEN),
+        path,
+    )
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {"<s>": 0, "</s>": 1} | {byte: i for i, byte in enumerate(alphabet, 2)}
     bytes_only = Tokenizer(models.BPE(vocabulary, []))
@@ -50,25 +54,6 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
         bos_token="<s>",  # noqa: S106  no secret: a token of text
         eos_token="</s>",  # noqa: S106
     ).save_pretrained(path)
-    torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            vocab_size=len(vocabulary),
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            max_position_embeddings=MODEL_LEN,
-            bos_token_id=0,
-            eos_token_id=1,
-        )
-    )
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(0, 0.2)
-    model.save_pretrained(path)
     return path
 
 

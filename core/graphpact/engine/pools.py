@@ -23,7 +23,38 @@ def _require_positive(**sizes: int) -> None:
             raise ConfigError(f"{name} must be a whole number from 1 up; got {size}")
 
 
-class RequestPool:
+class _Ids:
+    """Numbers from 1 to ``count`` that are handed out and taken back; 0 is reserved."""
+
+    def __init__(self, count: int) -> None:
+        self._free = list(range(count, 0, -1))
+        self._in_use: set[int] = set()
+
+    @property
+    def num_free(self) -> int:
+        """How many can be handed out now."""
+        return len(self._free)
+
+    @property
+    def in_use(self) -> frozenset[int]:
+        """Those that are handed out."""
+        return frozenset(self._in_use)
+
+    def _take(self, n: int) -> list[int] | None:
+        """Hand out ``n``, or None, and none at all, where fewer are free."""
+        if n > len(self._free):
+            return None
+        ids = [self._free.pop() for _ in range(n)]
+        self._in_use.update(ids)
+        return ids
+
+    def _give_back(self, ids: list[int]) -> None:
+        """Take ``ids`` back, which are known to be handed out."""
+        self._in_use.difference_update(ids)
+        self._free.extend(ids)
+
+
+class RequestPool(_Ids):
     """Rows for requests, and the slots of each request's tokens.
 
     Args:
@@ -42,31 +73,17 @@ class RequestPool:
 
     def __init__(self, max_requests: int, max_context_len: int, device: torch.device | str) -> None:
         _require_positive(max_requests=max_requests, max_context_len=max_context_len)
+        super().__init__(max_requests)
         self.max_requests = max_requests
         self.max_context_len = max_context_len
         self.req_to_token = torch.zeros(
             (max_requests + 1, max_context_len), dtype=torch.int32, device=device
         )
-        self._free = list(range(max_requests, 0, -1))
-        self._in_use: set[int] = set()
-
-    @property
-    def num_free(self) -> int:
-        """Rows that can be handed out now."""
-        return len(self._free)
-
-    @property
-    def in_use(self) -> frozenset[int]:
-        """The rows that are handed out."""
-        return frozenset(self._in_use)
 
     def alloc(self) -> int | None:
         """Hand out a row, from 1 up; None where all are taken."""
-        if not self._free:
-            return None
-        row = self._free.pop()
-        self._in_use.add(row)
-        return row
+        rows = self._take(1)
+        return None if rows is None else rows[0]
 
     def free(self, row: int) -> None:
         """Take a row back.
@@ -79,11 +96,10 @@ class RequestPool:
                 f"request row {row} was freed and is not handed out; rows are 1 to "
                 f"{self.max_requests}, row 0 is reserved"
             )
-        self._in_use.remove(row)
-        self._free.append(row)
+        self._give_back([row])
 
 
-class PagePool:
+class PagePool(_Ids):
     """Ids of KV pages; slot of (page, offset) is ``page * page_size + offset``.
 
     Args:
@@ -96,20 +112,9 @@ class PagePool:
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         _require_positive(num_pages=num_pages, page_size=page_size)
+        super().__init__(num_pages)
         self.num_pages = num_pages
         self.page_size = page_size
-        self._free = list(range(num_pages, 0, -1))
-        self._in_use: set[int] = set()
-
-    @property
-    def num_free(self) -> int:
-        """Pages that can be handed out now."""
-        return len(self._free)
-
-    @property
-    def in_use(self) -> frozenset[int]:
-        """The pages that are handed out."""
-        return frozenset(self._in_use)
 
     @property
     def num_slots(self) -> int:
@@ -127,11 +132,7 @@ class PagePool:
 
     def alloc(self, n: int) -> list[int] | None:
         """Hand out ``n`` pages, or None, and no page at all, where fewer are free."""
-        if n > len(self._free):
-            return None
-        pages = [self._free.pop() for _ in range(n)]
-        self._in_use.update(pages)
-        return pages
+        return self._take(n)
 
     def free(self, pages: Iterable[int]) -> None:
         """Take pages back: all of them, or none where the call is wrong.
@@ -148,8 +149,7 @@ class PagePool:
                 f"{sorted({page for page in pages if pages.count(page) > 1}) or 'none'}; pages are "
                 f"1 to {self.num_pages}, page 0 is reserved"
             )
-        self._in_use.difference_update(pages)
-        self._free.extend(pages)
+        self._give_back(pages)
 
 
 @dataclass(frozen=True, slots=True)
