@@ -102,6 +102,7 @@ class Rig:
             seq_lens=lens,
             seq_lens_cpu=lens.clone(),
             extend_seq_lens=torch.ones_like(lens) if mode is ForwardMode.EXTEND else None,
+            extend_seq_lens_cpu=torch.ones_like(lens) if mode is ForwardMode.EXTEND else None,
         )
 
     def agrees(self, *lengths: int) -> bool:

@@ -170,7 +170,7 @@ def test_eager_steps_are_not_verified() -> None:
     rig = Rig()
     batch = rig.batch(2, 2, 2, 2)
     batch.forward_mode = ForwardMode.EXTEND
-    batch.extend_seq_lens = torch.ones(4, dtype=torch.int64)
+    batch.extend_seq_lens = batch.extend_seq_lens_cpu = torch.ones(4, dtype=torch.int64)
     rig.verifier.run(batch)
     assert rig.verifier.verified == 0
     assert rig.eager_calls == 1

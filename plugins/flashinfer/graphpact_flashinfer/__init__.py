@@ -24,6 +24,7 @@ from graphpact import (
     PaddingPolicy,
 )
 from graphpact.attention import GraphSupport, HeadLayout
+from graphpact.errors import EngineError
 from graphpact.kernels import pack_kv_indices, paged_attention, write_kv_cache
 
 _REBUILT = "fill_metadata writes every row of the padded extent in every step"
@@ -40,7 +41,8 @@ class FlashInferMetadata:
         kv_indices: ``[capacity]`` int32: page numbers, read up to ``kv_indptr[-1]``.
         kv_last_page_len: ``[bs]`` int32: keys in each request's last page, 1 to the page size.
         max_q_len: Bound on the queries of a request: 1 for decode.
-        max_kv_len: Bound on the keys of a request: the context length, at capture as at replay.
+        max_kv_len: Bound on the keys of a request: the context length for decode, at capture as at
+            replay.
     """
 
     out_cache_loc: torch.Tensor
@@ -100,15 +102,23 @@ class FlashInferBackend(AttentionBackend):
     def allocate_metadata(
         self, view: ForwardBatch, shape: GraphShape, buffers: Callable[[str], torch.Tensor]
     ) -> FlashInferMetadata:
-        """Return the metadata of ``shape``, its tensors slices of the declared slots."""
+        """Return the metadata of ``shape``, its tensors slices of the declared slots.
+
+        Decode is captured, so its bounds are those of every replay. Extend runs eagerly: its bounds are
+        the batch's own, from the lengths on the host, since what a GPU computes grows with them.
+        """
+        max_q_len, max_kv_len = 1, self.context.limits.max_context_len
+        if not shape.mode.is_decode:
+            max_q_len = int(_required(view.extend_seq_lens_cpu).max())
+            max_kv_len = int(view.seq_lens_cpu.max())
         return FlashInferMetadata(
             out_cache_loc=view.out_cache_loc,
             qo_indptr=buffers("flashinfer.qo_indptr"),
             kv_indptr=buffers("flashinfer.kv_indptr"),
             kv_indices=buffers("flashinfer.kv_indices"),
             kv_last_page_len=buffers("flashinfer.kv_last_page_len"),
-            max_q_len=1 if shape.mode.is_decode else shape.num_tokens,
-            max_kv_len=self.context.limits.max_context_len,
+            max_q_len=max_q_len,
+            max_kv_len=max_kv_len,
         )
 
     def fill_metadata(self, view: ForwardBatch, metadata: FlashInferMetadata) -> None:
@@ -166,5 +176,5 @@ def _offsets(counts: torch.Tensor, *, out: torch.Tensor) -> None:
 
 def _required(lengths: torch.Tensor | None) -> torch.Tensor:
     if lengths is None:
-        raise ValueError("an extend batch must carry extend_seq_lens")
+        raise EngineError("an extend batch must carry extend_seq_lens and extend_seq_lens_cpu")
     return lengths
