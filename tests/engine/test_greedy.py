@@ -109,6 +109,27 @@ def test_logits_are_the_graphs_own(checkpoint: Callable[..., Path]) -> None:
     torch.testing.assert_close(logits, lane.run_eager(scheduled.batch), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "gemma2"])
+@pytest.mark.parametrize("driver", ["cuda", "tape"])
+def test_a_gpu_writes_the_same_tokens(
+    architecture: str, driver: str, checkpoint: Callable[..., Path]
+) -> None:
+    """On a GPU, through CUDA graphs and through the tape, every replay verified, tokens are a CPU's."""
+    path = checkpoint(architecture)
+    draw = random.Random(architecture)
+    prompts = [[draw.randrange(2, 199) for _ in range(n)] for n in PROMPT_LENGTHS]
+    params = SamplingParams(max_new_tokens=16)
+    options = ("engine.max_num_batched_tokens=24", 'model.dtype="float64"')
+    on_cpu = make_engine(path, *options).generate(prompts, params)
+    engine = make_engine(
+        path, *options, 'engine.device="cuda"', f"lanes.decode.graph_driver={driver}"
+    )
+    assert [c.token_ids for c in engine.generate(prompts, params)] == [c.token_ids for c in on_cpu]
+    assert engine.lanes[0].stats.replays == engine.verifiers[0].verified > 20
+
+
 def test_batches_without_a_bucket_run_eagerly_with_the_reason(
     checkpoint: Callable[..., Path],
 ) -> None:
