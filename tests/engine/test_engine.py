@@ -1,5 +1,6 @@
 """The engine around its lanes: what goes in, what comes out, and what is refused at its door."""
 
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -256,6 +257,14 @@ def test_limits_that_do_not_fit_are_refused() -> None:
         Engine(configure(TINY, "engine.max_model_len=5000"))
     with pytest.raises(ConfigError, match="GiB may be used"):
         Engine(configure(TINY, "engine.kv_cache_memory_gib=0.001", "engine.num_pages=1000"))
+
+
+@pytest.mark.parametrize("told", [["SC_AVPHYS_PAGES"], ["SC_PHYS_PAGES"], []])
+def test_memory_is_found_on_every_system(told: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the system does not tell its free memory, an engine is built all the same."""
+    monkeypatch.setattr("os.sysconf_names", {name: os.sysconf_names[name] for name in told})
+    with Engine(configure(TINY, "engine.max_num_seqs=2")) as engine:
+        assert engine.memory.pages.num_pages == 2 * 1024 // 16
 
 
 def test_a_generation_config_of_its_own_ends_text(tmp_path: Path) -> None:

@@ -290,5 +290,13 @@ def _kv_budget(gib: float | None, device: torch.device) -> int:
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
     else:
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        free = _free_host_memory()
     return int(free * _MEMORY_SHARE[device.type])
+
+
+def _free_host_memory() -> int:
+    """Return the bytes of memory that are free; all there are, or 8 GiB, where that is not told."""
+    for name in ("SC_AVPHYS_PAGES", "SC_PHYS_PAGES"):  # the second for macOS
+        if name in getattr(os, "sysconf_names", {}):
+            return os.sysconf(name) * os.sysconf("SC_PAGE_SIZE")
+    return 8 * 2**30  # Windows has neither
