@@ -10,6 +10,9 @@ How a recorded operation is run again:
 - an operation that writes its arguments is run as it is;
 - an operation that makes new tensors is run as its out-variant, into the recorded tensors, where its
   schema has one, and otherwise run and copied into the recorded tensors;
+- an operation that only calls others (``linear``, ``reshape``) is recorded as those, so that a host read
+  inside it is seen;
+- a constant made while recording is restored before what follows it reads or overwrites it;
 - uninitialised memory (``empty``) is not run: it is memory of the graph's pool.
 
 Does not: poison memory or order side streams; this is the fast mode.
