@@ -39,8 +39,6 @@ class ScheduledBatch:
     """In batch order, oldest first."""
     samples: list[bool]
     """Whether each request's last row yields a token; not where more of its prompt is to come."""
-    last_token_indices: torch.Tensor | None
-    """``[bs]`` int64 on the batch's device: the last row of each; None for decode: every row."""
     step: int
     """Number of the step; only the newest can be committed."""
 
@@ -406,7 +404,7 @@ class Scheduler:
             seq_lens=seq_lens,
             seq_lens_cpu=host[-1],
         )
-        return ScheduledBatch(batch, requests, [True] * len(requests), None, self._step)
+        return ScheduledBatch(batch, requests, [True] * len(requests), self._step)
 
     def _extend_batch(self, chunks: list[tuple[Request, int]]) -> ScheduledBatch:
         """Build the batch that computes the next tokens, as many as given, of each request."""
@@ -415,7 +413,6 @@ class Scheduler:
         positions: list[int] = []
         slots: list[int] = []
         token_rows: list[int] = []
-        last: list[int] = []
         seq_lens: list[int] = []
         for request, length in chunks:
             start, end = request.num_computed, request.num_computed + length
@@ -423,30 +420,30 @@ class Scheduler:
             positions += range(start, end)
             slots += self._pages.slots(request.pages, start, end)
             token_rows += [_row(request)] * length
-            last.append(len(input_ids) - 1)
             seq_lens.append(end)
         rows = [_row(request) for request in requests]
         lengths = [length for _, length in chunks]
-        host, moved = _move(
-            [input_ids, positions, slots, token_rows, rows, last, lengths, seq_lens], self._device
+        host, on_device = _move(
+            [input_ids, positions, slots, token_rows, rows, lengths, seq_lens], self._device
         )
-        self._rows.req_to_token[moved[3], moved[1]] = moved[2].to(torch.int32)
+        token, position, slot, token_row, row, new, total = on_device
+        self._rows.req_to_token[token_row, position] = slot.to(torch.int32)
         batch = ForwardBatch(
             forward_mode=ForwardMode.EXTEND,
             batch_size=len(requests),
-            input_ids=moved[0],
-            positions=moved[1],
-            out_cache_loc=moved[2],
-            req_pool_indices=moved[4],
-            seq_lens=moved[7],
-            seq_lens_cpu=host[7],
-            extend_seq_lens=moved[6],
-            extend_seq_lens_cpu=host[6],
+            input_ids=token,
+            positions=position,
+            out_cache_loc=slot,
+            req_pool_indices=row,
+            seq_lens=total,
+            seq_lens_cpu=host[6],
+            extend_seq_lens=new,
+            extend_seq_lens_cpu=host[5],
         )
         samples = [
             end == request.num_tokens for request, end in zip(requests, seq_lens, strict=True)
         ]
-        return ScheduledBatch(batch, requests, samples, moved[5], self._step)
+        return ScheduledBatch(batch, requests, samples, self._step)
 
 
 def _row(request: Request) -> int:
