@@ -67,13 +67,14 @@ class CudaGraphBufferRegistry:
             )
         shape = slot.shape_fn(self.max_bs, self.max_num_tokens)
         device = slot.device or self.device
+        adopted = bind is not None
         if bind is None:
             bind = torch.full(shape, slot.initial_value, dtype=slot.dtype, device=device)
         device = torch.empty(0, device=device).device  # with its index, as tensors have it
         want, got = (tuple(shape), slot.dtype, device), (tuple(bind.shape), bind.dtype, bind.device)
         if want != got:
             raise SlotError(f"slot {slot.name!r} of {slot.owner}: declared {want}, bound {got}")
-        if slot.padding_policy is PaddingPolicy.FILL_ONCE:
+        if adopted and slot.padding_policy is PaddingPolicy.FILL_ONCE:
             bind.fill_(slot.initial_value)
         slot.buffer = bind
         self._slots[slot.name] = slot

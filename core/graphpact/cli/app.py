@@ -16,7 +16,7 @@ from typer.core import TyperGroup
 
 from graphpact.cli.doctor import doctor
 from graphpact.cli.generate import generate
-from graphpact.cli.plugins import plugins
+from graphpact.cli.plugins import distributions, plugins
 
 _READER_GONE = 141  # what a shell reports for SIGPIPE
 
@@ -72,8 +72,6 @@ def run(arguments: Sequence[str] | None = None) -> int:
 def _show_versions(wanted: bool) -> None:  # noqa: FBT001  typer calls it with the flag's value
     if not wanted:
         return
-    from graphpact.cli.plugins import distributions  # noqa: PLC0415
-
     with _reader_may_leave():
         for name, version in distributions().items():
             sys.stdout.write(f"{name} {version}\n")

@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from graphpact.cli.console import capture_progress, talk, warning
+from graphpact.cli.console import capture_progress, data, talk, warning
 from graphpact.cli.prompts import read_prompts
 from graphpact.errors import ContractError
 
@@ -136,7 +136,7 @@ def generate(
     if as_json:
         writer = JsonWriter(texts)
     else:
-        writer = TextWriter(texts, live=_on_terminal() if stream is None else stream)
+        writer = TextWriter(texts, live=data().is_terminal if stream is None else stream)
     start = time.perf_counter()
 
     def report() -> None:
@@ -171,12 +171,6 @@ def _options(*, model: str | None, seed: int | None, verify: bool) -> dict[str, 
 def _toml_string(text: str) -> str:
     """Return ``text`` as a TOML string: JSON's escapes are TOML's, and DEL needs one too."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
-
-
-def _on_terminal() -> bool:
-    from graphpact.cli.console import data  # noqa: PLC0415
-
-    return data().is_terminal
 
 
 def _silence_transformers() -> None:

@@ -104,11 +104,10 @@ def plan_lanes(
             record on ``device``.
     """
     plans = []
-    for mode, lane in (
-        (ForwardMode.DECODE, config.lanes.decode),
-        (ForwardMode.EXTEND, config.lanes.prefill),
+    for name, mode, lane in (
+        ("decode", ForwardMode.DECODE, config.lanes.decode),
+        ("prefill", ForwardMode.EXTEND, config.lanes.prefill),
     ):
-        name = "decode" if mode is ForwardMode.DECODE else "prefill"
         backend_name = lane.attention_backend or config.engine.attention_backend
         driver_name = lane.graph_driver
         if driver_name == "auto":

@@ -212,8 +212,7 @@ class Engine:
         Raises:
             RequestError: A prompt that can never be served; none of them was started.
         """
-        requests = self._add_all(prompts, sampling)
-        return self._stream({id(request): i for i, request in enumerate(requests)}, requests)
+        return self._stream(self._add_all(prompts, sampling))
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: SamplingParams | None = None
@@ -252,7 +251,8 @@ class Engine:
             raise
         return requests
 
-    def _stream(self, places: dict[int, int], requests: list[Request]) -> Iterator[Delta]:
+    def _stream(self, requests: list[Request]) -> Iterator[Delta]:
+        places = {id(request): i for i, request in enumerate(requests)}
         texts = [TextStream(self._decoder()) for _ in requests]
         try:
             while any(not request.is_finished for request in requests):

@@ -26,6 +26,7 @@ class CudaGraphRunner(GraphRunner):
 
     modes = frozenset({ForwardMode.DECODE})
     needs = GraphSupport.UNIFORM_DECODE
+    ladder: BucketLadder  # never None: this runner always captures
 
     def make_ladder(self) -> BucketLadder:
         """Return the configured buckets, or the default ladder up to the largest step.
@@ -46,7 +47,7 @@ class CudaGraphRunner(GraphRunner):
 
     def make_registry(self) -> CudaGraphBufferRegistry:
         """Return the inputs of decode, padded with the length that the backend reads as empty."""
-        largest = self.make_ladder().largest
+        largest = self.ladder.largest
         return build_decode_registry(
             max_bs=largest.batch_size,
             max_num_tokens=largest.num_tokens,
