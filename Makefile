@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 DISTS  := core plugins/cuda_graph plugins/flashinfer
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo test check format clean
+.PHONY: demo test bench check format clean
 
 demo: $(STAMP)        ## write text through captured decode graphs, every replay verified
 	$(BIN)/graphpact generate --config examples/demo.toml --file examples/prompts.txt \
@@ -14,6 +14,9 @@ demo: $(STAMP)        ## write text through captured decode graphs, every replay
 
 test: $(STAMP)        ## run every test
 	$(BIN)/python -m pytest -q
+
+bench: $(STAMP)       ## measure, as ratios inside one process
+	$(BIN)/python benchmarks/bench_fill.py
 
 check: $(STAMP)       ## lint, format, types, docstrings
 	$(BIN)/ruff check .

@@ -23,6 +23,7 @@ from graphpact import (
     hookimpl,
     hookspecs,
 )
+from graphpact.buffers import FillContext, GraphSlot, fills
 from graphpact.errors import CaptureError, EngineError, PactBreach
 from graphpact.graphs.tape import TapeDriver
 from graphpact.runners import EagerRunner, RunnerContext
@@ -466,24 +467,19 @@ def test_a_replay_hook_that_does_nothing_is_wrong_in_values() -> None:
     assert rig.lane.stats.pact_checks == 1
 
 
-def test_a_stale_request_row_is_caught_when_planted() -> None:
+def test_a_stale_request_row_is_caught_when_planted(monkeypatch: pytest.MonkeyPatch) -> None:
     """A request row left over from a larger batch points at poison, and the replay shows it."""
     rig = Rig()
     assert rig.agrees(2, 3, 4, 5)
     registry = rig.lane.registry
     assert registry is not None
-    plan = registry._compile
-    stale = registry.get_slot("req_pool_indices").buffer
-    assert stale is not None
+    reset = fills._tail
 
-    def forgetful(ctx: Any) -> Any:
-        made = plan(ctx)
-        made.tails = [
-            t for t in made.tails if t[0].untyped_storage().data_ptr() != stale.data_ptr()
-        ]
-        return made
+    def forgetful(slot: GraphSlot, context: FillContext) -> torch.Tensor | None:
+        return None if slot.name == "req_pool_indices" else reset(slot, context)
 
-    registry._compile = forgetful  # type: ignore[method-assign]
+    monkeypatch.setattr(fills, "_tail", forgetful)
+    registry._plans.clear()
     with pytest.raises(IndexError):
         rig.agrees(2, 3, 4)
 

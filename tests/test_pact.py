@@ -67,6 +67,7 @@ def _registry() -> CudaGraphBufferRegistry:
             dtype=torch.int32,
             owner="flashinfer",
             axis="bs",
+            copy_from_fb=False,
         )
     )
     return registry

@@ -6,7 +6,15 @@ from typing import Any
 
 import torch
 
-from graphpact import BackendContext, ForwardBatch, ForwardMode, Lane, LayerSpec, Limits
+from graphpact import (
+    BackendContext,
+    ForwardBatch,
+    ForwardMode,
+    Lane,
+    LayerSpec,
+    Limits,
+    PaddingPolicy,
+)
 from graphpact.graphs.tape import TapeDriver
 from graphpact.runners import RunnerContext
 from graphpact_cuda_graph import CudaGraphRunner
@@ -145,7 +153,8 @@ def test_a_stale_row_is_caught_when_planted() -> None:
     """Poisoned memory shows a request row that went away and was not padded."""
     world = World(seed=4)
     world.step(4)
-    world.lane.registry.get_slot("req_pool_indices").pad_value = 5
+    rows = world.lane.registry.get_slot("req_pool_indices")
+    rows.padding_policy = PaddingPolicy.KEEP_PAD  # declared otherwise since: plans are made anew
     world.lane.registry._plans.clear()
     wrong = 0
     for _ in range(4):

@@ -9,6 +9,7 @@ Does not: build batches (the scheduler does) or pad them (the registry does).
 
 import enum
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -54,6 +55,29 @@ class ForwardBatch:
     """``[bs]`` int64: new tokens of each request; extend only."""
     extend_seq_lens_cpu: torch.Tensor | None = None
     """``[bs]`` int64 on the host: the same numbers."""
+
+    mrope_positions: torch.Tensor | None = None
+    """``[3, T]`` int64: temporal, height and width position of each token, for multimodal rope."""
+    input_embeds: torch.Tensor | None = None
+    """``[T, hidden_size]``: embeddings that stand for ``input_ids``."""
+    encoder_lens: torch.Tensor | None = None
+    """``[bs]`` int32: tokens of each request's encoder input, for cross attention."""
+    mamba_track_indices: torch.Tensor | None = None
+    """``[bs]`` int64: where each request's recurrent state is kept for reuse."""
+    mamba_track_mask: torch.Tensor | None = None
+    """``[bs]`` bool: whose state is kept in this step."""
+    mamba_track_seqlens: torch.Tensor | None = None
+    """``[bs]`` int32: tokens of each sequence that the kept state has seen."""
+    num_token_non_padded: torch.Tensor | None = None
+    """``[1]`` int32: real tokens, for layers that must not touch padding."""
+    num_token_non_padded_cpu: int | None = None
+    """The same on the host, over all attention-TP ranks, never cut down to one of them."""
+    global_num_tokens_gpu: torch.Tensor | None = None
+    """``[1]`` or ``[dp_size]`` int32: tokens of each DP rank in the gathered buffer."""
+    global_num_tokens_for_logprob_gpu: torch.Tensor | None = None
+    """``[1]`` or ``[dp_size]`` int32: the same for the tokens whose log probabilities are asked for."""
+    ngram_embedding_info: Any = None
+    """What an n-gram embedding reads: an object with ``column_starts`` and ``req_lens``, ``[bs]`` int32."""
 
     @property
     def num_tokens(self) -> int:

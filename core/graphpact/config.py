@@ -136,6 +136,11 @@ class LaneConfig(_Section):
     batch_sizes: BatchSizes | None = Field(
         default=None, description="Request counts to capture; the runner's own ladder by default."
     )
+    share_buffers: bool = Field(
+        default=False,
+        description="Whether the lane's inputs lie in the same memory as those of the other lanes that"
+        " say so. Lanes run one at a time, so each finds what its own fill wrote.",
+    )
 
 
 class DecodeLaneConfig(LaneConfig):

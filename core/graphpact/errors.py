@@ -11,6 +11,8 @@
     │   ├── UnsupportedModelError      the model asks for what the selected backend lacks
     │   ├── RequestError               a prompt or a limit that can never be served
     │   └── SlotError                  a slot declared or filled against the registry's rules
+    │       ├── UnknownSlotError       no slot of that name
+    │       └── UnallocatedSlotError   a slot that has no memory
     ├── ContractError           1      a promise of the contract was broken
     │   ├── PactBreach                 replay does not agree with capture
     │   ├── CaptureError               work that no graph can hold was met while recording
@@ -82,8 +84,22 @@ class RequestError(UsageError):
     """A request that this engine can never serve, refused before anything is done for it."""
 
 
-class SlotError(UsageError):
-    """A slot was declared, bound or filled against the registry's rules; nothing was written."""
+class SlotError(UsageError, ValueError):
+    """A slot was declared, bound or filled against the registry's rules; nothing was written.
+
+    A `ValueError` too, and the two below what the original registry raises (PR 26742), so that a program
+    written for it catches ours.
+    """
+
+
+class UnknownSlotError(SlotError, KeyError):
+    """No slot has that name; the message names the nearest."""
+
+    __str__ = UsageError.__str__  # KeyError would quote it
+
+
+class UnallocatedSlotError(SlotError, RuntimeError):
+    """A slot has no buffer: it is not registered, or not enabled."""
 
 
 class ContractError(GraphpactError):

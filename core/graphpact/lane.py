@@ -122,6 +122,7 @@ class Lane:
                 raise EngineError(
                     f"lane {name!r}: its runner captures graphs and there is no driver"
                 )
+            self.registry.join_lane(name)
             backend.attach(self.registry)
         self.plugin_manager = pluggy.PluginManager(hookspecs.PROJECT)
         self.plugin_manager.add_hookspecs(hookspecs)
@@ -194,6 +195,10 @@ class Lane:
     def is_captured(self, shape: GraphShape) -> bool:
         """Return whether there is a graph of ``shape``."""
         return shape in self._captured
+
+    def graphs(self) -> list[tuple[GraphShape, Graph]]:
+        """Return every captured shape and its graph, in the order of capture."""
+        return [(shape, captured.graph) for shape, captured in self._captured.items()]
 
     def close(self) -> None:
         """Release every graph and its memory; batches run eagerly from here on."""

@@ -161,19 +161,12 @@ class Pact:
             registry: Where given, breaches name the slot and the owner of a tensor.
             parts: The roots of the walk.
         """
-        owners = {
-            slot.buffer.untyped_storage().data_ptr(): f"slot {slot.name!r} of {slot.owner}"
-            for slot in registry or ()
-            if slot.buffer is not None
-        }
         promises = []
         for path, value in _walk(parts):
-            owner = (
-                owners.get(value.untyped_storage().data_ptr())
-                if isinstance(value, torch.Tensor)
-                else None
-            )
-            promises.append(Promise(path, type(value), _promise(value), owner))
+            slot = None
+            if registry is not None and isinstance(value, torch.Tensor):
+                slot = registry.slot_of(value)
+            promises.append(Promise(path, type(value), _promise(value), slot.label if slot else None))
         return cls(shape, promises, {n: _compile(part, root=True) for n, part in parts.items()})
 
     def check(self, **parts: Any) -> None:

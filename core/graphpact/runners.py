@@ -15,7 +15,7 @@ import torch
 
 from graphpact.attention import Capabilities, GraphSupport
 from graphpact.batch import ForwardBatch, ForwardMode
-from graphpact.buffers import CudaGraphBufferRegistry
+from graphpact.buffers import CudaGraphBufferRegistry, SharedBuffers
 from graphpact.errors import ConfigError, EngineError
 from graphpact.hookspecs import hookimpl
 from graphpact.shapes import BucketLadder, EagerReason, GraphShape
@@ -33,12 +33,17 @@ class RunnerContext:
         backend: What the lane's attention backend declares.
         max_bs: Requests that a step may have at most.
         batch_sizes: Request counts to capture, or None for the runner's own ladder.
+        lane: The lane's name.
+        share_pool: Where the runner's registry takes the memory of its inputs from, so that lanes share
+            it; None for memory of its own.
     """
 
     device: torch.device
     backend: Capabilities
     max_bs: int
     batch_sizes: Sequence[int] | None = None
+    lane: str | None = None
+    share_pool: SharedBuffers | None = None
 
 
 class GraphRunner(abc.ABC):
@@ -154,8 +159,13 @@ class EagerRunner(GraphRunner):
         """Return None: there is nothing to capture.
 
         Raises:
-            ConfigError: Shapes to capture were configured all the same.
+            ConfigError: Shapes to capture, or buffers to share, were configured all the same.
         """
+        if self.context.share_pool is not None:
+            raise ConfigError(
+                "share_buffers = true for the runner 'eager', which has no buffers",
+                hint="leave share_buffers out, or select a runner that captures",
+            )
         if self.context.batch_sizes is not None:
             raise ConfigError(
                 f"batch_sizes = {list(self.context.batch_sizes)} for the runner 'eager', which captures"

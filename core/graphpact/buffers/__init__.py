@@ -1,16 +1,31 @@
 """Graph-resident memory, declared: slots, their padding policies, and the registry that fills them.
 
+    slots.py         `GraphSlot`: one declaration
+    registry.py      `CudaGraphBufferRegistry`: the slots of one lane, and the fill of a step
+    fills.py         what a fill does for one set of counts, compiled
+    arenas.py        where slots lie, so that their tails are one copy
+    sharing.py       memory that lanes share
+    presets.py       the inputs of decode and prefill, ready declared
+    description.py   what a registry holds, as a table, JSON or a picture
+
 Does not: know what the numbers in a slot mean; owners do.
 """
 
-from graphpact.buffers.presets import build_decode_registry
+from graphpact.buffers.presets import build_decode_registry, build_prefill_registry
 from graphpact.buffers.registry import CudaGraphBufferRegistry
+from graphpact.buffers.sharing import SharedBuffers, share_input_buffer
 from graphpact.buffers.slots import FillContext, GraphSlot, PaddingPolicy
+from graphpact.parallel import compute_local_num_token_non_padded, get_parallel
 
 __all__ = [
     "CudaGraphBufferRegistry",
     "FillContext",
     "GraphSlot",
     "PaddingPolicy",
+    "SharedBuffers",
     "build_decode_registry",
+    "build_prefill_registry",
+    "compute_local_num_token_non_padded",
+    "get_parallel",
+    "share_input_buffer",
 ]

@@ -1,52 +1,399 @@
-"""Ready registries: the slots that every decode lane needs, with the pad values that kernels expect.
+"""Ready registries: the inputs that lanes need, with the pad values that kernels expect.
 
-Values and their reasons follow SGLang's ``build_decode_registry`` (PR 26742) and PR 26292: a padded
-row is request row 0, whose table is all scratch, with the fill length that the attention backend
-declares.
+Names, arguments, policies and values follow SGLang's ``build_decode_registry`` and
+``build_prefill_registry`` (PRs 26742, 26292, 22404, issue 24361). What padded rows come to: request
+row 0, whose table is all scratch; KV slot 0, which is scratch; position 0; the length that the
+attention backend declares.
 
 Does not: hold what a backend derives; backends declare their own slots.
 """
 
+from collections.abc import Callable, Iterable
+from typing import Any
+
 import torch
 
 from graphpact.buffers.registry import CudaGraphBufferRegistry
-from graphpact.buffers.slots import Axis, GraphSlot, PaddingPolicy
+from graphpact.buffers.sharing import SharedBuffers
+from graphpact.buffers.slots import FillContext, GraphSlot, PaddingPolicy
+from graphpact.errors import SlotError
+from graphpact.parallel import compute_local_num_token_non_padded, local_num_token_non_padded
 
-_OWNER = "decode inputs"
+_DECODE, _PREFILL = "decode inputs", "prefill inputs"
+_HOST = torch.device("cpu")
+_CUT_OFF = "what padded rows compute from it is finite and cut off"
+_ONLY_REAL = "the number of requests is not padded"
+
+
+def _requests(max_bs: int, _: int) -> tuple[int, ...]:
+    return (max_bs,)
+
+
+def _tokens(_: int, max_num_tokens: int) -> tuple[int, ...]:
+    return (max_num_tokens,)
 
 
 def build_decode_registry(
-    *, max_bs: int, max_num_tokens: int, device: torch.device, seq_len_fill_value: int
+    *,
+    device: torch.device | str,
+    max_bs: int,
+    max_num_token: int,
+    seq_len_fill_value: int,
+    cache_loc_dtype: torch.dtype = torch.int64,
+    enable_mamba_track: bool = False,
+    is_encoder_decoder: bool = False,
+    encoder_len_fill_value: int = 0,
+    encoder_lens_dtype: torch.dtype = torch.int32,
+    enable_num_token_non_padded: bool = False,
+    require_gathered_buffer: bool = False,
+    nsa_enable_prefill_cp: bool = False,
+    require_mlp_tp_gather: bool = False,
+    dp_size: int = 1,
+    register_global_num_tokens: bool = True,
+    share_pool: bool | SharedBuffers | None = False,
+    source: Any = None,
+    enable_mrope: bool = True,
+    zero_input_ids: bool = False,
+    lane: str | None = None,
 ) -> CudaGraphBufferRegistry:
-    """Return a registry with the inputs of decode.
+    """Return a registry with the inputs of decode, and of everything else that pads requests.
 
     Args:
-        max_bs: Largest request bucket.
-        max_num_tokens: Largest token bucket.
         device: Where the slots lie; ``seq_lens_cpu`` lies on the host.
+        max_bs: Largest request bucket.
+        max_num_token: Largest token bucket.
         seq_len_fill_value: Length of a padded row, declared by the attention backend.
-    """
-    registry = CudaGraphBufferRegistry(max_bs=max_bs, max_num_tokens=max_num_tokens, device=device)
+        cache_loc_dtype: Of ``out_cache_loc``.
+        enable_mamba_track: Add ``mamba_track_indices`` and ``mamba_track_mask``.
+        is_encoder_decoder: Add ``encoder_lens``.
+        encoder_len_fill_value: What it holds from the start: the encoder's longest input.
+        encoder_lens_dtype: Its dtype.
+        enable_num_token_non_padded: Add ``num_token_non_padded``.
+        require_gathered_buffer: Whether activations are gathered over DP ranks: then that count is this
+            rank's share of the padded shape, and ``global_num_tokens_*`` are the padded count.
+        nsa_enable_prefill_cp: Whether context parallelism splits the tokens itself: then the count
+            stays the batch's.
+        require_mlp_tp_gather: Whether ``global_num_tokens_*`` hold a count for each DP rank.
+        dp_size: DP ranks.
+        register_global_num_tokens: Add ``global_num_tokens_gpu`` and its twin for log probabilities.
+        share_pool: See `CudaGraphBufferRegistry`. The original shares by default; here sharing is
+            asked for.
+        source: An object with a tensor for each slot, which are adopted instead of allocated. Its
+            ``ngram_embedding_info`` and ``pp_proxy_tensors``, where it has them, become slots too.
+        enable_mrope: Add ``mrope_positions``. A lane whose model has none saves its memory and launch.
+        zero_input_ids: Zero the tail of ``input_ids``; the original keeps earlier tokens there.
+        lane: See `CudaGraphBufferRegistry`.
 
-    def declare(name: str, axis: Axis, pad_value: int, where: torch.device | None = None) -> None:
-        registry.register_slot(
-            GraphSlot(
-                name=name,
-                shape_fn=lambda bs, tokens: (bs if axis == "bs" else tokens,),
-                dtype=torch.int64,
-                owner=_OWNER,
-                axis=axis,
-                device=where,
-                padding_policy=PaddingPolicy.FILL_SENTINEL if pad_value else PaddingPolicy.ZERO,
-                pad_value=pad_value,
+    Raises:
+        SlotError: ``source`` lacks a tensor, or one has another shape, dtype or device.
+    """
+    registry = CudaGraphBufferRegistry(
+        device=device,
+        max_bs=max_bs,
+        max_num_tokens=max_num_token,
+        share_pool=share_pool,
+        lane=lane,
+    )
+    slot = _declarer(_DECODE)
+    slots = [
+        slot("input_ids", _tokens)
+        if zero_input_ids
+        else slot(
+            "input_ids",
+            _tokens,
+            policy=PaddingPolicy.FOREACH_COPY,
+            reason="any token of an earlier batch is in the vocabulary; " + _CUT_OFF,
+        ),
+        slot("positions", _tokens),  # an earlier one may lie outside a rope table
+        slot("out_cache_loc", _tokens, cache_loc_dtype),
+        slot("req_pool_indices", _requests, axis="bs"),
+        slot("seq_lens", _requests, axis="bs", pad_value=seq_len_fill_value),
+        slot("seq_lens_cpu", _requests, axis="bs", pad_value=seq_len_fill_value, device=_HOST),
+    ]
+    if enable_mrope:
+        slots.append(_mrope(slot))
+    if enable_mamba_track:
+        slots += [
+            slot("mamba_track_indices", _requests, axis="bs"),
+            slot("mamba_track_mask", _requests, torch.bool, axis="bs"),
+        ]
+    if is_encoder_decoder:
+        slots.append(
+            slot(
+                "encoder_lens",
+                _requests,
+                encoder_lens_dtype,
+                axis="bs",
+                policy=PaddingPolicy.FILL_ONCE,
+                pad_value=encoder_len_fill_value,
+                reason="padded rows are request row 0, all scratch whatever length of it is read",
             )
         )
-
-    # Padded tokens run through the whole model: token 0 at position 0, written to scratch slot 0.
-    declare("input_ids", "tokens", 0)
-    declare("positions", "tokens", 0)
-    declare("out_cache_loc", "tokens", 0)
-    declare("req_pool_indices", "bs", 0)
-    declare("seq_lens", "bs", seq_len_fill_value)
-    declare("seq_lens_cpu", "bs", seq_len_fill_value, torch.device("cpu"))
+    gathered = require_gathered_buffer
+    if enable_num_token_non_padded:
+        slots.append(_num_token_non_padded(slot, is_local=gathered and not nsa_enable_prefill_cp))
+    if register_global_num_tokens:
+        count = dp_size if require_mlp_tp_gather else 1
+        slots += [
+            _global_num_tokens(slot, name, count, is_padded=gathered)
+            for name in ("global_num_tokens_gpu", "global_num_tokens_for_logprob_gpu")
+        ]
+    _register(registry, slots, source)
+    if source is not None:
+        _register_ngram(registry, slot, source)
+        _register_proxies(registry, slot, source, by_token=False)
+        for name in ("rids_int", "bootstrap_room_ids_int"):
+            if (backing := getattr(source, name, None)) is not None:
+                adopted = slot(
+                    name,
+                    _shape_of(backing),
+                    backing.dtype,
+                    axis="bs",
+                    policy=PaddingPolicy.FOREACH_COPY,
+                    reason="a trace reads it, and no kernel",
+                )
+                registry.register_slot(adopted, bind=backing)
     return registry
+
+
+def build_prefill_registry(
+    *,
+    device: torch.device | str,
+    max_bs: int,
+    max_num_token: int,
+    cache_loc_dtype: torch.dtype = torch.int64,
+    is_multimodal: bool = False,
+    hidden_size: int = 0,
+    embed_dtype: torch.dtype | None = None,
+    enable_mamba_track: bool = False,
+    register_input_embeds: bool = True,
+    enable_num_token_non_padded: bool = False,
+    require_gathered_buffer: bool = False,
+    nsa_enable_prefill_cp: bool = False,
+    share_pool: bool | SharedBuffers | None = False,
+    source: Any = None,
+    lane: str | None = None,
+) -> CudaGraphBufferRegistry:
+    """Return a registry with the inputs of prefill graphs, which pad tokens and not requests.
+
+    Padded tokens run through the graph as all others, so the tail of every token slot is zeroed.
+
+    Args:
+        device: Where the slots lie.
+        max_bs: Most requests of a batch.
+        max_num_token: Largest token bucket.
+        cache_loc_dtype: Of ``out_cache_loc``.
+        is_multimodal: Add ``mrope_positions`` and ``input_embeds``.
+        hidden_size: Width of ``input_embeds``.
+        embed_dtype: Its dtype; torch's default if None.
+        enable_mamba_track: Add ``mamba_track_indices``, ``mamba_track_mask`` and
+            ``mamba_track_seqlens``.
+        register_input_embeds: Whether ``input_embeds`` is graph-resident. It is not copied: the model
+            writes it. False where it is an input, carried from the batch.
+        enable_num_token_non_padded: See `build_decode_registry`.
+        require_gathered_buffer: See `build_decode_registry`.
+        nsa_enable_prefill_cp: See `build_decode_registry`.
+        share_pool: See `build_decode_registry`.
+        source: See `build_decode_registry`; ``pp_proxy_tensors`` follow the tokens here.
+        lane: See `CudaGraphBufferRegistry`.
+
+    Raises:
+        SlotError: ``source`` lacks a tensor, or one has another shape, dtype or device.
+    """
+    registry = CudaGraphBufferRegistry(
+        device=device,
+        max_bs=max_bs,
+        max_num_tokens=max_num_token,
+        share_pool=share_pool,
+        lane=lane,
+    )
+    slot = _declarer(_PREFILL)
+    slots = [
+        slot("input_ids", _tokens),
+        slot("positions", _tokens),
+        slot("out_cache_loc", _tokens, cache_loc_dtype),
+    ]
+    if is_multimodal:
+        slots.append(_mrope(slot))
+        if register_input_embeds:
+            slots.append(
+                slot(
+                    "input_embeds",
+                    lambda _, max_num_tokens: (max_num_tokens, hidden_size),
+                    embed_dtype or torch.get_default_dtype(),
+                    copy_from_fb=False,
+                )
+            )
+    if enable_mamba_track:
+        slots += [
+            slot(name, _requests, dtype, axis="bs", policy=_KEEP, reason=_ONLY_REAL)
+            for name, dtype in (
+                ("mamba_track_indices", torch.int64),
+                ("mamba_track_mask", torch.bool),
+                ("mamba_track_seqlens", torch.int32),
+            )
+        ]
+    if enable_num_token_non_padded:
+        is_local = require_gathered_buffer and not nsa_enable_prefill_cp
+        slots.append(_num_token_non_padded(slot, is_local=is_local))
+    _register(registry, slots, source)
+    if source is not None:
+        _register_proxies(registry, slot, source, by_token=True)
+    return registry
+
+
+# -- slots -----------------------------------------------------------------------------------------
+
+_KEEP = PaddingPolicy.FOREACH_COPY
+_Declarer = Callable[..., GraphSlot]
+
+
+def _declarer(owner: str) -> _Declarer:
+    """Return what declares slots of ``owner``: reset to ``pad_value`` unless another policy is given."""
+
+    def declare(
+        name: str,
+        shape_fn: Callable[[int, int], tuple[int, ...]],
+        dtype: torch.dtype = torch.int64,
+        *,
+        axis: Any = "tokens",
+        policy: PaddingPolicy | None = None,
+        pad_value: int | None = None,
+        **more: Any,
+    ) -> GraphSlot:
+        if policy is None:
+            policy = PaddingPolicy.ZERO if pad_value is None else PaddingPolicy.FILL_SENTINEL
+        return GraphSlot(
+            name,
+            shape_fn,
+            dtype,
+            axis=axis,
+            padding_policy=policy,
+            pad_value=pad_value,
+            owner=owner,
+            **more,
+        )
+
+    return declare
+
+
+def _mrope(slot: _Declarer) -> GraphSlot:
+    """``[3, max_num_tokens]``: temporal, height and width positions; tokens are the last axis."""
+    return slot(
+        "mrope_positions",
+        lambda _, max_num_tokens: (3, max_num_tokens),
+        slice_fn=lambda buffer, n: buffer[:, :n],
+    )
+
+
+def _num_token_non_padded(slot: _Declarer, *, is_local: bool) -> GraphSlot:
+    """``[1]`` int32: real tokens, of this rank's rows where ``is_local``; one rule for every fill.
+
+    Capture fills it as replay does, so both hold this rank's share of the padded shape.
+    """
+
+    def post_fill(buffer: torch.Tensor, batch: Any, context: FillContext) -> None:
+        count, padded = getattr(batch, "num_token_non_padded_cpu", None), context.padded_num_tokens
+        if count is not None:
+            buffer.fill_(local_num_token_non_padded(count, padded))
+        elif batch.num_token_non_padded is not None:
+            buffer.copy_(compute_local_num_token_non_padded(batch.num_token_non_padded, padded))
+
+    return slot(
+        "num_token_non_padded",
+        lambda *_: (1,),
+        torch.int32,
+        axis="none",
+        post_fill=post_fill if is_local else None,
+    )
+
+
+def _global_num_tokens(slot: _Declarer, name: str, count: int, *, is_padded: bool) -> GraphSlot:
+    """``[count]`` int32: tokens of each DP rank; all run the padded shape where ``is_padded``."""
+
+    def post_fill(buffer: torch.Tensor, _: Any, context: FillContext) -> None:
+        buffer.fill_(context.padded_num_tokens)
+
+    return slot(
+        name,
+        lambda *_: (count,),
+        torch.int32,
+        axis="none",
+        copy_from_fb=False,
+        post_fill=post_fill if is_padded else None,
+    )
+
+
+def _register(
+    registry: CudaGraphBufferRegistry, slots: Iterable[GraphSlot], source: Any | None
+) -> None:
+    """Register ``slots``, each bound to the tensor of ``source`` that has its name."""
+    slots = list(slots)
+    missing = [
+        s.label for s in slots if source is not None and getattr(source, s.name, None) is None
+    ]
+    if missing:
+        raise SlotError(
+            f"the source lacks {', '.join(missing)}; nothing was adopted",
+            hint="give a tensor for each, or leave source out to have them allocated",
+        )
+    for slot in slots:
+        registry.register_slot(slot, bind=None if source is None else getattr(source, slot.name))
+
+
+def _register_ngram(registry: CudaGraphBufferRegistry, slot: _Declarer, source: Any) -> None:
+    """Adopt ``column_starts`` and ``req_lens``, int32 by request, of a nested field."""
+    nested = getattr(source, "ngram_embedding_info", None)
+    if nested is None:
+        return
+    for name in ("column_starts", "req_lens"):
+        backing = getattr(nested, name)
+        adopted = slot(
+            f"ngram_embedding_info.{name}",
+            _shape_of(backing),
+            backing.dtype,
+            axis="none",
+            policy=PaddingPolicy.KEEP_PAD,
+            source_fn=_nested("ngram_embedding_info", name),
+            reason="columns and lengths of an earlier batch are inside the token table; "
+            + _CUT_OFF,
+        )
+        registry.register_slot(adopted, bind=backing)
+
+
+def _register_proxies(
+    registry: CudaGraphBufferRegistry, slot: _Declarer, source: Any, *, by_token: bool
+) -> None:
+    """Adopt what pipeline stages pass on: a dict of ``[rows, ...]`` tensors."""
+    for name, backing in (getattr(source, "pp_proxy_tensors", None) or {}).items():
+        adopted = slot(
+            f"pp_proxy_tensors.{name}",
+            _shape_of(backing),
+            backing.dtype,
+            axis="tokens" if by_token else "none",
+            policy=PaddingPolicy.ZERO if by_token else PaddingPolicy.KEEP_PAD,
+            source_fn=_proxy(name),
+            reason=None if by_token else _CUT_OFF,
+        )
+        registry.register_slot(adopted, bind=backing)
+
+
+def _nested(outer: str, inner: str) -> Callable[[Any, FillContext], torch.Tensor | None]:
+    def source_fn(batch: Any, _: FillContext) -> torch.Tensor | None:
+        holder = getattr(batch, outer, None)
+        return None if holder is None else getattr(holder, inner)
+
+    return source_fn
+
+
+def _proxy(name: str) -> Callable[[Any, FillContext], torch.Tensor | None]:
+    def source_fn(_: Any, context: FillContext) -> torch.Tensor | None:
+        proxies = context.pp_proxy_tensors
+        return None if proxies is None else proxies.tensors.get(name)
+
+    return source_fn
+
+
+def _shape_of(tensor: torch.Tensor) -> Callable[[int, int], tuple[int, ...]]:
+    shape = tuple(tensor.shape)
+    return lambda *_: shape

@@ -1,221 +1,281 @@
 """`CudaGraphBufferRegistry`: the graph-resident memory of one lane, and the fill of one step.
 
-A fill resets the tails by policy, then copies the heads. Everything that can be computed once per
-pair of raw and padded counts (views, groups, pad values) is computed once and kept, because a fill is
-on the path of every step.
+A bare registry behaves as the original does (SGLang PR 26742): what a batch lacks is skipped. The
+registry of a lane is held to the contract: every slot names its owner, says why a tail that it keeps
+misleads nobody, and refuses a batch without its field unless it is optional.
 
 Does not: decide the raw and padded counts (the runner does) or write a batch.
 """
 
-from collections import OrderedDict
+import dataclasses
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from graphpact.batch import ForwardBatch
-from graphpact.buffers.slots import FillContext, GraphSlot, PaddingPolicy
-from graphpact.errors import SlotError, did_you_mean
+from graphpact.buffers.arenas import Arenas
+from graphpact.buffers.fills import FillPlan
+from graphpact.buffers.sharing import PROCESS_WIDE, SharedBuffers
+from graphpact.buffers.slots import FillContext, GraphSlot
+from graphpact.errors import SlotError, UnknownSlotError, did_you_mean
 
-_MAX_PLANS = 1024  # pairs of raw and padded counts whose views are kept; the oldest is dropped
+if TYPE_CHECKING:
+    from graphpact.buffers.description import RegistryDescription
 
+_MAX_PLANS = 1024  # sets of counts whose plans are kept; the oldest is dropped
 
-@dataclass(slots=True)
-class _Head:
-    slot: GraphSlot
-    view: torch.Tensor
-
-
-@dataclass(slots=True)
-class _FillPlan:
-    """What one (raw, padded) pair of counts does: tails to reset, heads to copy, by destination."""
-
-    tails: list[tuple[torch.Tensor, int | float | bool]]
-    device_heads: list[_Head]
-    host_heads: list[_Head]
+B = TypeVar("B")
 
 
 class CudaGraphBufferRegistry:
     """The declared buffers of one lane.
 
     Args:
+        device: Where slots lie unless they say otherwise.
         max_bs: Most requests that a captured shape may have.
         max_num_tokens: Most tokens that a captured shape may have.
-        device: Where slots lie unless they say otherwise.
+        share_pool: Where slots that a fill refreshes get their memory, so that other registries with
+            the same pool use the same: True for the process-wide one, or a `SharedBuffers`.
+        lane: The lane that it belongs to, if any; see `join_lane`.
     """
 
-    def __init__(self, *, max_bs: int, max_num_tokens: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        *,
+        device: torch.device | str,
+        max_bs: int,
+        max_num_tokens: int,
+        share_pool: bool | SharedBuffers | None = False,
+        lane: str | None = None,
+    ) -> None:
+        self.device = torch.empty(0, device=device).device  # with its index, as tensors have it
         self.max_bs = max_bs
         self.max_num_tokens = max_num_tokens
-        self.device = device
+        self.share_pool = PROCESS_WIDE if share_pool is True else share_pool or None
+        self.lane = lane
         self._slots: dict[str, GraphSlot] = {}
-        self._plans: OrderedDict[FillContext, _FillPlan] = OrderedDict()
+        self._memory = Arenas()
+        self._plans: dict[tuple[int, int, int, int], FillPlan] = {}
 
     # -- declaring -------------------------------------------------------------------------------
 
     def register_slot(self, slot: GraphSlot, bind: torch.Tensor | None = None) -> GraphSlot:
         """Give ``slot`` its buffer: a new one, or ``bind`` where an existing tensor is adopted.
 
+        A new buffer holds the slot's initial value; an adopted one keeps what it holds. A slot that is
+        not enabled is kept as a declaration only.
+
         Raises:
-            SlotError: The name is taken, or ``bind`` has another shape, dtype or device than declared.
+            SlotError: The name or the slot is taken, or ``bind`` has another shape, dtype or device than declared,
+                or the lane's contract is broken, or another lane's slot of that name means something
+                else. The registry is as it was.
         """
         if slot.name in self._slots:
+            owner = self._slots[slot.name].owner or "an unnamed owner"
             raise SlotError(
-                f"slot {slot.name!r} of {slot.owner} is already registered"
-                f" by {self._slots[slot.name].owner}",
+                f"{slot.label} is already registered by {owner}",
                 hint="prefix a plugin's slots with the plugin's name",
             )
-        shape = slot.shape_fn(self.max_bs, self.max_num_tokens)
-        device = slot.device or self.device
-        adopted = bind is not None
-        if bind is None:
-            bind = torch.full(shape, slot.initial_value, dtype=slot.dtype, device=device)
-        device = torch.empty(0, device=device).device  # with its index, as tensors have it
-        want, got = (tuple(shape), slot.dtype, device), (tuple(bind.shape), bind.dtype, bind.device)
-        if want != got:
-            raise SlotError(f"slot {slot.name!r} of {slot.owner}: declared {want}, bound {got}")
-        if adopted and slot.padding_policy is PaddingPolicy.FILL_ONCE:
-            bind.fill_(slot.initial_value)
-        slot.buffer = bind
+        if slot.buffer is not None:
+            raise SlotError(
+                f"{slot.label} has a buffer already: it is registered elsewhere",
+                hint="declare a slot for each registry; share_pool= shares memory between them",
+            )
+        if slot.enabled:
+            if self.lane is not None:
+                _hold_to_contract(slot, self.lane)
+            slot.buffer = self._allocate(slot) if bind is None else self._adopt(slot, bind)
+            self._plans.clear()
         self._slots[slot.name] = slot
-        self._plans.clear()
         return slot
 
-    def get_slot(self, name: str) -> GraphSlot:
-        """Return the slot called ``name``.
+    def join_lane(self, lane: str) -> None:
+        """Become the registry of ``lane``: from here on its slots and batches are held to the contract.
 
         Raises:
-            SlotError: There is none; the message names the nearest.
+            SlotError: It is another lane's, or a slot lacks its owner or its reason.
+        """
+        if self.lane not in (None, lane):
+            raise SlotError(
+                f"the registry of lane {self.lane!r} cannot be that of {lane!r} too",
+                hint="build one registry for each lane; share_pool= shares memory between them",
+            )
+        for slot in self:
+            _hold_to_contract(slot, lane)
+        self.lane = lane
+        self._plans.clear()
+
+    def get_slot(self, name: str) -> GraphSlot:
+        """Return the slot called ``name``, enabled or not.
+
+        Raises:
+            UnknownSlotError: There is none; the message names the nearest.
         """
         try:
             return self._slots[name]
         except KeyError:
             near = did_you_mean(name, self._slots)
-            raise SlotError(
+            raise UnknownSlotError(
                 f"no slot {name!r}; registered: {', '.join(self._slots) or 'none'}",
                 hint=f"did you mean {near!r}?" if near else None,
             ) from None
 
     def has_slot(self, name: str) -> bool:
-        """Return whether a slot called ``name`` is registered."""
-        return name in self._slots
+        """Return whether an enabled slot is called ``name``."""
+        return name in self._slots and self._slots[name].enabled
 
     def slot_names(self) -> list[str]:
-        """Return the names of all slots in the order of their registration."""
-        return list(self._slots)
+        """Return the names of all enabled slots in the order of their registration."""
+        return [slot.name for slot in self]
 
     def __iter__(self) -> Iterator[GraphSlot]:
-        return iter(self._slots.values())
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all buffers."""
-        return sum(s.buffer.nbytes for s in self._slots.values() if s.buffer is not None)
+        return (slot for slot in self._slots.values() if slot.enabled)
 
     # -- one step --------------------------------------------------------------------------------
 
     def fill_from(
         self,
-        batch: ForwardBatch,
+        batch: Any,
         *,
         raw_bs: int,
         padded_bs: int,
         raw_num_tokens: int,
         padded_num_tokens: int,
+        pp_proxy_tensors: Any = None,
     ) -> None:
-        """Reset the tails by policy, then copy the batch's fields into the heads.
+        """Reset the tails by policy, copy the batch's fields into the heads, then call ``post_fill``.
 
         Args:
-            batch: The live batch; not written.
+            batch: The live batch, usually a `graphpact.ForwardBatch`; not written.
             raw_bs: Requests in the batch.
             padded_bs: Requests in the captured shape, ``raw_bs <= padded_bs <= max_bs``.
             raw_num_tokens: Tokens in the batch.
             padded_num_tokens: Tokens in the captured shape.
+            pp_proxy_tensors: What the previous pipeline stage sent; see `FillContext`.
 
         Raises:
-            SlotError: Counts out of order, or a batch that lacks a field, or has too few or too many
-                rows in one, or a dtype that does not convert exactly. Nothing is written then.
+            SlotError: Counts out of order, or a field that has too few or too many rows, or a dtype
+                that does not convert exactly, or (in a lane) is missing. Nothing is written then.
         """
-        ctx = FillContext(raw_bs, padded_bs, raw_num_tokens, padded_num_tokens)
-        plan = self._plans.get(ctx)
-        if plan is None:
-            plan = self._compile(ctx)
-        device_heads = self._sources(batch, plan.device_heads)
-        host_heads = self._sources(batch, plan.host_heads)
-        for tail, value in plan.tails:
-            tail.fill_(value)
-        for heads in (device_heads, host_heads):
-            if heads[0]:
-                torch._foreach_copy_(*heads)
+        try:
+            plan = self._plans[raw_bs, padded_bs, raw_num_tokens, padded_num_tokens]
+        except KeyError:
+            plan = self._compile(FillContext(raw_bs, padded_bs, raw_num_tokens, padded_num_tokens))
+        plan.run(batch, pp_proxy_tensors)
 
     def extract_buffer(
-        self, *, padded_bs: int, padded_num_tokens: int, forward_batch_template: ForwardBatch
-    ) -> ForwardBatch:
-        """Return the view for a shape: the template with every slotted field replaced by its slice."""
-        fields = {
-            slot.name: slot.slice_for(padded_bs, padded_num_tokens)
-            for slot in self._slots.values()
-            if slot.copy_from_fb
-        }
-        return replace(forward_batch_template, batch_size=padded_bs, **fields)  # type: ignore[arg-type]
+        self, *, padded_bs: int, padded_num_tokens: int, forward_batch_template: B
+    ) -> B:
+        """Return the view for a shape: the template with slotted fields replaced by their slices.
+
+        A field that the template lacks is carried as it is, unless its slot is computed: what nobody
+        copied is not shown. A slot that is no field of the template (a dotted name, a backend's own) is
+        not part of the view.
+
+        Args:
+            padded_bs: Requests in the captured shape.
+            padded_num_tokens: Tokens in the captured shape.
+            forward_batch_template: A dataclass with ``batch_size``; not written.
+        """
+        fields: dict[str, Any] = {"batch_size": padded_bs}
+        for slot in self:
+            if not hasattr(forward_batch_template, slot.name):
+                continue
+            is_there = getattr(forward_batch_template, slot.name) is not None
+            if is_there or slot.is_computed or slot.source_fn is not None:
+                fields[slot.name] = slot.slice_for(padded_bs, padded_num_tokens)
+        return dataclasses.replace(forward_batch_template, **fields)  # type: ignore[type-var]
+
+    # -- looking at it ---------------------------------------------------------------------------
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers; what alignment adds is in `allocated_nbytes`."""
+        return sum(slot.buffer.nbytes for slot in self if slot.buffer is not None)
+
+    @property
+    def allocated_nbytes(self) -> int:
+        """Bytes that the registry allocated: whole arenas, and buffers outside them."""
+        arenas = list(self._memory)
+        buffers = [slot.buffer for slot in self if slot.buffer is not None]
+        loose = [b for b in buffers if not any(arena.place(b) for arena in arenas)]
+        return sum(arena.nbytes for arena in arenas) + sum(b.nbytes for b in loose)
+
+    def slot_of(self, tensor: torch.Tensor) -> GraphSlot | None:
+        """Return the slot in whose memory ``tensor`` begins, or None."""
+        address = tensor.data_ptr()
+        for slot in self:
+            if slot.buffer is not None and slot.buffer.device == tensor.device:
+                first, end = _extent(slot.buffer)
+                if first <= address < end:
+                    return slot
+        return None
+
+    def describe(self) -> "RegistryDescription":
+        """Return what the registry holds; it prints as a table, and gives JSON and a picture."""
+        from graphpact.buffers.description import RegistryDescription  # noqa: PLC0415  it looks at us
+
+        return RegistryDescription.of(self)
 
     # -- inside ----------------------------------------------------------------------------------
 
-    def _compile(self, ctx: FillContext) -> _FillPlan:
+    def _device(self, slot: GraphSlot) -> torch.device:
+        return self.device if slot.device is None else torch.empty(0, device=slot.device).device
+
+    def _adopt(self, slot: GraphSlot, bind: torch.Tensor) -> torch.Tensor:
+        shape = tuple(slot.shape_fn(self.max_bs, self.max_num_tokens))
+        declared = (shape, slot.dtype, self._device(slot))
+        bound = (tuple(bind.shape), bind.dtype, bind.device)
+        if declared != bound:
+            raise SlotError(
+                f"{slot.label}: declared {declared}, bound {bound}",
+                hint="bind a tensor of the declared shape, dtype and device",
+            )
+        return bind
+
+    def _allocate(self, slot: GraphSlot) -> torch.Tensor:
+        shape = tuple(slot.shape_fn(self.max_bs, self.max_num_tokens))
+        device = self._device(slot)
+        if self.share_pool is not None and slot.is_refreshed:
+            return self.share_pool.buffer_for(slot, shape, device, self.lane)
+        return self._memory.allocate(slot, shape, device)
+
+    def _compile(self, context: FillContext) -> FillPlan:
         for what, raw, padded, most in (
-            ("requests", ctx.raw_bs, ctx.padded_bs, self.max_bs),
-            ("tokens", ctx.raw_num_tokens, ctx.padded_num_tokens, self.max_num_tokens),
+            ("requests", context.raw_bs, context.padded_bs, self.max_bs),
+            ("tokens", context.raw_num_tokens, context.padded_num_tokens, self.max_num_tokens),
         ):
             if not 0 <= raw <= padded <= most:
                 raise SlotError(
                     f"cannot fill {raw} raw {what} into {padded} padded of at most {most}",
                     hint="counts must satisfy raw <= padded <= maximum",
                 )
-        plan = _FillPlan([], [], [])
-        for slot in self._slots.values():
-            whole = slot.slice_for(ctx.padded_bs, ctx.padded_num_tokens)
-            rows = ctx.rows(slot.axis)
-            if rows is not None and rows[0] < rows[1] and slot.padding_policy.resets_tail:
-                # The rows' axis is the one along which head and whole differ.
-                kept = slot.slice_for(ctx.raw_bs, ctx.raw_num_tokens).shape
-                axis = next(i for i, n in enumerate(whole.shape) if n != kept[i])
-                tail = whole.narrow(axis, kept[axis], whole.shape[axis] - kept[axis])
-                plan.tails.append((tail, slot.initial_value))
-            if not slot.copy_from_fb:
-                continue
-            head = slot.slice_for(ctx.raw_bs, ctx.raw_num_tokens)
-            on_host = head.device.type == "cpu" and self.device.type != "cpu"
-            (plan.host_heads if on_host else plan.device_heads).append(_Head(slot, head))
-        self._plans[ctx] = plan
-        if len(self._plans) > _MAX_PLANS:
-            self._plans.popitem(last=False)
+        arenas = [*self._memory, *(self.share_pool.arenas if self.share_pool else ())]
+        plan = FillPlan(context, self, arenas, strict=self.lane is not None)
+        if len(self._plans) >= _MAX_PLANS:
+            del self._plans[next(iter(self._plans))]
+        key = (context.raw_bs, context.padded_bs, context.raw_num_tokens, context.padded_num_tokens)
+        self._plans[key] = plan
         return plan
 
-    def _sources(
-        self, batch: ForwardBatch, heads: list[_Head]
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Pair each head with the batch's field, having checked that the copy is exact."""
-        targets: list[torch.Tensor] = []
-        sources: list[torch.Tensor] = []
-        for head in heads:
-            source = getattr(batch, head.slot.name, None)
-            if source is None:
-                if head.slot.optional:
-                    continue
-                raise SlotError(
-                    f"the batch has no {head.slot.name!r}, which slot {head.slot.name!r}"
-                    f" of {head.slot.owner} copies",
-                    hint="set the field, or declare the slot optional if stale rows are harmless",
-                )
-            if source.shape != head.view.shape or (
-                source.dtype is not head.view.dtype
-                and torch.promote_types(source.dtype, head.view.dtype) is not head.view.dtype
-            ):
-                raise SlotError(
-                    f"slot {head.slot.name!r} of {head.slot.owner} takes"
-                    f" {tuple(head.view.shape)} {head.view.dtype} from this batch,"
-                    f" which has {tuple(source.shape)} {source.dtype}",
-                )
-            targets.append(head.view)
-            sources.append(source)
-        return targets, sources
+
+def _hold_to_contract(slot: GraphSlot, lane: str) -> None:
+    if not slot.owner:
+        raise SlotError(
+            f"{slot.label}: lane {lane!r} asks every slot for its owner",
+            hint="declare it with owner=, the name of the runner or backend",
+        )
+    if slot.keeps_tail and not slot.reason:
+        raise SlotError(
+            f"{slot.label}: {slot.padding_policy.name} without a reason, which lane {lane!r} asks for",
+            hint="say with reason= why rows of an earlier batch in its tail mislead nobody, or have"
+            " them reset: ZERO, FILL_SENTINEL",
+        )
+
+
+def _extent(buffer: torch.Tensor) -> tuple[int, int]:
+    """Return the first address of ``buffer`` and the one behind its last element."""
+    if not buffer.numel():
+        return buffer.data_ptr(), buffer.data_ptr()
+    last = sum((n - 1) * stride for n, stride in zip(buffer.shape, buffer.stride(), strict=True))
+    return buffer.data_ptr(), buffer.data_ptr() + (last + 1) * buffer.element_size()

@@ -9,12 +9,12 @@ Does not: allocate or write; `graphpact.buffers.registry` does.
 
 import enum
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any, Literal
 
 import torch
 
-from graphpact.errors import SlotError
+from graphpact.errors import SlotError, UnallocatedSlotError
 
 Axis = Literal["bs", "tokens", "none"]
 """Which count a slot's rows follow: requests, tokens, or neither (then it is never padded)."""
@@ -24,35 +24,46 @@ class PaddingPolicy(enum.Enum):
     """What the rows between the raw and the padded count hold after a fill."""
 
     KEEP_PAD = "keep_pad"
-    """Whatever was there. Needs a reason: who guarantees that nobody reads it."""
+    """Whatever was there. A lane asks for the reason: who guarantees that nobody is misled by it."""
     FILL_SENTINEL = "fill_sentinel"
     """``pad_value``."""
     ZERO = "zero"
     """Zero."""
     FOREACH_COPY = "foreach_copy"
-    """Whatever was there, as KEEP_PAD; the original's default for inputs. Needs a reason too."""
+    """Whatever was there, as KEEP_PAD; the original's default for inputs. A lane asks why, too."""
     FILL_ONCE = "fill_once"
-    """``pad_value`` from the start, never written again: for slots whose rows are not copied per step."""
-
-    @property
-    def keeps_tail(self) -> bool:
-        """Whether the tail holds earlier rows after a fill, so that a reason is owed."""
-        return self in (PaddingPolicy.KEEP_PAD, PaddingPolicy.FOREACH_COPY)
+    """``pad_value`` from the start. A fill never writes it again, so a head that is copied leaves
+    its rows to the tails of smaller batches; a lane asks why that is harmless."""
 
     @property
     def resets_tail(self) -> bool:
         """Whether every padded fill writes the tail."""
         return self in (PaddingPolicy.FILL_SENTINEL, PaddingPolicy.ZERO)
 
+    @property
+    def has_pad_value(self) -> bool:
+        """Whether the policy is about ``pad_value``, so that one must be given."""
+        return self in (PaddingPolicy.FILL_SENTINEL, PaddingPolicy.FILL_ONCE)
+
 
 @dataclass(frozen=True, slots=True)
 class FillContext:
-    """The counts of one fill. Raw counts are the batch's, padded counts the captured shape's."""
+    """The counts of one fill: raw ones are the batch's, padded ones the captured shape's.
+
+    Args:
+        raw_bs: Requests in the batch.
+        padded_bs: Requests in the shape.
+        raw_num_tokens: Tokens in the batch.
+        padded_num_tokens: Tokens in the shape.
+        pp_proxy_tensors: What the previous pipeline stage sent, for the ``source_fn`` of a slot: an
+            object whose ``tensors`` maps names to tensors. It is no field of a batch.
+    """
 
     raw_bs: int
     padded_bs: int
     raw_num_tokens: int
     padded_num_tokens: int
+    pp_proxy_tensors: Any = field(default=None, compare=False)
 
     def rows(self, axis: Axis) -> tuple[int, int] | None:
         """Return (raw, padded) rows along ``axis``, or None for an axis that is never padded."""
@@ -63,83 +74,138 @@ class FillContext:
         return None
 
 
-@dataclass(slots=True, kw_only=True)
+ShapeFn = Callable[[int, int], tuple[int, ...]]
+PostFill = Callable[[torch.Tensor, Any, FillContext], None]
+SliceFn = Callable[[torch.Tensor, int], torch.Tensor]
+SourceFn = Callable[[Any, FillContext], torch.Tensor | None]
+
+
+@dataclass(slots=True)
 class GraphSlot:
-    """The declaration of one graph-resident buffer.
+    """The declaration of one graph-resident buffer. It is not to be changed once registered.
 
     Args:
-        name: Unique in its registry. Equal to the `ForwardBatch` field it is copied from, if any;
-            a backend's slots carry its name as prefix (``flashinfer.kv_indptr``).
+        name: Unique in its registry: the batch field that it is copied from, if any. A dotted name
+            (``flashinfer.kv_indptr``, ``ngram_embedding_info.req_lens``) is no field of a batch: such
+            a slot has a ``source_fn``, or an owner that fills it.
         shape_fn: ``(max_bs, max_num_tokens) -> shape`` of the whole buffer.
         dtype: Element type.
-        owner: Who declared it; shown in errors and reports.
         axis: Which count its rows follow.
         device: Where it lies; None means the registry's device.
-        padding_policy: What unused rows hold.
+        padding_policy: What unused rows hold after a fill.
         pad_value: Required by FILL_SENTINEL and FILL_ONCE.
-        reason: Required by KEEP_PAD and FOREACH_COPY: why no one reads the tail.
-        copy_from_fb: Whether a fill copies the batch field of the same name into it.
-        optional: Whether a batch may lack that field; then the head keeps what it holds.
-        slice_fn: ``(buffer, n) -> view`` for buffers whose rows are not the first axis or not ``n``.
+        enabled: False keeps the declaration and nothing else: no memory, no fill, no view.
+        copy_from_fb: Whether a fill copies the batch field of the same name into the head.
+        post_fill: ``(buffer, batch, context)``, called after all copies: computes what is no copy.
+        slice_fn: ``(buffer, n) -> view`` for buffers whose rows are not the first axis, or not ``n``.
+        source_fn: ``(batch, context) -> tensor or None``: what is copied instead of the batch field,
+            as many rows as it has; None copies nothing this time.
+        buffer: The memory, once registered.
+        owner: Who declared it; shown in errors and reports. A lane asks for it.
+        reason: Why earlier rows in the tail mislead nobody. A lane asks for it where `keeps_tail`.
+        optional: Whether a batch of a lane may lack the field; the head then keeps what it holds.
 
     Raises:
-        SlotError: An unknown axis, a missing pad value, or a missing reason.
+        SlotError: An unknown axis, a pad value that is missing or is none of the dtype's, or a dotted
+            name that nothing fills.
     """
 
     name: str
-    shape_fn: Callable[[int, int], tuple[int, ...]]
+    shape_fn: ShapeFn
     dtype: torch.dtype
-    owner: str
-    axis: Axis = "none"
+    axis: Axis = "tokens"
     device: torch.device | None = None
-    padding_policy: PaddingPolicy = PaddingPolicy.ZERO
+    padding_policy: PaddingPolicy = PaddingPolicy.FOREACH_COPY
     pad_value: int | float | bool | None = None
-    reason: str | None = None
+    enabled: bool = True
     copy_from_fb: bool = True
-    optional: bool = False
-    slice_fn: Callable[[torch.Tensor, int], torch.Tensor] | None = None
+    post_fill: PostFill | None = None
+    slice_fn: SliceFn | None = None
+    source_fn: SourceFn | None = None
     buffer: torch.Tensor | None = field(default=None, repr=False)
+    _: KW_ONLY
+    owner: str | None = None
+    reason: str | None = None
+    optional: bool = False
 
     def __post_init__(self) -> None:
         if self.axis not in ("bs", "tokens", "none"):
             raise SlotError(
-                f"slot {self.name!r} of {self.owner}: unknown axis {self.axis!r}",
+                f"{self.label}: unknown axis {self.axis!r}",
                 hint="an axis is 'bs', 'tokens' or 'none'",
             )
-        needs_value = (PaddingPolicy.FILL_SENTINEL, PaddingPolicy.FILL_ONCE)
-        if self.padding_policy in needs_value and self.pad_value is None:
+        if self.padding_policy.has_pad_value and self.pad_value is None:
             raise SlotError(
-                f"slot {self.name!r} of {self.owner}: {self.padding_policy.name} without a pad_value",
+                f"{self.label}: {self.padding_policy.name} without a pad_value",
                 hint="give the value that the consumer reads as an empty row",
             )
-        if self.padding_policy is PaddingPolicy.FILL_ONCE and self.copy_from_fb:
+        if self.pad_value is not None and not _is_value_of(self.dtype, self.pad_value):
             raise SlotError(
-                f"slot {self.name!r} of {self.owner}: FILL_ONCE on a slot that is copied every step",
-                hint="FILL_SENTINEL resets the tail that a larger batch left; or copy_from_fb=False",
+                f"{self.label}: {self.dtype} cannot hold its pad_value {self.pad_value!r}",
+                hint="give a value that the dtype holds, or another dtype",
             )
-        if self.padding_policy.keeps_tail and not self.reason:
+        if "." in self.name and self.copy_from_fb and self.source_fn is None:
             raise SlotError(
-                f"slot {self.name!r} of {self.owner}: {self.padding_policy.name} without a reason",
-                hint="say who guarantees that padded rows are not read, or pad them",
+                f"{self.label}: a dotted name is no batch field, so nothing would be copied into it",
+                hint="give a source_fn, or copy_from_fb=False where its owner fills it",
             )
 
     @property
+    def label(self) -> str:
+        """Name and owner, for messages."""
+        return f"slot {self.name!r} of {self.owner or 'an unnamed owner'}"
+
+    @property
     def initial_value(self) -> int | float | bool:
-        """What a new buffer holds everywhere, so that capture reads what a padded replay reads."""
-        return 0 if self.pad_value is None else self.pad_value
+        """What a new buffer holds everywhere, and what a tail that is reset holds again."""
+        if self.padding_policy.has_pad_value and self.pad_value is not None:
+            return self.pad_value
+        return 0
+
+    @property
+    def is_computed(self) -> bool:
+        """Whether its content is more than a copy, so that views show it whatever the batch has."""
+        return self.post_fill is not None or not self.copy_from_fb
+
+    @property
+    def is_refreshed(self) -> bool:
+        """Whether every fill of a lane writes its head, so that another lane may use it in between."""
+        return (self.copy_from_fb and not self.optional) or self.post_fill is not None
+
+    @property
+    def keeps_tail(self) -> bool:
+        """Whether rows of an earlier batch can be left in the tail, so that a reason is owed."""
+        if self.axis == "none":
+            return self.source_fn is not None  # a source may be shorter than the one before
+        if self.padding_policy.resets_tail:
+            return False
+        return self.copy_from_fb or self.padding_policy is not PaddingPolicy.FILL_ONCE
 
     def slice_for(self, padded_bs: int, padded_num_tokens: int) -> torch.Tensor:
         """Return the view of this slot that a graph of the given padded counts reads.
 
         Raises:
-            SlotError: The slot is not registered yet, so it has no buffer.
+            UnallocatedSlotError: The slot is not registered, or not enabled, so it has no buffer.
         """
         if self.buffer is None:
-            raise SlotError(
-                f"slot {self.name!r} of {self.owner} has no buffer",
-                hint="register it with a CudaGraphBufferRegistry first",
+            raise UnallocatedSlotError(
+                f"{self.label} has no buffer",
+                hint="register it, enabled, with a CudaGraphBufferRegistry first",
             )
         if self.axis == "none":
-            return self.buffer
-        n = padded_bs if self.axis == "bs" else padded_num_tokens
-        return self.buffer[:n] if self.slice_fn is None else self.slice_fn(self.buffer, n)
+            n = self.buffer.shape[0] if self.buffer.dim() else 0
+        else:
+            n = padded_bs if self.axis == "bs" else padded_num_tokens
+        if self.slice_fn is not None:
+            return self.slice_fn(self.buffer, n)
+        return self.buffer if self.axis == "none" else self.buffer[:n]
+
+
+def _is_value_of(dtype: torch.dtype, value: float) -> bool:
+    """Return whether integers and booleans of ``dtype`` hold ``value``; a float rounds, as always."""
+    if dtype is torch.bool:
+        return value in (0, 1)
+    if dtype.is_floating_point or dtype.is_complex:
+        return True
+    limits = torch.iinfo(dtype)
+    return limits.min <= value <= limits.max and value == int(value)

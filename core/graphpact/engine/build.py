@@ -23,6 +23,7 @@ from graphpact.attention import (
     require_capabilities,
 )
 from graphpact.batch import ForwardMode
+from graphpact.buffers import SharedBuffers
 from graphpact.config import EngineConfig, LaneConfig
 from graphpact.engine.pools import KVCache, KVLayerShape, PagePool, RequestPool
 from graphpact.errors import ConfigError, GraphpactError, PluginError
@@ -68,12 +69,13 @@ class ModelSpec:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """What all lanes share."""
+    """What all lanes share; of the buffers, those lanes whose configuration says so."""
 
     limits: Limits
     requests: RequestPool
     pages: PagePool
     kv_cache: KVCache
+    buffers: SharedBuffers
 
 
 def resolve_device(name: str) -> torch.device:
@@ -185,11 +187,13 @@ def lay_out_memory(config: EngineConfig, spec: ModelSpec) -> Memory:
             hint="lower engine.num_pages, or raise engine.kv_cache_memory_gib",
         )
     pages = PagePool(num_pages, engine.page_size)
+    sharing = [name for name, lane in config.lanes if lane.share_buffers]
     return Memory(
         limits,
         RequestPool(engine.max_num_seqs, context, device),
         pages,
         KVCache(pages.num_slots, shapes, spec.dtype, device),
+        SharedBuffers(sharing),
     )
 
 
@@ -230,7 +234,12 @@ def build_lane(
         return _call_plugin("attention_backend", plan.backend_name, plan.backend, context)
 
     context = RunnerContext(
-        spec.device, plan.backend.capabilities, memory.limits.max_bs, plan.config.batch_sizes
+        spec.device,
+        plan.backend.capabilities,
+        memory.limits.max_bs,
+        plan.config.batch_sizes,
+        lane=plan.name,
+        share_pool=memory.buffers if plan.config.share_buffers else None,
     )
     runner = _call_plugin("runner", plan.config.runner, plan.runner, context)
     lane = Lane(

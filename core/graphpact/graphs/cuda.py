@@ -14,12 +14,16 @@ from graphpact.graphs.driver import Graph, GraphDriver
 
 
 class CudaGraph(Graph):
-    """One captured CUDA graph and the tensors that its region returned."""
+    """One captured CUDA graph and the tensors that its region returned.
+
+    Which tensors it reads is in its kernels' arguments, where torch does not look.
+    """
 
     num_nodes = -1  # the runtime knows, torch does not say
 
-    def __init__(self, graph: torch.cuda.CUDAGraph, outputs: Any) -> None:
+    def __init__(self, graph: torch.cuda.CUDAGraph, outputs: Any, pool_nbytes: int) -> None:
         self.outputs = outputs
+        self.pool_nbytes = pool_nbytes
         self._graph = graph
         self.replay = graph.replay  # type: ignore[method-assign]  # one call less per step
 
@@ -30,11 +34,16 @@ class CudaGraph(Graph):
     def release(self) -> None:
         """Free the executable graph; its pool lives on with its neighbours."""
         self.outputs = None
+        self.pool_nbytes = 0
         self._graph.reset()
 
 
 class CudaDriver(GraphDriver):
-    """Captures CUDA graphs that share one memory pool, on one side stream."""
+    """Captures CUDA graphs that share one memory pool, on one side stream.
+
+    Bytes of a graph's pool are what the allocator reserved while it was captured: a graph that fits into
+    what earlier ones left adds none.
+    """
 
     name: ClassVar[str] = "cuda"
 
@@ -68,7 +77,9 @@ class CudaDriver(GraphDriver):
         gc.disable()
         try:
             with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+                reserved = torch.cuda.memory_reserved(self.device)  # entering has emptied the cache
                 outputs = fn()
+                reserved = torch.cuda.memory_reserved(self.device) - reserved
         except RuntimeError as error:
             raise CaptureError(
                 f"the region cannot be captured as a CUDA graph: {error}",
@@ -77,4 +88,5 @@ class CudaDriver(GraphDriver):
         finally:
             if enabled:
                 gc.enable()
-        return CudaGraph(graph, outputs)
+        # Out of memory, the allocator gives up segments of others: that is no memory of the graph.
+        return CudaGraph(graph, outputs, max(reserved, 0))

@@ -21,10 +21,13 @@ class Graph(abc.ABC):
         outputs: What the recorded callable returned. Its tensors belong to the graph: each replay
             overwrites them, and so may a replay of another graph of the same driver.
         num_nodes: Recorded operations (kernel launches, for CUDA), or -1 where the driver cannot tell.
+        pool_nbytes: Bytes of memory that the recorded region allocated and the graph keeps: its outputs
+            and what lies between them and its inputs; 0 once released. -1 where the driver cannot tell.
     """
 
     outputs: Any
     num_nodes: int
+    pool_nbytes: int = -1
 
     @abc.abstractmethod
     def replay(self) -> None:
@@ -33,6 +36,14 @@ class Graph(abc.ABC):
     @abc.abstractmethod
     def release(self) -> None:
         """Give up the recorded work and its memory; the graph cannot be replayed afterwards."""
+
+    def external_tensors(self) -> list[torch.Tensor] | None:
+        """Return the tensors of recorded work whose memory the graph did not allocate.
+
+        They must stay where they are for as long as the graph is replayed. Equal views come once; once
+        released there are none. None where the driver cannot tell.
+        """
+        return None
 
 
 class GraphDriver(abc.ABC):

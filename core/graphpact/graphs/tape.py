@@ -148,6 +148,9 @@ class _Recorder(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch has no annotation here
         self.nodes: list[_Node] = []
+        self._touched: list[torch.Tensor] = []  # by the nodes, some of which hide them in a closure
+        # Held until the end, so that no later storage is taken for one that was freed.
+        self._allocated: dict[int, torch.UntypedStorage] = {}
 
     def __torch_dispatch__(
         self,
@@ -173,38 +176,67 @@ class _Recorder(TorchDispatchMode):
         # Containers are copied, so that a list changed later is not the one that was recorded.
         args, kwargs = pytree.tree_map(lambda leaf: leaf, (args, kwargs))
         result = func(*args, **kwargs)
-        if func.overloadpacket not in _UNINITIALISED:
+        if func.overloadpacket in _UNINITIALISED:
+            self._allocates(_tensors(result))
+        else:
             self._record(func, args, kwargs, result)
         return result
 
     def _record(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     ) -> None:
-        inputs = {_storage(t) for t in _tensors((args, kwargs))}
-        outputs = _tensors(result)
-        fresh = [_storage(t) not in inputs for t in outputs]
-        if func._schema.is_mutable:  # noqa: SLF001
-            if any(fresh):
-                self.nodes.append(_run_and_copy(func, args, kwargs, outputs, fresh))
-            else:
-                self.nodes.append((func._op, args, kwargs))  # noqa: SLF001  without a Python layer
-            return
         if func is torch.ops.aten.lift_fresh.default:
             # A constant of the host, which later operations may overwrite: restored in every replay.
+            kept = result.clone()
+            self._allocates([result, kept])
+            self._touched += result, kept
             restore = torch.ops.aten.copy_.default._op  # noqa: SLF001
-            self.nodes.append((restore, (result, result.clone()), {}))
+            self.nodes.append((restore, (result, kept), {}))
             return
-        if not any(fresh):
+        given, outputs = _tensors((args, kwargs)), _tensors(result)
+        inputs = {_storage(t) for t in given}
+        fresh = [_storage(t) not in inputs for t in outputs]
+        if not (any(fresh) or func._schema.is_mutable):  # noqa: SLF001
             return  # a view, or no tensor at all
-        variant = _out_variant(func) if all(fresh) else None
-        if variant is None or len(variant[1]) != len(outputs):
-            self.nodes.append(_run_and_copy(func, args, kwargs, outputs, fresh))
-            return
-        overload, names = variant
-        taken = {a.name for a in overload._schema.arguments}  # noqa: SLF001
-        kept = {name: value for name, value in kwargs.items() if name in taken}
-        into = dict(zip(names, outputs, strict=True))
-        self.nodes.append((overload._op, args, {**kept, **into}))  # noqa: SLF001
+        self._allocates(t for t, is_fresh in zip(outputs, fresh, strict=True) if is_fresh)
+        self._touched += given + outputs
+        self.nodes.append(_node(func, args, kwargs, outputs, fresh))
+
+    def _allocates(self, tensors: Iterable[torch.Tensor]) -> None:
+        self._allocated.update((_storage(t), t.untyped_storage()) for t in tensors)
+
+    def memory(self, returned: Any) -> tuple[int, list[torch.Tensor]]:
+        """Return the bytes that the nodes and what was ``returned`` keep, and the tensors of others."""
+        pool: dict[int, int] = {}
+        external: dict[tuple[Any, ...], torch.Tensor] = {}
+        for t in [*self._touched, *_tensors(returned)]:
+            storage = self._allocated.get(_storage(t))
+            if storage is not None:
+                pool[_storage(t)] = storage.nbytes()
+            elif t.numel():
+                external[t.device, t.data_ptr(), t.shape, t.stride(), t.dtype] = t
+        return sum(pool.values()), list(external.values())
+
+
+def _node(
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    outputs: list[torch.Tensor],
+    fresh: list[bool],
+) -> _Node:
+    """Return what runs ``func`` again, into the tensors that it made."""
+    writes_arguments = func._schema.is_mutable  # noqa: SLF001
+    if writes_arguments and not any(fresh):
+        return func._op, args, kwargs  # noqa: SLF001  without a Python layer
+    variant = None if writes_arguments or not all(fresh) else _out_variant(func)
+    if variant is None or len(variant[1]) != len(outputs):
+        return _run_and_copy(func, args, kwargs, outputs, fresh)
+    overload, names = variant
+    taken = {a.name for a in overload._schema.arguments}  # noqa: SLF001
+    kept = {name: value for name, value in kwargs.items() if name in taken}
+    into = dict(zip(names, outputs, strict=True))
+    return overload._op, args, {**kept, **into}  # noqa: SLF001
 
 
 def _run_and_copy(
@@ -234,10 +266,14 @@ def _replay_of_released() -> None:
 class Tape(Graph):
     """Recorded operations, and the tensors that the recorded region returned."""
 
-    def __init__(self, nodes: list[_Node], outputs: Any) -> None:
+    def __init__(
+        self, nodes: list[_Node], outputs: Any, pool_nbytes: int, external: list[torch.Tensor]
+    ) -> None:
         self.outputs = outputs
-        self._nodes = nodes
         self.num_nodes = len(nodes)
+        self.pool_nbytes = pool_nbytes
+        self._nodes = nodes
+        self._external = external
 
     def replay(self) -> None:
         """Run every recorded operation once, in order."""
@@ -248,7 +284,13 @@ class Tape(Graph):
     def release(self) -> None:
         """Drop the operations and every tensor that only they held."""
         self._nodes = [(_replay_of_released, (), {})]
+        self._external = []
         self.outputs = None
+        self.pool_nbytes = 0
+
+    def external_tensors(self) -> list[torch.Tensor]:
+        """Return the tensors of the recorded operations, and of the outputs, that are not the tape's."""
+        return list(self._external)
 
 
 class TapeDriver(GraphDriver):
@@ -269,4 +311,4 @@ class TapeDriver(GraphDriver):
             recorder = _Recorder()
             with _HostReadGuard(), recorder:
                 outputs = fn()
-        return Tape(recorder.nodes, outputs)
+        return Tape(recorder.nodes, outputs, *recorder.memory(outputs))

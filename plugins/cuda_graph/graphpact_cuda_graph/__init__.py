@@ -50,9 +50,14 @@ class CudaGraphRunner(GraphRunner):
         largest = self.ladder.largest
         return build_decode_registry(
             max_bs=largest.batch_size,
-            max_num_tokens=largest.num_tokens,
+            max_num_token=largest.num_tokens,
             device=self.context.device,
             seq_len_fill_value=self.context.backend.seq_len_fill_value,
+            register_global_num_tokens=False,
+            enable_mrope=False,
+            zero_input_ids=True,
+            share_pool=self.context.share_pool,
+            lane=self.context.lane,
         )
 
     def dummy_batch(self, shape: GraphShape) -> ForwardBatch:

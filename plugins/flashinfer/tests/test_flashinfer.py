@@ -116,7 +116,13 @@ def _inference() -> Iterator[None]:
 
 def _registry() -> CudaGraphBufferRegistry:
     return build_decode_registry(
-        max_bs=MAX_BS, max_num_tokens=MAX_BS, device=CPU, seq_len_fill_value=1
+        max_bs=MAX_BS,
+        max_num_token=MAX_BS,
+        device=CPU,
+        seq_len_fill_value=1,
+        register_global_num_tokens=False,
+        enable_mrope=False,
+        zero_input_ids=True,
     )
 
 

@@ -1,0 +1,255 @@
+"""What one fill of the registry costs on the host, against one fill and one copy for each slot.
+
+    python benchmarks/bench_fill.py [--quick] [--device cuda]
+
+Both sides do the same to equal registries in one process, in turn, and the best of many rounds counts,
+so that a busy machine disturbs both alike. Torch operations are counted by a dispatch mode, kernels on
+a GPU by the profiler.
+
+Does not: measure what the kernels themselves take on a GPU; launches are waited for between rounds.
+"""
+
+import argparse
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from graphpact import ForwardBatch, ForwardMode
+from graphpact.buffers import (
+    CudaGraphBufferRegistry,
+    FillContext,
+    build_decode_registry,
+    build_prefill_registry,
+)
+from graphpact.cli.console import data, print_table
+
+COLUMNS = (
+    "registry",
+    "slots",
+    "raw",
+    "padded",
+    "fill us",
+    "one by one us",
+    "ratio",
+    "fill ops",
+    "one by one ops",
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A preset and the counts of one fill; ``tokens`` follow the requests unless given."""
+
+    name: str
+    build: Callable[[torch.device], CudaGraphBufferRegistry]
+    raw: int
+    padded: int
+    tokens: tuple[int, int] | None = None
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """The arguments of a fill."""
+        raw_tokens, padded_tokens = self.tokens or (self.raw, self.padded)
+        return {
+            "raw_bs": self.raw,
+            "padded_bs": self.padded,
+            "raw_num_tokens": raw_tokens,
+            "padded_num_tokens": padded_tokens,
+        }
+
+
+def decode_lane(device: torch.device) -> CudaGraphBufferRegistry:
+    """Return the registry of the decode lane of a text model, ``seq_lens_cpu`` included."""
+    return build_decode_registry(
+        device=device,
+        max_bs=256,
+        max_num_token=256,
+        seq_len_fill_value=1,
+        register_global_num_tokens=False,
+        enable_mrope=False,
+        zero_input_ids=True,
+        lane="decode",
+    )
+
+
+def decode_with_everything(device: torch.device) -> CudaGraphBufferRegistry:
+    """Return a decode registry with multimodal positions, recurrent state and token counts."""
+    return build_decode_registry(
+        device=device,
+        max_bs=256,
+        max_num_token=256,
+        seq_len_fill_value=1,
+        enable_mamba_track=True,
+        enable_num_token_non_padded=True,
+        require_gathered_buffer=True,
+        zero_input_ids=True,
+    )
+
+
+def prefill_lane(device: torch.device) -> CudaGraphBufferRegistry:
+    """Return the registry of a prefill lane of a text model."""
+    return build_prefill_registry(device=device, max_bs=8, max_num_token=8192, lane="prefill")
+
+
+CASES = (
+    Case("decode lane", decode_lane, 13, 16),
+    Case("decode lane", decode_lane, 200, 256),
+    Case("decode lane", decode_lane, 16, 16),
+    Case("decode, every slot", decode_with_everything, 13, 16),
+    Case("decode, every slot", decode_with_everything, 16, 16),
+    Case("prefill lane", prefill_lane, 4, 4, (1000, 1024)),
+    Case("prefill lane", prefill_lane, 4, 4, (1024, 1024)),
+)
+
+
+def make_batch(registry: CudaGraphBufferRegistry, case: Case) -> ForwardBatch:
+    """Return a batch with a field for every slot that is copied."""
+    fields: dict[str, Any] = {}
+    for slot in registry:
+        if slot.copy_from_fb:
+            head = slot.slice_for(case.raw, case.counts["raw_num_tokens"])
+            fields[slot.name] = torch.ones_like(head).contiguous()
+    if "num_token_non_padded" in fields:
+        fields["num_token_non_padded_cpu"] = case.counts["raw_num_tokens"]
+    inputs = ("input_ids", "positions", "out_cache_loc", "req_pool_indices", "seq_lens")
+    for name in (*inputs, "seq_lens_cpu"):
+        fields.setdefault(name, torch.ones(1, dtype=torch.int64))
+    return ForwardBatch(forward_mode=ForwardMode.DECODE, batch_size=case.raw, **fields)
+
+
+def fill_slot_by_slot(
+    registry: CudaGraphBufferRegistry, batch: ForwardBatch, context: FillContext
+) -> None:
+    """Do what a fill does as the declarations say it: one fill and one copy a slot, nothing checked."""
+    for slot in registry:
+        buffer, rows = slot.buffer, context.rows(slot.axis)
+        if buffer is None:
+            continue
+        if rows is None:
+            if slot.copy_from_fb:
+                buffer.copy_(getattr(batch, slot.name))
+        else:
+            raw, padded = rows
+            by_row = buffer if slot.slice_fn is None else buffer.T  # ``[3, tokens]``
+            if raw < padded and slot.padding_policy.resets_tail:
+                by_row[raw:padded].fill_(slot.initial_value)
+            if slot.copy_from_fb:
+                source = getattr(batch, slot.name)
+                by_row[:raw].copy_(source if slot.slice_fn is None else source.T)
+        if slot.post_fill is not None:
+            slot.post_fill(buffer, batch, context)
+
+
+class CountOps(TorchDispatchMode):
+    """Counts operations that do something; a view is none."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch has no annotation here
+        self.count = 0
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Count and run."""
+        self.count += func._schema.is_mutable  # noqa: SLF001  no public name
+        return func(*args, **(kwargs or {}))
+
+
+def count_ops(fill: Callable[[], None], device: torch.device) -> int:
+    """Return how many operations write; on a GPU, how many kernels and copies are launched there."""
+    fill()
+    if device.type == "cpu":
+        with CountOps() as counted:
+            fill()
+        return counted.count
+    from torch.profiler import ProfilerActivity, profile  # noqa: PLC0415  only where it is used
+
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiled:
+        fill()
+        torch.cuda.synchronize()
+    return sum(event.device_type.name == "CUDA" for event in profiled.events())
+
+
+def best_seconds(
+    fills: list[Callable[[], None]], device: torch.device, *, rounds: int, calls: int
+) -> list[float]:
+    """Return the host seconds of one call of each, the best of ``rounds`` taken in turn."""
+    best = [float("inf")] * len(fills)
+    for _ in range(rounds):
+        for i, fill in enumerate(fills):
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(calls):
+                fill()
+            best[i] = min(best[i], (time.perf_counter() - start) / calls)
+    return best
+
+
+@torch.inference_mode()
+def measure(case: Case, device: torch.device, *, rounds: int, calls: int) -> tuple[object, ...]:
+    """Return one row of the table."""
+    registry, plain = case.build(device), case.build(device)
+    batch, counts = make_batch(registry, case), case.counts
+    context = FillContext(**counts)
+    raw_bs, padded_bs = counts["raw_bs"], counts["padded_bs"]
+    raw_tokens, padded_tokens = counts["raw_num_tokens"], counts["padded_num_tokens"]
+
+    def fill() -> None:
+        registry.fill_from(
+            batch,
+            raw_bs=raw_bs,
+            padded_bs=padded_bs,
+            raw_num_tokens=raw_tokens,
+            padded_num_tokens=padded_tokens,
+        )
+
+    def slot_by_slot() -> None:
+        fill_slot_by_slot(plain, batch, context)
+
+    ops = [count_ops(each, device) for each in (fill, slot_by_slot)]
+    for ours, theirs in zip(registry, plain, strict=True):
+        whole = (registry.max_bs, registry.max_num_tokens)
+        if not torch.equal(ours.slice_for(*whole), theirs.slice_for(*whole)):
+            raise SystemExit(f"{case.name}: the two sides leave different rows in {ours.name!r}")
+    ours_s, plain_s = best_seconds([fill, slot_by_slot], device, rounds=rounds, calls=calls)
+    return (
+        case.name,
+        len(registry.slot_names()),
+        raw_bs if case.tokens is None else raw_tokens,
+        padded_bs if case.tokens is None else padded_tokens,
+        f"{ours_s * 1e6:.1f}",
+        f"{plain_s * 1e6:.1f}",
+        f"{ours_s / plain_s:.2f}",
+        ops[0],
+        ops[1],
+    )
+
+
+def main() -> None:
+    """Measure every case and print the table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="few rounds: a look, no measurement")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    options = parser.parse_args()
+    device = torch.device(options.device)
+    rounds, calls = (2, 10) if options.quick else (30, 500)
+    rows = [measure(case, device, rounds=rounds, calls=calls) for case in CASES]
+    console = data()
+    what = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    console.print(f"host time of one fill, {what}, torch {torch.__version__}")
+    print_table(console, COLUMNS, rows, numbers=COLUMNS[1:])
+    console.print("aim for the decode lane, padded: ratio at most 0.20")
+
+
+if __name__ == "__main__":
+    main()

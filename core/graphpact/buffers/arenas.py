@@ -1,0 +1,103 @@
+"""`Arena`: slots as the rows of one allocation, so that their tails are one strided copy.
+
+    row 0   input_ids          | h h h h h . . . |     raw = 5 of padded = 8: the columns 5 to 8 of
+    row 1   positions          | h h h h h . . . |     all rows are written at once from a column of
+    row 2   out_cache_loc      | h h h h h . . . |     pad values, one a row
+    row 3   req_pool_indices   | h h h h h . . . |
+
+Only slots whose tails are reset lie here; any other has memory of its own.
+
+Does not: read policies at run time or know batches; `graphpact.buffers.fills` puts tails together.
+"""
+
+from collections.abc import Iterator
+
+import torch
+
+from graphpact.buffers.slots import GraphSlot
+
+_ROWS = 16  # of one allocation: enough for the slots of one width in every preset
+_MOST_ROWS_OF_A_SLOT = 4  # such as the 3 of ``mrope_positions``
+_ALIGNMENT = 512  # bytes: what a device's allocator gives, and what kernels are specialised for
+
+Place = tuple[int, int, int, int]
+"""First row, end row, first column, end column."""
+
+
+class Arenas:
+    """Allocates slots: rows of an arena where their tails are columns, memory of their own elsewhere."""
+
+    def __init__(self) -> None:
+        self._arenas: list[Arena] = []
+
+    def __iter__(self) -> Iterator["Arena"]:
+        return iter(self._arenas)
+
+    def allocate(
+        self, slot: GraphSlot, shape: tuple[int, ...], device: torch.device
+    ) -> torch.Tensor:
+        """Return a buffer of ``shape`` that holds the slot's initial value."""
+        if slot.axis == "none" or not slot.padding_policy.resets_tail or not _is_rows(slot, shape):
+            return torch.full(shape, slot.initial_value, dtype=slot.dtype, device=device)
+        kind = (slot.dtype, device, shape[-1])
+        rows = 1 if len(shape) == 1 else shape[0]
+        arena = next((a for a in self._arenas if a.kind == kind and a.free >= rows), None)
+        if arena is None:
+            arena = Arena(*kind)
+            self._arenas.append(arena)
+        taken = arena.take(rows, slot.initial_value)
+        return taken[0] if len(shape) == 1 else taken
+
+
+class Arena:
+    """Memory for up to 16 rows.
+
+    Args:
+        dtype: Element type.
+        device: Where it lies.
+        width: Elements of a row that are used; each row begins at a multiple of 512 bytes.
+
+    Attributes:
+        memory: ``[16, aligned width]``.
+        pad_values: ``[16, 1]``: what the tail of each row is reset to.
+    """
+
+    def __init__(self, dtype: torch.dtype, device: torch.device, width: int) -> None:
+        unit = max(1, _ALIGNMENT // dtype.itemsize)
+        aligned = -(-max(width, 1) // unit) * unit
+        self.kind = (dtype, device, width)
+        self.memory = torch.zeros(_ROWS, aligned, dtype=dtype, device=device)
+        self.pad_values = torch.zeros(_ROWS, 1, dtype=dtype, device=device)
+        self.free = _ROWS
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated, unused rows included."""
+        return self.memory.nbytes + self.pad_values.nbytes
+
+    def take(self, rows: int, pad_value: float) -> torch.Tensor:
+        """Return the next ``rows`` rows as ``[rows, width]``, filled with ``pad_value``."""
+        first = _ROWS - self.free
+        self.free -= rows
+        self.pad_values[first : first + rows] = pad_value
+        return self.memory[first : first + rows, : self.kind[2]].fill_(pad_value)
+
+    def place(self, view: torch.Tensor) -> Place | None:
+        """Return where in this arena ``view`` lies, or None where it is not whole columns of rows."""
+        if view.untyped_storage().data_ptr() != self.memory.untyped_storage().data_ptr():
+            return None
+        if view.dim() == 1:
+            view = view[None]
+        row, column = divmod(int(view.storage_offset()), self.memory.stride(0))
+        place = (row, row + view.shape[0], column, column + view.shape[-1])
+        block = self.memory[row : place[1], column : place[3]]
+        return place if view.shape == block.shape and view.stride(-1) == 1 else None
+
+
+def _is_rows(slot: GraphSlot, shape: tuple[int, ...]) -> bool:
+    """Return whether slices are columns of one row, or of a few, as of ``[3, max_num_tokens]``."""
+    if len(shape) == 1:
+        return True
+    if len(shape) != 2 or shape[0] > _MOST_ROWS_OF_A_SLOT or slot.slice_fn is None:
+        return False
+    return slot.slice_fn(torch.empty(shape, device="meta"), 0).shape[0] == shape[0]

@@ -1,0 +1,341 @@
+"""`FillPlan`: what a fill does for one set of counts, worked out once and run in every step.
+
+A fill is on the path of every step, so all that does not depend on a batch's content is kept: which
+views are heads and tails, how they are grouped, and how the batch looked when last it was checked.
+
+    tails      one strided copy for slots that lie together in an arena, from a column of pad values
+    heads      one grouped copy for each pair of dtypes
+    on a host  a grouped copy is a loop in C++ whatever its members, so tails and heads share one
+
+Whatever a batch can get wrong is found before anything is written.
+
+Does not: allocate, or decide the counts.
+"""
+
+import functools
+import operator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import torch
+
+from graphpact.buffers.arenas import Arena
+from graphpact.buffers.slots import FillContext, GraphSlot, SourceFn
+from graphpact.errors import SlotError
+
+_MAX_LOOKS = 16  # ways in which the batches of one plan look; more than any engine has
+_MAX_EXACT_INT = {torch.float16: 2**11, torch.bfloat16: 2**8, torch.float32: 2**24}
+_MISSING = object()
+
+_Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+"""Target and source of a copy."""
+_Fields: TypeAlias = Callable[[Any], tuple[Any, ...]]
+"""From a batch to some of its fields."""
+_Copy: TypeAlias = tuple[list[torch.Tensor], _Fields, tuple[torch.Tensor, ...]]
+"""Targets of one grouped copy, and their sources: fields of the batch first, then fixed tensors."""
+
+_grouped_copy = torch._foreach_copy_
+
+
+@functools.cache
+def converts_exactly(source: torch.dtype, target: torch.dtype) -> bool:
+    """Return whether every value of ``source`` is one of ``target``, so that a copy loses nothing."""
+    if source is target:
+        return True
+    try:
+        if torch.promote_types(source, target) is not target:
+            return False
+    except RuntimeError:  # some pairs of unsigned types have no common one
+        return False
+    if source is torch.bool or source.is_floating_point or not target.is_floating_point:
+        return True
+    return torch.iinfo(source).max <= _MAX_EXACT_INT.get(target, 2**53)
+
+
+def _copied_one_by_one(device: torch.device) -> bool:
+    """Return whether a grouped copy is a loop on ``device``, which then takes any mixture of tensors.
+
+    Elsewhere it is one kernel for dense tensors of one pair of dtypes, and a loop for all others.
+    """
+    return device.type == "cpu"
+
+
+class FillPlan:
+    """What a fill does for one set of counts.
+
+    Args:
+        context: The counts.
+        slots: The enabled slots.
+        arenas: Where some of them lie.
+        strict: Whether a batch must have every field of a slot that is not optional.
+    """
+
+    def __init__(
+        self,
+        context: FillContext,
+        slots: Iterable[GraphSlot],
+        arenas: Sequence[Arena],
+        *,
+        strict: bool,
+    ) -> None:
+        slots = list(slots)
+        copied = [slot for slot in slots if slot.copy_from_fb]
+        self._context = context
+        self._heads = [
+            _Head(slot, context, strict=strict) for slot in copied if slot.source_fn is None
+        ]
+        self._sourced = [
+            _Sourced(slot, slot.source_fn, context, strict=strict)
+            for slot in copied
+            if slot.source_fn is not None
+        ]
+        self._computed = [slot for slot in slots if slot.post_fill is not None]
+        self._resets, self._fixed = _plan_tails(slots, context, arenas)
+        self._only_copies = not (self._sourced or self._computed or self._resets)
+        self._looks: dict[tuple[object, ...], _Look] = {}
+        self._look = _Look(lambda _: (), (None,), ())  # no batch looks like it
+
+    def run(self, batch: Any, pp_proxy_tensors: Any = None) -> None:
+        """Reset the tails, copy the heads, call the hooks.
+
+        Raises:
+            SlotError: A field of the batch, or what a ``source_fn`` returned, does not fit. Nothing is
+                written then.
+        """
+        look = self._look
+        try:
+            known = look.describe(batch) == look.seen
+        except AttributeError:  # what was a tensor is None now
+            known = False
+        if not known:
+            look = self._look_at(batch)
+        if self._only_copies:
+            for targets, fields, fixed in look.copies:
+                _grouped_copy(targets, fields(batch) + fixed)
+        else:
+            self._run_all(batch, look, pp_proxy_tensors)
+
+    def _run_all(self, batch: Any, look: "_Look", pp_proxy_tensors: Any) -> None:
+        context = self._context
+        if pp_proxy_tensors is not None:
+            context = replace(context, pp_proxy_tensors=pp_proxy_tensors)
+        pairs = [pair for slot in self._sourced if (pair := slot.pair(batch, context)) is not None]
+        for reset in self._resets:
+            reset()
+        for targets, fields, fixed in look.copies:
+            _grouped_copy(targets, fields(batch) + fixed)
+        for group in _by_kernel(pairs):
+            _grouped_copy([target for target, _ in group], [source for _, source in group])
+        for slot in self._computed:
+            if slot.post_fill is not None and slot.buffer is not None:
+                slot.post_fill(slot.buffer, batch, context)
+
+    def _look_at(self, batch: Any) -> "_Look":
+        """Check the batch's fields one by one, and return what is copied of a batch that looks so."""
+        sources = [head.source(batch) for head in self._heads]
+        key = tuple(
+            source.dtype if source is not None else head.kind(batch)
+            for head, source in zip(self._heads, sources, strict=True)
+        )
+        look = self._looks.get(key)
+        if look is None:
+            if len(self._looks) == _MAX_LOOKS:
+                self._looks.clear()
+            look = self._looks[key] = self._compile(batch, sources)
+        self._look = look
+        return look
+
+    def _compile(self, batch: Any, sources: Sequence[torch.Tensor | None]) -> "_Look":
+        heads = list(zip(self._heads, sources, strict=True))
+        there = [head for head, source in heads if source is not None]
+        absent = [head for head, source in heads if source is None]
+        fields = _getter([f"{h.slot.name}.{what}" for h in there for what in ("shape", "dtype")])
+
+        def describe(batch: Any) -> tuple[Any, ...]:
+            return (fields(batch), *(head.kind(batch) for head in absent))
+
+        names = {id(head.view): head.slot.name for head in there}
+        pairs = [(head.view, source) for head, source in heads if source is not None]
+        copies = []
+        for group in _by_kernel([*pairs, *self._fixed]):
+            of_batch = [names[id(target)] for target, _ in group if id(target) in names]
+            fixed = tuple(source for target, source in group if id(target) not in names)
+            copies.append(([target for target, _ in group], _getter(of_batch), fixed))
+        chosen = describe if absent else fields
+        return _Look(chosen, chosen(batch), tuple(copies))
+
+
+@dataclass(frozen=True, slots=True)
+class _Look:
+    """How a batch looked, field by field, and what is copied of a batch that looks so."""
+
+    describe: _Fields
+    seen: tuple[Any, ...]
+    copies: tuple[_Copy, ...]
+
+
+class _Head:
+    """A slot that is copied from the batch field of its name, and the view that takes it."""
+
+    def __init__(self, slot: GraphSlot, context: FillContext, *, strict: bool) -> None:
+        self.slot = slot
+        self.view = slot.slice_for(context.raw_bs, context.raw_num_tokens)
+        self._required = strict and not slot.optional
+
+    def kind(self, batch: Any) -> type:
+        """Return the type of the batch's field."""
+        return type(getattr(batch, self.slot.name, _MISSING))
+
+    def source(self, batch: Any) -> torch.Tensor | None:
+        """Return the batch's field, having checked that it can be copied; None where it has none.
+
+        Raises:
+            SlotError: The field does not fit, or is missing where it must not be.
+        """
+        slot = self.slot
+        field = getattr(batch, slot.name, None)
+        if isinstance(field, torch.Tensor):
+            return _fitting(slot, self.view, field)
+        if self._required:
+            what = "no" if field is None else f"a {type(field).__name__} and no tensor for"
+            raise SlotError(
+                f"the batch has {what} {slot.name!r}, which {slot.label} copies",
+                hint="set the field, or declare the slot optional if stale rows are harmless",
+            )
+        return None
+
+
+class _Sourced:
+    """A slot that is copied from what its ``source_fn`` returns."""
+
+    def __init__(
+        self, slot: GraphSlot, source_fn: SourceFn, context: FillContext, *, strict: bool
+    ) -> None:
+        self._slot = slot
+        self._source_fn = source_fn
+        self._head = slot.slice_for(context.raw_bs, context.raw_num_tokens)
+        self._required = strict and not slot.optional
+
+    def pair(self, batch: Any, context: FillContext) -> _Pair | None:
+        """Return the rows that are written and what is written there, or None for nothing.
+
+        Raises:
+            SlotError: What was returned does not fit, or nothing was where something must be.
+        """
+        slot, source = self._slot, self._source_fn(batch, context)
+        if isinstance(source, torch.Tensor):
+            target = self._head
+            if slot.axis == "none" and source.dim():  # its own length, up to all there is
+                target = target[: source.shape[0]]
+            return target, _fitting(slot, target, source)
+        if self._required or source is not None:
+            what = "nothing" if source is None else f"a {type(source).__name__} and no tensor"
+            raise SlotError(
+                f"the source_fn of {slot.label} found {what} in this batch",
+                hint="give what it looks for, or declare the slot optional if stale rows are harmless",
+            )
+        return None
+
+
+def _fitting(slot: GraphSlot, target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """Return ``source``, having checked that it fills ``target`` and loses nothing.
+
+    Raises:
+        SlotError: Another shape, or a dtype that does not convert exactly.
+    """
+    if source.shape == target.shape and converts_exactly(source.dtype, target.dtype):
+        return source
+    raise SlotError(
+        f"{slot.label} takes {tuple(target.shape)} {target.dtype} from this batch,"
+        f" which has {tuple(source.shape)} {source.dtype}",
+        hint="give one row for each request or token, in a dtype whose every value fits",
+    )
+
+
+def _getter(names: Sequence[str]) -> _Fields:
+    """Return ``batch -> (field, ...)``, in C where there is more than one."""
+    if len(names) > 1:
+        return operator.attrgetter(*names)
+    if names:
+        only = operator.attrgetter(names[0])
+        return lambda batch: (only(batch),)
+    return lambda _: ()
+
+
+def _by_kernel(pairs: Iterable[_Pair]) -> Iterator[list[_Pair]]:
+    """Yield the pairs that one grouped copy takes together, in the order of their first members."""
+    groups: dict[Hashable, list[_Pair]] = {}
+    for target, source in pairs:
+        key: Hashable = target.device
+        if not _copied_one_by_one(target.device):
+            key = (target.device, target.dtype, source.dtype, target.is_contiguous())
+        groups.setdefault(key, []).append((target, source))
+    yield from groups.values()
+
+
+# -- tails -----------------------------------------------------------------------------------------
+
+
+def _plan_tails(
+    slots: Iterable[GraphSlot], context: FillContext, arenas: Sequence[Arena]
+) -> tuple[list[Callable[[], object]], list[_Pair]]:
+    """Return the calls that reset tails, and the copies that do on devices that copy one by one."""
+    resets: list[Callable[[], object]] = []
+    fixed: list[_Pair] = []
+    zeroed: dict[Hashable, list[torch.Tensor]] = {}
+    placed: dict[int, list[tuple[int, int, int, int]]] = {}
+    for slot in slots:
+        tail = _tail(slot, context)
+        if tail is None:
+            continue
+        at = next(((i, p) for i, a in enumerate(arenas) if (p := a.place(tail))), None)
+        if at is not None:
+            placed.setdefault(at[0], []).append(at[1])
+        elif _copied_one_by_one(tail.device):
+            value = torch.full((), slot.initial_value, dtype=tail.dtype, device=tail.device)
+            fixed.append((tail, value.expand_as(tail)))
+        elif slot.initial_value == 0 and tail.is_contiguous():
+            zeroed.setdefault((tail.device, tail.dtype), []).append(tail)
+        else:
+            resets.append(functools.partial(tail.fill_, slot.initial_value))
+    resets += [functools.partial(torch._foreach_zero_, tails) for tails in zeroed.values()]
+    for number, places in placed.items():
+        arena = arenas[number]
+        for first, end, left, right in _merged(places):
+            block = arena.memory[first:end, left:right]
+            values = arena.pad_values[first:end].expand_as(block)
+            if _copied_one_by_one(block.device):
+                fixed.append((block, values))
+            else:
+                resets.append(functools.partial(block.copy_, values))
+    return resets, fixed
+
+
+def _tail(slot: GraphSlot, context: FillContext) -> torch.Tensor | None:
+    """Return what a fill of these counts resets of ``slot``; None for nothing."""
+    rows = context.rows(slot.axis)
+    if rows is None or rows[0] == rows[1] or not slot.padding_policy.resets_tail:
+        return None
+    whole = slot.slice_for(context.padded_bs, context.padded_num_tokens)
+    head = slot.slice_for(context.raw_bs, context.raw_num_tokens)
+    # The rows' axis is the one along which head and whole differ.
+    cut = [i for i, (a, b) in enumerate(zip(head.shape, whole.shape, strict=True)) if a != b]
+    if len(cut) != 1:
+        raise SlotError(
+            f"{slot.label}: its slice_fn cuts {len(cut)} axes between {rows[0]} and {rows[1]} rows",
+            hint="a slice_fn keeps the first rows of one axis",
+        )
+    axis = cut[0]
+    return whole.narrow(axis, head.shape[axis], whole.shape[axis] - head.shape[axis])
+
+
+def _merged(places: Iterable[tuple[int, int, int, int]]) -> list[tuple[int, int, int, int]]:
+    """Join places in one arena that are one above the other over the same columns."""
+    joined: list[tuple[int, int, int, int]] = []
+    for place in sorted(places):
+        if joined and joined[-1][1:] == (place[0], *place[2:]):
+            joined[-1] = (joined[-1][0], *place[1:])
+        else:
+            joined.append(place)
+    return joined

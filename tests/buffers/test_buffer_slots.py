@@ -1,0 +1,212 @@
+"""The declaration of one slot: what it needs, what it says of itself, and which view it gives."""
+
+from dataclasses import FrozenInstanceError, fields
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from graphpact.buffers import CudaGraphBufferRegistry, FillContext, GraphSlot, PaddingPolicy
+from graphpact.errors import SlotError, UnallocatedSlotError, UsageError
+
+P = PaddingPolicy
+
+
+def _slot(**changes: Any) -> GraphSlot:
+    declared: dict[str, Any] = {
+        "name": "lengths",
+        "shape_fn": lambda max_bs, _: (max_bs,),
+        "dtype": torch.int64,
+        "axis": "bs",
+        "owner": "somebody",
+    }
+    return GraphSlot(**(declared | changes))
+
+
+def _registered(**changes: Any) -> GraphSlot:
+    registry = CudaGraphBufferRegistry(device="cpu", max_bs=4, max_num_tokens=8)
+    return registry.register_slot(_slot(**changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"axis": "rows"}, "unknown axis 'rows'"),
+        ({"padding_policy": P.FILL_SENTINEL}, "FILL_SENTINEL without a pad_value"),
+        ({"padding_policy": P.FILL_ONCE}, "FILL_ONCE without a pad_value"),
+        ({"name": "lengths.of.it"}, "a dotted name is no batch field"),
+    ],
+)
+def test_a_bad_declaration_is_refused(changes: dict[str, Any], says: str) -> None:
+    """A slot that lacks what its policy or name needs is refused where it is declared, with help."""
+    with pytest.raises(SlotError) as error:
+        _slot(**changes)
+    for part in (says, "'lengths", "of somebody", "help: "):
+        assert part in str(error.value)
+    with pytest.raises(SlotError, match="of an unnamed owner"):
+        _slot(owner=None, **changes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"padding_policy": P.FILL_SENTINEL, "pad_value": 0},
+        {"padding_policy": P.FILL_ONCE, "pad_value": False},
+        {"name": "a.b", "copy_from_fb": False},
+        {"name": "a.b", "source_fn": lambda *_: None},
+        {"axis": "none"},
+    ],
+)
+def test_what_is_allowed(changes: dict[str, Any]) -> None:
+    """A pad value that is false is one, and a dotted name stands where something else fills it."""
+    _slot(**changes)
+
+
+def test_slot_errors_are_value_errors() -> None:
+    """A program that catches what the original raises catches ours, and ours are usage errors too."""
+    assert issubclass(SlotError, ValueError)
+    assert issubclass(SlotError, UsageError)
+    with pytest.raises(ValueError, match="axis"):
+        _slot(axis="rows")
+
+
+def test_a_slot_without_a_buffer_has_no_slices() -> None:
+    """A slot that no registry holds names itself instead of slicing nothing."""
+    with pytest.raises(UnallocatedSlotError, match=r"'lengths' of somebody has no buffer") as error:
+        _slot().slice_for(1, 1)
+    assert isinstance(error.value, RuntimeError)
+    assert isinstance(error.value, SlotError)
+    assert "help: register it" in str(error.value)
+
+
+def test_the_defaults_are_the_originals() -> None:
+    """Name, shape and dtype declare a token slot that copies its batch field and keeps its tail."""
+    slot = GraphSlot("input_ids", lambda _, max_tokens: (max_tokens,), torch.int64)
+    assert (slot.axis, slot.padding_policy, slot.pad_value) == ("tokens", P.FOREACH_COPY, None)
+    assert (slot.enabled, slot.copy_from_fb, slot.optional) == (True, True, False)
+    assert [slot.buffer, slot.device, slot.owner, slot.reason] == [None] * 4
+
+
+def test_the_order_of_arguments_is_the_originals() -> None:
+    """What may be given by position comes in the original's order; what is ours goes by name."""
+    names = [f.name for f in fields(GraphSlot) if not f.kw_only]
+    assert names == [
+        "name",
+        "shape_fn",
+        "dtype",
+        "axis",
+        "device",
+        "padding_policy",
+        "pad_value",
+        "enabled",
+        "copy_from_fb",
+        "post_fill",
+        "slice_fn",
+        "source_fn",
+        "buffer",
+    ]
+    assert {f.name for f in fields(GraphSlot) if f.kw_only} == {"owner", "reason", "optional"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "initial"),
+    [
+        ({"padding_policy": P.FILL_SENTINEL, "pad_value": 7}, 7),
+        ({"padding_policy": P.FILL_ONCE, "pad_value": 7}, 7),
+        ({"padding_policy": P.ZERO, "pad_value": 7}, 0),
+        ({"padding_policy": P.KEEP_PAD, "pad_value": 7}, 0),
+        ({"padding_policy": P.FOREACH_COPY, "pad_value": 7}, 0),
+    ],
+)
+def test_new_memory_holds_what_padding_holds(changes: dict[str, Any], initial: int) -> None:
+    """A new buffer holds the pad value of a policy that has one, and zero for all others."""
+    slot = _registered(**changes)
+    assert slot.initial_value == initial
+    assert slot.buffer is not None
+    assert slot.buffer.tolist() == [initial] * 4
+
+
+def test_policies() -> None:
+    """Two policies reset the tail in every padded fill, two are about a pad value, and one is both."""
+    assert {p for p in P if p.resets_tail} == {P.ZERO, P.FILL_SENTINEL}
+    assert {p for p in P if p.has_pad_value} == {P.FILL_ONCE, P.FILL_SENTINEL}
+
+
+def _nothing(*_: object) -> None:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"padding_policy": P.ZERO}, (False, True, False)),
+        ({"padding_policy": P.ZERO, "optional": True}, (False, False, False)),
+        ({"padding_policy": P.ZERO, "copy_from_fb": False}, (True, False, False)),
+        ({"copy_from_fb": False, "post_fill": _nothing}, (True, True, True)),
+        ({"optional": True, "post_fill": _nothing}, (True, True, True)),
+        ({"padding_policy": P.FOREACH_COPY}, (False, True, True)),
+        ({"padding_policy": P.KEEP_PAD, "copy_from_fb": False}, (True, False, True)),
+        ({"padding_policy": P.FILL_ONCE, "pad_value": 1}, (False, True, True)),
+        (
+            {"padding_policy": P.FILL_ONCE, "pad_value": 1, "copy_from_fb": False},
+            (True, False, False),
+        ),
+        ({"axis": "none"}, (False, True, False)),
+        ({"axis": "none", "source_fn": _nothing}, (False, True, True)),
+    ],
+)
+def test_what_a_slot_says_of_itself(changes: dict[str, Any], says: tuple[bool, bool, bool]) -> None:
+    """Whether views show it, whether lanes may share it and whether it owes a reason follow from it."""
+    slot = _slot(**changes)
+    assert (slot.is_computed, slot.is_refreshed, slot.keeps_tail) == says
+
+
+@pytest.mark.parametrize(
+    ("changes", "shape"),
+    [
+        ({"axis": "bs"}, (3,)),
+        ({"axis": "tokens", "shape_fn": lambda _, tokens: (tokens,)}, (5,)),
+        ({"axis": "none", "shape_fn": lambda *_: (7,)}, (7,)),
+        ({"axis": "none", "shape_fn": lambda *_: ()}, ()),
+        ({"shape_fn": lambda bs, _: (bs, 2)}, (3, 2)),
+        ({"shape_fn": lambda bs, _: (bs + 1,), "slice_fn": lambda b, n: b[: n + 1]}, (4,)),
+        (
+            {
+                "axis": "tokens",
+                "shape_fn": lambda _, tokens: (3, tokens),
+                "slice_fn": lambda b, n: b[:, :n],
+            },
+            (3, 5),
+        ),
+        (
+            {"axis": "none", "shape_fn": lambda *_: (6,), "slice_fn": lambda b, n: b[: n // 2]},
+            (3,),
+        ),
+    ],
+    ids=["bs", "tokens", "none", "scalar", "wide", "one more", "last axis", "none with slice_fn"],
+)
+def test_slices(changes: dict[str, Any], shape: tuple[int, ...]) -> None:
+    """A slice for 3 requests and 5 tokens has the rows of its axis and begins where the buffer does."""
+    slot = _registered(**changes)
+    view = slot.slice_for(3, 5)
+    assert slot.buffer is not None
+    assert tuple(view.shape) == shape
+    assert view.data_ptr() == slot.buffer.data_ptr()
+
+
+def test_rows_of_a_context() -> None:
+    """A context answers raw and padded rows by axis, and None where nothing is padded."""
+    context = FillContext(1, 2, 3, 4)
+    assert context.rows("bs") == (1, 2)
+    assert context.rows("tokens") == (3, 4)
+    assert context.rows("none") is None
+    assert context.pp_proxy_tensors is None
+
+
+def test_a_context_is_its_counts() -> None:
+    """Contexts of equal counts are equal whatever a pipeline stage sent, and none can be changed."""
+    context = FillContext(1, 2, 3, 4, pp_proxy_tensors=SimpleNamespace(tensors={}))
+    assert context == FillContext(1, 2, 3, 4)
+    with pytest.raises(FrozenInstanceError):
+        context.raw_bs = 2  # type: ignore[misc]

@@ -1,0 +1,844 @@
+"""The registry: what it takes and refuses, and that a refusal writes nothing."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from graphpact.batch import ForwardBatch, ForwardMode
+from graphpact.buffers import (
+    CudaGraphBufferRegistry,
+    FillContext,
+    GraphSlot,
+    PaddingPolicy,
+    SharedBuffers,
+    build_decode_registry,
+    fills,
+)
+from graphpact.buffers import registry as registry_module
+from graphpact.errors import SlotError, UnknownSlotError
+
+P = PaddingPolicy
+I64, I32, F32 = torch.int64, torch.int32, torch.float32
+
+
+def _registry(
+    max_bs: int = 4, max_num_tokens: int = 8, lane: str | None = None
+) -> CudaGraphBufferRegistry:
+    return CudaGraphBufferRegistry(
+        device="cpu", max_bs=max_bs, max_num_tokens=max_num_tokens, lane=lane
+    )
+
+
+def _slot(name: str = "lengths", **changes: Any) -> GraphSlot:
+    declared: dict[str, Any] = {
+        "shape_fn": lambda max_bs, _: (max_bs,),
+        "dtype": torch.int64,
+        "axis": "bs",
+        "padding_policy": P.ZERO,
+        "owner": "somebody",
+    }
+    return GraphSlot(name, **(declared | changes))
+
+
+def _fill(registry: CudaGraphBufferRegistry, raw: int, padded: int, **fields: Any) -> None:
+    batch = SimpleNamespace(**fields)
+    registry.fill_from(
+        batch, raw_bs=raw, padded_bs=padded, raw_num_tokens=raw, padded_num_tokens=padded
+    )
+
+
+def _bytes(registry: CudaGraphBufferRegistry) -> dict[str, Any]:
+    return {s.name: s.buffer.tolist() for s in registry if s.buffer is not None}
+
+
+@contextmanager
+def _refused(registry: CudaGraphBufferRegistry, *parts: str) -> Iterator[None]:
+    """Expect a SlotError that says ``parts`` and how to go on, and a registry that is as it was."""
+    for slot in registry:
+        assert slot.buffer is not None
+        slot.buffer.fill_(77)  # so that a tail that is reset would show
+    names, lane, before = registry.slot_names(), registry.lane, _bytes(registry)
+    with pytest.raises(SlotError) as error:
+        yield
+    for part in (*parts, "\n  help: "):
+        assert part in str(error.value)
+    assert registry.slot_names() == names
+    assert registry.lane == lane
+    assert _bytes(registry) == before
+
+
+# -- registering -----------------------------------------------------------------------------------
+
+
+def test_the_registry_lists_what_it_holds() -> None:
+    """Names and slots come in the order of registration, and each slot is found by its name."""
+    registry = _registry()
+    slots = [registry.register_slot(_slot(name)) for name in ("b", "a", "c")]
+    assert registry.slot_names() == ["b", "a", "c"]
+    assert list(registry) == slots
+    assert registry.get_slot("a") is slots[1]
+    assert registry.has_slot("a")
+    assert not registry.has_slot("d")
+
+
+def test_a_name_is_taken_once() -> None:
+    """A second slot of one name is refused, naming both owners, and the first stays."""
+    registry = _registry()
+    first = registry.register_slot(_slot())
+    with _refused(registry, "'lengths' of other is already registered by somebody"):
+        registry.register_slot(_slot(owner="other"))
+    assert registry.get_slot("lengths") is first
+
+
+def test_a_disabled_slot_takes_its_name_and_nothing_else() -> None:
+    """A slot that is not enabled has no memory, no fill and no view, but its name is taken."""
+    registry = _registry()
+    slot = registry.register_slot(_slot(enabled=False))
+    assert slot.buffer is None
+    assert registry.slot_names() == []
+    assert not registry.has_slot("lengths")
+    assert registry.get_slot("lengths") is slot
+    assert registry.nbytes == registry.allocated_nbytes == 0
+    _fill(registry, 1, 2, lengths=torch.tensor([1.5]))
+    with _refused(registry, "already registered by somebody"):
+        registry.register_slot(_slot())
+
+
+def test_an_unknown_slot_names_the_nearest() -> None:
+    """Asking for a slot that is not there says what is there and what was probably meant."""
+    registry = _registry()
+    with pytest.raises(UnknownSlotError, match="no slot 'x'; registered: none"):
+        registry.get_slot("x")
+    registry.register_slot(_slot())
+    with _refused(registry, "no slot 'length'; registered: lengths", "did you mean 'lengths'?"):
+        registry.get_slot("length")
+    with pytest.raises(KeyError):
+        registry.get_slot("length")
+    with pytest.raises(UnknownSlotError) as error:
+        registry.get_slot("quite different")
+    assert error.value.hint is None
+
+
+def test_an_existing_tensor_is_adopted_as_it_is() -> None:
+    """A bound tensor is the slot's buffer at its own address, and registering writes nothing to it."""
+    for policy in P:
+        registry, memory = _registry(), torch.full((4,), 6)
+        slot = registry.register_slot(_slot(padding_policy=policy, pad_value=9), bind=memory)
+        assert slot.buffer is memory
+        assert memory.tolist() == [6] * 4
+        _fill(registry, 2, 2, lengths=torch.tensor([3, 4]))
+        assert memory.tolist() == [3, 4, 6, 6]
+
+
+@pytest.mark.parametrize(
+    ("memory", "says"),
+    [
+        (torch.zeros(5, dtype=I64), "bound ((5,), torch.int64"),
+        (torch.zeros(4, 1, dtype=I64), "bound ((4, 1), torch.int64"),
+        (torch.zeros(4, dtype=I32), "bound ((4,), torch.int32"),
+        (torch.zeros(4, dtype=I64, device="meta"), "device(type='meta')"),
+    ],
+    ids=["shape", "rank", "dtype", "device"],
+)
+def test_a_tensor_of_another_kind_is_not_adopted(memory: torch.Tensor, says: str) -> None:
+    """A bound tensor must be exactly what was declared; otherwise no slot is registered."""
+    registry = _registry()
+    registry.register_slot(_slot("there"))
+    slot = _slot()
+    with _refused(registry, "'lengths' of somebody: declared ((4,), torch.int64", says):
+        registry.register_slot(slot, bind=memory)
+    assert slot.buffer is None
+    registry.register_slot(slot)
+
+
+def test_devices_are_compared_as_devices() -> None:
+    """``cuda`` and ``cuda:0``, here ``cpu`` and ``cpu:0``, are one device to a registry."""
+    registry = CudaGraphBufferRegistry(device="cpu:0", max_bs=4, max_num_tokens=4)
+    registry.register_slot(_slot(), bind=torch.zeros(4, dtype=I64))
+    registry.register_slot(
+        _slot("host", device=torch.device("cpu")), bind=torch.zeros(4, dtype=I64)
+    )
+
+
+def test_a_slot_may_lie_on_another_device() -> None:
+    """A slot's own device goes before the registry's."""
+    registry = CudaGraphBufferRegistry(device="meta", max_bs=4, max_num_tokens=4)
+    host = registry.register_slot(_slot("host", device=torch.device("cpu")))
+    there = registry.register_slot(_slot("there", padding_policy=P.KEEP_PAD))
+    assert host.buffer is not None
+    assert there.buffer is not None
+    assert (host.buffer.device.type, there.buffer.device.type) == ("cpu", "meta")
+
+
+# -- the contract of a lane ------------------------------------------------------------------------
+
+UNHELD: list[tuple[dict[str, Any], str]] = [
+    ({"owner": None}, "lane 'decode' asks every slot for its owner"),
+    ({"owner": ""}, "lane 'decode' asks every slot for its owner"),
+    ({"padding_policy": P.KEEP_PAD}, "KEEP_PAD without a reason, which lane 'decode' asks for"),
+    ({"padding_policy": P.FOREACH_COPY}, "FOREACH_COPY without a reason"),
+    ({"padding_policy": P.FOREACH_COPY, "reason": ""}, "FOREACH_COPY without a reason"),
+    ({"padding_policy": P.FILL_ONCE, "pad_value": 1}, "FILL_ONCE without a reason"),
+    ({"axis": "none", "source_fn": lambda *_: None}, "ZERO without a reason"),
+]
+
+
+@pytest.mark.parametrize(("changes", "says"), UNHELD)
+def test_a_lane_refuses_a_slot_that_says_too_little(changes: dict[str, Any], says: str) -> None:
+    """A lane's registry takes no slot without owner, or without the reason that its policy owes."""
+    registry = _registry(lane="decode")
+    registry.register_slot(_slot("there"))
+    slot = _slot(**changes)
+    with _refused(registry, "slot 'lengths' of", says):
+        registry.register_slot(slot)
+    assert slot.buffer is None
+
+
+@pytest.mark.parametrize(("changes", "says"), UNHELD)
+def test_a_registry_joins_a_lane_whole(changes: dict[str, Any], says: str) -> None:
+    """A bare registry takes such a slot and cannot become a lane's then."""
+    registry = _registry()
+    registry.register_slot(_slot("there"))
+    registry.register_slot(_slot(**changes))
+    with _refused(registry, "slot 'lengths' of", says):
+        registry.join_lane("decode")
+    _fill(registry, 1, 2)  # still bare
+
+
+def test_what_a_lane_takes() -> None:
+    """A tail that is reset, or never held a row, owes no reason; nor does a slot that is not enabled."""
+    registry = _registry()
+    registry.register_slot(_slot("zero"))
+    registry.register_slot(_slot("sentinel", padding_policy=P.FILL_SENTINEL, pad_value=1))
+    registry.register_slot(
+        _slot("once", padding_policy=P.FILL_ONCE, pad_value=1, copy_from_fb=False)
+    )
+    registry.register_slot(_slot("whole", axis="none"))
+    registry.register_slot(_slot("kept", padding_policy=P.KEEP_PAD, reason="nobody reads it"))
+    registry.register_slot(_slot("off", padding_policy=P.KEEP_PAD, owner=None, enabled=False))
+    registry.join_lane("decode")
+    assert registry.lane == "decode"
+
+
+def test_a_registry_is_of_one_lane() -> None:
+    """A registry joins its lane as often as it likes, and no other."""
+    registry = _registry()
+    registry.register_slot(_slot())
+    registry.join_lane("decode")
+    registry.join_lane("decode")
+    with _refused(registry, "lane 'decode'", "'prefill'"):
+        registry.join_lane("prefill")
+    assert registry.lane == "decode"
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({}, "the batch has no 'lengths', which slot 'lengths' of somebody copies"),
+        ({"lengths": None}, "the batch has no 'lengths'"),
+        ({"lengths": [1, 2]}, "the batch has a list and no tensor for 'lengths'"),
+    ],
+    ids=["no attribute", "None", "no tensor"],
+)
+def test_a_lane_refuses_a_batch_without_a_field(fields: dict[str, Any], says: str) -> None:
+    """What a lane's slot copies must be there; where the slot is optional, or in no lane, it may lack."""
+    first = torch.tensor([1, 2])
+    for lane, optional in (("decode", False), ("decode", True), (None, False)):
+        registry = _registry(lane=lane)
+        registry.register_slot(_slot("first"))
+        slot = registry.register_slot(_slot(optional=optional))
+        if lane and not optional:
+            with _refused(registry, says):
+                _fill(registry, 2, 4, first=first, **fields)
+            continue
+        assert slot.buffer is not None
+        slot.buffer.fill_(7)
+        _fill(registry, 2, 4, first=first, **fields)
+        assert _bytes(registry) == {"first": [1, 2, 0, 0], "lengths": [7, 7, 0, 0]}
+
+
+def test_a_lane_refuses_a_batch_that_lacks_a_field_again() -> None:
+    """A field that was there in many fills of these counts and is gone is missed."""
+    registry = _registry(lane="decode")
+    registry.register_slot(_slot())
+    for _ in range(3):
+        _fill(registry, 1, 2, lengths=torch.tensor([5]))
+    for fields in ({}, {"lengths": None}):
+        with _refused(registry, "the batch has no 'lengths'"):
+            _fill(registry, 1, 2, **fields)
+
+
+def test_joining_a_lane_holds_the_next_batch_to_it() -> None:
+    """Counts that a bare registry filled before it joined are held to the contract afterwards."""
+    registry = _registry()
+    registry.register_slot(_slot())
+    _fill(registry, 1, 2)
+    registry.join_lane("decode")
+    with _refused(registry, "the batch has no 'lengths'"):
+        _fill(registry, 1, 2)
+
+
+def test_a_lane_refuses_a_source_that_finds_nothing() -> None:
+    """In a lane a source_fn must find something unless its slot is optional; elsewhere it may not."""
+    for lane, optional in (("decode", False), ("decode", True), (None, False)):
+        registry = _registry(lane=lane)
+        registry.register_slot(_slot("first"))
+        registry.register_slot(_slot("a.b", source_fn=lambda *_: None, optional=optional))
+        if lane and not optional:
+            with _refused(registry, "the source_fn of slot 'a.b' of somebody found nothing"):
+                _fill(registry, 1, 2, first=torch.tensor([1]))
+        else:
+            _fill(registry, 1, 2, first=torch.tensor([1]))
+            assert _bytes(registry)["first"] == [1, 0, 0, 0]
+
+
+@pytest.mark.parametrize("lane", ["decode", None])
+def test_a_source_gives_tensors(lane: str | None) -> None:
+    """What a source_fn returns is a tensor or None, in a lane and outside."""
+    registry = _registry(lane=lane)
+    registry.register_slot(_slot("first"))
+    registry.register_slot(_slot("a.b", source_fn=lambda *_: [1], optional=True))
+    with _refused(registry, "slot 'a.b' of somebody found a list and no tensor"):
+        _fill(registry, 1, 2, first=torch.tensor([1]))
+
+
+# -- what a batch can get wrong --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lane", ["decode", None])
+@pytest.mark.parametrize("origin", ["field", "source_fn"])
+@pytest.mark.parametrize("columns", [(), (2,)], ids=["flat", "wide"])
+@pytest.mark.parametrize("rows", [0, 1, 3, 4])
+def test_rows_are_exactly_the_batchs(
+    rows: int, columns: tuple[int, ...], origin: str, lane: str | None
+) -> None:
+    """Too few rows, too many, and one that would be broadcast are refused, and nothing is written."""
+    registry = _registry(lane=lane)
+    registry.register_slot(_slot("first"))
+    source: Any = None if origin == "field" else lambda batch, _: batch.lengths
+    registry.register_slot(_slot(shape_fn=lambda bs, _: (bs, *columns), source_fn=source))
+    first = torch.tensor([1, 2])
+    says = f"slot 'lengths' of somebody takes {(2, *columns)} torch.int64 from this batch"
+    with _refused(registry, says, f"which has {(rows, *columns)}"):
+        _fill(registry, 2, 4, first=first, lengths=torch.ones(rows, *columns, dtype=I64))
+    _fill(registry, 2, 4, first=first, lengths=torch.ones(2, *columns, dtype=I64))
+
+
+@pytest.mark.parametrize("shape", [(2, 1), (1, 2), ()])
+def test_another_rank_is_refused(shape: tuple[int, ...]) -> None:
+    """A field of another rank is refused even where torch would broadcast it."""
+    registry = _registry()
+    registry.register_slot(_slot())
+    with _refused(registry, f"which has {shape}"):
+        _fill(registry, 2, 4, lengths=torch.ones(shape, dtype=I64))
+
+
+@pytest.mark.parametrize("columns", [1, 3])
+def test_columns_are_exactly_the_slots(columns: int) -> None:
+    """A wide field must be as wide as the slot: one column is not broadcast."""
+    registry = _registry()
+    registry.register_slot(_slot(shape_fn=lambda bs, _: (bs, 2)))
+    with _refused(registry, f"which has (2, {columns})"):
+        _fill(registry, 2, 4, lengths=torch.ones(2, columns, dtype=I64))
+
+
+@pytest.mark.parametrize("length", [1, 2])
+def test_a_source_of_no_axis_has_its_own_length(length: int) -> None:
+    """A source_fn of an axis of none fills as many rows as it has, up to all there are."""
+    registry = _registry()
+    slot = registry.register_slot(
+        _slot(axis="none", shape_fn=lambda *_: (2,), source_fn=lambda batch, _: batch.lengths)
+    )
+    assert slot.buffer is not None
+    slot.buffer.fill_(7)
+    _fill(registry, 1, 4, lengths=torch.arange(length))
+    assert slot.buffer.tolist() == [0, 1][:length] + [7] * (2 - length)
+    for bad in (torch.arange(3), torch.tensor(3), torch.ones(1, 2, dtype=I64)):
+        with _refused(registry, "slot 'lengths' of somebody takes"):
+            _fill(registry, 1, 4, lengths=bad)
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        (torch.float32, I64),
+        (torch.float64, I64),
+        (I64, I32),
+        (I64, F32),
+        (I32, F32),
+        (torch.int16, torch.bfloat16),
+        (torch.int16, torch.float16),
+        (I64, torch.float64),
+        (torch.float64, F32),
+        (torch.float16, torch.bfloat16),
+        (I32, torch.bool),
+        (F32, torch.bool),
+        (torch.uint8, torch.int8),
+        (torch.int8, torch.uint8),
+        (torch.complex64, F32),
+        (torch.uint64, I64),
+    ],
+)
+def test_conversions_that_lose(source: torch.dtype, target: torch.dtype) -> None:
+    """A field whose kind has a value that the slot's kind lacks is refused, whatever it holds."""
+    registry = _registry()
+    registry.register_slot(_slot("first"))
+    registry.register_slot(_slot(dtype=target))
+    with _refused(registry, f"takes (2,) {target} from this batch, which has (2,) {source}"):
+        _fill(registry, 2, 4, first=torch.tensor([1, 2]), lengths=torch.ones(2, dtype=source))
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        (I32, I64),
+        (torch.bool, I64),
+        (torch.bool, F32),
+        (torch.int8, F32),
+        (torch.int16, F32),
+        (torch.uint8, torch.float16),
+        (I32, torch.float64),
+        (torch.int8, torch.bfloat16),
+        (torch.bfloat16, F32),
+        (torch.float16, F32),
+        (F32, torch.float64),
+        (torch.uint8, I32),
+    ],
+)
+def test_conversions_that_lose_nothing(source: torch.dtype, target: torch.dtype) -> None:
+    """A field is widened value for value, its extremes included."""
+    registry = _registry(max_bs=2)
+    slot = registry.register_slot(_slot(dtype=target))
+    if source is torch.bool:
+        lengths = torch.tensor([True, False])
+    elif source.is_floating_point:
+        lengths = torch.tensor([torch.finfo(source).max, torch.finfo(source).tiny], dtype=source)
+    else:
+        lengths = torch.tensor([torch.iinfo(source).max, torch.iinfo(source).min], dtype=source)
+    _fill(registry, 2, 2, lengths=lengths)
+    assert slot.slice_for(2, 2).tolist() == lengths.tolist()
+
+
+@pytest.mark.parametrize(
+    ("counts", "says"),
+    [
+        ((3, 2, 1, 1), "3 raw requests into 2 padded of at most 4"),
+        ((1, 5, 1, 1), "1 raw requests into 5 padded of at most 4"),
+        ((-1, 2, 1, 1), "-1 raw requests"),
+        ((-2, -1, 1, 1), "-2 raw requests"),
+        ((1, 1, 4, 3), "4 raw tokens into 3 padded of at most 8"),
+        ((1, 1, 1, 9), "1 raw tokens into 9 padded of at most 8"),
+        ((1, 1, -1, 0), "-1 raw tokens"),
+    ],
+)
+def test_counts_out_of_order_are_refused(counts: tuple[int, int, int, int], says: str) -> None:
+    """Raw counts above padded ones, padded ones above the most, and negative ones are refused by name."""
+    registry = _registry()
+    registry.register_slot(_slot())
+    names = ("raw_bs", "padded_bs", "raw_num_tokens", "padded_num_tokens")
+    batch = SimpleNamespace(lengths=torch.ones(1, dtype=I64))
+    for _ in range(2):
+        with _refused(registry, says, "raw <= padded <= maximum"):
+            registry.fill_from(batch, **dict(zip(names, counts, strict=True)))
+    assert not registry._plans
+
+
+def test_a_source_that_raises_leaves_nothing_written() -> None:
+    """An error of a source_fn comes through before any tail is reset or any head copied."""
+
+    def broken(*_: object) -> torch.Tensor:
+        raise RuntimeError("no such thing")
+
+    registry = _registry()
+    registry.register_slot(_slot())
+    registry.register_slot(_slot("wide", shape_fn=lambda bs, _: (bs, 2)))
+    registry.register_slot(_slot("a.b", source_fn=broken))
+    for slot in registry:
+        assert slot.buffer is not None
+        slot.buffer.fill_(7)
+    before = _bytes(registry)
+    with pytest.raises(RuntimeError, match="no such thing"):
+        _fill(registry, 1, 4, lengths=torch.tensor([1]), wide=torch.ones(1, 2, dtype=I64))
+    assert _bytes(registry) == before
+
+
+def test_a_slice_fn_that_cuts_two_axes_is_refused() -> None:
+    """A slice_fn from which no tail follows is named when a fill first needs one, before it writes."""
+    registry = _registry()
+    registry.register_slot(_slot("first"))
+    registry.register_slot(
+        _slot("mask", shape_fn=lambda bs, _: (bs, bs), slice_fn=lambda b, n: b[:n, :n])
+    )
+    mask = torch.ones(2, 2, dtype=I64)
+    with _refused(registry, "slot 'mask' of somebody: its slice_fn cuts 2 axes"):
+        _fill(registry, 2, 4, first=torch.tensor([1, 2]), mask=mask)
+    _fill(registry, 2, 2, first=torch.tensor([1, 2]), mask=mask)
+
+
+# -- one step --------------------------------------------------------------------------------------
+
+
+def test_tokens_and_requests_are_padded_by_their_own_counts() -> None:
+    """A slot follows its axis: requests by requests, tokens by tokens."""
+    registry = _registry()
+    lengths = registry.register_slot(_slot())
+    ids = registry.register_slot(_slot("ids", axis="tokens", shape_fn=lambda _, tokens: (tokens,)))
+    for slot in registry:
+        assert slot.buffer is not None
+        slot.buffer.fill_(-7)
+    batch = SimpleNamespace(lengths=torch.tensor([3, 2]), ids=torch.arange(1, 6))
+    registry.fill_from(batch, raw_bs=2, padded_bs=3, raw_num_tokens=5, padded_num_tokens=7)
+    assert lengths.slice_for(4, 8).tolist() == [3, 2, 0, -7]
+    assert ids.slice_for(4, 8).tolist() == [1, 2, 3, 4, 5, 0, 0, -7]
+
+
+def test_post_fill_runs_after_all_copies() -> None:
+    """A hook sees every copied head and every reset tail, the counts, and what a stage sent."""
+    seen: list[tuple[list[int], list[int], FillContext, Any]] = []
+
+    def hook(buffer: torch.Tensor, batch: Any, context: FillContext) -> None:
+        seen.append((buffer.tolist(), later.slice_for(4, 4).tolist(), context, batch.sent))
+        buffer[:2] *= 10
+
+    registry = _registry()
+    slot = registry.register_slot(_slot(post_fill=hook))
+    later = registry.register_slot(_slot("later"))
+    proxies = SimpleNamespace(tensors={})
+    batch = SimpleNamespace(lengths=torch.tensor([1, 2]), later=torch.tensor([3, 4]), sent=proxies)
+    registry.fill_from(
+        batch,
+        raw_bs=2,
+        padded_bs=4,
+        raw_num_tokens=2,
+        padded_num_tokens=5,
+        pp_proxy_tensors=proxies,
+    )
+    ((mine, others, context, sent),) = seen
+    assert (mine, others) == ([1, 2, 0, 0], [3, 4, 0, 0])
+    assert context == FillContext(2, 4, 2, 5)
+    assert context.pp_proxy_tensors is proxies is sent
+    assert slot.slice_for(4, 4).tolist() == [10, 20, 0, 0]
+    registry.fill_from(batch, raw_bs=2, padded_bs=4, raw_num_tokens=2, padded_num_tokens=5)
+    assert seen[-1][2].pp_proxy_tensors is None  # not the one before
+
+
+def test_a_source_sees_the_counts_and_what_a_stage_sent() -> None:
+    """A source_fn is given the batch and the context of this fill, proxies of this fill included."""
+    registry = _registry()
+    slot = registry.register_slot(
+        _slot("proxy.a", source_fn=lambda _, context: context.pp_proxy_tensors.tensors["a"])
+    )
+    for step in range(3):
+        sent = SimpleNamespace(tensors={"a": torch.tensor([step, 9])})
+        counts = {"raw_bs": 2, "padded_bs": 3, "raw_num_tokens": 2, "padded_num_tokens": 3}
+        registry.fill_from(SimpleNamespace(), pp_proxy_tensors=sent, **counts)
+        assert slot.slice_for(3, 3).tolist() == [step, 9, 0]
+
+
+def test_a_source_goes_before_the_field_of_its_name() -> None:
+    """A slot with a source_fn copies what that returns and not the batch field of its name."""
+    registry = _registry()
+    slot = registry.register_slot(_slot(source_fn=lambda batch, _: batch.other))
+    _fill(registry, 1, 2, lengths=torch.tensor([1]), other=torch.tensor([2]))
+    assert slot.slice_for(2, 2).tolist() == [2, 0]
+
+
+def test_a_slot_without_an_axis_is_copied_whole() -> None:
+    """An axis of none means the whole buffer, in every fill and every view, whatever the counts."""
+    registry = _registry()
+    slot = registry.register_slot(_slot(axis="none", shape_fn=lambda *_: (3,)))
+    scalar = registry.register_slot(_slot("scalar", axis="none", shape_fn=lambda *_: ()))
+    _fill(registry, 1, 4, lengths=torch.tensor([4, 5, 6]), scalar=torch.tensor(8))
+    assert slot.slice_for(1, 1).tolist() == [4, 5, 6]
+    assert scalar.slice_for(1, 1).item() == 8
+
+
+def test_more_slots_than_one_arena_has_rows() -> None:
+    """Forty slots of one kind are each their own, wherever the allocations that hold them end."""
+    registry = _registry()
+    names = [f"slot{i}" for i in range(40)]
+    for i, name in enumerate(names):
+        sentinel = _slot(name, padding_policy=P.FILL_SENTINEL, pad_value=-i)
+        registry.register_slot(sentinel)
+    _fill(registry, 4, 4, **{name: torch.full((4,), 1000) for name in names})
+    _fill(registry, 2, 3, **{name: torch.tensor([i, i + 50]) for i, name in enumerate(names)})
+    assert list(_bytes(registry).values()) == [[i, i + 50, -i, 1000] for i in range(40)]
+
+
+def test_a_late_slot_joins_the_next_fill() -> None:
+    """A slot that is registered after a fill is filled by the next one with the same counts."""
+    registry = _registry()
+    registry.register_slot(_slot())
+    _fill(registry, 1, 2, lengths=torch.tensor([1]))
+    late = registry.register_slot(_slot("late"))
+    _fill(registry, 1, 2, lengths=torch.tensor([1]), late=torch.tensor([6]))
+    assert late.slice_for(2, 2).tolist() == [6, 0]
+
+
+def test_the_plan_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many sets of counts a lane meets, the oldest plans are dropped and fills stay right."""
+    monkeypatch.setattr(registry_module, "_MAX_PLANS", 3)
+    registry = _registry(max_bs=8)
+    slot = registry.register_slot(_slot())
+    for raw in (1, 2, 3, 4, 5, 6, 1, 2):
+        _fill(registry, raw, 8, lengths=torch.full((raw,), raw))
+        assert len(registry._plans) <= 3
+        assert slot.slice_for(8, 8).tolist() == [raw] * raw + [0] * (8 - raw)
+    assert [raw_bs for raw_bs, *_ in registry._plans] == [6, 1, 2]
+
+
+# -- how many operations ---------------------------------------------------------------------------
+
+WIDTH = 8
+
+
+class _Ops(TorchDispatchMode):
+    """Records the torch operations of a block."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: list[str] = []
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        self.names.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def _decode_batch(size: int) -> ForwardBatch:
+    names = ("input_ids", "positions", "out_cache_loc", "req_pool_indices", "seq_lens")
+    tensors: dict[str, Any] = {name: torch.arange(1, size + 1) for name in (*names, "seq_lens_cpu")}
+    return ForwardBatch(
+        forward_mode=ForwardMode.DECODE,
+        batch_size=size,
+        mamba_track_indices=torch.arange(1, size + 1),
+        mamba_track_mask=torch.ones(size, dtype=torch.bool),
+        **tensors,
+    )
+
+
+def _decode_registry(**more: Any) -> CudaGraphBufferRegistry:
+    return build_decode_registry(
+        device="cpu",
+        max_bs=WIDTH,
+        max_num_token=WIDTH,
+        seq_len_fill_value=1,
+        enable_mrope=False,
+        register_global_num_tokens=False,
+        zero_input_ids=True,
+        **more,
+    )
+
+
+COPY, GROUPED = "copy_.default", "_foreach_copy_.default"
+MAMBA = {"enable_mamba_track": True}
+
+
+@pytest.mark.parametrize(
+    ("where", "more", "raw", "ops"),
+    [
+        ("host", {}, 5, [GROUPED]),
+        ("host", {}, 8, [GROUPED]),
+        ("host", MAMBA, 5, [GROUPED]),
+        ("device", {}, 5, [COPY, GROUPED]),
+        ("device", {}, 8, [GROUPED]),
+        ("device", MAMBA, 5, [COPY, COPY, GROUPED, GROUPED]),  # a second dtype: one of each more
+        ("device", MAMBA, 8, [GROUPED, GROUPED]),
+    ],
+)
+def test_a_fill_is_few_operations(
+    monkeypatch: pytest.MonkeyPatch, where: str, more: dict[str, bool], raw: int, ops: list[str]
+) -> None:
+    """A padded fill is one operation on a host, elsewhere two a dtype; an unpadded one resets nothing."""
+    monkeypatch.setattr(fills, "_copied_one_by_one", lambda _: where == "host")
+    registry, batch = _decode_registry(**more), _decode_batch(raw)
+    for _ in range(2):  # the first works out the plan
+        with _Ops() as seen:
+            registry.fill_from(
+                batch,
+                raw_bs=raw,
+                padded_bs=WIDTH,
+                raw_num_tokens=raw,
+                padded_num_tokens=WIDTH,
+            )
+    assert seen.names == ops
+
+
+def test_the_inputs_of_decode_lie_in_one_arena() -> None:
+    """Where requests are tokens, all inputs of decode are rows of one allocation, and aligned."""
+    registry = _decode_registry()
+    (arena,) = registry._memory
+    buffers = [slot.buffer for slot in registry if slot.buffer is not None]
+    assert len(buffers) == 6
+    assert {b.untyped_storage().data_ptr() for b in buffers} == {
+        arena.memory.untyped_storage().data_ptr()
+    }
+    assert {(b.data_ptr() - arena.memory.data_ptr()) % 512 for b in buffers} == {0}
+    assert arena.pad_values[:6, 0].tolist() == [0, 0, 0, 0, 1, 1]
+
+
+def test_planted_operation_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slots that lie apart need an operation each on a device, so the count above can fail."""
+    monkeypatch.setattr(fills, "_copied_one_by_one", lambda _: False)
+    monkeypatch.setattr("graphpact.buffers.arenas._is_rows", lambda *_: False)
+    registry, batch = _decode_registry(), _decode_batch(5)
+    counts = {"raw_bs": 5, "padded_bs": 8, "raw_num_tokens": 5, "padded_num_tokens": 8}
+    registry.fill_from(batch, **counts)
+    with _Ops() as seen:
+        registry.fill_from(batch, **counts)
+    assert len(seen.names) > 2
+
+
+# -- the view --------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class _Batch:
+    batch_size: int
+    lengths: torch.Tensor | None = None
+    computed: torch.Tensor | None = None
+    sourced: torch.Tensor | None = None
+    off: torch.Tensor | None = None
+    note: str = ""
+
+
+def _viewed() -> CudaGraphBufferRegistry:
+    registry = _registry()
+    registry.register_slot(_slot())
+    registry.register_slot(_slot("computed", copy_from_fb=False))
+    registry.register_slot(_slot("sourced", source_fn=lambda *_: None))
+    registry.register_slot(_slot("off", enabled=False))
+    registry.register_slot(_slot("nested.lengths", source_fn=lambda *_: None))
+    registry.register_slot(_slot("backend_private", copy_from_fb=False))
+    return registry
+
+
+def test_the_view_is_slices_of_slots() -> None:
+    """Every tensor of a view lies in its slot, padded; what is no slot's comes from the template."""
+    registry = _viewed()
+    off, lengths = torch.ones(1), torch.tensor([1, 2])
+    template = _Batch(2, lengths=lengths, off=off, note="as it was")
+    view = registry.extract_buffer(
+        padded_bs=3, padded_num_tokens=5, forward_batch_template=template
+    )
+    assert (view.batch_size, view.note) == (3, "as it was")
+    assert view.off is off
+    for name in ("lengths", "computed", "sourced"):
+        tensor, buffer = getattr(view, name), registry.get_slot(name).buffer
+        assert buffer is not None
+        assert tuple(tensor.shape) == (3,)
+        assert tensor.data_ptr() == buffer.data_ptr()
+    assert template == _Batch(2, lengths=lengths, off=off, note="as it was")
+    assert not hasattr(view, "backend_private")
+
+
+def test_what_nobody_copied_is_not_shown() -> None:
+    """A field that the template lacks stays None, unless its slot computes or sources it."""
+    view = _viewed().extract_buffer(
+        padded_bs=3, padded_num_tokens=5, forward_batch_template=_Batch(2)
+    )
+    assert view.lengths is None
+    assert view.off is None
+    assert view.computed is not None
+    assert view.sourced is not None
+
+
+def test_the_view_of_a_forward_batch() -> None:
+    """A `ForwardBatch` is viewed with all its inputs padded, and counts its padded tokens."""
+    view = _decode_registry().extract_buffer(
+        padded_bs=4, padded_num_tokens=4, forward_batch_template=_decode_batch(2)
+    )
+    assert (view.batch_size, view.num_tokens, view.forward_mode) == (4, 4, ForwardMode.DECODE)
+    assert view.extend_seq_lens is None
+    assert view.mamba_track_indices is not None
+    assert view.mamba_track_indices.tolist() == [1, 2]  # no slot of this registry
+
+
+# -- memory ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"padding_policy": P.KEEP_PAD},
+        {"shape_fn": lambda bs, _: (bs, 3)},
+        {"shape_fn": lambda bs, _: (3, bs), "slice_fn": lambda b, n: b[:, :n]},
+        {"shape_fn": lambda bs, _: (bs + 1,), "slice_fn": lambda b, n: b[: n + 1]},
+        {"axis": "none"},
+        {"dtype": torch.bool},
+    ],
+)
+def test_a_slot_is_found_by_its_memory(changes: dict[str, Any]) -> None:
+    """Any slice of a slot leads back to it, and to no neighbour in the same allocation."""
+    registry = _registry()
+    slots = [registry.register_slot(_slot(name, **changes)) for name in ("a", "b", "c")]
+    for slot in slots:
+        assert slot.buffer is not None
+        for view in (slot.buffer, slot.slice_for(2, 2), slot.buffer[1:], slot.buffer[-1:]):
+            assert registry.slot_of(view) is slot
+        assert registry.slot_of(slot.buffer.clone()) is None
+    assert registry.slot_of(torch.zeros(4, device="meta")) is None
+
+
+def test_adopted_memory_is_found_too() -> None:
+    """A slice of a bound tensor leads to its slot, and what lies before or behind it to none."""
+    registry, memory = _registry(), torch.zeros(12, dtype=I64)
+    slot = registry.register_slot(_slot(), bind=memory[4:8])
+    assert registry.slot_of(memory[4:]) is slot
+    assert registry.slot_of(memory[7:]) is slot
+    assert registry.slot_of(memory[3:]) is None
+    assert registry.slot_of(memory[8:]) is None
+
+
+def test_bytes() -> None:
+    """Bytes are those of the buffers; what is allocated also counts rows that alignment adds."""
+    registry = _registry()
+    assert registry.nbytes == registry.allocated_nbytes == 0
+    registry.register_slot(_slot("loose", padding_policy=P.KEEP_PAD))
+    assert registry.nbytes == registry.allocated_nbytes == 4 * 8
+    registry.register_slot(_slot())
+    assert registry.nbytes == 2 * 4 * 8
+    arena = 16 * 512 + 16 * 8  # sixteen rows, and a pad value for each
+    assert registry.allocated_nbytes == 4 * 8 + arena
+    registry.register_slot(_slot("in the same arena", dtype=I64))
+    assert registry.allocated_nbytes == 4 * 8 + arena
+
+
+def test_planted_write_before_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fill that writes and then refuses fails the check that every refusal above goes through."""
+    registry = _registry()
+    registry.register_slot(_slot("first"))
+    registry.register_slot(_slot())
+    look_at: Callable[..., Any] = fills.FillPlan._look_at
+
+    def write_first(self: fills.FillPlan, batch: Any) -> Any:
+        registry.get_slot("first").slice_for(1, 1).fill_(5)
+        return look_at(self, batch)
+
+    monkeypatch.setattr(fills.FillPlan, "_look_at", write_first)
+    with pytest.raises(AssertionError), _refused(registry, "'lengths'"):
+        _fill(registry, 1, 2, first=torch.tensor([1]), lengths=torch.tensor([1.5]))
+
+
+def test_shared_memory_is_found_in_every_registry() -> None:
+    """A view of memory that registries share leads to the slot of the registry that is asked."""
+    pool = SharedBuffers()
+    registries = [
+        CudaGraphBufferRegistry(device="cpu", max_bs=4, max_num_tokens=4, share_pool=pool)
+        for _ in range(2)
+    ]
+    slots = [registry.register_slot(_slot()) for registry in registries]
+    for registry, slot in zip(registries, slots, strict=True):
+        assert registry.slot_of(slots[0].slice_for(1, 1)) is slot

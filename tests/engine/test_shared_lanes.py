@@ -1,0 +1,159 @@
+"""Lanes that say so share the memory of their inputs, and none notices."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from graphpact import ForwardBatch, ForwardMode
+from graphpact.buffers import CudaGraphBufferRegistry
+from graphpact.config import EngineConfig
+from graphpact.engine import Engine, SamplingParams
+from graphpact.errors import ConfigError, SlotError
+from graphpact.graphs.tape import TapeDriver
+from graphpact.plugins import PluginCatalog
+from graphpact.runners import EagerRunner
+from graphpact_cuda_graph import CudaGraphRunner
+from graphpact_flashinfer import FlashInferBackend
+
+TINY = Path(__file__).parents[2] / "examples/models/tiny-llama"
+INPUTS = ["input_ids", "positions", "out_cache_loc", "req_pool_indices", "seq_lens", "seq_lens_cpu"]
+BOTH = ["lanes.decode.share_buffers=true", "lanes.prefill.share_buffers=true"]
+
+
+class DecodesAnywhere(CudaGraphRunner):
+    """Captures decode in a lane of any mode, so that two lanes have the same slots."""
+
+    modes = frozenset(ForwardMode)
+
+
+class OtherLength(DecodesAnywhere):
+    """Pads with another length than the backend declares."""
+
+    def make_registry(self) -> CudaGraphBufferRegistry:
+        """Return the registry with a sentinel of its own."""
+        registry = super().make_registry()
+        slot = registry.get_slot("seq_lens")
+        clash = type(slot)(
+            "seq_lens",
+            slot.shape_fn,
+            slot.dtype,
+            axis="bs",
+            padding_policy=slot.padding_policy,
+            pad_value=7,
+            owner="a test",
+        )
+        other = CudaGraphBufferRegistry(
+            device=registry.device,
+            max_bs=registry.max_bs,
+            max_num_tokens=registry.max_num_tokens,
+            share_pool=registry.share_pool,
+            lane=registry.lane,
+        )
+        other.register_slot(clash)
+        return other
+
+
+class Catalog(PluginCatalog):
+    """The plugins of this test, by name."""
+
+    def __init__(self) -> None:
+        super().__init__({})
+
+    def select(self, kind: str, name: str) -> type:  # type: ignore[override]
+        """Return the class of that name."""
+        plugins: dict[str, type] = {
+            "eager": EagerRunner,
+            "cuda_graph": CudaGraphRunner,
+            "decodes_anywhere": DecodesAnywhere,
+            "other_length": OtherLength,
+            "flashinfer": FlashInferBackend,
+            "tape": TapeDriver,
+        }
+        return plugins[name]
+
+
+def _engine(*overrides: str, prefill: str = "decodes_anywhere") -> Engine:
+    always = [f'model.path="{TINY}"', 'engine.device="cpu"', f"lanes.prefill.runner={prefill}"]
+    config = EngineConfig.load(None, env={}, overrides=[*always, *overrides])
+    return Engine(config, catalog=Catalog())
+
+
+def _addresses(engine: Engine) -> list[dict[str, int]]:
+    found = []
+    for lane in engine.lanes:
+        assert lane.registry is not None
+        buffers = {slot.name: slot.buffer for slot in lane.registry}
+        found.append({name: b.data_ptr() for name, b in buffers.items() if b is not None})
+    return found
+
+
+def _batch(engine: Engine, size: int, seed: int) -> ForwardBatch:
+    """Return requests of the rows 1 to ``size``, each with its first page and nothing cached."""
+    rows = torch.arange(1, size + 1)
+    page = engine.memory.limits.page_size
+    engine.memory.requests.req_to_token[rows, :page] = (
+        rows[:, None] * page + torch.arange(page)
+    ).int()
+    generator = torch.Generator().manual_seed(seed)
+    return ForwardBatch(
+        forward_mode=ForwardMode.DECODE,
+        batch_size=size,
+        input_ids=torch.randint(32, 127, (size,), generator=generator),
+        positions=torch.zeros(size, dtype=torch.int64),
+        out_cache_loc=rows * page,
+        req_pool_indices=rows,
+        seq_lens=torch.ones(size, dtype=torch.int64),
+        seq_lens_cpu=torch.ones(size, dtype=torch.int64),
+    )
+
+
+def test_lanes_that_say_so_have_their_inputs_in_one_place() -> None:
+    """Inputs of lanes that share have one address; what a backend derives has one for each lane."""
+    with _engine(*BOTH) as engine:
+        decode, prefill = _addresses(engine)
+    assert [decode[name] for name in INPUTS] == [prefill[name] for name in INPUTS]
+    assert len(set(decode.values())) == len(decode)
+    assert not {v for k, v in decode.items() if k not in INPUTS} & set(prefill.values())
+
+
+@pytest.mark.parametrize("overrides", [[], BOTH[:1], BOTH[1:]], ids=["none", "first", "second"])
+def test_others_have_memory_of_their_own(overrides: list[str]) -> None:
+    """Unless both lanes say so, no slot of one lies where one of the other does."""
+    with _engine(*overrides) as engine:
+        decode, prefill = _addresses(engine)
+    assert not set(decode.values()) & set(prefill.values())
+
+
+def test_lanes_that_share_take_turns_and_answer_as_alone() -> None:
+    """Replays of both lanes in turn, growing and shrinking, equal eager runs of the same batches."""
+    with _engine(*BOTH) as engine:
+        for step, size in enumerate((3, 8, 1, 5, 5, 2)):
+            lane = engine.lanes[step % 2]
+            batch = _batch(engine, size, seed=step)
+            replayed = lane.run(batch).clone()
+            torch.testing.assert_close(replayed, lane.run_eager(batch), rtol=1e-5, atol=1e-4)
+        assert [lane.stats.replays for lane in engine.lanes] == [3, 3]
+
+
+def test_sharing_changes_no_answer() -> None:
+    """The same prompts get the same tokens with shared buffers as without."""
+    sampling = SamplingParams(max_new_tokens=8)
+    prompts = ["Return the ", "A", "If the file is not found, "]
+    texts = []
+    for overrides in ([], BOTH):
+        with _engine(*overrides) as engine:
+            texts.append([done.token_ids for done in engine.generate(prompts, sampling)])
+    assert texts[0] == texts[1]
+
+
+def test_another_sentinel_is_refused_before_anything_is_captured() -> None:
+    """A lane that would pad a shared slot with another value is refused, naming both lanes."""
+    with pytest.raises(SlotError, match=r"in lane 'prefill' holds 7 .* in lane 'decode'"):
+        _engine(*BOTH, prefill="other_length")
+
+
+def test_a_runner_without_buffers_has_none_to_share() -> None:
+    """Sharing the buffers of a runner that captures nothing is a mistake in the configuration."""
+    with pytest.raises(ConfigError, match="share_buffers"):
+        _engine(*BOTH, prefill="eager")
