@@ -2,13 +2,18 @@
 
 import json
 import sys
+import xml.etree.ElementTree as ET
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from graphpact.cli import main
-from graphpact.graphs.tape import TapeDriver
+from graphpact.graphs.tape import Tape, TapeDriver
+
+DEMO = Path(__file__).parents[1] / "examples/demo.toml"
+MEMORY = ["doctor", "--memory", "--config", str(DEMO), "--set", 'engine.device="cpu"']
 
 
 @pytest.fixture(autouse=True)
@@ -113,3 +118,148 @@ def test_people_read_problems_with_what_to_do(
     at = next(i for i, line in enumerate(lines) if line.startswith("error: "))
     assert lines[at + 1].startswith("  help: pip install")
     assert lines[-1] == "Text cannot be generated on this machine."
+
+
+# -- the memory of an engine -----------------------------------------------------------------------
+
+
+def test_memory_is_one_json_object_on_stdout(capsys: pytest.CaptureFixture[str]) -> None:
+    """With ``--json`` stdout is one object with lanes, rows and totals; the demo has no problem."""
+    assert main([*MEMORY, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report.keys() == {"usable", "memory", "problems"}
+    assert (report["usable"], report["problems"]) == (True, [])
+    decode, prefill = report["memory"]["lanes"]
+    assert (decode["name"], decode["driver"], decode["absent"]) == ("decode", "tape", None)
+    assert prefill["rows"] == []
+    kinds = {row["kind"] for row in decode["rows"]}
+    assert kinds == {"slot", "pool", "weight", "kv_cache", "request_table"}
+    own = [row["nbytes"] for row in decode["rows"] if row["kind"] in ("slot", "pool")]
+    assert decode["own_nbytes"] == sum(own)
+    assert report["memory"]["nbytes"] == sum(row["nbytes"] for row in decode["rows"])
+
+
+def test_people_read_memory_as_tables_with_totals(capsys: pytest.CaptureFixture[str]) -> None:
+    """Slots with owner, policy and reason, pools, what lanes share, totals, and the verdict last."""
+    assert main(MEMORY) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    lines = [" ".join(line.split()) for line in out.splitlines()]
+    assert "seq_lens decode inputs [8] int64 cpu fill_sentinel 1 preparation 64" in lines
+    kept = next(line for line in lines if line.startswith("flashinfer.kv_indices "))
+    assert kept.startswith("flashinfer.kv_indices flashinfer [256] int32 cpu keep_pad graph 1,024 ")
+    assert kept.endswith("in every step")
+    assert any(line.startswith("decode[bs=8, tokens=8] cpu ") for line in lines)
+    assert "lane prefill: no graph-resident memory; this lane captures nothing" in lines
+    assert "kv cache layer 0 keys [4112, 2, 32] float32 cpu decode 1,052,672" in lines
+    assert "request table req_to_token [9, 512] int32 cpu preparation only 18,432" in lines
+    assert any(line.startswith("lane decode: ") and "of its own" in line for line in lines)
+    assert any(line.startswith("graph-resident in all: ") for line in lines)
+    assert lines[-1] == "Everything that graphs read and write is declared."
+
+
+def test_the_engine_is_the_one_that_was_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    """``--set`` and ``--model`` mean what they mean to ``generate``: shapes and checkpoint follow."""
+    model = str(DEMO.parent / "models/tiny-llama")
+    narrow = [
+        "-s",
+        'engine.device="cpu"',
+        "-s",
+        "lanes.decode.batch_sizes=[1, 3]",
+        "-s",
+        "engine.max_num_seqs=3",
+    ]
+    assert main(["doctor", "--memory", "--json", "-m", model, *narrow]) == 0
+    decode, _ = json.loads(capsys.readouterr().out)["memory"]["lanes"]
+    pools = [row["name"] for row in decode["rows"] if row["kind"] == "pool"]
+    assert pools == ["decode[bs=3, tokens=3]", "decode[bs=1, tokens=1]"]
+    (inputs,) = [row for row in decode["rows"] if row["name"] == "input_ids"]
+    assert inputs["shape"] == [3]
+
+
+def test_lanes_without_graphs_are_no_fault(capsys: pytest.CaptureFixture[str]) -> None:
+    """An engine that captures nothing has nothing to list, and says so."""
+    assert main([*MEMORY, "--set", "lanes.decode.runner=eager"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "lane decode: no graph-resident memory; this lane captures nothing" in lines
+    assert lines[-1] == "No lane has graphs."
+
+
+def test_a_driver_that_cannot_tell_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where nobody knows what graphs read, the verdict says that, and not that all is declared."""
+    monkeypatch.setattr(Tape, "external_tensors", lambda _: None)
+    assert main(MEMORY) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("What is undeclared cannot be seen: tape does not tell")
+
+
+def test_the_picture_shows_the_slots_of_all_lanes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """``--picture`` writes one SVG document that names every slot; JSON on stdout stays JSON."""
+    file = tmp_path / "slots.svg"
+    file.write_text("an older picture")
+    assert main([*MEMORY, "--json", "--picture", str(file)]) == 0
+    out, err = capsys.readouterr()
+    rows = json.loads(out)["memory"]["lanes"][0]["rows"]
+    assert str(file) in err
+    root = ET.fromstring(file.read_text(encoding="utf-8"))  # noqa: S314  our own
+    words = {element.text for element in root.iter() if element.tag.endswith("}text")}
+    assert {row["name"] for row in rows if row["kind"] == "slot"} <= words
+
+
+@pytest.mark.parametrize("where", ["folder", "missing/slots.svg", "readonly/slots.svg"])
+def test_a_picture_that_cannot_be_written_is_refused(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A directory, a path in none and a file that may not be written are usage errors, by name."""
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "readonly").mkdir()
+
+    def refuse(*_: object, **__: object) -> int:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "write_text", refuse)
+    if where != "readonly/slots.svg":  # the others are refused before anything is built
+        monkeypatch.setattr("graphpact.cli.doctor.build_engine", refuse)
+    assert main([*MEMORY, "--picture", str(tmp_path / where)]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert f"error: the picture cannot be written to {tmp_path / where}: " in err
+    assert "help: name a file" in err
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--config", str(DEMO)],
+        ["--model", "anything"],
+        ["--set", "engine.seed=1"],
+        ["--picture", "slots.svg"],
+        ["--model", "anything", "--json", "--set", "a=b"],
+    ],
+)
+def test_options_of_memory_alone_are_a_usage_error(
+    options: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is about an engine is refused where none is built, by name, with the option that is missing."""
+    assert main(["doctor", *options]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert all(
+        option in err for option in options if option.startswith("--") and option != "--json"
+    )
+    assert "add --memory" in err
+
+
+def test_an_engine_that_cannot_be_built_is_the_usual_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No checkpoint, no model and an unknown key end as they do for ``generate``: status 2, one error."""
+    for options in (["-m", str(tmp_path)], [], ["-s", "engine.sede=1"]):
+        assert main(["doctor", "--memory", *options]) == 2
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert err.startswith("error: ")

@@ -158,6 +158,29 @@ class TestDriverContract:
             driver.capture(x.item)
         assert gc.isenabled()
 
+    def test_it_says_how_much_it_keeps(self, driver: GraphDriver) -> None:
+        """A graph's pool is at least its outputs, where the driver can tell, and nothing once released."""
+        x = torch.ones(1 << 20, device=driver.device)
+        graph = driver.capture(lambda: x * 2 + 1)
+        assert graph.pool_nbytes == -1 or graph.pool_nbytes >= graph.outputs.nbytes
+        later = driver.capture(lambda: x[:8] + 1)
+        assert later.pool_nbytes >= -1
+        graph.release()
+        assert graph.pool_nbytes == 0
+
+    def test_it_says_what_it_reads_or_that_it_cannot(self, driver: GraphDriver) -> None:
+        """What a graph reads and did not make is external, its outputs are not; or none is told."""
+        x = torch.ones(8, device=driver.device)
+        table = torch.ones(8, device=driver.device)
+        graph = driver.capture(lambda: x[2:] * table[:6] + 1)
+        external = graph.external_tensors()
+        if external is None:
+            return
+        assert {t.data_ptr() for t in external} == {x[2:].data_ptr(), table.data_ptr()}
+        assert graph.outputs.data_ptr() not in {t.data_ptr() for t in external}
+        graph.release()
+        assert graph.external_tensors() == []
+
     def test_release_lets_go_of_outputs(self, driver: GraphDriver) -> None:
         """A released graph holds its outputs no longer."""
         x = torch.ones(2, device=driver.device)

@@ -490,6 +490,110 @@ def test_host_reads_in_the_warm_up_are_free(driver: TapeDriver) -> None:
     assert driver.capture(region).num_nodes == 1
 
 
+# -- whose memory it is ----------------------------------------------------------------------------
+
+
+def _storages(tensors: list[torch.Tensor]) -> dict[int, int]:
+    """Return the bytes of each storage, by identity."""
+    return {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+
+
+def _recorded(graph: Tape) -> list[torch.Tensor]:
+    """Return every tensor of a tape's nodes, those in closures too, and of its outputs."""
+    closures = [
+        cell.cell_contents
+        for op, _, _ in graph._nodes
+        for cell in getattr(op, "__closure__", None) or ()
+    ]
+    return _leaves([graph.outputs, closures, [node[1:] for node in graph._nodes]])
+
+
+def _holds_to_its_memory(graph: Tape, inputs: list[torch.Tensor]) -> None:
+    """Assert that what is external is inputs, what else is recorded is the pool, and nothing is both."""
+    given, recorded = _storages(inputs), _storages(_recorded(graph))
+    external = _storages(graph.external_tensors())
+    assert external.keys() == recorded.keys() & given.keys()
+    assert graph.pool_nbytes == sum(n for s, n in recorded.items() if s not in given)
+
+
+@pytest.mark.parametrize("name", [*_WITH_OUT, *_WITHOUT_OUT, *_IN_PLACE])
+def test_what_an_operation_makes_is_the_tapes_and_what_it_was_given_is_not(name: str) -> None:
+    """However an operation is run again, its input is external and its results are the pool."""
+    x = torch.randn(4, 6)
+    fn = {**_WITH_OUT, **_WITHOUT_OUT, **_IN_PLACE}[name]
+    graph = TapeDriver(CPU).capture(lambda: fn(x))
+    _holds_to_its_memory(graph, [x])
+    assert x.data_ptr() in {t.data_ptr() for t in graph.external_tensors()}
+
+
+def test_constants_and_uninitialised_memory_are_the_tapes(driver: TapeDriver) -> None:
+    """Constants, the copies that restore them and ``empty`` are pool; what nobody kept is not."""
+    x = torch.ones(4)
+
+    def region() -> torch.Tensor:
+        torch.empty(1000)
+        return torch.empty(4).copy_(x).add_(torch.tensor([1.0, 2.0, 3.0, 4.0]))
+
+    graph = driver.capture(region)
+    assert graph.pool_nbytes == 3 * x.nbytes
+    assert [t.data_ptr() for t in graph.external_tensors()] == [x.data_ptr()]
+
+
+def test_memory_of_others_is_found_wherever_it_comes_from(driver: TapeDriver) -> None:
+    """A tensor of a closure, a view of one, a written one and a returned one are all external."""
+    read, seen, written, returned = (torch.ones(8) for _ in range(4))
+
+    def region() -> tuple[torch.Tensor, ...]:
+        written[:3].copy_(read[:3] + seen[5:].sum())
+        return returned[2:4], read * 2
+
+    external = driver.capture(region).external_tensors()
+    found = {(t.data_ptr(), t.numel()) for t in external}
+    assert {
+        (read.data_ptr(), 8),
+        (seen[5:].data_ptr(), 3),
+        (written.data_ptr(), 3),
+        (returned[2:].data_ptr(), 2),
+    } <= found
+    assert _storages(external).keys() == _storages([read, seen, written, returned]).keys()
+
+
+def test_memory_that_was_freed_while_recording_is_nobodys_alibi(driver: TapeDriver) -> None:
+    """A storage that follows a freed one at the same address is not taken for the tape's own."""
+    host = bytearray(16)
+
+    def region() -> list[torch.Tensor]:
+        freed = [torch.empty(4) for _ in range(50)]
+        freed.clear()
+        others = [torch.frombuffer(host, dtype=torch.float32) for _ in range(50)]
+        return [other + 1 for other in others]
+
+    graph = driver.capture(region)
+    addresses = {t.data_ptr() for t in graph.external_tensors()}
+    assert graph.pool_nbytes == 50 * 16
+    assert addresses == {torch.frombuffer(host, dtype=torch.float32).data_ptr()}
+
+
+def test_empty_tensors_are_nobodys(driver: TapeDriver) -> None:
+    """A tensor without elements has no memory that could be external."""
+    nothing = torch.empty(0)
+    graph = driver.capture(lambda: torch.cat([nothing, nothing]))
+    assert (graph.external_tensors(), graph.pool_nbytes) == ([], 0)
+
+
+def test_a_released_tape_has_no_memory(driver: TapeDriver) -> None:
+    """After release nothing is external, nothing is pool, and inputs are held no longer."""
+    inputs = [torch.ones(3)]
+    graph = driver.capture(lambda: inputs[0] + 1)
+    held = weakref.ref(inputs.pop())
+    gc.collect()
+    assert held() is not None
+    graph.release()
+    gc.collect()
+    assert (graph.external_tensors(), graph.pool_nbytes) == ([], 0)
+    assert held() is None
+
+
 # -- the end ---------------------------------------------------------------------------------------
 
 
@@ -575,10 +679,13 @@ def _run_program(program: list[tuple[str, int, int]], *inputs: torch.Tensor) -> 
 @settings(derandomize=True, deadline=None, max_examples=200)
 @given(program=_PROGRAMS, seed=st.integers(0, 999))
 def test_random_programs_replay_bit_for_bit(program: list[tuple[str, int, int]], seed: int) -> None:
-    """Any program of small operations replays on new contents to exactly what eager says."""
+    """Any program of small operations replays on new contents to what eager says, in memory of its own."""
     with torch.inference_mode():
         inputs = torch.randn(4, 4), torch.randn(4, 4)
-        _replays_like_eager(lambda *xs: _run_program(program, *xs), *inputs, rounds=2, seed=seed)
+        graph = _replays_like_eager(
+            lambda *xs: _run_program(program, *xs), *inputs, rounds=2, seed=seed
+        )
+        _holds_to_its_memory(graph, list(inputs))
 
 
 def test_a_forgotten_operation_is_caught_when_planted() -> None:

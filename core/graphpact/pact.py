@@ -166,7 +166,9 @@ class Pact:
             slot = None
             if registry is not None and isinstance(value, torch.Tensor):
                 slot = registry.slot_of(value)
-            promises.append(Promise(path, type(value), _promise(value), slot.label if slot else None))
+            promises.append(
+                Promise(path, type(value), _promise(value), slot.label if slot else None)
+            )
         return cls(shape, promises, {n: _compile(part, root=True) for n, part in parts.items()})
 
     def check(self, **parts: Any) -> None:

@@ -449,8 +449,12 @@ def test_counts_out_of_order_are_refused(counts: tuple[int, int, int, int], says
     assert not registry._plans
 
 
-def test_a_source_that_raises_leaves_nothing_written() -> None:
+@pytest.mark.parametrize("where", ["host", "device"])
+def test_a_source_that_raises_leaves_nothing_written(
+    monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
     """An error of a source_fn comes through before any tail is reset or any head copied."""
+    monkeypatch.setattr(fills, "_copied_one_by_one", lambda _: where == "host")
 
     def broken(*_: object) -> torch.Tensor:
         raise RuntimeError("no such thing")
@@ -593,6 +597,42 @@ def test_the_plan_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [raw_bs for raw_bs, *_ in registry._plans] == [6, 1, 2]
 
 
+@pytest.mark.parametrize("where", ["host", "device"])
+def test_rows_that_are_every_second_element(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    """A slice_fn with a step has its head copied and its tail reset at that step, and no gap written."""
+    monkeypatch.setattr(fills, "_copied_one_by_one", lambda _: where == "host")
+    registry = _registry()
+    slot = registry.register_slot(
+        _slot(shape_fn=lambda bs, _: (2 * bs,), slice_fn=lambda buffer, n: buffer[: 2 * n : 2])
+    )
+    assert slot.buffer is not None
+    slot.buffer.fill_(7)
+    _fill(registry, 1, 3, lengths=torch.tensor([5]))
+    assert slot.buffer.tolist() == [5, 7, 0, 7, 0, 7, 7, 7]
+
+
+@pytest.mark.parametrize("where", ["host", "device"])
+def test_neighbours_with_tails_of_their_own(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    """Rows of one allocation whose tails begin or end elsewhere are reset each over its own columns."""
+    monkeypatch.setattr(fills, "_copied_one_by_one", lambda _: where == "host")
+    registry = _registry(max_bs=8, max_num_tokens=8)
+    slots = [
+        registry.register_slot(_slot(f"{axis}{i}", axis=axis))
+        for i in "12"
+        for axis in ("bs", "tokens")
+    ]
+    for slot in slots:
+        assert slot.buffer is not None
+        slot.buffer.fill_(7)
+    batch = SimpleNamespace()
+    registry.fill_from(batch, raw_bs=1, padded_bs=3, raw_num_tokens=2, padded_num_tokens=3)
+    by_requests, by_tokens = [7, 0, 0, 7, 7, 7, 7, 7], [7, 7, 0, 7, 7, 7, 7, 7]
+    assert list(_bytes(registry).values()) == [by_requests, by_tokens] * 2
+    registry.fill_from(batch, raw_bs=1, padded_bs=4, raw_num_tokens=1, padded_num_tokens=5)
+    by_requests, by_tokens = [7, 0, 0, 0, 7, 7, 7, 7], [7, 0, 0, 0, 0, 7, 7, 7]
+    assert list(_bytes(registry).values()) == [by_requests, by_tokens] * 2
+
+
 # -- how many operations ---------------------------------------------------------------------------
 
 WIDTH = 8
@@ -642,7 +682,8 @@ def _decode_registry(**more: Any) -> CudaGraphBufferRegistry:
 
 
 COPY, GROUPED = "copy_.default", "_foreach_copy_.default"
-MAMBA = {"enable_mamba_track": True}
+MAMBA: dict[str, Any] = {"enable_mamba_track": True}
+SHARED: dict[str, Any] = {"share_pool": SharedBuffers()}
 
 
 @pytest.mark.parametrize(
@@ -651,6 +692,8 @@ MAMBA = {"enable_mamba_track": True}
         ("host", {}, 5, [GROUPED]),
         ("host", {}, 8, [GROUPED]),
         ("host", MAMBA, 5, [GROUPED]),
+        ("host", SHARED, 5, [GROUPED]),
+        ("device", SHARED, 5, [COPY, GROUPED]),
         ("device", {}, 5, [COPY, GROUPED]),
         ("device", {}, 8, [GROUPED]),
         ("device", MAMBA, 5, [COPY, COPY, GROUPED, GROUPED]),  # a second dtype: one of each more
@@ -658,7 +701,7 @@ MAMBA = {"enable_mamba_track": True}
     ],
 )
 def test_a_fill_is_few_operations(
-    monkeypatch: pytest.MonkeyPatch, where: str, more: dict[str, bool], raw: int, ops: list[str]
+    monkeypatch: pytest.MonkeyPatch, where: str, more: dict[str, Any], raw: int, ops: list[str]
 ) -> None:
     """A padded fill is one operation on a host, elsewhere two a dtype; an unpadded one resets nothing."""
     monkeypatch.setattr(fills, "_copied_one_by_one", lambda _: where == "host")
@@ -673,6 +716,34 @@ def test_a_fill_is_few_operations(
                 padded_num_tokens=WIDTH,
             )
     assert seen.names == ops
+
+
+def test_groups_are_of_one_pair_of_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Off the host, heads are grouped by the dtypes of both sides: a narrower field is one copy more."""
+    monkeypatch.setattr(fills, "_copied_one_by_one", lambda _: False)
+    registry, batch = _decode_registry(), _decode_batch(WIDTH)
+    batch.positions = batch.positions.to(I32)
+    batch.seq_lens = batch.seq_lens.to(I32)
+    counts = dict.fromkeys(("raw_bs", "padded_bs", "raw_num_tokens", "padded_num_tokens"), WIDTH)
+    registry.fill_from(batch, **counts)
+    with _Ops() as seen:
+        registry.fill_from(batch, **counts)
+    assert seen.names == [GROUPED, GROUPED]
+
+
+def test_tails_outside_arenas(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Off the host, dense tails of zeros are one operation, and any other tail is one of its own."""
+    monkeypatch.setattr(fills, "_copied_one_by_one", lambda _: False)
+    registry = _registry()
+    for name in ("a", "b"):
+        registry.register_slot(_slot(name, shape_fn=lambda bs, _: (bs, 2)))
+    registry.register_slot(_slot("gaps"), bind=torch.ones(4, 2, dtype=I64)[:, 0])
+    sentinel = _slot("c", padding_policy=P.FILL_SENTINEL, pad_value=5)
+    registry.register_slot(sentinel, bind=torch.ones(4, dtype=I64))
+    _fill(registry, 1, 4)
+    with _Ops() as seen:
+        _fill(registry, 1, 4)
+    assert sorted(seen.names) == ["_foreach_zero_.default", "fill_.Scalar", "fill_.Scalar"]
 
 
 def test_the_inputs_of_decode_lie_in_one_arena() -> None:

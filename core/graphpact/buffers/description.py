@@ -172,7 +172,7 @@ class RegistryDescription:
         return (
             f"{enabled} slot{'' if enabled == 1 else 's'}"
             + (f" and {disabled} disabled" if disabled else "")
-            + f": {self.nbytes:,} bytes; {self.allocated_nbytes:,} bytes allocated"
+            + f", {self.nbytes:,} bytes; {self.allocated_nbytes:,} bytes allocated"
         )
 
     def to_dict(self) -> dict[str, Any]:

@@ -66,9 +66,9 @@ class CudaGraphBufferRegistry:
         not enabled is kept as a declaration only.
 
         Raises:
-            SlotError: The name or the slot is taken, or ``bind`` has another shape, dtype or device than declared,
-                or the lane's contract is broken, or another lane's slot of that name means something
-                else. The registry is as it was.
+            SlotError: The name or the slot is taken, or ``bind`` has another shape, dtype or device than
+                declared, or the lane's contract is broken, or another lane's slot of that name means
+                something else. The registry is as it was.
         """
         if slot.name in self._slots:
             owner = self._slots[slot.name].owner or "an unnamed owner"

@@ -1,6 +1,8 @@
 """``graphpact doctor``: what this machine has, and whether text can be generated on it.
 
-Does not: run a model, or change anything.
+With ``--memory``: what the graphs of an engine read and write, and whether all of it is declared.
+
+Does not: generate anything, or change anything but the file of ``--picture``.
 """
 
 import json
@@ -8,17 +10,26 @@ import os
 import platform
 import sys
 import warnings
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import importlib_metadata
 import torch
 import typer
 
-from graphpact.cli.console import clean, data, print_table
+from graphpact.cli.console import clean, data, note, print_table
+from graphpact.cli.options import (
+    ConfigOption,
+    ModelOption,
+    SetOption,
+    build_engine,
+    load_settings,
+)
 from graphpact.cli.plugins import check, describe, distributions
 from graphpact.config import ENV_PREFIX, EngineConfig
-from graphpact.errors import GraphpactError
+from graphpact.errors import GraphpactError, UsageError
 from graphpact.plugins import Loaded, PluginCatalog
 
 _NOT_USABLE = 3
@@ -49,12 +60,40 @@ class Problem:
 
 def doctor(
     *,
+    memory: Annotated[
+        bool,
+        typer.Option(
+            "--memory",
+            help="Build the engine instead, and list what its graphs read and write: slots, pools,"
+            " weights, KV cache, and what nothing declares.",
+        ),
+    ] = False,
+    model: ModelOption = None,
+    config: ConfigOption = None,
+    sets: SetOption = None,
+    picture: Annotated[
+        Path | None,
+        typer.Option(
+            "--picture", metavar="FILE", help="With --memory: draw the slots of all lanes, as SVG."
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Write one JSON object.")] = False,
 ) -> None:
     """Say what this machine has, and what keeps it from generating text.
 
-    Ends with status 0 where nothing does, else with 3.
+    Ends with status 0 where nothing does, else with 3. With --memory, say what the graphs of an engine
+    read and write instead; what nothing declares is a warning.
     """
+    if memory:
+        _examine_memory(model, config, sets, picture, as_json=as_json)
+        return
+    options = {"--model": model, "--config": config, "--set": sets, "--picture": picture}
+    given = [name for name, value in options.items() if value is not None]
+    if given:
+        raise UsageError(
+            f"{' and '.join(given)} without --memory: no engine is built that this could be about",
+            hint="add --memory, or leave it out",
+        )
     report = examine()
     if as_json:
         sys.stdout.write(json.dumps(report, indent=2) + "\n")
@@ -62,6 +101,38 @@ def doctor(
         _show(report)
     if not report["usable"]:
         raise typer.Exit(_NOT_USABLE)
+
+
+def _examine_memory(
+    model: str | None,
+    config: Path | None,
+    sets: Sequence[str] | None,
+    picture: Path | None,
+    *,
+    as_json: bool,
+) -> None:
+    """Build the engine and show what its graphs are bound to; what nothing declares is a problem."""
+    settings = load_settings(config, model, sets)
+    from graphpact.cli import memory as shown  # noqa: PLC0415  the engine behind it
+    from graphpact.engine.memory import EngineMemory  # noqa: PLC0415
+
+    if picture is not None:
+        shown.check_picture(picture)
+    with build_engine(settings) as engine:
+        memory = EngineMemory.of(engine)
+    if picture is not None:
+        shown.write_picture(picture, memory)
+        note(f"the slots are drawn in {picture}")
+    problems = [asdict(Problem("warning", *shown.say_unknown(row))) for row in memory.unknown]
+    if as_json:
+        report = {"usable": True, "memory": memory.to_dict(), "problems": problems}
+        sys.stdout.write(json.dumps(report, indent=2) + "\n")
+        return
+    console = data()
+    shown.print_memory(console, memory)
+    console.print()
+    _show_problems(problems)
+    console.print(shown.verdict(memory), soft_wrap=True)
 
 
 def examine() -> dict[str, Any]:
@@ -222,9 +293,14 @@ def _show(report: dict[str, Any]) -> None:
     rows += list(report["environment"].items())
     print_table(console, ("what", "found"), rows)
     console.print()
-    for problem in report["problems"]:
+    _show_problems(report["problems"])
+    verdict = "can" if report["usable"] else "cannot"
+    console.print(f"Text {verdict} be generated on this machine.")
+
+
+def _show_problems(problems: Sequence[dict[str, Any]]) -> None:
+    console = data()
+    for problem in problems:
         console.print(f"{problem['severity']}: {clean(problem['what'])}", soft_wrap=True)
         if problem["help"] is not None:
             console.print(f"  help: {clean(problem['help'])}", soft_wrap=True)
-    verdict = "can" if report["usable"] else "cannot"
-    console.print(f"Text {verdict} be generated on this machine.")

@@ -3,17 +3,20 @@
 Does not: choose or run anything itself; it makes a configuration of options; the engine runs it.
 """
 
-import contextlib
-import json
-import os
-import sys
 import time
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from graphpact.cli.console import capture_progress, data, talk, warning
+from graphpact.cli.console import data, talk, warning
+from graphpact.cli.options import (
+    ConfigOption,
+    ModelOption,
+    SetOption,
+    build_engine,
+    load_settings,
+)
 from graphpact.cli.prompts import read_prompts
 from graphpact.errors import ContractError
 
@@ -35,24 +38,9 @@ def generate(
             help="Take one prompt from each line of FILE that is not blank; - is stdin.",
         ),
     ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option("--model", "-m", metavar="DIR", help="Checkpoint directory: model.path."),
-    ] = None,
-    config: Annotated[
-        Path | None,
-        typer.Option("--config", "-c", metavar="FILE", help="Configuration in TOML."),
-    ] = None,
-    sets: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            "-s",
-            metavar="KEY=VALUE",
-            help="Set one key of the configuration; repeatable. It has the last word.",
-            show_default=False,
-        ),
-    ] = None,
+    model: ModelOption = None,
+    config: ConfigOption = None,
+    sets: SetOption = None,
     max_new_tokens: Annotated[
         int, typer.Option("--max-new-tokens", "-n", help="Tokens to generate at most, each prompt.")
     ] = _DEFAULT_NEW_TOKENS,
@@ -107,11 +95,8 @@ def generate(
     Texts go to stdout. Progress and, after the run, a table of what was replayed, what ran eagerly
     and why go to stderr.
     """
-    _silence_transformers()
     from graphpact.cli.report import print_report  # noqa: PLC0415  pydantic and the engine behind it
     from graphpact.cli.writers import JsonWriter, TextWriter, Writer  # noqa: PLC0415
-    from graphpact.config import EngineConfig  # noqa: PLC0415
-    from graphpact.engine.engine import Engine  # noqa: PLC0415
     from graphpact.engine.request import SamplingParams  # noqa: PLC0415
 
     sampling = SamplingParams(
@@ -121,17 +106,12 @@ def generate(
         top_k=top_k,
         ignore_eos=ignore_eos,
     )
-    options = _options(model=model, seed=seed, verify=verify)
-    settings = EngineConfig.load(config, options=options, overrides=sets or [])
+    settings = load_settings(config, model, sets, _options(seed=seed, verify=verify))
     texts = read_prompts(prompts or [], file)
     if temperature == 0 and (top_p != 1 or top_k != 0):
         warning("--top-p and --top-k change nothing at --temperature 0")
 
-    with (
-        capture_progress(str(settings.model.path), quiet=quiet) as on_capture,
-        contextlib.redirect_stdout(sys.stderr),  # what plugins print when they are imported
-    ):
-        engine = Engine(settings, on_capture=on_capture)
+    engine = build_engine(settings, quiet=quiet)
     writer: Writer
     if as_json:
         writer = JsonWriter(texts)
@@ -156,25 +136,11 @@ def generate(
     report()
 
 
-def _options(*, model: str | None, seed: int | None, verify: bool) -> dict[str, str]:
+def _options(*, seed: int | None, verify: bool) -> dict[str, str]:
     """Return the options that are keys of the configuration as ``key=value`` texts, by option."""
     options = {}
-    if model is not None:
-        options["--model"] = f"model.path={_toml_string(model)}"
     if seed is not None:
         options["--seed"] = f"engine.seed={seed}"
     if verify:
         options["--verify"] = "verify.replay_against_eager=1.0"
     return options
-
-
-def _toml_string(text: str) -> str:
-    """Return ``text`` as a TOML string: JSON's escapes are TOML's, and DEL needs one too."""
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
-
-
-def _silence_transformers() -> None:
-    """Keep the bars and the log of transformers out of ours; it reads these when it is imported."""
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")

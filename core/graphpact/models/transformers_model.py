@@ -145,6 +145,11 @@ class TransformersModel:
         """What every attention layer asks, by ``layer_id``."""
         return list(self._layers.values())
 
+    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield every parameter and buffer by its name in the model; what is tied comes once."""
+        yield from self.model.named_parameters()
+        yield from self.model.named_buffers()
+
     def __call__(
         self, batch: ForwardBatch, backend: AttentionBackend, metadata: Any
     ) -> torch.Tensor:

@@ -1,0 +1,235 @@
+"""Real tokens among the rows of one attention-TP rank: drawn in the padded count, always."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from graphpact.buffers import (
+    CudaGraphBufferRegistry,
+    build_decode_registry,
+    build_prefill_registry,
+    compute_local_num_token_non_padded,
+    get_parallel,
+    presets,
+)
+from graphpact.errors import ConfigError
+from graphpact.parallel import ParallelContext, local_num_token_non_padded
+
+BUCKET, REAL, SIZE = 1024, 1018, 2
+SHARES = {0: 512, 1: 506}
+RAW_SHARE = 509  # what a rank has of the raw length: the boundary that padding moves
+EXAMPLES = settings(derandomize=True, deadline=None, max_examples=100)
+
+both = pytest.mark.parametrize("build", ["decode", "prefill"])
+
+
+def _registry(preset: str, **more: Any) -> CudaGraphBufferRegistry:
+    common: dict[str, Any] = {"device": "cpu", "max_bs": BUCKET, "max_num_token": BUCKET}
+    flags = {"enable_num_token_non_padded": True, "require_gathered_buffer": True} | more
+    if preset == "decode":
+        return build_decode_registry(**common, seq_len_fill_value=1, **flags)
+    return build_prefill_registry(**common, **flags)
+
+
+def _filled(
+    registry: CudaGraphBufferRegistry,
+    raw: int = REAL,
+    padded: int = BUCKET,
+    *,
+    device_count: int | None = RAW_SHARE,
+    host_count: int | None = REAL,
+) -> int:
+    """Return what the count's slot holds after a fill."""
+    count = None if device_count is None else torch.tensor([device_count], dtype=torch.int32)
+    registry.fill_from(
+        SimpleNamespace(num_token_non_padded=count, num_token_non_padded_cpu=host_count),
+        raw_bs=1,
+        padded_bs=1,
+        raw_num_tokens=raw,
+        padded_num_tokens=padded,
+    )
+    return int(registry.get_slot("num_token_non_padded").slice_for(1, 1).item())
+
+
+# -- the numbers of the defect ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("rank", "share"), SHARES.items())
+def test_the_share_of_a_rank(rank: int, share: int) -> None:
+    """Of 1018 tokens in a bucket of 1024, two ranks have 512 and 506, from tensor and number alike."""
+    with get_parallel().override(attn_tp_rank=rank, attn_tp_size=SIZE):
+        assert local_num_token_non_padded(REAL, BUCKET) == share
+        for given_count in (REAL, torch.tensor([REAL], dtype=torch.int32)):
+            local = compute_local_num_token_non_padded(given_count, BUCKET)
+            assert local.tolist() == [share]
+            assert local.dtype is torch.int32
+        assert compute_local_num_token_non_padded(torch.tensor([REAL]), BUCKET).dtype is torch.int64
+
+
+@both
+@pytest.mark.parametrize(("rank", "share"), SHARES.items())
+def test_a_fill_writes_the_share(rank: int, share: int, build: str) -> None:
+    """A gathered registry holds the rank's share of the bucket, not the 509 that the batch brought."""
+    registry = _registry(build)
+    with get_parallel().override(attn_tp_rank=rank, attn_tp_size=SIZE):
+        assert _filled(registry) == share
+        assert _filled(registry, device_count=REAL, host_count=None) == share
+
+
+@both
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"require_gathered_buffer": False},
+        {"nsa_enable_prefill_cp": True},
+        {"require_gathered_buffer": False, "nsa_enable_prefill_cp": True},
+    ],
+)
+def test_a_count_that_is_the_batchs_own(flags: dict[str, bool], build: str) -> None:
+    """Not gathered, or split by context parallelism, the count is what the batch brought."""
+    registry = _registry(build, **flags)
+    with get_parallel().override(attn_tp_rank=1, attn_tp_size=SIZE):
+        assert _filled(registry) == RAW_SHARE
+
+
+@both
+def test_no_ranks_no_shares(build: str) -> None:
+    """Rank 0 of 1 has every real token."""
+    assert _filled(_registry(build)) == REAL
+
+
+@both
+def test_a_batch_without_a_count_leaves_it(build: str) -> None:
+    """A batch of which both counts are None changes nothing."""
+    registry = _registry(build)
+    assert _filled(registry, host_count=7) == 7
+    assert _filled(registry, device_count=None, host_count=None) == 7
+
+
+@both
+def test_a_count_of_zero_is_a_count(build: str) -> None:
+    """A batch with no real token, on a rank that idles, counts none."""
+    registry = _registry(build)
+    assert _filled(registry) == REAL
+    assert _filled(registry, raw=0, host_count=0) == 0
+
+
+@both
+def test_planted_share_of_the_raw_length(build: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rule that draws the boundary in the raw count gives 509 to both ranks, which is seen."""
+
+    def of_raw(count: int, _: int) -> int:
+        return local_num_token_non_padded(count, REAL)
+
+    monkeypatch.setattr(presets, "local_num_token_non_padded", of_raw)
+    shares = {}
+    for rank in SHARES:
+        with get_parallel().override(attn_tp_rank=rank, attn_tp_size=SIZE):
+            shares[rank] = _filled(_registry(build))
+    assert shares == {0: RAW_SHARE, 1: RAW_SHARE}
+    with pytest.raises(AssertionError):
+        test_a_fill_writes_the_share(0, SHARES[0], build)
+    with pytest.raises(AssertionError):
+        test_capture_and_replay_write_by_one_rule.hypothesis.inner_test(build, 2, 0, 2, [(5, 7)])
+
+
+# -- every rank and size ---------------------------------------------------------------------------
+
+
+@EXAMPLES
+@given(size=st.integers(1, 8), rows=st.integers(0, 64), data=st.data())
+def test_shares_sum_to_the_count(size: int, rows: int, data: st.DataObject) -> None:
+    """Where the size divides the bucket, the shares of all ranks sum to the count, first ranks first."""
+    bucket = size * rows
+    count = data.draw(st.integers(0, bucket))
+    shares = []
+    for rank in range(size):
+        with get_parallel().override(attn_tp_rank=rank, attn_tp_size=size):
+            shares.append(local_num_token_non_padded(count, bucket))
+            for given_count in (count, torch.tensor([count], dtype=torch.int32)):
+                local = compute_local_num_token_non_padded(given_count, bucket)
+                assert local.tolist() == [shares[-1]]
+    assert sum(shares) == count
+    assert shares == sorted(shares, reverse=True)
+    assert all(0 <= share <= rows for share in shares)
+
+
+@EXAMPLES
+@given(size=st.integers(1, 8), bucket=st.integers(0, 64), count=st.integers(0, 200))
+def test_no_rank_has_more_than_its_rows(size: int, bucket: int, count: int) -> None:
+    """Whatever the count and the bucket, a rank's share is within its rows, and tensors agree."""
+    for rank in range(size):
+        with get_parallel().override(attn_tp_rank=rank, attn_tp_size=size):
+            share = local_num_token_non_padded(count, bucket)
+            assert 0 <= share <= bucket // size
+            assert compute_local_num_token_non_padded(torch.tensor([count]), bucket).item() == share
+
+
+@both
+@settings(derandomize=True, deadline=None, max_examples=40)
+@given(
+    size=st.integers(1, 4),
+    rank=st.integers(0, 3),
+    rows=st.integers(1, 16),
+    counts=st.lists(st.tuples(st.integers(0, 64), st.integers(0, 64)), min_size=1, max_size=5),
+)
+def test_capture_and_replay_write_by_one_rule(
+    build: str, size: int, rank: int, rows: int, counts: list[tuple[int, int]]
+) -> None:
+    """What a fill writes follows from count, bucket, rank and size; raw counts and history do nothing."""
+    bucket, rank = size * rows, rank % size
+    registry = _registry(build)
+    with get_parallel().override(attn_tp_rank=rank, attn_tp_size=size):
+        for raw, count in counts:
+            expected = min(max(min(count, bucket) - rank * rows, 0), rows)
+            captured = _filled(registry, bucket, bucket, host_count=min(count, bucket))
+            replayed = _filled(registry, min(raw, bucket), bucket, host_count=min(count, bucket))
+            from_device = _filled(
+                registry,
+                min(raw, bucket),
+                bucket,
+                device_count=min(count, bucket),
+                host_count=None,
+            )
+            assert captured == replayed == from_device == expected
+
+
+# -- who this process is ---------------------------------------------------------------------------
+
+
+def test_a_process_is_rank_0_of_1() -> None:
+    """Unless something says otherwise there is one rank."""
+    assert get_parallel() == ParallelContext(0, 1)
+    assert get_parallel() is get_parallel()
+
+
+def test_an_override_ends_with_its_block() -> None:
+    """A block is another rank, a block within it a third, and each gives back what it found."""
+    context = get_parallel()
+    with context.override(attn_tp_size=4, attn_tp_rank=3) as outer:
+        assert outer is context
+        with context.override(attn_tp_rank=1):
+            assert context == ParallelContext(1, 4)
+        assert context == ParallelContext(3, 4)
+        with pytest.raises(KeyError), context.override(attn_tp_rank=2):
+            raise KeyError
+        assert context == ParallelContext(3, 4)
+    assert context == ParallelContext(0, 1)
+
+
+@pytest.mark.parametrize(("rank", "size"), [(1, 1), (2, 2), (-1, 2), (0, 0), (0, -1)])
+def test_impossible_ranks_are_refused(rank: int, size: int) -> None:
+    """No rank is at or above the size, or below 0, and a refused override changes nothing."""
+    with pytest.raises(ConfigError, match=f"attn_tp_rank {rank} of attn_tp_size {size}"):
+        ParallelContext(rank, size)
+    context = get_parallel()
+    with context.override(attn_tp_size=8, attn_tp_rank=5):
+        with pytest.raises(ConfigError), context.override(attn_tp_rank=rank, attn_tp_size=size):
+            pass
+        with pytest.raises(ConfigError), context.override(attn_tp_size=5):
+            pass
+        assert context == ParallelContext(5, 8)

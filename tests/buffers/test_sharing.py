@@ -1,0 +1,425 @@
+"""Memory that lanes share: who may, what is refused, and that nobody's memory is written by joining."""
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, Literal
+
+import pytest
+import torch
+
+from graphpact.buffers import (
+    CudaGraphBufferRegistry,
+    GraphSlot,
+    PaddingPolicy,
+    SharedBuffers,
+    build_decode_registry,
+    share_input_buffer,
+    sharing,
+)
+from graphpact.errors import SlotError
+
+P = PaddingPolicy
+I64 = torch.int64
+
+
+@pytest.fixture(autouse=True)
+def _process_wide() -> Iterator[None]:
+    """Leave nothing of one test in the pool of the process."""
+    sharing.PROCESS_WIDE.clear()
+    yield
+    sharing.PROCESS_WIDE.clear()
+
+
+def _registry(
+    pool: SharedBuffers | Literal[True, False], lane: str | None = None
+) -> CudaGraphBufferRegistry:
+    return CudaGraphBufferRegistry(
+        device="cpu", max_bs=4, max_num_tokens=8, share_pool=pool, lane=lane
+    )
+
+
+def _slot(name: str = "lengths", **changes: Any) -> GraphSlot:
+    declared: dict[str, Any] = {
+        "shape_fn": lambda max_bs, _: (max_bs,),
+        "dtype": torch.int64,
+        "axis": "bs",
+        "padding_policy": P.ZERO,
+        "owner": "somebody",
+        "reason": "nobody reads it",
+    }
+    return GraphSlot(name, **(declared | changes))
+
+
+def _fill(registry: CudaGraphBufferRegistry, raw: int, padded: int, **fields: Any) -> None:
+    registry.fill_from(
+        SimpleNamespace(**fields),
+        raw_bs=raw,
+        padded_bs=padded,
+        raw_num_tokens=raw,
+        padded_num_tokens=padded,
+    )
+
+
+def _address(slot: GraphSlot) -> int:
+    assert slot.buffer is not None
+    return slot.buffer.data_ptr()
+
+
+def _pair(pool: SharedBuffers, one: GraphSlot, other: GraphSlot) -> tuple[int, int]:
+    """Return where two lanes of one pool have these slots."""
+    return (
+        _address(_registry(pool, "decode").register_slot(one)),
+        _address(_registry(pool, "draft").register_slot(other)),
+    )
+
+
+# -- who -------------------------------------------------------------------------------------------
+
+
+def test_lanes_of_a_pool_share() -> None:
+    """Registries of lanes that may take part have one memory for a slot, whoever asks first."""
+    pool = SharedBuffers(lanes=["decode", "draft"])
+    one, other = _pair(pool, _slot(), _slot(owner="another"))
+    assert one == other
+
+
+@pytest.mark.parametrize("lane", ["prefill", None])
+def test_other_lanes_may_not(lane: str | None) -> None:
+    """A lane that the pool does not name is refused with slot, lane and those that may; so is no lane."""
+    pool = SharedBuffers(lanes={"decode", "draft"})
+    registry = _registry(pool, lane)
+    with pytest.raises(SlotError) as error:
+        registry.register_slot(_slot())
+    for part in ("'lengths' of somebody", f"lane {lane!r} may not", "decode, draft", "\n  help: "):
+        assert part in str(error.value)
+    assert registry.slot_names() == []
+    with pytest.raises(SlotError, match="lanes that may: none"):
+        _registry(SharedBuffers(lanes=[]), lane).register_slot(_slot())
+
+
+def test_a_pool_for_anybody() -> None:
+    """A pool that names no lanes takes lanes and registries of none."""
+    pool = SharedBuffers()
+    slots = [_registry(pool, lane).register_slot(_slot()) for lane in ("decode", "draft", None)]
+    assert len({_address(slot) for slot in slots}) == 1
+
+
+def test_without_a_pool_nothing_is_shared() -> None:
+    """Registries without a pool, and those of different pools, have memory of their own."""
+    pools = (False, False, SharedBuffers(), SharedBuffers(), True)
+    slots = [_registry(pool).register_slot(_slot()) for pool in pools]
+    assert len({_address(slot) for slot in slots}) == len(pools)
+
+
+def test_adopted_memory_is_not_shared() -> None:
+    """A bound tensor is its slot's alone, whatever the pool has under that name."""
+    pool, memory = SharedBuffers(), torch.zeros(4, dtype=I64)
+    shared = _registry(pool).register_slot(_slot())
+    bound = _registry(pool).register_slot(_slot(), bind=memory)
+    assert bound.buffer is memory
+    assert _address(_registry(pool).register_slot(_slot())) == _address(shared)
+
+
+# -- what ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({}, {}),
+        ({}, {"padding_policy": P.KEEP_PAD}),
+        ({"padding_policy": P.FOREACH_COPY}, {}),
+        ({}, {"padding_policy": P.FILL_SENTINEL, "pad_value": 0}),
+        (
+            {"padding_policy": P.FILL_SENTINEL, "pad_value": 5},
+            {"padding_policy": P.FILL_SENTINEL, "pad_value": 5},
+        ),
+        (
+            {"padding_policy": P.FILL_ONCE, "pad_value": 5},
+            {"padding_policy": P.FILL_ONCE, "pad_value": 5},
+        ),
+        ({}, {"post_fill": lambda *_: None, "optional": True}),
+        ({}, {"post_fill": lambda *_: None, "copy_from_fb": False}),
+    ],
+)
+def test_equal_empty_rows_share(one: dict[str, Any], other: dict[str, Any]) -> None:
+    """Slots whose empty rows hold one value share, if every fill of both writes the head."""
+    first, second = _pair(SharedBuffers(), _slot(**one), _slot(**other))
+    assert first == second
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "says"),
+    [
+        (
+            {"padding_policy": P.FILL_SENTINEL, "pad_value": 5},
+            {"padding_policy": P.FILL_SENTINEL, "pad_value": 6},
+            ("holds 6 where no row is", "which holds 5"),
+        ),
+        (
+            {"padding_policy": P.FILL_SENTINEL, "pad_value": 5},
+            {},
+            ("holds 0 where no row is", "which holds 5"),
+        ),
+        (
+            {"padding_policy": P.KEEP_PAD},
+            {"padding_policy": P.FILL_SENTINEL, "pad_value": 5},
+            ("holds 5 where no row is", "which holds 0"),
+        ),
+        (
+            {"padding_policy": P.FILL_SENTINEL, "pad_value": 5},
+            {"padding_policy": P.FILL_ONCE, "pad_value": 5},
+            ("holds 5 from the start where no row is", "which holds 5\n"),
+        ),
+        (
+            {"padding_policy": P.FILL_ONCE, "pad_value": 0},
+            {},
+            ("holds 0 where no row is", "which holds 0 from the start"),
+        ),
+    ],
+)
+def test_another_sentinel_is_refused(
+    one: dict[str, Any], other: dict[str, Any], says: tuple[str, str]
+) -> None:
+    """A slot whose empty rows hold another value is refused naming both, and nothing is written."""
+    pool = SharedBuffers()
+    first = _registry(pool, "decode").register_slot(_slot(owner="an owner", **one))
+    assert first.buffer is not None
+    first.buffer.copy_(torch.tensor([7, 8, 9, 10]))
+    registry = _registry(pool, "draft")
+    with pytest.raises(SlotError) as error:
+        registry.register_slot(_slot(**other))
+    names = (
+        "slot 'lengths' of somebody in lane 'draft'",
+        "slot 'lengths' of an owner in lane 'decode'",
+    )
+    for part in (*names, *says, "\n  help: "):
+        assert part in str(error.value)
+    assert first.buffer.tolist() == [7, 8, 9, 10]
+    assert registry.slot_names() == []
+
+
+@pytest.mark.parametrize(
+    ("policy", "pad_value"), [(P.ZERO, None), (P.FILL_SENTINEL, 5), (P.FILL_ONCE, 5)]
+)
+def test_joining_writes_nothing(policy: PaddingPolicy, pad_value: int | None) -> None:
+    """Memory that is there already is not initialised again by who joins it."""
+    pool = SharedBuffers()
+    slots = []
+    for lane in ("decode", "draft", "prefill"):
+        slot = _slot(padding_policy=policy, pad_value=pad_value)
+        slots.append(_registry(pool, lane).register_slot(slot))
+        assert slot.buffer is not None
+        if lane == "decode":
+            assert slot.buffer.tolist() == [pad_value or 0] * 4
+            slot.buffer.copy_(torch.tensor([7, 8, 9, 10]))
+        assert slot.buffer.tolist() == [7, 8, 9, 10]
+    assert len({_address(slot) for slot in slots}) == 1
+
+
+def test_planted_joiner_that_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pool that initialises for each who joins fails the property above."""
+    buffer_for = SharedBuffers.buffer_for
+
+    def and_write(self: SharedBuffers, slot: GraphSlot, *rest: Any) -> torch.Tensor:
+        return buffer_for(self, slot, *rest).fill_(slot.initial_value)
+
+    monkeypatch.setattr(SharedBuffers, "buffer_for", and_write)
+    with pytest.raises(AssertionError):
+        test_joining_writes_nothing(P.FILL_SENTINEL, 5)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"optional": True},
+        {"copy_from_fb": False},
+        {"copy_from_fb": False, "padding_policy": P.FILL_ONCE, "pad_value": 0},
+        {"optional": True, "source_fn": lambda *_: None},
+    ],
+    ids=["optional", "its owner's", "written once", "optional source"],
+)
+def test_what_a_fill_may_leave_is_not_shared(changes: dict[str, Any]) -> None:
+    """A slot that a fill may leave as it is has memory of its own in every lane."""
+    one, other = _pair(SharedBuffers(), _slot(**changes), _slot(**changes))
+    assert one != other
+
+
+def test_what_a_fill_left_is_still_there_after_another_lane() -> None:
+    """An optional field and an owner's slot read the same whatever another lane filled in between."""
+    pool = SharedBuffers()
+    registries = [_registry(pool, lane) for lane in ("decode", "draft")]
+    for registry in registries:
+        registry.register_slot(_slot(optional=True))
+        registry.register_slot(_slot("table", copy_from_fb=False))
+    mine = registries[0].get_slot("table").buffer
+    assert mine is not None
+    mine.copy_(torch.tensor([1, 2, 3, 4]))
+    _fill(registries[0], 2, 2, lengths=torch.tensor([5, 6]))
+    _fill(registries[1], 0, 4)
+    _fill(registries[1], 4, 4, lengths=torch.full((4,), 9))
+    _fill(registries[0], 2, 2)
+    assert registries[0].get_slot("lengths").slice_for(2, 2).tolist() == [5, 6]
+    assert mine.tolist() == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"dtype": torch.int32},
+        {"shape_fn": lambda bs, _: (2 * bs,)},
+        {"shape_fn": lambda bs, _: (bs - 1,)},
+    ],
+    ids=["dtype", "larger", "smaller"],
+)
+@pytest.mark.parametrize("order", [1, -1])
+def test_another_key_is_other_memory(changes: dict[str, Any], order: int) -> None:
+    """Another size or dtype under the same name never shares, in whichever order they come."""
+    pool = SharedBuffers()
+    declared = [{}, changes][::order]
+    slots = [_registry(pool).register_slot(_slot(**more)) for more in declared]
+    assert _address(slots[0]) != _address(slots[1])
+    again = [_registry(pool).register_slot(_slot(**more)) for more in declared]
+    assert [_address(slot) for slot in again] == [_address(slot) for slot in slots]
+
+
+def test_one_size_in_two_shapes_is_refused() -> None:
+    """A slot as large as the shared one and of another shape is refused, naming both shapes."""
+    pool = SharedBuffers()
+    first = _registry(pool, "decode").register_slot(_slot(shape_fn=lambda *_: (2, 6)))
+    registry = _registry(pool, "draft")
+    with pytest.raises(SlotError) as error:
+        registry.register_slot(_slot(shape_fn=lambda *_: (3, 4)))
+    for part in ("lane 'draft' is (3, 4)", "lane 'decode', which is (2, 6)", "\n  help: "):
+        assert part in str(error.value)
+    assert registry.slot_names() == []
+    assert first.buffer is not None
+    assert (first.buffer == 0).all()
+
+
+# -- in turn ---------------------------------------------------------------------------------------
+
+
+def test_lanes_in_turn_see_their_own_batch() -> None:
+    """Whatever another lane filled in between, after its own fill a lane reads its batch and padding."""
+    pool = SharedBuffers(lanes=["decode", "draft"])
+    slots = []
+    for lane in ("decode", "draft"):
+        registry = _registry(pool, lane)
+        registry.register_slot(_slot(padding_policy=P.FILL_SENTINEL, pad_value=5))
+        registry.register_slot(_slot("wide", shape_fn=lambda bs, _: (bs, 2)))
+        slots.append(registry)
+    for step, (raw, padded) in enumerate([(4, 4), (1, 3), (3, 4), (0, 2), (2, 2), (1, 4)] * 2):
+        registry = slots[step % 2]
+        lengths = torch.arange(raw) + 10 * step
+        _fill(registry, raw, padded, lengths=lengths, wide=lengths[:, None].expand(raw, 2))
+        expected = [*lengths.tolist(), *[5] * (padded - raw)]
+        assert registry.get_slot("lengths").slice_for(padded, padded).tolist() == expected
+        rows = [[n, n] for n in lengths.tolist()] + [[0, 0]] * (padded - raw)
+        assert registry.get_slot("wide").slice_for(padded, padded).tolist() == rows
+
+
+def test_presets_share() -> None:
+    """Two decode registries of one pool have one memory for each input that every batch brings."""
+    pool = SharedBuffers(lanes=["decode", "draft"])
+    registries = [
+        build_decode_registry(
+            device="cpu",
+            max_bs=4,
+            max_num_token=8,
+            seq_len_fill_value=1,
+            lane=lane,
+            share_pool=pool,
+        )
+        for lane in ("decode", "draft")
+    ]
+    for slot in registries[0]:
+        is_one = _address(slot) == _address(registries[1].get_slot(slot.name))
+        assert is_one == slot.is_refreshed
+
+
+def test_presets_of_another_length_are_refused() -> None:
+    """Lanes whose backends read padded rows at different lengths do not share them."""
+    pool = SharedBuffers()
+    common: dict[str, Any] = {"device": "cpu", "max_bs": 4, "max_num_token": 8, "share_pool": pool}
+    build_decode_registry(seq_len_fill_value=1, lane="decode", **common)
+    with pytest.raises(SlotError, match="'seq_lens' of decode inputs in lane 'draft' holds 0 "):
+        build_decode_registry(seq_len_fill_value=0, lane="draft", **common)
+
+
+def test_a_pool_that_forgets() -> None:
+    """After clear() who has a buffer keeps and fills it, and the next to ask gets another."""
+    pool = SharedBuffers()
+    registry = _registry(pool)
+    old = registry.register_slot(_slot(padding_policy=P.FILL_SENTINEL, pad_value=5))
+    _fill(registry, 1, 4, lengths=torch.tensor([1]))
+    pool.clear()
+    other = _registry(pool)
+    new = other.register_slot(_slot(padding_policy=P.FILL_SENTINEL, pad_value=6))
+    assert old.buffer is not None
+    assert new.buffer is not None
+    storages = [buffer.untyped_storage().data_ptr() for buffer in (old.buffer, new.buffer)]
+    assert storages[0] != storages[1]
+    _fill(registry, 1, 3, lengths=torch.tensor([2]))
+    _fill(other, 2, 3, lengths=torch.tensor([3, 4]))
+    assert old.buffer.tolist() == [2, 5, 5, 5]
+    assert new.buffer.tolist() == [3, 4, 6, 6]
+
+
+# -- share_input_buffer ----------------------------------------------------------------------------
+
+
+def test_the_first_tensor_is_everybodys() -> None:
+    """A tensor of the same name, size, dtype and device comes back as the first one was."""
+    first = torch.full((4,), 7)
+    assert share_input_buffer("ids", first) is first
+    assert share_input_buffer("ids", torch.zeros(4, dtype=I64)) is first
+    assert first.tolist() == [7] * 4
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor"),
+    [
+        ("other", torch.zeros(4, dtype=I64)),
+        ("ids", torch.zeros(4, dtype=torch.int32)),
+        ("ids", torch.zeros(3, dtype=I64)),
+        ("ids", torch.zeros(8, dtype=I64)),
+        ("ids", torch.zeros(4, dtype=I64, device="meta")),
+    ],
+    ids=["name", "dtype", "smaller", "larger", "device"],
+)
+def test_any_part_of_the_key_parts(name: str, tensor: torch.Tensor) -> None:
+    """Another name, size, dtype or device is memory of its own, whichever came first."""
+    first = share_input_buffer("ids", torch.zeros(4, dtype=I64))
+    assert share_input_buffer(name, tensor) is tensor
+    assert share_input_buffer("ids", torch.ones(4, dtype=I64)) is first
+
+
+def test_another_shape_is_a_view() -> None:
+    """What is there comes back in the shape and strides of the tensor that asks."""
+    first = share_input_buffer("table", torch.arange(6))
+    view = share_input_buffer("table", torch.zeros(2, 3, dtype=I64))
+    assert view.tolist() == [[0, 1, 2], [3, 4, 5]]
+    turned = share_input_buffer("table", torch.zeros(3, 2, dtype=I64).t())
+    assert turned.tolist() == [[0, 2, 4], [1, 3, 5]]
+    assert view.data_ptr() == turned.data_ptr() == first.data_ptr()
+
+
+def test_what_is_not_contiguous_is_not_seen_in_another_shape() -> None:
+    """Memory with gaps is given out in its own shape only."""
+    gaps = torch.zeros(4, 2, dtype=I64)[:, 0]
+    assert share_input_buffer("gaps", gaps) is gaps
+    assert share_input_buffer("gaps", torch.zeros(4, dtype=I64)) is gaps
+    with pytest.raises(SlotError, match=r"'gaps' as \(2, 2\) cannot share .* not contiguous"):
+        share_input_buffer("gaps", torch.zeros(2, 2, dtype=I64))
+
+
+def test_registries_share_with_input_buffers() -> None:
+    """``share_pool=True`` is the pool of share_input_buffer: a registry finds what was put there."""
+    first = share_input_buffer("lengths", torch.zeros(4, dtype=I64))
+    slot = _registry(pool=True).register_slot(_slot())
+    assert slot.buffer is first
+    other = _registry(pool=True).register_slot(_slot("other"))
+    assert share_input_buffer("other", torch.zeros(4, dtype=I64)) is other.buffer
+    with pytest.raises(SlotError, match=r"shares its memory with 'lengths' of share_input_buffer"):
+        _registry(pool=True).register_slot(_slot(padding_policy=P.FILL_SENTINEL, pad_value=5))
