@@ -113,7 +113,7 @@ def make_batch(registry: CudaGraphBufferRegistry, case: Case) -> ForwardBatch:
         if slot.copy_from_fb:
             head = slot.slice_for(case.raw, case.counts["raw_num_tokens"])
             fields[slot.name] = torch.ones_like(head).contiguous()
-    if "num_token_non_padded" in fields:
+    if registry.has_slot("num_token_non_padded"):
         fields["num_token_non_padded_cpu"] = case.counts["raw_num_tokens"]
     inputs = ("input_ids", "positions", "out_cache_loc", "req_pool_indices", "seq_lens")
     for name in (*inputs, "seq_lens_cpu"):

@@ -63,6 +63,53 @@ def test_what_is_allowed(changes: dict[str, Any]) -> None:
     _slot(**changes)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "value"),
+    [
+        (torch.int64, 1.5),
+        (torch.int64, 2**63),
+        (torch.int64, float("nan")),
+        (torch.int32, float("-inf")),
+        (torch.int8, 300),
+        (torch.uint8, -1),
+        (torch.bool, 7),
+        (torch.float16, 1e6),
+        (torch.bfloat16, -1e39),
+    ],
+)
+def test_a_pad_value_that_the_dtype_lacks_is_refused(dtype: torch.dtype, value: float) -> None:
+    """A value that would be rounded or wrapped is refused where the slot is declared."""
+    for policy in (P.FILL_SENTINEL, P.FILL_ONCE):
+        with pytest.raises(SlotError, match=r"'lengths' of somebody: .* cannot hold its pad_value"):
+            _slot(dtype=dtype, padding_policy=policy, pad_value=value)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value"),
+    [
+        (torch.int64, 2**62 + 1),
+        (torch.int64, -(2**63)),
+        (torch.int8, -128),
+        (torch.uint8, 255),
+        (torch.int32, 3.0),
+        (torch.bool, 1),
+        (torch.float32, float("-inf")),
+        (torch.float32, 0.5),
+    ],
+)
+def test_a_pad_value_is_held_exactly(dtype: torch.dtype, value: float) -> None:
+    """The extremes of a dtype are pad values, and a new buffer and a tail that is reset hold them."""
+    registry = CudaGraphBufferRegistry(device="cpu", max_bs=4, max_num_tokens=8)
+    slot = registry.register_slot(
+        _slot(dtype=dtype, padding_policy=P.FILL_SENTINEL, pad_value=value)
+    )
+    assert slot.buffer is not None
+    assert slot.buffer.tolist() == [value] * 4
+    slot.buffer.zero_()
+    registry.fill_from(None, raw_bs=1, padded_bs=3, raw_num_tokens=1, padded_num_tokens=3)
+    assert slot.buffer.tolist() == [0, value, value, 0]
+
+
 def test_slot_errors_are_value_errors() -> None:
     """A program that catches what the original raises catches ours, and ours are usage errors too."""
     assert issubclass(SlotError, ValueError)

@@ -499,7 +499,7 @@ def test_planted_sentinel_writes_zero(grouping: Grouping, layout: str) -> None:
 
     def take_without_value(self: Arena, rows: int, pad_value: float) -> torch.Tensor:
         taken = take(self, rows, pad_value)
-        self.pad_values.zero_()
+        self.template.zero_()
         return taken
 
     def plan_zeros(slots: Any, *rest: Any) -> Any:

@@ -1,5 +1,6 @@
 """Real tokens among the rows of one attention-TP rank: drawn in the padded count, always."""
 
+import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,13 +17,20 @@ from graphpact.buffers import (
     get_parallel,
     presets,
 )
-from graphpact.errors import ConfigError
+from graphpact.errors import ConfigError, SlotError
 from graphpact.parallel import ParallelContext, local_num_token_non_padded
 
 BUCKET, REAL, SIZE = 1024, 1018, 2
 SHARES = {0: 512, 1: 506}
 RAW_SHARE = 509  # what a rank has of the raw length: the boundary that padding moves
 EXAMPLES = settings(derandomize=True, deadline=None, max_examples=100)
+
+
+@dataclasses.dataclass
+class _Counted:
+    batch_size: int = 1
+    num_token_non_padded: torch.Tensor | None = None
+
 
 both = pytest.mark.parametrize("build", ["decode", "prefill"])
 
@@ -103,11 +111,37 @@ def test_no_ranks_no_shares(build: str) -> None:
 
 
 @both
-def test_a_batch_without_a_count_leaves_it(build: str) -> None:
-    """A batch of which both counts are None changes nothing."""
+def test_a_batch_without_a_count_is_refused(build: str) -> None:
+    """A share of no count cannot be computed, and an earlier one would mask real tokens."""
     registry = _registry(build)
     assert _filled(registry, host_count=7) == 7
-    assert _filled(registry, device_count=None, host_count=None) == 7
+    with pytest.raises(SlotError, match="num_token_non_padded"):
+        _filled(registry, device_count=None, host_count=None)
+
+
+@both
+def test_a_lane_needs_one_count(build: str) -> None:
+    """A gathered lane takes the host's count alone: it launches no copy of the device's."""
+    registry = _registry(build, lane="decode")
+    missing = [slot.name for slot in registry if slot.copy_from_fb]
+    assert "num_token_non_padded" not in missing
+    batch = SimpleNamespace(
+        **{name: registry.get_slot(name).slice_for(1, 7).clone() for name in missing},
+        num_token_non_padded_cpu=7,
+    )
+    registry.fill_from(batch, raw_bs=1, padded_bs=1, raw_num_tokens=7, padded_num_tokens=8)
+    assert registry.get_slot("num_token_non_padded").slice_for(1, 8).tolist() == [7]
+
+
+@both
+def test_a_view_always_shows_the_count(build: str) -> None:
+    """Gathered or not, a view has the slot, whatever its template has: the count is computed."""
+    for gathered in (True, False):
+        registry = _registry(build, require_gathered_buffer=gathered)
+        view = registry.extract_buffer(
+            padded_bs=1, padded_num_tokens=8, forward_batch_template=_Counted()
+        )
+        assert view.num_token_non_padded is registry.get_slot("num_token_non_padded").buffer
 
 
 @both

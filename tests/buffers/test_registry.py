@@ -96,6 +96,18 @@ def test_a_name_is_taken_once() -> None:
     assert registry.get_slot("lengths") is first
 
 
+def test_a_declaration_is_registered_once() -> None:
+    """A slot that has memory already is refused, so that no registry loses its buffer to another."""
+    first, second = _registry(), _registry()
+    slot = first.register_slot(_slot())
+    buffer = slot.buffer
+    with _refused(second, "slot 'lengths' of somebody has a buffer already"):
+        second.register_slot(slot)
+    with _refused(second, "has a buffer already"):
+        second.register_slot(_slot("given", buffer=torch.zeros(4, dtype=I64)))
+    assert slot.buffer is buffer
+
+
 def test_a_disabled_slot_takes_its_name_and_nothing_else() -> None:
     """A slot that is not enabled has no memory, no fill and no view, but its name is taken."""
     registry = _registry()
@@ -247,13 +259,13 @@ def test_a_registry_is_of_one_lane() -> None:
     ids=["no attribute", "None", "no tensor"],
 )
 def test_a_lane_refuses_a_batch_without_a_field(fields: dict[str, Any], says: str) -> None:
-    """What a lane's slot copies must be there; where the slot is optional, or in no lane, it may lack."""
+    """What a lane's slot copies must be there, unless it is optional, and be a tensor if it is."""
     first = torch.tensor([1, 2])
     for lane, optional in (("decode", False), ("decode", True), (None, False)):
         registry = _registry(lane=lane)
         registry.register_slot(_slot("first"))
         slot = registry.register_slot(_slot(optional=optional))
-        if lane and not optional:
+        if lane and (not optional or isinstance(fields.get("lengths"), list)):
             with _refused(registry, says):
                 _fill(registry, 2, 4, first=first, **fields)
             continue
@@ -318,12 +330,20 @@ def test_a_source_gives_tensors(lane: str | None) -> None:
 def test_rows_are_exactly_the_batchs(
     rows: int, columns: tuple[int, ...], origin: str, lane: str | None
 ) -> None:
-    """Too few rows, too many, and one that would be broadcast are refused, and nothing is written."""
+    """Too few rows, too many, and one that would be broadcast are refused, and nothing is written.
+
+    What a source_fn finds is as long as it is, outside a lane.
+    """
     registry = _registry(lane=lane)
     registry.register_slot(_slot("first"))
     source: Any = None if origin == "field" else lambda batch, _: batch.lengths
     registry.register_slot(_slot(shape_fn=lambda bs, _: (bs, *columns), source_fn=source))
     first = torch.tensor([1, 2])
+    if origin == "source_fn" and lane is None:
+        _fill(registry, 2, 4, first=first, lengths=torch.ones(rows, *columns, dtype=I64))
+        filled = torch.tensor(_bytes(registry)["lengths"]).flatten()
+        assert filled.sum() == rows * filled.numel() // 4
+        return
     says = f"slot 'lengths' of somebody takes {(2, *columns)} torch.int64 from this batch"
     with _refused(registry, says, f"which has {(rows, *columns)}"):
         _fill(registry, 2, 4, first=first, lengths=torch.ones(rows, *columns, dtype=I64))
@@ -337,6 +357,50 @@ def test_another_rank_is_refused(shape: tuple[int, ...]) -> None:
     registry.register_slot(_slot())
     with _refused(registry, f"which has {shape}"):
         _fill(registry, 2, 4, lengths=torch.ones(shape, dtype=I64))
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "is_exact"),
+    [
+        (torch.int32, I64, True),
+        (torch.uint32, I64, True),
+        (torch.uint8, torch.int16, True),
+        (torch.bool, I64, True),
+        (torch.bool, F32, True),
+        (torch.int8, torch.bfloat16, True),
+        (torch.int16, F32, True),
+        (I32, torch.float64, True),
+        (torch.bfloat16, F32, True),
+        (F32, torch.complex64, True),
+        (torch.int16, torch.complex64, True),
+        (I64, I32, False),
+        (torch.uint64, I64, False),
+        (torch.int8, torch.uint8, False),
+        (I64, torch.bool, False),
+        (I32, F32, False),
+        (I64, torch.float64, False),
+        (I64, torch.complex64, False),
+        (torch.int16, torch.bfloat16, False),
+        (F32, I64, False),
+        (F32, torch.bfloat16, False),
+        (torch.float16, torch.bfloat16, False),
+        (torch.complex64, F32, False),
+    ],
+)
+def test_a_dtype_converts_exactly_or_not(
+    source: torch.dtype, target: torch.dtype, *, is_exact: bool
+) -> None:
+    """A dtype converts where the other holds each of its values; a fill takes those and no others."""
+    assert fills.converts_exactly(source, target) is is_exact
+    registry = _registry()
+    slot = registry.register_slot(_slot(dtype=target))
+    batch = {"lengths": torch.ones(2, dtype=source)}
+    if is_exact:
+        _fill(registry, 2, 2, **batch)
+        assert slot.slice_for(2, 2).tolist() == torch.ones(2, dtype=target).tolist()
+    else:
+        with _refused(registry, f"which has (2,) {source}"):
+            _fill(registry, 2, 2, **batch)
 
 
 @pytest.mark.parametrize("columns", [1, 3])
@@ -696,14 +760,19 @@ SHARED: dict[str, Any] = {"share_pool": SharedBuffers()}
         ("device", SHARED, 5, [COPY, GROUPED]),
         ("device", {}, 5, [COPY, GROUPED]),
         ("device", {}, 8, [GROUPED]),
-        ("device", MAMBA, 5, [COPY, COPY, GROUPED, GROUPED]),  # a second dtype: one of each more
+        (
+            "device",
+            MAMBA,
+            5,
+            [GROUPED, GROUPED, GROUPED],
+        ),  # tails of two dtypes are one copy, as bytes
         ("device", MAMBA, 8, [GROUPED, GROUPED]),
     ],
 )
 def test_a_fill_is_few_operations(
     monkeypatch: pytest.MonkeyPatch, where: str, more: dict[str, Any], raw: int, ops: list[str]
 ) -> None:
-    """A padded fill is one operation on a host, elsewhere two a dtype; an unpadded one resets nothing."""
+    """A padded fill is one operation on a host, elsewhere one and one a dtype; unpadded, none for tails."""
     monkeypatch.setattr(fills, "_copied_one_by_one", lambda _: where == "host")
     registry, batch = _decode_registry(**more), _decode_batch(raw)
     for _ in range(2):  # the first works out the plan
@@ -756,7 +825,7 @@ def test_the_inputs_of_decode_lie_in_one_arena() -> None:
         arena.memory.untyped_storage().data_ptr()
     }
     assert {(b.data_ptr() - arena.memory.data_ptr()) % 512 for b in buffers} == {0}
-    assert arena.pad_values[:6, 0].tolist() == [0, 0, 0, 0, 1, 1]
+    assert arena.template[:6, 0].tolist() == [0, 0, 0, 0, 1, 1]
 
 
 def test_planted_operation_more(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -881,7 +950,7 @@ def test_bytes() -> None:
     assert registry.nbytes == registry.allocated_nbytes == 4 * 8
     registry.register_slot(_slot())
     assert registry.nbytes == 2 * 4 * 8
-    arena = 16 * 512 + 16 * 8  # sixteen rows, and a pad value for each
+    arena = 2 * 16 * 512  # sixteen rows, and their template
     assert registry.allocated_nbytes == 4 * 8 + arena
     registry.register_slot(_slot("in the same arena", dtype=I64))
     assert registry.allocated_nbytes == 4 * 8 + arena

@@ -423,3 +423,24 @@ def test_registries_share_with_input_buffers() -> None:
     assert share_input_buffer("other", torch.zeros(4, dtype=I64)) is other.buffer
     with pytest.raises(SlotError, match=r"shares its memory with 'lengths' of share_input_buffer"):
         _registry(pool=True).register_slot(_slot(padding_policy=P.FILL_SENTINEL, pad_value=5))
+
+
+def test_not_a_number_is_a_sentinel_like_another() -> None:
+    """Slots whose empty rows are NaN share, although NaN is not its own equal."""
+    pool, slots = SharedBuffers(), []
+    for _ in range(2):
+        registry = CudaGraphBufferRegistry(
+            device="cpu", max_bs=2, max_num_tokens=2, share_pool=pool
+        )
+        slot = GraphSlot(
+            "scores",
+            lambda max_bs, _: (max_bs,),
+            torch.float32,
+            axis="bs",
+            padding_policy=PaddingPolicy.FILL_SENTINEL,
+            pad_value=float("nan"),
+        )
+        slots.append(registry.register_slot(slot))
+    assert slots[0].buffer is not None
+    assert slots[1].buffer is not None
+    assert slots[0].buffer.data_ptr() == slots[1].buffer.data_ptr()

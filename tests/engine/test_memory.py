@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphpact import AttentionBackend, ForwardMode, GraphShape, LayerSpec
+from graphpact.buffers.description import draw
 from graphpact.cli import main
 from graphpact.config import EngineConfig
 from graphpact.engine import Engine
@@ -199,6 +200,13 @@ def test_what_is_declared_is_listed_with_its_facts(demo: Engine) -> None:
     touched = {n for n, w in weights.items() if any(inside(t, w) for t in external)}
     assert listed == touched
     assert "model.rotary_emb.inv_freq" in listed
+
+
+def test_the_picture_in_the_docs_is_the_demos(demo: Engine) -> None:
+    """docs/slots.svg is what ``graphpact doctor --memory -c examples/demo.toml --picture`` draws."""
+    registries = [lane.registry for lane in demo.lanes if lane.registry is not None]
+    picture = DEMO.parents[1] / "docs/slots.svg"
+    assert picture.read_text(encoding="utf-8") == draw(r.describe() for r in registries)
 
 
 def test_which_slots_graphs_read_is_told(demo: Engine) -> None:

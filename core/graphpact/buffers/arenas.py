@@ -1,9 +1,9 @@
 """`Arena`: slots as the rows of one allocation, so that their tails are one strided copy.
 
     row 0   input_ids          | h h h h h . . . |     raw = 5 of padded = 8: the columns 5 to 8 of
-    row 1   positions          | h h h h h . . . |     all rows are written at once from a column of
-    row 2   out_cache_loc      | h h h h h . . . |     pad values, one a row
-    row 3   req_pool_indices   | h h h h h . . . |
+    row 1   positions          | h h h h h . . . |     all rows are written at once, from the same
+    row 2   out_cache_loc      | h h h h h . . . |     columns of a template that holds the pad value
+    row 3   req_pool_indices   | h h h h h . . . |     of each row
 
 Only slots whose tails are reset lie here; any other has memory of its own.
 
@@ -25,9 +25,14 @@ Place = tuple[int, int, int, int]
 
 
 class Arenas:
-    """Allocates slots: rows of an arena where their tails are columns, memory of their own elsewhere."""
+    """Allocates slots: rows of an arena where their tails are columns, memory of their own elsewhere.
+
+    Attributes:
+        nbytes: Bytes allocated so far, unused rows of arenas included.
+    """
 
     def __init__(self) -> None:
+        self.nbytes = 0
         self._arenas: list[Arena] = []
 
     def __iter__(self) -> Iterator["Arena"]:
@@ -38,13 +43,16 @@ class Arenas:
     ) -> torch.Tensor:
         """Return a buffer of ``shape`` that holds the slot's initial value."""
         if slot.axis == "none" or not slot.padding_policy.resets_tail or not _is_rows(slot, shape):
-            return torch.full(shape, slot.initial_value, dtype=slot.dtype, device=device)
+            own = torch.full(shape, slot.initial_value, dtype=slot.dtype, device=device)
+            self.nbytes += own.nbytes
+            return own
         kind = (slot.dtype, device, shape[-1])
         rows = 1 if len(shape) == 1 else shape[0]
         arena = next((a for a in self._arenas if a.kind == kind and a.free >= rows), None)
         if arena is None:
             arena = Arena(*kind)
             self._arenas.append(arena)
+            self.nbytes += arena.nbytes
         taken = arena.take(rows, slot.initial_value)
         return taken[0] if len(shape) == 1 else taken
 
@@ -59,7 +67,7 @@ class Arena:
 
     Attributes:
         memory: ``[16, aligned width]``.
-        pad_values: ``[16, 1]``: what the tail of each row is reset to.
+        template: The same shape: what the tail of each row is reset to.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device, width: int) -> None:
@@ -67,31 +75,57 @@ class Arena:
         aligned = -(-max(width, 1) // unit) * unit
         self.kind = (dtype, device, width)
         self.memory = torch.zeros(_ROWS, aligned, dtype=dtype, device=device)
-        self.pad_values = torch.zeros(_ROWS, 1, dtype=dtype, device=device)
-        self.free = _ROWS
+        self.template = torch.zeros_like(self.memory)
+        self._pad_values: list[float] = []
+
+    @property
+    def free(self) -> int:
+        """Rows that are not taken."""
+        return _ROWS - len(self._pad_values)
 
     @property
     def nbytes(self) -> int:
         """Bytes allocated, unused rows included."""
-        return self.memory.nbytes + self.pad_values.nbytes
+        return self.memory.nbytes + self.template.nbytes
 
     def take(self, rows: int, pad_value: float) -> torch.Tensor:
         """Return the next ``rows`` rows as ``[rows, width]``, filled with ``pad_value``."""
-        first = _ROWS - self.free
-        self.free -= rows
-        self.pad_values[first : first + rows] = pad_value
+        first = len(self._pad_values)
+        self._pad_values += [pad_value] * rows
+        self.template[first : first + rows] = pad_value
         return self.memory[first : first + rows, : self.kind[2]].fill_(pad_value)
 
-    def place(self, view: torch.Tensor) -> Place | None:
-        """Return where in this arena ``view`` lies, or None where it is not whole columns of rows."""
+    def place(self, view: torch.Tensor, pad_value: float) -> Place | None:
+        """Return where in this arena ``view`` lies, or None for a view that cannot be reset by template.
+
+        That is one that is not whole columns of rows, or whose rows were taken for another pad value.
+        """
         if view.untyped_storage().data_ptr() != self.memory.untyped_storage().data_ptr():
             return None
         if view.dim() == 1:
             view = view[None]
         row, column = divmod(int(view.storage_offset()), self.memory.stride(0))
-        place = (row, row + view.shape[0], column, column + view.shape[-1])
-        block = self.memory[row : place[1], column : place[3]]
-        return place if view.shape == block.shape and view.stride(-1) == 1 else None
+        end, right = row + view.shape[0], column + view.shape[-1]
+        block = self.memory[row:end, column:right]
+        if view.shape != block.shape or any(
+            value != pad_value for value in self._pad_values[row:end]
+        ):
+            return None
+        one_row = view.shape[0] == 1
+        same = view.stride(1) == 1 and (one_row or view.stride(0) == block.stride(0))
+        return (row, end, column, right) if same else None
+
+
+def address_range(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the first address of ``tensor`` and the one behind its last element.
+
+    Gaps between the rows of a strided tensor are within it.
+    """
+    first = tensor.data_ptr()
+    if not tensor.numel():
+        return first, first
+    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return first, first + (last + 1) * tensor.element_size()
 
 
 def _is_rows(slot: GraphSlot, shape: tuple[int, ...]) -> bool:

@@ -116,7 +116,7 @@ class RegistryDescription:
         max_num_tokens: Most tokens that a captured shape may have.
         slots: Every slot in the order of registration, those that are not enabled too.
         nbytes: Bytes of all buffers.
-        allocated_nbytes: Bytes that the registry allocated for them.
+        allocated_nbytes: Bytes that the registry allocated itself: not what it adopted or shares.
     """
 
     lane: str | None
@@ -130,13 +130,12 @@ class RegistryDescription:
     @classmethod
     def of(cls, registry: CudaGraphBufferRegistry) -> "RegistryDescription":
         """Look at ``registry``."""
-        slots = registry._slots.values()  # noqa: SLF001  iterating it leaves out what is not enabled
         return cls(
             lane=registry.lane,
             device=str(registry.device),
             max_bs=registry.max_bs,
             max_num_tokens=registry.max_num_tokens,
-            slots=tuple(SlotRow.of(slot) for slot in slots),
+            slots=tuple(SlotRow.of(slot) for slot in registry.declared()),
             nbytes=registry.nbytes,
             allocated_nbytes=registry.allocated_nbytes,
         )

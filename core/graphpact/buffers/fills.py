@@ -25,7 +25,13 @@ from graphpact.buffers.slots import FillContext, GraphSlot, SourceFn
 from graphpact.errors import SlotError
 
 _MAX_LOOKS = 16  # ways in which the batches of one plan look; more than any engine has
-_MAX_EXACT_INT = {torch.float16: 2**11, torch.bfloat16: 2**8, torch.float32: 2**24}
+_MAX_EXACT_INT = {
+    torch.float16: 2**11,
+    torch.bfloat16: 2**8,
+    torch.float32: 2**24,
+    torch.complex32: 2**11,
+    torch.complex64: 2**24,
+}
 _MISSING = object()
 
 _Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
@@ -41,16 +47,15 @@ _grouped_copy = torch._foreach_copy_
 @functools.cache
 def converts_exactly(source: torch.dtype, target: torch.dtype) -> bool:
     """Return whether every value of ``source`` is one of ``target``, so that a copy loses nothing."""
-    if source is target:
+    if source is target or source is torch.bool:
         return True
-    try:
-        if torch.promote_types(source, target) is not target:
-            return False
-    except RuntimeError:  # some pairs of unsigned types have no common one
-        return False
-    if source is torch.bool or source.is_floating_point or not target.is_floating_point:
-        return True
-    return torch.iinfo(source).max <= _MAX_EXACT_INT.get(target, 2**53)
+    if source.is_floating_point or source.is_complex:
+        return torch.promote_types(source, target) is target
+    held = torch.iinfo(source)
+    if target.is_floating_point or target.is_complex:
+        return held.max <= _MAX_EXACT_INT.get(target, 2**53)
+    limits = torch.iinfo(target) if target is not torch.bool else None
+    return limits is not None and limits.min <= held.min and held.max <= limits.max
 
 
 def _copied_one_by_one(device: torch.device) -> bool:
@@ -181,6 +186,7 @@ class _Head:
     def __init__(self, slot: GraphSlot, context: FillContext, *, strict: bool) -> None:
         self.slot = slot
         self.view = slot.slice_for(context.raw_bs, context.raw_num_tokens)
+        self._strict = strict
         self._required = strict and not slot.optional
 
     def kind(self, batch: Any) -> type:
@@ -197,7 +203,7 @@ class _Head:
         field = getattr(batch, slot.name, None)
         if isinstance(field, torch.Tensor):
             return _fitting(slot, self.view, field)
-        if self._required:
+        if self._required or (self._strict and field is not None):
             what = "no" if field is None else f"a {type(field).__name__} and no tensor for"
             raise SlotError(
                 f"the batch has {what} {slot.name!r}, which {slot.label} copies",
@@ -214,7 +220,11 @@ class _Sourced:
     ) -> None:
         self._slot = slot
         self._source_fn = source_fn
-        self._head = slot.slice_for(context.raw_bs, context.raw_num_tokens)
+        self._target = slot.slice_for(context.raw_bs, context.raw_num_tokens)
+        # Of a lane's slot that follows an axis, all rows are due; otherwise as many as the source has.
+        self._is_exact = slot.slice_fn is not None or (strict and slot.axis != "none")
+        if not self._is_exact:
+            self._target = slot.slice_for(context.padded_bs, context.padded_num_tokens)
         self._required = strict and not slot.optional
 
     def pair(self, batch: Any, context: FillContext) -> _Pair | None:
@@ -225,8 +235,8 @@ class _Sourced:
         """
         slot, source = self._slot, self._source_fn(batch, context)
         if isinstance(source, torch.Tensor):
-            target = self._head
-            if slot.axis == "none" and source.dim():  # its own length, up to all there is
+            target = self._target
+            if not self._is_exact and source.dim():
                 target = target[: source.shape[0]]
             return target, _fitting(slot, target, source)
         if self._required or source is not None:
@@ -283,32 +293,41 @@ def _plan_tails(
     """Return the calls that reset tails, and the copies that do on devices that copy one by one."""
     resets: list[Callable[[], object]] = []
     fixed: list[_Pair] = []
-    zeroed: dict[Hashable, list[torch.Tensor]] = {}
+    zeroed: dict[torch.device, list[torch.Tensor]] = {}
     placed: dict[int, list[tuple[int, int, int, int]]] = {}
     for slot in slots:
         tail = _tail(slot, context)
         if tail is None:
             continue
-        at = next(((i, p) for i, a in enumerate(arenas) if (p := a.place(tail))), None)
+        value = slot.initial_value
+        at = next(((i, p) for i, a in enumerate(arenas) if (p := a.place(tail, value))), None)
         if at is not None:
             placed.setdefault(at[0], []).append(at[1])
         elif _copied_one_by_one(tail.device):
-            value = torch.full((), slot.initial_value, dtype=tail.dtype, device=tail.device)
-            fixed.append((tail, value.expand_as(tail)))
-        elif slot.initial_value == 0 and tail.is_contiguous():
-            zeroed.setdefault((tail.device, tail.dtype), []).append(tail)
+            scalar = torch.full((), value, dtype=tail.dtype, device=tail.device)
+            fixed.append((tail, scalar.expand_as(tail)))
+        elif value == 0 and tail.is_contiguous() and tail.stride(-1) == 1:  # may be seen as bytes
+            zeroed.setdefault(tail.device, []).append(tail.view(torch.uint8))
         else:
-            resets.append(functools.partial(tail.fill_, slot.initial_value))
+            resets.append(functools.partial(tail.fill_, value))
     resets += [functools.partial(torch._foreach_zero_, tails) for tails in zeroed.values()]
-    for number, places in placed.items():
-        arena = arenas[number]
-        for first, end, left, right in _merged(places):
-            block = arena.memory[first:end, left:right]
-            values = arena.pad_values[first:end].expand_as(block)
-            if _copied_one_by_one(block.device):
-                fixed.append((block, values))
-            else:
-                resets.append(functools.partial(block.copy_, values))
+    blocks = [
+        (
+            arenas[number].memory[first:end, left:right],
+            arenas[number].template[first:end, left:right],
+        )
+        for number, places in placed.items()
+        for first, end, left, right in _merged(places)
+    ]
+    on_device = [pair for pair in blocks if not _copied_one_by_one(pair[0].device)]
+    fixed += [pair for pair in blocks if _copied_one_by_one(pair[0].device)]
+    if len(on_device) == 1:
+        block, template = on_device[0]
+        resets.append(functools.partial(block.copy_, template))
+    elif on_device:  # several dtypes or extents: their rows as bytes are dense and of one type
+        rows = _byte_rows(block for block, _ in on_device)
+        values = _byte_rows(template for _, template in on_device)
+        resets.append(functools.partial(_grouped_copy, rows, values))
     return resets, fixed
 
 
@@ -321,13 +340,19 @@ def _tail(slot: GraphSlot, context: FillContext) -> torch.Tensor | None:
     head = slot.slice_for(context.raw_bs, context.raw_num_tokens)
     # The rows' axis is the one along which head and whole differ.
     cut = [i for i, (a, b) in enumerate(zip(head.shape, whole.shape, strict=True)) if a != b]
-    if len(cut) != 1:
+    if not cut:
+        return None
+    if len(cut) > 1:
         raise SlotError(
             f"{slot.label}: its slice_fn cuts {len(cut)} axes between {rows[0]} and {rows[1]} rows",
             hint="a slice_fn keeps the first rows of one axis",
         )
     axis = cut[0]
     return whole.narrow(axis, head.shape[axis], whole.shape[axis] - head.shape[axis])
+
+
+def _byte_rows(blocks: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    return [row.view(torch.uint8) for block in blocks for row in block]
 
 
 def _merged(places: Iterable[tuple[int, int, int, int]]) -> list[tuple[int, int, int, int]]:

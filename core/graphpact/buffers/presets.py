@@ -293,18 +293,29 @@ def _num_token_non_padded(slot: _Declarer, *, is_local: bool) -> GraphSlot:
     """
 
     def post_fill(buffer: torch.Tensor, batch: Any, context: FillContext) -> None:
-        count, padded = getattr(batch, "num_token_non_padded_cpu", None), context.padded_num_tokens
+        if not is_local:
+            return
+        padded = context.padded_num_tokens
+        count = getattr(batch, "num_token_non_padded_cpu", None)
         if count is not None:
             buffer.fill_(local_num_token_non_padded(count, padded))
-        elif batch.num_token_non_padded is not None:
-            buffer.copy_(compute_local_num_token_non_padded(batch.num_token_non_padded, padded))
+            return
+        count = getattr(batch, "num_token_non_padded", None)
+        if count is None:
+            raise SlotError(
+                "the batch has neither num_token_non_padded_cpu nor num_token_non_padded, and slot"
+                " 'num_token_non_padded' is computed from them",
+                hint="set num_token_non_padded_cpu to the real tokens of all attention-TP ranks",
+            )
+        buffer.copy_(compute_local_num_token_non_padded(count, padded))
 
     return slot(
         "num_token_non_padded",
         lambda *_: (1,),
         torch.int32,
         axis="none",
-        post_fill=post_fill if is_local else None,
+        copy_from_fb=not is_local,
+        post_fill=post_fill,
     )
 
 

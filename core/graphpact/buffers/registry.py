@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from graphpact.buffers.arenas import Arenas
+from graphpact.buffers.arenas import Arenas, address_range
 from graphpact.buffers.fills import FillPlan
 from graphpact.buffers.sharing import PROCESS_WIDE, SharedBuffers
 from graphpact.buffers.slots import FillContext, GraphSlot
@@ -178,8 +178,9 @@ class CudaGraphBufferRegistry:
             forward_batch_template: A dataclass with ``batch_size``; not written.
         """
         fields: dict[str, Any] = {"batch_size": padded_bs}
+        names = {field.name for field in dataclasses.fields(forward_batch_template)}  # type: ignore[arg-type]
         for slot in self:
-            if not hasattr(forward_batch_template, slot.name):
+            if slot.name not in names:
                 continue
             is_there = getattr(forward_batch_template, slot.name) is not None
             if is_there or slot.is_computed or slot.source_fn is not None:
@@ -188,25 +189,29 @@ class CudaGraphBufferRegistry:
 
     # -- looking at it ---------------------------------------------------------------------------
 
+    def declared(self) -> list[GraphSlot]:
+        """Return every slot in the order of registration, those that are not enabled too."""
+        return list(self._slots.values())
+
     @property
     def nbytes(self) -> int:
-        """Bytes of all buffers; what alignment adds is in `allocated_nbytes`."""
+        """Bytes of all buffers, wherever they lie."""
         return sum(slot.buffer.nbytes for slot in self if slot.buffer is not None)
 
     @property
     def allocated_nbytes(self) -> int:
-        """Bytes that the registry allocated: whole arenas, and buffers outside them."""
-        arenas = list(self._memory)
-        buffers = [slot.buffer for slot in self if slot.buffer is not None]
-        loose = [b for b in buffers if not any(arena.place(b) for arena in arenas)]
-        return sum(arena.nbytes for arena in arenas) + sum(b.nbytes for b in loose)
+        """Bytes that the registry allocated itself, alignment and unused rows of arenas included.
+
+        What it adopted, or shares by ``share_pool``, is not among them.
+        """
+        return self._memory.nbytes
 
     def slot_of(self, tensor: torch.Tensor) -> GraphSlot | None:
         """Return the slot in whose memory ``tensor`` begins, or None."""
         address = tensor.data_ptr()
         for slot in self:
             if slot.buffer is not None and slot.buffer.device == tensor.device:
-                first, end = _extent(slot.buffer)
+                first, end = address_range(slot.buffer)
                 if first <= address < end:
                     return slot
         return None
@@ -271,11 +276,3 @@ def _hold_to_contract(slot: GraphSlot, lane: str) -> None:
             hint="say with reason= why rows of an earlier batch in its tail mislead nobody, or have"
             " them reset: ZERO, FILL_SENTINEL",
         )
-
-
-def _extent(buffer: torch.Tensor) -> tuple[int, int]:
-    """Return the first address of ``buffer`` and the one behind its last element."""
-    if not buffer.numel():
-        return buffer.data_ptr(), buffer.data_ptr()
-    last = sum((n - 1) * stride for n, stride in zip(buffer.shape, buffer.stride(), strict=True))
-    return buffer.data_ptr(), buffer.data_ptr() + (last + 1) * buffer.element_size()

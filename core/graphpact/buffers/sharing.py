@@ -8,9 +8,9 @@ between fills, never writes memory that is there already, and refuses a slot tha
 Does not: share anything by itself; a registry is given a pool.
 """
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass
-from math import prod
 
 import torch
 
@@ -58,8 +58,10 @@ class SharedBuffers:
                 hint="name the lane in SharedBuffers(lanes=...), or give its registry no pool",
             )
         content = (slot.padding_policy is PaddingPolicy.FILL_ONCE, slot.initial_value)
+        if isinstance(content[1], float) and math.isnan(content[1]):
+            content = (content[0], math.nan)  # one object, which is its own equal
         whose = slot.label if lane is None else f"{slot.label} in lane {lane!r}"
-        key = (slot.name, prod(shape), slot.dtype, device)
+        key = (slot.name, math.prod(shape), slot.dtype, device)
         shared = self._buffers.get(key)
         if shared is None:
             buffer = self.arenas.allocate(slot, shape, device)

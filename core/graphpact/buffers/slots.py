@@ -8,6 +8,7 @@ Does not: allocate or write; `graphpact.buffers.registry` does.
 """
 
 import enum
+import math
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Literal
@@ -99,7 +100,8 @@ class GraphSlot:
         post_fill: ``(buffer, batch, context)``, called after all copies: computes what is no copy.
         slice_fn: ``(buffer, n) -> view`` for buffers whose rows are not the first axis, or not ``n``.
         source_fn: ``(batch, context) -> tensor or None``: what is copied instead of the batch field,
-            as many rows as it has; None copies nothing this time.
+            as many rows as it has (in a lane, as many as the batch's along its axis); None copies
+            nothing this time.
         buffer: The memory, once registered.
         owner: Who declared it; shown in errors and reports. A lane asks for it.
         reason: Why earlier rows in the tail mislead nobody. A lane asks for it where `keeps_tail`.
@@ -202,10 +204,12 @@ class GraphSlot:
 
 
 def _is_value_of(dtype: torch.dtype, value: float) -> bool:
-    """Return whether integers and booleans of ``dtype`` hold ``value``; a float rounds, as always."""
+    """Return whether ``dtype`` holds ``value``; a float rounds, as always, but does not overflow."""
     if dtype is torch.bool:
         return value in (0, 1)
-    if dtype.is_floating_point or dtype.is_complex:
+    if dtype.is_floating_point:
+        return not math.isfinite(value) or abs(value) <= torch.finfo(dtype).max
+    if dtype.is_complex:
         return True
     limits = torch.iinfo(dtype)
-    return limits.min <= value <= limits.max and value == int(value)
+    return math.isfinite(value) and limits.min <= value <= limits.max and value == int(value)

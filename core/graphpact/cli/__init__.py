@@ -32,11 +32,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         from graphpact.cli import app, console  # noqa: PLC0415  an extra
     except ModuleNotFoundError as missing:
-        if missing.name is None or missing.name.partition(".")[0] not in {"typer", "rich"}:
+        package = (missing.name or "").partition(".")[0]
+        if package not in {"typer", "rich"}:
             raise
-        sys.stderr.write(
-            f'error: the command line needs {missing.name}: pip install "graphpact[cli]"\n'
-        )
+        sys.stderr.write(f'error: the command line needs {package}: pip install "graphpact[cli]"\n')
         return _NOT_INSTALLED
     try:
         return app.run(arguments)

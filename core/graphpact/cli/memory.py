@@ -139,7 +139,7 @@ def _totals(memory: EngineMemory) -> Iterable[str]:
                 f"lane {lane.lane}: {in_words(memory.own_nbytes[lane.lane])} of its own:"
                 f" {len(slots)} slots, {in_words(_sum(slots))}"
                 + (
-                    f" (allocated: {in_words(lane.registry.allocated_nbytes)})"
+                    f" ({in_words(lane.registry.allocated_nbytes)} allocated)"
                     if lane.registry is not None
                     else ""
                 )

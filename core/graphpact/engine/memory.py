@@ -26,6 +26,7 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 
+from graphpact.buffers.arenas import address_range
 from graphpact.buffers.description import RegistryDescription, SlotRow
 from graphpact.engine.engine import Engine
 from graphpact.graphs import Graph
@@ -314,11 +315,7 @@ def _outside(known: _Ranges, tensors: Sequence[torch.Tensor]) -> Iterator[torch.
 
 
 def _extent(tensor: torch.Tensor) -> Extent:
-    first = tensor.data_ptr()
-    if not tensor.numel():
-        return str(tensor.device), first, first
-    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return str(tensor.device), first, first + (last + 1) * tensor.element_size()
+    return str(tensor.device), *address_range(tensor)
 
 
 def _once(rows: Iterable[MemoryRow]) -> list[MemoryRow]:

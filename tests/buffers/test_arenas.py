@@ -1,0 +1,139 @@
+"""Where slots lie: what may be reset together, and what only looks as if it might."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from graphpact.buffers import (
+    CudaGraphBufferRegistry,
+    GraphSlot,
+    PaddingPolicy,
+    SharedBuffers,
+    fills,
+)
+from graphpact.buffers.arenas import Arenas, address_range
+
+I64 = torch.int64
+
+
+@pytest.fixture(params=["host", "device"], autouse=True)
+def _grouping(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test runs under the plan of a host and under that of a GPU."""
+    monkeypatch.setattr(fills, "_copied_one_by_one", lambda _: request.param == "host")
+
+
+def _registry(**more: Any) -> CudaGraphBufferRegistry:
+    return CudaGraphBufferRegistry(device="cpu", max_bs=4, max_num_tokens=4, **more)
+
+
+def _slot(name: str = "a", **changes: Any) -> GraphSlot:
+    declared: dict[str, Any] = {
+        "shape_fn": lambda max_bs, _: (max_bs,),
+        "dtype": I64,
+        "axis": "bs",
+        "padding_policy": PaddingPolicy.ZERO,
+        "owner": "somebody",
+    }
+    return GraphSlot(name, **(declared | changes))
+
+
+def _fill(registry: CudaGraphBufferRegistry, raw: int, padded: int, **fields: Any) -> None:
+    counts = {
+        "raw_bs": raw,
+        "padded_bs": padded,
+        "raw_num_tokens": raw,
+        "padded_num_tokens": padded,
+    }
+    registry.fill_from(SimpleNamespace(**fields), **counts)
+
+
+def _content(registry: CudaGraphBufferRegistry) -> list[list[int]]:
+    return [slot.buffer.tolist() for slot in registry if slot.buffer is not None]
+
+
+def test_flat_memory_that_is_seen_as_rows_is_reset_row_by_row() -> None:
+    """A slice_fn may see flat memory as rows; its tail is its own rows and nobody else's."""
+    registry = _registry()
+    for name in "ab":
+        registry.register_slot(
+            _slot(
+                name,
+                shape_fn=lambda max_bs, _: (2 * max_bs,),
+                slice_fn=lambda buffer, n: buffer[: 2 * n].view(n, 2),
+            )
+        )
+    for slot in registry:
+        assert slot.buffer is not None
+        slot.buffer.fill_(9)
+    _fill(registry, 1, 3)
+    assert _content(registry) == [[9, 9, 0, 0, 0, 0, 9, 9]] * 2
+
+
+def test_two_rows_in_one_element_may_have_no_tail() -> None:
+    """Rows that are packed may leave nothing to reset between a raw and a padded count."""
+    registry = _registry()
+    registry.register_slot(_slot(slice_fn=lambda buffer, n: buffer[: (n + 1) // 2]))
+    _fill(registry, 1, 2, a=torch.tensor([5]))
+    _fill(registry, 1, 4, a=torch.tensor([6]))
+    assert _content(registry) == [[6, 0, 0, 0]]
+
+
+@pytest.mark.parametrize("first", [0, 7])
+def test_adopted_rows_of_an_arena_are_padded_as_declared(first: int) -> None:
+    """A slot that adopts another's memory has its own pad value, not that of the memory's first owner."""
+    pool = SharedBuffers()
+    policy: dict[str, Any] = {"padding_policy": PaddingPolicy.FILL_SENTINEL}
+    owner = _registry(share_pool=pool).register_slot(_slot(**policy, pad_value=first))
+    registry = _registry(share_pool=pool)
+    registry.register_slot(_slot(**policy, pad_value=7), bind=owner.buffer)
+    _fill(registry, 1, 4, a=torch.tensor([5]))
+    assert _content(registry) == [[5, 7, 7, 7]]
+
+
+def test_extents_that_differ_are_reset_each_for_itself() -> None:
+    """Requests and tokens of one width, dtypes and wide rows: each tail ends where its own rows end."""
+    registry = _registry()
+    registry.register_slot(_slot("requests"))
+    registry.register_slot(_slot("tokens", axis="tokens"))
+    registry.register_slot(_slot("flags", dtype=torch.bool))
+    registry.register_slot(_slot("wide", shape_fn=lambda max_bs, _: (max_bs, 2)))
+    for slot in registry:
+        assert slot.buffer is not None
+        slot.buffer.fill_(1)
+    registry.fill_from(
+        SimpleNamespace(), raw_bs=1, padded_bs=2, raw_num_tokens=2, padded_num_tokens=4
+    )
+    assert _content(registry) == [
+        [1, 0, 1, 1],
+        [1, 1, 0, 0],
+        [True, False, True, True],
+        [[1, 1], [0, 0], [1, 1], [1, 1]],
+    ]
+
+
+def test_more_slots_than_an_arena_has_rows() -> None:
+    """Slots beyond the sixteenth lie in another arena and are filled like all others."""
+    registry = _registry()
+    names = [f"slot{number}" for number in range(35)]
+    for number, name in enumerate(names):
+        registry.register_slot(
+            _slot(name, padding_policy=PaddingPolicy.FILL_SENTINEL, pad_value=-number)
+        )
+    _fill(registry, 2, 4, **{name: torch.tensor([8, 9]) for name in names})
+    assert _content(registry) == [[8, 9, -number, -number] for number in range(35)]
+    assert len(list(registry._memory)) == 3
+
+
+def test_a_row_begins_where_kernels_like_it() -> None:
+    """Whatever width and dtype, each row of an arena is as aligned as memory of its own would be."""
+    for dtype in (torch.bool, torch.int32, I64):
+        for width in (1, 63, 64, 65, 1000):
+            arenas = Arenas()
+            slots = [_slot(name, dtype=dtype) for name in "abc"]
+            rows = [arenas.allocate(slot, (width,), torch.device("cpu")) for slot in slots]
+            (arena,) = arenas
+            starts = [address_range(row)[0] - arena.memory.data_ptr() for row in rows]
+            assert [start % 512 for start in starts] == [0, 0, 0]
+            assert starts[1] - starts[0] >= width * dtype.itemsize
