@@ -154,7 +154,7 @@ def test_a_stale_row_is_caught_when_planted() -> None:
     world = World(seed=4)
     world.step(4)
     rows = world.lane.registry.get_slot("req_pool_indices")
-    rows.padding_policy = PaddingPolicy.KEEP_PAD  # declared otherwise since: plans are made anew
+    object.__setattr__(rows, "padding_policy", PaddingPolicy.KEEP_PAD)  # which no slot allows
     world.lane.registry._plans.clear()
     wrong = 0
     for _ in range(4):

@@ -17,7 +17,7 @@ import torch
 
 from graphpact.batch import ForwardBatch, ForwardMode
 from graphpact.buffers import CudaGraphBufferRegistry, GraphSlot
-from graphpact.errors import EngineError, UnsupportedModelError
+from graphpact.errors import EngineError, SlotError, UnsupportedModelError
 from graphpact.hookspecs import hookimpl
 from graphpact.shapes import GraphShape
 
@@ -283,6 +283,7 @@ class AttentionBackend(abc.ABC):
 
         Raises:
             EngineError: Another lane has it already: its graphs read that lane's slots.
+            SlotError: A slot that a fill would write, or against the registry's rules.
         """
         if self._registry is not None:
             raise EngineError(
@@ -290,6 +291,12 @@ class AttentionBackend(abc.ABC):
                 hint="build one backend for each lane",
             )
         for slot in self.declare_slots(self.context.limits):
+            if slot.copy_from_fb or slot.post_fill is not None:
+                raise SlotError(
+                    f"{slot.label}: a backend's slots are filled by its fill_metadata, in eager steps too,"
+                    " where no registry copies or computes anything",
+                    hint="declare it with copy_from_fb=False and without source_fn and post_fill",
+                )
             registry.register_slot(slot)
         self._registry = registry
 

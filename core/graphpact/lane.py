@@ -117,6 +117,11 @@ class Lane:
         self._captured: dict[GraphShape, _Captured] = {}
         self._pact_every = {"always": 1, "sampled": pact_sample_every, "off": 0}[pact]
         self._steps_to_check = 1
+        if self.registry is None and runner.ladder is not None:
+            raise EngineError(
+                f"lane {name!r}: its runner has shapes to capture, and its make_registry() returned none",
+                hint="return a CudaGraphBufferRegistry, or make_ladder() = None for a lane without graphs",
+            )
         if self.registry is not None:
             if driver is None:
                 raise EngineError(

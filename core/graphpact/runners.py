@@ -163,7 +163,8 @@ class EagerRunner(GraphRunner):
         """
         if self.context.share_pool is not None:
             raise ConfigError(
-                "share_buffers = true for the runner 'eager', which has no buffers",
+                f"lanes.{self.context.lane}.share_buffers = true for the runner 'eager', which has no"
+                " buffers",
                 hint="leave share_buffers out, or select a runner that captures",
             )
         if self.context.batch_sizes is not None:

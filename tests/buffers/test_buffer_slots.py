@@ -137,7 +137,8 @@ def test_the_defaults_are_the_originals() -> None:
 
 def test_the_order_of_arguments_is_the_originals() -> None:
     """What may be given by position comes in the original's order; what is ours goes by name."""
-    names = [f.name for f in fields(GraphSlot) if not f.kw_only]
+    given = [f for f in fields(GraphSlot) if f.init]
+    names = [f.name for f in given if not f.kw_only]
     assert names == [
         "name",
         "shape_fn",
@@ -153,7 +154,7 @@ def test_the_order_of_arguments_is_the_originals() -> None:
         "source_fn",
         "buffer",
     ]
-    assert {f.name for f in fields(GraphSlot) if f.kw_only} == {"owner", "reason", "optional"}
+    assert {f.name for f in given if f.kw_only} == {"owner", "reason", "optional"}
 
 
 @pytest.mark.parametrize(
@@ -257,3 +258,40 @@ def test_a_context_is_its_counts() -> None:
     assert context == FillContext(1, 2, 3, 4)
     with pytest.raises(FrozenInstanceError):
         context.raw_bs = 2  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"dtype": "int64"}, "dtype is 'int64', a str"),
+        ({"padding_policy": "zero"}, "padding_policy is 'zero', a str"),
+        ({"pad_value": "-1"}, "pad_value is '-1', a str"),
+        ({"owner": 3}, "owner is 3, a int"),
+        ({"reason": ["no"]}, "reason is"),
+        ({"name": ""}, "without a name"),
+        (
+            {"source_fn": lambda *_: None, "copy_from_fb": False},
+            "its source_fn would never be called",
+        ),
+    ],
+)
+def test_an_argument_of_another_kind_is_refused(changes: dict[str, Any], says: str) -> None:
+    """What would be noticed late, or never, is refused where the slot is declared."""
+    with pytest.raises(SlotError, match=says) as error:
+        _slot(**changes)
+    assert "\n  help: " in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("buffer", torch.zeros(4, dtype=torch.int64)), ("pad_value", 3), ("enabled", False)],
+)
+def test_a_registered_slot_does_not_change(name: str, value: object) -> None:
+    """Graphs read a slot's memory and fills were made for it, so nothing of it can be replaced."""
+    registry = CudaGraphBufferRegistry(device="cpu", max_bs=4, max_num_tokens=8)
+    for enabled in (True, False):
+        slot = registry.register_slot(_slot(name=f"slot{enabled}", enabled=enabled))
+        before = getattr(slot, name)
+        with pytest.raises(SlotError, match=f"is registered, so its '{name}' cannot change"):
+            setattr(slot, name, value)
+        assert getattr(slot, name) is before

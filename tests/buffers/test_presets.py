@@ -1,6 +1,7 @@
 """The ready registries: every slot, every flag, and what they adopt."""
 
 import inspect
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -388,16 +389,28 @@ def test_nested_fields_are_copied() -> None:
         assert source.ngram_embedding_info.column_starts.tolist() == [7, 8, 1, 1]
 
 
+def _sent(**values: float) -> SimpleNamespace:
+    return SimpleNamespace(tensors={k: torch.full((5, HIDDEN), v) for k, v in values.items()})
+
+
+@pytest.mark.parametrize("build", [_decode, _prefill])
+def test_a_stage_sends_all_or_nothing(build: Callable[..., CudaGraphBufferRegistry]) -> None:
+    """A tensor that is declared and not among those sent is refused, not left from an earlier step."""
+    source = _source(build(), pp_proxy_tensors=_nested()["pp_proxy_tensors"])
+    registry = build(source=source)
+    with pytest.raises(SlotError, match=r"no 'residual', which slot 'pp_proxy_tensors.residual'"):
+        _fill(registry, proxies=_sent(hidden_states=2.0))
+    assert all((states == 1).all() for states in source.pp_proxy_tensors.values())
+
+
 def test_proxies_of_decode_are_copied() -> None:
-    """What a stage sent fills the rows it has; a tensor that it did not send is kept, as are tails."""
+    """What a stage sent fills the rows it has, and tails are kept; a stage that sends nothing may."""
     source = _source(_decode(), **_nested())
     registry = _decode(source=source)
-    _fill(
-        registry, proxies=SimpleNamespace(tensors={"hidden_states": torch.full((5, HIDDEN), 2.0)})
-    )
+    _fill(registry, proxies=_sent(hidden_states=2.0, residual=3.0))
     states = source.pp_proxy_tensors
     assert states["hidden_states"][:, 0].tolist() == [2] * 5 + [1] * 7
-    assert (states["residual"] == 1).all()
+    assert states["residual"][:, 0].tolist() == [3] * 5 + [1] * 7
     _fill(registry)
     assert states["hidden_states"][:, 0].tolist() == [2] * 5 + [1] * 7
 
@@ -408,12 +421,10 @@ def test_proxies_of_prefill_zero_their_tails() -> None:
     registry = _prefill(source=source)
     row = ((TOKENS, HIDDEN), torch.float32, "tokens", ZERO, None)
     assert _table(registry)["pp_proxy_tensors.hidden_states"] == row
-    _fill(
-        registry, proxies=SimpleNamespace(tensors={"hidden_states": torch.full((5, HIDDEN), 2.0)})
-    )
+    _fill(registry, proxies=_sent(hidden_states=2.0, residual=3.0))
     states = source.pp_proxy_tensors
     assert states["hidden_states"][:, 0].tolist() == [2] * 5 + [0] * 3 + [1] * 4
-    assert states["residual"][:, 0].tolist() == [1] * 5 + [0] * 3 + [1] * 4
+    assert states["residual"][:, 0].tolist() == [3] * 5 + [0] * 3 + [1] * 4
 
 
 def test_ids_of_a_tracer_keep_their_tails() -> None:
@@ -447,6 +458,6 @@ def test_a_lane_takes_every_slot(build: Any, flags: dict[str, Any], *, gathered:
 def test_planted_reason_that_is_missing() -> None:
     """A preset whose slot says nothing is refused by the lane, so the test above can fail."""
     registry = _decode()
-    registry.get_slot("input_ids").reason = None
+    object.__setattr__(registry.get_slot("input_ids"), "reason", None)
     with pytest.raises(SlotError, match="slot 'input_ids' of decode inputs: FOREACH_COPY without"):
         registry.join_lane("x")

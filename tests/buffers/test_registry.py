@@ -101,9 +101,9 @@ def test_a_declaration_is_registered_once() -> None:
     first, second = _registry(), _registry()
     slot = first.register_slot(_slot())
     buffer = slot.buffer
-    with _refused(second, "slot 'lengths' of somebody has a buffer already"):
+    with _refused(second, "slot 'lengths' of somebody is registered already"):
         second.register_slot(slot)
-    with _refused(second, "has a buffer already"):
+    with _refused(second, "is registered already"):
         second.register_slot(_slot("given", buffer=torch.zeros(4, dtype=I64)))
     assert slot.buffer is buffer
 
@@ -154,7 +154,7 @@ def test_an_existing_tensor_is_adopted_as_it_is() -> None:
         (torch.zeros(5, dtype=I64), "bound ((5,), torch.int64"),
         (torch.zeros(4, 1, dtype=I64), "bound ((4, 1), torch.int64"),
         (torch.zeros(4, dtype=I32), "bound ((4,), torch.int32"),
-        (torch.zeros(4, dtype=I64, device="meta"), "device(type='meta')"),
+        (torch.zeros(4, dtype=I64, device="meta"), "'meta')"),
     ],
     ids=["shape", "rank", "dtype", "device"],
 )
@@ -272,7 +272,8 @@ def test_a_lane_refuses_a_batch_without_a_field(fields: dict[str, Any], says: st
         assert slot.buffer is not None
         slot.buffer.fill_(7)
         _fill(registry, 2, 4, first=first, **fields)
-        assert _bytes(registry) == {"first": [1, 2, 0, 0], "lengths": [7, 7, 0, 0]}
+        head = [0, 0] if lane else [7, 7]  # a lane shows no rows of an earlier batch
+        assert _bytes(registry) == {"first": [1, 2, 0, 0], "lengths": [*head, 0, 0]}
 
 
 def test_a_lane_refuses_a_batch_that_lacks_a_field_again() -> None:
@@ -517,7 +518,7 @@ def test_counts_out_of_order_are_refused(counts: tuple[int, int, int, int], says
 def test_a_source_that_raises_leaves_nothing_written(
     monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    """An error of a source_fn comes through before any tail is reset or any head copied."""
+    """An error of a source_fn names its slot, and comes before any tail is reset or any head copied."""
     monkeypatch.setattr(fills, "_copied_one_by_one", lambda _: where == "host")
 
     def broken(*_: object) -> torch.Tensor:
@@ -527,26 +528,115 @@ def test_a_source_that_raises_leaves_nothing_written(
     registry.register_slot(_slot())
     registry.register_slot(_slot("wide", shape_fn=lambda bs, _: (bs, 2)))
     registry.register_slot(_slot("a.b", source_fn=broken))
-    for slot in registry:
-        assert slot.buffer is not None
-        slot.buffer.fill_(7)
-    before = _bytes(registry)
-    with pytest.raises(RuntimeError, match="no such thing"):
+    with _refused(registry, "the source_fn of slot 'a.b' of somebody raised RuntimeError: no such"):
         _fill(registry, 1, 4, lengths=torch.tensor([1]), wide=torch.ones(1, 2, dtype=I64))
-    assert _bytes(registry) == before
 
 
-def test_a_slice_fn_that_cuts_two_axes_is_refused() -> None:
-    """A slice_fn from which no tail follows is named when a fill first needs one, before it writes."""
+def test_a_post_fill_that_raises_is_named() -> None:
+    """An error of a post_fill names its slot; one of ours is passed on as it is."""
+
+    def broken(buffer: torch.Tensor, batch: Any, _: FillContext) -> None:
+        raise batch.error
+
+    registry = _registry()
+    registry.register_slot(_slot(post_fill=broken))
+    lengths = torch.tensor([1])
+    with pytest.raises(
+        SlotError, match="the post_fill of slot 'lengths' of somebody raised KeyError"
+    ):
+        _fill(registry, 1, 1, lengths=lengths, error=KeyError("x"))
+    ours = UnknownSlotError("of its own")
+    with pytest.raises(UnknownSlotError) as error:
+        _fill(registry, 1, 1, lengths=lengths, error=ours)
+    assert error.value is ours
+
+
+def _raises(*_: Any) -> Any:
+    raise LookupError("nothing here")
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"slice_fn": lambda b, n: b[:n, :n]}, "its slice_fn cuts more than one axis"),
+        ({"slice_fn": lambda b, n: b[:n].clone()}, "does not begin where its buffer does"),
+        ({"slice_fn": lambda b, n: b[-n:]}, "does not begin where its buffer does"),
+        (
+            {"slice_fn": lambda b, n: b[:n] if n > 1 else b[0]},
+            "its slice_fn cuts more than one axis",
+        ),
+        ({"slice_fn": lambda *_: None}, "its slice_fn returned None"),
+        ({"slice_fn": _raises}, "its slice_fn raised LookupError: nothing here"),
+        ({"shape_fn": _raises}, "its shape_fn raised LookupError: nothing here"),
+        ({"shape_fn": lambda *_: (-1,)}, r"its shape_fn returned \(-1,\)"),
+        ({"shape_fn": lambda *_: 4}, "its shape_fn returned 4"),
+        ({"shape_fn": lambda *_: (4.0,)}, r"its shape_fn returned \(4.0,\)"),
+    ],
+)
+def test_what_a_slot_says_of_its_shape_is_tried_at_once(changes: dict[str, Any], says: str) -> None:
+    """A shape or a slice that no fill could use is refused when the slot is registered."""
     registry = _registry()
     registry.register_slot(_slot("first"))
-    registry.register_slot(
-        _slot("mask", shape_fn=lambda bs, _: (bs, bs), slice_fn=lambda b, n: b[:n, :n])
+    slot = _slot("mask", **({"shape_fn": lambda bs, _: (bs, bs)} | changes))
+    with pytest.raises(SlotError, match=f"slot 'mask' of somebody.*{says}"):
+        registry.register_slot(slot)
+    assert registry.slot_names() == ["first"]
+
+
+def test_a_lanes_slot_has_a_row_for_all_there_can_be() -> None:
+    """A slot that follows requests and is too short for them is refused by a lane, early or late."""
+    slots = [_slot(shape_fn=lambda *_: (3,)) for _ in range(2)]
+    with _refused(_registry(lane="decode"), "of which lane 'decode' has up to 4, and has 3 rows"):
+        _registry(lane="decode").register_slot(slots[0])
+    registry = _registry()
+    registry.register_slot(slots[1])
+    with _refused(registry, "of which lane 'decode' has up to 4, and has 3 rows"):
+        registry.join_lane("decode")
+
+
+def test_two_slots_do_not_lie_in_one_place() -> None:
+    """Memory that one slot of a registry has is not adopted by another."""
+    registry = _registry()
+    first = registry.register_slot(_slot())
+    with _refused(
+        registry, "slot 'other' of somebody would lie where slot 'lengths' of somebody does"
+    ):
+        registry.register_slot(_slot("other"), bind=first.buffer)
+    columns = torch.zeros(4, 2, dtype=I64)  # interleaved, and yet apart
+    for number, name in enumerate("ab"):
+        registry.register_slot(_slot(name), bind=columns[:, number])
+
+
+@pytest.mark.parametrize("where", ["host", "device"])
+def test_a_field_that_has_no_memory_is_refused(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    """A field that torch could not copy is refused before the others are."""
+    monkeypatch.setattr(fills, "_copied_one_by_one", lambda _: where == "host")
+    registry = _registry()
+    registry.register_slot(_slot("first"))
+    registry.register_slot(_slot())
+    absent = torch.ones(1, dtype=I64, device="meta")
+    with _refused(
+        registry, "slot 'lengths' of somebody lies on cpu, and this batch has it on meta"
+    ):
+        _fill(registry, 1, 4, first=torch.tensor([1]), lengths=absent)
+
+
+@pytest.mark.parametrize("changes", [{"max_bs": -1}, {"max_bs": 8.0}, {"share_pool": "yes"}])
+def test_a_registry_of_nonsense_is_refused(changes: dict[str, Any]) -> None:
+    """Sizes are whole numbers and a pool is a pool."""
+    sizes: dict[str, Any] = {"max_bs": 4, "max_num_tokens": 4}
+    with pytest.raises(SlotError, match=next(iter(changes))):
+        CudaGraphBufferRegistry(device="cpu", **(sizes | changes))
+
+
+def test_a_view_keeps_what_is_no_tensor() -> None:
+    """A slot that is called like a field that holds no tensor does not take its place in a view."""
+    registry = _registry()
+    registry.register_slot(_slot("batch_size", copy_from_fb=False))
+    view = registry.extract_buffer(
+        padded_bs=3, padded_num_tokens=3, forward_batch_template=_Batch(batch_size=1)
     )
-    mask = torch.ones(2, 2, dtype=I64)
-    with _refused(registry, "slot 'mask' of somebody: its slice_fn cuts 2 axes"):
-        _fill(registry, 2, 4, first=torch.tensor([1, 2]), mask=mask)
-    _fill(registry, 2, 2, first=torch.tensor([1, 2]), mask=mask)
+    assert view.batch_size == 3
 
 
 # -- one step --------------------------------------------------------------------------------------
@@ -952,7 +1042,7 @@ def test_bytes() -> None:
     assert registry.nbytes == 2 * 4 * 8
     arena = 2 * 16 * 512  # sixteen rows, and their template
     assert registry.allocated_nbytes == 4 * 8 + arena
-    registry.register_slot(_slot("in the same arena", dtype=I64))
+    registry.register_slot(_slot("beside", dtype=I64))
     assert registry.allocated_nbytes == 4 * 8 + arena
 
 

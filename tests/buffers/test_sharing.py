@@ -245,8 +245,8 @@ def test_what_a_fill_may_leave_is_not_shared(changes: dict[str, Any]) -> None:
     assert one != other
 
 
-def test_what_a_fill_left_is_still_there_after_another_lane() -> None:
-    """An optional field and an owner's slot read the same whatever another lane filled in between."""
+def test_what_an_owner_left_is_still_there_after_another_lane() -> None:
+    """An optional field and an owner's slot have memory of their own, whatever another lane fills."""
     pool = SharedBuffers()
     registries = [_registry(pool, lane) for lane in ("decode", "draft")]
     for registry in registries:
@@ -258,9 +258,10 @@ def test_what_a_fill_left_is_still_there_after_another_lane() -> None:
     _fill(registries[0], 2, 2, lengths=torch.tensor([5, 6]))
     _fill(registries[1], 0, 4)
     _fill(registries[1], 4, 4, lengths=torch.full((4,), 9))
-    _fill(registries[0], 2, 2)
     assert registries[0].get_slot("lengths").slice_for(2, 2).tolist() == [5, 6]
     assert mine.tolist() == [1, 2, 3, 4]
+    _fill(registries[0], 2, 2)
+    assert registries[0].get_slot("lengths").slice_for(2, 2).tolist() == [0, 0]
 
 
 @pytest.mark.parametrize(
@@ -286,11 +287,11 @@ def test_another_key_is_other_memory(changes: dict[str, Any], order: int) -> Non
 def test_one_size_in_two_shapes_is_refused() -> None:
     """A slot as large as the shared one and of another shape is refused, naming both shapes."""
     pool = SharedBuffers()
-    first = _registry(pool, "decode").register_slot(_slot(shape_fn=lambda *_: (2, 6)))
+    first = _registry(pool, "decode").register_slot(_slot(shape_fn=lambda *_: (6, 2)))
     registry = _registry(pool, "draft")
     with pytest.raises(SlotError) as error:
-        registry.register_slot(_slot(shape_fn=lambda *_: (3, 4)))
-    for part in ("lane 'draft' is (3, 4)", "lane 'decode', which is (2, 6)", "\n  help: "):
+        registry.register_slot(_slot(shape_fn=lambda *_: (4, 3)))
+    for part in ("lane 'draft' is (4, 3)", "lane 'decode', which is (6, 2)", "\n  help: "):
         assert part in str(error.value)
     assert registry.slot_names() == []
     assert first.buffer is not None
@@ -421,8 +422,30 @@ def test_registries_share_with_input_buffers() -> None:
     assert slot.buffer is first
     other = _registry(pool=True).register_slot(_slot("other"))
     assert share_input_buffer("other", torch.zeros(4, dtype=I64)) is other.buffer
-    with pytest.raises(SlotError, match=r"shares its memory with 'lengths' of share_input_buffer"):
-        _registry(pool=True).register_slot(_slot(padding_policy=P.FILL_SENTINEL, pad_value=5))
+    reset = _slot(padding_policy=P.FILL_SENTINEL, pad_value=5)
+    assert _registry(pool=True).register_slot(reset).buffer is first
+    assert first.tolist() == [0] * 4  # a fill resets its tails; to register writes nothing
+
+
+@pytest.mark.parametrize("held", [5, 0])
+def test_what_is_written_once_must_be_there(held: int) -> None:
+    """A FILL_ONCE slot takes memory of share_input_buffer only where it holds its value already."""
+    once = _slot(padding_policy=P.FILL_ONCE, pad_value=5)
+    first = share_input_buffer("lengths", torch.full((4,), held))
+    if held == 5:
+        assert _registry(pool=True).register_slot(once).buffer is first
+    else:
+        with pytest.raises(
+            SlotError, match="shares its memory with 'lengths' of share_input_buffer"
+        ):
+            _registry(pool=True).register_slot(once)
+    assert first.tolist() == [held] * 4
+
+
+def test_lanes_are_a_collection() -> None:
+    """The name of one lane is not taken for as many lanes as it has letters."""
+    with pytest.raises(SlotError, match="lanes is the text 'decode'"):
+        SharedBuffers(lanes="decode")
 
 
 def test_not_a_number_is_a_sentinel_like_another() -> None:

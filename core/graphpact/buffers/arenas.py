@@ -129,9 +129,14 @@ def address_range(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _is_rows(slot: GraphSlot, shape: tuple[int, ...]) -> bool:
-    """Return whether slices are columns of one row, or of a few, as of ``[3, max_num_tokens]``."""
+    """Return whether slices are columns of one row, or of a few, as of ``[3, max_num_tokens]``.
+
+    A few rows lie in an arena only where they are contiguous there, as memory of their own would be.
+    """
     if len(shape) == 1:
         return True
     if len(shape) != 2 or shape[0] > _MOST_ROWS_OF_A_SLOT or slot.slice_fn is None:
+        return False
+    if shape[1] * slot.dtype.itemsize % _ALIGNMENT:
         return False
     return slot.slice_fn(torch.empty(shape, device="meta"), 0).shape[0] == shape[0]

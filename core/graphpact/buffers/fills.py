@@ -22,7 +22,7 @@ import torch
 
 from graphpact.buffers.arenas import Arena
 from graphpact.buffers.slots import FillContext, GraphSlot, SourceFn
-from graphpact.errors import SlotError
+from graphpact.errors import GraphpactError, SlotError
 
 _MAX_LOOKS = 16  # ways in which the batches of one plan look; more than any engine has
 _MAX_EXACT_INT = {
@@ -133,8 +133,8 @@ class FillPlan:
         for group in _by_kernel(pairs):
             _grouped_copy([target for target, _ in group], [source for _, source in group])
         for slot in self._computed:
-            if slot.post_fill is not None and slot.buffer is not None:
-                slot.post_fill(slot.buffer, batch, context)
+            if slot.post_fill is not None:
+                _call(slot, "post_fill", slot.post_fill, slot.buffer, batch, context)
 
     def _look_at(self, batch: Any) -> "_Look":
         """Check the batch's fields one by one, and return what is copied of a batch that looks so."""
@@ -162,8 +162,11 @@ class FillPlan:
 
         names = {id(head.view): head.slot.name for head in there}
         pairs = [(head.view, source) for head, source in heads if source is not None]
+        empty = [
+            (head.view, _everywhere(head.slot, head.view)) for head in absent if head.is_strict
+        ]
         copies = []
-        for group in _by_kernel([*pairs, *self._fixed]):
+        for group in _by_kernel([*pairs, *empty, *self._fixed]):
             of_batch = [names[id(target)] for target, _ in group if id(target) in names]
             fixed = tuple(source for target, source in group if id(target) not in names)
             copies.append(([target for target, _ in group], _getter(of_batch), fixed))
@@ -186,7 +189,7 @@ class _Head:
     def __init__(self, slot: GraphSlot, context: FillContext, *, strict: bool) -> None:
         self.slot = slot
         self.view = slot.slice_for(context.raw_bs, context.raw_num_tokens)
-        self._strict = strict
+        self.is_strict = strict
         self._required = strict and not slot.optional
 
     def kind(self, batch: Any) -> type:
@@ -202,12 +205,13 @@ class _Head:
         slot = self.slot
         field = getattr(batch, slot.name, None)
         if isinstance(field, torch.Tensor):
-            return _fitting(slot, self.view, field)
-        if self._required or (self._strict and field is not None):
+            return _fitting(slot, self.view, field, strict=self.is_strict)
+        if self._required or (self.is_strict and field is not None):
             what = "no" if field is None else f"a {type(field).__name__} and no tensor for"
             raise SlotError(
                 f"the batch has {what} {slot.name!r}, which {slot.label} copies",
-                hint="set the field, or declare the slot optional if stale rows are harmless",
+                hint="set the field, leave the slot out, or declare it optional: without the field it then"
+                " holds its initial value",
             )
         return None
 
@@ -225,7 +229,7 @@ class _Sourced:
         self._is_exact = slot.slice_fn is not None or (strict and slot.axis != "none")
         if not self._is_exact:
             self._target = slot.slice_for(context.padded_bs, context.padded_num_tokens)
-        self._required = strict and not slot.optional
+        self._strict = strict
 
     def pair(self, batch: Any, context: FillContext) -> _Pair | None:
         """Return the rows that are written and what is written there, or None for nothing.
@@ -233,28 +237,58 @@ class _Sourced:
         Raises:
             SlotError: What was returned does not fit, or nothing was where something must be.
         """
-        slot, source = self._slot, self._source_fn(batch, context)
+        slot = self._slot
+        source: Any = _call(slot, "source_fn", self._source_fn, batch, context)
+        target = self._target
         if isinstance(source, torch.Tensor):
-            target = self._target
             if not self._is_exact and source.dim():
                 target = target[: source.shape[0]]
-            return target, _fitting(slot, target, source)
-        if self._required or source is not None:
-            what = "nothing" if source is None else f"a {type(source).__name__} and no tensor"
-            raise SlotError(
-                f"the source_fn of {slot.label} found {what} in this batch",
-                hint="give what it looks for, or declare the slot optional if stale rows are harmless",
-            )
-        return None
+            return target, _fitting(slot, target, source, strict=self._strict)
+        if source is None and (slot.optional or not self._strict):
+            return (target, _everywhere(slot, target)) if self._strict else None
+        what = "nothing" if source is None else f"a {type(source).__name__} and no tensor"
+        raise SlotError(
+            f"the source_fn of {slot.label} found {what} in this batch",
+            hint="give what it looks for, leave the slot out, or declare it optional: without a source it"
+            " then holds its initial value",
+        )
 
 
-def _fitting(slot: GraphSlot, target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+def _everywhere(slot: GraphSlot, view: torch.Tensor) -> torch.Tensor:
+    """Return the slot's initial value in the shape of ``view``."""
+    value = torch.full((), slot.initial_value, dtype=view.dtype, device=view.device)
+    return value.expand_as(view)
+
+
+def _call(slot: GraphSlot, what: str, function: Callable[..., Any], *args: Any) -> Any:
+    """Call what a slot's owner wrote; whatever it raises, but an error of ours, is told as the slot's."""
+    try:
+        return function(*args)
+    except GraphpactError:
+        raise
+    except Exception as error:
+        raise SlotError(
+            f"the {what} of {slot.label} raised {type(error).__name__}: {error}",
+            hint="mend it; GRAPHPACT_TRACEBACK=1 shows where it fails",
+        ) from error
+
+
+def _fitting(
+    slot: GraphSlot, target: torch.Tensor, source: torch.Tensor, *, strict: bool
+) -> torch.Tensor:
     """Return ``source``, having checked that it fills ``target`` and loses nothing.
 
     Raises:
-        SlotError: Another shape, or a dtype that does not convert exactly.
+        SlotError: Another shape, a dtype that does not convert exactly, memory that cannot be read, or (in
+            a lane) that of another device.
     """
-    if source.shape == target.shape and converts_exactly(source.dtype, target.dtype):
+    if source.device != target.device and (strict or source.is_meta):
+        raise SlotError(
+            f"{slot.label} lies on {target.device}, and this batch has it on {source.device}",
+            hint="move the field before the step: a copy between devices would wait for it",
+        )
+    fits = source.shape == target.shape or (not source.dim() and target.numel() == 1)
+    if fits and converts_exactly(source.dtype, target.dtype):
         return source
     raise SlotError(
         f"{slot.label} takes {tuple(target.shape)} {target.dtype} from this batch,"
@@ -304,8 +338,7 @@ def _plan_tails(
         if at is not None:
             placed.setdefault(at[0], []).append(at[1])
         elif _copied_one_by_one(tail.device):
-            scalar = torch.full((), value, dtype=tail.dtype, device=tail.device)
-            fixed.append((tail, scalar.expand_as(tail)))
+            fixed.append((tail, _everywhere(slot, tail)))
         elif value == 0 and tail.is_contiguous() and tail.stride(-1) == 1:  # may be seen as bytes
             zeroed.setdefault(tail.device, []).append(tail.view(torch.uint8))
         else:

@@ -47,6 +47,7 @@ def build_decode_registry(
     enable_num_token_non_padded: bool = False,
     require_gathered_buffer: bool = False,
     nsa_enable_prefill_cp: bool = False,
+    enable_prefill_cp: bool = False,
     require_mlp_tp_gather: bool = False,
     dp_size: int = 1,
     register_global_num_tokens: bool = True,
@@ -73,6 +74,7 @@ def build_decode_registry(
             rank's share of the padded shape, and ``global_num_tokens_*`` are the padded count.
         nsa_enable_prefill_cp: Whether context parallelism splits the tokens itself: then the count
             stays the batch's.
+        enable_prefill_cp: Its later name in the original.
         require_mlp_tp_gather: Whether ``global_num_tokens_*`` hold a count for each DP rank.
         dp_size: DP ranks.
         register_global_num_tokens: Add ``global_num_tokens_gpu`` and its twin for log probabilities.
@@ -131,7 +133,8 @@ def build_decode_registry(
         )
     gathered = require_gathered_buffer
     if enable_num_token_non_padded:
-        slots.append(_num_token_non_padded(slot, is_local=gathered and not nsa_enable_prefill_cp))
+        is_local = gathered and not (nsa_enable_prefill_cp or enable_prefill_cp)
+        slots.append(_num_token_non_padded(slot, is_local=is_local))
     if register_global_num_tokens:
         count = dp_size if require_mlp_tp_gather else 1
         slots += [
@@ -170,6 +173,7 @@ def build_prefill_registry(
     enable_num_token_non_padded: bool = False,
     require_gathered_buffer: bool = False,
     nsa_enable_prefill_cp: bool = False,
+    enable_prefill_cp: bool = False,
     share_pool: bool | SharedBuffers | None = False,
     source: Any = None,
     lane: str | None = None,
@@ -193,6 +197,7 @@ def build_prefill_registry(
         enable_num_token_non_padded: See `build_decode_registry`.
         require_gathered_buffer: See `build_decode_registry`.
         nsa_enable_prefill_cp: See `build_decode_registry`.
+        enable_prefill_cp: See `build_decode_registry`.
         share_pool: See `build_decode_registry`.
         source: See `build_decode_registry`; ``pp_proxy_tensors`` follow the tokens here.
         lane: See `CudaGraphBufferRegistry`.
@@ -234,7 +239,7 @@ def build_prefill_registry(
             )
         ]
     if enable_num_token_non_padded:
-        is_local = require_gathered_buffer and not nsa_enable_prefill_cp
+        is_local = require_gathered_buffer and not (nsa_enable_prefill_cp or enable_prefill_cp)
         slots.append(_num_token_non_padded(slot, is_local=is_local))
     _register(registry, slots, source)
     if source is not None:
@@ -400,7 +405,16 @@ def _nested(outer: str, inner: str) -> Callable[[Any, FillContext], torch.Tensor
 def _proxy(name: str) -> Callable[[Any, FillContext], torch.Tensor | None]:
     def source_fn(_: Any, context: FillContext) -> torch.Tensor | None:
         proxies = context.pp_proxy_tensors
-        return None if proxies is None else proxies.tensors.get(name)
+        if proxies is None:
+            return None
+        if name not in proxies.tensors:
+            raise SlotError(
+                f"pp_proxy_tensors has no {name!r}, which slot 'pp_proxy_tensors.{name}' copies; it has"
+                f" {', '.join(proxies.tensors) or 'none'}",
+                hint="send all that the stage declares, or declare what is sent",
+            )
+        tensor: torch.Tensor = proxies.tensors[name]
+        return tensor
 
     return source_fn
 

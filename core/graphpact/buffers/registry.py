@@ -8,6 +8,7 @@ Does not: decide the raw and padded counts (the runner does) or write a batch.
 """
 
 import dataclasses
+import operator
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from graphpact.buffers.description import RegistryDescription
 
 _MAX_PLANS = 1024  # sets of counts whose plans are kept; the oldest is dropped
+
+_SLICE = "a slice_fn takes (buffer, n) and returns a view of the first n rows along one axis"
 
 B = TypeVar("B")
 
@@ -48,6 +51,13 @@ class CudaGraphBufferRegistry:
         share_pool: bool | SharedBuffers | None = False,
         lane: str | None = None,
     ) -> None:
+        for what, most in (("max_bs", max_bs), ("max_num_tokens", max_num_tokens)):
+            if not isinstance(most, int) or most < 0:
+                raise SlotError(f"{what} is {most!r}", hint="give a whole number, 0 or more")
+        if not isinstance(share_pool, (bool, SharedBuffers, type(None))):
+            raise SlotError(
+                f"share_pool is {share_pool!r}", hint="give True, False or a SharedBuffers"
+            )
         self.device = torch.empty(0, device=device).device  # with its index, as tensors have it
         self.max_bs = max_bs
         self.max_num_tokens = max_num_tokens
@@ -76,17 +86,20 @@ class CudaGraphBufferRegistry:
                 f"{slot.label} is already registered by {owner}",
                 hint="prefix a plugin's slots with the plugin's name",
             )
-        if slot.buffer is not None:
+        if slot.is_registered:
             raise SlotError(
-                f"{slot.label} has a buffer already: it is registered elsewhere",
+                f"{slot.label} is registered already, with this registry or another",
                 hint="declare a slot for each registry; share_pool= shares memory between them",
             )
+        buffer = None
         if slot.enabled:
             if self.lane is not None:
                 _hold_to_contract(slot, self.lane)
-            slot.buffer = self._allocate(slot) if bind is None else self._adopt(slot, bind)
+            shape = self._shape(slot)
+            buffer = self._allocate(slot, shape) if bind is None else self._adopt(slot, shape, bind)
+            self._check_slices(slot, buffer)
             self._plans.clear()
-        self._slots[slot.name] = slot
+        self._slots[slot.name] = slot.registered(buffer)
         return slot
 
     def join_lane(self, lane: str) -> None:
@@ -102,6 +115,7 @@ class CudaGraphBufferRegistry:
             )
         for slot in self:
             _hold_to_contract(slot, lane)
+            self._check_rows(slot, lane)
         self.lane = lane
         self._plans.clear()
 
@@ -182,8 +196,10 @@ class CudaGraphBufferRegistry:
         for slot in self:
             if slot.name not in names:
                 continue
-            is_there = getattr(forward_batch_template, slot.name) is not None
-            if is_there or slot.is_computed or slot.source_fn is not None:
+            field = getattr(forward_batch_template, slot.name)
+            if not isinstance(field, (torch.Tensor, type(None))):
+                continue  # a mode or a count: no tensor stands for it
+            if field is not None or slot.is_computed or slot.source_fn is not None:
                 fields[slot.name] = slot.slice_for(padded_bs, padded_num_tokens)
         return dataclasses.replace(forward_batch_template, **fields)  # type: ignore[type-var]
 
@@ -227,23 +243,95 @@ class CudaGraphBufferRegistry:
     def _device(self, slot: GraphSlot) -> torch.device:
         return self.device if slot.device is None else torch.empty(0, device=slot.device).device
 
-    def _adopt(self, slot: GraphSlot, bind: torch.Tensor) -> torch.Tensor:
-        shape = tuple(slot.shape_fn(self.max_bs, self.max_num_tokens))
-        declared = (shape, slot.dtype, self._device(slot))
-        bound = (tuple(bind.shape), bind.dtype, bind.device)
+    def _shape(self, slot: GraphSlot) -> tuple[int, ...]:
+        """Return what the slot's ``shape_fn`` says, having checked that a buffer can have it."""
+        try:
+            shape: Any = slot.shape_fn(self.max_bs, self.max_num_tokens)
+        except Exception as error:
+            raise SlotError(
+                f"{slot.label}: its shape_fn raised {type(error).__name__}: {error}",
+                hint="a shape_fn takes (max_bs, max_num_tokens) and returns a tuple of sizes",
+            ) from error
+        if not isinstance(shape, (tuple, list)) or not all(
+            isinstance(n, int) and n >= 0 for n in shape
+        ):
+            raise SlotError(
+                f"{slot.label}: its shape_fn returned {shape!r}",
+                hint="a shape_fn takes (max_bs, max_num_tokens) and returns a tuple of sizes",
+            )
+        return tuple(shape)
+
+    def _adopt(self, slot: GraphSlot, shape: tuple[int, ...], bind: torch.Tensor) -> torch.Tensor:
+        declared = (shape, slot.dtype, str(self._device(slot)))
+        bound = (tuple(bind.shape), bind.dtype, str(bind.device))
         if declared != bound:
             raise SlotError(
                 f"{slot.label}: declared {declared}, bound {bound}",
                 hint="bind a tensor of the declared shape, dtype and device",
             )
+        for other in self:
+            if (
+                other.buffer is not None
+                and bind.numel()
+                and other.buffer.data_ptr() == bind.data_ptr()
+            ):
+                raise SlotError(
+                    f"{slot.label} would lie where {other.label} does, and each fill would write both",
+                    hint="bind memory that no other slot of the registry has",
+                )
         return bind
 
-    def _allocate(self, slot: GraphSlot) -> torch.Tensor:
-        shape = tuple(slot.shape_fn(self.max_bs, self.max_num_tokens))
+    def _allocate(self, slot: GraphSlot, shape: tuple[int, ...]) -> torch.Tensor:
         device = self._device(slot)
         if self.share_pool is not None and slot.is_refreshed:
             return self.share_pool.buffer_for(slot, shape, device, self.lane)
         return self._memory.allocate(slot, shape, device)
+
+    def _check_slices(self, slot: GraphSlot, buffer: torch.Tensor) -> None:
+        """See that the slot's slices are its own memory, from its start, cut along one axis."""
+        if self.lane is not None:
+            self._check_rows(slot, self.lane, buffer)
+        if slot.slice_fn is None or slot.axis == "none":
+            return
+        most = self.max_bs if slot.axis == "bs" else self.max_num_tokens
+        slices = []
+        for n in (most, min(1, most)):
+            try:
+                view: Any = slot.slice_fn(buffer, n)
+            except Exception as error:
+                raise SlotError(
+                    f"{slot.label}: its slice_fn raised {type(error).__name__}: {error}",
+                    hint=_SLICE,
+                ) from error
+            if not isinstance(view, torch.Tensor):
+                raise SlotError(f"{slot.label}: its slice_fn returned {view!r}", hint=_SLICE)
+            if view.numel() and view.data_ptr() != buffer.data_ptr():
+                raise SlotError(
+                    f"{slot.label}: what its slice_fn returns for {n} rows does not begin where its"
+                    " buffer does",
+                    hint=_SLICE,
+                )
+            slices.append(view.shape)
+        if len(slices[0]) != len(slices[1]) or sum(map(operator.ne, *slices)) > 1:
+            raise SlotError(
+                f"{slot.label}: its slice_fn cuts more than one axis: {tuple(slices[1])} for one row,"
+                f" {tuple(slices[0])} for {most}",
+                hint=_SLICE,
+            )
+
+    def _check_rows(self, slot: GraphSlot, lane: str, buffer: torch.Tensor | None = None) -> None:
+        """See that a slot of a lane, which its slices would cut short, has a row for all there can be."""
+        buffer = slot.buffer if buffer is None else buffer
+        if slot.axis == "none" or slot.slice_fn is not None or buffer is None:
+            return
+        most = self.max_bs if slot.axis == "bs" else self.max_num_tokens
+        rows = buffer.shape[0] if buffer.dim() else 0
+        if rows < most:
+            raise SlotError(
+                f"{slot.label}: it follows {slot.axis!r}, of which lane {lane!r} has up to {most}, and has"
+                f" {rows} rows",
+                hint='size it by shape_fn\'s arguments, give a slice_fn, or axis="none"',
+            )
 
     def _compile(self, context: FillContext) -> FillPlan:
         for what, raw, padded, most in (
@@ -265,12 +353,12 @@ class CudaGraphBufferRegistry:
 
 
 def _hold_to_contract(slot: GraphSlot, lane: str) -> None:
-    if not slot.owner:
+    if not (slot.owner or "").strip():
         raise SlotError(
             f"{slot.label}: lane {lane!r} asks every slot for its owner",
             hint="declare it with owner=, the name of the runner or backend",
         )
-    if slot.keeps_tail and not slot.reason:
+    if slot.keeps_tail and not (slot.reason or "").strip():
         raise SlotError(
             f"{slot.label}: {slot.padding_policy.name} without a reason, which lane {lane!r} asks for",
             hint="say with reason= why rows of an earlier batch in its tail mislead nobody, or have"

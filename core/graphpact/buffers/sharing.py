@@ -25,7 +25,8 @@ _Key = tuple[str, int, torch.dtype, torch.device]
 class _Shared:
     buffer: torch.Tensor
     whose: str
-    content: tuple[bool, int | float | bool]
+    content: tuple[bool, int | float | bool] | None
+    """Whether it is written once, and what with; None where `share_input_buffer` gave it."""
 
 
 class SharedBuffers:
@@ -39,6 +40,8 @@ class SharedBuffers:
     """
 
     def __init__(self, lanes: Collection[str] | None = None) -> None:
+        if isinstance(lanes, str):
+            raise SlotError(f"lanes is the text {lanes!r}", hint=f"give a collection: [{lanes!r}]")
         self.lanes = None if lanes is None else frozenset(lanes)
         self.arenas = Arenas()
         self._buffers: dict[_Key, _Shared] = {}
@@ -55,7 +58,8 @@ class SharedBuffers:
             raise SlotError(
                 f"{slot.label}: lane {lane!r} may not share it; lanes that may:"
                 f" {', '.join(sorted(self.lanes)) or 'none'}",
-                hint="name the lane in SharedBuffers(lanes=...), or give its registry no pool",
+                hint="give the registry its lane (in a runner: lane=self.context.lane), name the lane in"
+                " SharedBuffers(lanes=...), or give the registry no pool",
             )
         content = (slot.padding_policy is PaddingPolicy.FILL_ONCE, slot.initial_value)
         if isinstance(content[1], float) and math.isnan(content[1]):
@@ -67,10 +71,15 @@ class SharedBuffers:
             buffer = self.arenas.allocate(slot, shape, device)
             self._buffers[key] = _Shared(buffer, whose, content)
             return buffer
-        if content != shared.content:
+        if shared.content is None:
+            held = bool((shared.buffer == slot.initial_value).all())
+            differs, holds = content[0] and not held, "other values"
+        else:
+            differs, holds = content != shared.content, _say(shared.content)
+        if differs:
             raise SlotError(
                 f"{whose} holds {_say(content)} where no row is, but shares its memory with"
-                f" {shared.whose}, which holds {_say(shared.content)}",
+                f" {shared.whose}, which holds {holds}",
                 hint="give both the same pad value, or one of the registries no pool",
             )
         if tuple(shared.buffer.shape) != shape:
@@ -92,7 +101,7 @@ class SharedBuffers:
         key = (name, tensor.numel(), tensor.dtype, tensor.device)
         shared = self._buffers.get(key)
         if shared is None:
-            shared = _Shared(tensor, f"{name!r} of share_input_buffer()", (False, 0))
+            shared = _Shared(tensor, f"{name!r} of share_input_buffer()", None)
             self._buffers[key] = shared
         if shared.buffer.shape == tensor.shape:
             return shared.buffer

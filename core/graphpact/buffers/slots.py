@@ -83,7 +83,7 @@ SourceFn = Callable[[Any, FillContext], torch.Tensor | None]
 
 @dataclass(slots=True)
 class GraphSlot:
-    """The declaration of one graph-resident buffer. It is not to be changed once registered.
+    """The declaration of one graph-resident buffer. Once registered it does not change.
 
     Args:
         name: Unique in its registry: the batch field that it is copied from, if any. A dotted name
@@ -105,11 +105,11 @@ class GraphSlot:
         buffer: The memory, once registered.
         owner: Who declared it; shown in errors and reports. A lane asks for it.
         reason: Why earlier rows in the tail mislead nobody. A lane asks for it where `keeps_tail`.
-        optional: Whether a batch of a lane may lack the field; the head then keeps what it holds.
+        optional: Whether a batch of a lane may lack the field; the head then holds the initial value.
 
     Raises:
-        SlotError: An unknown axis, a pad value that is missing or is none of the dtype's, or a dotted
-            name that nothing fills.
+        SlotError: An unknown axis, a pad value that is missing or is none of the dtype's, a dotted name
+            that nothing fills, a source_fn that nothing calls, or an argument of another type.
     """
 
     name: str
@@ -129,8 +129,19 @@ class GraphSlot:
     owner: str | None = None
     reason: str | None = None
     optional: bool = False
+    _registered: bool = field(default=False, init=False, repr=False, compare=False)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if getattr(self, "_registered", False):
+            raise SlotError(
+                f"{self.label} is registered, so its {name!r} cannot change: graphs may read its memory,"
+                " and fills were made for what it declares",
+                hint="copy into slot.buffer, or declare another slot before anything is captured",
+            )
+        object.__setattr__(self, name, value)
 
     def __post_init__(self) -> None:
+        self._check_types()
         if self.axis not in ("bs", "tokens", "none"):
             raise SlotError(
                 f"{self.label}: unknown axis {self.axis!r}",
@@ -151,11 +162,44 @@ class GraphSlot:
                 f"{self.label}: a dotted name is no batch field, so nothing would be copied into it",
                 hint="give a source_fn, or copy_from_fb=False where its owner fills it",
             )
+        if self.source_fn is not None and not self.copy_from_fb:
+            raise SlotError(
+                f"{self.label}: its source_fn would never be called, with copy_from_fb=False",
+                hint="leave copy_from_fb out, or the source_fn",
+            )
+
+    def _check_types(self) -> None:
+        """Refuse arguments of a kind that would be noticed late, or never."""
+        for what, value, kind in (
+            ("name", self.name, str),
+            ("dtype", self.dtype, torch.dtype),
+            ("padding_policy", self.padding_policy, PaddingPolicy),
+            ("pad_value", self.pad_value, (int, float, type(None))),
+            ("owner", self.owner, (str, type(None))),
+            ("reason", self.reason, (str, type(None))),
+        ):
+            if not isinstance(value, kind):
+                kinds = kind if isinstance(kind, tuple) else (kind,)
+                wanted = " or ".join(k.__name__ for k in kinds).replace("NoneType", "None")
+                raise SlotError(
+                    f"slot {self.name!r}: {what} is {value!r}, a {type(value).__name__}",
+                    hint=f"give a {wanted}",
+                )
+        if not self.name:
+            raise SlotError(
+                f"{self.label}: a slot without a name",
+                hint="give the batch field that it is copied from, or a dotted name of its owner's",
+            )
 
     @property
     def label(self) -> str:
         """Name and owner, for messages."""
         return f"slot {self.name!r} of {self.owner or 'an unnamed owner'}"
+
+    @property
+    def is_registered(self) -> bool:
+        """Whether a registry has it, or it was declared with memory of its own."""
+        return self._registered or self.buffer is not None
 
     @property
     def initial_value(self) -> int | float | bool:
@@ -182,6 +226,12 @@ class GraphSlot:
         if self.padding_policy.resets_tail:
             return False
         return self.copy_from_fb or self.padding_policy is not PaddingPolicy.FILL_ONCE
+
+    def registered(self, buffer: torch.Tensor | None) -> "GraphSlot":
+        """Take ``buffer`` for good, and return this slot; a registry calls it."""
+        self.buffer = buffer
+        self._registered = True
+        return self
 
     def slice_for(self, padded_bs: int, padded_num_tokens: int) -> torch.Tensor:
         """Return the view of this slot that a graph of the given padded counts reads.

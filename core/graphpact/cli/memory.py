@@ -106,6 +106,8 @@ def check_picture(file: Path) -> None:
     """
     if file.is_dir():
         reason = "it is a directory"
+    elif file.suffix.lower() != ".svg":
+        reason = "it is drawn as SVG, and that is no name of one"
     elif not file.parent.is_dir():
         reason = f"there is no directory {file.parent}"
     else:

@@ -252,6 +252,15 @@ def build_lane(
         pact_sample_every=config.verify.pact_sample_every,
         observers=[HookTrace()] if os.environ.get("GRAPHPACT_TRACE") else [],
     )
+    if plan.config.share_buffers and (
+        lane.registry is None or lane.registry.share_pool is not memory.buffers
+    ):
+        raise ConfigError(
+            f"lanes.{plan.name}.share_buffers = true, but the registry of runner {plan.config.runner!r}"
+            " shares nothing",
+            hint="the runner has to give its registry share_pool=self.context.share_pool; or leave"
+            " share_buffers out",
+        )
     if on_capture is not None:
         lane.on_capture = _count_captures(lane, on_capture)
     runner.capture(lane)
