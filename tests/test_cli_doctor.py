@@ -210,11 +210,13 @@ def test_the_picture_shows_the_slots_of_all_lanes(
     assert {row["name"] for row in rows if row["kind"] == "slot"} <= words
 
 
-@pytest.mark.parametrize("where", ["folder", "missing/slots.svg", "readonly/slots.svg"])
+@pytest.mark.parametrize(
+    "where", ["folder", "missing/slots.svg", "slots.png", "readonly/slots.svg"]
+)
 def test_a_picture_that_cannot_be_written_is_refused(
     where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A directory, a path in none and a file that may not be written are usage errors, by name."""
+    """A directory, a path in none, another format and a file that is not writable are usage errors."""
     (tmp_path / "folder").mkdir()
     (tmp_path / "readonly").mkdir()
 

@@ -4,7 +4,7 @@ import dataclasses
 import inspect
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pluggy
 import pytest
@@ -24,7 +24,7 @@ from graphpact import (
     hookspecs,
 )
 from graphpact.buffers import FillContext, GraphSlot, fills
-from graphpact.errors import CaptureError, EngineError, PactBreach
+from graphpact.errors import CaptureError, EngineError, PactBreach, SlotError
 from graphpact.graphs.tape import TapeDriver
 from graphpact.runners import EagerRunner, RunnerContext
 from graphpact_cuda_graph import CudaGraphRunner
@@ -425,6 +425,57 @@ class Forgets(FlashInferBackend):
     def init_metadata_replay(self, view: ForwardBatch, shape: GraphShape, captured: Any) -> Any:
         """Return what was captured, stale."""
         return captured
+
+
+class LeavesItToTheFill(FlashInferBackend):
+    """Declares slots that a fill would write, which eager steps do not have."""
+
+    more: ClassVar[dict[str, Any]] = {}
+
+    def declare_slots(self, limits: Limits) -> list[GraphSlot]:
+        """Return FlashInfer's slots and one more."""
+        slot = GraphSlot("acme.table", lambda bs, _: (bs,), torch.int32, owner="acme", **self.more)
+        return [*super().declare_slots(limits), slot]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"source_fn": lambda *_: None},
+        {"copy_from_fb": False, "post_fill": lambda *_: None},
+        {"copy_from_fb": True, "source_fn": lambda *_: None, "optional": True},
+    ],
+)
+def test_a_backend_fills_its_own_slots(more: dict[str, Any]) -> None:
+    """A slot that a registry would write for a backend is refused: eager steps would read nothing."""
+    backend = type("Acme", (LeavesItToTheFill,), {"more": more})
+    with pytest.raises(
+        SlotError, match=r"slot 'acme\.table' of acme: a backend's slots are filled by"
+    ):
+        Rig(backend=backend)
+
+
+def test_a_runner_with_shapes_has_a_registry() -> None:
+    """A runner that has shapes to capture and no registry is refused when its lane is built."""
+
+    class Forgetful(CudaGraphRunner):
+        def make_registry(self) -> Any:
+            """Return nothing."""
+
+    with pytest.raises(EngineError, match=r"its make_registry\(\) returned none"):
+        Rig(runner=Forgetful)
+
+
+def test_a_buffer_is_not_replaced_behind_a_graph() -> None:
+    """After capture a slot's memory cannot be another's, so no fill misses what graphs read."""
+    rig = Rig()
+    registry = rig.lane.registry
+    assert registry is not None
+    slot = registry.get_slot("positions")
+    assert slot.buffer is not None
+    with pytest.raises(SlotError, match="'buffer' cannot change"):
+        slot.buffer = slot.buffer.clone()
+    assert rig.agrees(3, 2, 5)
 
 
 class ReadsHost(FlashInferBackend):

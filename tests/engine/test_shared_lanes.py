@@ -1,5 +1,6 @@
 """Lanes that say so share the memory of their inputs, and none notices."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,15 @@ class OtherLength(DecodesAnywhere):
         return other
 
 
+class SharesNothing(DecodesAnywhere):
+    """Makes its registry without the pool that it was given."""
+
+    def make_registry(self) -> CudaGraphBufferRegistry:
+        """Return a registry with memory of its own."""
+        self.context = replace(self.context, share_pool=None)
+        return super().make_registry()
+
+
 class Catalog(PluginCatalog):
     """The plugins of this test, by name."""
 
@@ -67,6 +77,7 @@ class Catalog(PluginCatalog):
             "cuda_graph": CudaGraphRunner,
             "decodes_anywhere": DecodesAnywhere,
             "other_length": OtherLength,
+            "shares_nothing": SharesNothing,
             "flashinfer": FlashInferBackend,
             "tape": TapeDriver,
         }
@@ -153,7 +164,15 @@ def test_another_sentinel_is_refused_before_anything_is_captured() -> None:
         _engine(*BOTH, prefill="other_length")
 
 
+def test_a_runner_that_shares_nothing_is_found_out() -> None:
+    """Where a lane is to share and its runner gives its registry no pool, the engine says so."""
+    with pytest.raises(
+        ConfigError, match=r"lanes\.prefill\.share_buffers = true, but the registry"
+    ):
+        _engine(*BOTH, prefill="shares_nothing")
+
+
 def test_a_runner_without_buffers_has_none_to_share() -> None:
     """Sharing the buffers of a runner that captures nothing is a mistake in the configuration."""
-    with pytest.raises(ConfigError, match="share_buffers"):
+    with pytest.raises(ConfigError, match=r"lanes\.prefill\.share_buffers = true for"):
         _engine(*BOTH, prefill="eager")
