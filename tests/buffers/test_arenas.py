@@ -137,3 +137,29 @@ def test_a_row_begins_where_kernels_like_it() -> None:
             starts = [address_range(row)[0] - arena.memory.data_ptr() for row in rows]
             assert [start % 512 for start in starts] == [0, 0, 0]
             assert starts[1] - starts[0] >= width * dtype.itemsize
+
+
+def test_a_huge_slot_reserves_no_rows_for_others() -> None:
+    """A slot of many bytes, as a mask for every token and key, takes what it needs and no arena."""
+    registry = _registry()
+    wide = 2**18
+    slot = _slot(
+        "mask",
+        shape_fn=lambda max_bs, _: (max_bs * wide,),
+        dtype=torch.uint8,
+        slice_fn=lambda buffer, n: buffer[: n * wide],
+    )
+    buffer = registry.register_slot(slot).buffer
+    assert buffer is not None
+    assert registry.allocated_nbytes == buffer.nbytes == 4 * wide
+    buffer.fill_(1)
+    _fill(registry, 1, 2, mask=torch.ones(wide, dtype=torch.uint8))
+    assert [int(part.sum()) for part in buffer.split(wide)] == [wide, 0, wide, wide]
+
+
+def test_a_slot_without_rows_has_no_arena() -> None:
+    """A single number that follows nothing is copied and never padded."""
+    registry = _registry()
+    registry.register_slot(_slot("count", shape_fn=lambda *_: (), axis="none"))
+    _fill(registry, 1, 2, count=torch.tensor(5))
+    assert _content(registry) == [5]

@@ -18,6 +18,7 @@ from graphpact.buffers.slots import GraphSlot
 
 _ROWS = 16  # of one allocation: enough for the slots of one width in every preset
 _MOST_ROWS_OF_A_SLOT = 4  # such as the 3 of ``mrope_positions``
+_MOST_BYTES_OF_A_ROW = 2**18  # 32768 tokens; beyond, fifteen rows in reserve would be a waste
 _ALIGNMENT = 512  # bytes: what a device's allocator gives, and what kernels are specialised for
 
 Place = tuple[int, int, int, int]
@@ -133,6 +134,8 @@ def _is_rows(slot: GraphSlot, shape: tuple[int, ...]) -> bool:
 
     A few rows lie in an arena only where they are contiguous there, as memory of their own would be.
     """
+    if not shape or shape[-1] * slot.dtype.itemsize > _MOST_BYTES_OF_A_ROW:
+        return False
     if len(shape) == 1:
         return True
     if len(shape) != 2 or shape[0] > _MOST_ROWS_OF_A_SLOT or slot.slice_fn is None:
