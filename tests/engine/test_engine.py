@@ -20,30 +20,11 @@ from graphpact.engine import Engine, SamplingParams
 from graphpact.engine.text import TextStream
 from graphpact.errors import ConfigError, PluginError, RequestError, UnsupportedModelError
 from graphpact.graphs.tape import TapeDriver
-from graphpact.plugins import PluginCatalog
-from graphpact.runners import EagerRunner
 from graphpact_cuda_graph import CudaGraphRunner
 from graphpact_flashinfer import FlashInferBackend
+from support import Catalog
 
 TINY = Path(__file__).parents[2] / "examples/models/tiny-llama"
-
-
-class Catalog(PluginCatalog):
-    """Plugins of a test, by name, without installing anything."""
-
-    def __init__(self, **plugins: type[Any]) -> None:
-        super().__init__({})
-        self._plugins = {
-            "eager": EagerRunner,
-            "cuda_graph": CudaGraphRunner,
-            "flashinfer": FlashInferBackend,
-            "tape": TapeDriver,
-            **plugins,
-        }
-
-    def select(self, kind: str, name: str) -> type[Any]:  # type: ignore[override]
-        """Return the class of that name."""
-        return self._plugins[name]
 
 
 def configure(path: Path, *overrides: str) -> EngineConfig:

@@ -18,13 +18,13 @@ from graphpact.cli import main
 from graphpact.config import EngineConfig
 from graphpact.engine import Engine
 from graphpact.engine.memory import EngineMemory, _extent, _outside, _Ranges
-from graphpact.graphs.tape import Tape, TapeDriver
+from graphpact.graphs.tape import Tape
 from graphpact.lane import Lane
 from graphpact.plugins import PluginCatalog
-from graphpact.runners import EagerRunner
 from graphpact_cuda_graph import CudaGraphRunner
 from graphpact_flashinfer import FlashInferBackend
 from graphpact_flashinfer import FlashInferMetadata as Metadata
+from support import Catalog
 
 DEMO = Path(__file__).parents[2] / "examples/demo.toml"
 SHARING = ["lanes.decode.share_buffers=true", "lanes.prefill.share_buffers=true"]
@@ -55,29 +55,10 @@ class Undeclared(FlashInferBackend):
         return super().forward(q * self.table[: len(q)], k, v, layer, metadata)
 
 
-class Catalog(PluginCatalog):
-    """The plugins of this test, by name."""
-
-    def __init__(self, backend: type[AttentionBackend] = FlashInferBackend) -> None:
-        super().__init__({})
-        self.backend = backend
-
-    def select(self, kind: str, name: str) -> type:  # type: ignore[override]
-        """Return the class of that name."""
-        plugins: dict[str, type] = {
-            "eager": EagerRunner,
-            "cuda_graph": CudaGraphRunner,
-            "decodes_anywhere": DecodesAnywhere,
-            "flashinfer": self.backend,
-            "tape": TapeDriver,
-        }
-        return plugins[name]
-
-
 def build(*overrides: str, backend: type[AttentionBackend] = FlashInferBackend) -> Engine:
     """Return the engine of the demo."""
     config = EngineConfig.load(DEMO, env={}, overrides=['engine.device="cpu"', *overrides])
-    return Engine(config, catalog=Catalog(backend))
+    return Engine(config, catalog=Catalog(flashinfer=backend, decodes_anywhere=DecodesAnywhere))
 
 
 @pytest.fixture(scope="module")
@@ -261,7 +242,7 @@ def test_the_command_warns_of_what_nobody_declared(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An undeclared tensor is a warning with shape, dtype and what to do; the status stays 0."""
-    monkeypatch.setattr(PluginCatalog, "scan", lambda **_: Catalog(Undeclared))
+    monkeypatch.setattr(PluginCatalog, "scan", lambda **_: Catalog(flashinfer=Undeclared))
     command = ["doctor", "--memory", "-c", str(DEMO), "-s", 'engine.device="cpu"']
     assert main(command) == 0
     *_, warning, mend, verdict = capsys.readouterr().out.splitlines()

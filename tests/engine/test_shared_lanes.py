@@ -11,11 +11,8 @@ from graphpact.buffers import CudaGraphBufferRegistry
 from graphpact.config import EngineConfig
 from graphpact.engine import Engine, SamplingParams
 from graphpact.errors import ConfigError, SlotError
-from graphpact.graphs.tape import TapeDriver
-from graphpact.plugins import PluginCatalog
-from graphpact.runners import EagerRunner
 from graphpact_cuda_graph import CudaGraphRunner
-from graphpact_flashinfer import FlashInferBackend
+from support import Catalog
 
 TINY = Path(__file__).parents[2] / "examples/models/tiny-llama"
 INPUTS = ["input_ids", "positions", "out_cache_loc", "req_pool_indices", "seq_lens", "seq_lens_cpu"]
@@ -64,30 +61,13 @@ class SharesNothing(DecodesAnywhere):
         return super().make_registry()
 
 
-class Catalog(PluginCatalog):
-    """The plugins of this test, by name."""
-
-    def __init__(self) -> None:
-        super().__init__({})
-
-    def select(self, kind: str, name: str) -> type:  # type: ignore[override]
-        """Return the class of that name."""
-        plugins: dict[str, type] = {
-            "eager": EagerRunner,
-            "cuda_graph": CudaGraphRunner,
-            "decodes_anywhere": DecodesAnywhere,
-            "other_length": OtherLength,
-            "shares_nothing": SharesNothing,
-            "flashinfer": FlashInferBackend,
-            "tape": TapeDriver,
-        }
-        return plugins[name]
-
-
 def _engine(*overrides: str, prefill: str = "decodes_anywhere") -> Engine:
     always = [f'model.path="{TINY}"', 'engine.device="cpu"', f"lanes.prefill.runner={prefill}"]
     config = EngineConfig.load(None, env={}, overrides=[*always, *overrides])
-    return Engine(config, catalog=Catalog())
+    catalog = Catalog(
+        decodes_anywhere=DecodesAnywhere, other_length=OtherLength, shares_nothing=SharesNothing
+    )
+    return Engine(config, catalog=catalog)
 
 
 def _addresses(engine: Engine) -> list[dict[str, int]]:
