@@ -8,12 +8,12 @@ import torch
 
 from graphpact.buffers import (
     CudaGraphBufferRegistry,
-    GraphSlot,
     PaddingPolicy,
     SharedBuffers,
     fills,
 )
 from graphpact.buffers.arenas import Arenas, address_range
+from support import fill, make_slot
 
 I64 = torch.int64
 
@@ -28,27 +28,6 @@ def _registry(**more: Any) -> CudaGraphBufferRegistry:
     return CudaGraphBufferRegistry(device="cpu", max_bs=4, max_num_tokens=4, **more)
 
 
-def _slot(name: str = "a", **changes: Any) -> GraphSlot:
-    declared: dict[str, Any] = {
-        "shape_fn": lambda max_bs, _: (max_bs,),
-        "dtype": I64,
-        "axis": "bs",
-        "padding_policy": PaddingPolicy.ZERO,
-        "owner": "somebody",
-    }
-    return GraphSlot(name, **(declared | changes))
-
-
-def _fill(registry: CudaGraphBufferRegistry, raw: int, padded: int, **fields: Any) -> None:
-    counts = {
-        "raw_bs": raw,
-        "padded_bs": padded,
-        "raw_num_tokens": raw,
-        "padded_num_tokens": padded,
-    }
-    registry.fill_from(SimpleNamespace(**fields), **counts)
-
-
 def _content(registry: CudaGraphBufferRegistry) -> list[list[int]]:
     return [slot.buffer.tolist() for slot in registry if slot.buffer is not None]
 
@@ -58,7 +37,7 @@ def test_flat_memory_that_is_seen_as_rows_is_reset_row_by_row() -> None:
     registry = _registry()
     for name in "ab":
         registry.register_slot(
-            _slot(
+            make_slot(
                 name,
                 shape_fn=lambda max_bs, _: (2 * max_bs,),
                 slice_fn=lambda buffer, n: buffer[: 2 * n].view(n, 2),
@@ -67,16 +46,16 @@ def test_flat_memory_that_is_seen_as_rows_is_reset_row_by_row() -> None:
     for slot in registry:
         assert slot.buffer is not None
         slot.buffer.fill_(9)
-    _fill(registry, 1, 3)
+    fill(registry, 1, 3)
     assert _content(registry) == [[9, 9, 0, 0, 0, 0, 9, 9]] * 2
 
 
 def test_two_rows_in_one_element_may_have_no_tail() -> None:
     """Rows that are packed may leave nothing to reset between a raw and a padded count."""
     registry = _registry()
-    registry.register_slot(_slot(slice_fn=lambda buffer, n: buffer[: (n + 1) // 2]))
-    _fill(registry, 1, 2, a=torch.tensor([5]))
-    _fill(registry, 1, 4, a=torch.tensor([6]))
+    registry.register_slot(make_slot(slice_fn=lambda buffer, n: buffer[: (n + 1) // 2]))
+    fill(registry, 1, 2, lengths=torch.tensor([5]))
+    fill(registry, 1, 4, lengths=torch.tensor([6]))
     assert _content(registry) == [[6, 0, 0, 0]]
 
 
@@ -85,20 +64,20 @@ def test_adopted_rows_of_an_arena_are_padded_as_declared(first: int) -> None:
     """A slot that adopts another's memory has its own pad value, not that of the memory's first owner."""
     pool = SharedBuffers()
     policy: dict[str, Any] = {"padding_policy": PaddingPolicy.FILL_SENTINEL}
-    owner = _registry(share_pool=pool).register_slot(_slot(**policy, pad_value=first))
+    owner = _registry(share_pool=pool).register_slot(make_slot(**policy, pad_value=first))
     registry = _registry(share_pool=pool)
-    registry.register_slot(_slot(**policy, pad_value=7), bind=owner.buffer)
-    _fill(registry, 1, 4, a=torch.tensor([5]))
+    registry.register_slot(make_slot(**policy, pad_value=7), bind=owner.buffer)
+    fill(registry, 1, 4, lengths=torch.tensor([5]))
     assert _content(registry) == [[5, 7, 7, 7]]
 
 
 def test_extents_that_differ_are_reset_each_for_itself() -> None:
     """Requests and tokens of one width, dtypes and wide rows: each tail ends where its own rows end."""
     registry = _registry()
-    registry.register_slot(_slot("requests"))
-    registry.register_slot(_slot("tokens", axis="tokens"))
-    registry.register_slot(_slot("flags", dtype=torch.bool))
-    registry.register_slot(_slot("wide", shape_fn=lambda max_bs, _: (max_bs, 2)))
+    registry.register_slot(make_slot("requests"))
+    registry.register_slot(make_slot("tokens", axis="tokens"))
+    registry.register_slot(make_slot("flags", dtype=torch.bool))
+    registry.register_slot(make_slot("wide", shape_fn=lambda max_bs, _: (max_bs, 2)))
     for slot in registry:
         assert slot.buffer is not None
         slot.buffer.fill_(1)
@@ -119,9 +98,9 @@ def test_more_slots_than_an_arena_has_rows() -> None:
     names = [f"slot{number}" for number in range(35)]
     for number, name in enumerate(names):
         registry.register_slot(
-            _slot(name, padding_policy=PaddingPolicy.FILL_SENTINEL, pad_value=-number)
+            make_slot(name, padding_policy=PaddingPolicy.FILL_SENTINEL, pad_value=-number)
         )
-    _fill(registry, 2, 4, **{name: torch.tensor([8, 9]) for name in names})
+    fill(registry, 2, 4, **{name: torch.tensor([8, 9]) for name in names})
     assert _content(registry) == [[8, 9, -number, -number] for number in range(35)]
     assert len(list(registry._memory)) == 3
 
@@ -131,7 +110,7 @@ def test_a_row_begins_where_kernels_like_it() -> None:
     for dtype in (torch.bool, torch.int32, I64):
         for width in (1, 63, 64, 65, 1000):
             arenas = Arenas()
-            slots = [_slot(name, dtype=dtype) for name in "abc"]
+            slots = [make_slot(name, dtype=dtype) for name in "abc"]
             rows = [arenas.allocate(slot, (width,), torch.device("cpu")) for slot in slots]
             (arena,) = arenas
             starts = [address_range(row)[0] - arena.memory.data_ptr() for row in rows]
@@ -143,7 +122,7 @@ def test_a_huge_slot_reserves_no_rows_for_others() -> None:
     """A slot of many bytes, as a mask for every token and key, takes what it needs and no arena."""
     registry = _registry()
     wide = 2**18
-    slot = _slot(
+    slot = make_slot(
         "mask",
         shape_fn=lambda max_bs, _: (max_bs * wide,),
         dtype=torch.uint8,
@@ -153,13 +132,13 @@ def test_a_huge_slot_reserves_no_rows_for_others() -> None:
     assert buffer is not None
     assert registry.allocated_nbytes == buffer.nbytes == 4 * wide
     buffer.fill_(1)
-    _fill(registry, 1, 2, mask=torch.ones(wide, dtype=torch.uint8))
+    fill(registry, 1, 2, mask=torch.ones(wide, dtype=torch.uint8))
     assert [int(part.sum()) for part in buffer.split(wide)] == [wide, 0, wide, wide]
 
 
 def test_a_slot_without_rows_has_no_arena() -> None:
     """A single number that follows nothing is copied and never padded."""
     registry = _registry()
-    registry.register_slot(_slot("count", shape_fn=lambda *_: (), axis="none"))
-    _fill(registry, 1, 2, count=torch.tensor(5))
+    registry.register_slot(make_slot("count", shape_fn=lambda *_: (), axis="none"))
+    fill(registry, 1, 2, count=torch.tensor(5))
     assert _content(registry) == [5]

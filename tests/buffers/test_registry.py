@@ -14,7 +14,6 @@ from graphpact.batch import ForwardBatch, ForwardMode
 from graphpact.buffers import (
     CudaGraphBufferRegistry,
     FillContext,
-    GraphSlot,
     PaddingPolicy,
     SharedBuffers,
     build_decode_registry,
@@ -22,6 +21,7 @@ from graphpact.buffers import (
 )
 from graphpact.buffers import registry as registry_module
 from graphpact.errors import SlotError, UnknownSlotError
+from support import fill, make_slot
 
 P = PaddingPolicy
 I64, I32, F32 = torch.int64, torch.int32, torch.float32
@@ -32,24 +32,6 @@ def _registry(
 ) -> CudaGraphBufferRegistry:
     return CudaGraphBufferRegistry(
         device="cpu", max_bs=max_bs, max_num_tokens=max_num_tokens, lane=lane
-    )
-
-
-def _slot(name: str = "lengths", **changes: Any) -> GraphSlot:
-    declared: dict[str, Any] = {
-        "shape_fn": lambda max_bs, _: (max_bs,),
-        "dtype": torch.int64,
-        "axis": "bs",
-        "padding_policy": P.ZERO,
-        "owner": "somebody",
-    }
-    return GraphSlot(name, **(declared | changes))
-
-
-def _fill(registry: CudaGraphBufferRegistry, raw: int, padded: int, **fields: Any) -> None:
-    batch = SimpleNamespace(**fields)
-    registry.fill_from(
-        batch, raw_bs=raw, padded_bs=padded, raw_num_tokens=raw, padded_num_tokens=padded
     )
 
 
@@ -79,7 +61,7 @@ def _refused(registry: CudaGraphBufferRegistry, *parts: str) -> Iterator[None]:
 def test_the_registry_lists_what_it_holds() -> None:
     """Names and slots come in the order of registration, and each slot is found by its name."""
     registry = _registry()
-    slots = [registry.register_slot(_slot(name)) for name in ("b", "a", "c")]
+    slots = [registry.register_slot(make_slot(name)) for name in ("b", "a", "c")]
     assert registry.slot_names() == ["b", "a", "c"]
     assert list(registry) == slots
     assert registry.get_slot("a") is slots[1]
@@ -90,36 +72,36 @@ def test_the_registry_lists_what_it_holds() -> None:
 def test_a_name_is_taken_once() -> None:
     """A second slot of one name is refused, naming both owners, and the first stays."""
     registry = _registry()
-    first = registry.register_slot(_slot())
+    first = registry.register_slot(make_slot())
     with _refused(registry, "'lengths' of other is already registered by somebody"):
-        registry.register_slot(_slot(owner="other"))
+        registry.register_slot(make_slot(owner="other"))
     assert registry.get_slot("lengths") is first
 
 
 def test_a_declaration_is_registered_once() -> None:
     """A slot that has memory already is refused, so that no registry loses its buffer to another."""
     first, second = _registry(), _registry()
-    slot = first.register_slot(_slot())
+    slot = first.register_slot(make_slot())
     buffer = slot.buffer
     with _refused(second, "slot 'lengths' of somebody is registered already"):
         second.register_slot(slot)
     with _refused(second, "is registered already"):
-        second.register_slot(_slot("given", buffer=torch.zeros(4, dtype=I64)))
+        second.register_slot(make_slot("given", buffer=torch.zeros(4, dtype=I64)))
     assert slot.buffer is buffer
 
 
 def test_a_disabled_slot_takes_its_name_and_nothing_else() -> None:
     """A slot that is not enabled has no memory, no fill and no view, but its name is taken."""
     registry = _registry()
-    slot = registry.register_slot(_slot(enabled=False))
+    slot = registry.register_slot(make_slot(enabled=False))
     assert slot.buffer is None
     assert registry.slot_names() == []
     assert not registry.has_slot("lengths")
     assert registry.get_slot("lengths") is slot
     assert registry.nbytes == registry.allocated_nbytes == 0
-    _fill(registry, 1, 2, lengths=torch.tensor([1.5]))
+    fill(registry, 1, 2, lengths=torch.tensor([1.5]))
     with _refused(registry, "already registered by somebody"):
-        registry.register_slot(_slot())
+        registry.register_slot(make_slot())
 
 
 def test_an_unknown_slot_names_the_nearest() -> None:
@@ -127,7 +109,7 @@ def test_an_unknown_slot_names_the_nearest() -> None:
     registry = _registry()
     with pytest.raises(UnknownSlotError, match="no slot 'x'; registered: none"):
         registry.get_slot("x")
-    registry.register_slot(_slot())
+    registry.register_slot(make_slot())
     with _refused(registry, "no slot 'length'; registered: lengths", "did you mean 'lengths'?"):
         registry.get_slot("length")
     with pytest.raises(KeyError):
@@ -141,10 +123,10 @@ def test_an_existing_tensor_is_adopted_as_it_is() -> None:
     """A bound tensor is the slot's buffer at its own address, and registering writes nothing to it."""
     for policy in P:
         registry, memory = _registry(), torch.full((4,), 6)
-        slot = registry.register_slot(_slot(padding_policy=policy, pad_value=9), bind=memory)
+        slot = registry.register_slot(make_slot(padding_policy=policy, pad_value=9), bind=memory)
         assert slot.buffer is memory
         assert memory.tolist() == [6] * 4
-        _fill(registry, 2, 2, lengths=torch.tensor([3, 4]))
+        fill(registry, 2, 2, lengths=torch.tensor([3, 4]))
         assert memory.tolist() == [3, 4, 6, 6]
 
 
@@ -161,8 +143,8 @@ def test_an_existing_tensor_is_adopted_as_it_is() -> None:
 def test_a_tensor_of_another_kind_is_not_adopted(memory: torch.Tensor, says: str) -> None:
     """A bound tensor must be exactly what was declared; otherwise no slot is registered."""
     registry = _registry()
-    registry.register_slot(_slot("there"))
-    slot = _slot()
+    registry.register_slot(make_slot("there"))
+    slot = make_slot()
     with _refused(registry, "'lengths' of somebody: declared ((4,), torch.int64", says):
         registry.register_slot(slot, bind=memory)
     assert slot.buffer is None
@@ -172,17 +154,17 @@ def test_a_tensor_of_another_kind_is_not_adopted(memory: torch.Tensor, says: str
 def test_devices_are_compared_as_devices() -> None:
     """``cuda`` and ``cuda:0``, here ``cpu`` and ``cpu:0``, are one device to a registry."""
     registry = CudaGraphBufferRegistry(device="cpu:0", max_bs=4, max_num_tokens=4)
-    registry.register_slot(_slot(), bind=torch.zeros(4, dtype=I64))
+    registry.register_slot(make_slot(), bind=torch.zeros(4, dtype=I64))
     registry.register_slot(
-        _slot("host", device=torch.device("cpu")), bind=torch.zeros(4, dtype=I64)
+        make_slot("host", device=torch.device("cpu")), bind=torch.zeros(4, dtype=I64)
     )
 
 
 def test_a_slot_may_lie_on_another_device() -> None:
     """A slot's own device goes before the registry's."""
     registry = CudaGraphBufferRegistry(device="meta", max_bs=4, max_num_tokens=4)
-    host = registry.register_slot(_slot("host", device=torch.device("cpu")))
-    there = registry.register_slot(_slot("there", padding_policy=P.KEEP_PAD))
+    host = registry.register_slot(make_slot("host", device=torch.device("cpu")))
+    there = registry.register_slot(make_slot("there", padding_policy=P.KEEP_PAD))
     assert host.buffer is not None
     assert there.buffer is not None
     assert (host.buffer.device.type, there.buffer.device.type) == ("cpu", "meta")
@@ -205,8 +187,8 @@ UNHELD: list[tuple[dict[str, Any], str]] = [
 def test_a_lane_refuses_a_slot_that_says_too_little(changes: dict[str, Any], says: str) -> None:
     """A lane's registry takes no slot without owner, or without the reason that its policy owes."""
     registry = _registry(lane="decode")
-    registry.register_slot(_slot("there"))
-    slot = _slot(**changes)
+    registry.register_slot(make_slot("there"))
+    slot = make_slot(**changes)
     with _refused(registry, "slot 'lengths' of", says):
         registry.register_slot(slot)
     assert slot.buffer is None
@@ -216,24 +198,24 @@ def test_a_lane_refuses_a_slot_that_says_too_little(changes: dict[str, Any], say
 def test_a_registry_joins_a_lane_whole(changes: dict[str, Any], says: str) -> None:
     """A bare registry takes such a slot and cannot become a lane's then."""
     registry = _registry()
-    registry.register_slot(_slot("there"))
-    registry.register_slot(_slot(**changes))
+    registry.register_slot(make_slot("there"))
+    registry.register_slot(make_slot(**changes))
     with _refused(registry, "slot 'lengths' of", says):
         registry.join_lane("decode")
-    _fill(registry, 1, 2)  # still bare
+    fill(registry, 1, 2)  # still bare
 
 
 def test_what_a_lane_takes() -> None:
     """A tail that is reset, or never held a row, owes no reason; nor does a slot that is not enabled."""
     registry = _registry()
-    registry.register_slot(_slot("zero"))
-    registry.register_slot(_slot("sentinel", padding_policy=P.FILL_SENTINEL, pad_value=1))
+    registry.register_slot(make_slot("zero"))
+    registry.register_slot(make_slot("sentinel", padding_policy=P.FILL_SENTINEL, pad_value=1))
     registry.register_slot(
-        _slot("once", padding_policy=P.FILL_ONCE, pad_value=1, copy_from_fb=False)
+        make_slot("once", padding_policy=P.FILL_ONCE, pad_value=1, copy_from_fb=False)
     )
-    registry.register_slot(_slot("whole", axis="none"))
-    registry.register_slot(_slot("kept", padding_policy=P.KEEP_PAD, reason="nobody reads it"))
-    registry.register_slot(_slot("off", padding_policy=P.KEEP_PAD, owner=None, enabled=False))
+    registry.register_slot(make_slot("whole", axis="none"))
+    registry.register_slot(make_slot("kept", padding_policy=P.KEEP_PAD, reason="nobody reads it"))
+    registry.register_slot(make_slot("off", padding_policy=P.KEEP_PAD, owner=None, enabled=False))
     registry.join_lane("decode")
     assert registry.lane == "decode"
 
@@ -241,7 +223,7 @@ def test_what_a_lane_takes() -> None:
 def test_a_registry_is_of_one_lane() -> None:
     """A registry joins its lane as often as it likes, and no other."""
     registry = _registry()
-    registry.register_slot(_slot())
+    registry.register_slot(make_slot())
     registry.join_lane("decode")
     registry.join_lane("decode")
     with _refused(registry, "lane 'decode'", "'prefill'"):
@@ -263,15 +245,15 @@ def test_a_lane_refuses_a_batch_without_a_field(fields: dict[str, Any], says: st
     first = torch.tensor([1, 2])
     for lane, optional in (("decode", False), ("decode", True), (None, False)):
         registry = _registry(lane=lane)
-        registry.register_slot(_slot("first"))
-        slot = registry.register_slot(_slot(optional=optional))
+        registry.register_slot(make_slot("first"))
+        slot = registry.register_slot(make_slot(optional=optional))
         if lane and (not optional or isinstance(fields.get("lengths"), list)):
             with _refused(registry, says):
-                _fill(registry, 2, 4, first=first, **fields)
+                fill(registry, 2, 4, first=first, **fields)
             continue
         assert slot.buffer is not None
         slot.buffer.fill_(7)
-        _fill(registry, 2, 4, first=first, **fields)
+        fill(registry, 2, 4, first=first, **fields)
         head = [0, 0] if lane else [7, 7]  # a lane shows no rows of an earlier batch
         assert _bytes(registry) == {"first": [1, 2, 0, 0], "lengths": [*head, 0, 0]}
 
@@ -279,35 +261,35 @@ def test_a_lane_refuses_a_batch_without_a_field(fields: dict[str, Any], says: st
 def test_a_lane_refuses_a_batch_that_lacks_a_field_again() -> None:
     """A field that was there in many fills of these counts and is gone is missed."""
     registry = _registry(lane="decode")
-    registry.register_slot(_slot())
+    registry.register_slot(make_slot())
     for _ in range(3):
-        _fill(registry, 1, 2, lengths=torch.tensor([5]))
+        fill(registry, 1, 2, lengths=torch.tensor([5]))
     for fields in ({}, {"lengths": None}):
         with _refused(registry, "the batch has no 'lengths'"):
-            _fill(registry, 1, 2, **fields)
+            fill(registry, 1, 2, **fields)
 
 
 def test_joining_a_lane_holds_the_next_batch_to_it() -> None:
     """Counts that a bare registry filled before it joined are held to the contract afterwards."""
     registry = _registry()
-    registry.register_slot(_slot())
-    _fill(registry, 1, 2)
+    registry.register_slot(make_slot())
+    fill(registry, 1, 2)
     registry.join_lane("decode")
     with _refused(registry, "the batch has no 'lengths'"):
-        _fill(registry, 1, 2)
+        fill(registry, 1, 2)
 
 
 def test_a_lane_refuses_a_source_that_finds_nothing() -> None:
     """In a lane a source_fn must find something unless its slot is optional; elsewhere it may not."""
     for lane, optional in (("decode", False), ("decode", True), (None, False)):
         registry = _registry(lane=lane)
-        registry.register_slot(_slot("first"))
-        registry.register_slot(_slot("a.b", source_fn=lambda *_: None, optional=optional))
+        registry.register_slot(make_slot("first"))
+        registry.register_slot(make_slot("a.b", source_fn=lambda *_: None, optional=optional))
         if lane and not optional:
             with _refused(registry, "the source_fn of slot 'a.b' of somebody found nothing"):
-                _fill(registry, 1, 2, first=torch.tensor([1]))
+                fill(registry, 1, 2, first=torch.tensor([1]))
         else:
-            _fill(registry, 1, 2, first=torch.tensor([1]))
+            fill(registry, 1, 2, first=torch.tensor([1]))
             assert _bytes(registry)["first"] == [1, 0, 0, 0]
 
 
@@ -315,10 +297,10 @@ def test_a_lane_refuses_a_source_that_finds_nothing() -> None:
 def test_a_source_gives_tensors(lane: str | None) -> None:
     """What a source_fn returns is a tensor or None, in a lane and outside."""
     registry = _registry(lane=lane)
-    registry.register_slot(_slot("first"))
-    registry.register_slot(_slot("a.b", source_fn=lambda *_: [1], optional=True))
+    registry.register_slot(make_slot("first"))
+    registry.register_slot(make_slot("a.b", source_fn=lambda *_: [1], optional=True))
     with _refused(registry, "slot 'a.b' of somebody found a list and no tensor"):
-        _fill(registry, 1, 2, first=torch.tensor([1]))
+        fill(registry, 1, 2, first=torch.tensor([1]))
 
 
 # -- what a batch can get wrong --------------------------------------------------------------------
@@ -336,28 +318,28 @@ def test_rows_are_exactly_the_batchs(
     What a source_fn finds is as long as it is, outside a lane.
     """
     registry = _registry(lane=lane)
-    registry.register_slot(_slot("first"))
+    registry.register_slot(make_slot("first"))
     source: Any = None if origin == "field" else lambda batch, _: batch.lengths
-    registry.register_slot(_slot(shape_fn=lambda bs, _: (bs, *columns), source_fn=source))
+    registry.register_slot(make_slot(shape_fn=lambda bs, _: (bs, *columns), source_fn=source))
     first = torch.tensor([1, 2])
     if origin == "source_fn" and lane is None:
-        _fill(registry, 2, 4, first=first, lengths=torch.ones(rows, *columns, dtype=I64))
+        fill(registry, 2, 4, first=first, lengths=torch.ones(rows, *columns, dtype=I64))
         filled = torch.tensor(_bytes(registry)["lengths"]).flatten()
         assert filled.sum() == rows * filled.numel() // 4
         return
     says = f"slot 'lengths' of somebody takes {(2, *columns)} torch.int64 from this batch"
     with _refused(registry, says, f"which has {(rows, *columns)}"):
-        _fill(registry, 2, 4, first=first, lengths=torch.ones(rows, *columns, dtype=I64))
-    _fill(registry, 2, 4, first=first, lengths=torch.ones(2, *columns, dtype=I64))
+        fill(registry, 2, 4, first=first, lengths=torch.ones(rows, *columns, dtype=I64))
+    fill(registry, 2, 4, first=first, lengths=torch.ones(2, *columns, dtype=I64))
 
 
 @pytest.mark.parametrize("shape", [(2, 1), (1, 2), ()])
 def test_another_rank_is_refused(shape: tuple[int, ...]) -> None:
     """A field of another rank is refused even where torch would broadcast it."""
     registry = _registry()
-    registry.register_slot(_slot())
+    registry.register_slot(make_slot())
     with _refused(registry, f"which has {shape}"):
-        _fill(registry, 2, 4, lengths=torch.ones(shape, dtype=I64))
+        fill(registry, 2, 4, lengths=torch.ones(shape, dtype=I64))
 
 
 @pytest.mark.parametrize(
@@ -394,23 +376,23 @@ def test_a_dtype_converts_exactly_or_not(
     """A dtype converts where the other holds each of its values; a fill takes those and no others."""
     assert fills.converts_exactly(source, target) is is_exact
     registry = _registry()
-    slot = registry.register_slot(_slot(dtype=target))
+    slot = registry.register_slot(make_slot(dtype=target))
     batch = {"lengths": torch.ones(2, dtype=source)}
     if is_exact:
-        _fill(registry, 2, 2, **batch)
+        fill(registry, 2, 2, **batch)
         assert slot.slice_for(2, 2).tolist() == torch.ones(2, dtype=target).tolist()
     else:
         with _refused(registry, f"which has (2,) {source}"):
-            _fill(registry, 2, 2, **batch)
+            fill(registry, 2, 2, **batch)
 
 
 @pytest.mark.parametrize("columns", [1, 3])
 def test_columns_are_exactly_the_slots(columns: int) -> None:
     """A wide field must be as wide as the slot: one column is not broadcast."""
     registry = _registry()
-    registry.register_slot(_slot(shape_fn=lambda bs, _: (bs, 2)))
+    registry.register_slot(make_slot(shape_fn=lambda bs, _: (bs, 2)))
     with _refused(registry, f"which has (2, {columns})"):
-        _fill(registry, 2, 4, lengths=torch.ones(2, columns, dtype=I64))
+        fill(registry, 2, 4, lengths=torch.ones(2, columns, dtype=I64))
 
 
 @pytest.mark.parametrize("length", [1, 2])
@@ -418,15 +400,15 @@ def test_a_source_of_no_axis_has_its_own_length(length: int) -> None:
     """A source_fn of an axis of none fills as many rows as it has, up to all there are."""
     registry = _registry()
     slot = registry.register_slot(
-        _slot(axis="none", shape_fn=lambda *_: (2,), source_fn=lambda batch, _: batch.lengths)
+        make_slot(axis="none", shape_fn=lambda *_: (2,), source_fn=lambda batch, _: batch.lengths)
     )
     assert slot.buffer is not None
     slot.buffer.fill_(7)
-    _fill(registry, 1, 4, lengths=torch.arange(length))
+    fill(registry, 1, 4, lengths=torch.arange(length))
     assert slot.buffer.tolist() == [0, 1][:length] + [7] * (2 - length)
     for bad in (torch.arange(3), torch.tensor(3), torch.ones(1, 2, dtype=I64)):
         with _refused(registry, "slot 'lengths' of somebody takes"):
-            _fill(registry, 1, 4, lengths=bad)
+            fill(registry, 1, 4, lengths=bad)
 
 
 @pytest.mark.parametrize(
@@ -453,10 +435,10 @@ def test_a_source_of_no_axis_has_its_own_length(length: int) -> None:
 def test_conversions_that_lose(source: torch.dtype, target: torch.dtype) -> None:
     """A field whose kind has a value that the slot's kind lacks is refused, whatever it holds."""
     registry = _registry()
-    registry.register_slot(_slot("first"))
-    registry.register_slot(_slot(dtype=target))
+    registry.register_slot(make_slot("first"))
+    registry.register_slot(make_slot(dtype=target))
     with _refused(registry, f"takes (2,) {target} from this batch, which has (2,) {source}"):
-        _fill(registry, 2, 4, first=torch.tensor([1, 2]), lengths=torch.ones(2, dtype=source))
+        fill(registry, 2, 4, first=torch.tensor([1, 2]), lengths=torch.ones(2, dtype=source))
 
 
 @pytest.mark.parametrize(
@@ -479,14 +461,14 @@ def test_conversions_that_lose(source: torch.dtype, target: torch.dtype) -> None
 def test_conversions_that_lose_nothing(source: torch.dtype, target: torch.dtype) -> None:
     """A field is widened value for value, its extremes included."""
     registry = _registry(max_bs=2)
-    slot = registry.register_slot(_slot(dtype=target))
+    slot = registry.register_slot(make_slot(dtype=target))
     if source is torch.bool:
         lengths = torch.tensor([True, False])
     elif source.is_floating_point:
         lengths = torch.tensor([torch.finfo(source).max, torch.finfo(source).tiny], dtype=source)
     else:
         lengths = torch.tensor([torch.iinfo(source).max, torch.iinfo(source).min], dtype=source)
-    _fill(registry, 2, 2, lengths=lengths)
+    fill(registry, 2, 2, lengths=lengths)
     assert slot.slice_for(2, 2).tolist() == lengths.tolist()
 
 
@@ -505,7 +487,7 @@ def test_conversions_that_lose_nothing(source: torch.dtype, target: torch.dtype)
 def test_counts_out_of_order_are_refused(counts: tuple[int, int, int, int], says: str) -> None:
     """Raw counts above padded ones, padded ones above the most, and negative ones are refused by name."""
     registry = _registry()
-    registry.register_slot(_slot())
+    registry.register_slot(make_slot())
     names = ("raw_bs", "padded_bs", "raw_num_tokens", "padded_num_tokens")
     batch = SimpleNamespace(lengths=torch.ones(1, dtype=I64))
     for _ in range(2):
@@ -525,11 +507,11 @@ def test_a_source_that_raises_leaves_nothing_written(
         raise RuntimeError("no such thing")
 
     registry = _registry()
-    registry.register_slot(_slot())
-    registry.register_slot(_slot("wide", shape_fn=lambda bs, _: (bs, 2)))
-    registry.register_slot(_slot("a.b", source_fn=broken))
+    registry.register_slot(make_slot())
+    registry.register_slot(make_slot("wide", shape_fn=lambda bs, _: (bs, 2)))
+    registry.register_slot(make_slot("a.b", source_fn=broken))
     with _refused(registry, "the source_fn of slot 'a.b' of somebody raised RuntimeError: no such"):
-        _fill(registry, 1, 4, lengths=torch.tensor([1]), wide=torch.ones(1, 2, dtype=I64))
+        fill(registry, 1, 4, lengths=torch.tensor([1]), wide=torch.ones(1, 2, dtype=I64))
 
 
 def test_a_post_fill_that_raises_is_named() -> None:
@@ -539,15 +521,15 @@ def test_a_post_fill_that_raises_is_named() -> None:
         raise batch.error
 
     registry = _registry()
-    registry.register_slot(_slot(post_fill=broken))
+    registry.register_slot(make_slot(post_fill=broken))
     lengths = torch.tensor([1])
     with pytest.raises(
         SlotError, match="the post_fill of slot 'lengths' of somebody raised KeyError"
     ):
-        _fill(registry, 1, 1, lengths=lengths, error=KeyError("x"))
+        fill(registry, 1, 1, lengths=lengths, error=KeyError("x"))
     ours = UnknownSlotError("of its own")
     with pytest.raises(UnknownSlotError) as error:
-        _fill(registry, 1, 1, lengths=lengths, error=ours)
+        fill(registry, 1, 1, lengths=lengths, error=ours)
     assert error.value is ours
 
 
@@ -576,16 +558,41 @@ def _raises(*_: Any) -> Any:
 def test_what_a_slot_says_of_its_shape_is_tried_at_once(changes: dict[str, Any], says: str) -> None:
     """A shape or a slice that no fill could use is refused when the slot is registered."""
     registry = _registry()
-    registry.register_slot(_slot("first"))
-    slot = _slot("mask", **({"shape_fn": lambda bs, _: (bs, bs)} | changes))
+    registry.register_slot(make_slot("first"))
+    slot = make_slot("mask", **({"shape_fn": lambda bs, _: (bs, bs)} | changes))
     with pytest.raises(SlotError, match=f"slot 'mask' of somebody.*{says}"):
         registry.register_slot(slot)
     assert registry.slot_names() == ["first"]
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"slice_fn": lambda b, n: b[-n:]},
+        {"shape_fn": lambda *_: (3,)},
+        {"owner": None},
+        {"padding_policy": P.KEEP_PAD},
+    ],
+)
+def test_a_slot_that_is_refused_leaves_no_memory(changes: dict[str, Any]) -> None:
+    """What is wrong with a slot is found before memory is taken, from the registry or from a pool."""
+    pool = SharedBuffers()
+    for shared in (None, pool):
+        registry = CudaGraphBufferRegistry(
+            device="cpu", max_bs=4, max_num_tokens=4, lane="decode", share_pool=shared
+        )
+        with pytest.raises(SlotError, match="slot 'lengths'"):
+            registry.register_slot(make_slot(**changes))
+        assert registry.allocated_nbytes == pool.arenas.nbytes == 0
+        sentinel = {"padding_policy": P.FILL_SENTINEL, "pad_value": 7}
+        registry.register_slot(make_slot("other"))
+        if shared is pool:  # nothing is left of the refused one that another could clash with
+            registry.register_slot(make_slot(**sentinel))
+
+
 def test_a_lanes_slot_has_a_row_for_all_there_can_be() -> None:
     """A slot that follows requests and is too short for them is refused by a lane, early or late."""
-    slots = [_slot(shape_fn=lambda *_: (3,)) for _ in range(2)]
+    slots = [make_slot(shape_fn=lambda *_: (3,)) for _ in range(2)]
     with _refused(_registry(lane="decode"), "of which lane 'decode' has up to 4, and has 3 rows"):
         _registry(lane="decode").register_slot(slots[0])
     registry = _registry()
@@ -597,14 +604,14 @@ def test_a_lanes_slot_has_a_row_for_all_there_can_be() -> None:
 def test_two_slots_do_not_lie_in_one_place() -> None:
     """Memory that one slot of a registry has is not adopted by another."""
     registry = _registry()
-    first = registry.register_slot(_slot())
+    first = registry.register_slot(make_slot())
     with _refused(
         registry, "slot 'other' of somebody would lie where slot 'lengths' of somebody does"
     ):
-        registry.register_slot(_slot("other"), bind=first.buffer)
+        registry.register_slot(make_slot("other"), bind=first.buffer)
     columns = torch.zeros(4, 2, dtype=I64)  # interleaved, and yet apart
     for number, name in enumerate("ab"):
-        registry.register_slot(_slot(name), bind=columns[:, number])
+        registry.register_slot(make_slot(name), bind=columns[:, number])
 
 
 @pytest.mark.parametrize("where", ["host", "device"])
@@ -612,13 +619,13 @@ def test_a_field_that_has_no_memory_is_refused(monkeypatch: pytest.MonkeyPatch, 
     """A field that torch could not copy is refused before the others are."""
     monkeypatch.setattr(fills, "_copied_one_by_one", lambda _: where == "host")
     registry = _registry()
-    registry.register_slot(_slot("first"))
-    registry.register_slot(_slot())
+    registry.register_slot(make_slot("first"))
+    registry.register_slot(make_slot())
     absent = torch.ones(1, dtype=I64, device="meta")
     with _refused(
         registry, "slot 'lengths' of somebody lies on cpu, and this batch has it on meta"
     ):
-        _fill(registry, 1, 4, first=torch.tensor([1]), lengths=absent)
+        fill(registry, 1, 4, first=torch.tensor([1]), lengths=absent)
 
 
 @pytest.mark.parametrize("changes", [{"max_bs": -1}, {"max_bs": 8.0}, {"share_pool": "yes"}])
@@ -632,7 +639,7 @@ def test_a_registry_of_nonsense_is_refused(changes: dict[str, Any]) -> None:
 def test_a_view_keeps_what_is_no_tensor() -> None:
     """A slot that is called like a field that holds no tensor does not take its place in a view."""
     registry = _registry()
-    registry.register_slot(_slot("batch_size", copy_from_fb=False))
+    registry.register_slot(make_slot("batch_size", copy_from_fb=False))
     view = registry.extract_buffer(
         padded_bs=3, padded_num_tokens=3, forward_batch_template=_Batch(batch_size=1)
     )
@@ -645,8 +652,10 @@ def test_a_view_keeps_what_is_no_tensor() -> None:
 def test_tokens_and_requests_are_padded_by_their_own_counts() -> None:
     """A slot follows its axis: requests by requests, tokens by tokens."""
     registry = _registry()
-    lengths = registry.register_slot(_slot())
-    ids = registry.register_slot(_slot("ids", axis="tokens", shape_fn=lambda _, tokens: (tokens,)))
+    lengths = registry.register_slot(make_slot())
+    ids = registry.register_slot(
+        make_slot("ids", axis="tokens", shape_fn=lambda _, tokens: (tokens,))
+    )
     for slot in registry:
         assert slot.buffer is not None
         slot.buffer.fill_(-7)
@@ -665,8 +674,8 @@ def test_post_fill_runs_after_all_copies() -> None:
         buffer[:2] *= 10
 
     registry = _registry()
-    slot = registry.register_slot(_slot(post_fill=hook))
-    later = registry.register_slot(_slot("later"))
+    slot = registry.register_slot(make_slot(post_fill=hook))
+    later = registry.register_slot(make_slot("later"))
     proxies = SimpleNamespace(tensors={})
     batch = SimpleNamespace(lengths=torch.tensor([1, 2]), later=torch.tensor([3, 4]), sent=proxies)
     registry.fill_from(
@@ -690,7 +699,7 @@ def test_a_source_sees_the_counts_and_what_a_stage_sent() -> None:
     """A source_fn is given the batch and the context of this fill, proxies of this fill included."""
     registry = _registry()
     slot = registry.register_slot(
-        _slot("proxy.a", source_fn=lambda _, context: context.pp_proxy_tensors.tensors["a"])
+        make_slot("proxy.a", source_fn=lambda _, context: context.pp_proxy_tensors.tensors["a"])
     )
     for step in range(3):
         sent = SimpleNamespace(tensors={"a": torch.tensor([step, 9])})
@@ -702,17 +711,17 @@ def test_a_source_sees_the_counts_and_what_a_stage_sent() -> None:
 def test_a_source_goes_before_the_field_of_its_name() -> None:
     """A slot with a source_fn copies what that returns and not the batch field of its name."""
     registry = _registry()
-    slot = registry.register_slot(_slot(source_fn=lambda batch, _: batch.other))
-    _fill(registry, 1, 2, lengths=torch.tensor([1]), other=torch.tensor([2]))
+    slot = registry.register_slot(make_slot(source_fn=lambda batch, _: batch.other))
+    fill(registry, 1, 2, lengths=torch.tensor([1]), other=torch.tensor([2]))
     assert slot.slice_for(2, 2).tolist() == [2, 0]
 
 
 def test_a_slot_without_an_axis_is_copied_whole() -> None:
     """An axis of none means the whole buffer, in every fill and every view, whatever the counts."""
     registry = _registry()
-    slot = registry.register_slot(_slot(axis="none", shape_fn=lambda *_: (3,)))
-    scalar = registry.register_slot(_slot("scalar", axis="none", shape_fn=lambda *_: ()))
-    _fill(registry, 1, 4, lengths=torch.tensor([4, 5, 6]), scalar=torch.tensor(8))
+    slot = registry.register_slot(make_slot(axis="none", shape_fn=lambda *_: (3,)))
+    scalar = registry.register_slot(make_slot("scalar", axis="none", shape_fn=lambda *_: ()))
+    fill(registry, 1, 4, lengths=torch.tensor([4, 5, 6]), scalar=torch.tensor(8))
     assert slot.slice_for(1, 1).tolist() == [4, 5, 6]
     assert scalar.slice_for(1, 1).item() == 8
 
@@ -722,20 +731,20 @@ def test_more_slots_than_one_arena_has_rows() -> None:
     registry = _registry()
     names = [f"slot{i}" for i in range(40)]
     for i, name in enumerate(names):
-        sentinel = _slot(name, padding_policy=P.FILL_SENTINEL, pad_value=-i)
+        sentinel = make_slot(name, padding_policy=P.FILL_SENTINEL, pad_value=-i)
         registry.register_slot(sentinel)
-    _fill(registry, 4, 4, **{name: torch.full((4,), 1000) for name in names})
-    _fill(registry, 2, 3, **{name: torch.tensor([i, i + 50]) for i, name in enumerate(names)})
+    fill(registry, 4, 4, **{name: torch.full((4,), 1000) for name in names})
+    fill(registry, 2, 3, **{name: torch.tensor([i, i + 50]) for i, name in enumerate(names)})
     assert list(_bytes(registry).values()) == [[i, i + 50, -i, 1000] for i in range(40)]
 
 
 def test_a_late_slot_joins_the_next_fill() -> None:
     """A slot that is registered after a fill is filled by the next one with the same counts."""
     registry = _registry()
-    registry.register_slot(_slot())
-    _fill(registry, 1, 2, lengths=torch.tensor([1]))
-    late = registry.register_slot(_slot("late"))
-    _fill(registry, 1, 2, lengths=torch.tensor([1]), late=torch.tensor([6]))
+    registry.register_slot(make_slot())
+    fill(registry, 1, 2, lengths=torch.tensor([1]))
+    late = registry.register_slot(make_slot("late"))
+    fill(registry, 1, 2, lengths=torch.tensor([1]), late=torch.tensor([6]))
     assert late.slice_for(2, 2).tolist() == [6, 0]
 
 
@@ -743,9 +752,9 @@ def test_the_plan_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many sets of counts a lane meets, the oldest plans are dropped and fills stay right."""
     monkeypatch.setattr(registry_module, "_MAX_PLANS", 3)
     registry = _registry(max_bs=8)
-    slot = registry.register_slot(_slot())
+    slot = registry.register_slot(make_slot())
     for raw in (1, 2, 3, 4, 5, 6, 1, 2):
-        _fill(registry, raw, 8, lengths=torch.full((raw,), raw))
+        fill(registry, raw, 8, lengths=torch.full((raw,), raw))
         assert len(registry._plans) <= 3
         assert slot.slice_for(8, 8).tolist() == [raw] * raw + [0] * (8 - raw)
     assert [raw_bs for raw_bs, *_ in registry._plans] == [6, 1, 2]
@@ -757,11 +766,11 @@ def test_rows_that_are_every_second_element(monkeypatch: pytest.MonkeyPatch, whe
     monkeypatch.setattr(fills, "_copied_one_by_one", lambda _: where == "host")
     registry = _registry()
     slot = registry.register_slot(
-        _slot(shape_fn=lambda bs, _: (2 * bs,), slice_fn=lambda buffer, n: buffer[: 2 * n : 2])
+        make_slot(shape_fn=lambda bs, _: (2 * bs,), slice_fn=lambda buffer, n: buffer[: 2 * n : 2])
     )
     assert slot.buffer is not None
     slot.buffer.fill_(7)
-    _fill(registry, 1, 3, lengths=torch.tensor([5]))
+    fill(registry, 1, 3, lengths=torch.tensor([5]))
     assert slot.buffer.tolist() == [5, 7, 0, 7, 0, 7, 7, 7]
 
 
@@ -771,7 +780,7 @@ def test_neighbours_with_tails_of_their_own(monkeypatch: pytest.MonkeyPatch, whe
     monkeypatch.setattr(fills, "_copied_one_by_one", lambda _: where == "host")
     registry = _registry(max_bs=8, max_num_tokens=8)
     slots = [
-        registry.register_slot(_slot(f"{axis}{i}", axis=axis))
+        registry.register_slot(make_slot(f"{axis}{i}", axis=axis))
         for i in "12"
         for axis in ("bs", "tokens")
     ]
@@ -895,13 +904,13 @@ def test_tails_outside_arenas(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fills, "_copied_one_by_one", lambda _: False)
     registry = _registry()
     for name in ("a", "b"):
-        registry.register_slot(_slot(name, shape_fn=lambda bs, _: (bs, 2)))
-    registry.register_slot(_slot("gaps"), bind=torch.ones(4, 2, dtype=I64)[:, 0])
-    sentinel = _slot("c", padding_policy=P.FILL_SENTINEL, pad_value=5)
+        registry.register_slot(make_slot(name, shape_fn=lambda bs, _: (bs, 2)))
+    registry.register_slot(make_slot("gaps"), bind=torch.ones(4, 2, dtype=I64)[:, 0])
+    sentinel = make_slot("c", padding_policy=P.FILL_SENTINEL, pad_value=5)
     registry.register_slot(sentinel, bind=torch.ones(4, dtype=I64))
-    _fill(registry, 1, 4)
+    fill(registry, 1, 4)
     with _Ops() as seen:
-        _fill(registry, 1, 4)
+        fill(registry, 1, 4)
     assert sorted(seen.names) == ["_foreach_zero_.default", "fill_.Scalar", "fill_.Scalar"]
 
 
@@ -921,7 +930,7 @@ def test_the_inputs_of_decode_lie_in_one_arena() -> None:
 def test_planted_operation_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slots that lie apart need an operation each on a device, so the count above can fail."""
     monkeypatch.setattr(fills, "_copied_one_by_one", lambda _: False)
-    monkeypatch.setattr("graphpact.buffers.arenas._is_rows", lambda *_: False)
+    monkeypatch.setattr("graphpact.buffers.arenas._suits", lambda *_: False)
     registry, batch = _decode_registry(), _decode_batch(5)
     counts = {"raw_bs": 5, "padded_bs": 8, "raw_num_tokens": 5, "padded_num_tokens": 8}
     registry.fill_from(batch, **counts)
@@ -945,12 +954,12 @@ class _Batch:
 
 def _viewed() -> CudaGraphBufferRegistry:
     registry = _registry()
-    registry.register_slot(_slot())
-    registry.register_slot(_slot("computed", copy_from_fb=False))
-    registry.register_slot(_slot("sourced", source_fn=lambda *_: None))
-    registry.register_slot(_slot("off", enabled=False))
-    registry.register_slot(_slot("nested.lengths", source_fn=lambda *_: None))
-    registry.register_slot(_slot("backend_private", copy_from_fb=False))
+    registry.register_slot(make_slot())
+    registry.register_slot(make_slot("computed", copy_from_fb=False))
+    registry.register_slot(make_slot("sourced", source_fn=lambda *_: None))
+    registry.register_slot(make_slot("off", enabled=False))
+    registry.register_slot(make_slot("nested.lengths", source_fn=lambda *_: None))
+    registry.register_slot(make_slot("backend_private", copy_from_fb=False))
     return registry
 
 
@@ -1013,7 +1022,7 @@ def test_the_view_of_a_forward_batch() -> None:
 def test_a_slot_is_found_by_its_memory(changes: dict[str, Any]) -> None:
     """Any slice of a slot leads back to it, and to no neighbour in the same allocation."""
     registry = _registry()
-    slots = [registry.register_slot(_slot(name, **changes)) for name in ("a", "b", "c")]
+    slots = [registry.register_slot(make_slot(name, **changes)) for name in ("a", "b", "c")]
     for slot in slots:
         assert slot.buffer is not None
         for view in (slot.buffer, slot.slice_for(2, 2), slot.buffer[1:], slot.buffer[-1:]):
@@ -1025,7 +1034,7 @@ def test_a_slot_is_found_by_its_memory(changes: dict[str, Any]) -> None:
 def test_adopted_memory_is_found_too() -> None:
     """A slice of a bound tensor leads to its slot, and what lies before or behind it to none."""
     registry, memory = _registry(), torch.zeros(12, dtype=I64)
-    slot = registry.register_slot(_slot(), bind=memory[4:8])
+    slot = registry.register_slot(make_slot(), bind=memory[4:8])
     assert registry.slot_of(memory[4:]) is slot
     assert registry.slot_of(memory[7:]) is slot
     assert registry.slot_of(memory[3:]) is None
@@ -1036,21 +1045,21 @@ def test_bytes() -> None:
     """Bytes are those of the buffers; what is allocated also counts rows that alignment adds."""
     registry = _registry()
     assert registry.nbytes == registry.allocated_nbytes == 0
-    registry.register_slot(_slot("loose", padding_policy=P.KEEP_PAD))
+    registry.register_slot(make_slot("loose", padding_policy=P.KEEP_PAD))
     assert registry.nbytes == registry.allocated_nbytes == 4 * 8
-    registry.register_slot(_slot())
+    registry.register_slot(make_slot())
     assert registry.nbytes == 2 * 4 * 8
     arena = 2 * 16 * 512  # sixteen rows, and their template
     assert registry.allocated_nbytes == 4 * 8 + arena
-    registry.register_slot(_slot("beside", dtype=I64))
+    registry.register_slot(make_slot("beside", dtype=I64))
     assert registry.allocated_nbytes == 4 * 8 + arena
 
 
 def test_planted_write_before_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
     """A fill that writes and then refuses fails the check that every refusal above goes through."""
     registry = _registry()
-    registry.register_slot(_slot("first"))
-    registry.register_slot(_slot())
+    registry.register_slot(make_slot("first"))
+    registry.register_slot(make_slot())
     look_at: Callable[..., Any] = fills.FillPlan._look_at
 
     def write_first(self: fills.FillPlan, batch: Any) -> Any:
@@ -1059,7 +1068,7 @@ def test_planted_write_before_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(fills.FillPlan, "_look_at", write_first)
     with pytest.raises(AssertionError), _refused(registry, "'lengths'"):
-        _fill(registry, 1, 2, first=torch.tensor([1]), lengths=torch.tensor([1.5]))
+        fill(registry, 1, 2, first=torch.tensor([1]), lengths=torch.tensor([1.5]))
 
 
 def test_shared_memory_is_found_in_every_registry() -> None:
@@ -1069,6 +1078,6 @@ def test_shared_memory_is_found_in_every_registry() -> None:
         CudaGraphBufferRegistry(device="cpu", max_bs=4, max_num_tokens=4, share_pool=pool)
         for _ in range(2)
     ]
-    slots = [registry.register_slot(_slot()) for registry in registries]
+    slots = [registry.register_slot(make_slot()) for registry in registries]
     for registry, slot in zip(registries, slots, strict=True):
         assert registry.slot_of(slots[0].slice_for(1, 1)) is slot

@@ -1,7 +1,7 @@
 """Memory that lanes share: who may, what is refused, and that nobody's memory is written by joining."""
 
+import functools
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
@@ -17,6 +17,7 @@ from graphpact.buffers import (
     sharing,
 )
 from graphpact.errors import SlotError
+from support import fill, make_slot
 
 P = PaddingPolicy
 I64 = torch.int64
@@ -30,33 +31,14 @@ def _process_wide() -> Iterator[None]:
     sharing.PROCESS_WIDE.clear()
 
 
+_slot = functools.partial(make_slot, reason="nobody reads it")
+
+
 def _registry(
     pool: SharedBuffers | Literal[True, False], lane: str | None = None
 ) -> CudaGraphBufferRegistry:
     return CudaGraphBufferRegistry(
         device="cpu", max_bs=4, max_num_tokens=8, share_pool=pool, lane=lane
-    )
-
-
-def _slot(name: str = "lengths", **changes: Any) -> GraphSlot:
-    declared: dict[str, Any] = {
-        "shape_fn": lambda max_bs, _: (max_bs,),
-        "dtype": torch.int64,
-        "axis": "bs",
-        "padding_policy": P.ZERO,
-        "owner": "somebody",
-        "reason": "nobody reads it",
-    }
-    return GraphSlot(name, **(declared | changes))
-
-
-def _fill(registry: CudaGraphBufferRegistry, raw: int, padded: int, **fields: Any) -> None:
-    registry.fill_from(
-        SimpleNamespace(**fields),
-        raw_bs=raw,
-        padded_bs=padded,
-        raw_num_tokens=raw,
-        padded_num_tokens=padded,
     )
 
 
@@ -255,12 +237,12 @@ def test_what_an_owner_left_is_still_there_after_another_lane() -> None:
     mine = registries[0].get_slot("table").buffer
     assert mine is not None
     mine.copy_(torch.tensor([1, 2, 3, 4]))
-    _fill(registries[0], 2, 2, lengths=torch.tensor([5, 6]))
-    _fill(registries[1], 0, 4)
-    _fill(registries[1], 4, 4, lengths=torch.full((4,), 9))
+    fill(registries[0], 2, 2, lengths=torch.tensor([5, 6]))
+    fill(registries[1], 0, 4)
+    fill(registries[1], 4, 4, lengths=torch.full((4,), 9))
     assert registries[0].get_slot("lengths").slice_for(2, 2).tolist() == [5, 6]
     assert mine.tolist() == [1, 2, 3, 4]
-    _fill(registries[0], 2, 2)
+    fill(registries[0], 2, 2)
     assert registries[0].get_slot("lengths").slice_for(2, 2).tolist() == [0, 0]
 
 
@@ -313,7 +295,7 @@ def test_lanes_in_turn_see_their_own_batch() -> None:
     for step, (raw, padded) in enumerate([(4, 4), (1, 3), (3, 4), (0, 2), (2, 2), (1, 4)] * 2):
         registry = slots[step % 2]
         lengths = torch.arange(raw) + 10 * step
-        _fill(registry, raw, padded, lengths=lengths, wide=lengths[:, None].expand(raw, 2))
+        fill(registry, raw, padded, lengths=lengths, wide=lengths[:, None].expand(raw, 2))
         expected = [*lengths.tolist(), *[5] * (padded - raw)]
         assert registry.get_slot("lengths").slice_for(padded, padded).tolist() == expected
         rows = [[n, n] for n in lengths.tolist()] + [[0, 0]] * (padded - raw)
@@ -353,7 +335,7 @@ def test_a_pool_that_forgets() -> None:
     pool = SharedBuffers()
     registry = _registry(pool)
     old = registry.register_slot(_slot(padding_policy=P.FILL_SENTINEL, pad_value=5))
-    _fill(registry, 1, 4, lengths=torch.tensor([1]))
+    fill(registry, 1, 4, lengths=torch.tensor([1]))
     pool.clear()
     other = _registry(pool)
     new = other.register_slot(_slot(padding_policy=P.FILL_SENTINEL, pad_value=6))
@@ -361,8 +343,8 @@ def test_a_pool_that_forgets() -> None:
     assert new.buffer is not None
     storages = [buffer.untyped_storage().data_ptr() for buffer in (old.buffer, new.buffer)]
     assert storages[0] != storages[1]
-    _fill(registry, 1, 3, lengths=torch.tensor([2]))
-    _fill(other, 2, 3, lengths=torch.tensor([3, 4]))
+    fill(registry, 1, 3, lengths=torch.tensor([2]))
+    fill(other, 2, 3, lengths=torch.tensor([3, 4]))
     assert old.buffer.tolist() == [2, 5, 5, 5]
     assert new.buffer.tolist() == [3, 4, 6, 6]
 

@@ -10,6 +10,7 @@ Only slots whose tails are reset lie here; any other has memory of its own.
 Does not: read policies at run time or know batches; `graphpact.buffers.fills` puts tails together.
 """
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -43,12 +44,11 @@ class Arenas:
         self, slot: GraphSlot, shape: tuple[int, ...], device: torch.device
     ) -> torch.Tensor:
         """Return a buffer of ``shape`` that holds the slot's initial value."""
-        if slot.axis == "none" or not slot.padding_policy.resets_tail or not _is_rows(slot, shape):
+        if not _suits(slot, shape):
             own = torch.full(shape, slot.initial_value, dtype=slot.dtype, device=device)
             self.nbytes += own.nbytes
             return own
-        kind = (slot.dtype, device, shape[-1])
-        rows = 1 if len(shape) == 1 else shape[0]
+        kind, rows = (slot.dtype, device, shape[-1]), math.prod(shape[:-1])
         arena = next((a for a in self._arenas if a.kind == kind and a.free >= rows), None)
         if arena is None:
             arena = Arena(*kind)
@@ -75,6 +75,7 @@ class Arena:
         unit = max(1, _ALIGNMENT // dtype.itemsize)
         aligned = -(-max(width, 1) // unit) * unit
         self.kind = (dtype, device, width)
+        self._width = width
         self.memory = torch.zeros(_ROWS, aligned, dtype=dtype, device=device)
         self.template = torch.zeros_like(self.memory)
         self._pad_values: list[float] = []
@@ -94,7 +95,7 @@ class Arena:
         first = len(self._pad_values)
         self._pad_values += [pad_value] * rows
         self.template[first : first + rows] = pad_value
-        return self.memory[first : first + rows, : self.kind[2]].fill_(pad_value)
+        return self.memory[first : first + rows, : self._width].fill_(pad_value)
 
     def place(self, view: torch.Tensor, pad_value: float) -> Place | None:
         """Return where in this arena ``view`` lies, or None for a view that cannot be reset by template.
@@ -116,6 +117,11 @@ class Arena:
         same = view.stride(1) == 1 and (one_row or view.stride(0) == block.stride(0))
         return (row, end, column, right) if same else None
 
+    def block(self, place: Place) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the memory at ``place``, and the template of it."""
+        first, end, left, right = place
+        return self.memory[first:end, left:right], self.template[first:end, left:right]
+
 
 def address_range(tensor: torch.Tensor) -> tuple[int, int]:
     """Return the first address of ``tensor`` and the one behind its last element.
@@ -129,17 +135,20 @@ def address_range(tensor: torch.Tensor) -> tuple[int, int]:
     return first, first + (last + 1) * tensor.element_size()
 
 
-def _is_rows(slot: GraphSlot, shape: tuple[int, ...]) -> bool:
-    """Return whether slices are columns of one row, or of a few, as of ``[3, max_num_tokens]``.
+def _suits(slot: GraphSlot, shape: tuple[int, ...]) -> bool:
+    """Return whether a slot's tails are columns of one row, or of a few, as of ``[3, max_num_tokens]``.
 
     A few rows lie in an arena only where they are contiguous there, as memory of their own would be.
     """
-    if not shape or shape[-1] * slot.dtype.itemsize > _MOST_BYTES_OF_A_ROW:
+    if slot.axis == "none" or not slot.padding_policy.resets_tail or not shape:
+        return False
+    nbytes = shape[-1] * slot.dtype.itemsize
+    if nbytes > _MOST_BYTES_OF_A_ROW:
         return False
     if len(shape) == 1:
         return True
     if len(shape) != 2 or shape[0] > _MOST_ROWS_OF_A_SLOT or slot.slice_fn is None:
         return False
-    if shape[1] * slot.dtype.itemsize % _ALIGNMENT:
+    if nbytes % _ALIGNMENT:
         return False
     return slot.slice_fn(torch.empty(shape, device="meta"), 0).shape[0] == shape[0]

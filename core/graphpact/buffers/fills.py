@@ -20,9 +20,9 @@ from typing import Any, TypeAlias
 
 import torch
 
-from graphpact.buffers.arenas import Arena
-from graphpact.buffers.slots import FillContext, GraphSlot, SourceFn
-from graphpact.errors import GraphpactError, SlotError
+from graphpact.buffers.arenas import Arena, Place
+from graphpact.buffers.slots import FillContext, GraphSlot, SourceFn, call
+from graphpact.errors import SlotError
 
 _MAX_LOOKS = 16  # ways in which the batches of one plan look; more than any engine has
 _MAX_EXACT_INT = {
@@ -134,7 +134,7 @@ class FillPlan:
             _grouped_copy([target for target, _ in group], [source for _, source in group])
         for slot in self._computed:
             if slot.post_fill is not None:
-                _call(slot, "post_fill", slot.post_fill, slot.buffer, batch, context)
+                call(slot, "the post_fill of {}", slot.post_fill, slot.buffer, batch, context)
 
     def _look_at(self, batch: Any) -> "_Look":
         """Check the batch's fields one by one, and return what is copied of a batch that looks so."""
@@ -238,7 +238,7 @@ class _Sourced:
             SlotError: What was returned does not fit, or nothing was where something must be.
         """
         slot = self._slot
-        source: Any = _call(slot, "source_fn", self._source_fn, batch, context)
+        source: Any = call(slot, "the source_fn of {}", self._source_fn, batch, context)
         target = self._target
         if isinstance(source, torch.Tensor):
             if not self._is_exact and source.dim():
@@ -258,19 +258,6 @@ def _everywhere(slot: GraphSlot, view: torch.Tensor) -> torch.Tensor:
     """Return the slot's initial value in the shape of ``view``."""
     value = torch.full((), slot.initial_value, dtype=view.dtype, device=view.device)
     return value.expand_as(view)
-
-
-def _call(slot: GraphSlot, what: str, function: Callable[..., Any], *args: Any) -> Any:
-    """Call what a slot's owner wrote; whatever it raises, but an error of ours, is told as the slot's."""
-    try:
-        return function(*args)
-    except GraphpactError:
-        raise
-    except Exception as error:
-        raise SlotError(
-            f"the {what} of {slot.label} raised {type(error).__name__}: {error}",
-            hint="mend it; GRAPHPACT_TRACEBACK=1 shows where it fails",
-        ) from error
 
 
 def _fitting(
@@ -325,43 +312,59 @@ def _plan_tails(
     slots: Iterable[GraphSlot], context: FillContext, arenas: Sequence[Arena]
 ) -> tuple[list[Callable[[], object]], list[_Pair]]:
     """Return the calls that reset tails, and the copies that do on devices that copy one by one."""
-    resets: list[Callable[[], object]] = []
-    fixed: list[_Pair] = []
-    zeroed: dict[torch.device, list[torch.Tensor]] = {}
-    placed: dict[int, list[tuple[int, int, int, int]]] = {}
+    loose: list[tuple[GraphSlot, torch.Tensor]] = []
+    placed: dict[int, list[Place]] = {}
     for slot in slots:
         tail = _tail(slot, context)
         if tail is None:
             continue
-        value = slot.initial_value
-        at = next(((i, p) for i, a in enumerate(arenas) if (p := a.place(tail, value))), None)
-        if at is not None:
-            placed.setdefault(at[0], []).append(at[1])
-        elif _copied_one_by_one(tail.device):
-            fixed.append((tail, _everywhere(slot, tail)))
-        elif value == 0 and tail.is_contiguous() and tail.stride(-1) == 1:  # may be seen as bytes
+        for number, arena in enumerate(arenas):
+            place = arena.place(tail, slot.initial_value)
+            if place is not None:
+                placed.setdefault(number, []).append(place)
+                break
+        else:
+            loose.append((slot, tail))
+    blocks = [
+        arenas[number].block(place)
+        for number, places in placed.items()
+        for place in _merged(places)
+    ]
+
+    def by_copy(tail: torch.Tensor) -> bool:
+        return _copied_one_by_one(tail.device)
+
+    fixed = [block for block in blocks if by_copy(block[0])]
+    fixed += [(tail, _everywhere(slot, tail)) for slot, tail in loose if by_copy(tail)]
+    resets = _reset_loose([(slot, tail) for slot, tail in loose if not by_copy(tail)])
+    resets += _reset_blocks([block for block in blocks if not by_copy(block[0])])
+    return resets, fixed
+
+
+def _reset_loose(tails: Iterable[tuple[GraphSlot, torch.Tensor]]) -> list[Callable[[], object]]:
+    """Return what resets tails outside arenas: all zeros of a device at once, any other by itself."""
+    resets: list[Callable[[], object]] = []
+    zeroed: dict[torch.device, list[torch.Tensor]] = {}
+    for slot, tail in tails:
+        if (
+            slot.initial_value == 0 and tail.is_contiguous() and tail.stride(-1) == 1
+        ):  # seen as bytes
             zeroed.setdefault(tail.device, []).append(tail.view(torch.uint8))
         else:
-            resets.append(functools.partial(tail.fill_, value))
-    resets += [functools.partial(torch._foreach_zero_, tails) for tails in zeroed.values()]
-    blocks = [
-        (
-            arenas[number].memory[first:end, left:right],
-            arenas[number].template[first:end, left:right],
-        )
-        for number, places in placed.items()
-        for first, end, left, right in _merged(places)
-    ]
-    on_device = [pair for pair in blocks if not _copied_one_by_one(pair[0].device)]
-    fixed += [pair for pair in blocks if _copied_one_by_one(pair[0].device)]
-    if len(on_device) == 1:
-        block, template = on_device[0]
-        resets.append(functools.partial(block.copy_, template))
-    elif on_device:  # several dtypes or extents: their rows as bytes are dense and of one type
-        rows = _byte_rows(block for block, _ in on_device)
-        values = _byte_rows(template for _, template in on_device)
-        resets.append(functools.partial(_grouped_copy, rows, values))
-    return resets, fixed
+            resets.append(functools.partial(tail.fill_, slot.initial_value))
+    return resets + [functools.partial(torch._foreach_zero_, group) for group in zeroed.values()]
+
+
+def _reset_blocks(blocks: Sequence[_Pair]) -> list[Callable[[], object]]:
+    """Return what resets tails in arenas: one strided copy, or one of bytes for several blocks."""
+    if len(blocks) == 1:
+        target, template = blocks[0]
+        return [functools.partial(target.copy_, template)]
+    if not blocks:
+        return []
+    # Of several dtypes or extents, rows as bytes are dense and of one type.
+    rows, values = ([row.view(torch.uint8) for b in blocks for row in b[side]] for side in (0, 1))
+    return [functools.partial(_grouped_copy, rows, values)]
 
 
 def _tail(slot: GraphSlot, context: FillContext) -> torch.Tensor | None:
@@ -384,13 +387,9 @@ def _tail(slot: GraphSlot, context: FillContext) -> torch.Tensor | None:
     return whole.narrow(axis, head.shape[axis], whole.shape[axis] - head.shape[axis])
 
 
-def _byte_rows(blocks: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    return [row.view(torch.uint8) for block in blocks for row in block]
-
-
-def _merged(places: Iterable[tuple[int, int, int, int]]) -> list[tuple[int, int, int, int]]:
+def _merged(places: Iterable[Place]) -> list[Place]:
     """Join places in one arena that are one above the other over the same columns."""
-    joined: list[tuple[int, int, int, int]] = []
+    joined: list[Place] = []
     for place in sorted(places):
         if joined and joined[-1][1:] == (place[0], *place[2:]):
             joined[-1] = (joined[-1][0], *place[1:])

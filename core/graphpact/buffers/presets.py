@@ -15,7 +15,7 @@ import torch
 
 from graphpact.buffers.registry import CudaGraphBufferRegistry
 from graphpact.buffers.sharing import SharedBuffers
-from graphpact.buffers.slots import FillContext, GraphSlot, PaddingPolicy
+from graphpact.buffers.slots import FillContext, GraphSlot, PaddingPolicy, ShapeFn, SourceFn
 from graphpact.errors import SlotError
 from graphpact.parallel import compute_local_num_token_non_padded, local_num_token_non_padded
 
@@ -231,7 +231,14 @@ def build_prefill_registry(
             )
     if enable_mamba_track:
         slots += [
-            slot(name, _requests, dtype, axis="bs", policy=_KEEP, reason=_ONLY_REAL)
+            slot(
+                name,
+                _requests,
+                dtype,
+                axis="bs",
+                policy=PaddingPolicy.FOREACH_COPY,
+                reason=_ONLY_REAL,
+            )
             for name, dtype in (
                 ("mamba_track_indices", torch.int64),
                 ("mamba_track_mask", torch.bool),
@@ -249,7 +256,6 @@ def build_prefill_registry(
 
 # -- slots -----------------------------------------------------------------------------------------
 
-_KEEP = PaddingPolicy.FOREACH_COPY
 _Declarer = Callable[..., GraphSlot]
 
 
@@ -258,7 +264,7 @@ def _declarer(owner: str) -> _Declarer:
 
     def declare(
         name: str,
-        shape_fn: Callable[[int, int], tuple[int, ...]],
+        shape_fn: ShapeFn,
         dtype: torch.dtype = torch.int64,
         *,
         axis: Any = "tokens",
@@ -370,7 +376,7 @@ def _register_ngram(registry: CudaGraphBufferRegistry, slot: _Declarer, source: 
             backing.dtype,
             axis="none",
             policy=PaddingPolicy.KEEP_PAD,
-            source_fn=_nested("ngram_embedding_info", name),
+            source_fn=_ngram(name),
             reason="columns and lengths of an earlier batch are inside the token table; "
             + _CUT_OFF,
         )
@@ -394,15 +400,15 @@ def _register_proxies(
         registry.register_slot(adopted, bind=backing)
 
 
-def _nested(outer: str, inner: str) -> Callable[[Any, FillContext], torch.Tensor | None]:
+def _ngram(name: str) -> SourceFn:
     def source_fn(batch: Any, _: FillContext) -> torch.Tensor | None:
-        holder = getattr(batch, outer, None)
-        return None if holder is None else getattr(holder, inner)
+        info = getattr(batch, "ngram_embedding_info", None)
+        return None if info is None else getattr(info, name)
 
     return source_fn
 
 
-def _proxy(name: str) -> Callable[[Any, FillContext], torch.Tensor | None]:
+def _proxy(name: str) -> SourceFn:
     def source_fn(_: Any, context: FillContext) -> torch.Tensor | None:
         proxies = context.pp_proxy_tensors
         if proxies is None:
@@ -419,6 +425,6 @@ def _proxy(name: str) -> Callable[[Any, FillContext], torch.Tensor | None]:
     return source_fn
 
 
-def _shape_of(tensor: torch.Tensor) -> Callable[[int, int], tuple[int, ...]]:
+def _shape_of(tensor: torch.Tensor) -> ShapeFn:
     shape = tuple(tensor.shape)
     return lambda *_: shape

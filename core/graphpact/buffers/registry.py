@@ -17,7 +17,7 @@ import torch
 from graphpact.buffers.arenas import Arenas, address_range
 from graphpact.buffers.fills import FillPlan
 from graphpact.buffers.sharing import PROCESS_WIDE, SharedBuffers
-from graphpact.buffers.slots import FillContext, GraphSlot
+from graphpact.buffers.slots import FillContext, GraphSlot, call
 from graphpact.errors import SlotError, UnknownSlotError, did_you_mean
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 _MAX_PLANS = 1024  # sets of counts whose plans are kept; the oldest is dropped
 
+_SHAPE = "a shape_fn takes (max_bs, max_num_tokens) and returns a tuple of sizes"
 _SLICE = "a slice_fn takes (buffer, n) and returns a view of the first n rows along one axis"
 
 B = TypeVar("B")
@@ -93,11 +94,11 @@ class CudaGraphBufferRegistry:
             )
         buffer = None
         if slot.enabled:
-            if self.lane is not None:
-                _hold_to_contract(slot, self.lane)
             shape = self._shape(slot)
+            if self.lane is not None:
+                self._hold_to_contract(slot, shape, self.lane)
+            self._check_slices(slot, shape)
             buffer = self._allocate(slot, shape) if bind is None else self._adopt(slot, shape, bind)
-            self._check_slices(slot, buffer)
             self._plans.clear()
         self._slots[slot.name] = slot.registered(buffer)
         return slot
@@ -114,8 +115,7 @@ class CudaGraphBufferRegistry:
                 hint="build one registry for each lane; share_pool= shares memory between them",
             )
         for slot in self:
-            _hold_to_contract(slot, lane)
-            self._check_rows(slot, lane)
+            self._hold_to_contract(slot, self._shape(slot), lane)
         self.lane = lane
         self._plans.clear()
 
@@ -174,7 +174,7 @@ class CudaGraphBufferRegistry:
         try:
             plan = self._plans[raw_bs, padded_bs, raw_num_tokens, padded_num_tokens]
         except KeyError:
-            plan = self._compile(FillContext(raw_bs, padded_bs, raw_num_tokens, padded_num_tokens))
+            plan = self._compile((raw_bs, padded_bs, raw_num_tokens, padded_num_tokens))
         plan.run(batch, pp_proxy_tensors)
 
     def extract_buffer(
@@ -245,19 +245,14 @@ class CudaGraphBufferRegistry:
 
     def _shape(self, slot: GraphSlot) -> tuple[int, ...]:
         """Return what the slot's ``shape_fn`` says, having checked that a buffer can have it."""
-        try:
-            shape: Any = slot.shape_fn(self.max_bs, self.max_num_tokens)
-        except Exception as error:
-            raise SlotError(
-                f"{slot.label}: its shape_fn raised {type(error).__name__}: {error}",
-                hint="a shape_fn takes (max_bs, max_num_tokens) and returns a tuple of sizes",
-            ) from error
+        said = "{}: its shape_fn"
+        shape = call(slot, said, slot.shape_fn, self.max_bs, self.max_num_tokens, hint=_SHAPE)
         if not isinstance(shape, (tuple, list)) or not all(
             isinstance(n, int) and n >= 0 for n in shape
         ):
             raise SlotError(
                 f"{slot.label}: its shape_fn returned {shape!r}",
-                hint="a shape_fn takes (max_bs, max_num_tokens) and returns a tuple of sizes",
+                hint=_SHAPE,
             )
         return tuple(shape)
 
@@ -287,25 +282,22 @@ class CudaGraphBufferRegistry:
             return self.share_pool.buffer_for(slot, shape, device, self.lane)
         return self._memory.allocate(slot, shape, device)
 
-    def _check_slices(self, slot: GraphSlot, buffer: torch.Tensor) -> None:
+    def _most(self, slot: GraphSlot) -> int:
+        """Return how many of what the slot's rows follow there can be."""
+        return self.max_bs if slot.axis == "bs" else self.max_num_tokens
+
+    def _check_slices(self, slot: GraphSlot, shape: tuple[int, ...]) -> None:
         """See that the slot's slices are its own memory, from its start, cut along one axis."""
-        if self.lane is not None:
-            self._check_rows(slot, self.lane, buffer)
         if slot.slice_fn is None or slot.axis == "none":
             return
-        most = self.max_bs if slot.axis == "bs" else self.max_num_tokens
+        buffer = torch.empty(shape, dtype=slot.dtype, device="meta")  # of it, slices have no cost
+        most = self._most(slot)
         slices = []
         for n in (most, min(1, most)):
-            try:
-                view: Any = slot.slice_fn(buffer, n)
-            except Exception as error:
-                raise SlotError(
-                    f"{slot.label}: its slice_fn raised {type(error).__name__}: {error}",
-                    hint=_SLICE,
-                ) from error
+            view = call(slot, "{}: its slice_fn", slot.slice_fn, buffer, n, hint=_SLICE)
             if not isinstance(view, torch.Tensor):
                 raise SlotError(f"{slot.label}: its slice_fn returned {view!r}", hint=_SLICE)
-            if view.numel() and view.data_ptr() != buffer.data_ptr():
+            if view.numel() and not _begins(view, buffer):
                 raise SlotError(
                     f"{slot.label}: what its slice_fn returns for {n} rows does not begin where its"
                     " buffer does",
@@ -319,21 +311,29 @@ class CudaGraphBufferRegistry:
                 hint=_SLICE,
             )
 
-    def _check_rows(self, slot: GraphSlot, lane: str, buffer: torch.Tensor | None = None) -> None:
-        """See that a slot of a lane, which its slices would cut short, has a row for all there can be."""
-        buffer = slot.buffer if buffer is None else buffer
-        if slot.axis == "none" or slot.slice_fn is not None or buffer is None:
-            return
-        most = self.max_bs if slot.axis == "bs" else self.max_num_tokens
-        rows = buffer.shape[0] if buffer.dim() else 0
-        if rows < most:
+    def _hold_to_contract(self, slot: GraphSlot, shape: tuple[int, ...], lane: str) -> None:
+        """See that a slot of a lane says what a lane asks, and has a row for all there can be."""
+        if not (slot.owner or "").strip():
+            raise SlotError(
+                f"{slot.label}: lane {lane!r} asks every slot for its owner",
+                hint="declare it with owner=, the name of the runner or backend",
+            )
+        if slot.keeps_tail and not (slot.reason or "").strip():
+            raise SlotError(
+                f"{slot.label}: {slot.padding_policy.name} without a reason, which lane {lane!r} asks for",
+                hint="say with reason= why rows of an earlier batch in its tail mislead nobody, or have"
+                " them reset: ZERO, FILL_SENTINEL",
+            )
+        rows, most = (shape or (0,))[0], self._most(slot)
+        if slot.axis != "none" and slot.slice_fn is None and rows < most:
             raise SlotError(
                 f"{slot.label}: it follows {slot.axis!r}, of which lane {lane!r} has up to {most}, and has"
                 f" {rows} rows",
                 hint='size it by shape_fn\'s arguments, give a slice_fn, or axis="none"',
             )
 
-    def _compile(self, context: FillContext) -> FillPlan:
+    def _compile(self, counts: tuple[int, int, int, int]) -> FillPlan:
+        context = FillContext(*counts)
         for what, raw, padded, most in (
             ("requests", context.raw_bs, context.padded_bs, self.max_bs),
             ("tokens", context.raw_num_tokens, context.padded_num_tokens, self.max_num_tokens),
@@ -347,20 +347,11 @@ class CudaGraphBufferRegistry:
         plan = FillPlan(context, self, arenas, strict=self.lane is not None)
         if len(self._plans) >= _MAX_PLANS:
             del self._plans[next(iter(self._plans))]
-        key = (context.raw_bs, context.padded_bs, context.raw_num_tokens, context.padded_num_tokens)
-        self._plans[key] = plan
+        self._plans[counts] = plan
         return plan
 
 
-def _hold_to_contract(slot: GraphSlot, lane: str) -> None:
-    if not (slot.owner or "").strip():
-        raise SlotError(
-            f"{slot.label}: lane {lane!r} asks every slot for its owner",
-            hint="declare it with owner=, the name of the runner or backend",
-        )
-    if slot.keeps_tail and not (slot.reason or "").strip():
-        raise SlotError(
-            f"{slot.label}: {slot.padding_policy.name} without a reason, which lane {lane!r} asks for",
-            hint="say with reason= why rows of an earlier batch in its tail mislead nobody, or have"
-            " them reset: ZERO, FILL_SENTINEL",
-        )
+def _begins(view: torch.Tensor, buffer: torch.Tensor) -> bool:
+    """Return whether ``view`` is memory of ``buffer`` from its start."""
+    storages = [tensor.untyped_storage()._cdata for tensor in (view, buffer)]  # noqa: SLF001  identity
+    return storages[0] == storages[1] and view.storage_offset() == 0

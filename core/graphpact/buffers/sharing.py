@@ -71,11 +71,11 @@ class SharedBuffers:
             buffer = self.arenas.allocate(slot, shape, device)
             self._buffers[key] = _Shared(buffer, whose, content)
             return buffer
-        if shared.content is None:
-            held = bool((shared.buffer == slot.initial_value).all())
-            differs, holds = content[0] and not held, "other values"
-        else:
+        if shared.content is not None:
             differs, holds = content != shared.content, _say(shared.content)
+        else:  # only what is written once has to be there by now
+            once, value = content
+            differs, holds = once and bool((shared.buffer != value).any()), "other values"
         if differs:
             raise SlotError(
                 f"{whose} holds {_say(content)} where no row is, but shares its memory with"

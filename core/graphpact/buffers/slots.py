@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import torch
 
-from graphpact.errors import SlotError, UnallocatedSlotError
+from graphpact.errors import GraphpactError, SlotError, UnallocatedSlotError
 
 Axis = Literal["bs", "tokens", "none"]
 """Which count a slot's rows follow: requests, tokens, or neither (then it is never padded)."""
@@ -251,6 +251,32 @@ class GraphSlot:
         if self.slice_fn is not None:
             return self.slice_fn(self.buffer, n)
         return self.buffer if self.axis == "none" else self.buffer[:n]
+
+
+def call(
+    slot: GraphSlot, what: str, function: Callable[..., Any], *args: Any, hint: str | None = None
+) -> Any:
+    """Call what the slot's owner wrote; whatever it raises, but an error of ours, is told as the slot's.
+
+    Args:
+        slot: Whose it is.
+        what: For the message; ``{}`` is the slot's label.
+        function: What is called.
+        args: Its arguments.
+        hint: What to do; by default, where to look.
+
+    Raises:
+        SlotError: ``function`` raised.
+    """
+    try:
+        return function(*args)
+    except GraphpactError:
+        raise
+    except Exception as error:
+        raise SlotError(
+            f"{what.format(slot.label)} raised {type(error).__name__}: {error}",
+            hint=hint or "mend it; GRAPHPACT_TRACEBACK=1 shows where it fails",
+        ) from error
 
 
 def _is_value_of(dtype: torch.dtype, value: float) -> bool:
