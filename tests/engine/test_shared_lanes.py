@@ -30,26 +30,9 @@ class OtherLength(DecodesAnywhere):
 
     def make_registry(self) -> CudaGraphBufferRegistry:
         """Return the registry with a sentinel of its own."""
-        registry = super().make_registry()
-        slot = registry.get_slot("seq_lens")
-        clash = type(slot)(
-            "seq_lens",
-            slot.shape_fn,
-            slot.dtype,
-            axis="bs",
-            padding_policy=slot.padding_policy,
-            pad_value=7,
-            owner="a test",
-        )
-        other = CudaGraphBufferRegistry(
-            device=registry.device,
-            max_bs=registry.max_bs,
-            max_num_tokens=registry.max_num_tokens,
-            share_pool=registry.share_pool,
-            lane=registry.lane,
-        )
-        other.register_slot(clash)
-        return other
+        backend = replace(self.context.backend, seq_len_fill_value=7)
+        self.context = replace(self.context, backend=backend)
+        return super().make_registry()
 
 
 class SharesNothing(DecodesAnywhere):
