@@ -1,5 +1,6 @@
 """The driver contract, the same tests for every driver: the tape here, CUDA graphs where there is a GPU."""
 
+import functools
 import gc
 import weakref
 from collections.abc import Iterator
@@ -16,6 +17,9 @@ _CUDA = torch.device("cuda", 0)
 _NO_CUDA = CudaDriver.unavailable(_CUDA)
 _DRIVERS = [
     pytest.param((TapeDriver, torch.device("cpu")), id="tape"),
+    pytest.param(
+        (functools.partial(TapeDriver, strict=True), torch.device("cpu")), id="tape-strict"
+    ),
     pytest.param(
         (CudaDriver, _CUDA),
         id="cuda",

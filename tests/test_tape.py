@@ -15,7 +15,7 @@ from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 from graphpact.errors import CaptureError
-from graphpact.graphs import tape
+from graphpact.graphs import recorder
 from graphpact.graphs.tape import Tape, TapeDriver
 from graphpact.kernels import pack_kv_indices, paged_attention
 
@@ -690,13 +690,13 @@ def test_random_programs_replay_bit_for_bit(program: list[tuple[str, int, int]],
 
 def test_a_forgotten_operation_is_caught_when_planted() -> None:
     """A recorder that takes an in-place operation for a view is seen by the comparison."""
-    keep = tape._Recorder._record
+    keep = recorder.Recorder._record
 
     def forgetful(self: Any, func: Any, *rest: Any) -> None:
         if func is not torch.ops.aten.add_.Tensor:
             keep(self, func, *rest)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tape._Recorder, "_record", forgetful)
+        patch.setattr(recorder.Recorder, "_record", forgetful)
         with pytest.raises(AssertionError):
             _replays_like_eager(lambda x: (x * 2).add_(x), torch.randn(3))

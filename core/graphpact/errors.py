@@ -16,6 +16,7 @@
     ├── ContractError           1      a promise of the contract was broken
     │   ├── PactBreach                 replay does not agree with capture
     │   ├── CaptureError               work that no graph can hold was met while recording
+    │   ├── ReplayError                a replay read or left what it must not (strict drivers)
     │   └── VerificationError          a replay and its eager re-run differ
     └── EngineError             3      the engine itself is at fault
 
@@ -23,8 +24,12 @@ Does not: print, exit or translate anything; the command line does that in one p
 """
 
 import difflib
-from collections.abc import Iterable
-from typing import ClassVar
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, ClassVar
+
+if TYPE_CHECKING:
+    from graphpact.pact import Breach
+    from graphpact.shapes import GraphShape
 
 
 class GraphpactError(Exception):
@@ -109,15 +114,61 @@ class ContractError(GraphpactError):
 
 
 class PactBreach(ContractError):  # noqa: N818  the field's word for it
-    """What prepares a replay does not agree with what was captured."""
+    """What prepares a replay does not agree with what was captured.
+
+    Args:
+        message: Shape and first field in one line, then a table of all fields that differ.
+        hint: What to do about the first.
+        breaches: Every difference that was found, in the order of the walk.
+    """
+
+    def __init__(
+        self, message: str, *, hint: str | None = None, breaches: Sequence["Breach"] = ()
+    ) -> None:
+        super().__init__(message, hint=hint)
+        self.breaches = tuple(breaches)
 
 
 class CaptureError(ContractError):
     """Work that no graph can hold was met while recording; no graph was kept."""
 
 
+class ReplayError(ContractError):
+    """A replay read, wrote or outlived memory that it must not: what a strict driver looks for."""
+
+
 class VerificationError(ContractError):
-    """A replay and the eager run of the same batch gave different results."""
+    """A replay and the eager run of the same batch gave different results.
+
+    Args:
+        message: What differs, by how much, and what first made it so, where that is known.
+        hint: What to do next.
+        lane: Whose replay it was.
+        shape: What was replayed.
+        field: The first field whose real rows differ, such as ``"metadata.kv_indptr"``; None where all
+            agree.
+        suspects: Where all real rows agree, fields whose padded rows are not what capture had, and host
+            numbers that are not the batch's.
+        largest_difference: Of the logits or the cached keys and values that the message is about.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        hint: str | None = None,
+        lane: str | None = None,
+        shape: "GraphShape | None" = None,
+        field: str | None = None,
+        suspects: Sequence[str] = (),
+        largest_difference: float = 0.0,
+    ) -> None:
+        super().__init__(message, hint=hint)
+        self.lane = lane
+        self.shape = shape
+        self.field = field
+        self.suspects = tuple(suspects)
+        self.largest_difference = largest_difference
 
 
 class EngineError(GraphpactError):

@@ -2,16 +2,52 @@
 
 What every driver promises: a replay repeats the recorded device work on the tensors, by address, that
 it was recorded with, with the Python numbers that it was recorded with, and runs no Python of the
-recorded callable. Work that cannot be recorded raises `CaptureError`, and no graph is kept.
+recorded callable, but for the calls that it was asked to make eagerly (`GraphDriver.eager_call`). Work
+that cannot be recorded raises `CaptureError`, and no graph is kept.
 
-Does not: warm kernels up or order shapes; the lane and its runner do.
+What every driver asks in return: outputs are read, or copied, before another graph of the same driver
+replays; memory that a graph reads stays where it is; other streams, events and copies from host memory
+are had from the driver and joined as on a CUDA device.
+
+Does not: order shapes or bind metadata; the lane and its runner do.
 """
 
 import abc
-from collections.abc import Callable
-from typing import Any, ClassVar
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, ClassVar, Self, TypeVar
 
 import torch
+
+from graphpact.errors import ConfigError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeclaredMemory:
+    """The memory around a lane's graphs, by what a graph may do with it.
+
+    A strict driver holds graphs to it: a write to anything else, but memory that the graph itself
+    allocated, is refused.
+
+    Args:
+        refreshed: Written by the preparation of every replay; the graph may write it too.
+        caches: Live from replay to replay and written for live requests: the KV cache.
+        workspaces: Written freely, and no replay may depend on what an earlier one left there.
+        host: Host memory, free to be read at any time.
+        read_only: Other memory worth a name: weights, page tables.
+        name_of: What messages call a tensor, or None where it has no name.
+    """
+
+    refreshed: Sequence[torch.Tensor] = ()
+    caches: Sequence[torch.Tensor] = ()
+    workspaces: Sequence[torch.Tensor] = ()
+    host: Sequence[torch.Tensor] = ()
+    read_only: Sequence[torch.Tensor] = ()
+    name_of: Callable[[torch.Tensor], str | None] = lambda _: None
 
 
 class Graph(abc.ABC):
@@ -19,19 +55,26 @@ class Graph(abc.ABC):
 
     Attributes:
         outputs: What the recorded callable returned. Its tensors belong to the graph: each replay
-            overwrites them, and so may a replay of another graph of the same driver.
+            overwrites them, and so may a replay of another graph of the same driver. Before the first
+            replay they hold nothing.
         num_nodes: Recorded operations (kernel launches, for CUDA), or -1 where the driver cannot tell.
+        num_segments: Recorded pieces: one more than the eager calls between them.
         pool_nbytes: Bytes of memory that the recorded region allocated and the graph keeps: its outputs
             and what lies between them and its inputs; 0 once released. -1 where the driver cannot tell.
     """
 
     outputs: Any
     num_nodes: int
+    num_segments: int = 1
     pool_nbytes: int = -1
 
     @abc.abstractmethod
     def replay(self) -> None:
-        """Run the recorded work once."""
+        """Run the recorded work once.
+
+        Raises:
+            ReplayError: A strict driver found that the replay reads or leaves what it must not.
+        """
 
     @abc.abstractmethod
     def release(self) -> None:
@@ -46,26 +89,87 @@ class Graph(abc.ABC):
         return None
 
 
+class Event:
+    """A point in a stream's work that others can wait for. This one is of a driver without streams."""
+
+    def record(self, stream: "Stream | None" = None) -> None:
+        """Mark the work that ``stream`` (the current one by default) has been given so far."""
+
+    def synchronize(self) -> None:
+        """Wait, on the host, for the marked work."""
+
+
+class Stream:
+    """An order of work beside the current one; ``with stream:`` gives it what is done inside.
+
+    This one is of a driver without streams: all work is done at once, in order.
+    """
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        pass
+
+    def wait_event(self, event: Event) -> None:
+        """Let later work of this stream wait for what ``event`` marked."""
+
+    def wait_stream(self, stream: "Stream") -> None:
+        """Let later work of this stream wait for all that ``stream`` was given so far."""
+
+    def synchronize(self) -> None:
+        """Wait, on the host, for all work of this stream."""
+
+
 class GraphDriver(abc.ABC):
-    """Records graphs on one device. One instance is one memory pool.
+    """Records graphs on one device. One instance is one memory pool, and belongs to one lane.
 
     Args:
         device: Where the recorded work runs.
+        strict: Look for wrong use at every replay, as far as the driver can, whatever it costs.
+
+    Attributes:
+        memory: What the lane declared; see `declare`.
+
+    Raises:
+        ConfigError: ``strict`` of a driver that has no strict mode.
     """
 
     name: ClassVar[str]
+    has_strict_mode: ClassVar[bool] = False
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, strict: bool = False) -> None:
+        if strict and not self.has_strict_mode:
+            raise ConfigError(
+                f"graph driver {self.name!r} has no strict mode",
+                hint='the driver "tape" has one, on any device',
+            )
         self.device = device
+        self.strict = strict
+        self.memory = DeclaredMemory()
 
     @classmethod
     @abc.abstractmethod
     def unavailable(cls, device: torch.device) -> str | None:
         """Return why this driver cannot record on ``device`` here, or None where it can."""
 
+    # -- recording -------------------------------------------------------------------------------
+
+    def declare(self, memory: DeclaredMemory) -> None:
+        """Say what the memory around the graphs is for; asked before the first capture."""
+        self.memory = memory
+
     @abc.abstractmethod
     def capture(self, fn: Callable[[], Any], *, warmup: int = 1) -> Graph:
         """Run ``fn`` ``warmup`` times, then record one more run of it.
+
+        Whether the recorded run is also carried out depends on the driver: what it computes counts from
+        the first replay on.
 
         Args:
             fn: The region. It must do the same device work in every run, and nothing else that matters.
@@ -74,3 +178,60 @@ class GraphDriver(abc.ABC):
         Raises:
             CaptureError: ``fn`` did something that a graph cannot hold; the message names the line.
         """
+
+    @property
+    @abc.abstractmethod
+    def is_capturing(self) -> bool:
+        """Whether a region is being recorded now."""
+
+    @abc.abstractmethod
+    def eager_call(self, fn: Callable[..., T], *args: Any) -> T:
+        """Call ``fn(*args)`` and return its result; inside a region, break the graph there.
+
+        In a region the work before the call and the work after it become two segments, and every replay
+        calls ``fn`` again between them, with the same ``args``: tensors that the segments keep in place.
+        Tensors that it returns are copied to where they lay at capture, which is where the next segment
+        reads them.
+
+        Raises:
+            ReplayError: A replayed call returned another structure, shape or dtype.
+        """
+
+    # -- around the replay -----------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def preparation(self, host: Iterable[torch.Tensor] = ()) -> Iterator[None]:
+        """Stand around the work that prepares a replay; a strict driver refuses host reads in it.
+
+        Args:
+            host: Host tensors besides those that were declared, such as those of a batch.
+        """
+        del host
+        yield
+
+    def stream(self) -> Stream:
+        """Return a new stream."""
+        return Stream()
+
+    def current_stream(self) -> Stream:
+        """Return the stream that work is given to now."""
+        return Stream()
+
+    def event(self) -> Event:
+        """Return a new event."""
+        return Event()
+
+    def copy_async(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy host memory to the device in the order of the current stream, without waiting.
+
+        ``source`` may not be written before the host has waited, by `Event.synchronize` or
+        `synchronize`, for the copy: the device may read it at any time until then.
+
+        Args:
+            target: On the driver's device.
+            source: Host memory of the same shape and dtype, pinned where the device is a GPU.
+        """
+        target.copy_(source)
+
+    def synchronize(self) -> None:  # noqa: B027  nothing to wait for where work is done at once
+        """Wait, on the host, for all work that the device was given."""
