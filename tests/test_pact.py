@@ -3,17 +3,23 @@
 import copy
 import dataclasses
 import enum
+import json
+import math
 from collections import namedtuple
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from graphpact.batch import ForwardMode
 from graphpact.buffers import CudaGraphBufferRegistry, GraphSlot
-from graphpact.errors import PactBreach
-from graphpact.pact import Pact
+from graphpact.errors import EngineError, PactBreach
+from graphpact.pact import Breach, Pact, bounded, walk
+from graphpact.saved_pacts import SavedPacts, diff
 from graphpact.shapes import GraphShape
 
 SHAPE = GraphShape(ForwardMode.DECODE, 2, 2)
@@ -58,18 +64,19 @@ class Meta:
     nothing: None = None
 
 
-def _registry() -> CudaGraphBufferRegistry:
+def _registry(*more: str) -> CudaGraphBufferRegistry:
     registry = CudaGraphBufferRegistry(max_bs=8, max_num_tokens=8, device=torch.device("cpu"))
-    registry.register_slot(
-        GraphSlot(
-            name="fi.lengths",
-            shape_fn=lambda bs, _: (bs,),
-            dtype=torch.int32,
-            owner="flashinfer",
-            axis="bs",
-            copy_from_fb=False,
+    for name in ("fi.lengths", *more):
+        registry.register_slot(
+            GraphSlot(
+                name=name,
+                shape_fn=lambda bs, _: (bs,),
+                dtype=torch.int32,
+                owner="flashinfer",
+                axis="bs",
+                copy_from_fb=False,
+            )
         )
-    )
     return registry
 
 
@@ -178,25 +185,29 @@ _BREACHES: dict[str, tuple[Callable[[Meta], None], str, list[str]]] = {
     "another object": (_set("plan", lambda m: Plan()), "metadata.plan", ["captured"]),
     "another type of container": (
         _set("per_layer", lambda m: tuple(m.per_layer)),
-        "metadata.per_layer: type",
-        ["help: "],
+        "metadata.per_layer",
+        ["type captured list, got tuple", "help: the graph was recorded with the captured type"],
     ),
     "a longer list": (
         lambda meta: meta.per_layer.append(torch.zeros(1)),
-        "metadata.per_layer[2]",
-        ["other fields", "missing none"],
+        "metadata.per_layer",
+        ["length captured 2, got 3", "help: keep one entry"],
     ),
     "a shorter list": (
         lambda meta: meta.per_layer.clear(),
-        "metadata.per_layer[0]",
-        ["other fields", "new none"],
+        "metadata.per_layer",
+        ["length captured 2, got 0", "help: keep one entry"],
     ),
     "a new key": (
         _change("named", "extra", lambda m: 1),
-        "metadata.named['extra']",
-        ["missing none"],
+        "metadata.named",
+        ["fields: missing none, new 'extra'"],
     ),
-    "a lost key": (lambda meta: meta.named.pop("n"), "metadata.named['n']", ["new none"]),
+    "a lost key": (
+        lambda meta: meta.named.pop("n"),
+        "metadata.named",
+        ["fields: missing 'n', new none"],
+    ),
 }
 
 
@@ -237,9 +248,9 @@ def test_the_view_is_held_to_the_pact_too() -> None:
     pact = Pact.of(SHAPE, None, view=view, metadata=meta)
     with pytest.raises(PactBreach, match="view: address"):
         pact.check(view=torch.zeros(2), metadata=meta)
-    with pytest.raises(PactBreach, match=r"missing \['metadata'\]"):
+    with pytest.raises(PactBreach, match="metadata: fields: missing metadata, new none"):
         pact.check(view=view)
-    with pytest.raises(PactBreach, match=r"new \['more'\]"):
+    with pytest.raises(PactBreach, match="more: fields: missing none, new more"):
         pact.check(view=view, metadata=meta, more=1)
 
 
@@ -271,6 +282,13 @@ def test_nothing_is_read() -> None:
     Pact.of(SHAPE, None, metadata=ghost).check(metadata=ghost)
 
 
+def test_a_device_counts_by_itself() -> None:
+    """Empty tensors have one address everywhere, and their devices still differ."""
+    pact = Pact.of(SHAPE, None, metadata=torch.empty(0))
+    with pytest.raises(PactBreach, match="metadata: device captured cpu, got meta"):
+        pact.check(metadata=torch.empty(0, device="meta"))
+
+
 def test_plain_objects_are_walked() -> None:
     """A tensor rebound inside metadata that is no dataclass is found as well."""
 
@@ -282,6 +300,491 @@ def test_plain_objects_are_walked() -> None:
     kept = meta.indptr
     pact = Pact.of(SHAPE, None, metadata=meta)
     meta.indptr = torch.zeros(3)
-    with pytest.raises(PactBreach):
+    with pytest.raises(PactBreach, match=r"metadata\.indptr: address"):
         pact.check(metadata=meta)
     assert kept.shape == (3,)
+
+
+class Slotted:
+    """Plain metadata that keeps its attributes in slots, one of them private."""
+
+    __slots__ = ("__hidden", "indptr", "late")
+
+    def __init__(self) -> None:
+        self.indptr = torch.zeros(3)
+        self.__hidden = 1
+
+    def hide(self, value: int) -> None:
+        """Set what nobody else can spell."""
+        self.__hidden = value
+
+
+def test_slots_of_plain_objects_are_walked() -> None:
+    """Attributes in ``__slots__`` are fields as well: rebound, changed and set for the first time."""
+    meta = Slotted()
+    pact = Pact.of(SHAPE, None, metadata=meta)
+    pact.check(metadata=meta)
+    meta.hide(2)
+    with pytest.raises(PactBreach, match=r"metadata\._Slotted__hidden: value captured 1, got 2"):
+        pact.check(metadata=meta)
+    meta.hide(1)
+    meta.late = 0
+    with pytest.raises(PactBreach, match="metadata: fields: missing none, new late"):
+        pact.check(metadata=meta)
+
+
+def test_a_field_that_is_not_set_at_capture_must_stay_so() -> None:
+    """A declared field without a value is no field: set in a replay, or gone from it, it is named."""
+    meta = Inner(torch.zeros(1), 1)
+    del meta.window
+    unset = Pact.of(SHAPE, None, metadata=meta)
+    unset.check(metadata=meta)
+    meta.window = 1
+    with pytest.raises(PactBreach, match="fields: missing none, new window"):
+        unset.check(metadata=meta)
+    pact = Pact.of(SHAPE, None, metadata=meta)
+    del meta.window
+    with pytest.raises(PactBreach, match="fields: missing window, new none"):
+        pact.check(metadata=meta)
+
+
+def test_names_that_are_no_identifiers_are_held_as_well() -> None:
+    """Attributes, keys and roots of any spelling are compared, and never run."""
+
+    class Plain:
+        pass
+
+    meta = Plain()
+    names = ["two words", "class", "x); raise SystemExit #", "\ufb01"]
+    for name in names:
+        setattr(meta, name, {name: 1})
+    pact = Pact.of(SHAPE, None, **{"a root; exit()": meta})
+    pact.check(**{"a root; exit()": meta})
+    for name in names:
+        getattr(meta, name)[name] = 2
+        (breach,) = pact.breaches(**{"a root; exit()": meta})
+        assert breach.path == f"a root; exit().{name}[{name!r}]"
+        getattr(meta, name)[name] = 1
+
+
+@pytest.mark.parametrize(
+    "value",
+    [math.nan, complex(0, math.nan), np.int64(3), np.float32(0.5), slice(0, 4), range(3), b"x"],
+    ids=repr,
+)
+def test_values_are_compared_as_values(value: Any) -> None:
+    """A host value that is built anew for each replay is the same value; NaN is NaN."""
+    pact = Pact.of(SHAPE, None, metadata=[value])
+    again = copy.deepcopy(value) if not isinstance(value, float) else type(value)(str(value))
+    pact.check(metadata=[again])
+    with pytest.raises(PactBreach, match="type"):
+        pact.check(metadata=["another"])
+
+
+def test_order_of_keys_is_no_promise() -> None:
+    """A mapping and a plain object with the same entries in another order keep the pact."""
+    first, second = torch.zeros(1), torch.zeros(1)
+    pact = Pact.of(SHAPE, None, metadata={"a": first, "b": second})
+    pact.check(metadata={"b": second, "a": first})
+    with pytest.raises(PactBreach) as error:
+        pact.check(metadata={"b": first, "a": second})
+    assert [b.path for b in error.value.breaches] == ["metadata['a']", "metadata['b']"]
+
+
+# -- bounded host numbers --------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(slots=True)
+class Limits:
+    """Metadata with limits of recorded kernels; the last has a default."""
+
+    lengths: torch.Tensor
+    most: int = bounded()
+    share: float = bounded()
+    per_tier: list[int] = bounded(  # noqa: RUF009  a field, as dataclasses.field is
+        default_factory=lambda: [4, 8], metadata={"unit": "tokens"}
+    )
+    spare: int = bounded(default=7)
+
+
+def _limits(**fields: Any) -> Limits:
+    return Limits(LENGTHS, **{"most": 512, "share": 0.5, **fields})
+
+
+LENGTHS = torch.zeros(2)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"most": 0},
+        {"most": -3},
+        {"share": 0.25},
+        {"per_tier": [4, 7]},
+        {"per_tier": [0, 0]},
+        {"spare": 1},
+    ],
+)
+def test_a_bounded_number_may_be_smaller(fields: dict[str, Any]) -> None:
+    """What is at most the captured number keeps the pact, alone and in a list."""
+    Pact.of(SHAPE, None, metadata=_limits()).check(metadata=_limits(**fields))
+
+
+@pytest.mark.parametrize(
+    ("fields", "path", "rule", "captured", "replayed"),
+    [
+        ({"most": 513}, "most", "bound", "<= 512", "513"),
+        ({"share": 0.75}, "share", "bound", "<= 0.5", "0.75"),
+        ({"share": math.nan}, "share", "bound", "<= 0.5", "nan"),
+        ({"per_tier": [4, 9]}, "per_tier[1]", "bound", "<= 8", "9"),
+        ({"per_tier": [4]}, "per_tier", "length", "2", "1"),
+        ({"per_tier": [4, 8, 1]}, "per_tier", "length", "2", "3"),
+        ({"per_tier": (4, 8)}, "per_tier", "type", "list", "tuple"),
+        ({"spare": 8}, "spare", "bound", "<= 7", "8"),
+        ({"most": 1.0}, "most", "type", "int", "float"),
+        ({"most": True}, "most", "type", "int", "bool"),
+        ({"most": None}, "most", "type", "int", "NoneType"),
+    ],
+)
+def test_a_bounded_number_may_not_be_anything_else(
+    fields: dict[str, Any], path: str, rule: str, captured: str, replayed: str
+) -> None:
+    """A larger number, another type and another length are breaches that say both values."""
+    pact = Pact.of(SHAPE, None, metadata=_limits())
+    with pytest.raises(PactBreach) as error:
+        pact.check(metadata=_limits(**fields))
+    (breach,) = error.value.breaches
+    assert (breach.path, breach.rule) == (f"metadata.{path}", rule)
+    assert (breach.captured, breach.replayed) == (captured, replayed)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [None, True, "512", torch.zeros(1), math.nan, Kind.A, [4, True], [[4]], {"a": 1}, Pair(1, 2)],
+    ids=repr,
+)
+def test_what_is_no_number_cannot_be_bounded(value: Any) -> None:
+    """At capture a bounded field holds a number, or a list or tuple of them, and is refused by name else."""
+    with pytest.raises(EngineError, match=r"metadata\.most is declared bounded\(\)") as error:
+        Pact.of(SHAPE, None, metadata=_limits(most=value))
+    assert str(SHAPE) in str(error.value)
+    assert "help: " in str(error.value)
+
+
+def test_bounded_is_a_field_like_any_other() -> None:
+    """Defaults, factories and the field's own metadata are kept."""
+    fields = {field.name: field for field in dataclasses.fields(Limits)}
+    assert _limits() == Limits(LENGTHS, 512, 0.5, [4, 8], 7)
+    assert fields["per_tier"].metadata["unit"] == "tokens"
+
+
+# -- metadata of another type or with other fields -------------------------------------------------
+
+
+@dataclasses.dataclass
+class Raw:
+    """What a backend makes before it knows more."""
+
+    lengths: torch.Tensor
+    mask: torch.Tensor | None = None
+
+
+@dataclasses.dataclass
+class Full:
+    """What the same backend upgrades it to."""
+
+    lengths: torch.Tensor
+    indptr: torch.Tensor
+    window: int = 4
+
+
+def test_metadata_that_is_upgraded_on_one_side_is_named() -> None:
+    """Both types, what is missing and what is new are in the first line, whichever side upgraded."""
+    lengths, indptr = torch.zeros(2), torch.zeros(3)
+    raw, full = Raw(lengths), Full(lengths, indptr)
+    for captured, replayed, words in (
+        (raw, full, ["captured Raw, got Full", "missing mask", "new indptr, window"]),
+        (full, raw, ["captured Full, got Raw", "missing indptr, window", "new mask"]),
+    ):
+        pact = Pact.of(SHAPE, None, metadata=captured)
+        with pytest.raises(PactBreach) as error:
+            pact.check(metadata=replayed)
+        first = str(error.value).splitlines()[0]
+        assert all(word in first for word in (str(SHAPE), "metadata", *words))
+        assert [b.rule for b in error.value.breaches] == ["type", "fields"]
+
+
+def test_the_fields_that_both_types_have_are_compared_too() -> None:
+    """Another type does not hide what else differs."""
+    pact = Pact.of(SHAPE, None, metadata=Raw(kept := torch.zeros(2)))
+    found = pact.breaches(metadata=Full(torch.zeros(2), torch.zeros(3)))
+    assert [(b.path, b.rule) for b in found] == [
+        ("metadata", "type"),
+        ("metadata", "fields"),
+        ("metadata.lengths", "address"),
+    ]
+    assert kept.shape == (2,)
+
+
+def test_types_of_one_name_are_told_apart() -> None:
+    """Where two types have the same short name, the long ones are given."""
+
+    def make() -> type:
+        @dataclasses.dataclass
+        class Raw:
+            lengths: int = 1
+
+        return Raw
+
+    (breach,) = Pact.of(SHAPE, None, metadata=make()()).breaches(metadata=make()())
+    assert "make.<locals>.Raw" in breach.captured
+    assert breach.rule == "type"
+
+
+def test_plain_metadata_that_gains_or_loses_attributes_is_named() -> None:
+    """An attribute that comes or goes between capture and replay is a breach of the fields."""
+
+    class Plain:
+        def __init__(self) -> None:
+            self.lengths, self.window = LENGTHS, 4
+
+    meta = Plain()
+    pact = Pact.of(SHAPE, None, metadata=meta)
+    meta.indptr = torch.zeros(3)  # type: ignore[attr-defined]  planted
+    del meta.window
+    (breach,) = pact.breaches(metadata=meta)
+    assert breach.text == "fields: missing window, new indptr"
+
+
+def test_none_and_an_object_are_told_apart_both_ways() -> None:
+    """A field that is None on one side names the other side's type and fields, and what to do."""
+    inner = Inner(torch.zeros(1), 2)
+    for captured, replayed, texts, advice in (
+        (
+            None,
+            inner,
+            ["type captured NoneType, got Inner", "fields: missing none, new indptr, window"],
+            "give it at capture too",
+        ),
+        (
+            inner,
+            None,
+            ["type captured Inner, got NoneType", "fields: missing indptr, window, new none"],
+            "keep the captured one",
+        ),
+    ):
+        found = Pact.of(SHAPE, None, metadata=[captured]).breaches(metadata=[replayed])
+        assert [breach.text for breach in found] == texts
+        assert advice in found[0].advice
+
+
+# -- how breaches are told -------------------------------------------------------------------------
+
+
+def test_a_breach_is_a_line_a_table_and_what_to_do() -> None:
+    """All breaches are there: the first in words, each as a row of aligned columns, then the help."""
+    registry = _registry()
+    meta = _meta(registry)
+    pact = Pact.of(SHAPE, registry, metadata=meta)
+    buffer = registry.get_slot("fi.lengths").buffer
+    assert buffer is not None
+    meta.count, meta.text, meta.lengths = 4, "ragged", buffer[1:4]
+    with pytest.raises(PactBreach) as error:
+        pact.check(metadata=meta)
+    owner, where = "slot 'fi.lengths' of flashinfer", buffer.data_ptr()
+    summary, *table, advice = str(error.value).splitlines()
+    assert summary == (
+        f"{SHAPE}: metadata.lengths ({owner}): address captured {where:#x}, got {where + 4:#x}; "
+        "shape captured torch.Size([4]), got torch.Size([3]); and 2 more in other fields"
+    )
+    assert [line.split()[0] for line in table] == ["field"] + 2 * ["metadata.lengths"] + [
+        "metadata.count",
+        "metadata.text",
+    ]
+    columns = [table[0].index(word) for word in ("field", "rule", "captured", "replayed", "owner")]
+    assert all(line[at - 1] == " " != line[at] for line in table for at in columns)
+    assert table[1].endswith(owner)
+    assert table[3].split() == ["metadata.count", "value", "3", "4", "-"]
+    assert advice == "  help: copy into the captured tensor instead of making a new one"
+    assert [b.rule for b in error.value.breaches] == ["address", "shape", "value", "value"]
+
+
+def test_a_long_table_is_cut_and_counted() -> None:
+    """Twelve rows are shown and the others counted; the error has all of them."""
+    pact = Pact.of(SHAPE, None, metadata=[0] * 40)
+    with pytest.raises(PactBreach) as error:
+        pact.check(metadata=[1] * 40)
+    lines = str(error.value).splitlines()
+    assert len(error.value.breaches) == 40
+    assert len(lines) == 1 + 1 + 12 + 1 + 1
+    assert lines[-2] == "  ... and 28 more"
+
+
+def test_a_tensor_in_the_wrong_slot_says_in_which() -> None:
+    """Where a replayed tensor lies in another slot than the captured one, that slot is named."""
+    registry = _registry("fi.other")
+    right, wrong = (registry.get_slot(n).slice_for(4, 4) for n in ("fi.lengths", "fi.other"))
+    (breach,) = Pact.of(SHAPE, registry, metadata=right).breaches(metadata=wrong)
+    assert breach.replayed == f"{wrong.data_ptr():#x} in slot 'fi.other' of flashinfer"
+    assert breach.owner == "slot 'fi.lengths' of flashinfer"
+
+
+def test_long_values_are_cut() -> None:
+    """A long text in metadata does not fill the screen."""
+    (breach,) = Pact.of(SHAPE, None, metadata="a" * 5000).breaches(metadata="b" * 5000)
+    assert max(len(breach.captured), len(breach.replayed)) < 100
+
+
+# -- random metadata -------------------------------------------------------------------------------
+
+
+_TENSOR_MUTATIONS: list[tuple[Any, str]] = [  # of a tensor [4, 4]
+    (lambda t: t.clone(), "address"),
+    (lambda t: t[:3], "shape"),
+    (lambda t: t.t(), "stride"),
+    (lambda t: t.view(torch.int32), "dtype"),
+    (lambda t: t.to("meta"), "address device"),
+    (lambda t: None, "type"),
+]
+
+
+def _mutations(leaf: Any) -> list[tuple[Any, str]]:
+    """Return other values for a leaf, each as a function of it, with the rules that it breaks."""
+    by_type: dict[Any, list[tuple[Any, str]]] = {
+        torch.Tensor: _TENSOR_MUTATIONS,
+        type(None): [(lambda _: 1, "type"), (lambda _: torch.zeros(1), "type")],
+        bool: [(lambda v: not v, "value"), (int, "type")],
+        int: [(lambda v: v + 1, "value"), (str, "type"), (float, "type"), (bool, "type")],
+        float: [(lambda v: v + 1, "value"), (str, "type"), (bool, "type")],
+        str: [(lambda v: v + "x", "value"), (str.encode, "type")],
+        Kind: [(lambda v: Kind.B if v is Kind.A else Kind.A, "value")],
+        torch.dtype: [(lambda v: torch.int8 if v != torch.int8 else torch.int16, "value")],
+        Plan: [(lambda _: Plan(), "value")],
+    }
+    return by_type[type(leaf)]
+
+
+def _make(names: list[str], values: list[Any], *, slots: bool) -> Any:
+    kind = dataclasses.make_dataclass(f"Made{len(names)}", names, slots=slots)
+    return kind(*values)
+
+
+_NUMBERS = st.integers(-(2**40), 2**40)
+_LEAVES = st.one_of(
+    st.builds(lambda: torch.zeros(4, 4)),
+    _NUMBERS,
+    st.floats(-1e6, 1e6),
+    st.booleans(),
+    st.none(),
+    st.text(max_size=5),
+    st.sampled_from([*Kind, torch.float32, torch.int8]),
+    st.builds(Plan),
+)
+
+
+def _containers(inside: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    many = st.lists(inside, min_size=1, max_size=3)
+    return st.one_of(
+        many,
+        many.map(tuple),
+        st.dictionaries(
+            st.one_of(st.text(max_size=3), st.integers()), inside, min_size=1, max_size=3
+        ),
+        st.builds(Pair, inside, inside),
+        st.builds(
+            lambda values, slots: _make([f"f{i}" for i in range(len(values))], values, slots=slots),
+            many,
+            st.booleans(),
+        ),
+    )
+
+
+_TREES = _containers(st.recursive(_LEAVES, _containers, max_leaves=8))
+
+
+def _replace(value: Any, path: str, at: str, change: Callable[[Any], Any]) -> Any:
+    """Return a rebuilt ``value`` in which the leaf at path ``at`` is changed."""
+
+    def inside(item: Any, suffix: str) -> Any:
+        return _replace(item, path + suffix, at, change)
+
+    if path == at:
+        value = change(value)
+    elif isinstance(value, Mapping):
+        value = {k: inside(v, f"[{k!r}]") for k, v in value.items()}
+    elif isinstance(value, Pair):
+        value = Pair(*(inside(v, f".{n}") for n, v in value._asdict().items()))
+    elif isinstance(value, (list, tuple)):
+        value = type(value)(inside(v, f"[{i}]") for i, v in enumerate(value))
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [field.name for field in dataclasses.fields(value)]
+        value = dataclasses.replace(value, **{n: inside(getattr(value, n), f".{n}") for n in names})
+    return value
+
+
+def _saved(tree: Any) -> SavedPacts:
+    return SavedPacts.of([("decode", Pact.of(SHAPE, None, metadata=tree))])
+
+
+PROPERTY = settings(
+    derandomize=True,
+    deadline=None,
+    max_examples=60,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+
+
+@PROPERTY
+@given(_TREES)
+def test_every_mutation_of_one_leaf_is_named_exactly(tree: Any) -> None:
+    """A rebuilt tree passes; with one leaf changed, the breaches are of that path and the right rules.
+
+    What is compared across processes names the same path, but for what differs between processes.
+    """
+    pact, saved = Pact.of(SHAPE, None, metadata=tree), _saved(tree)
+    leaves = dict(walk({"metadata": tree}))
+    assert list(leaves) == [p.path for p in pact.promises if p.form is None]
+    again = _replace(tree, "metadata", "nowhere", Plan)
+    assert pact._holds({"metadata": again})  # what runs in every step has no need of the walk
+    assert pact.breaches(metadata=again) == ()
+    assert diff(saved, _saved(tree)) == ()
+    for path, leaf in leaves.items():
+        for change, rules in _mutations(leaf):
+            other = _replace(tree, "metadata", path, change)
+            with pytest.raises(PactBreach) as error:
+                pact.check(metadata=other)
+            assert [(b.path, b.rule) for b in error.value.breaches] == [
+                (path, rule) for rule in rules.split()
+            ]
+            changed = {(c.lane, c.shape, c.path) for c in diff(saved, _saved(other))}
+            visible = rules != "address" and not isinstance(leaf, Plan)
+            assert changed == ({("decode", str(SHAPE), path)} if visible else set())
+
+
+@PROPERTY
+@given(st.lists(_NUMBERS, max_size=4), st.lists(_NUMBERS, max_size=4))
+def test_bounded_lists_are_bounds_entry_by_entry(captured: list[int], replayed: list[int]) -> None:
+    """A replay passes where the length is as captured and no entry is larger."""
+    pact = Pact.of(SHAPE, None, metadata=_limits(per_tier=captured))
+    found = pact.breaches(metadata=_limits(per_tier=replayed))
+    larger = [i for i, (a, b) in enumerate(zip(captured, replayed, strict=False)) if b > a]
+    expected = [("metadata.per_tier", "length")] if len(captured) != len(replayed) else []
+    expected += [(f"metadata.per_tier[{i}]", "bound") for i in larger]
+    assert [(b.path, b.rule) for b in found] == expected
+
+
+@PROPERTY
+@given(_TREES)
+def test_what_is_saved_is_loaded(tree: Any) -> None:
+    """Every document is read back as it was, through JSON that any reader takes."""
+    saved = _saved(tree)
+    text = json.dumps(saved.to_dict(), allow_nan=False)
+    assert SavedPacts.from_json(text) == saved
+
+
+def test_breaches_are_plain_data() -> None:
+    """A breach has only words, so it can be kept, compared and written."""
+    (breach,) = Pact.of(SHAPE, None, metadata=[1]).breaches(metadata=[2])
+    assert breach == Breach("metadata[0]", "value", "1", "2", None, breach.advice)
+    json.dumps(dataclasses.asdict(breach))

@@ -13,7 +13,7 @@ from graphpact.errors import GraphpactError
 from graphpact.graphs import Graph, GraphDriver
 from graphpact.hookspecs import CONTRACT_VERSION, hookimpl, hookspec
 from graphpact.lane import Lane
-from graphpact.pact import Pact
+from graphpact.pact import Pact, bounded
 from graphpact.runners import GraphRunner
 from graphpact.shapes import BucketLadder, EagerReason, GraphShape
 
@@ -39,6 +39,7 @@ __all__ = [
     "Limits",
     "Pact",
     "PaddingPolicy",
+    "bounded",
     "hookimpl",
     "hookspec",
 ]

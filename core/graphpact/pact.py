@@ -1,134 +1,231 @@
 """The pact: what a capture promised, and the check that a replay keeps it.
 
 A pact is a walk over the view and the metadata of one captured shape. For a tensor it holds address,
-shape, stride, dtype and device; for a host number its value; for every object its exact type and
-fields. `Pact.check` holds a replay to it: by comparisons that were compiled at capture, since it runs
-in every step, and where one fails by the same walk again, which finds the field to name.
+shape, stride, dtype and device; for a host number its value, or where its field is `bounded` the most
+that it may be; for every object its exact type and fields. `Pact.check` holds a replay to it: by one
+expression that was compiled at capture, since it runs in every step, and where that fails by the same
+walk again, which finds every field that differs.
 
 Equal addresses are necessary and not sufficient: what the tensors hold is not looked at here.
-Does not: read any tensor's contents, so it never waits for a device.
+Does not: read any tensor's contents, so it never waits for a device; or outlive its process
+(`graphpact.saved_pacts` does).
 """
 
 import dataclasses
 import enum
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+import keyword
+import numbers
+import reprlib
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from graphpact.buffers import CudaGraphBufferRegistry
-from graphpact.errors import PactBreach
+from graphpact.errors import EngineError, PactBreach
 from graphpact.shapes import GraphShape
 
+Rule = Literal[
+    "address", "shape", "stride", "dtype", "device", "value", "bound", "type", "fields", "length"
+]
+"""What a replay can break. ``fields`` is also a mapping's keys; ``length`` is a list's or a tuple's."""
 
-class _Same:
-    """An object that is compared by identity: the graph holds its state and no other's."""
+_BOUNDED = "graphpact.bounded"  # the key of the mark in a field's metadata
+_MOST_ROWS = 12  # of the table of breaches
+_TENSOR_RULES: tuple[Rule, ...] = ("address", "shape", "stride", "dtype", "device")
+_ADVICE: dict[Rule, str] = {
+    "address": "copy into the captured tensor instead of making a new one",
+    "shape": "take the slice that capture took: recorded kernels read the captured extent",
+    "stride": "copy into the captured tensor: recorded kernels step through memory as it did",
+    "dtype": "copy into the captured tensor: recorded kernels read elements of its type",
+    "device": "copy into the captured tensor, on its device",
+    "value": "a host number is frozen into the graph: keep it constant for the shape, put it in a"
+    " tensor, or declare it bounded() where every smaller one is as good",
+    "bound": "capture with the largest number that a replay may have; the graph serves no larger one",
+    "type": "the graph was recorded with the captured type; refresh it in place",
+    "fields": "return the captured metadata object, refreshed in place, with the same fields",
+    "length": "keep one entry for each that was captured",
+}
 
-    def __init__(self, value: object) -> None:
-        self.value = value
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and other.value is self.value
+def bounded(**field_kwargs: Any) -> Any:
+    """Declare a host number of metadata whose replayed value may be smaller than the captured one.
 
-    def __hash__(self) -> int:
-        return id(self.value)
+    For what a recorded kernel takes as a limit: ``max_kv_len: int = bounded()``. The field is an int or
+    a float, or a list or tuple of them, whose length must stay. What is None or a bool at capture, or
+    NaN, is no bound and refused there.
 
-    def __repr__(self) -> str:
-        return f"the {type(self.value).__name__} at {id(self.value):#x}"
+    Type checkers take ``bounded()`` for a default: let no field without one follow, or make the
+    dataclass ``kw_only``.
+
+    Args:
+        field_kwargs: What `dataclasses.field` takes: ``default``, ``kw_only``, ``metadata``.
+    """
+    metadata = {**(field_kwargs.pop("metadata", None) or {}), _BOUNDED: True}
+    return dataclasses.field(metadata=metadata, **field_kwargs)
 
 
-def _field_names(value: Any, *, root: bool) -> list[str] | None:
-    """Return the attributes that are the fields of ``value``, or None where it has none.
+# -- the walk ------------------------------------------------------------------------------------------
+
+_Form = Literal["fields", "keys", "items"]
+
+
+class _Parts(NamedTuple):
+    """What a container holds: attributes by name, values by key, or items by index."""
+
+    form: _Form
+    items: dict[Hashable, Any]
+
+    def path(self, path: str, key: Hashable) -> str:
+        """Return the path of a part from the container's."""
+        return f"{path}.{key}" if self.form == "fields" else f"{path}[{key!r}]"
+
+
+def walk(parts: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield every leaf under ``parts`` with its path, such as ``metadata.kv_indptr``.
+
+    Dataclasses, named tuples, mappings, lists and tuples are gone into, and so is a plain object that is
+    itself one of ``parts``; everything else is a leaf. A container that holds nothing yields nothing.
+
+    Args:
+        parts: The roots of the walk by name, as `Pact.of` takes them.
+    """
+    for name, root in parts.items():
+        yield from _walk(name, root, root=True)
+
+
+def _walk(path: str, value: Any, *, root: bool = False) -> Iterator[tuple[str, Any]]:
+    parts = _parts(value, root=root)
+    if parts is None:
+        yield path, value
+        return
+    for key, item in parts.items.items():
+        yield from _walk(parts.path(path, key), item)
+
+
+def _parts(value: Any, *, root: bool = False) -> _Parts | None:
+    """Return what a container holds, or None for a leaf."""
+    names = _attributes(value, root=root)
+    if names is not None:
+        return _Parts("fields", {name: getattr(value, name) for name in names})
+    if isinstance(value, Mapping):
+        return _Parts("keys", dict(value))
+    if isinstance(value, (list, tuple)):
+        return _Parts("items", dict(enumerate(value)))
+    return None
+
+
+def _attributes(value: Any, *, root: bool) -> list[str] | None:
+    """Return the attributes that are set and are fields of ``value``, or None where it has no fields.
 
     Metadata of a plain class, at a root of the walk, has its attributes for fields.
     """
+    kind: Any = type(value)
     if isinstance(value, (type, torch.Tensor, enum.Enum)):
         return None
-    if dataclasses.is_dataclass(value):
-        return [f.name for f in dataclasses.fields(value)]
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return list(value._fields)
-    if root and hasattr(value, "__dict__") and not isinstance(value, Mapping):
-        return list(vars(value))
-    return None
+    declared = _declared_fields(kind)
+    if declared is not None:
+        return [name for name in declared if hasattr(value, name)]
+    if not root or kind.__module__ == "builtins" or isinstance(value, (Mapping, list, tuple)):
+        return None
+    slots = [name for name in _slot_names(kind) if hasattr(value, name)]
+    if hasattr(value, "__dict__"):
+        return [*slots, *vars(value)]
+    return slots or None
 
 
-def _children(value: Any, *, root: bool = False) -> list[tuple[str, Any]] | None:
-    """Return the named parts of a container, or None for a leaf."""
-    names = _field_names(value, root=root)
-    if names is not None:
-        return [(f".{name}", getattr(value, name)) for name in names]
-    if isinstance(value, Mapping):
-        return [(f"[{key!r}]", item) for key, item in value.items()]
-    if isinstance(value, (list, tuple)):
-        return [(f"[{i}]", item) for i, item in enumerate(value)]
-    return None
+def _declared_fields(kind: Any) -> Sequence[str] | None:
+    """Return the fields of a dataclass or a named tuple, or None of another type."""
+    if dataclasses.is_dataclass(kind):
+        return [field.name for field in dataclasses.fields(kind)]
+    return getattr(kind, "_fields", None) if issubclass(kind, tuple) else None
 
 
-def _promise(value: Any) -> Any:
-    """Return what a leaf promises, comparable by ``==``."""
-    if isinstance(value, torch.Tensor):
-        return (value.data_ptr(), value.shape, value.stride(), value.dtype, value.device)
-    if isinstance(value, float) and value != value:  # noqa: PLR0124  NaN promises NaN
-        return "nan"
-    if value is None or isinstance(value, (bool, int, float, complex, str, bytes, enum.Enum)):
-        return value
-    if isinstance(value, (torch.dtype, torch.device, torch.Size, type)):
-        return value
-    return _Same(value)
+def _slot_names(kind: type) -> Iterator[str]:
+    """Yield the names in ``__slots__`` of a class and its bases, as attributes have them."""
+    for base in kind.__mro__:
+        names = base.__dict__.get("__slots__", ())
+        for name in (names,) if isinstance(names, str) else names:
+            if name.startswith("__") and not name.endswith("__"):
+                yield f"_{base.__name__.lstrip('_')}{name}"
+            elif name not in ("__dict__", "__weakref__"):
+                yield name
 
 
-def _compile(value: Any, *, root: bool = False) -> Callable[[Any], bool]:
-    """Return a function that tells whether another value promises all that ``value`` does."""
-    kind = type(value)
-    children = _children(value, root=root)
-    if children is None:
-        promise = _promise(value)
-        if not isinstance(value, torch.Tensor):
-            return lambda now: type(now) is kind and _promise(now) == promise
-        address, shape, stride, dtype, device = promise
-        return lambda now: (
-            type(now) is kind
-            and now.data_ptr() == address
-            and now.shape == shape
-            and now.stride() == stride
-            and now.dtype is dtype
-            and now.device == device
-        )
-    checks = [_compile(child) for _, child in children]
-    names = _field_names(value, root=root)
-    if names is not None:
-        named = list(zip(names, checks, strict=True))
-        by_type = _field_names(value, root=False) is not None  # else one may have come or gone
-        return lambda now: (
-            type(now) is kind
-            and (by_type or list(vars(now)) == names)
-            and all(check(getattr(now, name)) for name, check in named)
-        )
-    keys = list(value) if isinstance(value, Mapping) else None
-
-    def same_items(now: Any) -> bool:
-        if type(now) is not kind or len(now) != len(checks):
-            return False
-        if keys is not None and list(now) != keys:
-            return False
-        items = now if keys is None else now.values()
-        return all(check(item) for check, item in zip(checks, items, strict=True))
-
-    return same_items
+# -- what is promised ----------------------------------------------------------------------------------
 
 
-_TENSOR_RULES = ("address", "shape", "stride", "dtype", "device")
+class TensorFacts(NamedTuple):
+    """What a tensor promises. ``stride`` is in elements."""
+
+    address: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> "TensorFacts":
+        """Return the facts of ``tensor``."""
+        return cls(tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Promise:
-    """One leaf of a pact: where it is, what was captured, and whose memory it is."""
+    """What a container or a leaf promised: a node of the tree that was walked.
+
+    Args:
+        path: Where it is.
+        type: Its exact type.
+        value: Of a leaf: `TensorFacts`, or the host value. None for a container.
+        owner: Label of the slot in whose memory a tensor lies; None elsewhere.
+        offset: Bytes from the start of that slot's buffer to the tensor.
+        bounded: Whether a replay may have a smaller number.
+        form: How a container holds its parts; None for a leaf.
+        parts: The promises of a container's parts.
+    """
 
     path: str
     type: type
-    value: Any
+    value: Any = None
+    owner: str | None = None
+    offset: int | None = None
+    bounded: bool = False
+    form: _Form | None = None
+    parts: Mapping[Hashable, "Promise"] = dataclasses.field(default_factory=dict)
+
+    def __iter__(self) -> Iterator["Promise"]:
+        yield self
+        for part in self.parts.values():
+            yield from part
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Breach:
+    """One promise that a replay does not keep.
+
+    Args:
+        path: The field, such as ``metadata.kv_indptr``.
+        rule: What of it differs.
+        captured: What was promised, in words.
+        replayed: What is there now, in words.
+        owner: Label of the slot whose memory was captured; None where it was no slot's.
+        advice: What to do.
+    """
+
+    path: str
+    rule: Rule
+    captured: str
+    replayed: str
     owner: str | None
+    advice: str
+
+    @property
+    def text(self) -> str:
+        """Rule and both values, in words."""
+        if self.rule == "fields":
+            return f"fields: {self.captured}, {self.replayed}"
+        return f"{self.rule} captured {self.captured}, got {self.replayed}"
 
 
 class Pact:
@@ -136,19 +233,20 @@ class Pact:
 
     Args:
         shape: The captured shape.
-        promises: Every leaf of view and metadata, in the order of the walk.
-        checks: A comparison for each root of the walk.
+        roots: The promises by root of the walk.
+        registry: Where given, breaches say in which slot a replayed tensor lies.
     """
 
     def __init__(
         self,
         shape: GraphShape,
-        promises: list[Promise],
-        checks: Mapping[str, Callable[[Any], bool]],
+        roots: Mapping[str, Promise],
+        registry: CudaGraphBufferRegistry | None = None,
     ) -> None:
         self.shape = shape
-        self.promises = promises
-        self._checks = checks
+        self._roots = roots
+        self._registry = registry
+        self._holds = _compile(roots)
 
     @classmethod
     def of(
@@ -158,89 +256,300 @@ class Pact:
 
         Args:
             shape: The captured shape.
-            registry: Where given, breaches name the slot and the owner of a tensor.
+            registry: Where given, promises and breaches name the slot and the owner of a tensor.
             parts: The roots of the walk.
+
+        Raises:
+            EngineError: A `bounded` field is no number and no list or tuple of numbers.
         """
-        promises = []
-        for path, value in _walk(parts):
-            slot = None
-            if registry is not None and isinstance(value, torch.Tensor):
-                slot = registry.slot_of(value)
-            promises.append(
-                Promise(path, type(value), _promise(value), slot.label if slot else None)
-            )
-        return cls(shape, promises, {n: _compile(part, root=True) for n, part in parts.items()})
+        roots = {
+            name: _promise(name, part, shape, registry, root=True) for name, part in parts.items()
+        }
+        return cls(shape, roots, registry)
+
+    @property
+    def promises(self) -> list[Promise]:
+        """Every container and every leaf, in the order of the walk."""
+        return [promise for root in self._roots.values() for promise in root]
 
     def check(self, **parts: Any) -> None:
         """Hold the same named ``parts`` of a replay to the pact.
 
         Raises:
-            PactBreach: At the first difference: which field, what was captured, what is there now,
-                whose it is, and what to do.
+            PactBreach: They differ. It has every difference: which field, what was captured, what is
+                there now, whose it is, and what to do.
         """
-        checks = self._checks
-        if parts.keys() == checks.keys() and all(checks[name](parts[name]) for name in checks):
-            return
-        self._name_the_breach(parts)
+        try:
+            if self._holds(parts):
+                return
+        except (AttributeError, LookupError):  # something that was captured is gone
+            pass
+        found = self.breaches(**parts)
+        if found:
+            raise PactBreach(_tell(self.shape, found), hint=found[0].advice, breaches=found)
 
-    def _name_the_breach(self, parts: dict[str, Any]) -> None:
-        promises = self.promises
-        for at, (path, value) in enumerate(_walk(parts)):
-            if at == len(promises) or promises[at].path != path:
-                self._breach_of_structure(parts)
-            promise = promises[at]
-            if type(value) is not promise.type or _promise(value) != promise.value:
-                self._breach(promise, value)
-        self._breach_of_structure(parts)
+    def breaches(self, **parts: Any) -> tuple[Breach, ...]:
+        """Return every difference between the named ``parts`` of a replay and the pact.
 
-    def _breach_of_structure(self, parts: dict[str, Any]) -> None:
-        captured = {p.path for p in self.promises}
-        now = {path for path, _ in _walk(parts)}
-        lost, new = sorted(captured - now), sorted(now - captured)
-        what = f"missing {lost or 'none'}, new {new or 'none'}" if lost or new else "another order"
-        raise PactBreach(
-            f"{self.shape}: replay has other fields than capture: {what}",
-            hint="return the captured metadata object, refreshed in place, with the same fields",
-        )
+        What `check` asks where its compiled expression says no, and the authority: that expression may
+        be too strict (it compares no NaN), never too lax.
+        """
+        return tuple(self._breaches(parts))
 
-    def _breach(self, promise: Promise, value: Any) -> None:
-        whose = f" ({promise.owner})" if promise.owner else ""
-        what = f"{self.shape}: {promise.path}{whose}"
+    # -- inside ----------------------------------------------------------------------------------
+
+    def _breaches(self, parts: Mapping[str, Any]) -> Iterator[Breach]:
+        for name in {**self._roots, **parts}:
+            if name in self._roots and name in parts:
+                yield from self._differences(self._roots[name], parts[name], root=True)
+            else:
+                lost, new = (name, "none") if name in self._roots else ("none", name)
+                advice = _ADVICE["fields"]
+                yield Breach(name, "fields", f"missing {lost}", f"new {new}", None, advice)
+
+    def _differences(self, promise: Promise, value: Any, *, root: bool = False) -> Iterator[Breach]:
+        parts = _parts(value, root=root)
+        form = None if parts is None else parts.form
         if type(value) is not promise.type:
-            raise PactBreach(
-                f"{what}: captured {promise.type.__name__}, got {type(value).__name__}",
-                hint="the graph was recorded with the captured type; refresh it in place",
-            )
-        now = _promise(value)
+            yield _breach(promise, "type", *_type_names(promise.type, type(value)))
+        elif parts is None:
+            yield from self._leaf_differences(promise, value)
+        now = {} if parts is None else parts.items
+        lost = [key for key in promise.parts if key not in now]
+        new = [key for key in now if key not in promise.parts]
+        if form == promise.form == "items":
+            if lost or new:
+                yield _breach(promise, "length", str(len(promise.parts)), str(len(now)))
+        elif (lost or new) and "items" not in (form, promise.form):
+            missing, extra = _names(promise.form, lost), _names(form, new)
+            yield _breach(promise, "fields", f"missing {missing}", f"new {extra}")
+        if form == promise.form:
+            for key, part in promise.parts.items():
+                if key in now:
+                    yield from self._differences(part, now[key])
+
+    def _leaf_differences(self, promise: Promise, value: Any) -> Iterator[Breach]:
         if isinstance(value, torch.Tensor):
-            for rule, a, b in zip(_TENSOR_RULES, promise.value, now, strict=True):
-                if a != b:
-                    raise PactBreach(
-                        f"{what}: {rule} captured {_show(rule, a)}, got {_show(rule, b)}",
-                        hint="copy into the captured tensor instead of making a new one",
-                    )
-        raise PactBreach(
-            f"{what}: captured {promise.value!r}, got {now!r}",
-            hint="a host number is frozen into the graph: keep it constant for the shape, or put it"
-            " in a tensor",
-        )
+            facts = zip(_TENSOR_RULES, promise.value, TensorFacts.of(value), strict=True)
+            for rule, captured, now in facts:
+                if rule == "address" and captured != now:
+                    yield _breach(promise, rule, hex(captured), self._place(promise, value))
+                elif captured != now:
+                    yield _breach(promise, rule, str(captured), str(now))
+        elif promise.bounded:
+            if not value <= promise.value:
+                yield _breach(promise, "bound", f"<= {promise.value!r}", repr(value))
+        elif not _is_same(promise.value, value):
+            yield _breach(promise, "value", _show(promise.value), _show(value))
+
+    def _place(self, promise: Promise, tensor: torch.Tensor) -> str:
+        """Return the address of a replayed tensor, and its slot where that is not the captured one."""
+        slot = None if self._registry is None else self._registry.slot_of(tensor)
+        where = "" if slot is None or slot.label == promise.owner else f" in {slot.label}"
+        return f"{tensor.data_ptr():#x}{where}"
 
 
-def _show(rule: str, value: Any) -> str:
-    return hex(value) if rule == "address" else str(value)
+def _promise(
+    path: str,
+    value: Any,
+    shape: GraphShape,
+    registry: CudaGraphBufferRegistry | None,
+    *,
+    root: bool = False,
+    is_bounded: bool = False,
+) -> Promise:
+    """Return what ``value`` and everything in it promise."""
+    kind: Any = type(value)
+    if is_bounded:
+        _require_numbers(path, value, shape)
+    if isinstance(value, torch.Tensor):
+        slot = None if registry is None else registry.slot_of(value)
+        if slot is None or slot.buffer is None:
+            return Promise(path, kind, TensorFacts.of(value))
+        offset = value.data_ptr() - slot.buffer.data_ptr()
+        return Promise(path, kind, TensorFacts.of(value), slot.label, offset)
+    parts = _parts(value, root=root)
+    if parts is None:
+        return Promise(path, kind, value, bounded=is_bounded)
+    fields = dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ()
+    marked = {field.name for field in fields if _BOUNDED in field.metadata}
+    promises = {}
+    for key, item in parts.items.items():
+        at, limit = parts.path(path, key), is_bounded or key in marked
+        promises[key] = _promise(at, item, shape, registry, is_bounded=limit)
+    return Promise(path, kind, form=parts.form, parts=promises)
 
 
-def _walk(parts: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield every leaf under ``parts`` with its path, and every container as a leaf of its type."""
-    for name, root in parts.items():
-        yield from _walk_value(name, root, root=True)
+def _require_numbers(path: str, value: Any, shape: GraphShape) -> None:
+    """See that a bounded field is a number, or a list or tuple of numbers."""
+    of_items = isinstance(value, (list, tuple)) and not hasattr(value, "_fields")
+    for number in value if of_items else (value,):
+        is_number = isinstance(number, (int, float)) and not isinstance(number, (bool, enum.Enum))
+        if not is_number or number != number:  # noqa: PLR0124  NaN
+            raise EngineError(
+                f"{shape}: {path} is declared bounded() and is {_show(value)} at capture, which is no"
+                " number, nor a list or tuple of numbers",
+                hint="give it the largest number that a replay may have, or leave out bounded()",
+            )
 
 
-def _walk_value(path: str, value: Any, *, root: bool = False) -> Iterator[tuple[str, Any]]:
-    children = _children(value, root=root)
-    if children is None:
-        yield path, value
-        return
-    yield f"{path}: type", type(value)
-    for name, child in children:
-        yield from _walk_value(path + name, child)
+# -- comparing -----------------------------------------------------------------------------------------
+
+_BY_VALUE = (numbers.Number, str, bytes, range, slice, torch.device)
+
+
+def _is_same(captured: Any, now: Any) -> bool:
+    """Return whether a host value of the captured type is as captured.
+
+    What is no value (a plan, a function) is compared by identity: the graph holds its state and no
+    other's.
+    """
+    if captured is now:
+        return True
+    if not isinstance(captured, _BY_VALUE) or isinstance(captured, enum.Enum):
+        return False
+    return bool(captured == now) or bool(captured != captured and now != now)  # noqa: PLR0124  NaN
+
+
+def _compile(roots: Mapping[str, Promise]) -> Callable[[Mapping[str, Any]], bool]:
+    """Return a function that tells whether the parts of a replay promise all that ``roots`` do.
+
+    It is one chain of comparisons in source code, as `dataclasses` makes methods: no calls but those
+    into torch. What was captured is never spelled in it but as a plain name; all else is a constant
+    that a name stands for.
+    """
+    source = _Source()
+    terms = [f"len(parts) == {len(roots)}"]
+    for name, promise in roots.items():
+        terms += source.terms(promise, f"parts[{source.constant(name)}]")
+    chain = "\n        and ".join(terms)
+    code = f"def holds(parts):\n    return (\n        {chain}\n    )\n"
+    exec(code, source.names)  # noqa: S102  made of our own words and plain names only, see above
+    holds: Callable[[Mapping[str, Any]], bool] = source.names["holds"]
+    return holds
+
+
+class _Source:
+    """Spells the comparisons of a pact, and keeps what the names in them stand for."""
+
+    def __init__(self) -> None:
+        self.names: dict[str, Any] = {}
+
+    def constant(self, value: Any) -> str:
+        """Return a name for ``value``."""
+        name = f"c{len(self.names)}"
+        self.names[name] = value
+        return name
+
+    def terms(self, promise: Promise, expression: str) -> Iterator[str]:
+        """Yield what ``expression`` must be to keep ``promise``."""
+        if _is_singleton(promise):
+            yield f"{expression} is {self.constant(promise.value)}"
+            return
+        v = f"v{len(self.names)}"  # no other's: the type takes the next name
+        yield f"type({v} := {expression}) is {self.constant(promise.type)}"
+        if promise.form == "items":
+            yield f"len({v}) == {len(promise.parts)}"
+        elif promise.form == "keys":
+            yield f"{v}.keys() == {self.constant(frozenset(promise.parts))}"
+        elif promise.form == "fields":
+            if not _is_complete(promise):  # attributes may come and go
+                names = self.constant(lambda now: set(_attributes(now, root=True) or ()))
+                yield f"{names}({v}) == {self.constant(set(promise.parts))}"
+        elif isinstance(promise.value, TensorFacts):
+            facts = ("data_ptr() ==", "shape ==", "stride() ==", "dtype is", "device ==")
+            for fact, captured in zip(facts, promise.value, strict=True):
+                yield f"{v}.{fact} {self.constant(captured)}"
+        else:
+            yield f"{v} {'<=' if promise.bounded else '=='} {self.constant(promise.value)}"
+        for key, part in promise.parts.items():
+            yield from self.terms(part, self._part(promise.form, v, key))
+
+    def _part(self, form: _Form | None, v: str, key: Hashable) -> str:
+        if form != "fields":
+            return f"{v}[{self.constant(key)}]"
+        name = str(key)
+        if name.isascii() and name.isidentifier() and not keyword.iskeyword(name):
+            return f"{v}.{name}"
+        return f"{self.constant(getattr)}({v}, {self.constant(key)})"
+
+
+def _is_singleton(promise: Promise) -> bool:
+    """Return whether it is a leaf's promise that only the very object keeps."""
+    value = promise.value
+    if promise.form is not None or promise.bounded or isinstance(value, TensorFacts):
+        return False
+    return not isinstance(value, _BY_VALUE) or isinstance(value, (bool, enum.Enum))
+
+
+def _is_complete(promise: Promise) -> bool:
+    """Return whether all fields that the type declares are set, so that none can be added."""
+    declared = _declared_fields(promise.type)
+    return declared is not None and len(declared) == len(promise.parts)
+
+
+# -- telling -------------------------------------------------------------------------------------------
+
+
+def _breach(promise: Promise, rule: Rule, captured: str, replayed: str) -> Breach:
+    advice = _ADVICE[rule]
+    if rule == "value" and not isinstance(promise.value, numbers.Number):
+        advice = "the graph was recorded with the captured one; hand the same to every replay"
+    elif rule == "type" and type(None) is promise.type:
+        advice = "the graph was recorded without it: give it at capture too, or leave it None"
+    elif rule == "type" and replayed == "NoneType":
+        advice = "the graph was recorded with it: keep the captured one, refreshed in place"
+    return Breach(promise.path, rule, captured, replayed, promise.owner, advice)
+
+
+def _names(form: _Form | None, keys: Iterable[Hashable]) -> str:
+    return ", ".join(map(repr if form == "keys" else str, keys)) or "none"
+
+
+def _show(value: Any) -> str:
+    if isinstance(value, type):
+        return type_name(value)
+    if isinstance(value, (torch.Tensor, list, tuple)) or not is_readable(value):
+        return f"the {type(value).__name__} at {id(value):#x}"
+    short = reprlib.Repr()
+    short.maxstring = short.maxother = short.maxlong = 60
+    return short.repr(value)
+
+
+def is_readable(value: Any) -> bool:
+    """Return whether a host value is told by its ``repr``; of any other one only identity counts."""
+    return isinstance(value, (*_BY_VALUE, enum.Enum, torch.dtype, type(None)))
+
+
+def type_name(kind: type) -> str:
+    """Return the name of a type with its module, but for Python's own."""
+    module = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
+    return f"{module}{kind.__qualname__}"
+
+
+def _type_names(captured: type, replayed: type) -> tuple[str, str]:
+    """Return short names of two types, or long ones where the short are equal."""
+    if captured.__name__ == replayed.__name__:
+        return type_name(captured), type_name(replayed)
+    return captured.__name__, replayed.__name__
+
+
+def _tell(shape: GraphShape, breaches: Sequence[Breach]) -> str:
+    """Return the message of an error: one line for the first field, then a table of all."""
+    first = breaches[0]
+    here = [breach.text for breach in breaches if breach.path == first.path]
+    whose = f" ({first.owner})" if first.owner else ""
+    more = len(breaches) - len(here)
+    tail = f"; and {more} more in other fields" if more else ""
+    lines = [f"{shape}: {first.path}{whose}: {'; '.join(here)}{tail}"]
+    rows = [("field", "rule", "captured", "replayed", "owner")]
+    rows += [
+        (b.path, b.rule, b.captured, b.replayed, b.owner or "-") for b in breaches[:_MOST_ROWS]
+    ]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        lines.append(f"  {'  '.join(cells).rstrip()}")
+    if len(breaches) > _MOST_ROWS:
+        lines.append(f"  ... and {len(breaches) - _MOST_ROWS} more")
+    return "\n".join(lines)

@@ -16,6 +16,7 @@ from typer.core import TyperGroup
 
 from graphpact.cli.doctor import doctor
 from graphpact.cli.generate import generate
+from graphpact.cli.pact import pact
 from graphpact.cli.plugins import distributions, plugins
 
 _READER_GONE = 141  # what a shell reports for SIGPIPE
@@ -53,6 +54,7 @@ app = typer.Typer(
 app.command()(generate)
 app.command()(plugins)
 app.command()(doctor)
+app.add_typer(pact, name="pact")
 
 
 def run(arguments: Sequence[str] | None = None) -> int:

@@ -1,0 +1,299 @@
+"""``graphpact pact``: what graphs promise is saved, shown and compared, and files are not trusted."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from graphpact.cli import main
+from graphpact.saved_pacts import SavedPacts
+
+DEMO = Path(__file__).parents[1] / "examples/demo.toml"
+ENGINE = ["--config", str(DEMO), "--set", 'engine.device="cpu"']
+
+
+@pytest.fixture(autouse=True)
+def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take the configuration of whoever runs the tests out of the environment."""
+    for name in ("GRAPHPACT_DISABLE_PLUGINS", "GRAPHPACT_TRACEBACK"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a file of the demo's pacts."""
+    file = tmp_path_factory.mktemp("pacts") / "demo.json"
+    assert main(["pact", "save", str(file), *ENGINE]) == 0
+    return file
+
+
+@pytest.fixture
+def edited(saved: Path, tmp_path: Path) -> Callable[..., Path]:
+    """Return a maker of a copy of the demo's file that ``change`` was applied to."""
+
+    def edit(change: Callable[[dict[str, Any]], object]) -> Path:
+        document = json.loads(saved.read_text(encoding="utf-8"))
+        change(document)
+        file = tmp_path / "edited.json"
+        file.write_text(json.dumps(document), encoding="utf-8")
+        return file
+
+    return edit
+
+
+def _promise(document: dict[str, Any], pact: int, path: str) -> dict[str, Any]:
+    promise: dict[str, Any]
+    (promise,) = [p for p in document["pacts"][pact]["promises"] if p["path"] == path]
+    return promise
+
+
+# -- save ------------------------------------------------------------------------------------------
+
+
+def test_saving_writes_every_captured_shape(
+    saved: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The file has each shape of each lane that captures, and no address of this process."""
+    pacts = SavedPacts.load(saved).pacts
+    assert [(pact.lane, pact.batch_size) for pact in pacts] == [("decode", n) for n in (8, 4, 2, 1)]
+    promises = {promise.path: promise for promise in pacts[1].promises}
+    indptr = promises["metadata.kv_indptr"].tensor
+    assert indptr is not None
+    assert (indptr.shape, indptr.dtype, indptr.offset) == ((5,), "int32", 0)
+    assert indptr.slot == "slot 'flashinfer.kv_indptr' of flashinfer"
+    assert promises["metadata"].type == "graphpact_flashinfer.FlashInferMetadata"
+    assert promises["view.batch_size"].value == 4
+    assert "address" not in saved.read_text(encoding="utf-8")
+
+
+def test_two_engines_of_one_configuration_promise_the_same(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is saved does not depend on the process; stdout stays empty, and the file is named."""
+    again = tmp_path / "again.json"
+    assert main(["pact", "save", str(again), *ENGINE]) == 0
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err == f"4 pacts saved in {again}\n"
+    assert again.read_bytes() == saved.read_bytes()
+    assert main(["pact", "diff", str(saved), str(again)]) == 0
+
+
+def test_the_engine_is_the_one_that_was_asked_for(
+    tmp_path: Path, checkpoint: Callable[..., Path]
+) -> None:
+    """``--model`` and ``--set`` mean what they mean to ``generate``."""
+    file = tmp_path / "pacts.json"
+    options = ["-m", str(checkpoint("llama")), "-s", "lanes.decode.batch_sizes=[3]"]
+    assert main(["pact", "save", str(file), *options, "-s", 'engine.device="cpu"']) == 0
+    assert [str(pact.shape) for pact in SavedPacts.load(file).pacts] == ["decode[bs=3, tokens=3]"]
+
+
+@pytest.mark.parametrize("where", ["there.json", ".", "missing/pacts.json"])
+def test_a_target_that_cannot_be_written_is_refused_before_anything_is_built(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A file that is there, a directory and a path in none end with status 2 and leave all as it was."""
+
+    def refuse(*_: object, **__: object) -> object:
+        raise AssertionError("an engine was built")
+
+    monkeypatch.setattr("graphpact.cli.pact.build_engine", refuse)
+    (tmp_path / "there.json").write_text("mine")
+    assert main(["pact", "save", str(tmp_path / where), *ENGINE]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert str(tmp_path / where) in err
+    assert "help: name a" in err
+    assert (tmp_path / "there.json").read_text() == "mine"
+
+
+def test_force_writes_over_a_file(saved: Path, tmp_path: Path) -> None:
+    """With ``--force`` the file that is there is replaced."""
+    file = tmp_path / "pacts.json"
+    file.write_text("old" * 100_000)
+    assert main(["pact", "save", str(file), "--force", *ENGINE]) == 0
+    assert file.read_bytes() == saved.read_bytes()
+
+
+def test_an_engine_without_graphs_has_nothing_to_save(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where no lane captures there is no empty file, but a usage error."""
+    file = tmp_path / "pacts.json"
+    assert main(["pact", "save", str(file), *ENGINE, "-s", "lanes.decode.runner=eager"]) == 2
+    assert "no pact to save" in capsys.readouterr().err
+    assert not file.exists()
+
+
+def test_an_engine_that_cannot_be_built_is_the_usual_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No checkpoint and an unknown key end as they do for ``generate``: status 2, one error, no file."""
+    file = tmp_path / "pacts.json"
+    for options in (["-m", str(tmp_path)], [], ["-s", "engine.sede=1"]):
+        assert main(["pact", "save", str(file), *options]) == 2
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert err.startswith("error: ")
+    assert not file.exists()
+
+
+# -- show ------------------------------------------------------------------------------------------
+
+
+def test_people_read_a_table_for_each_shape(
+    saved: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each lane and shape has a heading and a row for each field: type, promise, and whose memory."""
+    assert main(["pact", "show", str(saved)]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    lines = [" ".join(line.split()) for line in out.splitlines()]
+    headings = [line for line in lines if line.startswith("lane decode, ")]
+    assert [line.partition(": ")[0] for line in headings] == [
+        f"lane decode, decode[bs={n}, tokens={n}]" for n in (8, 4, 2, 1)
+    ]
+    assert lines.count("field type promises memory") == 4
+    assert (
+        "metadata.kv_indptr torch.Tensor int32 [9], stride [1], on cpu"
+        " slot 'flashinfer.kv_indptr' of flashinfer + 0 bytes"
+    ) in lines
+    assert "metadata graphpact_flashinfer.FlashInferMetadata" in lines
+    assert "view.batch_size int = 8" in lines
+
+
+def test_bounds_and_foreign_memory_are_shown_as_such(
+    edited: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A bounded number shows its bound; a tensor of no slot says so; text is never a command."""
+
+    def change(document: dict[str, Any]) -> None:
+        _promise(document, 0, "metadata.max_kv_len")["value"] = 64
+        _promise(document, 0, "view.input_ids")["tensor"].update(slot=None, offset=None)
+        document["pacts"][0]["lane"] = "[red]\x1b[2J"
+
+    assert main(["pact", "show", str(edited(change))]) == 0
+    out = capsys.readouterr().out
+    lines = [" ".join(line.split()) for line in out.splitlines()]
+    assert "metadata.max_kv_len int <= 64" in lines
+    assert "view.input_ids torch.Tensor int64 [8], stride [1], on cpu no slot" in lines
+    assert lines[0].startswith("lane [red]\\x1b[2J, ")
+    assert "\x1b" not in out
+
+
+def test_a_file_without_pacts_is_said_to_have_none(
+    edited: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An empty document is no error: nothing on stdout, a sentence on stderr."""
+    file = edited(lambda document: document.update(pacts=[]))
+    assert main(["pact", "show", str(file)]) == 0
+    assert capsys.readouterr() == ("", f"{file} has no pact\n")
+
+
+def test_shown_as_json_it_is_the_document(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """``--json`` writes what the file has."""
+    assert main(["pact", "show", "--json", str(saved)]) == 0
+    assert json.loads(capsys.readouterr().out) == json.loads(saved.read_text(encoding="utf-8"))
+
+
+# -- diff ------------------------------------------------------------------------------------------
+
+
+def _mutate(document: dict[str, Any]) -> None:
+    _promise(document, 0, "metadata.max_kv_len")["value"] = 64
+    _promise(document, 1, "metadata.kv_indptr")["tensor"].update(shape=[9], slot=None)
+    del document["pacts"][3]
+
+
+def test_equal_files_end_with_0(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A file compared with itself has no difference, for people and as JSON."""
+    assert main(["pact", "diff", str(saved), str(saved)]) == 0
+    assert capsys.readouterr() == ("Both promise the same.\n", "")
+    assert main(["pact", "diff", "--json", str(saved), str(saved)]) == 0
+    assert json.loads(capsys.readouterr().out) == {"equal": True, "changes": []}
+
+
+def test_different_files_end_with_1_and_what_changed(
+    saved: Path, edited: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each change is a row with lane, shape, field, old and new; the last line counts them."""
+    assert main(["pact", "diff", str(saved), str(edited(_mutate))]) == 1
+    out, err = capsys.readouterr()
+    assert err == ""
+    lines = [" ".join(line.split()) for line in out.splitlines()]
+    slot, fields = (
+        "slot 'flashinfer.kv_indptr' of flashinfer",
+        len(SavedPacts.load(saved).pacts[3].promises),
+    )
+    assert lines == [
+        "lane shape field what old new",
+        "decode decode[bs=8, tokens=8] metadata.max_kv_len value 512 64",
+        "decode decode[bs=4, tokens=4] metadata.kv_indptr shape [5] [9]",
+        f"decode decode[bs=4, tokens=4] metadata.kv_indptr slot {slot} -",
+        f"decode decode[bs=1, tokens=1] shape {fields} fields -",
+        "",
+        "4 differences in 3 shapes.",
+    ]
+
+
+def test_differences_as_json(
+    saved: Path, edited: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """``--json`` has the same changes, and the status stays 1."""
+    assert main(["pact", "diff", "--json", str(saved), str(edited(_mutate))]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert report["equal"] is False
+    assert report["changes"][1] == {
+        "lane": "decode",
+        "shape": "decode[bs=4, tokens=4]",
+        "path": "metadata.kv_indptr",
+        "what": "shape",
+        "old": [5],
+        "new": [9],
+    }
+    assert len(report["changes"]) == 4
+
+
+@pytest.mark.parametrize("command", [["show"], ["diff"]])
+@pytest.mark.parametrize("content", [None, "not json", '{"format": 1}', "newer"])
+def test_a_file_that_is_none_of_ours_ends_with_2(
+    command: list[str],
+    content: str | None,
+    saved: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A file that is missing, foreign or newer is named on stderr with what to do; stdout is empty."""
+    file = tmp_path / "bad.json"
+    if content == "newer":
+        content = saved.read_text(encoding="utf-8").replace('"format": 1', '"format": 2')
+    if content is not None:
+        file.write_text(content, encoding="utf-8")
+    others = [str(saved)] if command == ["diff"] else []
+    assert main(["pact", *command, *others, str(file)]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(f"error: {file} ")
+    assert "\n  help: " in err
+
+
+@pytest.mark.parametrize("arguments", [[], ["save"], ["show"], ["diff", "one.json"], ["shw"]])
+def test_a_misspelt_command_line_is_a_usage_error(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without a command or a file, and with an unknown one, the status is 2 and there is no traceback."""
+    assert main(["pact", *arguments]) == 2
+    assert "Traceback" not in "".join(capsys.readouterr())
+
+
+@pytest.mark.parametrize("command", ["save", "show", "diff"])
+def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """``-h`` is answered on stdout, with every option of the command."""
+    assert main(["pact", command, "-h"]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    wanted = {"save": ("--model", "--config", "--set", "--force")}.get(command, ("--json",))
+    assert all(option in out for option in wanted)
