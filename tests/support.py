@@ -1,17 +1,23 @@
-"""What tests of several files need: plugins by name without installing anything, slots and fills.
+"""What tests of several files need: plugins by name, slots and fills, random programs.
 
 Does not: hold fixtures; those are in ``conftest.py``.
 """
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from hypothesis import strategies as st
+from torch.nn import functional
+from torch.utils import _pytree as pytree
 
 from graphpact.buffers import CudaGraphBufferRegistry, GraphSlot, PaddingPolicy
 from graphpact.graphs.tape import TapeDriver
 from graphpact.plugins import PluginCatalog
 from graphpact.runners import EagerRunner
+from graphpact_cpu_graph import CpuGraphRunner
+from graphpact_cpu_graph.inductor import InductorDriver
 from graphpact_cuda_graph import CudaGraphRunner
 from graphpact_flashinfer import FlashInferBackend
 
@@ -27,8 +33,10 @@ class Catalog(PluginCatalog):
         super().__init__({})
         self._plugins = {
             "eager": EagerRunner,
+            "cpu_graph": CpuGraphRunner,
             "cuda_graph": CudaGraphRunner,
             "flashinfer": FlashInferBackend,
+            "inductor": InductorDriver,
             "tape": TapeDriver,
             **plugins,
         }
@@ -59,3 +67,67 @@ def fill(registry: CudaGraphBufferRegistry, raw: int, padded: int, **fields: Any
         raw_num_tokens=raw,
         padded_num_tokens=padded,
     )
+
+
+def leaves(tree: Any) -> list[torch.Tensor]:
+    """Return the tensors in a tree of containers."""
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+# From two ``[4, 4]`` tensors to one or more; every step is one of these on earlier results.
+STEPS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
+    "add": lambda a, b: a + b,
+    "mul number": lambda a, b: a * 0.5,
+    "mm": lambda a, b: a @ b,
+    "linear": lambda a, b: functional.linear(a, b, b[0]),
+    "transpose": lambda a, b: a.t(),
+    "flip halves": lambda a, b: torch.cat([a[2:], b[:2]]),
+    "row softmax": lambda a, b: torch.softmax(a, -1),
+    "expand": lambda a, b: a[:, :1].expand(4, 4),
+    "reshape": lambda a, b: a.t().reshape(2, 8).view(4, 4),
+    "where": lambda a, b: torch.where(a > b, a, b),
+    "masked_fill_": lambda a, b: a.clone().masked_fill_(b > 0, 0.25),
+    "in place": lambda a, b: a.mul_(0.5).add_(b.mean()),
+    "write a view": lambda a, b: (a[1:3].copy_(b[:2]), a)[1],
+    "index_put_": lambda a, b: a.index_put_((b[:, 0].gt(0).long() + 1,), b[:1]),
+    "layer_norm": lambda a, b: functional.layer_norm(a, (4,)),
+    "topk": lambda a, b: torch.topk(a, 4).values,
+    "max.dim": lambda a, b: torch.max(a, dim=0).values + b,
+    "split": lambda a, b: a.split([1, 3], dim=1)[0].expand(4, 4),
+    "embedding": lambda a, b: functional.embedding(a.gt(0).long()[:, 0], b),
+    "sdpa": lambda a, b: functional.scaled_dot_product_attention(a[None], b[None], a[None])[0],
+    "factory": lambda a, b: (
+        torch.full((4, 4), 2.0, device=a.device)
+        + torch.arange(4, device=a.device)
+        - torch.ones_like(a)
+    ),
+    "round trip": lambda a, b: a.to(torch.bfloat16).to(torch.float32),
+    "bmm": lambda a, b: torch.bmm(a.view(2, 2, 4), b[None].expand(2, 4, 4)).view(4, 4),
+    "foreach": lambda a, b: torch._foreach_add([a, b], 1.0)[1],
+}
+PROGRAMS = st.lists(
+    st.tuples(st.sampled_from(sorted(STEPS)), st.integers(0, 9), st.integers(0, 9)),
+    min_size=1,
+    max_size=9,
+)
+
+
+def run_program(
+    program: list[tuple[str, int, int]],
+    *inputs: torch.Tensor,
+    call: Callable[..., torch.Tensor] = lambda step, a, b: step(a, b),
+) -> list[torch.Tensor]:
+    """Run a program of `PROGRAMS` on two ``[4, 4]`` tensors, and return the results of all steps.
+
+    Args:
+        program: Steps by name, each with which two earlier results it takes.
+        inputs: What it begins with; they are not written.
+        call: Calls a step with its two tensors.
+    """
+    values = [t.clone() for t in inputs]
+    for name, i, j in program:
+        a, b = values[i % len(values)], values[j % len(values)]
+        if name in ("in place", "write a view", "index_put_"):
+            a, b = a.clone() if 0 in a.stride() else a, b.clone()  # earlier results, views too
+        values.append(call(STEPS[name], a.contiguous() if name in ("reshape", "bmm") else a, b))
+    return values

@@ -56,8 +56,16 @@ _BASES: dict[Kind, type[Any]] = {
 }
 _FIRST_PARTY: dict[Kind, dict[str, str]] = {  # which distribution of ours offers a name
     "attention_backend": {"flashinfer": "graphpact-flashinfer"},
-    "runner": {"cuda_graph": "graphpact-cuda-graph", "eager": "graphpact"},
-    "graph_driver": {"cuda": "graphpact", "tape": "graphpact"},
+    "runner": {
+        "cpu_graph": "graphpact-cpu-graph",
+        "cuda_graph": "graphpact-cuda-graph",
+        "eager": "graphpact",
+    },
+    "graph_driver": {
+        "cuda": "graphpact",
+        "inductor": "graphpact-cpu-graph",
+        "tape": "graphpact",
+    },
 }
 _GROUPS: dict[str, Kind] = {f"graphpact.{kind}s": kind for kind in KINDS}
 

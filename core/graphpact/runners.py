@@ -1,7 +1,7 @@
 """The runner's side of the contract: which shapes are captured, and how a batch becomes a view.
 
-`GraphRunner` holds what every runner of full graphs shares. `EagerRunner`, which captures nothing, is
-the runner of a lane without graphs.
+`GraphRunner` holds what every runner of full graphs shares, `DecodeRunner` what those of decode do.
+`EagerRunner`, which captures nothing, is the runner of a lane without graphs.
 
 Does not: record, check or replay; `graphpact.lane` does that in one place for all runners.
 """
@@ -15,7 +15,7 @@ import torch
 
 from graphpact.attention import Capabilities, GraphSupport
 from graphpact.batch import ForwardBatch, ForwardMode
-from graphpact.buffers import CudaGraphBufferRegistry, SharedBuffers
+from graphpact.buffers import CudaGraphBufferRegistry, SharedBuffers, build_decode_registry
 from graphpact.errors import ConfigError, EngineError
 from graphpact.hookspecs import hookimpl
 from graphpact.shapes import BucketLadder, EagerReason, GraphShape
@@ -36,6 +36,8 @@ class RunnerContext:
         lane: The lane's name.
         share_pool: Where the runner's registry takes the memory of its inputs from, so that lanes share
             it; None for memory of its own.
+        eager_reason: Why this lane cannot capture here and runs eagerly instead; see
+            `GraphRunner.eager_reason`. None where it can.
     """
 
     device: torch.device
@@ -44,6 +46,7 @@ class RunnerContext:
     batch_sizes: Sequence[int] | None = None
     lane: str | None = None
     share_pool: SharedBuffers | None = None
+    eager_reason: EagerReason | None = None
 
 
 class GraphRunner(abc.ABC):
@@ -55,11 +58,14 @@ class GraphRunner(abc.ABC):
     modes: ClassVar[frozenset[ForwardMode]]
     needs: ClassVar[GraphSupport]
     """What it asks of the backend that it captures."""
+    driver: ClassVar[str | None] = None
+    """The graph driver that ``auto`` means for it; None for the device's own."""
 
     def __init__(self, context: RunnerContext) -> None:
         self.context = context
         self.lane: Lane | None = None
-        self.ladder = self.make_ladder()
+        ladder = self.make_ladder()
+        self.ladder = ladder if context.eager_reason is None else None
         self._views: dict[GraphShape, ForwardBatch] = {}
 
     # -- what a runner writes --------------------------------------------------------------------
@@ -70,11 +76,24 @@ class GraphRunner(abc.ABC):
 
     @abc.abstractmethod
     def make_registry(self) -> CudaGraphBufferRegistry | None:
-        """Return a registry with the slots of the runner's inputs, sized for its ladder."""
+        """Return a registry with the slots of the runner's inputs, sized for its ladder.
+
+        None where `ladder` is None.
+        """
 
     @abc.abstractmethod
     def dummy_batch(self, shape: GraphShape) -> ForwardBatch:
         """Return a batch of exactly ``shape`` that a live one could have been, on scratch memory only."""
+
+    @classmethod
+    def eager_reason(cls, device: torch.device) -> EagerReason | None:
+        """Return why a lane may run eagerly where `driver` cannot record on ``device``.
+
+        None, which is what most runners say: it may not, and the driver's reason is an error at start.
+        A driver that was named in the configuration is never given up.
+        """
+        del device
+        return None
 
     # -- what the base class makes of it ---------------------------------------------------------
 
@@ -90,7 +109,7 @@ class GraphRunner(abc.ABC):
     def can_run(self, batch: ForwardBatch) -> GraphShape | EagerReason:
         """Return the captured shape that ``batch`` replays, or why there is none."""
         if self.ladder is None:
-            return EagerReason.NO_GRAPHS
+            return self.context.eager_reason or EagerReason.NO_GRAPHS
         if self.lane is None:
             return EagerReason.NOT_CAPTURED
         fit = self.ladder.fit(batch)
@@ -147,6 +166,74 @@ class GraphRunner(abc.ABC):
                 forward_batch_template=batch,
             )
         return view
+
+
+class DecodeRunner(GraphRunner):
+    """Captures the whole forward pass of decode for every bucket of a ladder of request counts.
+
+    A padded row is a request of the backend's fill length on request row 0 and KV slot 0, at position 0:
+    it reads and writes scratch. A subclass writes `default_batch_sizes`.
+    """
+
+    modes = frozenset({ForwardMode.DECODE})
+    needs = GraphSupport.UNIFORM_DECODE
+
+    @abc.abstractmethod
+    def default_batch_sizes(self) -> list[int]:
+        """Return the request counts to capture where none are configured."""
+
+    def make_ladder(self) -> BucketLadder:
+        """Return the configured buckets, or the default ladder.
+
+        Raises:
+            ConfigError: A bucket that no step can fill.
+        """
+        sizes = self.context.batch_sizes
+        if sizes is None:
+            sizes = self.default_batch_sizes()
+        if max(sizes, default=0) > self.context.max_bs:
+            raise ConfigError(
+                f"lanes.decode.batch_sizes has {max(sizes)}, but a step has at most"
+                f" engine.max_num_seqs = {self.context.max_bs} requests",
+                hint="leave the larger buckets out, or raise engine.max_num_seqs",
+            )
+        return BucketLadder(ForwardMode.DECODE, sizes)
+
+    def make_registry(self) -> CudaGraphBufferRegistry | None:
+        """Return the inputs of decode, padded with the length that the backend reads as empty."""
+        if self.ladder is None:
+            return None
+        largest = self.ladder.largest
+        return build_decode_registry(
+            max_bs=largest.batch_size,
+            max_num_token=largest.num_tokens,
+            device=self.context.device,
+            seq_len_fill_value=self.context.backend.seq_len_fill_value,
+            register_global_num_tokens=False,
+            enable_mrope=False,
+            zero_input_ids=True,
+            share_pool=self.context.share_pool,
+            lane=self.context.lane,
+        )
+
+    def dummy_batch(self, shape: GraphShape) -> ForwardBatch:
+        """Return requests of the backend's fill length on row 0 and slot 0: padding, every row."""
+        length = self.context.backend.seq_len_fill_value
+        size, device = shape.batch_size, self.context.device
+
+        def full(value: int, where: torch.device = device) -> torch.Tensor:
+            return torch.full((size,), value, dtype=torch.int64, device=where)
+
+        return ForwardBatch(
+            forward_mode=shape.mode,
+            batch_size=size,
+            input_ids=full(0),
+            positions=full(max(length - 1, 0)),
+            out_cache_loc=full(0),
+            req_pool_indices=full(0),
+            seq_lens=full(length),
+            seq_lens_cpu=full(length, torch.device("cpu")),
+        )
 
 
 class EagerRunner(GraphRunner):

@@ -43,6 +43,7 @@ class EagerReason(enum.Enum):
     NOT_CAPTURED = "nothing is captured yet"
     WRONG_MODE = "the lane's runner does not serve this mode"
     OVER_LARGEST = "larger than the largest captured shape"
+    NO_COMPILER = "no C++ compiler that graphs could be compiled with"
 
 
 @dataclass(frozen=True)

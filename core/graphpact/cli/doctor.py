@@ -27,7 +27,7 @@ from graphpact.cli.options import (
     build_engine,
     load_settings,
 )
-from graphpact.cli.plugins import check, describe, distributions
+from graphpact.cli.plugins import check, describe, distributions, unavailable
 from graphpact.config import ENV_PREFIX, EngineConfig
 from graphpact.errors import GraphpactError, UsageError
 from graphpact.plugins import Loaded, PluginCatalog
@@ -148,7 +148,6 @@ def examine() -> dict[str, Any]:
             problems.append(Problem("warning", what, "update or uninstall it, or do not select it"))
     _try_models(problems)
     _try_defaults(catalog, problems)
-    devices = ["cpu", *(f"cuda:{number}" for number in range(len(cuda["devices"])))]
     return {
         "usable": all(problem.severity != "error" for problem in problems),
         "python": platform.python_version(),
@@ -166,14 +165,9 @@ def examine() -> dict[str, Any]:
         },
         "distributions": distributions(),
         "drivers": [
-            {
-                "name": plugin.info.name,
-                "device": device,
-                "unavailable": _unavailable(plugin.cls, device),
-            }
+            {"name": plugin.info.name, "device": device, "unavailable": reason}
             for plugin in found
-            if isinstance(plugin, Loaded) and plugin.info.kind == "graph_driver"
-            for device in devices
+            for device, reason in unavailable(plugin).items()
         ],
         "plugins": [describe(plugin) for plugin in found],
         "environment": {
@@ -243,21 +237,17 @@ def _try_defaults(catalog: PluginCatalog, problems: list[Problem]) -> None:
 
     try:
         config = EngineConfig.load()
-        plan_lanes(config, catalog, resolve_device(config.engine.device))
+        device = resolve_device(config.engine.device)
+        for plan in plan_lanes(config, catalog, device):
+            if plan.eager_reason is not None:
+                what = f"lane {plan.name} runs eagerly: {plan.eager_reason.value}"
+                why = plan.driver.unavailable(device)
+                problems.append(Problem("warning", f"{what} ({plan.driver.name}: {why})"))
     except GraphpactError as error:
         problems.append(Problem("error", error.message, error.hint))
     except Exception as error:  # noqa: BLE001  a plugin's own code may be asked
         what = f"the lanes cannot be planned: {type(error).__name__}: {error}"
         problems.append(Problem("error", what, "select other plugins, or mend the one that raised"))
-
-
-def _unavailable(driver: Any, device: str) -> str | None:
-    """Return why ``driver`` cannot record on ``device``; a driver may be anybody's."""
-    try:
-        reason: str | None = driver.unavailable(torch.device(device))
-    except Exception as error:  # noqa: BLE001  anybody's code
-        return f"{type(error).__name__}: {error}"
-    return reason
 
 
 def _show(report: dict[str, Any]) -> None:

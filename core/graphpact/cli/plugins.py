@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import Annotated, Any
 
+import torch
 import typer
 
 from graphpact._version import __version__
@@ -70,6 +71,22 @@ def distributions() -> dict[str, str]:
     return {"graphpact": __version__} | dict(found)
 
 
+def unavailable(plugin: Plugin) -> dict[str, str | None]:
+    """Return, by device of this machine, why a driver cannot record there, or None where it can.
+
+    Empty for what is no driver. What a driver raises is its reason: it may be anybody's.
+    """
+    if not isinstance(plugin, Loaded) or plugin.info.kind != "graph_driver":
+        return {}
+    found: dict[str, str | None] = {}
+    for device in ("cpu", *(f"cuda:{number}" for number in range(torch.cuda.device_count()))):
+        try:
+            found[device] = plugin.cls.unavailable(torch.device(device))
+        except Exception as error:  # noqa: BLE001  anybody's code
+            found[device] = f"{type(error).__name__}: {error}"
+    return found
+
+
 def describe(plugin: Plugin) -> dict[str, Any]:
     """Return what there is to say about a plugin, ready for JSON."""
     info = plugin.info
@@ -84,6 +101,8 @@ def describe(plugin: Plugin) -> dict[str, Any]:
         "status": "loaded" if isinstance(plugin, Loaded) else "rejected",
         "reason": None if isinstance(plugin, Loaded) else plugin.reason,
         "modes": _modes(plugin),
+        "driver": getattr(plugin.cls, "driver", None) if isinstance(plugin, Loaded) else None,
+        "unavailable": unavailable(plugin) or None,
         "capabilities": None
         if can is None
         else {
@@ -106,6 +125,13 @@ def _row(plugin: Plugin) -> tuple[str, ...]:
     if isinstance(plugin, Loaded):
         modes = _modes(plugin)
         status, more = "loaded", f"serves {', '.join(modes)}" if modes else ""
+        if info.kind == "graph_driver":
+            more = "; ".join(
+                f"{device}: {reason or 'available'}"
+                for device, reason in unavailable(plugin).items()
+            )
+        elif driver := getattr(plugin.cls, "driver", None):
+            more += f"; drives {driver} unless another is named"
     else:
         status, more = "rejected", plugin.reason
     return info.kind, info.name, f"{info.distribution} {info.version}", status, more

@@ -1,0 +1,387 @@
+"""The inductor driver: what a replay repeats, what it reads anew, and what is refused."""
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from graphpact.errors import CaptureError, ConfigError, EngineError, ReplayError
+from graphpact.graphs.driver import DeclaredMemory
+from graphpact.kernels import pack_kv_indices, write_kv_cache
+from graphpact_cpu_graph import inductor
+from graphpact_cpu_graph.inductor import InductorDriver, InductorGraph, missing_compiler
+
+CPU = torch.device("cpu")
+NAN = float("nan")
+
+
+def capture(fn: Callable[[], Any], **options: Any) -> InductorGraph:
+    """Capture ``fn`` with a driver of its own."""
+    return InductorDriver(CPU).capture(fn, **options)
+
+
+class Region:
+    """A region with every kind of work: numbers, weights, a cache written by index, a kernel."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.scale = 3.0
+        self.weight = torch.randn(4, 4, generator=generator)
+        self.x = torch.randn(3, 4, generator=generator)
+        self.where = torch.tensor([5, 2, 7])
+        self.k = torch.zeros(10, 1, 4)
+        self.v = torch.zeros(10, 1, 4)
+        self.table = torch.arange(32, dtype=torch.int32).view(4, 8)
+        self.indptr = torch.tensor([0, 2, 3, 6], dtype=torch.int32)
+        self.runs = 0
+
+    def __call__(self) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Compute, write the caches, read them again, and pack indices by a custom op."""
+        self.runs += 1
+        y = (self.x @ self.weight * self.scale + torch.tensor([0.5])).view(3, 1, 4)
+        write_kv_cache(y, y * 2, self.k, self.v, self.where)
+        indices = torch.full((8,), -1, dtype=torch.int32)
+        rows = torch.arange(1, 4)
+        pack_kv_indices(self.table, rows, self.indptr, page_size=1, out=indices)
+        return self.k.sum(0), {"indices": indices, "read": self.v[self.where].flatten(1)}
+
+    def state(self) -> list[torch.Tensor]:
+        """Return copies of what is returned, and of what is written, by an eager run."""
+        first, rest = self()
+        return [t.clone() for t in (first, *rest.values(), self.k, self.v)]
+
+
+@pytest.fixture(scope="module")
+def compiled(compiler: None) -> tuple[Region, InductorGraph]:
+    """Return a region and its compiled graph."""
+    region = Region()
+    return region, capture(region)
+
+
+@pytest.mark.parametrize("kind", ["compiled", "interpreted"])
+def test_a_replay_does_what_the_region_does(kind: str, request: pytest.FixtureRequest) -> None:
+    """Replays give the outputs and write the memory that eager runs do, for other contents, in place."""
+    made = request.getfixturevalue(kind)
+    region, graph = made or ((region := Region()), capture(region))
+    outputs = [graph.outputs[0], *graph.outputs[1].values()]
+    addresses = [t.data_ptr() for t in outputs]
+    runs = region.runs
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(4):
+        region.x.copy_(torch.randn(3, 4, generator=generator))
+        region.weight.copy_(torch.randn(4, 4, generator=generator))
+        region.where.copy_(torch.randperm(10, generator=generator)[:3])
+        before = region.k.clone(), region.v.clone()
+        for output in outputs:
+            output.fill_(NAN if output.is_floating_point() else -7)
+        region.scale = NAN  # the replay keeps the number of the capture
+        graph.replay()
+        replayed = [t.clone() for t in (*outputs, region.k, region.v)]
+        assert region.runs == runs
+        region.scale = 3.0
+        region.k.copy_(before[0])
+        region.v.copy_(before[1])
+        torch.testing.assert_close(replayed, region.state())
+        runs = region.runs
+    assert [t.data_ptr() for t in outputs] == addresses
+
+
+def test_caches_are_written_in_place(compiler: None) -> None:
+    """A compiled replay allocates far less than the cache that it writes and reads."""
+    cache, where, x = torch.zeros(200_000, 1, 4), torch.tensor([3, 5]), torch.ones(2, 1, 4)
+
+    def region() -> torch.Tensor:
+        write_kv_cache(x, x, cache, cache, where)
+        return cache[where] + 1
+
+    graph = capture(region)
+    graph.replay()
+    with torch.profiler.profile(profile_memory=True) as profile:
+        graph.replay()
+    allocated = sum(max(e.self_cpu_memory_usage, 0) for e in profile.key_averages())
+    assert allocated < cache.nbytes / 100
+
+
+# -- what is recorded ------------------------------------------------------------------------------
+
+
+@settings(
+    derandomize=True,
+    deadline=None,
+    max_examples=80,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(
+    starts=st.lists(st.tuples(st.integers(0, 6), st.integers(1, 6)), min_size=1, max_size=4),
+    steps=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), min_size=1, max_size=5),
+    breaks=st.integers(0, 5),
+)
+def test_overlapping_inputs_are_one_memory(
+    starts: list[tuple[int, int]],
+    steps: list[tuple[int, int]],
+    breaks: int,
+    interpreted: None,
+) -> None:
+    """Whatever views of one memory a region reads and writes, in segments or not, its replay does too."""
+    memory = torch.arange(12.0)
+    views = [memory[start : start + size] for start, size in starts]
+    driver = InductorDriver(CPU)
+
+    def region() -> list[torch.Tensor]:
+        out = []
+        for i, (target, source) in enumerate(steps):
+            if i == breaks:
+                driver.eager_call(memory.mul_, 2)
+            into, of = views[target % len(views)], views[source % len(views)]
+            into.add_(of.sum())
+            out.append(of * 2)
+        return out
+
+    graph = driver.capture(region)
+    memory.copy_(torch.arange(12.0))
+    expected = [t.clone() for t in region()] + [memory.clone()]
+    memory.copy_(torch.arange(12.0))
+    graph.replay()
+    torch.testing.assert_close([*graph.outputs, memory], expected)
+    assert graph.num_segments == 1 + (breaks < len(steps))
+
+
+def test_overlapping_inputs_are_compiled_as_one_memory(compiler: None) -> None:
+    """Compiled too, a write through one view is seen through the other."""
+    memory = torch.zeros(6, 4)
+    flat, rows, last = memory.view(-1), memory[1:4], memory[:, 3]
+
+    def region() -> torch.Tensor:
+        rows.add_(1.0)
+        flat.mul_(2.0)
+        return last + 1.0
+
+    graph = capture(region)
+    memory.zero_()
+    graph.replay()
+    assert memory[:, 0].tolist() == [0.0, 2.0, 2.0, 2.0, 0.0, 0.0]
+    assert graph.outputs.tolist() == [1.0, 3.0, 3.0, 3.0, 1.0, 1.0]
+
+
+def test_one_memory_of_two_dtypes_is_refused(interpreted: None) -> None:
+    """Memory that is written as one dtype and read as another is refused by name of both."""
+    floats = torch.zeros(4)
+    integers = floats.view(torch.int32)
+    with pytest.raises(CaptureError, match=r"as torch\.float32 and as torch\.int32"):
+        capture(lambda: (floats.add_(1), integers + 1))
+    assert capture(lambda: (floats + 1, integers + 1)).num_nodes == 2  # unless nobody writes it
+
+
+def test_memory_is_recorded_and_not_names(interpreted: None) -> None:
+    """A tensor that is given other memory after capture leaves the replay with what was recorded."""
+    x = torch.ones(3)
+    old = x.detach()
+    graph = capture(lambda: x + 1)
+    x.data = torch.zeros(3)
+    old.fill_(5.0)
+    graph.replay()
+    assert graph.outputs.tolist() == [6.0, 6.0, 6.0]
+
+
+def test_outputs_of_the_outside_stay_outside(interpreted: None) -> None:
+    """A tensor of the outside that is returned is that tensor; views of one result stay views of one."""
+    x = torch.ones(3)
+
+    def region() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
+        y = x.mul_(2) + 1
+        return x, y, y[:2], 7
+
+    graph = capture(region)
+    graph.replay()
+    assert graph.outputs[0] is x
+    assert graph.outputs[1].data_ptr() == graph.outputs[2].data_ptr()
+    assert graph.outputs[3] == 7
+    assert graph.pool_nbytes == 12
+    assert [t.data_ptr() for t in graph.external_tensors()] == [x.data_ptr()]
+
+
+def test_constants_are_made_anew(interpreted: None) -> None:
+    """A tensor made of Python numbers in the region holds them at the start of every replay."""
+
+    def region() -> torch.Tensor:
+        return torch.tensor([1.0, 2.0]).add_(1.0)
+
+    graph = capture(region)
+    for _ in range(3):
+        graph.replay()
+        assert graph.outputs.tolist() == [2.0, 3.0]
+    assert graph.external_tensors() == []
+
+
+def test_graphs_of_one_driver_do_not_disturb_each_other(interpreted: None) -> None:
+    """Interleaved replays leave each other's outputs alone."""
+    driver, x = InductorDriver(CPU), torch.zeros(2)
+    graphs = [driver.capture(lambda n=n: x + n) for n in range(3)]
+    for start, order in ((1.0, (0, 2, 1)), (2.0, (1, 1, 0, 2))):
+        x.fill_(start)
+        for i in order:
+            graphs[i].replay()
+        assert [g.outputs.tolist() for g in graphs] == [[start + n] * 2 for n in range(3)]
+
+
+def test_a_released_graph_is_not_replayed(interpreted: None) -> None:
+    """Release gives outputs, code and inputs up; a replay afterwards is an error."""
+    x = torch.zeros(2)
+    graph = capture(lambda: x + 1)
+    graph.release()
+    assert (graph.outputs, graph.pool_nbytes, graph.external_tensors()) == (None, 0, [])
+    with pytest.raises(EngineError, match="released"):
+        graph.replay()
+
+
+# -- eager calls -----------------------------------------------------------------------------------
+
+
+def test_eager_calls_are_made_in_every_replay(compiler: None) -> None:
+    """Between compiled segments the call sees what the one before made, the one after what it returned."""
+    driver, x, seen = InductorDriver(CPU), torch.ones(3), []
+
+    def call(y: torch.Tensor) -> torch.Tensor:
+        seen.append(y.tolist())  # an eager call may read on the host
+        return torch.tensor([sum(seen[-1])])
+
+    def region() -> torch.Tensor:
+        assert driver.is_capturing or len(seen) == 0  # the warm-up comes first
+        total = driver.eager_call(call, x * 2)  # which nothing recorded reads again
+        return total + x
+
+    graph = driver.capture(region)
+    assert not driver.is_capturing
+    assert graph.num_segments == 2
+    x.copy_(torch.tensor([1.0, 2.0, 3.0]))
+    graph.replay()
+    assert seen[-1] == [2.0, 4.0, 6.0]
+    assert len(seen) == 3  # warm-up, capture, replay
+    assert graph.outputs.tolist() == [13.0, 14.0, 15.0]
+    assert driver.eager_call(call, x).tolist() == [6.0]  # outside a region it is a call
+
+
+@pytest.mark.parametrize("other", [torch.zeros(3), torch.zeros(2, dtype=torch.int64), None])
+def test_an_eager_call_that_returns_otherwise_is_refused(other: Any, interpreted: None) -> None:
+    """A replayed call that returns another shape, dtype or structure raises and names both."""
+    driver, results = InductorDriver(CPU), [torch.zeros(2), torch.zeros(2), other]
+    graph = driver.capture(lambda: driver.eager_call(results.pop, 0) + 1)
+    with pytest.raises(ReplayError, match=r"torch\.float32 \(2,\) at capture and"):
+        graph.replay()
+
+
+# -- refusals --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda t: t.sum().item(),
+        lambda t: t.tolist(),
+        lambda t: t.numpy(),
+        lambda t: bool(t[0]),
+        lambda t: t.nonzero(),
+        lambda t: t[t > 0],
+        lambda t: torch.where(t > 0),
+        lambda t: torch.arange(t[0]),
+    ],
+)
+def test_host_reads_are_refused_with_their_line(
+    read: Callable[[torch.Tensor], object], interpreted: None
+) -> None:
+    """Whatever reads a tensor on the host raises and names this file's line; nothing stays recording."""
+    driver, x = InductorDriver(CPU), torch.ones(3)
+    with pytest.raises(CaptureError, match=r"contents on the host .*, at .*test_inductor\.py:\d+: "):
+        driver.capture(lambda: read(x + 1), warmup=0)
+    assert not driver.is_capturing
+    x.tolist()
+    assert driver.capture(lambda: x + 1).num_nodes == 1
+
+
+def test_declared_host_memory_is_free_to_read(interpreted: None) -> None:
+    """Host tensors that were declared, and what is computed from them alone, are host numbers."""
+    driver, x, lengths = InductorDriver(CPU), torch.ones(3), torch.tensor([2, 3])
+    driver.declare(DeclaredMemory(host=[lengths]))
+    graph = driver.capture(
+        lambda: x * lengths.max().item() + lengths[:1].tolist()[0] + lengths[0] * 10
+    )
+    lengths.fill_(100)
+    graph.replay()
+    assert graph.outputs.tolist() == [25.0, 25.0, 25.0]
+    assert [t.data_ptr() for t in graph.external_tensors()] == [x.data_ptr()]
+    with pytest.raises(CaptureError, match="a copy to the host"):
+        driver.capture(lambda: lengths.copy_(x[:2]), warmup=0)
+    with pytest.raises(CaptureError, match="contents on the host"):
+        driver.capture(lambda: int((x + lengths[0]).sum()), warmup=0)
+
+
+def test_a_changed_shape_is_refused(interpreted: None) -> None:
+    """An operation that changes its argument's shape in place cannot be recorded."""
+    x = torch.ones(3)
+    with pytest.raises(CaptureError, match=r"unsqueeze_.* in place while"):
+        capture(lambda: x.unsqueeze_(0), warmup=0)
+
+
+def test_captures_are_not_nested(interpreted: None) -> None:
+    """A capture inside another driver's capture is refused at its line, and both drivers record on."""
+    drivers, x = [InductorDriver(CPU), InductorDriver(CPU)], torch.ones(2)
+    with pytest.raises(CaptureError, match=r"inside another one, at .*test_inductor\.py:\d+: "):
+        drivers[0].capture(lambda: drivers[1].capture(lambda: x + 1), warmup=0)
+    for driver in drivers:
+        assert driver.capture(lambda: x + 1).num_segments == 1
+
+
+def test_a_swallowed_refusal_is_raised_all_the_same(interpreted: None) -> None:
+    """A region that catches the refusal of its host read is not recorded either."""
+    x = torch.ones(2)
+
+    def region() -> torch.Tensor:
+        with contextlib.suppress(CaptureError):
+            x.tolist()
+        return x + 1
+
+    with pytest.raises(CaptureError, match="contents on the host"):
+        capture(region, warmup=0)
+
+
+def test_what_inductor_cannot_compile_is_a_capture_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error of the compiler is told as one, with its first line and another driver."""
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("a kernel is beyond me\nand here is why")
+
+    monkeypatch.setattr(torch._inductor, "compile", fail)
+    x = torch.ones(2)
+    with pytest.raises(CaptureError, match=r'beyond me\n.*"tape"'):
+        capture(lambda: x + 1)
+
+
+# -- where it runs ---------------------------------------------------------------------------------
+
+
+def test_it_is_for_cpus_with_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another device, or what the compiler lacks, is the reason; there is no strict mode."""
+    assert "not for cuda" in str(InductorDriver.unavailable(torch.device("cuda")))
+    monkeypatch.setattr(inductor, "missing_compiler", lambda: "none here")
+    assert InductorDriver.unavailable(CPU) == "none here"
+    with pytest.raises(ConfigError, match="'inductor' has no strict mode"):
+        InductorDriver(CPU, strict=True)
+
+
+def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without compiler or headers the reason says what was looked for and what to install."""
+    from torch._inductor import config, cpp_builder
+
+    look = missing_compiler.__wrapped__
+    with config.patch({"cpp.cxx": (None, "no-such-compiler")}):
+        assert look() == (
+            "no C++ compiler: 'no-such-compiler' cannot be run; install g++, or name a compiler in CXX"
+        )
+    monkeypatch.setattr(cpp_builder, "get_cpp_compiler", lambda: "g++")
+    monkeypatch.setattr(inductor.sysconfig, "get_path", lambda _: "/nowhere")
+    monkeypatch.setattr(inductor.sys, "platform", "linux")
+    assert "no Python.h in /nowhere: install" in str(look())
