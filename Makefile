@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 PINS   ?= constraints.txt
 BIN    := $(VENV)/bin
-DISTS  := core plugins/cuda_graph plugins/flashinfer
+DISTS  := core plugins/cpu_graph plugins/cuda_graph plugins/flashinfer
 STAMP  := $(VENV)/.installed
 
 .PHONY: demo test bench check format clean

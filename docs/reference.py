@@ -1,16 +1,20 @@
-"""Write the reference pages that are made from the code: ``docs/configuration.md``.
+"""Write the reference pages: ``docs/configuration.md``, and the tables at the end of ``docs/graphs.md``.
 
-Run it after a change of the configuration; a test holds the page to what this script would write.
+Run it after a change of the configuration or of ``docs/graph_acts.toml``; tests hold the pages to what this
+script would write.
 
 Does not: build a site.
 """
 
 import itertools
+import tomllib
+from collections import Counter
 from pathlib import Path
 
 from graphpact.config import config_keys
 
-PAGE = Path(__file__).parent / "configuration.md"
+DOCS = Path(__file__).parent
+_WRITTEN = "<!-- from here on written by docs/reference.py from docs/graph_acts.toml -->\n"
 
 
 def configuration() -> str:
@@ -49,6 +53,36 @@ def configuration() -> str:
     return "\n".join(lines)
 
 
+def graphs(page: str) -> str:
+    """Return ``page``, that of graphs, with the tables of acts as they should be."""
+    by_hand, mark, _ = page.partition(_WRITTEN)
+    return by_hand + mark + _acts()
+
+
+def _acts() -> str:
+    rows = tomllib.loads((DOCS / "graph_acts.toml").read_text(encoding="utf-8"))["act"]
+    counts = Counter(row["tape"] for row in rows)
+    told = ", ".join(f"{n} {what}" for what, n in counts.most_common())
+    lines = ["", f"{len(rows)} acts: {told}.", ""]
+    for kind, acts in itertools.groupby(rows, lambda row: row["kind"]):
+        lines += [f"### {kind.capitalize()}", "", "| act | CUDA | tape |", "|---|---|---|"]
+        lines += [f"| {a['act']} | {_linked(a)} | {'; '.join(_tape(a))} |" for a in acts]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _linked(row: dict[str, str]) -> str:
+    """Return what CUDA does, with the verdict linked to its source."""
+    if not row["source"]:
+        return row["cuda"]
+    verdict, colon, why = row["cuda"].partition(":")
+    return f"[{verdict}]({row['source']}){colon}{why}"
+
+
+def _tape(row: dict[str, str]) -> list[str]:
+    return [row["tape"], *([row["note"]] if "note" in row else [])]
+
+
 def _toml(value: object) -> str:
     if isinstance(value, bool):
         return str(value).lower()
@@ -56,4 +90,6 @@ def _toml(value: object) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(configuration(), encoding="utf-8")
+    (DOCS / "configuration.md").write_text(configuration(), encoding="utf-8")
+    page = DOCS / "graphs.md"
+    page.write_text(graphs(page.read_text(encoding="utf-8")), encoding="utf-8")

@@ -145,14 +145,15 @@ def test_people_read_memory_as_tables_with_totals(capsys: pytest.CaptureFixture[
     out, err = capsys.readouterr()
     assert err == ""
     lines = [" ".join(line.split()) for line in out.splitlines()]
-    assert "seq_lens decode inputs [8] int64 cpu fill_sentinel 1 preparation 64" in lines
+    assert "seq_lens decode inputs [8] int64 cpu fill_sentinel 1 graph 64" in lines
+    assert "seq_lens_cpu decode inputs [8] int64 cpu fill_sentinel 1 preparation 64" in lines
     kept = next(line for line in lines if line.startswith("flashinfer.kv_indices "))
     assert kept.startswith("flashinfer.kv_indices flashinfer [256] int32 cpu keep_pad graph 1,024 ")
-    assert kept.endswith("in every step")
+    assert kept.endswith("read up to kv_indptr[-1], as far as each step writes it")
     assert any(line.startswith("decode[bs=8, tokens=8] cpu ") for line in lines)
     assert "lane prefill: no graph-resident memory; this lane captures nothing" in lines
     assert "kv cache layer 0 keys [4112, 2, 32] float32 cpu decode 1,052,672" in lines
-    assert "request table req_to_token [9, 512] int32 cpu preparation only 18,432" in lines
+    assert "request table req_to_token [9, 512] int32 cpu decode 18,432" in lines
     assert any(line.startswith("lane decode: ") and "of its own" in line for line in lines)
     assert any(line.startswith("graph-resident in all: ") for line in lines)
     assert lines[-1] == "Everything that graphs read and write is declared."

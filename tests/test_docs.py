@@ -4,23 +4,65 @@ import importlib.util
 import re
 import tomllib
 from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
 
 from graphpact.config import RESERVED_VARIABLES, EngineConfig, config_keys
+from graphpact.graphs import DeclaredMemory
+from graphpact.graphs.tape import TapeDriver
 
 ROOT = Path(__file__).parents[1]
 
 
-def test_the_configuration_page_is_what_the_code_would_write() -> None:
-    """docs/configuration.md is up to date: `python docs/reference.py` would change nothing."""
+def _reference() -> ModuleType:
+    """Load the script that writes the reference pages."""
     spec = importlib.util.spec_from_file_location("reference", ROOT / "docs/reference.py")
     assert spec is not None
     assert spec.loader is not None
     reference = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(reference)
+    return reference
+
+
+def test_the_configuration_page_is_what_the_code_would_write() -> None:
+    """docs/configuration.md is up to date: `python docs/reference.py` would change nothing."""
     page = (ROOT / "docs/configuration.md").read_text(encoding="utf-8")
-    assert page == reference.configuration()
+    assert page == _reference().configuration()
     assert all(f"`{key.name.rpartition('.')[2]}`" in page for key in config_keys())
     assert all(f"`{variable}`" in page for variable in RESERVED_VARIABLES)
+
+
+def test_the_acts_on_the_graphs_page_are_those_of_the_table() -> None:
+    """docs/graphs.md has every row of graph_acts.toml: `python docs/reference.py` would change nothing."""
+    page = (ROOT / "docs/graphs.md").read_text(encoding="utf-8")
+    assert page == _reference().graphs(page)
+    rows = tomllib.loads((ROOT / "docs/graph_acts.toml").read_text(encoding="utf-8"))["act"]
+    assert len({row["id"] for row in rows}) == len(rows)
+    assert page.count("\n| ") > len(rows)
+    for row in rows:
+        assert "|" not in f"{row['act']}{row['cuda']}{row.get('note', '')}"  # it would end its cell
+        assert f"\n| {row['act']} | " in page
+
+
+@pytest.mark.parametrize("strict", [False, True], ids=["fast", "strict"])
+def test_the_example_of_the_graphs_page_runs(*, strict: bool) -> None:
+    """What docs/graphs.md shows is legal on either tape, and gives what eager execution gives."""
+    page = (ROOT / "docs/graphs.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    names: dict[str, Any] = {
+        "DeclaredMemory": DeclaredMemory,
+        "driver": TapeDriver(torch.device("cpu"), strict=strict),
+        "x": torch.zeros(4),
+        "staging": torch.zeros(4),
+        "model": lambda x: x * 2 + 1,
+        "batches": [torch.full((4,), float(n)) for n in range(3)],
+        "answers": [],
+    }
+    exec(example, names)  # noqa: S102  our own page
+    assert [a.tolist() for a in names["answers"]] == [[2.0 * n + 1] * 4 for n in range(3)]
 
 
 def test_links_in_the_texts_lead_somewhere() -> None:

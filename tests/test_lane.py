@@ -409,13 +409,13 @@ class Rebinds(FlashInferBackend):
 
 
 class ChangesNumber(FlashInferBackend):
-    """Refreshes a host number that the graph has frozen."""
+    """Raises a host number that the graph has frozen."""
 
     @hookimpl
     def init_metadata_replay(self, view: ForwardBatch, shape: GraphShape, captured: Any) -> Any:
-        """Return a copy whose bound follows the batch."""
+        """Return a copy whose bound is larger than the captured one."""
         self.fill_metadata(view, captured)
-        return dataclasses.replace(captured, max_kv_len=int(view.seq_lens_cpu.max()))
+        return dataclasses.replace(captured, max_kv_len=captured.max_kv_len + 1)
 
 
 class Forgets(FlashInferBackend):
@@ -493,7 +493,7 @@ class ReadsHost(FlashInferBackend):
     [
         (Rebuilds, "metadata.out_cache_loc|metadata.qo_indptr"),
         (Rebinds, r"metadata.kv_last_page_len \(slot 'flashinfer.kv_last_page_len' of flashinfer"),
-        (ChangesNumber, "metadata.max_kv_len: captured 8, got 3"),
+        (ChangesNumber, "metadata.max_kv_len: bound captured <= 8, got 9"),
     ],
 )
 def test_the_pact_catches_when_planted(backend: type[FlashInferBackend], field: str) -> None:
@@ -507,13 +507,13 @@ def test_the_pact_catches_when_planted(backend: type[FlashInferBackend], field: 
 
 def test_without_a_pact_the_same_bug_is_a_wrong_answer() -> None:
     """The planted bug is real: unchecked, its replays are wrong."""
-    rig = Rig(backend=Rebuilds, pact="off")
+    rig = Rig(backend=Rebuilds, pact="off", metadata_in_graph=False)
     assert not rig.agrees(3, 2)
 
 
 def test_a_replay_hook_that_does_nothing_is_wrong_in_values() -> None:
     """Stale metadata keeps the pact and gives other logits: contents are for values to show."""
-    rig = Rig(backend=Forgets)
+    rig = Rig(backend=Forgets, metadata_in_graph=False)
     assert not rig.agrees(5, 3)
     assert rig.lane.stats.pact_checks == 1
 

@@ -1,7 +1,6 @@
 """The tape: what a replay repeats, what it forgets, and what it refuses to record."""
 
 import gc
-import inspect
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,12 +11,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
-from torch.utils import _pytree as pytree
 
 from graphpact.errors import CaptureError
 from graphpact.graphs import recorder
 from graphpact.graphs.tape import Tape, TapeDriver
 from graphpact.kernels import pack_kv_indices, paged_attention
+from support import PROGRAMS, leaves, run_program
 
 CPU = torch.device("cpu")
 
@@ -33,10 +32,6 @@ def _inference() -> Iterator[None]:
 def driver() -> TapeDriver:
     """A tape driver of its own for every test."""
     return TapeDriver(CPU)
-
-
-def _leaves(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def _clear(tensors: list[torch.Tensor]) -> None:
@@ -60,13 +55,13 @@ def _replays_like_eager(
             else:
                 tensor.copy_(torch.randint(0, 3, tensor.shape, generator=generator))
         before = [tensor.clone() for tensor in inputs]
-        outputs = _leaves(graph.outputs)
+        outputs = leaves(graph.outputs)
         _clear([t for t in outputs if t.untyped_storage()._cdata not in held])
         graph.replay()
         got, left = [t.clone() for t in outputs], [t.clone() for t in inputs]
         for tensor, value in zip(inputs, before, strict=True):
             tensor.copy_(value)
-        expected = _leaves(fn(*inputs))
+        expected = leaves(fn(*inputs))
         assert len(got) == len(expected) > 0
         for a, b in zip([*got, *left], [*expected, *inputs], strict=True):
             assert a.shape == b.shape
@@ -125,7 +120,7 @@ def test_containers_changed_after_capture_do_not_matter(driver: TapeDriver) -> N
     parts.clear()
     sizes[:] = [9, 9]
     first.fill_(4)
-    _clear(_leaves(graph.outputs))
+    _clear(leaves(graph.outputs))
     graph.replay()
     assert graph.outputs[0].tolist() == [4, 1, 1]
     assert graph.outputs[1].tolist() == [[0], [0]]
@@ -286,7 +281,7 @@ def test_out_variants_are_used_where_the_schema_has_one(name: str) -> None:
     """These operations write straight into the recorded tensors: no node copies afterwards."""
     x = torch.randn(4, 6)
     graph = TapeDriver(CPU).capture(lambda: _WITH_OUT[name](x))
-    assert not [op for op, _, _ in graph._nodes if inspect.isfunction(op)]
+    assert not [op for op, _, _ in graph._nodes if isinstance(op, recorder.RunAndCopy)]
 
 
 def test_random_operations_advance() -> None:
@@ -499,13 +494,9 @@ def _storages(tensors: list[torch.Tensor]) -> dict[int, int]:
 
 
 def _recorded(graph: Tape) -> list[torch.Tensor]:
-    """Return every tensor of a tape's nodes, those in closures too, and of its outputs."""
-    closures = [
-        cell.cell_contents
-        for op, _, _ in graph._nodes
-        for cell in getattr(op, "__closure__", None) or ()
-    ]
-    return _leaves([graph.outputs, closures, [node[1:] for node in graph._nodes]])
+    """Return every tensor of a tape's nodes, those that are copied into, and of its outputs."""
+    copied = [op.outputs for op, _, _ in graph._nodes if isinstance(op, recorder.RunAndCopy)]
+    return leaves([graph.outputs, copied, [node[1:] for node in graph._nodes]])
 
 
 def _holds_to_its_memory(graph: Tape, inputs: list[torch.Tensor]) -> None:
@@ -632,58 +623,15 @@ def test_a_tape_runs_on_any_device() -> None:
 
 # -- random programs -------------------------------------------------------------------------------
 
-# From two ``[4, 4]`` tensors to one or more; every step is one of these on earlier results.
-_STEPS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
-    "add": lambda a, b: a + b,
-    "mul number": lambda a, b: a * 0.5,
-    "mm": lambda a, b: a @ b,
-    "linear": lambda a, b: functional.linear(a, b, b[0]),
-    "transpose": lambda a, b: a.t(),
-    "flip halves": lambda a, b: torch.cat([a[2:], b[:2]]),
-    "row softmax": lambda a, b: torch.softmax(a, -1),
-    "expand": lambda a, b: a[:, :1].expand(4, 4),
-    "reshape": lambda a, b: a.t().reshape(2, 8).view(4, 4),
-    "where": lambda a, b: torch.where(a > b, a, b),
-    "masked_fill_": lambda a, b: a.clone().masked_fill_(b > 0, 0.25),
-    "in place": lambda a, b: a.mul_(0.5).add_(b.mean()),
-    "write a view": lambda a, b: (a[1:3].copy_(b[:2]), a)[1],
-    "index_put_": lambda a, b: a.index_put_((b[:, 0].gt(0).long() + 1,), b[:1]),
-    "layer_norm": lambda a, b: functional.layer_norm(a, (4,)),
-    "topk": lambda a, b: torch.topk(a, 4).values,
-    "max.dim": lambda a, b: torch.max(a, dim=0).values + b,
-    "split": lambda a, b: a.split([1, 3], dim=1)[0].expand(4, 4),
-    "embedding": lambda a, b: functional.embedding(a.gt(0).long()[:, 0], b),
-    "sdpa": lambda a, b: functional.scaled_dot_product_attention(a[None], b[None], a[None])[0],
-    "factory": lambda a, b: torch.full((4, 4), 2.0) + torch.arange(4) - torch.ones_like(a),
-    "round trip": lambda a, b: a.to(torch.bfloat16).to(torch.float32),
-    "bmm": lambda a, b: torch.bmm(a.view(2, 2, 4), b[None].expand(2, 4, 4)).view(4, 4),
-    "foreach": lambda a, b: torch._foreach_add([a, b], 1.0)[1],
-}
-_PROGRAMS = st.lists(
-    st.tuples(st.sampled_from(sorted(_STEPS)), st.integers(0, 9), st.integers(0, 9)),
-    min_size=1,
-    max_size=9,
-)
-
-
-def _run_program(program: list[tuple[str, int, int]], *inputs: torch.Tensor) -> list[torch.Tensor]:
-    values = [t.clone() for t in inputs]
-    for name, i, j in program:
-        a, b = values[i % len(values)], values[j % len(values)]
-        if name in ("in place", "write a view", "index_put_"):
-            a, b = a.clone() if 0 in a.stride() else a, b.clone()  # earlier results, views too
-        values.append(_STEPS[name](a.contiguous() if name in ("reshape", "bmm") else a, b))
-    return values
-
 
 @settings(derandomize=True, deadline=None, max_examples=200)
-@given(program=_PROGRAMS, seed=st.integers(0, 999))
+@given(program=PROGRAMS, seed=st.integers(0, 999))
 def test_random_programs_replay_bit_for_bit(program: list[tuple[str, int, int]], seed: int) -> None:
     """Any program of small operations replays on new contents to what eager says, in memory of its own."""
     with torch.inference_mode():
         inputs = torch.randn(4, 4), torch.randn(4, 4)
         graph = _replays_like_eager(
-            lambda *xs: _run_program(program, *xs), *inputs, rounds=2, seed=seed
+            lambda *xs: run_program(program, *xs), *inputs, rounds=2, seed=seed
         )
         _holds_to_its_memory(graph, list(inputs))
 

@@ -1,19 +1,28 @@
-"""The verifier: right replays pass, wrong logits and stray KV writes do not."""
+"""The verifier: right replays pass, wrong ones do not, and the first wrong field is named."""
 
-from collections.abc import Callable, Iterator
+import dataclasses
+import functools
+from collections.abc import Callable, Generator, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from graphpact import BackendContext, ForwardBatch, ForwardMode, Lane, LayerSpec, Limits
-from graphpact.errors import VerificationError
+from graphpact import BackendContext, ForwardBatch, ForwardMode, Lane, LayerSpec, Limits, bounded
+from graphpact.buffers import CudaGraphBufferRegistry, GraphSlot, build_decode_registry
+from graphpact.errors import EngineError, VerificationError
 from graphpact.graphs.tape import TapeDriver
+from graphpact.hookspecs import hookimpl
+from graphpact.kernels.paged_cache import _pack_padded
 from graphpact.runners import RunnerContext
+from graphpact.shapes import GraphShape
 from graphpact.verify import Verifier
 from graphpact_cuda_graph import CudaGraphRunner
-from graphpact_flashinfer import FlashInferBackend
+from graphpact_flashinfer import FlashInferBackend, FlashInferMetadata
+from support import make_slot
 
 CPU = torch.device("cpu")
 CONTEXT, PAGE, ROWS, VOCAB, WIDTH = 8, 2, 4, 7, 4
@@ -29,9 +38,29 @@ def _cache(fill: float = 0.0) -> Any:
 
 
 class Rig:
-    """A verified lane of two attention layers."""
+    """A verified lane of two attention layers.
 
-    def __init__(self, *, share: float = 1.0, seed: int = 0) -> None:
+    Args:
+        share: Of the replays that are verified.
+        seed: Of that choice.
+        backend: The lane's kind of backend.
+        captured: Another one, for the lane and not for the eager run: what is wrong in a test.
+        runner: The lane's kind of runner.
+        observers: More of them, inside the verifier.
+        in_graph: Whether metadata work is recorded, so that what is planted before a replay is lost.
+    """
+
+    def __init__(
+        self,
+        *,
+        share: float = 1.0,
+        seed: int = 0,
+        backend: type[FlashInferBackend] = FlashInferBackend,
+        captured: type[FlashInferBackend] | None = None,
+        runner: type[CudaGraphRunner] = CudaGraphRunner,
+        observers: tuple[object, ...] = (),
+        in_graph: bool = False,
+    ) -> None:
         self.generator = torch.Generator().manual_seed(0)
         self.weights = [torch.randn(VOCAB, WIDTH, generator=self.generator) for _ in range(4)]
         self.kv, self.shadow = _cache(), _cache(float("nan"))
@@ -39,32 +68,34 @@ class Rig:
         for row in range(1, ROWS + 1):
             first = PAGE + (row - 1) * CONTEXT
             self.table[row] = torch.arange(first, first + CONTEXT)
-        self.backend = self.make_backend(self.kv)
-        runner = CudaGraphRunner(RunnerContext(CPU, self.backend.capabilities, 4, [2, 4]))
-        self.eager_calls = 0
-        self.lane = Lane(
-            "decode",
-            model=self.model,
-            runner=runner,
-            backend=self.backend,
-            driver=TapeDriver(CPU),
-        )
-        runner.capture(self.lane)
-        self.eager_calls = 0
+        limits = Limits(4, 4, CONTEXT, PAGE)
+
+        def make_backend(kv: Any, kind: type[FlashInferBackend] = backend) -> FlashInferBackend:
+            return kind(BackendContext(CPU, torch.float32, LAYERS, limits, self.table, kv))
+
         self.verifier = Verifier(
-            self.lane,
-            make_backend=self.make_backend,
+            make_backend=make_backend,
             kv_cache=self.kv,
             shadow=self.shadow,
             share=share,
             page_size=PAGE,
             seed=seed,
         )
-
-    def make_backend(self, kv: Any) -> FlashInferBackend:
-        """Return a backend on ``kv``."""
-        limits = Limits(4, 4, CONTEXT, PAGE)
-        return FlashInferBackend(BackendContext(CPU, torch.float32, LAYERS, limits, self.table, kv))
+        self.runner = runner(RunnerContext(CPU, backend.capabilities, 4, [2, 4]))
+        self.lane = Lane(
+            "decode",
+            model=self.model,
+            runner=self.runner,
+            backend=make_backend(self.kv, captured or backend),
+            driver=TapeDriver(CPU),
+            pact="off",  # it would find some of what is planted before the replay
+            metadata_in_graph=in_graph,
+            observers=[self.verifier, *observers],
+        )
+        self.eager_calls = 0
+        self.runner.capture(self.lane)
+        self.eager_calls = 0
+        self.verifier.join(self.lane)
 
     def model(self, batch: ForwardBatch, backend: Any, metadata: Any) -> torch.Tensor:
         """Embed, attend twice, unembed."""
@@ -88,6 +119,14 @@ class Rig:
             seq_lens=lens,
             seq_lens_cpu=lens.clone(),
         )
+
+    def failure(self, *lengths: int, **fields: Any) -> VerificationError:
+        """Return what the verifier raises for a batch of ``lengths``, which must be wrong."""
+        batch = dataclasses.replace(self.batch(*lengths), **fields)
+        with pytest.raises(VerificationError) as raised:
+            self.verifier.run(batch)
+        assert raised.value.lane == "decode"
+        return raised.value
 
     def before_replay(self, do: Callable[[], None]) -> None:
         """Plant: do something to the slots after each fill, before the graph runs."""
@@ -259,3 +298,596 @@ def test_poison_that_nobody_touched_is_no_difference() -> None:
     for cache in rig.kv.k + rig.kv.v:
         cache[-PAGE:] = float("nan")
     rig.verifier.run(rig.batch(1, 1))
+
+
+# -- what differs first ----------------------------------------------------------------------------
+
+
+class Damage:
+    """An observer inside the verifier: changes what a hook returned, in every replay."""
+
+    def __init__(
+        self,
+        view: Callable[[ForwardBatch], Any] = lambda _: None,
+        metadata: Callable[[Any], Any] = lambda metadata: metadata,
+    ) -> None:
+        self.view, self.metadata = view, metadata
+
+    @hookimpl(wrapper=True)
+    def prepare_replay(self) -> Generator[None, ForwardBatch, ForwardBatch]:
+        """Write to the view, before metadata is derived of it."""
+        view = yield
+        self.view(view)
+        return view
+
+    @hookimpl(wrapper=True)
+    def init_metadata_replay(self) -> Generator[None, Any, Any]:
+        """Return other metadata."""
+        return self.metadata((yield))
+
+
+def _wrong_outputs(rig: Rig) -> None:
+    """Plant: the recorded work itself is wrong."""
+    rig.after_replay(lambda outputs: outputs[0].add_(1))
+
+
+@pytest.mark.parametrize(
+    ("field", "row", "value", "eager"),
+    [
+        ("input_ids", 0, 6, 1),
+        ("out_cache_loc", 2, SLOTS - 1, 22),
+        ("req_pool_indices", 1, 3, 2),
+        ("seq_lens", 1, 1, 4),
+    ],
+)
+def test_a_real_row_of_the_view_is_named(field: str, row: int, value: int, eager: int) -> None:
+    """What is changed in a slot after the fill is named by field and row, alone, whoever reads it."""
+    damage = Damage(lambda view: getattr(view, field)[row : row + 1].fill_(value))
+    rig = Rig(observers=(damage,))
+    rig.kv.k[0].normal_(generator=rig.generator)
+    rig.kv.v[0].normal_(generator=rig.generator)
+    error = rig.failure(3, 4, 5, input_ids=torch.tensor([1, 2, 3]))
+    assert error.field == f"view.{field}"
+    assert error.suspects == ()
+    assert error.shape == GraphShape(ForwardMode.DECODE, 4, 4)
+    assert error.largest_difference == rig.verifier.largest_difference > 0
+    assert error.message.endswith(
+        f"first field that differs: view.{field}[{row}]: replay {value}, eager {eager}"
+        f" (slot '{field}' of decode inputs)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("field", "at", "value", "eager"),
+    [
+        ("kv_indptr", 3, 6, 7),
+        ("kv_indices", 2, 9, 5),
+        ("kv_last_page_len", 1, 1, 2),
+    ],
+)
+def test_a_metadata_tensor_is_named(field: str, at: int, value: int, eager: int) -> None:
+    """One wrong element of metadata is named with its slot and owner, though the view is right."""
+    rig = Rig()
+    rig.kv.k[0].normal_(generator=rig.generator)
+    rig.kv.v[0].normal_(generator=rig.generator)
+    rig.before_replay(lambda: rig.slot(f"flashinfer.{field}")[at : at + 1].fill_(value))
+    error = rig.failure(3, 4, 5)
+    assert error.field == f"metadata.{field}"
+    assert error.suspects == ()
+    assert error.message.endswith(
+        f"first field that differs: metadata.{field}[{at}]: replay {value}, eager {eager}"
+        f" (slot 'flashinfer.{field}' of flashinfer)"
+    )
+    assert "init_metadata_replay() refreshes" in str(error)
+
+
+def test_all_fields_that_differ_are_named_after_the_first() -> None:
+    """A second wrong field follows the first, by its name."""
+    rig = Rig()
+    rig.before_replay(lambda: rig.slot("flashinfer.kv_last_page_len").fill_(2))
+    rig.before_replay(lambda: rig.slot("flashinfer.kv_indices").fill_(0))
+    error = rig.failure(3, 3)
+    assert error.field == "metadata.kv_indices"
+    assert error.message.endswith("of flashinfer); also metadata.kv_last_page_len")
+
+
+def test_metadata_that_the_graph_writes_is_read_after_the_replay() -> None:
+    """Where metadata work is recorded, what the hook returned is stale, and what the graph left counts."""
+    rig = Rig(in_graph=True)
+    rig.before_replay(lambda: rig.slot("flashinfer.kv_last_page_len").fill_(9))
+    rig.verifier.run(rig.batch(3, 4))
+    _wrong_outputs(rig)
+    assert rig.failure(3, 4, 5).field is None
+    rig.after_replay(lambda outputs: rig.slot("flashinfer.kv_last_page_len")[1].fill_(9))
+    error = rig.failure(3, 4, 5)
+    assert error.field == "metadata.kv_last_page_len"
+    assert "metadata.kv_last_page_len[1]: replay 9, eager 2" in error.message
+
+
+@dataclasses.dataclass
+class Scaled:
+    """Metadata with a host number that is no bound."""
+
+    inner: FlashInferMetadata
+    longest: int
+
+
+@dataclasses.dataclass
+class Bounded:
+    """Metadata with a host number that is one."""
+
+    inner: FlashInferMetadata
+    longest: int = bounded()
+
+
+class Scaling(FlashInferBackend):
+    """Scales what it attends to by the longest sequence, which a capture freezes."""
+
+    kind: type[Any] = Scaled
+    at_capture = 1
+
+    def allocate_metadata(self, view: Any, shape: GraphShape, buffers: Any) -> Any:
+        """Add the number: the batch's own, but in the lane."""
+        is_captured = self._registry is not None
+        longest = self.at_capture if is_captured else int(view.seq_lens_cpu.max())
+        return self.kind(super().allocate_metadata(view, shape, buffers), longest)
+
+    def fill_metadata(self, view: Any, metadata: Any) -> None:
+        """Fill all but the number."""
+        super().fill_metadata(view, metadata.inner)
+
+    def forward(self, q: Any, k: Any, v: Any, layer: LayerSpec, metadata: Any) -> torch.Tensor:
+        """Attend, and scale."""
+        return super().forward(q, k, v, layer, metadata.inner) * metadata.longest
+
+
+class WithBound(Scaling):
+    """Was captured with as long a sequence as there can be, and only has the number."""
+
+    kind = Bounded
+    at_capture = CONTEXT
+
+    def forward(self, q: Any, k: Any, v: Any, layer: LayerSpec, metadata: Any) -> torch.Tensor:
+        """Attend."""
+        return FlashInferBackend.forward(self, q, k, v, layer, metadata.inner)
+
+
+class BoundTooLow(WithBound):
+    """Was captured with a bound that a batch can exceed."""
+
+    at_capture = 2
+
+
+def test_a_frozen_host_number_is_named() -> None:
+    """A number of capture's that is not the batch's is named with both values."""
+    rig = Rig(backend=Scaling)
+    rig.verifier.run(rig.batch(1, 1, 1))
+    error = rig.failure(2, 5, 3)
+    assert (error.field, error.suspects) == ("metadata.longest", ())
+    assert error.message.endswith("differs: metadata.longest: replay 1, eager 5")
+    assert "put it in a tensor" in str(error)
+
+
+def test_a_bound_may_be_larger_and_not_smaller() -> None:
+    """Of a bounded number only one below the batch's own is a difference."""
+    for kind, field in ((WithBound, None), (BoundTooLow, "metadata.longest")):
+        rig = Rig(backend=kind)
+        rig.verifier.run(rig.batch(2, 5, 3))
+        _wrong_outputs(rig)
+        error = rig.failure(3, 6, 4)
+        assert (error.field, error.suspects) == (field, ())
+
+
+class Attributes:
+    """Metadata of a plain class: its attributes are its fields."""
+
+    plan: object
+    softcap: float
+    weights: torch.Tensor
+    cache: torch.Tensor
+
+    def __init__(self, metadata: FlashInferMetadata) -> None:
+        for field in dataclasses.fields(metadata):
+            setattr(self, field.name, getattr(metadata, field.name))
+
+
+class Plain(FlashInferBackend):
+    """Keeps its metadata in a plain class, with what is hard to compare beside it."""
+
+    def declare_slots(self, limits: Limits) -> list[GraphSlot]:
+        """Add a slot of floats."""
+        weights = make_slot("weights", dtype=torch.float32, copy_from_fb=False)
+        return [*super().declare_slots(limits), weights]
+
+    def allocate_metadata(self, view: Any, shape: GraphShape, buffers: Any) -> Any:
+        """Return a plain object."""
+        metadata = Attributes(super().allocate_metadata(view, shape, buffers))
+        metadata.plan, metadata.softcap = object(), float("nan")
+        metadata.weights = buffers("weights")
+        metadata.cache = self.context.kv_cache.k[0]
+        return metadata
+
+    def fill_metadata(self, view: Any, metadata: Any) -> None:
+        """Fill, with NaN for sequences of one token."""
+        super().fill_metadata(view, metadata)
+        metadata.weights.copy_(0 / (view.seq_lens - 1))
+
+
+def _with(name: str, value: Any) -> Callable[[Any], Any]:
+    def change(metadata: Any) -> Any:
+        setattr(metadata, name, value)
+        return metadata
+
+    return change
+
+
+def _without(name: str) -> Callable[[Any], Any]:
+    def change(metadata: Any) -> Any:
+        vars(metadata).pop(name, None)
+        return metadata
+
+    return change
+
+
+class Other(FlashInferMetadata):
+    """The same fields under another name."""
+
+
+@pytest.mark.parametrize(
+    ("backend", "change", "field", "words"),
+    [
+        (Plain, _with("extra", 1), "metadata.extra", "metadata.extra: replay 1, eager nothing"),
+        (Plain, _without("max_q_len"), "metadata.max_q_len", "replay nothing, eager 1"),
+        (
+            FlashInferBackend,
+            lambda m: Other(*(getattr(m, f.name) for f in dataclasses.fields(m))),
+            "metadata",
+            "metadata: type: replay Other, eager FlashInferMetadata",
+        ),
+        (
+            FlashInferBackend,
+            lambda m: dataclasses.replace(m, kv_indices=None),
+            "metadata.kv_indices",
+            "metadata.kv_indices: replay None, eager a tensor",
+        ),
+        (
+            FlashInferBackend,
+            lambda m: dataclasses.replace(m, kv_last_page_len=m.kv_last_page_len[:1]),
+            "metadata.kv_last_page_len",
+            "metadata.kv_last_page_len[1]: replay nothing there, in shape (1,), eager 2",
+        ),
+        (
+            FlashInferBackend,
+            lambda m: dataclasses.replace(m, max_q_len=1.0),
+            "metadata.max_q_len",
+            "metadata.max_q_len: replay 1.0, eager 1",
+        ),
+    ],
+)
+def test_fields_and_types_are_named(
+    backend: type[FlashInferBackend], change: Callable[[Any], Any], field: str, words: str
+) -> None:
+    """What is there once only, or of another type or extent, is the field that is named."""
+    rig = Rig(backend=backend, observers=(Damage(metadata=change),))
+    _wrong_outputs(rig)
+    error = rig.failure(3, 4, 5)
+    assert error.field == field
+    assert words in error.message
+    assert "also" not in error.message
+
+
+def test_a_number_where_eager_has_none_is_named() -> None:
+    """NaN is a value like any other: a replay that has a number there differs."""
+    rig = Rig(backend=Plain, observers=(Damage(metadata=lambda m: _filled(m, "weights")),))
+    _wrong_outputs(rig)
+    error = rig.failure(3, 1)
+    assert error.field == "metadata.weights"
+    assert "metadata.weights[1]: replay 0.0, eager nan" in error.message
+
+
+def _filled(metadata: Any, name: str) -> Any:
+    getattr(metadata, name).zero_()
+    return metadata
+
+
+def test_a_field_that_no_slot_carries_is_named() -> None:
+    """A tensor that the batch has and the view lacks is named: the graph never saw it."""
+    rig = Rig()
+    _wrong_outputs(rig)
+    error = rig.failure(3, 4, mrope_positions=torch.zeros(3, 2, dtype=torch.int64))
+    assert error.field == "view.mrope_positions"
+    assert "replay None, eager a tensor" in error.message
+
+
+def test_the_verifier_sees_what_the_lane_gets() -> None:
+    """It stands outside every other observer, wherever those were given."""
+    damage = Damage(metadata=lambda m: dataclasses.replace(m, max_q_len=2))
+    rig = Rig(observers=(damage,))
+    _wrong_outputs(rig)
+    assert rig.failure(3, 4).field == "metadata.max_q_len"
+
+
+# -- padded rows -----------------------------------------------------------------------------------
+
+
+def _write_tail(name: str, value: int) -> Callable[[ForwardBatch], Any]:
+    return lambda view: getattr(view, name)[3:].fill_(value)
+
+
+def test_a_padded_row_that_writes_is_the_suspect() -> None:
+    """Where only a tail is wrong no field is named, but the slot whose padded rows capture did not have."""
+    rig = Rig()
+    rig.before_replay(lambda: rig.slot("out_cache_loc")[3:].fill_(SLOTS - 1))
+    error = rig.failure(3, 3, 3)
+    assert error.field is None
+    assert error.suspects == ("view.out_cache_loc",)
+    assert "every field agrees in its real rows" in error.message
+    assert error.message.endswith(
+        f"suspects: view.out_cache_loc[3]: replay {SLOTS - 1}, capture had 0"
+        " (slot 'out_cache_loc' of decode inputs)"
+    )
+    assert "padding policy" in str(error)
+
+
+@pytest.mark.parametrize("name", ["req_pool_indices", "seq_lens", "positions", "input_ids"])
+def test_stale_rows_of_the_view_are_suspects(name: str) -> None:
+    """A tail that an earlier batch left is named, and what is derived from it is not."""
+    rig = Rig(observers=(Damage(_write_tail(name, 2)),))
+    _wrong_outputs(rig)
+    error = rig.failure(3, 3, 3)
+    assert (error.field, error.suspects) == (None, (f"view.{name}",))
+
+
+@pytest.mark.parametrize(
+    ("name", "at", "value"),
+    [("kv_last_page_len", 3, 2), ("kv_indptr", 4, 8), ("kv_indices", 6, 5)],
+)
+def test_stale_rows_of_metadata_are_suspects(name: str, at: int, value: int) -> None:
+    """Padded rows of metadata are held to what the backend derives from the view."""
+    rig = Rig()
+    rig.before_replay(lambda: rig.slot(f"flashinfer.{name}")[at].fill_(value))
+    _wrong_outputs(rig)
+    error = rig.failure(3, 3, 3)
+    assert (error.field, error.suspects) == (None, (f"metadata.{name}",))
+    assert f"metadata.{name}[{at}]: replay {value}, from this view " in error.message
+
+
+class Loose(CudaGraphRunner):
+    """Keeps earlier tokens in the tail of ``input_ids``, and captures at other positions."""
+
+    def make_registry(self) -> CudaGraphBufferRegistry:
+        """Return a registry whose ``input_ids`` keeps its tail."""
+        return build_decode_registry(
+            max_bs=4,
+            max_num_token=4,
+            device=CPU,
+            seq_len_fill_value=1,
+            register_global_num_tokens=False,
+            enable_mrope=False,
+        )
+
+    def dummy_batch(self, shape: GraphShape) -> ForwardBatch:
+        """Return padding at another position than the pad value."""
+        dummy = super().dummy_batch(shape)
+        dummy.positions.fill_(3)
+        return dummy
+
+
+def test_suspects_that_a_policy_explains_come_last() -> None:
+    """A stale row is first, then a pad value that capture did not have, then a tail that is kept."""
+    rig = Rig(runner=Loose, observers=(Damage(_write_tail("req_pool_indices", 2)),))
+    rig.verifier.run(dataclasses.replace(rig.batch(1, 1, 1, 1), input_ids=torch.full((4,), 5)))
+    _wrong_outputs(rig)
+    error = rig.failure(3, 3, 3)
+    assert error.suspects == ("view.req_pool_indices", "view.positions", "view.input_ids")
+    assert "view.positions[3]: replay 0, its pad value, capture had 3" in error.message
+    assert "view.input_ids[3]: replay 5, kept because any token" in error.message
+
+
+def test_a_host_number_of_the_batch_is_a_suspect() -> None:
+    """A number that a view carries is capture's; where the batch has another, that is said."""
+    rig = Rig()
+    _wrong_outputs(rig)
+    error = rig.failure(3, 4, num_token_non_padded_cpu=2)
+    assert (error.field, error.suspects) == (None, ("view.num_token_non_padded_cpu",))
+    assert "view.num_token_non_padded_cpu: replay None, eager 2" in error.message
+
+
+# -- what is not named -----------------------------------------------------------------------------
+
+
+class DevicePacking(FlashInferBackend):
+    """Packs as on a GPU, which writes all of ``kv_indices``: what nobody reads depends on the padding."""
+
+    def fill_metadata(self, view: Any, metadata: FlashInferMetadata) -> None:
+        """Fill, then pack without a count on the host."""
+        super().fill_metadata(view, metadata)
+        table, rows = self.context.req_to_token, view.req_pool_indices
+        _pack_padded(table, rows, metadata.kv_indptr, PAGE, metadata.kv_indices)
+
+
+@functools.cache
+def _broken_rig(backend: type[FlashInferBackend], *, in_graph: bool) -> Rig:
+    with torch.inference_mode():
+        rig = Rig(backend=backend, in_graph=in_graph)
+        _wrong_outputs(rig)
+        return rig
+
+
+@pytest.mark.parametrize("in_graph", [False, True])
+@pytest.mark.parametrize("backend", [FlashInferBackend, Plain, WithBound, DevicePacking])
+@given(
+    lengths=st.lists(st.integers(1, CONTEXT), min_size=1, max_size=4), garbage=st.integers(0, 99)
+)
+@settings(derandomize=True, max_examples=15, deadline=None)
+def test_right_fields_are_never_named(
+    backend: type[FlashInferBackend],
+    lengths: list[int],
+    garbage: int,
+    in_graph: bool,  # noqa: FBT001  a case
+) -> None:
+    """Where only the recorded work is wrong nothing is named, whatever unwritten tails held before."""
+    rig = _broken_rig(backend, in_graph=in_graph)
+    rig.slot("flashinfer.kv_indices").fill_(garbage)
+    error = rig.failure(*lengths)
+    assert (error.field, error.suspects) == (None, ())
+    assert "which leaves padded rows, what the cache held, and the recorded work" in error.message
+    if backend is not DevicePacking:
+        assert "padding, and not the replay" not in error.message
+
+
+@functools.cache
+def _right_rig(*, in_graph: bool) -> Rig:
+    with torch.inference_mode():
+        return Rig(in_graph=in_graph)
+
+
+@pytest.mark.parametrize("in_graph", [False, True])
+@given(
+    lengths=st.lists(st.integers(1, CONTEXT), min_size=1, max_size=4), garbage=st.integers(0, 99)
+)
+@settings(derandomize=True, max_examples=20, deadline=None)
+def test_right_replays_never_raise(
+    lengths: list[int],
+    garbage: int,
+    in_graph: bool,  # noqa: FBT001  a case
+) -> None:
+    """Batches of any lengths, on a cache of anything, agree with their eager runs."""
+    rig = _right_rig(in_graph=in_graph)
+    rig.slot("flashinfer.kv_indices").fill_(garbage)
+    for cache in (*rig.kv.k, *rig.kv.v):
+        cache.normal_(generator=rig.generator)
+    rig.verifier.run(rig.batch(*lengths))
+    assert rig.verifier.largest_difference < 1e-4
+
+
+class Counting(CudaGraphRunner):
+    """Has slots that are computed, and one that a batch may lack."""
+
+    def make_registry(self) -> CudaGraphBufferRegistry:
+        """Return a registry whose ``global_num_tokens_gpu`` is the padded count, whatever a batch says."""
+        registry = build_decode_registry(
+            max_bs=4,
+            max_num_token=4,
+            device=CPU,
+            seq_len_fill_value=1,
+            enable_mrope=False,
+            require_gathered_buffer=True,
+            zero_input_ids=True,
+        )
+        registry.register_slot(make_slot("encoder_lens", optional=True))
+        return registry
+
+    def dummy_batch(self, shape: GraphShape) -> ForwardBatch:
+        """Return padding with one of the fields that a batch may lack."""
+        return dataclasses.replace(
+            super().dummy_batch(shape),
+            encoder_lens=torch.zeros(shape.batch_size, dtype=torch.int64),
+        )
+
+
+def test_what_is_no_copy_of_the_batch_is_not_held_to_it() -> None:
+    """A computed slot, and a field that a batch may lack and lacks, are as they should be."""
+    rig = Rig(runner=Counting)
+    _wrong_outputs(rig)
+    error = rig.failure(3, 3, 3, global_num_tokens_gpu=torch.tensor([3], dtype=torch.int32))
+    assert (error.field, error.suspects) == (None, ())
+
+
+def test_a_cache_is_no_metadata() -> None:
+    """Where metadata refers to the KV cache, a key that is wrong there is not called its field."""
+    rig = Rig(backend=Plain)
+    rig.after_replay(lambda outputs: rig.kv.k[0][PAGE].fill_(3e3))
+    error = rig.failure(4)
+    assert "keys of layer 0 in KV slot" in error.message
+    assert (error.field, error.suspects) == (None, ())
+
+
+def test_what_padding_changes_is_said_beside_the_suspects() -> None:
+    """An element that the padded view and the batch alone give differently is no fault of the replay."""
+    rig = Rig(backend=DevicePacking)
+    _wrong_outputs(rig)
+    error = rig.failure(3, 3, 3)
+    assert "padding, and not the replay, changes metadata.kv_indices" in error.message
+    assert (error.field, error.suspects) == (None, ())
+
+
+class Fragile(FlashInferBackend):
+    """Cannot derive metadata in memory that holds ones."""
+
+    def fill_metadata(self, view: Any, metadata: FlashInferMetadata) -> None:
+        """Refuse unless the memory is new."""
+        if self._registry is None and int(metadata.kv_last_page_len[0]):
+            raise ValueError("not new")
+        super().fill_metadata(view, metadata)
+
+
+def test_a_backend_that_fails_in_the_comparison_hides_nothing() -> None:
+    """The difference is told, and that its cause was not found, and why."""
+    rig = Rig(backend=Fragile, observers=(Damage(_write_tail("positions", 2)),))
+    _wrong_outputs(rig)
+    error = rig.failure(3, 3, 3)
+    assert "logits of request 0 by 1" in error.message
+    assert "metadata could not be compared: ValueError: not new" in error.message
+    assert (error.field, error.suspects) == (None, ("view.positions",))
+
+
+# -- the page table, the lane, the cost ------------------------------------------------------------
+
+
+def test_a_replay_may_not_change_the_page_table() -> None:
+    """What recorded work writes to ``req_to_token`` is found, though the results agree."""
+    rig = Rig()
+    rig.after_replay(lambda outputs: rig.table[4, 7:].fill_(1))
+    error = rig.failure(3, 4)
+    assert error.field == "req_to_token"
+    assert "changed the page table: decode[bs=2, tokens=2]: req_to_token[4, 7] was 33 and is 1" in (
+        error.message
+    )
+    assert rig.eager_calls == 0
+
+
+def test_a_verifier_belongs_to_the_one_lane_that_it_observes() -> None:
+    """It refuses to run without a lane, and to join a second one or one that was built without it."""
+    rig, other = Rig(), Rig()
+    alone = Verifier(
+        make_backend=lambda kv: rig.lane.backend,
+        kv_cache=rig.kv,
+        shadow=rig.shadow,
+        share=1,
+        page_size=PAGE,
+    )
+    with pytest.raises(EngineError, match=r"joined no lane\n.*observers=\[verifier\]"):
+        alone.run(rig.batch(1))
+    with pytest.raises(EngineError, match="'decode' was built without the verifier"):
+        alone.join(rig.lane)
+    with pytest.raises(EngineError, match="cannot be that of 'decode' too"):
+        rig.verifier.join(other.lane)
+
+
+def test_an_unverified_step_keeps_nothing() -> None:
+    """Outside a verified step nothing is copied, derived or held, after a step that raised too."""
+    rig = Rig(share=0.5, seed=1)
+    derived: list[int] = []
+    real = rig.verifier._backend.init_metadata_eager
+
+    def counted(*args: Any, **more: Any) -> Any:
+        derived.append(1)
+        return real(*args, **more)
+
+    rig.verifier._backend.init_metadata_eager = counted
+    for _ in range(20):
+        before = rig.verifier.verified
+        for cache in (*rig.shadow.k, *rig.shadow.v):
+            cache.fill_(float("nan"))
+        derived.clear()
+        rig.verifier.run(rig.batch(3, 2, 4))
+        was_verified = rig.verifier.verified - before
+        assert len(derived) == was_verified
+        assert bool(rig.shadow.k[1].isnan().all()) is not bool(was_verified)
+    rig.before_replay(lambda: 1 / 0)
+    rig.verifier.share = 1
+    with pytest.raises(ZeroDivisionError):
+        rig.verifier.run(rig.batch(3, 2))
+    assert rig.verifier._replay is None
+    assert not rig.verifier._is_looking

@@ -18,6 +18,7 @@ import torch
 from graphpact.batch import ForwardBatch, ForwardMode
 from graphpact.buffers import CudaGraphBufferRegistry, GraphSlot
 from graphpact.errors import EngineError, SlotError, UnsupportedModelError
+from graphpact.graphs import GraphDriver
 from graphpact.hookspecs import hookimpl
 from graphpact.shapes import GraphShape
 
@@ -212,13 +213,14 @@ class EagerBuffers:
     slots: dict[str, GraphSlot]
     shape: GraphShape
     device: torch.device
+    fill: int | None = None
 
     def __call__(self, name: str) -> torch.Tensor:
-        """Return a new buffer for the slot called ``name``, holding its initial value."""
+        """Return a new buffer for the slot called ``name``, holding its initial value, or ``fill``."""
         slot = self.slots[name]
         shape = slot.shape_fn(self.shape.batch_size, self.shape.num_tokens)
-        device = slot.device or self.device
-        return torch.full(shape, slot.initial_value, dtype=slot.dtype, device=device)
+        value = slot.initial_value if self.fill is None else self.fill
+        return torch.full(shape, value, dtype=slot.dtype, device=slot.device or self.device)
 
 
 class AttentionBackend(abc.ABC):
@@ -230,8 +232,19 @@ class AttentionBackend(abc.ABC):
 
     capabilities: ClassVar[Capabilities]
 
+    metadata_in_graph: Callable[[ForwardBatch, Any], None] | None = None
+    """A method ``(view, metadata) -> None``, where a backend has one: the same work as `fill_metadata`,
+    done by the device alone. A lane may record it as the graph's first nodes, and then a replay prepares
+    nothing."""
+
+    records_metadata: bool = False
+    """Whether its lane records `metadata_in_graph`; the lane says so."""
+
     def __init__(self, context: BackendContext) -> None:
         self.context = context
+        self.driver: GraphDriver | None = None
+        """The lane's driver, from which streams and copies from host memory are had; None before
+        `attach`."""
         self._registry: CudaGraphBufferRegistry | None = None
 
     # -- what a backend writes -------------------------------------------------------------------
@@ -278,8 +291,12 @@ class AttentionBackend(abc.ABC):
 
     # -- what the base class makes of it ---------------------------------------------------------
 
-    def attach(self, registry: CudaGraphBufferRegistry) -> None:
+    def attach(self, registry: CudaGraphBufferRegistry, driver: GraphDriver | None = None) -> None:
         """Register the backend's slots in the registry of the lane that will capture it.
+
+        Args:
+            registry: The lane's.
+            driver: The lane's.
 
         Raises:
             EngineError: Another lane has it already: its graphs read that lane's slots.
@@ -299,6 +316,7 @@ class AttentionBackend(abc.ABC):
                 )
             registry.register_slot(slot)
         self._registry = registry
+        self.driver = driver
 
     @hookimpl
     def init_metadata_capture(self, view: ForwardBatch, shape: GraphShape) -> Any:
@@ -319,17 +337,24 @@ class AttentionBackend(abc.ABC):
 
     @hookimpl
     def init_metadata_replay(self, view: ForwardBatch, shape: GraphShape, captured: Any) -> Any:
-        """Refill the captured metadata: the same body as at capture."""
+        """Refill the captured metadata: the same body as at capture, unless the graph does it."""
         del shape  # the captured metadata was bound for it
-        self.fill_metadata(view, captured)
+        if not self.records_metadata:
+            self.fill_metadata(view, captured)
         return captured
 
-    def init_metadata_eager(self, batch: ForwardBatch) -> Any:
-        """Return metadata for a batch that runs without a graph: the same body, in new memory."""
+    def init_metadata_eager(self, batch: ForwardBatch, *, fill: int | None = None) -> Any:
+        """Return metadata for a batch that runs without a graph: the same body, in new memory.
+
+        Args:
+            batch: The batch; its tensors may be kept.
+            fill: What the new memory holds before the body writes it; the slots' initial values by
+                default. What differs between two fills is what the body leaves unwritten.
+        """
         shape = GraphShape(batch.forward_mode, batch.batch_size, batch.num_tokens)
         slots = {slot.name: slot for slot in self.declare_slots(self.context.limits)}
         metadata = self.allocate_metadata(
-            batch, shape, EagerBuffers(slots, shape, self.context.device)
+            batch, shape, EagerBuffers(slots, shape, self.context.device, fill)
         )
         self.fill_metadata(batch, metadata)
         return metadata

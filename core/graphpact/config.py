@@ -131,10 +131,21 @@ class LaneConfig(_Section):
     )
     graph_driver: Name = Field(
         default="auto",
-        description="What records the graphs; auto is tape on a CPU and cuda on a GPU.",
+        description="What records the graphs; auto is what the runner asks for (cpu_graph: inductor), else"
+        " tape on a CPU and cuda on a GPU.",
     )
     batch_sizes: BatchSizes | None = Field(
         default=None, description="Request counts to capture; the runner's own ladder by default."
+    )
+    metadata_in_graph: bool | None = Field(
+        default=None,
+        description="Whether the graph computes the attention backend's metadata as its first work; by"
+        " default where the backend can have it so.",
+    )
+    strict: bool = Field(
+        default=False,
+        description="Whether replays run over poison: memory that a step does not own or did not write is"
+        " no valid input, and wrong use of graphs is refused. Slow; needs a driver with a strict mode.",
     )
     share_buffers: bool = Field(
         default=False,

@@ -23,8 +23,9 @@ import torch
 from graphpact import hookspecs
 from graphpact.attention import AttentionBackend
 from graphpact.batch import ForwardBatch, ForwardMode
-from graphpact.errors import EngineError
-from graphpact.graphs import Graph, GraphDriver
+from graphpact.buffers import CudaGraphBufferRegistry, PaddingPolicy
+from graphpact.errors import ConfigError, EngineError
+from graphpact.graphs import DeclaredMemory, Graph, GraphDriver
 from graphpact.pact import Pact
 from graphpact.runners import GraphRunner
 from graphpact.shapes import EagerReason, GraphShape
@@ -39,6 +40,13 @@ class ModelFn(Protocol):
         self, batch: ForwardBatch, backend: AttentionBackend, metadata: Any
     ) -> torch.Tensor:
         """Return the logits of each request's last token, on ``batch``'s device."""
+
+
+class RunFn(Protocol):
+    """`Lane.run`, or what stands around it."""
+
+    def __call__(self, batch: ForwardBatch) -> torch.Tensor:
+        """Return the logits of ``batch``."""
 
 
 @dataclass(slots=True)
@@ -88,10 +96,13 @@ class Lane:
         driver: Records graphs; None for a runner that captures nothing.
         pact: Check every replay, one in ``pact_sample_every``, or none.
         pact_sample_every: The interval of ``"sampled"``.
+        metadata_in_graph: Whether the backend's metadata work is recorded in the graph; None records it
+            where the backend can.
         observers: More hook implementations (wrappers); each is a plugin object of pluggy.
 
     Raises:
         EngineError: A hook that a graph needs has no implementation, or there is no driver for it.
+        ConfigError: Metadata work is to be recorded that the backend cannot.
     """
 
     def __init__(
@@ -104,6 +115,7 @@ class Lane:
         driver: GraphDriver | None,
         pact: PactMode = "always",
         pact_sample_every: int = 100,
+        metadata_in_graph: bool | None = None,
         observers: Sequence[object] = (),
     ) -> None:
         self.name = name
@@ -128,7 +140,9 @@ class Lane:
                     f"lane {name!r}: its runner captures graphs and there is no driver"
                 )
             self.registry.join_lane(name)
-            backend.attach(self.registry)
+            backend.attach(self.registry, driver)
+            backend.records_metadata = self._records_metadata(metadata_in_graph)
+            driver.declare(declared_memory(self.registry, backend))
         self.plugin_manager = pluggy.PluginManager(hookspecs.PROJECT)
         self.plugin_manager.add_hookspecs(hookspecs)
         for plugin in (runner, backend, *observers):
@@ -169,8 +183,8 @@ class Lane:
             dummy = self.runner.dummy_batch(shape)
             view = self.prepare_replay(registry=self.registry, batch=dummy, shape=shape)
             metadata = self.init_metadata_capture(view=view, shape=shape)
-            graph = self.driver.capture(lambda: self.model(view, self.backend, metadata))
-        pact = Pact.of(shape, self.registry, view=view, metadata=metadata)
+            pact = Pact.of(shape, self.registry, view=view, metadata=metadata)
+            graph = self.driver.capture(lambda: self._region(view, metadata))
         stats = ShapeStats(time.perf_counter() - start, graph.num_nodes)
         self._captured[shape] = _Captured(graph, metadata, pact, stats)
         self.stats.shapes[shape] = stats
@@ -205,6 +219,10 @@ class Lane:
         """Return every captured shape and its graph, in the order of capture."""
         return [(shape, captured.graph) for shape, captured in self._captured.items()]
 
+    def pacts(self) -> list[tuple[GraphShape, Pact]]:
+        """Return every captured shape and its pact, in the order of capture."""
+        return [(shape, captured.pact) for shape, captured in self._captured.items()]
+
     def close(self) -> None:
         """Release every graph and its memory; batches run eagerly from here on."""
         self.runner.lane = None
@@ -213,6 +231,23 @@ class Lane:
         self._captured.clear()
 
     # -- inside ----------------------------------------------------------------------------------
+
+    def _region(self, view: ForwardBatch, metadata: Any) -> torch.Tensor:
+        """Do what a graph records."""
+        backend = self.backend
+        if backend.records_metadata and backend.metadata_in_graph is not None:
+            backend.metadata_in_graph(view, metadata)
+        return self.model(view, backend, metadata)
+
+    def _records_metadata(self, asked: bool | None) -> bool:  # noqa: FBT001  a setting, handed on
+        can = self.backend.metadata_in_graph is not None
+        if asked and not can:
+            raise ConfigError(
+                f"lanes.{self.name}.metadata_in_graph = true, but {type(self.backend).__name__} has no"
+                " metadata work that a graph can record",
+                hint="leave the key out: its metadata is then made by its replay hook",
+            )
+        return can if asked is None else asked
 
     def _resolve(self, name: str) -> Callable[..., Any]:
         """Return what a step calls for hook ``name``: a bound method, or pluggy where others look on."""
@@ -233,3 +268,32 @@ class Lane:
         ):
             return plain[0].function
         return caller
+
+
+def declared_memory(registry: CudaGraphBufferRegistry, backend: AttentionBackend) -> DeclaredMemory:
+    """Return what the memory around a lane's graphs is for.
+
+    Slots are written anew by the preparation of every replay, but for those that are filled once and for
+    all: workspaces.
+    """
+    context = backend.context
+    caches = [*context.kv_cache.k, *context.kv_cache.v]
+    names = {t.data_ptr(): "req_to_token" for t in (context.req_to_token,)}
+    for kind, tensors in (("keys", context.kv_cache.k), ("values", context.kv_cache.v)):
+        names.update({t.data_ptr(): f"the {kind} of layer {i}" for i, t in enumerate(tensors)})
+
+    def name_of(tensor: torch.Tensor) -> str | None:
+        slot = registry.slot_of(tensor)
+        return names.get(tensor.untyped_storage().data_ptr()) if slot is None else slot.label
+
+    slots = {slot.name: slot.buffer for slot in registry if slot.buffer is not None}
+    once = {slot.name for slot in registry if slot.padding_policy is PaddingPolicy.FILL_ONCE}
+    host = {slot.name for slot in registry if slot.device == torch.device("cpu")}
+    return DeclaredMemory(
+        refreshed=[t for name, t in slots.items() if name not in once],
+        workspaces=[t for name, t in slots.items() if name in once],
+        caches=caches,
+        host=[t for name, t in slots.items() if name in host],
+        read_only=[context.req_to_token],
+        name_of=name_of,
+    )

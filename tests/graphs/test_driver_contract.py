@@ -4,14 +4,16 @@ import functools
 import gc
 import weakref
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
-from graphpact.errors import CaptureError
+from graphpact.errors import CaptureError, ReplayError
 from graphpact.graphs import GraphDriver
 from graphpact.graphs.cuda import CudaDriver
 from graphpact.graphs.tape import TapeDriver
+from graphpact.kernels import pack_kv_indices
 
 _CUDA = torch.device("cuda", 0)
 _NO_CUDA = CudaDriver.unavailable(_CUDA)
@@ -144,6 +146,179 @@ class TestDriverContract:
         x.fill_(4)
         graph.replay()
         assert graph.outputs.tolist() == [5, 5, 5]
+
+    def test_views_follow_their_base(self, driver: GraphDriver) -> None:
+        """Views taken inside and outside the region read and write the memory of their base."""
+        x = torch.zeros(4, 6, device=driver.device)
+        column = x[:, 1]
+
+        def region() -> torch.Tensor:
+            x.view(2, 2, 6)[1, :, 2:4].mul_(2)
+            column.copy_(x.t()[0])
+            return x[1:].transpose(0, 1) + 1
+
+        graph = driver.capture(region, warmup=0)
+        for seed in (1, 2):
+            x.copy_(torch.arange(24.0).view(4, 6) * seed)
+            expected = x.clone()
+            expected[2:, 2:4] *= 2
+            expected[:, 1] = expected[:, 0]
+            graph.outputs.fill_(float("nan"))
+            graph.replay()
+            assert torch.equal(x, expected)
+            assert torch.equal(graph.outputs, expected[1:].t() + 1)
+
+    def test_what_an_operator_of_ones_own_writes_is_written(self, driver: GraphDriver) -> None:
+        """A custom operator that mutates its argument does so in each replay, from what is there then."""
+        table = torch.arange(12, dtype=torch.int32, device=driver.device).view(3, 4)
+        rows = torch.tensor([1, 2], device=driver.device)
+        indptr = torch.tensor([0, 2, 3], dtype=torch.int32, device=driver.device)
+        pages = torch.zeros(4, dtype=torch.int32, device=driver.device)
+
+        def region() -> torch.Tensor:
+            pack_kv_indices(table, rows, indptr, page_size=1, out=pages)
+            return pages * 2
+
+        graph = driver.capture(region)
+        for values, offsets, packed in (
+            ([2, 0], [0, 1, 4], [8, 0, 1, 2]),
+            ([0, 1], [0, 3, 4], [0, 1, 2, 4]),
+        ):
+            rows.copy_(torch.tensor(values))
+            indptr.copy_(torch.tensor(offsets))
+            pages.fill_(-1)
+            graph.outputs.fill_(-1)
+            graph.replay()
+            assert pages.tolist() == packed
+            assert graph.outputs.tolist() == [2 * page for page in packed]
+
+    def test_eager_calls_break_a_graph_into_segments(self, driver: GraphDriver) -> None:
+        """In each replay an eager call reads what the segment before it computed, and feeds the next."""
+        x = torch.ones(3, device=driver.device)
+        seen: list[list[float]] = []
+
+        def on_the_host(y: torch.Tensor) -> torch.Tensor:
+            seen.append(y.tolist())
+            return y.new_full((3,), float(len(seen)))
+
+        def region() -> torch.Tensor:
+            middle = driver.eager_call(on_the_host, x * 2)
+            return middle * 10 + x
+
+        graph = driver.capture(region, warmup=0)
+        assert graph.num_segments == 2
+        assert len(seen) == 1
+        for value in (3.0, 5.0):
+            x.fill_(value)
+            graph.outputs.fill_(float("nan"))
+            graph.replay()
+            assert seen[-1] == [value * 2] * 3
+            assert graph.outputs.tolist() == [len(seen) * 10 + value] * 3
+        assert driver.eager_call(on_the_host, x).tolist() == [4.0] * 3
+
+    def test_an_eager_call_may_not_change_its_form(self, driver: GraphDriver) -> None:
+        """A replayed call that returns another shape, dtype, number or structure is refused by its name."""
+        x = torch.ones(4, device=driver.device)
+        results: list[Any] = [x[:2] * 1, 7]
+
+        def fickle(y: torch.Tensor) -> Any:
+            return tuple(results)
+
+        graph = driver.capture(lambda: driver.eager_call(fickle, x + 1)[0] + 1)
+        graph.replay()
+        for other in ([x[:3] * 1, 7], [x[:2].double(), 7], [x[:2] * 1, 8], [x[:2] * 1]):
+            results[:] = other
+            with pytest.raises(ReplayError, match="fickle between two segments returned"):
+                graph.replay()
+
+    def test_outputs_that_are_kept_are_copied(self, driver: GraphDriver) -> None:
+        """A copy of a graph's outputs stands whatever its neighbours in the pool replay."""
+        x = torch.ones(64, device=driver.device)
+        graphs = [driver.capture(lambda n=n: (x[:n] * 2 + n).sin()) for n in (64, 16, 4)]
+        x.fill_(0.5)
+        kept = []
+        for graph in graphs:
+            graph.replay()
+            kept.append(graph.outputs.clone())
+        for n, copy in zip((64, 16, 4), kept, strict=True):
+            torch.testing.assert_close(copy, (x[:n] * 2 + n).sin())
+
+    def test_it_says_when_it_captures(self, driver: GraphDriver) -> None:
+        """It captures while the region is recorded, and not in the warm-up, before or afterwards."""
+        x, said = torch.ones(2, device=driver.device), []
+
+        def region() -> torch.Tensor:
+            said.append(driver.is_capturing)
+            return x + 1
+
+        assert not driver.is_capturing
+        driver.capture(region, warmup=2)
+        assert said == [False, False, True]
+        assert not driver.is_capturing
+
+    @pytest.mark.parametrize("at", [0, 1, 2])
+    def test_an_error_leaves_no_half_graph(self, driver: GraphDriver, at: int) -> None:
+        """What a region raises comes out as it is, wherever it was raised, and the driver records on."""
+        x, y = torch.ones(3, device=driver.device), torch.zeros(3, device=driver.device)
+
+        def region() -> torch.Tensor:
+            for step in range(3):
+                if step == at and driver.is_capturing:
+                    raise KeyError(step)
+                y.add_(driver.eager_call(torch.mul, x, 2))
+            return y + 1
+
+        with pytest.raises(KeyError):
+            driver.capture(region)
+        assert not driver.is_capturing
+        graph = driver.capture(lambda: x * 3)
+        x.fill_(5)
+        graph.replay()
+        assert graph.outputs.tolist() == [15] * 3
+
+    def test_captures_do_not_nest(self, driver: GraphDriver) -> None:
+        """A capture inside a capture is refused, and the next one is recorded."""
+        x = torch.ones(2, device=driver.device)
+        with pytest.raises(CaptureError, match="inside another"):
+            driver.capture(lambda: driver.capture(lambda: x + 1).outputs)
+        assert driver.capture(lambda: x + 1).num_segments == 1
+
+    def test_side_streams_fork_and_join(self, driver: GraphDriver) -> None:
+        """Work of a side stream that waits and is waited for is part of every replay."""
+        x = torch.ones(1 << 16, device=driver.device)
+
+        def region() -> torch.Tensor:
+            main, side = driver.current_stream(), driver.stream()
+            done = driver.event()
+            side.wait_stream(main)
+            with side:
+                y = x * 2
+                done.record()
+            z = x + 1
+            main.wait_event(done)
+            return y + z
+
+        graph = driver.capture(region)
+        for value in (3.0, 4.0):
+            x.fill_(value)
+            graph.outputs.fill_(float("nan"))
+            graph.replay()
+            assert graph.outputs[:2].tolist() == [value * 3 + 1] * 2
+
+    def test_host_memory_is_copied_in_the_streams_order(self, driver: GraphDriver) -> None:
+        """What copy_async brings is there for the next replay; after a wait its source is free again."""
+        pinned = torch.zeros(8, pin_memory=driver.device.type == "cuda")
+        x = torch.zeros(8, device=driver.device)
+        graph = driver.capture(lambda: x + 1)
+        copied = driver.event()
+        for value in (3.0, 4.0):
+            pinned.fill_(value)
+            driver.copy_async(x, pinned)
+            copied.record()
+            graph.outputs.fill_(float("nan"))
+            graph.replay()
+            copied.synchronize()
+            assert graph.outputs.tolist() == [value + 1] * 8
 
     def test_random_numbers_advance(self, driver: GraphDriver) -> None:
         """Two replays draw different numbers."""

@@ -6,6 +6,8 @@ a weight is read, and nothing is captured before the model is known to fit its b
 Does not: run anything; `graphpact.engine.engine` does.
 """
 
+import functools
+import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,18 +27,22 @@ from graphpact.attention import (
 from graphpact.batch import ForwardMode
 from graphpact.buffers import SharedBuffers
 from graphpact.config import EngineConfig, LaneConfig
+from graphpact.engine.ownership import EngineOwnership
 from graphpact.engine.pools import KVCache, KVLayerShape, PagePool, RequestPool
 from graphpact.errors import ConfigError, GraphpactError, PluginError
 from graphpact.graphs import GraphDriver
-from graphpact.lane import Lane, ModelFn
+from graphpact.lane import Lane, ModelFn, RunFn
 from graphpact.plugins import PluginCatalog
-from graphpact.runners import GraphRunner, RunnerContext
-from graphpact.shapes import GraphShape
+from graphpact.runners import EagerRunner, GraphRunner, RunnerContext
+from graphpact.shapes import EagerReason, GraphShape
+from graphpact.strict import StrictGuard
 from graphpact.trace import HookTrace
 from graphpact.verify import Verifier
 
 OnCapture = Callable[[str, GraphShape, int, int], None]
 """Called after each capture with lane name, shape, how many are done, how many there are."""
+
+_log = logging.getLogger(__name__)
 
 C = TypeVar("C")
 T = TypeVar("T")
@@ -55,6 +61,8 @@ class LanePlan:
     backend: type[AttentionBackend]
     backend_name: str
     driver: type[GraphDriver]
+    eager_reason: EagerReason | None = None
+    """Why it runs eagerly though its runner captures; None where it captures."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +84,16 @@ class Memory:
     pages: PagePool
     kv_cache: KVCache
     buffers: SharedBuffers
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltLane:
+    """A lane, and how a step gets through it."""
+
+    lane: Lane
+    run: RunFn
+    """`Lane.run`, with what stands around it."""
+    verifier: Verifier | None
 
 
 def resolve_device(name: str) -> torch.device:
@@ -112,9 +130,9 @@ def plan_lanes(
     ):
         backend_name = lane.attention_backend or config.engine.attention_backend
         driver_name = lane.graph_driver
-        if driver_name == "auto":
-            driver_name = "cuda" if device.type == "cuda" else "tape"
         runner = catalog.select("runner", lane.runner)
+        if driver_name == "auto":
+            driver_name = runner.driver or ("cuda" if device.type == "cuda" else "tape")
         backend = catalog.select("attention_backend", backend_name)
         driver = catalog.select("graph_driver", driver_name)
         if mode not in runner.modes:
@@ -130,10 +148,27 @@ def plan_lanes(
                 f" attention backend {backend_name!r} can be captured: {support.value}",
                 hint='select another attention backend for the lane, or the runner "eager"',
             )
+        if lane.strict and (runner is EagerRunner or not driver.has_strict_mode):
+            what = "captures nothing" if runner is EagerRunner else f"records with {driver_name!r}"
+            raise ConfigError(
+                f"lanes.{name}.strict = true, but runner {lane.runner!r} {what}, where nothing strict is"
+                " known",
+                hint='the driver "tape" has a strict mode, on any device',
+            )
         reason = _call_plugin("graph_driver", driver_name, driver.unavailable, device)
+        eager_reason = None
         if reason is not None:
-            raise ConfigError(f"lanes.{name}.graph_driver: {driver_name!r}: {reason}")
-        plans.append(LanePlan(name, mode, lane, runner, backend, backend_name, driver))
+            if lane.graph_driver == "auto" and runner.driver is not None:
+                eager_reason = _call_plugin("runner", lane.runner, runner.eager_reason, device)
+            if eager_reason is None:
+                raise ConfigError(f"lanes.{name}.graph_driver: {driver_name!r}: {reason}")
+            _log.warning(
+                "lanes.%s: runner %r captures nothing and runs eagerly: its graph driver %r: %s",
+                *(name, lane.runner, driver_name, reason),
+            )
+        plans.append(
+            LanePlan(name, mode, lane, runner, backend, backend_name, driver, eager_reason)
+        )
     return plans
 
 
@@ -205,8 +240,8 @@ def build_lane(
     spec: ModelSpec,
     memory: Memory,
     on_capture: OnCapture | None = None,
-) -> tuple[Lane, Verifier | None]:
-    """Build one lane, capture its shapes, and put a verifier around it where one is configured.
+) -> BuiltLane:
+    """Build one lane, capture its shapes, and put around it what is configured.
 
     Raises:
         UnsupportedModelError: The model asks for what the lane's backend lacks.
@@ -240,19 +275,43 @@ def build_lane(
         plan.config.batch_sizes,
         lane=plan.name,
         share_pool=memory.buffers if plan.config.share_buffers else None,
+        eager_reason=plan.eager_reason,
     )
     runner = _call_plugin("runner", plan.config.runner, plan.runner, context)
+    driver = _call_plugin(
+        "graph_driver",
+        plan.driver.name,
+        functools.partial(plan.driver, strict=True) if plan.config.strict else plan.driver,
+        spec.device,
+    )
+    observers: list[object] = [HookTrace()] if os.environ.get("GRAPHPACT_TRACE") else []
+    guard = verifier = None
+    if plan.config.strict:
+        ownership = EngineOwnership(memory.requests, memory.pages, memory.kv_cache)
+        guard = StrictGuard(driver, ownership)
+        observers.append(guard)
+    if config.verify.replay_against_eager and runner.ladder is not None:
+        verifier = Verifier(
+            make_backend=make_backend,
+            kv_cache=memory.kv_cache,
+            shadow=memory.kv_cache.clone(),
+            share=config.verify.replay_against_eager,
+            page_size=memory.limits.page_size,
+            seed=config.engine.seed,
+        )
+        observers.append(verifier)
     lane = Lane(
         plan.name,
         model=model,
         runner=runner,
         backend=make_backend(memory.kv_cache),
-        driver=_call_plugin("graph_driver", plan.driver.name, plan.driver, spec.device),
+        driver=driver,
         pact=config.verify.pact,
         pact_sample_every=config.verify.pact_sample_every,
-        observers=[HookTrace()] if os.environ.get("GRAPHPACT_TRACE") else [],
+        metadata_in_graph=plan.config.metadata_in_graph,
+        observers=observers,
     )
-    if plan.config.share_buffers and (
+    if (plan.config.share_buffers and plan.eager_reason is None) and (
         lane.registry is None or lane.registry.share_pool is not memory.buffers
     ):
         raise ConfigError(
@@ -264,19 +323,13 @@ def build_lane(
     if on_capture is not None:
         lane.on_capture = _count_captures(lane, on_capture)
     runner.capture(lane)
-    if config.verify.replay_against_eager == 0 or runner.ladder is None:
-        return lane, None
-    cache = memory.kv_cache
-    verifier = Verifier(
-        lane,
-        make_backend=make_backend,
-        kv_cache=cache,
-        shadow=cache.clone(),
-        share=config.verify.replay_against_eager,
-        page_size=memory.limits.page_size,
-        seed=config.engine.seed,
-    )
-    return lane, verifier
+    run: RunFn = lane.run
+    if verifier is not None:
+        verifier.join(lane)
+        run = verifier.run
+    if guard is not None:
+        run = guard.around(lane, run)
+    return BuiltLane(lane, run, verifier)
 
 
 def _call_plugin(kind: str, name: str, make: Callable[[C], T], context: C) -> T:

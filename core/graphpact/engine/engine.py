@@ -30,9 +30,9 @@ from graphpact.engine.sampler import Sampler
 from graphpact.engine.scheduler import Scheduler
 from graphpact.engine.text import TextStream
 from graphpact.errors import CheckpointError, RequestError
-from graphpact.lane import Lane
+from graphpact.lane import Lane, RunFn
 from graphpact.plugins import PluginCatalog
-from graphpact.verify import RunFn, Verifier
+from graphpact.verify import Verifier
 
 Prompt = str | Sequence[int]
 """Text, or token ids."""
@@ -107,7 +107,7 @@ class Engine:
         self.verifiers: list[Verifier] = []
         self._run: dict[ForwardMode, RunFn] = {}
         for plan in plans:
-            lane, verifier = build_lane(
+            built = build_lane(
                 plan,
                 config,
                 model=self.model,
@@ -115,11 +115,10 @@ class Engine:
                 memory=self.memory,
                 on_capture=on_capture,
             )
-            self.lanes.append(lane)
-            self._run[plan.mode] = lane.run
-            if verifier is not None:
-                self.verifiers.append(verifier)
-                self._run[plan.mode] = verifier.run
+            self.lanes.append(built.lane)
+            self._run[plan.mode] = built.run
+            if built.verifier is not None:
+                self.verifiers.append(built.verifier)
         self.scheduler = Scheduler(
             self.memory.requests,
             self.memory.pages,

@@ -222,7 +222,9 @@ def _lane_memory(lane: Lane, engine: Engine) -> LaneMemory:
     graphs = lane.graphs()
     registry = None if lane.registry is None else lane.registry.describe()
     if lane.registry is None or lane.driver is None or not graphs:
-        reason = EagerReason.NO_GRAPHS if lane.registry is None else EagerReason.NOT_CAPTURED
+        reason = EagerReason.NOT_CAPTURED
+        if lane.registry is None:
+            reason = lane.runner.context.eager_reason or EagerReason.NO_GRAPHS
         return LaneMemory(
             lane.name, None, reason.value, knows_externals=True, registry=registry, rows=()
         )

@@ -3,6 +3,6 @@
 Does not: choose what is recorded. Drivers are found by entry point like every other plugin.
 """
 
-from graphpact.graphs.driver import Graph, GraphDriver
+from graphpact.graphs.driver import DeclaredMemory, Event, Graph, GraphDriver, Stream
 
-__all__ = ["Graph", "GraphDriver"]
+__all__ = ["DeclaredMemory", "Event", "Graph", "GraphDriver", "Stream"]

@@ -18,12 +18,14 @@ import abc
 import linecache
 import sys
 from collections.abc import Iterable
+from types import FrameType
 from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils import _pytree as pytree
+from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphpact.errors import ContractError
@@ -37,6 +39,7 @@ _READS = {
     torch.Tensor.__array__: "Tensor.__array__()",
     torch.Tensor.cpu: "Tensor.cpu()",
     torch.Tensor.__repr__: "Tensor.__repr__(), printing,",
+    torch.Tensor.__format__: "Tensor.__format__(), printing,",
     torch.Tensor.__reduce_ex__: "Tensor.__reduce_ex__(), pickling,",
 }
 
@@ -85,14 +88,27 @@ def storage_id(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)  # noqa: SLF001  no public name
 
 
+def extent_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the first byte that ``tensor`` covers in its storage, and the byte after the last."""
+    size, begin = tensor.element_size(), int(tensor.storage_offset())
+    if not tensor.numel():
+        return begin * size, begin * size
+    last = begin + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    return begin * size, (last + 1) * size
+
+
 class Line:
-    """The innermost line of the caller's own code, told when somebody asks."""
+    """The innermost line of the caller's own code, told when somebody asks.
+
+    A driver's module that sets ``__tracebackhide__ = True`` is not the caller's: to pytest its frames are
+    no news either.
+    """
 
     __slots__ = ("_file", "_number")
 
     def __init__(self) -> None:
         frame = sys._getframe(1)  # noqa: SLF001  a traceback of every operation would cost too much
-        while frame.f_back is not None and _is_machinery(frame.f_code.co_filename):
+        while frame.f_back is not None and _is_machinery(frame):
             frame = frame.f_back
         self._file, self._number = frame.f_code.co_filename, frame.f_lineno
 
@@ -101,12 +117,15 @@ class Line:
         return f"{self._file}:{self._number}: {text}"
 
 
-def _is_machinery(filename: str) -> bool:
+def _is_machinery(frame: FrameType) -> bool:
+    """Return whether ``frame`` is torch's, ours, or a driver's: of a module with ``__tracebackhide__``."""
+    filename = frame.f_code.co_filename
     return (
         "/torch/" in filename
         or "/graphpact/graphs/" in filename
         or filename.startswith("<")
         or filename.endswith("contextlib.py")
+        or frame.f_globals.get("__tracebackhide__") is True
     )
 
 
@@ -122,18 +141,24 @@ class HostMemory:
         self.strict = strict
         self.depth = 0  # inside a call that makes host tensors
         self.given: frozenset[int] = frozenset()  # storages that the current call was handed
-        # Weak references keep a storage's identity from being taken again.
-        self._host: dict[int, StorageWeakRef] = {}
+        # Bytes of storages: on a CPU, a host tensor may lie beside those of the device. The weak
+        # references keep a storage's identity from being taken again.
+        self._host: dict[int, tuple[StorageWeakRef, list[tuple[int, int]]]] = {}
         self.add(declared)
 
     def add(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Count ``tensors``, and every view of their storages, as the host's."""
+        """Count the memory of ``tensors`` as the host's."""
         for tensor in tensors:
-            storage = tensor.untyped_storage()
-            self._host[storage._cdata] = StorageWeakRef(storage)  # noqa: SLF001
+            reference = StorageWeakRef(tensor.untyped_storage())
+            _, extents = self._host.setdefault(storage_id(tensor), (reference, []))
+            extents.append(extent_of(tensor))
 
     def __contains__(self, tensor: torch.Tensor) -> bool:
-        return storage_id(tensor) in self._host
+        known = self._host.get(storage_id(tensor))
+        if known is None:
+            return False
+        begin, end = extent_of(tensor)
+        return any(first <= begin and end <= last for first, last in known[1])
 
     def is_number(self, tensor: torch.Tensor) -> bool:
         """Return whether ``tensor`` is a host number, which a kernel takes by value."""
@@ -143,12 +168,19 @@ class HostMemory:
         return tensor in self or storage_id(tensor) not in self.given
 
 
+def _has_default_device() -> bool:
+    """Return whether the caller stands in ``with device:``, which is asked after our own mode."""
+    return any(isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack())
+
+
 def reads_on_host(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return whether ``func`` needs a tensor's contents on the host: for a number or for a shape."""
     if func is _aten.index.Tensor:  # of unknown length only where a mask picks the rows
         return _has_mask(args[1])
     if func is _aten.repeat_interleave.Tensor:
         return kwargs.get("output_size") is None
+    if func is _aten.one_hot.default:
+        return args[1:] in ((), (-1,)) and kwargs.get("num_classes", -1) == -1
     return (
         torch.Tag.data_dependent_output in func.tags
         or torch.Tag.dynamic_output_shape in func.tags
@@ -205,6 +237,8 @@ class HostReadGuard(TorchFunctionMode):
             return func(*args, **kwargs)
         if func in _READS and args[0] not in self.host:
             raise self.host_read(_READS[func])
+        if func is torch.Tensor.__deepcopy__:  # swaps storages below the dispatcher
+            func, args = torch.clone, args[:1]
         if func is torch.Tensor.__setitem__:
             self._check_masked_write(args[1], args[2])
         if self.host.depth == 0:
@@ -217,16 +251,17 @@ class HostReadGuard(TorchFunctionMode):
         """Call ``func`` with what it makes on the host counted as the host's."""
         host = self.host
         device = kwargs.get("device")
+        placed = device is not None or _has_default_device()
         if kwargs.get("pin_memory") or func is torch.Tensor.pin_memory:
             raise self.refusal("allocates pinned memory", "allocate it before")
         made_on_host = func in _FROM_MEMORY or (
             (func in _FACTORIES or func in _FROM_PYTHON)
-            and device is None
+            and not placed
             and kwargs.get("out") is None
             and not tensors_of(args[:1])
         )
         if func is torch.Tensor.new_tensor or (
-            func in _FROM_PYTHON and device is not None and not tensors_of(args[:1])
+            func in _FROM_PYTHON and placed and not tensors_of(args[:1])
         ):
             raise self.refusal(
                 "copies Python numbers to the device, which waits for it",
@@ -353,6 +388,8 @@ class Watcher(TorchDispatchMode, abc.ABC):
         on_host = [t for t in given if t in self.host]
         if not on_host:
             return
+        if func is _aten._foreach_copy_.default and self._is_pairwise(*args[:2]):
+            return
         if any(t in self.host for t in written_by(func, args, kwargs)):
             raise self.guard.host_read(f"{func}, a copy to the host,")
         is_copy = func is _aten.copy_.default
@@ -365,9 +402,18 @@ class Watcher(TorchDispatchMode, abc.ABC):
                 " with fill_()",
             )
 
+    def _is_pairwise(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> bool:
+        """Return whether each copy of a grouped one stays on its side."""
+        return all(
+            (target in self.host) == (source in self.host)
+            for target, source in zip(targets, sources, strict=True)
+        )
+
 
 def _is_composite(func: Any) -> bool:
     """Return whether ``func`` only calls other operations; outside autograd it arrives undivided."""
+    if func is _aten.one_hot.default:  # on a CPU alone it reads its argument, to check it
+        return False
     return not func._schema.is_mutable and torch._C._dispatch_has_kernel_for_dispatch_key(  # noqa: SLF001
         func.name(), _COMPOSITE
     )

@@ -12,18 +12,20 @@ Does not: run work in another order than it was given.
 """
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphpact.errors import CaptureError, ContractError, ReplayError
 from graphpact.graphs.driver import Event, Stream
-from graphpact.graphs.host import Line, storage_id
+from graphpact.graphs.host import Line, extent_of, storage_id, tensors_of
 
 _Clock = dict[int, int]
+_MANY = 1024  # storages, before those that are gone are forgotten
 _VERB = {False: "reads", True: "writes"}
 
 
@@ -33,6 +35,7 @@ class TapeStream(Stream):
     def __init__(self, order: "Order", number: int) -> None:
         self.number = number
         self.clock: _Clock = {number: 0}
+        self.last_line: Line | None = None
         self._order = order
         self._before: list[Stream] = []
 
@@ -57,6 +60,7 @@ class TapeStream(Stream):
     def wait_event(self, event: Event) -> None:
         """Let later work of this stream come after what ``event`` marked."""
         assert isinstance(event, TapeEvent)  # noqa: S101  a driver's streams know its own events
+        self._order.check_event(event)
         for number, count in event.clock.items():
             self.clock[number] = max(self.clock.get(number, 0), count)
 
@@ -78,13 +82,14 @@ class TapeEvent(Event):
 
     def __init__(self, order: "Order") -> None:
         self.clock: _Clock = {}
+        self.capture = 0
         self._order = order
 
     def record(self, stream: Stream | None = None) -> None:
         """Mark what ``stream`` was given so far."""
         stream = stream or self._order.current
         assert isinstance(stream, TapeStream)  # noqa: S101  as above
-        self.clock = dict(stream.clock)
+        self.clock, self.capture = dict(stream.clock), self._order.capture
 
     def synchronize(self) -> None:
         """Wait, on the host, for what was marked."""
@@ -98,6 +103,7 @@ class _Access:
     begin: int
     end: int
     writes: bool
+    view: torch.Tensor  # on no device: the elements, in bytes
     what: str
     line: Line
 
@@ -144,6 +150,7 @@ class Order:
 
     Attributes:
         current: The stream that work is given to.
+        capture: The number of the capture under way, 0 outside.
     """
 
     def __init__(self) -> None:
@@ -151,9 +158,12 @@ class Order:
         self._main = TapeStream(self, 0)
         self.current: Stream = self._main
         self._side: list[TapeStream] = []
-        self._accesses: dict[int, list[_Access]] = {}
+        # The weak references keep a storage's identity from being taken again.
+        self._accesses: dict[int, tuple[StorageWeakRef, list[_Access]]] = {}
         self._copies: list[_Copy] = []
         self._begun: int | None = None  # the main stream's count at the begin of a capture
+        self._captures = itertools.count(1)
+        self.capture = 0
         self.name_of: Callable[[torch.Tensor], str | None] = lambda _: None
 
     def stream(self) -> TapeStream:
@@ -173,18 +183,29 @@ class Order:
         self._accesses.clear()
         self._main.clock[0] += 1
         self._begun = self._main.count
+        self.capture = next(self._captures)
 
     def end_capture(self) -> None:
         """Forget the capture, whatever became of it."""
         self._accesses.clear()
         self._begun = None
+        self.capture = 0
+
+    def check_event(self, event: "TapeEvent") -> None:
+        """Raise where a capture would wait for an event that is not of its own."""
+        if self.capture and event.clock and event.capture != self.capture:
+            raise CaptureError(
+                f"a capture waits for an event of before it, or of another one, at {Line()}",
+                hint="wait before the capture; inside it, streams wait for what the capture recorded",
+            )
 
     def check_joined(self) -> None:
         """Raise where a side stream was given work that the main stream does not wait for."""
         for stream in self._side:
             if self._has_joined(stream) and self._main.clock.get(stream.number, 0) < stream.count:
                 raise CaptureError(
-                    "a side stream was given work and is not joined at the end of the region",
+                    "a side stream was given work and is not joined at the end of the region; its last"
+                    f" work was at {stream.last_line}",
                     hint="let driver.current_stream() wait_stream(side) before the region returns",
                 )
 
@@ -214,12 +235,31 @@ class Order:
                 hint="let the side stream wait_stream(driver.current_stream()) before it is given work",
             )
         stream.clock[stream.number] += 1
+        stream.last_line = line
         if not self._side:
             return
+        if len(self._accesses) > _MANY:
+            self._accesses = {k: a for k, a in self._accesses.items() if not a[0].expired()}
         for writes, tensors in ((False, read), (True, written)):
             for tensor in tensors:
                 if tensor.numel():
                     self._touch(stream, tensor, what, line, error, writes=writes)
+
+    def operation(
+        self,
+        func: Any,
+        given: Sequence[torch.Tensor],
+        written: Sequence[torch.Tensor],
+        result: Any,
+        line: Line,
+        error: type[ContractError],
+    ) -> None:
+        """Give the current stream what ``func`` did; one that only made views is no work."""
+        known = {storage_id(t) for t in given}
+        made = [t for t in tensors_of(result) if storage_id(t) not in known]
+        if written or made:
+            read = [t for t in given if not any(t is w for w in written)]
+            self.work(str(func), read, [*written, *made], line, error)
 
     def _touch(
         self,
@@ -231,14 +271,17 @@ class Order:
         *,
         writes: bool,
     ) -> None:
-        begin, end = _extent(tensor)
-        earlier = self._accesses.setdefault(storage_id(tensor), [])
+        begin, end = extent_of(tensor)
+        reference = StorageWeakRef(tensor.untyped_storage())
+        _, earlier = self._accesses.setdefault(storage_id(tensor), (reference, []))
+        view = _bytes_on_no_device(tensor)
         for a in earlier:
             if (
                 (writes or a.writes)
                 and a.begin < end
                 and begin < a.end
                 and stream.clock.get(a.stream, 0) < a.count
+                and _overlap(a.view, view)
             ):
                 name = self.name_of(tensor) or f"{tensor.dtype} {tuple(tensor.shape)}"
                 raise error(
@@ -246,9 +289,9 @@ class Order:
                     f" and {what} {_VERB[writes]} it at {line}",
                     hint="let one stream wait for the other: wait_stream(), or an event between them",
                 )
-        same = (stream.number, begin, end, writes)
-        earlier[:] = [a for a in earlier if (a.stream, a.begin, a.end, a.writes) != same]
-        earlier.append(_Access(stream.number, stream.count, begin, end, writes, what, line))
+        same = (stream.number, writes, *_layout(view))
+        earlier[:] = [a for a in earlier if (a.stream, a.writes, *_layout(a.view)) != same]
+        earlier.append(_Access(stream.number, stream.count, begin, end, writes, view, what, line))
 
     # -- copies and waits ------------------------------------------------------------------------
 
@@ -283,12 +326,29 @@ class Order:
         self._copies = [c for c in self._copies if not (clock is None or c.is_before(clock))]
 
     def _check_copies(self) -> None:
-        for copy in self._copies:
+        copies, self._copies = self._copies, []  # an error is told once
+        for copy in copies:
             copy.check(self.name_of)
+        self._copies = copies
 
 
-def _extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the first byte that ``tensor`` covers in its storage, and the byte after the last."""
-    size, begin = tensor.element_size(), int(tensor.storage_offset())
-    last = begin + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-    return begin * size, (last + 1) * size
+def _bytes_on_no_device(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor without memory that covers the bytes that ``tensor`` does."""
+    size = tensor.element_size()
+    shape = (*tensor.shape, size)
+    stride = (*(s * size for s in tensor.stride()), 1)
+    begin, end = extent_of(tensor)
+    return torch.empty(end, dtype=torch.uint8, device="meta").as_strided(shape, stride, begin)
+
+
+def _layout(view: torch.Tensor) -> tuple[object, ...]:
+    return view.storage_offset(), view.shape, view.stride()
+
+
+def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Return whether two views of one memory have a byte in common; exact, columns and rows alike."""
+    begin = min(a.storage_offset(), b.storage_offset())
+    end = max(t.untyped_storage().nbytes() for t in (a, b))
+    marks = torch.zeros(end - begin, dtype=torch.bool)
+    marks.as_strided(a.shape, a.stride(), a.storage_offset() - begin).fill_(1)
+    return bool(marks.as_strided(b.shape, b.stride(), b.storage_offset() - begin).any())

@@ -17,6 +17,7 @@ Does not: replay, or hold the work to rules beyond those of recording; `graphpac
 """
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -42,6 +43,8 @@ _UNINITIALISED = frozenset(
         "new_empty_strided",
     )
 )
+
+_RESIZES = frozenset({_aten.resize_, _aten.resize_as_, _aten.set_})
 
 # What an out-variant does not take because its output already has it.
 _OUTPUT_OPTIONS = frozenset({"dtype", "layout", "device", "pin_memory"})
@@ -73,10 +76,7 @@ class Recorder(Watcher):
     def perform(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run ``func`` and keep what runs it again."""
         if torch.Tag.inplace_view in func.tags:
-            raise self.guard.refusal(
-                f"{func} changes a tensor's shape in place",
-                "use the variant that returns a view: the recorded tensor keeps its shape",
-            )
+            return self._reshape(func, args, kwargs)
         # Containers are copied, so that a list changed later is not the one that was recorded, and
         # host numbers are kept by value.
         args, kwargs = pytree.tree_map(self.kept, (args, kwargs))
@@ -126,6 +126,10 @@ class Recorder(Watcher):
         self.touched += given + made
         self.nodes.append(node)
 
+    def replaced(self, node: Any, tensor: torch.Tensor, by: torch.Tensor) -> Any:
+        """Return ``node`` with another tensor where it had ``tensor``."""
+        return pytree.tree_map(lambda leaf: replaced(leaf, tensor, by), node)
+
     def add_call(self, call: "EagerCall") -> None:
         """Keep an eager call between two segments."""
         self.nodes.append((call, (), {}))
@@ -136,6 +140,18 @@ class Recorder(Watcher):
         self.allocated.update((storage_id(t), t.untyped_storage()) for t in tensors)
 
     # -- inside ----------------------------------------------------------------------------------
+
+    def _reshape(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Change the shape of a tensor in place: of one that the region made, and once for all."""
+        tensor = args[0]
+        if func.overloadpacket in _RESIZES or storage_id(tensor) not in self.allocated:
+            raise self.guard.refusal(
+                f"{func} changes a tensor's shape in place",
+                "use the variant that returns a view: the recorded tensor keeps its shape",
+            )
+        before = tensor.as_strided(tensor.shape, tensor.stride())
+        self.nodes[:] = [self.replaced(node, tensor, before) for node in self.nodes]
+        return func(*args, **kwargs)
 
     def _record(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
@@ -207,16 +223,30 @@ def _run_and_copy(
     fresh: list[bool],
 ) -> Node:
     """Return a node that runs ``func`` and copies its new tensors into the recorded ones."""
-    op = func._op  # noqa: SLF001
+    return RunAndCopy(func._op, outputs, fresh), args, kwargs  # noqa: SLF001  as above
 
-    def node(*args: Any, **kwargs: Any) -> None:
-        for target, new, is_fresh in zip(
-            outputs, tensors_of(op(*args, **kwargs)), fresh, strict=True
-        ):
+
+@dataclass(frozen=True, slots=True)
+class RunAndCopy:
+    """Runs an operation again, and copies those of its results that are ``fresh`` to ``outputs``."""
+
+    op: Callable[..., Any]
+    outputs: list[torch.Tensor]
+    fresh: list[bool]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        """Run it on these arguments."""
+        results = tensors_of(self.op(*args, **kwargs))
+        for target, new, is_fresh in zip(self.outputs, results, self.fresh, strict=True):
             if is_fresh:
                 target.copy_(new)
 
-    return node, args, kwargs
+
+def replaced(leaf: Any, tensor: torch.Tensor, by: torch.Tensor) -> Any:
+    """Return the leaf of a node, with another tensor where it is, or holds, ``tensor``, the very one."""
+    if isinstance(leaf, RunAndCopy):
+        return replace(leaf, outputs=[by if t is tensor else t for t in leaf.outputs])
+    return by if leaf is tensor else leaf
 
 
 class EagerCall:

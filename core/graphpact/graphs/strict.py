@@ -37,7 +37,7 @@ from graphpact.graphs.host import (
 )
 from graphpact.graphs.order import Order
 from graphpact.graphs.poison import poison
-from graphpact.graphs.recorder import EagerCall, Node, Recorder
+from graphpact.graphs.recorder import EagerCall, Node, Recorder, RunAndCopy, replaced
 
 _NOBODYS_SEED = 0x6772_6170_6870_6163
 
@@ -122,6 +122,7 @@ class StrictRecorder(Recorder):
         self.memory = memory
         self.external: list[_External] = []
         self.written: set[int] = set()  # storages of others
+        self.changed: set[int] = set()  # which external tensors
         self.has_calls = False
         self.pool: dict[int, torch.Tensor] = {}  # each storage whole, as its first tensor's dtype
         self._constants: dict[int, torch.UntypedStorage] = {}
@@ -136,12 +137,13 @@ class StrictRecorder(Recorder):
     def recording(self) -> Iterator[None]:
         """Hold the region to the rules that only its whole tells, and undo what it wrote outside."""
         self.session.order.begin_capture()
-        state = torch.get_rng_state()
+        generator = self.session.generator
+        state = generator.get_state()
         try:
-            torch.manual_seed(_NOBODYS_SEED)
+            generator.manual_seed(_NOBODYS_SEED)
             yield
             self.session.order.check_joined()
-            if torch.initial_seed() != _NOBODYS_SEED:
+            if generator.initial_seed() != _NOBODYS_SEED:
                 raise CaptureError(
                     "the region seeded the random numbers, which a replay does not repeat",
                     hint="seed before the replay",
@@ -151,7 +153,7 @@ class StrictRecorder(Recorder):
                     raise external.gone("was freed while the graph was recorded", CaptureError)
         finally:
             self.session.order.end_capture()
-            torch.set_rng_state(state)
+            generator.set_state(state)
             for reference, before in self._undo.values():
                 storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)  # noqa: SLF001  as above
                 if storage is not None:
@@ -172,9 +174,9 @@ class StrictRecorder(Recorder):
                 self._check_write(func, tensor)
         given = tensors_of((args, kwargs))
         self._check_owner(func, given)
-        read = [t for t in given if not any(t is w for w in written)]
-        self.session.order.work(str(func), read, written, self._line, CaptureError)
-        return super().perform(func, args, kwargs)
+        result = super().perform(func, args, kwargs)
+        self.session.order.operation(func, given, written, result, self._line, CaptureError)
+        return result
 
     def kept(self, leaf: Any) -> Any:
         """Return the leaf as the graph keeps it: by value what a kernel takes by value."""
@@ -199,6 +201,13 @@ class StrictRecorder(Recorder):
                 borrowed.append((at, self.borrow(leaf, f"{func} at {self._line}")))
                 leaves[at] = None
         self.nodes.append(_StrictNode(op, leaves, spec, borrowed, str(func), self._line))
+
+    def replaced(self, node: Any, tensor: torch.Tensor, by: torch.Tensor) -> Any:
+        """Return ``node`` with another tensor where it had ``tensor``, one of the graph's own."""
+        if isinstance(node, _StrictNode):
+            node.leaves = [replaced(leaf, tensor, by) for leaf in node.leaves]
+            node.op = replaced(node.op, tensor, by)
+        return node
 
     def add_call(self, call: EagerCall) -> None:
         """Keep an eager call; it holds its tensors itself."""
@@ -235,6 +244,7 @@ class StrictRecorder(Recorder):
     def _check_write(self, func: Any, tensor: torch.Tensor) -> None:
         storage = storage_id(tensor)
         self.written.add(storage)
+        self.changed.add(self.borrow(tensor, f"{func} at {self._line}"))
         if self._writable and storage not in self._writable:
             name = (
                 self.memory.name_of(tensor) or f"a tensor of {tensor.dtype} {tuple(tensor.shape)}"
@@ -277,12 +287,13 @@ class StrictTape(Graph):
         self._nodes: list[_StrictNode | EagerCall] = recorder.nodes
         self._external = recorder.external
         self._written = recorder.written
+        self.changed = recorder.changed
         used = {storage_id(t) for t in tensors_of(outputs)}
         for node in recorder.nodes:
             if isinstance(node, _StrictNode):
                 used |= {storage_id(t) for t in tensors_of(node.leaves)}
-                for cell in getattr(node.op, "__closure__", None) or ():
-                    used |= {storage_id(t) for t in tensors_of(cell.cell_contents)}
+                if isinstance(node.op, RunAndCopy):
+                    used |= {storage_id(t) for t in node.op.outputs}
         self.pool = {storage: flat for storage, flat in recorder.pool.items() if storage in used}
         self._results = recorder.results
         self.pool_nbytes = sum(flat.nbytes for flat in self.pool.values()) + sum(
@@ -347,17 +358,21 @@ class _PreparationWatch(Watcher):
     def perform(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run ``func`` in the order of the current stream."""
         written = written_by(func, args, kwargs)
-        read = [t for t in tensors_of((args, kwargs)) if not any(t is w for w in written)]
+        given = tensors_of((args, kwargs))
         self._order.carry_out()
-        self._order.work(str(func), read, written, Line(), ReplayError)
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        self._order.operation(func, given, written, result, Line(), ReplayError)
+        return result
 
 
 class StrictSession:
     """What the strict tapes of one driver share: their pools, and the order of all work."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.order = Order()
+        self.generator = torch.default_generator
+        if device.type == "cuda":
+            self.generator = torch.cuda.default_generators[device.index or 0]
         self._tapes: weakref.WeakSet[StrictTape] = weakref.WeakSet()
         self._guard: HostReadGuard | None = None
 
@@ -365,15 +380,22 @@ class StrictSession:
         """Return the storages of all pools."""
         return {storage for tape in self._tapes for storage in tape.pool}
 
-    def keep(self, tape: StrictTape, memory: DeclaredMemory) -> StrictTape:
+    def keep(
+        self, tape: StrictTape, memory: DeclaredMemory, armed: list[torch.Tensor]
+    ) -> StrictTape:
         """Count ``tape`` in, once it is known to give the same result twice.
+
+        Args:
+            tape: What was captured.
+            memory: What the lane declared.
+            armed: What the workspaces held before the region was ever run.
 
         Raises:
             CaptureError: Its second replay differs from its first.
         """
         self._tapes.add(tape)
         if memory.refreshed and tape.num_segments == 1:
-            _check_rearmed(tape, memory)
+            _check_rearmed(tape, memory, armed, self.generator)
         return tape
 
     def begin_replay(self, tape: StrictTape, external: list[torch.Tensor]) -> None:
@@ -381,8 +403,8 @@ class StrictSession:
         self.order.carry_out()
         self.order.work(
             "a replay",
-            [t for t in external if not tape.writes(t)],
-            [t for t in external if tape.writes(t)],
+            [t for at, t in enumerate(external) if at not in tape.changed],
+            [t for at, t in enumerate(external) if at in tape.changed],
             Line(),
             ReplayError,
         )
@@ -430,33 +452,40 @@ class StrictSession:
                 guard.paused = paused
 
 
-def _check_rearmed(tape: StrictTape, memory: DeclaredMemory) -> None:
-    """Replay twice on the same inputs, and undo both.
+def _check_rearmed(
+    tape: StrictTape,
+    memory: DeclaredMemory,
+    armed: list[torch.Tensor],
+    generator: torch.Generator,
+) -> None:
+    """Replay twice on the same inputs, from workspaces as they were at first, and undo both.
 
     Raises:
         CaptureError: The results differ: some state is advanced by a replay and armed by none.
     """
     inputs = [t for t in (*memory.refreshed, *memory.caches) if tape.writes(t)]
-    state = [t for t in memory.workspaces if tape.writes(t)]
+    state = list(memory.workspaces)
     before = [t.clone() for t in (*inputs, *state)]
-    seed = torch.get_rng_state()
+    random = generator.get_state()
     results = []
     try:
+        for tensor, value in zip(state, armed, strict=True):
+            tensor.copy_(value)
         for _ in range(2):
             for tensor, value in zip(inputs, before, strict=False):
                 tensor.copy_(value)
-            torch.set_rng_state(seed)
+            generator.set_state(random)
             tape.replay()
             results.append([t.clone() for t in (*tensors_of(tape.outputs), *inputs)])
     finally:
         moved = [
             memory.name_of(t) or "a workspace"
-            for t, value in zip(state, before[len(inputs) :], strict=True)
+            for t, value in zip(state, armed, strict=True)
             if not _same(t, value)
         ]
         for tensor, value in zip((*inputs, *state), before, strict=True):
             tensor.copy_(value)
-        torch.set_rng_state(seed)
+        generator.set_state(random)
         tape.spoil()
     if not all(_same(a, b) for a, b in zip(*results, strict=True)):
         where = f"; what a replay leaves changed: {', '.join(moved)}" if moved else ""

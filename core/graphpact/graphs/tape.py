@@ -18,7 +18,7 @@ import torch
 
 from graphpact.errors import CaptureError, EngineError
 from graphpact.graphs.driver import DeclaredMemory, Event, Graph, GraphDriver, Stream
-from graphpact.graphs.host import HostMemory, HostReadGuard, storage_id, tensors_of
+from graphpact.graphs.host import HostMemory, HostReadGuard, Line, storage_id, tensors_of
 from graphpact.graphs.recorder import Node, Recorder
 from graphpact.graphs.strict import StrictRecorder, StrictSession, StrictTape
 
@@ -83,11 +83,14 @@ class TapeDriver(GraphDriver):
 
     name: ClassVar[str] = "tape"
     has_strict_mode: ClassVar[bool] = True
+    _recording_now: ClassVar[bool] = (
+        False  # by any of them: a process captures one region at a time
+    )
 
     def __init__(self, device: torch.device, *, strict: bool = False) -> None:
         super().__init__(device, strict=strict)
         self._recorder: Recorder | None = None
-        self._session = StrictSession() if strict else None
+        self._session = StrictSession(device) if strict else None
 
     @classmethod
     def unavailable(cls, device: torch.device) -> str | None:  # noqa: ARG003  it runs anywhere
@@ -107,12 +110,13 @@ class TapeDriver(GraphDriver):
 
     def capture(self, fn: Callable[[], Any], *, warmup: int = 1) -> Graph:
         """Run ``fn`` ``warmup`` times, then once more while every operation is kept."""
-        if self.is_capturing:
+        if TapeDriver._recording_now:
             raise CaptureError(
-                "a capture was begun inside another one of the same driver",
+                f"a capture was begun inside another one, at {Line()}",
                 hint="capture one region after the other, or make the inner one a part of the outer",
             )
         with torch.inference_mode():
+            armed = [t.clone() for t in self.memory.workspaces] if self.strict else []
             for _ in range(warmup):
                 fn()
             host = HostMemory(self.memory.host, strict=self.strict)
@@ -127,11 +131,12 @@ class TapeDriver(GraphDriver):
                 with self._recording(strict):
                     outputs = fn()
                 tape = StrictTape(strict, outputs)
-            return self._session.keep(tape, self.memory)
+            return self._session.keep(tape, self.memory, armed)
 
     @contextlib.contextmanager
     def _recording(self, recorder: Recorder) -> Iterator[None]:
         self._recorder = recorder
+        TapeDriver._recording_now = True
         try:
             with recorder.guard, recorder:
                 yield
@@ -139,6 +144,7 @@ class TapeDriver(GraphDriver):
                 raise recorder.guard.refused
         finally:
             self._recorder = None
+            TapeDriver._recording_now = False
 
     def eager_call(self, fn: Callable[..., T], *args: Any) -> T:
         """Call ``fn(*args)``; inside a region, again at every replay."""

@@ -22,12 +22,14 @@ from graphpact import (
     LayerSpec,
     Limits,
     PaddingPolicy,
+    bounded,
 )
 from graphpact.attention import GraphSupport, HeadLayout
 from graphpact.errors import EngineError
 from graphpact.kernels import pack_kv_indices, paged_attention, write_kv_cache
 
 _REBUILT = "fill_metadata writes every row of the padded extent in every step"
+_RAGGED = "kernels read up to kv_indptr[-1], as far as each step writes it"
 
 
 @dataclass(slots=True)
@@ -50,8 +52,8 @@ class FlashInferMetadata:
     kv_indptr: torch.Tensor
     kv_indices: torch.Tensor
     kv_last_page_len: torch.Tensor
-    max_q_len: int
-    max_kv_len: int
+    max_q_len: int = bounded()
+    max_kv_len: int = bounded()
 
 
 class FlashInferBackend(AttentionBackend):
@@ -87,7 +89,7 @@ class FlashInferBackend(AttentionBackend):
                 axis="none" if extra_rows is None else "bs",
                 slice_fn=None if extra_rows is None else lambda b, n: b[: n + extra_rows],
                 padding_policy=PaddingPolicy.KEEP_PAD,
-                reason=_REBUILT,
+                reason=_RAGGED if extra_rows is None else _REBUILT,
                 copy_from_fb=False,
             )
 
@@ -137,6 +139,10 @@ class FlashInferBackend(AttentionBackend):
             page_size=page_size,
             out=metadata.kv_indices,
         )
+
+    def metadata_in_graph(self, view: ForwardBatch, metadata: FlashInferMetadata) -> None:
+        """Do the same as `fill_metadata`, which for decode is device work alone."""
+        self.fill_metadata(view, metadata)
 
     def forward(
         self,

@@ -1,0 +1,158 @@
+"""`StrictGuard`: poisons what a replay must not read, so that reading it cannot go unseen.
+
+A stale row is usually a valid address and a plausible value: read by mistake, it changes nothing that
+anybody would notice. In a strict lane it is poison instead. Before a replay is prepared, every slot that
+the preparation has to write is poisoned whole; what is still poison afterwards, nobody wrote in this
+step. And what no live request owns (`Ownership`) is poison all the time.
+
+An observer of the hooks that prepare a replay, and, as the verifier, something that stands around
+`Lane.run`. The driver does its own part, see `graphpact.graphs.strict`.
+
+Does not: say what a tensor should hold; the verifier does.
+"""
+
+from collections.abc import Generator
+from typing import Any, Protocol
+
+import torch
+
+from graphpact.batch import ForwardBatch
+from graphpact.buffers import CudaGraphBufferRegistry, GraphSlot, PaddingPolicy
+from graphpact.errors import ContractError, ReplayError
+from graphpact.graphs import GraphDriver
+from graphpact.graphs.poison import is_poison, poison
+from graphpact.hookspecs import hookimpl
+from graphpact.lane import Lane, RunFn
+from graphpact.shapes import GraphShape
+
+_Around = Generator[None, Any, Any]
+
+
+class Ownership(Protocol):
+    """Memory that live requests own, as far as the one who hands it out knows."""
+
+    def poison_free(self) -> None:
+        """Poison what no live request owns."""
+
+    def check_free(self) -> None:
+        """Raise `ReplayError` where what no live request owns was written."""
+
+
+class StrictGuard:
+    """Stands around the preparation of a lane's replays, and around its run.
+
+    Like a verifier it is given to the lane as an observer, and joins it afterwards::
+
+        guard = StrictGuard(driver)
+        lane = Lane(..., driver=driver, observers=[guard])
+        run = guard.around(lane, lane.run)
+
+    Args:
+        driver: The lane's, in its strict mode.
+        ownership: Who owns the memory outside the lane; None where nobody tells.
+    """
+
+    def __init__(self, driver: GraphDriver, ownership: Ownership | None = None) -> None:
+        self._driver = driver
+        self._ownership = ownership
+        self._prepared: tuple[CudaGraphBufferRegistry, GraphShape] | None = None
+
+    # -- the preparation -------------------------------------------------------------------------
+
+    @hookimpl(wrapper=True)
+    def prepare_replay(
+        self, registry: CudaGraphBufferRegistry, batch: ForwardBatch, shape: GraphShape
+    ) -> _Around:
+        """Poison the slots, and refuse host reads while they are filled."""
+        self._prepared = registry, shape
+        for slot in registry:
+            if slot.buffer is not None and _is_refreshed(slot):
+                poison(slot.buffer)
+        return (yield from self._guarded("prepare_replay", batch))
+
+    @hookimpl(wrapper=True)
+    def init_metadata_replay(self, view: ForwardBatch) -> _Around:
+        """Refuse host reads while metadata is refreshed."""
+        return (yield from self._guarded("init_metadata_replay", view))
+
+    def _guarded(self, hook: str, batch: ForwardBatch) -> _Around:
+        try:
+            with self._driver.preparation(host_tensors(batch)):
+                return (yield)
+        except ContractError:
+            raise
+        except Exception as error:
+            raise ReplayError(
+                f"{hook} fails on what a step has to write first: {error}{self._unwritten()}",
+                hint="slots are poisoned before each step of a strict lane: write a row before it is read",
+            ) from error
+
+    # -- the run ---------------------------------------------------------------------------------
+
+    def around(self, lane: Lane, run: RunFn) -> RunFn:
+        """Return ``run``, of ``lane``, between poisoning what nobody owns and looking whether it still is."""
+
+        def strictly(batch: ForwardBatch) -> torch.Tensor:
+            if self._ownership is not None:
+                self._ownership.poison_free()
+            before, self._prepared = lane.stats.replays, None
+            try:
+                logits = run(batch)
+            except ReplayError as error:
+                unwritten = self._unwritten()
+                if not unwritten or unwritten in error.message:
+                    raise
+                raise ReplayError(error.message + unwritten, hint=error.hint) from error
+            if lane.stats.replays > before:
+                self._check_logits(lane, logits)
+            if self._ownership is not None:
+                self._ownership.check_free()
+            return logits
+
+        return strictly
+
+    def _check_logits(self, lane: Lane, logits: torch.Tensor) -> None:
+        rows = logits.isnan().flatten(1).any(dim=1).nonzero().flatten().tolist()
+        if rows:
+            raise ReplayError(
+                f"lane {lane.name!r}: the logits of request {rows[0]} are NaN after a replay"
+                f"{self._unwritten()}",
+                hint="memory that the step does not own or did not write is NaN in a strict lane; where an"
+                " eager run gives NaN too, it is the model",
+            )
+
+    def _unwritten(self) -> str:
+        """Return, for messages, which rows of the slots are still poison."""
+        if self._prepared is None:
+            return ""
+        registry, shape = self._prepared
+        rows = [text for slot in registry if (text := _poisoned_rows(slot, shape))]
+        return f"; nobody wrote, in this step: {', '.join(rows)}" if rows else ""
+
+
+def host_tensors(batch: ForwardBatch) -> list[torch.Tensor]:
+    """Return the tensors of ``batch`` that lie on the host, by the name of their field."""
+    fields = {name: getattr(batch, name) for name in batch.__dataclass_fields__}
+    return [
+        value
+        for name, value in fields.items()
+        if name.endswith("_cpu") and isinstance(value, torch.Tensor)
+    ]
+
+
+def _is_refreshed(slot: GraphSlot) -> bool:
+    """Return whether every step writes ``slot``: all do, but workspaces and constants."""
+    return slot.padding_policy is not PaddingPolicy.FILL_ONCE
+
+
+def _poisoned_rows(slot: GraphSlot, shape: GraphShape) -> str:
+    if slot.buffer is None or not _is_refreshed(slot):
+        return ""
+    view = slot.slice_for(shape.batch_size, shape.num_tokens)
+    poisoned = is_poison(view)
+    if not bool(poisoned.any()):
+        return ""
+    if view.dim() != 1:
+        return slot.label
+    at = poisoned.nonzero().flatten()
+    return f"{slot.label}[{int(at[0])}:{int(at[-1]) + 1}]"
