@@ -601,7 +601,7 @@ def test_a_field_that_no_slot_carries_is_named() -> None:
 
 def test_the_verifier_sees_what_the_lane_gets() -> None:
     """It stands outside every other observer, wherever those were given."""
-    damage = Damage(metadata=lambda m: dataclasses.replace(m, max_q_len=2))
+    damage = Damage(metadata=lambda m: dataclasses.replace(m, max_q_len=0))
     rig = Rig(observers=(damage,))
     _wrong_outputs(rig)
     assert rig.failure(3, 4).field == "metadata.max_q_len"

@@ -16,7 +16,8 @@
     ├── ContractError           1      a promise of the contract was broken
     │   ├── PactBreach                 replay does not agree with capture
     │   ├── CaptureError               work that no graph can hold was met while recording
-    │   ├── ReplayError                a replay read or left what it must not (strict drivers)
+    │   ├── ReplayError                a replay read or left what it must not (strict lanes)
+    │   │   └── PoisonError            it read what nobody wrote or owns
     │   └── VerificationError          a replay and its eager re-run differ
     └── EngineError             3      the engine itself is at fault
 
@@ -134,7 +135,11 @@ class CaptureError(ContractError):
 
 
 class ReplayError(ContractError):
-    """A replay read, wrote or outlived memory that it must not: what a strict driver looks for."""
+    """A replay read, wrote or outlived memory that it must not: what a strict lane looks for."""
+
+
+class PoisonError(ReplayError):
+    """A replay, or what prepares it, fails on poison, or gives it: it read what nobody wrote or owns."""
 
 
 class VerificationError(ContractError):

@@ -278,13 +278,19 @@ def declared_memory(registry: CudaGraphBufferRegistry, backend: AttentionBackend
     """
     context = backend.context
     caches = [*context.kv_cache.k, *context.kv_cache.v]
-    names = {t.data_ptr(): "req_to_token" for t in (context.req_to_token,)}
+    names = {context.req_to_token.data_ptr(): "req_to_token"}
     for kind, tensors in (("keys", context.kv_cache.k), ("values", context.kv_cache.v)):
         names.update({t.data_ptr(): f"the {kind} of layer {i}" for i, t in enumerate(tensors)})
 
     def name_of(tensor: torch.Tensor) -> str | None:
         slot = registry.slot_of(tensor)
-        return names.get(tensor.untyped_storage().data_ptr()) if slot is None else slot.label
+        if slot is not None:
+            return slot.label
+        address = tensor.untyped_storage().data_ptr()
+        for name, value in vars(backend).items():
+            if isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() == address:
+                return f"{type(backend).__name__}.{name}"
+        return names.get(address)
 
     slots = {slot.name: slot.buffer for slot in registry if slot.buffer is not None}
     once = {slot.name for slot in registry if slot.padding_policy is PaddingPolicy.FILL_ONCE}

@@ -509,6 +509,8 @@ def _names(form: _Form | None, keys: Iterable[Hashable]) -> str:
 def _show(value: Any) -> str:
     if isinstance(value, type):
         return type_name(value)
+    if isinstance(value, torch.Size):
+        return str(tuple(value))
     if isinstance(value, (torch.Tensor, list, tuple)) or not is_readable(value):
         return f"the {type(value).__name__} at {id(value):#x}"
     short = reprlib.Repr()

@@ -18,8 +18,9 @@ import torch
 
 from graphpact.batch import ForwardBatch
 from graphpact.buffers import CudaGraphBufferRegistry, GraphSlot, PaddingPolicy
-from graphpact.errors import ContractError, ReplayError
-from graphpact.graphs import GraphDriver
+from graphpact.errors import ContractError, PoisonError, ReplayError
+from graphpact.graphs import Graph, GraphDriver
+from graphpact.graphs.host import tensors_of
 from graphpact.graphs.poison import is_poison, poison
 from graphpact.hookspecs import hookimpl
 from graphpact.lane import Lane, RunFn
@@ -82,7 +83,7 @@ class StrictGuard:
         except ContractError:
             raise
         except Exception as error:
-            raise ReplayError(
+            raise PoisonError(
                 f"{hook} fails on what a step has to write first: {error}{self._unwritten()}",
                 hint="slots are poisoned before each step of a strict lane: write a row before it is read",
             ) from error
@@ -98,11 +99,11 @@ class StrictGuard:
             before, self._prepared = lane.stats.replays, None
             try:
                 logits = run(batch)
-            except ReplayError as error:
+            except PoisonError as error:
                 unwritten = self._unwritten()
                 if not unwritten or unwritten in error.message:
                     raise
-                raise ReplayError(error.message + unwritten, hint=error.hint) from error
+                raise PoisonError(error.message + unwritten, hint=error.hint) from error
             if lane.stats.replays > before:
                 self._check_logits(lane, logits)
             if self._ownership is not None:
@@ -113,8 +114,15 @@ class StrictGuard:
 
     def _check_logits(self, lane: Lane, logits: torch.Tensor) -> None:
         rows = logits.isnan().flatten(1).any(dim=1).nonzero().flatten().tolist()
+        for shape, graph in lane.graphs():
+            if rows and not graph.outputs_stand and _are_outputs(graph, logits):
+                raise ReplayError(
+                    f"lane {lane.name!r}: the logits are outputs of the graph of {shape}, read after another"
+                    " graph of the driver was replayed",
+                    hint="copy outputs out before the next replay",
+                )
         if rows:
-            raise ReplayError(
+            raise PoisonError(
                 f"lane {lane.name!r}: the logits of request {rows[0]} are NaN after a replay"
                 f"{self._unwritten()}",
                 hint="memory that the step does not own or did not write is NaN in a strict lane; where an"
@@ -140,6 +148,11 @@ def host_tensors(batch: ForwardBatch) -> list[torch.Tensor]:
     ]
 
 
+def _are_outputs(graph: Graph, tensor: torch.Tensor) -> bool:
+    address = tensor.untyped_storage().data_ptr()
+    return any(t.untyped_storage().data_ptr() == address for t in tensors_of(graph.outputs))
+
+
 def _is_refreshed(slot: GraphSlot) -> bool:
     """Return whether every step writes ``slot``: all do, but workspaces and constants."""
     return slot.padding_policy is not PaddingPolicy.FILL_ONCE
@@ -155,4 +168,4 @@ def _poisoned_rows(slot: GraphSlot, shape: GraphShape) -> str:
     if view.dim() != 1:
         return slot.label
     at = poisoned.nonzero().flatten()
-    return f"{slot.label}[{int(at[0])}:{int(at[-1]) + 1}]"
+    return f"rows {int(at[0])}:{int(at[-1]) + 1} of {slot.label}"

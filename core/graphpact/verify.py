@@ -19,6 +19,7 @@ Does not: repair anything, or look at batches that ran eagerly anyway.
 """
 
 import enum
+import math
 import random
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ import torch
 from graphpact.attention import AttentionBackend, KVBuffers
 from graphpact.batch import ForwardBatch
 from graphpact.buffers import GraphSlot
-from graphpact.errors import EngineError, VerificationError
+from graphpact.errors import EngineError, ReplayError, VerificationError
 from graphpact.hookspecs import hookimpl
 from graphpact.lane import Lane
 from graphpact.pact import Pact, walk
@@ -173,6 +174,14 @@ class Verifier:
         self._is_looking = True
         try:
             logits = lane.run(batch)
+        except (RuntimeError, IndexError, ReplayError) as error:
+            # Kernels make checks of their own, and know no field's name.
+            if self._replay is None or self._replay.metadata is None:
+                raise
+            what = error.message if isinstance(error, ReplayError) else f"{error!r}"
+            raise self._error(
+                f"the replay of {self._replay.shape} fails: {what}", self._replay
+            ) from error
         finally:
             replay, self._replay, self._is_looking = self._replay, None, False
         if replay is None:
@@ -221,17 +230,27 @@ class Verifier:
         self.largest_difference = max(self.largest_difference, worst)
         if worst <= _TOLERANCE[eager.dtype] * max(1.0, scale):
             return
+        raise self._error(
+            f"replay and eager run differ: {replay.shape}: {what} {int(rows[off.argmax()])} by {worst:.3g}"
+            f" (values up to {scale:.3g})",
+            replay,
+            largest_difference=worst,
+        )
+
+    def _error(
+        self, what: str, replay: _Replay, *, largest_difference: float = math.inf
+    ) -> VerificationError:
+        """Return the error for ``what`` went wrong, with what made it so."""
         caches = [*self._live, *self._shadow]
         cause = _Diagnosis(self.lane, self._backend, replay, caches).cause()
-        raise VerificationError(
-            f"lane {self.lane.name!r}: replay and eager run differ: {replay.shape}:"
-            f" {what} {int(rows[off.argmax()])} by {worst:.3g} (values up to {scale:.3g}); {cause.text}",
+        return VerificationError(
+            f"lane {self.lane.name!r}: {what}; {cause.text}",
             hint=cause.hint,
             lane=self.lane.name,
             shape=replay.shape,
             field=cause.field,
             suspects=cause.suspects,
-            largest_difference=worst,
+            largest_difference=largest_difference,
         )
 
 

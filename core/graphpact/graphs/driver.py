@@ -59,6 +59,8 @@ class Graph(abc.ABC):
             replay they hold nothing.
         num_nodes: Recorded operations (kernel launches, for CUDA), or -1 where the driver cannot tell.
         num_segments: Recorded pieces: one more than the eager calls between them.
+        outputs_stand: Whether outputs are those of the last replay; False where a strict driver knows that
+            they are not, since another graph was replayed.
         pool_nbytes: Bytes of memory that the recorded region allocated and the graph keeps: its outputs
             and what lies between them and its inputs; 0 once released. -1 where the driver cannot tell.
     """
@@ -66,6 +68,7 @@ class Graph(abc.ABC):
     outputs: Any
     num_nodes: int
     num_segments: int = 1
+    outputs_stand: bool = True
     pool_nbytes: int = -1
 
     @abc.abstractmethod

@@ -24,7 +24,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
-from graphpact.errors import CaptureError, ContractError, EngineError, ReplayError
+from graphpact.errors import CaptureError, ContractError, EngineError, PoisonError, ReplayError
 from graphpact.graphs.driver import DeclaredMemory, Graph
 from graphpact.graphs.host import (
     HostMemory,
@@ -36,7 +36,7 @@ from graphpact.graphs.host import (
     written_by,
 )
 from graphpact.graphs.order import Order
-from graphpact.graphs.poison import poison
+from graphpact.graphs.poison import poison, poison_of
 from graphpact.graphs.recorder import EagerCall, Node, Recorder, RunAndCopy, replaced
 
 _NOBODYS_SEED = 0x6772_6170_6870_6163
@@ -104,10 +104,10 @@ class _StrictNode:
         except ContractError:
             raise
         except Exception as error:
-            raise ReplayError(
+            raise PoisonError(
                 f"{self.what}, recorded at {self.line}, fails at replay: {error}",
-                hint="what it reads is not what it was recorded with; poison shows as NaN or as numbers"
-                " around -16777259",
+                hint="it was recorded with other contents; poison shows as NaN or as numbers around"
+                f" {poison_of(torch.int32)}",
             ) from error
 
 
@@ -303,7 +303,7 @@ class StrictTape(Graph):
             if not recorder.owns(tensor) and tensor.numel():
                 recorder.borrow(tensor, "it is returned")
         self._released = False
-        self.is_fresh = False
+        self.outputs_stand = False
         self.spoil()
 
     def replay(self) -> None:
@@ -323,13 +323,13 @@ class StrictTape(Graph):
                     node()
                 else:
                     node.run(external)
-            self.is_fresh = True
+            self.outputs_stand = True
 
     def spoil(self) -> None:
         """Poison everything that the graph allocated."""
         for flat in self.pool.values():
             poison(flat)
-        self.is_fresh = False
+        self.outputs_stand = False
 
     def writes(self, tensor: torch.Tensor) -> bool:
         """Return whether the graph writes the storage of ``tensor``, which is none of its own."""
@@ -409,7 +409,7 @@ class StrictSession:
             ReplayError,
         )
         for other in self._tapes:
-            if other is not tape and other.is_fresh:
+            if other is not tape and other.outputs_stand:
                 other.spoil()
         tape.spoil()
 

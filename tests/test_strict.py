@@ -1,0 +1,201 @@
+"""The strict guard: what it poisons, what it refuses, and that a right lane does not notice it."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from graphpact import ForwardBatch, GraphShape, PaddingPolicy, hookimpl
+from graphpact.errors import PoisonError, ReplayError
+from graphpact.graphs.poison import is_poison, poison_of
+from graphpact.graphs.tape import TapeDriver
+from graphpact.lane import RunFn
+from graphpact.strict import StrictGuard, host_tensors
+from graphpact_flashinfer import FlashInferBackend
+from lane_rig import CPU, SHAPE_OF, Rig
+
+
+@pytest.fixture(autouse=True)
+def _inference() -> Iterator[None]:
+    """Tests read and clear the outputs of graphs, which inference mode allows."""
+    with torch.inference_mode():
+        yield
+
+
+class Owner:
+    """Memory of somebody else's; says when it was asked about."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def poison_free(self) -> None:
+        """Note it."""
+        self.calls.append("poison")
+
+    def check_free(self) -> None:
+        """Note it."""
+        self.calls.append("check")
+
+
+class StrictRig(Rig):
+    """A lane on the strict tape, with a guard around it."""
+
+    def __init__(self, *, observers: tuple[object, ...] = (), **more: Any) -> None:
+        driver = TapeDriver(CPU, strict=True)
+        self.owner = Owner()
+        self.guard = StrictGuard(driver, self.owner)
+        super().__init__(driver=driver, observers=(self.guard, *observers), **more)
+        self.run: RunFn = self.guard.around(self.lane, self.lane.run)
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """Return the memory of the slots by name."""
+        assert self.lane.registry is not None
+        return {slot.name: slot.buffer for slot in self.lane.registry if slot.buffer is not None}
+
+
+class Sees:
+    """An observer inside the guard, which looks at the slots as the hooks find them."""
+
+    def __init__(self, look: Any) -> None:
+        self.look = look
+
+    @hookimpl(wrapper=True, trylast=True)
+    def populate(self) -> Any:
+        """Look before the slots are filled."""
+        self.look()
+        return (yield)
+
+
+@settings(derandomize=True, deadline=None, max_examples=40)
+@given(steps=st.lists(st.lists(st.integers(1, 8), min_size=1, max_size=4), min_size=1, max_size=4))
+@pytest.mark.parametrize("in_graph", [True, False])
+def test_a_right_lane_gives_the_same_logits(*, in_graph: bool, steps: list[list[int]]) -> None:
+    """Over poison, a lane whose plugins are right gives what eager execution gives."""
+    with torch.inference_mode():
+        rig = StrictRig(metadata_in_graph=in_graph)
+        for lengths in steps:
+            batch = rig.batch(*lengths)
+            replayed = rig.run(batch).clone()
+            assert torch.allclose(replayed, rig.lane.run_eager(batch), rtol=0, atol=1e-9)
+        assert rig.lane.stats.replays == len(steps)
+        assert rig.owner.calls == ["poison", "check"] * len(steps)
+
+
+def test_every_slot_is_poison_before_it_is_filled() -> None:
+    """When the fill begins, no slot holds anything of an earlier step."""
+    seen: list[torch.Tensor] = []
+
+    def look() -> None:
+        seen.extend(t.clone() for t in rig.buffers().values())
+
+    rig = StrictRig(observers=(Sees(look),), capture=False)
+    rig.runner.capture(rig.lane)
+    rig.run(rig.batch(3, 2))
+    rig.run(rig.batch(1))
+    assert len(seen) == 5 * len(rig.buffers())  # three captures and two steps
+    assert all(bool(is_poison(t).all()) for t in seen)
+
+
+def test_what_is_filled_once_is_left_alone() -> None:
+    """A workspace keeps what it holds from step to step."""
+    rig = StrictRig()
+    assert rig.lane.registry is not None
+    slot = rig.lane.registry.get_slot("flashinfer.kv_indices")
+    object.__setattr__(slot, "padding_policy", PaddingPolicy.FILL_ONCE)
+    assert slot.buffer is not None
+    slot.buffer[-1] = 77
+    rig.run(rig.batch(3, 2))
+    assert slot.buffer[-1] == 77
+
+
+def test_rows_that_nobody_wrote_are_named() -> None:
+    """Where a replay gives NaN, the slots whose padded extent still holds poison are named by rows."""
+    rig = StrictRig()
+    graph = rig.lane._captured[SHAPE_OF[4]].graph
+
+    def forgets_everything() -> None:
+        graph.outputs.fill_(float("nan"))
+        graph.outputs_stand = True
+
+    graph.replay = forgets_everything
+    with pytest.raises(PoisonError) as error:
+        rig.run(rig.batch(3, 2, 4))
+    assert "logits of request 0 are NaN" in error.value.message
+    assert "rows 0:5 of slot 'flashinfer.qo_indptr' of flashinfer" in error.value.message
+    assert "input_ids" not in error.value.message
+
+
+class Reads(FlashInferBackend):
+    """Its replay hook reads on the host, the host's copy or the device's tensor."""
+
+    field = "seq_lens_cpu"
+
+    @hookimpl
+    def init_metadata_replay(self, view: ForwardBatch, shape: GraphShape, captured: Any) -> Any:
+        """Read, then refresh."""
+        lengths = getattr(view, self.field)
+        assert int(lengths.max()) >= 1
+        assert lengths.tolist()
+        return super().init_metadata_replay(view, shape, captured)
+
+
+class ReadsDevice(Reads):
+    """It reads the device's tensor."""
+
+    field = "seq_lens"
+
+
+def test_the_hosts_copy_may_be_read_in_a_hook() -> None:
+    """``seq_lens_cpu`` is host memory, of the batch and of the view; reading it is no wait."""
+    rig = StrictRig(backend=Reads)
+    assert rig.run(rig.batch(3, 2)).shape[0] == 2
+
+
+def test_a_host_read_in_a_hook_is_refused_by_its_line() -> None:
+    """Reading the device's lengths is refused, and the message has the line that does."""
+    rig = StrictRig(backend=ReadsDevice)
+    with pytest.raises(ReplayError, match=r"while a replay is prepared.*int\(lengths\.max\(\)\)"):
+        rig.run(rig.batch(3, 2))
+    assert rig.lane.stats.replays == 0
+
+
+class Fails(FlashInferBackend):
+    """Its replay hook uses a request row as an index, tails and all, before anything filled them."""
+
+    metadata_in_graph = None
+
+    @hookimpl
+    def init_metadata_replay(self, view: ForwardBatch, shape: GraphShape, captured: Any) -> Any:
+        """Look up a table with what no step has written yet."""
+        self.context.req_to_token[captured.kv_last_page_len.long()]
+        return super().init_metadata_replay(view, shape, captured)
+
+
+def test_a_hook_that_fails_on_poison_is_told_as_such() -> None:
+    """The hook, its error and the rows that were not written are in one message."""
+    rig = StrictRig(backend=Fails)
+    with pytest.raises(PoisonError) as error:
+        rig.run(rig.batch(3, 2, 1))
+    assert error.value.message.startswith("init_metadata_replay fails on what a step has to write")
+    assert str(poison_of(torch.int32)) in error.value.message
+    assert "slot 'flashinfer.kv_last_page_len' of flashinfer" in error.value.message
+    assert isinstance(error.value.__cause__, IndexError)
+
+
+def test_an_eager_step_is_looked_at_too() -> None:
+    """A batch that no graph holds runs eagerly, between the same two looks at what nobody owns."""
+    rig = StrictRig()
+    rig.run(rig.batch(2, 2, 2, 2, 2))
+    assert rig.lane.stats.replays == 0
+    assert rig.owner.calls == ["poison", "check"]
+
+
+def test_host_tensors_are_those_whose_name_says_so() -> None:
+    """Of a batch, tensors of fields that end in ``_cpu`` lie on the host, numbers do not count."""
+    rig = Rig()
+    batch = rig.batch(3, 2)
+    batch.num_token_non_padded_cpu = 2
+    assert [t.tolist() for t in host_tensors(batch)] == [[3, 2]]
