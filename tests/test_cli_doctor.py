@@ -146,6 +146,7 @@ def test_people_read_memory_as_tables_with_totals(capsys: pytest.CaptureFixture[
     assert err == ""
     lines = [" ".join(line.split()) for line in out.splitlines()]
     assert "seq_lens decode inputs [8] int64 cpu fill_sentinel 1 graph 64" in lines
+    assert lines[0] == "lane decode: recorded by tape, metadata made in the graph"
     assert "seq_lens_cpu decode inputs [8] int64 cpu fill_sentinel 1 preparation 64" in lines
     kept = next(line for line in lines if line.startswith("flashinfer.kv_indices "))
     assert kept.startswith("flashinfer.kv_indices flashinfer [256] int32 cpu keep_pad graph 1,024 ")

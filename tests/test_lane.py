@@ -8,6 +8,8 @@ from typing import Any, ClassVar
 import pluggy
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from graphpact import (
     EagerReason,
@@ -19,7 +21,7 @@ from graphpact import (
     hookspecs,
 )
 from graphpact.buffers import FillContext, GraphSlot, fills
-from graphpact.errors import CaptureError, EngineError, PactBreach, SlotError
+from graphpact.errors import CaptureError, ConfigError, EngineError, PactBreach, SlotError
 from graphpact.runners import EagerRunner
 from graphpact_cuda_graph import CudaGraphRunner
 from graphpact_flashinfer import FlashInferBackend, FlashInferMetadata
@@ -459,3 +461,59 @@ def test_a_failed_capture_leaves_an_eager_lane() -> None:
         rig.runner.capture(rig.lane)
     rig.lane.run(rig.batch(2, 2))
     assert list(rig.lane.stats.eager) == [(ForwardMode.DECODE, EagerReason.NOT_CAPTURED)]
+
+
+# -- where metadata is made ------------------------------------------------------------------------
+
+
+@settings(derandomize=True, deadline=None, max_examples=30)
+@given(steps=st.lists(st.lists(st.integers(1, 8), min_size=1, max_size=4), min_size=1, max_size=5))
+def test_metadata_is_the_same_in_the_graph_as_outside(steps: list[list[int]]) -> None:
+    """Whatever came before, both ways leave the same metadata and the same logits, to the bit."""
+    with torch.inference_mode():
+        rigs = [Rig(metadata_in_graph=in_graph) for in_graph in (True, False)]
+        assert [rig.lane.records_metadata for rig in rigs] == [True, False]
+        for lengths in steps:
+            logits = [rig.lane.run(rig.batch(*lengths)) for rig in rigs]
+            assert torch.equal(*logits)
+            slots = [
+                {s.name: s.buffer for s in rig.lane.registry or () if s.owner == "flashinfer"}
+                for rig in rigs
+            ]
+            assert slots[0]
+            for name, buffer in slots[0].items():
+                assert torch.equal(buffer, slots[1][name])
+
+
+def test_metadata_in_the_graph_leaves_the_hook_nothing_to_do() -> None:
+    """Recorded, metadata is stale until the graph runs; the work is nodes of the graph."""
+    inside, outside = Rig(), Rig(metadata_in_graph=False)
+    registry = inside.lane.registry
+    assert registry is not None
+    lengths = registry.get_slot("flashinfer.kv_last_page_len").buffer
+    assert lengths is not None
+    lengths.fill_(99)
+    shape = SHAPE_OF[4]
+    captured = inside.lane._captured[shape].metadata
+    view = inside.lane.prepare_replay(registry=registry, batch=inside.batch(3, 2, 5), shape=shape)
+    assert inside.lane.init_metadata_replay(view=view, shape=shape, captured=captured) is captured
+    assert lengths.tolist() == [99] * 4
+    nodes = [rig.lane.stats.shapes[shape].num_nodes for rig in (inside, outside)]
+    assert nodes[0] > nodes[1]
+
+
+class MakesItOutside(FlashInferBackend):
+    """A backend whose metadata work needs the host."""
+
+    metadata_in_graph = None
+
+
+def test_a_backend_that_cannot_is_not_asked_to() -> None:
+    """Its hook makes the metadata by default; to ask for more is refused by the key."""
+    rig = Rig(backend=MakesItOutside)
+    assert not rig.lane.records_metadata
+    assert rig.agrees(3, 2)
+    with pytest.raises(
+        ConfigError, match=r"lanes.decode.metadata_in_graph = true, but MakesItOutside"
+    ):
+        Rig(backend=MakesItOutside, metadata_in_graph=True)

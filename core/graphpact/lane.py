@@ -211,6 +211,11 @@ class Lane:
         logits: torch.Tensor = captured.graph.outputs
         return logits[: batch.batch_size]
 
+    @property
+    def records_metadata(self) -> bool:
+        """Whether the graphs compute the backend's metadata, or its replay hook does."""
+        return self.backend.records_metadata
+
     def is_captured(self, shape: GraphShape) -> bool:
         """Return whether there is a graph of ``shape``."""
         return shape in self._captured

@@ -1,4 +1,7 @@
-"""The driver contract, the same tests for every driver: the tape here, CUDA graphs where there is a GPU."""
+"""The driver contract, the same tests for every driver.
+
+The tape runs here, inductor where there is a compiler, CUDA graphs where there is a GPU.
+"""
 
 import functools
 import gc
@@ -9,11 +12,13 @@ from typing import Any
 import pytest
 import torch
 
+from compiling import compiler  # noqa: F401  a fixture
 from graphpact.errors import CaptureError, ReplayError
 from graphpact.graphs import GraphDriver
 from graphpact.graphs.cuda import CudaDriver
 from graphpact.graphs.tape import TapeDriver
 from graphpact.kernels import pack_kv_indices
+from graphpact_cpu_graph.inductor import InductorDriver
 
 _CUDA = torch.device("cuda", 0)
 _NO_CUDA = CudaDriver.unavailable(_CUDA)
@@ -22,6 +27,7 @@ _DRIVERS = [
     pytest.param(
         (functools.partial(TapeDriver, strict=True), torch.device("cpu")), id="tape-strict"
     ),
+    pytest.param((InductorDriver, torch.device("cpu")), id="inductor"),
     pytest.param(
         (CudaDriver, _CUDA),
         id="cuda",
@@ -46,15 +52,19 @@ class TestDriverContract:
             yield
 
     @pytest.fixture
-    def driver(self, kind: tuple[type[GraphDriver], torch.device]) -> GraphDriver:
+    def driver(
+        self, kind: tuple[type[GraphDriver], torch.device], request: pytest.FixtureRequest
+    ) -> GraphDriver:
         """A driver of the kind under test."""
         make, device = kind
+        if make is InductorDriver:
+            request.getfixturevalue("compiler")
         return make(device)
 
     def test_it_says_where_it_is_available(self, driver: GraphDriver) -> None:
         """A driver that was made is available on its device, and has the name it is selected by."""
         assert type(driver).unavailable(driver.device) is None
-        assert driver.name in ("tape", "cuda")
+        assert driver.name in ("tape", "inductor", "cuda")
 
     def test_replay_reads_tensors_and_keeps_numbers(self, driver: GraphDriver) -> None:
         """Tensors count by address and at replay, host numbers as they were at capture."""
@@ -348,15 +358,16 @@ class TestDriverContract:
         assert graph.pool_nbytes == 0
 
     def test_it_says_what_it_reads_or_that_it_cannot(self, driver: GraphDriver) -> None:
-        """What a graph reads and did not make is external, its outputs are not; or none is told."""
+        """The memory that a graph reads and did not make is external, its outputs are not; or none is told."""
         x = torch.ones(8, device=driver.device)
         table = torch.ones(8, device=driver.device)
         graph = driver.capture(lambda: x[2:] * table[:6] + 1)
         external = graph.external_tensors()
         if external is None:
             return
-        assert {t.data_ptr() for t in external} == {x[2:].data_ptr(), table.data_ptr()}
-        assert graph.outputs.data_ptr() not in {t.data_ptr() for t in external}
+        memory = {t.untyped_storage().data_ptr() for t in external}
+        assert memory == {x.data_ptr(), table.data_ptr()}
+        assert graph.outputs.data_ptr() not in memory
         graph.release()
         assert graph.external_tensors() == []
 

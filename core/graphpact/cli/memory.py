@@ -47,7 +47,11 @@ def _print_lane(console: Console, lane: LaneMemory) -> None:
             f"lane {clean(lane.lane)}: no graph-resident memory; {lane.absent}\n", soft_wrap=True
         )
         return
-    console.print(f"lane {clean(lane.lane)}: recorded by {clean(lane.driver)}", soft_wrap=True)
+    place = "in the graph" if lane.metadata_in_graph else "by its replay hook"
+    console.print(
+        f"lane {clean(lane.lane)}: recorded by {clean(lane.driver)}, metadata made {place}",
+        soft_wrap=True,
+    )
     slots = [
         (
             row.name,

@@ -89,6 +89,8 @@ class LaneMemory:
     Args:
         lane: Its name.
         driver: What recorded its graphs; None for a lane without.
+        metadata_in_graph: Whether the graphs compute the attention backend's metadata; None for a lane
+            without.
         absent: Why there is no graph-resident memory; None where there is.
         knows_externals: Whether the driver can tell what its graphs touch.
         registry: The slots, those that are not enabled too; None for a lane without a registry.
@@ -97,6 +99,7 @@ class LaneMemory:
 
     lane: str
     driver: str | None
+    metadata_in_graph: bool | None
     absent: str | None
     knows_externals: bool
     registry: RegistryDescription | None
@@ -226,7 +229,7 @@ def _lane_memory(lane: Lane, engine: Engine) -> LaneMemory:
         if lane.registry is None:
             reason = lane.runner.context.eager_reason or EagerReason.NO_GRAPHS
         return LaneMemory(
-            lane.name, None, reason.value, knows_externals=True, registry=registry, rows=()
+            lane.name, None, None, reason.value, knows_externals=True, registry=registry, rows=()
         )
     external = _external_tensors(graph for _, graph in graphs)
     touched = None if external is None else _Ranges(_extent(t) for t in external)
@@ -272,6 +275,7 @@ def _lane_memory(lane: Lane, engine: Engine) -> LaneMemory:
     return LaneMemory(
         lane.name,
         lane.driver.name,
+        lane.records_metadata,
         None,
         knows_externals=external is not None,
         registry=registry,
