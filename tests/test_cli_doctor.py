@@ -131,6 +131,7 @@ def test_memory_is_one_json_object_on_stdout(capsys: pytest.CaptureFixture[str])
     assert (report["usable"], report["problems"]) == (True, [])
     decode, prefill = report["memory"]["lanes"]
     assert (decode["name"], decode["driver"], decode["absent"]) == ("decode", "tape", None)
+    assert (decode["metadata_in_graph"], prefill["metadata_in_graph"]) == (True, None)
     assert prefill["rows"] == []
     kinds = {row["kind"] for row in decode["rows"]}
     assert kinds == {"slot", "pool", "weight", "kv_cache", "request_table"}

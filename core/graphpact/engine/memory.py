@@ -184,6 +184,7 @@ class EngineMemory:
                 {
                     "name": lane.lane,
                     "driver": lane.driver,
+                    "metadata_in_graph": lane.metadata_in_graph,
                     "absent": lane.absent,
                     "knows_externals": lane.knows_externals,
                     "own_nbytes": own[lane.lane],
