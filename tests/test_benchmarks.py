@@ -1,21 +1,32 @@
 """The benchmarks run, and what they count is right; what they time is not looked at."""
 
+import re
 import runpy
 import sys
 from pathlib import Path
 
 import pytest
 
-BENCH_FILL = Path(__file__).parents[1] / "benchmarks/bench_fill.py"
+from compiling import compiler  # noqa: F401  a fixture
+from graphpact_cpu_graph import inductor
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+
+
+def run_quick(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> list[str]:
+    """Return the lines that a quick run of a benchmark prints."""
+    monkeypatch.setattr(sys, "argv", [name, "--quick"])
+    runpy.run_path(str(BENCHMARKS / name), run_name="__main__")
+    return capsys.readouterr().out.splitlines()
 
 
 def test_a_fill_is_one_operation_on_a_cpu(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Both sides leave the same rows; a fill of a lane is one operation, a loop two for each slot."""
-    monkeypatch.setattr(sys, "argv", ["bench_fill.py", "--quick"])
-    runpy.run_path(str(BENCH_FILL), run_name="__main__")
-    lines = capsys.readouterr().out.splitlines()
+    lines = run_quick("bench_fill.py", monkeypatch, capsys)
     lanes = [line.split() for line in lines if " lane " in line and line[0] in "dp"]
     assert [(row[0], row[2], row[3] != row[4], *row[-2:]) for row in lanes] == [
         ("decode", "6", True, "1", "12"),
@@ -24,3 +35,42 @@ def test_a_fill_is_one_operation_on_a_cpu(
         ("prefill", "3", True, "1", "6"),
         ("prefill", "3", False, "1", "3"),
     ]
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_every_way_writes_the_same_tokens(
+    compiled: bool,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """All ways agree at every batch size, and every row is there; what cannot be compiled says why."""
+    if compiled:
+        request.getfixturevalue("compiler")
+    else:
+        monkeypatch.setattr(inductor, "missing_compiler", lambda: "no C++ compiler here")
+    lines = run_quick("bench_graphs.py", monkeypatch, capsys)
+    assert any("all ways write the same tokens: 5 after each prompt of 4" in line for line in lines)
+    assert ("cpu_graph is left out: no C++ compiler here" in lines) is not compiled
+    for size in (1, 8, 32):
+        rows = [line for line in lines if re.match(rf" +{size}  [a-z]", line)]
+        names = [re.split(r" {2,}", row.strip())[1] for row in rows]
+        ways = ["eager", "tape", "tape, strict", "generate"]
+        assert names == (ways[:3] + ["cpu_graph"] * compiled + ways[3:])
+        measured = [name for name, row in zip(names, rows, strict=True) if "-" not in row]
+        assert measured == (names if size == 1 else ways)
+    parts = [
+        "registry fill",
+        "metadata hook, work in the graph",
+        "metadata hook, work before the graph",
+        *(f"pact check, {mode}" for mode in ("off", "sampled", "always")),
+        *(f"Lane.replay without the graph, pact {mode}" for mode in ("off", "sampled", "always")),
+        "outside the lane: schedule",
+        "outside the lane: sample",
+        "tape replay by itself",
+        "cpu_graph replay by itself",
+    ]
+    for part in parts:
+        assert sum(line.startswith(f"{part}  ") for line in lines) == 1
+    captured = [line.split("  ")[0] for line in lines if "decode[bs=" in line]
+    assert captured == ["tape"] * 3 + ["tape, strict"] * 3 + ["cpu_graph"] * compiled

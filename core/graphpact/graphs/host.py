@@ -97,6 +97,30 @@ def extent_of(tensor: torch.Tensor) -> tuple[int, int]:
     return begin * size, (last + 1) * size
 
 
+class WeakTensor:
+    """What makes a tensor again, without keeping its memory."""
+
+    __slots__ = ("_device", "_dtype", "_flips", "_layout", "storage")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.storage = StorageWeakRef(tensor.untyped_storage())
+        self._dtype, self._device = tensor.dtype, tensor.device
+        self._layout = tensor.storage_offset(), tensor.shape, tensor.stride()
+        self._flips = tensor.is_conj(), tensor.is_neg()
+
+    def revive(self) -> torch.Tensor | None:
+        """Return the tensor, or None where its memory was freed."""
+        make = torch.UntypedStorage._new_with_weak_ptr  # noqa: SLF001  no public name
+        storage: torch.UntypedStorage | None = make(self.storage.cdata)
+        if storage is None:
+            return None
+        tensor = torch.empty(0, dtype=self._dtype, device=self._device)
+        tensor.set_(storage, *self._layout)
+        is_conj, is_neg = self._flips
+        tensor = tensor.conj() if is_conj else tensor
+        return tensor._neg_view() if is_neg else tensor  # noqa: SLF001  no public name
+
+
 class Line:
     """The innermost line of the caller's own code, told when somebody asks.
 

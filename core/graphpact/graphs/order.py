@@ -13,7 +13,7 @@ Does not: run work in another order than it was given.
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
@@ -22,7 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphpact.errors import CaptureError, ContractError, ReplayError
 from graphpact.graphs.driver import Event, Stream
-from graphpact.graphs.host import Line, extent_of, storage_id, tensors_of
+from graphpact.graphs.host import Line, WeakTensor, extent_of, storage_id, tensors_of
 
 _Clock = dict[int, int]
 _MANY = 1024  # storages, before those that are gone are forgotten
@@ -108,37 +108,46 @@ class _Access:
     line: Line
 
 
-@dataclass(slots=True)
 class _Copy:
-    target: torch.Tensor
-    source: torch.Tensor
-    stream: int
-    count: int
-    line: Line
-    snapshot: torch.Tensor = field(init=False)
-    done: bool = False
+    """A copy from host memory, until the host has waited for it.
 
-    def __post_init__(self) -> None:
-        self.snapshot = self.source.clone()
+    Args:
+        source: What is read; held weakly, as a device does.
+        target: What is written when the copy is carried out; None for one that was.
+        stream: The stream that was given it.
+        line: Where it was asked for.
+    """
+
+    def __init__(
+        self, source: torch.Tensor, target: torch.Tensor | None, stream: TapeStream, line: Line
+    ) -> None:
+        self.place = source.data_ptr(), source.shape, stream.number
+        self._source = WeakTensor(source)
+        self._snapshot = source.clone()
+        self._target = target
+        self._stream, self._count = stream.number, stream.count
+        self._line = line
 
     def is_before(self, clock: _Clock) -> bool:
-        return clock.get(self.stream, 0) >= self.count
+        return clock.get(self._stream, 0) >= self._count
 
     def check(self, name_of: Callable[[torch.Tensor], str | None]) -> None:
         """Raise where the source is not what it was when the copy was asked for."""
-        if torch.equal(_bytes(self.source), _bytes(self.snapshot)):
+        source = self._source.revive()
+        # Freed pinned memory is given to nobody before the copy is done: torch's allocator waits.
+        if source is None or torch.equal(_bytes(source), _bytes(self._snapshot)):
             return
-        name = name_of(self.source) or f"of {self.source.dtype} {tuple(self.source.shape)}"
+        name = name_of(source) or f"of {source.dtype} {tuple(source.shape)}"
         raise ReplayError(
-            f"host memory {name} was rewritten while a copy from it was in flight, begun at {self.line}",
+            f"host memory {name} was rewritten while a copy from it was in flight, begun at {self._line}",
             hint="record an event after copy_async() and synchronize() it before writing the memory again,"
             " or take turns between two buffers",
         )
 
     def carry_out(self) -> None:
-        if not self.done:
-            self.target.copy_(self.source)
-            self.done = True
+        if self._target is not None:
+            self._target.copy_(self._snapshot)  # which the source still is: that was checked
+            self._target = None
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -302,7 +311,20 @@ class Order:
         stream = self.current
         assert isinstance(stream, TapeStream)  # noqa: S101  it is one of ours
         self.work("an asynchronous copy", (), (target,), line, ReplayError)
-        self._copies.append(_Copy(target, source, stream.number, stream.count, line))
+        self._add(_Copy(source, target, stream, line))
+
+    def keep_in_flight(self, source: torch.Tensor, line: Line) -> None:
+        """Count ``source`` as read by what the current stream was given last, until the host waits."""
+        stream = self.current
+        assert isinstance(stream, TapeStream)  # noqa: S101  it is one of ours
+        self._add(_Copy(source, None, stream, line))
+
+    def _add(self, copy: _Copy) -> None:
+        """Keep a copy, in the place of earlier ones of the same memory on its stream, which it follows."""
+        for earlier in self._copies:
+            if earlier.place == copy.place:
+                earlier.carry_out()
+        self._copies = [c for c in self._copies if c.place != copy.place] + [copy]
 
     def carry_out(self) -> None:
         """Carry out the copies that come before the current stream's next work."""

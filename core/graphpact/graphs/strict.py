@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
 from graphpact.errors import CaptureError, ContractError, EngineError, PoisonError, ReplayError
@@ -31,6 +30,7 @@ from graphpact.graphs.host import (
     HostReadGuard,
     Line,
     Watcher,
+    WeakTensor,
     storage_id,
     tensors_of,
     written_by,
@@ -47,12 +47,8 @@ class _External:
 
     def __init__(self, tensor: torch.Tensor, name: str | None, first_use: str) -> None:
         storage = tensor.untyped_storage()
-        self.dtype, self.device = tensor.dtype, tensor.device
-        self.shape, self.stride = tensor.shape, tensor.stride()
-        self.offset = tensor.storage_offset()
-        self.is_conj, self.is_neg = tensor.is_conj(), tensor.is_neg()
         self.address, self.nbytes = storage.data_ptr(), storage.nbytes()
-        self.storage = StorageWeakRef(storage)
+        self.tensor = WeakTensor(tensor)
         self.name = name or f"a tensor of {tensor.dtype} {tuple(tensor.shape)}"
         self.first_use = first_use
 
@@ -62,17 +58,15 @@ class _External:
         Raises:
             ReplayError: Its memory died, moved or changed its size.
         """
-        storage = torch.UntypedStorage._new_with_weak_ptr(self.storage.cdata)  # noqa: SLF001  no public name
-        if storage is None:
+        tensor = self.tensor.revive()
+        if tensor is None:
             raise self.gone("was freed")
+        storage = tensor.untyped_storage()
         if storage.nbytes() < self.nbytes:
             raise self.gone(f"shrank from {self.nbytes} to {storage.nbytes()} bytes")
         if storage.data_ptr() != self.address:
             raise self.gone(f"moved from {self.address:#x} to {storage.data_ptr():#x}")
-        tensor = torch.empty(0, dtype=self.dtype, device=self.device)
-        tensor.set_(storage, self.offset, self.shape, self.stride)
-        tensor = tensor.conj() if self.is_conj else tensor
-        return tensor._neg_view() if self.is_neg else tensor  # noqa: SLF001  no public name
+        return tensor
 
     def gone(self, how: str, error: type[ContractError] = ReplayError) -> ContractError:
         """Return the error for memory that the graph still uses."""
@@ -123,12 +117,15 @@ class StrictRecorder(Recorder):
         self.external: list[_External] = []
         self.written: set[int] = set()  # storages of others
         self.changed: set[int] = set()  # which external tensors
-        self.has_calls = False
+        self.copied: list[
+            tuple[int, Line]
+        ] = []  # external tensors of the host, and who copies them
         self.pool: dict[int, torch.Tensor] = {}  # each storage whole, as its first tensor's dtype
         self._constants: dict[int, torch.UntypedStorage] = {}
         self._known: dict[Any, int] = {}
         self._line = Line()
-        self._undo: dict[int, tuple[StorageWeakRef, torch.Tensor]] = {}
+        self._pools = session.pools()
+        self._undo: dict[int, tuple[WeakTensor, torch.Tensor]] = {}
         self._writable = {
             storage_id(t) for t in (*memory.refreshed, *memory.caches, *memory.workspaces)
         }
@@ -149,15 +146,15 @@ class StrictRecorder(Recorder):
                     hint="seed before the replay",
                 )
             for external in self.external:
-                if external.storage.expired():
+                if external.tensor.storage.expired():
                     raise external.gone("was freed while the graph was recorded", CaptureError)
         finally:
             self.session.order.end_capture()
             generator.set_state(state)
-            for reference, before in self._undo.values():
-                storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)  # noqa: SLF001  as above
-                if storage is not None:
-                    _whole(storage, torch.uint8, before.device).copy_(before)
+            for written, before in self._undo.values():
+                tensor = written.revive()
+                if tensor is not None:
+                    tensor.copy_(before)
 
     def perform(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Check what ``func`` reads and writes, then run it and keep what runs it again."""
@@ -175,6 +172,8 @@ class StrictRecorder(Recorder):
         given = tensors_of((args, kwargs))
         self._check_owner(func, given)
         result = super().perform(func, args, kwargs)
+        if self.guard.copying:
+            self.copied.append((self.borrow(args[1], f"{func} at {self._line}"), self._line))
         self.session.order.operation(func, given, written, result, self._line, CaptureError)
         return result
 
@@ -211,7 +210,6 @@ class StrictRecorder(Recorder):
 
     def add_call(self, call: EagerCall) -> None:
         """Keep an eager call; it holds its tensors itself."""
-        self.has_calls = True
         self.num_segments += 1
         self.nodes.append(call)
 
@@ -255,14 +253,12 @@ class StrictRecorder(Recorder):
                 " memory a slot",
             )
         if storage not in self._undo:
-            memory = tensor.untyped_storage()
-            before = _whole(memory, torch.uint8, tensor.device).clone()
-            self._undo[storage] = StorageWeakRef(memory), before
+            memory = _whole(tensor.untyped_storage(), torch.uint8, tensor.device)
+            self._undo[storage] = WeakTensor(memory), memory.clone()
 
     def _check_owner(self, func: Any, tensors: list[torch.Tensor]) -> None:
-        pools = self.session.pools()
         for tensor in tensors:
-            if storage_id(tensor) in pools:
+            if storage_id(tensor) in self._pools:
                 raise self.guard.refusal(
                     f"{func} uses memory that another graph's capture allocated",
                     "the pool may give it away and every replay may overwrite it: allocate what graphs"
@@ -287,6 +283,7 @@ class StrictTape(Graph):
         self._nodes: list[_StrictNode | EagerCall] = recorder.nodes
         self._external = recorder.external
         self._written = recorder.written
+        self._copied = recorder.copied
         self.changed = recorder.changed
         used = {storage_id(t) for t in tensors_of(outputs)}
         for node in recorder.nodes:
@@ -324,6 +321,8 @@ class StrictTape(Graph):
                 else:
                     node.run(external)
             self.outputs_stand = True
+            for which, line in self._copied:
+                self._session.order.keep_in_flight(external[which], line)
 
     def spoil(self) -> None:
         """Poison everything that the graph allocated."""

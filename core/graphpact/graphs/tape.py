@@ -126,6 +126,7 @@ class TapeDriver(GraphDriver):
                 with self._recording(recorder):
                     outputs = fn()
                 return Tape(recorder, outputs)
+            self._session.order.synchronize()
             strict = StrictRecorder(guard, self._session, self.memory)
             with self._session.watching(guard), strict.recording():
                 with self._recording(strict):
