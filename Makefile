@@ -6,17 +6,21 @@ BIN    := $(VENV)/bin
 DISTS  := core plugins/cpu_graph plugins/cuda_graph plugins/flashinfer
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo test bench check format clean
+.PHONY: demo break test bench check format clean
 
 demo: $(STAMP)        ## write text through captured decode graphs, every replay verified
 	$(BIN)/graphpact generate --config examples/demo.toml --file examples/prompts.txt \
 	    --temperature 0.4 --max-new-tokens 120 --verify
+
+break: $(STAMP)       ## plant three real bugs: silent, and then named
+	$(BIN)/python examples/break_it.py
 
 test: $(STAMP)        ## run every test
 	$(BIN)/python -m pytest -q
 
 bench: $(STAMP)       ## measure, as ratios inside one process
 	$(BIN)/python benchmarks/bench_fill.py
+	$(BIN)/python benchmarks/bench_graphs.py
 
 check: $(STAMP)       ## lint, format, types, docstrings
 	$(BIN)/ruff check .

@@ -1,5 +1,6 @@
 """What the repository ships runs as it is shipped."""
 
+import runpy
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,23 @@ def test_the_tokenizer_is_bytes(text: str) -> None:
     ids = tokenizer.encode(text)
     assert ids == list(text.encode())
     assert tokenizer.decode(ids) == text
+
+
+def test_the_planted_bugs_are_silent_and_then_named(capsys: pytest.CaptureFixture[str]) -> None:
+    """Unchecked, each of the three raises nothing, two answer wrongly; checked, each is named."""
+    runpy.run_path(str(ROOT / "examples/break_it.py"), run_name="__main__")
+    out = capsys.readouterr().out
+    assert out.count("unchecked: no error") == 3
+    assert out.count("3 of 3 answers wrong") == 2
+    assert "NOT CAUGHT" not in out
+    for error in (
+        "PactBreach: decode[bs=4, tokens=4]: metadata.qo_indptr",
+        "PoisonError: graphpact.pack_kv_indices",
+        "VerificationError: lane 'decode'",
+    ):
+        assert error in out
+    assert "rows 3:4 of slot 'req_pool_indices' of decode inputs" in out
+    assert "first field that differs: metadata.kv_indptr" in out
 
 
 def test_the_demo_writes_what_transformers_writes() -> None:

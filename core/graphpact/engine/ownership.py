@@ -11,7 +11,7 @@ import torch
 
 from graphpact.engine.pools import KVCache, PagePool, RequestPool
 from graphpact.errors import ReplayError
-from graphpact.graphs.poison import is_poison, poison
+from graphpact.graphs.poison import is_poison, poison_of
 
 
 class EngineOwnership:
@@ -38,14 +38,19 @@ class EngineOwnership:
 
     @torch.inference_mode()
     def poison_free(self) -> None:
-        """Poison the rows and pages that were given back since the last call."""
+        """Poison every row and page that no live request owns.
+
+        Those of the last call too: another lane may have had them since, and given them back.
+        """
         rows = frozenset(range(1, self._requests.max_requests + 1)) - self._requests.in_use
         pages = frozenset(range(1, self._pages.num_pages + 1)) - self._pages.in_use
-        for row in rows - self._poisoned_rows:
-            poison(self._table[row])
-        for page in pages - self._poisoned_pages:
-            for cache in self._caches.values():
-                poison(cache[page])
+        for tensor, free in (
+            (self._table, rows),
+            *((cache, pages) for cache in self._caches.values()),
+        ):
+            tensor.index_fill_(
+                0, torch.tensor(sorted(free), device=tensor.device).long(), poison_of(tensor.dtype)
+            )
         self._poisoned_rows, self._poisoned_pages = rows, pages
 
     @torch.inference_mode()

@@ -17,6 +17,8 @@ from torch.nn import functional
 
 from graphpact.kernels._library import define_kernel
 
+__tracebackhide__ = True  # a driver names the line that calls a kernel
+
 
 @dataclass(frozen=True, slots=True)
 class _Layout:

@@ -7,6 +7,8 @@ import torch
 
 from graphpact.kernels._library import define_kernel
 
+__tracebackhide__ = True  # a driver names the line that calls a kernel
+
 
 def _pack_ragged(
     req_to_token: torch.Tensor,

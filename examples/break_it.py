@@ -1,0 +1,111 @@
+"""Three real bugs, planted in copies of the shipped plugins: silent unchecked, named where checked.
+
+    python examples/break_it.py
+
+Each breaks the agreement between capture and replay in a way that engines have shipped. The model answers
+all the same, sometimes wrongly; the pact, a strict lane, or verification says what broke.
+Does not: need a GPU, or change what is installed.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from graphpact import CudaGraphBufferRegistry, ForwardBatch, GraphShape, PaddingPolicy, hookimpl
+from graphpact.config import EngineConfig
+from graphpact.engine import Engine, SamplingParams
+from graphpact.errors import ContractError
+from graphpact.plugins import PluginCatalog
+from graphpact_cuda_graph import CudaGraphRunner
+from graphpact_flashinfer import FlashInferBackend
+
+HERE = Path(__file__).parent
+PROMPTS = ["Return the ", "A", "The value of a graph is "]
+
+
+class RebuildsMetadata(FlashInferBackend):
+    """Replay makes new tensors, and the graph goes on reading the old ones."""
+
+    metadata_in_graph = None
+
+    @hookimpl
+    def init_metadata_replay(self, view: ForwardBatch, shape: GraphShape, captured: Any) -> Any:
+        """Return fresh metadata instead of refreshing what was captured."""
+        del shape, captured
+        return self.init_metadata_eager(view)
+
+
+class KeepsRequestRows(CudaGraphRunner):
+    """Padded requests keep the request rows of an earlier, larger batch (SGLang PR 26292)."""
+
+    def make_registry(self) -> CudaGraphBufferRegistry:
+        """Leave one tail as it is."""
+        registry = super().make_registry()
+        slot = registry.get_slot("req_pool_indices")
+        object.__setattr__(slot, "padding_policy", PaddingPolicy.KEEP_PAD)
+        object.__setattr__(slot, "reason", "an earlier row is a valid row")
+        return registry
+
+
+class PlansOnce(FlashInferBackend):
+    """What the kernel works by is made when there is none yet, and never again."""
+
+    metadata_in_graph = None
+    planned = False
+
+    @hookimpl
+    def init_metadata_replay(self, view: ForwardBatch, shape: GraphShape, captured: Any) -> Any:
+        """Plan for the first step only."""
+        if not self.planned:
+            self.planned = True
+            return super().init_metadata_replay(view, shape, captured)
+        return captured
+
+
+class Replaced(PluginCatalog):
+    """The installed plugins, with one class in the place of another."""
+
+    def __init__(self, name: str, plugin: type[Any]) -> None:
+        self._installed = PluginCatalog.scan()
+        self._name, self._plugin = name, plugin
+
+    def select(self, kind: Any, name: str) -> Any:
+        """Return the class of that name."""
+        return self._plugin if name == self._name else self._installed.select(kind, name)
+
+
+def generate(name: str, plugin: type[Any], *settings: str) -> list[str]:
+    """Return what the demo's model says to the prompts, with ``plugin`` in the place of ``name``."""
+    config = EngineConfig.load(
+        HERE / "demo.toml",
+        overrides=["engine.max_num_seqs=4", "lanes.decode.batch_sizes=[4]", *settings],
+    )
+    sampling = SamplingParams(max_new_tokens=24, temperature=0.0)
+    with Engine(config, catalog=Replaced(name, plugin)) as engine:
+        engine.generate(PROMPTS[:1] * 4, SamplingParams(max_new_tokens=2))  # a larger batch before
+        return [completion.text for completion in engine.generate(PROMPTS, sampling)]
+
+
+def main() -> None:
+    """Run each bug unchecked, and then with one check on."""
+    right = generate("flashinfer", FlashInferBackend)
+    for name, plugin, check in (
+        ("flashinfer", RebuildsMetadata, "verify.pact=always"),
+        ("cuda_graph", KeepsRequestRows, "lanes.decode.strict=true"),
+        ("flashinfer", PlansOnce, "verify.replay_against_eager=1"),
+    ):
+        print(f"\n== {plugin.__name__}: {plugin.__doc__}")
+        answers = generate(name, plugin, "verify.pact=off")
+        wrong = sum(a != b for a, b in zip(answers, right, strict=True))
+        print(f"   unchecked: no error, {wrong} of {len(right)} answers wrong")
+        try:
+            generate(name, plugin, "verify.pact=off", check)
+            print(f"   {check}: NOT CAUGHT")
+        except ContractError as error:
+            print(
+                f"   {check}:\n      {type(error).__name__}: "
+                + f"{error}".replace("\n", "\n      ")
+            )
+
+
+if __name__ == "__main__":
+    main()
