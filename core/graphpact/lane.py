@@ -299,12 +299,13 @@ def declared_memory(registry: CudaGraphBufferRegistry, backend: AttentionBackend
 
     slots = {slot.name: slot.buffer for slot in registry if slot.buffer is not None}
     once = {slot.name for slot in registry if slot.padding_policy is PaddingPolicy.FILL_ONCE}
-    host = {slot.name for slot in registry if slot.device == torch.device("cpu")}
+    host = [slot for slot in registry if slot.device == torch.device("cpu")]
+    host_memory = [*(slot.buffer for slot in host), *map(registry.template_of, host)]
     return DeclaredMemory(
         refreshed=[t for name, t in slots.items() if name not in once],
         workspaces=[t for name, t in slots.items() if name in once],
         caches=caches,
-        host=[t for name, t in slots.items() if name in host],
+        host=[t for t in host_memory if t is not None],
         read_only=[context.req_to_token],
         name_of=name_of,
     )

@@ -18,7 +18,7 @@ import torch
 
 from graphpact.batch import ForwardBatch
 from graphpact.buffers import CudaGraphBufferRegistry, GraphSlot, PaddingPolicy
-from graphpact.errors import ContractError, PoisonError, ReplayError
+from graphpact.errors import ContractError, GraphpactError, PoisonError, ReplayError
 from graphpact.graphs import Graph, GraphDriver
 from graphpact.graphs.host import tensors_of
 from graphpact.graphs.poison import is_poison, poison
@@ -67,7 +67,7 @@ class StrictGuard:
         """Poison the slots, and refuse host reads while they are filled."""
         self._prepared = registry, shape
         for slot in registry:
-            if slot.buffer is not None and _is_refreshed(slot):
+            if slot.buffer is not None and _is_due(slot):
                 poison(slot.buffer)
         return (yield from self._guarded("prepare_replay", batch))
 
@@ -80,9 +80,11 @@ class StrictGuard:
         try:
             with self._driver.preparation(host_tensors(batch)):
                 return (yield)
-        except ContractError:
-            raise
         except Exception as error:
+            if isinstance(error, ContractError) or (
+                isinstance(error, GraphpactError) and error.__cause__ is None
+            ):
+                raise  # an error of ours that was not made of another one
             raise PoisonError(
                 f"{hook} fails on what a step has to write first: {error}{self._unwritten()}",
                 hint="slots are poisoned before each step of a strict lane: write a row before it is read",
@@ -153,17 +155,20 @@ def _are_outputs(graph: Graph, tensor: torch.Tensor) -> bool:
     return any(t.untyped_storage().data_ptr() == address for t in tensors_of(graph.outputs))
 
 
-def _is_refreshed(slot: GraphSlot) -> bool:
+def _is_due(slot: GraphSlot) -> bool:
     """Return whether every step writes ``slot``: all do, but workspaces and constants."""
     return slot.padding_policy is not PaddingPolicy.FILL_ONCE
 
 
 def _poisoned_rows(slot: GraphSlot, shape: GraphShape) -> str:
-    if slot.buffer is None or not _is_refreshed(slot):
+    if slot.buffer is None or not _is_due(slot):
         return ""
     view = slot.slice_for(shape.batch_size, shape.num_tokens)
     poisoned = is_poison(view)
-    if not bool(poisoned.any()):
+    if slot.dtype.itemsize == 1 and not slot.dtype.is_floating_point:
+        return ""  # poison is a value like any other there
+    # Memory of no axis is a capacity, read as far as each step writes it.
+    if not bool(poisoned.all() if slot.axis == "none" else poisoned.any()):
         return ""
     if view.dim() != 1:
         return slot.label

@@ -22,7 +22,7 @@ import enum
 import math
 import random
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -100,7 +100,7 @@ class Verifier:
         self._page_size = page_size
         self._random = random.Random(seed)  # noqa: S311  it picks steps, it keeps no secret
         self._lane: Lane | None = None
-        self._is_looking = False
+        self._looking: tuple[ForwardBatch, ForwardBatch] | None = None  # a batch, and its copy
         self._replay: _Replay | None = None
 
     @property
@@ -141,8 +141,9 @@ class Verifier:
     def prepare_replay(self, batch: ForwardBatch, shape: GraphShape) -> _Around:
         """See the view of a verified step."""
         view = yield
-        if self._is_looking:
-            self._replay = _Replay(batch, shape, view)
+        if self._looking is not None:
+            given, kept = self._looking
+            self._replay = _Replay(kept if batch is given else batch, shape, view)
         return view
 
     @hookimpl(wrapper=True, tryfirst=True)
@@ -171,7 +172,9 @@ class Verifier:
         torch._foreach_copy_(self._shadow, self._live)
         table = lane.backend.context.req_to_token
         table_before = table.clone()
-        self._is_looking = True
+        kept = _copy_of(batch)  # should a hook write into the batch
+        eager_runs = lane.stats.eager.total()
+        self._looking = batch, kept
         try:
             logits = lane.run(batch)
         except (RuntimeError, IndexError, ReplayError) as error:
@@ -179,17 +182,26 @@ class Verifier:
             if self._replay is None or self._replay.metadata is None:
                 raise
             what = error.message if isinstance(error, ReplayError) else f"{error!r}"
-            raise self._error(
-                f"the replay of {self._replay.shape} fails: {what}", self._replay
-            ) from error
+            found = self._error(f"the replay of {self._replay.shape} fails: {what}", self._replay)
+            if found.field is None and not found.suspects and isinstance(error, ReplayError):
+                found.hint = error.hint or found.hint
+            raise found from error
         finally:
-            replay, self._replay, self._is_looking = self._replay, None, False
-        if replay is None:
+            replay, self._replay, self._looking = self._replay, None, None
+        if replay is None and lane.stats.eager.total() > eager_runs:
             return logits
         self._compare_table(table_before, table, replay)
-        metadata = self._backend.init_metadata_eager(batch)
-        expected = lane.model(batch, self._backend, metadata)
+        metadata = self._backend.init_metadata_eager(kept)
+        expected = lane.model(kept, self._backend, metadata)
         self.verified += 1
+        if logits.shape != expected.shape:
+            raise VerificationError(
+                f"lane {lane.name!r}: {batch.batch_size} requests came back with logits"
+                f" {tuple(logits.shape)}, an eager run gives {tuple(expected.shape)}",
+                hint="a runner returns the rows of the batch's requests, and no padded ones",
+                lane=lane.name,
+                shape=None if replay is None else replay.shape,
+            )
         self._compare("logits of request", logits, expected, first=0, replay=replay)
         layers = len(self._live) // 2
         for i, (live, shadow) in enumerate(zip(self._live, self._shadow, strict=True)):
@@ -198,22 +210,30 @@ class Verifier:
             self._compare(what, live, shadow, first=self._page_size, replay=replay)
         return logits
 
-    def _compare_table(self, before: torch.Tensor, after: torch.Tensor, replay: _Replay) -> None:
+    def _compare_table(
+        self, before: torch.Tensor, after: torch.Tensor, replay: _Replay | None
+    ) -> None:
         if torch.equal(before, after):
             return
         row, position = (before != after).nonzero()[0].tolist()
         was, is_now = int(before[row, position]), int(after[row, position])
         raise VerificationError(
-            f"lane {self.lane.name!r}: replay changed the page table: {replay.shape}:"
+            f"lane {self.lane.name!r}: replay changed the page table: {_what(replay)}:"
             f" req_to_token[{row}, {position}] was {was} and is {is_now}",
             hint="the table is the engine's: recorded work and metadata hooks only read it",
             lane=self.lane.name,
-            shape=replay.shape,
+            shape=None if replay is None else replay.shape,
             field="req_to_token",
         )
 
     def _compare(
-        self, what: str, replayed: torch.Tensor, eager: torch.Tensor, *, first: int, replay: _Replay
+        self,
+        what: str,
+        replayed: torch.Tensor,
+        eager: torch.Tensor,
+        *,
+        first: int,
+        replay: _Replay | None,
     ) -> None:
         # Most rows of a cache are equal to the bit, and only the others are worth a closer look.
         unequal = (replayed[first:] != eager[first:]).flatten(1).any(dim=1)
@@ -231,23 +251,25 @@ class Verifier:
         if worst <= _TOLERANCE[eager.dtype] * max(1.0, scale):
             return
         raise self._error(
-            f"replay and eager run differ: {replay.shape}: {what} {int(rows[off.argmax()])} by {worst:.3g}"
+            f"replay and eager run differ: {_what(replay)}: {what} {int(rows[off.argmax()])} by {worst:.3g}"
             f" (values up to {scale:.3g})",
             replay,
             largest_difference=worst,
         )
 
     def _error(
-        self, what: str, replay: _Replay, *, largest_difference: float = math.inf
+        self, what: str, replay: _Replay | None, *, largest_difference: float = math.inf
     ) -> VerificationError:
         """Return the error for ``what`` went wrong, with what made it so."""
         caches = [*self._live, *self._shadow]
-        cause = _Diagnosis(self.lane, self._backend, replay, caches).cause()
+        cause = _AROUND
+        if replay is not None:
+            cause = _Diagnosis(self.lane, self._backend, replay, caches).cause()
         return VerificationError(
             f"lane {self.lane.name!r}: {what}; {cause.text}",
             hint=cause.hint,
             lane=self.lane.name,
-            shape=replay.shape,
+            shape=None if replay is None else replay.shape,
             field=cause.field,
             suspects=cause.suspects,
             largest_difference=largest_difference,
@@ -274,6 +296,23 @@ class _Cause:
     hint: str
     field: str | None = None
     suspects: tuple[str, ...] = ()
+
+
+_AROUND = _Cause(
+    "no hook prepared a replay for it, and the lane counted no eager run",
+    "a runner replays through Lane.replay(), where hooks, pact and verification are",
+)
+
+
+def _what(replay: _Replay | None) -> str:
+    return "a run around Lane.replay()" if replay is None else str(replay.shape)
+
+
+def _copy_of(batch: ForwardBatch) -> ForwardBatch:
+    """Return the batch with tensors of its own."""
+    fields = {name: getattr(batch, name) for name in batch.__dataclass_fields__}
+    tensors = {name: t.clone() for name, t in fields.items() if isinstance(t, torch.Tensor)}
+    return replace(batch, **tensors)
 
 
 @dataclass(frozen=True, slots=True)

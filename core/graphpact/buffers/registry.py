@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from graphpact.buffers.arenas import Arenas, address_range
+from graphpact.buffers.arenas import Arena, Arenas, address_range
 from graphpact.buffers.fills import FillPlan
 from graphpact.buffers.sharing import PROCESS_WIDE, SharedBuffers
 from graphpact.buffers.slots import FillContext, GraphSlot, call
@@ -232,6 +232,14 @@ class CudaGraphBufferRegistry:
                     return slot
         return None
 
+    def template_of(self, slot: GraphSlot) -> torch.Tensor | None:
+        """Return what the tails of ``slot`` are copied from, or None for a slot outside arenas."""
+        for arena in self._arenas() if slot.buffer is not None else ():
+            place = arena.place(slot.buffer, slot.initial_value)
+            if place is not None:
+                return arena.block(place)[1]
+        return None
+
     def describe(self) -> "RegistryDescription":
         """Return what the registry holds; it prints as a table, and gives JSON and a picture."""
         from graphpact.buffers.description import RegistryDescription  # noqa: PLC0415  it looks at us
@@ -239,6 +247,9 @@ class CudaGraphBufferRegistry:
         return RegistryDescription.of(self)
 
     # -- inside ----------------------------------------------------------------------------------
+
+    def _arenas(self) -> list[Arena]:
+        return [*self._memory, *(self.share_pool.arenas if self.share_pool else ())]
 
     def _device(self, slot: GraphSlot) -> torch.device:
         return self.device if slot.device is None else torch.empty(0, device=slot.device).device
@@ -343,8 +354,7 @@ class CudaGraphBufferRegistry:
                     f"cannot fill {raw} raw {what} into {padded} padded of at most {most}",
                     hint="counts must satisfy raw <= padded <= maximum",
                 )
-        arenas = [*self._memory, *(self.share_pool.arenas if self.share_pool else ())]
-        plan = FillPlan(context, self, arenas, strict=self.lane is not None)
+        plan = FillPlan(context, self, self._arenas(), strict=self.lane is not None)
         if len(self._plans) >= _MAX_PLANS:
             del self._plans[next(iter(self._plans))]
         self._plans[counts] = plan

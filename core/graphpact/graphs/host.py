@@ -427,9 +427,10 @@ class Watcher(TorchDispatchMode, abc.ABC):
             )
 
     def _is_pairwise(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> bool:
-        """Return whether each copy of a grouped one stays on its side."""
+        """Return whether each copy of a grouped one stays on its side, or spreads one number."""
         return all(
             (target in self.host) == (source in self.host)
+            or source.untyped_storage().nbytes() == source.element_size()
             for target, source in zip(targets, sources, strict=True)
         )
 
