@@ -1,9 +1,10 @@
-"""Ten bugs of real engines, each planted in a copy of a plugin, run through a whole engine on a CPU.
+"""Twenty bugs of real engines, each planted in a copy of a plugin, run through a whole engine on a CPU.
 
 Each is silent where nothing is checked, and caught, with the field named, where something is.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,23 @@ from graphpact import (
     CudaGraphBufferRegistry,
     ForwardBatch,
     GraphShape,
+    GraphSlot,
+    Limits,
     PaddingPolicy,
     bounded,
     hookimpl,
 )
 from graphpact.config import EngineConfig
 from graphpact.engine import Engine, SamplingParams
-from graphpact.errors import ContractError, PactBreach, PoisonError, ReplayError, VerificationError
+from graphpact.errors import (
+    CaptureError,
+    ContractError,
+    PactBreach,
+    PoisonError,
+    ReplayError,
+    VerificationError,
+)
+from graphpact.graphs import Stream
 from graphpact_cuda_graph import CudaGraphRunner
 from graphpact_flashinfer import FlashInferBackend, FlashInferMetadata
 from support import Catalog
@@ -186,6 +197,179 @@ class ListsOneShort(FlashInferBackend):
         return dataclasses.replace(fresh, kv_lens=view.seq_lens_cpu[:-1].tolist())
 
 
+class WritesTheBatch(CudaGraphRunner):
+    """What is too large for some table is cut, in the engine's own batch."""
+
+    @hookimpl
+    def populate(
+        self, registry: CudaGraphBufferRegistry, batch: ForwardBatch, shape: GraphShape
+    ) -> None:
+        """Cut, then copy."""
+        batch.positions.clamp_(max=8)
+        super().populate(registry, batch, shape)
+
+
+class KeepsPositions(CudaGraphRunner):
+    """Positions are those of the first batch of a bucket."""
+
+    def __init__(self, context: Any) -> None:
+        super().__init__(context)
+        self.first: dict[GraphShape, torch.Tensor] = {}
+
+    @hookimpl
+    def populate(
+        self, registry: CudaGraphBufferRegistry, batch: ForwardBatch, shape: GraphShape
+    ) -> None:
+        """Fill, and put back what was there before."""
+        super().populate(registry, batch, shape)
+        positions = registry.get_slot("positions").slice_for(shape.batch_size, shape.num_tokens)
+        positions.copy_(self.first.setdefault(shape, positions.clone()))
+
+
+class GoesAround(CudaGraphRunner):
+    """The runner replays by itself, and gets the positions wrong."""
+
+    def run(self, batch: ForwardBatch, shape: GraphShape | None = None) -> torch.Tensor:
+        """Fill, forget, and replay."""
+        assert self.lane is not None
+        assert self.lane.registry is not None
+        assert shape is not None
+        self.populate(self.lane.registry, batch, shape)
+        self.lane.registry.get_slot("positions").slice_for(0, shape.num_tokens).zero_()
+        graph = dict(self.lane.graphs())[shape]
+        graph.replay()
+        logits: torch.Tensor = graph.outputs[: batch.batch_size]
+        return logits
+
+
+class PadsWithTheLastSlot(CudaGraphRunner):
+    """Padded tokens write the last KV slot, which is taken for a sentinel."""
+
+    @hookimpl
+    def populate(
+        self, registry: CudaGraphBufferRegistry, batch: ForwardBatch, shape: GraphShape
+    ) -> None:
+        """Fill, and pad anew."""
+        super().populate(registry, batch, shape)
+        assert self.lane is not None
+        slots = registry.get_slot("out_cache_loc").slice_for(shape.batch_size, shape.num_tokens)
+        slots[batch.num_tokens :].fill_(self.lane.backend.context.kv_cache.k[0].shape[0] - 1)
+
+
+class PadsWithALiveSlot(CudaGraphRunner):
+    """Padded tokens write where the first request does."""
+
+    @hookimpl
+    def populate(
+        self, registry: CudaGraphBufferRegistry, batch: ForwardBatch, shape: GraphShape
+    ) -> None:
+        """Fill, and pad anew."""
+        super().populate(registry, batch, shape)
+        slots = registry.get_slot("out_cache_loc").slice_for(shape.batch_size, shape.num_tokens)
+        slots[batch.num_tokens :].copy_(slots[:1].expand(shape.num_tokens - batch.num_tokens))
+
+
+class PlansByPages(FlashInferBackend):
+    """Metadata is made anew when a request has a page more: the key leaves the lengths out."""
+
+    metadata_in_graph = None
+
+    def __init__(self, context: Any) -> None:
+        super().__init__(context)
+        self.planned: Any = None
+
+    @hookimpl
+    def init_metadata_replay(self, view: ForwardBatch, shape: GraphShape, captured: Any) -> Any:
+        """Plan where the key is new; else write what was planned."""
+        key = (shape, ((view.seq_lens_cpu + 15) // 16).tolist())
+        if self.planned is None or self.planned[0] != key:
+            self.fill_metadata(view, captured)
+            self.planned = key, captured.kv_last_page_len.clone()
+        lengths = self.planned[1]
+        self.fill_metadata(view, captured)
+        captured.kv_last_page_len.copy_(lengths)
+        return captured
+
+
+class NeverJoins(FlashInferBackend):
+    """Metadata is refreshed on a side stream that nobody waits for."""
+
+    metadata_in_graph = None
+    side: Stream | None = None
+
+    @hookimpl
+    def init_metadata_replay(self, view: ForwardBatch, shape: GraphShape, captured: Any) -> Any:
+        """Fork, and do not join."""
+        assert self.driver is not None
+        self.side = self.side or self.driver.stream()
+        self.side.wait_stream(self.driver.current_stream())
+        with self.side:
+            self.fill_metadata(view, captured)
+        return captured
+
+
+class StagesAgain(FlashInferBackend):
+    """Host memory is written for the next step before the copy from it is done."""
+
+    metadata_in_graph = None
+
+    def declare_slots(self, limits: Limits) -> Sequence[GraphSlot]:
+        """Declare the staging buffer."""
+        staging = GraphSlot(
+            "flashinfer.staging",
+            lambda bs, _: (bs,),
+            torch.int32,
+            axis="bs",
+            device=torch.device("cpu"),
+            padding_policy=PaddingPolicy.KEEP_PAD,
+            owner="flashinfer",
+            reason="written whole in every step",
+            copy_from_fb=False,
+        )
+        return [*super().declare_slots(limits), staging]
+
+    @hookimpl
+    def init_metadata_replay(self, view: ForwardBatch, shape: GraphShape, captured: Any) -> Any:
+        """Stage the lengths, begin the copy, and clear the staging buffer."""
+        assert self.driver is not None
+        assert self._registry is not None
+        self.fill_metadata(view, captured)
+        staging = self._registry.get_slot("flashinfer.staging").slice_for(shape.batch_size, 0)
+        staging.copy_((view.seq_lens_cpu - 1) % self.context.limits.page_size + 1)
+        self.driver.copy_async(captured.kv_last_page_len, staging)
+        staging.numpy()[:] = 0
+        return captured
+
+
+class CachesInTheCapture(FlashInferBackend):
+    """What the first capture allocates is used by all graphs."""
+
+    scale: torch.Tensor | None = None
+
+    def forward(self, *args: Any) -> torch.Tensor:
+        """Attend, with a scale that is made once."""
+        out = super().forward(*args)
+        if self.driver is None or not self.driver.is_capturing:
+            return out
+        if self.scale is None:
+            self.scale = torch.ones(1, device=out.device)
+        return out * self.scale
+
+
+class CountsItself(FlashInferBackend):
+    """A semaphore in memory of the backend's own is counted up by every replay, and set back by none."""
+
+    def __init__(self, context: Any) -> None:
+        super().__init__(context)
+        self.semaphore = torch.zeros(1, dtype=torch.int32, device=context.device)
+
+    def forward(self, *args: Any) -> torch.Tensor:
+        """Attend, but not when the semaphore is full."""
+        self.semaphore.add_(1)
+        out = super().forward(*args)
+        return torch.where(self.semaphore == 64, torch.zeros_like(out), out)
+
+
 # Name, plugin, what is checked, the error, and what it names.
 PLANTED: list[tuple[str, type[Any], tuple[str, ...], type[ContractError], str]] = [
     ("metadata rebuilt", Rebuilt, ALL, PactBreach, "metadata.qo_indptr"),
@@ -206,6 +390,22 @@ PLANTED: list[tuple[str, type[Any], tuple[str, ...], type[ContractError], str]] 
     ("plan made once, verified", PlansOnce, VERIFIED, VerificationError, "metadata.kv_"),
     ("upgraded at capture", UpgradesAtCapture, ALL, PactBreach, "FullMetadata"),
     ("lengths one short", ListsOneShort, ALL, PactBreach, "metadata.kv_lens"),
+    ("batch written", WritesTheBatch, VERIFIED, VerificationError, "view.positions"),
+    ("positions kept", KeepsPositions, VERIFIED, VerificationError, "view.positions"),
+    ("around the lane", GoesAround, VERIFIED, VerificationError, "a run around Lane.replay()"),
+    (
+        "last slot as sentinel",
+        PadsWithTheLastSlot,
+        STRICT,
+        ReplayError,
+        "keys of layer 0 in KV slot 271, which no live request owns",
+    ),
+    ("live slot as padding", PadsWithALiveSlot, ALL, VerificationError, "view.out_cache_loc"),
+    ("plan keyed by pages", PlansByPages, ALL, VerificationError, "metadata.kv_last_page_len"),
+    ("side stream not joined", NeverJoins, STRICT, ReplayError, "in no order"),
+    ("staged again", StagesAgain, STRICT, ReplayError, "slot 'flashinfer.staging' of flashinfer"),
+    ("cached in a capture", CachesInTheCapture, STRICT, CaptureError, "another graph's capture"),
+    ("semaphore not re-armed", CountsItself, STRICT, CaptureError, "CountsItself.semaphore"),
 ]
 
 
@@ -251,8 +451,9 @@ def test_a_planted_bug_is_caught_and_named(
         generate(build(plugin, *checks))
     assert named in str(caught.value)
     assert "help: " in str(caught.value)
-    if isinstance(caught.value, VerificationError) and named:
-        assert named in (caught.value.field or "")
+    if isinstance(caught.value, VerificationError) and named.startswith(("view.", "metadata.")):
+        fields = [caught.value.field] if caught.value.field else caught.value.suspects
+        assert any(named in field for field in fields)
 
 
 @pytest.mark.parametrize("plugin", sorted({p[1] for p in PLANTED}, key=lambda p: p.__name__))
@@ -265,7 +466,7 @@ def test_unchecked_it_is_silent(plugin: type[Any], right: list[list[int]]) -> No
         return
     tokens = generate(engine)
     assert [len(t) for t in tokens] == [len(t) for t in right]
-    if plugin in (PlansOnce, Rebuilt):
+    if plugin in (GoesAround, KeepsPositions, PlansByPages, PlansOnce, Rebuilt, WritesTheBatch):
         assert tokens != right
 
 

@@ -890,4 +890,4 @@ def test_an_unverified_step_keeps_nothing() -> None:
     with pytest.raises(ZeroDivisionError):
         rig.verifier.run(rig.batch(3, 2))
     assert rig.verifier._replay is None
-    assert not rig.verifier._is_looking
+    assert rig.verifier._looking is None

@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, Literal, Protocol
 
 import pluggy
@@ -24,9 +25,9 @@ from graphpact import hookspecs
 from graphpact.attention import AttentionBackend
 from graphpact.batch import ForwardBatch, ForwardMode
 from graphpact.buffers import CudaGraphBufferRegistry, PaddingPolicy
-from graphpact.errors import ConfigError, EngineError
+from graphpact.errors import CaptureError, ConfigError, EngineError
 from graphpact.graphs import DeclaredMemory, Graph, GraphDriver
-from graphpact.pact import Pact
+from graphpact.pact import Pact, walk
 from graphpact.runners import GraphRunner
 from graphpact.shapes import EagerReason, GraphShape
 
@@ -83,6 +84,8 @@ class _Captured:
     metadata: Any
     pact: Pact
     stats: ShapeStats
+    held: Sequence[str]
+    """Attributes of the backend that the graph reads; by name, since a graph keeps no memory alive."""
 
 
 class Lane:
@@ -183,10 +186,18 @@ class Lane:
             dummy = self.runner.dummy_batch(shape)
             view = self.prepare_replay(registry=self.registry, batch=dummy, shape=shape)
             metadata = self.init_metadata_capture(view=view, shape=shape)
-            pact = Pact.of(shape, self.registry, view=view, metadata=metadata)
             graph = self.driver.capture(lambda: self._region(view, metadata))
+        try:
+            held = self._held_by_backend(graph)
+            backend = _root(self.backend, held)
+            pact = Pact.of(shape, self.registry, view=view, metadata=metadata, **backend)
+            if self.driver.strict:
+                self._require_slots(shape, metadata, graph)
+        except BaseException:
+            graph.release()
+            raise
         stats = ShapeStats(time.perf_counter() - start, graph.num_nodes)
-        self._captured[shape] = _Captured(graph, metadata, pact, stats)
+        self._captured[shape] = _Captured(graph, metadata, pact, stats, held)
         self.stats.shapes[shape] = stats
         if self.on_capture is not None:
             self.on_capture(shape)
@@ -204,7 +215,8 @@ class Lane:
             if not self._steps_to_check:
                 self._steps_to_check = self._pact_every
                 self.stats.pact_checks += 1
-                captured.pact.check(view=view, metadata=metadata)
+                backend = _root(self.backend, captured.held)
+                captured.pact.check(view=view, metadata=metadata, **backend)
         captured.graph.replay()
         captured.stats.replays += 1
         captured.stats.raw_rows += batch.batch_size
@@ -244,6 +256,38 @@ class Lane:
             backend.metadata_in_graph(view, metadata)
         return self.model(view, backend, metadata)
 
+    def _held_by_backend(self, graph: Graph) -> list[str]:
+        """Return the attributes of the backend that ``graph`` reads, as far as its driver can tell."""
+        used = {t.untyped_storage().data_ptr() for t in graph.external_tensors() or ()}
+        return [
+            name
+            for name, value in vars(self.backend).items()
+            if isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() in used
+        ]
+
+    def _require_slots(self, shape: GraphShape, metadata: Any, graph: Graph) -> None:
+        """Refuse metadata that a graph reads outside the registry: nobody refreshes, or poisons, it.
+
+        Raises:
+            CaptureError: Names the field.
+        """
+        context, registry = self.backend.context, self.registry
+        others = [*context.kv_cache.k, *context.kv_cache.v, context.req_to_token]
+        known = {t.untyped_storage().data_ptr() for t in others}
+        used = {t.untyped_storage().data_ptr() for t in graph.external_tensors() or ()}
+        for path, value in walk({"metadata": metadata}):
+            if (
+                isinstance(value, torch.Tensor)
+                and value.untyped_storage().data_ptr() in used - known
+                and registry is not None
+                and registry.slot_of(value) is None
+            ):
+                raise CaptureError(
+                    f"lane {self.name!r}: {shape}: the graph reads {path}, which is no slot's memory",
+                    hint="declare it in declare_slots() and take it from buffers(name): what is no slot,"
+                    " no report shows and no strict lane poisons",
+                )
+
     def _records_metadata(self, asked: bool | None) -> bool:  # noqa: FBT001  a setting, handed on
         can = self.backend.metadata_in_graph is not None
         if asked and not can:
@@ -273,6 +317,13 @@ class Lane:
         ):
             return plain[0].function
         return caller
+
+
+def _root(backend: AttentionBackend, held: Sequence[str]) -> dict[str, Any]:
+    """Return the root of the pact for what a backend holds, and none where it holds nothing."""
+    if not held:
+        return {}
+    return {"backend": SimpleNamespace(**{name: getattr(backend, name, None) for name in held})}
 
 
 def declared_memory(registry: CudaGraphBufferRegistry, backend: AttentionBackend) -> DeclaredMemory:

@@ -11,7 +11,7 @@ An observer of the hooks that prepare a replay, and, as the verifier, something 
 Does not: say what a tensor should hold; the verifier does.
 """
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -69,16 +69,20 @@ class StrictGuard:
         for slot in registry:
             if slot.buffer is not None and _is_due(slot):
                 poison(slot.buffer)
-        return (yield from self._guarded("prepare_replay", batch))
+        tensors = (getattr(batch, name) for name in batch.__dataclass_fields__)
+        read_only = [t for t in tensors if isinstance(t, torch.Tensor)]
+        return (yield from self._guarded("prepare_replay", batch, read_only))
 
     @hookimpl(wrapper=True)
     def init_metadata_replay(self, view: ForwardBatch) -> _Around:
         """Refuse host reads while metadata is refreshed."""
         return (yield from self._guarded("init_metadata_replay", view))
 
-    def _guarded(self, hook: str, batch: ForwardBatch) -> _Around:
+    def _guarded(
+        self, hook: str, batch: ForwardBatch, read_only: Sequence[torch.Tensor] = ()
+    ) -> _Around:
         try:
-            with self._driver.preparation(host_tensors(batch)):
+            with self._driver.preparation(host_tensors(batch), read_only):
                 return (yield)
         except Exception as error:
             if isinstance(error, ContractError) or (
@@ -156,8 +160,12 @@ def _are_outputs(graph: Graph, tensor: torch.Tensor) -> bool:
 
 
 def _is_due(slot: GraphSlot) -> bool:
-    """Return whether every step writes ``slot``: all do, but workspaces and constants."""
-    return slot.padding_policy is not PaddingPolicy.FILL_ONCE
+    """Return whether every step writes ``slot``: all do, but workspaces, constants and staging.
+
+    Of host memory that its owner fills a copy may be in flight: the owner waits before it writes.
+    """
+    is_staging = slot.device == torch.device("cpu") and not slot.copy_from_fb
+    return slot.padding_policy is not PaddingPolicy.FILL_ONCE and not is_staging
 
 
 def _poisoned_rows(slot: GraphSlot, shape: GraphShape) -> str:
@@ -173,4 +181,5 @@ def _poisoned_rows(slot: GraphSlot, shape: GraphShape) -> str:
     if view.dim() != 1:
         return slot.label
     at = poisoned.nonzero().flatten()
-    return f"rows {int(at[0])}:{int(at[-1]) + 1} of {slot.label}"
+    kept = f" (kept: {slot.reason})" if slot.reason and slot.copy_from_fb else ""
+    return f"rows {int(at[0])}:{int(at[-1]) + 1} of {slot.label}{kept}"

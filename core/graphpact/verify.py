@@ -311,8 +311,10 @@ def _what(replay: _Replay | None) -> str:
 def _copy_of(batch: ForwardBatch) -> ForwardBatch:
     """Return the batch with tensors of its own."""
     fields = {name: getattr(batch, name) for name in batch.__dataclass_fields__}
-    tensors = {name: t.clone() for name, t in fields.items() if isinstance(t, torch.Tensor)}
-    return replace(batch, **tensors)
+    copies: dict[str, Any] = {
+        n: t.clone() for n, t in fields.items() if isinstance(t, torch.Tensor)
+    }
+    return replace(batch, **copies)
 
 
 @dataclass(frozen=True, slots=True)

@@ -78,7 +78,9 @@ def test_a_decode_fill_is_a_few_launches(
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiled:
+        with profile(
+            activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU], acc_events=True
+        ) as profiled:
             _fill(registry, batch, padded)
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -234,7 +234,9 @@ class CudaGraphBufferRegistry:
 
     def template_of(self, slot: GraphSlot) -> torch.Tensor | None:
         """Return what the tails of ``slot`` are copied from, or None for a slot outside arenas."""
-        for arena in self._arenas() if slot.buffer is not None else ():
+        if slot.buffer is None:
+            return None
+        for arena in self._arenas():
             place = arena.place(slot.buffer, slot.initial_value)
             if place is not None:
                 return arena.block(place)[1]

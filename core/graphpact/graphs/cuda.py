@@ -12,6 +12,7 @@ Does not: emulate anything. Where there is no CUDA device it says so and is not 
 import contextlib
 import gc
 import inspect
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
 from typing import Any, ClassVar, Self, TypeVar
@@ -128,18 +129,18 @@ class _Capture:
 
     def end(self) -> None:
         """End the segment."""
-        graph, self._graph = self._graph, None
-        if graph is not None:
-            graph.capture_end()
-            self.steps.append(graph)
+        if self._graph is not None:
+            with warnings.catch_warnings():  # there may be no work between two eager calls
+                warnings.filterwarnings("ignore", "The CUDA Graph is empty")
+                self._graph.capture_end()
+            self.steps.append(self._graph)
+            self._graph = None
 
     def abandon(self) -> None:
         """End the segment of a region that failed; nothing of it is kept."""
-        graph, self._graph = self._graph, None
-        if graph is not None:
-            with contextlib.suppress(RuntimeError):  # the capture is invalid, which is known
-                graph.capture_end()
-        for step in self.steps:
+        with contextlib.suppress(RuntimeError):  # the capture is invalid, which is known
+            self.end()
+        for step in (*self.steps, self._graph):  # reset, torch stops watching its inputs
             if isinstance(step, torch.cuda.CUDAGraph):
                 step.reset()
 
@@ -199,14 +200,14 @@ class CudaDriver(GraphDriver):
                     outputs = fn()
                     capture.end()
                 except RuntimeError as error:
-                    capture.abandon()
+                    self._abandon(capture)
                     raise CaptureError(
                         f"the region cannot be captured as a CUDA graph: {error}",
                         hint="host reads, allocations of the driver and synchronisation are not allowed in"
                         " it; the strict tape names the line",
                     ) from error
                 except BaseException:
-                    capture.abandon()
+                    self._abandon(capture)
                     raise
                 finally:
                     self._capture = None
@@ -215,12 +216,14 @@ class CudaDriver(GraphDriver):
         # Out of memory, the allocator gives up segments of others: that is no memory of the graph.
         return CudaGraph(capture.steps, outputs, max(reserved, 0))
 
+    def _abandon(self, capture: _Capture) -> None:
+        """End a capture that failed, and its pool: torch takes that for recorded into still."""
+        capture.abandon()
+        self._pool = torch.cuda.graph_pool_handle()
+
     def _options(self) -> dict[str, Any]:
-        """Return what a strict driver asks of torch's capture, where this torch has it."""
-        try:
-            known = inspect.signature(torch.cuda.CUDAGraph.capture_begin).parameters
-        except ValueError:  # in C, as in older versions
-            return {}
+        """Return what a strict driver asks of torch's capture, where this torch has it (not 2.11)."""
+        known = inspect.signature(torch.cuda.CUDAGraph.capture_begin).parameters
         return {_LIVENESS: True} if self.strict and _LIVENESS in known else {}
 
     def eager_call(self, fn: Callable[..., T], *args: Any) -> T:
@@ -241,14 +244,18 @@ class CudaDriver(GraphDriver):
     # -- around the replay -----------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def preparation(self, host: Iterable[torch.Tensor] = ()) -> Iterator[None]:
+    def preparation(
+        self, host: Iterable[torch.Tensor] = (), read_only: Iterable[torch.Tensor] = ()
+    ) -> Iterator[None]:
         """Strict: a wait for the device is an error in it."""
-        del host
+        del host, read_only
         if not self.strict:
             yield
             return
         before = torch.cuda.get_sync_debug_mode()
-        torch.cuda.set_sync_debug_mode("error")
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
+            torch.cuda.set_sync_debug_mode("error")
         try:
             yield
         except RuntimeError as error:

@@ -203,13 +203,18 @@ class GraphDriver(abc.ABC):
     # -- around the replay -----------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def preparation(self, host: Iterable[torch.Tensor] = ()) -> Iterator[None]:
-        """Stand around the work that prepares a replay; a strict driver refuses host reads in it.
+    def preparation(
+        self, host: Iterable[torch.Tensor] = (), read_only: Iterable[torch.Tensor] = ()
+    ) -> Iterator[None]:
+        """Stand around the work that prepares a replay.
+
+        A strict driver refuses host reads in it, and writes to memory that is not for it to write.
 
         Args:
             host: Host tensors besides those that were declared, such as those of a batch.
+            read_only: What it may not write besides what graphs use and no slot is: the batch.
         """
-        del host
+        del host, read_only
         yield
 
     def stream(self) -> Stream:

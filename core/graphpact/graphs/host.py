@@ -409,10 +409,14 @@ class Watcher(TorchDispatchMode, abc.ABC):
         given: list[torch.Tensor],
     ) -> None:
         """Refuse device work that moves memory to the host, or from it without the driver."""
-        on_host = [t for t in given if t in self.host]
-        if not on_host:
+        if func is _aten._foreach_copy_.default:
+            for target, source in zip(*args[:2], strict=True):
+                # One number spread over many rows is no copy.
+                if source.untyped_storage().nbytes() != source.element_size():
+                    self._check_traffic(_aten.copy_.default, (target, source), {}, [target, source])
             return
-        if func is _aten._foreach_copy_.default and self._is_pairwise(*args[:2]):
+        on_host = [t for t in given if t in self.host]
+        if not on_host or len(on_host) == len(given):
             return
         if any(t in self.host for t in written_by(func, args, kwargs)):
             raise self.guard.host_read(f"{func}, a copy to the host,")
@@ -425,14 +429,6 @@ class Watcher(TorchDispatchMode, abc.ABC):
                 "give it device=, or copy it with driver.copy_async(); a single number may be filled in"
                 " with fill_()",
             )
-
-    def _is_pairwise(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> bool:
-        """Return whether each copy of a grouped one stays on its side, or spreads one number."""
-        return all(
-            (target in self.host) == (source in self.host)
-            or source.untyped_storage().nbytes() == source.element_size()
-            for target, source in zip(targets, sources, strict=True)
-        )
 
 
 def _is_composite(func: Any) -> bool:

@@ -11,8 +11,10 @@ after it begins. Until the host has waited for it, the host memory has to stay a
 Does not: run work in another order than it was given.
 """
 
+import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -160,6 +162,8 @@ class Order:
     Attributes:
         current: The stream that work is given to.
         capture: The number of the capture under way, 0 outside.
+        name_of: What messages call a tensor.
+        unwatched: What stands around work of this class's own, so that nobody takes it for the caller's.
     """
 
     def __init__(self) -> None:
@@ -174,6 +178,7 @@ class Order:
         self._captures = itertools.count(1)
         self.capture = 0
         self.name_of: Callable[[torch.Tensor], str | None] = lambda _: None
+        self.unwatched: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
 
     def stream(self) -> TapeStream:
         """Return a new stream."""
@@ -306,12 +311,13 @@ class Order:
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Begin a copy on the current stream; it is carried out when it has to be."""
-        self._check_copies()
         line = Line()
         stream = self.current
         assert isinstance(stream, TapeStream)  # noqa: S101  it is one of ours
-        self.work("an asynchronous copy", (), (target,), line, ReplayError)
-        self._add(_Copy(source, target, stream, line))
+        with self.unwatched():
+            self._check_copies()
+            self.work("an asynchronous copy", (), (target,), line, ReplayError)
+            self._add(_Copy(source, target, stream, line))
 
     def keep_in_flight(self, source: torch.Tensor, line: Line) -> None:
         """Count ``source`` as read by what the current stream was given last, until the host waits."""
@@ -328,11 +334,12 @@ class Order:
 
     def carry_out(self) -> None:
         """Carry out the copies that come before the current stream's next work."""
-        self._check_copies()
         assert isinstance(self.current, TapeStream)  # noqa: S101  it is one of ours
-        for copy in self._copies:
-            if copy.is_before(self.current.clock):
-                copy.carry_out()
+        with self.unwatched():
+            self._check_copies()
+            for copy in self._copies:
+                if copy.is_before(self.current.clock):
+                    copy.carry_out()
 
     def synchronize(self, clock: _Clock | None = None) -> None:
         """Let the host wait for the work before ``clock``, or for all there is."""
@@ -341,10 +348,11 @@ class Order:
                 f"the host waits for the device while a graph is recorded, at {Line()}",
                 hint="wait before or after the replay; inside a graph, streams wait for each other",
             )
-        self._check_copies()
-        for copy in self._copies:
-            if clock is None or copy.is_before(clock):
-                copy.carry_out()
+        with self.unwatched():
+            self._check_copies()
+            for copy in self._copies:
+                if clock is None or copy.is_before(clock):
+                    copy.carry_out()
         self._copies = [c for c in self._copies if not (clock is None or c.is_before(clock))]
 
     def _check_copies(self) -> None:

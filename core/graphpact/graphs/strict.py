@@ -281,7 +281,7 @@ class StrictTape(Graph):
         self.num_nodes = len(recorder.nodes) - (self.num_segments - 1)
         self._session = recorder.session
         self._nodes: list[_StrictNode | EagerCall] = recorder.nodes
-        self._external = recorder.external
+        self.external = recorder.external
         self._written = recorder.written
         self._copied = recorder.copied
         self.changed = recorder.changed
@@ -313,7 +313,7 @@ class StrictTape(Graph):
         if self._released:
             raise EngineError("a released tape was replayed", hint="capture the shape again")
         with torch.inference_mode():
-            external = [e.revive() for e in self._external]
+            external = [e.revive() for e in self.external]
             self._session.begin_replay(self, external)
             for node in self._nodes:
                 if isinstance(node, EagerCall):
@@ -337,26 +337,38 @@ class StrictTape(Graph):
     def release(self) -> None:
         """Drop the operations and the pool."""
         self._released = True
-        self._nodes, self._external = [], []
+        self._nodes, self.external = [], []
         self.pool, self._results = {}, {}
         self.outputs = None
         self.pool_nbytes = 0
 
     def external_tensors(self) -> list[torch.Tensor]:
         """Return the tensors of the recorded operations, and of the outputs, that are not the tape's."""
-        return [external.revive() for external in self._external]
+        return [external.revive() for external in self.external]
 
 
 class _PreparationWatch(Watcher):
     """Sees the work that prepares a replay: it may read no device tensor, and it has an order too."""
 
-    def __init__(self, guard: HostReadGuard, order: Order) -> None:
+    def __init__(
+        self,
+        guard: HostReadGuard,
+        order: Order,
+        protected: dict[int, str],
+    ) -> None:
         super().__init__(guard)
         self._order = order
+        self._protected = protected  # storages, and what they are called
 
     def perform(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run ``func`` in the order of the current stream."""
         written = written_by(func, args, kwargs)
+        for tensor in written:
+            if (name := self._protected.get(storage_id(tensor))) is not None:
+                raise self.guard.refusal(
+                    f"{func} writes {name}, which the preparation of a replay only reads,",
+                    "write slots: what graphs read besides them, and the batch, belongs to others",
+                )
         given = tensors_of((args, kwargs))
         self._order.carry_out()
         result = func(*args, **kwargs)
@@ -369,6 +381,7 @@ class StrictSession:
 
     def __init__(self, device: torch.device) -> None:
         self.order = Order()
+        self.order.unwatched = self.unwatched
         self.generator = torch.default_generator
         if device.type == "cuda":
             self.generator = torch.cuda.default_generators[device.index or 0]
@@ -422,13 +435,31 @@ class StrictSession:
             self._guard = None
 
     @contextlib.contextmanager
-    def preparation(self, host: Iterable[torch.Tensor]) -> Iterator[None]:
-        """Refuse host reads of device tensors in what prepares a replay."""
+    def preparation(
+        self,
+        memory: DeclaredMemory,
+        host: Iterable[torch.Tensor],
+        read_only: Iterable[torch.Tensor],
+    ) -> Iterator[None]:
+        """Refuse host reads of device tensors in what prepares a replay, and stray writes."""
         guard = HostReadGuard(
-            HostMemory(host, strict=True), "while a replay is prepared", ReplayError
+            HostMemory([*memory.host, *host], strict=True),
+            "while a replay is prepared",
+            ReplayError,
         )
-        with self.watching(guard), guard, _PreparationWatch(guard, self.order):
+        protected = {
+            external.tensor.storage.cdata: external.name
+            for tape in self._tapes
+            for external in tape.external
+        }
+        for tensor in (*memory.refreshed, *memory.workspaces):
+            protected.pop(storage_id(tensor), None)
+        protected |= {storage_id(t): "a tensor of the batch" for t in read_only}
+        watch = _PreparationWatch(guard, self.order, protected)
+        with self.watching(guard), guard, watch:
             yield
+        if guard.refused is not None:  # and swallowed
+            raise guard.refused
 
     def copy_async(self, target: torch.Tensor, source: torch.Tensor, *, capturing: bool) -> None:
         """Copy as late as may be; in a capture, at the copy's place in every replay."""
@@ -441,14 +472,20 @@ class StrictSession:
             finally:
                 guard.copying = False
             return
-        paused = guard is not None and guard.paused
-        if guard is not None:
-            guard.paused = True
+        self.order.copy(target, source)
+
+    @contextlib.contextmanager
+    def unwatched(self) -> Iterator[None]:
+        """Let everything pass."""
+        guard = self._guard
+        if guard is None or guard.paused:
+            yield
+            return
+        guard.paused = True
         try:
-            self.order.copy(target, source)
+            yield
         finally:
-            if guard is not None:
-                guard.paused = paused
+            guard.paused = False
 
 
 def _check_rearmed(

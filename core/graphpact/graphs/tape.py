@@ -157,12 +157,14 @@ class TapeDriver(GraphDriver):
     # -- around the replay -----------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def preparation(self, host: Iterable[torch.Tensor] = ()) -> Iterator[None]:
-        """Strict: refuse host reads of device tensors; fast: let everything pass."""
+    def preparation(
+        self, host: Iterable[torch.Tensor] = (), read_only: Iterable[torch.Tensor] = ()
+    ) -> Iterator[None]:
+        """Strict: refuse host reads of device tensors and stray writes; fast: let everything pass."""
         if self._session is None:
             yield
             return
-        with self._session.preparation([*self.memory.host, *host]):
+        with self._session.preparation(self.memory, host, read_only):
             yield
 
     def stream(self) -> Stream:

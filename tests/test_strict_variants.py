@@ -1,0 +1,300 @@
+"""Right backends of other styles than ours pass a strict lane with everything verified: no false alarms."""
+
+import dataclasses
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from graphpact import (
+    ForwardBatch,
+    ForwardMode,
+    GraphShape,
+    GraphSlot,
+    Limits,
+    PaddingPolicy,
+    hookimpl,
+)
+from graphpact.config import EngineConfig
+from graphpact.engine import Engine, SamplingParams
+from graphpact.graphs import Event, Stream
+from graphpact_cuda_graph import CudaGraphRunner
+from graphpact_flashinfer import FlashInferBackend, FlashInferMetadata
+from support import Catalog
+
+MODEL = Path(__file__).parents[1] / "examples/models/tiny-llama"
+CPU = torch.device("cpu")
+Buffers = Callable[[str], torch.Tensor]
+
+
+def _slot(name: str, shape_fn: Any, dtype: torch.dtype = torch.int32, **more: Any) -> GraphSlot:
+    declared: dict[str, Any] = {
+        "axis": "none",
+        "padding_policy": PaddingPolicy.KEEP_PAD,
+        "reason": "each step writes what it reads",
+    }
+    declared |= {"owner": "variant", "copy_from_fb": False}
+    return GraphSlot(name, shape_fn, dtype, **(declared | more))
+
+
+@dataclass(slots=True)
+class MoreMetadata(FlashInferMetadata):
+    """Ours, and what a variant adds."""
+
+    more: Any = None
+
+
+class Variant(FlashInferBackend):
+    """Metadata is made by the hooks, and can carry more."""
+
+    metadata_in_graph = None
+
+    def allocate_metadata(
+        self, view: ForwardBatch, shape: GraphShape, buffers: Buffers
+    ) -> MoreMetadata:
+        """Make room for more."""
+        made = super().allocate_metadata(view, shape, buffers)
+        fields = {field.name: getattr(made, field.name) for field in dataclasses.fields(made)}
+        return MoreMetadata(**fields, more=self.make_more(buffers))
+
+    def make_more(self, buffers: Buffers) -> Any:
+        """Return what is added."""
+
+
+class TwoBodies(Variant):
+    """Capture and replay are written twice; what is the same for every batch, capture alone writes."""
+
+    def declare_slots(self, limits: Limits) -> Sequence[GraphSlot]:
+        """Declare the query offsets of decode as a constant."""
+        slots = [slot for slot in super().declare_slots(limits) if "qo_indptr" not in slot.name]
+        once = _slot(
+            "flashinfer.qo_indptr",
+            lambda bs, _: (bs + 1,),
+            axis="bs",
+            slice_fn=lambda buffer, n: buffer[: n + 1],
+            padding_policy=PaddingPolicy.FILL_ONCE,
+            pad_value=0,
+        )
+        return [*slots, once]
+
+    @hookimpl
+    def init_metadata_capture(self, view: ForwardBatch, shape: GraphShape) -> Any:
+        """Bind and fill everything."""
+        registry = self._registry
+        assert registry is not None
+
+        def buffers(name: str) -> torch.Tensor:
+            return registry.get_slot(name).slice_for(shape.batch_size, shape.num_tokens)
+
+        metadata = self.allocate_metadata(view, shape, buffers)
+        torch.arange(shape.batch_size + 1, out=metadata.qo_indptr)
+        self._refresh(view, metadata)
+        return metadata
+
+    @hookimpl
+    def init_metadata_replay(self, view: ForwardBatch, shape: GraphShape, captured: Any) -> Any:
+        """Refresh what a batch changes."""
+        self._refresh(view, captured)
+        return captured
+
+    def _refresh(self, view: ForwardBatch, metadata: MoreMetadata) -> None:
+        spare = dataclasses.replace(metadata, qo_indptr=torch.empty_like(metadata.qo_indptr))
+        self.fill_metadata(view, spare)
+
+
+class OnTheHost(Variant):
+    """Lengths are divided into pages by numpy, in a staging buffer that a copy leaves in its own time."""
+
+    def __init__(self, context: Any) -> None:
+        super().__init__(context)
+        self.copied: Event | None = None
+
+    def declare_slots(self, limits: Limits) -> Sequence[GraphSlot]:
+        """Declare host memory for the lengths of the last pages."""
+        staging = _slot("variant.staging", lambda bs, _: (bs,), axis="bs", device=CPU)
+        return [*super().declare_slots(limits), staging]
+
+    def make_more(self, buffers: Buffers) -> Any:
+        """Take the staging buffer along."""
+        return buffers("variant.staging")
+
+    def fill_metadata(self, view: ForwardBatch, metadata: Any) -> None:
+        """Fill as ever, but for the last pages."""
+        super().fill_metadata(view, metadata)
+        if self.copied is not None:
+            self.copied.synchronize()
+        lengths = view.seq_lens_cpu.numpy()
+        metadata.more.numpy()[:] = (lengths - 1) % self.context.limits.page_size + 1
+        if self.driver is None:
+            metadata.kv_last_page_len.copy_(metadata.more)
+            return
+        self.driver.copy_async(metadata.kv_last_page_len, metadata.more)
+        self.copied = self.driver.event()
+        self.copied.record()
+
+
+class HasAWorkspace(Variant):
+    """Attention puts its queries into a workspace of the backend's, and takes them from there."""
+
+    def declare_slots(self, limits: Limits) -> Sequence[GraphSlot]:
+        """Declare the workspace."""
+        layer, dtype = self.context.layers[0], self.context.dtype
+        workspace = _slot(
+            "variant.workspace",
+            lambda _, tokens: (tokens, layer.num_q_heads, layer.head_dim),
+            dtype,
+            axis="tokens",
+            padding_policy=PaddingPolicy.FILL_ONCE,
+            pad_value=0,
+        )
+        return [*super().declare_slots(limits), workspace]
+
+    def make_more(self, buffers: Buffers) -> Any:
+        """Take the workspace along."""
+        return buffers("variant.workspace")
+
+    def forward(self, q: torch.Tensor, *args: Any) -> torch.Tensor:
+        """Attend through the workspace."""
+        workspace = args[-1].more
+        workspace.copy_(q)
+        return super().forward(workspace.clone(), *args)
+
+
+class OnASideStream(Variant):
+    """Metadata is refreshed on a stream of the backend's, between two waits."""
+
+    def __init__(self, context: Any) -> None:
+        super().__init__(context)
+        self.side: Stream | None = None
+
+    @hookimpl
+    def init_metadata_replay(self, view: ForwardBatch, shape: GraphShape, captured: Any) -> Any:
+        """Fork, refresh, join."""
+        assert self.driver is not None
+        main = self.driver.current_stream()
+        self.side = self.side or self.driver.stream()
+        self.side.wait_stream(main)
+        with self.side:
+            self.fill_metadata(view, captured)
+        main.wait_stream(self.side)
+        return captured
+
+
+class Plan:
+    """What a planner keeps from step to step; its tensor is a slot's."""
+
+    def __init__(self, last_page_len: torch.Tensor) -> None:
+        self.last_page_len = last_page_len
+        self.num_planned = 0
+
+
+class KeepsAPlan(Variant):
+    """Kernels read what a plan object holds, which is made anew in place for each step."""
+
+    def declare_slots(self, limits: Limits) -> Sequence[GraphSlot]:
+        """Declare the plan's tensor."""
+        slot = _slot("variant.plan", lambda bs, _: (bs,), axis="bs")
+        return [*super().declare_slots(limits), slot]
+
+    def make_more(self, buffers: Buffers) -> Any:
+        """Make the plan."""
+        return Plan(buffers("variant.plan"))
+
+    def fill_metadata(self, view: ForwardBatch, metadata: Any) -> None:
+        """Plan."""
+        super().fill_metadata(view, metadata)
+        metadata.more.last_page_len.copy_(metadata.kv_last_page_len)
+        metadata.more.num_planned += 1
+
+    def forward(self, *args: Any) -> torch.Tensor:
+        """Attend by the plan."""
+        *rest, metadata = args
+        planned = dataclasses.replace(metadata, kv_last_page_len=metadata.more.last_page_len)
+        return super().forward(*rest, planned)
+
+
+class DecodesAnywhere(CudaGraphRunner):
+    """Captures decode in a lane of any mode, so that two lanes have the same slots."""
+
+    modes = frozenset(ForwardMode)
+
+
+def build(backend: type[Any] = FlashInferBackend, *overrides: str) -> Engine:
+    """Return an engine with a strict decode lane, every replay of which is verified."""
+    config = EngineConfig.load(
+        env={},
+        overrides=[
+            f'model.path="{MODEL}"',
+            'engine.device="cpu"',
+            "engine.max_num_seqs=4",
+            "engine.max_num_batched_tokens=24",
+            "engine.max_model_len=64",
+            "lanes.decode.batch_sizes=[1, 2, 4]",
+            "lanes.decode.strict=true",
+            "verify.replay_against_eager=1",
+            *overrides,
+        ],
+    )
+    return Engine(config, catalog=Catalog(flashinfer=backend, anywhere=DecodesAnywhere))
+
+
+def serve(engine: Engine, *, requests: int = 6, temperature: float = 0.0) -> None:
+    """Let requests come and go; some live for no decode step at all."""
+    draw = random.Random(0)
+    waiting = [
+        (
+            [draw.randrange(32, 127) for _ in range(draw.randrange(1, 30))],
+            SamplingParams(max_new_tokens=draw.choice([1, 2, 5, 7]), temperature=temperature),
+        )
+        for _ in range(requests)
+    ]
+    while waiting or engine.scheduler.has_work:
+        if waiting and (draw.random() < 0.5 or not engine.scheduler.has_work):
+            engine.add(*waiting.pop())
+        engine.step()
+    lane, (verifier, *_) = engine.lanes[0], engine.verifiers
+    assert verifier.verified == lane.stats.replays > 5
+    assert verifier.largest_difference < 1e-3
+
+
+@pytest.mark.parametrize(
+    "backend", [TwoBodies, OnTheHost, HasAWorkspace, OnASideStream, KeepsAPlan]
+)
+def test_a_right_backend_of_another_style_passes(backend: type[Any]) -> None:
+    """Two bodies, numpy and copies in flight, a workspace, a side stream, a plan: nothing is raised."""
+    serve(build(backend))
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["engine.page_size=1", "engine.num_pages=64"],
+        ["engine.page_size=4", "engine.num_pages=18"],
+        ["engine.page_size=64", "lanes.decode.metadata_in_graph=false"],
+        [
+            "lanes.prefill.runner=anywhere",
+            "lanes.decode.share_buffers=true",
+            "lanes.prefill.share_buffers=true",
+            "lanes.prefill.strict=true",
+        ],
+    ],
+    ids=["page of 1", "preempted", "page of 64", "shared"],
+)
+def test_a_right_engine_passes_under_pressure(overrides: list[str]) -> None:
+    """Rows and pages that pass from request to request, through both lanes, alarm nobody."""
+    serve(build(FlashInferBackend, *overrides), temperature=0.8)
+
+
+def test_a_request_that_never_decodes_alarms_nobody() -> None:
+    """A page that the prefill lane had and gave back between two decode steps is free, and not spoilt."""
+    engine = build()
+    engine.add([40, 41, 42], SamplingParams(max_new_tokens=6))
+    for step in range(8):
+        if step in (2, 4):
+            engine.add([50 + step] * 20, SamplingParams(max_new_tokens=1))
+        engine.step()
+    assert engine.lanes[0].stats.replays > 3
