@@ -4,7 +4,7 @@ All graphs of a driver share one memory pool and one capture stream. An eager ca
 one graph and begins the next; what the call reads is computed by replaying the part before it.
 
 Strict, the preparation of a replay runs in torch's sync debug mode, where a wait for the device is an
-error, and a graph is asked before each replay whether its inputs are still alive.
+error, and a graph is asked before each replay whether its inputs are still alive (torch 2.13; not 2.11).
 
 Does not: emulate anything. Where there is no CUDA device it says so and is not selected.
 """
@@ -37,21 +37,35 @@ class CudaGraph(Graph):
     num_nodes = -1  # the runtime knows, torch does not say
 
     def __init__(
-        self, steps: list[torch.cuda.CUDAGraph | EagerCall], outputs: Any, pool_nbytes: int
+        self,
+        steps: list[torch.cuda.CUDAGraph | EagerCall],
+        outputs: Any,
+        pool_nbytes: int,
+        *,
+        watches_inputs: bool,
     ) -> None:
         self.outputs = outputs
         self.pool_nbytes = pool_nbytes
         self._graphs = [step for step in steps if isinstance(step, torch.cuda.CUDAGraph)]
         self.num_segments = len(self._graphs)
         self._calls = [s if isinstance(s, EagerCall) else s.replay for s in steps]
-        if len(self._calls) == 1:
+        self._watches_inputs = watches_inputs
+        if len(self._calls) == 1 and not watches_inputs:
             self.replay = self._calls[0]  # type: ignore[method-assign]  # one call less per step
 
     def replay(self) -> None:
         """Launch the graphs on the current stream, and make the eager calls between them."""
         with torch.inference_mode():
-            for call in self._calls:
-                call()
+            try:
+                for call in self._calls:
+                    call()
+            except RuntimeError as error:
+                if not self._watches_inputs:
+                    raise
+                raise ReplayError(
+                    f"a replay is refused: {error}",
+                    hint="keep what a graph reads for as long as the graph, and copy into it",
+                ) from error
 
     def release(self) -> None:
         """Free the executable graphs; their pool lives on with its neighbours."""
@@ -100,13 +114,15 @@ class CudaStream(Stream):
 class CudaEvent(Event):
     """A CUDA event, without timing."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.event = torch.cuda.Event()
+        self._device = device
 
     def record(self, stream: Stream | None = None) -> None:
         """Mark the work that ``stream`` was given so far."""
         assert stream is None or isinstance(stream, CudaStream)  # noqa: S101  one of this driver's
-        self.event.record(None if stream is None else stream.stream)
+        current = torch.cuda.current_stream(self._device)
+        self.event.record(current if stream is None else stream.stream)
 
     def synchronize(self) -> None:
         """Wait, on the host, for the marked work."""
@@ -118,14 +134,14 @@ class _Capture:
 
     def __init__(self, pool: Any, options: dict[str, Any]) -> None:
         self._pool = pool
-        self._options = options
+        self.options = options
         self.steps: list[torch.cuda.CUDAGraph | EagerCall] = []
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def begin(self) -> None:
         """Begin a segment."""
         self._graph = torch.cuda.CUDAGraph()
-        self._graph.capture_begin(pool=self._pool, **self._options)
+        self._graph.capture_begin(pool=self._pool, **self.options)
 
     def end(self) -> None:
         """End the segment."""
@@ -214,7 +230,8 @@ class CudaDriver(GraphDriver):
                 reserved = torch.cuda.memory_reserved(self.device) - reserved
         current.wait_stream(self._stream)
         # Out of memory, the allocator gives up segments of others: that is no memory of the graph.
-        return CudaGraph(capture.steps, outputs, max(reserved, 0))
+        watches = bool(capture.options)
+        return CudaGraph(capture.steps, outputs, max(reserved, 0), watches_inputs=watches)
 
     def _abandon(self, capture: _Capture) -> None:
         """End a capture that failed, and its pool: torch takes that for recorded into still."""
@@ -278,7 +295,7 @@ class CudaDriver(GraphDriver):
 
     def event(self) -> CudaEvent:
         """Return a new event."""
-        return CudaEvent()
+        return CudaEvent(self.device)
 
     def copy_async(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copy pinned host memory to the device in the order of the current stream."""

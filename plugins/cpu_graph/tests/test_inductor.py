@@ -100,7 +100,7 @@ def test_caches_are_written_in_place(compiler: None) -> None:
 
     graph = capture(region)
     graph.replay()
-    with torch.profiler.profile(profile_memory=True) as profile:
+    with torch.profiler.profile(profile_memory=True, acc_events=True) as profile:
         graph.replay()
     allocated = sum(max(e.self_cpu_memory_usage, 0) for e in profile.key_averages())
     assert allocated < cache.nbytes / 100
@@ -295,7 +295,9 @@ def test_host_reads_are_refused_with_their_line(
 ) -> None:
     """Whatever reads a tensor on the host raises and names this file's line; nothing stays recording."""
     driver, x = InductorDriver(CPU), torch.ones(3)
-    with pytest.raises(CaptureError, match=r"contents on the host .*, at .*test_inductor\.py:\d+: "):
+    with pytest.raises(
+        CaptureError, match=r"contents on the host .*, at .*test_inductor\.py:\d+: "
+    ):
         driver.capture(lambda: read(x + 1), warmup=0)
     assert not driver.is_capturing
     x.tolist()
@@ -322,7 +324,9 @@ def test_declared_host_memory_is_free_to_read(interpreted: None) -> None:
 def test_a_changed_shape_is_refused(interpreted: None) -> None:
     """An operation that changes its argument's shape in place cannot be recorded."""
     x = torch.ones(3)
-    with pytest.raises(CaptureError, match=r"unsqueeze_.* in place while .*, at .*test_inductor\.py:"):
+    with pytest.raises(
+        CaptureError, match=r"unsqueeze_.* in place while .*, at .*test_inductor\.py:"
+    ):
         capture(lambda: x.unsqueeze_(0), warmup=0)
 
 
