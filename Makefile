@@ -15,6 +15,8 @@ demo: $(STAMP)        ## write text through captured decode graphs, every replay
 break: $(STAMP)       ## plant three real bugs: silent, and then named
 	$(BIN)/python examples/break_it.py
 
+# Tensors of tests are tiny: threads would wait for each other, most of all on a machine that others use.
+test: export OMP_NUM_THREADS ?= 1
 test: $(STAMP)        ## run every test
 	$(BIN)/python -m pytest -q
 

@@ -60,6 +60,7 @@ class Rig:
         runner: type[CudaGraphRunner] = CudaGraphRunner,
         observers: tuple[object, ...] = (),
         in_graph: bool = False,
+        driver: type[TapeDriver] = TapeDriver,
     ) -> None:
         self.generator = torch.Generator().manual_seed(0)
         self.weights = [torch.randn(VOCAB, WIDTH, generator=self.generator) for _ in range(4)]
@@ -87,7 +88,7 @@ class Rig:
             model=self.model,
             runner=self.runner,
             backend=make_backend(self.kv, captured or backend),
-            driver=TapeDriver(CPU),
+            driver=driver(CPU),
             pact="off",  # it would find some of what is planted before the replay
             metadata_in_graph=in_graph,
             observers=[self.verifier, *observers],
@@ -175,8 +176,46 @@ def test_right_replays_pass_and_are_counted() -> None:
         graphs = [c.graph.outputs.data_ptr() for c in rig.lane._captured.values()]
         assert logits.data_ptr() in graphs
         assert logits.shape == (len(lengths), VOCAB)
-    assert rig.verifier.verified == rig.lane.stats.replays == rig.eager_calls == 5
+    assert rig.verifier.verified == rig.lane.stats.replays == 5
+    assert rig.eager_calls == 2 * 5  # of the padded rows, and of the batch
     assert rig.verifier.largest_difference < 1e-4
+
+
+@pytest.mark.parametrize("bits", [1, 8])
+def test_other_work_shows_to_the_last_bit(bits: int) -> None:
+    """What is less than another kernel's rounding is seen, where a replay runs an eager run's kernels."""
+    rig = Rig()
+    rig.verifier.run(rig.batch(3, 2, 4))
+    rig.after_replay(lambda outputs: outputs[1, :1].mul_(1 + bits * 2.0**-23))
+    message = "an eager run of the same padded rows differ: .* logits of request 1 by"
+    with pytest.raises(VerificationError, match=message):
+        rig.verifier.run(rig.batch(3, 2, 4))
+
+
+class OtherKernels(TapeDriver):
+    """A driver whose replays round otherwise than eager runs do."""
+
+    repeats_eager_kernels = False
+
+
+def test_other_kernels_may_round_otherwise() -> None:
+    """Where a driver does not promise the same kernels, replays are held to a tolerance."""
+    rig = Rig(driver=OtherKernels)
+    rig.after_replay(lambda outputs: outputs[1, :1].mul_(1 + 2.0**-20))
+    rig.verifier.run(rig.batch(3, 2, 4))
+    assert rig.eager_calls == rig.verifier.verified == 1
+    rig.after_replay(lambda outputs: outputs[1, :1].mul_(1.01))
+    with pytest.raises(VerificationError, match="replay and eager run differ"):
+        rig.verifier.run(rig.batch(3, 2, 4))
+
+
+def test_a_runner_that_swaps_rows_is_told_from_its_graph() -> None:
+    """Where the outputs agree with the eager run and the returned logits do not, the runner is named."""
+    rig = Rig()
+    run = rig.runner.run
+    rig.runner.run = lambda batch, shape=None: run(batch, shape).flip(0)
+    with pytest.raises(VerificationError, match="what the runner made of them does not"):
+        rig.verifier.run(rig.batch(3, 2, 4))
 
 
 def test_a_share_of_nothing_verifies_nothing() -> None:
@@ -883,7 +922,7 @@ def test_an_unverified_step_keeps_nothing() -> None:
         derived.clear()
         rig.verifier.run(rig.batch(3, 2, 4))
         was_verified = rig.verifier.verified - before
-        assert len(derived) == was_verified
+        assert len(derived) == 2 * was_verified  # of the padded rows, and of the batch
         assert bool(rig.shadow.k[1].isnan().all()) is not bool(was_verified)
     rig.before_replay(lambda: 1 / 0)
     rig.verifier.share = 1

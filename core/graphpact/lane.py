@@ -184,6 +184,7 @@ class Lane:
         start = time.perf_counter()
         with torch.inference_mode():
             dummy = self.runner.dummy_batch(shape)
+            self._require_scratch(shape, dummy)
             view = self.prepare_replay(registry=self.registry, batch=dummy, shape=shape)
             metadata = self.init_metadata_capture(view=view, shape=shape)
             graph = self.driver.capture(lambda: self._region(view, metadata))
@@ -255,6 +256,20 @@ class Lane:
         if backend.records_metadata and backend.metadata_in_graph is not None:
             backend.metadata_in_graph(view, metadata)
         return self.model(view, backend, metadata)
+
+    def _require_scratch(self, shape: GraphShape, dummy: ForwardBatch) -> None:
+        """Refuse a dummy batch that writes where a live request may have its keys: a warm-up really runs.
+
+        Raises:
+            CaptureError: Names the KV slot.
+        """
+        slot = int(dummy.out_cache_loc.max()) if dummy.num_tokens else 0
+        if slot >= self.backend.context.limits.page_size:
+            raise CaptureError(
+                f"lane {self.name!r}: the dummy batch of {shape} writes KV slot {slot}, which a live request"
+                " may own",
+                hint="a dummy batch lies on scratch: request row 0, KV slot 0",
+            )
 
     def _held_by_backend(self, graph: Graph) -> list[str]:
         """Return the attributes of the backend that ``graph`` reads, as far as its driver can tell."""

@@ -145,6 +145,8 @@ class GraphDriver(abc.ABC):
 
     name: ClassVar[str]
     has_strict_mode: ClassVar[bool] = False
+    repeats_eager_kernels: ClassVar[bool] = False
+    """Whether a replay runs the kernels of an eager run of the same shapes, and so gives the same bits."""
 
     def __init__(self, device: torch.device, *, strict: bool = False) -> None:
         if strict and not self.has_strict_mode:

@@ -83,6 +83,7 @@ class TapeDriver(GraphDriver):
 
     name: ClassVar[str] = "tape"
     has_strict_mode: ClassVar[bool] = True
+    repeats_eager_kernels: ClassVar[bool] = True
     _recording_now: ClassVar[bool] = (
         False  # by any of them: a process captures one region at a time
     )
