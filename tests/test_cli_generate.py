@@ -560,7 +560,7 @@ def test_a_broken_promise_ends_with_its_own_status(
     assert out.startswith("abc")
     assert out.endswith("\n")
     table, _, message = err.partition(
-        "error: lane 'decode': replay and eager run differ: decode[bs="
+        "error: lane 'decode': replay and an eager run of the same padded rows differ: decode[bs="
     )
     assert "decode[bs=1, tokens=1]" in table
     assert "KV slot" in message or "logits of request" in message

@@ -358,7 +358,7 @@ class TestDriverContract:
         assert graph.pool_nbytes == 0
 
     def test_it_says_what_it_reads_or_that_it_cannot(self, driver: GraphDriver) -> None:
-        """The memory that a graph reads and did not make is external, its outputs are not; or none is told."""
+        """Memory that a graph reads and did not make is external, outputs are not; or none is told."""
         x = torch.ones(8, device=driver.device)
         table = torch.ones(8, device=driver.device)
         graph = driver.capture(lambda: x[2:] * table[:6] + 1)

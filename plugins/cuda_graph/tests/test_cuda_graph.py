@@ -23,7 +23,7 @@ from graphpact import (
     Limits,
 )
 from graphpact.attention import GraphSupport, HeadLayout
-from graphpact.errors import ConfigError
+from graphpact.errors import CaptureError, ConfigError
 from graphpact.graphs.tape import TapeDriver
 from graphpact.kernels import write_kv_cache
 from graphpact.runners import RunnerContext
@@ -235,7 +235,7 @@ def test_capture_writes_scratch_only() -> None:
 
 
 def test_a_dummy_on_live_memory_is_caught_when_planted() -> None:
-    """A dummy that names a live slot changes the cache, which the test above would see."""
+    """A dummy that names a live slot is refused by that slot, before it writes there."""
     rig = Rig([2])
     honest = rig.runner.dummy_batch
 
@@ -246,8 +246,10 @@ def test_a_dummy_on_live_memory_is_caught_when_planted() -> None:
 
     rig.runner.dummy_batch = careless  # type: ignore[method-assign]
     before = rig.kv.k[0].clone()
-    rig.runner.capture(rig.lane)
-    assert not torch.equal(rig.kv.k[0][PAGE:], before[PAGE:])
+    with pytest.raises(CaptureError, match=f"writes KV slot {PAGE}, which a live request may own"):
+        rig.runner.capture(rig.lane)
+    assert torch.equal(rig.kv.k[0], before)
+    assert rig.lane.graphs() == []
 
 
 def test_replays_of_every_size_equal_eager() -> None:
