@@ -8,7 +8,7 @@ Does not: build batches (the scheduler does) or pad them (the registry does).
 """
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -88,3 +88,8 @@ class ForwardBatch:
     def device(self) -> torch.device:
         """The device of the batch's tensors."""
         return self.input_ids.device
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return the fields that are tensors, by name."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: v for name, v in values.items() if isinstance(v, torch.Tensor)}

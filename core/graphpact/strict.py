@@ -69,9 +69,7 @@ class StrictGuard:
         for slot in registry:
             if slot.buffer is not None and _is_due(slot):
                 poison(slot.buffer)
-        tensors = (getattr(batch, name) for name in batch.__dataclass_fields__)
-        read_only = [t for t in tensors if isinstance(t, torch.Tensor)]
-        return (yield from self._guarded("prepare_replay", batch, read_only))
+        return (yield from self._guarded("prepare_replay", batch, [*batch.tensors().values()]))
 
     @hookimpl(wrapper=True)
     def init_metadata_replay(self, view: ForwardBatch) -> _Around:
@@ -146,12 +144,7 @@ class StrictGuard:
 
 def host_tensors(batch: ForwardBatch) -> list[torch.Tensor]:
     """Return the tensors of ``batch`` that lie on the host, by the name of their field."""
-    fields = {name: getattr(batch, name) for name in batch.__dataclass_fields__}
-    return [
-        value
-        for name, value in fields.items()
-        if name.endswith("_cpu") and isinstance(value, torch.Tensor)
-    ]
+    return [tensor for name, tensor in batch.tensors().items() if name.endswith("_cpu")]
 
 
 def _are_outputs(graph: Graph, tensor: torch.Tensor) -> bool:

@@ -357,10 +357,7 @@ def _what(replay: _Replay | None) -> str:
 
 def _copy_of(batch: ForwardBatch) -> ForwardBatch:
     """Return the batch with tensors of its own."""
-    fields = {name: getattr(batch, name) for name in batch.__dataclass_fields__}
-    copies: dict[str, Any] = {
-        n: t.clone() for n, t in fields.items() if isinstance(t, torch.Tensor)
-    }
+    copies: dict[str, Any] = {name: tensor.clone() for name, tensor in batch.tensors().items()}
     return replace(batch, **copies)
 
 
