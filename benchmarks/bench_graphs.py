@@ -60,6 +60,7 @@ Tokens = list[list[int]]
 class Scale(NamedTuple):
     """How much is measured."""
 
+    layers: int
     prompt: int
     """Tokens of each prompt."""
     new: int
@@ -73,17 +74,17 @@ class Scale(NamedTuple):
     """How often that is done."""
 
 
-FULL = Scale(prompt=32, new=65, rounds=9, compiled=BATCH_SIZES, calls=100, turns=101)
-QUICK = Scale(prompt=4, new=5, rounds=1, compiled=(1,), calls=3, turns=3)
+FULL = Scale(layers=4, prompt=32, new=65, rounds=9, compiled=BATCH_SIZES, calls=100, turns=101)
+QUICK = Scale(layers=1, prompt=4, new=5, rounds=1, compiled=(1,), calls=3, turns=3)
 
 
-def save_model(path: Path) -> None:
+def save_model(path: Path, layers: int) -> None:
     """Write the checkpoint: random weights, wide enough that no two logits come near each other."""
     config = transformers.LlamaConfig(
         vocab_size=VOCAB,
         hidden_size=128,
         intermediate_size=344,
-        num_hidden_layers=4,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=4,
         max_position_embeddings=128,
@@ -348,9 +349,9 @@ def measure_parts(path: Path, scale: Scale, *, compiled: bool) -> list[tuple[obj
             {
                 FILL: off.fill,
                 IN_GRAPH: off.refresh,
-                BEFORE: before.refresh,
                 "no pact": lambda: bare_replay(off.batch, off.shape),
                 **{mode: step.replay for mode, step in steps.items()},
+                BEFORE: before.refresh,
                 SCHEDULE: off.engine.scheduler.schedule,
                 SAMPLE: lambda: sampler.sample(off.logits, off.requests),
             },
@@ -412,7 +413,7 @@ def take_turns(
 def main() -> None:
     """Measure everything and print the tables."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="few rounds: a look, no measurement")
+    parser.add_argument("--quick", action="store_true", help="one layer, one round: a look")
     parser.add_argument("--threads", type=int, help="torch's threads; its own choice by default")
     options = parser.parse_args()
     if options.threads is not None:
@@ -423,12 +424,12 @@ def main() -> None:
     compiled = () if no_compiler else scale.compiled
     console = data()
     console.print(
-        f"CPU, {torch.get_num_threads()} threads, torch {torch.__version__}, transformers"
-        f" {transformers.__version__}"
+        f"{scale.layers} layers, CPU, {torch.get_num_threads()} threads, torch {torch.__version__},"
+        f" transformers {transformers.__version__}"
     )
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
-        save_model(path)
+        save_model(path, scale.layers)
         ways = make_ways(path, scale, compiled)
         rows = measure_steps(ways, scale)
         parts = measure_parts(path, scale, compiled=BUCKET in compiled)

@@ -188,18 +188,9 @@ class CudaDriver(GraphDriver):
 
     # -- recording -------------------------------------------------------------------------------
 
-    @property
-    def is_capturing(self) -> bool:
-        """Whether a region is being recorded now."""
-        return self._capture is not None
-
     def capture(self, fn: Callable[[], Any], *, warmup: int = 1) -> CudaGraph:
         """Warm ``fn`` up on the capture stream, then capture one run of it into the shared pool."""
-        if self._capture is not None:
-            raise CaptureError(
-                "a capture was begun inside another one of the same driver",
-                hint="capture one region after the other, or make the inner one a part of the outer",
-            )
+        self.refuse_nested_capture()
         current = torch.cuda.current_stream(self.device)
         self._stream.wait_stream(current)
         capture = _Capture(self._pool, self._options())
@@ -213,7 +204,8 @@ class CudaDriver(GraphDriver):
                 self._capture = capture
                 try:
                     capture.begin()
-                    outputs = fn()
+                    with self.recorded_run():
+                        outputs = fn()
                     capture.end()
                 except RuntimeError as error:
                     self._abandon(capture)

@@ -21,7 +21,8 @@ from typing import Any, ClassVar, Self, TypeVar
 
 import torch
 
-from graphpact.errors import ConfigError
+from graphpact.errors import CaptureError, ConfigError
+from graphpact.graphs.host import Line
 
 T = TypeVar("T")
 
@@ -144,6 +145,7 @@ class GraphDriver(abc.ABC):
     """
 
     name: ClassVar[str]
+    _capturing: "ClassVar[GraphDriver | None]" = None
     has_strict_mode: ClassVar[bool] = False
     repeats_eager_kernels: ClassVar[bool] = False
     """Whether a replay runs the kernels of an eager run of the same shapes, and so gives the same bits."""
@@ -185,9 +187,32 @@ class GraphDriver(abc.ABC):
         """
 
     @property
-    @abc.abstractmethod
     def is_capturing(self) -> bool:
-        """Whether a region is being recorded now."""
+        """Whether this driver is recording a region now."""
+        return GraphDriver._capturing is self
+
+    def refuse_nested_capture(self) -> None:
+        """Refuse to capture while a region is recorded: a process records one at a time.
+
+        For the beginning of `capture`.
+
+        Raises:
+            CaptureError: Names the line that began the second one.
+        """
+        if GraphDriver._capturing is not None:
+            raise CaptureError(
+                f"a capture was begun inside another one, at {Line()}",
+                hint="capture one region after the other, or make the inner one a part of the outer",
+            )
+
+    @contextlib.contextmanager
+    def recorded_run(self) -> Iterator[None]:
+        """Stand around the run that `capture` records, and no warm-up: `is_capturing` in it."""
+        GraphDriver._capturing = self
+        try:
+            yield
+        finally:
+            GraphDriver._capturing = None
 
     @abc.abstractmethod
     def eager_call(self, fn: Callable[..., T], *args: Any) -> T:

@@ -107,9 +107,11 @@ class Recorder(Watcher):
 
     def kept(self, leaf: Any) -> Any:
         """Return the leaf of an argument as the graph keeps it: host numbers by value."""
-        if isinstance(leaf, torch.Tensor) and leaf.dim() == 0 and leaf in self.host:
-            return leaf.clone()
-        return leaf
+        if not isinstance(leaf, torch.Tensor) or leaf.dim() or leaf not in self.host:
+            return leaf
+        value = leaf.clone()
+        self.allocates([value])
+        return value
 
     def add(
         self, node: Node, func: Any, given: list[torch.Tensor], made: list[torch.Tensor]

@@ -18,7 +18,7 @@ import torch
 
 from graphpact.errors import CaptureError, EngineError
 from graphpact.graphs.driver import DeclaredMemory, Event, Graph, GraphDriver, Stream
-from graphpact.graphs.host import HostMemory, HostReadGuard, Line, storage_id, tensors_of
+from graphpact.graphs.host import HostMemory, HostReadGuard, storage_id, tensors_of
 from graphpact.graphs.recorder import Node, Recorder
 from graphpact.graphs.strict import StrictRecorder, StrictSession, StrictTape
 
@@ -84,9 +84,6 @@ class TapeDriver(GraphDriver):
     name: ClassVar[str] = "tape"
     has_strict_mode: ClassVar[bool] = True
     repeats_eager_kernels: ClassVar[bool] = True
-    _recording_now: ClassVar[bool] = (
-        False  # by any of them: a process captures one region at a time
-    )
 
     def __init__(self, device: torch.device, *, strict: bool = False) -> None:
         super().__init__(device, strict=strict)
@@ -104,18 +101,9 @@ class TapeDriver(GraphDriver):
         if self._session is not None:
             self._session.order.name_of = memory.name_of
 
-    @property
-    def is_capturing(self) -> bool:
-        """Whether a region is being recorded now."""
-        return self._recorder is not None
-
     def capture(self, fn: Callable[[], Any], *, warmup: int = 1) -> Graph:
         """Run ``fn`` ``warmup`` times, then once more while every operation is kept."""
-        if TapeDriver._recording_now:
-            raise CaptureError(
-                f"a capture was begun inside another one, at {Line()}",
-                hint="capture one region after the other, or make the inner one a part of the outer",
-            )
+        self.refuse_nested_capture()
         with torch.inference_mode():
             armed = [t.clone() for t in self.memory.workspaces] if self.strict else []
             for _ in range(warmup):
@@ -138,15 +126,13 @@ class TapeDriver(GraphDriver):
     @contextlib.contextmanager
     def _recording(self, recorder: Recorder) -> Iterator[None]:
         self._recorder = recorder
-        TapeDriver._recording_now = True
         try:
-            with recorder.guard, recorder:
+            with self.recorded_run(), recorder.guard, recorder:
                 yield
             if recorder.guard.refused is not None:  # and swallowed: a capture does not recover
                 raise recorder.guard.refused
         finally:
             self._recorder = None
-            TapeDriver._recording_now = False
 
     def eager_call(self, fn: Callable[..., T], *args: Any) -> T:
         """Call ``fn(*args)``; inside a region, again at every replay."""

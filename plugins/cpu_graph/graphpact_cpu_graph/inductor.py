@@ -21,7 +21,7 @@ from torch._subclasses import FakeTensorMode
 
 from graphpact.errors import CaptureError, EngineError
 from graphpact.graphs import Graph, GraphDriver
-from graphpact.graphs.host import HostMemory, HostReadGuard, Line, storage_id
+from graphpact.graphs.host import HostMemory, HostReadGuard, storage_id
 from graphpact_cpu_graph._recorder import Recorder, Segment
 
 __tracebackhide__ = True  # as in _recorder.py
@@ -100,7 +100,6 @@ class InductorDriver(GraphDriver):
     """Compiles what it records. The memory of a graph is its own; graphs of one driver do not overlap."""
 
     name: ClassVar[str] = "inductor"
-    _recording_now: ClassVar[bool] = False  # by any of them: modes of torch are the process's
 
     def __init__(self, device: torch.device, *, strict: bool = False) -> None:
         super().__init__(device, strict=strict)
@@ -113,11 +112,6 @@ class InductorDriver(GraphDriver):
             return f"it compiles for the CPU, not for {device.type}"
         return missing_compiler()
 
-    @property
-    def is_capturing(self) -> bool:
-        """Whether a region is being recorded now."""
-        return self._recorder is not None
-
     def capture(self, fn: Callable[[], Any], *, warmup: int = 1) -> InductorGraph:
         """Run ``fn`` ``warmup`` times and once more, recorded, and compile what was recorded.
 
@@ -125,11 +119,7 @@ class InductorDriver(GraphDriver):
             CaptureError: A host read, a tensor that changes its shape, a capture inside another one, or
                 what inductor cannot compile.
         """
-        if InductorDriver._recording_now:
-            raise CaptureError(
-                f"a capture was begun inside another one, at {Line()}",
-                hint="capture one region after the other, or make the inner one a part of the outer",
-            )
+        self.refuse_nested_capture()
         with torch.inference_mode():
             for _ in range(warmup):
                 fn()
@@ -148,13 +138,11 @@ class InductorDriver(GraphDriver):
             HostMemory(self.memory.host), "while a graph is recorded", CaptureError
         )
         self._recorder = recorder = Recorder(guard)
-        InductorDriver._recording_now = True
         try:
-            with guard, recorder:
+            with self.recorded_run(), guard, recorder:
                 outputs = fn()
         finally:
             self._recorder = None
-            InductorDriver._recording_now = False
         if guard.refused is not None:  # and swallowed: a capture does not recover
             raise guard.refused
         return recorder, outputs
