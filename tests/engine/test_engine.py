@@ -232,6 +232,29 @@ def test_shapes_for_a_runner_that_captures_nothing_are_refused() -> None:
         Engine(configure(TINY, "lanes.prefill.batch_sizes=[1]"))
 
 
+class Lenient(TapeDriver):
+    """A driver without a strict mode."""
+
+    name = "lenient"
+    has_strict_mode = False
+
+
+@pytest.mark.parametrize(
+    ("lane", "overrides", "says"),
+    [
+        ("prefill", [], "runner 'eager' captures nothing"),
+        ("decode", ["lanes.decode.graph_driver=lenient"], "records with 'lenient'"),
+    ],
+)
+def test_a_strict_lane_without_anything_strict_is_refused(
+    lane: str, overrides: list[str], says: str
+) -> None:
+    """``strict`` for a lane without graphs, or of a driver without a strict mode, is a mistake."""
+    config = configure(TINY, f"lanes.{lane}.strict=true", *overrides)
+    with pytest.raises(ConfigError, match=rf"lanes\.{lane}\.strict = true, but .*{says}"):
+        Engine(config, catalog=Catalog(lenient=Lenient))
+
+
 def test_limits_that_do_not_fit_are_refused() -> None:
     """More positions than the model's, and more KV cache than memory, are refused with the numbers."""
     with pytest.raises(ConfigError, match="max_model_len is 5000; the model knows 1024"):

@@ -131,7 +131,7 @@ def _row(plugin: Plugin) -> tuple[str, ...]:
                 for device, reason in unavailable(plugin).items()
             )
         elif driver := getattr(plugin.cls, "driver", None):
-            more += f"; drives {driver} unless another is named"
+            more += f"; records with {driver} unless another is named"
     else:
         status, more = "rejected", plugin.reason
     return info.kind, info.name, f"{info.distribution} {info.version}", status, more
