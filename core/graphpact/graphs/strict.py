@@ -109,10 +109,10 @@ class StrictRecorder(Recorder):
     """Records nodes that hold the memory of others weakly, and refuses what is not declared."""
 
     def __init__(
-        self, guard: HostReadGuard, session: "StrictSession", memory: DeclaredMemory
+        self, guard: HostReadGuard, shared: "StrictShared", memory: DeclaredMemory
     ) -> None:
         super().__init__(guard)
-        self.session = session
+        self.shared = shared
         self.memory = memory
         self.external: list[_External] = []
         self.written: set[int] = set()  # storages of others
@@ -124,7 +124,7 @@ class StrictRecorder(Recorder):
         self._constants: dict[int, torch.UntypedStorage] = {}
         self._known: dict[Any, int] = {}
         self._line = Line()
-        self._pools = session.pools()
+        self._pools = shared.pools()
         self._undo: dict[int, tuple[WeakTensor, torch.Tensor]] = {}
         self._writable = {
             storage_id(t) for t in (*memory.refreshed, *memory.caches, *memory.workspaces)
@@ -133,13 +133,13 @@ class StrictRecorder(Recorder):
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
         """Hold the region to the rules that only its whole tells, and undo what it wrote outside."""
-        self.session.order.begin_capture()
-        generator = self.session.generator
+        self.shared.order.begin_capture()
+        generator = self.shared.generator
         state = generator.get_state()
         try:
             generator.manual_seed(_NOBODYS_SEED)
             yield
-            self.session.order.check_joined()
+            self.shared.order.check_joined()
             if generator.initial_seed() != _NOBODYS_SEED:
                 raise CaptureError(
                     "the region seeded the random numbers, which a replay does not repeat",
@@ -149,7 +149,7 @@ class StrictRecorder(Recorder):
                 if external.tensor.storage.expired():
                     raise external.gone("was freed while the graph was recorded", CaptureError)
         finally:
-            self.session.order.end_capture()
+            self.shared.order.end_capture()
             generator.set_state(state)
             for written, before in self._undo.values():
                 tensor = written.revive()
@@ -174,7 +174,7 @@ class StrictRecorder(Recorder):
         result = super().perform(func, args, kwargs)
         if self.guard.copying:
             self.copied.append((self.borrow(args[1], f"{func} at {self._line}"), self._line))
-        self.session.order.operation(func, given, written, result, self._line, CaptureError)
+        self.shared.order.operation(func, given, written, result, self._line, CaptureError)
         return result
 
     def kept(self, leaf: Any) -> Any:
@@ -279,7 +279,7 @@ class StrictTape(Graph):
         self.outputs = outputs
         self.num_segments = recorder.num_segments
         self.num_nodes = len(recorder.nodes) - (self.num_segments - 1)
-        self._session = recorder.session
+        self._shared = recorder.shared
         self._nodes: list[_StrictNode | EagerCall] = recorder.nodes
         self.external = recorder.external
         self._written = recorder.written
@@ -314,7 +314,7 @@ class StrictTape(Graph):
             raise EngineError("a released tape was replayed", hint="capture the shape again")
         with torch.inference_mode():
             external = [e.revive() for e in self.external]
-            self._session.begin_replay(self, external)
+            self._shared.begin_replay(self, external)
             for node in self._nodes:
                 if isinstance(node, EagerCall):
                     node()
@@ -322,7 +322,7 @@ class StrictTape(Graph):
                     node.run(external)
             self.outputs_stand = True
             for which, line in self._copied:
-                self._session.order.keep_in_flight(external[which], line)
+                self._shared.order.keep_in_flight(external[which], line)
 
     def spoil(self) -> None:
         """Poison everything that the graph allocated."""
@@ -376,7 +376,7 @@ class _PreparationWatch(Watcher):
         return result
 
 
-class StrictSession:
+class StrictShared:
     """What the strict tapes of one driver share: their pools, and the order of all work."""
 
     def __init__(self, device: torch.device) -> None:

@@ -20,7 +20,7 @@ from graphpact.errors import CaptureError, EngineError
 from graphpact.graphs.driver import DeclaredMemory, Event, Graph, GraphDriver, Stream
 from graphpact.graphs.host import HostMemory, HostReadGuard, storage_id, tensors_of
 from graphpact.graphs.recorder import Node, Recorder
-from graphpact.graphs.strict import StrictRecorder, StrictSession, StrictTape
+from graphpact.graphs.strict import StrictRecorder, StrictShared, StrictTape
 
 T = TypeVar("T")
 
@@ -88,7 +88,7 @@ class TapeDriver(GraphDriver):
     def __init__(self, device: torch.device, *, strict: bool = False) -> None:
         super().__init__(device, strict=strict)
         self._recorder: Recorder | None = None
-        self._session = StrictSession(device) if strict else None
+        self._shared = StrictShared(device) if strict else None
 
     @classmethod
     def unavailable(cls, device: torch.device) -> str | None:  # noqa: ARG003  it runs anywhere
@@ -98,8 +98,8 @@ class TapeDriver(GraphDriver):
     def declare(self, memory: DeclaredMemory) -> None:
         """Say what the memory around the graphs is for."""
         super().declare(memory)
-        if self._session is not None:
-            self._session.order.name_of = memory.name_of
+        if self._shared is not None:
+            self._shared.order.name_of = memory.name_of
 
     def capture(self, fn: Callable[[], Any], *, warmup: int = 1) -> Graph:
         """Run ``fn`` ``warmup`` times, then once more while every operation is kept."""
@@ -110,18 +110,18 @@ class TapeDriver(GraphDriver):
                 fn()
             host = HostMemory(self.memory.host, strict=self.strict)
             guard = HostReadGuard(host, _WHEN, CaptureError)
-            if self._session is None:
+            if self._shared is None:
                 recorder = Recorder(guard)
                 with self._recording(recorder):
                     outputs = fn()
                 return Tape(recorder, outputs)
-            self._session.order.synchronize()
-            strict = StrictRecorder(guard, self._session, self.memory)
-            with self._session.watching(guard), strict.recording():
+            self._shared.order.synchronize()
+            strict = StrictRecorder(guard, self._shared, self.memory)
+            with self._shared.watching(guard), strict.recording():
                 with self._recording(strict):
                     outputs = fn()
                 tape = StrictTape(strict, outputs)
-            return self._session.keep(tape, self.memory, armed)
+            return self._shared.keep(tape, self.memory, armed)
 
     @contextlib.contextmanager
     def _recording(self, recorder: Recorder) -> Iterator[None]:
@@ -148,32 +148,32 @@ class TapeDriver(GraphDriver):
         self, host: Iterable[torch.Tensor] = (), read_only: Iterable[torch.Tensor] = ()
     ) -> Iterator[None]:
         """Strict: refuse host reads of device tensors and stray writes; fast: let everything pass."""
-        if self._session is None:
+        if self._shared is None:
             yield
             return
-        with self._session.preparation(self.memory, host, read_only):
+        with self._shared.preparation(self.memory, host, read_only):
             yield
 
     def stream(self) -> Stream:
         """Return a new stream: strict, one whose work is held to its waits."""
-        return super().stream() if self._session is None else self._session.order.stream()
+        return super().stream() if self._shared is None else self._shared.order.stream()
 
     def current_stream(self) -> Stream:
         """Return the stream that work is given to now."""
-        return super().current_stream() if self._session is None else self._session.order.current
+        return super().current_stream() if self._shared is None else self._shared.order.current
 
     def event(self) -> Event:
         """Return a new event."""
-        return super().event() if self._session is None else self._session.order.event()
+        return super().event() if self._shared is None else self._shared.order.event()
 
     def copy_async(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copy host memory: fast, at once; strict, as late as a device may."""
-        if self._session is None:
+        if self._shared is None:
             target.copy_(source)
         else:
-            self._session.copy_async(target, source, capturing=self.is_capturing)
+            self._shared.copy_async(target, source, capturing=self.is_capturing)
 
     def synchronize(self) -> None:
         """Strict: end every copy in flight; fast: nothing is in flight."""
-        if self._session is not None:
-            self._session.order.synchronize()
+        if self._shared is not None:
+            self._shared.order.synchronize()
