@@ -372,6 +372,5 @@ def declared_memory(registry: CudaGraphBufferRegistry, backend: AttentionBackend
         workspaces=[t for name, t in slots.items() if name in once],
         caches=caches,
         host=[t for t in host_memory if t is not None],
-        read_only=[context.req_to_token],
         name_of=name_of,
     )

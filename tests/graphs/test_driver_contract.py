@@ -226,6 +226,25 @@ class TestDriverContract:
             assert graph.outputs.tolist() == [len(seen) * 10 + value] * 3
         assert driver.eager_call(on_the_host, x).tolist() == [4.0] * 3
 
+    def test_an_eager_call_in_an_eager_call_is_a_part_of_it(self, driver: GraphDriver) -> None:
+        """It is no break of its own, is made once a replay, and may wait for the device."""
+        x, seen = torch.ones(2, device=driver.device), []
+
+        def inner(y: torch.Tensor) -> torch.Tensor:
+            driver.synchronize()
+            seen.append((driver.is_capturing, y.tolist()))
+            return y * 2
+
+        def outer(y: torch.Tensor) -> torch.Tensor:
+            return driver.eager_call(inner, y) + 1
+
+        graph = driver.capture(lambda: driver.eager_call(outer, x * 3) * 10, warmup=0)
+        assert graph.num_segments == 2
+        x.fill_(2)
+        graph.replay()
+        assert seen == [(False, [3, 3]), (False, [6, 6])]
+        assert graph.outputs.tolist() == [130, 130]
+
     def test_an_eager_call_may_not_change_its_form(self, driver: GraphDriver) -> None:
         """A replayed call that returns another shape, dtype, number or structure is refused by its name."""
         x = torch.ones(4, device=driver.device)

@@ -15,15 +15,13 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar, Self
 
 import torch
 
 from graphpact.errors import CaptureError, ReplayError
 from graphpact.graphs.driver import Event, Graph, GraphDriver, Stream
 from graphpact.graphs.recorder import EagerCall
-
-T = TypeVar("T")
 
 _LIVENESS = "check_input_liveness"
 
@@ -221,8 +219,8 @@ class CudaDriver(GraphDriver):
                     self._capture = None
                 reserved = torch.cuda.memory_reserved(self.device) - reserved
         current.wait_stream(self._stream)
-        # Out of memory, the allocator gives up segments of others: that is no memory of the graph.
         watches = bool(capture.options)
+        # Out of memory, the allocator gives up segments of others: that is no memory of the graph.
         return CudaGraph(capture.steps, outputs, max(reserved, 0), watches_inputs=watches)
 
     def _abandon(self, capture: _Capture) -> None:
@@ -235,11 +233,10 @@ class CudaDriver(GraphDriver):
         known = inspect.signature(torch.cuda.CUDAGraph.capture_begin).parameters
         return {_LIVENESS: True} if self.strict and _LIVENESS in known else {}
 
-    def eager_call(self, fn: Callable[..., T], *args: Any) -> T:
-        """Call ``fn(*args)``; inside a region, end a graph before it and begin another after it."""
+    def break_graph(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """End a graph before ``fn(*args)``, and begin another after it."""
         capture = self._capture
-        if capture is None:
-            return fn(*args)
+        assert capture is not None  # noqa: S101  it is capturing
         capture.end()
         for step in capture.steps[-1:]:  # what the call reads was recorded, and not yet computed
             if isinstance(step, torch.cuda.CUDAGraph):

@@ -39,7 +39,6 @@ class DeclaredMemory:
         caches: Live from replay to replay and written for live requests: the KV cache.
         workspaces: Written freely, and no replay may depend on what an earlier one left there.
         host: Host memory, free to be read at any time.
-        read_only: Other memory worth a name: weights, page tables.
         name_of: What messages call a tensor, or None where it has no name.
     """
 
@@ -47,7 +46,6 @@ class DeclaredMemory:
     caches: Sequence[torch.Tensor] = ()
     workspaces: Sequence[torch.Tensor] = ()
     host: Sequence[torch.Tensor] = ()
-    read_only: Sequence[torch.Tensor] = ()
     name_of: Callable[[torch.Tensor], str | None] = lambda _: None
 
 
@@ -146,6 +144,7 @@ class GraphDriver(abc.ABC):
 
     name: ClassVar[str]
     _capturing: "ClassVar[GraphDriver | None]" = None
+    _calling: ClassVar[bool] = False  # eagerly, between two segments of what is captured
     has_strict_mode: ClassVar[bool] = False
     repeats_eager_kernels: ClassVar[bool] = False
     """Whether a replay runs the kernels of an eager run of the same shapes, and so gives the same bits."""
@@ -188,8 +187,8 @@ class GraphDriver(abc.ABC):
 
     @property
     def is_capturing(self) -> bool:
-        """Whether this driver is recording a region now."""
-        return GraphDriver._capturing is self
+        """Whether this driver is recording a region now; not inside an eager call."""
+        return GraphDriver._capturing is self and not GraphDriver._calling
 
     def refuse_nested_capture(self) -> None:
         """Refuse to capture while a region is recorded: a process records one at a time.
@@ -214,7 +213,6 @@ class GraphDriver(abc.ABC):
         finally:
             GraphDriver._capturing = None
 
-    @abc.abstractmethod
     def eager_call(self, fn: Callable[..., T], *args: Any) -> T:
         """Call ``fn(*args)`` and return its result; inside a region, break the graph there.
 
@@ -225,6 +223,21 @@ class GraphDriver(abc.ABC):
 
         Raises:
             ReplayError: A replayed call returned another structure, shape or dtype.
+        """
+        if not self.is_capturing:
+            return fn(*args)
+        GraphDriver._calling = True
+        try:
+            result: T = self.break_graph(fn, args)
+        finally:
+            GraphDriver._calling = False
+        return result
+
+    @abc.abstractmethod
+    def break_graph(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """End a segment of the region that is recorded, call ``fn(*args)`` unrecorded, begin another.
+
+        What `eager_call` does inside a region; a call inside such a call is a part of it.
         """
 
     # -- around the replay -----------------------------------------------------------------------

@@ -162,6 +162,7 @@ class Order:
     Attributes:
         current: The stream that work is given to.
         capture: The number of the capture under way, 0 outside.
+        is_broken: Whether an eager call is made between two segments of it.
         name_of: What messages call a tensor.
         unwatched: What stands around work of this class's own, so that nobody takes it for the caller's.
     """
@@ -175,6 +176,7 @@ class Order:
         self._accesses: dict[int, tuple[StorageWeakRef, list[_Access]]] = {}
         self._copies: list[_Copy] = []
         self._begun: int | None = None  # the main stream's count at the begin of a capture
+        self.is_broken = False
         self._captures = itertools.count(1)
         self.capture = 0
         self.name_of: Callable[[torch.Tensor], str | None] = lambda _: None
@@ -343,7 +345,7 @@ class Order:
 
     def synchronize(self, clock: _Clock | None = None) -> None:
         """Let the host wait for the work before ``clock``, or for all there is."""
-        if self._begun is not None:
+        if self._begun is not None and not self.is_broken:
             raise CaptureError(
                 f"the host waits for the device while a graph is recorded, at {Line()}",
                 hint="wait before or after the replay; inside a graph, streams wait for each other",

@@ -115,7 +115,6 @@ class StrictRecorder(Recorder):
         self.shared = shared
         self.memory = memory
         self.external: list[_External] = []
-        self.written: set[int] = set()  # storages of others
         self.changed: set[int] = set()  # which external tensors
         self.copied: list[
             tuple[int, Line]
@@ -208,6 +207,14 @@ class StrictRecorder(Recorder):
             node.op = replaced(node.op, tensor, by)
         return node
 
+    def eager_call(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """Run ``fn(*args)`` outside the graph, where the host may wait for the device."""
+        self.shared.order.is_broken = True
+        try:
+            return super().eager_call(fn, args)
+        finally:
+            self.shared.order.is_broken = False
+
     def add_call(self, call: EagerCall) -> None:
         """Keep an eager call; it holds its tensors itself."""
         self.num_segments += 1
@@ -241,7 +248,6 @@ class StrictRecorder(Recorder):
 
     def _check_write(self, func: Any, tensor: torch.Tensor) -> None:
         storage = storage_id(tensor)
-        self.written.add(storage)
         self.changed.add(self.borrow(tensor, f"{func} at {self._line}"))
         if self._writable and storage not in self._writable:
             name = (
@@ -282,7 +288,6 @@ class StrictTape(Graph):
         self._shared = recorder.shared
         self._nodes: list[_StrictNode | EagerCall] = recorder.nodes
         self.external = recorder.external
-        self._written = recorder.written
         self._copied = recorder.copied
         self.changed = recorder.changed
         used = {storage_id(t) for t in tensors_of(outputs)}
@@ -332,7 +337,8 @@ class StrictTape(Graph):
 
     def writes(self, tensor: torch.Tensor) -> bool:
         """Return whether the graph writes the storage of ``tensor``, which is none of its own."""
-        return storage_id(tensor) in self._written
+        changed = (self.external[at].tensor.storage.cdata for at in self.changed)
+        return storage_id(tensor) in changed
 
     def release(self) -> None:
         """Drop the operations and the pool."""

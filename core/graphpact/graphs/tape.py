@@ -12,7 +12,7 @@ Does not: record by itself; `graphpact.graphs.recorder` does.
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -21,8 +21,6 @@ from graphpact.graphs.driver import DeclaredMemory, Event, Graph, GraphDriver, S
 from graphpact.graphs.host import HostMemory, HostReadGuard, storage_id, tensors_of
 from graphpact.graphs.recorder import Node, Recorder
 from graphpact.graphs.strict import StrictRecorder, StrictShared, StrictTape
-
-T = TypeVar("T")
 
 _WHEN = "while a graph is recorded"
 
@@ -134,12 +132,10 @@ class TapeDriver(GraphDriver):
         finally:
             self._recorder = None
 
-    def eager_call(self, fn: Callable[..., T], *args: Any) -> T:
-        """Call ``fn(*args)``; inside a region, again at every replay."""
-        if self._recorder is None:
-            return fn(*args)
-        result: T = self._recorder.eager_call(fn, args)
-        return result
+    def break_graph(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """Call ``fn(*args)`` now, and at every replay."""
+        assert self._recorder is not None  # noqa: S101  it is capturing
+        return self._recorder.eager_call(fn, args)
 
     # -- around the replay -----------------------------------------------------------------------
 

@@ -217,8 +217,6 @@ class Recorder(Watcher):
 
     def eager_call(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Call ``fn``, unrecorded, and go on in a new segment."""
-        if self.guard.paused:
-            return fn(*args)
         self.guard.paused = True
         try:
             result = fn(*args)

@@ -13,7 +13,7 @@ import sys
 import sysconfig
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
@@ -25,8 +25,6 @@ from graphpact.graphs.host import HostMemory, HostReadGuard, storage_id
 from graphpact_cpu_graph._recorder import Recorder, Segment
 
 __tracebackhide__ = True  # as in _recorder.py
-
-T = TypeVar("T")
 
 # Random numbers come from torch's generator, as in an eager run, and not from inductor's.
 _OPTIONS = {"fallback_random": True}
@@ -147,12 +145,10 @@ class InductorDriver(GraphDriver):
             raise guard.refused
         return recorder, outputs
 
-    def eager_call(self, fn: Callable[..., T], *args: Any) -> T:
-        """Call ``fn(*args)``; inside a region, between two compiled segments."""
-        if self._recorder is None:
-            return fn(*args)
-        result: T = self._recorder.eager_call(fn, args)
-        return result
+    def break_graph(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """Call ``fn(*args)`` now, and at every replay, between two compiled segments."""
+        assert self._recorder is not None  # noqa: S101  it is capturing
+        return self._recorder.eager_call(fn, args)
 
 
 def _compile(segment: Segment) -> Callable[[], object]:
