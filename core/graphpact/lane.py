@@ -189,11 +189,12 @@ class Lane:
             metadata = self.init_metadata_capture(view=view, shape=shape)
             graph = self.driver.capture(lambda: self._region(view, metadata))
         try:
-            held = self._held_by_backend(graph)
+            used = {t.untyped_storage().data_ptr() for t in graph.external_tensors() or ()}
+            held = self._held_by_backend(used)
             backend = _root(self.backend, held)
             pact = Pact.of(shape, self.registry, view=view, metadata=metadata, **backend)
             if self.driver.strict:
-                self._require_slots(shape, metadata, graph)
+                self._require_slots(shape, metadata, used)
         except BaseException:
             graph.release()
             raise
@@ -271,17 +272,18 @@ class Lane:
                 hint="a dummy batch lies on scratch: request row 0, KV slot 0",
             )
 
-    def _held_by_backend(self, graph: Graph) -> list[str]:
-        """Return the attributes of the backend that ``graph`` reads, as far as its driver can tell."""
-        used = {t.untyped_storage().data_ptr() for t in graph.external_tensors() or ()}
+    def _held_by_backend(self, used: set[int]) -> list[str]:
+        """Return the attributes of the backend whose storages, by address, a graph has ``used``."""
         return [
             name
             for name, value in vars(self.backend).items()
             if isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() in used
         ]
 
-    def _require_slots(self, shape: GraphShape, metadata: Any, graph: Graph) -> None:
-        """Refuse metadata that a graph reads outside the registry: nobody refreshes, or poisons, it.
+    def _require_slots(self, shape: GraphShape, metadata: Any, used: set[int]) -> None:
+        """Refuse metadata in storages that a graph has ``used``, outside the registry.
+
+        Nobody refreshes it, or poisons it.
 
         Raises:
             CaptureError: Names the field.
@@ -289,7 +291,6 @@ class Lane:
         context, registry = self.backend.context, self.registry
         others = [*context.kv_cache.k, *context.kv_cache.v, context.req_to_token]
         known = {t.untyped_storage().data_ptr() for t in others}
-        used = {t.untyped_storage().data_ptr() for t in graph.external_tensors() or ()}
         for path, value in walk({"metadata": metadata}):
             if (
                 isinstance(value, torch.Tensor)
