@@ -155,7 +155,7 @@ def test_people_read_memory_as_tables_with_totals(capsys: pytest.CaptureFixture[
     assert kept.endswith("read up to kv_indptr[-1], as far as each step writes it")
     assert any(line.startswith("decode[bs=8, tokens=8] cpu ") for line in lines)
     assert "lane prefill: no graph-resident memory; this lane captures nothing" in lines
-    assert "kv cache layer 0 keys [4112, 2, 32] float32 cpu decode 1,052,672" in lines
+    assert "kv cache keys of layer 0 [4112, 2, 32] float32 cpu decode 1,052,672" in lines
     assert "request table req_to_token [9, 512] int32 cpu decode 18,432" in lines
     assert any(line.startswith("lane decode: ") and "of its own" in line for line in lines)
     assert any(line.startswith("graph-resident in all: ") for line in lines)

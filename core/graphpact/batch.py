@@ -8,7 +8,7 @@ Does not: build batches (the scheduler does) or pad them (the registry does).
 """
 
 import enum
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -21,11 +21,26 @@ class ForwardMode(enum.Enum):
     """One new token a request."""
     EXTEND = "extend"
     """One or more new tokens a request, after a cached prefix of zero or more: prefill, or a chunk of it."""
+    MIXED = "mixed"
+    """An extend in which some requests decode: each of those brings one token."""
+    TARGET_VERIFY = "target_verify"
+    """The target model reads the drafts of every request, the same number of tokens each."""
+    DRAFT_DECODE = "draft_decode"
+    """The draft model decodes several steps on end, one token a branch in each."""
+    DRAFT_EXTEND = "draft_extend"
+    """The draft model reads what was verified: the same number of tokens a request, accepted or not."""
+    IDLE = "idle"
+    """No request at all: a rank that steps along because others have work."""
 
     @property
     def is_decode(self) -> bool:
-        """Whether every request brings exactly one token."""
+        """Whether this is decode proper: one new token a request."""
         return self is ForwardMode.DECODE
+
+    @property
+    def is_ragged(self) -> bool:
+        """Whether requests bring different numbers of tokens, as ``extend_seq_lens`` says."""
+        return self in (ForwardMode.EXTEND, ForwardMode.MIXED)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -44,17 +59,26 @@ class ForwardBatch:
     positions: torch.Tensor
     """``[T]`` int64: position of each token in its sequence, from 0."""
     out_cache_loc: torch.Tensor
-    """``[T]`` int64: KV slot that each token's key and value are written to; 0 is scratch."""
+    """``[T]`` int64: KV slot that each token's key and value are written to; 0 is scratch. Draft decode,
+    whose ``T`` tokens are the branches: ``[T, num_steps]``, the slot of each branch in each step."""
     req_pool_indices: torch.Tensor
     """``[bs]`` int64: row of each request in the request pool; 0 is the reserved row."""
     seq_lens: torch.Tensor
-    """``[bs]`` int64: tokens of each sequence that have a KV slot after this step, new ones included."""
+    """``[bs]`` int64: tokens of each sequence that have a KV slot after this step, new ones included; but
+    for target verify and draft decode those before it, since drafts are no part of a sequence yet."""
     seq_lens_cpu: torch.Tensor
     """``[bs]`` int64 on the host: the same numbers."""
     extend_seq_lens: torch.Tensor | None = None
-    """``[bs]`` int64: new tokens of each request; extend only."""
+    """``[bs]`` int64: new tokens of each request; extend and mixed only."""
     extend_seq_lens_cpu: torch.Tensor | None = None
     """``[bs]`` int64 on the host: the same numbers."""
+    tree_mask: torch.Tensor | None = None
+    """``[T, T // bs]`` bool: whether each draft token sees each draft token of its request, where drafts
+    are a tree; target verify only. Without it they are a chain, each seeing those before it."""
+    draft_step: int | None = None
+    """Which step of a draft, from 0, this batch stands for; see `at_draft_step`."""
+    draft_cache_loc: torch.Tensor | None = None
+    """``[T, num_steps]`` int64: the slots of all steps; see `at_draft_step`."""
 
     mrope_positions: torch.Tensor | None = None
     """``[3, T]`` int64: temporal, height and width position of each token, for multimodal rope."""
@@ -83,6 +107,35 @@ class ForwardBatch:
     def num_tokens(self) -> int:
         """Tokens in the batch, from the shape of ``input_ids``; no device read."""
         return self.input_ids.shape[0]
+
+    @property
+    def tokens_per_request(self) -> int:
+        """Tokens that each request brings where all bring as many; 1 where there is no request."""
+        return self.num_tokens // self.batch_size if self.batch_size else 1
+
+    @property
+    def uncounted_keys(self) -> int:
+        """Keys that each query's request has in this step beyond ``seq_lens``: drafts."""
+        if self.forward_mode is ForwardMode.TARGET_VERIFY:
+            return self.tokens_per_request
+        return 0 if self.draft_step is None else self.draft_step + 1
+
+    @property
+    def num_draft_steps(self) -> int:
+        """Steps of a draft decode; 1 for every other batch."""
+        return self.out_cache_loc.shape[1] if self.out_cache_loc.dim() > 1 else 1
+
+    def at_draft_step(self, step: int) -> "ForwardBatch":
+        """Return what one step of a draft decode sees: it writes its own slots, ``out_cache_loc`` ``[T]``.
+
+        Its queries attend ``seq_lens + step + 1`` keys: the sequence, and their branch up to themselves.
+        """
+        return replace(
+            self,
+            draft_step=step,
+            out_cache_loc=self.out_cache_loc[:, step],
+            draft_cache_loc=self.out_cache_loc,
+        )
 
     @property
     def device(self) -> torch.device:

@@ -22,7 +22,7 @@ import pluggy
 import torch
 
 from graphpact import hookspecs
-from graphpact.attention import AttentionBackend
+from graphpact.attention import AttentionBackend, kv_tensors
 from graphpact.batch import ForwardBatch, ForwardMode
 from graphpact.buffers import CudaGraphBufferRegistry, PaddingPolicy
 from graphpact.errors import CaptureError, ConfigError, EngineError
@@ -35,12 +35,14 @@ PactMode = Literal["always", "sampled", "off"]
 
 
 class ModelFn(Protocol):
-    """What a lane runs: a forward pass from a batch to ``[bs, vocab]`` logits."""
+    """What a lane runs: a forward pass from a batch to logits, a row for each request or each token."""
 
     def __call__(
         self, batch: ForwardBatch, backend: AttentionBackend, metadata: Any
     ) -> torch.Tensor:
-        """Return the logits of each request's last token, on ``batch``'s device."""
+        """Return logits on ``batch``'s device: ``[bs, vocab]`` of each request's last token, or
+        ``[T, vocab]`` of all tokens, as a verified draft needs them.
+        """
 
 
 class RunFn(Protocol):
@@ -160,7 +162,7 @@ class Lane:
 
     @torch.inference_mode()
     def run(self, batch: ForwardBatch) -> torch.Tensor:
-        """Return ``[bs, vocab]`` logits of ``batch``, through a graph where one fits."""
+        """Return the logits of ``batch``, as the model gives them, through a graph where one fits."""
         fit = self.runner.can_run(batch)
         if isinstance(fit, EagerReason):
             self.stats.eager[batch.forward_mode, fit] += 1
@@ -223,7 +225,8 @@ class Lane:
         captured.stats.replays += 1
         captured.stats.raw_rows += batch.batch_size
         logits: torch.Tensor = captured.graph.outputs
-        return logits[: batch.batch_size]
+        by_request = logits.shape[0] == shape.batch_size
+        return logits[: batch.batch_size if by_request else batch.num_tokens]
 
     @property
     def records_metadata(self) -> bool:
@@ -253,10 +256,8 @@ class Lane:
 
     def _region(self, view: ForwardBatch, metadata: Any) -> torch.Tensor:
         """Do what a graph records."""
-        backend = self.backend
-        if backend.records_metadata and backend.metadata_in_graph is not None:
-            backend.metadata_in_graph(view, metadata)
-        return self.model(view, backend, metadata)
+        self.backend.record_metadata(view, metadata)
+        return self.model(view, self.backend, metadata)
 
     def _require_scratch(self, shape: GraphShape, dummy: ForwardBatch) -> None:
         """Refuse a dummy batch that writes where a live request may have its keys: a warm-up really runs.
@@ -289,7 +290,7 @@ class Lane:
             CaptureError: Names the field.
         """
         context, registry = self.backend.context, self.registry
-        others = [*context.kv_cache.k, *context.kv_cache.v, context.req_to_token]
+        others = [*kv_tensors(context.kv_cache).values(), context.req_to_token]
         known = {t.untyped_storage().data_ptr() for t in others}
         for path, value in walk({"metadata": metadata}):
             if (
@@ -349,10 +350,9 @@ def declared_memory(registry: CudaGraphBufferRegistry, backend: AttentionBackend
     all: workspaces.
     """
     context = backend.context
-    caches = [*context.kv_cache.k, *context.kv_cache.v]
-    names = {context.req_to_token.data_ptr(): "req_to_token"}
-    for kind, tensors in (("keys", context.kv_cache.k), ("values", context.kv_cache.v)):
-        names.update({t.data_ptr(): f"the {kind} of layer {i}" for i, t in enumerate(tensors)})
+    caches = kv_tensors(context.kv_cache)
+    names = {t.data_ptr(): name for name, t in caches.items()}
+    names[context.req_to_token.data_ptr()] = "req_to_token"
 
     def name_of(tensor: torch.Tensor) -> str | None:
         slot = registry.slot_of(tensor)
@@ -371,7 +371,7 @@ def declared_memory(registry: CudaGraphBufferRegistry, backend: AttentionBackend
     return DeclaredMemory(
         refreshed=[t for name, t in slots.items() if name not in once],
         workspaces=[t for name, t in slots.items() if name in once],
-        caches=caches,
+        caches=[*caches.values()],
         host=[t for t in host_memory if t is not None],
         name_of=name_of,
     )

@@ -84,8 +84,11 @@ class BucketLadder:
         return self.shapes[-1]
 
     def fit(self, batch: ForwardBatch) -> GraphShape | EagerReason:
-        """Return the smallest shape that holds ``batch``, or why none does. Host work only."""
-        if batch.forward_mode is not self.mode:
+        """Return the smallest shape that holds ``batch``, or why none does. Host work only.
+
+        An idle batch, which has no request, fits the smallest shape of any mode.
+        """
+        if batch.forward_mode not in (self.mode, ForwardMode.IDLE):
             return EagerReason.WRONG_MODE
         at = bisect.bisect_left(self._sorted, batch.batch_size)
         if at == len(self._sorted):

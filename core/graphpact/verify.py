@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from graphpact.attention import AttentionBackend, KVBuffers
+from graphpact.attention import AttentionBackend, KVBuffers, kv_tensors
 from graphpact.batch import ForwardBatch
 from graphpact.diagnosis import Cause, Diagnosis, Replay, tolerance_of
 from graphpact.errors import EngineError, ReplayError, VerificationError
@@ -69,8 +69,8 @@ class Verifier:
         self.share = share
         self.verified = 0
         self.largest_difference = 0.0
-        self._live = [*kv_cache.k, *kv_cache.v]
-        self._shadow = [*shadow.k, *shadow.v]
+        self._live = kv_tensors(kv_cache)
+        self._shadow = kv_tensors(shadow)
         self._backend = make_backend(shadow)
         self._page_size = page_size
         self._random = random.Random(seed)  # noqa: S311  it picks steps, it keeps no secret
@@ -145,7 +145,7 @@ class Verifier:
         lane = self.lane
         if self._random.random() >= self.share:
             return lane.run(batch)
-        torch._foreach_copy_(self._shadow, self._live)
+        torch._foreach_copy_([*self._shadow.values()], [*self._live.values()])
         table = lane.backend.context.req_to_token
         table_before = table.clone()
         kept = _copy_of(batch)  # should a hook write into the batch
@@ -200,11 +200,9 @@ class Verifier:
         """Compare logits, and both KV caches outside the scratch page."""
         how: dict[str, Any] = {"replay": replay, "exactly": exactly}
         self._compare("logits of request", logits, expected, first=0, **how)
-        layers = len(self._live) // 2
-        for i, (live, shadow) in enumerate(zip(self._live, self._shadow, strict=True)):
-            kind = "keys" if i < layers else "values"
-            what = f"{kind} of layer {i % layers} in KV slot"
-            self._compare(what, live, shadow, first=self._page_size, **how)
+        for name, live in self._live.items():
+            what = f"{name.removeprefix('the ')} in KV slot"
+            self._compare(what, live, self._shadow[name], first=self._page_size, **how)
 
     def _compare_table(
         self, before: torch.Tensor, after: torch.Tensor, replay: Replay | None
@@ -280,7 +278,7 @@ class Verifier:
         self, what: str, replay: Replay | None, *, largest_difference: float = math.inf
     ) -> VerificationError:
         """Return the error for ``what`` went wrong, with what made it so."""
-        caches = [*self._live, *self._shadow]
+        caches = [*self._live.values(), *self._shadow.values()]
         cause = _AROUND
         if replay is not None:
             cause = Diagnosis(self.lane, self._backend, replay, caches).cause()

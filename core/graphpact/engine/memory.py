@@ -26,6 +26,7 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 
+from graphpact.attention import kv_tensors
 from graphpact.buffers.arenas import address_range
 from graphpact.buffers.description import RegistryDescription, SlotRow
 from graphpact.engine.engine import Engine
@@ -261,10 +262,8 @@ def _lane_memory(lane: Lane, engine: Engine) -> LaneMemory:
     ]
     shared = [row("weight", name, "model", t) for name, t in engine.model.named_weights()]
     shared = [weight for weight in shared if weight.in_graph is not False]
-    cache = engine.memory.kv_cache
-    for at, (keys, values) in enumerate(zip(cache.k, cache.v, strict=True)):
-        shared.append(row("kv_cache", f"layer {at} keys", "engine", keys))
-        shared.append(row("kv_cache", f"layer {at} values", "engine", values))
+    for name, tensor in kv_tensors(engine.memory.kv_cache).items():
+        shared.append(row("kv_cache", name.removeprefix("the "), "engine", tensor))
     table = engine.memory.requests.req_to_token
     shared.append(row("request_table", "req_to_token", "engine", table))
     known = _Ranges(one.extent for one in (*slots, *shared) if one.extent is not None)

@@ -9,6 +9,7 @@ Does not: hand out or take back; the pools do.
 
 import torch
 
+from graphpact.attention import kv_tensors
 from graphpact.engine.pools import KVCache, PagePool, RequestPool
 from graphpact.errors import ReplayError
 from graphpact.graphs.poison import is_poison, poison_of
@@ -29,9 +30,8 @@ class EngineOwnership:
         self._table = requests.req_to_token
         size = pages.page_size
         self._caches = {
-            f"{kind} of layer {i}": cache.view(-1, size, *cache.shape[1:])
-            for kind, caches in (("keys", kv_cache.k), ("values", kv_cache.v))
-            for i, cache in enumerate(caches)
+            name: cache.view(-1, size, *cache.shape[1:])
+            for name, cache in kv_tensors(kv_cache).items()
         }
         self._poisoned_rows: frozenset[int] = frozenset()
         self._poisoned_pages: frozenset[int] = frozenset()
@@ -81,6 +81,6 @@ class EngineOwnership:
                 page, offset = (int(at) for at in written.nonzero()[0])
                 slot = pages[page] * self._pages.page_size + offset
                 raise ReplayError(
-                    f"a step wrote the {what} in KV slot {slot}, which no live request owns",
+                    f"a step wrote {what} in KV slot {slot}, which no live request owns",
                     hint="padded tokens write slot 0, which is scratch: reset the tail of out_cache_loc",
                 )

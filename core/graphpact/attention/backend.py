@@ -1,121 +1,56 @@
-"""The attention backend's side of the contract: what it declares, binds, refreshes and computes.
+"""`AttentionBackend`, the base class of attention plugins: what it binds, refreshes and computes.
 
 A backend writes one body, `AttentionBackend.fill_metadata`, from a view to the tensors of its
 metadata. The base class makes both hooks of it, and the eager path too, so that capture and replay
 cannot disagree about what a tensor holds. A backend that really needs two bodies overrides the hooks.
 
+A draft decode is several steps in one graph. Its metadata is a `DraftMetadata`, one entry a step, each
+made by the same body from what that step sees, `ForwardBatch.at_draft_step`.
+
 Does not: choose shapes, pad batches or record graphs.
 """
 
 import abc
-import enum
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol
 
 import torch
 
+from graphpact.attention.capabilities import Capabilities, LayerSpec, Limits
+from graphpact.attention.providers import KernelProvider, ProviderName, choose_provider
 from graphpact.batch import ForwardBatch, ForwardMode
 from graphpact.buffers import CudaGraphBufferRegistry, GraphSlot
-from graphpact.errors import EngineError, SlotError, UnsupportedModelError
+from graphpact.errors import EngineError, SlotError
 from graphpact.graphs import GraphDriver
 from graphpact.hookspecs import hookimpl
 from graphpact.shapes import GraphShape
-
-
-class GraphSupport(enum.Enum):
-    """Which batches a graph can hold: a backend declares what it can, a runner what it needs.
-
-    In rising order; each includes the ones before it.
-    """
-
-    NEVER = "never"
-    UNIFORM_DECODE = "uniform_decode"
-    """One query token a request."""
-    UNIFORM = "uniform"
-    """The same number of query tokens a request."""
-    ALWAYS = "always"
-
-    def covers(self, needed: "GraphSupport") -> bool:
-        """Return whether this is as much as ``needed``, or more."""
-        order = list(GraphSupport)
-        return order.index(self) >= order.index(needed)
-
-
-class HeadLayout(enum.Enum):
-    """How the query heads of a layer share keys and values."""
-
-    MHA = "mha"
-    """Each has its own."""
-    GQA = "gqa"
-    """Groups of them share one."""
-    MLA = "mla"
-    """All share one compressed latent, which is what the cache holds."""
-
-
-@dataclass(frozen=True, slots=True)
-class LayerSpec:
-    """What one layer of a model asks of attention.
-
-    Args:
-        layer_id: Index of the layer's KV cache.
-        num_q_heads: Query heads.
-        num_kv_heads: Key and value heads; divides ``num_q_heads``.
-        head_dim: Width of a query and a key head.
-        v_head_dim: Width of a value head.
-        scaling: Factor on the scores.
-        sliding_window: A query sees this many keys, itself included; None sees all.
-        softcap: Scores become ``softcap * tanh(score / softcap)``; None leaves them.
-        sinks: ``[num_q_heads]`` logits of a virtual key without value (GPT-OSS), or None.
-    """
-
-    layer_id: int
-    num_q_heads: int
-    num_kv_heads: int
-    head_dim: int
-    v_head_dim: int
-    scaling: float
-    sliding_window: int | None = None
-    softcap: float | None = None
-    sinks: torch.Tensor | None = None
-
-    @property
-    def head_layout(self) -> HeadLayout:
-        """MHA where every query head has a key head of its own, GQA otherwise."""
-        return HeadLayout.MHA if self.num_q_heads == self.num_kv_heads else HeadLayout.GQA
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """The largest of everything that a lane can meet; slots and bounds are sized by it.
-
-    Args:
-        max_bs: Requests in a step.
-        max_num_tokens: Tokens in a step.
-        max_context_len: Tokens in a sequence.
-        page_size: KV slots in a page.
-    """
-
-    max_bs: int
-    max_num_tokens: int
-    max_context_len: int
-    page_size: int
-
-    @property
-    def max_pages_per_request(self) -> int:
-        """Pages of the longest sequence."""
-        return -(-self.max_context_len // self.page_size)
 
 
 class KVBuffers(Protocol):
     """The KV cache as a backend sees it: one key and one value tensor a layer.
 
     ``k[i]`` is ``[num_slots, num_kv_heads, head_dim]``, ``v[i]`` ``[num_slots, num_kv_heads,
-    v_head_dim]``; slot 0 is scratch, page ``p`` is slots ``p * page_size`` and on.
+    v_head_dim]``; slot 0 is scratch, page ``p`` is slots ``p * page_size`` and on. Where a layer keeps
+    latents (MLA), ``v[i]`` is a view of ``k[i]``: the first ``kv_lora_rank`` of each key.
     """
 
     k: list[torch.Tensor]
     v: list[torch.Tensor]
+
+
+def kv_tensors(kv_cache: KVBuffers) -> dict[str, torch.Tensor]:
+    """Return the memory of a KV cache, each tensor once, by a name for messages.
+
+    A value that is a view of its key is no memory of its own.
+    """
+    found: dict[str, torch.Tensor] = {}
+    for i, (k, v) in enumerate(zip(kv_cache.k, kv_cache.v, strict=True)):
+        shared = k.untyped_storage().data_ptr() == v.untyped_storage().data_ptr()
+        found[f"the {'latents' if shared else 'keys'} of layer {i}"] = k
+        if not shared:
+            found[f"the values of layer {i}"] = v
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +65,8 @@ class BackendContext:
         req_to_token: ``[max_requests + 1, max_context_len]`` int32: KV slot of each position of each
             request row. Row 0 is all zeros.
         kv_cache: The KV cache.
+        mode: What the lane's batches are.
+        provider: Which of the backend's kernels: see `graphpact.attention.providers`.
     """
 
     device: torch.device
@@ -138,72 +75,19 @@ class BackendContext:
     limits: Limits
     req_to_token: torch.Tensor
     kv_cache: KVBuffers
+    mode: ForwardMode = ForwardMode.DECODE
+    provider: ProviderName = "auto"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Capabilities:
-    """What a backend declares that it can do. None for a set means: any.
+@dataclass(frozen=True, slots=True)
+class DraftMetadata:
+    """The metadata of a draft decode.
 
     Args:
-        modes: Forward modes it serves.
-        graph_support: Which of them can be captured.
-        dtypes: Of queries and KV cache.
-        devices: Device types, such as ``"cpu"`` and ``"cuda"``.
-        head_layouts: How its kernels let query heads share keys.
-        page_sizes: KV page sizes.
-        head_dims: Widths of a query head.
-        sliding_window: Whether a layer may have one.
-        softcap: Whether a layer may have one.
-        sinks: Whether a layer may have them.
-        needs_host_plan: Whether a replay hook reads ``seq_lens_cpu``.
-        seq_len_fill_value: The length of a padded row that its kernels read as harmless.
+        steps: What `AttentionBackend.forward` takes in each step, the first step first.
     """
 
-    modes: frozenset[ForwardMode]
-    graph_support: GraphSupport
-    dtypes: frozenset[torch.dtype]
-    devices: frozenset[str]
-    head_layouts: frozenset[HeadLayout]
-    seq_len_fill_value: int
-    page_sizes: frozenset[int] | None = None
-    head_dims: frozenset[int] | None = None
-    sliding_window: bool = False
-    softcap: bool = False
-    sinks: bool = False
-    needs_host_plan: bool = False
-
-    def missing(
-        self,
-        layers: Sequence[LayerSpec],
-        *,
-        mode: ForwardMode,
-        dtype: torch.dtype,
-        device: torch.device,
-        page_size: int,
-    ) -> list[str]:
-        """Return what a model and an engine ask for that is not declared, one phrase each."""
-        found: dict[str, None] = {}
-
-        def need(name: str, value: Any, declared: Any) -> None:
-            if declared is not None and value not in declared:
-                have = ", ".join(sorted(str(getattr(d, "value", d)) for d in declared))
-                found[f"{name} {getattr(value, 'value', value)} (has {have})"] = None
-
-        need("mode", mode, self.modes)
-        need("dtype", dtype, self.dtypes)
-        need("device", device.type, self.devices)
-        need("page size", page_size, self.page_sizes)
-        for layer in layers:
-            need("head layout", layer.head_layout, self.head_layouts)
-            need("head width", layer.head_dim, self.head_dims)
-            for name, asked in (
-                ("sliding_window", layer.sliding_window),
-                ("softcap", layer.softcap),
-                ("sinks", layer.sinks),
-            ):
-                if asked is not None and not getattr(self, name):
-                    found[f"attention feature {name}"] = None
-        return list(found)
+    steps: tuple[Any, ...]
 
 
 @dataclass(slots=True)
@@ -232,6 +116,9 @@ class AttentionBackend(abc.ABC):
 
     capabilities: ClassVar[Capabilities]
 
+    providers: ClassVar[Sequence[type[KernelProvider]]] = ()
+    """Sets of kernels to choose from, the best first; none for a backend with one set of its own."""
+
     metadata_in_graph: Callable[[ForwardBatch, Any], None] | None = None
     """A method ``(view, metadata) -> None``, where a backend has one: the same work as `fill_metadata`,
     done by the device alone. A lane may record it as the graph's first nodes, and then a replay prepares
@@ -240,8 +127,17 @@ class AttentionBackend(abc.ABC):
     records_metadata: bool = False
     """Whether its lane records `metadata_in_graph`; the lane says so."""
 
+    plan_metadata: Callable[[ForwardBatch, Any], None] | None = None
+    """A method ``(view, metadata) -> None``, where a backend has one: work of the host that no graph holds,
+    such as a kernel's plan, made from ``seq_lens_cpu``. Done after `fill_metadata`, and before each replay
+    also where the graph does the rest. Reads no device tensor."""
+
     def __init__(self, context: BackendContext) -> None:
         self.context = context
+        provider, self.passed_over = choose_provider(type(self).__name__, self.providers, context)
+        """Why kernels better than those in use were not taken, by the name of their provider."""
+        self.kernels: Any = None if provider is None else provider(context)
+        """An instance of one of `providers`; None where there are none."""
         self.driver: GraphDriver | None = None
         """The lane's driver, from which streams and copies from host memory are had; None before
         `attach`."""
@@ -307,7 +203,14 @@ class AttentionBackend(abc.ABC):
                 f"{type(self).__name__} is attached to a lane already",
                 hint="build one backend for each lane",
             )
-        for slot in self.declare_slots(self.context.limits):
+        limits = self.context.limits
+        slots = [
+            slot
+            for step in range(limits.draft.num_steps)
+            for slot in self.declare_slots(limits)
+            for slot in [replace(slot, name=_at_step(slot.name, step)) if step else slot]
+        ]
+        for slot in slots:
             if slot.copy_from_fb or slot.post_fill is not None:
                 raise SlotError(
                     f"{slot.label}: a backend's slots are filled by its fill_metadata, in eager steps too,"
@@ -328,20 +231,25 @@ class AttentionBackend(abc.ABC):
                 hint="Lane() attaches it; outside a lane call attach() before capture",
             )
 
-        def buffers(name: str) -> torch.Tensor:
-            return registry.get_slot(name).slice_for(shape.batch_size, shape.num_tokens)
+        def buffers(step: int) -> Callable[[str], torch.Tensor]:
+            return lambda name: registry.get_slot(_at_step(name, step)).slice_for(
+                shape.batch_size, shape.num_tokens
+            )
 
-        metadata = self.allocate_metadata(view, shape, buffers)
-        self.fill_metadata(view, metadata)
-        return metadata
+        return self._make(view, shape, buffers)
 
     @hookimpl
     def init_metadata_replay(self, view: ForwardBatch, shape: GraphShape, captured: Any) -> Any:
         """Refill the captured metadata: the same body as at capture, unless the graph does it."""
         del shape  # the captured metadata was bound for it
-        if not self.records_metadata:
-            self.fill_metadata(view, captured)
+        self._refresh(view, captured, fill=not self.records_metadata)
         return captured
+
+    def record_metadata(self, view: ForwardBatch, metadata: Any) -> None:
+        """Do what a graph records of the metadata's work; a lane calls it inside the capture."""
+        if self.records_metadata and self.metadata_in_graph is not None:
+            for at, part in _each_step(view, metadata):
+                self.metadata_in_graph(at, part)
 
     def init_metadata_eager(self, batch: ForwardBatch, *, fill: int | None = None) -> Any:
         """Return metadata for a batch that runs without a graph: the same body, in new memory.
@@ -353,34 +261,50 @@ class AttentionBackend(abc.ABC):
         """
         shape = GraphShape(batch.forward_mode, batch.batch_size, batch.num_tokens)
         slots = {slot.name: slot for slot in self.declare_slots(self.context.limits)}
-        metadata = self.allocate_metadata(
-            batch, shape, EagerBuffers(slots, shape, self.context.device, fill)
-        )
-        self.fill_metadata(batch, metadata)
+        buffers = EagerBuffers(slots, shape, self.context.device, fill)
+        return self._make(batch, shape, lambda _: buffers)
+
+    # -- inside ----------------------------------------------------------------------------------
+
+    def _make(
+        self,
+        view: ForwardBatch,
+        shape: GraphShape,
+        buffers: Callable[[int], Callable[[str], torch.Tensor]],
+    ) -> Any:
+        """Bind and fill metadata; ``buffers`` gives those of a step."""
+        if view.forward_mode is ForwardMode.DRAFT_DECODE:
+            metadata: Any = DraftMetadata(
+                tuple(
+                    self.allocate_metadata(view.at_draft_step(step), shape, buffers(step))
+                    for step in range(view.num_draft_steps)
+                )
+            )
+        else:
+            metadata = self.allocate_metadata(view, shape, buffers(0))
+        self._refresh(view, metadata, fill=True)
         return metadata
 
+    def _refresh(self, view: ForwardBatch, metadata: Any, *, fill: bool) -> None:
+        plan = self.plan_metadata
+        if not fill and plan is None:
+            return
+        for at, part in _each_step(view, metadata):
+            if fill:
+                self.fill_metadata(at, part)
+            if plan is not None:
+                plan(at, part)
 
-def require_capabilities(
-    name: str,
-    capabilities: Capabilities,
-    layers: Sequence[LayerSpec],
-    *,
-    mode: ForwardMode,
-    dtype: torch.dtype,
-    device: torch.device,
-    page_size: int,
-) -> None:
-    """Refuse a model that asks of backend ``name`` what it does not declare.
 
-    Raises:
-        UnsupportedModelError: Lists everything that is missing.
-    """
-    missing = capabilities.missing(
-        layers, mode=mode, dtype=dtype, device=device, page_size=page_size
-    )
-    if missing:
-        raise UnsupportedModelError(
-            f"attention backend {name!r} cannot run this model's {mode.value}: it lacks "
-            + "; ".join(missing),
-            hint="select another engine.attention_backend; `graphpact plugins` lists what each has",
-        )
+def _at_step(name: str, step: int) -> str:
+    """Return the name of a declared slot's twin for a later step of a draft."""
+    return f"{name}.step{step}" if step else name
+
+
+def _each_step(view: ForwardBatch, metadata: Any) -> Iterator[tuple[ForwardBatch, Any]]:
+    """Yield what each step of a draft sees, and its metadata; the whole of any other batch."""
+    if not isinstance(metadata, DraftMetadata):
+        yield view, metadata
+        return
+    for step, part in enumerate(metadata.steps):
+        yield view.at_draft_step(step), part
