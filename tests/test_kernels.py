@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphpact.kernels import pack_kv_indices, paged_attention, write_kv_cache
-from graphpact.kernels.paged_attention import _attend_padded, _Layout, _Rule
+from graphpact.kernels._attend import Rule
+from graphpact.kernels.paged_attention import _attend_padded, _Layout
 from graphpact.kernels.paged_cache import _pack_padded
 
 EXAMPLES = settings(derandomize=True, deadline=None, max_examples=150)
@@ -35,7 +36,7 @@ class Problem:
         if path == "cpu":
             return paged_attention(self.q, self.k_cache, self.v_cache, **arguments)
         out = self.q.new_full((*self.q.shape[:2], self.v_cache.shape[2]), NAN)
-        rule = _Rule(
+        rule = Rule(
             arguments.pop("scaling"),
             arguments.pop("sliding_window") or 0,
             arguments.pop("softcap") or 0.0,

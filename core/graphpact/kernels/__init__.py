@@ -3,7 +3,21 @@
 Does not: know any backend's metadata object; arguments are plain tensors and numbers.
 """
 
+from graphpact.kernels.page_table_attention import (
+    merge_states,
+    page_table_attention,
+    schedule_attention,
+    schedule_size,
+)
 from graphpact.kernels.paged_attention import paged_attention
 from graphpact.kernels.paged_cache import pack_kv_indices, write_kv_cache
 
-__all__ = ["pack_kv_indices", "paged_attention", "write_kv_cache"]
+__all__ = [
+    "merge_states",
+    "pack_kv_indices",
+    "page_table_attention",
+    "paged_attention",
+    "schedule_attention",
+    "schedule_size",
+    "write_kv_cache",
+]

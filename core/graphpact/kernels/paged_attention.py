@@ -2,19 +2,19 @@
 
 The arguments are those of FlashInfer's paged wrappers (``qo_indptr``, ``kv_indptr``, ``kv_indices``,
 ``kv_last_page_len``), and so are the checks: the last query offset must be the number of query rows,
-and a causal request must have at least as many keys as queries. On a CPU the kernel reads its own
-index tensors, as a kernel may, and works on the lengths that are really there; elsewhere it works on
-the bounds that it was given, so that it never waits for the device.
+and a causal request must have at least as many keys as queries. The mask is FlashInfer's packed one; of
+a plan it reads what FlashInfer's kernels do: which chunks of keys were planned. On a CPU the kernel reads
+its own index tensors, as a kernel may, and works on the lengths that are really there; elsewhere it works
+on the bounds that it was given, so that it never waits for the device.
 
 Does not: write the KV cache.
 """
 
-import itertools
 from dataclasses import dataclass
 
 import torch
-from torch.nn import functional
 
+from graphpact.kernels._attend import Keys, Rule, attend_padded, attend_ragged, own_slots
 from graphpact.kernels._library import define_kernel
 
 __tracebackhide__ = True  # a driver names the line that calls a kernel
@@ -31,104 +31,33 @@ class _Layout:
     page_size: int
     max_q_len: int
     max_kv_len: int
+    mask: torch.Tensor | None = None
+    mask_indptr: torch.Tensor | None = None
+    o_indptr: torch.Tensor | None = None
+    kv_chunk_size: torch.Tensor | None = None
 
+    def kv_lens(self) -> torch.Tensor:
+        """Return ``[bs]``: keys of each request, on the device."""
+        pages = self.kv_indptr[1:] - self.kv_indptr[:-1]
+        lens = (pages - 1) * self.page_size + self.kv_last_page_len
+        return torch.where(pages > 0, lens, 0)
 
-@dataclass(frozen=True, slots=True)
-class _Rule:
-    """How scores are made and which keys a query sees."""
+    def planned(self) -> torch.Tensor | None:
+        """Return ``[bs]``: the keys that the plan's chunks cover; None without a plan."""
+        if self.o_indptr is None or self.kv_chunk_size is None:
+            return None
+        return (self.o_indptr[1:] - self.o_indptr[:-1]) * self.kv_chunk_size
 
-    scaling: float
-    sliding_window: int  # 0 for none
-    softcap: float  # 0 for none
-    sinks: torch.Tensor | None
-
-
-def _attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, allowed: torch.Tensor, rule: _Rule
-) -> torch.Tensor:
-    """Attend densely: q ``[b, nq, hq, d]``, k and v ``[b, nk, hkv, d]``, allowed ``[b, nq, nk]``."""
-    batch, num_q, heads, _ = q.shape
-    kv_heads = k.shape[2]
-    group = heads // kv_heads
-    # Query heads that share a key head become more queries of it: no key is repeated.
-    grouped = q.view(batch, num_q, kv_heads, group, -1).permute(0, 2, 3, 1, 4)
-    grouped = grouped.reshape(batch, kv_heads, group * num_q, -1)
-    mask = allowed[:, None]
-    if num_q > 1 and group > 1:
-        mask = mask.repeat(1, 1, group, 1)
-    keys, values = k.transpose(1, 2), v.transpose(1, 2)
-    if rule.softcap == 0.0 and rule.sinks is None:
-        out = functional.scaled_dot_product_attention(
-            grouped, keys, values, attn_mask=mask, scale=rule.scaling
-        )
-    else:
-        scores = grouped @ keys.transpose(-1, -2) * rule.scaling
-        if rule.softcap != 0.0:
-            scores = rule.softcap * torch.tanh(scores / rule.softcap)
-        scores = scores.masked_fill(~mask, float("-inf"))
-        if rule.sinks is not None:
-            column = rule.sinks.to(scores.dtype).view(1, kv_heads, group, 1, 1)
-            column = column.expand(batch, -1, -1, num_q, 1).reshape(batch, kv_heads, -1, 1)
-            scores = torch.cat([scores, column], dim=-1)
-        weights = torch.softmax(scores, dim=-1)
-        if rule.sinks is not None:
-            weights = weights[..., :-1]
-        out = weights @ values
-    out = out.view(batch, kv_heads, group, num_q, -1).permute(0, 3, 1, 2, 4)
-    return out.reshape(batch, num_q, heads, -1)
-
-
-def _allowed(
-    q_positions: torch.Tensor, num_keys: int, kv_lens: torch.Tensor, rule: _Rule
-) -> torch.Tensor:
-    """Return ``[b, nq, nk]``: causal, within the request's keys, within the window where there is one."""
-    key = torch.arange(num_keys, device=q_positions.device)
-    at = q_positions[:, :, None]
-    allowed = (key <= at) & (key < kv_lens[:, None, None])
-    if rule.sliding_window > 0:
-        allowed &= key > at - rule.sliding_window
-    return allowed
-
-
-def _key_slots(
-    layout: _Layout, kv_lens: torch.Tensor, num_keys: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``[bs, nk]`` twice: the KV slot of every key, and whether the key is there.
-
-    ``nk`` is ``num_keys`` rounded up to whole pages. Keys that are not there repeat the request's own
-    first key: no weight falls on them, and what nobody owns, which may be NaN, is not even multiplied
-    by zero.
-    """
-    size, device = layout.page_size, kv_lens.device
-    page = torch.arange(-(-num_keys // size), device=device)
-    entry = (layout.kv_indptr[:-1, None] + page).clamp_(max=layout.kv_indices.shape[0] - 1)
-    first = layout.kv_indices[entry] * size
-    slots = (first[:, :, None] + torch.arange(size, device=device)).flatten(1)
-    there = torch.arange(slots.shape[1], device=device) < kv_lens[:, None]
-    return torch.where(there, slots, slots[:, :1]), there
-
-
-def _gather(cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """Return ``cache[slots]``, by the faster of torch's two ways."""
-    return cache.index_select(0, slots.reshape(-1)).view(*slots.shape, *cache.shape[1:])
-
-
-def _attend_decode(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    layout: _Layout,
-    kv_lens: torch.Tensor,
-    num_keys: int,
-    rule: _Rule,
-) -> torch.Tensor:
-    """Attend from one query a request, at its last position."""
-    slots, allowed = _key_slots(layout, kv_lens, num_keys)
-    if rule.sliding_window > 0:
-        key = torch.arange(slots.shape[1], device=q.device)
-        allowed = allowed & (key >= kv_lens[:, None] - rule.sliding_window)
-    k, v = _gather(k_cache, slots), _gather(v_cache, slots)
-    return _attend(q[:, None], k, v, allowed[:, None], rule)[:, 0]
+    def keys(
+        self, k_cache: torch.Tensor, v_cache: torch.Tensor, kv_lens: torch.Tensor, num_keys: int
+    ) -> Keys:
+        """Return the keys of every request; as many columns as ``num_keys``, in whole pages."""
+        size, device = self.page_size, kv_lens.device
+        page = torch.arange(-(-num_keys // size), device=device)
+        entry = (self.kv_indptr[:-1, None] + page).clamp_(max=self.kv_indices.shape[0] - 1)
+        first = self.kv_indices[entry] * size
+        slots = (first[:, :, None] + torch.arange(size, device=device)).flatten(1)
+        return Keys(k_cache, v_cache, own_slots(slots, kv_lens), kv_lens, self.planned())
 
 
 def _check(q: torch.Tensor, layout: _Layout) -> tuple[list[int], list[int]]:
@@ -171,26 +100,26 @@ def _attend_ragged(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     layout: _Layout,
-    rule: _Rule,
+    rule: Rule,
     out: torch.Tensor,
 ) -> None:
     """Attend with the index tensors read on the host: every request at its own length."""
     offsets, lengths = _check(q, layout)
-    kv_lens = torch.tensor(lengths)
-    if layout.max_q_len == 1:
-        out.copy_(_attend_decode(q, k_cache, v_cache, layout, kv_lens, max(lengths), rule))
+    if not lengths:
         return
-    slots, _ = _key_slots(layout, kv_lens, max(lengths))
-    for i, (start, end) in enumerate(itertools.pairwise(offsets)):
-        if start == end:
-            continue
-        length = lengths[i]
-        mine = slots[i : i + 1, :length]
-        k, v = _gather(k_cache, mine), _gather(v_cache, mine)
-        at = torch.arange(length - (end - start), length)[None]
-        allowed = _allowed(at, length, kv_lens[i : i + 1], rule)
-        dense = _attend(q[None, start:end], k, v, allowed, rule)
-        out[start:end] = dense[0]
+    keys = layout.keys(k_cache, v_cache, torch.tensor(lengths), max(lengths))
+    if layout.mask is None or layout.mask_indptr is None:
+        attend_ragged(q, offsets, lengths, keys, rule, out)
+        return
+    packed, begins, seen = layout.mask, layout.mask_indptr.tolist(), keys.seen
+
+    def mask(request: int) -> torch.Tensor:
+        shape = offsets[request + 1] - offsets[request], lengths[request]
+        bit = torch.arange(shape[0] * shape[1])
+        bits = (packed[begins[request] + bit // 8] >> (bit % 8) & 1).bool().view(shape)
+        return bits & (torch.arange(shape[1]) < seen[request])
+
+    attend_ragged(q, offsets, lengths, keys, rule, out, mask=mask)
 
 
 def _attend_padded(
@@ -198,30 +127,19 @@ def _attend_padded(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     layout: _Layout,
-    rule: _Rule,
+    rule: Rule,
     out: torch.Tensor,
 ) -> None:
     """Attend without reading anything on the host: every request padded to the bounds."""
-    pages = layout.kv_indptr[1:] - layout.kv_indptr[:-1]
-    kv_lens = (pages - 1) * layout.page_size + layout.kv_last_page_len
-    num_keys = layout.max_kv_len
-    if layout.max_q_len == 1:
-        out.copy_(_attend_decode(q, k_cache, v_cache, layout, kv_lens, num_keys, rule))
-        return
-    slots, _ = _key_slots(layout, kv_lens, num_keys)
-    k, v = _gather(k_cache, slots), _gather(v_cache, slots)
-    # Rows that are not there repeat the first query of all, and are dropped.
-    begin = layout.qo_indptr
-    num_q = begin[1:] - begin[:-1]
-    column = torch.arange(layout.max_q_len, device=q.device)
-    live = column < num_q[:, None]
-    rows = torch.where(live, begin[:-1, None] + column, 0)
-    at = torch.where(live, (kv_lens - num_q)[:, None] + column, 0)
-    allowed = _allowed(at, slots.shape[1], kv_lens, rule)
-    dense = _attend(q[rows], k, v, allowed, rule)
-    row = torch.arange(q.shape[0], dtype=begin.dtype, device=q.device)
-    request = torch.searchsorted(begin[1:], row, right=True).clamp_(max=num_q.shape[0] - 1)
-    out.copy_(dense[request, row - begin[request]])
+    keys = layout.keys(k_cache, v_cache, layout.kv_lens(), layout.max_kv_len)
+    mask = None
+    if layout.mask is not None and layout.mask_indptr is not None:
+        row = torch.arange(layout.max_q_len, device=q.device)[None, :, None]
+        key = torch.arange(keys.slots.shape[1], device=q.device)
+        bit = row * keys.lens[:, None, None] + key
+        byte = (layout.mask_indptr[:-1, None, None] + bit // 8).clamp_(max=layout.mask.shape[0] - 1)
+        mask = (layout.mask[byte] >> (bit % 8) & 1).bool() & (key < keys.seen[:, None, None])
+    attend_padded(q, layout.qo_indptr, keys, layout.max_q_len, rule, out, mask=mask)
 
 
 def _paged_attention(
@@ -239,12 +157,26 @@ def _paged_attention(
     sliding_window: int,
     softcap: float,
     sinks: torch.Tensor | None,
+    mask: torch.Tensor | None,
+    mask_indptr: torch.Tensor | None,
+    o_indptr: torch.Tensor | None,
+    kv_chunk_size: torch.Tensor | None,
     out: torch.Tensor,
 ) -> None:
     layout = _Layout(
-        qo_indptr, kv_indptr, kv_indices, kv_last_page_len, page_size, max_q_len, max_kv_len
+        qo_indptr,
+        kv_indptr,
+        kv_indices,
+        kv_last_page_len,
+        page_size,
+        max_q_len,
+        max_kv_len,
+        mask,
+        mask_indptr,
+        o_indptr,
+        kv_chunk_size,
     )
-    rule = _Rule(scaling, sliding_window, softcap, sinks)
+    rule = Rule(scaling, sliding_window, softcap, sinks)
     attend = _attend_ragged if q.device.type == "cpu" else _attend_padded
     attend(q, k_cache, v_cache, layout, rule, out)
 
@@ -252,7 +184,8 @@ def _paged_attention(
 _paged = define_kernel(
     "paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor qo_indptr, Tensor kv_indptr,"
     " Tensor kv_indices, Tensor kv_last_page_len, int page_size, int max_q_len, int max_kv_len,"
-    " float scaling, int sliding_window, float softcap, Tensor? sinks, Tensor(a!) out) -> ()",
+    " float scaling, int sliding_window, float softcap, Tensor? sinks, Tensor? mask,"
+    " Tensor? mask_indptr, Tensor? o_indptr, Tensor? kv_chunk_size, Tensor(a!) out) -> ()",
     _paged_attention,
 )
 
@@ -273,24 +206,35 @@ def paged_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    mask: torch.Tensor | None = None,
+    mask_indptr: torch.Tensor | None = None,
+    o_indptr: torch.Tensor | None = None,
+    kv_chunk_size: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attend causally from the last tokens of each request to its pages.
+    """Attend causally, or by a mask, from the last tokens of each request to its pages.
 
     Args:
         q: ``[T, num_q_heads, head_dim]``, the requests' queries one after another.
         k_cache: ``[num_slots, num_kv_heads, head_dim]``.
-        v_cache: ``[num_slots, num_kv_heads, v_head_dim]``.
+        v_cache: ``[num_slots, num_kv_heads, v_head_dim]``; may be a view of ``k_cache``.
         qo_indptr: ``[bs + 1]`` int32: where each request's queries begin.
         kv_indptr: ``[bs + 1]`` int32: where each request's pages begin in ``kv_indices``.
         kv_indices: ``[>= kv_indptr[-1]]`` int32: page numbers.
         kv_last_page_len: ``[bs]`` int32: keys in each request's last page, 1 to ``page_size``.
         page_size: KV slots in a page.
-        max_q_len: Bound on a request's queries; 1 selects the decode path, where ``T == bs``.
+        max_q_len: Bound on a request's queries; 1 for decode, where each request has exactly one.
         max_kv_len: Bound on a request's keys.
         scaling: Factor on the scores.
-        sliding_window: Keys that a query sees, itself included; None sees all.
+        sliding_window: Keys that a query sees, itself included; None sees all. Of no account with a
+            mask.
         softcap: As in `graphpact.LayerSpec`.
         sinks: As in `graphpact.LayerSpec`.
+        mask: ``[capacity]`` uint8: for each request its ``num_q * num_kv`` bits, a query's after
+            another's, lowest bit first: which keys it sees. FlashInfer's ``packed_custom_mask``.
+        mask_indptr: ``[bs + 1]`` int32: where each request's bytes begin in ``mask``.
+        o_indptr: ``[bs + 1]`` int32, of a plan: where each request's chunks of keys begin in the list of
+            work. Keys that no chunk covers are not attended, as in a kernel whose plan is stale.
+        kv_chunk_size: ``[1]`` int32, of a plan: keys in a chunk.
 
     Returns:
         ``[T, num_q_heads, v_head_dim]``.
@@ -314,6 +258,10 @@ def paged_attention(
         sliding_window or 0,
         softcap or 0.0,
         sinks,
+        mask,
+        mask_indptr,
+        o_indptr,
+        kv_chunk_size,
         out,
     )
     return out

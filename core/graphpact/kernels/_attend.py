@@ -1,0 +1,293 @@
+"""What the portable attention kernels share: dense attention over gathered keys, ragged and padded.
+
+A kernel says where its keys lie (`Keys`) and which queries belong to which request, and calls
+
+    attend_ragged   on a CPU: the offsets and lengths were read on the host, as a kernel may read its own
+    attend_padded   elsewhere: nothing is read on the host, every request is padded to the bounds
+
+Does not: know any library's index tensors; each kernel turns its own into slots.
+"""
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional
+
+__tracebackhide__ = True  # a driver names the line that calls a kernel
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """How scores are made and which keys a query sees."""
+
+    scaling: float
+    sliding_window: int = 0
+    """Keys that a query sees, itself included; 0 for all."""
+    softcap: float = 0.0
+    sinks: torch.Tensor | None = None
+    is_causal: bool = True
+    """Whether the last query of a request stands at its last key; else every query sees every key."""
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """The keys of every request.
+
+    Args:
+        k_cache: ``[num_slots, num_kv_heads, head_dim]``.
+        v_cache: ``[num_slots, num_kv_heads, v_head_dim]``; may be a view of ``k_cache``.
+        slots: ``[bs, nk]``: KV slot of each key; past a request's length any valid slot of its own.
+        lens: ``[bs]``: keys of each request; its last query stands at the last of them.
+        planned: ``[bs]``: how many of them a plan covers; None for all. The others are not attended.
+    """
+
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    slots: torch.Tensor
+    lens: torch.Tensor
+    planned: torch.Tensor | None = None
+
+    @property
+    def seen(self) -> torch.Tensor:
+        """``[bs]``: keys of each request that are attended at most."""
+        return self.lens if self.planned is None else torch.minimum(self.lens, self.planned)
+
+    def gather(self, request: int | None = None, length: int | None = None) -> list[torch.Tensor]:
+        """Return keys and values ``[bs, nk, heads, dim]`` of all requests, or of one up to its length."""
+        slots = self.slots if request is None else self.slots[request : request + 1, :length]
+        at = slots.reshape(-1)
+
+        def take(cache: torch.Tensor) -> torch.Tensor:
+            return cache.index_select(0, at).view(*slots.shape, *cache.shape[1:])
+
+        keys = take(self.k_cache)
+        if self.v_cache.untyped_storage().data_ptr() == self.k_cache.untyped_storage().data_ptr():
+            return [keys, keys[..., : self.v_cache.shape[2]]]  # latents: a value is part of its key
+        return [keys, take(self.v_cache)]
+
+
+Mask = Callable[[int], torch.Tensor]
+"""``request -> [nq, nk]`` bool: which keys its queries see, instead of the causal rule."""
+
+
+def own_slots(slots: torch.Tensor, lens: torch.Tensor) -> torch.Tensor:
+    """Return ``slots`` with every entry past a request's length replaced by its first, or by scratch.
+
+    No weight falls on such keys, and what nobody owns, which may be NaN, is not even multiplied by zero.
+    """
+    column = torch.arange(slots.shape[1], device=slots.device)
+    first = torch.where(lens[:, None] > 0, slots[:, :1], 0)
+    return torch.where(column < lens[:, None], slots, first)
+
+
+def visible(
+    q_positions: torch.Tensor, num_keys: int, seen: torch.Tensor, rule: Rule
+) -> torch.Tensor:
+    """Return ``[b, nq, nk]``: which of ``seen`` ``[b]`` keys queries at ``[b, nq]`` positions see."""
+    key = torch.arange(num_keys, device=q_positions.device)
+    at = q_positions[:, :, None]
+    allowed = (key < seen[:, None, None]).expand(*q_positions.shape, num_keys)
+    if rule.is_causal:
+        allowed = allowed & (key <= at)
+    if rule.sliding_window > 0:
+        allowed = allowed & (key > at - rule.sliding_window)
+    return allowed
+
+
+def dense(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    allowed: torch.Tensor,
+    rule: Rule,
+    *,
+    with_lse: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Attend densely. Of a query that sees no key the result is no number, its log-sum-exp minus infinity.
+
+    Args:
+        q: ``[b, nq, hq, d]``.
+        k: ``[b, nk, hkv, d]``.
+        v: ``[b, nk, hkv, dv]``.
+        allowed: ``[b, nq, nk]`` bool.
+        rule: Scaling, cap, sinks.
+        with_lse: Whether the log-sum-exp of the scores is wanted.
+
+    Returns:
+        ``[b, nq, hq, dv]``, and ``[b, nq, hq]`` float32 (float64 of float64) or None.
+    """
+    batch, num_q, heads, _ = q.shape
+    kv_heads = k.shape[2]
+    group = heads // kv_heads
+    # Query heads that share a key head become more queries of it: no key is repeated.
+    grouped = q.view(batch, num_q, kv_heads, group, -1).permute(0, 2, 3, 1, 4)
+    grouped = grouped.reshape(batch, kv_heads, group * num_q, -1)
+    mask = allowed[:, None]
+    if num_q > 1 and group > 1:
+        mask = mask.repeat(1, 1, group, 1)
+    keys, values = k.transpose(1, 2), v.transpose(1, 2)
+    lse = None
+    if rule.softcap == 0.0 and rule.sinks is None and not with_lse:
+        out = functional.scaled_dot_product_attention(
+            grouped, keys, values, attn_mask=mask, scale=rule.scaling
+        )
+    else:
+        scores = grouped @ keys.transpose(-1, -2) * rule.scaling
+        if rule.softcap != 0.0:
+            scores = rule.softcap * torch.tanh(scores / rule.softcap)
+        scores = scores.masked_fill(~mask, float("-inf"))
+        if rule.sinks is not None:
+            column = rule.sinks.to(scores.dtype).view(1, kv_heads, group, 1, 1)
+            column = column.expand(batch, -1, -1, num_q, 1).reshape(batch, kv_heads, -1, 1)
+            scores = torch.cat([scores, column], dim=-1)
+        weights = torch.softmax(scores, dim=-1)
+        if with_lse:
+            lse = torch.logsumexp(scores.to(lse_dtype(q)), dim=-1)
+            lse = lse.view(batch, kv_heads, group, num_q).permute(0, 3, 1, 2)
+            lse = lse.reshape(batch, num_q, heads)
+        if rule.sinks is not None:
+            weights = weights[..., :-1]
+        out = weights @ values
+    out = out.view(batch, kv_heads, group, num_q, -1).permute(0, 3, 1, 2, 4)
+    return out.reshape(batch, num_q, heads, -1), lse
+
+
+def lse_dtype(q: torch.Tensor) -> torch.dtype:
+    """Return the dtype of the log-sum-exp for queries ``q``: float32, or float64 for float64."""
+    return torch.promote_types(q.dtype, torch.float32)
+
+
+def attend_ragged(
+    q: torch.Tensor,
+    offsets: list[int],
+    lengths: list[int],
+    keys: Keys,
+    rule: Rule,
+    out: torch.Tensor,
+    *,
+    lse: torch.Tensor | None = None,
+    mask: Mask | None = None,
+) -> None:
+    """Attend with offsets and lengths known on the host; rows past the last offset are not written.
+
+    Args:
+        q: ``[T, hq, d]``.
+        offsets: ``bs + 1`` numbers: where each request's queries begin.
+        lengths: ``bs`` numbers: keys of each request, as in ``keys.lens``.
+        keys: Where they lie.
+        rule: See `Rule`.
+        out: ``[T, hq, dv]``, written.
+        lse: ``[T, hq]`` of `lse_dtype`, written where it is wanted.
+        mask: Instead of the causal rule.
+    """
+    counts = [end - start for start, end in itertools.pairwise(offsets)]
+    size = counts[0] if counts else 0
+    if mask is None and size > 0 and all(count == size for count in counts):
+        rows = q[: offsets[-1]].view(len(counts), size, *q.shape[1:])
+        at = (keys.lens - size)[:, None] + torch.arange(size)
+        _write(rows, keys.gather(), at, keys.seen, rule, out[: offsets[-1]], lse, counts, lengths)
+        return
+    seen = keys.seen
+    for i, (start, end) in enumerate(itertools.pairwise(offsets)):
+        if start == end:
+            continue
+        length = lengths[i]
+        at = torch.arange(length - (end - start), length)[None]
+        given = None if mask is None else mask(i)[None]
+        part = None if lse is None else lse[start:end]
+        _write(
+            q[None, start:end],
+            keys.gather(i, length),
+            at,
+            seen[i : i + 1],
+            rule,
+            out[start:end],
+            part,
+            counts[i : i + 1],
+            lengths[i : i + 1],
+            given,
+        )
+
+
+def _write(
+    q: torch.Tensor,
+    gathered: list[torch.Tensor],
+    at: torch.Tensor,
+    seen: torch.Tensor,
+    rule: Rule,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    counts: list[int],
+    lengths: list[int],
+    given: torch.Tensor | None = None,
+) -> None:
+    """Attend from ``q`` ``[b, nq, hq, d]`` at positions ``at`` and write all its rows."""
+    k, v = gathered
+    if k.shape[1] == 0:
+        out.zero_()
+        if lse is not None:
+            lse.fill_(float("-inf"))
+        return
+    allowed = visible(at, k.shape[1], seen, rule) if given is None else given
+    result, sums = dense(q, k, v, allowed, rule, with_lse=lse is not None)
+    # Queries without any key are there only where a request has fewer keys than queries, or none.
+    blind = any(
+        count > length if rule.is_causal else length == 0
+        for count, length in zip(counts, lengths, strict=True)
+    )
+    if blind:
+        result = _without_blind(result, allowed)
+    out.copy_(result.flatten(0, 1))
+    if lse is not None and sums is not None:
+        lse.copy_(sums.flatten(0, 1))
+
+
+def _without_blind(result: torch.Tensor, allowed: torch.Tensor) -> torch.Tensor:
+    """Return ``[b, nq, hq, dv]`` with zeros for each query that sees no key."""
+    return result.masked_fill(~allowed.any(dim=-1)[:, :, None, None], 0.0)
+
+
+def attend_padded(
+    q: torch.Tensor,
+    q_indptr: torch.Tensor,
+    keys: Keys,
+    max_q_len: int,
+    rule: Rule,
+    out: torch.Tensor,
+    *,
+    lse: torch.Tensor | None = None,
+    mask: torch.Tensor | None = None,
+) -> None:
+    """Attend without reading anything on the host: every request padded to ``max_q_len`` queries.
+
+    Args:
+        q: ``[T, hq, d]``.
+        q_indptr: ``[bs + 1]``: where each request's queries begin; rows past the last one get zeros.
+        keys: Where they lie.
+        max_q_len: Bound on a request's queries.
+        rule: See `Rule`.
+        out: ``[T, hq, dv]``, written.
+        lse: ``[T, hq]`` of `lse_dtype`, written where it is wanted.
+        mask: ``[bs, max_q_len, nk]`` bool, instead of the causal rule.
+    """
+    if out.shape[0] == 0 or q_indptr.shape[0] == 1:
+        return
+    num_q = q_indptr[1:] - q_indptr[:-1]
+    column = torch.arange(max_q_len, device=q.device)
+    live = column < num_q[:, None]
+    # Rows that are not there repeat the first query of all, and are dropped.
+    rows = torch.where(live, q_indptr[:-1, None] + column, 0)
+    at = torch.where(live, (keys.lens - num_q)[:, None] + column, 0)
+    k, v = keys.gather()
+    allowed = visible(at, k.shape[1], keys.seen, rule) if mask is None else mask
+    result, sums = dense(q[rows], k, v, allowed, rule, with_lse=lse is not None)
+    result = _without_blind(result, allowed)
+    row = torch.arange(q.shape[0], dtype=q_indptr.dtype, device=q.device)
+    request = torch.searchsorted(q_indptr[1:], row, right=True).clamp_(max=num_q.shape[0] - 1)
+    place = (row - q_indptr[request]).clamp_(max=max_q_len - 1)
+    there = row < q_indptr[-1]
+    out.copy_(torch.where(there[:, None, None], result[request, place], 0))
+    if lse is not None and sums is not None:
+        lse.copy_(torch.where(there[:, None], sums[request, place], float("-inf")))

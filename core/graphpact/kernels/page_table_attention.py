@@ -1,0 +1,238 @@
+"""Attention over a page table, from FlashAttention's arguments.
+
+The arguments are those of ``flash_attn_with_kvcache`` (``cu_seqlens_q``, ``cache_seqlens``, ``page_table``,
+``scheduler_metadata``), with its semantics: the last query of a request stands at its last key; a query
+that sees no key, and a row past the last offset, yields zeros. On a CPU the kernel reads its own index
+tensors, as a kernel may, and makes the checks; elsewhere it works on the bounds that it was given.
+
+Latents are served too: one key head that all query heads share, whose first part is the value.
+
+Does not: write the KV cache.
+"""
+
+import torch
+
+from graphpact.kernels._attend import Keys, Rule, attend_padded, attend_ragged, own_slots
+from graphpact.kernels._library import define_kernel
+
+__tracebackhide__ = True  # a driver names the line that calls a kernel
+
+BLOCK = 16
+"""Queries, and keys, in one block of the schedule."""
+
+
+def schedule_size(batch_size: int) -> int:
+    """Return how many numbers the schedule of ``batch_size`` requests has: ``1 + 4 * round4(bs)``.
+
+    FlashAttention-3's ``get_scheduler_metadata``: a semaphore, then vectors of a number a request.
+    """
+    return 1 + 4 * _round4(batch_size)
+
+
+def _round4(n: int) -> int:
+    return -(-n // 4) * 4
+
+
+def schedule_attention(
+    cu_seqlens_q: torch.Tensor, cache_seqlens: torch.Tensor, *, out: torch.Tensor
+) -> None:
+    """Write the schedule of a step into ``out``; device work alone.
+
+    Args:
+        cu_seqlens_q: ``[bs + 1]`` int32: where each request's queries begin.
+        cache_seqlens: ``[bs]`` int32: keys of each request.
+        out: ``[>= schedule_size(bs)]`` int32: the semaphore, which is 0; blocks of queries of each request;
+            blocks of keys of each request, both as long as ``bs`` rounded up to 4; zeros to the end, so
+            that no block of an earlier, larger step is left to work on.
+    """
+    bs = cache_seqlens.shape[0]
+    width = _round4(bs)
+    out.zero_()
+    torch.div(
+        cu_seqlens_q[1:] - cu_seqlens_q[:-1] + (BLOCK - 1),
+        BLOCK,
+        rounding_mode="floor",
+        out=out[1 : 1 + bs],
+    )
+    torch.div(cache_seqlens + (BLOCK - 1), BLOCK, rounding_mode="floor", out=out[1 + width :][:bs])
+
+
+def _check(
+    q: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    page_table: torch.Tensor,
+    page_size: int,
+    max_seqlen_q: int,
+    schedule: torch.Tensor | None,
+) -> tuple[list[int], list[int]]:
+    """Make the checks of a CPU; return query offsets and key counts."""
+    offsets: list[int] = cu_seqlens_q.tolist()
+    lengths: list[int] = cache_seqlens.tolist()
+    bs, num_pages = page_table.shape
+    if len(offsets) != bs + 1 or len(lengths) != bs:
+        raise RuntimeError(
+            f"page_table has {bs} rows, cu_seqlens_q {len(offsets)} and cache_seqlens {len(lengths)}:"
+            " they go by requests, and the offsets have one more"
+        )
+    if offsets[0] != 0 or offsets != sorted(offsets) or offsets[-1] > q.shape[0]:
+        raise RuntimeError(f"cu_seqlens_q is {offsets}, for {q.shape[0]} query rows")
+    for i, length in enumerate(lengths):
+        num_q = offsets[i + 1] - offsets[i]
+        if num_q > max_seqlen_q:
+            raise RuntimeError(f"request {i}: {num_q} queries, max_seqlen_q is {max_seqlen_q}")
+        if not 0 <= length <= num_pages * page_size:
+            raise RuntimeError(
+                f"request {i}: {length} keys, its row of page_table holds {num_pages * page_size}"
+            )
+    if schedule is not None:
+        rest = schedule[1 + 2 * _round4(bs) :]
+        if schedule.shape[0] < schedule_size(bs) or bool(schedule[0] != 0) or bool(rest.any()):
+            raise RuntimeError(
+                f"scheduler_metadata of {schedule.shape[0]} numbers for {bs} requests: it begins with 0,"
+                f" has at least {schedule_size(bs)} numbers, and zeros after those of each request"
+            )
+    return offsets, lengths
+
+
+def _page_table_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    page_table: torch.Tensor,
+    page_size: int,
+    max_seqlen_q: int,
+    scaling: float,
+    causal: bool,  # noqa: FBT001  operators are called by position
+    sliding_window: int,
+    softcap: float,
+    sinks: torch.Tensor | None,
+    scheduler_metadata: torch.Tensor | None,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+) -> None:
+    rule = Rule(scaling, sliding_window, softcap, sinks, causal)
+    lens = cache_seqlens.long()
+    on_cpu = q.device.type == "cpu"
+    num_pages = page_table.shape[1]
+    if on_cpu:
+        offsets, lengths = _check(
+            q, cu_seqlens_q, cache_seqlens, page_table, page_size, max_seqlen_q, scheduler_metadata
+        )
+        num_pages = -(-max(lengths, default=0) // page_size)
+    column = torch.arange(page_size, device=q.device)
+    slots = (page_table[:, :num_pages, None] * page_size + column).flatten(1)
+    planned = None
+    if scheduler_metadata is not None:
+        bs = page_table.shape[0]
+        planned = scheduler_metadata[1 + _round4(bs) :][:bs] * BLOCK
+    keys = Keys(k_cache, v_cache, own_slots(slots, lens), lens, planned)
+    if not on_cpu:
+        attend_padded(q, cu_seqlens_q, keys, max_seqlen_q, rule, out, lse=lse)
+        return
+    out[offsets[-1] :].zero_()
+    if lse is not None:
+        lse[offsets[-1] :].fill_(float("-inf"))
+    attend_ragged(q, offsets, lengths, keys, rule, out, lse=lse)
+
+
+_page_table = define_kernel(
+    "page_table_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor cu_seqlens_q,"
+    " Tensor cache_seqlens, Tensor page_table, int page_size, int max_seqlen_q, float scaling,"
+    " bool causal, int sliding_window, float softcap, Tensor? sinks, Tensor? scheduler_metadata,"
+    " Tensor(a!) out, Tensor(b!)? lse) -> ()",
+    _page_table_attention,
+)
+
+
+def page_table_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    *,
+    cu_seqlens_q: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    page_table: torch.Tensor,
+    page_size: int,
+    max_seqlen_q: int,
+    scaling: float,
+    causal: bool = True,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    scheduler_metadata: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attend from the tokens of each request to the pages of its row of a page table.
+
+    Args:
+        q: ``[T, num_q_heads, head_dim]``, the requests' queries one after another.
+        k_cache: ``[num_slots, num_kv_heads, head_dim]``.
+        v_cache: ``[num_slots, num_kv_heads, v_head_dim]``; may be a view of ``k_cache``.
+        cu_seqlens_q: ``[bs + 1]`` int32: where each request's queries begin; rows of ``q`` past the last
+            one are nobody's and yield zeros.
+        cache_seqlens: ``[bs]`` int32: keys of each request, 0 for none.
+        page_table: ``[bs, pages]`` int32: page numbers; read as far as ``cache_seqlens`` says.
+        page_size: KV slots in a page.
+        max_seqlen_q: Bound on a request's queries.
+        scaling: Factor on the scores.
+        causal: Whether the last query of a request stands at its last key; else every query sees every key.
+        sliding_window: Keys that a query sees, itself included; None sees all.
+        softcap: As in `graphpact.LayerSpec`.
+        sinks: As in `graphpact.LayerSpec`.
+        scheduler_metadata: ``[>= schedule_size(bs)]`` int32, from `schedule_attention`: keys in blocks
+            that it does not count are not attended, as in a kernel with a stale schedule. None: all are.
+        lse: ``[T, num_q_heads]`` float32 (float64 for float64 queries) to write the log-sum-exp of the
+            scores into, minus infinity for a row that sees nothing; None where it is not wanted.
+
+    Returns:
+        ``[T, num_q_heads, v_head_dim]``.
+
+    Raises:
+        RuntimeError: The index tensors contradict each other or the bounds (checked on a CPU).
+    """
+    out = q.new_empty((q.shape[0], q.shape[1], v_cache.shape[2]))
+    _page_table(
+        q,
+        k_cache,
+        v_cache,
+        cu_seqlens_q,
+        cache_seqlens,
+        page_table,
+        page_size,
+        max_seqlen_q,
+        scaling,
+        causal,
+        sliding_window or 0,
+        softcap or 0.0,
+        sinks,
+        scheduler_metadata,
+        out,
+        lse,
+    )
+    return out
+
+
+def merge_states(
+    out: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, other_lse: torch.Tensor
+) -> torch.Tensor:
+    """Return the attention over two disjoint sets of keys, from the attention over each.
+
+    FlashInfer's ``merge_state``, SGLang's ``merge_state_v2``; cascade attention is made of it.
+
+    Args:
+        out: ``[T, heads, dim]`` over the first set.
+        lse: ``[T, heads]`` float32, its log-sum-exp; minus infinity for an empty set.
+        other: ``[T, heads, dim]`` over the second set.
+        other_lse: ``[T, heads]`` float32.
+
+    Returns:
+        ``[T, heads, dim]``; zeros where both sets are empty.
+    """
+    most = torch.maximum(lse, other_lse).clamp_min(torch.finfo(lse.dtype).min)
+    mine, theirs = torch.exp(lse - most), torch.exp(other_lse - most)
+    total = (mine + theirs).clamp_min(torch.finfo(lse.dtype).tiny)
+    share = (mine / total)[..., None], (theirs / total)[..., None]
+    return (out * share[0] + other * share[1]).to(out.dtype)
