@@ -10,6 +10,7 @@ Does not: choose shapes, pad batches or record graphs.
 from graphpact.attention.backend import (
     AttentionBackend,
     BackendContext,
+    Buffers,
     DraftMetadata,
     KVBuffers,
     kv_tensors,
@@ -28,6 +29,7 @@ from graphpact.attention.providers import KernelProvider, ProviderName
 __all__ = [
     "AttentionBackend",
     "BackendContext",
+    "Buffers",
     "Capabilities",
     "DraftLimits",
     "DraftMetadata",

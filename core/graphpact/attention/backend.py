@@ -90,6 +90,32 @@ class DraftMetadata:
     steps: tuple[Any, ...]
 
 
+class Buffers(Protocol):
+    """Where a backend's metadata takes its tensors from: ``name -> tensor`` for the declared slots."""
+
+    in_graph: bool
+    """Whether a graph will read them. Then host numbers of the metadata have to hold for every batch of the
+    shape; else for this batch alone."""
+
+    def __call__(self, name: str) -> torch.Tensor:
+        """Return the slot's memory, sliced for the shape."""
+
+
+@dataclass(slots=True)
+class SlotBuffers:
+    """The slots of a registry, as a graph of ``shape`` reads them."""
+
+    registry: CudaGraphBufferRegistry
+    shape: GraphShape
+    draft_step: int = 0
+    in_graph: bool = True
+
+    def __call__(self, name: str) -> torch.Tensor:
+        """Return the slot's memory, sliced for the shape."""
+        slot = self.registry.get_slot(_at_step(name, self.draft_step))
+        return slot.slice_for(self.shape.batch_size, self.shape.num_tokens)
+
+
 @dataclass(slots=True)
 class EagerBuffers:
     """Buffers for metadata that no graph reads: made when asked for, sized for one batch."""
@@ -98,6 +124,7 @@ class EagerBuffers:
     shape: GraphShape
     device: torch.device
     fill: int | None = None
+    in_graph: bool = False
 
     def __call__(self, name: str) -> torch.Tensor:
         """Return a new buffer for the slot called ``name``, holding its initial value, or ``fill``."""
@@ -150,15 +177,13 @@ class AttentionBackend(abc.ABC):
         """Return every buffer that the backend's metadata needs, sized by ``limits``."""
 
     @abc.abstractmethod
-    def allocate_metadata(
-        self, view: ForwardBatch, shape: GraphShape, buffers: Callable[[str], torch.Tensor]
-    ) -> Any:
+    def allocate_metadata(self, view: ForwardBatch, shape: GraphShape, buffers: Buffers) -> Any:
         """Return a metadata object for ``shape`` whose tensors come from ``buffers`` or ``view``.
 
         Args:
             view: The batch as the kernels will see it; its tensors may be kept.
             shape: The padded counts.
-            buffers: ``name -> tensor`` for the declared slots, already sliced for ``shape``.
+            buffers: The declared slots' memory, already sliced for ``shape``.
         """
 
     @abc.abstractmethod
@@ -230,13 +255,7 @@ class AttentionBackend(abc.ABC):
                 f"{type(self).__name__} is attached to no registry",
                 hint="Lane() attaches it; outside a lane call attach() before capture",
             )
-
-        def buffers(step: int) -> Callable[[str], torch.Tensor]:
-            return lambda name: registry.get_slot(_at_step(name, step)).slice_for(
-                shape.batch_size, shape.num_tokens
-            )
-
-        return self._make(view, shape, buffers)
+        return self._make(view, shape, lambda step: SlotBuffers(registry, shape, step))
 
     @hookimpl
     def init_metadata_replay(self, view: ForwardBatch, shape: GraphShape, captured: Any) -> Any:
@@ -270,7 +289,7 @@ class AttentionBackend(abc.ABC):
         self,
         view: ForwardBatch,
         shape: GraphShape,
-        buffers: Callable[[int], Callable[[str], torch.Tensor]],
+        buffers: Callable[[int], Buffers],
     ) -> Any:
         """Bind and fill metadata; ``buffers`` gives those of a step."""
         if view.forward_mode is ForwardMode.DRAFT_DECODE:
