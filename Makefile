@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 PINS   ?= constraints.txt
 BIN    := $(VENV)/bin
-DISTS  := core plugins/cpu_graph plugins/cuda_graph plugins/flashinfer
+DISTS  := core plugins/cpu_graph plugins/cuda_graph plugins/fa3 plugins/flashinfer plugins/trtllm_mla
 STAMP  := $(VENV)/.installed
 
 .PHONY: demo break test bench check format clean

@@ -27,6 +27,22 @@ _COMMON = {
     "eos_token_id": 1,
     "pad_token_id": 0,
 }
+# Latent attention, a dense layer and one of experts; no width is another's.
+_MLA = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "moe_intermediate_size": 32,
+}
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
     "qwen2": ("Qwen2Config", {}),
@@ -45,6 +61,8 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "mixtral": ("MixtralConfig", {"num_local_experts": 4}),
     "gpt_oss": ("GptOssConfig", {"head_dim": 16, "sliding_window": 16, "num_local_experts": 4}),
+    "deepseek_v2": ("DeepseekV2Config", {**_MLA, "topk_method": "group_limited_greedy"}),
+    "deepseek_v3": ("DeepseekV3Config", _MLA),
     "bloom": ("BloomConfig", {"n_layer": 2, "n_head": 4}),
     "falcon": ("FalconConfig", {}),
     "llama4": ("Llama4TextConfig", {"attention_chunk_size": 16, "num_local_experts": 2}),

@@ -19,7 +19,9 @@ from graphpact.runners import EagerRunner
 from graphpact_cpu_graph import CpuGraphRunner
 from graphpact_cpu_graph.inductor import InductorDriver
 from graphpact_cuda_graph import CudaGraphRunner
+from graphpact_fa3 import FA3Backend
 from graphpact_flashinfer import FlashInferBackend
+from graphpact_trtllm_mla import TRTLLMMLABackend
 
 
 class Catalog(PluginCatalog):
@@ -33,11 +35,13 @@ class Catalog(PluginCatalog):
         super().__init__({})
         self._plugins = {
             "eager": EagerRunner,
+            "fa3": FA3Backend,
             "cpu_graph": CpuGraphRunner,
             "cuda_graph": CudaGraphRunner,
             "flashinfer": FlashInferBackend,
             "inductor": InductorDriver,
             "tape": TapeDriver,
+            "trtllm_mla": TRTLLMMLABackend,
             **plugins,
         }
 

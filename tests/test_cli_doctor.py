@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from graphpact.attention import KernelProvider
 from graphpact.cli import main
 from graphpact.graphs.tape import Tape, TapeDriver
+from graphpact_flashinfer import FlashInferBackend
 
 DEMO = Path(__file__).parents[1] / "examples/demo.toml"
 MEMORY = ["doctor", "--memory", "--config", str(DEMO), "--set", 'engine.device="cpu"']
@@ -67,6 +69,47 @@ def test_a_driver_that_fails_to_answer_is_reported(
         d["unavailable"] for d in report["drivers"] if (d["name"], d["device"]) == ("tape", "cpu")
     ]
     assert reason == "OSError: libdriver.so is missing"
+
+
+def test_each_kernel_provider_says_why_it_cannot_be_used(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every provider is asked about every device; what it raises is its reason, and no problem."""
+
+    class Native(KernelProvider):
+        name = "native"
+
+        @classmethod
+        def unavailable(cls, device: torch.device) -> str | None:
+            raise OSError("libacme.so is missing")
+
+    class Portable(KernelProvider):
+        name = "portable"
+
+    monkeypatch.setattr(FlashInferBackend, "providers", (Native, Portable))
+    report = examined(capsys)
+    found = {
+        (one["backend"], one["provider"], one["device"]): one["unavailable"]
+        for one in report["kernels"]
+    }
+    reason = "OSError: libacme.so is missing"
+    assert found["flashinfer", "native", "cpu"] == reason
+    assert found["flashinfer", "portable", "cpu"] is None
+    assert main(["doctor"]) == 0
+    rows = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert f"flashinfer native on cpu {reason}" in rows
+    assert "flashinfer portable on cpu available" in rows
+
+
+def test_named_kernels_that_cannot_be_had_are_a_problem(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Kernels that the environment names and that cannot run here make the machine unusable."""
+    monkeypatch.setattr(FlashInferBackend, "providers", ())
+    monkeypatch.setenv("GRAPHPACT_ENGINE__KERNEL_PROVIDER", "native")
+    (problem,) = [p for p in examined(capsys, 3)["problems"] if p["severity"] == "error"]
+    assert 'engine.kernel_provider = "native"' in problem["what"]
+    assert '"auto" takes what can run here' in problem["help"]
 
 
 def test_missing_models_keep_text_from_being_generated(

@@ -477,7 +477,10 @@ def test_quiet_says_nothing_where_all_is_well(generate: Generate) -> None:
 
 
 def test_transformers_is_silent(tiny: Path) -> None:
-    """In a process of its own the command keeps transformers' bars and log off stderr."""
+    """In a process of its own the command keeps transformers' bars and log off stderr.
+
+    What stays is one line at most, on whose kernels run on a machine without the vendor's.
+    """
     loud = {
         "TRANSFORMERS_VERBOSITY",
         "TRANSFORMERS_NO_ADVISORY_WARNINGS",
@@ -492,7 +495,8 @@ def test_transformers_is_silent(tiny: Path) -> None:
         check=False,
         timeout=120,
     )
-    assert (done.returncode, done.stderr) == (0, "")
+    assert done.returncode == 0
+    assert re.fullmatch(r"(attention backend '\w+' runs portable kernels; .*\n)?", done.stderr)
     assert done.stdout.startswith("x")
 
 

@@ -1,17 +1,22 @@
 """``graphpact plugins``: everything is listed, and what is broken breaks nothing."""
 
 import json
+import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from graphpact.attention import KernelProvider
 from graphpact.cli import main
 from graphpact.cli.plugins import KindOption
 from graphpact.plugins import KINDS
+from graphpact_flashinfer import FlashInferBackend
 
 BROKEN = """
     print("[noise]")
@@ -68,15 +73,87 @@ def test_first_party_plugins_are_listed_as_data(capsys: pytest.CaptureFixture[st
 
 def test_backends_show_what_they_declare(capsys: pytest.CaptureFixture[str]) -> None:
     """A backend's entry has its declared capabilities; what knows none has null."""
+    can = FlashInferBackend.capabilities
     plugins = listed(capsys)
     declared = plugins["flashinfer"]["capabilities"]
-    assert declared["modes"] == ["decode", "extend"]
-    assert declared["graph_support"] == "uniform_decode"
+    assert declared["modes"] == sorted(mode.value for mode in can.modes)
+    assert declared["graph_support"] == can.graph_support.value
     assert "float32" in declared["dtypes"]
-    assert declared["devices"] == ["cpu", "cuda"]
-    assert declared["page_sizes"] is None
-    assert declared["features"] == ["sliding_window", "softcap", "sinks"]
+    assert declared["devices"] == sorted(can.devices)
+    assert declared["page_sizes"] == (can.page_sizes and sorted(can.page_sizes))
     assert plugins["tape"]["capabilities"] is None
+
+
+@pytest.mark.parametrize("feature", ["sliding_window", "softcap", "sinks", "trees"])
+def test_each_feature_of_a_backend_is_listed_where_it_is_declared(
+    feature: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Windows, caps, sinks and trees: each is among a backend's features exactly where it is declared."""
+    for has in (True, False):
+        can = replace(FlashInferBackend.capabilities, **{feature: has})
+        monkeypatch.setattr(FlashInferBackend, "capabilities", can)
+        assert (feature in listed(capsys)["flashinfer"]["capabilities"]["features"]) is has
+
+
+class Native(KernelProvider):
+    """Kernels that cannot be asked."""
+
+    name = "native"
+
+    @classmethod
+    def unavailable(cls, device: torch.device) -> str | None:
+        """Raise what a broken library would."""
+        print("[noise]")  # noqa: T201  what a plugin does
+        raise OSError(f"libacme.so\nis not for {device}")
+
+
+class Portable(KernelProvider):
+    """Kernels for a CPU and the second GPU."""
+
+    name = "portable"
+
+    @classmethod
+    def unavailable(cls, device: torch.device) -> str | None:
+        """Return why not the first GPU."""
+        return "taken" if device == torch.device("cuda:0") else None
+
+
+def test_kernel_providers_are_shown_by_device(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """For each provider and device: available or why not, as data and as a row; what one raises is why."""
+    monkeypatch.setattr(FlashInferBackend, "providers", (Native, Portable))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert listed(capsys, "-k", "attention_backend")["flashinfer"]["providers"] == {
+        "native": {
+            device: f"OSError: libacme.so is not for {device}"
+            for device in ("cpu", "cuda:0", "cuda:1")
+        },
+        "portable": {"cpu": None, "cuda:0": "taken", "cuda:1": None},
+    }
+    assert main(["plugins", "-k", "attention_backend"]) == 0
+    rows = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert "portable kernels cpu: available; cuda:0: taken; cuda:1: available" in rows
+    assert any(
+        row.startswith("native kernels cpu: OSError: libacme.so is not for cpu;") for row in rows
+    )
+    monkeypatch.setattr(FlashInferBackend, "providers", ())
+    plugins = listed(capsys)
+    assert plugins["flashinfer"]["providers"] is None
+    assert plugins["tape"]["providers"] is None
+
+
+def test_listing_plugins_imports_nothing_heavy() -> None:
+    """``plugins`` asks every backend and its kernels, and loads neither a model library nor a kernel one."""
+    program = (
+        "import sys; from graphpact.cli import main; main(['plugins', '--json'])\n"
+        "heavy = {'transformers', 'flashinfer', 'flash_attn', 'flash_attn_interface', 'sgl_kernel'}\n"
+        "sys.exit(str(heavy & sys.modules.keys()) if heavy & sys.modules.keys() else 0)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_people_read_the_same_on_stdout(capsys: pytest.CaptureFixture[str]) -> None:
@@ -86,7 +163,8 @@ def test_people_read_the_same_on_stdout(capsys: pytest.CaptureFixture[str]) -> N
     assert err == ""
     rows = [line.split() for line in out.splitlines()]
     assert ["runner", "cuda_graph", "graphpact-cuda-graph"] in [row[:3] for row in rows]
-    assert ["graph", "support", "uniform_decode"] in rows
+    support = FlashInferBackend.capabilities.graph_support
+    assert ["graph", "support", support.value] in rows
     assert "sliding_window, softcap, sinks" in out
 
 

@@ -21,11 +21,13 @@ WORDS = st.from_regex(r"[a-z][a-z0-9_]{0,12}", fullmatch=True).filter(
 )
 POSITIVE = st.integers(1, 2**40)
 SIZES = st.lists(POSITIVE, min_size=1, max_size=5)
+PROVIDERS = st.sampled_from(["auto", "native", "portable"])
 VALUES: dict[str, st.SearchStrategy[Any]] = {
     "model.path": WORDS,
     "model.dtype": st.sampled_from(["auto", "float32", "float64", "bfloat16", "float16"]),
     "model.trust_remote_code": st.booleans(),
     "engine.attention_backend": WORDS,
+    "engine.kernel_provider": PROVIDERS,
     "engine.device": st.sampled_from(["auto", "cpu", "cuda", "cuda:0", "cuda:12"]),
     "engine.max_num_seqs": st.integers(1, 2**16),
     "engine.max_num_batched_tokens": st.integers(1, 2**24),
@@ -36,6 +38,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "engine.seed": st.integers(0, 2**63 - 1),
     "lanes.decode.runner": WORDS,
     "lanes.decode.attention_backend": WORDS,
+    "lanes.decode.kernel_provider": PROVIDERS,
     "lanes.decode.graph_driver": WORDS,
     "lanes.decode.batch_sizes": SIZES,
     "lanes.decode.metadata_in_graph": st.booleans(),
@@ -43,6 +46,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "lanes.decode.share_buffers": st.booleans(),
     "lanes.prefill.runner": WORDS,
     "lanes.prefill.attention_backend": WORDS,
+    "lanes.prefill.kernel_provider": PROVIDERS,
     "lanes.prefill.graph_driver": WORDS,
     "lanes.prefill.batch_sizes": SIZES,
     "lanes.prefill.metadata_in_graph": st.booleans(),
@@ -236,6 +240,13 @@ INVALID = [
     ("verify.pact=7", "7", "it takes always, sampled or off"),
     ("verify.replay_against_eager=1.01", "1.01", "it takes a number from 0 to 1"),
     ("verify.replay_against_eager=nan", "nan", "it takes a number from 0 to 1"),
+    ("engine.kernel_provider=nativ", "'nativ'", "native or portable; did you mean native?"),
+    (
+        "lanes.decode.kernel_provider=flashinfer",
+        "'flashinfer'",
+        "it takes auto, native or portable",
+    ),
+    ("lanes.prefill.kernel_provider=portabel", "'portabel'", "portable; did you mean portable?"),
     ("lanes.prefill.batch_sizes=[]", "[]", "it takes a list of one or more, each a whole number"),
     ("lanes.prefill.batch_sizes=4", "4", "it takes a list of one or more, each a whole number"),
 ]

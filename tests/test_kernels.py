@@ -313,7 +313,7 @@ def test_packing_equals_a_loop(
     assert out.tolist() == expected + [-7] * spare
     # The path of devices that cannot know the count: what it writes behind is some page of the table.
     out = torch.full((sum(pages) + spare,), -7, dtype=torch.int32)
-    _pack_padded(table, torch.tensor(rows), indptr, page_size, out)
+    _pack_padded(table, torch.tensor(rows), indptr, None, page_size, out)
     assert out[: sum(pages)].tolist() == expected
     assert set(out[sum(pages) :].tolist()) <= set((table // page_size).flatten().tolist())
 

@@ -497,7 +497,7 @@ def test_metadata_in_the_graph_leaves_the_hook_nothing_to_do() -> None:
     captured = inside.lane._captured[shape].metadata
     view = inside.lane.prepare_replay(registry=registry, batch=inside.batch(3, 2, 5), shape=shape)
     assert inside.lane.init_metadata_replay(view=view, shape=shape, captured=captured) is captured
-    assert lengths.tolist() == [99] * 4
+    assert set(lengths.tolist()) == {99}
     nodes = [rig.lane.stats.shapes[shape].num_nodes for rig in (inside, outside)]
     assert nodes[0] > nodes[1]
 

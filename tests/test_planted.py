@@ -288,6 +288,7 @@ class PlansByPages(FlashInferBackend):
         lengths = self.planned[1]
         self.fill_metadata(view, captured)
         captured.kv_last_page_len.copy_(lengths)
+        self.plan_metadata(view, captured)
         return captured
 
 

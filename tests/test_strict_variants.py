@@ -2,7 +2,7 @@
 
 import dataclasses
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from graphpact import (
     PaddingPolicy,
     hookimpl,
 )
+from graphpact.attention import Buffers, SlotBuffers
 from graphpact.config import EngineConfig
 from graphpact.engine import Engine, SamplingParams
 from graphpact.graphs import Event, Stream
@@ -28,7 +29,6 @@ from support import Catalog
 
 MODEL = Path(__file__).parents[1] / "examples/models/tiny-llama"
 CPU = torch.device("cpu")
-Buffers = Callable[[str], torch.Tensor]
 
 
 def _slot(name: str, shape_fn: Any, dtype: torch.dtype = torch.int32, **more: Any) -> GraphSlot:
@@ -73,9 +73,9 @@ class TwoBodies(Variant):
         slots = [slot for slot in super().declare_slots(limits) if "qo_indptr" not in slot.name]
         once = _slot(
             "flashinfer.qo_indptr",
-            lambda bs, _: (bs + 1,),
+            lambda bs, _: (bs + 2,),
             axis="bs",
-            slice_fn=lambda buffer, n: buffer[: n + 1],
+            slice_fn=lambda buffer, n: buffer[: n + 2],
             padding_policy=PaddingPolicy.FILL_ONCE,
             pad_value=0,
         )
@@ -87,10 +87,7 @@ class TwoBodies(Variant):
         registry = self._registry
         assert registry is not None
 
-        def buffers(name: str) -> torch.Tensor:
-            return registry.get_slot(name).slice_for(shape.batch_size, shape.num_tokens)
-
-        metadata = self.allocate_metadata(view, shape, buffers)
+        metadata = self.allocate_metadata(view, shape, SlotBuffers(registry, shape))
         torch.arange(shape.batch_size + 1, out=metadata.qo_indptr)
         self._refresh(view, metadata)
         return metadata
@@ -104,6 +101,7 @@ class TwoBodies(Variant):
     def _refresh(self, view: ForwardBatch, metadata: MoreMetadata) -> None:
         spare = dataclasses.replace(metadata, qo_indptr=torch.empty_like(metadata.qo_indptr))
         self.fill_metadata(view, spare)
+        self.plan_metadata(view, metadata)
 
 
 class OnTheHost(Variant):
@@ -129,10 +127,11 @@ class OnTheHost(Variant):
             self.copied.synchronize()
         lengths = view.seq_lens_cpu.numpy()
         metadata.more.numpy()[:] = (lengths - 1) % self.context.limits.page_size + 1
+        target = metadata.kv_last_page_len[: view.batch_size]
         if self.driver is None:
-            metadata.kv_last_page_len.copy_(metadata.more)
+            target.copy_(metadata.more)
             return
-        self.driver.copy_async(metadata.kv_last_page_len, metadata.more)
+        self.driver.copy_async(target, metadata.more)
         self.copied = self.driver.event()
         self.copied.record()
 
@@ -180,6 +179,7 @@ class OnASideStream(Variant):
         self.side.wait_stream(main)
         with self.side:
             self.fill_metadata(view, captured)
+            self.plan_metadata(view, captured)
         main.wait_stream(self.side)
         return captured
 
@@ -197,7 +197,9 @@ class KeepsAPlan(Variant):
 
     def declare_slots(self, limits: Limits) -> Sequence[GraphSlot]:
         """Declare the plan's tensor."""
-        slot = _slot("variant.plan", lambda bs, _: (bs,), axis="bs")
+        slot = _slot(
+            "variant.plan", lambda bs, _: (bs + 1,), axis="bs", slice_fn=lambda b, n: b[: n + 1]
+        )
         return [*super().declare_slots(limits), slot]
 
     def make_more(self, buffers: Buffers) -> Any:
@@ -207,13 +209,15 @@ class KeepsAPlan(Variant):
     def fill_metadata(self, view: ForwardBatch, metadata: Any) -> None:
         """Plan."""
         super().fill_metadata(view, metadata)
-        metadata.more.last_page_len.copy_(metadata.kv_last_page_len)
+        size = len(metadata.kv_last_page_len)  # an extend has a fake request too
+        metadata.more.last_page_len[:size].copy_(metadata.kv_last_page_len)
         metadata.more.num_planned += 1
 
     def forward(self, *args: Any) -> torch.Tensor:
         """Attend by the plan."""
         *rest, metadata = args
-        planned = dataclasses.replace(metadata, kv_last_page_len=metadata.more.last_page_len)
+        size = len(metadata.kv_last_page_len)
+        planned = dataclasses.replace(metadata, kv_last_page_len=metadata.more.last_page_len[:size])
         return super().forward(*rest, planned)
 
 

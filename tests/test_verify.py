@@ -475,6 +475,10 @@ class Scaling(FlashInferBackend):
         """Fill all but the number."""
         super().fill_metadata(view, metadata.inner)
 
+    def plan_metadata(self, view: Any, metadata: Any) -> None:
+        """Plan as ever."""
+        super().plan_metadata(view, metadata.inner)
+
     def forward(self, q: Any, k: Any, v: Any, layer: LayerSpec, metadata: Any) -> torch.Tensor:
         """Attend, and scale."""
         return super().forward(q, k, v, layer, metadata.inner) * metadata.longest
@@ -520,7 +524,7 @@ def test_a_bound_may_be_larger_and_not_smaller() -> None:
 class Attributes:
     """Metadata of a plain class: its attributes are its fields."""
 
-    plan: object
+    planner: object
     softcap: float
     weights: torch.Tensor
     cache: torch.Tensor
@@ -541,7 +545,7 @@ class Plain(FlashInferBackend):
     def allocate_metadata(self, view: Any, shape: GraphShape, buffers: Any) -> Any:
         """Return a plain object."""
         metadata = Attributes(super().allocate_metadata(view, shape, buffers))
-        metadata.plan, metadata.softcap = object(), float("nan")
+        metadata.planner, metadata.softcap = object(), float("nan")
         metadata.weights = buffers("weights")
         metadata.cache = self.context.kv_cache.k[0]
         return metadata
@@ -579,7 +583,7 @@ class Other(FlashInferMetadata):
         (Plain, _without("max_q_len"), "metadata.max_q_len", "replay nothing, eager 1"),
         (
             FlashInferBackend,
-            lambda m: Other(*(getattr(m, f.name) for f in dataclasses.fields(m))),
+            lambda m: Other(**{f.name: getattr(m, f.name) for f in dataclasses.fields(m)}),
             "metadata",
             "metadata: type: replay Other, eager FlashInferMetadata",
         ),
@@ -742,7 +746,7 @@ class DevicePacking(FlashInferBackend):
         """Fill, then pack without a count on the host."""
         super().fill_metadata(view, metadata)
         table, rows = self.context.req_to_token, view.req_pool_indices
-        _pack_padded(table, rows, metadata.kv_indptr, PAGE, metadata.kv_indices)
+        _pack_padded(table, rows, metadata.kv_indptr, None, PAGE, metadata.kv_indices)
 
 
 @functools.cache

@@ -25,6 +25,7 @@ from pydantic import (
     ValidationError,
 )
 
+from graphpact.attention import ProviderName
 from graphpact.errors import ConfigError, did_you_mean
 
 ENV_PREFIX = "GRAPHPACT_"
@@ -91,6 +92,12 @@ class EngineSection(_Section):
     attention_backend: Name = Field(
         default="flashinfer", description="The attention backend of every lane that names none."
     )
+    kernel_provider: ProviderName = Field(
+        default="auto",
+        description="Whose kernels the attention backends run, in every lane that names none: native is the"
+        " vendor's library, portable torch alone, auto the first of them that can run here. One that is"
+        " named is never replaced.",
+    )
     device: Device = Field(
         default="auto", description="Where the model runs; auto takes a GPU where there is one."
     )
@@ -128,6 +135,10 @@ class LaneConfig(_Section):
     runner: Name = Field(default="eager", description="The runner; eager captures nothing.")
     attention_backend: Name | None = Field(
         default=None, description="The attention backend; engine.attention_backend by default."
+    )
+    kernel_provider: ProviderName | None = Field(
+        default=None,
+        description="Whose kernels it runs; engine.kernel_provider by default.",
     )
     graph_driver: Name = Field(
         default="auto",
@@ -296,7 +307,6 @@ def _walk(model: type[BaseModel], prefix: KeyPath) -> Iterator[tuple[KeyPath, Co
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             yield from _walk(field.annotation, path)
             continue
-        choices = get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
         yield (
             path,
             ConfigKey(
@@ -305,9 +315,16 @@ def _walk(model: type[BaseModel], prefix: KeyPath) -> Iterator[tuple[KeyPath, Co
                 field.default,
                 _allowed(schemas[name]),
                 field.description or "",
-                choices,
+                _choices(field.annotation),
             ),
         )
+
+
+def _choices(annotation: Any) -> tuple[str, ...]:
+    """Return the values of a literal, also of one that may be None."""
+    if get_origin(annotation) is Literal:
+        return get_args(annotation)
+    return next((get_args(a) for a in get_args(annotation) if get_origin(a) is Literal), ())
 
 
 def _allowed(schema: Mapping[str, Any]) -> str:

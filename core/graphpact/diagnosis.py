@@ -208,7 +208,11 @@ class Diagnosis:
             "every field agrees in its real rows, which leaves padded rows, what the cache held, and the"
             " recorded work itself"
         )
-        by_padding = [other.field for other in self._wrong_in_metadata(metadata, eager, None)]
+        by_padding = [  # a host number goes by the shape: that padding changes it says nothing
+            other.field
+            for other in self._wrong_in_metadata(metadata, eager, None)
+            if isinstance(metadata.get(other.field), torch.Tensor)
+        ]
         if by_padding:
             text += f"; padding, and not the replay, changes {_list(by_padding, ', ')}"
         return _rest(

@@ -40,9 +40,7 @@ class ModelFn(Protocol):
     def __call__(
         self, batch: ForwardBatch, backend: AttentionBackend, metadata: Any
     ) -> torch.Tensor:
-        """Return logits on ``batch``'s device: ``[bs, vocab]`` of each request's last token, or
-        ``[T, vocab]`` of all tokens, as a verified draft needs them.
-        """
+        """Return ``[bs, vocab]`` logits of each request's last token, or ``[T, vocab]`` of all tokens."""
 
 
 class RunFn(Protocol):

@@ -55,7 +55,11 @@ _BASES: dict[Kind, type[Any]] = {
     "graph_driver": GraphDriver,
 }
 _FIRST_PARTY: dict[Kind, dict[str, str]] = {  # which distribution of ours offers a name
-    "attention_backend": {"flashinfer": "graphpact-flashinfer"},
+    "attention_backend": {
+        "fa3": "graphpact-fa3",
+        "flashinfer": "graphpact-flashinfer",
+        "trtllm_mla": "graphpact-trtllm-mla",
+    },
     "runner": {
         "cpu_graph": "graphpact-cpu-graph",
         "cuda_graph": "graphpact-cuda-graph",

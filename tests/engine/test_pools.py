@@ -149,6 +149,25 @@ def test_a_cloned_kv_cache_is_equal_and_apart() -> None:
     assert bool((other.v[0][3] == 2).all())
 
 
+def test_latents_hold_their_values() -> None:
+    """Values that lie in keys are a view of them, in a clone too, and are counted once."""
+    layers = [KVLayerShape(1, 6, 4, value_in_key=True), KVLayerShape(2, 3, 5)]
+    cache = KVCache(8, layers, torch.float32, "cpu")
+    cache.k[0].copy_(torch.arange(48).view(8, 1, 6))
+    cache.v[1].fill_(2)
+    other = cache.clone()
+    assert other.k[0].data_ptr() != cache.k[0].data_ptr()
+    for either in (cache, other):
+        assert either.v[0].shape == (8, 1, 4)
+        assert either.v[0].data_ptr() == either.k[0].data_ptr()
+        assert torch.equal(either.v[0], torch.arange(48.0).view(8, 1, 6)[..., :4])
+        assert bool((either.v[1] == 2).all())
+        assert either.nbytes == 8 * 4 * (6 + 2 * 3 + 2 * 5)
+    other.k[0].zero_()
+    assert not other.v[0].any()
+    assert cache.v[0].any()
+
+
 def test_sizes_below_1_are_refused() -> None:
     """A pool without rows, columns, pages or slots is refused, the message names which."""
     with pytest.raises(ConfigError, match="max_requests"):

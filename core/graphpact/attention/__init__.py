@@ -13,6 +13,7 @@ from graphpact.attention.backend import (
     Buffers,
     DraftMetadata,
     KVBuffers,
+    SlotBuffers,
     kv_tensors,
 )
 from graphpact.attention.capabilities import (
@@ -40,6 +41,7 @@ __all__ = [
     "LayerSpec",
     "Limits",
     "ProviderName",
+    "SlotBuffers",
     "kv_tensors",
     "require_capabilities",
 ]

@@ -20,7 +20,7 @@ import torch
 from graphpact.attention.capabilities import Capabilities, LayerSpec, Limits
 from graphpact.attention.providers import KernelProvider, ProviderName, choose_provider
 from graphpact.batch import ForwardBatch, ForwardMode
-from graphpact.buffers import CudaGraphBufferRegistry, GraphSlot
+from graphpact.buffers import CudaGraphBufferRegistry, GraphSlot, PaddingPolicy
 from graphpact.errors import EngineError, SlotError
 from graphpact.graphs import GraphDriver
 from graphpact.hookspecs import hookimpl
@@ -111,24 +111,31 @@ class SlotBuffers:
     in_graph: bool = True
 
     def __call__(self, name: str) -> torch.Tensor:
-        """Return the slot's memory, sliced for the shape."""
-        slot = self.registry.get_slot(_at_step(name, self.draft_step))
+        """Return the slot's memory, sliced for the shape; of a workspace the one that all steps use."""
+        twin = _at_step(name, self.draft_step)
+        slot = self.registry.get_slot(twin if self.registry.has_slot(twin) else name)
         return slot.slice_for(self.shape.batch_size, self.shape.num_tokens)
 
 
 @dataclass(slots=True)
 class EagerBuffers:
-    """Buffers for metadata that no graph reads: made when asked for, sized for one batch."""
+    """Buffers for metadata that no graph reads: made when asked for, sized for one batch.
+
+    Workspaces are not made anew: where the backend has them in a registry, eager steps use those.
+    """
 
     slots: dict[str, GraphSlot]
     shape: GraphShape
     device: torch.device
     fill: int | None = None
+    registry: CudaGraphBufferRegistry | None = None
     in_graph: bool = False
 
     def __call__(self, name: str) -> torch.Tensor:
         """Return a new buffer for the slot called ``name``, holding its initial value, or ``fill``."""
         slot = self.slots[name]
+        if self.registry is not None and self.fill is None and _is_workspace(slot):
+            return self.registry.get_slot(name).slice_for(0, 0)
         shape = slot.shape_fn(self.shape.batch_size, self.shape.num_tokens)
         value = slot.initial_value if self.fill is None else self.fill
         return torch.full(shape, value, dtype=slot.dtype, device=slot.device or self.device)
@@ -233,6 +240,7 @@ class AttentionBackend(abc.ABC):
             slot
             for step in range(limits.draft.num_steps)
             for slot in self.declare_slots(limits)
+            if not (step and _is_workspace(slot))
             for slot in [replace(slot, name=_at_step(slot.name, step)) if step else slot]
         ]
         for slot in slots:
@@ -255,13 +263,13 @@ class AttentionBackend(abc.ABC):
                 f"{type(self).__name__} is attached to no registry",
                 hint="Lane() attaches it; outside a lane call attach() before capture",
             )
-        return self._make(view, shape, lambda step: SlotBuffers(registry, shape, step))
+        return self._make_metadata(view, shape, lambda step: SlotBuffers(registry, shape, step))
 
     @hookimpl
     def init_metadata_replay(self, view: ForwardBatch, shape: GraphShape, captured: Any) -> Any:
         """Refill the captured metadata: the same body as at capture, unless the graph does it."""
         del shape  # the captured metadata was bound for it
-        self._refresh(view, captured, fill=not self.records_metadata)
+        self._refresh_metadata(view, captured, fill=not self.records_metadata)
         return captured
 
     def record_metadata(self, view: ForwardBatch, metadata: Any) -> None:
@@ -280,12 +288,12 @@ class AttentionBackend(abc.ABC):
         """
         shape = GraphShape(batch.forward_mode, batch.batch_size, batch.num_tokens)
         slots = {slot.name: slot for slot in self.declare_slots(self.context.limits)}
-        buffers = EagerBuffers(slots, shape, self.context.device, fill)
-        return self._make(batch, shape, lambda _: buffers)
+        buffers = EagerBuffers(slots, shape, self.context.device, fill, self._registry)
+        return self._make_metadata(batch, shape, lambda _: buffers)
 
     # -- inside ----------------------------------------------------------------------------------
 
-    def _make(
+    def _make_metadata(
         self,
         view: ForwardBatch,
         shape: GraphShape,
@@ -301,10 +309,10 @@ class AttentionBackend(abc.ABC):
             )
         else:
             metadata = self.allocate_metadata(view, shape, buffers(0))
-        self._refresh(view, metadata, fill=True)
+        self._refresh_metadata(view, metadata, fill=True)
         return metadata
 
-    def _refresh(self, view: ForwardBatch, metadata: Any, *, fill: bool) -> None:
+    def _refresh_metadata(self, view: ForwardBatch, metadata: Any, *, fill: bool) -> None:
         plan = self.plan_metadata
         if not fill and plan is None:
             return
@@ -318,6 +326,11 @@ class AttentionBackend(abc.ABC):
 def _at_step(name: str, step: int) -> str:
     """Return the name of a declared slot's twin for a later step of a draft."""
     return f"{name}.step{step}" if step else name
+
+
+def _is_workspace(slot: GraphSlot) -> bool:
+    """Return whether ``slot`` is memory that kernels only pass through: one serves every step."""
+    return slot.padding_policy is PaddingPolicy.FILL_ONCE and slot.axis == "none"
 
 
 def _each_step(view: ForwardBatch, metadata: Any) -> Iterator[tuple[ForwardBatch, Any]]:

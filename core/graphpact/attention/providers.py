@@ -3,12 +3,13 @@
 A backend has one body of metadata and, as a rule, two sets of kernels that read it: ``native``, the
 vendor's library on the hardware that it supports, and ``portable``, torch only, on every device. Which one
 a backend uses is chosen once, when it is built: the one that was named, or with ``auto`` the first of
-`AttentionBackend.providers` that can run here, and why those before it cannot is kept and told.
+`AttentionBackend.providers` that can run here, and why those before it cannot is kept and told. One that
+was named is never replaced.
 
 Does not: hold kernels; plugins and `graphpact.kernels` do.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
@@ -49,18 +50,37 @@ class KernelProvider:
     @classmethod
     def refusal(cls, context: "BackendContext") -> str | None:
         """Return why these kernels cannot do what ``context`` asks, or None where they can."""
-        reason = cls.unavailable(context.device)
+        reason = why_unavailable(cls.unavailable, context.device)
         if reason is not None or cls.capabilities is None:
             return reason
-        missing = cls.capabilities.missing(
-            context.layers,
-            mode=context.mode,
-            dtype=context.dtype,
-            device=context.device,
-            page_size=context.limits.page_size,
-            topk=context.limits.draft.topk,
-        )
+        missing = lacking(cls.capabilities, context)
         return "they lack " + "; ".join(missing) if missing else None
+
+
+def why_unavailable(
+    unavailable: Callable[[torch.device], str | None], device: torch.device
+) -> str | None:
+    """Return in one line what ``unavailable`` says of ``device``: a reason, or None.
+
+    What it raises is its reason: it may be anybody's.
+    """
+    try:
+        reason = unavailable(device)
+    except Exception as error:  # noqa: BLE001  anybody's code
+        reason = f"{type(error).__name__}: {error}"
+    return None if reason is None else " ".join(reason.split())
+
+
+def lacking(capabilities: Capabilities, context: "BackendContext") -> list[str]:
+    """Return what ``context`` asks for that is not declared, one phrase each."""
+    return capabilities.missing(
+        context.layers,
+        mode=context.mode,
+        dtype=context.dtype,
+        device=context.device,
+        page_size=context.limits.page_size,
+        topk=context.limits.draft.topk,
+    )
 
 
 def choose_provider(
@@ -80,20 +100,54 @@ def choose_provider(
     Raises:
         ConfigError: What was named is not there or cannot run here, or nothing can.
     """
-    asked = context.provider
+    return _choose(
+        owner, providers, context.provider, context.device, lambda each: each.refusal(context)
+    )
+
+
+def require_provider(
+    owner: str,
+    providers: Sequence[type[KernelProvider]],
+    asked: ProviderName,
+    device: torch.device,
+) -> None:
+    """Refuse what `choose_provider` will refuse for any model, before there is one.
+
+    Raises:
+        ConfigError: What was named is not there or cannot run on ``device``, or nothing can.
+    """
+    _choose(owner, providers, asked, device, lambda each: why_unavailable(each.unavailable, device))
+
+
+def _choose(
+    owner: str,
+    providers: Sequence[type[KernelProvider]],
+    asked: ProviderName,
+    device: torch.device,
+    refusal: Callable[[type[KernelProvider]], str | None],
+) -> tuple[type[KernelProvider] | None, dict[str, str]]:
     if not providers and asked == "auto":
         return None, {}
     reasons: dict[str, str] = {}
     for provider in providers:
         if asked in ("auto", provider.name):
-            reason = provider.refusal(context)
+            reason = refusal(provider)
             if reason is None:
                 return provider, reasons
             reasons[provider.name] = reason
-    have = ", ".join(provider.name for provider in providers) or "no choice of kernels"
-    why = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+    if asked == "auto":
+        why = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+        raise ConfigError(
+            f"{owner} has no kernels that can be used on {device}: {why}",
+            hint="select another attention backend; `graphpact plugins` lists what can run here",
+        )
+    if asked in reasons:
+        what = f"has no {asked} kernels that can be used on {device}: {reasons[asked]}"
+    else:
+        have = ", ".join(provider.name for provider in providers)
+        what = f"has no {asked} kernels: " + (f"it has {have}" if have else "it offers no choice")
     raise ConfigError(
-        f"{owner}: no {'' if asked == 'auto' else asked + ' '}kernels can be had on {context.device}: "
-        + (why or f"it has {have}"),
-        hint='kernel_provider = "auto" takes what can run here',
+        f"{owner} {what}",
+        hint='kernel_provider = "auto" takes what can run here; `graphpact plugins` lists the kernels of'
+        " each attention backend",
     )

@@ -27,7 +27,7 @@ from graphpact.cli.options import (
     build_engine,
     load_settings,
 )
-from graphpact.cli.plugins import check, describe, distributions, unavailable
+from graphpact.cli.plugins import check, describe, distributions, kernels, unavailable
 from graphpact.config import ENV_PREFIX, EngineConfig
 from graphpact.errors import GraphpactError, UsageError
 from graphpact.plugins import Loaded, PluginCatalog
@@ -169,6 +169,17 @@ def examine() -> dict[str, Any]:
             for plugin in found
             for device, reason in unavailable(plugin).items()
         ],
+        "kernels": [
+            {
+                "backend": plugin.info.name,
+                "provider": provider,
+                "device": device,
+                "unavailable": reason,
+            }
+            for plugin in found
+            for provider, reasons in kernels(plugin).items()
+            for device, reason in reasons.items()
+        ],
         "plugins": [describe(plugin) for plugin in found],
         "environment": {
             name: value
@@ -279,6 +290,13 @@ def _show(report: dict[str, Any]) -> None:
     rows += [
         (f"{driver['name']} on {driver['device']}", driver["unavailable"] or "available")
         for driver in report["drivers"]
+    ]
+    rows += [
+        (
+            f"{one['backend']} {one['provider']} on {one['device']}",
+            one["unavailable"] or "available",
+        )
+        for one in report["kernels"]
     ]
     rows += list(report["environment"].items())
     print_table(console, ("what", "found"), rows)

@@ -7,7 +7,7 @@ import contextlib
 import enum
 import json
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Annotated, Any
 
 import torch
@@ -15,10 +15,11 @@ import typer
 
 from graphpact._version import __version__
 from graphpact.attention import Capabilities
+from graphpact.attention.providers import why_unavailable
 from graphpact.cli.console import data, note, print_table
 from graphpact.plugins import Kind, Loaded, Plugin, PluginCatalog
 
-_FEATURES = ("sliding_window", "softcap", "sinks")
+_FEATURES = ("sliding_window", "softcap", "sinks", "trees")
 
 
 class KindOption(enum.StrEnum):
@@ -74,17 +75,21 @@ def distributions() -> dict[str, str]:
 def unavailable(plugin: Plugin) -> dict[str, str | None]:
     """Return, by device of this machine, why a driver cannot record there, or None where it can.
 
-    Empty for what is no driver. What a driver raises is its reason: it may be anybody's.
+    Empty for what is no driver.
     """
     if not isinstance(plugin, Loaded) or plugin.info.kind != "graph_driver":
         return {}
-    found: dict[str, str | None] = {}
-    for device in ("cpu", *(f"cuda:{number}" for number in range(torch.cuda.device_count()))):
-        try:
-            found[device] = plugin.cls.unavailable(torch.device(device))
-        except Exception as error:  # noqa: BLE001  anybody's code
-            found[device] = f"{type(error).__name__}: {error}"
-    return found
+    return _by_device(plugin.cls.unavailable)
+
+
+def kernels(plugin: Plugin) -> dict[str, dict[str, str | None]]:
+    """Return, by kernel provider of a backend and by device, why it cannot run there, or None where it can.
+
+    The best provider first. Empty for what has no choice of kernels.
+    """
+    if not isinstance(plugin, Loaded) or plugin.info.kind != "attention_backend":
+        return {}
+    return {provider.name: _by_device(provider.unavailable) for provider in plugin.cls.providers}
 
 
 def describe(plugin: Plugin) -> dict[str, Any]:
@@ -103,6 +108,7 @@ def describe(plugin: Plugin) -> dict[str, Any]:
         "modes": _modes(plugin),
         "driver": getattr(plugin.cls, "driver", None) if isinstance(plugin, Loaded) else None,
         "unavailable": unavailable(plugin) or None,
+        "providers": kernels(plugin) or None,
         "capabilities": None
         if can is None
         else {
@@ -126,10 +132,7 @@ def _row(plugin: Plugin) -> tuple[str, ...]:
         modes = _modes(plugin)
         status, more = "loaded", f"serves {', '.join(modes)}" if modes else ""
         if info.kind == "graph_driver":
-            more = "; ".join(
-                f"{device}: {reason or 'available'}"
-                for device, reason in unavailable(plugin).items()
-            )
+            more = _say_devices(unavailable(plugin))
         elif driver := getattr(plugin.cls, "driver", None):
             more += f"; records with {driver} unless another is named"
     else:
@@ -138,17 +141,38 @@ def _row(plugin: Plugin) -> tuple[str, ...]:
 
 
 def _capability_rows(plugin: Plugin) -> Iterator[tuple[str, str, str]]:
-    declared = describe(plugin)["capabilities"]
+    about = describe(plugin)
+    words = {
+        key.replace("_", " "): _say_declared(value)
+        for key, value in (about["capabilities"] or {}).items()
+    }
+    words |= {
+        f"{provider} kernels": _say_devices(found)
+        for provider, found in (about["providers"] or {}).items()
+    }
     name = plugin.info.name
-    for key, value in (declared or {}).items():
-        if value is None:
-            words = "any"
-        elif isinstance(value, list):
-            words = ", ".join(map(str, value)) or "none"
-        else:
-            words = str(value).lower()
-        yield name, key.replace("_", " "), words
+    for key, text in words.items():
+        yield name, key, text
         name = ""  # once is enough
+
+
+def _say_declared(value: Any) -> str:
+    if value is None:
+        return "any"
+    if isinstance(value, list):
+        return ", ".join(map(str, value)) or "none"
+    return str(value).lower()
+
+
+def _say_devices(found: Mapping[str, str | None]) -> str:
+    return "; ".join(f"{device}: {reason or 'available'}" for device, reason in found.items())
+
+
+def _by_device(unavailable: Callable[[torch.device], str | None]) -> dict[str, str | None]:
+    """Ask about each device of this machine; what a plugin prints is no data of ours."""
+    devices = ("cpu", *(f"cuda:{number}" for number in range(torch.cuda.device_count())))
+    with contextlib.redirect_stdout(sys.stderr):
+        return {device: why_unavailable(unavailable, torch.device(device)) for device in devices}
 
 
 def _capabilities(plugin: Plugin) -> Capabilities | None:

@@ -19,20 +19,24 @@ import torch
 from graphpact.attention import (
     AttentionBackend,
     BackendContext,
+    HeadLayout,
     KVBuffers,
     LayerSpec,
     Limits,
+    ProviderName,
     require_capabilities,
 )
+from graphpact.attention.capabilities import say_others
+from graphpact.attention.providers import choose_provider, lacking, require_provider
 from graphpact.batch import ForwardMode
 from graphpact.buffers import SharedBuffers
 from graphpact.config import EngineConfig, LaneConfig
 from graphpact.engine.ownership import EngineOwnership
 from graphpact.engine.pools import KVCache, KVLayerShape, PagePool, RequestPool
-from graphpact.errors import ConfigError, GraphpactError, PluginError
+from graphpact.errors import ConfigError, GraphpactError, PluginError, UnsupportedModelError
 from graphpact.graphs import GraphDriver
 from graphpact.lane import Lane, ModelFn, RunFn
-from graphpact.plugins import PluginCatalog
+from graphpact.plugins import Loaded, PluginCatalog
 from graphpact.runners import EagerRunner, GraphRunner, RunnerContext
 from graphpact.shapes import EagerReason, GraphShape
 from graphpact.strict import StrictGuard
@@ -61,8 +65,16 @@ class LanePlan:
     backend: type[AttentionBackend]
     backend_name: str
     driver: type[GraphDriver]
+    provider: ProviderName
     eager_reason: EagerReason | None = None
     """Why it runs eagerly though its runner captures; None where it captures."""
+
+    @property
+    def whose_kernels(self) -> str:
+        """Lane, key, value and backend: how an error about kernels begins."""
+        inherited = self.config.kernel_provider is None
+        key = ": engine.kernel_provider" if inherited else ".kernel_provider"
+        return f'lanes.{self.name}{key} = "{self.provider}", but attention backend {self.backend_name!r}'
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +85,8 @@ class ModelSpec:
     dtype: torch.dtype
     device: torch.device
     max_model_len: int
+    expanded_for: "LanePlan | None" = None
+    """The lane for whose backend the model's MLA layers are expanded; None where none are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +134,8 @@ def plan_lanes(
 
     Raises:
         PluginError: A name that is unknown, rejected or ambiguous.
-        ConfigError: A runner in a lane of a mode that it does not serve, or a driver that cannot
-            record on ``device``.
+        ConfigError: A runner in a lane of a mode that it does not serve, a driver that cannot record on
+            ``device``, or kernels that cannot run there.
     """
     plans = []
     for name, mode, lane in (
@@ -129,6 +143,7 @@ def plan_lanes(
         ("prefill", ForwardMode.EXTEND, config.lanes.prefill),
     ):
         backend_name = lane.attention_backend or config.engine.attention_backend
+        provider = lane.kernel_provider or config.engine.kernel_provider
         driver_name = lane.graph_driver
         runner = catalog.select("runner", lane.runner)
         if driver_name == "auto":
@@ -143,9 +158,11 @@ def plan_lanes(
             )
         support = backend.capabilities.graph_support
         if not support.covers(runner.needs):
+            would_do = functools.partial(_serves, mode, runner, provider, device)
             raise ConfigError(
                 f"lanes.{name}: runner {lane.runner!r} captures {runner.needs.value} batches;"
-                f" attention backend {backend_name!r} can be captured: {support.value}",
+                f" attention backend {backend_name!r} can be captured: {support.value};"
+                f" {say_others(_backends_that(would_do, catalog))}",
                 hint='select another attention backend for the lane, or the runner "eager"',
             )
         if lane.strict and (runner is EagerRunner or not driver.has_strict_mode):
@@ -166,10 +183,25 @@ def plan_lanes(
                 "lanes.%s: runner %r captures nothing and runs eagerly: its graph driver %r: %s",
                 *(name, lane.runner, driver_name, reason),
             )
-        plans.append(
-            LanePlan(name, mode, lane, runner, backend, backend_name, driver, eager_reason)
+        plan = LanePlan(
+            name, mode, lane, runner, backend, backend_name, driver, provider, eager_reason
         )
+        require = functools.partial(
+            require_provider, plan.whose_kernels, backend.providers, provider
+        )
+        _call_plugin("attention_backend", backend_name, require, device)
+        plans.append(plan)
     return plans
+
+
+def lane_without_latents(plans: Sequence[LanePlan]) -> LanePlan | None:
+    """Return the first lane whose backend has no MLA; None where a model with MLA may keep its latents.
+
+    All lanes share one KV cache, so one of them is enough to have every head's keys and values kept.
+    """
+    return next(
+        (p for p in plans if HeadLayout.MLA not in p.backend.capabilities.head_layouts), None
+    )
 
 
 def model_path(config: EngineConfig) -> Path:
@@ -205,10 +237,11 @@ def lay_out_memory(config: EngineConfig, spec: ModelSpec) -> Memory:
         max_context_len=context,
         page_size=engine.page_size,
     )
-    shapes = [KVLayerShape(s.num_kv_heads, s.head_dim, s.v_head_dim) for s in spec.layers]
-    per_slot = spec.dtype.itemsize * sum(
-        s.num_kv_heads * (s.head_dim + s.v_head_dim) for s in shapes
-    )
+    shapes = [
+        KVLayerShape(s.num_kv_heads, s.head_dim, s.v_head_dim, s.kv_lora_rank is not None)
+        for s in spec.layers
+    ]
+    per_slot = spec.dtype.itemsize * sum(s.width for s in shapes)
     budget = _kv_budget(engine.kv_cache_memory_gib, device)
     affordable = budget // (per_slot * engine.page_size) - 1  # page 0 is scratch
     num_pages = engine.num_pages or min(
@@ -232,6 +265,33 @@ def lay_out_memory(config: EngineConfig, spec: ModelSpec) -> Memory:
     )
 
 
+def check_backends(
+    plans: Sequence[LanePlan], catalog: PluginCatalog, spec: ModelSpec, memory: Memory
+) -> None:
+    """Refuse a model that a lane's backend, or its kernels, cannot run; nothing is captured before.
+
+    Warns in the log, once for all lanes, where kernels run because better ones cannot.
+
+    Raises:
+        UnsupportedModelError: The model asks for what a backend lacks; names those that have it.
+        ConfigError: Whose kernels were named, and they cannot run it.
+    """
+    told: dict[str, None] = {}
+    for plan in plans:
+        context = _context(plan, spec, memory, memory.kv_cache)
+        would_do = functools.partial(_can_run, plan.runner, context)
+        others = functools.partial(_backends_that, would_do, catalog)
+        _require_backend_fits(plan, spec, memory.limits, others)
+        choose = functools.partial(choose_provider, plan.whose_kernels, plan.backend.providers)
+        chosen, passed_over = _call_plugin("attention_backend", plan.backend_name, choose, context)
+        if chosen is not None and passed_over:
+            why = "; ".join(f"{name}: {reason}" for name, reason in passed_over.items())
+            line = f"attention backend {plan.backend_name!r} runs {chosen.name} kernels; {why}"
+            told[line] = None
+    for line in told:
+        _log.warning("%s", line)
+
+
 def build_lane(
     plan: LanePlan,
     config: EngineConfig,
@@ -244,28 +304,11 @@ def build_lane(
     """Build one lane, capture its shapes, and put around it what is configured.
 
     Raises:
-        UnsupportedModelError: The model asks for what the lane's backend lacks.
         CaptureError: A shape could not be recorded.
     """
-    require_capabilities(
-        plan.backend_name,
-        plan.backend.capabilities,
-        spec.layers,
-        mode=plan.mode,
-        dtype=spec.dtype,
-        device=spec.device,
-        page_size=memory.limits.page_size,
-    )
 
     def make_backend(kv_cache: KVBuffers) -> AttentionBackend:
-        context = BackendContext(
-            spec.device,
-            spec.dtype,
-            spec.layers,
-            memory.limits,
-            memory.requests.req_to_token,
-            kv_cache,
-        )
+        context = _context(plan, spec, memory, kv_cache)
         return _call_plugin("attention_backend", plan.backend_name, plan.backend, context)
 
     context = RunnerContext(
@@ -330,6 +373,95 @@ def build_lane(
     if guard is not None:
         run = guard.around(lane, run)
     return BuiltLane(lane, run, verifier)
+
+
+def _context(
+    plan: LanePlan, spec: ModelSpec, memory: Memory, kv_cache: KVBuffers
+) -> BackendContext:
+    return BackendContext(
+        spec.device,
+        spec.dtype,
+        spec.layers,
+        memory.limits,
+        memory.requests.req_to_token,
+        kv_cache,
+        mode=plan.mode,
+        provider=plan.provider,
+    )
+
+
+def _backends_that(
+    would_do: Callable[[type[AttentionBackend]], bool], catalog: PluginCatalog
+) -> list[str]:
+    """Return the names of the installed attention backends that would do.
+
+    One that is broken would not, and neither would one that raises when it is asked.
+    """
+
+    def ask(backend: type[AttentionBackend]) -> bool:
+        try:
+            return would_do(backend)
+        except Exception:  # noqa: BLE001  anybody's code; and a provider that is refused raises
+            return False
+
+    return [
+        plugin.info.name
+        for plugin in catalog.check("attention_backend")
+        if isinstance(plugin, Loaded) and ask(plugin.cls)
+    ]
+
+
+def _serves(
+    mode: ForwardMode,
+    runner: type[GraphRunner],
+    provider: ProviderName,
+    device: torch.device,
+    backend: type[AttentionBackend],
+) -> bool:
+    """Return whether ``backend`` would do for a lane, as far as that is known without a model."""
+    can = backend.capabilities
+    require_provider(backend.__name__, backend.providers, provider, device)
+    return (
+        mode in can.modes and device.type in can.devices and can.graph_support.covers(runner.needs)
+    )
+
+
+def _can_run(
+    runner: type[GraphRunner], context: BackendContext, backend: type[AttentionBackend]
+) -> bool:
+    """Return whether ``backend`` would do for a lane of ``runner`` with this model."""
+    can = backend.capabilities
+    choose_provider(backend.__name__, backend.providers, context)
+    return can.graph_support.covers(runner.needs) and not lacking(can, context)
+
+
+def _require_backend_fits(
+    plan: LanePlan, spec: ModelSpec, limits: Limits, others: Callable[[], list[str]]
+) -> None:
+    """Refuse a model that asks for what the lane's backend lacks, and say who expanded its latents."""
+    try:
+        require_capabilities(
+            plan.backend_name,
+            plan.backend.capabilities,
+            spec.layers,
+            mode=plan.mode,
+            dtype=spec.dtype,
+            device=spec.device,
+            page_size=limits.page_size,
+            topk=limits.draft.topk,
+            others=others,
+        )
+    except UnsupportedModelError as error:
+        other, layouts = spec.expanded_for, plan.backend.capabilities.head_layouts
+        fits = all(layer.head_layout in layouts for layer in spec.layers)
+        if other is None or fits or HeadLayout.MLA not in layouts:
+            raise
+        raise UnsupportedModelError(
+            f"{error.message}; the model has MLA, which runs expanded here, because all lanes share one KV"
+            f" cache and the attention backend of lanes.{other.name}, {other.backend_name!r}, has no MLA",
+            hint=f'set lanes.{other.name}.attention_backend = "{plan.backend_name}", or leave'
+            f" {plan.backend_name!r} out",
+        ) from error
 
 
 def _call_plugin(kind: str, name: str, make: Callable[[C], T], context: C) -> T:

@@ -20,6 +20,8 @@ from graphpact.engine.build import (
     ModelSpec,
     OnCapture,
     build_lane,
+    check_backends,
+    lane_without_latents,
     lay_out_memory,
     model_path,
     plan_lanes,
@@ -81,7 +83,8 @@ class Engine:
     ) -> None:
         self.config = config
         self.device = resolve_device(config.engine.device)
-        plans = plan_lanes(config, catalog or PluginCatalog.scan(), self.device)
+        catalog = catalog or PluginCatalog.scan()
+        plans = plan_lanes(config, catalog, self.device)
         path = model_path(config)
 
         from graphpact import models  # noqa: PLC0415  an extra, and seconds to import
@@ -98,11 +101,19 @@ class Engine:
             models.load_tokenizer, path, trust_remote_code=config.model.trust_remote_code
         )
         self._tokenizer: Any = None
-        self.model = models.TransformersModel(checkpoint.model)
+        without = lane_without_latents(plans)
+        self.model = models.TransformersModel(checkpoint.model, absorb=without is None)
         self.vocab_size = checkpoint.vocab_size
         self.eos_token_ids = checkpoint.eos_token_ids
-        spec = ModelSpec(self.model.layers, self.model.dtype, self.device, checkpoint.max_model_len)
+        spec = ModelSpec(
+            self.model.layers,
+            self.model.dtype,
+            self.device,
+            checkpoint.max_model_len,
+            expanded_for=without if self.model.has_latents else None,
+        )
         self.memory = lay_out_memory(config, spec)
+        check_backends(plans, catalog, spec, self.memory)
         self.lanes: list[Lane] = []
         self.verifiers: list[Verifier] = []
         self._run: dict[ForwardMode, RunFn] = {}

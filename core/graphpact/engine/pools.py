@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from graphpact.attention import kv_tensors
 from graphpact.errors import ConfigError, EngineError
 
 
@@ -159,10 +160,19 @@ class KVLayerShape:
     num_kv_heads: int
     head_dim: int
     v_head_dim: int
+    value_in_key: bool = False
+    """Whether the value is the first ``v_head_dim`` of the key (MLA), and no memory of its own."""
+
+    @property
+    def width(self) -> int:
+        """Elements that are kept of a token."""
+        return self.num_kv_heads * (self.head_dim + (0 if self.value_in_key else self.v_head_dim))
 
 
 class KVCache:
     """The keys and values of every slot, one pair of tensors a layer, zeros at first.
+
+    Where a layer's values lie in its keys, they are a view of them, also in a clone.
 
     Args:
         num_slots: Slots, scratch included: `PagePool.num_slots`.
@@ -191,18 +201,22 @@ class KVCache:
             for at in self.layers
         ]
         self.v = [
-            torch.zeros((num_slots, at.num_kv_heads, at.v_head_dim), dtype=dtype, device=device)
-            for at in self.layers
+            k[..., : at.v_head_dim]
+            if at.value_in_key
+            else torch.zeros(
+                (num_slots, at.num_kv_heads, at.v_head_dim), dtype=dtype, device=device
+            )
+            for at, k in zip(self.layers, self.k, strict=True)
         ]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all keys and values."""
-        return sum(tensor.nbytes for tensor in (*self.k, *self.v))
+        """Bytes of all keys and values, those that lie in keys not counted twice."""
+        return self.num_slots * self.dtype.itemsize * sum(at.width for at in self.layers)
 
     def clone(self) -> "KVCache":
         """Return a cache with the same contents and memory of its own."""
         other = KVCache(self.num_slots, self.layers, self.dtype, self.device)
-        for mine, theirs in zip((*self.k, *self.v), (*other.k, *other.v), strict=True):
-            theirs.copy_(mine)
+        mine, theirs = (kv_tensors(cache).values() for cache in (self, other))
+        torch._foreach_copy_([*theirs], [*mine])
         return other

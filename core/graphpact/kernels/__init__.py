@@ -11,10 +11,12 @@ from graphpact.kernels.page_table_attention import (
 )
 from graphpact.kernels.paged_attention import paged_attention
 from graphpact.kernels.paged_cache import pack_kv_indices, write_kv_cache
+from graphpact.kernels.tree_mask import pack_tree_mask
 
 __all__ = [
     "merge_states",
     "pack_kv_indices",
+    "pack_tree_mask",
     "page_table_attention",
     "paged_attention",
     "schedule_attention",

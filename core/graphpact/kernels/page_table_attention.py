@@ -1,4 +1,4 @@
-"""Attention over a page table, from FlashAttention's arguments.
+"""Attention over a page table, from FlashAttention's arguments, and the page table and schedule of a step.
 
 The arguments are those of ``flash_attn_with_kvcache`` (``cu_seqlens_q``, ``cache_seqlens``, ``page_table``,
 ``scheduler_metadata``), with its semantics: the last query of a request stands at its last key; a query
@@ -33,6 +33,27 @@ def _round4(n: int) -> int:
     return -(-n // 4) * 4
 
 
+def _schedule_attention(
+    cu_seqlens_q: torch.Tensor, cache_seqlens: torch.Tensor, out: torch.Tensor
+) -> None:
+    bs = cache_seqlens.shape[0]
+    width = _round4(bs)
+    out.zero_()
+    torch.div(
+        cu_seqlens_q[1:] - cu_seqlens_q[:-1] + (BLOCK - 1),
+        BLOCK,
+        rounding_mode="floor",
+        out=out[1 : 1 + bs],
+    )
+    torch.div(cache_seqlens + (BLOCK - 1), BLOCK, rounding_mode="floor", out=out[1 + width :][:bs])
+
+
+_schedule = define_kernel(
+    "schedule_attention(Tensor cu_seqlens_q, Tensor cache_seqlens, Tensor(a!) out) -> ()",
+    _schedule_attention,
+)
+
+
 def schedule_attention(
     cu_seqlens_q: torch.Tensor, cache_seqlens: torch.Tensor, *, out: torch.Tensor
 ) -> None:
@@ -45,16 +66,53 @@ def schedule_attention(
             blocks of keys of each request, both as long as ``bs`` rounded up to 4; zeros to the end, so
             that no block of an earlier, larger step is left to work on.
     """
-    bs = cache_seqlens.shape[0]
-    width = _round4(bs)
-    out.zero_()
-    torch.div(
-        cu_seqlens_q[1:] - cu_seqlens_q[:-1] + (BLOCK - 1),
-        BLOCK,
-        rounding_mode="floor",
-        out=out[1 : 1 + bs],
-    )
-    torch.div(cache_seqlens + (BLOCK - 1), BLOCK, rounding_mode="floor", out=out[1 + width :][:bs])
+    _schedule(cu_seqlens_q, cache_seqlens, out)
+
+
+def _write_page_table(
+    req_to_token: torch.Tensor,
+    req_pool_indices: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    page_size: int,
+    out: torch.Tensor,
+) -> None:
+    used = out
+    if out.device.type == "cpu":  # a kernel may read its own lengths: most of a long table is empty
+        longest = int(cache_seqlens.max()) if len(cache_seqlens) else 0
+        width = -(-longest // page_size)
+        used = out[:, :width]
+        out[:, width:].zero_()
+    first = torch.arange(used.shape[1], device=out.device) * page_size
+    slots = req_to_token[:, : used.shape[1] * page_size : page_size][req_pool_indices]
+    used.copy_(torch.where(first < cache_seqlens[:, None], slots // page_size, 0))
+
+
+_page_table_of = define_kernel(
+    "write_page_table(Tensor req_to_token, Tensor req_pool_indices, Tensor cache_seqlens,"
+    " int page_size, Tensor(a!) out) -> ()",
+    _write_page_table,
+)
+
+
+def write_page_table(
+    req_to_token: torch.Tensor,
+    req_pool_indices: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    *,
+    page_size: int,
+    out: torch.Tensor,
+) -> None:
+    """Write the pages of every request into its row of ``out``, and scratch behind them.
+
+    Args:
+        req_to_token: ``[rows, max_context_len]`` int32: KV slot of each position of each request row.
+        req_pool_indices: ``[bs]`` int64: the row of each request.
+        cache_seqlens: ``[bs]`` int32: keys of each request.
+        page_size: KV slots in a page.
+        out: ``[bs, pages]`` int32, written whole: page numbers, 0 past the last page of a request, whatever
+            an earlier owner left in its row.
+    """
+    _page_table_of(req_to_token, req_pool_indices, cache_seqlens, page_size, out)
 
 
 def _check(
@@ -121,7 +179,8 @@ def _page_table_attention(
         offsets, lengths = _check(
             q, cu_seqlens_q, cache_seqlens, page_table, page_size, max_seqlen_q, scheduler_metadata
         )
-        num_pages = -(-max(lengths, default=0) // page_size)
+        # One page where there is no key at all: rows that see nothing go the way of all others.
+        num_pages = max(1, -(-max(lengths, default=0) // page_size))
     column = torch.arange(page_size, device=q.device)
     slots = (page_table[:, :num_pages, None] * page_size + column).flatten(1)
     planned = None
@@ -130,11 +189,18 @@ def _page_table_attention(
         planned = scheduler_metadata[1 + _round4(bs) :][:bs] * BLOCK
     keys = Keys(k_cache, v_cache, own_slots(slots, lens), lens, planned)
     if not on_cpu:
+        if len(page_table) == 0:  # no request: all rows are nobody's
+            out.zero_()
+            if lse is not None:
+                lse.fill_(float("-inf"))
+            return
         attend_padded(q, cu_seqlens_q, keys, max_seqlen_q, rule, out, lse=lse)
         return
-    out[offsets[-1] :].zero_()
+    end = offsets[-1]
+    out[end:].zero_()
     if lse is not None:
-        lse[offsets[-1] :].fill_(float("-inf"))
+        lse[end:].fill_(float("-inf"))
+        lse = lse[:end]
     attend_ragged(q, offsets, lengths, keys, rule, out, lse=lse)
 
 
@@ -185,7 +251,8 @@ def page_table_attention(
         scheduler_metadata: ``[>= schedule_size(bs)]`` int32, from `schedule_attention`: keys in blocks
             that it does not count are not attended, as in a kernel with a stale schedule. None: all are.
         lse: ``[T, num_q_heads]`` float32 (float64 for float64 queries) to write the log-sum-exp of the
-            scores into, minus infinity for a row that sees nothing; None where it is not wanted.
+            scores into, the sink's among them; minus infinity for a row that sees nothing, of which nothing
+            is promised where there are sinks. None where it is not wanted.
 
     Returns:
         ``[T, num_q_heads, v_head_dim]``.

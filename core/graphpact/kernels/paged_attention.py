@@ -85,7 +85,7 @@ def _check(q: torch.Tensor, layout: _Layout) -> tuple[list[int], list[int]]:
             raise RuntimeError(f"kv_last_page_len[{i}] is {last}, a page has {page_size} keys")
         if num_q > keys:
             raise RuntimeError(f"request {i}: causal attention of {num_q} queries over {keys} keys")
-        if num_q > layout.max_q_len or (layout.max_q_len == 1 and num_q != 1):
+        if num_q > layout.max_q_len:
             raise RuntimeError(
                 f"request {i}: {num_q} queries, planned for at most {layout.max_q_len}"
             )
@@ -222,7 +222,7 @@ def paged_attention(
         kv_indices: ``[>= kv_indptr[-1]]`` int32: page numbers.
         kv_last_page_len: ``[bs]`` int32: keys in each request's last page, 1 to ``page_size``.
         page_size: KV slots in a page.
-        max_q_len: Bound on a request's queries; 1 for decode, where each request has exactly one.
+        max_q_len: Bound on a request's queries.
         max_kv_len: Bound on a request's keys.
         scaling: Factor on the scores.
         sliding_window: Keys that a query sees, itself included; None sees all. Of no account with a

@@ -14,17 +14,20 @@ def _pack_ragged(
     req_to_token: torch.Tensor,
     req_pool_indices: torch.Tensor,
     kv_indptr: torch.Tensor,
+    first_page: torch.Tensor | None,
     page_size: int,
     out: torch.Tensor,
 ) -> None:
     """Pack with the offsets read on the host: only the pages in use are touched."""
     pages = kv_indptr[1:] - kv_indptr[:-1]
-    widest = int(pages.max()) if pages.numel() else 0
     total = int(kv_indptr[-1])
     if total > out.shape[0]:
         raise RuntimeError(f"kv_indices holds {out.shape[0]} pages, this batch needs {total}")
+    first = 0 if first_page is None else first_page[:, None]
+    widest = int((pages + (0 if first_page is None else first_page)).max()) if len(pages) else 0
     table = req_to_token[:, : widest * page_size : page_size][req_pool_indices]
-    taken = torch.arange(widest)[None, :] < pages[:, None]
+    at = torch.arange(table.shape[1])
+    taken = (at >= first) & (at < first + pages[:, None])
     torch.div(table[taken], page_size, rounding_mode="floor", out=out[:total])
 
 
@@ -32,15 +35,20 @@ def _pack_padded(
     req_to_token: torch.Tensor,
     req_pool_indices: torch.Tensor,
     kv_indptr: torch.Tensor,
+    first_page: torch.Tensor | None,
     page_size: int,
     out: torch.Tensor,
 ) -> None:
     """Pack without reading anything on the host: every entry of ``out`` finds its own page."""
+    if not len(req_pool_indices):
+        return
     at = torch.arange(out.shape[0], dtype=kv_indptr.dtype, device=out.device)
     request = torch.searchsorted(kv_indptr[1:], at, right=True)
     request = request.clamp_(max=req_pool_indices.shape[0] - 1)
-    column = (at - kv_indptr[request]) * page_size
-    column = torch.where(at < kv_indptr[-1], column, 0)
+    page = at - kv_indptr[request]
+    if first_page is not None:
+        page = page + first_page[request]
+    column = torch.where(at < kv_indptr[-1], page * page_size, 0)
     out.copy_(req_to_token[req_pool_indices[request], column] // page_size)
 
 
@@ -48,16 +56,17 @@ def _pack_kv_indices(
     req_to_token: torch.Tensor,
     req_pool_indices: torch.Tensor,
     kv_indptr: torch.Tensor,
+    first_page: torch.Tensor | None,
     page_size: int,
     out: torch.Tensor,
 ) -> None:
     pack = _pack_ragged if out.device.type == "cpu" else _pack_padded
-    pack(req_to_token, req_pool_indices, kv_indptr, page_size, out)
+    pack(req_to_token, req_pool_indices, kv_indptr, first_page, page_size, out)
 
 
 _pack = define_kernel(
-    "pack_kv_indices(Tensor req_to_token, Tensor req_pool_indices, Tensor kv_indptr, int page_size,"
-    " Tensor(a!) out) -> ()",
+    "pack_kv_indices(Tensor req_to_token, Tensor req_pool_indices, Tensor kv_indptr,"
+    " Tensor? first_page, int page_size, Tensor(a!) out) -> ()",
     _pack_kv_indices,
 )
 
@@ -69,6 +78,7 @@ def pack_kv_indices(
     *,
     page_size: int,
     out: torch.Tensor,
+    first_page: torch.Tensor | None = None,
 ) -> None:
     """Write the pages of every request, one after another, into ``out``.
 
@@ -79,11 +89,13 @@ def pack_kv_indices(
         page_size: KV slots in a page.
         out: ``[capacity]`` int32, written up to ``kv_indptr[-1]``; on a GPU, which cannot know that
             number without waiting, the rest is written with page numbers that nobody reads.
+        first_page: ``[bs]`` int: the page of its sequence that each request begins with; None for the
+            first.
 
     Raises:
         RuntimeError: ``out`` is too small (checked on a CPU).
     """
-    _pack(req_to_token, req_pool_indices, kv_indptr, page_size, out)
+    _pack(req_to_token, req_pool_indices, kv_indptr, first_page, page_size, out)
 
 
 def write_kv_cache(

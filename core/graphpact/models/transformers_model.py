@@ -2,7 +2,8 @@
 
 The model calls attention through transformers' ``AttentionInterface``, under a name for which no mask
 is registered, so no mask is built; tokens of all requests come as one flat sequence, told apart by the
-metadata of the backend. What each layer asks of attention is seen by running one token once.
+metadata of the backend. What each layer asks of attention is seen by running one token once. Layers with
+latents (MLA) attend over them where that is asked for, see `graphpact.models.latents`.
 
 Does not: change a model's code, keep a cache of its own, or pick a backend.
 """
@@ -20,6 +21,7 @@ from transformers import AttentionInterface
 from graphpact.attention import AttentionBackend, LayerSpec
 from graphpact.batch import ForwardBatch
 from graphpact.errors import UnsupportedModelError
+from graphpact.models.latents import LatentLayer, latent_layers, latent_modules, latents_as_keys
 
 ATTENTION_NAME = "graphpact"
 
@@ -56,6 +58,8 @@ def _attention_function(
 ) -> tuple[torch.Tensor, None]:
     """Attend over ``[1, heads, T, dim]``; the signature is transformers'."""
     asked["attention_mask"] = attention_mask
+    if asked.get("scaling") is None:
+        asked["scaling"] = query.shape[-1] ** -0.5
     q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
     out = _active.get().attend(module, q, k, v, asked)
     return out[None], None
@@ -88,21 +92,21 @@ class _Probe:
             self.refused["attention layers without an index of their own"] = None
         if asked.get("is_causal") is False or getattr(module, "is_causal", True) is False:
             self.refused["attention that is not causal"] = None
-        known = {"scaling", "sliding_window", "softcap", "s_aux"} | _INDIFFERENT
+        known = {"scaling", "sliding_window", "softcap", "s_aux", "kv_lora_rank"} | _INDIFFERENT
         for name, value in asked.items():
             if name not in known and value is not None and value is not False:
                 self.refused[f"attention argument {name!r}"] = None
-        scaling = asked.get("scaling")
         self.layers[layer_id if layer_id is not None else -1] = LayerSpec(
             layer_id=len(self.layers),
             num_q_heads=q.shape[1],
             num_kv_heads=k.shape[1],
             head_dim=q.shape[2],
             v_head_dim=v.shape[2],
-            scaling=q.shape[2] ** -0.5 if scaling is None else float(scaling),
+            scaling=float(asked["scaling"]),
             sliding_window=asked.get("sliding_window"),
             softcap=asked.get("softcap"),
             sinks=asked.get("s_aux"),
+            kv_lora_rank=asked.get("kv_lora_rank"),
         )
         return q.new_zeros((q.shape[0], q.shape[1], v.shape[2]))
 
@@ -122,20 +126,45 @@ class _BackendAttention:
         return self.backend.forward(q, k, v, self.layers[module.layer_idx], self.metadata)
 
 
+@dataclass(slots=True)
+class _Absorbed:
+    """Hands the attention of layers with latents on in absorbed form, and that of others as it is."""
+
+    inner: _Attention
+    latents: dict[Any, LatentLayer]
+
+    def attend(
+        self, module: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, asked: dict[str, Any]
+    ) -> torch.Tensor:
+        layer = self.latents.get(module)
+        if layer is None:
+            return self.inner.attend(module, q, k, v, asked)
+        asked["kv_lora_rank"] = layer.kv_lora_rank
+        return layer.expand_output(self.inner.attend(module, layer.absorb_query(q), k, v, asked))
+
+
 class TransformersModel:
     """The forward pass of a lane: a batch in, the logits of each request's last token out.
 
     Args:
         model: A transformers model for causal language modelling, loaded with the attention
             implementation `ATTENTION_NAME`.
+        absorb: Whether its MLA layers, if it has any, attend over latents (absorbed form), for which every
+            backend needs `HeadLayout.MLA`; otherwise each head has keys and values of its own.
+
+    Attributes:
+        has_latents: Whether the model has MLA layers, in whichever form.
 
     Raises:
-        UnsupportedModelError: The model keeps state besides keys and values, or asks of attention what
-            no graphpact backend can be told; the message lists it all.
+        UnsupportedModelError: The model keeps state besides keys and values, asks of attention what no
+            graphpact backend can be told (the message lists it all), or has MLA layers that cannot be
+            absorbed.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, *, absorb: bool = False) -> None:
         self.model = model
+        self.has_latents = bool(latent_modules(model))
+        self._latents = latent_layers(model) if absorb else {}
         self.dtype: torch.dtype = model.dtype
         self._takes_logits_to_keep = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._layers = self._probe()
@@ -157,18 +186,24 @@ class TransformersModel:
         last = None
         if batch.extend_seq_lens is not None:
             last = torch.cumsum(batch.extend_seq_lens, dim=0) - 1
-        with _attending(_BackendAttention(backend, metadata, self._layers)):
-            return self._forward(batch.input_ids, batch.positions, last)
+        attention = _BackendAttention(backend, metadata, self._layers)
+        return self._forward(attention, batch.input_ids, batch.positions, last)
 
     def _forward(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, last: torch.Tensor | None
+        self,
+        attention: _Attention,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        last: torch.Tensor | None,
     ) -> torch.Tensor:
         more: dict[str, Any] = {}
         if last is not None and self._takes_logits_to_keep:
             more["logits_to_keep"] = last
-        logits: torch.Tensor = self.model(
-            input_ids=input_ids[None], position_ids=positions[None], use_cache=False, **more
-        ).logits[0]
+        absorbed = _Absorbed(attention, self._latents) if self._latents else attention
+        with _attending(absorbed), latents_as_keys(self._latents):
+            logits: torch.Tensor = self.model(
+                input_ids=input_ids[None], position_ids=positions[None], use_cache=False, **more
+            ).logits[0]
         if last is not None and not self._takes_logits_to_keep:
             logits = logits[last]
         return logits
@@ -178,8 +213,8 @@ class TransformersModel:
         name = config.model_type
         probe = _Probe()
         token = torch.zeros(1, dtype=torch.int64, device=self.model.device)
-        with torch.inference_mode(), _attending(probe):
-            self._forward(token, token, None)
+        with torch.inference_mode():
+            self._forward(probe, token, token, None)
         refused = list(probe.refused)
         if getattr(self.model, "_is_stateful", False):
             refused.append("a state besides keys and values")

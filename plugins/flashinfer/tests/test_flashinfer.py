@@ -84,7 +84,7 @@ class Rig:
         lengths: list[int],
         new: list[int] | None = None,
     ) -> None:
-        """Hold every index tensor to a loop over the requests."""
+        """Hold every index tensor to a loop over the requests, and the fake one after them of an extend."""
         qo, kv, indices, last = [0], [0], [], []
         for i, (row, length) in enumerate(zip(rows, lengths, strict=True)):
             pages = [self.pages[row][j // self.page_size] for j in range(0, length, self.page_size)]
@@ -92,6 +92,13 @@ class Rig:
             kv.append(kv[-1] + len(pages))
             indices += pages
             last.append(length - (len(pages) - 1) * self.page_size)
+        if new is not None:
+            pad = len(metadata.out_cache_loc) - sum(new)
+            dummies = -(-pad // self.page_size)
+            qo.append(qo[-1] + pad)
+            kv.append(kv[-1] + dummies)
+            indices += [0] * dummies
+            last.append((pad - 1) % self.page_size + 1)
         assert metadata.qo_indptr.tolist() == qo
         assert metadata.kv_indptr.tolist() == kv
         assert metadata.kv_indices[: kv[-1]].tolist() == indices
@@ -243,7 +250,8 @@ def test_slots_hold_the_longest_requests(page_size: int) -> None:
     shape = GraphShape(ForwardMode.DECODE, MAX_BS, MAX_BS)
     metadata = backend.init_metadata_capture(_view(registry, batch, MAX_BS), shape)
     rig.check(metadata, [ROWS] * MAX_BS, [CONTEXT] * MAX_BS)
-    assert int(metadata.kv_indptr[-1]) == metadata.kv_indices.shape[0]
+    fake = -(-MAX_BS // page_size)  # room for the pages of an extend's padded tokens
+    assert int(metadata.kv_indptr[-1]) == metadata.kv_indices.shape[0] - fake
 
 
 def test_every_slot_is_declared_with_owner_and_reason() -> None:
@@ -254,7 +262,8 @@ def test_every_slot_is_declared_with_owner_and_reason() -> None:
     backend.attach(registry)
     mine = [slot for slot in registry if slot.name not in inputs]
     names = ("qo_indptr", "kv_indptr", "kv_indices", "kv_last_page_len")
-    assert [slot.name for slot in mine] == [f"flashinfer.{name}" for name in names]
+    plan = ("plan", "plan_staging")
+    assert [slot.name for slot in mine] == [f"flashinfer.{name}" for name in (*names, *plan)]
     for slot in mine:
         assert slot.owner == "flashinfer"
         assert slot.reason
@@ -332,13 +341,14 @@ def _missing(**changes: Any) -> list[str]:
 
 
 def test_declared_capabilities() -> None:
-    """Decode and extend, all float widths, windows, caps and sinks; nothing else."""
+    """Every mode, all float widths, windows, caps, sinks and trees, planned on the host; no latents."""
     declared = FlashInferBackend.capabilities
-    assert declared.modes == {ForwardMode.DECODE, ForwardMode.EXTEND}
-    assert declared.graph_support is GraphSupport.UNIFORM_DECODE
+    assert declared.modes == frozenset(ForwardMode)
+    assert declared.graph_support is GraphSupport.ALWAYS
+    assert declared.trees
     assert declared.head_layouts == {HeadLayout.MHA, HeadLayout.GQA}
     assert declared.seq_len_fill_value == 1
-    assert not declared.needs_host_plan
+    assert declared.needs_host_plan
     for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
         assert _missing(dtype=dtype, mode=ForwardMode.EXTEND) == []
     assert "dtype torch.int8" in _missing(dtype=torch.int8)[0]

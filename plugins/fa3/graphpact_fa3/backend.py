@@ -1,0 +1,288 @@
+"""`FA3Backend`: FlashAttention's page tables, filled by one body at capture, at replay and in eager steps.
+
+Everything is made by the device alone, so a graph can record it, and a replay then prepares nothing. The
+schedule is made once a step, in one buffer, and every layer without a window is given it.
+
+Drafts that are trees are attended in two parts, merged by their log-sum-exp: what all queries of a request
+share, and one row a token for the drafts that it sees. A layer with a window has one row a token for
+both, since a window of a tree begins at another key for every depth.
+
+Does not: attend; see `graphpact_fa3.kernels`.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from graphpact import (
+    AttentionBackend,
+    BackendContext,
+    Capabilities,
+    ForwardBatch,
+    ForwardMode,
+    GraphShape,
+    GraphSlot,
+    LayerSpec,
+    Limits,
+    PaddingPolicy,
+)
+from graphpact.attention import Buffers, GraphSupport, HeadLayout
+from graphpact.errors import EngineError
+from graphpact.kernels import merge_states, schedule_size, write_kv_cache
+from graphpact.kernels.page_table_attention import write_page_table
+from graphpact_fa3.kernels import FA3Kernels, NativeKernels, PortableKernels
+from graphpact_fa3.metadata import FA3Metadata, KeyRows, TreeMetadata
+from graphpact_fa3.tree import fill_tree, is_tree
+
+
+class FA3Backend(AttentionBackend):
+    """FlashAttention-3's metadata, on its own kernels or on portable ones."""
+
+    capabilities = Capabilities(
+        modes=frozenset(ForwardMode),
+        graph_support=GraphSupport.ALWAYS,
+        dtypes=frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16}),
+        devices=frozenset({"cpu", "cuda"}),
+        head_layouts=frozenset({HeadLayout.MHA, HeadLayout.GQA}),
+        seq_len_fill_value=1,
+        sliding_window=True,
+        softcap=True,
+        sinks=True,
+        trees=True,
+    )
+    providers = (NativeKernels, PortableKernels)
+    kernels: FA3Kernels
+
+    def __init__(self, context: BackendContext) -> None:
+        super().__init__(context)
+        windows = {layer.sliding_window for layer in context.layers}
+        self._windows = sorted(window for window in windows if window is not None)
+
+    # -- memory ----------------------------------------------------------------------------------
+
+    def declare_slots(self, limits: Limits) -> Sequence[GraphSlot]:
+        """Return the index tensors, int32; those of trees only where drafts have branches."""
+        pages = limits.max_pages_per_request
+        slots = [
+            _slot("cu_seqlens_q", lambda bs, _: (bs + 1,), extra=1),
+            _slot("cache_seqlens", lambda bs, _: (bs,)),
+            _slot("cu_seqlens_k", lambda bs, _: (bs + 1,), extra=1),
+            _slot("page_table", lambda bs, _: (bs, pages)),
+            GraphSlot(
+                "fa3.scheduler_metadata",
+                lambda bs, _: (schedule_size(bs),),
+                torch.int32,
+                axis="none",
+                owner="fa3",
+                padding_policy=PaddingPolicy.KEEP_PAD,
+                reason="every step writes it whole: its schedule, and zeros to the end",
+                copy_from_fb=False,
+            ),
+        ]
+        if limits.draft.topk > 1:
+            slots.append(_slot("tree.cu_seqlens_q", lambda _, tokens: (tokens + 1,), extra=1))
+            for window in (None, *self._windows):
+                slots += self._declare_tree(window, limits)
+        return slots
+
+    def _declare_tree(self, window: int | None, limits: Limits) -> list[GraphSlot]:
+        """Return the slots of one row a token: of drafts, and before them of a window's keys."""
+        width = max(limits.draft.num_draft_tokens, limits.draft.num_steps)
+        if window is not None:
+            width += min(window, limits.max_context_len)
+        return [
+            _slot(_of_tree("cache_seqlens", window), lambda _, tokens: (tokens,)),
+            _slot(_of_tree("page_table", window), lambda _, tokens: (tokens, width)),
+        ]
+
+    def allocate_metadata(
+        self, view: ForwardBatch, shape: GraphShape, buffers: Buffers
+    ) -> FA3Metadata:
+        """Return the metadata of ``shape``, its tensors slices of the declared slots.
+
+        Of a graph the bounds are those of every replay. In an eager step they are the batch's own, from
+        the lengths on the host, since what a GPU computes grows with them.
+
+        Raises:
+            EngineError: Drafts that are a tree in a lane that was laid out for chains, or a ragged batch
+                without its lengths.
+        """
+        limits, in_tree = self.context.limits, is_tree(view)
+        max_q, max_k = view.tokens_per_request, limits.max_context_len
+        if view.forward_mode.is_ragged:
+            max_q = shape.num_tokens if buffers.in_graph else _most(view.extend_seq_lens_cpu)
+        if not buffers.in_graph:
+            max_k = _most(view.seq_lens_cpu) + (0 if in_tree else view.uncounted_keys)
+        pages = -(-max_k // limits.page_size)
+        return FA3Metadata(
+            out_cache_loc=view.out_cache_loc,
+            cu_seqlens_q=buffers("fa3.cu_seqlens_q"),
+            cache_seqlens=buffers("fa3.cache_seqlens"),
+            cu_seqlens_k=buffers("fa3.cu_seqlens_k"),
+            page_table=buffers("fa3.page_table")[:, :pages],
+            page_size=limits.page_size,
+            max_seqlen_q=max_q,
+            max_seqlen_k=max_k,
+            is_ragged=view.forward_mode.is_ragged,
+            scheduler_metadata=buffers("fa3.scheduler_metadata"),
+            tree=self._allocate_tree(buffers) if in_tree else None,
+        )
+
+    def _allocate_tree(self, buffers: Buffers) -> TreeMetadata:
+        if self.context.limits.draft.topk == 1:
+            raise EngineError(
+                "the batch's drafts are a tree, and the lane was laid out for chains: its"
+                " limits.draft.topk is 1",
+                hint="build the backend with Limits(draft=DraftLimits(topk=...)) of the draft",
+            )
+
+        cu_seqlens_q = buffers(
+            "fa3.tree.cu_seqlens_q"
+        )  # once: in an eager step each call makes another
+
+        def rows(window: int | None) -> KeyRows:
+            table = buffers(f"fa3.{_of_tree('page_table', window)}")
+            return KeyRows(
+                cu_seqlens_q=cu_seqlens_q,
+                cache_seqlens=buffers(f"fa3.{_of_tree('cache_seqlens', window)}"),
+                page_table=table,
+                page_size=1,
+                max_seqlen_q=1,
+                max_seqlen_k=table.shape[1],
+            )
+
+        return TreeMetadata(drafts=rows(None), windows={w: rows(w) for w in self._windows})
+
+    # -- the body --------------------------------------------------------------------------------
+
+    def fill_metadata(self, view: ForwardBatch, metadata: FA3Metadata) -> None:
+        """Derive index tensors and schedule from lengths, request rows and the tree, on the device."""
+        if view.forward_mode.is_ragged:
+            _offsets(_required(view.extend_seq_lens), out=metadata.cu_seqlens_q)
+        else:
+            # The same stride for every request, whatever it accepted: what was captured has no other.
+            width = view.tokens_per_request
+            torch.arange(0, view.num_tokens + width, width, out=metadata.cu_seqlens_q)
+        drafts = 0 if metadata.tree is not None else view.uncounted_keys
+        torch.add(view.seq_lens, drafts, out=metadata.cache_seqlens)
+        _offsets(metadata.cache_seqlens, out=metadata.cu_seqlens_k)
+        req_to_token = self.context.req_to_token
+        write_page_table(
+            req_to_token,
+            view.req_pool_indices,
+            metadata.cache_seqlens,
+            page_size=metadata.page_size,
+            out=metadata.page_table,
+        )
+        metadata.schedule_len = self.kernels.schedule(metadata, causal=metadata.tree is None)
+        if metadata.tree is not None:
+            fill_tree(view, req_to_token, metadata.tree)
+
+    def metadata_in_graph(self, view: ForwardBatch, metadata: FA3Metadata) -> None:
+        """Do the same as `fill_metadata`, which is device work alone."""
+        self.fill_metadata(view, metadata)
+
+    # -- attention -------------------------------------------------------------------------------
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: LayerSpec,
+        metadata: FA3Metadata,
+    ) -> torch.Tensor:
+        """Write keys and values to their slots, then attend over the pages."""
+        cache = self.context.kv_cache
+        k_cache, v_cache = cache.k[layer.layer_id], cache.v[layer.layer_id]
+        write_kv_cache(k, v, k_cache, v_cache, metadata.out_cache_loc)
+        inputs, sinks = (q, k_cache, v_cache), layer.sinks
+        tree, window, with_lse = metadata.tree, layer.sliding_window, sinks is not None
+        out: torch.Tensor
+        lse: torch.Tensor | None
+        if tree is None:
+            out, lse = self.kernels.attend(
+                *inputs,
+                metadata,
+                layer,
+                causal=True,
+                window=window,
+                schedule=_schedule_of(metadata) if window is None else None,
+                with_lse=with_lse,
+            )
+        elif window is None:
+            out, lse = self._attend_cascade(inputs, layer, metadata, tree)
+        else:
+            rows = tree.windows[window]
+            out, lse = self.kernels.attend(*inputs, rows, layer, causal=False, with_lse=with_lse)
+        if sinks is None or lse is None:
+            return out
+        # A sink takes its share of the weights once, of all keys: no part of a cascade is given it.
+        return (out * torch.sigmoid(lse - sinks)[..., None]).to(out.dtype)
+
+    def _attend_cascade(
+        self,
+        inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        layer: LayerSpec,
+        metadata: FA3Metadata,
+        tree: TreeMetadata,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the attention over the sequence and over what each draft sees of the drafts, as one."""
+        attend = self.kernels.attend
+        shared, lse = attend(
+            *inputs,
+            metadata,
+            layer,
+            causal=False,
+            schedule=_schedule_of(metadata),
+            with_lse=True,
+        )
+        own, own_lse = attend(*inputs, tree.drafts, layer, causal=False, with_lse=True)
+        assert lse is not None  # noqa: S101  asked for
+        assert own_lse is not None  # noqa: S101
+        return merge_states(shared, lse, own, own_lse), torch.logaddexp(lse, own_lse)
+
+
+def _schedule_of(metadata: FA3Metadata) -> torch.Tensor | None:
+    """Return the part of the schedule that kernels take; None where they take none."""
+    size = metadata.schedule_len
+    return metadata.scheduler_metadata[:size] if size else None
+
+
+def _slot(
+    name: str, shape_fn: Callable[[int, int], tuple[int, ...]], *, extra: int = 0
+) -> GraphSlot:
+    """Return an int32 slot of a row a request, or of a tree a row a token, and ``extra`` rows."""
+    return GraphSlot(
+        f"fa3.{name}",
+        shape_fn,
+        torch.int32,
+        axis="tokens" if name.startswith("tree.") else "bs",
+        slice_fn=(lambda buffer, n: buffer[: n + extra]) if extra else None,
+        owner="fa3",
+        padding_policy=PaddingPolicy.KEEP_PAD,
+        reason="every step writes all rows of the padded extent",
+        copy_from_fb=False,
+    )
+
+
+def _of_tree(name: str, window: int | None) -> str:
+    """Return the name of a tensor of a tree's rows: of the drafts, or of one window."""
+    return f"tree.{name}" if window is None else f"tree.window{window}.{name}"
+
+
+def _offsets(counts: torch.Tensor, *, out: torch.Tensor) -> None:
+    """Write ``[0, counts[0], counts[0] + counts[1], ...]`` into ``out``."""
+    out[:1].zero_()
+    torch.cumsum(counts, dim=0, dtype=out.dtype, out=out[1:])
+
+
+def _required(lengths: torch.Tensor | None) -> torch.Tensor:
+    if lengths is None:
+        raise EngineError("an extend batch must carry extend_seq_lens and extend_seq_lens_cpu")
+    return lengths
+
+
+def _most(lengths: torch.Tensor | None) -> int:
+    """Return the largest of lengths on the host, 1 where there are none."""
+    return max(_required(lengths).tolist(), default=1)

@@ -1,0 +1,108 @@
+"""Index tensors of drafts that are trees: for each draft token a row of the slots that it sees.
+
+A window counts positions. A draft token stands as many positions after the sequence as it has drafts before
+it on its branch, so two branches have tokens at one position, and no row of slots in which all of them stand
+is in the order of positions. The rows made here leave out what is not seen instead; kernels then see
+all of a row, whatever its order.
+
+Device work alone: nothing is read on the host, and every number of the output is written.
+
+Does not: know slots' names or sizes; what is written is as wide as it was allocated.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from graphpact import ForwardBatch
+from graphpact_fa3.metadata import KeyRows, TreeMetadata
+
+
+def is_tree(view: ForwardBatch) -> bool:
+    """Return whether the drafts of ``view`` are a tree: what a token sees is no range of positions."""
+    if view.draft_step is not None:
+        return view.tokens_per_request > 1
+    return view.tree_mask is not None
+
+
+@dataclass(frozen=True, slots=True)
+class _Drafts:
+    """The drafts of a step, ``n`` to choose from for each of ``T`` tokens.
+
+    Args:
+        slots: ``[T, n]``: their KV slots.
+        sees: ``[T, n]`` bool: which of them the token sees.
+        depths: ``[T, n]`` or ``[n]``: positions between the end of the sequence and each of them.
+        depth: ``[T]``, or a number for all: the same of the token itself.
+    """
+
+    slots: torch.Tensor
+    sees: torch.Tensor
+    depths: torch.Tensor
+    depth: torch.Tensor | int
+
+
+def _drafts_of(view: ForwardBatch) -> _Drafts:
+    if view.draft_step is not None and view.draft_cache_loc is not None:
+        slots = view.draft_cache_loc[:, : view.draft_step + 1]
+        depths = torch.arange(view.draft_step + 1, device=view.device)
+        return _Drafts(slots, torch.ones_like(slots, dtype=torch.bool), depths, view.draft_step)
+    sees = view.tree_mask
+    assert sees is not None  # noqa: S101  of a verify with a tree; see is_tree
+    width = sees.shape[1]
+    depth = sees.sum(dim=1) - 1
+
+    def of_request(by_token: torch.Tensor) -> torch.Tensor:
+        """Return ``[T, width]``: for each token what the tokens of its request have."""
+        return by_token.view(-1, width).repeat_interleave(width, dim=0)
+
+    return _Drafts(of_request(view.out_cache_loc), sees, of_request(depth), depth)
+
+
+def fill_tree(view: ForwardBatch, req_to_token: torch.Tensor, tree: TreeMetadata) -> None:
+    """Write all rows of ``tree``.
+
+    Args:
+        view: The batch, or one step of a draft.
+        req_to_token: ``[rows, max_context_len]`` int32: KV slot of each position of each request row.
+        tree: Written.
+    """
+    drafts = _drafts_of(view)
+    torch.arange(view.num_tokens + 1, out=tree.drafts.cu_seqlens_q)
+    _pack(drafts.slots, drafts.sees, tree.drafts)
+    if not tree.windows:
+        return
+    per_request = view.tokens_per_request
+    lens = view.seq_lens.repeat_interleave(per_request)
+    rows = view.req_pool_indices.repeat_interleave(per_request)
+    for window, out in tree.windows.items():
+        # Slots of the sequence that the token's window may reach, and of the drafts.
+        context = out.page_table.shape[1] - tree.drafts.page_table.shape[1]
+        first = (lens + (drafts.depth - window + 1)).clamp_(min=0)
+        position = first[:, None] + torch.arange(context, device=view.device)
+        inside = position.clamp(max=req_to_token.shape[1] - 1)
+        depth = drafts.depth
+        last_unseen = (depth[:, None] if isinstance(depth, torch.Tensor) else depth) - window
+        slots = torch.cat([req_to_token[rows[:, None], inside], drafts.slots], dim=1)
+        sees = torch.cat(
+            [position < lens[:, None], drafts.sees & (drafts.depths > last_unseen)], dim=1
+        )
+        _pack(slots, sees, out)
+
+
+def _pack(slots: torch.Tensor, sees: torch.Tensor, out: KeyRows) -> None:
+    """Write the slots that each row sees to the front of its row of the table, and zeros behind them.
+
+    Args:
+        slots: ``[T, n]``.
+        sees: ``[T, n]`` bool.
+        out: ``cache_seqlens`` and ``page_table`` ``[T, >= n]`` are written whole.
+    """
+    torch.sum(sees, dim=1, out=out.cache_seqlens, dtype=out.cache_seqlens.dtype)
+    width = out.page_table.shape[1]
+    table = out.page_table.new_zeros(
+        len(slots), width + 1
+    )  # the last column takes what is not seen
+    place = torch.where(sees, sees.cumsum(dim=1) - 1, width)
+    table.scatter_(1, place, slots.to(table.dtype))
+    out.page_table.copy_(table[:, :width])

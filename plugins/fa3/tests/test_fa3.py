@@ -1,0 +1,391 @@
+"""FA3's metadata against plain loops over the requests, in every mode, whatever came before."""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from attention_problems import (
+    CASES,
+    CONTEXT,
+    CPU,
+    DRAFT_WIDTH,
+    MAX_BS,
+    NUM_STEPS,
+    PAGE_SIZES,
+    WINDOW,
+    Case,
+    Config,
+    Heads,
+    Problem,
+    Request,
+    Token,
+    sequences,
+)
+from attention_rig import Rig, hold_to_oracle
+from graphpact import ForwardMode, GraphShape, LayerSpec, Limits, PaddingPolicy
+from graphpact.attention import DraftLimits, DraftMetadata, GraphSupport, HeadLayout
+from graphpact.errors import EngineError
+from graphpact.graphs.recorder import Recorder
+from graphpact_fa3 import FA3Backend, FA3Metadata, KeyRows
+
+EXAMPLES = settings(derandomize=True, deadline=None, max_examples=5)
+BLOCK = 16
+VERIFY, DRAFT = ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_DECODE
+EXTEND_DRAFT = Case(ForwardMode.DRAFT_EXTEND)
+TREE, BRANCHES = Case(VERIFY, tree=True), Case(DRAFT, topk=2)
+DECODE = Case(ForwardMode.DECODE)
+
+
+@pytest.fixture(autouse=True)
+def _inference() -> Iterator[None]:
+    """A lane steps in inference mode."""
+    with torch.inference_mode():
+        yield
+
+
+def make_config(case: Case, page_size: int = 1, **features: bool) -> Config:
+    """Return a lane of two layers with a window in the second, but for ``features``."""
+    chosen = {"sliding_window": True, "softcap": False, "sinks": False} | features
+    return Config(case, page_size, Heads("gqa", 4, 2, 8), torch.float32, **chosen)
+
+
+@cache
+def rig_of(config: Config) -> Rig:
+    """Return a lane whose metadata is made by the replay hook; equal requests share one."""
+    with torch.inference_mode():
+        return Rig(FA3Backend, config, strict=False, in_graph=False)
+
+
+# -- what the loops say ----------------------------------------------------------------------------
+
+
+def padded_to(problem: Problem, bs: int) -> list[Request]:
+    """Return the requests, and those that padding stands for: of scratch alone, of one cached key."""
+    case = problem.case
+    count = 0 if case.mode.is_ragged else case.width or 0
+    tokens = [Token(0, [0] * case.num_steps, None, 0) for _ in range(count)]
+    cached = 0 if case.mode is ForwardMode.DRAFT_EXTEND else 1
+    if case.mode is ForwardMode.DECODE:
+        cached = 0
+    scratch = Request(0, [0] * cached, tokens, [0] * CONTEXT)
+    return [*problem.requests, *[scratch] * (bs - len(problem.requests))]
+
+
+def seen_drafts(problem: Problem, request: Request, token: int, step: int) -> list[int]:
+    """Return the slots of the drafts that a token of a tree sees; padding sees all of its request's."""
+    if problem.case.mode is DRAFT:
+        return request.tokens[token].slots[: step + 1]
+    path = range(len(request.tokens)) if request.row == 0 else request.path(token)
+    return [request.tokens[j].slots[0] for j in path]
+
+
+def seen_in_window(problem: Problem, request: Request, token: int, step: int) -> list[int]:
+    """Return the slots of the last keys that it sees, of sequence and drafts."""
+    drafts = seen_drafts(problem, request, token, step)
+    if request.row == 0:  # drafts at one position do not push each other out
+        return request.cached + drafts
+    return (request.cached + drafts)[-WINDOW:]
+
+
+def check_rows(rows: KeyRows, seen: Sequence[Sequence[int]]) -> None:
+    """Hold a tree's rows to lists of slots, one a token; the rest of the table is zeros."""
+    width = rows.page_table.shape[1]
+    assert rows.cu_seqlens_q.tolist() == list(range(len(seen) + 1))
+    assert rows.cache_seqlens.tolist() == [len(slots) for slots in seen]
+    assert rows.page_table.tolist() == [[*slots, *[0] * (width - len(slots))] for slots in seen]
+    assert (rows.page_size, rows.max_seqlen_q, rows.max_seqlen_k) == (1, 1, width)
+
+
+def check(metadata: FA3Metadata, problem: Problem, bs: int, page_size: int, step: int) -> None:
+    """Hold every index tensor of a step to loops over the requests."""
+    case = problem.case
+    requests = padded_to(problem, bs)
+    is_tree = case.tree or case.topk > 1
+    offsets, key_offsets, lens, table = [0], [0], [], []
+    pages = metadata.page_table.shape[1]
+    for r in requests:
+        count = len(r.tokens)
+        new = 0 if is_tree else step + 1 if case.mode is DRAFT else count
+        length = len(r.cached) + new
+        if case.mode.is_ragged and not count:
+            length = 1  # padding
+        lens.append(length)
+        offsets.append(offsets[-1] + count)
+        key_offsets.append(key_offsets[-1] + length)
+        own = [slot // page_size for slot in r.table[:length:page_size]]
+        table.append([*own, *[0] * (pages - len(own))])
+    assert metadata.cu_seqlens_q.tolist() == offsets
+    assert metadata.cache_seqlens.tolist() == lens
+    assert metadata.cu_seqlens_k.tolist() == key_offsets
+    assert metadata.page_table.tolist() == table
+    schedule, width = metadata.scheduler_metadata.tolist(), -(-bs // 4) * 4
+    expected = [0] * len(schedule)
+    for i, (a, b) in enumerate(itertools.pairwise(offsets)):
+        expected[1 + i] = -(-(b - a) // BLOCK)
+        expected[1 + width + i] = -(-lens[i] // BLOCK)
+    assert schedule == expected
+    assert (metadata.tree is not None) == is_tree
+    if metadata.tree is not None:
+        at = [(r, j) for r in requests for j in range(len(r.tokens))]
+        check_rows(metadata.tree.drafts, [seen_drafts(problem, *who, step) for who in at])
+        assert list(metadata.tree.windows) == [WINDOW]
+        windows = [seen_in_window(problem, *who, step) for who in at]
+        check_rows(metadata.tree.windows[WINDOW], windows)
+
+
+def steps_of(metadata: Any) -> list[FA3Metadata]:
+    """Return the metadata of every step of a batch."""
+    return [*metadata.steps] if isinstance(metadata, DraftMetadata) else [metadata]
+
+
+def replay_metadata(rig: Rig, problem: Problem) -> tuple[Any, GraphShape]:
+    """Return what a replay of ``problem`` reads, where nothing that an earlier step left is of use."""
+    rig.load(problem)
+    lane = rig.lane
+    registry, batch = lane.registry, problem.batch()
+    shape = lane.runner.can_run(batch)
+    assert isinstance(shape, GraphShape)
+    view = lane.prepare_replay(registry=registry, batch=batch, shape=shape)
+    for slot in registry or ():
+        if slot.owner == "fa3" and slot.buffer is not None:
+            slot.buffer.fill_(-9)
+    captured = lane._captured[shape].metadata
+    lane.init_metadata_replay(view=view, shape=shape, captured=captured)
+    lane._captured[shape].pact.check(view=view, metadata=captured)
+    return captured, shape
+
+
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+@pytest.mark.parametrize("case", [c for c in CASES if c.mode is not ForwardMode.IDLE], ids=str)
+def test_metadata_equals_a_loop_whatever_came_before(case: Case, page_size: int) -> None:
+    """Replayed after any history, and eagerly, every tensor says what a loop over the requests says."""
+    config = make_config(case, page_size)
+    rig = rig_of(config)
+
+    @EXAMPLES
+    @given(history=sequences(config))
+    def compare(history: list[Problem]) -> None:
+        for problem in history:
+            replayed, shape = replay_metadata(rig, problem)
+            for step, metadata in enumerate(steps_of(replayed)):
+                check(metadata, problem, shape.batch_size, page_size, step)
+                most = shape.num_tokens if case.mode.is_ragged else case.width
+                assert (metadata.max_seqlen_q, metadata.max_seqlen_k) == (most, CONTEXT)
+            if not problem.requests:
+                continue
+            eager = rig.backend.init_metadata_eager(problem.batch())
+            for step, metadata in enumerate(steps_of(eager)):
+                check(metadata, problem, len(problem.requests), page_size, step)
+                assert metadata.max_seqlen_q == max(len(r.tokens) for r in problem.requests)
+                assert metadata.max_seqlen_k == int(metadata.cache_seqlens.max())
+
+    compare()
+
+
+def test_a_large_batch_leaves_nothing_to_a_small_one() -> None:
+    """In the buffers of the largest step a smaller one leaves its own numbers and zeros to the end."""
+    rig = rig_of(make_config(DECODE))
+    large = [
+        Request(row, list(range(row, row + 70)), [Token(0, [99], None, 0)], [])
+        for row in range(1, 5)
+    ]
+    for i, r in enumerate(large):
+        large[i] = replace(r, table=[*r.cached, 99])
+    replay_metadata(rig, Problem(DECODE, large, 0))
+    small = [Request(5, [7], [Token(0, [8], None, 0)], [7, 8])]
+    metadata, _ = replay_metadata(rig, Problem(DECODE, small, 0))
+    assert metadata.scheduler_metadata.tolist() == [0, 1, 1, 0, 0, 1, 1, *[0] * 10]
+    assert metadata.page_table.tolist() == [[7, 8, *[0] * (CONTEXT - 2)], [0] * CONTEXT]
+
+
+@settings(derandomize=True, deadline=None, max_examples=30)
+@given(accepted=st.lists(st.integers(0, DRAFT_WIDTH), min_size=1, max_size=MAX_BS))
+def test_draft_extend_has_one_stride_whatever_was_accepted(accepted: list[int]) -> None:
+    """Queries begin at multiples of the draft's width, and both bounds stay, for any accepted lengths."""
+    rig = rig_of(make_config(EXTEND_DRAFT))
+    requests = [
+        Request(
+            row=i + 1,
+            cached=list(range(1, 2 + n)),
+            tokens=[Token(0, [60 + j], None, 0) for j in range(DRAFT_WIDTH)],
+            table=[*range(1, 2 + n), *range(60, 60 + DRAFT_WIDTH)],
+        )
+        for i, n in enumerate(accepted)
+    ]
+    problem = Problem(EXTEND_DRAFT, requests, 0)
+    metadata, shape = replay_metadata(rig, problem)
+    batch = problem.batch()
+    batch.extend_seq_lens = batch.extend_seq_lens_cpu = torch.tensor(accepted)
+    eager = rig.backend.init_metadata_eager(batch)
+    for found, bs in ((metadata, shape.batch_size), (eager, len(accepted))):
+        assert found.cu_seqlens_q.tolist() == [DRAFT_WIDTH * i for i in range(bs + 1)]
+        assert found.max_seqlen_q == DRAFT_WIDTH
+
+
+def test_padded_rows_keep_the_stride() -> None:
+    """A padded request of draft extend has a full stride of queries, and a key for each, in scratch."""
+    config = make_config(EXTEND_DRAFT)
+    tokens = [Token(0, [50 + j], None, 0) for j in range(DRAFT_WIDTH)]
+    requests = [Request(i, [i], tokens, [i, *range(50, 54)]) for i in (1, 2, 3)]
+    metadata, _ = replay_metadata(rig_of(config), Problem(EXTEND_DRAFT, requests, 0))
+    assert metadata.cu_seqlens_q.tolist() == [0, 4, 8, 12, 16]
+    assert metadata.cache_seqlens.tolist() == [5, 5, 5, 4]
+    assert not metadata.page_table[3].any()
+
+
+def test_a_stale_row_is_caught_when_planted() -> None:
+    """A page table that is not refilled differs from the loops: the tests above can fail."""
+    rig = rig_of(make_config(DECODE))
+    problem = Problem(DECODE, [Request(3, [4, 5], [Token(0, [6], None, 0)], [4, 5, 6])], 0)
+    metadata, shape = replay_metadata(rig, problem)
+    check(metadata, problem, shape.batch_size, 1, 0)
+    metadata.page_table[1, 0] = 4
+    with pytest.raises(AssertionError):
+        check(metadata, problem, shape.batch_size, 1, 0)
+
+
+# -- the step --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("case", "nodes"), [(DECODE, 1), (TREE, 1), (BRANCHES, NUM_STEPS)], ids=str
+)
+def test_the_schedule_is_one_node_a_step(
+    case: Case, nodes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A graph of two layers makes one schedule for each step, and both layers' kernels read it."""
+    calls: list[tuple[str, tuple[Any, ...]]] = []
+    perform = Recorder.perform
+
+    def count(self: Recorder, func: Any, args: Any, kwargs: Any) -> Any:
+        calls.append((str(func), args))
+        return perform(self, func, args, kwargs)
+
+    monkeypatch.setattr(Recorder, "perform", count)
+    config = make_config(case, 16, sliding_window=False)
+    rig = Rig(FA3Backend, config, strict=False, in_graph=True)
+    graphs = len(rig.lane.graphs())
+    assert sum("schedule_attention" in op for op, _ in calls) == nodes * graphs
+    paged = [args for op, args in calls if "page_table_attention" in op and args[6] == 16]
+    assert len(paged) == 2 * nodes * graphs
+    assert all(args[13] is not None for args in paged)
+
+
+def test_layers_with_a_window_are_given_no_schedule() -> None:
+    """Only the layer without a window misses the keys that a spoilt schedule lacks."""
+    rig = rig_of(make_config(DECODE))
+    problem = Problem(DECODE, [Request(1, [3, 4, 5], [Token(2, [6], None, 0)], [3, 4, 5, 6])], 0)
+    rig.load(problem)
+    batch = problem.batch()
+    q, k, v = torch.randn(1, 4, 8), torch.randn(1, 2, 8), torch.randn(1, 2, 8)
+    metadata = rig.backend.init_metadata_eager(batch)
+    right = [rig.backend.forward(q, k, v, layer, metadata) for layer in rig.layers]
+    metadata.scheduler_metadata.zero_()
+    spoilt = [rig.backend.forward(q, k, v, layer, metadata) for layer in rig.layers]
+    assert not torch.equal(right[0], spoilt[0])
+    assert torch.equal(right[1], spoilt[1])
+
+
+@pytest.mark.parametrize("case", [TREE, BRANCHES], ids=str)
+def test_a_sink_is_counted_once_in_a_cascade(case: Case) -> None:
+    """Layers with sinks and a soft cap and no window, of both kinds of tree, are the oracle's."""
+    config = make_config(case, 16, sliding_window=False, softcap=True, sinks=True)
+    hold_to_oracle(FA3Backend, config, max_examples=2)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_lanes_of_every_mode_answer_as_the_oracle(case: Case) -> None:
+    """With windows, caps and sinks at once, replayed on the strict tape and run eagerly."""
+    hold_to_oracle(FA3Backend, make_config(case, 3, softcap=True, sinks=True), max_examples=1)
+
+
+def test_an_idle_batch_has_metadata_of_no_rows() -> None:
+    """No request: every tensor is empty but for the first offset, and attention gives no row."""
+    rig = rig_of(make_config(DECODE, 16))
+    metadata = rig.backend.init_metadata_eager(Problem(Case(ForwardMode.IDLE), [], 0).batch())
+    assert metadata.cu_seqlens_q.tolist() == metadata.cu_seqlens_k.tolist() == [0]
+    assert len(metadata.cache_seqlens) == len(metadata.page_table) == 0
+    assert not metadata.scheduler_metadata.any()
+    q, k = torch.zeros(0, 4, 8), torch.zeros(0, 2, 8)
+    assert rig.backend.forward(q, k, k, rig.layers[0], metadata).shape == (0, 4, 8)
+
+
+# -- what is refused and declared ------------------------------------------------------------------
+
+
+def test_a_tree_in_a_lane_of_chains_is_refused() -> None:
+    """A tree mask where no slots were declared for trees is an error that says so."""
+    rig = rig_of(make_config(Case(VERIFY)))
+    tokens = [Token(0, [10 + j], None, 0) for j in range(DRAFT_WIDTH)]
+    problem = Problem(TREE, [Request(1, [9], tokens, [9, 10, 11, 12, 13])], 0)
+    with pytest.raises(EngineError, match=r"limits\.draft\.topk is 1"):
+        rig.backend.init_metadata_eager(problem.batch())
+
+
+def test_an_extend_batch_needs_its_lengths() -> None:
+    """Extend without the number of new tokens is refused, not guessed."""
+    rig = rig_of(make_config(Case(ForwardMode.EXTEND)))
+    problem = Problem(Case(ForwardMode.EXTEND), [Request(1, [], [Token(0, [9], None, 0)], [9])], 0)
+    for name in ("extend_seq_lens", "extend_seq_lens_cpu"):
+        batch = problem.batch()
+        setattr(batch, name, None)
+        with pytest.raises(EngineError, match="extend_seq_lens"):
+            rig.backend.init_metadata_eager(batch)
+
+
+def test_every_slot_is_declared_with_owner_and_reason() -> None:
+    """All metadata is int32, kept by the plugin's own writes; trees have slots where drafts branch only."""
+    backend = rig_of(make_config(DECODE)).backend
+    plain = ["cu_seqlens_q", "cache_seqlens", "cu_seqlens_k", "page_table", "scheduler_metadata"]
+    trees = ["tree.cu_seqlens_q", "tree.cache_seqlens", "tree.page_table"]
+    trees += [f"tree.window{WINDOW}.cache_seqlens", f"tree.window{WINDOW}.page_table"]
+    for topk, names in ((1, plain), (2, plain + trees)):
+        slots = backend.declare_slots(Limits(4, 16, CONTEXT, 16, DraftLimits(3, topk, 4)))
+        assert [slot.name for slot in slots] == [f"fa3.{name}" for name in names]
+        for slot in slots:
+            assert slot.owner == "fa3"
+            assert slot.reason
+            assert slot.padding_policy is PaddingPolicy.KEEP_PAD
+            assert slot.dtype is torch.int32
+            assert not slot.copy_from_fb
+
+
+def test_eager_metadata_is_memory_of_its_own() -> None:
+    """An eager batch does not touch what a graph reads."""
+    rig = rig_of(make_config(BRANCHES))
+    registry = rig.lane.registry
+    slots = [s for s in registry or () if s.owner == "fa3" and s.buffer is not None]
+    for slot in slots:
+        assert slot.buffer is not None
+        slot.buffer.fill_(-9)
+    tokens = [Token(0, [10 + 3 * j + i for i in range(3)], None, 0) for j in range(2)]
+    rig.backend.init_metadata_eager(Problem(BRANCHES, [Request(1, [9], tokens, [9])], 0).batch())
+    assert slots
+    assert all(bool((s.buffer == -9).all()) for s in slots if s.buffer is not None)
+
+
+def _missing(**changes: Any) -> list[str]:
+    layer: dict[str, Any] = {"sliding_window": 3, "softcap": 2.0, "sinks": torch.ones(1)}
+    asked = {"mode": VERIFY, "dtype": torch.float32, "device": CPU, "page_size": 7, "topk": 4}
+    layers = [LayerSpec(0, 1, 1, 40, 24, scaling=1.0, **layer)]
+    return FA3Backend.capabilities.missing(layers, **(asked | changes))
+
+
+def test_declared_capabilities() -> None:
+    """Every mode in graphs, all float widths, trees, windows, caps and sinks; no latents, no host plan."""
+    declared = FA3Backend.capabilities
+    assert declared.modes == set(ForwardMode)
+    assert declared.graph_support is GraphSupport.ALWAYS
+    assert declared.head_layouts == {HeadLayout.MHA, HeadLayout.GQA}
+    assert declared.seq_len_fill_value == 1
+    assert not declared.needs_host_plan
+    for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
+        assert _missing(dtype=dtype) == []
+    assert "dtype torch.int8" in _missing(dtype=torch.int8)[0]

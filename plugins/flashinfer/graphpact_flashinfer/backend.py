@@ -1,0 +1,363 @@
+"""`FlashInferBackend`: FlashInfer's index tensors, filled by one body at capture, replay and in eager steps.
+
+Index tensors and masks are made by the device alone, so a graph can record that. Plans are made on the host
+before every replay, from lengths that lie there.
+
+Does not: attend; see `graphpact_flashinfer.kernels`.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from graphpact import (
+    AttentionBackend,
+    BackendContext,
+    Capabilities,
+    ForwardBatch,
+    ForwardMode,
+    GraphShape,
+    GraphSlot,
+    LayerSpec,
+    Limits,
+    PaddingPolicy,
+)
+from graphpact.attention import Buffers, GraphSupport, HeadLayout
+from graphpact.errors import EngineError
+from graphpact.kernels import pack_kv_indices, pack_tree_mask, write_kv_cache
+from graphpact_flashinfer.kernels import FlashInferKernels, PortableKernels, max_chunks
+from graphpact_flashinfer.metadata import FlashInferMetadata, PagedIndices, PlanArguments
+from graphpact_flashinfer.native import NativeKernels
+from graphpact_flashinfer.rows import Rows, is_branched, num_rows, required
+
+_REBUILT = "every step writes all rows of the padded extent"
+_RAGGED = "kernels read up to the last offset, as far as each step writes it"
+
+
+class FlashInferBackend(AttentionBackend):
+    """FlashInfer's metadata, on its own kernels or on portable ones."""
+
+    capabilities = Capabilities(
+        modes=frozenset(ForwardMode),
+        graph_support=GraphSupport.ALWAYS,
+        dtypes=frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16}),
+        devices=frozenset({"cpu", "cuda"}),
+        head_layouts=frozenset({HeadLayout.MHA, HeadLayout.GQA}),
+        # A padded row has one key, in scratch: FlashInfer refuses a causal row with fewer keys than
+        # queries, so 0 is not an empty row for it.
+        seq_len_fill_value=1,
+        sliding_window=True,
+        softcap=True,
+        sinks=True,
+        trees=True,
+        needs_host_plan=True,
+    )
+    providers = (NativeKernels, PortableKernels)
+    kernels: FlashInferKernels
+
+    def __init__(self, context: BackendContext) -> None:
+        super().__init__(context)
+        self._layer_of = {layer.sliding_window: layer for layer in reversed(context.layers)}
+        """A layer for each set of indices; all of one set are planned alike."""
+        self._windows = sorted(window for window in self._layer_of if window is not None)
+
+    # -- memory ----------------------------------------------------------------------------------
+
+    def declare_slots(self, limits: Limits) -> Sequence[GraphSlot]:
+        """Return the index tensors, int32 as FlashInfer requires, and the memory of the plans."""
+        slots = [_by_row(_name("qo_indptr"), limits, extra=1)]
+        for window in (None, *self._windows):
+            slots += self._declare_set(window, limits)
+        return slots
+
+    def _declare_set(self, window: int | None, limits: Limits) -> list[GraphSlot]:
+        """Return the slots of one set of indices."""
+        page_size, topk = limits.page_size, limits.draft.topk
+        context = limits.max_context_len
+        if (
+            window is not None
+        ):  # as far back as the first of a request's queries sees, in whole pages
+            context = min(context, window + limits.max_num_tokens + page_size)
+        pages = -(-context // page_size)
+
+        def num_indices(bs: int, num_tokens: int) -> tuple[int, ...]:
+            fake = -(-num_tokens // page_size)
+            return (max(bs * pages + fake, bs * topk * context if topk > 1 else 0),)
+
+        def num_mask_bytes(bs: int, num_tokens: int) -> tuple[int, ...]:
+            return (num_tokens * context // 8 + bs,)
+
+        slots = [
+            _by_row(_name("kv_indptr", window), limits, extra=1),
+            _whole(_name("kv_indices", window), num_indices),
+            _by_row(_name("kv_last_page_len", window), limits),
+        ]
+        if topk > 1:
+            slots += [
+                _by_row(_name("mask_indptr", window), limits, extra=1),
+                _whole(_name("mask", window), num_mask_bytes, torch.uint8),
+            ]
+        return [*slots, *self.kernels.declare_slots(_name("", window), limits)]
+
+    def allocate_metadata(
+        self, view: ForwardBatch, shape: GraphShape, buffers: Buffers
+    ) -> FlashInferMetadata:
+        """Return the metadata of ``shape``, its tensors slices of the declared slots.
+
+        The bounds are those of every batch of the shape; of an eager extend they are its own, from the
+        lengths on the host, since what a GPU computes grows with them.
+        """
+        rows = num_rows(view)
+        page_size = 1 if is_branched(view) else self.context.limits.page_size
+        qo_indptr = buffers(_name("qo_indptr"))[: rows + 1]
+        is_own = view.forward_mode.is_ragged and not buffers.in_graph
+        counted = Rows.of(view, page_size) if is_own else None
+        if counted is not None:
+            max_q_len = max(counted.num_q, default=1)
+        elif view.forward_mode.is_ragged:
+            max_q_len = shape.num_tokens
+        else:
+            max_q_len = 1 if is_branched(view) else view.tokens_per_request
+        sets = {}
+        is_masked = view.tree_mask is not None
+        for window in (None, *self._windows):
+            if is_masked and self.context.limits.draft.topk == 1:
+                raise EngineError(
+                    "the batch's drafts are a tree, and the lane was laid out for chains: its"
+                    " limits.draft.topk is 1",
+                    hint="build the backend with Limits(draft=DraftLimits(topk=...)) of the draft",
+                )
+            tensors = {
+                "kv_indptr": buffers(_name("kv_indptr", window))[: rows + 1],
+                "kv_indices": buffers(_name("kv_indices", window)),
+                "kv_last_page_len": buffers(_name("kv_last_page_len", window))[:rows],
+            }
+            if is_masked:
+                tensors["mask"] = buffers(_name("mask", window))
+                tensors["mask_indptr"] = buffers(_name("mask_indptr", window))[: rows + 1]
+            plan = self.kernels.make_plan(
+                _name("", window),
+                self._arguments(view, window, page_size),
+                buffers,
+                {"qo_indptr": qo_indptr, **tensors},
+            )
+            max_kv_len = (
+                self._max_kv_len(view, shape, window)
+                if counted is None
+                else max(counted.within(window, page_size).num_kv, default=1)
+            )
+            sets[window] = PagedIndices(**tensors, plan=plan, max_kv_len=max_kv_len)
+        full = sets.pop(None)
+        return FlashInferMetadata(
+            **{name: getattr(full, name) for name in PagedIndices.__slots__},
+            out_cache_loc=view.out_cache_loc,
+            qo_indptr=qo_indptr,
+            page_size=page_size,
+            windows={window: indices for window, indices in sets.items() if window is not None},
+            max_q_len=max_q_len,
+        )
+
+    def _max_kv_len(self, view: ForwardBatch, shape: GraphShape, window: int | None) -> int:
+        """Return the most keys that a row of any batch of ``shape`` can have."""
+        limits = self.context.limits
+        is_ragged = view.forward_mode.is_ragged
+        most = limits.max_context_len
+        if window is not None:
+            queries = shape.num_tokens if is_ragged else view.tokens_per_request
+            most = min(most, window + queries + limits.page_size)
+        return max(most, shape.num_tokens) if is_ragged else most  # the fake request's
+
+    def _arguments(self, view: ForwardBatch, window: int | None, page_size: int) -> PlanArguments:
+        """Return what a plan of this view is made for."""
+        layer = self._layer_of.get(window) or self.context.layers[0]
+        rows = num_rows(view)
+        is_masked = view.tree_mask is not None
+        return PlanArguments(
+            num_requests=rows,
+            num_rows=view.num_tokens,
+            num_qo_heads=layer.num_q_heads,
+            num_kv_heads=layer.num_kv_heads,
+            head_dim=layer.head_dim,
+            page_size=page_size,
+            window_left=-1 if window is None or is_masked else window - 1,
+            scaling=layer.scaling,
+            softcap=layer.softcap or 0.0,
+            is_masked=is_masked,
+            max_chunks=max_chunks(rows),
+        )
+
+    def fill_metadata(self, view: ForwardBatch, metadata: FlashInferMetadata) -> None:
+        """Derive index tensors and masks from lengths, rows and the tree, on the device."""
+        width = view.tokens_per_request
+        lens = view.seq_lens + view.uncounted_keys
+        requests = view.req_pool_indices
+        num_q: torch.Tensor | int = width
+        if view.forward_mode.is_ragged:
+            num_q = self._fill_ragged_queries(view, metadata)
+            # The fake request: as many keys as queries; of row 0, all of whose slots are scratch.
+            lens = torch.cat([lens, num_q[-1:]])
+        elif is_branched(view):
+            num_q = 1
+            torch.arange(view.num_tokens + 1, out=metadata.qo_indptr)
+            lens = lens.repeat_interleave(width, output_size=view.num_tokens)
+            requests = requests.repeat_interleave(width, output_size=view.num_tokens)
+        else:
+            # Uniform, whatever was accepted: what was captured (SGLang PR 19807).
+            torch.arange(0, view.num_tokens + width, width, out=metadata.qo_indptr)
+        self._fill_set(view, metadata, metadata, None, requests, lens, num_q)
+        for window, indices in metadata.windows.items():
+            self._fill_set(view, metadata, indices, window, requests, lens, num_q)
+
+    def _fill_ragged_queries(
+        self, view: ForwardBatch, metadata: FlashInferMetadata
+    ) -> torch.Tensor:
+        """Fill ``qo_indptr`` of an extend and return ``[bs + 1]`` queries, the fake request's last."""
+        num_q = required(view.extend_seq_lens)
+        offsets = metadata.qo_indptr
+        _offsets(num_q, out=offsets[:-1])
+        offsets[-1:].fill_(view.num_tokens)
+        return torch.cat([num_q, offsets[-1:] - offsets[-2:-1]])
+
+    def _fill_set(
+        self,
+        view: ForwardBatch,
+        metadata: FlashInferMetadata,
+        indices: PagedIndices,
+        window: int | None,
+        requests: torch.Tensor,
+        lens: torch.Tensor,
+        num_q: torch.Tensor | int,
+    ) -> None:
+        """Fill one set of indices: the pages that the ``num_q`` last of ``lens`` tokens look at."""
+        size = metadata.page_size
+        first = None if window is None else (lens - num_q + 1 - window).clamp_(min=0) // size
+        held = lens if first is None else lens - first * size
+        _offsets((held + (size - 1)) // size, out=indices.kv_indptr)
+        indices.kv_last_page_len.copy_((held - 1) % size + 1)
+        real = len(requests)
+        if (
+            view.forward_mode.is_ragged
+        ):  # what follows the real pages is the fake request's: scratch
+            indices.kv_indices.zero_()
+        pack_kv_indices(
+            self.context.req_to_token,
+            requests,
+            indices.kv_indptr[: real + 1],
+            page_size=size,
+            out=indices.kv_indices,
+            first_page=None if first is None else first[:real],
+        )
+        if is_branched(view):
+            _put_branches(view, indices, window)
+        if view.tree_mask is not None and indices.mask is not None:
+            pack_tree_mask(
+                view.tree_mask,
+                seq_lens=view.seq_lens,
+                first_key=torch.zeros_like(lens) if first is None else first * size,
+                kv_lens=held,
+                mask_indptr=_there(indices.mask_indptr),
+                out=indices.mask,
+                sliding_window=window,
+            )
+
+    def metadata_in_graph(self, view: ForwardBatch, metadata: FlashInferMetadata) -> None:
+        """Do the same as `fill_metadata`, which is device work alone."""
+        self.fill_metadata(view, metadata)
+
+    def plan_metadata(self, view: ForwardBatch, metadata: FlashInferMetadata) -> None:
+        """Make every plan anew, from the lengths on the host."""
+        rows = Rows.of(view, metadata.page_size)
+        self._plan(view, metadata, None, rows, metadata.page_size)
+        for window, indices in metadata.windows.items():
+            self._plan(view, indices, window, rows, metadata.page_size)
+
+    def _plan(
+        self,
+        view: ForwardBatch,
+        indices: PagedIndices,
+        window: int | None,
+        rows: Rows,
+        page_size: int,
+    ) -> None:
+        indices.plan.arguments = self._arguments(view, window, page_size)
+        self.kernels.plan(indices.plan, rows.within(window, page_size), self.driver)
+
+    # -- attention -------------------------------------------------------------------------------
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: LayerSpec,
+        metadata: FlashInferMetadata,
+    ) -> torch.Tensor:
+        """Write keys and values to their slots, then attend over the pages."""
+        cache = self.context.kv_cache
+        k_cache, v_cache = cache.k[layer.layer_id], cache.v[layer.layer_id]
+        write_kv_cache(k, v, k_cache, v_cache, metadata.out_cache_loc)
+        window = layer.sliding_window
+        indices = metadata if window is None else metadata.windows[window]
+        return self.kernels.attend(q, k_cache, v_cache, layer, metadata, indices)
+
+
+def _name(name: str, window: int | None = None) -> str:
+    """Return the name of a slot; those of a window's set have names of their own."""
+    return f"flashinfer.{name}" if window is None else f"flashinfer.window{window}.{name}"
+
+
+def _by_row(name: str, limits: Limits, *, extra: int = 0) -> GraphSlot:
+    """Return a slot of one int32 a row, and ``extra`` more."""
+
+    def size(bs: int) -> int:
+        return max(bs + 1, bs * limits.draft.topk) + extra  # the fake request; the branches
+
+    return GraphSlot(
+        name=name,
+        shape_fn=lambda bs, _: (size(bs),),
+        dtype=torch.int32,
+        owner="flashinfer",
+        axis="bs",
+        slice_fn=lambda buffer, bs: buffer[: size(bs)],
+        padding_policy=PaddingPolicy.KEEP_PAD,
+        reason=_REBUILT,
+        copy_from_fb=False,
+    )
+
+
+def _whole(
+    name: str, shape_fn: Callable[[int, int], tuple[int, ...]], dtype: torch.dtype = torch.int32
+) -> GraphSlot:
+    """Return a slot whose parts belong to no row in particular."""
+    return GraphSlot(
+        name=name,
+        shape_fn=shape_fn,
+        dtype=dtype,
+        owner="flashinfer",
+        axis="none",
+        padding_policy=PaddingPolicy.KEEP_PAD,
+        reason=_RAGGED,
+        copy_from_fb=False,
+    )
+
+
+def _offsets(counts: torch.Tensor, *, out: torch.Tensor) -> None:
+    """Write ``[0, counts[0], counts[0] + counts[1], ...]`` into ``out``."""
+    out[:1].zero_()
+    torch.cumsum(counts, dim=0, dtype=out.dtype, out=out[1:])
+
+
+def _put_branches(view: ForwardBatch, indices: PagedIndices, window: int | None) -> None:
+    """Write the slots of each branch behind those of its sequence; pages are slots here."""
+    slots = view.draft_cache_loc
+    steps = view.uncounted_keys
+    seen = steps if window is None else min(window, steps)
+    mine = _there(slots)[:, steps - seen : steps]
+    at = indices.kv_indptr[1:, None] - seen + torch.arange(seen, device=mine.device)
+    indices.kv_indices.index_copy_(0, at.flatten().long(), mine.flatten().to(torch.int32))
+
+
+def _there(tensor: torch.Tensor | None) -> torch.Tensor:
+    if tensor is None:
+        raise EngineError("a draft's metadata was made for another kind of batch")
+    return tensor

@@ -1,0 +1,131 @@
+"""The portable operators: attention over latents, and the block table that it reads.
+
+Each is one operator of torch, so that a graph holds it as one node, as it holds a kernel's launch.
+
+Does not: know the metadata object; arguments are plain tensors and numbers.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from graphpact.kernels import page_table_attention
+
+__tracebackhide__ = True  # a driver names the line that calls a kernel
+
+BLOCK_KEYS = 128
+"""TRT-LLM's block constraint: the keys that a row of the block table has room for are a multiple of it."""
+
+_library = torch.library.Library("graphpact_trtllm_mla", "DEF")
+
+
+def _define(schema: str, function: Callable[..., None]) -> Callable[..., None]:
+    """Define an operator that writes its outputs and returns nothing; one body for every device."""
+    name = schema.split("(", 1)[0]
+    _library.define(schema)
+    _library.impl(name, function, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"graphpact_trtllm_mla::{name}", lambda *_: None, lib=_library)
+    overload: Callable[..., None] = getattr(torch.ops.graphpact_trtllm_mla, name).default
+    return overload
+
+
+def _pack_block_table(
+    req_to_token: torch.Tensor,
+    req_pool_indices: torch.Tensor,
+    seq_lens_k: torch.Tensor,
+    page_size: int,
+    out: torch.Tensor,
+) -> None:
+    slots = req_to_token[:, ::page_size][req_pool_indices]
+    column = torch.arange(slots.shape[1], device=slots.device) * page_size
+    there = column < seq_lens_k[:, None]
+    out[:, : slots.shape[1]] = torch.where(there, slots // page_size, 0)
+    out[:, slots.shape[1] :] = 0
+
+
+pack_block_table = _define(
+    "pack_block_table(Tensor req_to_token, Tensor req_pool_indices, Tensor seq_lens_k, int page_size,"
+    " Tensor(a!) out) -> ()",
+    _pack_block_table,
+)
+"""``(req_to_token, req_pool_indices, seq_lens_k, page_size, out)``: write each request's pages in a row of
+``out`` ``[bs, blocks]`` int32, and page 0 past the end of it. ``req_to_token`` is read where a page begins;
+what it holds past a request's keys is not looked at."""
+
+
+def _check(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    cum_seq_lens_q: torch.Tensor,
+    max_q_len: int,
+    is_uniform: bool,  # noqa: FBT001  operators are called by position
+) -> None:
+    """Make the checks of TRT-LLM's kernels; what a tensor holds is looked at on a CPU only."""
+    (bs, blocks), page_size = block_tables.shape, kv_cache.shape[1]
+    if blocks * page_size % BLOCK_KEYS:
+        raise RuntimeError(
+            f"block_tables has {blocks} blocks of {page_size} keys; blocks % ({BLOCK_KEYS} / {page_size})"
+            " must be 0"
+        )
+    for name, tensor in (
+        ("block_tables", block_tables),
+        ("seq_lens", seq_lens),
+        ("cum_seq_lens_q", cum_seq_lens_q),
+    ):
+        if tensor.dtype is not torch.int32:
+            raise RuntimeError(f"{name} is {tensor.dtype}; TRT-LLM reads int32")
+    if not is_uniform:
+        return
+    if q.shape[0] != bs * max_q_len:
+        raise RuntimeError(
+            f"q has {q.shape[0]} rows for {bs} requests of {max_q_len} queries: the decode kernel takes as"
+            " many of each"
+        )
+    if q.device.type == "cpu":
+        offsets = cum_seq_lens_q.tolist()
+        if offsets != [i * max_q_len for i in range(bs + 1)]:
+            raise RuntimeError(
+                f"cum_seq_lens_q is {offsets}; the decode kernel takes {max_q_len} queries of each request"
+            )
+
+
+def _attend_latents(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    cum_seq_lens_q: torch.Tensor,
+    max_q_len: int,
+    max_seq_len: int,
+    bmm1_scale: float,
+    is_uniform: bool,  # noqa: FBT001  operators are called by position
+    out: torch.Tensor,
+) -> None:
+    _check(q, kv_cache, block_tables, seq_lens, cum_seq_lens_q, max_q_len, is_uniform)
+    page_size = kv_cache.shape[1]
+    latents = kv_cache.view(-1, 1, kv_cache.shape[2])
+    attended = page_table_attention(
+        q,
+        latents,
+        latents[..., : out.shape[2]],
+        cu_seqlens_q=cum_seq_lens_q,
+        cache_seqlens=seq_lens,
+        page_table=block_tables[:, : -(-max_seq_len // page_size)],
+        page_size=page_size,
+        max_seqlen_q=max_q_len,
+        scaling=bmm1_scale,
+    )
+    out.copy_(attended)
+
+
+attend_latents = _define(
+    "attend_latents(Tensor q, Tensor kv_cache, Tensor block_tables, Tensor seq_lens,"
+    " Tensor cum_seq_lens_q, int max_q_len, int max_seq_len, float bmm1_scale, bool is_uniform,"
+    " Tensor(a!) out) -> ()",
+    _attend_latents,
+)
+"""``(q, kv_cache, block_tables, seq_lens, cum_seq_lens_q, max_q_len, max_seq_len, bmm1_scale, is_uniform,
+out)``: FlashInfer's ``trtllm_batch_decode_with_kv_cache_mla`` with compact queries, causal, and its checks.
+``is_uniform`` says that every request brings ``max_q_len`` queries, which the decode kernel relies on."""

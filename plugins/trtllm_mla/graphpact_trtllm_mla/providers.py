@@ -1,0 +1,149 @@
+"""The kernels of the backend: TensorRT-LLM's, as FlashInfer ships them, and portable ones.
+
+Both read the same tensors of the metadata: block table, keys of each request, query offsets.
+
+Does not: make metadata, or write the KV cache.
+"""
+
+import importlib.util
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from graphpact import BackendContext, Capabilities, ForwardMode, GraphSlot, LayerSpec, PaddingPolicy
+from graphpact.attention import GraphSupport, HeadLayout, KernelProvider
+from graphpact_trtllm_mla.operators import attend_latents
+
+if TYPE_CHECKING:
+    from graphpact_trtllm_mla.backend import TRTLLMMLAMetadata
+
+WORKSPACE_BYTES = 128 * 2**20
+_RANK, _ROPE = 512, 64
+_RAGGED = frozenset({ForwardMode.EXTEND, ForwardMode.MIXED})
+
+
+class PortableKernels(KernelProvider):
+    """Torch only, on every device, for any widths."""
+
+    name = "portable"
+    slots: tuple[GraphSlot, ...] = ()
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        kv_cache: torch.Tensor,
+        layer: LayerSpec,
+        metadata: "TRTLLMMLAMetadata",
+    ) -> torch.Tensor:
+        """Return ``[T, heads, rank]``; see `NativeKernels.attend`."""
+        out = q.new_empty((*q.shape[:2], layer.v_head_dim))
+        attend_latents(
+            q,
+            kv_cache,
+            metadata.block_kv_indices,
+            metadata.seq_lens_k,
+            metadata.cu_seqlens_q,
+            metadata.max_seq_len_q,
+            metadata.max_seq_len_k,
+            layer.scaling,
+            metadata.is_uniform,
+            out,
+        )
+        return out
+
+
+class NativeKernels(KernelProvider):
+    """``flashinfer.mla.trtllm_batch_decode_with_kv_cache_mla``, on GPUs of compute capability 10."""
+
+    name = "native"
+    capabilities = Capabilities(
+        modes=frozenset(ForwardMode) - _RAGGED,
+        graph_support=GraphSupport.UNIFORM,
+        dtypes=frozenset({torch.bfloat16}),
+        devices=frozenset({"cuda"}),
+        head_layouts=frozenset({HeadLayout.MLA}),
+        page_sizes=frozenset({32, 64}),
+        head_dims=frozenset({_RANK + _ROPE}),
+        seq_len_fill_value=1,
+    )
+    slots = (
+        GraphSlot(
+            name="trtllm_mla.workspace",
+            shape_fn=lambda _bs, _tokens: (WORKSPACE_BYTES,),
+            dtype=torch.uint8,
+            axis="none",
+            owner="trtllm_mla",
+            padding_policy=PaddingPolicy.FILL_ONCE,  # semaphores, which every launch leaves at 0
+            pad_value=0,
+            copy_from_fb=False,
+        ),
+    )
+
+    def __init__(self, context: BackendContext) -> None:
+        super().__init__(context)
+        from flashinfer.mla import (  # type: ignore[import-not-found]  # noqa: PLC0415  heavy, optional
+            trtllm_batch_decode_with_kv_cache_mla,
+        )
+
+        self._decode: Callable[..., torch.Tensor] = trtllm_batch_decode_with_kv_cache_mla
+
+    @classmethod
+    def unavailable(cls, device: torch.device) -> str | None:
+        """Return what is missing on ``device``: a GPU, its compute capability, or the library."""
+        if device.type != "cuda" or not torch.cuda.is_available():
+            return f"no CUDA device: it is {device}"
+        major, minor = torch.cuda.get_device_capability(device)
+        if major != 10:
+            return f"they need compute capability 10.x; {device} has {major}.{minor}"
+        if importlib.util.find_spec("flashinfer") is None:
+            return 'FlashInfer is not installed: pip install "graphpact-trtllm-mla[native]"'
+        return None
+
+    @classmethod
+    def refusal(cls, context: BackendContext) -> str | None:
+        """Return what base says, or why these heads are not to be had."""
+        reason = super().refusal(context)
+        if reason is not None:
+            return reason
+        for layer in context.layers:
+            if layer.kv_lora_rank != _RANK:
+                return f"they lack kv_lora_rank {layer.kv_lora_rank} (has {_RANK})"
+            if 64 < layer.num_q_heads < 128:
+                return f"they lack {layer.num_q_heads} query heads (has up to 64, and from 128)"
+        return None
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        kv_cache: torch.Tensor,
+        layer: LayerSpec,
+        metadata: "TRTLLMMLAMetadata",
+    ) -> torch.Tensor:
+        """Attend causally over latents.
+
+        Args:
+            q: ``[T, heads, rank + rope]``, ``max_seq_len_q`` of each request.
+            kv_cache: ``[pages, page_size, rank + rope]``.
+            layer: The scaling.
+            metadata: Where keys and queries are.
+
+        Returns:
+            ``[T, heads, rank]``.
+        """
+        return self._decode(
+            query=q,
+            kv_cache=kv_cache,
+            workspace_buffer=metadata.workspace,
+            qk_nope_head_dim=128,  # of the expanded form; the kernels do not look at it
+            kv_lora_rank=_RANK,
+            qk_rope_head_dim=_ROPE,
+            block_tables=metadata.block_kv_indices,
+            seq_lens=metadata.seq_lens_k,
+            max_seq_len=metadata.max_seq_len_k,
+            bmm1_scale=layer.scaling,
+            bmm2_scale=1.0,
+            backend="trtllm-gen",
+            cum_seq_lens_q=metadata.cu_seqlens_q,
+            max_q_len=metadata.max_seq_len_q,  # without it the library reads the offsets on the host
+        )

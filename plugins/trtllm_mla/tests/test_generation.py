@@ -1,0 +1,129 @@
+"""Tokens of models with MLA, through captured graphs over latents, are the tokens of transformers."""
+
+import itertools
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
+
+from conftest import save_random_checkpoint
+from graphpact.attention import HeadLayout
+from graphpact.config import EngineConfig
+from graphpact.engine import Engine, SamplingParams
+from graphpact.errors import ConfigError, UnsupportedModelError
+
+needs_seam = pytest.mark.skipif(
+    not hasattr(DeepseekV3Attention, "expand_kv"),
+    reason=f"transformers {transformers.__version__} has no expand_kv; 5.15 has",
+)
+# Lengths from one token to several pages, in an order that makes batches grow and shrink.
+PROMPT_LENGTHS = (1, 5, 63, 64, 40, 3, 65, 2)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return a maker of checkpoint directories, one for each architecture."""
+    made: dict[str, Path] = {}
+
+    def make(architecture: str) -> Path:
+        if architecture not in made:
+            path = tmp_path_factory.mktemp(architecture)
+            made[architecture] = save_random_checkpoint(path, architecture)
+        return made[architecture]
+
+    return make
+
+
+def make_engine(path: Path, *overrides: str) -> Engine:
+    """Build an engine on a CPU whose every replay is verified."""
+    settings = [
+        f'model.path="{path}"',
+        'engine.device="cpu"',
+        "engine.max_num_seqs=4",
+        "engine.max_num_batched_tokens=48",
+        'engine.attention_backend="trtllm_mla"',
+        "engine.page_size=64",
+        "verify.replay_against_eager=1.0",
+        *overrides,
+    ]
+    return Engine(EngineConfig.load(None, env={}, overrides=settings))
+
+
+def reference_tokens(path: Path, prompt: list[int], count: int) -> list[int]:
+    """Return what transformers' greedy generation writes after ``prompt``."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    ids = torch.tensor([prompt])
+    out = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False
+    )
+    return list(out[0, len(prompt) :].tolist())
+
+
+@needs_seam
+@pytest.mark.parametrize("strict", ["false", "true"])
+@pytest.mark.parametrize("page_size", [32, 64])
+@pytest.mark.parametrize("architecture", ["deepseek_v2", "deepseek_v3"])
+def test_greedy_tokens_equal_transformers(
+    architecture: str, page_size: int, strict: str, checkpoint: Callable[[str], Path]
+) -> None:
+    """Greedy tokens equal transformers' for every prompt, every decode step a replay that was verified."""
+    path = checkpoint(architecture)
+    draw = random.Random(architecture)
+    prompts = [[draw.randrange(2, 199) for _ in range(n)] for n in PROMPT_LENGTHS]
+    counts = [draw.randrange(4, 24) for _ in prompts]
+    engine = make_engine(path, f"engine.page_size={page_size}", f"lanes.decode.strict={strict}")
+    assert {layer.head_layout for layer in engine.model.layers} == {HeadLayout.MLA}
+    requests = [
+        engine.add(prompt, SamplingParams(max_new_tokens=count))
+        for prompt, count in zip(prompts, counts, strict=True)
+    ]
+    sizes = []
+    while engine.scheduler.has_work:
+        before = engine.lanes[0].stats.replays
+        tokened = engine.step()
+        if engine.lanes[0].stats.replays > before:
+            sizes.append(len(tokened))
+    assert [r.output_token_ids for r in requests] == [
+        reference_tokens(path, prompt, count) for prompt, count in zip(prompts, counts, strict=True)
+    ]
+    assert any(a < b for a, b in itertools.pairwise(sizes))
+    assert any(a > b for a, b in itertools.pairwise(sizes))
+    decode = engine.lanes[0].stats
+    assert decode.replays == len(sizes) == engine.verifiers[0].verified > 20
+    assert not decode.eager
+    assert any(s.padding_waste(shape) > 0 for shape, s in decode.shapes.items())
+
+
+@needs_seam
+@pytest.mark.parametrize("in_graph", ["true", "false"])
+def test_metadata_is_made_by_the_graph_or_before_it(
+    in_graph: str, checkpoint: Callable[[str], Path]
+) -> None:
+    """Recorded or made by the replay hook, metadata leads to the same tokens."""
+    engine = make_engine(checkpoint("deepseek_v3"), f"lanes.decode.metadata_in_graph={in_graph}")
+    assert engine.lanes[0].records_metadata is (in_graph == "true")
+    params = SamplingParams(max_new_tokens=8, ignore_eos=True)
+    prompts = [[7, 8, 9] * 25, [10, 11]]
+    done = engine.generate(prompts, params)
+    want = [reference_tokens(checkpoint("deepseek_v3"), prompt, 8) for prompt in prompts]
+    for completion, tokens in zip(done, want, strict=True):
+        assert completion.token_ids[: len(tokens)] == tokens
+    assert engine.lanes[0].stats.replays == engine.verifiers[0].verified == 7
+
+
+@needs_seam
+def test_what_it_cannot_serve_is_refused(checkpoint: Callable[[str], Path]) -> None:
+    """Another page size, a model without MLA, a lane without it, native kernels without a GPU: each named."""
+    path = checkpoint("deepseek_v3")
+    with pytest.raises(UnsupportedModelError, match=r"page size 16 \(has 32, 64\)"):
+        make_engine(path, "engine.page_size=16")
+    with pytest.raises(UnsupportedModelError, match=r"head layout gqa \(has mla\)"):
+        make_engine(checkpoint("llama"))
+    with pytest.raises(UnsupportedModelError, match=r"lanes\.prefill, 'flashinfer', has no MLA"):
+        make_engine(path, 'lanes.prefill.attention_backend="flashinfer"')
+    with pytest.raises(ConfigError, match="no CUDA device"):
+        make_engine(path, 'engine.kernel_provider="native"')

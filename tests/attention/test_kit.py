@@ -1,0 +1,344 @@
+"""The kit itself: what it draws, which lanes it gives to whom, and that it catches planted bugs."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from attention_plain import PlainBackend, PlainMetadata
+from attention_problems import CASES, DTYPES, PAGE_SIZES, Config, Problem, configs_of, sequences
+from attention_rig import Rig, ShapeLadder, hold_to_oracle
+from graphpact import ForwardBatch, ForwardMode, GraphSupport, LayerSpec
+from graphpact.attention import GraphSupport, HeadLayout
+from graphpact.errors import GraphpactError
+
+
+def _config(name: str) -> Config:
+    """Return the lane of that name."""
+    return next(c for c in configs_of(PlainBackend.capabilities) if str(c) == name)
+
+
+# -- what is drawn ---------------------------------------------------------------------------------
+
+
+@settings(derandomize=True, deadline=None, max_examples=150)
+@given(data=st.data())
+def test_a_sequence_is_what_it_says(data: st.DataObject) -> None:
+    """Batches fit the bucket that they are drawn for, and no slot is used twice, or scratch."""
+    config = data.draw(st.sampled_from([*configs_of(PlainBackend.capabilities)]), label="config")
+    case = config.case
+    if case.mode is ForwardMode.IDLE:
+        return
+    steps: list[Problem] = data.draw(sequences(config))
+    ladder = ShapeLadder(case.mode, [1], case=case)
+    fits = [ladder.fit(problem.batch()) for problem in steps]
+    small, large = case.shapes
+    assert fits == [large, small, small, large]
+    for problem in steps:
+        batch, table = problem.batch(), problem.page_table(config)
+        slots = [s for r in problem.requests for s in r.cached]
+        slots += [s for t in problem.tokens for s in t.slots]
+        assert len(set(slots)) == len(slots)
+        assert min(slots, default=config.page_size) >= config.page_size
+        assert max(slots, default=0) < config.page_size * (config.num_pages - 1)
+        assert len({r.row for r in problem.requests} - {0}) == batch.batch_size
+        keys = batch.seq_lens + (case.width or 0) * (case.mode is ForwardMode.TARGET_VERIFY)
+        assert not batch.batch_size or int(keys.max()) <= table.shape[1]
+        if case.topk == 1 and not case.tree:  # then a new key stands in the table at its position
+            rows = [r.row for r in problem.requests for _ in r.tokens]
+            assert torch.equal(
+                table[rows, batch.positions].long(),
+                batch.out_cache_loc.view(len(rows), -1)[:, 0] if rows else batch.out_cache_loc,
+            )
+
+
+def test_a_backend_that_declares_everything_gets_every_lane() -> None:
+    """Its lanes are all cases, page sizes, head layouts and dtypes there are."""
+    lanes = [*configs_of(PlainBackend.capabilities)]
+    assert {(c.case, c.page_size, c.dtype) for c in lanes} == {
+        (case, page, dtype) for case in CASES for page in PAGE_SIZES for dtype in DTYPES
+    }
+    assert len(lanes) == len(CASES) * len(PAGE_SIZES) * len(DTYPES) * len(HeadLayout)
+    assert len({str(c) for c in lanes}) == len(lanes)
+
+
+def test_a_backend_gets_no_lane_that_it_does_not_declare() -> None:
+    """Modes, trees, widths, features and page sizes of the lanes are the declared ones."""
+    declared = replace(
+        PlainBackend.capabilities,
+        modes=frozenset({ForwardMode.DECODE, ForwardMode.TARGET_VERIFY}),
+        head_layouts=frozenset({HeadLayout.MLA}),
+        head_dims=frozenset({576}),
+        page_sizes=frozenset({32}),
+        trees=False,
+        sinks=False,
+        softcap=False,
+        sliding_window=False,
+    )
+    names = {str(c): c for c in configs_of(declared)}
+    assert {*names} == {
+        f"{mode}-page32-mla-{dtype}"
+        for mode in ("decode", "target_verify")
+        for dtype in ("float32", "bfloat16")
+    }
+    for config in names.values():
+        for layer in config.layers:
+            assert (layer.head_dim, layer.kv_lora_rank) == (576, 512)
+            assert (layer.sinks, layer.softcap, layer.sliding_window) == (None, None, None)
+
+
+class NeverCaptured(PlainBackend):
+    """It declares that no graph holds it."""
+
+    capabilities = replace(PlainBackend.capabilities, graph_support=GraphSupport.NEVER)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_what_cannot_be_captured_runs_eagerly(case: object) -> None:
+    """A lane without graphs is held to the oracle all the same."""
+    config = _config(f"{case}-page16-mha-float32")
+    assert not Rig(NeverCaptured, config).lane.graphs()
+    hold_to_oracle(NeverCaptured, config)
+
+
+# -- planted bugs ----------------------------------------------------------------------------------
+
+
+class OneStepShort(PlainBackend):
+    """A draft's query sees ``seq_lens + step`` keys, and not its own."""
+
+    def allocate_metadata(self, *args: Any) -> PlainMetadata:
+        """Bind one column less."""
+        metadata = super().allocate_metadata(*args)
+        metadata.drafts = metadata.drafts[:, :-1]
+        return metadata
+
+    def drafts_of(self, view: ForwardBatch) -> torch.Tensor:
+        """Return one column less."""
+        return super().drafts_of(view)[:, :-1]
+
+
+class OneStepFar(PlainBackend):
+    """A draft's query sees the slot of the next step, which nobody has written yet."""
+
+    def drafts_of(self, view: ForwardBatch) -> torch.Tensor:
+        """Return the columns of the next step."""
+        assert view.draft_cache_loc is not None
+        assert view.draft_step is not None
+        return view.draft_cache_loc.roll(-1, 1)[:, : view.draft_step + 1]
+
+
+class OneBranchForAll(PlainBackend):
+    """Every branch of a request sees the keys of the first."""
+
+    def drafts_of(self, view: ForwardBatch) -> torch.Tensor:
+        """Return the first branch's columns."""
+        width = view.tokens_per_request
+        return super().drafts_of(view)[::width].repeat_interleave(width, dim=0)
+
+
+class PackedDraftExtend(PlainBackend):
+    """Offsets are those of one token a request less: packed, where the batch is uniform."""
+
+    def fill_request(self, view: ForwardBatch, request: torch.Tensor) -> None:
+        """Divide by another width."""
+        torch.arange(view.num_tokens, out=request)
+        request.div_(view.tokens_per_request - 1, rounding_mode="floor")
+        request.clamp_(max=view.batch_size - 1)
+
+
+class StaleRows(PlainBackend):
+    """The page table is that of the requests before."""
+
+    metadata_in_graph = None
+    rows: torch.Tensor | None = None
+
+    def fill_metadata(self, view: ForwardBatch, metadata: PlainMetadata) -> None:
+        """Fill, then write the table of the last step's rows over it."""
+        super().fill_metadata(view, metadata)
+        before, self.rows = self.rows, view.req_pool_indices.clone()
+        if before is not None and len(before) == len(self.rows):
+            metadata.table.copy_(self.context.req_to_token[before])
+
+
+class PadsReadLiveRows(PlainBackend):
+    """Padded rows are request row 1, which somebody may have, or nobody."""
+
+    def fill_metadata(self, view: ForwardBatch, metadata: PlainMetadata) -> None:
+        """Fill, with a table without row 0."""
+        super().fill_metadata(view, metadata)
+        metadata.table.copy_(self.context.req_to_token[view.req_pool_indices.clamp(min=1)])
+
+
+class PadsWriteFirstPage(PlainBackend):
+    """Padded tokens are written to the first page after scratch."""
+
+    def fill_metadata(self, view: ForwardBatch, metadata: PlainMetadata) -> None:
+        """Fill, and move slot 0."""
+        super().fill_metadata(view, metadata)
+        metadata.out_cache_loc.clamp_(min=self.context.limits.page_size)
+
+
+class TreeIgnored(PlainBackend):
+    """A draft token sees all drafts of its request."""
+
+    def allocate_metadata(self, *args: Any) -> PlainMetadata:
+        """Bind no mask."""
+        metadata = super().allocate_metadata(*args)
+        metadata.draft_mask = None
+        return metadata
+
+
+class DraftsUncounted(PlainBackend):
+    """In target verify ``seq_lens`` is read as if it counted the drafts."""
+
+    def last_of(self, view: ForwardBatch, request: torch.Tensor) -> torch.Tensor:
+        """Return what is right elsewhere."""
+        last = super().last_of(view, request)
+        return (last - view.uncounted_keys).clamp(min=0)
+
+
+class PrefixForgotten(PlainBackend):
+    """A chunk's queries stand at the beginning of the sequence."""
+
+    def last_of(self, view: ForwardBatch, request: torch.Tensor) -> torch.Tensor:
+        """Return positions in the chunk."""
+        assert view.extend_seq_lens is not None
+        return super().last_of(view, request) - (view.seq_lens - view.extend_seq_lens)[request]
+
+
+class LengthOfCapture(PlainBackend):
+    """No query sees further than the longest request at capture."""
+
+    def allocate_metadata(self, view: ForwardBatch, *args: Any) -> PlainMetadata:
+        """Keep the length."""
+        self.longest = int(view.seq_lens_cpu.max())
+        return super().allocate_metadata(view, *args)
+
+    def last_of(self, view: ForwardBatch, request: torch.Tensor) -> torch.Tensor:
+        """Return it at most."""
+        return super().last_of(view, request).clamp(max=self.longest - 1)
+
+
+class ScratchSeen(PlainBackend):
+    """One key too many is seen, and it is scratch."""
+
+    def fill_metadata(self, view: ForwardBatch, metadata: PlainMetadata) -> None:
+        """Fill, with scratch past the end, and count it."""
+        super().fill_metadata(view, metadata)
+        at = torch.arange(metadata.table.shape[1], device=view.device)
+        metadata.table.masked_fill_(at >= view.seq_lens[:, None], 0)
+        metadata.last.add_(1)
+
+
+class WindowOffByOne(PlainBackend):
+    """A window does not count the query itself."""
+
+    def forward(self, q: Any, k: Any, v: Any, layer: LayerSpec, metadata: Any) -> torch.Tensor:
+        """Attend with a wider one."""
+        if layer.sliding_window is not None:
+            layer = replace(layer, sliding_window=layer.sliding_window + 1)
+        return super().forward(q, k, v, layer, metadata)
+
+
+class SinksIgnored(PlainBackend):
+    """Sinks get no weight."""
+
+    def forward(self, q: Any, k: Any, v: Any, layer: LayerSpec, metadata: Any) -> torch.Tensor:
+        """Attend without."""
+        return super().forward(q, k, v, replace(layer, sinks=None), metadata)
+
+
+class CapIgnored(PlainBackend):
+    """Scores are not capped."""
+
+    def forward(self, q: Any, k: Any, v: Any, layer: LayerSpec, metadata: Any) -> torch.Tensor:
+        """Attend without."""
+        return super().forward(q, k, v, replace(layer, softcap=None), metadata)
+
+
+class HeadsInTurn(PlainBackend):
+    """Query heads take key heads in turn, and not in groups."""
+
+    def forward(self, q: Any, k: Any, v: Any, layer: LayerSpec, metadata: Any) -> torch.Tensor:
+        """Attend with heads in another order, and put them back."""
+        group = layer.num_q_heads // layer.num_kv_heads
+        order = torch.arange(layer.num_q_heads, device=q.device).view(group, -1).t().flatten()
+        out = super().forward(q[:, order], k, v, layer, metadata)
+        return out[:, order.argsort()]
+
+
+class HostReads(PlainBackend):
+    """The replay hook reads a length on the host."""
+
+    metadata_in_graph = None
+
+    def fill_metadata(self, view: ForwardBatch, metadata: PlainMetadata) -> None:
+        """Fill, and read."""
+        super().fill_metadata(view, metadata)
+        assert int(view.seq_lens.max()) >= 0
+
+
+class Reallocates(PlainBackend):
+    """The replay hook makes metadata of its own."""
+
+    metadata_in_graph = None
+
+    def fill_metadata(self, view: ForwardBatch, metadata: PlainMetadata) -> None:
+        """Fill, and bind another tensor."""
+        super().fill_metadata(view, metadata)
+        metadata.last = metadata.last.clone()
+
+
+class EagerDiffers(PlainBackend):
+    """The eager path forgets the last key."""
+
+    def init_metadata_eager(self, *args: Any, **more: Any) -> PlainMetadata:
+        """Make metadata, and shorten it."""
+        metadata: PlainMetadata = super().init_metadata_eager(*args, **more)
+        metadata.last.sub_(1).clamp_(min=0)
+        return metadata
+
+
+WRONG, NAN = "a replay of .* of what is allowed", "the logits of request .* are NaN"
+PLANTED: list[tuple[type[PlainBackend], str, str]] = [
+    (OneStepShort, "draft_decode", WRONG),
+    (OneStepShort, "draft_decode_tree", WRONG),
+    (OneStepFar, "draft_decode", NAN),
+    (OneBranchForAll, "draft_decode_tree", WRONG),
+    (PackedDraftExtend, "draft_extend", WRONG),
+    (StaleRows, "decode", "out of (range|bounds)"),
+    (StaleRows, "mixed", "out of (range|bounds)"),
+    (PadsReadLiveRows, "idle", "out of (range|bounds)"),
+    (PadsReadLiveRows, "target_verify", "out of (range|bounds)"),
+    (PadsWriteFirstPage, "decode", r"slots \[\d+\] hold what they should not"),
+    (PadsWriteFirstPage, "extend", r"slots \[\d+\] hold what they should not"),
+    (TreeIgnored, "target_verify_tree", WRONG),
+    (DraftsUncounted, "target_verify", WRONG),
+    (PrefixForgotten, "extend", WRONG),
+    (PrefixForgotten, "mixed", WRONG),
+    (LengthOfCapture, "extend", WRONG),
+    (LengthOfCapture, "decode", WRONG),
+    (ScratchSeen, "decode", WRONG),
+    (WindowOffByOne, "draft_decode", WRONG),
+    (WindowOffByOne, "target_verify_tree", WRONG),
+    (SinksIgnored, "decode", WRONG),
+    (CapIgnored, "decode", WRONG),
+    (HeadsInTurn, "decode", WRONG),
+    (HostReads, "decode", "while a graph is recorded|while a replay is prepared"),
+    (Reallocates, "decode", "."),
+    (EagerDiffers, "mixed", "an eager run of .* of what is allowed"),
+]
+
+
+@pytest.mark.parametrize(
+    ("planted", "case", "seen"), PLANTED, ids=[f"{p.__name__}-{case}" for p, case, _ in PLANTED]
+)
+def test_a_planted_bug_is_caught(planted: type[PlainBackend], case: str, seen: str) -> None:
+    """A backend with one bug does not pass, and what is said is what is wrong."""
+    config = _config(f"{case}-page64-gqa-float32")
+    with pytest.raises((AssertionError, GraphpactError, IndexError), match=f"(?s){seen}"):
+        hold_to_oracle(planted, config, phases=[Phase.generate])

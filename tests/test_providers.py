@@ -1,0 +1,629 @@
+"""Whose kernels a backend runs: what is chosen, what is refused and when, and who would do instead."""
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from importlib_metadata import EntryPoint
+
+from graphpact.attention import (
+    AttentionBackend,
+    BackendContext,
+    Capabilities,
+    GraphSupport,
+    HeadLayout,
+    KernelProvider,
+    LayerSpec,
+    Limits,
+    require_capabilities,
+)
+from graphpact.attention.providers import choose_provider, require_provider
+from graphpact.batch import ForwardBatch, ForwardMode
+from graphpact.buffers import GraphSlot
+from graphpact.config import EngineConfig
+from graphpact.engine import Engine, SamplingParams
+from graphpact.errors import ConfigError, PluginError, UnsupportedModelError
+from graphpact.plugins import Kind, PluginCatalog, PluginInfo
+from graphpact.shapes import GraphShape
+from support import Catalog
+
+CPU = torch.device("cpu")
+TINY = Path(__file__).parents[1] / "examples/models/tiny-llama"
+NOWHERE = Path("nowhere")  # reading it would be a CheckpointError
+LAYER = LayerSpec(0, 4, 2, 16, 16, 0.25)
+NO_GPU = "it runs on a GPU"
+
+
+class Portable(KernelProvider):
+    """Kernels for every device."""
+
+    name = "portable"
+
+
+class Native(KernelProvider):
+    """Kernels for no device that a test has."""
+
+    name = "native"
+
+    @classmethod
+    def unavailable(cls, device: torch.device) -> str | None:
+        """Return why not."""
+        del device
+        return NO_GPU
+
+
+class Plain(AttentionBackend):
+    """A backend without metadata; its attention is zeros."""
+
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        modes=frozenset({ForwardMode.DECODE, ForwardMode.EXTEND}),
+        graph_support=GraphSupport.UNIFORM_DECODE,
+        dtypes=frozenset({torch.float32}),
+        devices=frozenset({"cpu"}),
+        head_layouts=frozenset({HeadLayout.MHA, HeadLayout.GQA}),
+        seq_len_fill_value=1,
+    )
+
+    def declare_slots(self, limits: Limits) -> Sequence[GraphSlot]:
+        """Return none."""
+        return []
+
+    def allocate_metadata(
+        self, view: ForwardBatch, shape: GraphShape, buffers: Callable[[str], torch.Tensor]
+    ) -> tuple[()]:
+        """Return nothing to fill."""
+        return ()
+
+    def fill_metadata(self, view: ForwardBatch, metadata: Any) -> None:
+        """Fill nothing."""
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: LayerSpec, metadata: Any
+    ) -> torch.Tensor:
+        """Return zeros."""
+        return torch.zeros_like(q)
+
+
+class Both(Plain):
+    """A backend whose better kernels cannot run here."""
+
+    providers = (Native, Portable)
+
+
+class OnlyNative(Plain):
+    """A backend none of whose kernels can run here."""
+
+    providers = (Native,)
+
+
+class NoExtend(Plain):
+    """A backend for decode alone."""
+
+    capabilities = replace(Plain.capabilities, modes=frozenset({ForwardMode.DECODE}))
+
+
+class NoGraphs(Plain):
+    """A backend that no graph can hold."""
+
+    capabilities = replace(Plain.capabilities, graph_support=GraphSupport.NEVER)
+
+
+class NoDecode(Plain):
+    """A backend for extend alone."""
+
+    capabilities = replace(Plain.capabilities, modes=frozenset({ForwardMode.EXTEND}))
+
+
+class LargePages(Plain):
+    """A backend for large pages alone."""
+
+    capabilities = replace(Plain.capabilities, page_sizes=frozenset({128, 32, 64}))
+
+
+class HalfOnly(Plain):
+    """A backend for half precision alone."""
+
+    capabilities = replace(Plain.capabilities, dtypes=frozenset({torch.float16}))
+
+
+class NoHeadGroups(Plain):
+    """A backend without GQA."""
+
+    capabilities = replace(Plain.capabilities, head_layouts=frozenset({HeadLayout.MHA}))
+
+
+class OnGpu(Plain):
+    """A backend for another device."""
+
+    capabilities = replace(Plain.capabilities, devices=frozenset({"cuda"}))
+
+
+class Unreadable(Plain):
+    """A backend whose providers cannot be asked."""
+
+    providers = (int,)  # type: ignore[assignment]
+
+
+def configure(path: Path, *overrides: str) -> EngineConfig:
+    """Return a configuration for a small engine on a CPU."""
+    given = [f'model.path="{path}"', "engine.device=cpu", "engine.max_num_seqs=2", *overrides]
+    return EngineConfig.load(None, env={}, overrides=given)
+
+
+def context(provider: str = "auto", dtype: torch.dtype = torch.float32) -> BackendContext:
+    """Return what a backend of one layer is built with."""
+    kv = SimpleNamespace(k=[], v=[])
+    limits = Limits(2, 2, 16, 1)
+    table = torch.zeros(3, 16, dtype=torch.int32)
+    return BackendContext(
+        CPU,
+        dtype,
+        [LAYER],
+        limits,
+        table,
+        kv,
+        provider=provider,  # type: ignore[arg-type]
+    )
+
+
+def installed(**backends: type[AttentionBackend] | str) -> PluginCatalog:
+    """Return a real catalog of attention backends of this file, or of any target, and of our own rest."""
+    offers: dict[Kind, dict[str, str]] = {
+        "attention_backend": {
+            name: backend if isinstance(backend, str) else f"{__name__}:{backend.__name__}"
+            for name, backend in backends.items()
+        },
+        "runner": {
+            "eager": "graphpact.runners:EagerRunner",
+            "cuda_graph": "graphpact_cuda_graph:CudaGraphRunner",
+        },
+        "graph_driver": {"tape": "graphpact.graphs.tape:TapeDriver"},
+    }
+    return PluginCatalog(
+        {
+            PluginInfo(kind, name, "test", "1.0", target, "1"): EntryPoint(
+                name, target, f"graphpact.{kind}s"
+            )
+            for kind, names in offers.items()
+            for name, target in names.items()
+        }
+    )
+
+
+def build(config: EngineConfig, **backends: type[AttentionBackend]) -> Engine:
+    """Build an engine with backends by name, generate two tokens, and close it."""
+    with Engine(config, catalog=Catalog(**backends)) as engine:
+        engine.generate([[3, 4, 5]], SamplingParams(max_new_tokens=2, ignore_eos=True))
+    return engine
+
+
+# -- the choice ----------------------------------------------------------------------------------
+
+REASON = st.sampled_from([None, "no library", "not\n  on this device", OSError("lib.so\nis gone")])
+SAID = {
+    "no library": "no library",
+    "not\n  on this device": "not on this device",
+    "lib.so\nis gone": "OSError: lib.so is gone",
+}
+
+
+@settings(derandomize=True, deadline=None)
+@given(
+    reasons=st.dictionaries(st.sampled_from(["native", "portable"]), REASON),
+    asked=st.sampled_from(["auto", "native", "portable"]),
+)
+def test_the_first_that_can_run_is_chosen_and_a_named_one_never_replaced(
+    reasons: dict[str, str | Exception | None], asked: str
+) -> None:
+    """``auto`` takes the first that can run and keeps why not those before it; a name takes that one."""
+
+    def provider(name: str, reason: str | Exception | None) -> type[KernelProvider]:
+        def unavailable(cls: type[KernelProvider], device: torch.device) -> str | None:
+            if isinstance(reason, Exception):
+                raise reason
+            return reason
+
+        return type(
+            name, (KernelProvider,), {"name": name, "unavailable": classmethod(unavailable)}
+        )
+
+    providers = [provider(name, reason) for name, reason in reasons.items()]
+    passed_over, taken = {}, None
+    for name, reason in reasons.items():
+        if asked in ("auto", name):
+            if reason is None:
+                taken = name
+                break
+            passed_over[name] = SAID[str(reason)]
+    if taken is not None or (asked == "auto" and not reasons):
+        cls, why = choose_provider("it", providers, context(asked))
+        assert (cls and cls.name, why) == (taken, passed_over)
+        require_provider("it", providers, asked, CPU)  # type: ignore[arg-type]
+        return
+    texts = []
+    for refuse in (
+        lambda: choose_provider("it", providers, context(asked)),
+        lambda: require_provider("it", providers, asked, CPU),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(ConfigError) as refused:
+            refuse()
+        texts.append(str(refused.value))
+    assert texts[0] == texts[1]
+    assert texts[0].startswith(
+        "it has no " + ("kernels" if asked == "auto" else f"{asked} kernels")
+    )
+    assert all(reason in texts[0] for reason in passed_over.values())
+    assert refused.value.message.count("\n") == 0
+    assert ('"auto" takes' in texts[0]) is (asked != "auto")
+
+
+def test_kernels_that_do_less_than_their_backend_say_what_they_lack() -> None:
+    """A provider's own capabilities are held against the model; ``auto`` goes on to the next."""
+
+    class Half(Portable):
+        name = "native"
+        capabilities = replace(Plain.capabilities, dtypes=frozenset({torch.float16}))
+
+    chosen, why = choose_provider("it", [Half, Portable], context())
+    assert chosen is Portable
+    assert why == {"native": "they lack dtype torch.float32 (has torch.float16)"}
+    assert choose_provider("it", [Half, Portable], context(dtype=torch.float16)) == (Half, {})
+    with pytest.raises(ConfigError, match=r"no native kernels .* cpu: they lack dtype"):
+        choose_provider("it", [Half, Portable], context("native"))
+
+
+# -- through the engine --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ([], {"decode": "auto", "extend": "auto"}),
+        (["engine.kernel_provider=portable"], {"decode": "portable", "extend": "portable"}),
+        (["lanes.prefill.kernel_provider=portable"], {"decode": "auto", "extend": "portable"}),
+        (
+            ["engine.kernel_provider=portable", "lanes.decode.kernel_provider=auto"],
+            {"decode": "auto", "extend": "portable"},
+        ),
+    ],
+)
+def test_each_lane_and_its_verifier_get_what_is_configured(
+    overrides: list[str], expected: dict[str, str]
+) -> None:
+    """A lane's key wins over the engine's; the second backend of a verified lane gets the same."""
+    built: list[BackendContext] = []
+
+    class Told(Both):
+        def __init__(self, context: BackendContext) -> None:
+            super().__init__(context)
+            assert isinstance(self.kernels, Portable)
+            built.append(context)
+
+    config = configure(
+        TINY, "engine.attention_backend=told", "verify.replay_against_eager=1", *overrides
+    )
+    engine = build(config, told=Told)
+    assert engine.lanes[0].stats.replays
+    assert [c.mode.value for c in built].count("decode") == 2
+    assert {c.mode.value: c.provider for c in built} == expected
+    assert len({(c.mode, c.provider) for c in built}) == 2
+
+
+REFUSED = (
+    "\"native\", but attention backend 'acme' has no native kernels that can be used on cpu: "
+    f'{NO_GPU}\n  help: kernel_provider = "auto" takes what can run here;'
+)
+
+
+@pytest.mark.parametrize(
+    ("backend", "overrides", "says"),
+    [
+        (
+            Both,
+            ["engine.kernel_provider=native"],
+            f"lanes.decode: engine.kernel_provider = {REFUSED}",
+        ),
+        (
+            Both,
+            ["lanes.prefill.kernel_provider=native"],
+            f"lanes.prefill.kernel_provider = {REFUSED}",
+        ),
+        (
+            OnlyNative,
+            ["engine.kernel_provider=portable"],
+            "'acme' has no portable kernels: it has native\n",
+        ),
+        (
+            Plain,
+            ["lanes.decode.kernel_provider=portable"],
+            "'acme' has no portable kernels: it offers no choice\n",
+        ),
+        (
+            OnlyNative,
+            [],
+            f"'acme' has no kernels that can be used on cpu: native: {NO_GPU}\n  help: select another",
+        ),
+    ],
+)
+def test_kernels_that_cannot_run_here_are_refused_before_a_weight_is_read(
+    backend: type[AttentionBackend], overrides: list[str], says: str
+) -> None:
+    """The refusal names lane, key, backend, provider, reason and what to do, and no model is needed."""
+    config = configure(NOWHERE, "engine.attention_backend=acme", *overrides)
+    with pytest.raises(ConfigError) as refused:
+        Engine(config, catalog=Catalog(acme=backend))
+    assert says in str(refused.value)
+
+
+def test_providers_that_cannot_be_asked_are_told_as_the_plugin_s() -> None:
+    """What is no provider at all is an error that names the plugin."""
+    config = configure(NOWHERE, "engine.attention_backend=acme")
+    with pytest.raises(PluginError, match=r"attention_backend 'acme' .*AttributeError"):
+        Engine(config, catalog=Catalog(acme=Unreadable))
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("lanes.prefill.kernel_provider=native", 'lanes.prefill.kernel_provider = "native", but'),
+        ("engine.kernel_provider=native", 'lanes.prefill: engine.kernel_provider = "native", but'),
+    ],
+)
+def test_kernels_that_cannot_run_the_model_are_refused_before_any_capture(
+    override: str, says: str
+) -> None:
+    """A named provider without the lane's mode is refused by lane and key; no lane was captured."""
+
+    class DecodeOnly(Portable):
+        name = "native"
+        capabilities = NoExtend.capabilities
+
+    class Acme(Plain):
+        providers = (DecodeOnly, Portable)
+
+    captured: list[object] = []
+    config = configure(TINY, "engine.attention_backend=acme", override)
+    with pytest.raises(ConfigError) as refused:
+        Engine(config, catalog=Catalog(acme=Acme), on_capture=lambda *told: captured.append(told))
+    assert refused.value.message.startswith(
+        f"{says} attention backend 'acme' has no native kernels"
+    )
+    assert refused.value.message.endswith("they lack mode extend (has decode)")
+    assert captured == []
+
+
+# -- what is told --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (
+            ["engine.attention_backend=one"],
+            [f"attention backend 'one' runs portable kernels; native: {NO_GPU}"],
+        ),
+        (
+            ["lanes.decode.attention_backend=one", "lanes.prefill.attention_backend=two"],
+            [
+                f"attention backend 'one' runs portable kernels; native: {NO_GPU}",
+                f"attention backend 'two' runs portable kernels; native: {NO_GPU}",
+            ],
+        ),
+        (["engine.attention_backend=one", "engine.kernel_provider=portable"], []),
+        (["engine.attention_backend=plain"], []),
+    ],
+)
+def test_what_is_passed_over_is_said_once(
+    overrides: list[str], expected: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """One warning for each backend and reason, however many lanes and verifiers have it, in each engine."""
+    config = configure(TINY, "verify.replay_against_eager=1", *overrides)
+    for _ in range(2):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            build(config, one=Both, two=Both, plain=Plain)
+        assert [
+            r.getMessage() for r in caplog.records if r.name.startswith("graphpact")
+        ] == expected
+        assert {r.levelname for r in caplog.records} <= {"WARNING"}
+
+
+def test_generate_says_it_on_stderr_and_keeps_its_data_clean(tmp_path: Path) -> None:
+    """In a process of its own the line is all that stderr has, once, and stdout is the JSON."""
+    (tmp_path / "acme_kernels.py").write_text(
+        "from graphpact.attention import KernelProvider\n"
+        "from graphpact_flashinfer import FlashInferBackend\n"
+        "class Native(KernelProvider):\n"
+        "    name = 'native'\n"
+        "    @classmethod\n"
+        "    def unavailable(cls, device):\n"
+        "        print('[noise]')\n"
+        "        raise ImportError(f'libacme.so\\nis not for {device}')\n"
+        "class Portable(KernelProvider):\n"
+        "    name = 'portable'\n"
+        "ours = [each for each in FlashInferBackend.providers if each.name == 'portable']\n"
+        "class Acme(FlashInferBackend):\n"
+        "    providers = (Native, *(ours or [Portable]))\n"
+    )
+    info = tmp_path / "acme_kernels-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: acme-kernels\nVersion: 1.0\n")
+    (info / "RECORD").write_text("")
+    (info / "entry_points.txt").write_text(
+        "[graphpact.contract]\n1 = x:y\n[graphpact.attention_backends]\nacme = acme_kernels:Acme\n"
+    )
+    command = [sys.executable, "-m", "graphpact.cli", "generate", "-q", "--json", "-n", "2", "If "]
+    sets = [f"model.path={TINY}", "engine.device=cpu", "engine.attention_backend=acme"]
+    done = subprocess.run(
+        [*command, *(word for each in sets for word in ("--set", each))],
+        env=os.environ | {"PYTHONPATH": str(tmp_path), "PYTHONWARNINGS": "error"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["prompt"] == "If "
+    said = [line for line in done.stderr.splitlines() if line != "[noise]"]
+    reason = "native: ImportError: libacme.so is not for cpu"
+    assert said == [f"attention backend 'acme' runs portable kernels; {reason}"]
+
+
+# -- who would do instead ------------------------------------------------------------------------
+
+OTHERS: dict[str, type[AttentionBackend] | str] = {
+    "broken": "a_module_that_nobody_has:Backend",
+    "both": Both,
+    "half_only": HalfOnly,
+    "large_pages": LargePages,
+    "no_decode": NoDecode,
+    "no_extend": NoExtend,
+    "no_graphs": NoGraphs,
+    "no_graphs_2": NoGraphs,
+    "no_head_groups": NoHeadGroups,
+    "on_gpu": OnGpu,
+    "only_native": OnlyNative,
+    "plain": Plain,
+    "unreadable": Unreadable,
+}
+
+
+@pytest.mark.parametrize(
+    ("selected", "overrides", "lacks", "would_do"),
+    [
+        (
+            "large_pages",
+            [],
+            "decode: it lacks page size 16 (has 32, 64, 128)",
+            "both, no_extend, plain",
+        ),
+        ("half_only", [], "decode: it lacks dtype", "both, no_extend, plain"),
+        ("on_gpu", [], "decode: it lacks device cpu (has cuda)", "both, no_extend, plain"),
+        (
+            "no_extend",
+            [],
+            "extend: it lacks mode extend (has decode)",
+            "both, no_decode, no_graphs, no_graphs_2, plain",
+        ),
+        (
+            "no_head_groups",
+            ["lanes.decode.runner=eager"],
+            "decode: it lacks head layout gqa (has mha)",
+            "both, no_extend, no_graphs, no_graphs_2, plain",
+        ),
+        (
+            "large_pages",
+            ["engine.page_size=128", "lanes.prefill.attention_backend=half_only"],
+            "extend: it lacks dtype",
+            "both, large_pages, no_decode, no_graphs, no_graphs_2, plain",
+        ),
+        (
+            "both",
+            [
+                "engine.kernel_provider=portable",
+                "lanes.prefill.attention_backend=both",
+                "model.dtype=float64",
+            ],
+            "decode: it lacks dtype torch.float64 (has torch.float32)",
+            None,
+        ),
+    ],
+)
+def test_a_model_that_a_backend_cannot_run_is_told_who_can(
+    selected: str, overrides: list[str], lacks: str, would_do: str | None
+) -> None:
+    """The refusal lists, by name, exactly the installed backends that would do for that lane."""
+    config = configure(TINY, f"engine.attention_backend={selected}", *overrides)
+    captured: list[object] = []
+    with pytest.raises(UnsupportedModelError) as refused:
+        Engine(config, catalog=installed(**OTHERS), on_capture=lambda *t: captured.append(t))
+    message = refused.value.message
+    assert lacks in message
+    if would_do is None:
+        assert message.endswith("; no other attention backend that is installed would do")
+        assert "install an attention backend" in str(refused.value.hint)
+    else:
+        assert message.endswith(f"; attention backends that would do: {would_do}")
+        assert "select another engine.attention_backend" in str(refused.value.hint)
+    assert captured == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "would_do"),
+    [
+        ([], "both, half_only, large_pages, no_extend, no_head_groups, only_acme, plain"),
+        (["lanes.decode.kernel_provider=portable"], "both"),
+        (["lanes.decode.kernel_provider=native"], "only_acme"),
+    ],
+)
+def test_a_backend_that_cannot_be_captured_is_told_who_can(
+    overrides: list[str], would_do: str
+) -> None:
+    """Before a model is read: those with the mode, the device, kernels that run, and graphs."""
+    config = configure(NOWHERE, "engine.attention_backend=no_graphs", *overrides)
+    with pytest.raises(ConfigError, match=r"captures uniform_decode batches.*: never; ") as refused:
+        Engine(config, catalog=installed(**OTHERS, only_acme=NativeEverywhere))
+    assert refused.value.message.endswith(f"; attention backends that would do: {would_do}")
+
+
+class Everywhere(Portable):
+    """Native kernels that run here."""
+
+    name = "native"
+
+
+class NativeEverywhere(Plain):
+    """A backend with native kernels alone, which run here."""
+
+    providers = (Everywhere,)
+
+
+def test_where_only_the_page_size_is_missing_the_sizes_are_the_hint() -> None:
+    """The hint gives the sizes that there are, in order, and only where nothing else is missing."""
+
+    def refusal(layer: LayerSpec) -> str:
+        with pytest.raises(UnsupportedModelError) as refused:
+            require_capabilities(
+                "acme",
+                LargePages.capabilities,
+                [layer],
+                mode=ForwardMode.DECODE,
+                dtype=torch.float32,
+                device=CPU,
+                page_size=16,
+            )
+        return str(refused.value)
+
+    assert "help: set engine.page_size = 32 or 64 or 128, or select another" in refusal(LAYER)
+    assert "set engine.page_size" not in refusal(replace(LAYER, softcap=1.0))
+
+
+def test_branches_count_among_what_is_missing() -> None:
+    """A draft with branches is refused by a backend without trees, and by no other."""
+
+    def require(can: Capabilities) -> None:
+        require_capabilities(
+            "acme",
+            can,
+            [LAYER],
+            mode=ForwardMode.DECODE,
+            dtype=torch.float32,
+            device=CPU,
+            page_size=16,
+            topk=4,
+        )
+
+    with pytest.raises(UnsupportedModelError, match="drafts with 4 branches"):
+        require(Plain.capabilities)
+    require(replace(Plain.capabilities, trees=True))
