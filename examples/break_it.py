@@ -77,7 +77,12 @@ def generate(name: str, plugin: type[Any], *settings: str) -> list[str]:
     """Return what the demo's model says to the prompts, with ``plugin`` in the place of ``name``."""
     config = EngineConfig.load(
         HERE / "demo.toml",
-        overrides=["engine.max_num_seqs=4", "lanes.decode.batch_sizes=[4]", *settings],
+        overrides=[
+            "engine.kernel_provider=portable",
+            "engine.max_num_seqs=4",
+            "lanes.decode.batch_sizes=[4]",
+            *settings,
+        ],
     )
     sampling = SamplingParams(max_new_tokens=24, temperature=0.0)
     with Engine(config, catalog=Replaced(name, plugin)) as engine:

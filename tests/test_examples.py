@@ -39,7 +39,7 @@ def test_the_planted_bugs_are_silent_and_then_named(capsys: pytest.CaptureFixtur
     assert out.count("3 of 3 answers wrong") == 2
     assert "NOT CAUGHT" not in out
     for error in (
-        "PactBreach: decode[bs=4, tokens=4]: metadata.qo_indptr",
+        "PactBreach: decode[bs=4, tokens=4]: metadata.kv_indptr",
         "PoisonError: graphpact.pack_kv_indices",
         "VerificationError: lane 'decode'",
     ):

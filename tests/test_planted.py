@@ -52,8 +52,13 @@ class Rebuilt(FlashInferBackend):
 
     @hookimpl
     def init_metadata_replay(self, view: ForwardBatch, shape: GraphShape, captured: Any) -> Any:
-        """Build what an eager step would."""
-        return self.init_metadata_eager(view)
+        """Fill tensors like the captured ones."""
+        names = ("qo_indptr", "kv_indptr", "kv_indices", "kv_last_page_len")
+        anew = {name: torch.empty_like(getattr(captured, name)) for name in names}
+        rebuilt = dataclasses.replace(captured, **anew)
+        self.fill_metadata(view, rebuilt)
+        self.plan_metadata(view, rebuilt)
+        return rebuilt
 
 
 class Cast(FlashInferBackend):

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from importlib_metadata import EntryPoint
 
+from graphpact import plugins
 from graphpact.attention import (
     AttentionBackend,
     BackendContext,
@@ -36,6 +37,7 @@ from graphpact.engine import Engine, SamplingParams
 from graphpact.errors import ConfigError, PluginError, UnsupportedModelError
 from graphpact.plugins import Kind, PluginCatalog, PluginInfo
 from graphpact.shapes import GraphShape
+from graphpact_flashinfer import FlashInferBackend
 from support import Catalog
 
 CPU = torch.device("cpu")
@@ -627,3 +629,13 @@ def test_branches_count_among_what_is_missing() -> None:
     with pytest.raises(UnsupportedModelError, match="drafts with 4 branches"):
         require(Plain.capabilities)
     require(replace(Plain.capabilities, trees=True))
+
+
+@pytest.mark.parametrize("stranger", [object, "portable", type("Nameless", (KernelProvider,), {})])
+def test_what_is_no_provider_keeps_a_backend_from_loading(stranger: Any) -> None:
+    """A backend whose providers hold anything else is rejected by name, and no command fails on it."""
+    cls = type("Odd", (FlashInferBackend,), {"providers": (stranger,)})
+    fault = plugins._class_fault(cls, AttentionBackend)
+    assert fault is not None
+    assert "Odd.providers has" in fault
+    assert plugins._class_fault(FlashInferBackend, AttentionBackend) is None

@@ -128,7 +128,7 @@ def test_rows_that_nobody_wrote_are_named() -> None:
     with pytest.raises(PoisonError) as error:
         rig.run(rig.batch(3, 2, 4))
     assert "logits of request 0 are NaN" in error.value.message
-    assert "rows 0:6 of slot 'flashinfer.qo_indptr' of flashinfer" in error.value.message
+    assert "rows 0:5 of slot 'flashinfer.qo_indptr' of flashinfer" in error.value.message
     assert "input_ids" not in error.value.message
 
 

@@ -28,7 +28,7 @@ from importlib_metadata import (
 )
 
 from graphpact import hookspecs
-from graphpact.attention import AttentionBackend
+from graphpact.attention import AttentionBackend, KernelProvider
 from graphpact.errors import (
     AmbiguousPluginError,
     ConfigError,
@@ -318,7 +318,24 @@ def _class_fault(cls: Any, base: type[Any]) -> str | None:
         return f"{cls.__name__} is abstract: it lacks {', '.join(sorted(lacks))}"
     owed = [n for n, a in inspect.get_annotations(base).items() if "ClassVar" in str(a)]
     unset = [name for name in owed if not hasattr(cls, name)]
+    if issubclass(cls, AttentionBackend) and (bad := _no_providers(cls)):
+        return (
+            f"{cls.__name__}.providers has {bad[0]!r}, no KernelProvider called native or portable"
+        )
     return f"{cls.__name__} does not set {', '.join(unset)}" if unset else None
+
+
+def _no_providers(cls: type[AttentionBackend]) -> list[Any]:
+    """Return what stands among the kernel providers of a backend and is none."""
+
+    def is_one(provider: Any) -> bool:
+        return (
+            isinstance(provider, type)
+            and issubclass(provider, KernelProvider)
+            and getattr(provider, "name", None) in ("native", "portable")
+        )
+
+    return [provider for provider in cls.providers or () if not is_one(provider)]
 
 
 def _hook_fault(cls: type[Any], base: type[Any]) -> str | None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from attention_plain import PlainBackend, PlainMetadata
 from attention_problems import CASES, DTYPES, PAGE_SIZES, Config, Problem, configs_of, sequences
 from attention_rig import Rig, ShapeLadder, hold_to_oracle
-from graphpact import ForwardBatch, ForwardMode, GraphSupport, LayerSpec
+from graphpact import ForwardBatch, ForwardMode, LayerSpec
 from graphpact.attention import GraphSupport, HeadLayout
 from graphpact.errors import GraphpactError
 
@@ -27,7 +27,7 @@ def _config(name: str) -> Config:
 @settings(derandomize=True, deadline=None, max_examples=150)
 @given(data=st.data())
 def test_a_sequence_is_what_it_says(data: st.DataObject) -> None:
-    """Batches fit the bucket that they are drawn for, and no slot is used twice, or scratch."""
+    """Batches fit the bucket that they are drawn for; no slot is scratch, or used twice; tables agree."""
     config = data.draw(st.sampled_from([*configs_of(PlainBackend.capabilities)]), label="config")
     case = config.case
     if case.mode is ForwardMode.IDLE:
@@ -43,16 +43,14 @@ def test_a_sequence_is_what_it_says(data: st.DataObject) -> None:
         slots += [s for t in problem.tokens for s in t.slots]
         assert len(set(slots)) == len(slots)
         assert min(slots, default=config.page_size) >= config.page_size
-        assert max(slots, default=0) < config.page_size * (config.num_pages - 1)
+        assert max(slots, default=0) < config.page_size * config.num_pages
         assert len({r.row for r in problem.requests} - {0}) == batch.batch_size
         keys = batch.seq_lens + (case.width or 0) * (case.mode is ForwardMode.TARGET_VERIFY)
         assert not batch.batch_size or int(keys.max()) <= table.shape[1]
-        if case.topk == 1 and not case.tree:  # then a new key stands in the table at its position
+        if problem.requests and case.topk == 1 and not case.tree:
             rows = [r.row for r in problem.requests for _ in r.tokens]
-            assert torch.equal(
-                table[rows, batch.positions].long(),
-                batch.out_cache_loc.view(len(rows), -1)[:, 0] if rows else batch.out_cache_loc,
-            )
+            slots_now = batch.out_cache_loc.view(len(rows), -1)[:, 0]
+            assert torch.equal(table[rows, batch.positions].long(), slots_now)
 
 
 def test_a_backend_that_declares_everything_gets_every_lane() -> None:
@@ -328,8 +326,8 @@ PLANTED: list[tuple[type[PlainBackend], str, str]] = [
     (SinksIgnored, "decode", WRONG),
     (CapIgnored, "decode", WRONG),
     (HeadsInTurn, "decode", WRONG),
-    (HostReads, "decode", "while a graph is recorded|while a replay is prepared"),
-    (Reallocates, "decode", "."),
+    (HostReads, "decode", "while a replay is prepared"),
+    (Reallocates, "decode", "metadata.last, which is no slot's memory"),
     (EagerDiffers, "mixed", "an eager run of .* of what is allowed"),
 ]
 

@@ -65,10 +65,31 @@ class FlashInferBackend(AttentionBackend):
 
     def declare_slots(self, limits: Limits) -> Sequence[GraphSlot]:
         """Return the index tensors, int32 as FlashInfer requires, and the memory of the plans."""
-        slots = [_by_row(_name("qo_indptr"), limits, extra=1)]
+        slots = [self._by_row(_name("qo_indptr"), limits, extra=1)]
         for window in (None, *self._windows):
             slots += self._declare_set(window, limits)
         return slots
+
+    def _by_row(self, name: str, limits: Limits, *, extra: int = 0) -> GraphSlot:
+        """Return a slot of one int32 a row, and ``extra`` more."""
+        topk, mode = limits.draft.topk, self.context.mode
+
+        def rows(bs: int) -> int:
+            if mode.is_ragged:
+                return bs + 1  # the fake request
+            return bs * topk if mode is ForwardMode.DRAFT_DECODE else bs
+
+        return GraphSlot(
+            name=name,
+            shape_fn=lambda bs, _: (max(bs + 1, bs * topk) + extra,),  # for eager steps of any mode
+            dtype=torch.int32,
+            owner="flashinfer",
+            axis="bs",
+            slice_fn=lambda buffer, bs: buffer[: rows(bs) + extra],
+            padding_policy=PaddingPolicy.KEEP_PAD,
+            reason=_REBUILT,
+            copy_from_fb=False,
+        )
 
     def _declare_set(self, window: int | None, limits: Limits) -> list[GraphSlot]:
         """Return the slots of one set of indices."""
@@ -88,13 +109,13 @@ class FlashInferBackend(AttentionBackend):
             return (num_tokens * context // 8 + bs,)
 
         slots = [
-            _by_row(_name("kv_indptr", window), limits, extra=1),
+            self._by_row(_name("kv_indptr", window), limits, extra=1),
             _whole(_name("kv_indices", window), num_indices),
-            _by_row(_name("kv_last_page_len", window), limits),
+            self._by_row(_name("kv_last_page_len", window), limits),
         ]
         if topk > 1:
             slots += [
-                _by_row(_name("mask_indptr", window), limits, extra=1),
+                self._by_row(_name("mask_indptr", window), limits, extra=1),
                 _whole(_name("mask", window), num_mask_bytes, torch.uint8),
             ]
         return [*slots, *self.kernels.declare_slots(_name("", window), limits)]
@@ -304,25 +325,6 @@ class FlashInferBackend(AttentionBackend):
 def _name(name: str, window: int | None = None) -> str:
     """Return the name of a slot; those of a window's set have names of their own."""
     return f"flashinfer.{name}" if window is None else f"flashinfer.window{window}.{name}"
-
-
-def _by_row(name: str, limits: Limits, *, extra: int = 0) -> GraphSlot:
-    """Return a slot of one int32 a row, and ``extra`` more."""
-
-    def size(bs: int) -> int:
-        return max(bs + 1, bs * limits.draft.topk) + extra  # the fake request; the branches
-
-    return GraphSlot(
-        name=name,
-        shape_fn=lambda bs, _: (size(bs),),
-        dtype=torch.int32,
-        owner="flashinfer",
-        axis="bs",
-        slice_fn=lambda buffer, bs: buffer[: size(bs)],
-        padding_policy=PaddingPolicy.KEEP_PAD,
-        reason=_REBUILT,
-        copy_from_fb=False,
-    )
 
 
 def _whole(

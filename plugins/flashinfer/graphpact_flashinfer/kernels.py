@@ -152,23 +152,20 @@ class PortableKernels(FlashInferKernels):
             rows.num_kv
         ):
             size *= 2
-        made = torch.tensor([size, *itertools.accumulate(chunks, initial=0)], dtype=torch.int32)
-        if driver is None:
+        numbers = [size, *itertools.accumulate(chunks, initial=0)]
+        staged = self._staged.get(plan.kv_chunk_size.data_ptr())
+        if staged is None or driver is None:  # an eager step's, in memory of its own
+            made = torch.tensor(numbers, dtype=torch.int32, device=plan.o_indptr.device)
             plan.kv_chunk_size.copy_(made[:1])
             plan.o_indptr.copy_(made[1:])
-            return
-        staged = self._staged.get(plan.kv_chunk_size.data_ptr())
-        if staged is None:
-            driver.copy_async(plan.kv_chunk_size, made[:1])
-            driver.copy_async(plan.o_indptr, made[1:])
             return
         if staged.copied is None:
             staged.copied = driver.event()
         else:
             staged.copied.synchronize()  # the last step's copy may still read the staging memory
-        size = len(made)  # shapes share this memory
-        staged.source[:size].copy_(made)
-        driver.copy_async(staged.target[:size], staged.source[:size])
+        count = len(numbers)  # shapes share this memory
+        staged.source[:count].copy_(torch.tensor(numbers, dtype=torch.int32))
+        driver.copy_async(staged.target[:count], staged.source[:count])
         staged.copied.record()
 
     def attend(

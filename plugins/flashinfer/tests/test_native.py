@@ -1,0 +1,331 @@
+"""The native kernels, on a stand-in for FlashInfer's wrapper with its signature: no GPU is needed for that.
+
+The stand-in keeps what FlashInfer keeps: in graph mode the buffers that it was given, for good; of a plan the
+host numbers. Its result is made by plain loops over its own buffers.
+"""
+
+import sys
+import types
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from graphpact import (
+    BackendContext,
+    Capabilities,
+    ForwardBatch,
+    ForwardMode,
+    GraphShape,
+    LayerSpec,
+    Limits,
+    PaddingPolicy,
+)
+from graphpact.attention import DraftLimits
+from graphpact.buffers import build_decode_registry
+from graphpact.errors import ConfigError, PactBreach
+from graphpact.graphs.tape import TapeDriver
+from graphpact.pact import Pact
+from graphpact_flashinfer import FlashInferBackend
+from graphpact_flashinfer.native import NativeKernels
+
+CPU = torch.device("cpu")
+CONTEXT, ROWS = 32, 3
+
+
+class Wrapper:
+    """``BatchPrefillWithPagedKVCacheWrapper`` of flashinfer-python 0.7.2, as far as it is called here."""
+
+    made: list["Wrapper"] = []  # noqa: RUF012  emptied by the fixture
+
+    def __init__(
+        self,
+        float_workspace_buffer: torch.Tensor,
+        kv_layout: str = "NHD",
+        use_cuda_graph: bool = False,  # noqa: FBT001, FBT002  its signature
+        qo_indptr_buf: torch.Tensor | None = None,
+        paged_kv_indptr_buf: torch.Tensor | None = None,
+        paged_kv_indices_buf: torch.Tensor | None = None,
+        paged_kv_last_page_len_buf: torch.Tensor | None = None,
+        custom_mask_buf: torch.Tensor | None = None,
+        mask_indptr_buf: torch.Tensor | None = None,
+        backend: str = "auto",
+        jit_args: list[Any] | None = None,
+        jit_kwargs: dict[str, Any] | None = None,
+        variant_owns_mask: bool = False,  # noqa: FBT001, FBT002  its signature
+    ) -> None:
+        assert use_cuda_graph
+        assert kv_layout == "NHD"
+        self.float_workspace = float_workspace_buffer
+        self.qo_indptr, self.kv_indptr = qo_indptr_buf, paged_kv_indptr_buf
+        self.kv_indices, self.last_page_len = paged_kv_indices_buf, paged_kv_last_page_len_buf
+        self.mask, self.mask_indptr = custom_mask_buf, mask_indptr_buf
+        self.planned: dict[str, Any] = {}
+        self.num_planned = 0
+        self._plan_info: list[int] | None = None
+        self.made.append(self)
+
+    def reset_workspace_buffer(
+        self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor
+    ) -> None:
+        """Take a workspace for plans."""
+        self.float_workspace, self.int_workspace = float_workspace_buffer, int_workspace_buffer
+
+    def plan(
+        self,
+        qo_indptr: torch.Tensor,
+        paged_kv_indptr: torch.Tensor,
+        paged_kv_indices: torch.Tensor,
+        paged_kv_last_page_len: torch.Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim_qk: int,
+        page_size: int,
+        head_dim_vo: int | None = None,
+        custom_mask: torch.Tensor | None = None,
+        packed_custom_mask: torch.Tensor | None = None,
+        causal: bool = False,  # noqa: FBT001, FBT002  its signature
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,  # noqa: FBT001, FBT002  its signature
+        sm_scale: float | None = None,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        q_data_type: Any = "float16",
+        kv_data_type: Any = None,
+        o_data_type: Any = None,
+        non_blocking: bool = True,  # noqa: FBT001, FBT002  its signature
+        seq_lens: torch.Tensor | None = None,
+    ) -> None:
+        """Plan from host offsets, and copy them into the buffers."""
+        assert custom_mask is None
+        assert packed_custom_mask is None  # the mask lies in its buffer
+        for host, buffer in (
+            (qo_indptr, self.qo_indptr),
+            (paged_kv_indptr, self.kv_indptr),
+            (paged_kv_last_page_len, self.last_page_len),
+        ):
+            assert buffer is not None
+            assert host.shape == buffer.shape
+            assert host.dtype is torch.int32
+            buffer.copy_(host)
+        assert len(paged_kv_indices) == 0
+        self.planned = {
+            "heads": (num_qo_heads, num_kv_heads, head_dim_qk),
+            "page_size": page_size,
+            "causal": causal,
+            "scale": sm_scale,
+            "window_left": window_left,
+            "cap": logits_soft_cap,
+        }
+        self.num_planned += 1
+        self._plan_info = [len(qo_indptr) - 1, num_qo_heads]
+
+    def run(
+        self, q: torch.Tensor, paged_kv_cache: tuple[torch.Tensor, torch.Tensor], *args: Any
+    ) -> torch.Tensor:
+        """Attend by loops, from the buffers."""
+        keys, values = paged_kv_cache
+        size, plan = self.planned["page_size"], self.planned
+        assert keys.shape[1] == size
+        assert self.qo_indptr is not None
+        assert self.kv_indptr is not None
+        assert self.kv_indices is not None
+        assert self.last_page_len is not None
+        out = torch.zeros(q.shape[0], q.shape[1], values.shape[3], dtype=q.dtype)
+        for r, last in enumerate(self.last_page_len.tolist()):
+            begin, end = self.qo_indptr[r : r + 2].tolist()
+            pages = self.kv_indices[self.kv_indptr[r] : self.kv_indptr[r + 1]].long()
+            length = (len(pages) - 1) * size + last
+            k, v = keys[pages].flatten(0, 1)[:length], values[pages].flatten(0, 1)[:length]
+            for row in range(begin, end):
+                at = length - (end - begin) + row - begin
+                seen = torch.arange(length) <= at if plan["causal"] else torch.ones(length).bool()
+                if plan["window_left"] >= 0:
+                    seen &= torch.arange(length) >= at - plan["window_left"]
+                if self.mask is not None and self.mask_indptr is not None:
+                    bit = (row - begin) * length + torch.arange(length)
+                    seen &= (self.mask[self.mask_indptr[r] + bit // 8] >> (bit % 8) & 1).bool()
+                for head in range(q.shape[1]):
+                    own = head * keys.shape[2] // q.shape[1]
+                    weights = torch.softmax(k[seen, own] @ q[row, head] * plan["scale"], 0)
+                    out[row, head] = weights @ v[seen, own]
+        return out
+
+
+class OnACPU(NativeKernels):
+    """The native kernels, let on a CPU."""
+
+    capabilities: Capabilities | None = None  # type: ignore[misc]
+
+    @classmethod
+    def unavailable(cls, device: torch.device) -> str | None:
+        """Return None: the stand-in runs anywhere."""
+        return None
+
+
+class Backend(FlashInferBackend):
+    """The backend with the native kernels alone."""
+
+    providers = (OnACPU,)
+
+
+@pytest.fixture(autouse=True)
+def _flashinfer(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Offer the stand-in as the library, with small workspaces; a lane steps in inference mode."""
+    module = types.ModuleType("flashinfer")
+    module.BatchPrefillWithPagedKVCacheWrapper = Wrapper  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "flashinfer", module)
+    monkeypatch.setattr("graphpact_flashinfer.native._FLOAT_BYTES", 64)
+    monkeypatch.setattr("graphpact_flashinfer.native._INT_BYTES", 32)
+    Wrapper.made.clear()
+    with torch.inference_mode():
+        yield
+
+
+def _context(*windows: int | None, draft: DraftLimits | None = None) -> BackendContext:
+    layers = [LayerSpec(i, 2, 1, 4, 4, 0.5, sliding_window=w) for i, w in enumerate(windows)]
+    table = torch.zeros(ROWS + 1, CONTEXT, dtype=torch.int32)
+    table[1:] = torch.arange(CONTEXT, CONTEXT * (ROWS + 1)).view(ROWS, CONTEXT)
+    generator = torch.Generator().manual_seed(0)
+
+    def caches() -> list[torch.Tensor]:
+        shape = (CONTEXT * (ROWS + 1), 1, 4)
+        return [torch.randn(shape, generator=generator) for _ in windows]
+
+    kv = SimpleNamespace(k=caches(), v=caches())
+    limits = Limits(ROWS, 16, CONTEXT, 4, draft or DraftLimits())
+    return BackendContext(CPU, torch.float32, layers, limits, table, kv)
+
+
+def _batch(mode: ForwardMode, lengths: list[int], new: list[int], **more: Any) -> ForwardBatch:
+    lens, tokens = torch.tensor(lengths), sum(new)
+    is_draft = mode in (ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_DECODE)
+    locations = torch.cat(
+        [
+            torch.arange(n, n + count) + CONTEXT * (r + 1) - (0 if is_draft else count)
+            for r, (n, count) in enumerate(zip(lengths, new, strict=True))
+        ]
+    )
+    fields: dict[str, Any] = {"out_cache_loc": locations}
+    if mode.is_ragged:
+        fields |= {"extend_seq_lens": torch.tensor(new), "extend_seq_lens_cpu": torch.tensor(new)}
+    return ForwardBatch(
+        forward_mode=mode,
+        batch_size=len(lengths),
+        input_ids=torch.zeros(tokens, dtype=torch.int64),
+        positions=torch.zeros(tokens, dtype=torch.int64),
+        req_pool_indices=torch.arange(1, len(lengths) + 1),
+        seq_lens=lens,
+        seq_lens_cpu=lens.clone(),
+        **(fields | more),
+    )
+
+
+TREE = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]] * 2).bool()
+
+
+@pytest.mark.parametrize(
+    ("mode", "lengths", "new", "more"),
+    [
+        (ForwardMode.DECODE, [9, 3], [1, 1], {}),
+        (ForwardMode.EXTEND, [9, 7], [4, 7], {}),
+        (ForwardMode.MIXED, [9, 7], [1, 7], {}),
+        (ForwardMode.TARGET_VERIFY, [9, 7], [3, 3], {}),
+        (ForwardMode.TARGET_VERIFY, [9, 7], [3, 3], {"tree_mask": TREE}),
+        (ForwardMode.DRAFT_EXTEND, [9, 7], [3, 3], {}),
+    ],
+    ids=["decode", "extend", "mixed", "verify", "verify a tree", "draft extend"],
+)
+def test_native_and_portable_kernels_read_the_same_metadata(
+    mode: ForwardMode, lengths: list[int], new: list[int], more: dict[str, Any]
+) -> None:
+    """In every mode, with and without a window, the wrapper gives what the portable kernel gives."""
+    context = _context(None, 5, draft=DraftLimits(1, 2, 3))
+    native, portable = Backend(context), FlashInferBackend(context)
+    batch = _batch(mode, lengths, new, **more)
+    generator = torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(sum(new), heads, 4, generator=generator) for heads in (2, 1, 1))
+    for layer in context.layers:
+        results = [
+            backend.forward(q, k, v, layer, backend.init_metadata_eager(batch))
+            for backend in (native, portable)
+        ]
+        torch.testing.assert_close(*results)
+    assert len(Wrapper.made) == 4  # a set of indices for each window, for two batches of metadata
+
+
+def test_every_set_of_indices_is_planned_in_a_workspace_of_its_own() -> None:
+    """No two plans share an int workspace; partial results have one workspace for all."""
+    backend = Backend(_context(None, 5))
+    names = {slot.name: slot for slot in backend.declare_slots(backend.context.limits)}
+    backend.init_metadata_eager(_batch(ForwardMode.DECODE, [3], [1]))
+    first, second = Wrapper.made
+    assert first.int_workspace.data_ptr() != second.int_workspace.data_ptr()
+    assert {"flashinfer.int_workspace", "flashinfer.window5.int_workspace"} <= names.keys()
+    assert names["flashinfer.float_workspace"].padding_policy is PaddingPolicy.FILL_ONCE
+    assert sum("float_workspace" in name for name in names) == 1
+
+
+def test_a_captured_wrapper_is_planned_again_before_every_replay() -> None:
+    """A replay plans the captured wrapper, in the captured buffers; another plan_info breaks the pact."""
+    backend = Backend(_context(None))
+    registry = build_decode_registry(
+        max_bs=2,
+        max_num_token=2,
+        device=CPU,
+        seq_len_fill_value=1,
+        register_global_num_tokens=False,
+        enable_mrope=False,
+        zero_input_ids=True,
+    )
+    backend.attach(registry, TapeDriver(CPU))
+    backend.records_metadata = True
+    shape = GraphShape(ForwardMode.DECODE, 2, 2)
+
+    def view_of(lengths: list[int]) -> ForwardBatch:
+        batch = _batch(ForwardMode.DECODE, lengths, [1, 1])
+        registry.fill_from(batch, raw_bs=2, padded_bs=2, raw_num_tokens=2, padded_num_tokens=2)
+        return registry.extract_buffer(
+            padded_bs=2, padded_num_tokens=2, forward_batch_template=batch
+        )
+
+    view = view_of([1, 1])
+    captured = backend.init_metadata_capture(view, shape)
+    pact = Pact.of(shape, registry, view=view, metadata=captured)
+    (wrapper,) = Wrapper.made
+    for count, lengths in enumerate(([9, 20], [3, 4]), 2):
+        view = view_of(lengths)
+        pact.check(view=view, metadata=backend.init_metadata_replay(view, shape, captured))
+        assert wrapper.num_planned == count
+        assert captured.kv_indptr.diff().tolist() == [-(-n // 4) for n in lengths]
+    wrapper.plan = lambda *args, **more: setattr(wrapper, "_plan_info", [2, 99])  # type: ignore[method-assign]
+    replayed = backend.init_metadata_replay(view, shape, captured)
+    with pytest.raises(PactBreach, match=r"metadata\.plan\.info\[1\]"):
+        pact.check(view=view, metadata=replayed)
+    assert len(Wrapper.made) == 1
+
+
+def test_where_it_cannot_run_the_reason_is_told() -> None:
+    """On a CPU native kernels are refused by reason; auto takes the portable ones and keeps it."""
+    backend = FlashInferBackend(_context(None))
+    assert backend.kernels.name == "portable"
+    assert backend.passed_over == {"native": "FlashInfer's kernels need a CUDA device"}
+    named = _context(None)
+    object.__setattr__(named, "provider", "native")
+    with pytest.raises(ConfigError, match="has no native kernels that can be used on cpu"):
+        FlashInferBackend(named)
+
+
+def test_layers_that_one_plan_cannot_serve_are_refused() -> None:
+    """A plan is for one scaling and one number of heads: other layers of its window are a reason."""
+    context = _context(None, None)
+    layers = [context.layers[0], LayerSpec(1, 4, 1, 4, 4, 0.5)]
+    object.__setattr__(context, "layers", layers)
+    reason = OnACPU.refusal(context)
+    assert reason is not None
+    assert "they differ in heads" in reason
+    assert OnACPU.refusal(_context(None, 5)) is None
