@@ -1,9 +1,10 @@
 """FA3's metadata against plain loops over the requests, in every mode, whatever came before."""
 
 import itertools
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,8 +30,17 @@ from attention_problems import (
     sequences,
 )
 from attention_rig import Rig, hold_to_oracle
-from graphpact import ForwardMode, GraphShape, LayerSpec, Limits, PaddingPolicy
+from graphpact import (
+    BackendContext,
+    ForwardBatch,
+    ForwardMode,
+    GraphShape,
+    LayerSpec,
+    Limits,
+    PaddingPolicy,
+)
 from graphpact.attention import DraftLimits, DraftMetadata, GraphSupport, HeadLayout
+from graphpact.buffers import build_decode_registry
 from graphpact.errors import EngineError
 from graphpact.graphs.recorder import Recorder
 from graphpact_fa3 import FA3Backend, FA3Metadata, KeyRows
@@ -190,19 +200,68 @@ def test_metadata_equals_a_loop_whatever_came_before(case: Case, page_size: int)
 
 
 def test_a_large_batch_leaves_nothing_to_a_small_one() -> None:
-    """In the buffers of the largest step a smaller one leaves its own numbers and zeros to the end."""
-    rig = rig_of(make_config(DECODE))
-    large = [
-        Request(row, list(range(row, row + 70)), [Token(0, [99], None, 0)], [])
-        for row in range(1, 5)
-    ]
-    for i, r in enumerate(large):
-        large[i] = replace(r, table=[*r.cached, 99])
-    replay_metadata(rig, Problem(DECODE, large, 0))
-    small = [Request(5, [7], [Token(0, [8], None, 0)], [7, 8])]
-    metadata, _ = replay_metadata(rig, Problem(DECODE, small, 0))
-    assert metadata.scheduler_metadata.tolist() == [0, 1, 1, 0, 0, 1, 1, *[0] * 10]
-    assert metadata.page_table.tolist() == [[7, 8, *[0] * (CONTEXT - 2)], [0] * CONTEXT]
+    """After the largest step a smaller one has, in the same buffers, what it has in new ones."""
+    table = torch.arange(9, dtype=torch.int32)[:, None] * 16 + torch.arange(16, dtype=torch.int32)
+    layers = [LayerSpec(0, 1, 1, 8, 8, scaling=1.0)]
+    context = BackendContext(
+        CPU, torch.float32, layers, Limits(8, 8, 16, 4), table, SimpleNamespace(k=[], v=[])
+    )
+
+    def lane() -> Callable[[list[int]], dict[str, list[Any]]]:
+        """Return what replays a batch of these lengths, and gives all memory of its metadata."""
+        backend, views, captured = FA3Backend(context), {}, {}
+        registry = build_decode_registry(
+            max_bs=8,
+            max_num_token=8,
+            device=CPU,
+            seq_len_fill_value=1,
+            register_global_num_tokens=False,
+            enable_mrope=False,
+        )
+        backend.attach(registry)
+        for bs in (8, 2):
+            views[bs] = registry.extract_buffer(
+                padded_bs=bs, padded_num_tokens=bs, forward_batch_template=_decode([1] * bs)
+            )
+            shape = GraphShape(ForwardMode.DECODE, bs, bs)
+            captured[bs] = backend.init_metadata_capture(views[bs], shape)
+
+        def replay(lengths: list[int]) -> dict[str, list[Any]]:
+            bs, raw = (2 if len(lengths) <= 2 else 8), len(lengths)
+            registry.fill_from(
+                _decode(lengths), raw_bs=raw, padded_bs=bs, raw_num_tokens=raw, padded_num_tokens=bs
+            )
+            shape = GraphShape(ForwardMode.DECODE, bs, bs)
+            backend.init_metadata_replay(views[bs], shape, captured[bs])
+            names = ("cu_seqlens_q", "cache_seqlens", "cu_seqlens_k", "page_table")
+            found = {name: getattr(captured[bs], name).tolist() for name in names}
+            return found | {"schedule": captured[bs].scheduler_metadata.tolist()}
+
+        return replay
+
+    used, new = lane(), lane()
+    used([16] * 8)
+    small = used([5])
+    assert small == new([5])
+    assert small["schedule"] == [0, 1, 1, 0, 0, 1, 1, *[0] * 26]
+    assert small["page_table"] == [[4, 5, 0, 0], [0, 0, 0, 0]]
+
+
+def _decode(lengths: list[int]) -> ForwardBatch:
+    """Return a decode batch on the first request rows."""
+    lens = torch.tensor(lengths)
+    zeros = torch.zeros_like(lens)
+    rows = torch.arange(1, len(lengths) + 1)
+    return ForwardBatch(
+        forward_mode=ForwardMode.DECODE,
+        batch_size=len(lengths),
+        input_ids=zeros,
+        positions=lens - 1,
+        out_cache_loc=zeros,
+        req_pool_indices=rows,
+        seq_lens=lens,
+        seq_lens_cpu=lens.clone(),
+    )
 
 
 @settings(derandomize=True, deadline=None, max_examples=30)
@@ -298,6 +357,25 @@ def test_a_sink_is_counted_once_in_a_cascade(case: Case) -> None:
     """Layers with sinks and a soft cap and no window, of both kinds of tree, are the oracle's."""
     config = make_config(case, 16, sliding_window=False, softcap=True, sinks=True)
     hold_to_oracle(FA3Backend, config, max_examples=2)
+
+
+@dataclass(frozen=True)
+class Narrow(Config):
+    """A lane whose second layer sees fewer keys than a draft has tokens."""
+
+    @property
+    def layers(self) -> list[LayerSpec]:
+        """Those of the kit, but for the window."""
+        plain, special = super().layers
+        return [plain, replace(special, sliding_window=2)]
+
+
+@pytest.mark.parametrize("case", [TREE, BRANCHES], ids=str)
+def test_a_window_cuts_drafts_by_their_depth(case: Case) -> None:
+    """A window shorter than a branch hides its first drafts too: of each token by its own position."""
+    config = make_config(case)
+    narrow = Narrow(**{f.name: getattr(config, f.name) for f in fields(config)})
+    hold_to_oracle(FA3Backend, narrow, max_examples=2)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -2,6 +2,7 @@
 
 # ruff: noqa: FBT001, FBT002  # as the libraries have it
 
+import dataclasses
 import importlib.util
 import inspect
 import math
@@ -271,9 +272,8 @@ def make_backend(
         Limits(2, 8, 16, 4, DraftLimits(1, 2, 2)),
         table,
         SimpleNamespace(k=cache, v=[t.clone() for t in cache]),
-        **changes,
     )
-    return backend_on(library)(context), layers
+    return (backend_on(library) if library else FA3Backend)(context), layers
 
 
 def _decode(lengths: list[int]) -> Any:
@@ -285,6 +285,29 @@ def _decode(lengths: list[int]) -> Any:
     batch.seq_lens = batch.seq_lens_cpu = torch.tensor(lengths, dtype=torch.int64)
     batch.out_cache_loc = torch.arange(1, bs + 1) * 16 + batch.seq_lens - 1
     return batch
+
+
+@pytest.mark.parametrize("library", [FlashAttention3, None])
+@pytest.mark.parametrize("sinks", [None, torch.zeros(4)])
+def test_tokens_of_nobody_yield_zeros(
+    library: type[LibraryKernels] | None,
+    sinks: torch.Tensor | None,
+    flash_attention: FakeFlashAttention,
+) -> None:
+    """In a ragged batch rows past the last offset are zeros, though a library leaves them unwritten."""
+    backend, layers = make_backend() if library else make_backend(None)
+    batch = _decode([9, 5])
+    batch.forward_mode = ForwardMode.EXTEND
+    batch.input_ids = torch.zeros(7, dtype=torch.int64)
+    batch.out_cache_loc = torch.tensor([22, 23, 24, 35, 36, 0, 0])
+    batch.extend_seq_lens = batch.extend_seq_lens_cpu = torch.tensor([3, 2])
+    metadata = backend.init_metadata_eager(batch)
+    layer = dataclasses.replace(layers[0], sinks=sinks)
+    out = backend.forward(torch.randn(7, 4, 8), *[torch.randn(7, 2, 8)] * 2, layer, metadata)
+    assert bool(out[:5].any(dim=-1).all())
+    assert not out.isnan().any()
+    assert not out[5:].any()
+    assert bool(flash_attention.used) == (library is not None)
 
 
 def test_the_library_schedules_once_a_step_for_its_own_layers(
