@@ -122,7 +122,7 @@ def test_a_lane_without_graphs_is_held_to_the_oracle_too() -> None:
     config = _config("extend-page16-mha-float32")
     hold_to_oracle(NeverCaptured, config, max_examples=2)
     wrong = type("Wrong", (PrefixForgotten,), {"capabilities": NeverCaptured.capabilities})
-    with pytest.raises(AssertionError, match="an eager run of .* of what is allowed"):
+    with pytest.raises(AssertionError, match=r"an eager run of .* of what is allowed"):
         hold_to_oracle(wrong, config, phases=[Phase.generate])
 
 

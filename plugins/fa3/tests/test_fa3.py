@@ -201,25 +201,25 @@ def test_metadata_equals_a_loop_whatever_came_before(case: Case, page_size: int)
 
 def test_a_large_batch_leaves_nothing_to_a_small_one() -> None:
     """After the largest step a smaller one has, in the same buffers, what it has in new ones."""
-    table = torch.arange(9, dtype=torch.int32)[:, None] * 16 + torch.arange(16, dtype=torch.int32)
+    table = torch.arange(17, dtype=torch.int32)[:, None] * 16 + torch.arange(16, dtype=torch.int32)
     layers = [LayerSpec(0, 1, 1, 8, 8, scaling=1.0)]
     context = BackendContext(
-        CPU, torch.float32, layers, Limits(8, 8, 16, 4), table, SimpleNamespace(k=[], v=[])
+        CPU, torch.float32, layers, Limits(16, 16, 16, 4), table, SimpleNamespace(k=[], v=[])
     )
 
     def lane() -> Callable[[list[int]], dict[str, list[Any]]]:
         """Return what replays a batch of these lengths, and gives all memory of its metadata."""
         backend, views, captured = FA3Backend(context), {}, {}
         registry = build_decode_registry(
-            max_bs=8,
-            max_num_token=8,
+            max_bs=16,
+            max_num_token=16,
             device=CPU,
             seq_len_fill_value=1,
             register_global_num_tokens=False,
             enable_mrope=False,
         )
         backend.attach(registry)
-        for bs in (8, 2):
+        for bs in (16, 2):
             views[bs] = registry.extract_buffer(
                 padded_bs=bs, padded_num_tokens=bs, forward_batch_template=_decode([1] * bs)
             )
@@ -227,7 +227,7 @@ def test_a_large_batch_leaves_nothing_to_a_small_one() -> None:
             captured[bs] = backend.init_metadata_capture(views[bs], shape)
 
         def replay(lengths: list[int]) -> dict[str, list[Any]]:
-            bs, raw = (2 if len(lengths) <= 2 else 8), len(lengths)
+            bs, raw = (2 if len(lengths) <= 2 else 16), len(lengths)
             registry.fill_from(
                 _decode(lengths), raw_bs=raw, padded_bs=bs, raw_num_tokens=raw, padded_num_tokens=bs
             )
@@ -240,10 +240,10 @@ def test_a_large_batch_leaves_nothing_to_a_small_one() -> None:
         return replay
 
     used, new = lane(), lane()
-    used([16] * 8)
+    used([16] * 16)
     small = used([5])
     assert small == new([5])
-    assert small["schedule"] == [0, 1, 1, 0, 0, 1, 1, *[0] * 26]
+    assert small["schedule"] == [0, 1, 1, 0, 0, 1, 1, *[0] * 58]
     assert small["page_table"] == [[4, 5, 0, 0], [0, 0, 0, 0]]
 
 
