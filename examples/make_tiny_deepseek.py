@@ -1,7 +1,7 @@
 """Write a tiny DeepSeek-V3 with random weights: the architecture at its smallest, to run latents on.
 
 What it generates is noise: nothing was trained. It shows that a model of compressed keys and values loads
-and runs through captured graphs, in absorbed form, token for token as transformers runs it. The seed fixes the
+and runs through captured graphs, in absorbed form, token for token as transformers runs it. A seed fixes the
 weights, so the file can be made again. The tokenizer, of bytes, is that of ``tiny-llama``.
 
 Does not: train, or need more than torch and transformers.

@@ -186,7 +186,7 @@ def configs_of(capabilities: Capabilities) -> Iterator[Config]:
     rotated = 64 if latent > 64 else 8
     layouts = (
         Heads("mha", 4, 4, dim),
-        Heads("gqa", 8, 2, dim),
+        Heads("gqa", 16, 2, dim),  # two key heads: with one, a wrong grouping could not show
         Heads("mla", 4, 1, latent, latent - rotated),
     )
     for case, page_size, heads, dtype in product(CASES, page_sizes, layouts, dtypes):

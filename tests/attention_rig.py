@@ -301,7 +301,7 @@ class Rig:
         step, layer = divmod(part, len(self.layers))
         raise AssertionError(
             f"{what}: token {token}, layer {layer}, step {step}, head {column // heads.v_head_dim}:"
-            f" the error is {excess.max():.3g} of what is allowed"
+            f" the error is {excess.max():.3g} times what is allowed"
         )
 
     def _compare_cache(self, what: str, cache: torch.Tensor, expected: torch.Tensor) -> None:

@@ -1,103 +1,12 @@
-"""Small checkpoints, written with ``save_pretrained`` and read back from disk by the code under test."""
+"""Small checkpoints, made once a session and read back from disk by the code under test."""
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # before transformers is imported
-
 import pytest
-import torch
-import transformers
 
-transformers.utils.logging.disable_progress_bar()
-
-VOCAB = 199
-
-_COMMON = {
-    "vocab_size": VOCAB,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "pad_token_id": 0,
-}
-# Latent attention, a dense layer and one of experts; no width is another's.
-_MLA = {
-    "num_key_value_heads": 4,
-    "q_lora_rank": 20,
-    "kv_lora_rank": 24,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 12,
-    "first_k_dense_replace": 1,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "n_shared_experts": 1,
-    "n_group": 2,
-    "topk_group": 1,
-    "moe_intermediate_size": 32,
-}
-ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("LlamaConfig", {}),
-    "qwen2": ("Qwen2Config", {}),
-    "qwen3": ("Qwen3Config", {"head_dim": 16}),
-    "mistral": ("MistralConfig", {"sliding_window": 16}),
-    "phi3": ("Phi3Config", {}),
-    # Two window layers and two full ones, scores capped hard enough to matter.
-    "gemma2": (
-        "Gemma2Config",
-        {
-            "head_dim": 16,
-            "sliding_window": 16,
-            "num_hidden_layers": 4,
-            "attn_logit_softcapping": 1.0,
-        },
-    ),
-    "mixtral": ("MixtralConfig", {"num_local_experts": 4}),
-    "gpt_oss": ("GptOssConfig", {"head_dim": 16, "sliding_window": 16, "num_local_experts": 4}),
-    "deepseek_v2": ("DeepseekV2Config", {**_MLA, "topk_method": "group_limited_greedy"}),
-    "deepseek_v3": ("DeepseekV3Config", _MLA),
-    "bloom": ("BloomConfig", {"n_layer": 2, "n_head": 4}),
-    "falcon": ("FalconConfig", {}),
-    "llama4": ("Llama4TextConfig", {"attention_chunk_size": 16, "num_local_experts": 2}),
-    "longrope": (
-        "Phi3Config",
-        {
-            "original_max_position_embeddings": 64,
-            "rope_parameters": {
-                "rope_type": "longrope",
-                "rope_theta": 10000.0,
-                "short_factor": [1.0] * 8,
-                "long_factor": [2.0] * 8,
-            },
-        },
-    ),
-    "dynamic_rope": (
-        "LlamaConfig",
-        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}},
-    ),
-    "lfm2": ("Lfm2Config", {"layer_types": ["conv", "full_attention"]}),
-}
-
-
-def save_random_checkpoint(path: Path, architecture: str, **overrides: Any) -> Path:
-    """Write a small random model to ``path``; its weights are wide enough that no two logits tie."""
-    config_name, special = ARCHITECTURES[architecture]
-    config = getattr(transformers, config_name)(**{**_COMMON, **special, **overrides})
-    torch.manual_seed(len(architecture))
-    model = transformers.AutoModelForCausalLM.from_config(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(0, 0.2)
-    model.save_pretrained(path)
-    return path
+from checkpoints import save_random_checkpoint
 
 
 @pytest.fixture(scope="session")

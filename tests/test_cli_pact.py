@@ -63,7 +63,7 @@ def test_saving_writes_every_captured_shape(
     assert indptr is not None
     assert (indptr.shape, indptr.dtype, indptr.offset) == ((5,), "int32", 0)
     assert indptr.slot == "slot 'flashinfer.kv_indptr' of flashinfer"
-    assert promises["metadata"].type == "graphpact_flashinfer.FlashInferMetadata"
+    assert promises["metadata"].type == "graphpact_flashinfer.metadata.FlashInferMetadata"
     assert promises["view.batch_size"].value == 4
     assert "address" not in saved.read_text(encoding="utf-8")
 
@@ -161,7 +161,7 @@ def test_people_read_a_table_for_each_shape(
         "metadata.kv_indptr torch.Tensor int32 [9], stride [1], on cpu"
         " slot 'flashinfer.kv_indptr' of flashinfer + 0 bytes"
     ) in lines
-    assert "metadata graphpact_flashinfer.FlashInferMetadata" in lines
+    assert "metadata graphpact_flashinfer.metadata.FlashInferMetadata" in lines
     assert "view.batch_size int = 8" in lines
 
 

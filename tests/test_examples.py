@@ -48,12 +48,20 @@ def test_the_planted_bugs_are_silent_and_then_named(capsys: pytest.CaptureFixtur
     assert "first field that differs: metadata.kv_indptr" in out
 
 
-def test_the_demo_writes_what_transformers_writes() -> None:
+@pytest.mark.parametrize(
+    ("file", "backend"),
+    [("demo.toml", "flashinfer"), ("demo.toml", "fa3"), ("deepseek.toml", "trtllm_mla")],
+)
+def test_every_backend_by_name_writes_what_transformers_writes(file: str, backend: str) -> None:
     """The demo's prompts, greedy, give transformers' tokens through graphs that are all verified."""
     config = EngineConfig.load(
-        ROOT / "examples/demo.toml",
+        ROOT / "examples" / file,
         env={},
-        overrides=["verify.replay_against_eager=1.0", 'engine.device="cpu"'],
+        overrides=[
+            "verify.replay_against_eager=1.0",
+            'engine.device="cpu"',
+            f"engine.attention_backend={backend}",
+        ],
     )
     prompts = (ROOT / "examples/prompts.txt").read_text().splitlines()
     assert len(prompts) >= 4
@@ -61,7 +69,8 @@ def test_the_demo_writes_what_transformers_writes() -> None:
     with Engine(config) as engine:
         done = engine.generate(prompts, SamplingParams(max_new_tokens=24))
         assert engine.lanes[0].stats.replays == engine.verifiers[0].verified > 0
-    model = transformers.AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
+    path = config.model.path
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     for prompt, completion in zip(prompts, done, strict=True):
         ids = torch.tensor([list(prompt.encode())])
         out = model.generate(

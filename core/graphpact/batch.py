@@ -30,7 +30,8 @@ class ForwardMode(enum.Enum):
     DRAFT_EXTEND = "draft_extend"
     """The draft model reads what was verified: the same number of tokens a request, accepted or not."""
     IDLE = "idle"
-    """No request at all: a rank that steps along because others have work."""
+    """No request at all: a rank that steps along because others have work. Its batch has the fields that
+    its lane's batches have, without rows."""
 
     @property
     def is_decode(self) -> bool:

@@ -122,7 +122,7 @@ def test_a_lane_without_graphs_is_held_to_the_oracle_too() -> None:
     config = _config("extend-page16-mha-float32")
     hold_to_oracle(NeverCaptured, config, max_examples=2)
     wrong = type("Wrong", (PrefixForgotten,), {"capabilities": NeverCaptured.capabilities})
-    with pytest.raises(AssertionError, match=r"an eager run of .* of what is allowed"):
+    with pytest.raises(AssertionError, match=r"an eager run of .* times what is allowed"):
         hold_to_oracle(wrong, config, phases=[Phase.generate])
 
 
@@ -325,7 +325,7 @@ class EagerDiffers(PlainBackend):
         return metadata
 
 
-WRONG, NAN = "a replay of .* of what is allowed", "the logits of request .* are NaN"
+WRONG, NAN = "a replay of .* times what is allowed", "the logits of request .* are NaN"
 PLANTED: list[tuple[type[PlainBackend], str, str]] = [
     (OneStepShort, "draft_decode", WRONG),
     (OneStepFar, "draft_decode", NAN),
@@ -346,7 +346,7 @@ PLANTED: list[tuple[type[PlainBackend], str, str]] = [
     (HeadsInTurn, "decode", WRONG),
     (HostReads, "decode", "while a replay is prepared"),
     (Reallocates, "decode", "metadata.last, which is no slot's memory"),
-    (EagerDiffers, "mixed", "an eager run of .* of what is allowed"),
+    (EagerDiffers, "mixed", "an eager run of .* times what is allowed"),
 ]
 
 

@@ -32,7 +32,9 @@ class Launches(TorchDispatchMode):
         super().__init__()
         self.count = 0
         self._device = {t.untyped_storage().data_ptr() for t in device_memory}
-        self._kept: list[torch.Tensor] = []  # else host memory could take the address of what is gone
+        self._kept: list[
+            torch.Tensor
+        ] = []  # else host memory could take the address of what is gone
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run ``func``; count it where it reads or writes the device, but for views and new memory."""

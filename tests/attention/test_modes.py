@@ -10,9 +10,16 @@ from attention_plain import PlainBackend
 from attention_problems import Config, configs_of
 from attention_rig import hold_to_oracle
 from graphpact.attention import AttentionBackend
+from graphpact_fa3 import FA3Backend
 from graphpact_flashinfer import FlashInferBackend
+from graphpact_trtllm_mla import TRTLLMMLABackend
 
-BACKENDS: tuple[type[AttentionBackend], ...] = (PlainBackend, FlashInferBackend)
+BACKENDS: tuple[type[AttentionBackend], ...] = (
+    PlainBackend,
+    FlashInferBackend,
+    FA3Backend,
+    TRTLLMMLABackend,
+)
 
 LANES = [
     pytest.param(backend, config, id=f"{backend.__name__}-{config}")

@@ -51,7 +51,7 @@ def reference_tokens(path: Path, prompt: list[int], count: int) -> list[int]:
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize(
     "architecture",
-    ["llama", "qwen2", "qwen3", "mistral", "phi3", "gemma2", "mixtral", "gpt_oss"],
+    ["llama", "qwen2", "qwen3", "mistral", "phi3", "gemma2", "mixtral", "gpt_oss", "deepseek_v3"],
 )
 def test_greedy_tokens_equal_transformers(
     architecture: str, page_size: int, checkpoint: Callable[..., Path]

@@ -300,7 +300,7 @@ class AttentionBackend(abc.ABC):
         buffers: Callable[[int], Buffers],
     ) -> Any:
         """Bind and fill metadata; ``buffers`` gives those of a step."""
-        if view.forward_mode is ForwardMode.DRAFT_DECODE:
+        if view.out_cache_loc.dim() > 1:  # of a draft decode, or of an idle rank in one
             metadata: Any = DraftMetadata(
                 tuple(
                     self.allocate_metadata(view.at_draft_step(step), shape, buffers(step))

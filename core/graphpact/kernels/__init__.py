@@ -1,5 +1,9 @@
 """Portable kernels: torch only, one operator each, so that a graph holds each as one node.
 
+    paged_attention         over FlashInfer's index tensors, mask and plan
+    page_table_attention    over FlashAttention's page table and schedule, or latents
+    paged_cache, tree_mask  what fills caches, indices and masks
+
 Does not: know any backend's metadata object; arguments are plain tensors and numbers.
 """
 
@@ -8,6 +12,7 @@ from graphpact.kernels.page_table_attention import (
     page_table_attention,
     schedule_attention,
     schedule_size,
+    write_page_table,
 )
 from graphpact.kernels.paged_attention import paged_attention
 from graphpact.kernels.paged_cache import pack_kv_indices, write_kv_cache
@@ -22,4 +27,5 @@ __all__ = [
     "schedule_attention",
     "schedule_size",
     "write_kv_cache",
+    "write_page_table",
 ]

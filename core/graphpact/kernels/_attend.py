@@ -38,7 +38,8 @@ class Keys:
     Args:
         k_cache: ``[num_slots, num_kv_heads, head_dim]``.
         v_cache: ``[num_slots, num_kv_heads, v_head_dim]``; may be a view of ``k_cache``.
-        slots: ``[bs, nk]``: KV slot of each key; past a request's length any valid slot of its own.
+        slots: ``[bs, nk]``, ``nk`` at least 1: KV slot of each key; past a request's length any valid slot
+            of its own.
         lens: ``[bs]``: keys of each request; its last query stands at the last of them.
         planned: ``[bs]``: how many of them a plan covers; None for all. The others are not attended.
     """
@@ -187,7 +188,9 @@ def attend_ragged(
     if mask is None and size > 0 and all(count == size for count in counts):
         rows = q[: offsets[-1]].view(len(counts), size, *q.shape[1:])
         at = (keys.lens - size)[:, None] + torch.arange(size)
-        _write(rows, keys.gather(), at, keys.seen, rule, out[: offsets[-1]], lse, counts, lengths)
+        end = offsets[-1]
+        part = None if lse is None else lse[:end]
+        _write(rows, keys.gather(), at, keys.seen, rule, out[:end], part, counts, lengths)
         return
     seen = keys.seen
     for i, (start, end) in enumerate(itertools.pairwise(offsets)):
@@ -199,7 +202,7 @@ def attend_ragged(
         part = None if lse is None else lse[start:end]
         _write(
             q[None, start:end],
-            keys.gather(i, length),
+            keys.gather(i, max(length, 1)),
             at,
             seen[i : i + 1],
             rule,
@@ -225,11 +228,6 @@ def _write(
 ) -> None:
     """Attend from ``q`` ``[b, nq, hq, d]`` at positions ``at`` and write all its rows."""
     k, v = gathered
-    if k.shape[1] == 0:
-        out.zero_()
-        if lse is not None:
-            lse.fill_(float("-inf"))
-        return
     allowed = visible(at, k.shape[1], seen, rule) if given is None else given
     result, sums = dense(q, k, v, allowed, rule, with_lse=lse is not None)
     # Queries without any key are there only where a request has fewer keys than queries, or none.
@@ -272,7 +270,10 @@ def attend_padded(
         lse: ``[T, hq]`` of `lse_dtype`, written where it is wanted.
         mask: ``[bs, max_q_len, nk]`` bool, instead of the causal rule.
     """
-    if out.shape[0] == 0 or q_indptr.shape[0] == 1:
+    if q_indptr.shape[0] == 1:  # no request: all rows are nobody's
+        out.zero_()
+        if lse is not None:
+            lse.fill_(float("-inf"))
         return
     num_q = q_indptr[1:] - q_indptr[:-1]
     column = torch.arange(max_q_len, device=q.device)

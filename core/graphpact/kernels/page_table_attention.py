@@ -179,7 +179,7 @@ def _page_table_attention(
         offsets, lengths = _check(
             q, cu_seqlens_q, cache_seqlens, page_table, page_size, max_seqlen_q, scheduler_metadata
         )
-        # One page where there is no key at all: rows that see nothing go the way of all others.
+        # One page where there is no key at all: queries that see nothing go the way of all others.
         num_pages = max(1, -(-max(lengths, default=0) // page_size))
     column = torch.arange(page_size, device=q.device)
     slots = (page_table[:, :num_pages, None] * page_size + column).flatten(1)
@@ -189,18 +189,12 @@ def _page_table_attention(
         planned = scheduler_metadata[1 + _round4(bs) :][:bs] * BLOCK
     keys = Keys(k_cache, v_cache, own_slots(slots, lens), lens, planned)
     if not on_cpu:
-        if len(page_table) == 0:  # no request: all rows are nobody's
-            out.zero_()
-            if lse is not None:
-                lse.fill_(float("-inf"))
-            return
         attend_padded(q, cu_seqlens_q, keys, max_seqlen_q, rule, out, lse=lse)
         return
     end = offsets[-1]
     out[end:].zero_()
     if lse is not None:
         lse[end:].fill_(float("-inf"))
-        lse = lse[:end]
     attend_ragged(q, offsets, lengths, keys, rule, out, lse=lse)
 
 

@@ -105,9 +105,9 @@ def _attend_ragged(
 ) -> None:
     """Attend with the index tensors read on the host: every request at its own length."""
     offsets, lengths = _check(q, layout)
-    if not lengths:
+    if not q.shape[0]:
         return
-    keys = layout.keys(k_cache, v_cache, torch.tensor(lengths), max(lengths))
+    keys = layout.keys(k_cache, v_cache, torch.tensor(lengths), max(1, *lengths))
     if layout.mask is None or layout.mask_indptr is None:
         attend_ragged(q, offsets, lengths, keys, rule, out)
         return

@@ -28,8 +28,7 @@ from graphpact import (
 )
 from graphpact.attention import Buffers, GraphSupport, HeadLayout
 from graphpact.errors import EngineError
-from graphpact.kernels import merge_states, schedule_size, write_kv_cache
-from graphpact.kernels.page_table_attention import write_page_table
+from graphpact.kernels import merge_states, schedule_size, write_kv_cache, write_page_table
 from graphpact_fa3.kernels import FA3Kernels, NativeKernels, PortableKernels
 from graphpact_fa3.metadata import FA3Metadata, KeyRows, TreeMetadata
 from graphpact_fa3.tree import fill_tree, is_tree
@@ -136,9 +135,8 @@ class FA3Backend(AttentionBackend):
                 hint="build the backend with Limits(draft=DraftLimits(topk=...)) of the draft",
             )
 
-        cu_seqlens_q = buffers(
-            "fa3.tree.cu_seqlens_q"
-        )  # once: in an eager step each call makes another
+        # Asked for once: in an eager step each call makes another.
+        cu_seqlens_q = buffers("fa3.tree.cu_seqlens_q")
 
         def rows(window: int | None) -> KeyRows:
             table = buffers(f"fa3.{_of_tree('page_table', window)}")

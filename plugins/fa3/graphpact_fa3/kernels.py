@@ -157,7 +157,7 @@ class LibraryKernels(FA3Kernels):
     def unavailable(cls, device: torch.device) -> str | None:
         """Return why it cannot run on ``device``: no such device, or no such library."""
         if device.type != "cuda":
-            return f"it runs on CUDA devices, not on {device.type!r}"
+            return "FlashAttention's kernels need a CUDA device"
         if not torch.cuda.is_available():
             return "torch sees no CUDA device"
         major, minor = torch.cuda.get_device_capability(device)

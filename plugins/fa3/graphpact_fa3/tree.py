@@ -100,9 +100,8 @@ def _pack(slots: torch.Tensor, sees: torch.Tensor, out: KeyRows) -> None:
     """
     torch.sum(sees, dim=1, out=out.cache_seqlens, dtype=out.cache_seqlens.dtype)
     width = out.page_table.shape[1]
-    table = out.page_table.new_zeros(
-        len(slots), width + 1
-    )  # the last column takes what is not seen
+    # One column more takes what is not seen.
+    table = out.page_table.new_zeros(len(slots), width + 1)
     place = torch.where(sees, sees.cumsum(dim=1) - 1, width)
     table.scatter_(1, place, slots.to(table.dtype))
     out.page_table.copy_(table[:, :width])

@@ -383,7 +383,7 @@ def _taken(context: BackendContext) -> str | None:
 
 def test_native_kernels_are_refused_with_the_reason(machine: SimpleNamespace) -> None:
     """No CUDA device, too old a one, or no library: each is told, the last with the command."""
-    assert NativeKernels.unavailable(CPU) == "it runs on CUDA devices, not on 'cpu'"
+    assert NativeKernels.unavailable(CPU) == "FlashAttention's kernels need a CUDA device"
     machine.capability = (7, 5)
     reason = NativeKernels.unavailable(CUDA)
     assert reason is not None
@@ -459,6 +459,6 @@ def test_a_cpu_runs_portable_kernels_and_says_why() -> None:
     )
     backend = FA3Backend(context)
     assert backend.kernels.name == "portable"
-    assert backend.passed_over == {"native": "it runs on CUDA devices, not on 'cpu'"}
-    with pytest.raises(ConfigError, match="not on 'cpu'"):
+    assert backend.passed_over == {"native": "FlashAttention's kernels need a CUDA device"}
+    with pytest.raises(ConfigError, match="need a CUDA device"):
         FA3Backend(dataclasses.replace(context, provider="native"))

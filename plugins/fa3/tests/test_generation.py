@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 
-from conftest import save_random_checkpoint
+from checkpoints import save_random_checkpoint
 from graphpact.config import EngineConfig
 from graphpact.engine import Engine, SamplingParams
 

@@ -92,7 +92,7 @@ class NativeKernels(KernelProvider):
     def unavailable(cls, device: torch.device) -> str | None:
         """Return what is missing on ``device``: a GPU, its compute capability, or the library."""
         if device.type != "cuda" or not torch.cuda.is_available():
-            return f"no CUDA device: it is {device}"
+            return "TensorRT-LLM's kernels need a CUDA device"
         major, minor = torch.cuda.get_device_capability(device)
         if major != 10:
             return f"they need compute capability 10.x; {device} has {major}.{minor}"

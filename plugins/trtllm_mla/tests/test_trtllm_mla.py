@@ -578,7 +578,7 @@ def test_native_kernels_get_what_portable_ones_get(
 def test_native_kernels_say_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """No GPU, another GPU, no library: each is told, the last with the command that installs it."""
     cuda = torch.device("cuda")
-    assert "no CUDA device: it is cpu" in str(NativeKernels.unavailable(CPU))
+    assert "need a CUDA device" in str(NativeKernels.unavailable(CPU))
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda _: (9, 0))
     assert "10.x; cuda has 9.0" in str(NativeKernels.unavailable(cuda))
