@@ -93,7 +93,7 @@ class PlainBackend(AttentionBackend):
         if view.draft_step is not None:
             columns = view.draft_step + 1
         elif view.tree_mask is not None:
-            columns = view.tokens_per_request
+            columns = view.tree_mask.shape[1]
         return PlainMetadata(
             out_cache_loc=view.out_cache_loc,
             table=buffers("plain.table"),
@@ -137,7 +137,8 @@ class PlainBackend(AttentionBackend):
         """Return ``[T, n]``: the slots of a branch so far, or of all drafts of a request."""
         if view.draft_cache_loc is not None and view.draft_step is not None:
             return view.draft_cache_loc[:, : view.draft_step + 1]
-        width = view.tokens_per_request
+        assert view.tree_mask is not None
+        width = view.tree_mask.shape[1]  # an idle batch has no tokens to tell it by
         return view.out_cache_loc.view(-1, width).repeat_interleave(width, dim=0)
 
     def metadata_in_graph(self, view: ForwardBatch, metadata: PlainMetadata) -> None:

@@ -356,8 +356,7 @@ def _check_all(rigs: list[Rig], problem: Problem) -> None:
     for rig in rigs:
         if rig.lane.graphs():
             rig.check(problem, answer)
-    if problem.mode is problem.case.mode:  # an idle batch has no shape of its own outside a graph
-        rigs[0].check(problem, answer, eagerly=True)
+    rigs[0].check(problem, answer, eagerly=True)
 
 
 def make_rigs(backend: type[AttentionBackend], config: Config, *, strict: bool) -> list[Rig]:

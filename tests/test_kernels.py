@@ -1,7 +1,7 @@
 """The portable kernels against plain Python: attention over pages, packing of pages, cache writes."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -166,6 +166,33 @@ def test_decode_equals_a_plain_reference(problem: Problem, path: str) -> None:
 def test_extend_equals_a_plain_reference(problem: Problem, path: str) -> None:
     """Ragged new tokens over cached prefixes attend causally to their own request, on either path."""
     torch.testing.assert_close(problem.run(path), problem.reference(), rtol=1e-9, atol=1e-9)
+
+
+def test_every_call_answers_for_what_its_tensors_hold_now() -> None:
+    """What layers of one step share is found by contents: a tensor changed in place gives another result."""
+    problem = _problem(num_q=[1, 1], prefix=[6, 3], decode=True)
+    whole = {
+        "o_indptr": torch.tensor([0, 1, 2], dtype=torch.int32),
+        "kv_chunk_size": torch.tensor([16], dtype=torch.int32),
+    }
+
+    def agrees(with_slots: list[list[int]]) -> None:
+        expected = replace(problem, slots=with_slots).reference()
+        torch.testing.assert_close(problem.run(**whole), expected, rtol=1e-9, atol=1e-9)
+
+    agrees(problem.slots)
+    agrees(problem.slots)  # the second layer
+    pages = problem.arguments["kv_indices"]
+    before = pages.clone()
+    pages[1:7] = pages[0]
+    agrees([[problem.slots[0][0]] * 7, problem.slots[1]])
+    pages.copy_(before)
+    agrees(problem.slots)
+    whole["kv_chunk_size"].fill_(2)  # the plan covers the first two keys of each
+    short = problem.run(**whole)
+    assert not torch.allclose(short, problem.reference())
+    whole["kv_chunk_size"].fill_(16)
+    agrees(problem.slots)
 
 
 @EXAMPLES

@@ -51,7 +51,7 @@ class Problem:
         if a.get("scheduler_metadata") is not None:
             width = -(-len(lens) // 4) * 4
             planned = a["scheduler_metadata"][1 + width :][: len(lens)] * BLOCK
-        keys = Keys(self.k_cache, self.v_cache, own_slots(slots, lens), lens, planned)
+        keys = Keys(own_slots(slots, lens), lens, planned)
         rule = Rule(
             a["scaling"],
             a["sliding_window"] or 0,
@@ -59,7 +59,10 @@ class Problem:
             a["sinks"],
             is_causal=a["causal"],
         )
-        attend_padded(self.q, a["cu_seqlens_q"], keys, a["max_seqlen_q"], rule, out, lse=lse)
+        caches = self.k_cache, self.v_cache
+        attend_padded(
+            self.q, *caches, a["cu_seqlens_q"], keys, a["max_seqlen_q"], rule, out, lse=lse
+        )
         return out, lse
 
     def reference(self, planned: list[int] | None = None) -> tuple[torch.Tensor, torch.Tensor]:

@@ -3,10 +3,12 @@
     paged_attention         over FlashInfer's index tensors, mask and plan
     page_table_attention    over FlashAttention's page table and schedule, or latents
     paged_cache, tree_mask  what fills caches, indices and masks
+    _library                how a kernel is made; plugins define theirs by it too
 
 Does not: know any backend's metadata object; arguments are plain tensors and numbers.
 """
 
+from graphpact.kernels._library import define_kernel, may_read
 from graphpact.kernels.page_table_attention import (
     merge_states,
     page_table_attention,
@@ -19,6 +21,8 @@ from graphpact.kernels.paged_cache import pack_kv_indices, write_kv_cache
 from graphpact.kernels.tree_mask import pack_tree_mask
 
 __all__ = [
+    "define_kernel",
+    "may_read",
     "merge_states",
     "pack_kv_indices",
     "pack_tree_mask",

@@ -2,15 +2,17 @@
 
 A kernel says where its keys lie (`Keys`) and which queries belong to which request, and calls
 
-    attend_ragged   on a CPU: the offsets and lengths were read on the host, as a kernel may read its own
+    attend_ragged   on a CPU: the offsets and lengths were read on the host, as a kernel may read its own;
+                    what is made of them is made once for all layers of a step (`Steps`)
     attend_padded   elsewhere: nothing is read on the host, every request is padded to the bounds
 
 Does not: know any library's index tensors; each kernel turns its own into slots.
 """
 
+import functools
 import itertools
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
 
 import torch
 from torch.nn import functional
@@ -33,19 +35,15 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """The keys of every request.
+    """Where the keys of every request lie.
 
     Args:
-        k_cache: ``[num_slots, num_kv_heads, head_dim]``.
-        v_cache: ``[num_slots, num_kv_heads, v_head_dim]``; may be a view of ``k_cache``.
         slots: ``[bs, nk]``, ``nk`` at least 1: KV slot of each key; past a request's length any valid slot
             of its own.
         lens: ``[bs]``: keys of each request; its last query stands at the last of them.
         planned: ``[bs]``: how many of them a plan covers; None for all. The others are not attended.
     """
 
-    k_cache: torch.Tensor
-    v_cache: torch.Tensor
     slots: torch.Tensor
     lens: torch.Tensor
     planned: torch.Tensor | None = None
@@ -55,18 +53,73 @@ class Keys:
         """``[bs]``: keys of each request that are attended at most."""
         return self.lens if self.planned is None else torch.minimum(self.lens, self.planned)
 
-    def gather(self, request: int | None = None, length: int | None = None) -> list[torch.Tensor]:
-        """Return keys and values ``[bs, nk, heads, dim]`` of all requests, or of one up to its length."""
-        slots = self.slots if request is None else self.slots[request : request + 1, :length]
-        at = slots.reshape(-1)
 
-        def take(cache: torch.Tensor) -> torch.Tensor:
-            return cache.index_select(0, at).view(*slots.shape, *cache.shape[1:])
+@dataclass(frozen=True)
+class Step:
+    """What a kernel on a CPU made of its index tensors: the same for every layer of a step.
 
-        keys = take(self.k_cache)
-        if self.v_cache.untyped_storage().data_ptr() == self.k_cache.untyped_storage().data_ptr():
-            return [keys, keys[..., : self.v_cache.shape[2]]]  # latents: a value is part of its key
-        return [keys, take(self.v_cache)]
+    Args:
+        offsets: ``bs + 1`` numbers: where each request's queries begin.
+        lengths: ``bs`` numbers: keys of each request.
+        keys: Where they lie.
+        masks: Of requests that bring as many queries each: which keys they see, by rule, once made.
+    """
+
+    offsets: list[int]
+    lengths: list[int]
+    keys: Keys
+    masks: dict[tuple[int, bool], torch.Tensor] = field(default_factory=dict)
+
+    @functools.cached_property
+    def width(self) -> int:
+        """Queries of each request where all bring as many; 0 elsewhere."""
+        counts = {end - start for start, end in itertools.pairwise(self.offsets)}
+        return counts.pop() if len(counts) == 1 else 0
+
+    def mask(self, rule: Rule) -> torch.Tensor:
+        """Return ``[bs, width, nk]``: which keys each query sees by ``rule``."""
+        by = rule.sliding_window, rule.is_causal
+        if by not in self.masks:
+            keys, width = self.keys, self.width
+            at = (keys.lens - width)[:, None] + torch.arange(width)
+            self.masks[by] = visible(at, keys.slots.shape[1], keys.seen, rule)
+        return self.masks[by]
+
+
+class Steps:
+    """The last few steps, by what their index tensors held.
+
+    Layers ask for one step after another, so all but the first find it. Contents are compared and not
+    identities: what is found is what would be made again.
+    """
+
+    def __init__(self) -> None:
+        self._last: list[tuple[Hashable, torch.Tensor, Step]] = []
+
+    def find(self, numbers: Hashable, pages: torch.Tensor, make: Callable[[], Step]) -> Step:
+        """Return the step of ``numbers`` and ``pages``; made where it is none of the last few."""
+        for had, held, step in self._last:
+            if had == numbers and torch.equal(held, pages):
+                return step
+        step = make()
+        # Two sets of indices, and the two parts of a cascade.
+        self._last = [(numbers, pages.clone(), step), *self._last[:3]]
+        return step
+
+
+def gather(
+    k_cache: torch.Tensor, v_cache: torch.Tensor, slots: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return keys and values ``[b, nk, heads, dim]`` at ``slots`` ``[b, nk]``."""
+    at = slots.reshape(-1)
+
+    def take(cache: torch.Tensor) -> torch.Tensor:
+        return cache.index_select(0, at).view(*slots.shape, *cache.shape[1:])
+
+    keys = take(k_cache)
+    if v_cache.untyped_storage().data_ptr() == k_cache.untyped_storage().data_ptr():
+        return keys, keys[..., : v_cache.shape[2]]  # latents: a value is part of its key
+    return keys, take(v_cache)
 
 
 Mask = Callable[[int], torch.Tensor]
@@ -162,9 +215,9 @@ def lse_dtype(q: torch.Tensor) -> torch.dtype:
 
 def attend_ragged(
     q: torch.Tensor,
-    offsets: list[int],
-    lengths: list[int],
-    keys: Keys,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    step: Step,
     rule: Rule,
     out: torch.Tensor,
     *,
@@ -175,67 +228,60 @@ def attend_ragged(
 
     Args:
         q: ``[T, hq, d]``.
-        offsets: ``bs + 1`` numbers: where each request's queries begin.
-        lengths: ``bs`` numbers: keys of each request, as in ``keys.lens``.
-        keys: Where they lie.
+        k_cache: ``[num_slots, hkv, d]``.
+        v_cache: ``[num_slots, hkv, dv]``; may be a view of ``k_cache``.
+        step: Queries and keys.
         rule: See `Rule`.
         out: ``[T, hq, dv]``, written.
         lse: ``[T, hq]`` of `lse_dtype`, written where it is wanted.
         mask: Instead of the causal rule.
     """
-    counts = [end - start for start, end in itertools.pairwise(offsets)]
-    size = counts[0] if counts else 0
-    if mask is None and size > 0 and all(count == size for count in counts):
-        rows = q[: offsets[-1]].view(len(counts), size, *q.shape[1:])
-        at = (keys.lens - size)[:, None] + torch.arange(size)
+    keys, offsets = step.keys, step.offsets
+    if mask is None and step.width:
         end = offsets[-1]
+        rows = q[:end].view(-1, step.width, *q.shape[1:])
+        # Queries without any key are there only where a request has fewer keys than queries, or none.
+        fewest = min(step.lengths)
+        is_blind = fewest < step.width if rule.is_causal else fewest == 0
         part = None if lse is None else lse[:end]
-        _write(rows, keys.gather(), at, keys.seen, rule, out[:end], part, counts, lengths)
+        held = gather(k_cache, v_cache, keys.slots)
+        _write(rows, held, step.mask(rule), rule, out[:end], part, is_blind=is_blind)
         return
     seen = keys.seen
     for i, (start, end) in enumerate(itertools.pairwise(offsets)):
         if start == end:
             continue
-        length = lengths[i]
-        at = torch.arange(length - (end - start), length)[None]
-        given = None if mask is None else mask(i)[None]
-        part = None if lse is None else lse[start:end]
+        length = step.lengths[i]
+        slots = keys.slots[i : i + 1, : max(length, 1)]
+        if mask is None:
+            at = torch.arange(length - (end - start), length)[None]
+            allowed = visible(at, slots.shape[1], seen[i : i + 1], rule)
+        else:
+            allowed = mask(i)[None]
         _write(
             q[None, start:end],
-            keys.gather(i, max(length, 1)),
-            at,
-            seen[i : i + 1],
+            gather(k_cache, v_cache, slots),
+            allowed,
             rule,
             out[start:end],
-            part,
-            counts[i : i + 1],
-            lengths[i : i + 1],
-            given,
+            None if lse is None else lse[start:end],
+            is_blind=end - start > length if rule.is_causal else length == 0,
         )
 
 
 def _write(
     q: torch.Tensor,
-    gathered: list[torch.Tensor],
-    at: torch.Tensor,
-    seen: torch.Tensor,
+    held: tuple[torch.Tensor, torch.Tensor],
+    allowed: torch.Tensor,
     rule: Rule,
     out: torch.Tensor,
     lse: torch.Tensor | None,
-    counts: list[int],
-    lengths: list[int],
-    given: torch.Tensor | None = None,
+    *,
+    is_blind: bool,
 ) -> None:
-    """Attend from ``q`` ``[b, nq, hq, d]`` at positions ``at`` and write all its rows."""
-    k, v = gathered
-    allowed = visible(at, k.shape[1], seen, rule) if given is None else given
-    result, sums = dense(q, k, v, allowed, rule, with_lse=lse is not None)
-    # Queries without any key are there only where a request has fewer keys than queries, or none.
-    blind = any(
-        count > length if rule.is_causal else length == 0
-        for count, length in zip(counts, lengths, strict=True)
-    )
-    if blind:
+    """Attend from ``q`` ``[b, nq, hq, d]`` to what is ``held`` and write all its rows."""
+    result, sums = dense(q, *held, allowed, rule, with_lse=lse is not None)
+    if is_blind:
         result = _without_blind(result, allowed)
     out.copy_(result.flatten(0, 1))
     if lse is not None and sums is not None:
@@ -249,6 +295,8 @@ def _without_blind(result: torch.Tensor, allowed: torch.Tensor) -> torch.Tensor:
 
 def attend_padded(
     q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
     q_indptr: torch.Tensor,
     keys: Keys,
     max_q_len: int,
@@ -262,6 +310,8 @@ def attend_padded(
 
     Args:
         q: ``[T, hq, d]``.
+        k_cache: ``[num_slots, hkv, d]``.
+        v_cache: ``[num_slots, hkv, dv]``; may be a view of ``k_cache``.
         q_indptr: ``[bs + 1]``: where each request's queries begin; rows past the last one get zeros.
         keys: Where they lie.
         max_q_len: Bound on a request's queries.
@@ -281,7 +331,7 @@ def attend_padded(
     # Rows that are not there repeat the first query of all, and are dropped.
     rows = torch.where(live, q_indptr[:-1, None] + column, 0)
     at = torch.where(live, (keys.lens - num_q)[:, None] + column, 0)
-    k, v = keys.gather()
+    k, v = gather(k_cache, v_cache, keys.slots)
     allowed = visible(at, k.shape[1], keys.seen, rule) if mask is None else mask
     result, sums = dense(q[rows], k, v, allowed, rule, with_lse=lse is not None)
     result = _without_blind(result, allowed)

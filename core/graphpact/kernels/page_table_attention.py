@@ -12,7 +12,16 @@ Does not: write the KV cache.
 
 import torch
 
-from graphpact.kernels._attend import Keys, Rule, attend_padded, attend_ragged, own_slots
+from graphpact.kernels import _library
+from graphpact.kernels._attend import (
+    Keys,
+    Rule,
+    Step,
+    Steps,
+    attend_padded,
+    attend_ragged,
+    own_slots,
+)
 from graphpact.kernels._library import define_kernel
 
 __tracebackhide__ = True  # a driver names the line that calls a kernel
@@ -77,7 +86,7 @@ def _write_page_table(
     out: torch.Tensor,
 ) -> None:
     used = out
-    if out.device.type == "cpu":  # a kernel may read its own lengths: most of a long table is empty
+    if _library.may_read(out):  # most of a long table is empty
         longest = int(cache_seqlens.max()) if len(cache_seqlens) else 0
         width = -(-longest // page_size)
         used = out[:, :width]
@@ -115,7 +124,27 @@ def write_page_table(
     _page_table_of(req_to_token, req_pool_indices, cache_seqlens, page_size, out)
 
 
-def _check(
+_steps = Steps()
+
+
+def _keys(
+    page_table: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    page_size: int,
+    schedule: torch.Tensor | None,
+) -> Keys:
+    """Return where the keys lie, as many columns as ``page_table`` has pages."""
+    lens = cache_seqlens.long()
+    column = torch.arange(page_size, device=lens.device)
+    slots = (page_table[:, :, None] * page_size + column).flatten(1)
+    planned = None
+    if schedule is not None:
+        bs = page_table.shape[0]
+        planned = schedule[1 + _round4(bs) :][:bs] * BLOCK
+    return Keys(own_slots(slots, lens), lens, planned)
+
+
+def _step_of(
     q: torch.Tensor,
     cu_seqlens_q: torch.Tensor,
     cache_seqlens: torch.Tensor,
@@ -123,10 +152,35 @@ def _check(
     page_size: int,
     max_seqlen_q: int,
     schedule: torch.Tensor | None,
-) -> tuple[list[int], list[int]]:
-    """Make the checks of a CPU; return query offsets and key counts."""
+) -> Step:
+    """Return what the index tensors say, checked."""
     offsets: list[int] = cu_seqlens_q.tolist()
     lengths: list[int] = cache_seqlens.tolist()
+    # One page where there is no key at all: queries that see nothing go the way of all others.
+    pages = page_table[:, : max(1, -(-max(lengths, default=0) // page_size))]
+
+    def make() -> Step:
+        _check(q, offsets, lengths, page_table, page_size, max_seqlen_q, schedule)
+        return Step(offsets, lengths, _keys(pages, cache_seqlens, page_size, schedule))
+
+    numbers = (
+        *(tuple(offsets), tuple(lengths)),
+        None if schedule is None else tuple(schedule.tolist()),
+        *(q.shape[0], tuple(page_table.shape), page_size, max_seqlen_q),
+    )
+    return _steps.find(numbers, pages, make)
+
+
+def _check(
+    q: torch.Tensor,
+    offsets: list[int],
+    lengths: list[int],
+    page_table: torch.Tensor,
+    page_size: int,
+    max_seqlen_q: int,
+    schedule: torch.Tensor | None,
+) -> None:
+    """Make the checks of a CPU."""
     bs, num_pages = page_table.shape
     if len(offsets) != bs + 1 or len(lengths) != bs:
         raise RuntimeError(
@@ -150,7 +204,6 @@ def _check(
                 f"scheduler_metadata of {schedule.shape[0]} numbers for {bs} requests: it begins with 0,"
                 f" has at least {schedule_size(bs)} numbers, and zeros after those of each request"
             )
-    return offsets, lengths
 
 
 def _page_table_attention(
@@ -172,30 +225,18 @@ def _page_table_attention(
     lse: torch.Tensor | None,
 ) -> None:
     rule = Rule(scaling, sliding_window, softcap, sinks, causal)
-    lens = cache_seqlens.long()
-    on_cpu = q.device.type == "cpu"
-    num_pages = page_table.shape[1]
-    if on_cpu:
-        offsets, lengths = _check(
-            q, cu_seqlens_q, cache_seqlens, page_table, page_size, max_seqlen_q, scheduler_metadata
-        )
-        # One page where there is no key at all: queries that see nothing go the way of all others.
-        num_pages = max(1, -(-max(lengths, default=0) // page_size))
-    column = torch.arange(page_size, device=q.device)
-    slots = (page_table[:, :num_pages, None] * page_size + column).flatten(1)
-    planned = None
-    if scheduler_metadata is not None:
-        bs = page_table.shape[0]
-        planned = scheduler_metadata[1 + _round4(bs) :][:bs] * BLOCK
-    keys = Keys(k_cache, v_cache, own_slots(slots, lens), lens, planned)
-    if not on_cpu:
-        attend_padded(q, cu_seqlens_q, keys, max_seqlen_q, rule, out, lse=lse)
+    if not _library.may_read(q):
+        keys = _keys(page_table, cache_seqlens, page_size, scheduler_metadata)
+        attend_padded(q, k_cache, v_cache, cu_seqlens_q, keys, max_seqlen_q, rule, out, lse=lse)
         return
-    end = offsets[-1]
+    step = _step_of(
+        *(q, cu_seqlens_q, cache_seqlens, page_table, page_size, max_seqlen_q, scheduler_metadata)
+    )
+    end = step.offsets[-1]
     out[end:].zero_()
     if lse is not None:
         lse[end:].fill_(float("-inf"))
-    attend_ragged(q, offsets, lengths, keys, rule, out, lse=lse)
+    attend_ragged(q, k_cache, v_cache, step, rule, out, lse=lse)
 
 
 _page_table = define_kernel(

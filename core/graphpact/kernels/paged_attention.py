@@ -14,7 +14,16 @@ from dataclasses import dataclass
 
 import torch
 
-from graphpact.kernels._attend import Keys, Rule, attend_padded, attend_ragged, own_slots
+from graphpact.kernels import _library
+from graphpact.kernels._attend import (
+    Keys,
+    Rule,
+    Step,
+    Steps,
+    attend_padded,
+    attend_ragged,
+    own_slots,
+)
 from graphpact.kernels._library import define_kernel
 
 __tracebackhide__ = True  # a driver names the line that calls a kernel
@@ -48,22 +57,50 @@ class _Layout:
             return None
         return (self.o_indptr[1:] - self.o_indptr[:-1]) * self.kv_chunk_size
 
-    def keys(
-        self, k_cache: torch.Tensor, v_cache: torch.Tensor, kv_lens: torch.Tensor, num_keys: int
-    ) -> Keys:
+    def keys(self, kv_lens: torch.Tensor, num_keys: int) -> Keys:
         """Return the keys of every request; as many columns as ``num_keys``, in whole pages."""
         size, device = self.page_size, kv_lens.device
+        if not len(self.kv_indices):  # nobody has a key
+            return Keys(kv_lens.new_zeros(len(kv_lens), size), kv_lens, self.planned())
         page = torch.arange(-(-num_keys // size), device=device)
         entry = (self.kv_indptr[:-1, None] + page).clamp_(max=self.kv_indices.shape[0] - 1)
         first = self.kv_indices[entry] * size
         slots = (first[:, :, None] + torch.arange(size, device=device)).flatten(1)
-        return Keys(k_cache, v_cache, own_slots(slots, kv_lens), kv_lens, self.planned())
+        return Keys(own_slots(slots, kv_lens), kv_lens, self.planned())
 
 
-def _check(q: torch.Tensor, layout: _Layout) -> tuple[list[int], list[int]]:
-    """Make FlashInfer's checks, and those of the bounds; return query offsets and key counts."""
+_steps = Steps()
+
+
+def _step_of(q: torch.Tensor, layout: _Layout) -> Step:
+    """Return what the index tensors say, checked."""
+    plan = layout.o_indptr, layout.kv_chunk_size
     qo_indptr: list[int] = layout.qo_indptr.tolist()
     kv_indptr: list[int] = layout.kv_indptr.tolist()
+    last_page_len: list[int] = layout.kv_last_page_len.tolist()
+    numbers = (
+        *(tuple(each) for each in (qo_indptr, kv_indptr, last_page_len)),
+        *(None if each is None else tuple(each.tolist()) for each in plan),
+        *(q.shape[0], layout.kv_indices.shape[0]),
+        *(layout.page_size, layout.max_q_len, layout.max_kv_len),
+    )
+
+    def make() -> Step:
+        lengths = _check(q, layout, qo_indptr, kv_indptr, last_page_len)
+        keys = layout.keys(torch.tensor(lengths), max(1, *lengths) if lengths else 1)
+        return Step(qo_indptr, lengths, keys)
+
+    return _steps.find(numbers, layout.kv_indices[: max(kv_indptr[-1], 0)], make)
+
+
+def _check(
+    q: torch.Tensor,
+    layout: _Layout,
+    qo_indptr: list[int],
+    kv_indptr: list[int],
+    last_page_len: list[int],
+) -> list[int]:
+    """Make FlashInfer's checks, and those of the bounds; return key counts."""
     capacity, page_size = layout.kv_indices.shape[0], layout.page_size
     if qo_indptr[0] != 0 or qo_indptr[-1] != q.shape[0]:
         raise RuntimeError(
@@ -77,7 +114,7 @@ def _check(q: torch.Tensor, layout: _Layout) -> tuple[list[int], list[int]]:
         if indptr != sorted(indptr):
             raise RuntimeError(f"{name} decreases: {indptr}")
     kv_lens = []
-    for i, last in enumerate(layout.kv_last_page_len.tolist()):
+    for i, last in enumerate(last_page_len):
         num_q = qo_indptr[i + 1] - qo_indptr[i]
         pages = kv_indptr[i + 1] - kv_indptr[i]
         keys = (pages - 1) * page_size + last if pages else 0
@@ -92,7 +129,7 @@ def _check(q: torch.Tensor, layout: _Layout) -> tuple[list[int], list[int]]:
         if keys > layout.max_kv_len:
             raise RuntimeError(f"request {i}: {keys} keys, planned for at most {layout.max_kv_len}")
         kv_lens.append(keys)
-    return qo_indptr, kv_lens
+    return kv_lens
 
 
 def _attend_ragged(
@@ -104,14 +141,14 @@ def _attend_ragged(
     out: torch.Tensor,
 ) -> None:
     """Attend with the index tensors read on the host: every request at its own length."""
-    offsets, lengths = _check(q, layout)
+    step = _step_of(q, layout)
     if not q.shape[0]:
         return
-    keys = layout.keys(k_cache, v_cache, torch.tensor(lengths), max(1, *lengths))
     if layout.mask is None or layout.mask_indptr is None:
-        attend_ragged(q, offsets, lengths, keys, rule, out)
+        attend_ragged(q, k_cache, v_cache, step, rule, out)
         return
-    packed, begins, seen = layout.mask, layout.mask_indptr.tolist(), keys.seen
+    packed, begins, seen = layout.mask, layout.mask_indptr.tolist(), step.keys.seen
+    offsets, lengths = step.offsets, step.lengths
 
     def mask(request: int) -> torch.Tensor:
         shape = offsets[request + 1] - offsets[request], lengths[request]
@@ -119,7 +156,7 @@ def _attend_ragged(
         bits = (packed[begins[request] + bit // 8] >> (bit % 8) & 1).bool().view(shape)
         return bits & (torch.arange(shape[1]) < seen[request])
 
-    attend_ragged(q, offsets, lengths, keys, rule, out, mask=mask)
+    attend_ragged(q, k_cache, v_cache, step, rule, out, mask=mask)
 
 
 def _attend_padded(
@@ -131,7 +168,7 @@ def _attend_padded(
     out: torch.Tensor,
 ) -> None:
     """Attend without reading anything on the host: every request padded to the bounds."""
-    keys = layout.keys(k_cache, v_cache, layout.kv_lens(), layout.max_kv_len)
+    keys = layout.keys(layout.kv_lens(), layout.max_kv_len)
     mask = None
     if layout.mask is not None and layout.mask_indptr is not None:
         row = torch.arange(layout.max_q_len, device=q.device)[None, :, None]
@@ -139,7 +176,8 @@ def _attend_padded(
         bit = row * keys.lens[:, None, None] + key
         byte = (layout.mask_indptr[:-1, None, None] + bit // 8).clamp_(max=layout.mask.shape[0] - 1)
         mask = (layout.mask[byte] >> (bit % 8) & 1).bool() & (key < keys.seen[:, None, None])
-    attend_padded(q, layout.qo_indptr, keys, layout.max_q_len, rule, out, mask=mask)
+    indptr, max_q_len = layout.qo_indptr, layout.max_q_len
+    attend_padded(q, k_cache, v_cache, indptr, keys, max_q_len, rule, out, mask=mask)
 
 
 def _paged_attention(
@@ -177,7 +215,7 @@ def _paged_attention(
         kv_chunk_size,
     )
     rule = Rule(scaling, sliding_window, softcap, sinks)
-    attend = _attend_ragged if q.device.type == "cpu" else _attend_padded
+    attend = _attend_ragged if _library.may_read(q) else _attend_padded
     attend(q, k_cache, v_cache, layout, rule, out)
 
 

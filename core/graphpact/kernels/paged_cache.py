@@ -5,6 +5,7 @@ Does not: attend.
 
 import torch
 
+from graphpact.kernels import _library
 from graphpact.kernels._library import define_kernel
 
 __tracebackhide__ = True  # a driver names the line that calls a kernel
@@ -60,7 +61,7 @@ def _pack_kv_indices(
     page_size: int,
     out: torch.Tensor,
 ) -> None:
-    pack = _pack_ragged if out.device.type == "cpu" else _pack_padded
+    pack = _pack_ragged if _library.may_read(out) else _pack_padded
     pack(req_to_token, req_pool_indices, kv_indptr, first_page, page_size, out)
 
 

@@ -5,28 +5,18 @@ Each is one operator of torch, so that a graph holds it as one node, as it holds
 Does not: know the metadata object; arguments are plain tensors and numbers.
 """
 
-from collections.abc import Callable
+import functools
 
 import torch
 
-from graphpact.kernels import page_table_attention
+from graphpact.kernels import define_kernel, may_read, page_table_attention
 
 __tracebackhide__ = True  # a driver names the line that calls a kernel
 
 BLOCK_KEYS = 128
 """TRT-LLM's block constraint: the keys that a row of the block table has room for are a multiple of it."""
 
-_library = torch.library.Library("graphpact_trtllm_mla", "DEF")
-
-
-def _define(schema: str, function: Callable[..., None]) -> Callable[..., None]:
-    """Define an operator that writes its outputs and returns nothing; one body for every device."""
-    name = schema.split("(", 1)[0]
-    _library.define(schema)
-    _library.impl(name, function, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"graphpact_trtllm_mla::{name}", lambda *_: None, lib=_library)
-    overload: Callable[..., None] = getattr(torch.ops.graphpact_trtllm_mla, name).default
-    return overload
+_define = functools.partial(define_kernel, namespace="graphpact_trtllm_mla")
 
 
 def _pack_block_table(
@@ -83,7 +73,7 @@ def _check(
             f"q has {q.shape[0]} rows for {bs} requests of {max_q_len} queries: the decode kernel takes as"
             " many of each"
         )
-    if q.device.type == "cpu":
+    if may_read(q):
         offsets = cum_seq_lens_q.tolist()
         if offsets != [i * max_q_len for i in range(bs + 1)]:
             raise RuntimeError(
