@@ -244,7 +244,7 @@ def _try_models(problems: list[Problem]) -> None:
 
 def _try_defaults(catalog: PluginCatalog, problems: list[Problem]) -> None:
     """See whether what is selected by default, or by the environment, can be had here."""
-    from graphpact.engine.build import plan_lanes, resolve_device  # noqa: PLC0415
+    from graphpact.engine.plans import plan_lanes, resolve_device  # noqa: PLC0415
 
     try:
         config = EngineConfig.load()

@@ -1,44 +1,26 @@
-"""From a configuration to the parts of an engine: plugins chosen, model loaded, memory laid out, lanes.
+"""From what was chosen to the parts of an engine: memory laid out, lanes built and captured.
 
-Cheap refusals come first: every name is looked up and every driver asked whether it can run here before
-a weight is read, and nothing is captured before the model is known to fit its backends.
-
-Does not: run anything; `graphpact.engine.engine` does.
+Does not: choose (`graphpact.engine.plans` does), or run anything.
 """
 
 import functools
-import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 
-from graphpact.attention import (
-    AttentionBackend,
-    BackendContext,
-    HeadLayout,
-    KVBuffers,
-    LayerSpec,
-    Limits,
-    ProviderName,
-    require_capabilities,
-)
-from graphpact.attention.capabilities import say_others
-from graphpact.attention.providers import choose_provider, lacking, require_provider
-from graphpact.batch import ForwardMode
+from graphpact.attention import AttentionBackend, BackendContext, KVBuffers, Limits
 from graphpact.buffers import SharedBuffers
-from graphpact.config import EngineConfig, LaneConfig
+from graphpact.config import EngineConfig
 from graphpact.engine.ownership import EngineOwnership
+from graphpact.engine.plans import LanePlan, ModelSpec, call_plugin
 from graphpact.engine.pools import KVCache, KVLayerShape, PagePool, RequestPool
-from graphpact.errors import ConfigError, GraphpactError, PluginError, UnsupportedModelError
-from graphpact.graphs import GraphDriver
+from graphpact.errors import ConfigError
 from graphpact.lane import Lane, ModelFn, RunFn
-from graphpact.plugins import Loaded, PluginCatalog
-from graphpact.runners import EagerRunner, GraphRunner, RunnerContext
-from graphpact.shapes import EagerReason, GraphShape
+from graphpact.runners import RunnerContext
+from graphpact.shapes import GraphShape
 from graphpact.strict import StrictGuard
 from graphpact.trace import HookTrace
 from graphpact.verify import Verifier
@@ -46,47 +28,7 @@ from graphpact.verify import Verifier
 OnCapture = Callable[[str, GraphShape, int, int], None]
 """Called after each capture with lane name, shape, how many are done, how many there are."""
 
-_log = logging.getLogger(__name__)
-
-C = TypeVar("C")
-T = TypeVar("T")
-
 _MEMORY_SHARE = {"cuda": 0.8, "cpu": 0.5}  # of the free memory, for the KV cache, by default
-
-
-@dataclass(frozen=True, slots=True)
-class LanePlan:
-    """What was chosen for one lane, before anything heavy was done."""
-
-    name: str
-    mode: ForwardMode
-    config: LaneConfig
-    runner: type[GraphRunner]
-    backend: type[AttentionBackend]
-    backend_name: str
-    driver: type[GraphDriver]
-    provider: ProviderName
-    eager_reason: EagerReason | None = None
-    """Why it runs eagerly though its runner captures; None where it captures."""
-
-    @property
-    def whose_kernels(self) -> str:
-        """Lane, key, value and backend: how an error about kernels begins."""
-        inherited = self.config.kernel_provider is None
-        key = ": engine.kernel_provider" if inherited else ".kernel_provider"
-        return f'lanes.{self.name}{key} = "{self.provider}", but attention backend {self.backend_name!r}'
-
-
-@dataclass(frozen=True, slots=True)
-class ModelSpec:
-    """What the loaded model asks of everything around it."""
-
-    layers: Sequence[LayerSpec]
-    dtype: torch.dtype
-    device: torch.device
-    max_model_len: int
-    expanded_for: "LanePlan | None" = None
-    """The lane for whose backend the model's MLA layers are expanded; None where none are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,100 +50,6 @@ class BuiltLane:
     run: RunFn
     """`Lane.run`, with what stands around it."""
     verifier: Verifier | None
-
-
-def resolve_device(name: str) -> torch.device:
-    """Return the device that ``engine.device`` names; ``auto`` is a GPU where there is one.
-
-    Raises:
-        ConfigError: No such device here.
-    """
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(name)
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ConfigError(
-            f"engine.device is {name!r}; torch sees {torch.cuda.device_count()} CUDA devices here",
-            hint='set engine.device = "cpu", or run `graphpact doctor`',
-        )
-    return device
-
-
-def plan_lanes(
-    config: EngineConfig, catalog: PluginCatalog, device: torch.device
-) -> list[LanePlan]:
-    """Look up every plugin that the configuration names.
-
-    Raises:
-        PluginError: A name that is unknown, rejected or ambiguous.
-        ConfigError: A runner in a lane of a mode that it does not serve, a driver that cannot record on
-            ``device``, or kernels that cannot run there.
-    """
-    plans = []
-    for name, mode, lane in (
-        ("decode", ForwardMode.DECODE, config.lanes.decode),
-        ("prefill", ForwardMode.EXTEND, config.lanes.prefill),
-    ):
-        backend_name = lane.attention_backend or config.engine.attention_backend
-        provider = lane.kernel_provider or config.engine.kernel_provider
-        driver_name = lane.graph_driver
-        runner = catalog.select("runner", lane.runner)
-        if driver_name == "auto":
-            driver_name = runner.driver or ("cuda" if device.type == "cuda" else "tape")
-        backend = catalog.select("attention_backend", backend_name)
-        driver = catalog.select("graph_driver", driver_name)
-        if mode not in runner.modes:
-            serves = ", ".join(sorted(m.value for m in runner.modes))
-            raise ConfigError(
-                f"lanes.{name}.runner: {lane.runner!r} serves {serves}, not {mode.value}",
-                hint='"eager" serves every mode',
-            )
-        support = backend.capabilities.graph_support
-        if not support.covers(runner.needs):
-            would_do = functools.partial(_serves, mode, runner, provider, device)
-            raise ConfigError(
-                f"lanes.{name}: runner {lane.runner!r} captures {runner.needs.value} batches;"
-                f" attention backend {backend_name!r} can be captured: {support.value};"
-                f" {say_others(_backends_that(would_do, catalog))}",
-                hint='select another attention backend for the lane, or the runner "eager"',
-            )
-        if lane.strict and (runner is EagerRunner or not driver.has_strict_mode):
-            what = "captures nothing" if runner is EagerRunner else f"records with {driver_name!r}"
-            raise ConfigError(
-                f"lanes.{name}.strict = true, but runner {lane.runner!r} {what}, where nothing strict is"
-                " known",
-                hint='the driver "tape" has a strict mode, on any device',
-            )
-        reason = _call_plugin("graph_driver", driver_name, driver.unavailable, device)
-        eager_reason = None
-        if reason is not None:
-            if lane.graph_driver == "auto" and runner.driver is not None:
-                eager_reason = _call_plugin("runner", lane.runner, runner.eager_reason, device)
-            if eager_reason is None:
-                raise ConfigError(f"lanes.{name}.graph_driver: {driver_name!r}: {reason}")
-            _log.warning(
-                "lanes.%s: runner %r captures nothing and runs eagerly: its graph driver %r: %s",
-                *(name, lane.runner, driver_name, reason),
-            )
-        plan = LanePlan(
-            name, mode, lane, runner, backend, backend_name, driver, provider, eager_reason
-        )
-        require = functools.partial(
-            require_provider, plan.whose_kernels, backend.providers, provider
-        )
-        _call_plugin("attention_backend", backend_name, require, device)
-        plans.append(plan)
-    return plans
-
-
-def lane_without_latents(plans: Sequence[LanePlan]) -> LanePlan | None:
-    """Return the first lane whose backend has no MLA; None where a model with MLA may keep its latents.
-
-    All lanes share one KV cache, so one of them is enough to have every head's keys and values kept.
-    """
-    return next(
-        (p for p in plans if HeadLayout.MLA not in p.backend.capabilities.head_layouts), None
-    )
 
 
 def model_path(config: EngineConfig) -> Path:
@@ -265,33 +113,6 @@ def lay_out_memory(config: EngineConfig, spec: ModelSpec) -> Memory:
     )
 
 
-def check_backends(
-    plans: Sequence[LanePlan], catalog: PluginCatalog, spec: ModelSpec, memory: Memory
-) -> None:
-    """Refuse a model that a lane's backend, or its kernels, cannot run; nothing is captured before.
-
-    Warns in the log, once for all lanes, where kernels run because better ones cannot.
-
-    Raises:
-        UnsupportedModelError: The model asks for what a backend lacks; names those that have it.
-        ConfigError: Whose kernels were named, and they cannot run it.
-    """
-    told: dict[str, None] = {}
-    for plan in plans:
-        context = _context(plan, spec, memory, memory.kv_cache)
-        would_do = functools.partial(_can_run, plan.runner, context)
-        others = functools.partial(_backends_that, would_do, catalog)
-        _require_backend_fits(plan, spec, memory.limits, others)
-        choose = functools.partial(choose_provider, plan.whose_kernels, plan.backend.providers)
-        chosen, passed_over = _call_plugin("attention_backend", plan.backend_name, choose, context)
-        if chosen is not None and passed_over:
-            why = "; ".join(f"{name}: {reason}" for name, reason in passed_over.items())
-            line = f"attention backend {plan.backend_name!r} runs {chosen.name} kernels; {why}"
-            told[line] = None
-    for line in told:
-        _log.warning("%s", line)
-
-
 def build_lane(
     plan: LanePlan,
     config: EngineConfig,
@@ -308,8 +129,8 @@ def build_lane(
     """
 
     def make_backend(kv_cache: KVBuffers) -> AttentionBackend:
-        context = _context(plan, spec, memory, kv_cache)
-        return _call_plugin("attention_backend", plan.backend_name, plan.backend, context)
+        context = backend_context(plan, spec, memory, kv_cache)
+        return call_plugin("attention_backend", plan.backend_name, plan.backend, context)
 
     context = RunnerContext(
         spec.device,
@@ -320,8 +141,8 @@ def build_lane(
         share_pool=memory.buffers if plan.config.share_buffers else None,
         eager_reason=plan.eager_reason,
     )
-    runner = _call_plugin("runner", plan.config.runner, plan.runner, context)
-    driver = _call_plugin(
+    runner = call_plugin("runner", plan.config.runner, plan.runner, context)
+    driver = call_plugin(
         "graph_driver",
         plan.driver.name,
         functools.partial(plan.driver, strict=True) if plan.config.strict else plan.driver,
@@ -375,9 +196,10 @@ def build_lane(
     return BuiltLane(lane, run, verifier)
 
 
-def _context(
+def backend_context(
     plan: LanePlan, spec: ModelSpec, memory: Memory, kv_cache: KVBuffers
 ) -> BackendContext:
+    """Return what the backend of a lane is built with, on ``kv_cache``."""
     return BackendContext(
         spec.device,
         spec.dtype,
@@ -388,93 +210,6 @@ def _context(
         mode=plan.mode,
         provider=plan.provider,
     )
-
-
-def _backends_that(
-    would_do: Callable[[type[AttentionBackend]], bool], catalog: PluginCatalog
-) -> list[str]:
-    """Return the names of the installed attention backends that would do.
-
-    One that is broken would not, and neither would one that raises when it is asked.
-    """
-
-    def ask(backend: type[AttentionBackend]) -> bool:
-        try:
-            return would_do(backend)
-        except Exception:  # noqa: BLE001  anybody's code; and a provider that is refused raises
-            return False
-
-    return [
-        plugin.info.name
-        for plugin in catalog.check("attention_backend")
-        if isinstance(plugin, Loaded) and ask(plugin.cls)
-    ]
-
-
-def _serves(
-    mode: ForwardMode,
-    runner: type[GraphRunner],
-    provider: ProviderName,
-    device: torch.device,
-    backend: type[AttentionBackend],
-) -> bool:
-    """Return whether ``backend`` would do for a lane, as far as that is known without a model."""
-    can = backend.capabilities
-    require_provider(backend.__name__, backend.providers, provider, device)
-    return (
-        mode in can.modes and device.type in can.devices and can.graph_support.covers(runner.needs)
-    )
-
-
-def _can_run(
-    runner: type[GraphRunner], context: BackendContext, backend: type[AttentionBackend]
-) -> bool:
-    """Return whether ``backend`` would do for a lane of ``runner`` with this model."""
-    can = backend.capabilities
-    choose_provider(backend.__name__, backend.providers, context)
-    return can.graph_support.covers(runner.needs) and not lacking(can, context)
-
-
-def _require_backend_fits(
-    plan: LanePlan, spec: ModelSpec, limits: Limits, others: Callable[[], list[str]]
-) -> None:
-    """Refuse a model that asks for what the lane's backend lacks, and say who expanded its latents."""
-    try:
-        require_capabilities(
-            plan.backend_name,
-            plan.backend.capabilities,
-            spec.layers,
-            mode=plan.mode,
-            dtype=spec.dtype,
-            device=spec.device,
-            page_size=limits.page_size,
-            topk=limits.draft.topk,
-            others=others,
-        )
-    except UnsupportedModelError as error:
-        other, layouts = spec.expanded_for, plan.backend.capabilities.head_layouts
-        fits = all(layer.head_layout in layouts for layer in spec.layers)
-        if other is None or fits or HeadLayout.MLA not in layouts:
-            raise
-        raise UnsupportedModelError(
-            f"{error.message}; the model has MLA, which runs expanded here, because all lanes share one KV"
-            f" cache and the attention backend of lanes.{other.name}, {other.backend_name!r}, has no MLA",
-            hint=f'set lanes.{other.name}.attention_backend = "{plan.backend_name}", or leave'
-            f" {plan.backend_name!r} out",
-        ) from error
-
-
-def _call_plugin(kind: str, name: str, make: Callable[[C], T], context: C) -> T:
-    """Call into a plugin; whatever it raises, but an error of ours, is told as the plugin's."""
-    try:
-        return make(context)
-    except GraphpactError:
-        raise
-    except Exception as error:
-        raise PluginError(
-            f"{kind} {name!r} cannot be had: it raised {type(error).__name__}: {error}",
-            hint="select another one, or set GRAPHPACT_TRACEBACK=1 to see where it fails",
-        ) from error
 
 
 def _count_captures(lane: Lane, on_capture: OnCapture) -> Callable[[GraphShape], None]:

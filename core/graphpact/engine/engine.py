@@ -17,13 +17,16 @@ import torch
 from graphpact.batch import ForwardMode
 from graphpact.config import EngineConfig
 from graphpact.engine.build import (
-    ModelSpec,
     OnCapture,
+    backend_context,
     build_lane,
-    check_backends,
-    lane_without_latents,
     lay_out_memory,
     model_path,
+)
+from graphpact.engine.plans import (
+    ModelSpec,
+    check_backends,
+    lane_without_latents,
     plan_lanes,
     resolve_device,
 )
@@ -113,7 +116,9 @@ class Engine:
             expanded_for=without if self.model.has_latents else None,
         )
         self.memory = lay_out_memory(config, spec)
-        check_backends(plans, catalog, spec, self.memory)
+        cache = self.memory.kv_cache
+        contexts = [backend_context(plan, spec, self.memory, cache) for plan in plans]
+        check_backends(plans, contexts, catalog, spec)
         self.lanes: list[Lane] = []
         self.verifiers: list[Verifier] = []
         self._run: dict[ForwardMode, RunFn] = {}

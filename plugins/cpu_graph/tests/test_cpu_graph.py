@@ -24,8 +24,8 @@ from graphpact import (
 from graphpact.cli import main
 from graphpact.config import EngineConfig
 from graphpact.engine import Engine, SamplingParams
-from graphpact.engine.build import plan_lanes
 from graphpact.engine.memory import EngineMemory
+from graphpact.engine.plans import plan_lanes
 from graphpact.errors import ConfigError
 from graphpact.runners import RunnerContext
 from graphpact_cpu_graph import CpuGraphRunner, inductor
@@ -211,7 +211,7 @@ def test_without_a_compiler_decode_runs_eagerly(
         assert stats.eager == {(ForwardMode.DECODE, EagerReason.NO_COMPILER): 13}
         assert stats.replays == 0
         assert EngineMemory.of(engine).lanes[0].absent == EagerReason.NO_COMPILER.value
-    said = [r.getMessage() for r in caplog.records if r.name == "graphpact.engine.build"]
+    said = [r.getMessage() for r in caplog.records if r.name == "graphpact.engine.plans"]
     (said,) = [text for text in said if "eagerly" in text]
     for part in ("lanes.decode", "'cpu_graph'", "eagerly", "'inductor'", "install one"):
         assert part in said
