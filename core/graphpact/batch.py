@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from graphpact.errors import EngineError
+
 
 class ForwardMode(enum.Enum):
     """What kind of step a batch is; a graph is captured for one of these."""
@@ -120,6 +122,19 @@ class ForwardBatch:
         if self.forward_mode is ForwardMode.TARGET_VERIFY:
             return self.tokens_per_request
         return 0 if self.draft_step is None else self.draft_step + 1
+
+    def required_extend_lens(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return ``extend_seq_lens`` and ``extend_seq_lens_cpu``.
+
+        Raises:
+            EngineError: The batch lacks one of them.
+        """
+        if self.extend_seq_lens is None or self.extend_seq_lens_cpu is None:
+            raise EngineError(
+                f"the {self.forward_mode.value} batch must carry extend_seq_lens and extend_seq_lens_cpu",
+                hint="set both to the new tokens of each request",
+            )
+        return self.extend_seq_lens, self.extend_seq_lens_cpu
 
     @property
     def num_draft_steps(self) -> int:

@@ -17,7 +17,7 @@ from graphpact.kernels.page_table_attention import (
     write_page_table,
 )
 from graphpact.kernels.paged_attention import paged_attention
-from graphpact.kernels.paged_cache import pack_kv_indices, write_kv_cache
+from graphpact.kernels.paged_cache import pack_kv_indices, write_indptr, write_kv_cache
 from graphpact.kernels.tree_mask import pack_tree_mask
 
 __all__ = [
@@ -30,6 +30,7 @@ __all__ = [
     "paged_attention",
     "schedule_attention",
     "schedule_size",
+    "write_indptr",
     "write_kv_cache",
     "write_page_table",
 ]

@@ -99,6 +99,17 @@ def pack_kv_indices(
     _pack(req_to_token, req_pool_indices, kv_indptr, first_page, page_size, out)
 
 
+def write_indptr(counts: torch.Tensor, *, out: torch.Tensor) -> None:
+    """Write ``[0, counts[0], counts[0] + counts[1], ...]`` into ``out``.
+
+    Args:
+        counts: ``[n]`` int.
+        out: ``[n + 1]`` int32, written.
+    """
+    out[:1].zero_()
+    torch.cumsum(counts, dim=0, dtype=out.dtype, out=out[1:])
+
+
 def write_kv_cache(
     k: torch.Tensor,
     v: torch.Tensor,

@@ -28,7 +28,13 @@ from graphpact import (
 )
 from graphpact.attention import Buffers, GraphSupport, HeadLayout
 from graphpact.errors import EngineError
-from graphpact.kernels import merge_states, schedule_size, write_kv_cache, write_page_table
+from graphpact.kernels import (
+    merge_states,
+    schedule_size,
+    write_indptr,
+    write_kv_cache,
+    write_page_table,
+)
 from graphpact_fa3.kernels import FA3Kernels, NativeKernels, PortableKernels
 from graphpact_fa3.metadata import FA3Metadata, KeyRows, TreeMetadata
 from graphpact_fa3.tree import fill_tree, is_tree
@@ -109,7 +115,7 @@ class FA3Backend(AttentionBackend):
         limits, in_tree = self.context.limits, is_tree(view)
         max_q, max_k = view.tokens_per_request, limits.max_context_len
         if view.forward_mode.is_ragged:
-            max_q = shape.num_tokens if buffers.in_graph else _most(view.extend_seq_lens_cpu)
+            max_q = shape.num_tokens if buffers.in_graph else _most(view.required_extend_lens()[1])
         if not buffers.in_graph:
             max_k = _most(view.seq_lens_cpu) + (0 if in_tree else view.uncounted_keys)
         pages = -(-max_k // limits.page_size)
@@ -156,14 +162,14 @@ class FA3Backend(AttentionBackend):
     def fill_metadata(self, view: ForwardBatch, metadata: FA3Metadata) -> None:
         """Derive index tensors and schedule from lengths, request rows and the tree, on the device."""
         if view.forward_mode.is_ragged:
-            _offsets(_required(view.extend_seq_lens), out=metadata.cu_seqlens_q)
+            write_indptr(view.required_extend_lens()[0], out=metadata.cu_seqlens_q)
         else:
             # The same stride for every request, whatever it accepted: what was captured has no other.
             width = view.tokens_per_request
             torch.arange(0, view.num_tokens + width, width, out=metadata.cu_seqlens_q)
         drafts = 0 if metadata.tree is not None else view.uncounted_keys
         torch.add(view.seq_lens, drafts, out=metadata.cache_seqlens)
-        _offsets(metadata.cache_seqlens, out=metadata.cu_seqlens_k)
+        write_indptr(metadata.cache_seqlens, out=metadata.cu_seqlens_k)
         req_to_token = self.context.req_to_token
         write_page_table(
             req_to_token,
@@ -269,18 +275,6 @@ def _of_tree(name: str, window: int | None) -> str:
     return f"tree.{name}" if window is None else f"tree.window{window}.{name}"
 
 
-def _offsets(counts: torch.Tensor, *, out: torch.Tensor) -> None:
-    """Write ``[0, counts[0], counts[0] + counts[1], ...]`` into ``out``."""
-    out[:1].zero_()
-    torch.cumsum(counts, dim=0, dtype=out.dtype, out=out[1:])
-
-
-def _required(lengths: torch.Tensor | None) -> torch.Tensor:
-    if lengths is None:
-        raise EngineError("an extend batch must carry extend_seq_lens and extend_seq_lens_cpu")
-    return lengths
-
-
-def _most(lengths: torch.Tensor | None) -> int:
+def _most(lengths: torch.Tensor) -> int:
     """Return the largest of lengths on the host, 1 where there are none."""
-    return max(_required(lengths).tolist(), default=1)
+    return max(lengths.tolist(), default=1)

@@ -24,11 +24,11 @@ from graphpact import (
 )
 from graphpact.attention import Buffers, GraphSupport, HeadLayout
 from graphpact.errors import EngineError
-from graphpact.kernels import pack_kv_indices, pack_tree_mask, write_kv_cache
+from graphpact.kernels import pack_kv_indices, pack_tree_mask, write_indptr, write_kv_cache
 from graphpact_flashinfer.kernels import FlashInferKernels, PortableKernels, max_chunks
 from graphpact_flashinfer.metadata import FlashInferMetadata, PagedIndices, PlanArguments
 from graphpact_flashinfer.native import NativeKernels
-from graphpact_flashinfer.rows import Rows, is_branched, num_rows, required
+from graphpact_flashinfer.rows import Rows, is_branched, num_rows
 
 _REBUILT = "every step writes all rows of the padded extent"
 _RAGGED = "kernels read up to the last offset, as far as each step writes it"
@@ -233,9 +233,9 @@ class FlashInferBackend(AttentionBackend):
         self, view: ForwardBatch, metadata: FlashInferMetadata
     ) -> torch.Tensor:
         """Fill ``qo_indptr`` of an extend and return ``[bs + 1]`` queries, the fake request's last."""
-        num_q = required(view.extend_seq_lens)
+        num_q, _ = view.required_extend_lens()
         offsets = metadata.qo_indptr
-        _offsets(num_q, out=offsets[:-1])
+        write_indptr(num_q, out=offsets[:-1])
         offsets[-1:].fill_(view.num_tokens)
         return torch.cat([num_q, offsets[-1:] - offsets[-2:-1]])
 
@@ -253,7 +253,7 @@ class FlashInferBackend(AttentionBackend):
         size = metadata.page_size
         first = None if window is None else (lens - num_q + 1 - window).clamp_(min=0) // size
         held = lens if first is None else lens - first * size
-        _offsets((held + (size - 1)) // size, out=indices.kv_indptr)
+        write_indptr((held + (size - 1)) // size, out=indices.kv_indptr)
         indices.kv_last_page_len.copy_((held - 1) % size + 1)
         real = len(requests)
         if (
@@ -341,12 +341,6 @@ def _whole(
         reason=_RAGGED,
         copy_from_fb=False,
     )
-
-
-def _offsets(counts: torch.Tensor, *, out: torch.Tensor) -> None:
-    """Write ``[0, counts[0], counts[0] + counts[1], ...]`` into ``out``."""
-    out[:1].zero_()
-    torch.cumsum(counts, dim=0, dtype=out.dtype, out=out[1:])
 
 
 def _put_branches(view: ForwardBatch, indices: PagedIndices, window: int | None) -> None:

@@ -8,10 +8,7 @@ Does not: touch a tensor of the device.
 
 from dataclasses import dataclass
 
-import torch
-
 from graphpact import ForwardBatch, ForwardMode
-from graphpact.errors import EngineError
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +56,7 @@ class Rows:
         """
         keys = [length + view.uncounted_keys for length in view.seq_lens_cpu.tolist()]
         if view.forward_mode.is_ragged:
-            queries: list[int] = required(view.extend_seq_lens_cpu).tolist()
+            queries: list[int] = view.required_extend_lens()[1].tolist()
             fake = FakeRequest.of(view.num_tokens, sum(queries), page_size)
             return cls([*queries, fake.pad_tokens], [*keys, fake.extra_kv])
         width = view.tokens_per_request
@@ -89,17 +86,3 @@ def num_rows(view: ForwardBatch) -> int:
     if view.forward_mode.is_ragged:
         return view.batch_size + 1
     return view.num_tokens if is_branched(view) else view.batch_size
-
-
-def required(lengths: torch.Tensor | None) -> torch.Tensor:
-    """Return the lengths of an extend.
-
-    Raises:
-        EngineError: The batch has none.
-    """
-    if lengths is None:
-        raise EngineError(
-            "an extend batch must carry extend_seq_lens and extend_seq_lens_cpu",
-            hint="set both to the new tokens of each request",
-        )
-    return lengths

@@ -118,7 +118,7 @@ def test_the_fake_request_is_counted_from_host_numbers() -> None:
     assert FakeRequest.of(64, 50, 4) == FakeRequest(pad_tokens=14, extra_kv=14, num_dummy_pages=4)
     assert FakeRequest.of(64, 64, 4) == FakeRequest(0, 0, 0)
     batch = batch_of(ForwardMode.EXTEND, [30, 20], STATIC, [30, 20])
-    batch.seq_lens, batch.extend_seq_lens = torch.empty(2, device="meta"), None
+    batch.seq_lens = batch.extend_seq_lens = torch.empty(2, device="meta")
     rows = Rows.of(batch, 4)
     assert (rows.num_q, rows.num_kv) == ([30, 20, 14], [30, 20, 14])
 

@@ -23,7 +23,7 @@ from graphpact import (
     PaddingPolicy,
 )
 from graphpact.attention import Buffers, GraphSupport, HeadLayout
-from graphpact.errors import EngineError
+from graphpact.kernels import write_indptr
 from graphpact_trtllm_mla.operators import BLOCK_KEYS, pack_block_table
 from graphpact_trtllm_mla.providers import NativeKernels, PortableKernels
 
@@ -111,7 +111,7 @@ class TRTLLMMLABackend(AttentionBackend):
         if not buffers.in_graph and view.batch_size:
             max_k = int(view.seq_lens_cpu.max()) + view.uncounted_keys
             if shape.mode.is_ragged:
-                max_q = int(_required(view.extend_seq_lens_cpu).max())
+                max_q = int(view.required_extend_lens()[1].max())
         return TRTLLMMLAMetadata(
             out_cache_loc=view.out_cache_loc,
             block_kv_indices=buffers("trtllm_mla.block_kv_indices"),
@@ -130,9 +130,7 @@ class TRTLLMMLABackend(AttentionBackend):
         if metadata.is_uniform:
             torch.arange(0, offsets.shape[0] * stride, stride, out=offsets)
         else:
-            offsets[:1].zero_()
-            new = _required(view.extend_seq_lens)
-            torch.cumsum(new, dim=0, dtype=offsets.dtype, out=offsets[1:])
+            write_indptr(view.required_extend_lens()[0], out=offsets)
         metadata.seq_lens_k.copy_(view.seq_lens + view.uncounted_keys)
         pack_block_table(
             self.context.req_to_token,
@@ -163,9 +161,3 @@ class TRTLLMMLABackend(AttentionBackend):
         pages = latents.view(-1, self.context.limits.page_size, layer.head_dim)
         out: torch.Tensor = self.kernels.attend(q, pages, layer, metadata)
         return out
-
-
-def _required(lengths: torch.Tensor | None) -> torch.Tensor:
-    if lengths is None:
-        raise EngineError("an extend batch must carry extend_seq_lens and extend_seq_lens_cpu")
-    return lengths
