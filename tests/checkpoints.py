@@ -83,6 +83,22 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         "LlamaConfig",
         {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}},
     ),
+    # As many layers as an encoder has, and places of its own instead of position_ids.
+    "bart": (
+        "BartConfig",
+        {
+            "d_model": 64,
+            "decoder_layers": 2,
+            "encoder_layers": 2,
+            "decoder_attention_heads": 4,
+            "decoder_ffn_dim": 96,
+            "is_encoder_decoder": False,
+            "is_decoder": True,
+        },
+    ),
+    # Its window is in the mask alone.
+    "phimoe": ("PhimoeConfig", {"sliding_window": 16, "num_local_experts": 4}),
+    "mpt": ("MptConfig", {"d_model": 64, "n_layers": 2, "n_heads": 4}),
     "lfm2": ("Lfm2Config", {"layer_types": ["conv", "full_attention"]}),
 }
 

@@ -52,6 +52,9 @@ def test_layers_are_what_the_model_asks_of_attention(checkpoint: Callable[..., P
         ("llama4", "chunked_attention"),
         ("longrope", "scaled by the longest sequence"),
         ("dynamic_rope", "scaled by the longest sequence"),
+        ("bart", "positions, or a mixing of tokens, of its own"),
+        ("phimoe", "a sliding window of 16 that its attention is not told of"),
+        ("mpt", "without masks and caches"),
         ("lfm2", "a state besides keys and values|1 attend through"),
     ],
 )

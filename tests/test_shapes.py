@@ -15,8 +15,8 @@ EXAMPLES = settings(derandomize=True, deadline=None, max_examples=100)
 SIZES = st.lists(st.integers(1, 40), min_size=1, max_size=8)
 
 
-def _batch(size: int, mode: ForwardMode = ForwardMode.DECODE) -> Any:
-    return SimpleNamespace(batch_size=size, forward_mode=mode)
+def _batch(size: int, mode: ForwardMode = ForwardMode.DECODE, width: int = 1) -> Any:
+    return SimpleNamespace(batch_size=size, forward_mode=mode, num_tokens=size * width)
 
 
 @EXAMPLES
@@ -28,7 +28,9 @@ def test_the_smallest_shape_that_fits(sizes: list[int], size: int, width: int) -
     expected: GraphShape | EagerReason = EagerReason.OVER_LARGEST
     if fitting:
         expected = GraphShape(ForwardMode.DECODE, min(fitting), min(fitting) * width)
-    assert ladder.fit(_batch(size)) == expected
+    assert ladder.fit(_batch(size, width=width)) == expected
+    if size:
+        assert ladder.fit(_batch(size, width=width + 1)) is EagerReason.OTHER_WIDTH
 
 
 @EXAMPLES

@@ -16,7 +16,6 @@ from graphpact.buffers import CudaGraphBufferRegistry, GraphSlot, build_decode_r
 from graphpact.errors import EngineError, VerificationError
 from graphpact.graphs.tape import TapeDriver
 from graphpact.hookspecs import hookimpl
-from graphpact.kernels.paged_cache import _pack_padded
 from graphpact.runners import RunnerContext
 from graphpact.shapes import GraphShape
 from graphpact.verify import Verifier
@@ -740,13 +739,15 @@ def test_a_host_number_of_the_batch_is_a_suspect() -> None:
 
 
 class DevicePacking(FlashInferBackend):
-    """Packs as on a GPU, which writes all of ``kv_indices``: what nobody reads depends on the padding."""
+    """Writes all of ``kv_indices``: what nobody reads is a page of the last request, padding or not."""
 
     def fill_metadata(self, view: Any, metadata: FlashInferMetadata) -> None:
-        """Fill, then pack without a count on the host."""
+        """Fill, then write what is behind the last page."""
         super().fill_metadata(view, metadata)
-        table, rows = self.context.req_to_token, view.req_pool_indices
-        _pack_padded(table, rows, metadata.kv_indptr, None, PAGE, metadata.kv_indices)
+        pages = metadata.kv_indices
+        last = self.context.req_to_token[view.req_pool_indices[-1:], 0] // PAGE
+        unread = torch.arange(len(pages)) >= metadata.kv_indptr[-1]
+        pages.copy_(torch.where(unread, last, pages))
 
 
 @functools.cache

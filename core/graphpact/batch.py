@@ -9,7 +9,7 @@ Does not: build batches (the scheduler does) or pad them (the registry does).
 
 import enum
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -136,6 +136,44 @@ class ForwardBatch:
             )
         return self.extend_seq_lens, self.extend_seq_lens_cpu
 
+    def require_consistent(self) -> None:
+        """Refuse fields that contradict each other, which no kernel can see. Host work only.
+
+        Raises:
+            EngineError: Names the field, what it has and what it should have.
+        """
+        mode, bs, tokens = self.forward_mode, self.batch_size, self.num_tokens
+        if mode is ForwardMode.IDLE:
+            return
+        if mode.is_ragged:
+            new = sum(self.required_extend_lens()[1].tolist())
+            if new != tokens:
+                _contradiction(self, f"extend_seq_lens_cpu adds up to {new}", f"{tokens} tokens")
+        elif tokens != bs * self.tokens_per_request or (mode.is_decode and tokens != bs):
+            _contradiction(self, f"{tokens} tokens", f"as many of each of {bs} requests")
+        if (self.out_cache_loc.dim() == 2) is not (mode is ForwardMode.DRAFT_DECODE):
+            asked = "[T, num_steps]" if mode is ForwardMode.DRAFT_DECODE else "[T]"
+            _contradiction(self, f"out_cache_loc {list(self.out_cache_loc.shape)}", asked)
+        if self.tree_mask is not None:
+            if mode is not ForwardMode.TARGET_VERIFY:
+                _contradiction(self, "a tree_mask", "none: target verify alone has one")
+            shape = [tokens, self.tokens_per_request]
+            if list(self.tree_mask.shape) != shape or self.tree_mask.dtype is not torch.bool:
+                has = f"tree_mask {list(self.tree_mask.shape)} {self.tree_mask.dtype}"
+                _contradiction(self, has, f"{shape} torch.bool")
+
+    @property
+    def drafts_in_rows(self) -> int:
+        """Drafts of a request whose slots its row of ``req_to_token`` has too, behind its sequence.
+
+        Those of a verify, and of a draft without branches; the slots of branches are in ``out_cache_loc``
+        alone.
+        """
+        if self.forward_mode is ForwardMode.TARGET_VERIFY:
+            return self.tokens_per_request
+        is_chain = self.forward_mode is ForwardMode.DRAFT_DECODE and self.tokens_per_request == 1
+        return self.num_draft_steps if is_chain else 0
+
     @property
     def num_draft_steps(self) -> int:
         """Steps of a draft decode; 1 for every other batch."""
@@ -162,3 +200,11 @@ class ForwardBatch:
         """Return the fields that are tensors, by name."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: v for name, v in values.items() if isinstance(v, torch.Tensor)}
+
+
+def _contradiction(batch: ForwardBatch, has: str, asked: str) -> NoReturn:
+    raise EngineError(
+        f"the {batch.forward_mode.value} batch of {batch.batch_size} requests has {has}, where it should have"
+        f" {asked}",
+        hint="graphpact.ForwardBatch says what each mode carries",
+    )

@@ -105,7 +105,10 @@ class EngineSection(_Section):
         default=8, ge=1, le=2**16, description="Requests that one step may have."
     )
     max_num_batched_tokens: int = Field(
-        default=2048, ge=1, le=2**24, description="New tokens that one step may have."
+        default=2048,
+        ge=1,
+        le=2**24,
+        description="New tokens that one step may have; no fewer than max_num_seqs.",
     )
     max_model_len: int | None = Field(
         default=None,

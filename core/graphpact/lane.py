@@ -129,6 +129,7 @@ class Lane:
         self.stats = LaneStats()
         self.on_capture: Callable[[GraphShape], None] | None = None
         self.registry = runner.make_registry()
+        self._has_trees = self.registry is not None and self.registry.has_slot("tree_mask")
         self._captured: dict[GraphShape, _Captured] = {}
         self._pact_every = {"always": 1, "sampled": pact_sample_every, "off": 0}[pact]
         self._steps_to_check = 1
@@ -161,16 +162,18 @@ class Lane:
     @torch.inference_mode()
     def run(self, batch: ForwardBatch) -> torch.Tensor:
         """Return the logits of ``batch``, as the model gives them, through a graph where one fits."""
+        self._require_fit(batch)
         fit = self.runner.can_run(batch)
         if isinstance(fit, EagerReason):
             self.stats.eager[batch.forward_mode, fit] += 1
-            return self.run_eager(batch)
+            return self._run_eager(batch)
         return self.runner.run(batch, fit)
 
     def run_eager(self, batch: ForwardBatch) -> torch.Tensor:
         """Return the logits of ``batch`` without any graph, from metadata in new memory."""
+        self._require_fit(batch)
         with torch.inference_mode():
-            return self.model(batch, self.backend, self.backend.init_metadata_eager(batch))
+            return self._run_eager(batch)
 
     def capture(self, shape: GraphShape) -> None:
         """Record the graph of ``shape`` and write its pact.
@@ -181,6 +184,12 @@ class Lane:
         """
         if self.driver is None or self.registry is None:
             raise EngineError(f"lane {self.name!r} cannot capture {shape}: it has no graphs")
+        if shape.mode.is_ragged and 1 < shape.batch_size == shape.num_tokens:
+            raise CaptureError(
+                f"lane {self.name!r}: {shape} has as many tokens as requests: nobody could tell whether its"
+                " outputs go by requests or by tokens",
+                hint="capture it with more tokens",
+            )
         start = time.perf_counter()
         with torch.inference_mode():
             dummy = self.runner.dummy_batch(shape)
@@ -210,6 +219,12 @@ class Lane:
         The result is memory of the graph: the next replay overwrites it.
         """
         captured = self._captured[shape]
+        if batch.tree_mask is not None and not self._has_trees:
+            raise EngineError(
+                f"lane {self.name!r}: the batch has a tree_mask, and {shape} was captured for chains, without"
+                " a slot of that name",
+                hint="register a slot 'tree_mask' before capture, or run trees in a lane of their own",
+            )
         view = self.prepare_replay(registry=self.registry, batch=batch, shape=shape)
         metadata = self.init_metadata_replay(view=view, shape=shape, captured=captured.metadata)
         if self._pact_every:
@@ -251,6 +266,25 @@ class Lane:
         self._captured.clear()
 
     # -- inside ----------------------------------------------------------------------------------
+
+    def _run_eager(self, batch: ForwardBatch) -> torch.Tensor:
+        return self.model(batch, self.backend, self.backend.init_metadata_eager(batch))
+
+    def _require_fit(self, batch: ForwardBatch) -> None:
+        """Refuse a batch that contradicts itself, or whose keys go past the rows of ``req_to_token``.
+
+        Raises:
+            EngineError: Names the field, or the length.
+        """
+        batch.require_consistent()
+        limit = self.backend.context.limits.max_context_len
+        longest = max(batch.seq_lens_cpu.tolist(), default=0)
+        if longest + batch.drafts_in_rows > limit:
+            raise EngineError(
+                f"lane {self.name!r}: a sequence of {longest} tokens and {batch.drafts_in_rows} drafts behind"
+                f" it; a row of req_to_token holds {limit}",
+                hint="draft less near the end, or lay the lane out for sequences longer by a draft",
+            )
 
     def _region(self, view: ForwardBatch, metadata: Any) -> torch.Tensor:
         """Do what a graph records."""

@@ -139,9 +139,10 @@ class PluginCatalog:
         spellings = {spelling for info in self._entry_points for spelling in _spellings(info)}
         if strangers := sorted(disabled - spellings):
             near = did_you_mean(strangers[0], spellings)
+            names = ", ".join(dict.fromkeys(info.name for info in self._entry_points))
             raise ConfigError(
                 f"{DISABLE_VARIABLE}: {strangers[0]!r} matches no installed plugin",
-                hint=f"did you mean {near!r}?" if near else "`graphpact plugins` lists them",
+                hint=f"did you mean {near!r}?" if near else f"unset it, or name some of: {names}",
             )
 
     @classmethod

@@ -43,6 +43,7 @@ class EagerReason(enum.Enum):
     NOT_CAPTURED = "nothing is captured yet"
     WRONG_MODE = "the lane's runner does not serve this mode"
     OVER_LARGEST = "larger than the largest captured shape"
+    OTHER_WIDTH = "its requests bring another number of tokens than was captured"
     NO_COMPILER = "no C++ compiler that graphs could be compiled with"
 
 
@@ -90,6 +91,8 @@ class BucketLadder:
         """
         if batch.forward_mode not in (self.mode, ForwardMode.IDLE):
             return EagerReason.WRONG_MODE
+        if batch.num_tokens != batch.batch_size * self.tokens_per_request:
+            return EagerReason.OTHER_WIDTH
         at = bisect.bisect_left(self._sorted, batch.batch_size)
         if at == len(self._sorted):
             return EagerReason.OVER_LARGEST

@@ -66,6 +66,7 @@ class StrictGuard:
     ) -> _Around:
         """Poison the slots, and refuse host reads while they are filled."""
         self._prepared = registry, shape
+        _require_twins(batch)
         for slot in registry:
             if slot.buffer is not None and _is_due(slot):
                 poison(slot.buffer)
@@ -140,6 +141,24 @@ class StrictGuard:
         registry, shape = self._prepared
         rows = [text for slot in registry if (text := _poisoned_rows(slot, shape))]
         return f"; nobody wrote, in this step: {', '.join(rows)}" if rows else ""
+
+
+def _require_twins(batch: ForwardBatch) -> None:
+    """Refuse a batch whose lengths on the host are not those on the device: plans are made from one of them.
+
+    Raises:
+        ReplayError: Names the field, and both.
+    """
+    tensors = batch.tensors()
+    for name, twin in tensors.items():
+        other = tensors.get(name.removesuffix("_cpu"))
+        if other is None or other is twin:
+            continue
+        if other.shape != twin.shape or not torch.equal(other.cpu(), twin):
+            raise ReplayError(
+                f"{name} of the batch is {twin.tolist()}, {name.removesuffix('_cpu')} is {other.tolist()}",
+                hint="kernels read the one, plans are made from the other: set both to the same lengths",
+            )
 
 
 def host_tensors(batch: ForwardBatch) -> list[torch.Tensor]:

@@ -29,12 +29,16 @@ Place = tuple[int, int, int, int]
 class Arenas:
     """Allocates slots: rows of an arena where their tails are columns, memory of their own elsewhere.
 
+    Args:
+        pins: Whether host memory is pinned, so that a GPU copies from it without a wait.
+
     Attributes:
         nbytes: Bytes allocated so far, unused rows of arenas included.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, pins: bool = False) -> None:
         self.nbytes = 0
+        self._pins = pins
         self._arenas: list[Arena] = []
 
     def __iter__(self) -> Iterator["Arena"]:
@@ -44,14 +48,17 @@ class Arenas:
         self, slot: GraphSlot, shape: tuple[int, ...], device: torch.device
     ) -> torch.Tensor:
         """Return a buffer of ``shape`` that holds the slot's initial value."""
+        pin = self._pins and device.type == "cpu"
         if not _suits(slot, shape):
-            own = torch.full(shape, slot.initial_value, dtype=slot.dtype, device=device)
+            own = torch.full(
+                shape, slot.initial_value, dtype=slot.dtype, device=device, pin_memory=pin
+            )
             self.nbytes += own.nbytes
             return own
         kind, rows = (slot.dtype, device, shape[-1]), math.prod(shape[:-1])
         arena = next((a for a in self._arenas if a.kind == kind and a.free >= rows), None)
         if arena is None:
-            arena = Arena(*kind)
+            arena = Arena(*kind, pin=pin)
             self._arenas.append(arena)
             self.nbytes += arena.nbytes
         taken = arena.take(rows, slot.initial_value)
@@ -65,18 +72,21 @@ class Arena:
         dtype: Element type.
         device: Where it lies.
         width: Elements of a row that are used; each row begins at a multiple of 512 bytes.
+        pin: Whether the memory is pinned.
 
     Attributes:
         memory: ``[16, aligned width]``.
         template: The same shape: what the tail of each row is reset to.
     """
 
-    def __init__(self, dtype: torch.dtype, device: torch.device, width: int) -> None:
+    def __init__(
+        self, dtype: torch.dtype, device: torch.device, width: int, *, pin: bool = False
+    ) -> None:
         unit = max(1, _ALIGNMENT // dtype.itemsize)
         aligned = -(-max(width, 1) // unit) * unit
         self.kind = (dtype, device, width)
         self._width = width
-        self.memory = torch.zeros(_ROWS, aligned, dtype=dtype, device=device)
+        self.memory = torch.zeros(_ROWS, aligned, dtype=dtype, device=device, pin_memory=pin)
         self.template = torch.zeros_like(self.memory)
         self._pad_values: list[float] = []
 

@@ -65,7 +65,7 @@ class CudaGraphBufferRegistry:
         self.share_pool = PROCESS_WIDE if share_pool is True else share_pool or None
         self.lane = lane
         self._slots: dict[str, GraphSlot] = {}
-        self._memory = Arenas()
+        self._memory = Arenas(pins=self.device.type == "cuda")
         self._plans: dict[tuple[int, int, int, int], FillPlan] = {}
 
     # -- declaring -------------------------------------------------------------------------------

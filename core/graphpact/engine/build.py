@@ -79,9 +79,15 @@ def lay_out_memory(config: EngineConfig, spec: ModelSpec) -> Memory:
             f"engine.max_model_len is {context}; the model knows {spec.max_model_len} positions",
             hint=f"set it to {spec.max_model_len} or less, or leave it out",
         )
+    if engine.max_num_batched_tokens < engine.max_num_seqs:
+        raise ConfigError(
+            f"engine.max_num_batched_tokens is {engine.max_num_batched_tokens}, engine.max_num_seqs is"
+            f" {engine.max_num_seqs}; a decode brings one token a request",
+            hint=f"set engine.max_num_batched_tokens to {engine.max_num_seqs} or more",
+        )
     limits = Limits(
         max_bs=engine.max_num_seqs,
-        max_num_tokens=max(engine.max_num_batched_tokens, engine.max_num_seqs),
+        max_num_tokens=engine.max_num_batched_tokens,
         max_context_len=context,
         page_size=engine.page_size,
     )
@@ -148,7 +154,9 @@ def build_lane(
         functools.partial(plan.driver, strict=True) if plan.config.strict else plan.driver,
         spec.device,
     )
-    observers: list[object] = [HookTrace()] if os.environ.get("GRAPHPACT_TRACE") else []
+    observers: list[object] = (
+        [HookTrace()] if os.environ.get("GRAPHPACT_TRACE", "0") not in {"", "0"} else []
+    )
     guard = verifier = None
     if plan.config.strict:
         ownership = EngineOwnership(memory.requests, memory.pages, memory.kv_cache)

@@ -114,6 +114,9 @@ class Engine:
             self.device,
             checkpoint.max_model_len,
             expanded_for=without if self.model.has_latents else None,
+            expanded_layers=(lambda: models.TransformersModel(checkpoint.model).layers)
+            if self.model.has_latents and without is None
+            else None,
         )
         self.memory = lay_out_memory(config, spec)
         cache = self.memory.kv_cache

@@ -9,7 +9,7 @@ Does not: build anything; `graphpact.engine.build` does.
 import functools
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
@@ -72,6 +72,8 @@ class ModelSpec:
     max_model_len: int
     expanded_for: "LanePlan | None" = None
     """The lane for whose backend the model's MLA layers are expanded; None where none are."""
+    expanded_layers: Callable[[], Sequence[LayerSpec]] | None = None
+    """Tells what ``layers`` would be if they were expanded; None where they keep no latents."""
 
 
 def resolve_device(name: str) -> torch.device:
@@ -136,6 +138,11 @@ def plan_lanes(
                 " known",
                 hint='the driver "tape" has a strict mode, on any device',
             )
+        if lane.metadata_in_graph and runner is EagerRunner:
+            raise ConfigError(
+                f"lanes.{name}.metadata_in_graph = true, but runner {lane.runner!r} captures nothing",
+                hint="leave metadata_in_graph out, or select a runner that captures",
+            )
         reason = call_plugin("graph_driver", driver_name, driver.unavailable, device)
         eager_reason = None
         if reason is not None:
@@ -184,7 +191,7 @@ def check_backends(
     """
     told: dict[str, None] = {}
     for plan, context in zip(plans, contexts, strict=True):
-        would_do = functools.partial(_can_run, plan.runner, context)
+        would_do = functools.partial(_can_run, plan.runner, context, spec)
         others = functools.partial(_backends_that, would_do, catalog)
         _require_backend_fits(plan, spec, context.limits, others)
         choose = functools.partial(choose_provider, plan.whose_kernels, plan.backend.providers)
@@ -234,10 +241,15 @@ def _serves(
 
 
 def _can_run(
-    runner: type[GraphRunner], context: BackendContext, backend: type[AttentionBackend]
+    runner: type[GraphRunner],
+    context: BackendContext,
+    spec: ModelSpec,
+    backend: type[AttentionBackend],
 ) -> bool:
     """Return whether ``backend`` would do for a lane of ``runner`` with this model."""
     can = backend.capabilities
+    if spec.expanded_layers is not None and HeadLayout.MLA not in can.head_layouts:
+        context = replace(context, layers=spec.expanded_layers())
     choose_provider(backend.__name__, backend.providers, context)
     return can.graph_support.covers(runner.needs) and not lacking(can, context)
 

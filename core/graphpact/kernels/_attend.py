@@ -188,7 +188,8 @@ def dense(
             grouped, keys, values, attn_mask=mask, scale=rule.scaling
         )
     else:
-        scores = grouped @ keys.transpose(-1, -2) * rule.scaling
+        wide = lse_dtype(q)  # as a kernel accumulates: 16 bits are too few for scores
+        scores = grouped.to(wide) @ keys.to(wide).transpose(-1, -2) * rule.scaling
         if rule.softcap != 0.0:
             scores = rule.softcap * torch.tanh(scores / rule.softcap)
         scores = scores.masked_fill(~mask, float("-inf"))
@@ -198,12 +199,12 @@ def dense(
             scores = torch.cat([scores, column], dim=-1)
         weights = torch.softmax(scores, dim=-1)
         if with_lse:
-            lse = torch.logsumexp(scores.to(lse_dtype(q)), dim=-1)
+            lse = torch.logsumexp(scores, dim=-1)
             lse = lse.view(batch, kv_heads, group, num_q).permute(0, 3, 1, 2)
             lse = lse.reshape(batch, num_q, heads)
         if rule.sinks is not None:
             weights = weights[..., :-1]
-        out = weights @ values
+        out = (weights @ values.to(wide)).to(q.dtype)
     out = out.view(batch, kv_heads, group, num_q, -1).permute(0, 3, 1, 2, 4)
     return out.reshape(batch, num_q, heads, -1), lse
 

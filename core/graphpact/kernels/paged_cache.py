@@ -4,6 +4,7 @@ Does not: attend.
 """
 
 import torch
+from torch.nn import functional
 
 from graphpact.kernels import _library
 from graphpact.kernels._library import define_kernel
@@ -27,7 +28,8 @@ def _pack_ragged(
     first = 0 if first_page is None else first_page[:, None]
     widest = int((pages + (0 if first_page is None else first_page)).max()) if len(pages) else 0
     table = req_to_token[:, : widest * page_size : page_size][req_pool_indices]
-    at = torch.arange(table.shape[1])
+    table = functional.pad(table, (0, widest - table.shape[1]))  # past a row's end lies scratch
+    at = torch.arange(widest)
     taken = (at >= first) & (at < first + pages[:, None])
     torch.div(table[taken], page_size, rounding_mode="floor", out=out[:total])
 
@@ -49,8 +51,10 @@ def _pack_padded(
     page = at - kv_indptr[request]
     if first_page is not None:
         page = page + first_page[request]
-    column = torch.where(at < kv_indptr[-1], page * page_size, 0)
-    out.copy_(req_to_token[req_pool_indices[request], column] // page_size)
+    column = page * page_size
+    there = (at < kv_indptr[-1]) & (column < req_to_token.shape[1])
+    slots = req_to_token[req_pool_indices[request], torch.where(there, column, 0)]
+    out.copy_(torch.where(there, slots // page_size, 0))
 
 
 def _pack_kv_indices(
@@ -89,7 +93,7 @@ def pack_kv_indices(
         kv_indptr: ``[bs + 1]`` int32: where each request's pages begin in ``out``.
         page_size: KV slots in a page.
         out: ``[capacity]`` int32, written up to ``kv_indptr[-1]``; on a GPU, which cannot know that
-            number without waiting, the rest is written with page numbers that nobody reads.
+            number without waiting, zeros are written behind it: page 0, scratch.
         first_page: ``[bs]`` int: the page of its sequence that each request begins with; None for the
             first.
 

@@ -33,6 +33,10 @@ _INDIFFERENT = frozenset(
 # Layer types of transformers whose attention we know, and whether they come with a sliding window.
 _WINDOWED = {"full_attention": False, "sliding_attention": True}
 
+_SUPPORTED = (
+    "decoders run whose every layer attends causally through transformers' attention interface"
+)
+
 # These choose their frequencies by the longest sequence: a request's neighbours would change its text.
 _BATCH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 
@@ -92,6 +96,8 @@ class _Probe:
             self.refused["attention layers without an index of their own"] = None
         if asked.get("is_causal") is False or getattr(module, "is_causal", True) is False:
             self.refused["attention that is not causal"] = None
+        if not all(torch.allclose(t[0], t[1], rtol=2e-2, atol=1e-4) for t in (q, k, v)):
+            self.refused["positions, or a mixing of tokens, of its own"] = None
         known = {"scaling", "sliding_window", "softcap", "s_aux", "kv_lora_rank"} | _INDIFFERENT
         for name, value in asked.items():
             if name not in known and value is not None and value is not False:
@@ -212,9 +218,17 @@ class TransformersModel:
         config = self.model.config.get_text_config()
         name = config.model_type
         probe = _Probe()
-        token = torch.zeros(1, dtype=torch.int64, device=self.model.device)
-        with torch.inference_mode():
-            self._forward(probe, token, token, None)
+        # One token twice, at one position: what tells them apart is no position_ids.
+        tokens = torch.zeros(2, dtype=torch.int64, device=self.model.device)
+        try:
+            with torch.inference_mode():
+                self._forward(probe, tokens, tokens, None)
+        except Exception as error:
+            raise UnsupportedModelError(
+                f"model type {name!r} cannot run: without masks and caches of transformers its forward pass"
+                f" in {self.dtype} raised {type(error).__name__}: {error}",
+                hint=_SUPPORTED,
+            ) from error
         refused = list(probe.refused)
         if getattr(self.model, "_is_stateful", False):
             refused.append("a state besides keys and values")
@@ -229,6 +243,9 @@ class TransformersModel:
             if kind not in _WINDOWED or _WINDOWED[kind] is not (layer.sliding_window is not None):
                 refused.append(f"layers of type {kind!r} that ask for no more than plain attention")
                 break
+        window = getattr(config, "sliding_window", None)
+        if window and not kinds and all(s.sliding_window is None for s in probe.layers.values()):
+            refused.append(f"a sliding window of {window} that its attention is not told of")
         if getattr(config, "use_bidirectional_attention", None):
             refused.append("attention that is not causal")
         refused += [
@@ -238,8 +255,7 @@ class TransformersModel:
         if refused:
             raise UnsupportedModelError(
                 f"model type {name!r} has what graphpact cannot run: {'; '.join(refused)}",
-                hint="decoders whose every layer attends causally through transformers' attention"
-                " interface are supported",
+                hint=_SUPPORTED,
             )
         return probe.layers
 

@@ -175,7 +175,7 @@ def _compile(segment: Segment) -> Callable[[], object]:
             raise CaptureError(
                 f"inductor cannot compile the region: {type(error).__name__}:"
                 f" {str(error).strip().partition(chr(10))[0]}",
-                hint='the graph driver "tape" records what eager torch can run',
+                hint='runner = "cuda_graph" needs no compiler: on a CPU its driver is the tape',
             ) from error
     return functools.partial(compiled, *inputs)
 

@@ -94,7 +94,7 @@ class FlashInferBackend(AttentionBackend):
     def _declare_set(self, window: int | None, limits: Limits) -> list[GraphSlot]:
         """Return the slots of one set of indices."""
         page_size, topk = limits.page_size, limits.draft.topk
-        context = limits.max_context_len
+        context = _most_keys(limits)
         if (
             window is not None
         ):  # as far back as the first of a request's queries sees, in whole pages
@@ -182,7 +182,7 @@ class FlashInferBackend(AttentionBackend):
         """Return the most keys that a row of any batch of ``shape`` can have."""
         limits = self.context.limits
         is_ragged = view.forward_mode.is_ragged
-        most = limits.max_context_len
+        most = _most_keys(limits) if is_branched(view) else limits.max_context_len
         if window is not None:
             queries = shape.num_tokens if is_ragged else view.tokens_per_request
             most = min(most, window + queries + limits.page_size)
@@ -320,6 +320,11 @@ class FlashInferBackend(AttentionBackend):
         window = layer.sliding_window
         indices = metadata if window is None else metadata.windows[window]
         return self.kernels.attend(q, k_cache, v_cache, layer, metadata, indices)
+
+
+def _most_keys(limits: Limits) -> int:
+    """Return the most keys of a row: a branch stands behind its sequence, not in the request's row."""
+    return limits.max_context_len + (limits.draft.num_steps if limits.draft.topk > 1 else 0)
 
 
 def _name(name: str, window: int | None = None) -> str:

@@ -103,6 +103,8 @@ class NativeKernels(FlashInferKernels):
             shape = (layer.num_q_heads, layer.num_kv_heads, layer.head_dim, layer.v_head_dim)
             asked = (*shape, layer.scaling, layer.softcap)
             plans.setdefault(layer.sliding_window, set()).add(asked)
+        if reason is None and any(layer.v_head_dim != layer.head_dim for layer in context.layers):
+            return "they lack values of another width than keys"
         if reason is None and any(len(asked) > 1 for asked in plans.values()):
             return "one plan serves all layers, and they differ in heads, widths, scaling or cap"
         return reason

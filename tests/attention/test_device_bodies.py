@@ -1,0 +1,34 @@
+"""The bodies that portable kernels have for other devices, which read nothing on the host, on a CPU."""
+
+import pytest
+import torch
+
+from attention_problems import Config, configs_of
+from attention_rig import hold_to_oracle
+from graphpact.attention import AttentionBackend
+from graphpact.kernels import _library
+from graphpact_fa3 import FA3Backend
+from graphpact_flashinfer import FlashInferBackend
+from graphpact_trtllm_mla import TRTLLMMLABackend
+
+LANES = [
+    pytest.param(backend, config, id=f"{backend.__name__}-{config}")
+    for backend in (FlashInferBackend, FA3Backend, TRTLLMMLABackend)
+    for config in configs_of(backend.capabilities)
+    if config.dtype is torch.float32
+    and (config.page_size, config.heads.name) in ((16, "gqa"), (64, "mla"))
+]
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no kernel read its index tensors."""
+    monkeypatch.setattr(_library, "may_read", lambda tensor: False)
+
+
+@pytest.mark.parametrize(("backend", "config"), LANES)
+def test_a_lane_answers_what_the_oracle_says(
+    backend: type[AttentionBackend], config: Config
+) -> None:
+    """Padded to its bounds, every kernel gives the oracle's rows, and writes nobody's memory."""
+    hold_to_oracle(backend, config, strict=False, max_examples=2)
