@@ -7,7 +7,7 @@ Does not: draw batches, or know what the right answer is.
 
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -17,8 +17,15 @@ from hypothesis import Phase, given, seed, settings
 from attention_oracle import attend
 from attention_problems import CPU, VOCAB, Case, Config, Problem, next_id, sequences
 from graphpact import BackendContext, ForwardBatch, ForwardMode, GraphRunner, GraphShape, Lane
-from graphpact.attention import AttentionBackend, DraftMetadata, GraphSupport, kv_tensors
+from graphpact.attention import (
+    AttentionBackend,
+    DraftMetadata,
+    GraphSupport,
+    ProviderName,
+    kv_tensors,
+)
 from graphpact.buffers import CudaGraphBufferRegistry, GraphSlot, PaddingPolicy
+from graphpact.graphs import GraphDriver
 from graphpact.graphs.tape import TapeDriver
 from graphpact.runners import RunnerContext
 from graphpact.shapes import BucketLadder, EagerReason
@@ -98,7 +105,9 @@ class KitRunner(GraphRunner):
             return None
         case, largest = self.case, self.case.shapes[-1]
         registry = CudaGraphBufferRegistry(
-            device=CPU, max_bs=largest.batch_size, max_num_tokens=largest.num_tokens
+            device=self.context.device,
+            max_bs=largest.batch_size,
+            max_num_tokens=largest.num_tokens,
         )
 
         def add(
@@ -142,7 +151,7 @@ class KitRunner(GraphRunner):
             lens = lens.maximum(extend)
         zeros = torch.zeros(tokens, dtype=torch.int64)
         drafts = case.mode is ForwardMode.DRAFT_DECODE
-        return ForwardBatch(
+        batch = ForwardBatch(
             forward_mode=shape.mode,
             batch_size=bs,
             input_ids=zeros,
@@ -155,6 +164,14 @@ class KitRunner(GraphRunner):
             extend_seq_lens_cpu=None if extend is None else extend.clone(),
             tree_mask=torch.ones(tokens, case.width or 0, dtype=torch.bool) if case.tree else None,
         )
+        return on_device(batch, self.context.device)
+
+
+def on_device(batch: ForwardBatch, device: torch.device) -> ForwardBatch:
+    """Return ``batch`` on ``device``, but for what lies on the host."""
+    tensors = batch.tensors().items()
+    moved = {name: t.to(device) for name, t in tensors if not name.endswith("_cpu")}
+    return replace(batch, **moved)
 
 
 class Rig:
@@ -165,6 +182,9 @@ class Rig:
         config: What the lane is built for.
         strict: Whether its driver is strict, with a guard around it.
         in_graph: As ``Lane(metadata_in_graph=...)``.
+        driver: Of its graphs.
+        provider: Of its kernels.
+        device: Of all but the oracle.
     """
 
     def __init__(
@@ -174,42 +194,51 @@ class Rig:
         *,
         strict: bool = True,
         in_graph: bool | None = None,
+        driver: type[GraphDriver] = TapeDriver,
+        provider: ProviderName = "auto",
+        device: torch.device = CPU,
     ) -> None:
-        self.config, self.layers = config, config.layers
+        self.config, self.device = config, device
+        self.layers = [
+            replace(at, sinks=None if at.sinks is None else at.sinks.to(device))
+            for at in config.layers
+        ]
         self.name = f"{backend.__name__} {config} strict={strict} in_graph={in_graph}"
         generator = torch.Generator().manual_seed(1)
         heads, dtype = config.heads, config.dtype
         rows = [(heads.num_q_heads, heads.head_dim), (heads.num_kv_heads, heads.head_dim)]
         rows += [(heads.num_kv_heads, heads.v_head_dim)]
         self.weights = [
-            [torch.randn(VOCAB, *row, generator=generator).to(dtype) for row in rows]
+            [torch.randn(VOCAB, *row, generator=generator).to(device, dtype) for row in rows]
             for _ in self.layers
         ]
         slots = config.num_pages * config.page_size
-        k = [torch.full((slots, *rows[1]), NAN, dtype=dtype) for _ in self.layers]
-        v = [torch.full((slots, *rows[2]), NAN, dtype=dtype) for _ in self.layers]
+        k = [torch.full((slots, *rows[1]), NAN, dtype=dtype, device=device) for _ in self.layers]
+        v = [torch.full((slots, *rows[2]), NAN, dtype=dtype, device=device) for _ in self.layers]
         if heads.kv_lora_rank is not None:
             v = [cache[..., : heads.kv_lora_rank] for cache in k]
             for q_k_v in self.weights:
                 q_k_v[2] = q_k_v[1][..., : heads.kv_lora_rank]
         self.kv = SimpleNamespace(k=k, v=v)
         empty = Problem(config.case, [], 0)
-        self.table = empty.page_table(config)
+        self.table = empty.page_table(config).to(device)
         self._fill_cache(empty)
         mode = config.case.lane_mode
         self.backend = backend(
-            BackendContext(CPU, dtype, self.layers, config.limits, self.table, self.kv, mode)
+            BackendContext(
+                *(device, dtype, self.layers, config.limits, self.table, self.kv, mode, provider)
+            )
         )
-        driver = TapeDriver(CPU, strict=strict)
-        guard = StrictGuard(driver)
+        records = driver(device, strict=strict) if strict else driver(device)
+        guard = StrictGuard(records)
         capabilities = self.backend.capabilities
-        runner = KitRunner(RunnerContext(CPU, capabilities, config.limits.max_bs), config.case)
+        runner = KitRunner(RunnerContext(device, capabilities, config.limits.max_bs), config.case)
         self.lane = Lane(
             config.case.lane_mode.value,
             model=self.model,
             runner=runner,
             backend=self.backend,
-            driver=driver,
+            driver=records,
             metadata_in_graph=in_graph if runner.ladder else None,
             observers=[guard] if strict else [],
         )
@@ -231,14 +260,16 @@ class Rig:
     def answer(self, problem: Problem) -> Answer:
         """Return what the oracle says; it holds for every lane of the same configuration."""
         self.load(problem)
-        k_caches = [cache.clone() for cache in self.kv.k]
-        v_caches = [cache.clone() for cache in self.kv.v]
+        k_caches = [cache.cpu().clone() for cache in self.kv.k]
+        v_caches = [cache.cpu().clone() for cache in self.kv.v]
         ids = [[t.token_id for t in problem.tokens]]
         for step in range(problem.case.num_steps - 1):
             ids.append([next_id(i, step) for i in ids[-1]])
         columns = []
-        for layer, weights, k, v in zip(self.layers, self.weights, k_caches, v_caches, strict=True):
-            steps = [tuple(w[i] for w in weights) for i in ids]
+        for layer, weights, k, v in zip(
+            self.config.layers, self.weights, k_caches, v_caches, strict=True
+        ):
+            steps = [tuple(w.cpu()[i] for w in weights) for i in ids]
             columns.append(attend(problem.requests, layer, steps, k, v))
         if self.config.heads.kv_lora_rank is not None:
             v_caches = [
@@ -256,11 +287,11 @@ class Rig:
     def _fill_cache(self, problem: Problem) -> None:
         generator = torch.Generator().manual_seed(problem.seed)
         cached = [slot for r in problem.requests for slot in r.cached]
-        live = torch.tensor([*range(self.config.page_size), *cached])
+        live = torch.tensor([*range(self.config.page_size), *cached], device=self.device)
         for cache in kv_tensors(self.kv).values():
             cache.fill_(NAN)
             random = torch.randn(len(live), *cache.shape[1:], generator=generator)
-            cache[live] = random.to(cache.dtype)
+            cache[live] = random.to(self.device, cache.dtype)
 
     def check(self, problem: Problem, answer: Answer, *, eagerly: bool = False) -> None:
         """Run ``problem`` through its graph, or eagerly, and hold all that it leaves to ``answer``.
@@ -270,7 +301,7 @@ class Rig:
         """
         what = f"{self.name}: {'an eager run' if eagerly else 'a replay'} of {problem}"
         self.load(problem)
-        batch = problem.batch()
+        batch = on_device(problem.batch(), self.device)
         given = {name: t.clone() for name, t in batch.tensors().items()}
         table = self.table.clone()
         if eagerly:
@@ -281,9 +312,9 @@ class Rig:
             before = self.lane.stats.replays
             out = self.run(batch).clone()
             assert self.lane.stats.replays == before + 1, f"{what} ran no graph"
-        self._compare(what, out, answer.rows)
+        self._compare(what, out.cpu(), answer.rows)
         for name, cache in kv_tensors(self.kv).items():
-            self._compare_cache(f"{what}: {name}", cache, answer.caches[name])
+            self._compare_cache(f"{what}: {name}", cache.cpu(), answer.caches[name])
         assert torch.equal(self.table, table), f"{what} changes the page table"
         for name, tensor in batch.tensors().items():
             assert torch.equal(tensor, given[name]), f"{what} changes {name} of the batch"
@@ -319,6 +350,7 @@ def hold_to_oracle(
     strict: bool = True,
     max_examples: int = 3,
     phases: Sequence[Phase] = (Phase.generate, Phase.shrink),
+    **lane: Any,
 ) -> None:
     """Hold a backend to the oracle in one configuration: every replay, and every batch run eagerly.
 
@@ -328,6 +360,7 @@ def hold_to_oracle(
         strict: Whether the tape driver is strict; see `make_rigs`.
         max_examples: Sequences of batches to draw.
         phases: Of hypothesis.
+        lane: More of `Rig`: driver, provider, device.
 
     Raises:
         AssertionError: An answer, or the memory that a batch leaves, is not the oracle's.
@@ -341,7 +374,7 @@ def hold_to_oracle(
     def check(steps: list[Problem]) -> None:
         with torch.inference_mode():
             try:
-                rigs[:] = rigs or make_rigs(backend, config, strict=strict)
+                rigs[:] = rigs or make_rigs(backend, config, strict=strict, **lane)
                 for problem in steps:
                     _check_all(rigs, problem)
             except BaseException:
@@ -359,9 +392,11 @@ def _check_all(rigs: list[Rig], problem: Problem) -> None:
     rigs[0].check(problem, answer, eagerly=True)
 
 
-def make_rigs(backend: type[AttentionBackend], config: Config, *, strict: bool) -> list[Rig]:
+def make_rigs(
+    backend: type[AttentionBackend], config: Config, *, strict: bool, **lane: Any
+) -> list[Rig]:
     """Return lanes of a backend: as the lane itself chooses, and strict with all metadata made by hooks."""
-    rigs = [Rig(backend, config, strict=strict)]
+    rigs = [Rig(backend, config, strict=strict, **lane)]
     if strict and rigs[0].lane.records_metadata:
-        rigs.append(Rig(backend, config, strict=strict, in_graph=False))
+        rigs.append(Rig(backend, config, strict=strict, in_graph=False, **lane))
     return rigs

@@ -237,7 +237,7 @@ class LengthOfCapture(PlainBackend):
 
     def allocate_metadata(self, view: ForwardBatch, *args: Any) -> PlainMetadata:
         """Keep the length."""
-        self.longest = int(view.seq_lens_cpu.max())
+        self.longest = max(view.seq_lens_cpu.tolist(), default=1)
         return super().allocate_metadata(view, *args)
 
     def last_of(self, view: ForwardBatch, request: torch.Tensor) -> torch.Tensor:

@@ -95,9 +95,7 @@ class FlashInferBackend(AttentionBackend):
         """Return the slots of one set of indices."""
         page_size, topk = limits.page_size, limits.draft.topk
         context = _most_keys(limits)
-        if (
-            window is not None
-        ):  # as far back as the first of a request's queries sees, in whole pages
+        if window is not None:  # as far back as a request's first query sees, in whole pages
             context = min(context, window + limits.max_num_tokens + page_size)
         pages = -(-context // page_size)
 
@@ -128,55 +126,60 @@ class FlashInferBackend(AttentionBackend):
         The bounds are those of every batch of the shape; of an eager extend they are its own, from the
         lengths on the host, since what a GPU computes grows with them.
         """
-        rows = num_rows(view)
         page_size = 1 if is_branched(view) else self.context.limits.page_size
-        qo_indptr = buffers(_name("qo_indptr"))[: rows + 1]
         is_own = view.forward_mode.is_ragged and not buffers.in_graph
         counted = Rows.of(view, page_size) if is_own else None
-        if counted is not None:
-            max_q_len = max(counted.num_q, default=1)
-        elif view.forward_mode.is_ragged:
-            max_q_len = shape.num_tokens
-        else:
-            max_q_len = 1 if is_branched(view) else view.tokens_per_request
-        sets = {}
-        is_masked = view.tree_mask is not None
-        for window in (None, *self._windows):
-            if is_masked and self.context.limits.draft.topk == 1:
-                raise EngineError(
-                    "the batch's drafts are a tree, and the lane was laid out for chains: its"
-                    " limits.draft.topk is 1",
-                    hint="build the backend with Limits(draft=DraftLimits(topk=...)) of the draft",
-                )
-            tensors = {
-                "kv_indptr": buffers(_name("kv_indptr", window))[: rows + 1],
-                "kv_indices": buffers(_name("kv_indices", window)),
-                "kv_last_page_len": buffers(_name("kv_last_page_len", window))[:rows],
-            }
-            if is_masked:
-                tensors["mask"] = buffers(_name("mask", window))
-                tensors["mask_indptr"] = buffers(_name("mask_indptr", window))[: rows + 1]
+        if view.tree_mask is not None and self.context.limits.draft.topk == 1:
+            raise EngineError(
+                "the batch's drafts are a tree, and the lane was laid out for chains: its"
+                " limits.draft.topk is 1",
+                hint="build the backend with Limits(draft=DraftLimits(topk=...)) of the draft",
+            )
+        qo_indptr = buffers(_name("qo_indptr"))[: num_rows(view) + 1]
+
+        def indices(window: int | None) -> PagedIndices:
+            tensors = self._bind_set(view, window, buffers)
+            arguments = self._arguments(view, window, page_size)
             plan = self.kernels.make_plan(
-                _name("", window),
-                self._arguments(view, window, page_size),
-                buffers,
-                {"qo_indptr": qo_indptr, **tensors},
+                _name("", window), arguments, buffers, {"qo_indptr": qo_indptr, **tensors}
             )
-            max_kv_len = (
-                self._max_kv_len(view, shape, window)
-                if counted is None
-                else max(counted.within(window, page_size).num_kv, default=1)
-            )
-            sets[window] = PagedIndices(**tensors, plan=plan, max_kv_len=max_kv_len)
-        full = sets.pop(None)
+            most = self._max_kv_len(view, shape, window)
+            if counted is not None:
+                most = max(counted.within(window, page_size).num_kv, default=1)
+            return PagedIndices(**tensors, plan=plan, max_kv_len=most)
+
+        full = indices(None)
         return FlashInferMetadata(
             **{name: getattr(full, name) for name in PagedIndices.__slots__},
             out_cache_loc=view.out_cache_loc,
             qo_indptr=qo_indptr,
             page_size=page_size,
-            windows={window: indices for window, indices in sets.items() if window is not None},
-            max_q_len=max_q_len,
+            windows={window: indices(window) for window in self._windows},
+            max_q_len=self._max_q_len(view, shape, counted),
         )
+
+    def _bind_set(
+        self, view: ForwardBatch, window: int | None, buffers: Buffers
+    ) -> dict[str, torch.Tensor]:
+        """Return the tensors of one set of indices, by the names of the metadata's fields."""
+        rows = num_rows(view)
+        tensors = {
+            "kv_indptr": buffers(_name("kv_indptr", window))[: rows + 1],
+            "kv_indices": buffers(_name("kv_indices", window)),
+            "kv_last_page_len": buffers(_name("kv_last_page_len", window))[:rows],
+        }
+        if view.tree_mask is not None:
+            tensors["mask"] = buffers(_name("mask", window))
+            tensors["mask_indptr"] = buffers(_name("mask_indptr", window))[: rows + 1]
+        return tensors
+
+    def _max_q_len(self, view: ForwardBatch, shape: GraphShape, counted: Rows | None) -> int:
+        """Return the most queries that a row of any batch of ``shape`` can have; of ``counted`` rows theirs."""
+        if counted is not None:
+            return max(counted.num_q, default=1)
+        if view.forward_mode.is_ragged:
+            return shape.num_tokens
+        return 1 if is_branched(view) else view.tokens_per_request
 
     def _max_kv_len(self, view: ForwardBatch, shape: GraphShape, window: int | None) -> int:
         """Return the most keys that a row of any batch of ``shape`` can have."""
