@@ -174,7 +174,7 @@ class FlashInferBackend(AttentionBackend):
         return tensors
 
     def _max_q_len(self, view: ForwardBatch, shape: GraphShape, counted: Rows | None) -> int:
-        """Return the most queries that a row of any batch of ``shape`` can have; of ``counted`` rows theirs."""
+        """Return the most queries of a row in any batch of ``shape``, or of the ``counted`` rows."""
         if counted is not None:
             return max(counted.num_q, default=1)
         if view.forward_mode.is_ragged:
