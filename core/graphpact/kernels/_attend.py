@@ -12,7 +12,7 @@ Does not: know any library's index tensors; each kernel turns its own into slots
 import functools
 import itertools
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch.nn import functional
@@ -81,6 +81,8 @@ class Step:
         by = rule.sliding_window, rule.is_causal
         if by not in self.masks:
             keys, width = self.keys, self.width
+            if width == 1:  # it stands at the last key: no key is behind it
+                rule = replace(rule, is_causal=False)
             at = (keys.lens - width)[:, None] + torch.arange(width)
             self.masks[by] = visible(at, keys.slots.shape[1], keys.seen, rule)
         return self.masks[by]

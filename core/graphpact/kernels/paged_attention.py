@@ -57,16 +57,16 @@ class _Layout:
             return None
         return (self.o_indptr[1:] - self.o_indptr[:-1]) * self.kv_chunk_size
 
-    def keys(self, kv_lens: torch.Tensor, num_keys: int) -> Keys:
+    def keys(self, kv_lens: torch.Tensor, num_keys: int, planned: torch.Tensor | None) -> Keys:
         """Return the keys of every request; as many columns as ``num_keys``, in whole pages."""
         size, device = self.page_size, kv_lens.device
         if not len(self.kv_indices):  # nobody has a key
-            return Keys(kv_lens.new_zeros(len(kv_lens), size), kv_lens, self.planned())
+            return Keys(kv_lens.new_zeros(len(kv_lens), size), kv_lens, planned)
         page = torch.arange(-(-num_keys // size), device=device)
         entry = (self.kv_indptr[:-1, None] + page).clamp_(max=self.kv_indices.shape[0] - 1)
         first = self.kv_indices[entry] * size
         slots = (first[:, :, None] + torch.arange(size, device=device)).flatten(1)
-        return Keys(own_slots(slots, kv_lens), kv_lens, self.planned())
+        return Keys(own_slots(slots, kv_lens), kv_lens, planned)
 
 
 _steps = Steps()
@@ -87,8 +87,13 @@ def _step_of(q: torch.Tensor, layout: _Layout) -> Step:
 
     def make() -> Step:
         lengths = _check(q, layout, qo_indptr, kv_indptr, last_page_len)
-        keys = layout.keys(torch.tensor(lengths), max(1, *lengths) if lengths else 1)
-        return Step(qo_indptr, lengths, keys)
+        planned = layout.planned()
+        if planned is not None and all(
+            most >= length for most, length in zip(planned.tolist(), lengths, strict=True)
+        ):
+            planned = None  # the plan covers everything
+        longest = max(1, *lengths) if lengths else 1
+        return Step(qo_indptr, lengths, layout.keys(torch.tensor(lengths), longest, planned))
 
     return _steps.find(numbers, layout.kv_indices[: max(kv_indptr[-1], 0)], make)
 
@@ -168,7 +173,7 @@ def _attend_padded(
     out: torch.Tensor,
 ) -> None:
     """Attend without reading anything on the host: every request padded to the bounds."""
-    keys = layout.keys(layout.kv_lens(), layout.max_kv_len)
+    keys = layout.keys(layout.kv_lens(), layout.max_kv_len, layout.planned())
     mask = None
     if layout.mask is not None and layout.mask_indptr is not None:
         row = torch.arange(layout.max_q_len, device=q.device)[None, :, None]

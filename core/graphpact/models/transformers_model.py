@@ -2,8 +2,8 @@
 
 The model calls attention through transformers' ``AttentionInterface``, under a name for which no mask
 is registered, so no mask is built; tokens of all requests come as one flat sequence, told apart by the
-metadata of the backend. What each layer asks of attention is seen by running one token once. Layers with
-latents (MLA) attend over them where that is asked for, see `graphpact.models.latents`.
+metadata of the backend. What each layer asks of attention is seen by running two tokens at one position
+once. Layers with latents (MLA) attend over them where that is asked for, see `graphpact.models.latents`.
 
 Does not: change a model's code, keep a cache of its own, or pick a backend.
 """
