@@ -9,10 +9,18 @@ from typing import Any
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # before transformers is imported
 
+import pytest
 import torch
 import transformers
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 
 transformers.utils.logging.disable_progress_bar()
+
+needs_seam = pytest.mark.skipif(
+    not hasattr(DeepseekV3Attention, "expand_kv"),
+    reason=f"transformers {transformers.__version__} has no expand_kv; 5.15 has",
+)
+"""For what runs latents in absorbed form: older versions of transformers have no seam for it."""
 
 VOCAB = 199
 

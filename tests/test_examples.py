@@ -7,6 +7,7 @@ import pytest
 import torch
 import transformers
 
+from checkpoints import needs_seam
 from graphpact.config import EngineConfig
 from graphpact.engine import Engine, SamplingParams
 
@@ -50,7 +51,11 @@ def test_the_planted_bugs_are_silent_and_then_named(capsys: pytest.CaptureFixtur
 
 @pytest.mark.parametrize(
     ("file", "backend"),
-    [("demo.toml", "flashinfer"), ("demo.toml", "fa3"), ("deepseek.toml", "trtllm_mla")],
+    [
+        ("demo.toml", "flashinfer"),
+        ("demo.toml", "fa3"),
+        pytest.param("deepseek.toml", "trtllm_mla", marks=needs_seam),
+    ],
 )
 def test_every_backend_by_name_writes_what_transformers_writes(file: str, backend: str) -> None:
     """The demo's prompts, greedy, give transformers' tokens through graphs that are all verified."""

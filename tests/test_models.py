@@ -54,7 +54,7 @@ def test_layers_are_what_the_model_asks_of_attention(checkpoint: Callable[..., P
         ("dynamic_rope", "scaled by the longest sequence"),
         ("bart", "positions, or a mixing of tokens, of its own"),
         ("phimoe", "a sliding window of 16 that its attention is not told of"),
-        ("mpt", "without masks and caches"),
+        ("mpt", "without masks and caches|0 attend through"),
         ("lfm2", "a state besides keys and values|1 attend through"),
     ],
 )

@@ -10,6 +10,7 @@ import torch
 import transformers
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 
+from checkpoints import needs_seam
 from graphpact import ForwardBatch, ForwardMode, LayerSpec, models
 from graphpact.attention import HeadLayout
 from graphpact.config import EngineConfig
@@ -17,11 +18,6 @@ from graphpact.engine import Engine, SamplingParams
 from graphpact.errors import UnsupportedModelError
 from graphpact_flashinfer import FlashInferBackend
 from support import Catalog
-
-needs_seam = pytest.mark.skipif(
-    not hasattr(DeepseekV3Attention, "expand_kv"),
-    reason=f"transformers {transformers.__version__} has no expand_kv; 5.15 has",
-)
 
 YARN = {
     "rope_type": "yarn",

@@ -8,18 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 
-from checkpoints import save_random_checkpoint
+from checkpoints import needs_seam, save_random_checkpoint
 from graphpact.attention import HeadLayout
 from graphpact.config import EngineConfig
 from graphpact.engine import Engine, SamplingParams
 from graphpact.errors import ConfigError, UnsupportedModelError
 
-needs_seam = pytest.mark.skipif(
-    not hasattr(DeepseekV3Attention, "expand_kv"),
-    reason=f"transformers {transformers.__version__} has no expand_kv; 5.15 has",
-)
 # Lengths from one token to several pages, in an order that makes batches grow and shrink.
 PROMPT_LENGTHS = (1, 5, 63, 64, 40, 3, 65, 2)
 
