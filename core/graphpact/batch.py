@@ -171,8 +171,18 @@ class ForwardBatch:
         """
         if self.forward_mode is ForwardMode.TARGET_VERIFY:
             return self.tokens_per_request
-        is_chain = self.forward_mode is ForwardMode.DRAFT_DECODE and self.tokens_per_request == 1
-        return self.num_draft_steps if is_chain else 0
+        is_draft = self.forward_mode is ForwardMode.DRAFT_DECODE
+        return self.num_draft_steps if is_draft and not self.is_branched else 0
+
+    @property
+    def is_branched(self) -> bool:
+        """Whether each request of a draft decode has more than one branch."""
+        return self.forward_mode is ForwardMode.DRAFT_DECODE and self.tokens_per_request > 1
+
+    @property
+    def is_tree(self) -> bool:
+        """Whether drafts are a tree: what a draft token sees is then no range of positions."""
+        return self.tree_mask is not None or self.is_branched
 
     @property
     def num_draft_steps(self) -> int:

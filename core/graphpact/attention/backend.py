@@ -300,6 +300,8 @@ class AttentionBackend(abc.ABC):
         buffers: Callable[[int], Buffers],
     ) -> Any:
         """Bind and fill metadata; ``buffers`` gives those of a step."""
+        if view.is_tree:
+            self._require_trees()
         if view.out_cache_loc.dim() > 1:  # of a draft decode, or of an idle rank in one
             metadata: Any = DraftMetadata(
                 tuple(
@@ -311,6 +313,24 @@ class AttentionBackend(abc.ABC):
             metadata = self.allocate_metadata(view, shape, buffers(0))
         self._refresh_metadata(view, metadata, fill=True)
         return metadata
+
+    def _require_trees(self) -> None:
+        """Refuse drafts that are a tree where the kernels, or the slots, are for chains.
+
+        Raises:
+            EngineError: Says which.
+        """
+        if not self.capabilities.trees:
+            raise EngineError(
+                f"the batch's drafts are a tree, and {type(self).__name__} serves chains alone",
+                hint="draft without branches, or select an attention backend whose capabilities have trees",
+            )
+        if self.context.limits.draft.topk == 1:
+            raise EngineError(
+                "the batch's drafts are a tree, and the lane was laid out for chains: its"
+                " limits.draft.topk is 1",
+                hint="build the backend with Limits(draft=DraftLimits(topk=...)) of the draft",
+            )
 
     def _refresh_metadata(self, view: ForwardBatch, metadata: Any, *, fill: bool) -> None:
         plan = self.plan_metadata

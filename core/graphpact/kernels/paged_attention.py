@@ -92,8 +92,8 @@ def _step_of(q: torch.Tensor, layout: _Layout) -> Step:
             most >= length for most, length in zip(planned.tolist(), lengths, strict=True)
         ):
             planned = None  # the plan covers everything
-        longest = max(1, *lengths) if lengths else 1
-        return Step(qo_indptr, lengths, layout.keys(torch.tensor(lengths), longest, planned))
+        keys = layout.keys(torch.tensor(lengths), max([1, *lengths]), planned)
+        return Step(qo_indptr, lengths, keys)
 
     return _steps.find(numbers, layout.kv_indices[: max(kv_indptr[-1], 0)], make)
 

@@ -27,7 +27,6 @@ from graphpact import (
     PaddingPolicy,
 )
 from graphpact.attention import Buffers, GraphSupport, HeadLayout
-from graphpact.errors import EngineError
 from graphpact.kernels import (
     merge_states,
     schedule_size,
@@ -37,7 +36,7 @@ from graphpact.kernels import (
 )
 from graphpact_fa3.kernels import FA3Kernels, NativeKernels, PortableKernels
 from graphpact_fa3.metadata import FA3Metadata, KeyRows, TreeMetadata
-from graphpact_fa3.tree import fill_tree, is_tree
+from graphpact_fa3.tree import fill_tree
 
 
 class FA3Backend(AttentionBackend):
@@ -109,10 +108,9 @@ class FA3Backend(AttentionBackend):
         the lengths on the host, since what a GPU computes grows with them.
 
         Raises:
-            EngineError: Drafts that are a tree in a lane that was laid out for chains, or a ragged batch
-                without its lengths.
+            EngineError: A ragged batch without its lengths.
         """
-        limits, in_tree = self.context.limits, is_tree(view)
+        limits, in_tree = self.context.limits, view.is_tree
         max_q, max_k = view.tokens_per_request, limits.max_context_len
         if view.forward_mode.is_ragged:
             max_q = shape.num_tokens if buffers.in_graph else _most(view.required_extend_lens()[1])
@@ -134,13 +132,6 @@ class FA3Backend(AttentionBackend):
         )
 
     def _allocate_tree(self, buffers: Buffers) -> TreeMetadata:
-        if self.context.limits.draft.topk == 1:
-            raise EngineError(
-                "the batch's drafts are a tree, and the lane was laid out for chains: its"
-                " limits.draft.topk is 1",
-                hint="build the backend with Limits(draft=DraftLimits(topk=...)) of the draft",
-            )
-
         # Asked for once: in an eager step each call makes another.
         cu_seqlens_q = buffers("fa3.tree.cu_seqlens_q")
 

@@ -18,13 +18,6 @@ from graphpact import ForwardBatch
 from graphpact_fa3.metadata import KeyRows, TreeMetadata
 
 
-def is_tree(view: ForwardBatch) -> bool:
-    """Return whether the drafts of ``view`` are a tree: what a token sees is no range of positions."""
-    if view.draft_step is not None:
-        return view.tokens_per_request > 1
-    return view.tree_mask is not None
-
-
 @dataclass(frozen=True, slots=True)
 class _Drafts:
     """The drafts of a step, ``n`` to choose from for each of ``T`` tokens.
@@ -48,7 +41,7 @@ def _drafts_of(view: ForwardBatch) -> _Drafts:
         depths = torch.arange(view.draft_step + 1, device=view.device)
         return _Drafts(slots, torch.ones_like(slots, dtype=torch.bool), depths, view.draft_step)
     sees = view.tree_mask
-    assert sees is not None  # noqa: S101  of a verify with a tree; see is_tree
+    assert sees is not None  # noqa: S101  of a verify with a tree
     width = sees.shape[1]
     depth = sees.sum(dim=1) - 1
 

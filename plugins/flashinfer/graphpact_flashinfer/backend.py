@@ -28,7 +28,7 @@ from graphpact.kernels import pack_kv_indices, pack_tree_mask, write_indptr, wri
 from graphpact_flashinfer.kernels import FlashInferKernels, PortableKernels, max_chunks
 from graphpact_flashinfer.metadata import FlashInferMetadata, PagedIndices, PlanArguments
 from graphpact_flashinfer.native import NativeKernels
-from graphpact_flashinfer.rows import Rows, is_branched, num_rows
+from graphpact_flashinfer.rows import Rows, num_rows
 
 _REBUILT = "every step writes all rows of the padded extent"
 _RAGGED = "kernels read up to the last offset, as far as each step writes it"
@@ -126,15 +126,9 @@ class FlashInferBackend(AttentionBackend):
         The bounds are those of every batch of the shape; of an eager extend they are its own, from the
         lengths on the host, since what a GPU computes grows with them.
         """
-        page_size = 1 if is_branched(view) else self.context.limits.page_size
+        page_size = 1 if view.is_branched else self.context.limits.page_size
         is_own = view.forward_mode.is_ragged and not buffers.in_graph
         counted = Rows.of(view, page_size) if is_own else None
-        if view.tree_mask is not None and self.context.limits.draft.topk == 1:
-            raise EngineError(
-                "the batch's drafts are a tree, and the lane was laid out for chains: its"
-                " limits.draft.topk is 1",
-                hint="build the backend with Limits(draft=DraftLimits(topk=...)) of the draft",
-            )
         qo_indptr = buffers(_name("qo_indptr"))[: num_rows(view) + 1]
 
         def indices(window: int | None) -> PagedIndices:
@@ -179,13 +173,13 @@ class FlashInferBackend(AttentionBackend):
             return max(counted.num_q, default=1)
         if view.forward_mode.is_ragged:
             return shape.num_tokens
-        return 1 if is_branched(view) else view.tokens_per_request
+        return 1 if view.is_branched else view.tokens_per_request
 
     def _max_kv_len(self, view: ForwardBatch, shape: GraphShape, window: int | None) -> int:
         """Return the most keys that a row of any batch of ``shape`` can have."""
         limits = self.context.limits
         is_ragged = view.forward_mode.is_ragged
-        most = _most_keys(limits) if is_branched(view) else limits.max_context_len
+        most = _most_keys(limits) if view.is_branched else limits.max_context_len
         if window is not None:
             queries = shape.num_tokens if is_ragged else view.tokens_per_request
             most = min(most, window + queries + limits.page_size)
@@ -220,7 +214,7 @@ class FlashInferBackend(AttentionBackend):
             num_q = self._fill_ragged_queries(view, metadata)
             # The fake request: as many keys as queries; of row 0, all of whose slots are scratch.
             lens = torch.cat([lens, num_q[-1:]])
-        elif is_branched(view):
+        elif view.is_branched:
             num_q = 1
             torch.arange(view.num_tokens + 1, out=metadata.qo_indptr)
             lens = lens.repeat_interleave(width, output_size=view.num_tokens)
@@ -259,9 +253,7 @@ class FlashInferBackend(AttentionBackend):
         write_indptr((held + (size - 1)) // size, out=indices.kv_indptr)
         indices.kv_last_page_len.copy_((held - 1) % size + 1)
         real = len(requests)
-        if (
-            view.forward_mode.is_ragged
-        ):  # what follows the real pages is the fake request's: scratch
+        if view.forward_mode.is_ragged:  # behind the real pages lie the fake request's: scratch
             indices.kv_indices.zero_()
         pack_kv_indices(
             self.context.req_to_token,
@@ -271,7 +263,7 @@ class FlashInferBackend(AttentionBackend):
             out=indices.kv_indices,
             first_page=None if first is None else first[:real],
         )
-        if is_branched(view):
+        if view.is_branched:
             _put_branches(view, indices, window)
         if view.tree_mask is not None and indices.mask is not None:
             pack_tree_mask(

@@ -8,7 +8,7 @@ Does not: touch a tensor of the device.
 
 from dataclasses import dataclass
 
-from graphpact import ForwardBatch, ForwardMode
+from graphpact import ForwardBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class Rows:
             fake = FakeRequest.of(view.num_tokens, sum(queries), page_size)
             return cls([*queries, fake.pad_tokens], [*keys, fake.extra_kv])
         width = view.tokens_per_request
-        if is_branched(view):
+        if view.is_branched:
             return cls([1] * view.num_tokens, [n for n in keys for _ in range(width)])
         return cls([width] * len(keys), keys)
 
@@ -76,13 +76,8 @@ class Rows:
         return Rows(self.num_q, keys)
 
 
-def is_branched(view: ForwardBatch) -> bool:
-    """Return whether each request of a draft decode has more than one branch."""
-    return view.forward_mode is ForwardMode.DRAFT_DECODE and view.tokens_per_request > 1
-
-
 def num_rows(view: ForwardBatch) -> int:
     """Return how many rows the kernels see of ``view``."""
     if view.forward_mode.is_ragged:
         return view.batch_size + 1
-    return view.num_tokens if is_branched(view) else view.batch_size
+    return view.num_tokens if view.is_branched else view.batch_size

@@ -23,7 +23,6 @@ from graphpact import (
     PaddingPolicy,
 )
 from graphpact.attention import Buffers, GraphSupport, HeadLayout
-from graphpact.errors import EngineError
 from graphpact.kernels import write_indptr
 from graphpact_trtllm_mla.operators import BLOCK_KEYS, pack_block_table
 from graphpact_trtllm_mla.providers import NativeKernels, PortableKernels
@@ -106,11 +105,6 @@ class TRTLLMMLABackend(AttentionBackend):
         The bounds of what a graph reads hold for every batch of its shape; those of an eager batch are its
         own, from the lengths on the host.
         """
-        if view.tree_mask is not None:
-            raise EngineError(
-                "the batch's drafts are a tree, and trtllm_mla serves chains alone",
-                hint="draft without branches, or select an attention backend whose capabilities have trees",
-            )
         max_q, max_k = view.tokens_per_request, self.context.limits.max_context_len
         if shape.mode.is_ragged:
             max_q = shape.num_tokens

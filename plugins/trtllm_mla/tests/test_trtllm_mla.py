@@ -415,6 +415,26 @@ def test_an_extend_batch_needs_its_lengths() -> None:
         rig.make().init_metadata_eager(batch)
 
 
+@pytest.mark.parametrize("mode", [ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_DECODE])
+def test_drafts_that_branch_are_refused(mode: ForwardMode) -> None:
+    """A tree to verify, and a draft of two branches a request, are refused: the backend serves chains."""
+    tokens = torch.zeros(2, dtype=torch.int64)
+    is_verify = mode is ForwardMode.TARGET_VERIFY
+    batch = ForwardBatch(
+        forward_mode=mode,
+        batch_size=1,
+        input_ids=tokens,
+        positions=tokens,
+        out_cache_loc=tokens if is_verify else tokens[:, None],
+        req_pool_indices=tokens[:1],
+        seq_lens=tokens[:1] + 5,
+        seq_lens_cpu=tokens[:1] + 5,
+        tree_mask=torch.ones(2, 2, dtype=torch.bool) if is_verify else None,
+    )
+    with pytest.raises(EngineError, match="TRTLLMMLABackend serves chains alone"):
+        RIGS[32].make().init_metadata_eager(batch)
+
+
 def test_declared_capabilities() -> None:
     """Latents only, pages of 32 and 64, every mode in graphs; no windows, caps, sinks or branches."""
     declared = TRTLLMMLABackend.capabilities
