@@ -109,9 +109,33 @@ class UnallocatedSlotError(SlotError, RuntimeError):
 
 
 class ContractError(GraphpactError):
-    """A promise between capture and replay was broken."""
+    """A promise between capture and replay was broken.
+
+    Args:
+        message: See `GraphpactError`.
+        hint: See `GraphpactError`.
+        rule: Id of the rule that was broken, such as ``"GP03"``; None where that is not known.
+            `graphpact explain` tells about each.
+    """
 
     code = 1
+
+    def __init__(self, message: str, *, hint: str | None = None, rule: str | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.rule = rule
+
+
+class KernelRefusal(RuntimeError):  # noqa: N818  it is no error of the kernel's
+    """A kernel's own check refuses what it was given, before it reads or writes anything.
+
+    Args:
+        message: What was given, and what the kernel takes.
+        rule: Id of the rule that the caller broke.
+    """
+
+    def __init__(self, message: str, *, rule: str) -> None:
+        super().__init__(message)
+        self.rule = rule
 
 
 class PactBreach(ContractError):  # noqa: N818  the field's word for it
@@ -120,13 +144,13 @@ class PactBreach(ContractError):  # noqa: N818  the field's word for it
     Args:
         message: Shape and first field in one line, then a table of all fields that differ.
         hint: What to do about the first.
-        breaches: Every difference that was found, in the order of the walk.
+        breaches: Every difference that was found, in the order of the walk; the first names the rule.
     """
 
     def __init__(
         self, message: str, *, hint: str | None = None, breaches: Sequence["Breach"] = ()
     ) -> None:
-        super().__init__(message, hint=hint)
+        super().__init__(message, hint=hint, rule=breaches[0].broken if breaches else None)
         self.breaches = tuple(breaches)
 
 

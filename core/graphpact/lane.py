@@ -303,6 +303,7 @@ class Lane:
                 f"lane {self.name!r}: the dummy batch of {shape} writes KV slot {slot}, which a live request"
                 " may own",
                 hint="a dummy batch lies on scratch: request row 0, KV slot 0",
+                rule="GP19",
             )
 
     def _held_by_backend(self, used: set[int]) -> list[str]:
@@ -335,6 +336,7 @@ class Lane:
                     f"lane {self.name!r}: {shape}: the graph reads {path}, which is no slot's memory",
                     hint="declare it in declare_slots() and take it from buffers(name): what is no slot,"
                     " no report shows and no strict lane poisons",
+                    rule="GP01",
                 )
 
     def _records_metadata(self, asked: bool | None) -> bool:  # noqa: FBT001  a setting, handed on

@@ -33,6 +33,18 @@ Rule = Literal[
 _BOUNDED = "graphpact.bounded"  # the key of the mark in a field's metadata
 _MOST_ROWS = 12  # of the table of breaches
 _TENSOR_RULES: tuple[Rule, ...] = ("address", "shape", "stride", "dtype", "device")
+_BROKEN: dict[Rule, str] = {  # which rule of the contract a difference breaks
+    "address": "GP01",
+    "device": "GP01",
+    "shape": "GP07",
+    "stride": "GP07",
+    "dtype": "GP07",
+    "value": "GP08",
+    "bound": "GP08",
+    "type": "GP10",
+    "fields": "GP10",
+    "length": "GP05",
+}
 _ADVICE: dict[Rule, str] = {
     "address": "copy into the captured tensor instead of making a new one",
     "shape": "take the slice that capture took: recorded kernels read the captured extent",
@@ -219,6 +231,11 @@ class Breach:
     replayed: str
     owner: str | None
     advice: str
+
+    @property
+    def broken(self) -> str:
+        """Id of the contract's rule that it breaks."""
+        return _BROKEN[self.rule]
 
     @property
     def text(self) -> str:

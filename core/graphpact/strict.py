@@ -125,6 +125,7 @@ class StrictGuard:
                     f"lane {lane.name!r}: the logits are outputs of the graph of {shape}, read after another"
                     " graph of the driver was replayed",
                     hint="copy outputs out before the next replay",
+                    rule="GP15",
                 )
         if rows:
             raise PoisonError(
@@ -158,6 +159,7 @@ def _require_twins(batch: ForwardBatch) -> None:
             raise ReplayError(
                 f"{name} of the batch is {twin.tolist()}, {name.removesuffix('_cpu')} is {other.tolist()}",
                 hint="kernels read the one, plans are made from the other: set both to the same lengths",
+                rule="GP09",
             )
 
 

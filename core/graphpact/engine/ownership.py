@@ -83,4 +83,5 @@ class EngineOwnership:
                 raise ReplayError(
                     f"a step wrote {what} in KV slot {slot}, which no live request owns",
                     hint="padded tokens write slot 0, which is scratch: reset the tail of out_cache_loc",
+                    rule="GP04",
                 )

@@ -63,6 +63,7 @@ class CudaGraph(Graph):
                 raise ReplayError(
                     f"a replay is refused: {error}",
                     hint="keep what a graph reads for as long as the graph, and copy into it",
+                    rule="GP14",
                 ) from error
 
     def release(self) -> None:
@@ -211,6 +212,7 @@ class CudaDriver(GraphDriver):
                         f"the region cannot be captured as a CUDA graph: {error}",
                         hint="host reads, allocations of the driver and synchronisation are not allowed in"
                         " it; the strict tape names the line",
+                        rule="GP20",
                     ) from error
                 except BaseException:
                     self._abandon(capture)
@@ -270,6 +272,7 @@ class CudaDriver(GraphDriver):
             raise ReplayError(
                 f"the host waits for the device while a replay is prepared: {error}",
                 hint="keep the value in a tensor, or take it from the host's copy, such as seq_lens_cpu",
+                rule="GP20",
             ) from error
         finally:
             torch.cuda.set_sync_debug_mode(before)

@@ -322,9 +322,9 @@ class HostReadGuard(TorchFunctionMode):
         if mask and isinstance(value, torch.Tensor) and value not in self.host:
             raise self.host_read("an assignment by a mask")
 
-    def refusal(self, what: str, hint: str) -> ContractError:
+    def refusal(self, what: str, hint: str, rule: str = "GP20") -> ContractError:
         """Return the error for ``what`` the caller's line does."""
-        error = self.error(f"{what} {self.when}, at {Line()}", hint=hint)
+        error = self.error(f"{what} {self.when}, at {Line()}", hint=hint, rule=rule)
         self.refused = self.refused or error
         return error
 

@@ -144,6 +144,7 @@ class _Copy:
             f"host memory {name} was rewritten while a copy from it was in flight, begun at {self._line}",
             hint="record an event after copy_async() and synchronize() it before writing the memory again,"
             " or take turns between two buffers",
+            rule="GP16",
         )
 
     def carry_out(self) -> None:
@@ -213,6 +214,7 @@ class Order:
             raise CaptureError(
                 f"a capture waits for an event of before it, or of another one, at {Line()}",
                 hint="wait before the capture; inside it, streams wait for what the capture recorded",
+                rule="GP20",
             )
 
     def check_joined(self) -> None:
@@ -223,6 +225,7 @@ class Order:
                     "a side stream was given work and is not joined at the end of the region; its last"
                     f" work was at {stream.last_line}",
                     hint="let driver.current_stream() wait_stream(side) before the region returns",
+                    rule="GP20",
                 )
 
     def _has_joined(self, stream: TapeStream) -> bool:
@@ -249,6 +252,7 @@ class Order:
             raise error(
                 f"{what} runs on a stream that is no part of the capture, at {line}",
                 hint="let the side stream wait_stream(driver.current_stream()) before it is given work",
+                rule="GP10",
             )
         stream.clock[stream.number] += 1
         stream.last_line = line
@@ -304,6 +308,7 @@ class Order:
                     f"two streams use {name} in no order: {a.what} {_VERB[a.writes]} it at {a.line},"
                     f" and {what} {_VERB[writes]} it at {line}",
                     hint="let one stream wait for the other: wait_stream(), or an event between them",
+                    rule="GP16",
                 )
         same = (stream.number, writes, *_layout(view))
         earlier[:] = [a for a in earlier if (a.stream, a.writes, *_layout(a.view)) != same]
@@ -349,6 +354,7 @@ class Order:
             raise CaptureError(
                 f"the host waits for the device while a graph is recorded, at {Line()}",
                 hint="wait before or after the replay; inside a graph, streams wait for each other",
+                rule="GP20",
             )
         with self.unwatched():
             self._check_copies()

@@ -288,6 +288,7 @@ class EagerCall:
         return ReplayError(
             f"the eager call {name} between two segments returned {captured} at capture and {now} now",
             hint="the next segment was recorded with the captured one: return the same shapes, padded",
+            rule="GP07",
         )
 
 

@@ -74,6 +74,7 @@ class _External:
             f"{self.name} {how}, and the graph uses it where it was: {self.first_use}",
             hint="keep the tensor for as long as the graph, make it at its largest size before capture, and"
             " copy into it",
+            rule="GP14",
         )
 
 
@@ -143,6 +144,7 @@ class StrictRecorder(Recorder):
                 raise CaptureError(
                     "the region seeded the random numbers, which a replay does not repeat",
                     hint="seed before the replay",
+                    rule="GP18",
                 )
             for external in self.external:
                 if external.tensor.storage.expired():
@@ -163,6 +165,7 @@ class StrictRecorder(Recorder):
                 raise self.guard.refusal(
                     f"{func} draws from a generator of its own",
                     "use the device's default generator: a graph advances no other",
+                    "GP18",
                 )
         written = written_by(func, args, kwargs)
         for tensor in written:
@@ -257,6 +260,7 @@ class StrictRecorder(Recorder):
                 f"{func} writes {name}, which nobody declared as written,",
                 "a graph writes slots of its registry, the KV cache, and what it allocates itself: make the"
                 " memory a slot",
+                "GP19",
             )
         if storage not in self._undo:
             memory = _whole(tensor.untyped_storage(), torch.uint8, tensor.device)
@@ -269,6 +273,7 @@ class StrictRecorder(Recorder):
                     f"{func} uses memory that another graph's capture allocated",
                     "the pool may give it away and every replay may overwrite it: allocate what graphs"
                     " share before the first capture, or copy outputs out",
+                    "GP15",
                 )
 
 
@@ -374,6 +379,7 @@ class _PreparationWatch(Watcher):
                 raise self.guard.refusal(
                     f"{func} writes {name}, which the preparation of a replay only reads,",
                     "write slots: what graphs read besides them, and the batch, belongs to others",
+                    "GP19",
                 )
         given = tensors_of((args, kwargs))
         self._order.carry_out()
@@ -535,6 +541,7 @@ def _check_rearmed(
             f"a second replay on the same inputs gives another result{where}",
             hint="reset counters and flags inside the graph, before their first use: the host set them once,"
             " a replay does not",
+            rule="GP18",
         )
 
 

@@ -12,6 +12,7 @@ Does not: write the KV cache.
 
 import torch
 
+from graphpact.errors import KernelRefusal
 from graphpact.kernels import _library
 from graphpact.kernels._attend import (
     Keys,
@@ -183,26 +184,34 @@ def _check(
     """Make the checks of a CPU."""
     bs, num_pages = page_table.shape
     if len(offsets) != bs + 1 or len(lengths) != bs:
-        raise RuntimeError(
+        raise KernelRefusal(
             f"page_table has {bs} rows, cu_seqlens_q {len(offsets)} and cache_seqlens {len(lengths)}:"
-            " they go by requests, and the offsets have one more"
+            " they go by requests, and the offsets have one more",
+            rule="GP05",
         )
     if offsets[0] != 0 or offsets != sorted(offsets) or offsets[-1] > q.shape[0]:
-        raise RuntimeError(f"cu_seqlens_q is {offsets}, for {q.shape[0]} query rows")
+        raise KernelRefusal(
+            f"cu_seqlens_q is {offsets}, for {q.shape[0]} query rows",
+            rule="GP05",
+        )
     for i, length in enumerate(lengths):
         num_q = offsets[i + 1] - offsets[i]
         if num_q > max_seqlen_q:
-            raise RuntimeError(f"request {i}: {num_q} queries, max_seqlen_q is {max_seqlen_q}")
+            raise KernelRefusal(
+                f"request {i}: {num_q} queries, max_seqlen_q is {max_seqlen_q}", rule="GP08"
+            )
         if not 0 <= length <= num_pages * page_size:
-            raise RuntimeError(
-                f"request {i}: {length} keys, its row of page_table holds {num_pages * page_size}"
+            raise KernelRefusal(
+                f"request {i}: {length} keys, its row of page_table holds {num_pages * page_size}",
+                rule="GP13",
             )
     if schedule is not None:
         rest = schedule[1 + 2 * _round4(bs) :]
         if schedule.shape[0] < schedule_size(bs) or bool(schedule[0] != 0) or bool(rest.any()):
-            raise RuntimeError(
+            raise KernelRefusal(
                 f"scheduler_metadata of {schedule.shape[0]} numbers for {bs} requests: it begins with 0,"
-                f" has at least {schedule_size(bs)} numbers, and zeros after those of each request"
+                f" has at least {schedule_size(bs)} numbers, and zeros after those of each request",
+                rule="GP09",
             )
 
 

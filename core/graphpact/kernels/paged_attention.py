@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
+from graphpact.errors import KernelRefusal
 from graphpact.kernels import _library
 from graphpact.kernels._attend import (
     Keys,
@@ -108,31 +109,42 @@ def _check(
     """Make FlashInfer's checks, and those of the bounds; return key counts."""
     capacity, page_size = layout.kv_indices.shape[0], layout.page_size
     if qo_indptr[0] != 0 or qo_indptr[-1] != q.shape[0]:
-        raise RuntimeError(
-            f"qo_indptr goes from {qo_indptr[0]} to {qo_indptr[-1]}, q has {q.shape[0]} rows"
+        raise KernelRefusal(
+            f"qo_indptr goes from {qo_indptr[0]} to {qo_indptr[-1]}, q has {q.shape[0]} rows",
+            rule="GP05",
         )
     if kv_indptr[0] != 0 or kv_indptr[-1] > capacity:
-        raise RuntimeError(
-            f"kv_indptr goes from {kv_indptr[0]} to {kv_indptr[-1]}, kv_indices has {capacity} rows"
+        raise KernelRefusal(
+            f"kv_indptr goes from {kv_indptr[0]} to {kv_indptr[-1]}, kv_indices has {capacity} rows",
+            rule="GP13",
         )
     for name, indptr in (("qo_indptr", qo_indptr), ("kv_indptr", kv_indptr)):
         if indptr != sorted(indptr):
-            raise RuntimeError(f"{name} decreases: {indptr}")
+            raise KernelRefusal(
+                f"{name} decreases: {indptr}",
+                rule="GP07",
+            )
     kv_lens = []
     for i, last in enumerate(last_page_len):
         num_q = qo_indptr[i + 1] - qo_indptr[i]
         pages = kv_indptr[i + 1] - kv_indptr[i]
         keys = (pages - 1) * page_size + last if pages else 0
         if pages and not 1 <= last <= page_size:
-            raise RuntimeError(f"kv_last_page_len[{i}] is {last}, a page has {page_size} keys")
+            raise KernelRefusal(
+                f"kv_last_page_len[{i}] is {last}, a page has {page_size} keys", rule="GP04"
+            )
         if num_q > keys:
-            raise RuntimeError(f"request {i}: causal attention of {num_q} queries over {keys} keys")
+            raise KernelRefusal(
+                f"request {i}: causal attention of {num_q} queries over {keys} keys", rule="GP04"
+            )
         if num_q > layout.max_q_len:
-            raise RuntimeError(
-                f"request {i}: {num_q} queries, planned for at most {layout.max_q_len}"
+            raise KernelRefusal(
+                f"request {i}: {num_q} queries, planned for at most {layout.max_q_len}", rule="GP08"
             )
         if keys > layout.max_kv_len:
-            raise RuntimeError(f"request {i}: {keys} keys, planned for at most {layout.max_kv_len}")
+            raise KernelRefusal(
+                f"request {i}: {keys} keys, planned for at most {layout.max_kv_len}", rule="GP08"
+            )
         kv_lens.append(keys)
     return kv_lens
 

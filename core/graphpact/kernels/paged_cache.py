@@ -6,6 +6,7 @@ Does not: attend.
 import torch
 from torch.nn import functional
 
+from graphpact.errors import KernelRefusal
 from graphpact.kernels import _library
 from graphpact.kernels._library import define_kernel
 
@@ -24,7 +25,9 @@ def _pack_ragged(
     pages = kv_indptr[1:] - kv_indptr[:-1]
     total = int(kv_indptr[-1])
     if total > out.shape[0]:
-        raise RuntimeError(f"kv_indices holds {out.shape[0]} pages, this batch needs {total}")
+        raise KernelRefusal(
+            f"kv_indices holds {out.shape[0]} pages, this batch needs {total}", rule="GP13"
+        )
     first = 0 if first_page is None else first_page[:, None]
     widest = int((pages + (0 if first_page is None else first_page)).max()) if len(pages) else 0
     table = req_to_token[:, : widest * page_size : page_size][req_pool_indices]

@@ -5,6 +5,7 @@ Does not: attend.
 
 import torch
 
+from graphpact.errors import KernelRefusal
 from graphpact.kernels import _library
 from graphpact.kernels._library import define_kernel
 
@@ -54,7 +55,9 @@ def _pack_tree_mask(
     if _library.may_read(out):
         size = int(mask_indptr[-1])
         if size > out.shape[0]:
-            raise RuntimeError(f"the mask holds {out.shape[0]} bytes, this batch needs {size}")
+            raise KernelRefusal(
+                f"the mask holds {out.shape[0]} bytes, this batch needs {size}", rule="GP13"
+            )
     byte = torch.arange(size, dtype=mask_indptr.dtype, device=out.device)
     request = torch.searchsorted(mask_indptr[1:], byte, right=True)
     request = request.clamp_(max=len(seq_lens) - 1)

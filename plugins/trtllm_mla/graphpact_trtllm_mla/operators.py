@@ -9,6 +9,7 @@ import functools
 
 import torch
 
+from graphpact.errors import KernelRefusal
 from graphpact.kernels import define_kernel, may_read, page_table_attention
 
 __tracebackhide__ = True  # a driver names the line that calls a kernel
@@ -55,9 +56,10 @@ def _check(
     """Make the checks of TRT-LLM's kernels; what a tensor holds is looked at on a CPU only."""
     (bs, blocks), page_size = block_tables.shape, kv_cache.shape[1]
     if blocks * page_size % BLOCK_KEYS:
-        raise RuntimeError(
+        raise KernelRefusal(
             f"block_tables has {blocks} blocks of {page_size} keys; blocks % ({BLOCK_KEYS} / {page_size})"
-            " must be 0"
+            " must be 0",
+            rule="GP07",
         )
     for name, tensor in (
         ("block_tables", block_tables),
@@ -65,19 +67,24 @@ def _check(
         ("cum_seq_lens_q", cum_seq_lens_q),
     ):
         if tensor.dtype is not torch.int32:
-            raise RuntimeError(f"{name} is {tensor.dtype}; TRT-LLM reads int32")
+            raise KernelRefusal(
+                f"{name} is {tensor.dtype}; TRT-LLM reads int32",
+                rule="GP07",
+            )
     if not is_uniform:
         return
     if q.shape[0] != bs * max_q_len:
-        raise RuntimeError(
+        raise KernelRefusal(
             f"q has {q.shape[0]} rows for {bs} requests of {max_q_len} queries: the decode kernel takes as"
-            " many of each"
+            " many of each",
+            rule="GP05",
         )
     if may_read(q):
         offsets = cum_seq_lens_q.tolist()
         if offsets != [i * max_q_len for i in range(bs + 1)]:
-            raise RuntimeError(
-                f"cum_seq_lens_q is {offsets}; the decode kernel takes {max_q_len} queries of each request"
+            raise KernelRefusal(
+                f"cum_seq_lens_q is {offsets}; the decode kernel takes {max_q_len} queries of each request",
+                rule="GP07",
             )
 
 
