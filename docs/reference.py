@@ -1,20 +1,27 @@
-"""Write the reference pages: ``docs/configuration.md``, and the tables at the end of ``docs/graphs.md``.
+"""Write the reference: ``docs/configuration.md``, tables of other pages, and the schema of ``results.json``.
 
-Run it after a change of the configuration or of ``docs/graph_acts.toml``; tests hold the pages to what this
-script would write.
+The tables are the acts of ``docs/graphs.md`` and the rules of ``docs/conformance.md``. Run it after a change
+of the configuration, of ``docs/graph_acts.toml``, of `graphpact.conformance.results`, or of the rules and
+their stories; tests hold the files to what this script would write.
 
 Does not: build a site.
 """
 
 import itertools
+import json
 import tomllib
 from collections import Counter
 from pathlib import Path
 
 from graphpact.config import config_keys
+from graphpact.conformance.results import Report
+from graphpact.conformance.rules import RULES, Rule
+from graphpact.conformance.stories import STORIES
 
 DOCS = Path(__file__).parent
+SCHEMA = DOCS.parent / "core/graphpact/conformance/results.schema.json"
 _WRITTEN = "<!-- from here on written by docs/reference.py from docs/graph_acts.toml -->\n"
+_RULES, _END_OF_RULES = "<!-- rules -->\n", "<!-- /rules -->"
 
 
 def configuration() -> str:
@@ -59,6 +66,41 @@ def graphs(page: str) -> str:
     return by_hand + mark + _acts()
 
 
+def results_schema() -> str:
+    """Return the JSON schema of ``results.json``, as `graphpact check --report` writes it."""
+    return json.dumps(Report.model_json_schema(mode="serialization"), indent=2) + "\n"
+
+
+def conformance(page: str) -> str:
+    """Return ``page``, that of conformance, with the table of rules as it should be."""
+    before, mark, rest = page.partition(_RULES)
+    _, end, after = rest.partition(_END_OF_RULES)
+    return before + mark + _rules() + end + after
+
+
+def _rules() -> str:
+    lines = [
+        "| rule | level | since | what holds | hooks | a real bug |",
+        "|---|---|---|---|---|---|",
+        *map(_rule, RULES.values()),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _rule(rule: Rule) -> str:
+    hooks = ", ".join(f"`{hook}`" for hook in rule.hooks)
+    story = STORIES[rule.id]
+    cells = (
+        str(rule),
+        rule.level,
+        str(rule.since),
+        rule.requirement,
+        hooks,
+        f"[{story.thread}]({story.url})",
+    )
+    return f"| {' | '.join(cells)} |"
+
+
 def _acts() -> str:
     rows = tomllib.loads((DOCS / "graph_acts.toml").read_text(encoding="utf-8"))["act"]
     counts = Counter(row["tape"] for row in rows)
@@ -91,5 +133,7 @@ def _toml(value: object) -> str:
 
 if __name__ == "__main__":
     (DOCS / "configuration.md").write_text(configuration(), encoding="utf-8")
-    page = DOCS / "graphs.md"
-    page.write_text(graphs(page.read_text(encoding="utf-8")), encoding="utf-8")
+    SCHEMA.write_text(results_schema(), encoding="utf-8")
+    for name, write in (("graphs.md", graphs), ("conformance.md", conformance)):
+        page = DOCS / name
+        page.write_text(write(page.read_text(encoding="utf-8")), encoding="utf-8")

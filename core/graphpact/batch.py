@@ -78,6 +78,9 @@ class ForwardBatch:
     tree_mask: torch.Tensor | None = None
     """``[T, T // bs]`` bool: whether each draft token sees each draft token of its request, where drafts
     are a tree; target verify only. Without it they are a chain, each seeing those before it."""
+    num_correct_drafts: torch.Tensor | None = None
+    """``[bs]`` int32: drafts of each request that the target accepted, 0 and more; draft extend only. Its
+    queries are as many for every request, whatever was accepted."""
     draft_step: int | None = None
     """Which step of a draft, from 0, this batch stands for; see `at_draft_step`."""
     draft_cache_loc: torch.Tensor | None = None
@@ -101,6 +104,9 @@ class ForwardBatch:
     """The same on the host, over all attention-TP ranks, never cut down to one of them."""
     global_num_tokens_gpu: torch.Tensor | None = None
     """``[1]`` or ``[dp_size]`` int32: tokens of each DP rank in the gathered buffer."""
+    global_num_tokens_cpu: tuple[int, ...] | None = None
+    """Tokens of each DP rank in this step, on the host, where layers gather over ranks: all of them then
+    replay the bucket of the largest."""
     global_num_tokens_for_logprob_gpu: torch.Tensor | None = None
     """``[1]`` or ``[dp_size]`` int32: the same for the tokens whose log probabilities are asked for."""
     ngram_embedding_info: Any = None

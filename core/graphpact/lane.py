@@ -79,7 +79,9 @@ class LaneStats:
 
 
 @dataclass(slots=True)
-class _Captured:
+class Captured:
+    """One captured shape: what a replay needs of it."""
+
     graph: Graph
     metadata: Any
     pact: Pact
@@ -130,7 +132,7 @@ class Lane:
         self.on_capture: Callable[[GraphShape], None] | None = None
         self.registry = runner.make_registry()
         self._has_trees = self.registry is not None and self.registry.has_slot("tree_mask")
-        self._captured: dict[GraphShape, _Captured] = {}
+        self._captured: dict[GraphShape, Captured] = {}
         self._pact_every = {"always": 1, "sampled": pact_sample_every, "off": 0}[pact]
         self._steps_to_check = 1
         if self.registry is None and runner.ladder is not None:
@@ -175,8 +177,13 @@ class Lane:
         with torch.inference_mode():
             return self._run_eager(batch)
 
-    def capture(self, shape: GraphShape) -> None:
+    def capture(self, shape: GraphShape, batch: ForwardBatch | None = None) -> None:
         """Record the graph of ``shape`` and write its pact.
+
+        Args:
+            shape: What is captured.
+            batch: What is captured in the place of the runner's dummy. It is really run, on the memory that
+                it names: for who owns that memory, such as a suite that compares captures.
 
         Raises:
             CaptureError: The model or the backend did what no graph can hold.
@@ -192,9 +199,10 @@ class Lane:
             )
         start = time.perf_counter()
         with torch.inference_mode():
-            dummy = self.runner.dummy_batch(shape)
-            self._require_scratch(shape, dummy)
-            view = self.prepare_replay(registry=self.registry, batch=dummy, shape=shape)
+            if batch is None:
+                batch = self.runner.dummy_batch(shape)
+                self._require_scratch(shape, batch)
+            view = self.prepare_replay(registry=self.registry, batch=batch, shape=shape)
             metadata = self.init_metadata_capture(view=view, shape=shape)
             graph = self.driver.capture(lambda: self._region(view, metadata))
         try:
@@ -208,7 +216,7 @@ class Lane:
             graph.release()
             raise
         stats = ShapeStats(time.perf_counter() - start, graph.num_nodes)
-        self._captured[shape] = _Captured(graph, metadata, pact, stats, held)
+        self._captured[shape] = Captured(graph, metadata, pact, stats, held)
         self.stats.shapes[shape] = stats
         if self.on_capture is not None:
             self.on_capture(shape)
@@ -249,6 +257,22 @@ class Lane:
     def is_captured(self, shape: GraphShape) -> bool:
         """Return whether there is a graph of ``shape``."""
         return shape in self._captured
+
+    def captured(self, shape: GraphShape) -> Captured:
+        """Return what a replay of ``shape`` needs.
+
+        Raises:
+            EngineError: It is not captured.
+        """
+        if shape not in self._captured:
+            raise EngineError(
+                f"lane {self.name!r} has no graph of {shape}", hint="capture the shape first"
+            )
+        return self._captured[shape]
+
+    def held_by_backend(self, shape: GraphShape) -> dict[str, Any]:
+        """Return, as the root ``backend`` of the pact of ``shape``, what of the backend its graph reads."""
+        return _root(self.backend, self.captured(shape).held)
 
     def graphs(self) -> list[tuple[GraphShape, Graph]]:
         """Return every captured shape and its graph, in the order of capture."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from graphpact.attention import Capabilities, GraphSupport
+from graphpact.attention import Capabilities, GraphSupport, Limits
 from graphpact.batch import ForwardBatch, ForwardMode
 from graphpact.buffers import CudaGraphBufferRegistry, SharedBuffers, build_decode_registry
 from graphpact.errors import ConfigError, EngineError
@@ -38,6 +38,12 @@ class RunnerContext:
             it; None for memory of its own.
         eager_reason: Why this lane cannot capture here and runs eagerly instead; see
             `GraphRunner.eager_reason`. None where it can.
+        mode: What the lane's batches are.
+        limits: The largest of everything: a runner that pads tokens, or drafts, sizes its shapes by it.
+        num_token_non_padded: Whether layers ask for the number of real tokens, and so for a slot of that
+            name: those that must not route padding.
+        require_gathered_buffer: Whether activations are gathered over ranks, so that this number is a
+            rank's share of the padded shape; see `graphpact.parallel`.
     """
 
     device: torch.device
@@ -47,6 +53,10 @@ class RunnerContext:
     lane: str | None = None
     share_pool: SharedBuffers | None = None
     eager_reason: EagerReason | None = None
+    mode: ForwardMode = ForwardMode.DECODE
+    limits: Limits | None = None
+    num_token_non_padded: bool = False
+    require_gathered_buffer: bool = False
 
 
 class GraphRunner(abc.ABC):
@@ -209,6 +219,8 @@ class DecodeRunner(GraphRunner):
             max_num_token=largest.num_tokens,
             device=self.context.device,
             seq_len_fill_value=self.context.backend.seq_len_fill_value,
+            enable_num_token_non_padded=self.context.num_token_non_padded,
+            require_gathered_buffer=self.context.require_gathered_buffer,
             register_global_num_tokens=False,
             enable_mrope=False,
             zero_input_ids=True,
@@ -220,6 +232,7 @@ class DecodeRunner(GraphRunner):
         """Return requests of the backend's fill length on row 0 and slot 0: padding, every row."""
         length = self.context.backend.seq_len_fill_value
         size, device = shape.batch_size, self.context.device
+        counts = self.context.num_token_non_padded
 
         def full(value: int, where: torch.device = device) -> torch.Tensor:
             return torch.full((size,), value, dtype=torch.int64, device=where)
@@ -233,6 +246,8 @@ class DecodeRunner(GraphRunner):
             req_pool_indices=full(0),
             seq_lens=full(length),
             seq_lens_cpu=full(length, torch.device("cpu")),
+            num_token_non_padded=full(size)[:1].int() if counts else None,
+            num_token_non_padded_cpu=size if counts else None,
         )
 
 

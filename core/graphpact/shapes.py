@@ -87,13 +87,17 @@ class BucketLadder:
     def fit(self, batch: ForwardBatch) -> GraphShape | EagerReason:
         """Return the smallest shape that holds ``batch``, or why none does. Host work only.
 
-        An idle batch, which has no request, fits the smallest shape of any mode.
+        An idle batch, which has no request, fits the smallest shape of any mode. Where layers gather over
+        DP ranks, all ranks take the shape of the largest (``global_num_tokens_cpu``).
         """
         if batch.forward_mode not in (self.mode, ForwardMode.IDLE):
             return EagerReason.WRONG_MODE
         if batch.num_tokens != batch.batch_size * self.tokens_per_request:
             return EagerReason.OTHER_WIDTH
-        at = bisect.bisect_left(self._sorted, batch.batch_size)
+        requests = batch.batch_size
+        if batch.global_num_tokens_cpu is not None:
+            requests = max(-(-n // self.tokens_per_request) for n in batch.global_num_tokens_cpu)
+        at = bisect.bisect_left(self._sorted, requests)
         if at == len(self._sorted):
             return EagerReason.OVER_LARGEST
         size = self._sorted[at]

@@ -68,7 +68,7 @@ class StrictGuard:
         self._prepared = registry, shape
         _require_twins(batch)
         for slot in registry:
-            if slot.buffer is not None and _is_due(slot):
+            if slot.buffer is not None and is_due(slot):
                 poison(slot.buffer)
         return (yield from self._guarded("prepare_replay", batch, [*batch.tensors().values()]))
 
@@ -173,7 +173,7 @@ def _are_outputs(graph: Graph, tensor: torch.Tensor) -> bool:
     return any(t.untyped_storage().data_ptr() == address for t in tensors_of(graph.outputs))
 
 
-def _is_due(slot: GraphSlot) -> bool:
+def is_due(slot: GraphSlot) -> bool:
     """Return whether every step writes ``slot``: all do, but workspaces, constants and staging.
 
     Of host memory that its owner fills a copy may be in flight: the owner waits before it writes.
@@ -183,7 +183,7 @@ def _is_due(slot: GraphSlot) -> bool:
 
 
 def _poisoned_rows(slot: GraphSlot, shape: GraphShape) -> str:
-    if slot.buffer is None or not _is_due(slot):
+    if slot.buffer is None or not is_due(slot):
         return ""
     view = slot.slice_for(shape.batch_size, shape.num_tokens)
     poisoned = is_poison(view)

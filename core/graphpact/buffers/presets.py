@@ -134,7 +134,7 @@ def build_decode_registry(
     gathered = require_gathered_buffer
     if enable_num_token_non_padded:
         is_local = gathered and not (nsa_enable_prefill_cp or enable_prefill_cp)
-        slots.append(_num_token_non_padded(slot, is_local=is_local))
+        slots.append(num_token_non_padded_slot(_DECODE, is_local=is_local))
     if register_global_num_tokens:
         count = dp_size if require_mlp_tp_gather else 1
         slots += [
@@ -247,7 +247,7 @@ def build_prefill_registry(
         ]
     if enable_num_token_non_padded:
         is_local = require_gathered_buffer and not (nsa_enable_prefill_cp or enable_prefill_cp)
-        slots.append(_num_token_non_padded(slot, is_local=is_local))
+        slots.append(num_token_non_padded_slot(_PREFILL, is_local=is_local))
     _register(registry, slots, source)
     if source is not None:
         _register_proxies(registry, slot, source, by_token=True)
@@ -297,7 +297,7 @@ def _mrope(slot: _Declarer) -> GraphSlot:
     )
 
 
-def _num_token_non_padded(slot: _Declarer, *, is_local: bool) -> GraphSlot:
+def num_token_non_padded_slot(owner: str, *, is_local: bool) -> GraphSlot:
     """``[1]`` int32: real tokens, of this rank's rows where ``is_local``; one rule for every fill.
 
     Capture fills it as replay does, so both hold this rank's share of the padded shape.
@@ -320,7 +320,7 @@ def _num_token_non_padded(slot: _Declarer, *, is_local: bool) -> GraphSlot:
             )
         buffer.copy_(compute_local_num_token_non_padded(count, padded))
 
-    return slot(
+    return _declarer(owner)(
         "num_token_non_padded",
         lambda *_: (1,),
         torch.int32,

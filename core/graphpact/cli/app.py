@@ -14,10 +14,13 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from graphpact.cli.check import check
 from graphpact.cli.doctor import doctor
+from graphpact.cli.explain import explain
 from graphpact.cli.generate import generate
 from graphpact.cli.pact import pact
 from graphpact.cli.plugins import distributions, plugins
+from graphpact.cli.report_command import report
 
 _READER_GONE = 141  # what a shell reports for SIGPIPE
 
@@ -53,6 +56,9 @@ app = typer.Typer(
 )
 app.command()(generate)
 app.command()(plugins)
+app.command()(check)
+app.command()(explain)
+app.command()(report)
 app.command()(doctor)
 app.add_typer(pact, name="pact")
 

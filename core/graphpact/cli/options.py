@@ -1,4 +1,4 @@
-"""Options that commands share, and what is made of them: a configuration, and the engine of it.
+"""What commands share: options, the configuration and the engine of them, the extras that they need.
 
 Does not: read the environment or files itself; `graphpact.config` does.
 """
@@ -8,12 +8,14 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
 
 from graphpact.cli.console import capture_progress
+from graphpact.errors import UsageError
 
 if TYPE_CHECKING:
     from graphpact.config import EngineConfig
@@ -60,6 +62,24 @@ def load_settings(
 
     options = {} if model is None else {"--model": f"model.path={_toml_string(model)}"}
     return EngineConfig.load(config, options={**options, **(more or {})}, overrides=sets or [])
+
+
+def need_extra(extra: str, *packages: str) -> None:
+    """See that what an extra of graphpact brings is there.
+
+    Args:
+        extra: Its name.
+        packages: Those of its packages that are needed now.
+
+    Raises:
+        UsageError: One is missing.
+    """
+    for package in packages:
+        if find_spec(package) is None:
+            raise UsageError(
+                f"this needs {package}, which is not installed",
+                hint=f'pip install "graphpact[{extra}]"',
+            )
 
 
 def build_engine(settings: "EngineConfig", *, quiet: bool = False) -> "Engine":

@@ -146,6 +146,8 @@ def build_lane(
         lane=plan.name,
         share_pool=memory.buffers if plan.config.share_buffers else None,
         eager_reason=plan.eager_reason,
+        mode=plan.mode,
+        limits=memory.limits,
     )
     runner = call_plugin("runner", plan.config.runner, plan.runner, context)
     driver = call_plugin(

@@ -18,13 +18,13 @@ Does not: replay, or hold the work to rules beyond those of recording; `graphpac
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch.utils import _pytree as pytree
 
 from graphpact.errors import ReplayError
-from graphpact.graphs.host import HostReadGuard, Watcher, storage_id, tensors_of
+from graphpact.graphs.host import HostReadGuard, Line, Watcher, storage_id, tensors_of
 
 Node: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 """A call that a replay makes."""
@@ -50,6 +50,32 @@ _RESIZES = frozenset({_aten.resize_, _aten.resize_as_, _aten.set_})
 _OUTPUT_OPTIONS = frozenset({"dtype", "layout", "device", "pin_memory"})
 
 
+class TracedCall(NamedTuple):
+    """One dispatched operation, without the memory that it worked on.
+
+    Args:
+        op: Its name, with the overload.
+        arguments: Its arguments, flattened: of a tensor dtype, shape and stride, of others the value.
+        line: Where the caller's code asked for it.
+    """
+
+    op: str
+    arguments: tuple[object, ...]
+    line: str
+
+    @classmethod
+    def of(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "TracedCall":
+        """Return what is told of a call."""
+        leaves = pytree.tree_leaves((args, kwargs))
+        told = tuple(
+            (str(leaf.dtype), tuple(leaf.shape), leaf.stride())
+            if isinstance(leaf, torch.Tensor)
+            else leaf
+            for leaf in leaves
+        )
+        return cls(str(func), told, str(Line()))
+
+
 class Recorder(Watcher):
     """Keeps the operations of one region as nodes.
 
@@ -62,10 +88,12 @@ class Recorder(Watcher):
         allocated: The storages that the region allocated, by identity.
         results: The storages that its eager calls returned.
         touched: The tensors of the nodes, some of which hide them in a closure.
+        trace: Every operation that was dispatched, views too; None where nobody asked.
     """
 
-    def __init__(self, guard: HostReadGuard) -> None:
+    def __init__(self, guard: HostReadGuard, *, traced: bool = False) -> None:
         super().__init__(guard)
+        self.trace: list[TracedCall] | None = [] if traced else None
         self.nodes: list[Any] = []
         self.num_segments = 1
         self.touched: list[torch.Tensor] = []
@@ -75,6 +103,8 @@ class Recorder(Watcher):
 
     def perform(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run ``func`` and keep what runs it again."""
+        if self.trace is not None:
+            self.trace.append(TracedCall.of(func, args, kwargs))
         if torch.Tag.inplace_view in func.tags:
             return self._reshape(func, args, kwargs)
         # Containers are copied, so that a list changed later is not the one that was recorded, and

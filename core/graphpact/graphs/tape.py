@@ -30,10 +30,15 @@ def _replay_of_released() -> None:
 
 
 class Tape(Graph):
-    """Recorded operations, and the tensors that the recorded region returned."""
+    """Recorded operations, and the tensors that the recorded region returned.
+
+    Attributes:
+        trace: What was dispatched while it was recorded; None unless the driver was asked for it.
+    """
 
     def __init__(self, recorder: Recorder, outputs: Any) -> None:
         self.outputs = outputs
+        self.trace = recorder.trace
         self.num_segments = recorder.num_segments
         self.num_nodes = len(recorder.nodes) - (self.num_segments - 1)
         self._nodes: list[Node] = recorder.nodes
@@ -77,14 +82,22 @@ class TapeDriver(GraphDriver):
 
     Fast, the memory of a tape is its own, and streams are one: all work is done at once, in order.
     Strict, tapes of one driver spoil each other's memory, and streams are held to their waits.
+
+    Args:
+        device: See `GraphDriver`.
+        strict: See `GraphDriver`.
+        traced: Keep what is dispatched in each capture, as `Tape.trace`; not in strict mode.
     """
 
     name: ClassVar[str] = "tape"
     has_strict_mode: ClassVar[bool] = True
     repeats_eager_kernels: ClassVar[bool] = True
 
-    def __init__(self, device: torch.device, *, strict: bool = False) -> None:
+    def __init__(
+        self, device: torch.device, *, strict: bool = False, traced: bool = False
+    ) -> None:
         super().__init__(device, strict=strict)
+        self._traced = traced
         self._recorder: Recorder | None = None
         self._shared = StrictShared(device) if strict else None
 
@@ -109,7 +122,7 @@ class TapeDriver(GraphDriver):
             host = HostMemory(self.memory.host, strict=self.strict)
             guard = HostReadGuard(host, _WHEN, CaptureError)
             if self._shared is None:
-                recorder = Recorder(guard)
+                recorder = Recorder(guard, traced=self._traced)
                 with self._recording(recorder):
                     outputs = fn()
                 return Tape(recorder, outputs)

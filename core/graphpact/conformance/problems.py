@@ -19,8 +19,10 @@ from hypothesis import strategies as st
 from graphpact import Capabilities, ForwardBatch, ForwardMode, GraphShape, LayerSpec, Limits
 from graphpact.attention import DraftLimits, GraphSupport
 
-MAX_BS, ROWS, VOCAB, CONTEXT, WINDOW = 4, 7, 29, 80, 9
+VOCAB, CONTEXT, WINDOW = 29, 80, 9
 NUM_STEPS, DRAFT_WIDTH = 3, 4
+SPARE_ROWS = 3
+"""Request rows that no batch fills: row 0, and two more."""
 STATIC_TOKENS = {2: 10, 4: 24}
 """Request slots of a ragged bucket, and its tokens."""
 PAGE_SIZES = (1, 16, 64)
@@ -72,14 +74,6 @@ class Case:
         return GraphSupport.UNIFORM_DECODE if self.width == 1 else GraphSupport.UNIFORM
 
     @property
-    def shapes(self) -> list[GraphShape]:
-        """The buckets that are captured, the smallest first."""
-        return [
-            GraphShape(self.lane_mode, bs, tokens if self.width is None else bs * self.width)
-            for bs, tokens in STATIC_TOKENS.items()
-        ]
-
-    @property
     def branches(self) -> int:
         """The factor of a tree: 1 where drafts are chains."""
         return 2 if self.tree else self.topk
@@ -96,6 +90,14 @@ CASES = (
     Case(ForwardMode.DRAFT_EXTEND),
     Case(ForwardMode.IDLE),
 )
+
+
+def static_shapes(case: Case) -> list[GraphShape]:
+    """Return the buckets that lanes of the kit capture, the smallest first."""
+    return [
+        GraphShape(case.lane_mode, bs, tokens if case.width is None else bs * case.width)
+        for bs, tokens in STATIC_TOKENS.items()
+    ]
 
 
 @dataclass(frozen=True)
@@ -126,6 +128,9 @@ class Config:
         sliding_window: Whether the backend has windows: then the second layer has one.
         softcap: The same for capped scores.
         sinks: The same for sinks.
+        counts: Whether layers ask for the number of real tokens, ``num_token_non_padded``.
+        ladder: The shapes that the runner captures; those of the case by default.
+        sets_sizes: Whether a runner is told which request counts to capture.
     """
 
     case: Case
@@ -135,10 +140,24 @@ class Config:
     sliding_window: bool
     softcap: bool
     sinks: bool
+    counts: bool = False
+    ladder: tuple[GraphShape, ...] = ()
+    sets_sizes: bool = True
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
-        return f"{self.case}-page{self.page_size}-{self.heads.name}-{dtype}"
+        counts = "-counts" if self.counts else ""
+        return f"{self.case}-page{self.page_size}-{self.heads.name}-{dtype}{counts}"
+
+    @property
+    def shapes(self) -> Sequence[GraphShape]:
+        """The buckets that are captured, the smallest first."""
+        return self.ladder or static_shapes(self.case)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the request pool."""
+        return self.shapes[-1].batch_size + SPARE_ROWS
 
     @property
     def layers(self) -> list[LayerSpec]:
@@ -163,7 +182,7 @@ class Config:
     @property
     def limits(self) -> Limits:
         """The largest of everything."""
-        largest, case = self.case.shapes[-1], self.case
+        largest, case = self.shapes[-1], self.case
         tokens = DRAFT_WIDTH if case.width == DRAFT_WIDTH else 1
         draft = DraftLimits(case.num_steps, case.branches, tokens)
         return Limits(largest.batch_size, largest.num_tokens, CONTEXT, self.page_size, draft)
@@ -172,10 +191,12 @@ class Config:
     def num_pages(self) -> int:
         """Pages of the KV cache: scratch, all that the longest requests may own, one of nobody."""
         own = CONTEXT + self.case.branches * NUM_STEPS
-        return 1 + MAX_BS * -(-own // self.page_size) + 1
+        return 1 + self.shapes[-1].batch_size * -(-own // self.page_size) + 1
 
 
-def configs_of(capabilities: Capabilities) -> Iterator[Config]:
+def configs_of(
+    capabilities: Capabilities, device: torch.device = CPU
+) -> Iterator[Config]:
     """Yield every lane that a backend is to be held to, by what it declares."""
     pages = capabilities.page_sizes
     page_sizes = [p for p in PAGE_SIZES if pages is None or p in pages] or [min(pages or {1})]
@@ -203,7 +224,7 @@ def configs_of(capabilities: Capabilities) -> Iterator[Config]:
             config.layers,
             mode=case.mode,
             dtype=dtype,
-            device=CPU,
+            device=device,
             page_size=page_size,
             topk=case.branches,
         ):
@@ -239,12 +260,14 @@ class Request:
         cached: KV slots of the keys that are there already, in the order of their positions.
         tokens: The new ones.
         table: KV slots by position, as its row of the page table has them.
+        accepted: Drafts that the target accepted, in draft extend.
     """
 
     row: int
     cached: list[int]
     tokens: list[Token]
     table: list[int]
+    accepted: int = 0
 
     def path(self, token: int | None) -> list[int]:
         """Return the new tokens that ``token`` follows, the first one first, itself last."""
@@ -299,16 +322,17 @@ class Problem:
         return self.case.mode if self.requests else ForwardMode.IDLE
 
     def page_table(self, config: Config) -> torch.Tensor:
-        """Return ``[ROWS, CONTEXT]`` int32; what is no position of a request is out of range."""
+        """Return ``[num_rows, CONTEXT]`` int32; what is no position of a request is out of range."""
         slots = config.num_pages * config.page_size
-        table = torch.full((ROWS, CONTEXT), slots + config.page_size + 1, dtype=torch.int32)
+        nobodys = slots + config.page_size + 1
+        table = torch.full((config.num_rows, CONTEXT), nobodys, dtype=torch.int32)
         table[0] = 0
         for r in self.requests:
             table[r.row, : len(r.table)] = torch.tensor(r.table, dtype=torch.int32)
         return table
 
-    def batch(self) -> ForwardBatch:
-        """Return the batch, in tensors of its own."""
+    def batch(self, *, counts: bool = False) -> ForwardBatch:
+        """Return the batch, in tensors of its own; with the number of its tokens where ``counts``."""
         case, steps = self.case, self.case.num_steps
         new = [len(r.tokens) for r in self.requests]
         counted = case.mode not in (ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_DECODE)
@@ -328,6 +352,11 @@ class Problem:
             extend_seq_lens=_int64(new) if case.mode.is_ragged else None,
             extend_seq_lens_cpu=_int64(new) if case.mode.is_ragged else None,
             tree_mask=self._tree_mask() if case.tree else None,
+            num_correct_drafts=_int64([r.accepted for r in self.requests]).int()
+            if case.mode is ForwardMode.DRAFT_EXTEND
+            else None,
+            num_token_non_padded=_int64([len(self.tokens)]).int() if counts else None,
+            num_token_non_padded_cpu=len(self.tokens) if counts else None,
         )
 
     def _tree_mask(self) -> torch.Tensor:
@@ -347,19 +376,54 @@ def _int64(values: Sequence[object]) -> torch.Tensor:
 
 
 @st.composite
-def problems(draw: st.DrawFn, config: Config, bucket: int) -> Problem:
-    """Draw a batch that the ``bucket``-th shape of the lane is the smallest to hold."""
+def problems(
+    draw: st.DrawFn, config: Config, bucket: int, *, exact: bool | None = None
+) -> Problem:
+    """Draw a batch that the ``bucket``-th shape of the lane is the smallest to hold.
+
+    Args:
+        draw: Hypothesis's.
+        config: What the lane is built for.
+        bucket: Which of its shapes.
+        exact: Whether it fills the shape, or leaves padded rows where it can; None for either.
+    """
     case = config.case
-    counts = draw(_counts(case, bucket))
-    rng = random.Random(draw(st.integers(0, 999)))
-    rows = rng.sample(range(1, ROWS), len(counts))
+    counts = draw(_counts(config, bucket, exact=exact))
+    prefixes = [draw(_prefixes(case, config.page_size, count)) for count in counts]
+    parents = [
+        [draw(st.integers(0, j - 1)) if case.tree else j - 1 for j in range(1, count)]
+        for count in counts
+    ]
+    accepted = [draw(st.integers(0, count - 1)) for count in counts]
+    return _lay_out(config, prefixes, parents, accepted, draw(st.integers(0, 999)))
+
+
+def _lay_out(
+    config: Config,
+    prefixes: Sequence[int],
+    parents: Sequence[Sequence[int]],
+    accepted: Sequence[int],
+    seed: int,
+) -> Problem:
+    """Return a batch whose requests have rows and pages in random order.
+
+    Args:
+        config: What the lane is built for.
+        prefixes: Cached keys of each request.
+        parents: Of each request, which token each new one but the first follows.
+        accepted: Accepted drafts of each request.
+        seed: Of all that is random here.
+    """
+    case = config.case
+    rng = random.Random(seed)  # noqa: S311  it draws tests
+    rows = rng.sample(range(1, config.num_rows), len(prefixes))
     pages = rng.sample(range(1, config.num_pages), config.num_pages - 1)
     drafts = case.mode is ForwardMode.DRAFT_DECODE
     requests = []
-    for row, count in zip(rows, counts, strict=True):
+    for i, prefix in enumerate(prefixes):
+        count = len(parents[i]) + 1
         in_table = count if not drafts else NUM_STEPS if count == 1 else 0
         beyond = count * NUM_STEPS if drafts and count > 1 else 0
-        prefix = draw(_prefixes(case, config.page_size, count))
         length = prefix + in_table
         own = -(-(length + beyond) // config.page_size)
         mine, pages = pages[:own], pages[own:]
@@ -374,32 +438,38 @@ def problems(draw: st.DrawFn, config: Config, bucket: int) -> Problem:
             slots = [[slot] for slot in table[prefix:]]
         tokens: list[Token] = []
         for j in range(count):
-            parent = None if drafts or j == 0 else j - 1
-            if case.tree and j:
-                parent = draw(st.integers(0, j - 1))
+            parent = None if drafts or j == 0 else parents[i][j - 1]
             depth = 0 if parent is None else tokens[parent].depth + 1
             tokens.append(Token(rng.randrange(VOCAB), slots[j], parent, depth))
-        requests.append(Request(row, table[:prefix], tokens, table))
+        requests.append(Request(rows[i], table[:prefix], tokens, table, accepted[i]))
     return Problem(case, requests, rng.randrange(1000))
 
 
 @st.composite
-def _counts(draw: st.DrawFn, case: Case, bucket: int) -> list[int]:
+def _counts(
+    draw: st.DrawFn, config: Config, bucket: int, *, exact: bool | None
+) -> list[int]:
     """Draw how many new tokens each request brings."""
-    smaller = case.shapes[bucket - 1] if bucket else GraphShape(case.mode, 0, 0)
-    shape = case.shapes[bucket]
+    case = config.case
+    smaller = config.shapes[bucket - 1] if bucket else GraphShape(case.mode, 0, 0)
+    shape = config.shapes[bucket]
+    least, most = smaller.batch_size + 1, shape.batch_size
     if case.width is not None:
-        return [case.width] * draw(st.integers(smaller.batch_size + 1, shape.batch_size))
-    bs = draw(st.integers(1, shape.batch_size))
+        least = most if exact else least
+        most = most - (exact is False and least < most)
+        return [case.width] * draw(st.integers(least, most))
+    bs = most if exact else draw(st.integers(1, most - (exact is False and most > 1)))
     left, counts = shape.num_tokens - bs, [1] * bs
     for i in range(bs):
         least = 0
         if i == 0 and bs <= smaller.batch_size:  # then it is the tokens that ask for this bucket
             least = smaller.num_tokens + 1 - bs
         one = case.mode is ForwardMode.MIXED and i % 2 == 1
-        more = 0 if one else draw(st.integers(least, left))
+        more = 0 if one else draw(st.integers(least, max(least, left - (exact is False))))
         counts[i] += more
         left -= more
+    if exact:
+        counts[0] += left
     return draw(st.permutations(counts))
 
 
@@ -414,9 +484,70 @@ def _prefixes(case: Case, page_size: int, count: int) -> st.SearchStrategy[int]:
 
 
 def sequences(config: Config) -> st.SearchStrategy[list[Problem]]:
-    """Draw what one lane is given: two batches of one bucket, one of another and an idle one between."""
+    """Draw what one lane is given, one batch after the other.
+
+    One that fills the largest bucket, a smaller one in the smallest, an idle one, and one that leaves padded
+    rows in the largest.
+    """
     if config.case.mode is ForwardMode.IDLE:
-        return st.just([Problem(config.case, [], 0)] * 2)
-    large, small = problems(config, 1), problems(config, 0)
+        return st.just([Problem(config.case, [], 0)] * 4)
+    most = len(config.shapes) - 1
     idle = st.integers(0, 99).map(lambda seed: Problem(config.case, [], seed))
-    return st.tuples(large, small, idle, large).map(list)
+    return st.tuples(
+        problems(config, most, exact=True),
+        problems(config, 0, exact=False),
+        idle,
+        problems(config, most, exact=False),
+    ).map(list)
+
+
+def corner(config: Config) -> Problem:
+    """Return the largest batch that the limits allow: every request at the longest, the last bucket full."""
+    return _largest(config, config.shapes[-1].batch_size, CONTEXT)
+
+
+def of_size(config: Config, num_requests: int) -> Problem:
+    """Return a batch of that many short requests, each with as few new tokens as can be."""
+    parents = [range((config.case.width or 1) - 1)] * num_requests
+    return _lay_out(config, [1] * num_requests, parents, [0] * num_requests, 0)
+
+
+def nearly(config: Config) -> Problem:
+    """Return a batch that comes near the largest in nothing: half as many requests, half as long."""
+    return _largest(config, max(config.shapes[-1].batch_size // 2, 1), CONTEXT // 2)
+
+
+def _largest(config: Config, num_requests: int, context: int) -> Problem:
+    case, shape = config.case, config.shapes[-1]
+    if case.mode is ForwardMode.IDLE:
+        return Problem(case, [], 0)
+    counts = [case.width or 1] * num_requests
+    if case.width is None:
+        share = shape.num_tokens * num_requests // shape.batch_size
+        counts[0] += min(share, context) - sum(counts)
+    prefixes = [context - max(count, case.num_steps) for count in counts]
+    parents = [range(count - 1) for count in counts]
+    return _lay_out(config, prefixes, parents, [0] * len(counts), 0)
+
+
+def neighbours(config: Config, problem: Problem) -> list[Problem]:
+    """Return batches that differ from one in one thing: a length within its page, pages and rows, the order.
+
+    What is kept from step to step under a key that leaves that thing out, is stale after them.
+    """
+    if not problem.requests:
+        return []
+    size, case = config.page_size, config.case
+    most = [CONTEXT - max(len(r.tokens), case.num_steps) for r in problem.requests]
+    prefixes = [len(r.cached) for r in problem.requests]
+    shorter = [
+        p - 1 if p > 1 and (p - 1) // size == p // size else min(p + 1, m)
+        for p, m in zip(prefixes, most, strict=True)
+    ]
+    parents = [[t.parent or 0 for t in r.tokens[1:]] for r in problem.requests]
+    accepted = [r.accepted for r in problem.requests]
+    return [
+        _lay_out(config, shorter, parents, accepted, problem.seed),
+        _lay_out(config, prefixes, parents, accepted, problem.seed + 1),
+        Problem(case, problem.requests[::-1], problem.seed + 2),
+    ]

@@ -5,7 +5,7 @@ Does not: look at a batch, a page table or metadata.
 
 import torch
 
-from attention_problems import Request
+from graphpact.conformance.problems import Request
 from graphpact import LayerSpec
 
 

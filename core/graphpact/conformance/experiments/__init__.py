@@ -1,0 +1,58 @@
+"""What the suite does with a lane: every experiment, in the order in which they are run.
+
+    values    what steps give, against attention in float64; what padded rows do to it
+    refresh   what a replay leaves unwritten, or writes from the past
+    parity    what a replay prepared, against a capture of the very same batch
+    capture   what captures change, record, and are given
+    order     batches in other orders, over poison, after what happens to an engine
+    dispatch  which graph a batch takes; ranks
+
+A rule is judged by every experiment that can tell about it, and passes where none of them finds anything.
+
+Does not: run them; see `graphpact.conformance.suite`.
+"""
+
+from graphpact.conformance.experiments import capture, dispatch, order, parity, refresh, values
+from graphpact.conformance.experiments.base import Experiment
+
+_RUNNERS = frozenset({"runner", "pair"})
+
+EXPERIMENTS: tuple[Experiment, ...] = (
+    Experiment(
+        "captures",
+        ("GP01", "GP10", "GP12", "GP13", "GP14", "GP15", "GP16", "GP18", "GP19", "GP20"),
+        capture.captures,
+    ),
+    Experiment("answers_eagerly", (), values.answers_eagerly, repeats=True),
+    Experiment(
+        "answers_replayed",
+        ("GP02", "GP04", "GP06", "GP10", "GP12", "GP19"),
+        values.answers_replayed,
+        repeats=True,
+    ),
+    Experiment(
+        "unwritten_and_stale", ("GP02", "GP03", "GP09"), refresh.unwritten_and_stale, repeats=True
+    ),
+    Experiment(
+        "captured_anew",
+        ("GP01", "GP02", "GP05", "GP07", "GP08", "GP10", "GP11"),
+        parity.captured_anew,
+        repeats=True,
+    ),
+    Experiment("padding", ("GP04", "GP05", "GP06"), values.padding, repeats=True),
+    Experiment("largest_step", ("GP13",), values.largest_step),
+    Experiment("guarded", order.GUARDED, order.guarded, repeats=True),
+    Experiment("interleaved", ("GP09", "GP15"), order.interleaved),
+    Experiment("repeated", ("GP18",), order.repeated),
+    Experiment("life_goes_on", ("GP14",), order.life_goes_on),
+    Experiment("smallest_first", ("GP15",), order.smallest_first),
+    Experiment("dummies", ("GP10", "GP11", "GP12"), capture.dummies),
+    Experiment("leaves_no_trace", ("GP19",), capture.leaves_no_trace),
+    Experiment("cold_and_warm", ("GP10",), capture.cold_and_warm),
+    Experiment("takes_the_right_graph", ("GP12",), dispatch.takes_the_right_graph),
+    Experiment("declares_what_it_can", ("GP12",), dispatch.declares_what_it_can),
+    Experiment("ranks_agree", ("GP05", "GP17"), dispatch.ranks_agree),
+)
+"""Each by a name of its own."""
+
+__all__ = ["EXPERIMENTS", "Experiment"]

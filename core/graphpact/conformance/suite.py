@@ -1,0 +1,585 @@
+"""The suite: which lanes a plugin is held to, and every experiment in each of them.
+
+`examine` does it for one plugin, in this process; `graphpact.conformance.supervise` gives each plugin a process
+of its own, from which it may not take the suite along.
+
+Does not: know what an experiment does, or write reports.
+"""
+
+import time
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Any, Literal, Protocol
+
+import torch
+from hypothesis import HealthCheck, given, seed, settings
+
+from graphpact.attention import AttentionBackend, GraphSupport
+from graphpact.batch import ForwardMode
+from graphpact.conformance.claims import claims_of, undeclared
+from graphpact.conformance.experiments import EXPERIMENTS, Experiment
+from graphpact.conformance.problems import Config, Problem, configs_of, sequences
+from graphpact.conformance.reference import ReferenceBackend, ReferenceRunner
+from graphpact.conformance.results import Claim, Finding, Outcome, PluginResults, Result
+from graphpact.conformance.rules import RULES
+from graphpact.conformance.shrink import shrunk
+from graphpact.conformance.subject import CannotCaptureError, LaneUnderTest, tell
+from graphpact.errors import UnknownPluginError, UsageError, did_you_mean
+from graphpact.plugins import Kind, PluginCatalog, PluginInfo
+from graphpact.runners import GraphRunner
+
+Size = Literal["quick", "normal", "thorough"]
+TargetKind = Literal["attention_backend", "runner"]
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How a run is made.
+
+    Args:
+        seed: Of all that is drawn.
+        examples: Sequences of batches for each experiment in each lane.
+        size: How many lanes.
+        only: Ids of rules; empty for all.
+        lanes: Patterns of lane names, as `fnmatch` knows them; empty for all.
+        device: ``"cpu"`` or ``"cuda"``.
+        strict: Whether a claim is asked for; see `graphpact.conformance.results.Report`.
+        shrink: Whether a smaller failing batch is looked for.
+    """
+
+    seed: int = 0
+    examples: int = 2
+    size: Size = "normal"
+    only: frozenset[str] = frozenset()
+    lanes: tuple[str, ...] = ()
+    device: str = "cpu"
+    strict: bool = False
+    shrink: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What is checked.
+
+    Args:
+        kind: What the plugin is.
+        name: Its name.
+        partner: The runner that a backend is paired with; None for a plugin alone.
+    """
+
+    kind: TargetKind
+    name: str
+    partner: str | None = None
+
+    def __str__(self) -> str:
+        return self.name if self.partner is None else f"{self.name} + {self.partner}"
+
+
+class Listener(Protocol):
+    """Who is told how a run goes."""
+
+    def begins(self, work: str) -> None:
+        """Hear which piece of work is about to be done."""
+
+    def found(self, result: Result) -> None:
+        """Hear how a requirement came out."""
+
+
+# -- what is checked ---------------------------------------------------------------------------------
+
+
+def targets(names: Sequence[str], catalog: PluginCatalog) -> list[Target]:
+    """Return what ``names`` stand for: backends, runners, and every pair among them.
+
+    Args:
+        names: Of plugins, ``name`` or ``kind:name``.
+        catalog: Of what is installed.
+
+    Raises:
+        UnknownPluginError: Nothing that can be checked has that name.
+        PluginError: It is rejected, or two distributions offer it.
+    """
+    found: list[Target] = []
+    for name in dict.fromkeys(names):
+        kind, bare = _kind_of(name, catalog)
+        catalog.select(kind, bare)
+        found.append(Target(kind, bare))
+    backends = [t for t in found if t.kind == "attention_backend"]
+    runners = [t for t in found if t.kind == "runner"]
+    pairs = [
+        Target("attention_backend", b.name, r.name)
+        for b in backends
+        for r in runners
+        if _can_pair(catalog, b.name, r.name)
+    ]
+    return [*backends, *runners, *pairs]
+
+
+def _kind_of(name: str, catalog: PluginCatalog) -> tuple[TargetKind, str]:
+    kinds: tuple[TargetKind, ...] = ("attention_backend", "runner")
+    asked, _, bare = name.rpartition(":")
+    if asked:
+        for kind in kinds:
+            if asked == kind:
+                return kind, bare
+        raise UsageError(
+            f"{name!r}: a {asked!r} is not checked", hint=f"give {' or '.join(kinds)}, a colon, a name"
+        )
+    offers = [kind for kind in kinds if any(i.name == name for i in catalog.infos(kind))]
+    if len(offers) == 1:
+        return offers[0], name
+    if offers:
+        raise UsageError(
+            f"{name!r} is an attention backend and a runner",
+            hint=f"say attention_backend:{name} or runner:{name}",
+        )
+    there = [info for kind in kinds for info in catalog.infos(kind)]
+    near = did_you_mean(name, [info.name for info in there])
+    raise UnknownPluginError(
+        f"no attention backend and no runner is called {name!r}; installed: "
+        + (", ".join(str(info) for info in there) or "none"),
+        hint=f"did you mean {near!r}?" if near else "`graphpact plugins` lists what there is",
+    )
+
+
+def _can_pair(catalog: PluginCatalog, backend: str, runner: str) -> bool:
+    served = catalog.select("runner", runner)
+    can = catalog.select("attention_backend", backend).capabilities
+    return bool(served.modes & can.modes) and served.needs is not GraphSupport.NEVER
+
+
+# -- lanes -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LanePlan:
+    """One lane of a run.
+
+    Args:
+        lane: What is built.
+        is_full: Whether every experiment is made in it, or those of values alone.
+        suffix: What its name has after the configuration.
+        names: Of the plugins, as the command line takes them.
+    """
+
+    lane: LaneUnderTest
+    is_full: bool
+    suffix: str = ""
+    names: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.lane.config}{self.suffix}"
+
+
+_LIGHT = frozenset({"answers_eagerly", "answers_replayed", "padding", "largest_step"})
+"""Experiments that look at values alone, for lanes that differ from a full one in sizes."""
+_PAIR = frozenset({"answers_replayed", "padding", "captured_anew", "unwritten_and_stale", "guarded"})
+
+
+def lanes_of(target: Target, options: Options, catalog: PluginCatalog) -> list[LanePlan]:
+    """Return the lanes that a plugin is held to, by what it declares."""
+    device = torch.device(options.device)
+    if target.kind == "attention_backend":
+        backend = catalog.select("attention_backend", target.name)
+        runner: type[GraphRunner] = ReferenceRunner
+        if target.partner is not None:
+            runner = catalog.select("runner", target.partner)
+        return plan_lanes(backend, runner, options, device=device, is_pair=target.partner is not None)
+    return plan_lanes(
+        ReferenceBackend,
+        catalog.select("runner", target.name),
+        options,
+        device=device,
+        kind="runner",
+        drivers=catalog,
+    )
+
+
+def plan_lanes(
+    backend: type[AttentionBackend],
+    runner: type[GraphRunner],
+    options: Options,
+    *,
+    device: torch.device = torch.device("cpu"),  # noqa: B008  a constant
+    kind: TargetKind = "attention_backend",
+    is_pair: bool = False,
+    drivers: PluginCatalog | None = None,
+) -> list[LanePlan]:
+    """Return the lanes of two classes, one of which may be the kit's own.
+
+    Args:
+        backend: The backend.
+        runner: The runner.
+        options: How many.
+        device: Where.
+        kind: Which of the two is checked.
+        is_pair: Whether both are.
+        drivers: Where the driver is found that a runner records with by itself; None to leave that out.
+    """
+    modes = runner.modes & backend.capabilities.modes
+    configs = [
+        config
+        for config in configs_of(backend.capabilities, device)
+        if config.case.mode in modes
+        or (config.case.mode is ForwardMode.IDLE and ForwardMode.DECODE in modes)
+    ]
+    chosen = _choose(configs, options.size, few=is_pair or kind == "runner")
+    plans = [
+        LanePlan(LaneUnderTest(config, backend, runner, kind, device=device), is_full)
+        for config, is_full in chosen
+    ]
+    if drivers is not None and runner.driver is not None and options.size != "quick" and plans:
+        driver = drivers.select("graph_driver", runner.driver)
+        if driver.unavailable(device) is None:
+            lane = replace(plans[0].lane, driver=driver)
+            plans.append(LanePlan(lane, is_full=False, suffix=f"-{runner.driver}"))
+    if device.type == "cuda":
+        from graphpact.graphs.cuda import CudaDriver  # noqa: PLC0415  of no use elsewhere
+
+        plans += [
+            LanePlan(replace(plan.lane, driver=CudaDriver), is_full=False, suffix="-cuda")
+            for plan in plans
+            if plan.lane.driver is None
+        ]
+    return [p for p in plans if not options.lanes or any(fnmatchcase(str(p), g) for g in options.lanes)]
+
+
+def _choose(configs: Sequence[Config], size: Size, *, few: bool) -> list[tuple[Config, bool]]:
+    """Return the configurations of a run, and which of them are looked at in full.
+
+    One in full for each kind of step, and then, each the first that brings something new, those that together
+    have every page size, head layout and dtype with every kind of step.
+    """
+    by_case: dict[Any, list[Config]] = {}
+    for config in configs:
+        by_case.setdefault(config.case, []).append(config)
+    full = [min(group, key=_plainness) for group in by_case.values()]
+    if size == "thorough":
+        return [(config, True) for config in configs]
+    if size == "quick" or few:
+        return [(config, True) for config in full]
+    seen = {pair for config in full for pair in _pairs(config)}
+    more = []
+    for config in sorted(configs, key=lambda c: (c.dtype is torch.float32, str(c))):
+        if any(pair not in seen for pair in _pairs(config)):
+            seen.update(_pairs(config))
+            more.append(config)
+    return [(config, True) for config in full] + [(config, False) for config in more]
+
+
+def _plainness(config: Config) -> tuple[bool, bool, int]:
+    return config.dtype is not torch.float32, config.heads.name == "mha", abs(config.page_size - 16)
+
+
+def _pairs(config: Config) -> list[tuple[Any, Any]]:
+    kind = config.case
+    return [(kind, config.page_size), (kind, config.heads), (kind, config.dtype)]
+
+
+# -- running -----------------------------------------------------------------------------------------
+
+
+def draw(config: Config, count: int, base: int) -> list[list[Problem]]:
+    """Return ``count`` sequences of batches for a lane; the first is the simplest there is.
+
+    Args:
+        config: The lane's.
+        count: How many.
+        base: A seed: equal ones give equal sequences.
+    """
+    drawn: list[list[Problem]] = []
+
+    @seed(base)
+    @settings(
+        max_examples=count,
+        database=None,
+        deadline=None,
+        derandomize=False,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(steps=sequences(config))
+    def collect(steps: list[Problem]) -> None:
+        drawn.append(steps)
+
+    collect()
+    return drawn
+
+
+def examine(
+    target: Target, options: Options, listener: Listener, *, skip: Collection[str] = ()
+) -> PluginResults:
+    """Hold a plugin to every rule, in every lane, and tell the listener how each came out.
+
+    Args:
+        target: The plugin.
+        options: How.
+        listener: Who is told.
+        skip: Pieces of work, as `Listener.begins` names them, that are not done.
+
+    Returns:
+        What there is to say besides results.
+
+    Raises:
+        PluginError: It cannot be had.
+    """
+    catalog = PluginCatalog.scan()
+    info = _info(catalog, target)
+    names = target.name if target.partner is None else f"{target.name} {target.partner}"
+    plans = [replace(plan, names=names) for plan in lanes_of(target, options, catalog)]
+    shown: list[tuple[Config, bool]] = []
+    for plan in plans:
+        results = list(examine_lane(plan, options, listener.begins, skip=skip))
+        for result in results:
+            listener.found(result)
+        shown.append((plan.lane.config, not any(r.outcome is Outcome.FAIL for r in results)))
+    claims: list[Claim] = []
+    if target.kind == "attention_backend":
+        cls = catalog.select("attention_backend", target.name)
+        if not cls.capabilities.modes:
+            listener.found(_declares_nothing(info))
+        if target.partner is None and not options.only and not options.lanes:
+            probed = []
+            if options.size != "quick":
+                listener.begins("capabilities :: undeclared")
+                probed = _probe(cls, options) if "capabilities :: undeclared" not in skip else []
+            claims = claims_of(cls, shown, probed)
+            for result in _of_claims(claims):
+                listener.found(result)
+    elif not catalog.select("runner", target.name).modes:
+        listener.found(_declares_nothing(info))
+    drivers = ["tape", *(p.lane.driver.name for p in plans if p.lane.driver is not None)]
+    return PluginResults(
+        kind=target.kind,
+        name=target.name,
+        distribution=info.distribution,
+        version=info.version,
+        contract=info.contract,
+        partner=target.partner,
+        drivers=list(dict.fromkeys(drivers)) if plans else [],
+        provider=_provider(plans, target),
+        device=options.device,
+        claims=claims,
+        hints=[f"{c.capability}: {c.hint}" for c in claims if c.hint],
+        not_shown=_not_shown(target, catalog, torch.device(options.device)),
+    )
+
+
+def _info(catalog: PluginCatalog, target: Target) -> PluginInfo:
+    kind: Kind = target.kind
+    return next(info for info in catalog.infos(kind) if info.name == target.name)
+
+
+def _declares_nothing(info: PluginInfo) -> Result:
+    return Result(
+        rule=None,
+        check="declares",
+        lane="capabilities",
+        outcome=Outcome.FAIL,
+        reason="it declares no mode",
+        findings=[
+            Finding(
+                rule=None,
+                hook=None,
+                field="modes",
+                expected="the forward modes that the plugin serves",
+                actual="none",
+                help=f"set them on the class that {info.target} names: what is not declared is not shown",
+            )
+        ],
+    )
+
+
+def examine_lane(
+    plan: LanePlan,
+    options: Options,
+    begins: Any = None,
+    *,
+    skip: Collection[str] = (),
+    experiments: Sequence[Experiment] = EXPERIMENTS,
+) -> Iterator[Result]:
+    """Make every experiment in one lane, and yield how each rule came out.
+
+    Args:
+        plan: The lane.
+        options: How.
+        begins: Called with each piece of work before it is done; None to tell nobody.
+        skip: Pieces of work that are not done.
+        experiments: What is done.
+    """
+    scope = "runner" if plan.lane.kind == "runner" else "attention_backend"
+    wanted = [
+        e
+        for e in experiments
+        if scope in e.scopes
+        and (plan.is_full or e.name in _LIGHT)
+        and (not options.only or options.only & {*e.examines})
+    ]
+    is_pair = plan.lane.runner is not ReferenceRunner and plan.lane.kind == "attention_backend"
+    if is_pair:
+        wanted = [e for e in wanted if e.name in _PAIR]
+    done: list[_Done] = []
+    for experiment in wanted:
+        work = f"{plan} :: {experiment.name}"
+        if work in skip:
+            continue
+        if begins is not None:
+            begins(work)
+        done.append(_run(experiment, plan, options))
+    yield from _by_rule(plan, options, done)
+
+
+@dataclass
+class _Done:
+    experiment: Experiment
+    findings: list[Finding]
+    examples: int = 0
+    seconds: float = 0.0
+    not_run: str | None = None
+    error: str | None = None
+
+
+def _run(experiment: Experiment, plan: LanePlan, options: Options) -> _Done:
+    """Make one experiment, with as many sequences as are asked for, until one shows something."""
+    start = time.perf_counter()
+    done = _Done(experiment, [])
+    lane = plan.lane
+    count = options.examples if experiment.repeats and options.size != "quick" else 1
+    try:
+        with torch.inference_mode():
+            for steps in draw(lane.config, count, options.seed):
+                done.examples += 1
+                found = list(experiment.run(lane, steps))
+                if not found:
+                    continue
+                lane.forget()  # the next experiment finds lanes without a past
+                if options.shrink:
+                    found = shrunk(lane, experiment, steps, found)
+                done.findings = found
+                break
+    except CannotCaptureError as error:
+        done.not_run = f"the lane cannot be captured: {error}"
+    except Exception as error:  # noqa: BLE001  the suite's own fault, and told as such
+        done.error = f"{experiment.name}: {tell(error)}"
+    done.seconds = time.perf_counter() - start
+    return done
+
+
+def _by_rule(plan: LanePlan, options: Options, done: Sequence[_Done]) -> Iterator[Result]:
+    """Yield one result for each rule about which something was done, and one for what is no rule's."""
+    ids: list[str | None] = [rule for rule in RULES if not options.only or rule in options.only]
+    if not options.only:
+        ids = [None, *ids]
+    for rule in ids:
+        mine = [
+            d
+            for d in done
+            if (not d.experiment.examines if rule is None else rule in d.experiment.examines)
+            or any(f.rule == rule for f in d.findings)
+        ]
+        if not mine:
+            continue
+        findings = [f for d in mine for f in d.findings if f.rule == rule]
+        outcome, reason = Outcome.PASS, None
+        if findings:
+            outcome = Outcome.FAIL
+        elif errors := [d.error for d in mine if d.error]:
+            outcome, reason = Outcome.ERROR, errors[0]
+        elif stopped := [d.not_run for d in mine if d.not_run]:
+            outcome, reason = Outcome.NOT_RUN, stopped[0]
+        yield Result(
+            rule=rule,
+            check=", ".join(d.experiment.name for d in mine),
+            lane=str(plan),
+            outcome=outcome,
+            level=RULES[rule].level if rule else "MUST",
+            reason=reason,
+            findings=[_with_line(f, plan, options) for f in _distinct(findings)],
+            examples=sum(d.examples for d in mine),
+            seconds=sum(d.seconds for d in mine),
+        )
+
+
+def _distinct(findings: Sequence[Finding]) -> list[Finding]:
+    """Return findings without those that say again what of the same field was said."""
+    first: dict[tuple[str | None, str | None, str | None], Finding] = {}
+    for finding in findings:
+        key = (finding.rule, finding.hook, (finding.field or "").partition("[")[0])
+        first.setdefault(key, finding)
+    return [*first.values()][:8]
+
+
+def _with_line(finding: Finding, plan: LanePlan, options: Options) -> Finding:
+    line = reproduce_line(plan.names, finding.rule, str(plan), options)
+    return finding.model_copy(update={"reproduce": line})
+
+
+def reproduce_line(names: str, rule: str | None, lane: str, options: Options) -> str:
+    """Return the command that shows a finding again."""
+    line = f"graphpact check {names}"
+    if rule is not None:
+        line += f" --only {rule}"
+    line += f" --lane '{lane}' --seed {options.seed} --examples {options.examples}"
+    if options.size != "normal":
+        line += f" --{options.size}"
+    return line if options.device == "cpu" else f"{line} --device {options.device}"
+
+
+# -- claims ------------------------------------------------------------------------------------------
+
+
+def _probe(cls: type[AttentionBackend], options: Options) -> list[tuple[str, bool]]:
+    """Return capabilities that are not declared, and whether they work all the same."""
+    found = []
+    experiments = [e for e in EXPERIMENTS if e.name in ("answers_eagerly", "answers_replayed")]
+    few = replace(options, examples=1, shrink=False, only=frozenset())
+    for capability, config in undeclared(cls):
+        plan = LanePlan(LaneUnderTest(config, cls), is_full=True)
+        results = list(examine_lane(plan, few, experiments=experiments))
+        found.append((capability, all(r.outcome is Outcome.PASS for r in results)))
+    return found
+
+
+def _of_claims(claims: Sequence[Claim]) -> Iterator[Result]:
+    wrong = [c for c in claims if c.declared in ("full", "since") and c.shown == "fail"]
+    yield Result(
+        rule=None,
+        check="claims",
+        lane="capabilities",
+        outcome=Outcome.FAIL if wrong else Outcome.PASS,
+        findings=[
+            Finding(
+                rule=None,
+                hook=None,
+                field=claim.capability,
+                expected=f"what is declared ({claim.declared}) is shown",
+                actual="a lane that needs it fails",
+                help="mend it, or do not declare it",
+            )
+            for claim in wrong
+        ],
+    )
+
+
+def _provider(plans: Sequence[LanePlan], target: Target) -> str | None:
+    if target.kind != "attention_backend" or not plans:
+        return None
+    cls = plans[0].lane.backend
+    for provider in cls.providers:
+        if provider.unavailable(plans[0].lane.device) is None:
+            return provider.name
+    return None
+
+
+def _not_shown(target: Target, catalog: PluginCatalog, device: torch.device) -> list[str]:
+    """Return what a run on this device cannot exercise, each with the reason."""
+    found = []
+    if target.kind == "attention_backend":
+        for provider in catalog.select("attention_backend", target.name).providers:
+            reason = provider.unavailable(device)
+            if reason is not None:
+                found.append(f"{provider.name} kernels, all rules: {reason}")
+    if device.type != "cuda":
+        found.append("graph driver cuda, all rules: it records on a CUDA device alone")
+    return found
+

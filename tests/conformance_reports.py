@@ -1,0 +1,109 @@
+"""Reports of the conformance suite, built by hand for tests of what reads them.
+
+Does not: run the suite.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from hypothesis import strategies as st
+
+from graphpact.conformance.results import (
+    Claim,
+    Environment,
+    Finding,
+    Outcome,
+    PluginResults,
+    Report,
+    Result,
+)
+
+HOSTILE = (
+    "</p></details><script>alert(1)</script>",
+    '" onmouseover="x" <b>',
+    "]]> --> <!-- {{ 7 * 7 }} {% raw %} &amp; &#60;",
+    "[bold red]markup[/bold red] :skull:",
+    "\x1b[2J\x1b]0;title\x07\x00\x9b31m\r",
+    "\ud800\udfff\ufffe\uffff\u202eright to left",
+    "two\nlines\tand a tab",
+)
+"""Texts that would break out of a page, an XML file or a terminal that let them."""
+
+words = st.one_of(st.sampled_from(HOSTILE), st.text(max_size=20))
+"""Text of any kind, lone surrogates too."""
+
+
+def finding(rule: str | None = "GP03", **changes: Any) -> Finding:
+    """Return a finding with something to say in every field."""
+    told = {
+        "hook": "prepare_replay",
+        "field": "view.req_pool_indices[3:4]",
+        "expected": "0, scratch",
+        "actual": "5, of the batch before",
+        "batch": "decode, 3 requests",
+        "shape": "decode bs=4 tokens=4",
+        "help": "declare PaddingPolicy.ZERO",
+        "reproduce": "graphpact check flashinfer --only GP03 --lane 'decode, page 16' --seed 0",
+    }
+    return Finding(rule=rule, **{**told, **changes})
+
+
+def result(outcome: Outcome | str = Outcome.PASS, rule: str | None = "GP03", **more: Any) -> Result:
+    """Return a result; a failure has one finding unless it is given others."""
+    outcome = Outcome(outcome)
+    told: dict[str, Any] = {"check": "shrink_after_grow", "lane": "decode, page 16"}
+    if outcome is Outcome.FAIL:
+        told["findings"] = [finding(rule)]
+    return Result(rule=rule, outcome=outcome, **{**told, **more})
+
+
+def plugin(results: Sequence[Result] = (), **changes: Any) -> PluginResults:
+    """Return a backend's results."""
+    told: dict[str, Any] = {
+        "kind": "attention_backend",
+        "name": "flashinfer",
+        "distribution": "graphpact-flashinfer",
+        "version": "0.1.0",
+        "contract": "1",
+        "drivers": ["tape"],
+        "provider": "portable",
+    }
+    return PluginResults(results=list(results), **{**told, **changes})
+
+
+def report(*plugins: PluginResults, **changes: Any) -> Report:
+    """Return a report; one of a single pass where no plugins are given."""
+    told: dict[str, Any] = {
+        "environment": Environment(
+            graphpact="0.1.0", python="3.11.4", torch="2.13.0", platform="Linux", device="cpu"
+        ),
+        "seed": 0,
+        "examples": 2,
+        "started": "2026-11-21T10:04:05+00:00",
+        "seconds": 1.5,
+    }
+    return Report(plugins=list(plugins or [plugin([result()])]), **{**told, **changes})
+
+
+def full_report(text: str = "x") -> Report:
+    """Return a report of two plugins that has all there can be, with ``text`` wherever text may stand."""
+    told = dict.fromkeys(("field", "expected", "actual", "batch", "shape", "help"), text)
+    place = {"check": text, "lane": text}
+    broken = finding(None, hook=text, reproduce=text, **told)
+    results = [
+        result(outcome, rule, reason=text, findings=[broken, broken], examples=2, **place)
+        for rule in (None, "GP03", "GP20")
+        for outcome in Outcome
+    ]
+    results += [result("pass", "GP01", **place), result("not_run", "GP02", reason=text, **place)]
+    claims = [
+        Claim(capability=text, declared="full", shown="fail", hint=text),
+        Claim(capability=text, declared="since", since=text, shown="pass"),
+    ]
+    about = {"name": text, "distribution": text, "version": text, "contract": text}
+    more = {"drivers": [text], "provider": text, "device": text, "hints": [text]}
+    return report(
+        plugin(results, claims=claims, not_shown=[text], partner=text, **about, **more),
+        plugin([result()]),
+        options={"strict": False, "lanes": [text], "size": text},
+    )
