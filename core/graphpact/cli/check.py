@@ -64,7 +64,7 @@ def check(
             help="What did not run, SHOULDs, hints and claims that were not shown count as well.",
         ),
     ] = False,
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer and smaller lanes.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer lanes.")] = False,
     thorough: Annotated[bool, typer.Option("--thorough", help="More lanes.")] = False,
     seed: Annotated[
         int | None, typer.Option("--seed", min=0, help="Of all that is random.")
@@ -134,16 +134,12 @@ def _listeners(shown: "Progress | None") -> dict[str, Any]:
         return {}
 
     def on_begin(target: "Target", work: str) -> None:
-        shown.begins(_label(target), work)
+        shown.begins(str(target), work)
 
     def on_result(target: "Target", result: "Result") -> None:
-        shown.found(_label(target), result)
+        shown.found(str(target), result)
 
     return {"on_begin": on_begin, "on_result": on_result}
-
-
-def _label(target: "Target") -> str:
-    return target.name if target.partner is None else f"{target.name} + {target.partner}"
 
 
 def _tell(found: "Report", directory: Path | None, *, as_json: bool) -> None:

@@ -148,8 +148,7 @@ def _notes(plugin: PluginResults) -> list[tuple[str, Sequence[str]]]:
 
 def _say_claim(claim: Claim) -> str:
     declared = claim.declared.replace("_", " ") + (f" {claim.since}" if claim.since else "")
-    hint = f": {claim.hint}" if claim.hint else ""
-    return f"{claim.capability}: declared {declared}, shown {claim.shown.replace('_', ' ')}{hint}"
+    return f"{claim.capability}: declared {declared}, shown {claim.shown.replace('_', ' ')}"
 
 
 def _sign(outcome: Outcome) -> tuple[str, str]:

@@ -194,9 +194,7 @@ class Config:
         return 1 + self.shapes[-1].batch_size * -(-own // self.page_size) + 1
 
 
-def configs_of(
-    capabilities: Capabilities, device: torch.device = CPU
-) -> Iterator[Config]:
+def configs_of(capabilities: Capabilities, device: torch.device = CPU) -> Iterator[Config]:
     """Yield every lane that a backend is to be held to, by what it declares."""
     pages = capabilities.page_sizes
     page_sizes = [p for p in PAGE_SIZES if pages is None or p in pages] or [min(pages or {1})]
@@ -376,9 +374,7 @@ def _int64(values: Sequence[object]) -> torch.Tensor:
 
 
 @st.composite
-def problems(
-    draw: st.DrawFn, config: Config, bucket: int, *, exact: bool | None = None
-) -> Problem:
+def problems(draw: st.DrawFn, config: Config, bucket: int, *, exact: bool | None = None) -> Problem:
     """Draw a batch that the ``bucket``-th shape of the lane is the smallest to hold.
 
     Args:
@@ -446,9 +442,7 @@ def _lay_out(
 
 
 @st.composite
-def _counts(
-    draw: st.DrawFn, config: Config, bucket: int, *, exact: bool | None
-) -> list[int]:
+def _counts(draw: st.DrawFn, config: Config, bucket: int, *, exact: bool | None) -> list[int]:
     """Draw how many new tokens each request brings."""
     case = config.case
     smaller = config.shapes[bucket - 1] if bucket else GraphShape(case.mode, 0, 0)

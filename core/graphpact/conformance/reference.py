@@ -259,9 +259,7 @@ class ReferenceRunner(GraphRunner):
         if not self.context.backend.graph_support.covers(case.needs):
             return None
         shapes = static_shapes(case)
-        return ShapeLadder(
-            case.lane_mode, [s.batch_size for s in shapes], ladder=tuple(shapes)
-        )
+        return ShapeLadder(case.lane_mode, [s.batch_size for s in shapes], ladder=tuple(shapes))
 
     @property
     def _padded_seq_len(self) -> int:
@@ -340,9 +338,7 @@ class ReferenceRunner(GraphRunner):
             extend_seq_lens=extend,
             extend_seq_lens_cpu=None if extend is None else extend.clone(),
             tree_mask=torch.ones(tokens, case.width or 0, dtype=torch.bool) if case.tree else None,
-            num_correct_drafts=zeros[:bs].int()
-            if case.mode is ForwardMode.DRAFT_EXTEND
-            else None,
+            num_correct_drafts=zeros[:bs].int() if case.mode is ForwardMode.DRAFT_EXTEND else None,
             num_token_non_padded=torch.tensor([tokens], dtype=torch.int32) if counts else None,
             num_token_non_padded_cpu=tokens if counts else None,
         )

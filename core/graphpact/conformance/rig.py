@@ -230,6 +230,7 @@ class Rig:
                 *(device, config.dtype, self.layers, limits, self.table, self.kv, mode, provider)
             )
         )
+        self._slots: dict[int, GraphSlot] = {}
         self.observer = Observer()
         records = driver(device)
         self.guard = StrictGuard(records) if guarded else None
@@ -479,11 +480,21 @@ class Rig:
             key = (value.data_ptr(), value.shape, value.stride())
             alias = key in seen and value.numel() > 0
             seen.add(key)
-            slot = self.registry.slot_of(value) if value.numel() else None
+            slot = self._slot_at(value) if value.numel() else None
             tail, dim = _tail_of(value, slot, raw, shape)
             due = slot is not None and is_due(slot)
             leaves[path] = Leaf(path, value.detach().clone().cpu(), slot, tail, dim, due, alias)
         return leaves, numbers
+
+    def _slot_at(self, tensor: torch.Tensor) -> GraphSlot | None:
+        """Return the slot in whose memory a tensor begins; slots stay where they are."""
+        address = tensor.data_ptr()
+        if address not in self._slots:
+            slot = self.registry.slot_of(tensor)
+            if slot is None:
+                return None
+            self._slots[address] = slot
+        return self._slots[address]
 
     # -- what has to be there --------------------------------------------------------------------
 

@@ -124,7 +124,8 @@ def _kind_of(name: str, catalog: PluginCatalog) -> tuple[TargetKind, str]:
             if asked == kind:
                 return kind, bare
         raise UsageError(
-            f"{name!r}: a {asked!r} is not checked", hint=f"give {' or '.join(kinds)}, a colon, a name"
+            f"{name!r}: a {asked!r} is not checked",
+            hint=f"give {' or '.join(kinds)}, a colon, a name",
         )
     offers = [kind for kind in kinds if any(i.name == name for i in catalog.infos(kind))]
     if len(offers) == 1:
@@ -174,7 +175,9 @@ class LanePlan:
 
 _LIGHT = frozenset({"answers_eagerly", "answers_replayed", "padding", "largest_step"})
 """Experiments that look at values alone, for lanes that differ from a full one in sizes."""
-_PAIR = frozenset({"answers_replayed", "padding", "captured_anew", "unwritten_and_stale", "guarded"})
+_PAIR = frozenset(
+    {"answers_replayed", "padding", "captured_anew", "unwritten_and_stale", "guarded"}
+)
 
 
 def lanes_of(target: Target, options: Options, catalog: PluginCatalog) -> list[LanePlan]:
@@ -185,7 +188,9 @@ def lanes_of(target: Target, options: Options, catalog: PluginCatalog) -> list[L
         runner: type[GraphRunner] = ReferenceRunner
         if target.partner is not None:
             runner = catalog.select("runner", target.partner)
-        return plan_lanes(backend, runner, options, device=device, is_pair=target.partner is not None)
+        return plan_lanes(
+            backend, runner, options, device=device, is_pair=target.partner is not None
+        )
     return plan_lanes(
         ReferenceBackend,
         catalog.select("runner", target.name),
@@ -242,7 +247,9 @@ def plan_lanes(
             for plan in plans
             if plan.lane.driver is None
         ]
-    return [p for p in plans if not options.lanes or any(fnmatchcase(str(p), g) for g in options.lanes)]
+    return [
+        p for p in plans if not options.lanes or any(fnmatchcase(str(p), g) for g in options.lanes)
+    ]
 
 
 def _choose(configs: Sequence[Config], size: Size, *, few: bool) -> list[tuple[Config, bool]]:
@@ -582,4 +589,3 @@ def _not_shown(target: Target, catalog: PluginCatalog, device: torch.device) -> 
     if device.type != "cuda":
         found.append("graph driver cuda, all rules: it records on a CUDA device alone")
     return found
-

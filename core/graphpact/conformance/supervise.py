@@ -13,7 +13,6 @@ import math
 import os
 import platform
 import re
-import shlex
 import signal
 import subprocess
 import sys
@@ -40,7 +39,7 @@ from graphpact.conformance.results import (
     Report,
     Result,
 )
-from graphpact.conformance.suite import Options, Target
+from graphpact.conformance.suite import Options, Target, reproduce_line
 from graphpact.conformance.worker import short, tail
 from graphpact.conformance.xfails import Xfails, plugin_home
 from graphpact.errors import ConfigError, GraphpactError, RejectedPluginError, UsageError
@@ -155,7 +154,7 @@ def _plain(options: Options) -> dict[str, Any]:
     """Return ``options`` as JSON has them, sets in order."""
     told = TypeAdapter(Options).dump_python(options, mode="json")
     sets = [name for name in told if isinstance(getattr(options, name), frozenset)]
-    return {**told, **{name: told[name][::-1] for name in sets}}
+    return {**told, **{name: sorted(told[name]) for name in sets}}
 
 
 def _environment(device: str, device_name: str | None) -> Environment:
@@ -311,6 +310,8 @@ class _Process:
                 self._hear(line)
 
     def _hear(self, line: bytes) -> None:
+        if self._fault:
+            return  # on its way out: nothing after the fault counts
         try:
             event = json.loads(line)
             name = event["event"]
@@ -571,14 +572,11 @@ class _Examination:
         )
 
     def _reproduce(self, work: str) -> str:
-        """Return the command line that comes to ``work`` again, and to little else."""
+        """Return the command line that comes to ``work`` again."""
         target = self._target
-        names = [f"runner:{target.name}" if target.kind == "runner" else target.name]
-        if target.partner is not None:
-            names.append(f"runner:{target.partner}")
+        names = target.name if target.partner is None else f"{target.name} {target.partner}"
         lane, separator, _ = work.partition(" :: ")
-        lanes = ["--lane", lane] if separator else []
-        return shlex.join(["graphpact", "check", *names, "--seed", str(self._options.seed), *lanes])
+        return reproduce_line(names, None, lane if separator else "*", self._options)
 
     def _note_noise(self, source: str, work: str, expected: str, actual: str) -> None:
         finding = Finding(rule=None, hook=None, field=source, expected=expected, actual=actual)

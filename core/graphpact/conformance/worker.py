@@ -78,22 +78,32 @@ class Reporter:
         os.set_inheritable(self._pipe, False)  # noqa: FBT003  positional only
         # A plugin may turn stdout and stderr elsewhere; these stay what the supervisor reads.
         self._out, self._err = os.dup(1), os.dup(2)
-        self._err_before = 0
+        self._err_told, self._has_told = 0, True
         self.work: str | None = None
 
     def begins(self, work: str) -> None:
         """Tell that ``work`` is about to run."""
         faulthandler.dump_traceback_later(self._patience, exit=True, file=self._stack)
         self.work = work
-        self._err_before = os.fstat(self._err).st_size
+        if self._has_told:  # results come when several pieces of work are done
+            self._err_told = os.fstat(self._err).st_size
+            self._has_told = False
         self.say("begins", work=work, printed=self._printed())
 
     def found(self, result: Result) -> None:
-        """Tell a result; a failure takes along what the work has written to stderr."""
-        if result.outcome is Outcome.FAIL and result.reason is None:
-            said = tail(self._err, self._err_before)
-            result = result.model_copy(update={"reason": f"on stderr:\n{said}" if said else None})
+        """Tell a result; the first failure takes along what its work has written to stderr."""
+        if result.outcome is Outcome.FAIL and result.findings:
+            result = self._with_stderr(result)
+        self._has_told = True
         self.say("found", result=result.model_dump(mode="json"))
+
+    def _with_stderr(self, result: Result) -> Result:
+        said = tail(self._err, self._err_told)
+        self._err_told = os.fstat(self._err).st_size
+        first, *others = result.findings
+        if said:
+            first = first.model_copy(update={"actual": f"{first.actual}\non stderr:\n{said}"})
+        return result.model_copy(update={"findings": [first, *others]})
 
     def done(self, answer: Any) -> None:
         """Tell that all is done, with what came of it."""
@@ -165,13 +175,14 @@ def _noticing_warnings(homes: _Homes, reporter: Reporter) -> Iterator[None]:
 
 
 def _name_targets(job: dict[str, Any], reporter: Reporter) -> dict[str, Any]:
-    """Return the targets that the names of a job mean, each of which was imported to see that it can be."""
+    """Return the targets that the names of a job mean; the plugins are imported to find them."""
     catalog = PluginCatalog.scan()
-    reporter.begins(f"looking for {', '.join(job['names'])}")
+    for name in job["names"]:
+        reporter.begins(
+            f"looking for {name}"
+        )  # imports it: what is lost here is lost for this name
+        suite.targets([name], catalog)
     targets = suite.targets(job["names"], catalog)
-    for target in targets:
-        reporter.begins(f"importing {target.kind} {target.name}")
-        catalog.select(target.kind, target.name)
     return {
         "targets": [dataclasses.asdict(target) for target in targets],
         "device_name": _device_name(job["device"]),

@@ -186,7 +186,7 @@ def _live(lane: LaneUnderTest, rig: Rig) -> None:
     """Let happen what happens to an engine between two steps."""
     for clear in _caches_of(lane):
         clear()
-    gc.collect()
+    gc.collect(1)  # all generations would take longer than the rest of the experiment
     junk = [torch.full((n,), -7, dtype=torch.int32) for n in (1, 5, 8, 33, 64, 257, 1024)]
     junk += [torch.full((n,), float("nan")) for n in (1, 5, 8, 33, 64, 257, 1024)]
     rig.step(corner(lane.config), eagerly=True)

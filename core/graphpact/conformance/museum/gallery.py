@@ -1,0 +1,117 @@
+"""Running the suite against exhibits and variants, and what came of it: `visit`.
+
+Does not: hold any exhibit.
+"""
+
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+from graphpact.attention import AttentionBackend
+from graphpact.conformance.museum.exhibit import Exhibit, Variant
+from graphpact.conformance.reference import ReferenceBackend, ReferenceRunner
+from graphpact.conformance.results import Finding, Outcome, Result
+from graphpact.conformance.suite import LanePlan, Options, examine_lane, plan_lanes
+from graphpact.errors import GraphpactError
+from graphpact.plugins import PluginCatalog
+from graphpact.runners import GraphRunner
+
+OPTIONS = Options(size="quick", examples=1, shrink=False)
+
+
+@dataclass(frozen=True)
+class Visit:
+    """What the suite says of one exhibit or variant.
+
+    Args:
+        piece: Which.
+        findings: What it found, the first for each rule; None for what is no rule's.
+        lanes: The lanes that were looked at.
+        missing: Why it could not be shown: its plugin is not installed.
+        errors: Faults of the suite itself.
+    """
+
+    piece: Exhibit | Variant
+    findings: dict[str | None, Finding] = field(default_factory=dict)
+    lanes: tuple[str, ...] = ()
+    missing: str | None = None
+    errors: tuple[str, ...] = ()
+
+    @property
+    def is_right(self) -> bool:
+        """Whether an exhibit was caught under its own rule, and a variant not at all."""
+        if self.missing is not None or self.errors or not self.lanes:
+            return False
+        if isinstance(self.piece, Exhibit):
+            return self.piece.rule in self.findings
+        return not self.findings
+
+
+def visit(piece: Exhibit | Variant, options: Options = OPTIONS) -> Visit:
+    """Hold one exhibit or variant to all rules, in the lanes that it names."""
+    try:
+        base = _base(piece.base)
+    except GraphpactError as error:
+        return Visit(piece, missing=error.message.splitlines()[0])
+    cls = piece.make(base)
+    backend: type[AttentionBackend] = ReferenceBackend
+    runner: type[GraphRunner] = ReferenceRunner
+    if issubclass(cls, AttentionBackend):
+        backend = cls
+    else:
+        runner = cls
+    results: list[Result] = []
+    plans: list[LanePlan] = []
+    around = piece.around if isinstance(piece, Exhibit) else nullcontext
+    with around():
+        plans = [
+            plan
+            for plan in plan_lanes(
+                backend,
+                runner,
+                options,
+                kind="attention_backend" if issubclass(cls, AttentionBackend) else "runner",
+            )
+            if str(plan.lane.config.case) in piece.lanes
+        ]
+        for plan in plans:
+            results += examine_lane(plan, options)
+    findings: dict[str | None, Finding] = {}
+    for result in results:
+        for finding in result.findings:
+            findings.setdefault(result.rule, finding)
+    errors = [r.reason or "" for r in results if r.outcome is Outcome.ERROR]
+    return Visit(piece, findings, tuple(map(str, plans)), errors=tuple(dict.fromkeys(errors)))
+
+
+def visit_all(
+    pieces: Iterable[Exhibit | Variant],
+    on_visit: Callable[[Visit], None] | None = None,
+    options: Options = OPTIONS,
+) -> list[Visit]:
+    """Visit one after another."""
+    visits = []
+    for piece in pieces:
+        visits.append(visit(piece, options))
+        if on_visit is not None:
+            on_visit(visits[-1])
+    return visits
+
+
+@cache
+def _base(name: str) -> type[Any]:
+    """Return the right class of that name.
+
+    Raises:
+        PluginError: It is not installed.
+    """
+    if name == "reference":
+        return ReferenceBackend
+    if name == "reference_runner":
+        return ReferenceRunner
+    catalog = PluginCatalog.scan()
+    if any(info.name == name for info in catalog.infos("runner")):
+        return catalog.select("runner", name)
+    return catalog.select("attention_backend", name)
