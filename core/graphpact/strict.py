@@ -56,7 +56,7 @@ class StrictGuard:
     def __init__(self, driver: GraphDriver, ownership: Ownership | None = None) -> None:
         self._driver = driver
         self._ownership = ownership
-        self._prepared: tuple[CudaGraphBufferRegistry, GraphShape] | None = None
+        self._prepared: tuple[CudaGraphBufferRegistry, GraphShape, ForwardBatch] | None = None
 
     # -- the preparation -------------------------------------------------------------------------
 
@@ -65,7 +65,7 @@ class StrictGuard:
         self, registry: CudaGraphBufferRegistry, batch: ForwardBatch, shape: GraphShape
     ) -> _Around:
         """Poison the slots, and refuse host reads while they are filled."""
-        self._prepared = registry, shape
+        self._prepared = registry, shape, batch
         _require_twins(batch)
         for slot in registry:
             if slot.buffer is not None and is_due(slot):
@@ -91,6 +91,7 @@ class StrictGuard:
             raise PoisonError(
                 f"{hook} fails on what a step has to write first: {error}{self._unwritten()}",
                 hint="slots are poisoned before each step of a strict lane: write a row before it is read",
+                rule=self._rule(),
             ) from error
 
     # -- the run ---------------------------------------------------------------------------------
@@ -108,7 +109,9 @@ class StrictGuard:
                 unwritten = self._unwritten()
                 if not unwritten or unwritten in error.message:
                     raise
-                raise PoisonError(error.message + unwritten, hint=error.hint) from error
+                raise PoisonError(
+                    error.message + unwritten, hint=error.hint, rule=self._rule()
+                ) from error
             if lane.stats.replays > before:
                 self._check_logits(lane, logits)
             if self._ownership is not None:
@@ -133,15 +136,32 @@ class StrictGuard:
                 f"{self._unwritten()}",
                 hint="memory that the step does not own or did not write is NaN in a strict lane; where an"
                 " eager run gives NaN too, it is the model",
+                rule=self._rule(),
             )
 
     def _unwritten(self) -> str:
         """Return, for messages, which rows of the slots are still poison."""
-        if self._prepared is None:
-            return ""
-        registry, shape = self._prepared
-        rows = [text for slot in registry if (text := _poisoned_rows(slot, shape))]
+        rows = [text for text, _ in self._poisoned()]
         return f"; nobody wrote, in this step: {', '.join(rows)}" if rows else ""
+
+    def _rule(self) -> str | None:
+        """Return which rule unwritten rows break: real ones, or padded ones alone; None for none."""
+        real = [is_real for _, is_real in self._poisoned()]
+        return ("GP02" if any(real) else "GP03") if real else None
+
+    def _poisoned(self) -> list[tuple[str, bool]]:
+        """Return for each slot with unwritten rows what messages say of it, and whether real ones are."""
+        if self._prepared is None:
+            return []
+        registry, shape, batch = self._prepared
+        found = []
+        for slot in registry:
+            text = _poisoned_rows(slot, shape)
+            if text:
+                raw = {"bs": batch.batch_size, "tokens": batch.num_tokens}.get(slot.axis, 1)
+                head = slot.slice_for(raw, raw)
+                found.append((text, bool(is_poison(head).any())))
+        return found
 
 
 def _require_twins(batch: ForwardBatch) -> None:

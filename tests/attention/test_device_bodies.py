@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from attention_problems import Config, configs_of
-from attention_rig import hold_to_oracle
 from graphpact.attention import AttentionBackend
+from graphpact.conformance.problems import Config, configs_of
 from graphpact.kernels import _library
 from graphpact_fa3 import FA3Backend
 from graphpact_flashinfer import FlashInferBackend
 from graphpact_trtllm_mla import TRTLLMMLABackend
+from oracle_kit import hold_to_oracle
 
 LANES = [
     pytest.param(backend, config, id=f"{backend.__name__}-{config}")

@@ -6,14 +6,14 @@ from itertools import product
 import pytest
 import torch
 
-from attention_problems import CASES, Config, Heads
-from attention_rig import hold_to_oracle
 from graphpact import BackendContext
 from graphpact.attention import AttentionBackend, ProviderName
+from graphpact.conformance.problems import CASES, Config, Heads
 from graphpact.graphs.cuda import CudaDriver
 from graphpact_fa3 import FA3Backend
 from graphpact_flashinfer import FlashInferBackend
 from graphpact_trtllm_mla import TRTLLMMLABackend
+from oracle_kit import hold_to_oracle
 
 pytestmark = [
     pytest.mark.gpu,

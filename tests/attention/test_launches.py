@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from attention_problems import CASES, Case, configs_of
-from attention_rig import Rig
 from graphpact import ForwardMode
 from graphpact.attention import AttentionBackend
 from graphpact.buffers import CudaGraphBufferRegistry
+from graphpact.conformance.problems import CASES, Case, configs_of
+from graphpact.conformance.rig import Rig
 from graphpact_fa3 import FA3Backend
 from graphpact_flashinfer import FlashInferBackend
 from graphpact_trtllm_mla import TRTLLMMLABackend
@@ -61,12 +61,12 @@ def _count(backend: type[AttentionBackend], case: Case, *, in_graph: bool) -> st
         return "-"
     config = dataclasses.replace(found, sliding_window=False, softcap=False, sinks=False)
     with torch.inference_mode():
-        rig = Rig(backend, config, strict=False, in_graph=in_graph)
-        registry, shape = rig.lane.registry, case.shapes[-1]
+        rig = Rig(config, backend=backend, in_graph=in_graph)
+        registry, shape = rig.lane.registry, config.shapes[-1]
         assert registry is not None
         batch = rig.lane.runner.dummy_batch(shape)
         view = rig.lane.prepare_replay(registry=registry, batch=batch, shape=shape)
-        captured = rig.lane._captured[shape].metadata
+        captured = rig.lane.captured(shape).metadata
         with Launches([*_device_memory(registry), rig.table]) as launches:
             rig.lane.init_metadata_replay(view=view, shape=shape, captured=captured)
     return str(launches.count)

@@ -12,24 +12,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attention_problems import (
-    CASES,
-    CONTEXT,
-    CPU,
-    DRAFT_WIDTH,
-    MAX_BS,
-    NUM_STEPS,
-    PAGE_SIZES,
-    WINDOW,
-    Case,
-    Config,
-    Heads,
-    Problem,
-    Request,
-    Token,
-    sequences,
-)
-from attention_rig import Rig, hold_to_oracle
 from graphpact import (
     BackendContext,
     ForwardBatch,
@@ -41,10 +23,29 @@ from graphpact import (
 )
 from graphpact.attention import DraftLimits, DraftMetadata, GraphSupport, HeadLayout
 from graphpact.buffers import build_decode_registry
+from graphpact.conformance.problems import (
+    CASES,
+    CONTEXT,
+    CPU,
+    DRAFT_WIDTH,
+    NUM_STEPS,
+    PAGE_SIZES,
+    WINDOW,
+    Case,
+    Config,
+    Heads,
+    Problem,
+    Request,
+    Token,
+    sequences,
+)
+from graphpact.conformance.rig import Rig
 from graphpact.errors import EngineError
 from graphpact.graphs.recorder import Recorder
 from graphpact_fa3 import FA3Backend, FA3Metadata, KeyRows
+from oracle_kit import hold_to_oracle
 
+MAX_BS = 4
 EXAMPLES = settings(derandomize=True, deadline=None, max_examples=5)
 BLOCK = 16
 VERIFY, DRAFT = ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_DECODE
@@ -70,7 +71,7 @@ def make_config(case: Case, page_size: int = 1, **features: bool) -> Config:
 def rig_of(config: Config) -> Rig:
     """Return a lane whose metadata is made by the replay hook; equal requests share one."""
     with torch.inference_mode():
-        return Rig(FA3Backend, config, strict=False, in_graph=False)
+        return Rig(config, backend=FA3Backend, in_graph=False)
 
 
 # -- what the loops say ----------------------------------------------------------------------------
@@ -329,7 +330,7 @@ def test_the_schedule_is_one_node_a_step(
 
     monkeypatch.setattr(Recorder, "perform", count)
     config = make_config(case, 16, sliding_window=False)
-    rig = Rig(FA3Backend, config, strict=False, in_graph=True)
+    rig = Rig(config, backend=FA3Backend, in_graph=True)
     graphs = len(rig.lane.graphs())
     assert sum("schedule_attention" in op for op, _ in calls) == nodes * graphs
     paged = [args for op, args in calls if "page_table_attention" in op and args[6] == 16]

@@ -15,14 +15,14 @@ import pytest
 import torch
 from torch.nn.attention.varlen import varlen_attn
 
-from attention_problems import CASES, Case, Config, Heads, Problem
-from attention_rig import hold_to_oracle
 from graphpact import BackendContext, ForwardMode, LayerSpec, Limits
 from graphpact.attention import DraftLimits
+from graphpact.conformance.problems import CASES, Case, Config, Heads, Problem
 from graphpact.errors import ConfigError
 from graphpact.kernels import page_table_attention
 from graphpact_fa3 import FA3Backend, NativeKernels
 from graphpact_fa3.kernels import FlashAttention3, LibraryKernels, SglKernel, TorchVarlen
+from oracle_kit import hold_to_oracle
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 NAN = float("nan")

@@ -1,0 +1,51 @@
+"""`hold_to_oracle`: a backend in one configuration against attention in float64, through the kit's experiments.
+
+Does not: judge rules; `graphpact check` does.
+"""
+
+from typing import Any
+
+import torch
+
+from graphpact.attention import AttentionBackend
+from graphpact.conformance.experiments import order, values
+from graphpact.conformance.problems import Config
+from graphpact.conformance.results import Finding
+from graphpact.conformance.subject import LaneUnderTest
+from graphpact.conformance.suite import draw
+
+
+def findings_of(
+    backend: type[AttentionBackend],
+    config: Config,
+    *,
+    strict: bool = True,
+    max_examples: int = 3,
+    **lane: Any,
+) -> list[Finding]:
+    """Return how eager runs, replays, and strict replays of drawn batches differ from the oracle.
+
+    Args:
+        backend: The class.
+        config: One of ``configs_of(backend.capabilities)``.
+        strict: Whether a strict tape replays them too.
+        max_examples: Sequences of batches to draw.
+        lane: More of `LaneUnderTest`: driver, provider, device.
+    """
+    under_test = LaneUnderTest(config, backend, **lane)
+    captured = under_test.rig().runner.ladder is not None
+    found: list[Finding] = []
+    with torch.inference_mode():
+        for steps in draw(config, max_examples, 0):
+            found += values.answers_eagerly(under_test, steps)
+            if captured:
+                found += values.answers_replayed(under_test, steps)
+            if captured and strict:
+                found += order.guarded(under_test, steps)
+    return found
+
+
+def hold_to_oracle(backend: type[AttentionBackend], config: Config, **more: Any) -> None:
+    """Assert that nothing differs; see `findings_of`."""
+    found = findings_of(backend, config, **more)
+    assert not found, "\n".join(f.model_dump_json(indent=1) for f in found)
