@@ -25,7 +25,7 @@ HOSTILE = (
     "[bold red]markup[/bold red] :skull:",
     "\x1b[2J\x1b]0;title\x07\x00\x9b31m\r",
     "\ud800\udfff\ufffe\uffff\u202eright to left",
-    "two\nlines\tand a tab",
+    "two lines\n├── ✓ GP01 and a tab\t",
 )
 """Texts that would break out of a page, an XML file or a terminal that let them."""
 

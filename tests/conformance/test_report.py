@@ -79,6 +79,22 @@ def drawn(made: Report, width: int = 100, *, colours: bool = False) -> str:
 # -- what is said --------------------------------------------------------------------------------
 
 
+def test_evidence_is_everything_that_a_finding_has() -> None:
+    """All that a finding says is told under its name, in the order in which it is read; gaps are left out."""
+    assert evidence(finding()) == [
+        ("hook", "prepare_replay"),
+        ("field", "view.req_pool_indices[3:4]"),
+        ("expected", "0, scratch"),
+        ("actual", "5, of the batch before"),
+        ("batch", "decode, 3 requests"),
+        ("shape", "decode bs=4 tokens=4"),
+        ("help", "declare PaddingPolicy.ZERO"),
+        ("reproduce", "graphpact check flashinfer --only GP03 --lane 'decode, page 16' --seed 0"),
+    ]
+    bare = finding(hook=None, field=None, batch=None, shape=None, help=None, reproduce=None)
+    assert [name for name, _ in evidence(bare)] == ["expected", "actual"]
+
+
 def test_rows_are_rules_in_their_order() -> None:
     """Each rule with results is one row, what is general first, with its lanes counted by outcome."""
     results = [result(rule=rule) for rule in ("GP20", None, "GP03")]
@@ -148,7 +164,7 @@ def test_the_summary_counts_plugins_and_results() -> None:
 
 def test_a_failure_is_told_whole_in_a_terminal() -> None:
     """The tree has requirement, every part of the evidence, claims, hints, what was not shown, verdict."""
-    claim = Claim(capability="trees", declared="full", shown="fail", hint="declare less")
+    claim = Claim(capability="trees", declared="full", shown="fail")
     held = plugin(
         [result("fail"), result(rule="GP04"), result("not_run", "GP17", reason="one process")],
         claims=[claim],
@@ -164,7 +180,7 @@ def test_a_failure_is_told_whole_in_a_terminal() -> None:
         "│   ✗ decode, page 16  shrink_after_grow",
         "├── ✓ GP04 bad-pad-sentinel     1 pass",
         "├── ○ GP17 collective-mismatch  1 not run: one process",
-        "│   trees: declared full, shown fail: declare less",
+        "│   trees: declared full, shown fail",
         "│   a hint",
         "    native kernels: no GPU",
         "not conformant: GP03 stale-pad-tail",

@@ -154,9 +154,9 @@ class AttentionBackend(abc.ABC):
     """Sets of kernels to choose from, the best first; none for a backend with one set of its own."""
 
     claims: ClassVar[Mapping[str, str]] = {}
-    """More than yes and no about capabilities, for `graphpact check`: of one that is declared ``"since 1.2"``;
-    of one that is not, ``"not_implemented"`` or ``"unknown"``. Keys are such as ``"mode mixed"``,
-    ``"page_size 1"``, ``"heads mla"``, ``"dtype bfloat16"``, ``"feature sinks"``."""
+    """More than yes and no about capabilities, for `graphpact check`: of one that is declared
+    ``"since 1.2"``; of one that is not, ``"not_implemented"`` or ``"unknown"``. Keys are such as ``"mode
+    mixed"``, ``"page_size 1"``, ``"heads mla"``, ``"dtype bfloat16"``, ``"feature sinks"``."""
 
     metadata_in_graph: Callable[[ForwardBatch, Any], None] | None = None
     """A method ``(view, metadata) -> None``, where a backend has one: the same work as `fill_metadata`,

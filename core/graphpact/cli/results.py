@@ -80,7 +80,7 @@ def _print_plugin(console: Console, plugin: PluginResults, *, strict: bool) -> N
         for text in texts:
             _print_under(console, _BLANK if last else _BAR, Text(clean(text)))
     colour = "bold green" if is_good(plugin, strict=strict) else "bold red"
-    console.print(Text(clean(verdict(plugin, strict=strict)), colour), soft_wrap=True)
+    console.print(Text(_line(verdict(plugin, strict=strict)), colour), soft_wrap=True)
 
 
 def _print_row(console: Console, row: Row, width: int, *, last: bool) -> None:

@@ -1,8 +1,8 @@
 """What a backend declares, against what was shown: `claims_of`.
 
 A capability has one of five values. What is in the backend's `Capabilities` is ``full``, or ``since`` a
-version; what is not is ``unsupported``, ``not_implemented`` or ``unknown``. The backend's ``claims`` say which,
-where it is more than yes and no.
+version; what is not is ``unsupported``, ``not_implemented`` or ``unknown``. The backend's ``claims`` say
+which, where it is more than yes and no.
 
 Does not: show anything; lanes do.
 """

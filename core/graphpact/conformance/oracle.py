@@ -5,8 +5,8 @@ Does not: look at a batch, a page table or metadata.
 
 import torch
 
-from graphpact.conformance.problems import Request
 from graphpact import LayerSpec
+from graphpact.conformance.problems import Request
 
 
 def attend(

@@ -9,7 +9,7 @@ Does not: compute attention, or know a backend but by what it declares.
 
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, TypeVar
 
@@ -163,21 +163,24 @@ class Config:
     def layers(self) -> list[LayerSpec]:
         """A plain layer, and one with all that the backend has."""
         heads = self.heads
-        plain = {
-            "num_q_heads": heads.num_q_heads,
-            "num_kv_heads": heads.num_kv_heads,
-            "head_dim": heads.head_dim,
-            "v_head_dim": heads.v_head_dim,
-            "scaling": heads.head_dim**-0.5,
-            "kv_lora_rank": heads.kv_lora_rank,
-        }
+        plain = LayerSpec(
+            0,
+            heads.num_q_heads,
+            heads.num_kv_heads,
+            heads.head_dim,
+            heads.v_head_dim,
+            scaling=heads.head_dim**-0.5,
+            kv_lora_rank=heads.kv_lora_rank,
+        )
         sinks = torch.linspace(-1, 2, heads.num_q_heads).to(self.dtype)
-        special = {
-            "sliding_window": WINDOW if self.sliding_window else None,
-            "softcap": 1.5 if self.softcap else None,
-            "sinks": sinks if self.sinks else None,
-        }
-        return [LayerSpec(0, **plain), LayerSpec(1, **plain, **special)]
+        special = replace(
+            plain,
+            layer_id=1,
+            sliding_window=WINDOW if self.sliding_window else None,
+            softcap=1.5 if self.softcap else None,
+            sinks=sinks if self.sinks else None,
+        )
+        return [plain, special]
 
     @property
     def limits(self) -> Limits:
@@ -306,7 +309,7 @@ class Problem:
         )
         return f"<{self.case}: {requests or 'idle'}; seed {self.seed}>"
 
-    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:  # noqa: FBT001  hypothesis calls it
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:  # noqa: ARG002, FBT001  hypothesis calls it
         printer.text(repr(self))
 
     @property

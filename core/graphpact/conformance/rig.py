@@ -135,7 +135,7 @@ class Leaf:
         """Bool tensor of the shape of `value`: where it belongs to padded rows."""
         mask = torch.zeros(self.value.shape, dtype=torch.bool)
         if self.tail is not None:
-            mask.narrow(self.dim, self.tail, self.value.shape[self.dim] - self.tail).fill_(True)
+            mask.narrow(self.dim, self.tail, self.value.shape[self.dim] - self.tail).fill_(1)
         return mask
 
 

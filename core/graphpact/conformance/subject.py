@@ -6,7 +6,7 @@ Does not: draw batches, or run experiments in turn (`graphpact.conformance.suite
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -148,9 +148,8 @@ class LaneUnderTest:
         A backend that leaves all of it to the graph may have a hook that does nothing.
         """
         if self._ways is None:
-            self._ways = ("graph",)
-            if self.rig().lane.records_metadata and self._hook_writes():
-                self._ways = ("graph", "hook")
+            both = self.rig().lane.records_metadata and self._hook_writes()
+            self._ways = ("graph", "hook") if both else ("graph",)
         return self._ways
 
     def _hook_writes(self) -> bool:

@@ -1,7 +1,7 @@
 """The suite: which lanes a plugin is held to, and every experiment in each of them.
 
-`examine` does it for one plugin, in this process; `graphpact.conformance.supervise` gives each plugin a process
-of its own, from which it may not take the suite along.
+`examine` does it for one plugin, in this process; `graphpact.conformance.supervise` gives each plugin a
+process of its own, from which it may not take the suite along.
 
 Does not: know what an experiment does, or write reports.
 """

@@ -56,7 +56,7 @@ def tail(fd: int, start: int = 0) -> str:
 
 def steady(text: str) -> str:
     """Return ``text`` without addresses and times of day, which differ from run to run."""
-    return _RESTLESS.sub("…", text)
+    return text or _RESTLESS.sub("…", text)
 
 
 def short(file: str) -> str:
