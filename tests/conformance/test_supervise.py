@@ -116,7 +116,7 @@ BAD = {
         def work_3(): pass
     """,
     "leaves": "def work_1(): os._exit(0)\ndef work_2(): pass",
-    "exits": "def work_1(): sys.exit(0)\ndef work_2(): pass",
+    "exits": "def work_1(): sys.exit(3)\ndef work_2(): pass",
     "crashes": """
         def work_1():
             print("last words", file=sys.stderr)
@@ -185,9 +185,11 @@ class Bench:
             "[graphpact.contract]\n1 = graphpact.hookspecs:CONTRACT_VERSION\n"
         )
 
-    def check(self, *names: str, options: Options = FULL, **kwargs: Any) -> Report:
-        """Run `supervise.check` with the stand-in suite."""
-        command = [*supervise.WORKER[:-2], str(self.script)]
+    def check(
+        self, *names: str, options: Options = FULL, script: Path | None = None, **kwargs: Any
+    ) -> Report:
+        """Run `supervise.check` with the stand-in suite, or with another ``script`` as the worker."""
+        command = [*supervise.WORKER[:-2], str(script or self.script)]
         with pytest.MonkeyPatch.context() as patch:
             patch.syspath_prepend(str(self.site))
             patch.setenv("GRAPHPACT", str(Path(graphpact.__file__).parent))
@@ -283,7 +285,7 @@ def test_each_way_to_end_has_its_results(report: Report, name: str) -> None:
 EVIDENCE = {
     ("hangs", "ends"): f"it went on for {BOUND:g} s without an end",
     ("leaves", "ends"): "it ended the process: exit status 0",
-    ("exits", "ends"): "it ended the process: exit status 0",
+    ("exits", "ends"): "it ended the process: exit status 3",
     ("crashes", "ends"): f"signal {signal.SIGSEGV.value} (SIGSEGV) ended the process",
     ("stubborn", "suite"): "given up: 4 processes were lost",
     ("late", "ends"): "it ended the process: exit status 5",
@@ -410,6 +412,34 @@ def test_a_fault_of_the_suite_at_the_door_is_no_usage_error(bench: Bench) -> Non
     with pytest.raises(GraphpactError, match="of the suite's own") as refused:
         bench.check("broken suite")
     assert refused.value.code == ExitCode.SUITE_ERROR
+
+
+def test_a_process_that_does_not_start_again_is_an_error(bench: Bench) -> None:
+    """Where graphpact cannot be imported for an examination the suite is at fault, and not the plugin."""
+    script = bench.root / "half.py"
+    script.write_text(
+        "import runpy, sys\n"
+        "if 'target' in sys.argv[1].partition('names')[0]: sys.exit('no such machine')\n"
+        f"runpy.run_path({str(bench.script)!r}, run_name='__main__')\n"
+    )
+    report = bench.check("good", script=script)
+    assert outcomes(of(report, "good")) == [("suite", "start", "error")]
+    assert "no such machine" in evidence(of(report, "good"), "suite")
+
+
+def test_frames_that_move_are_not_shown() -> None:
+    """Of several stacks the common part is shown, outermost first, without lines that differ."""
+    dump = """Stack (most recent call first):
+  File "/a/lib/queue.py", line {leaf} in {name}
+  File "/a/my/backend.py", line {line} in replay
+  File "/a/graphpact/lane.py", line 7 in run
+"""
+    same = dump.format(leaf=1, name="get", line=3)
+    frames = ["in run (graphpact/lane.py:7)", "in replay (my/backend.py:3)"]
+    assert supervise._steady_frames(same * 2) == [*frames, "in get (lib/queue.py:1)"]
+    moved = dump.format(leaf=2, name="put", line=4)
+    assert supervise._steady_frames(same + moved) == [frames[0], "in replay (my/backend.py)"]
+    assert supervise._steady_frames("") == []
 
 
 @pytest.mark.parametrize("value", ["soon", "0", "-1", "nan", "inf"])

@@ -18,6 +18,7 @@ from graphpact.cli.check import check
 from graphpact.cli.doctor import doctor
 from graphpact.cli.explain import explain
 from graphpact.cli.generate import generate
+from graphpact.cli.museum import museum
 from graphpact.cli.pact import pact
 from graphpact.cli.plugins import distributions, plugins
 from graphpact.cli.report_command import report
@@ -58,6 +59,7 @@ app.command()(generate)
 app.command()(plugins)
 app.command()(check)
 app.command()(explain)
+app.command()(museum)
 app.command()(report)
 app.command()(doctor)
 app.add_typer(pact, name="pact")

@@ -54,7 +54,10 @@ def check(
         typer.Option("--lane", metavar="GLOB", help="Only lanes of such names; repeatable."),
     ] = None,
     list_rules: Annotated[
-        bool, typer.Option("--list", help="List the rules instead; nothing is run.")
+        bool,
+        typer.Option(
+            "--list", help="List the rules instead, or the lanes of NAMEs; nothing is run."
+        ),
     ] = False,
     device: Annotated[DeviceOption, typer.Option("--device", help="Where.")] = DeviceOption.cpu,
     strict: Annotated[
@@ -93,8 +96,9 @@ def check(
     """
     rules = {rule.id: rule for rule in (find_rule(text) for text in only or [])}
     if list_rules:
-        _list(names or [], rules.values() or RULES.values(), as_json=as_json)
-        return
+        if not names:
+            print_rules(rules.values() or RULES.values(), as_json=as_json)
+            return
     if quick and thorough:
         raise UsageError("--quick and --thorough contradict each other", hint="give one of them")
     if not names:
@@ -115,6 +119,9 @@ def check(
         size="quick" if quick else "thorough" if thorough else "normal",
         **{name: value for name, value in given.items() if value is not None},
     )
+    if list_rules:
+        _print_lanes(names, options, as_json=as_json)
+        return
     found = _run(names, options, workers, quiet=as_json)
     _tell(found, report, as_json=as_json)
     raise typer.Exit(found.exit_code)
@@ -159,13 +166,29 @@ def _tell(found: "Report", directory: Path | None, *, as_json: bool) -> None:
 # -- rules ---------------------------------------------------------------------------------------
 
 
-def _list(names: Sequence[str], rules: Collection[Rule], *, as_json: bool) -> None:
-    if names:
-        raise UsageError(
-            f"--list lists rules, and they are the same for every plugin: {', '.join(names)}",
-            hint="leave the names out, or leave --list out",
-        )
-    print_rules(rules, as_json=as_json)
+def _print_lanes(names: Sequence[str], options: "Options", *, as_json: bool) -> None:
+    """Print in which lanes plugins would be checked, and what would be done there."""
+    from graphpact.conformance import suite  # noqa: PLC0415  all that the suite needs
+    from graphpact.plugins import PluginCatalog  # noqa: PLC0415  torch
+
+    with contextlib.redirect_stdout(sys.stderr):
+        catalog = PluginCatalog.scan()
+        lanes = {
+            str(target): suite.lanes_of(target, options, catalog)
+            for target in suite.targets(names, catalog)
+        }
+    rows = [
+        (name, str(plan), [e.name for e in suite.experiments_of(plan, options)])
+        for name, plans in lanes.items()
+        for plan in plans
+    ]
+    if as_json:
+        keys = ("plugin", "lane", "experiments")
+        told = [dict(zip(keys, row, strict=True)) for row in rows]
+        sys.stdout.write(json.dumps(told, indent=2) + "\n")
+        return
+    cells = [(name, lane, ", ".join(done)) for name, lane, done in rows]
+    print_table(data(), ("plugin", "lane", "experiments"), cells)
 
 
 def print_rules(rules: Collection[Rule], *, as_json: bool) -> None:

@@ -33,8 +33,14 @@ from graphpact.errors import GraphpactError, UsageError
 from graphpact.plugins import Loaded, PluginCatalog
 
 _NOT_USABLE = 3
-_EXTRAS = {"models": ("transformers", "safetensors", "jinja2"), "cli": ("typer", "rich")}
-_PACKAGES = ("torch", "pluggy", "pydantic", *_EXTRAS["models"], *_EXTRAS["cli"])
+_EXTRAS = {
+    "models": ("transformers", "safetensors", "jinja2"),
+    "cli": ("typer", "rich"),
+    "conformance": ("hypothesis", "pytest", "jinja2"),
+}
+_PACKAGES = dict.fromkeys(
+    ("torch", "pluggy", "pydantic", *(name for names in _EXTRAS.values() for name in names))
+)
 _VARIABLES = (  # that change what torch does, besides those of graphpact
     "CUDA_VISIBLE_DEVICES",
     "OMP_NUM_THREADS",

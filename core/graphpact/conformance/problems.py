@@ -130,7 +130,6 @@ class Config:
         sinks: The same for sinks.
         counts: Whether layers ask for the number of real tokens, ``num_token_non_padded``.
         ladder: The shapes that the runner captures; those of the case by default.
-        sets_sizes: Whether a runner is told which request counts to capture.
     """
 
     case: Case
@@ -142,7 +141,6 @@ class Config:
     sinks: bool
     counts: bool = False
     ladder: tuple[GraphShape, ...] = ()
-    sets_sizes: bool = True
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")

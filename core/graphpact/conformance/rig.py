@@ -21,6 +21,7 @@ import torch
 from graphpact.attention import (
     AttentionBackend,
     BackendContext,
+    Capabilities,
     DraftMetadata,
     ProviderName,
     kv_tensors,
@@ -234,20 +235,7 @@ class Rig:
         self.observer = Observer()
         records = driver(device)
         self.guard = StrictGuard(records) if guarded else None
-        sizes = [s.batch_size for s in config.shapes]
-        self.runner = runner(
-            RunnerContext(
-                device,
-                self.backend.capabilities,
-                limits.max_bs,
-                sizes if not mode.is_ragged and config.sets_sizes else None,
-                lane=mode.value,
-                mode=mode,
-                limits=limits,
-                num_token_non_padded=config.counts,
-                require_gathered_buffer=config.counts,
-            )
-        )
+        self.runner = runner(runner_context(config, self.backend.capabilities, device))
         self.lane = Lane(
             mode.value,
             model=self.model,
@@ -560,6 +548,24 @@ class Rig:
             return "what rows share"
         at = f"layer {layer}, head {column // heads.v_head_dim}"
         return f"step {step}, {at}" if self.config.case.num_steps > 1 else at
+
+
+def runner_context(
+    config: Config, capabilities: Capabilities, device: torch.device
+) -> RunnerContext:
+    """Return what the runner of a lane is built with; told which request counts to capture, but for ragged."""
+    mode, limits = config.case.lane_mode, config.limits
+    return RunnerContext(
+        device,
+        capabilities,
+        limits.max_bs,
+        None if mode.is_ragged else [s.batch_size for s in config.shapes],
+        lane=mode.value,
+        mode=mode,
+        limits=limits,
+        num_token_non_padded=config.counts,
+        require_gathered_buffer=config.counts,
+    )
 
 
 def _each_due(

@@ -22,6 +22,7 @@ from graphpact.conformance.experiments import EXPERIMENTS, Experiment
 from graphpact.conformance.problems import Config, Problem, configs_of, sequences
 from graphpact.conformance.reference import ReferenceBackend, ReferenceRunner
 from graphpact.conformance.results import Claim, Finding, Outcome, PluginResults, Result
+from graphpact.conformance.rig import runner_context
 from graphpact.conformance.rules import RULES
 from graphpact.conformance.shrink import shrunk
 from graphpact.conformance.subject import CannotCaptureError, LaneUnderTest, tell
@@ -229,6 +230,8 @@ def plan_lanes(
         if config.case.mode in modes
         or (config.case.mode is ForwardMode.IDLE and ForwardMode.DECODE in modes)
     ]
+    if runner is not ReferenceRunner:
+        configs = [_on_ladder_of(runner, config, backend, device) for config in configs]
     chosen = _choose(configs, options.size, few=is_pair or kind == "runner")
     plans = [
         LanePlan(LaneUnderTest(config, backend, runner, kind, device=device), is_full)
@@ -250,6 +253,22 @@ def plan_lanes(
     return [
         p for p in plans if not options.lanes or any(fnmatchcase(str(p), g) for g in options.lanes)
     ]
+
+
+def _on_ladder_of(
+    runner: type[GraphRunner],
+    config: Config,
+    backend: type[AttentionBackend],
+    device: torch.device,
+) -> Config:
+    """Return a configuration with the shapes that a runner captures by itself, where it is not told which."""
+    context = runner_context(config, backend.capabilities, device)
+    try:
+        ladder = runner(context).ladder
+    except Exception:  # noqa: BLE001  anybody's code; capturing it will tell
+        return config
+    shapes = tuple(ladder.shapes) if ladder is not None else ()
+    return config if list(shapes) == list(config.shapes) else replace(config, ladder=shapes)
 
 
 def _choose(configs: Sequence[Config], size: Size, *, few: bool) -> list[tuple[Config, bool]]:
@@ -367,7 +386,6 @@ def examine(
         provider=_provider(plans, target),
         device=options.device,
         claims=claims,
-        hints=[f"{c.capability}: {c.hint}" for c in claims if c.hint],
         not_shown=_not_shown(target, catalog, torch.device(options.device)),
     )
 
@@ -414,19 +432,8 @@ def examine_lane(
         skip: Pieces of work that are not done.
         experiments: What is done.
     """
-    scope = "runner" if plan.lane.kind == "runner" else "attention_backend"
-    wanted = [
-        e
-        for e in experiments
-        if scope in e.scopes
-        and (plan.is_full or e.name in _LIGHT)
-        and (not options.only or options.only & {*e.examines})
-    ]
-    is_pair = plan.lane.runner is not ReferenceRunner and plan.lane.kind == "attention_backend"
-    if is_pair:
-        wanted = [e for e in wanted if e.name in _PAIR]
     done: list[_Done] = []
-    for experiment in wanted:
+    for experiment in experiments_of(plan, options, experiments):
         work = f"{plan} :: {experiment.name}"
         if work in skip:
             continue
@@ -434,6 +441,21 @@ def examine_lane(
             begins(work)
         done.append(_run(experiment, plan, options))
     yield from _by_rule(plan, options, done)
+
+
+def experiments_of(
+    plan: LanePlan, options: Options, experiments: Sequence[Experiment] = EXPERIMENTS
+) -> list[Experiment]:
+    """Return which of the experiments are made in a lane."""
+    is_pair = plan.lane.runner is not ReferenceRunner and plan.lane.kind == "attention_backend"
+    return [
+        e
+        for e in experiments
+        if plan.lane.kind in e.scopes
+        and (plan.is_full or e.name in _LIGHT)
+        and (e.name in _PAIR or not is_pair)
+        and (not options.only or options.only & {*e.examines})
+    ]
 
 
 @dataclass
@@ -503,7 +525,7 @@ def _by_rule(plan: LanePlan, options: Options, done: Sequence[_Done]) -> Iterato
             reason=reason,
             findings=[_with_line(f, plan, options) for f in _distinct(findings)],
             examples=sum(d.examples for d in mine),
-            seconds=sum(d.seconds for d in mine),
+            seconds=sum(d.seconds / (len(d.experiment.examines) or 1) for d in mine),
         )
 
 
