@@ -2,16 +2,21 @@
 
 The tables are the acts of ``docs/graphs.md`` and the rules of ``docs/conformance.md``. Run it after a change
 of the configuration, of ``docs/graph_acts.toml``, of `graphpact.conformance.results`, or of the rules and
-their stories; tests hold the files to what this script would write.
+their stories; with ``--museum``, which takes minutes, after a change of the museum or of the suite's
+experiments, for ``docs/museum.md``. Tests hold the files to what this script would write.
 
 Does not: build a site.
 """
 
 import itertools
 import json
+import os
+import sys
 import tomllib
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from graphpact.config import config_keys
 from graphpact.conformance.results import Report
@@ -78,6 +83,68 @@ def conformance(page: str) -> str:
     return before + mark + _rules() + end + after
 
 
+_MUSEUM = """\
+# The museum
+
+Each exhibit is a real bug of a real engine, planted by a small edit in a plugin that is otherwise right. The suite
+has to catch it under its own rule; other rules may fire as well. Each right plugin in another style has to pass.
+Written by `python docs/reference.py --museum`; `graphpact museum` does it anew, and says what caught each.
+
+"""
+
+
+def museum(told: Sequence[Mapping[str, Any]]) -> str:
+    """Return the page of the museum.
+
+    Args:
+        told: Of every visit, in the order of the museum, what `graphpact museum --json` writes.
+    """
+    exhibits = [t for t in told if t["rule"] is not None]
+    variants = [t for t in told if t["rule"] is None]
+    caught, passed = (sum(t["is_right"] for t in group) for group in (exhibits, variants))
+    lines = [
+        f"**{caught} of {len(exhibits)} exhibits caught under their own rule, {passed} of {len(variants)} right"
+        " plugins pass.**",
+        "",
+        "## Exhibits by rules",
+        "",
+        "● its own rule, ○ another rule that fires too.",
+        "",
+        "| exhibit | " + " | ".join(rule.removeprefix("GP") for rule in RULES) + " |",
+        "|---|" + ":-:|" * len(RULES),
+    ]
+    for t in exhibits:
+        marks = [
+            "" if rule not in t["findings"] else "●" if rule == t["rule"] else "○" for rule in RULES
+        ]
+        lines.append(f"| `{t['name']}` | {' | '.join(marks)} |")
+    lines += ["", "## What is planted", ""]
+    for rule in RULES.values():
+        lines += [f"### {rule}", "", "| exhibit | planted in | what | thread |", "|---|---|---|---|"]
+        lines += [
+            f"| `{t['name']}` | {t['base']}: {', '.join(_kinds(t))} | {t['what']} | {t['thread']} |"
+            for t in exhibits
+            if t["rule"] == rule.id
+        ]
+        lines.append("")
+    lines += ["## Right plugins in other styles", "", "| variant | of | style |", "|---|---|---|"]
+    lines += [f"| `{t['name']}` | {t['base']} | {t['what']} |" for t in variants]
+    return _MUSEUM + "\n".join(lines) + "\n"
+
+
+def _kinds(told: Mapping[str, Any]) -> list[str]:
+    """Return the kinds of step of the lanes that were looked at."""
+    return list(dict.fromkeys(lane.partition("-")[0] for lane in told["lanes"]))
+
+
+def _visit_museum() -> list[dict[str, Any]]:
+    from graphpact.cli.museum import describe  # noqa: PLC0415  only where it is asked for
+    from graphpact.conformance.museum import EXHIBITS, VARIANTS, visit_all  # noqa: PLC0415
+
+    visits = visit_all((*EXHIBITS, *VARIANTS), workers=os.cpu_count() or 1)
+    return [describe(visit) for visit in visits]
+
+
 def _rules() -> str:
     lines = [
         "| rule | level | since | what holds | hooks | a real bug |",
@@ -132,6 +199,8 @@ def _toml(value: object) -> str:
 
 
 if __name__ == "__main__":
+    if "--museum" in sys.argv[1:]:
+        (DOCS / "museum.md").write_text(museum(_visit_museum()), encoding="utf-8")
     (DOCS / "configuration.md").write_text(configuration(), encoding="utf-8")
     SCHEMA.write_text(results_schema(), encoding="utf-8")
     for name, write in (("graphs.md", graphs), ("conformance.md", conformance)):

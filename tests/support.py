@@ -12,10 +12,12 @@ from hypothesis import strategies as st
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 
+from graphpact.attention import AttentionBackend
 from graphpact.buffers import CudaGraphBufferRegistry, GraphSlot, PaddingPolicy
+from graphpact.graphs import GraphDriver
 from graphpact.graphs.tape import TapeDriver
-from graphpact.plugins import PluginCatalog
-from graphpact.runners import EagerRunner
+from graphpact.plugins import Kind, PluginCatalog, PluginInfo
+from graphpact.runners import EagerRunner, GraphRunner
 from graphpact_cpu_graph import CpuGraphRunner
 from graphpact_cpu_graph.inductor import InductorDriver
 from graphpact_cuda_graph import CudaGraphRunner
@@ -48,6 +50,20 @@ class Catalog(PluginCatalog):
     def select(self, kind: str, name: str) -> type[Any]:  # type: ignore[override]
         """Return the class of that name."""
         return self._plugins[name]
+
+    def infos(self, kind: Kind | None = None) -> list[PluginInfo]:
+        """Return what metadata would say of them."""
+        kinds: dict[Kind, type[Any]] = {
+            "attention_backend": AttentionBackend,
+            "runner": GraphRunner,
+            "graph_driver": GraphDriver,
+        }
+        return [
+            PluginInfo(what, name, "a test", "0", f"{cls.__module__}:{cls.__name__}", "1")
+            for name, cls in self._plugins.items()
+            for what, base in kinds.items()
+            if issubclass(cls, base) and kind in (None, what)
+        ]
 
 
 def make_slot(name: str = "lengths", **changes: Any) -> GraphSlot:

@@ -63,18 +63,23 @@ def claims_of(
 
 
 def undeclared(cls: type[AttentionBackend]) -> Iterator[tuple[str, Config]]:
-    """Yield every capability that a backend does not declare, with a lane that needs it and little else."""
+    """Yield capabilities that a backend does not declare, each with a lane that needs it and little else.
+
+    Not those of which its ``claims`` speak: it knows of them.
+    """
     can = cls.capabilities
     declared = list(configs_of(can))
     if not declared:
         return
     plain = next((c for c in declared if c.dtype is torch.float32), declared[0])
     for capability, is_declared in _capabilities(can):
-        if is_declared:
+        if is_declared or capability in cls.claims:
             continue
         kind, _, value = capability.partition(" ")
         wider = _wider(can, kind, value)
         candidates = [c for c in configs_of(wider) if capability in _needs(c)]
+        if value in ("sliding_window", "softcap", "sinks"):
+            candidates = [replace(c, **{value: True}) for c in declared]
         best = min(candidates, key=lambda c: _distance(c, plain), default=None)
         if best is not None:
             yield capability, best

@@ -105,7 +105,8 @@ def targets(names: Sequence[str], catalog: PluginCatalog) -> list[Target]:
     for name in dict.fromkeys(names):
         kind, bare = _kind_of(name, catalog)
         catalog.select(kind, bare)
-        found.append(Target(kind, bare))
+        if Target(kind, bare) not in found:
+            found.append(Target(kind, bare))
     backends = [t for t in found if t.kind == "attention_backend"]
     runners = [t for t in found if t.kind == "runner"]
     pairs = [

@@ -56,7 +56,7 @@ def tail(fd: int, start: int = 0) -> str:
 
 def steady(text: str) -> str:
     """Return ``text`` without addresses and times of day, which differ from run to run."""
-    return text or _RESTLESS.sub("…", text)
+    return _RESTLESS.sub("…", text)
 
 
 def short(file: str) -> str:
@@ -153,7 +153,6 @@ def _noticing_warnings(homes: _Homes, reporter: Reporter) -> Iterator[None]:
     What others warn of, torch above all, is no fault of the plugin, even where it called them: whoever
     means the caller says so with ``stacklevel``.
     """
-    told = set()
 
     def show(
         message: Warning | str,
@@ -163,10 +162,9 @@ def _noticing_warnings(homes: _Homes, reporter: Reporter) -> Iterator[None]:
         file: TextIO | None = None,  # noqa: ARG001  as the module calls it
         line: str | None = None,  # noqa: ARG001
     ) -> None:
-        kind, at = category.__name__, f"{short(filename)}:{lineno}"
-        if homes.own(filename) and (kind, at) not in told:
-            told.add((kind, at))
-            reporter.say("warned", kind=kind, at=at, text=steady(str(message)))
+        if homes.own(filename):
+            at = f"{short(filename)}:{lineno}"
+            reporter.say("warned", kind=category.__name__, at=at, text=steady(str(message)))
 
     with warnings.catch_warnings():
         warnings.simplefilter("always")

@@ -71,6 +71,8 @@ class TRTLLMMLABackend(AttentionBackend):
         # A padded row has one key, in scratch.
         seq_len_fill_value=1,
     )
+    # TensorRT-LLM's kernels take no other pages; that portable ones would, is of use to nobody.
+    claims = {"page_size 1": "unsupported", "page_size 16": "unsupported"}  # noqa: RUF012  a ClassVar there
     providers = (NativeKernels, PortableKernels)
 
     def declare_slots(self, limits: Limits) -> Sequence[GraphSlot]:

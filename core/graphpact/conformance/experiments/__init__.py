@@ -15,8 +15,6 @@ Does not: run them; see `graphpact.conformance.suite`.
 from graphpact.conformance.experiments import capture, dispatch, order, parity, refresh, values
 from graphpact.conformance.experiments.base import Experiment
 
-_RUNNERS = frozenset({"runner", "pair"})
-
 EXPERIMENTS: tuple[Experiment, ...] = (
     Experiment(
         "captures",

@@ -17,7 +17,7 @@ from graphpact.conformance.subject import LaneUnderTest
 from graphpact.graphs.poison import poison_of
 from graphpact.pact import walk
 
-Scope = Literal["attention_backend", "runner", "pair"]
+Scope = Literal["attention_backend", "runner"]
 Findings = Iterator[Finding]
 
 
@@ -36,7 +36,7 @@ class Experiment:
     name: str
     examines: tuple[str, ...]
     run: Callable[[LaneUnderTest, Sequence[Problem]], Findings]
-    scopes: frozenset[Scope] = frozenset({"attention_backend", "runner", "pair"})
+    scopes: frozenset[Scope] = frozenset({"attention_backend", "runner"})
     repeats: bool = False
 
     @property
