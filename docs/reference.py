@@ -57,6 +57,7 @@ def configuration() -> str:
         "",
         "| variable | meaning |",
         "|---|---|",
+        "| `GRAPHPACT_CHECK_TIMEOUT` | seconds that one piece of work of `graphpact check` may take |",
         "| `GRAPHPACT_DISABLE_PLUGINS` | plugins to leave out: `name` or `kind:name`, commas between |",
         "| `GRAPHPACT_TRACE` | `1` prints every hook call of every lane |",
         "| `GRAPHPACT_TRACEBACK` | `1` prints the traceback of an error before its message |",

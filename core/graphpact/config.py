@@ -30,7 +30,12 @@ from graphpact.errors import ConfigError, did_you_mean
 
 ENV_PREFIX = "GRAPHPACT_"
 RESERVED_VARIABLES = frozenset(
-    {"GRAPHPACT_DISABLE_PLUGINS", "GRAPHPACT_TRACE", "GRAPHPACT_TRACEBACK"}
+    {
+        "GRAPHPACT_CHECK_TIMEOUT",
+        "GRAPHPACT_DISABLE_PLUGINS",
+        "GRAPHPACT_TRACE",
+        "GRAPHPACT_TRACEBACK",
+    }
 )
 """Variables with the prefix that are not configuration keys."""
 

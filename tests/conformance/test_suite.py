@@ -69,12 +69,14 @@ def test_what_cannot_be_checked_is_refused(name: str, error: type[UsageError], s
 
 
 def test_a_quick_run_has_one_lane_for_each_kind_of_step() -> None:
-    """All are looked at in full; a normal run adds lanes of values until every size met every kind."""
+    """A normal run looks at all in full, and adds lanes of values until every size met every kind."""
     quick = suite.lanes_of(Target("attention_backend", "mine"), QUICK, CATALOG)
     assert [p.lane.config.case for p in quick] == list(CASES)
-    assert all(plan.is_full for plan in quick)
+    assert {str(p.lane.config.case) for p in quick if p.is_full} == {
+        *("decode", "extend", "target_verify", "draft_decode", "draft_extend")
+    }
     normal = suite.lanes_of(Target("attention_backend", "mine"), Options(), CATALOG)
-    assert [str(p) for p in normal][: len(quick)] == [str(p) for p in quick]
+    assert [(str(p), True) for p in quick] == [(str(p), p.is_full) for p in normal][: len(quick)]
     met = {pair for plan in normal for pair in suite._pairs(plan.lane.config)}
     thorough = suite.lanes_of(
         Target("attention_backend", "mine"), Options(size="thorough"), CATALOG
@@ -189,6 +191,30 @@ def test_faults_of_the_suite_are_errors_and_lanes_without_graphs_did_not_run() -
     assert "theirs" in str(found["GP04"].reason)
 
 
+def test_what_a_plugin_raises_is_its_failure() -> None:
+    """An error out of the plugin's own code is a finding, and none of the suite's faults."""
+
+    class Raises(CudaGraphRunner):
+        """Its dummies cannot be had."""
+
+        def dummy_batch(self, shape: Any) -> Any:
+            """Raise."""
+            raise KeyError(shape)
+
+    plans = suite.plan_lanes(ReferenceBackend, Raises, QUICK, kind="runner")
+    asks = Experiment("asks", ("GP01",), _ask_for_a_dummy)
+    results = {r.rule: r for r in suite.examine_lane(plans[0], QUICK, experiments=(asks,))}
+    assert results[None].outcome is Outcome.FAIL
+    assert "KeyError" in results[None].findings[0].actual
+
+
+def _ask_for_a_dummy(lane: LaneUnderTest, _: Sequence[Problem]) -> Iterator[Finding]:
+    """Ask a runner for a dummy, as experiments do."""
+    rig = lane.build(capture=False)
+    rig.runner.dummy_batch(rig.config.shapes[0])
+    yield from ()
+
+
 def test_only_some_rules_are_run_where_they_are_asked_for() -> None:
     """Experiments that tell nothing about them are not made, and other rules have no result."""
     never = experiment("never", "GP05", found=AssertionError("it was made"))
@@ -299,5 +325,6 @@ def test_the_kits_own_runner_passes_in_every_mode() -> None:
     plans = suite.plan_lanes(ReferenceBackend, ReferenceRunner, QUICK, kind="runner")
     assert {p.lane.config.case for p in plans} == set(CASES)
     for plan in plans:
-        results = list(suite.examine_lane(plan, replace(QUICK, shrink=False)))
+        full = replace(plan, is_full=True)
+        results = list(suite.examine_lane(full, replace(QUICK, shrink=False)))
         assert {r.outcome for r in results} == {Outcome.PASS}, results

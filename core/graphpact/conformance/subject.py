@@ -3,9 +3,12 @@
 Does not: draw batches, or run experiments in turn (`graphpact.conformance.suite` does).
 """
 
+import inspect
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -26,6 +29,10 @@ from graphpact.strict import is_due
 
 Way = Literal["graph", "hook"]
 """Who makes metadata: the lane's own choice, which is the graph where the backend can, or the replay hook."""
+
+
+_HERE = Path(__file__).parent
+_KITS = {ReferenceBackend, ReferenceRunner, *ReferenceBackend.__mro__, *ReferenceRunner.__mro__}
 
 
 class CannotCaptureError(Exception):
@@ -170,6 +177,21 @@ class LaneUnderTest:
         if known is None or known[0] is not problem:
             known = self._answers[id(problem)] = problem, rig.answer(problem)
         return known[1]
+
+    def raised(self, error: BaseException) -> bool:
+        """Return whether code of what is checked raised an error: the last of its frames and the kit's."""
+        checked = self.runner if self.kind == "runner" else self.backend
+        files = {
+            inspect.getsourcefile(cls)
+            for cls in checked.__mro__
+            if cls not in _KITS and cls.__module__ not in ("abc", "builtins")
+        }
+        last = None
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            file = frame.f_code.co_filename
+            if file in files or Path(file).parent == _HERE or _HERE in Path(file).parents:
+                last = file
+        return last in files
 
     # -- words -----------------------------------------------------------------------------------
 

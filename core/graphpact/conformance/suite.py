@@ -10,6 +10,7 @@ import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from itertools import groupby, zip_longest
 from typing import Any, Literal, Protocol
 
 import torch
@@ -177,6 +178,8 @@ class LanePlan:
 
 _LIGHT = frozenset({"answers_eagerly", "answers_replayed", "padding", "largest_step"})
 """Experiments that look at values alone, for lanes that differ from a full one in sizes."""
+_PROBES = "undeclared capabilities"
+"""The piece of work that tries what is not declared."""
 _PAIR = frozenset(
     {"answers_replayed", "padding", "captured_anew", "unwritten_and_stale", "guarded"}
 )
@@ -275,8 +278,9 @@ def _on_ladder_of(
 def _choose(configs: Sequence[Config], size: Size, *, few: bool) -> list[tuple[Config, bool]]:
     """Return the configurations of a run, and which of them are looked at in full.
 
-    One in full for each kind of step, and then, each the first that brings something new, those that together
-    have every page size, head layout and dtype with every kind of step.
+    One in full for each kind of step (in a quick run, of values alone for mixed and idle batches and trees),
+    and then, each the first that brings something new, those that together have every page size, head layout
+    and dtype with every kind of step.
     """
     by_case: dict[Any, list[Config]] = {}
     for config in configs:
@@ -284,7 +288,9 @@ def _choose(configs: Sequence[Config], size: Size, *, few: bool) -> list[tuple[C
     full = [min(group, key=_plainness) for group in by_case.values()]
     if size == "thorough":
         return [(config, True) for config in configs]
-    if size == "quick" or few:
+    if size == "quick":
+        return [(config, _is_of_its_own(config)) for config in full]
+    if few:
         return [(config, True) for config in full]
     seen = {pair for config in full for pair in _pairs(config)}
     more = []
@@ -293,6 +299,12 @@ def _choose(configs: Sequence[Config], size: Size, *, few: bool) -> list[tuple[C
             seen.update(_pairs(config))
             more.append(config)
     return [(config, True) for config in full] + [(config, False) for config in more]
+
+
+def _is_of_its_own(config: Config) -> bool:
+    """Return whether a kind of step shares neither shape nor layout of metadata with another kind."""
+    case = config.case
+    return case.branches == 1 and case.mode not in (ForwardMode.MIXED, ForwardMode.IDLE)
 
 
 def _plainness(config: Config) -> tuple[bool, bool, int]:
@@ -334,7 +346,12 @@ def draw(config: Config, count: int, base: int) -> list[list[Problem]]:
 
 
 def examine(
-    target: Target, options: Options, listener: Listener, *, skip: Collection[str] = ()
+    target: Target,
+    options: Options,
+    listener: Listener,
+    *,
+    skip: Collection[str] = (),
+    part: tuple[int, int] = (0, 1),
 ) -> PluginResults:
     """Hold a plugin to every rule, in every lane, and tell the listener how each came out.
 
@@ -343,6 +360,7 @@ def examine(
         options: How.
         listener: Who is told.
         skip: Pieces of work, as `Listener.begins` names them, that are not done.
+        part: Which part of the lanes, of how many; `merged` makes one of all parts.
 
     Returns:
         What there is to say besides results.
@@ -353,28 +371,28 @@ def examine(
     catalog = PluginCatalog.scan()
     info = _info(catalog, target)
     names = target.name if target.partner is None else f"{target.name} {target.partner}"
-    plans = [replace(plan, names=names) for plan in lanes_of(target, options, catalog)]
+    first, parts = part
+    every = [replace(plan, names=names) for plan in lanes_of(target, options, catalog)]
+    plans = every[first::parts]
     shown: list[tuple[Config, bool]] = []
     for plan in plans:
         results = list(examine_lane(plan, options, listener.begins, skip=skip))
         for result in results:
             listener.found(result)
         shown.append((plan.lane.config, not any(r.outcome is Outcome.FAIL for r in results)))
-    claims: list[Claim] = []
-    if target.kind == "attention_backend":
-        cls = catalog.select("attention_backend", target.name)
-        if not cls.capabilities.modes:
-            listener.found(_declares_nothing(info))
-        if target.partner is None and not options.only and not options.lanes:
-            probed = []
-            if options.size != "quick":
-                listener.begins("capabilities :: undeclared")
-                probed = _probe(cls, options) if "capabilities :: undeclared" not in skip else []
-            claims = claims_of(cls, shown, probed)
-            for result in _of_claims(claims):
-                listener.found(result)
-    elif not catalog.select("runner", target.name).modes:
+    if first == 0 and not _modes_of(target, catalog):
         listener.found(_declares_nothing(info))
+    claims: list[Claim] = []
+    if target.kind == "attention_backend" and target.partner is None:
+        if not options.only and not options.lanes:
+            cls = catalog.select("attention_backend", target.name)
+            probed = []
+            if options.size != "quick" and first == parts - 1 and _PROBES not in skip:
+                listener.begins(_PROBES)
+                probed = _probe(cls, options)
+            claims = claims_of(cls, shown, probed)
+            if parts == 1:
+                listener.found(of_claims(claims))
     drivers = ["tape", *(p.lane.driver.name for p in plans if p.lane.driver is not None)]
     return PluginResults(
         kind=target.kind,
@@ -384,11 +402,56 @@ def examine(
         contract=info.contract,
         partner=target.partner,
         drivers=list(dict.fromkeys(drivers)) if plans else [],
-        provider=_provider(plans, target),
+        provider=_provider(every, target),
         device=options.device,
         claims=claims,
         not_shown=_not_shown(target, catalog, torch.device(options.device)),
     )
+
+
+def merged(parts: Sequence[PluginResults]) -> PluginResults:
+    """Return one of what `examine` returned for every part, with results in the order of the lanes."""
+    if len(parts) == 1:
+        return parts[0]
+    by_lane = [
+        [list(group) for _, group in groupby(part.results, key=lambda r: r.lane)] for part in parts
+    ]
+    results = [
+        result
+        for groups in zip_longest(*by_lane, fillvalue=[])
+        for group in groups
+        for result in group
+    ]
+    kept: list[Result] = []
+    for result in results:
+        if all(_timeless(result) != _timeless(other) for other in kept):
+            kept.append(result)  # what every part met is told once
+    results = kept
+    claims = [_all_of(claims) for claims in zip(*(part.claims for part in parts), strict=True)]
+    if claims:
+        results.append(of_claims(claims))
+    drivers = dict.fromkeys(name for part in parts for name in part.drivers)
+    return parts[0].model_copy(
+        update={"results": results, "claims": claims, "drivers": list(drivers)}
+    )
+
+
+def _timeless(result: Result) -> Result:
+    return result.model_copy(update={"seconds": 0.0})
+
+
+def _all_of(claims: Sequence[Claim]) -> Claim:
+    """Return one capability as all parts have shown it."""
+    shown = {claim.shown for claim in claims}
+    hints = [claim.hint for claim in claims if claim.hint]
+    state = next((s for s in ("fail", "pass") if s in shown), "not_run")
+    return claims[0].model_copy(update={"shown": state, "hint": hints[0] if hints else None})
+
+
+def _modes_of(target: Target, catalog: PluginCatalog) -> Collection[ForwardMode]:
+    if target.kind == "runner":
+        return catalog.select("runner", target.name).modes
+    return catalog.select("attention_backend", target.name).capabilities.modes
 
 
 def _info(catalog: PluginCatalog, target: Target) -> PluginInfo:
@@ -489,8 +552,12 @@ def _run(experiment: Experiment, plan: LanePlan, options: Options) -> _Done:
                 break
     except CannotCaptureError as error:
         done.not_run = f"the lane cannot be captured: {error}"
-    except Exception as error:  # noqa: BLE001  the suite's own fault, and told as such
-        done.error = f"{experiment.name}: {tell(error)}"
+    except Exception as error:  # noqa: BLE001  the plugin's code runs here, and the suite's own
+        if lane.raised(error):
+            expected = "what the suite calls of a plugin comes back"
+            done.findings = [lane.of_error(error, expected=expected)]
+        else:
+            done.error = f"{experiment.name}: {tell(error)}"
     done.seconds = time.perf_counter() - start
     return done
 
@@ -570,9 +637,10 @@ def _probe(cls: type[AttentionBackend], options: Options) -> list[tuple[str, boo
     return found
 
 
-def _of_claims(claims: Sequence[Claim]) -> Iterator[Result]:
-    wrong = [c for c in claims if c.declared in ("full", "since") and c.shown == "fail"]
-    yield Result(
+def of_claims(claims: Sequence[Claim]) -> Result:
+    """Return how the claims of a backend came out: what is declared has to be shown."""
+    wrong = [c for c in claims if c.is_made and c.shown == "fail"]
+    return Result(
         rule=None,
         check="claims",
         lane="capabilities",

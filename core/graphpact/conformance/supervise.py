@@ -39,7 +39,7 @@ from graphpact.conformance.results import (
     Report,
     Result,
 )
-from graphpact.conformance.suite import Options, Target, reproduce_line
+from graphpact.conformance.suite import Options, Target, merged, reproduce_line
 from graphpact.conformance.worker import short, tail
 from graphpact.conformance.xfails import Xfails, plugin_home
 from graphpact.errors import ConfigError, GraphpactError, RejectedPluginError, UsageError
@@ -104,13 +104,18 @@ def check(
     door = _Door(names, options.device)
     _run([door], 1, bound, command)
     xfails = Xfails.read(door.targets, catalog)
+    workers = workers or _default_workers(options.device)
+    parts = max(1, workers // max(len(door.targets), 1))  # of a target, where there are few
     examinations = [
-        _Examination(target, options, catalog, xfails, on_result, on_begin)
+        [
+            _Examination(target, options, catalog, xfails, on_result, on_begin, (first, parts))
+            for first in range(parts)
+        ]
         for target in door.targets
     ]
-    _run(examinations, workers or _default_workers(options.device), bound, command)
+    _run([part for target in examinations for part in target], workers, bound, command)
 
-    found = [examination.results() for examination in examinations]
+    found = [merged([part.results() for part in target]) for target in examinations]
     plugins = xfails.judge(found, options)
     if on_result is not None:
         for target, before, after in zip(door.targets, found, plugins, strict=True):
@@ -437,7 +442,7 @@ class _Door:
 
 
 class _Examination:
-    """One target, from the first process to the last."""
+    """One target, or a part of its lanes, from the first process to the last."""
 
     def __init__(
         self,
@@ -447,8 +452,10 @@ class _Examination:
         xfails: Xfails,
         on_result: OnResult | None,
         on_begin: OnBegin | None,
+        part: tuple[int, int] = (0, 1),
     ) -> None:
         self._target, self._options, self._xfails = target, options, xfails
+        self._part = part
         self._on_result, self._on_begin = on_result, on_begin
         self._info = _info(catalog, target.kind, target.name)
         infos = [self._info]
@@ -490,6 +497,7 @@ class _Examination:
             "target": dataclasses.asdict(self._target),
             "options": _plain(self._options),
             "skip": self._skip,
+            "part": self._part,
             "homes": self._homes,
         }
 
@@ -533,7 +541,7 @@ class _Examination:
         if self._plugin is not None or work == _START:
             return False  # there is nothing to leave out
         if len(self._skip) == RESTARTS:
-            self._note_end(self._error(ending, f"given up: {RESTARTS + 1} processes were lost"))
+            self._note_end(self._given_up(ending))
             return False
         self._skip.append(work)
         return True
@@ -558,6 +566,17 @@ class _Examination:
             lane=work,
             outcome=Outcome.FAIL,
             findings=[finding],
+            seconds=ending.seconds,
+        )
+
+    def _given_up(self, ending: _Ending) -> Result:
+        """Return that the rest was not looked at; what was lost has failed already."""
+        return Result(
+            rule=None,
+            check="ends",
+            lane="the rest",
+            outcome=Outcome.NOT_RUN,
+            reason=f"given up: {RESTARTS + 1} processes were lost",
             seconds=ending.seconds,
         )
 

@@ -198,15 +198,18 @@ def _device_name(device: str) -> str | None:
 def _examine(job: dict[str, Any], reporter: Reporter) -> dict[str, Any]:
     target = TypeAdapter(suite.Target).validate_python(job["target"])
     options = TypeAdapter(suite.Options).validate_python(job["options"])
-    plugin = suite.examine(target, options, reporter, skip=frozenset(job["skip"]))
+    first, parts = job["part"]
+    plugin = suite.examine(
+        target, options, reporter, skip=frozenset(job["skip"]), part=(first, parts)
+    )
     return plugin.model_dump(mode="json")
 
 
 def main() -> None:
     """Do one job, given as JSON on the command line.
 
-    ``names`` and ``device``: find the targets. Otherwise ``target``, ``options`` and ``skip``: examine
-    one. With both, ``homes``: where the plugin's code lies; ``events`` and ``stack``: file descriptors;
+    ``names`` and ``device``: find the targets. Otherwise ``target``, ``options``, ``skip`` and ``part``:
+    examine one. With both, ``homes``: where the plugin's code lies; ``events`` and ``stack``: file descriptors;
     ``bound``: the supervisor's, in seconds.
     """
     job = json.loads(sys.argv[1])

@@ -7,7 +7,7 @@ import multiprocessing
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -71,7 +71,7 @@ def visit(piece: Exhibit | Variant, options: Options = OPTIONS) -> Visit:
     around = piece.around if isinstance(piece, Exhibit) else nullcontext
     with around():
         plans = [
-            plan
+            replace(plan, is_full=True)
             for plan in plan_lanes(
                 backend,
                 runner,

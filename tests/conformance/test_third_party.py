@@ -1,0 +1,140 @@
+"""What somebody else has: two wheels in an environment without this repository, a command and a decorator.
+
+The wheels are built from `core` and `examples/third_party`, without a network. What they depend on is
+borrowed from the environment of the tests, graphpact and its plugins left out.
+"""
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples/third_party"
+
+RIGHT = "page_table.copy_(torch.where(first_key < view.seq_lens[:, None], pages, 0))"
+WRONG = (
+    "pages = torch.where(first_key < view.seq_lens[:, None], pages, 0)\n"
+    "        page_table.copy_(torch.where(view.req_pool_indices[:, None] > 0, pages, page_table))"
+)
+"""Rows of padding are left as they are: no live request's answer changes."""
+PYTEST = ("python", "-m", "pytest", "-q", "-p", "no:cacheprovider")
+
+
+@dataclass
+class Elsewhere:
+    """A virtual environment, and a folder to work in."""
+
+    venv: Path
+    work: Path
+
+    def run(self, *command: str, status: int = 0) -> str:
+        """Run a command of the environment, see how it ends, and return what it writes to stdout."""
+        kept = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "GRAPHPACT"))}
+        done = subprocess.run(
+            [str(self.venv / "bin" / command[0]), *command[1:]],
+            cwd=self.work,
+            env={**kept, "OMP_NUM_THREADS": "1", "COLUMNS": "200"},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=600,
+        )
+        assert done.returncode == status, done.stdout + done.stderr
+        return done.stdout
+
+    def plant(self, right: str, wrong: str) -> None:
+        """Edit the installed plugin."""
+        (file,) = self.venv.glob("lib/python*/site-packages/my_attention/backend.py")
+        text = file.read_text()
+        assert text.count(right) == 1
+        file.write_text(text.replace(right, wrong))
+
+
+@pytest.fixture(scope="module")
+def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Elsewhere:
+    """Return an environment with the wheels of graphpact and of the example, and the example's tests."""
+    root = tmp_path_factory.mktemp("elsewhere")
+    wheels, borrowed, venv, work = (root / n for n in ("wheels", "borrowed", "venv", "work"))
+    for source in (ROOT / "core", EXAMPLE):
+        _run("-m", "hatchling", "build", "-t", "wheel", "-d", str(wheels), cwd=source)
+    _run("-m", "venv", "--without-pip", str(venv))
+    python = str(venv / "bin/python")
+    built = map(str, wheels.glob("*.whl"))
+    _run("-m", "pip", "--python", python, "install", "--no-deps", "--no-index", *built)
+    borrowed.mkdir()
+    for folder in (Path(entry) for entry in sys.path if entry.endswith("-packages")):
+        for installed in folder.iterdir():
+            if "graphpact" not in installed.name:
+                (borrowed / installed.name).symlink_to(installed)
+    (site,) = venv.glob("lib/python*/site-packages")
+    (site / "borrowed.pth").write_text(f"{borrowed}\n")
+    shutil.copytree(EXAMPLE / "tests", work / "tests")
+    text = (work / "tests/test_conformance.py").read_text()
+    (work / "one_lane.py").write_text(text.replace('_attention"', '_attention", lanes=["dec*"]'))
+    return Elsewhere(venv, work)
+
+
+def _run(*arguments: str, cwd: Path | None = None) -> None:
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=cwd, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_nothing_of_this_repository_is_there(elsewhere: Elsewhere) -> None:
+    """Both packages come from their wheels, and no other plugin of this repository is installed."""
+    code = """
+        import sys, graphpact, my_attention
+        from graphpact.plugins import PluginCatalog
+        print(graphpact.__file__, my_attention.__file__, *sys.path)
+        print({info.distribution for info in PluginCatalog.scan().infos()} == {"graphpact", "my-attention"})
+    """
+    paths, alone = elsewhere.run("python", "-c", textwrap.dedent(code)).splitlines()
+    assert all(Path(file).is_relative_to(elsewhere.venv) for file in paths.split()[:2])
+    assert not any(Path(path).is_relative_to(ROOT) for path in paths.split())
+    assert alone == "True"
+
+
+def test_the_example_keeps_the_pact_by_command_and_by_pytest(elsewhere: Elsewhere) -> None:
+    """`graphpact check` ends with status 0; the example's own tests pass, none is skipped."""
+    assert "conformant on the tape" in elsewhere.run(
+        "graphpact", "check", "my_attention", "--quick"
+    )
+    told = elsewhere.run(*PYTEST, "-W", "error")
+    assert re.search(r"^21 passed in ", told, re.MULTILINE)
+
+
+def test_a_bug_in_the_installed_plugin_is_told_and_can_be_told_again(elsewhere: Elsewhere) -> None:
+    """Padded rows that keep an earlier batch's pages are named by the command, by its line, and by pytest."""
+    elsewhere.plant(RIGHT, WRONG)
+    try:
+        told = elsewhere.run(
+            "graphpact", "check", "my_attention", "--quick", "--lane", "dec*", status=1
+        )
+        finding = told[told.index("✗ GP03 stale-pad-tail") :]
+        for name, text in (
+            ("hook", "init_metadata_replay"),
+            ("field", r"metadata\.page_table\[\d+, 0\].*slot 'my_attention\.page_table'"),
+            ("expected", "every entry that the replay reads is written in this step"),
+            ("actual", "it holds what an earlier batch left"),
+        ):
+            assert re.search(rf"^│ +{name} +{text}", finding, re.MULTILINE)
+        again = re.search(r"reproduce +(graphpact check .* --only GP03 .*)", finding)
+        assert again is not None
+        told = elsewhere.run(*shlex.split(again[1]), status=1)
+        assert "✗ GP03 stale-pad-tail" in told
+        assert "metadata.page_table[" in told
+        told = elsewhere.run(*PYTEST, "--import-mode=importlib", "one_lane.py", status=1)
+        failure = told[told.index("AssertionError: GP03 stale-pad-tail: No padded row") :]
+        assert again[1] in failure
+        assert "init_metadata_replay" in failure
+    finally:
+        elsewhere.plant(WRONG, RIGHT)
