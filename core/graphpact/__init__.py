@@ -1,10 +1,11 @@
 """graphpact: a contract between what a captured graph recorded and what its replay prepares.
 
 This module re-exports the words that plugins and engines share. It does not import transformers, any
-plugin, or the command line.
+plugin, the command line, or what `conformance` needs.
 """
 
-from typing import Any
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from graphpact.attention import AttentionBackend, BackendContext, Capabilities, LayerSpec, Limits
 from graphpact.batch import ForwardBatch, ForwardMode
@@ -16,6 +17,10 @@ from graphpact.lane import Lane
 from graphpact.pact import Pact, bounded
 from graphpact.runners import GraphRunner
 from graphpact.shapes import BucketLadder, EagerReason, GraphShape
+
+if TYPE_CHECKING:
+    # What calling the package does, with its types.
+    from graphpact.conformance.testing import conformance
 
 __all__ = [
     "CONTRACT_VERSION",
@@ -40,6 +45,7 @@ __all__ = [
     "Pact",
     "PaddingPolicy",
     "bounded",
+    "conformance",
     "hookimpl",
     "hookspec",
 ]
@@ -50,4 +56,6 @@ def __getattr__(name: str) -> Any:
         from graphpact._version import __version__  # noqa: PLC0415  read only when asked for
 
         return __version__
+    if name == "conformance":
+        return importlib.import_module("graphpact.conformance")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -114,6 +114,7 @@ def test_the_example_keeps_the_pact_by_command_and_by_pytest(elsewhere: Elsewher
 
 def test_a_bug_in_the_installed_plugin_is_told_and_can_be_told_again(elsewhere: Elsewhere) -> None:
     """Padded rows that keep an earlier batch's pages are named by the command, by its line, and by pytest."""
+    assert WRONG in (EXAMPLE / "README.md").read_text()  # which says what comes of it
     elsewhere.plant(RIGHT, WRONG)
     try:
         told = elsewhere.run(

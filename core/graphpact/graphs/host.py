@@ -344,6 +344,11 @@ class Watcher(TorchDispatchMode, abc.ABC):
         guard: The function mode that stands beside it.
     """
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False: torch would import its compiler, seconds of work, to keep it out of here."""
+        return False
+
     def __init__(self, guard: HostReadGuard) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch has no annotation here
         self.guard = guard

@@ -23,8 +23,8 @@ GENERAL = "general"
 """What stands where a rule would, for what is asked of every plugin and is no rule's."""
 
 _GENERAL_REQUIREMENT = (
-    "A plugin can be found and loaded, ends what it begins, prints nothing, and its list of known failures"
-    " is true."
+    "A plugin can be found and loaded, answers right without a graph, ends what it begins, prints nothing,"
+    " and its list of known failures is true."
 )
 
 GLYPHS = {

@@ -1,0 +1,162 @@
+"""`MyAttentionBackend`: a page table for the requests, two numbers for each token, PyTorch's own attention.
+
+A token has to know whose keys it reads, and how many of them. Both follow on the device from what a batch
+carries, by one body for capture, replay and eager steps: nothing here asks which of the three it is.
+
+Does not: attend fast. Every token gathers its own keys; a real backend calls its kernel in `forward`.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from graphpact import (
+    AttentionBackend,
+    Capabilities,
+    ForwardBatch,
+    ForwardMode,
+    GraphShape,
+    GraphSlot,
+    LayerSpec,
+    Limits,
+    PaddingPolicy,
+)
+from graphpact.attention import Buffers, GraphSupport, HeadLayout
+
+
+@dataclass(slots=True)
+class MyAttentionMetadata:
+    """What a step of ``bs`` requests and ``T`` tokens reads.
+
+    Args:
+        out_cache_loc: ``[T]`` int64: KV slot of each new token; 0 is scratch.
+        page_table: ``[bs, pages]`` int32: page numbers, 0 past a request's last key.
+        request: ``[T]`` int64: the row of ``page_table`` that each token reads.
+        num_keys: ``[T]`` int64: how many keys of it the token sees, itself included; 0 for padding that
+            belongs to no request.
+    """
+
+    out_cache_loc: torch.Tensor
+    page_table: torch.Tensor
+    request: torch.Tensor
+    num_keys: torch.Tensor
+
+
+class MyAttentionBackend(AttentionBackend):
+    """Decode and prefill, heads that share keys or not, latents too, pages of every size."""
+
+    capabilities = Capabilities(
+        modes=frozenset(
+            {ForwardMode.DECODE, ForwardMode.EXTEND, ForwardMode.MIXED, ForwardMode.IDLE}
+        ),
+        graph_support=GraphSupport.ALWAYS,
+        dtypes=frozenset({torch.float32, torch.bfloat16}),
+        devices=frozenset({"cpu"}),
+        head_layouts=frozenset(HeadLayout),
+        # A padded request has one key, in scratch.
+        seq_len_fill_value=1,
+    )
+
+    # -- memory: declared once, bound for each captured shape ------------------------------------
+
+    def declare_slots(self, limits: Limits) -> Sequence[GraphSlot]:
+        """Return the three index tensors, each as large as the largest step needs it."""
+        pages = limits.max_pages_per_request
+        return [
+            _slot("page_table", "bs", torch.int32, lambda bs, _: (bs, pages)),
+            _slot("request", "tokens", torch.int64, lambda _, tokens: (tokens,)),
+            _slot("num_keys", "tokens", torch.int64, lambda _, tokens: (tokens,)),
+        ]
+
+    def allocate_metadata(
+        self, view: ForwardBatch, shape: GraphShape, buffers: Buffers
+    ) -> MyAttentionMetadata:
+        """Return metadata whose tensors are slices of the slots, or new ones in an eager step."""
+        del shape  # `buffers` slices for it
+        return MyAttentionMetadata(
+            out_cache_loc=view.out_cache_loc,
+            page_table=buffers("my_attention.page_table"),
+            request=buffers("my_attention.request"),
+            num_keys=buffers("my_attention.num_keys"),
+        )
+
+    # -- the one body ----------------------------------------------------------------------------
+
+    def fill_metadata(self, view: ForwardBatch, metadata: MyAttentionMetadata) -> None:
+        """Write every row, padded ones too, in place and without reading a tensor on the host."""
+        self._fill_page_table(view, metadata.page_table)
+        tokens = torch.arange(view.num_tokens, device=view.device)
+        if view.extend_seq_lens is None:  # decode: each request brings one token
+            metadata.request.copy_(tokens)
+            metadata.num_keys.copy_(view.seq_lens)
+        else:
+            ends = view.extend_seq_lens.cumsum(0)
+            request = torch.searchsorted(ends, tokens, right=True).clamp_(max=view.batch_size - 1)
+            num_keys = view.seq_lens[request] - ends[request] + tokens + 1
+            metadata.request.copy_(request)
+            metadata.num_keys.copy_(torch.where(tokens < ends[-1:], num_keys, 0))
+
+    def _fill_page_table(self, view: ForwardBatch, page_table: torch.Tensor) -> None:
+        """Take the first slot of each page; what lies past a request's last key may be anything."""
+        page_size = self.context.limits.page_size
+        pages = self.context.req_to_token[view.req_pool_indices, ::page_size] // page_size
+        first_key = torch.arange(pages.shape[1], device=view.device) * page_size
+        page_table.copy_(torch.where(first_key < view.seq_lens[:, None], pages, 0))
+
+    # -- attention -------------------------------------------------------------------------------
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: LayerSpec,
+        metadata: MyAttentionMetadata,
+    ) -> torch.Tensor:
+        """Write the new keys and values to their slots, then attend from each token to what it sees."""
+        caches = (
+            self.context.kv_cache.k[layer.layer_id],
+            self.context.kv_cache.v[layer.layer_id],
+        )
+        for cache, new in zip(caches, (k, v), strict=True):
+            cache.index_copy_(0, metadata.out_cache_loc, new)
+        keys, values = (self._gather(cache, metadata) for cache in caches)
+        seen = torch.arange(keys.shape[1], device=q.device) < metadata.num_keys[:, None]
+        # A slot that is not seen may hold NaN, which a mask on the scores would let through.
+        keys, values = (t.masked_fill(~seen[:, :, None, None], 0) for t in (keys, values))
+        out = scaled_dot_product_attention(
+            q[:, :, None],
+            keys.transpose(1, 2),
+            values.transpose(1, 2),
+            attn_mask=seen[:, None, None],
+            scale=layer.scaling,
+            enable_gqa=True,
+        )
+        return out[:, :, 0]
+
+    def _gather(self, cache: torch.Tensor, metadata: MyAttentionMetadata) -> torch.Tensor:
+        """Return ``[T, keys, heads, dim]``: of each token all that its request's pages hold."""
+        pages: torch.Tensor = cache.unflatten(0, (-1, self.context.limits.page_size))
+        return pages[metadata.page_table].flatten(1, 2)[metadata.request]
+
+
+def _slot(
+    name: str,
+    axis: Literal["bs", "tokens"],
+    dtype: torch.dtype,
+    shape_fn: Callable[[int, int], tuple[int, ...]],
+) -> GraphSlot:
+    """Return a slot of this backend's: no batch has it, and every step writes all of its rows."""
+    return GraphSlot(
+        f"my_attention.{name}",
+        shape_fn,
+        dtype,
+        axis=axis,
+        owner="my_attention",
+        padding_policy=PaddingPolicy.KEEP_PAD,
+        reason="fill_metadata writes every row of the padded extent in every step",
+        copy_from_fb=False,
+    )
