@@ -2,13 +2,14 @@
 
 `ReferenceBackend` is attention in plain torch operations, unlike any kernel library's: its metadata is a
 table of the slots of all positions of every request, and for each token whose it is and how far it sees; what
-drafts see beyond that comes in columns of their own. No custom kernel, no pages. `ReferenceRunner` captures
-the shapes of one mode and pads as every runner of it has to.
+drafts see beyond that comes in columns of their own. How many chunks of keys are looked at is planned on the
+host: a runner's lengths there are read, too. No custom kernel, no pages. `ReferenceRunner`
+captures the shapes of one mode and pads as every runner of it has to.
 
 Does not: run fast: every query looks at a whole context.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -16,6 +17,8 @@ import torch
 
 from graphpact.attention import (
     AttentionBackend,
+    BackendContext,
+    Buffers,
     Capabilities,
     GraphSupport,
     HeadLayout,
@@ -27,8 +30,13 @@ from graphpact.buffers import CudaGraphBufferRegistry, GraphSlot, PaddingPolicy
 from graphpact.buffers.presets import num_token_non_padded_slot
 from graphpact.conformance.problems import Case, static_shapes
 from graphpact.errors import ConfigError
+from graphpact.graphs import Event
 from graphpact.runners import GraphRunner
 from graphpact.shapes import BucketLadder, EagerReason, GraphShape
+
+CPU = torch.device("cpu")
+CHUNK = 16
+"""Keys that are looked at together: so many chunks of them as the host plans, and no more."""
 
 
 @dataclass(slots=True)
@@ -42,6 +50,8 @@ class ReferenceMetadata:
         last: ``[T]`` int64: the last position of the table that the token sees.
         drafts: ``[T, n]`` int64: slots of drafts that it may see too.
         draft_mask: ``[T, n]`` bool: which of them it sees; None for all.
+        most: ``[bs]`` int64: keys of each request, drafts included, as the host counts them.
+        staging: The same on the host, from where it is copied; None in an eager step.
     """
 
     out_cache_loc: torch.Tensor
@@ -50,6 +60,8 @@ class ReferenceMetadata:
     last: torch.Tensor
     drafts: torch.Tensor
     draft_mask: torch.Tensor | None
+    most: torch.Tensor
+    staging: torch.Tensor | None = None
 
 
 class ReferenceBackend(AttentionBackend):
@@ -66,18 +78,27 @@ class ReferenceBackend(AttentionBackend):
         softcap=True,
         sinks=True,
         trees=True,
+        needs_host_plan=True,
     )
 
+    def __init__(self, context: BackendContext) -> None:
+        super().__init__(context)
+        self._copied: dict[int, Event] = {}
+        """By the address of host memory, what tells that the last copy from it is done."""
+
     def declare_slots(self, limits: Limits) -> Sequence[GraphSlot]:
-        """Return the four index tensors."""
+        """Return the five index tensors, and host memory for one."""
         width = max(limits.draft.num_steps, limits.draft.num_draft_tokens)
 
-        def slot(name: str, *row: int, by_request: bool = False) -> GraphSlot:
+        def slot(
+            name: str, *row: int, by_request: bool = False, device: torch.device | None = None
+        ) -> GraphSlot:
             return GraphSlot(
                 f"reference.{name}",
                 lambda bs, tokens: (bs if by_request else tokens, *row),
                 torch.int64,
                 axis="bs" if by_request else "tokens",
+                device=device,
                 owner="reference",
                 padding_policy=PaddingPolicy.KEEP_PAD,
                 reason="every row of the padded extent is written in every step",
@@ -89,12 +110,15 @@ class ReferenceBackend(AttentionBackend):
             slot("request"),
             slot("last"),
             slot("drafts", width),
+            slot("most", by_request=True),
+            slot("staging", by_request=True, device=CPU),
         ]
 
     def allocate_metadata(
-        self, view: ForwardBatch, shape: GraphShape, buffers: Callable[[str], torch.Tensor]
+        self, view: ForwardBatch, shape: GraphShape, buffers: Buffers
     ) -> ReferenceMetadata:
         """Return the slots' slices, as many columns of drafts as the step has."""
+        del shape  # the slices are its own
         columns = 0
         if view.draft_step is not None:
             columns = view.draft_step + 1
@@ -107,10 +131,12 @@ class ReferenceBackend(AttentionBackend):
             last=buffers("reference.last"),
             drafts=buffers("reference.drafts")[:, :columns],
             draft_mask=view.tree_mask,
+            most=buffers("reference.most"),
+            staging=buffers("reference.staging") if buffers.in_graph else None,
         )
 
     def fill_metadata(self, view: ForwardBatch, metadata: ReferenceMetadata) -> None:
-        """Derive all four tensors on the device."""
+        """Derive all tensors but `most` on the device."""
         metadata.table.copy_(self.context.req_to_token[view.req_pool_indices])
         self.fill_request(view, metadata.request)
         metadata.last.copy_(self.last_of(view, metadata.request))
@@ -118,22 +144,23 @@ class ReferenceBackend(AttentionBackend):
             metadata.drafts.copy_(self.drafts_of(view))
 
     def fill_request(self, view: ForwardBatch, request: torch.Tensor) -> None:
-        """Write whose every token is; what no request brought counts as the last one's."""
+        """Write whose every token is; what no request brought is one's behind the last, on scratch."""
         torch.arange(view.num_tokens, out=request)
         if view.extend_seq_lens is None:
             request.div_(view.tokens_per_request, rounding_mode="floor")
         else:
             ends = view.extend_seq_lens.cumsum(0)
             request.copy_(torch.searchsorted(ends, request.clone(), right=True))
-            request.clamp_(max=view.batch_size - 1)
 
     def last_of(self, view: ForwardBatch, request: torch.Tensor) -> torch.Tensor:
         """Return ``[T]``: the last position that each token sees in its request's table."""
-        lens = view.seq_lens[request]
         at = torch.arange(view.num_tokens, device=view.device)
         if view.extend_seq_lens is not None:
-            ends = view.extend_seq_lens.cumsum(0)[request]
+            ends = view.extend_seq_lens.cumsum(0)
+            ends = torch.cat([ends, ends[-1:]])[request]
+            lens = _with_one_more(view.seq_lens, 1)[request]
             return torch.minimum(lens - ends + at, lens - 1)
+        lens = view.seq_lens[request]
         if view.draft_step is not None or view.tree_mask is not None:
             return lens - 1
         width = view.tokens_per_request
@@ -143,13 +170,26 @@ class ReferenceBackend(AttentionBackend):
         """Return ``[T, n]``: the slots of a branch so far, or of all drafts of a request."""
         if view.draft_cache_loc is not None and view.draft_step is not None:
             return view.draft_cache_loc[:, : view.draft_step + 1]
-        assert view.tree_mask is not None
+        assert view.tree_mask is not None  # noqa: S101  there are no other drafts
         width = view.tree_mask.shape[1]  # an idle batch has no tokens to tell it by
         return view.out_cache_loc.view(-1, width).repeat_interleave(width, dim=0)
 
     def metadata_in_graph(self, view: ForwardBatch, metadata: ReferenceMetadata) -> None:
         """Do the same as `fill_metadata`: it is device work alone."""
         self.fill_metadata(view, metadata)
+
+    def plan_metadata(self, view: ForwardBatch, metadata: ReferenceMetadata) -> None:
+        """Count every request's keys from its length on the host."""
+        keys = view.seq_lens_cpu + view.uncounted_keys
+        staging = metadata.staging
+        if staging is None or self.driver is None:
+            metadata.most.copy_(keys)
+            return
+        copied = self._copied.setdefault(staging.data_ptr(), self.driver.event())
+        copied.synchronize()  # the last step's copy may still read the staging memory
+        staging.copy_(keys)
+        self.driver.copy_async(metadata.most, staging)
+        copied.record()
 
     def forward(
         self,
@@ -185,12 +225,19 @@ class ReferenceBackend(AttentionBackend):
     def keys_of(self, metadata: ReferenceMetadata) -> tuple[torch.Tensor, torch.Tensor]:
         """Return ``[T, n]`` twice: the slots of all keys in their order, and whether a token sees them."""
         position = torch.arange(metadata.table.shape[1], device=metadata.table.device)
-        seen = position <= metadata.last[:, None]
+        chunks = (_with_one_more(metadata.most, 1)[metadata.request] + CHUNK - 1) // CHUNK
+        seen = (position <= metadata.last[:, None]) & (position < (chunks * CHUNK)[:, None])
         mask = metadata.draft_mask
         if mask is None:
             mask = torch.ones_like(metadata.drafts, dtype=torch.bool)
-        slots = torch.cat([metadata.table[metadata.request], metadata.drafts], dim=1)
+        table = _with_one_more(metadata.table, 0)
+        slots = torch.cat([table[metadata.request], metadata.drafts], dim=1)
         return slots, torch.cat([seen, mask], dim=1)
+
+
+def _with_one_more(rows: torch.Tensor, value: int) -> torch.Tensor:
+    """Return rows of requests, and behind them that of the tokens that no request brought."""
+    return torch.cat([rows, rows.new_full((1, *rows.shape[1:]), value)])
 
 
 # -- the runner --------------------------------------------------------------------------------------
@@ -258,8 +305,19 @@ class ReferenceRunner(GraphRunner):
         case = self.case
         if not self.context.backend.graph_support.covers(case.needs):
             return None
-        shapes = static_shapes(case)
+        shapes = self._shapes()
         return ShapeLadder(case.lane_mode, [s.batch_size for s in shapes], ladder=tuple(shapes))
+
+    def _shapes(self) -> list[GraphShape]:
+        """Return the request counts that are asked for; else the kit's shapes, up to the largest step."""
+        case, most = self.case, self.context.max_bs
+        if case.width is None:
+            largest = GraphShape(case.lane_mode, most, self._limits.max_num_tokens)
+            return [*(s for s in static_shapes(case) if s.batch_size < most), largest]
+        sizes = self.context.batch_sizes
+        if sizes is None:
+            sizes = [*(s.batch_size for s in static_shapes(case) if s.batch_size < most), most]
+        return [GraphShape(case.lane_mode, size, size * case.width) for size in sizes]
 
     @property
     def _padded_seq_len(self) -> int:

@@ -47,9 +47,9 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     Experiment("dummies", ("GP10", "GP11", "GP12"), capture.dummies),
     Experiment("leaves_no_trace", ("GP19",), capture.leaves_no_trace),
     Experiment("cold_and_warm", ("GP10",), capture.cold_and_warm),
-    Experiment("takes_the_right_graph", ("GP12",), dispatch.takes_the_right_graph),
+    Experiment("takes_the_right_graph", ("GP12", "GP20"), dispatch.takes_the_right_graph),
     Experiment("declares_what_it_can", ("GP12",), dispatch.declares_what_it_can),
-    Experiment("ranks_agree", ("GP05", "GP17"), dispatch.ranks_agree),
+    Experiment("ranks_agree", ("GP05", "GP06", "GP11", "GP17"), dispatch.ranks_agree),
 )
 """Each by a name of its own."""
 

@@ -20,6 +20,7 @@ from graphpact.conformance.experiments.base import (
     spell,
     values_at,
 )
+from graphpact.conformance.experiments.order import caches_of
 from graphpact.conformance.experiments.parity import TRACE_HELP, compare_traces, trace_of
 from graphpact.conformance.experiments.refresh import hook_of
 from graphpact.conformance.problems import CONTEXT, VOCAB, Problem
@@ -34,34 +35,76 @@ from graphpact.shapes import GraphShape
 # -- whether -----------------------------------------------------------------------------------------
 
 
-def captures(lane: LaneUnderTest, _: Sequence[Problem]) -> Findings:
+def captures(lane: LaneUnderTest, steps: Sequence[Problem]) -> Findings:
     """Capture every shape, fast and strict, with metadata made by the graph and by the hook."""
     found: list[Finding] = []
     ways: tuple[Way, ...] = ("graph",)
-    for strict in (False, True):
-        for way in ways:
-            try:
-                if strict:
-                    lane.guarded(way)
-                else:
-                    lane.rig(way)
-            except CannotCaptureError as stopped:
-                found += _of_failure(lane, stopped.error)
-        if not strict and not found:
-            ways = lane.ways
+    try:
+        lane.rig()
+        ways = lane.ways
+    except CannotCaptureError as stopped:
+        found += _of_failure(lane, stopped.error, steps[0])
+    can_capture = not found
+    for clear in caches_of(lane):  # what graphs of other lanes hold, none of these shall find
+        clear()
+    for way in ways:
+        try:
+            lane.guarded(way)
+        except CannotCaptureError as stopped:
+            error = stopped.error
+            if can_capture:
+                found.append(_of_strict_failure(lane, error))
+            else:
+                found += _of_failure(lane, error, steps[0])
     yield from {f.model_dump_json(): f for f in found}.values()
 
 
-def _of_failure(lane: LaneUnderTest, error: BaseException) -> list[Finding]:
+def _of_strict_failure(lane: LaneUnderTest, error: BaseException) -> Finding:
+    """Return a finding about a lane that is captured where nobody looks, and not over poison."""
+    found = lane.of_error(
+        error,
+        expected="every shape is captured over poison, which all memory holds that hooks have to write",
+        hook="init_metadata_capture",
+    )
+    return found.model_copy(update={"help": found.help or _UNWRITTEN})
+
+
+_UNWRITTEN = (
+    "write every row that the kernels read, at capture too: see what GP02 and GP03 say of this lane"
+)
+
+
+def _of_failure(lane: LaneUnderTest, error: BaseException, live: Problem) -> list[Finding]:
     expected = "every shape of the ladder is captured"
-    rule = rule_of(error) or _rule_of_size(lane)
+    rule = rule_of(error) or _rule_of_dummy(lane, live) or _rule_of_size(lane)
     found = [lane.of_error(error, expected=expected, rule=rule, hook="init_metadata_capture")]
+    if found[0].help is None:
+        found[0] = found[0].model_copy(update={"help": _FAILED.get(rule or "")})
     if rule is None:
         found.append(found[0].model_copy(update={"rule": "GP12", "help": _SUPPORT}))
     return found
 
 
+_FAILED = {
+    "GP04": "a dummy batch is padding in every row, request row 0 and KV slot 0: its kernels have to take"
+    " what padded rows hold, and to read no other row and no other page for it",
+    "GP11": "a live batch is captured, and the runner's dummy is not: make dummies as live batches are made",
+    "GP13": "size buffers by Limits, and by the shape's own counts",
+}
 _SUPPORT = "declare in capabilities.graph_support what graphs can hold, and no more"
+
+
+def _rule_of_dummy(lane: LaneUnderTest, live: Problem) -> str | None:
+    """Return the rule of dummies, or of padding, which they are throughout, where a live batch is captured."""
+    try:
+        with torch.inference_mode():
+            rig = lane.build(capture=False)
+            rig.load(live)
+            rig.runner.lane = rig.lane
+            rig.lane.capture(rig.config.shapes[-1], rig.batch_of(live))
+    except (Exception, SystemExit):  # noqa: BLE001  anybody's code runs here
+        return None
+    return "GP11" if lane.kind == "runner" else "GP04"
 
 
 def _rule_of_size(lane: LaneUnderTest) -> str | None:
@@ -82,27 +125,19 @@ def _rule_of_size(lane: LaneUnderTest) -> str | None:
 
 
 def leaves_no_trace(lane: LaneUnderTest, steps: Sequence[Problem]) -> Findings:
-    """Capture while requests live and index buffers hold their rows: nothing of theirs changes."""
+    """Capture again while requests live and index buffers hold their rows: nothing of theirs changes."""
+    lane.rig()  # a lane that cannot be captured is told of once
     problem = steps[0]
-    rig = lane.build(capture=False)
+    rig = lane.build()
+    rig.step(problem)
     rig.load(problem)
-    batch = rig.batch_of(problem)
-    shape = rig.config.shapes[-1]
+    before = {n: t.clone() for n, t in kv_tensors(rig.kv).items()}
+    table = rig.table.clone()
     with torch.inference_mode():
-        rig.registry.fill_from(
-            batch,
-            raw_bs=batch.batch_size,
-            padded_bs=shape.batch_size,
-            raw_num_tokens=batch.num_tokens,
-            padded_num_tokens=shape.num_tokens,
-        )
-        before = {n: t.clone() for n, t in kv_tensors(rig.kv).items()}
-        table = rig.table.clone()
         rig.capture()
-        states = []
-        for _ in range(2):
-            rig.capture()
-            states.append(_state_of(rig))
+        once = _state_of(rig)
+        rig.capture()
+        twice = _state_of(rig)
     first = rig.config.page_size
     for name, cache in kv_tensors(rig.kv).items():
         differs = ~same(cache[first:], before[name][first:]).flatten(1).all(dim=1)
@@ -125,7 +160,6 @@ def leaves_no_trace(lane: LaneUnderTest, steps: Sequence[Problem]) -> Findings:
             actual=values_at(rig.table, table != rig.table),
             problem=problem,
         )
-    once, twice = states
     for name, state in once.items():
         if name not in twice or not bool(same(state, twice[name]).all()):
             yield lane.finding(
@@ -141,16 +175,28 @@ def leaves_no_trace(lane: LaneUnderTest, steps: Sequence[Problem]) -> Findings:
 
 
 def _state_of(rig: Rig) -> dict[str, torch.Tensor]:
-    """Return copies of what outlives a step: tensors that the backend holds, and slots filled once."""
+    """Return copies of what outlives a step: tensors that the backend holds, and slots filled once.
+
+    What has a row for each request row, or each KV slot, is given without those of scratch.
+    """
+    scratch = {
+        rig.config.num_rows: 1,
+        rig.config.num_pages * rig.config.page_size: rig.config.page_size,
+    }
+
+    def owned(tensor: torch.Tensor) -> torch.Tensor:
+        first = scratch.get(tensor.shape[0], 0) if tensor.dim() else None
+        return (tensor if first is None else tensor[first:]).clone()
+
     slots = {
-        slot.label: slot.buffer.clone()
+        slot.label: owned(slot.buffer)
         for slot in rig.registry
         if slot.buffer is not None and slot.padding_policy is PaddingPolicy.FILL_ONCE
     }
     held = {
-        f"{type(rig.backend).__name__}.{name}": value.clone()
+        f"{type(rig.backend).__name__}.{name}": owned(value)
         for name, value in vars(rig.backend).items()
-        if isinstance(value, torch.Tensor) and (slot := rig.registry.slot_of(value)) is None
+        if isinstance(value, torch.Tensor) and rig.registry.slot_of(value) is None
     }
     return slots | held
 
@@ -276,7 +322,7 @@ def _faults(
             low, high = int(values.min()), int(values.max())
             ask(
                 name,
-                holds=0 <= low and high < most,
+                holds=low >= 0 and high < most,
                 expected=f"from 0 up to {most - 1}",
                 actual=f"{low} to {high}",
             )
@@ -285,13 +331,13 @@ def _faults(
         ask("extend_seq_lens", holds=all(n >= 1 for n in new), expected="1 and more", actual=new)
         held = all(n <= length for n, length in zip(new, lens, strict=False))
         ask("extend_seq_lens", holds=held, expected=f"no more than seq_lens, {lens}", actual=new)
-    count = dummy.num_token_non_padded_cpu
-    if count is not None:
+    real = dummy.num_token_non_padded_cpu
+    if real is not None:
         ask(
             "num_token_non_padded_cpu",
-            holds=count == shape.num_tokens,
+            holds=real == shape.num_tokens,
             expected=f"{shape.num_tokens}: of a dummy no token is padding",
-            actual=count,
+            actual=real,
         )
     return found
 

@@ -1,4 +1,4 @@
-"""Which graph a batch replays, and that all ranks agree: GP05, GP11, GP12, GP17.
+"""Which graph a batch replays, and that all ranks agree: GP05, GP06, GP11, GP12, GP17, GP20.
 
 Ranks are simulated: one after another in this process, each as the rank that `graphpact.parallel` says it is.
 What they would wait for each other in is the sequence of what they record and of the rows that they gather.
@@ -7,23 +7,35 @@ Does not: communicate.
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
+from itertools import zip_longest
 
 import torch
 
 from graphpact.attention import GraphSupport
 from graphpact.batch import ForwardBatch, ForwardMode
 from graphpact.conformance.experiments.base import Findings, differences
-from graphpact.conformance.experiments.parity import compare_traces, trace_of
-from graphpact.conformance.problems import Config, Problem, of_size
+from graphpact.conformance.experiments.parity import compare_with_capture, trace_of
+from graphpact.conformance.experiments.values import _pads_leak as pads_leak
+from graphpact.conformance.problems import Config, Problem, corner, nearly, of_size
+from graphpact.conformance.results import Finding
 from graphpact.conformance.rig import Rig
-from graphpact.conformance.subject import LaneUnderTest
-from graphpact.errors import GraphpactError
+from graphpact.conformance.subject import CannotCaptureError, LaneUnderTest
+from graphpact.graphs.recorder import TracedCall
+from graphpact.graphs.tape import TapeDriver
 from graphpact.parallel import get_parallel
 from graphpact.runners import RunnerContext
 from graphpact.shapes import EagerReason, GraphShape
+from graphpact.strict import host_tensors
 
 _RANKS = 2
+_RANK_HELP = (
+    "as the only rank it does not fail: look at what takes its size from attn_tp_size or its place from"
+    " attn_tp_rank"
+)
+_MOST = (1, 3, 5, 7, 13, 42, 100, 301)
+"""The largest steps for which runners are asked for their ladders; no rhythm of sizes ends at all of them."""
 
 
 # -- which graph -------------------------------------------------------------------------------------
@@ -34,29 +46,41 @@ def takes_the_right_graph(lane: LaneUnderTest, _: Sequence[Problem]) -> Findings
     rig = lane.rig()
     shapes = [shape for shape, _graph in rig.lane.graphs()]
     yield from _ladder(lane, rig, shapes)
-    for problem in _sizes(lane.config):
+    for problem in (*_sizes(lane.config), nearly(lane.config), corner(lane.config)):
         batch = rig.batch_of(problem)
-        asked = rig.runner.can_run(batch)
-        best = _smallest(shapes, batch)
-        if asked != best and not (isinstance(asked, EagerReason) and best is None):
+        asked, refused = _ask(lane, rig, batch, problem)
+        if refused is not None:
+            yield refused
+            continue
+        held_by = _smallest(shapes, batch)
+        if asked not in held_by and not (isinstance(asked, EagerReason) and not held_by):
             yield lane.finding(
                 "GP12",
                 hook="prepare_replay",
                 field="can_run()",
-                expected=str(best or "a reason to run eagerly: no captured shape holds it"),
+                expected=" or ".join(map(str, held_by))
+                or "a reason to run eagerly: no captured shape holds it",
                 actual=str(asked),
                 problem=problem,
                 help="let bucket and eligibility follow from the batch alone: the smallest captured shape"
                 " with room for its requests and tokens, of its mode",
             )
             continue
+        best = asked if isinstance(asked, GraphShape) else None
         before = {shape: stats.replays for shape, stats in rig.lane.stats.shapes.items()}
         eager = rig.lane.stats.eager.total()
         step = rig.step(problem)
         if step.error is not None:
-            yield lane.of_error(
-                step.error, expected="a batch of any size is served", rule="GP12", step=step
-            )
+            if best is None:  # what fails in a replay, others tell
+                found = lane.of_error(
+                    step.error,
+                    expected="a batch that no captured shape holds runs eagerly",
+                    rule="GP12",
+                    step=step,
+                )
+                yield _with_help(
+                    found, "Lane.run() serves it; can_run() has to give a reason for it"
+                )
             continue
         replayed = [
             shape
@@ -75,17 +99,51 @@ def takes_the_right_graph(lane: LaneUnderTest, _: Sequence[Problem]) -> Findings
                 step=step,
                 help="replay what can_run() answers; a batch that no graph holds is Lane.run()'s to serve",
             )
-        for found in differences(rig, step, lane.answer(rig, problem)):
+        wrong = differences(rig, step, lane.answer(rig, problem))
+        if wrong and _is_recorded_otherwise(lane, rig, problem):
             yield lane.finding(
                 "GP12",
-                field=found.what,
-                expected=found.expected,
-                actual=found.actual,
+                field=wrong[0].what,
+                expected=wrong[0].expected,
+                actual=wrong[0].actual,
                 step=step,
-                help="a graph serves what it was recorded for: put all that its kernels depend on into the"
-                " shape",
+                help="a graph serves what it was recorded for, and a capture of this batch records other"
+                " work: put all that recorded kernels depend on into the shape",
             )
     yield from _other_kinds(lane, rig)
+
+
+def _ask(
+    lane: LaneUnderTest, rig: Rig, batch: ForwardBatch, problem: Problem
+) -> tuple[GraphShape | EagerReason | None, Finding | None]:
+    """Return what ``can_run`` answers while nobody may wait for the device, or why it answers nothing."""
+    guard = TapeDriver(lane.device, strict=True)
+    host = host_tensors(batch) if lane.device.type == "cpu" else [*batch.tensors().values()]
+    try:
+        with guard.preparation(host, read_only=[*batch.tensors().values()]):
+            return rig.runner.can_run(batch), None
+    except (Exception, SystemExit) as error:  # noqa: BLE001  anybody's code runs here
+        found = lane.of_error(
+            error,
+            expected="can_run() answers for any batch, from what lies on the host",
+            rule="GP12",
+            problem=problem,
+            hook="prepare_replay",
+        )
+        return None, _with_help(
+            found, "answer with an EagerReason where no shape holds the batch, and raise nothing"
+        )
+
+
+def _with_help(found: Finding, words: str) -> Finding:
+    """Return a finding about an error, with ``words`` where the error itself says nothing to do."""
+    return found.model_copy(update={"help": found.help or words})
+
+
+def _is_recorded_otherwise(lane: LaneUnderTest, rig: Rig, problem: Problem) -> bool:
+    """Return whether a capture of the batch itself records other work, or other host numbers."""
+    found = compare_with_capture(lane, rig, "graph", problem)
+    return any(f.rule in ("GP08", "GP10") for f in found)
 
 
 def _sizes(config: Config) -> list[Problem]:
@@ -97,7 +155,11 @@ def _sizes(config: Config) -> list[Problem]:
     return [of_size(config, size) for size in dict.fromkeys(sizes)] + [Problem(config.case, [], 0)]
 
 
-def _smallest(shapes: Sequence[GraphShape], batch: ForwardBatch) -> GraphShape | None:
+def _smallest(shapes: Sequence[GraphShape], batch: ForwardBatch) -> list[GraphShape]:
+    """Return the captured shapes that hold a batch, and of which no other one is smaller.
+
+    There is more than one where they differ in more than one size, or in their variant.
+    """
     fits = [
         shape
         for shape in shapes
@@ -105,7 +167,14 @@ def _smallest(shapes: Sequence[GraphShape], batch: ForwardBatch) -> GraphShape |
         and shape.num_tokens >= batch.num_tokens
         and batch.forward_mode in (shape.mode, ForwardMode.IDLE)
     ]
-    return min(fits, key=lambda s: (s.num_tokens, s.batch_size), default=None)
+    sizes = [(shape.batch_size, shape.num_tokens) for shape in fits]
+    return [
+        shape
+        for shape, (bs, tokens) in zip(fits, sizes, strict=True)
+        if not any(
+            other != (bs, tokens) and other[0] <= bs and other[1] <= tokens for other in sizes
+        )
+    ]
 
 
 def _ladder(lane: LaneUnderTest, rig: Rig, shapes: Sequence[GraphShape]) -> Findings:
@@ -120,9 +189,14 @@ def _ladder(lane: LaneUnderTest, rig: Rig, shapes: Sequence[GraphShape]) -> Find
             actual=", ".join(map(str, shapes)),
             help="GraphRunner.capture() captures each shape of make_ladder()",
         )
-    if lane.kind != "runner" or lane.config.case.mode.is_ragged:
-        return
-    for most in (1, 3, 5, 7, 13):
+    if lane.kind == "runner" and not lane.config.case.mode.is_ragged:
+        yield from _default_ladders(lane, rig)
+
+
+def _default_ladders(lane: LaneUnderTest, rig: Rig) -> Findings:
+    """See that the runner's own ladder reaches the largest step, or one cap whatever that is."""
+    ladders: dict[int, list[int]] = {}
+    for most in _MOST:
         limits = replace(lane.config.limits, max_bs=most, max_num_tokens=most * 8)
         context = RunnerContext(
             lane.device,
@@ -133,32 +207,37 @@ def _ladder(lane: LaneUnderTest, rig: Rig, shapes: Sequence[GraphShape]) -> Find
         )
         try:
             own = lane.runner(context).ladder
-        except GraphpactError as error:
-            yield lane.of_error(
+        except (Exception, SystemExit) as error:  # noqa: BLE001  anybody's code runs here
+            found = lane.of_error(
                 error, expected=f"a ladder for steps of {most} requests", rule="GP12"
             )
-            continue
-        if own is None or lane.runner.__module__.startswith("graphpact.conformance"):
-            continue
-        sizes = [shape.batch_size for shape in own.shapes]
-        if max(sizes) != most or min(sizes) < 1:
+            yield _with_help(found, "make_ladder() is asked for any max_bs from 1 up")
+            return
+        if own is not None:
+            ladders[most] = [shape.batch_size for shape in own.shapes]
+    cap = max((size for sizes in ladders.values() for size in sizes), default=0)
+    for most, sizes in ladders.items():
+        reach = min(most, cap)
+        if max(sizes, default=0) != reach or min(sizes, default=0) < 1:
             yield lane.finding(
                 "GP12",
                 field=f"the default ladder for max_bs = {most}",
-                expected=f"buckets from 1 up, the largest {most}: every step can be replayed",
+                expected=f"buckets from 1 up, the largest {reach}: every step can be replayed",
                 actual=str(sizes),
                 help="append max_bs to the ladder, whatever its steps are",
             )
+            return
 
 
 def _other_kinds(lane: LaneUnderTest, rig: Rig) -> Findings:
     """Ask for batches of other modes, of other widths, with other fields: none may take this graph."""
     problem = of_size(lane.config, 1)
     batch = rig.batch_of(problem)
-    others: list[tuple[str, ForwardBatch]] = []
-    for mode in ForwardMode:
-        if mode not in (ForwardMode.IDLE, batch.forward_mode, lane.config.case.lane_mode):
-            others.append((f"a {mode.value} batch", replace(batch, forward_mode=mode)))
+    others = [
+        (f"a {mode.value} batch", replace(batch, forward_mode=mode))
+        for mode in ForwardMode
+        if mode not in (ForwardMode.IDLE, batch.forward_mode, lane.config.case.lane_mode)
+    ]
     if batch.batch_size and not batch.forward_mode.is_ragged:
         twice = {
             name: getattr(batch, name).repeat_interleave(2, dim=0)
@@ -168,8 +247,10 @@ def _other_kinds(lane: LaneUnderTest, rig: Rig) -> Findings:
             ("a batch with twice as many tokens of each request", replace(batch, **twice))
         )
     for what, other in others:
-        asked = rig.runner.can_run(other)
-        if isinstance(asked, GraphShape):
+        asked, refused = _ask(lane, rig, other, problem)
+        if refused is not None:
+            yield refused
+        elif isinstance(asked, GraphShape):
             width = asked.num_tokens // asked.batch_size
             if asked.mode is other.forward_mode and width == other.tokens_per_request:
                 continue
@@ -208,19 +289,64 @@ def ranks_agree(lane: LaneUnderTest, steps: Sequence[Problem]) -> Findings:
     counted = lane.like(replace(lane.config, counts=True))
     rigs: list[Rig] = []
     for rank in range(_RANKS):
-        with get_parallel().override(attn_tp_rank=rank, attn_tp_size=_RANKS):
+        with _as_rank(rank):
             try:
-                with torch.inference_mode():
-                    rigs.append(counted.build())
+                rigs.append(counted.build(capture=False))
+                yield from _captured_counts(counted, rank, rigs[-1])
             except (Exception, SystemExit) as error:  # noqa: BLE001  anybody's code runs here
-                yield lane.of_error(
+                if not _captures_alone(lane):
+                    return  # it is no matter of ranks
+                found = lane.of_error(
                     error, expected=f"rank {rank} of {_RANKS} captures as any other", rule="GP17"
                 )
+                yield _with_help(found, _RANK_HELP)
                 return
     yield from _same_captures(lane, rigs)
     for problem in (steps[-1], steps[1], steps[2 % len(steps)]):
-        yield from _same_steps(counted, rigs, problem)
+        yield from _same_steps(lane, counted, rigs, problem)
     yield from _uneven(lane, rigs)
+
+
+def _as_rank(rank: int) -> AbstractContextManager[object]:
+    return get_parallel().override(attn_tp_rank=rank, attn_tp_size=_RANKS)
+
+
+def _captures_alone(lane: LaneUnderTest) -> bool:
+    try:
+        lane.rig()
+    except CannotCaptureError:
+        return False
+    return True
+
+
+@torch.inference_mode()
+def _captured_counts(lane: LaneUnderTest, rank: int, rig: Rig) -> Findings:
+    """Capture, and see that the number of real tokens is that of a replay of the same dummy."""
+    counts: dict[GraphShape, torch.Tensor | None] = {}
+
+    def see(view: ForwardBatch, _: object) -> None:
+        shape, count = rig.observer.shape, view.num_token_non_padded
+        if shape is not None:
+            counts[shape] = None if count is None else count.clone()
+
+    rig.observer.ready = see
+    try:
+        rig.capture()
+    finally:
+        rig.observer.ready = None
+    for shape, count in counts.items():
+        rows = shape.num_tokens // _RANKS
+        if count is not None and int(count) != rows:
+            yield lane.finding(
+                "GP11",
+                hook="populate",
+                field=f"view.num_token_non_padded at the capture of {shape}, on rank {rank} of {_RANKS}",
+                expected=f"{rows}, as at replay: no row of a dummy is padding, and so many are this rank's",
+                actual=str(int(count)),
+                help="count at capture as at replay: graphpact.parallel.local_num_token_non_padded(count,"
+                " padded tokens), of a dummy that says that all its tokens are real",
+            )
+            return
 
 
 def _same_captures(lane: LaneUnderTest, rigs: Sequence[Rig]) -> Findings:
@@ -235,43 +361,85 @@ def _same_captures(lane: LaneUnderTest, rigs: Sequence[Rig]) -> Findings:
         )
         return
     for shape in orders[0]:
-        found = compare_traces(trace_of(rigs[1], shape), trace_of(rigs[0], shape))
-        if found is not None and found["rule"] == "GP10":
+        found = _other_work(trace_of(rigs[0], shape), trace_of(rigs[1], shape))
+        if found is not None:
+            at, first, second = found
             yield lane.finding(
                 "GP17",
                 hook="init_metadata_capture",
-                field=f"{shape}: {found['field']}",
-                expected=f"on rank 1 what rank 0 records: {found['there']}",
-                actual=found["here"],
-                help="record the same operations on all ranks; what differs by rank is a tensor's contents",
+                field=f"{shape}: operation {at} of what is recorded",
+                expected=f"the same on all ranks; rank 0 has {first}",
+                actual=f"rank 1 has {second}",
+                help="record the same operations, on tensors of the same shapes, on all ranks: what differs"
+                " by rank is what tensors hold",
             )
             return
 
 
-def _same_steps(lane: LaneUnderTest, rigs: Sequence[Rig], problem: Problem) -> Findings:
+def _other_work(
+    first: Sequence[TracedCall], second: Sequence[TracedCall]
+) -> tuple[int, str, str] | None:
+    """Return where two ranks record other operations, or tensors of other shapes, and both in words.
+
+    Host numbers may differ: where a rank's rows begin is one.
+    """
+    for at, (one, two) in enumerate(zip_longest(first, second)):
+        told = [_work_of(call) for call in (one, two)]
+        if told[0] != told[1]:
+            words = [
+                "nothing more" if call is None else f"{call.op}{_sizes_of(call)} at {call.line}"
+                for call in (one, two)
+            ]
+            return at, words[0], words[1]
+    return None
+
+
+def _work_of(call: TracedCall | None) -> object:
+    if call is None:
+        return None
+    return call.op, [argument for argument in call.arguments if isinstance(argument, tuple)]
+
+
+def _sizes_of(call: TracedCall) -> str:
+    sizes = [list(argument[1]) for argument in call.arguments if isinstance(argument, tuple)]
+    return f" of {', '.join(map(str, sizes))}" if sizes else ""
+
+
+def _same_steps(
+    plain: LaneUnderTest, lane: LaneUnderTest, rigs: Sequence[Rig], problem: Problem
+) -> Findings:
     """All ranks of a tensor-parallel group have one batch, and each its share of the padded rows."""
     shapes = []
     for rank, rig in enumerate(rigs):
-        with get_parallel().override(attn_tp_rank=rank, attn_tp_size=_RANKS):
+        with _as_rank(rank):
             step = rig.step(problem)
             shapes.append(step.shape)
             if step.error is not None:
-                yield lane.of_error(
-                    step.error, expected=f"rank {rank} replays as any other", rule="GP17", step=step
-                )
+                if plain.rig().step(problem).error is None:
+                    found = lane.of_error(
+                        step.error,
+                        expected=f"rank {rank} replays as any other",
+                        rule="GP17",
+                        step=step,
+                    )
+                    yield _with_help(found, _RANK_HELP)
                 return
-            count = step.leaves.get("view.num_token_non_padded")
-            if step.shape is not None and count is not None:
-                yield from _share(lane, rank, step.shape, problem, int(count.value))
-            for found in differences(rig, step, rig.answer(problem)):
+            if step.shape is not None:
+                count = step.leaves.get("view.num_token_non_padded")
+                real = None if count is None else int(count.value)
+                yield from _share(lane, rank, step.shape, problem, real)
+            wrong = differences(rig, step, rig.answer(problem))
+            if wrong and not _is_wrong_alone(plain, problem):
                 yield lane.finding(
-                    "GP17" if found.what.endswith("what rows share") else None,
-                    field=f"rank {rank}: {found.what}",
-                    expected=found.expected,
-                    actual=found.actual,
+                    "GP17",
+                    field=f"rank {rank}: {wrong[0].what}",
+                    expected=wrong[0].expected,
+                    actual=wrong[0].actual,
                     step=step,
                     help="each rank pools the real tokens among its own rows of the padded shape",
                 )
+            if step.outputs is not None:
+                yield from pads_leak(lane, rig, step)
     if len(set(shapes)) > 1:
         yield lane.finding(
             "GP17",
@@ -283,8 +451,15 @@ def _same_steps(lane: LaneUnderTest, rigs: Sequence[Rig], problem: Problem) -> F
         )
 
 
+def _is_wrong_alone(lane: LaneUnderTest, problem: Problem) -> bool:
+    """Return whether a batch is answered wrong without any ranks."""
+    rig = lane.rig()
+    step = rig.step(problem)
+    return step.error is not None or bool(differences(rig, step, lane.answer(rig, problem)))
+
+
 def _share(
-    lane: LaneUnderTest, rank: int, shape: GraphShape, problem: Problem, count: int
+    lane: LaneUnderTest, rank: int, shape: GraphShape, problem: Problem, count: int | None
 ) -> Findings:
     rows = shape.num_tokens // _RANKS
     real = min(max(len(problem.tokens) - rank * rows, 0), rows)
@@ -294,9 +469,10 @@ def _share(
             hook="populate",
             field=f"view.num_token_non_padded on rank {rank} of {_RANKS}",
             expected=f"{real}: the real tokens among its {rows} rows of {shape}",
-            actual=str(count),
+            actual="the view has no such field" if count is None else str(count),
             problem=problem,
-            help="graphpact.parallel.local_num_token_non_padded(count, padded tokens): the boundary between"
+            help="register the slot wherever layers ask for it (RunnerContext.num_token_non_padded), and fill"
+            " it by graphpact.parallel.local_num_token_non_padded(count, padded tokens): the boundary between"
             " ranks is drawn in the padded count",
         )
 
@@ -310,21 +486,32 @@ def _uneven(lane: LaneUnderTest, rigs: Sequence[Rig]) -> Findings:
     most = config.shapes[-1].batch_size
     for sizes in ((most, 1), (most, 0), (1, 0), (most + 1, 1)):
         together = tuple(size * width for size in sizes)
-        answers = []
+        answers: list[GraphShape | EagerReason | None] = []
         for rig, size in zip(rigs, sizes, strict=True):
             problem = of_size(config, size) if size else Problem(config.case, [], 0)
             batch = replace(rig.batch_of(problem), global_num_tokens_cpu=together)
-            answers.append(rig.runner.can_run(batch))
+            asked, refused = _ask(lane, rig, batch, problem)
+            if refused is not None:
+                return  # told already
+            if isinstance(asked, GraphShape):
+                asked = _replayed(rig, problem, batch)
+            answers.append(asked)
         if answers[0] != answers[1] and any(isinstance(a, GraphShape) for a in answers):
             told = [
-                f"rank {rank} with {size} requests: {answer}"
+                f"rank {rank} with {size} requests: {answer or 'no graph'}"
                 for rank, (size, answer) in enumerate(zip(sizes, answers, strict=True))
             ]
             yield lane.finding(
                 "GP17",
-                field="can_run()",
-                expected=f"one answer on all ranks for global_num_tokens_cpu = {together}",
+                field="the shape that is replayed",
+                expected=f"one on all ranks for global_num_tokens_cpu = {together}",
                 actual="; ".join(told),
                 help="where layers gather over ranks, all take the bucket of the largest: BucketLadder.fit()"
                 " looks at global_num_tokens_cpu",
             )
+
+
+def _replayed(rig: Rig, problem: Problem, batch: ForwardBatch) -> GraphShape | None:
+    """Return the shape that a batch replays; None where none is."""
+    step = rig.step(problem, batch=batch)
+    return step.shape if step.replays == 1 else None

@@ -1,56 +1,120 @@
-"""What a replay leaves unwritten, and what it writes from the past: GP02, GP03, GP09.
+"""What a replay leaves unwritten, and what it writes from the past: GP02, GP03, GP09, GP10.
 
 A batch is replayed twice, after other batches and over other garbage each time. What still holds the garbage
 nobody wrote; what was written and yet differs came from an earlier step. Only what the replay reads counts:
-poison is put there, and has to show.
+poison is put there, and has to show. A plan is also at fault where a step is right with another one.
 
 Does not: know what should have been written; see `graphpact.conformance.experiments.parity`.
 """
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
 from graphpact.buffers import GraphSlot
 from graphpact.conformance.experiments.base import (
     Findings,
-    is_read,
-    matters,
+    altered,
+    differences,
+    put,
     same,
+    same_step,
     spell,
     values_at,
 )
-from graphpact.conformance.problems import Problem, neighbours
+from graphpact.conformance.problems import Config, Problem, Request, corner, neighbours
 from graphpact.conformance.results import Finding
-from graphpact.conformance.rig import Leaf, Rig, Step
-from graphpact.conformance.subject import LaneUnderTest
+from graphpact.conformance.rig import TOLERANCE, Leaf, Rig, Step
+from graphpact.conformance.subject import LaneUnderTest, Way
 from graphpact.graphs.poison import poison_of
+from graphpact.strict import is_due
 
-_PLANNED = re.compile(r"plan|sched|split|chunk|tile|partition|o_indptr|work_?item", re.IGNORECASE)
+_PLANNED = re.compile(
+    r"plan|sched|split|chunk|tile|partition|(?<![a-z])o_indptr|work_?item", re.IGNORECASE
+)
 """Names of what is planned; FlashInfer's, FA3's and FlashMLA's words."""
+
+
+def is_plan(leaf: Leaf) -> bool:
+    """Return whether a tensor is what a kernel works by, by its name."""
+    return bool(_PLANNED.search(leaf.path) or (leaf.slot and _PLANNED.search(leaf.slot.name)))
+
+
+def assorted(config: Config) -> Problem:
+    """Return a batch of requests of different lengths that leaves a padded row.
+
+    None is near the longest, so that a plan of the largest batch has room for what this one's leaves out.
+    """
+    whole = corner(config)
+    requests = whole.requests[:-1] or whole.requests
+    share = [(i + 1) / (len(requests) + 1) for i in range(len(requests))]
+    shorter = [
+        _shortened(r, min(max(int(len(r.cached) * part), 1), len(r.cached)))
+        for r, part in zip(requests, share, strict=True)
+    ]
+    return Problem(config.case, shorter, whole.seed)
+
+
+def _shortened(request: Request, length: int) -> Request:
+    """Return a request with so many cached keys; slots go by position, so new tokens move forward."""
+    owned, gone = request.table, len(request.cached) - length
+    tokens = [
+        replace(t, slots=[owned[owned.index(s) - gone] if s in owned else s for s in t.slots])
+        for t in request.tokens
+    ]
+    return replace(request, cached=owned[:length], tokens=tokens, table=owned[: len(owned) - gone])
+
+
+class Before:
+    """What the slots of a lane hold before a step: the same step is made again over the same."""
+
+    def __init__(self, rig: Rig) -> None:
+        self._held = {
+            slot.name: slot.buffer.clone()
+            for slot in rig.registry
+            if slot.buffer is not None and is_due(slot)
+        }
+
+    def put_back(self, slot: GraphSlot) -> None:
+        """Put back what a slot held."""
+        if slot.buffer is not None:
+            slot.buffer.copy_(self._held[slot.name])
+
+    def shows(
+        self, rig: Rig, base: Step, leaf: Leaf, mask: torch.Tensor, other: torch.Tensor | float
+    ) -> bool:
+        """Return whether the step gives anything else with ``other`` in a tensor, where ``mask`` is set."""
+        change = altered({leaf.path: put(mask, other)})
+        changed = rig.step(base.problem, fill=self.put_back, ready=change)
+        return not same_step(base, changed, first_slot=rig.config.page_size)
 
 
 def unwritten_and_stale(lane: LaneUnderTest, steps: Sequence[Problem]) -> Findings:
     """Replay a batch after two histories and over two kinds of garbage, and compare what hooks wrote."""
     exact, small, *_, padded = steps
+    long = assorted(lane.config)
     for way in lane.ways:
         rig = lane.rig(way)
-        for problem, before in ((padded, exact), (small, small), (exact, padded)):
-            yield from _after_two_histories(lane, rig, problem, [before], [small])
+        for problem, before in ((padded, long), (small, small), (exact, padded)):
+            yield from _after_two_histories(lane, way, problem, [before], [small])
         if way != lane.ways[-1]:
             continue  # what is kept on the host is kept for both
-        for neighbour in neighbours(lane.config, padded):
-            yield from _after_two_histories(lane, rig, padded, [padded, neighbour], [small])
+        for neighbour in neighbours(lane.config, long):
+            yield from _after_two_histories(lane, way, long, [long, neighbour], [small])
+        yield from _plans_at_fault(lane, rig, long)
 
 
 def _after_two_histories(
     lane: LaneUnderTest,
-    rig: Rig,
+    way: Way,
     problem: Problem,
     history: Sequence[Problem],
     other: Sequence[Problem],
 ) -> Findings:
+    rig = lane.rig(way)
+    before = Before(rig)
     base = rig.step(problem)
     if base.error is not None:
         return  # what goes wrong without any garbage, others tell
@@ -68,8 +132,11 @@ def _after_two_histories(
         never, once = left[0] & left[1], left[0] ^ left[1]
         if leaf.value.dtype.itemsize == 1:
             once = torch.zeros_like(once)  # garbage is a value like any other there
+        if bool((never | once).any()):
+            yield from _unwritten(lane, way, (before, base), leaf, never, once)
         stale = ~same(leaf.value, twin.value) & ~left[0] & ~left[1]
-        yield from _judge(lane, rig, base, leaf, never, once, stale, (one, two))
+        if bool(stale.any()):
+            yield from _stale(lane, rig, (before, base), leaf, stale, (one, two))
 
 
 def _garbage(leaf: Leaf, twin: Leaf) -> list[tuple[Leaf, float | int]]:
@@ -77,48 +144,84 @@ def _garbage(leaf: Leaf, twin: Leaf) -> list[tuple[Leaf, float | int]]:
     return [(leaf, poison_of(dtype)), (twin, _other_garbage(dtype))]
 
 
-def _judge(
+def _unwritten(
     lane: LaneUnderTest,
-    rig: Rig,
-    base: Step,
+    way: Way,
+    run: tuple[Before, Step],
     leaf: Leaf,
     never: torch.Tensor,
     once: torch.Tensor,
-    stale: torch.Tensor,
-    pair: tuple[Step, Step],
 ) -> Findings:
-    """Yield a finding for each part of a tensor that the replay reads and did not write for itself."""
-    slot = leaf.slot
+    """Yield a finding for each part of a tensor that the replay reads and did not write."""
+    rig, (before, base) = lane.rig(way), run
+    slot, tail = leaf.slot, leaf.in_tail
     assert slot is not None  # noqa: S101  it is due
-    is_plan = bool(_PLANNED.search(leaf.path) or _PLANNED.search(slot.name))
-    hook = hook_of(leaf)
-    tail = leaf.in_tail
     expected = (
         "every entry that the replay reads is written in this step, whatever was there before"
     )
     kept = f"; it is kept: {slot.reason}" if slot.reason and slot.copy_from_fb else ""
-    parts: list[tuple[str, torch.Tensor, str]] = []
-    if is_plan:
-        parts += [("GP09", never | once, "nobody wrote it anew for this batch")]
+    sometimes = "after one history it is written, after another it is not"
+    parts: list[tuple[str, torch.Tensor, str]]
+    if is_plan(leaf):
+        parts = [("GP09", never | once, "nobody wrote it anew for this batch")]
     else:
-        parts += [
+        parts = [
             ("GP02", never & ~tail, "nobody wrote it in this step"),
             ("GP03", never & tail, "it holds what an earlier batch left" + kept),
-            ("GP02", once & ~tail, "after one history it is written, after another it is not"),
-            ("GP03", once & tail, "after one history it is written, after another it is not"),
+            ("GP02", once & ~tail, sometimes),
+            ("GP03", once & tail, sometimes),
+            ("GP09", once, "whether it is written depends on the batches before"),
         ]
-        parts += [("GP09", once, "whether it is written depends on the batches before")]
+    poison = poison_of(leaf.value.dtype)
+    found = False
     for rule, mask, why in parts:
-        if bool(mask.any()) and is_read(rig, base, leaf, mask):
-            yield _finding(lane, base, leaf, rule, mask, expected, why, hook)
-    for rule, mask in (("GP09", stale), ("GP03", stale & tail)):
-        if bool(mask.any()) and (
-            matters(rig, base, leaf, mask, pair[0].leaves[leaf.path].value)
-            or matters(rig, base, leaf, mask, pair[1].leaves[leaf.path].value)
-        ):
-            first, second = (values_at(s.leaves[leaf.path].value, mask) for s in pair)
+        if bool(mask.any()) and before.shows(rig, base, leaf, mask, poison):
+            found = True
+            yield _finding(lane, base, leaf, rule, mask, expected, why)
+    if found and way == "graph" and _hook_writes(lane, base.problem, leaf, never):
+        yield lane.finding(
+            "GP10",
+            hook="init_metadata_capture",
+            field=f"{leaf.path}{spell(never)} ({slot.label})",
+            expected="what is recorded writes all that the replay hook writes where nothing is recorded",
+            actual="the hook writes it, and nothing that was recorded does",
+            step=base,
+            help="record the same body (metadata_in_graph) for every step of a draft and in every run:"
+            " nothing that is made once, and no branch on contents",
+        )
+
+
+def _hook_writes(lane: LaneUnderTest, problem: Problem, leaf: Leaf, mask: torch.Tensor) -> bool:
+    """Return whether a lane whose hooks make metadata writes what the graph leaves unwritten."""
+    if "hook" not in lane.ways or not bool(mask.any()):
+        return False
+    theirs = lane.rig("hook").step(problem, fill=_first).leaves.get(leaf.path)
+    if theirs is None or theirs.value.shape != mask.shape:
+        return False
+    left = same(theirs.value, torch.full_like(theirs.value, poison_of(theirs.value.dtype)))
+    return bool((mask & ~left).any())
+
+
+def _stale(
+    lane: LaneUnderTest,
+    rig: Rig,
+    run: tuple[Before, Step],
+    leaf: Leaf,
+    stale: torch.Tensor,
+    pair: tuple[Step, Step],
+) -> Findings:
+    """Yield findings for what was written, and not from this batch alone."""
+    before, base = run
+    tail = leaf.in_tail
+    values = [step.leaves[leaf.path].value for step in pair]
+    parts = [("GP09", stale)]
+    if not is_plan(leaf):
+        parts += [("GP02", stale & ~tail), ("GP03", stale & tail)]
+    for rule, mask in parts:
+        if bool(mask.any()) and any(before.shows(rig, base, leaf, mask, v) for v in values):
+            first, second = (values_at(v, mask) for v in values)
             why = f"{first} after one history, {second} after another"
-            yield _finding(lane, base, leaf, rule, mask, "this batch alone decides", why, hook)
+            yield _finding(lane, base, leaf, rule, mask, "this batch alone decides", why)
 
 
 def _finding(
@@ -129,18 +232,64 @@ def _finding(
     mask: torch.Tensor,
     expected: str,
     why: str,
-    hook: str,
 ) -> Finding:
     now = values_at(base.leaves[leaf.path].value, mask)
     return lane.finding(
         rule,
-        hook=hook,
+        hook=hook_of(leaf),
         field=f"{leaf.path}{spell(mask)}" + (f" ({leaf.slot.label})" if leaf.slot else ""),
         expected=expected,
         actual=f"{why}; in this run {now}",
         step=base,
         help=_HELP[rule].format(name=leaf.path.rsplit(".", 1)[-1]),
     )
+
+
+def _plans_at_fault(lane: LaneUnderTest, rig: Rig, problem: Problem) -> Findings:
+    """Give a step that is wrong the plans of the largest batch: what is right then, its own plan left out."""
+    base = rig.step(problem)
+    plans = [
+        leaf for leaf in base.leaves.values() if leaf.is_due and not leaf.is_alias and is_plan(leaf)
+    ]
+    if base.error is not None or not plans:
+        return
+    told = differences(rig, base, lane.answer(rig, problem))
+    if not any(each.kind == "rows" for each in told):
+        return
+    wrong = _is_off(lane, rig, base)
+    largest = rig.step(corner(lane.config))
+    if largest.shape != base.shape:
+        return
+    changes = {
+        leaf.path: put(
+            torch.ones_like(leaf.value, dtype=torch.bool), largest.leaves[leaf.path].value
+        )
+        for leaf in plans
+    }
+    for chosen in (*([leaf] for leaf in plans), plans):
+        step = rig.step(problem, ready=altered({leaf.path: changes[leaf.path] for leaf in chosen}))
+        if step.error is not None:
+            continue
+        still = _is_off(lane, rig, step)
+        if bool((wrong & ~still).any()) and not bool((still & ~wrong).any()):
+            yield lane.finding(
+                "GP09",
+                hook="init_metadata_replay",
+                field=", ".join(leaf.name for leaf in chosen),
+                expected=f"a plan of all the work of this batch: {told[0].what} is {told[0].expected}",
+                actual=f"{told[0].actual}; with the plan of a larger batch less is wrong",
+                step=base,
+                help="plan with the lengths and the arguments that the kernel is given, drafts included",
+            )
+            return
+
+
+def _is_off(lane: LaneUnderTest, rig: Rig, step: Step) -> torch.Tensor:
+    """Return where the rows of a step that ended are not the oracle's."""
+    answer = lane.answer(rig, step.problem).rows
+    assert step.rows is not None  # noqa: S101  it ended
+    allowed = TOLERANCE[rig.config.dtype] * (1 + answer.abs())
+    return ~((step.rows.double() - answer).abs() <= allowed)  # NaN is off
 
 
 _HELP = {

@@ -1,15 +1,18 @@
 """What steps give: real rows and the KV cache, against attention in float64; and what padded rows do to both.
 
-GP02, GP04, GP05, GP06, GP12, GP13, GP19, and what is no rule's: a plugin that answers wrong without any graph.
+GP02 to GP06, GP10, GP12, GP13, GP19, and what is no rule's: a plugin that answers wrong without any graph.
 
 Does not: tell which field is at fault; see `graphpact.conformance.experiments.parity` and ``refresh``.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 
 from graphpact.attention import kv_tensors
+from graphpact.buffers import GraphSlot
 from graphpact.conformance.experiments.base import (
     Difference,
     Findings,
@@ -21,10 +24,11 @@ from graphpact.conformance.experiments.base import (
     spell,
     values_at,
 )
+from graphpact.conformance.experiments.order import states
 from graphpact.conformance.experiments.parity import compare_with_capture
-from graphpact.conformance.problems import VOCAB, Problem, corner, nearly
+from graphpact.conformance.problems import VOCAB, Config, Problem, corner, nearly, next_id, of_size
 from graphpact.conformance.rig import NAN, Rig, Step
-from graphpact.conformance.subject import LaneUnderTest
+from graphpact.conformance.subject import LaneUnderTest, causes
 
 # -- eager -------------------------------------------------------------------------------------------
 
@@ -70,7 +74,7 @@ def answers_replayed(lane: LaneUnderTest, steps: Sequence[Problem]) -> Findings:
             )
             continue
         for found in differences(rig, step, lane.answer(rig, problem)):
-            yield from _of_difference(lane, rig, step, found)
+            yield from _of_difference(lane, rig, step, found, steps[0])
 
 
 def _judge_run(lane: LaneUnderTest, rig: Rig, step: Step, eager_runs: int) -> Findings:
@@ -108,7 +112,9 @@ def _judge_run(lane: LaneUnderTest, rig: Rig, step: Step, eager_runs: int) -> Fi
         )
 
 
-def _of_difference(lane: LaneUnderTest, rig: Rig, step: Step, found: Difference) -> Findings:
+def _of_difference(
+    lane: LaneUnderTest, rig: Rig, step: Step, found: Difference, exact: Problem
+) -> Findings:
     """Yield what a wrong replay is a breach of, as far as the step itself tells it."""
     shape, problem = step.shape, step.problem
     padded = shape is not None and (
@@ -125,6 +131,8 @@ def _of_difference(lane: LaneUnderTest, rig: Rig, step: Step, found: Difference)
         )
     elif found.kind == "cache" and padded and _are_nobodys(problem, found.slots):
         rule, help_ = "GP04", "padded tokens write KV slot 0: reset the tail of out_cache_loc to 0"
+    elif padded and _is_right(lane, rig, exact):
+        help_ = "batches without padding are right: see what padded rows hold, and what counts them"
     elif not _is_prepared_otherwise(lane, rig, problem) and not _is_wrong_eagerly(
         lane, rig, problem
     ):
@@ -162,65 +170,106 @@ def _is_wrong_eagerly(lane: LaneUnderTest, rig: Rig, problem: Problem) -> bool:
 
 
 def largest_step(lane: LaneUnderTest, _: Sequence[Problem]) -> Findings:
-    """Replay the largest batch that the limits allow, after one that is a little smaller."""
+    """Replay the largest batches that the limits allow, each after one that is smaller and else like it."""
     rig = lane.rig()
-    for problem, is_corner in ((nearly(lane.config), False), (corner(lane.config), True)):
-        step = rig.step(problem)
+    for smaller, largest in _corners(lane.config):
+        if not _is_right(lane, rig, smaller):
+            continue  # it is no matter of size
+        step = rig.step(largest)
         expected = "the largest batch that the limits allow is replayed as any other"
         if step.error is not None:
-            if is_corner:
-                found = lane.of_error(step.error, expected=expected, rule="GP13", step=step)
-                yield found
-                if found.rule != "GP13":
-                    yield found.model_copy(update={"rule": "GP13"})
-            else:
-                return  # it is no matter of size
+            found = lane.of_error(step.error, expected=expected, rule="GP13", step=step)
+            yield found.model_copy(update={"help": found.help or _SIZES})
+            if found.rule != "GP13":
+                yield found.model_copy(update={"rule": "GP13", "help": _SIZES})
             continue
-        wrong = differences(rig, step, lane.answer(rig, problem))
-        if wrong and not is_corner:
-            return
-        for found_ in wrong:
+        for wrong in differences(rig, step, lane.answer(rig, largest)):
             yield lane.finding(
                 "GP13",
-                field=f"a replay: {found_.what}",
-                expected=f"{expected}: {found_.expected}",
-                actual=found_.actual,
+                field=f"a replay: {wrong.what}",
+                expected=f"{expected}: {wrong.expected}",
+                actual=wrong.actual,
                 step=step,
-                help="size buffers by Limits: max_context_len, max_num_tokens, draft.num_steps,"
-                " draft.topk, draft.num_draft_tokens, and the shape's own counts",
+                help=_SIZES,
             )
+
+
+_SIZES = (
+    "a smaller batch of the kind is right: size buffers and bounds by Limits (max_context_len with drafts,"
+    " max_num_tokens, draft.num_steps, draft.topk, draft.num_draft_tokens), and by the shape's counts"
+)
+
+
+def _corners(config: Config) -> list[tuple[Problem, Problem]]:
+    """Return a smaller batch and the largest; of ragged ones also two with padded tokens, of most keys."""
+    largest = corner(config)
+    found = [(nearly(config), largest)]
+    if config.case.width is None:
+        requests = [
+            replace(r, cached=r.table[:-1], tokens=[replace(r.tokens[-1], parent=None, depth=0)])
+            for r in largest.requests
+        ]
+        found.append((of_size(config, len(requests)), replace(largest, requests=requests)))
+    return found
 
 
 # -- padding -----------------------------------------------------------------------------------------
 
 
 def padding(lane: LaneUnderTest, steps: Sequence[Problem]) -> Findings:
-    """Replay a batch with other things in its padded rows, and in the memory that they may and may not read."""
+    """Replay a batch with other things in its padded rows, and in memory that they may and may not read."""
     rig = lane.rig()
     padded = [steps[1], steps[-1]]
+    if lane.config.case.width is None:  # as many requests as the shape has, and fewer tokens
+        padded.append(of_size(lane.config, lane.config.shapes[-1].batch_size))
     for problem in padded:
+        rig.step(steps[0])  # whose rows may be left
         base = rig.step(problem)
         if base.error is not None or base.outputs is None:
             yield from _only_padded_fails(lane, rig, base, steps[0])
             continue
         yield from _extents(lane, base)
         yield from _sentinels(lane, rig, base)
-        yield from _scratch_leaks(lane, rig, base)
-        yield from _pads_leak(lane, rig, base)
-        yield from _pads_read(lane, rig, base)
+        found = [
+            *_pads_leak(lane, rig, base),
+            *_scratch_leaks(lane, rig, base),
+            *_leftovers_leak(lane, rig, base, steps[0]),
+        ]
+        found = found or [*_pads_count(lane, rig, base, steps[0])]
+        yield from found or _pads_read(lane, rig, base)
 
 
 def _only_padded_fails(lane: LaneUnderTest, rig: Rig, step: Step, exact: Problem) -> Findings:
-    """A batch that fails where one without padded rows passes: what padded rows hold, or how many there are."""
+    """A batch that fails where one without padded rows passes: what padded rows hold, or how many there are.
+
+    It is nothing that only a padded row holds, where dummies, which are padding in every row, were captured.
+    """
     if step.error is None or rig.step(exact).error is not None:
         return
     expected = "a batch with padded rows is replayed as one without"
-    found = lane.of_error(step.error, expected=expected, rule="GP05", step=step)
-    yield found
-    if found.rule == "GP05":
+    if rig.step(step.problem, fill=_clear).error is None:
+        found = lane.of_error(step.error, expected=expected, step=step)
+        yield found.model_copy(update={"rule": "GP03", "help": _STALE_HELP})
         return
-    if found.rule != "GP04":
-        yield found.model_copy(update={"rule": "GP04"})
+    out_of_range = any(
+        "out of bounds" in str(e) or "out of range" in str(e) for e in causes(step.error)
+    )
+    rule = "GP04" if out_of_range else "GP05"
+    found = lane.of_error(step.error, expected=expected, rule=rule, step=step)
+    yield found.model_copy(update={"help": found.help or _PADDED_HELP[rule]})
+    if found.rule in ("GP04", "GP07") and not out_of_range:
+        yield found.model_copy(update={"rule": "GP05", "help": _PADDED_HELP["GP05"]})
+
+
+_PADDED_HELP = {
+    "GP04": "padded rows are request row 0 and KV slot 0: use no other number, such as -1, as an index",
+    "GP05": "count the same rows everywhere: offsets end at the rows of q, padded ones too; whoever owns"
+    " padded tokens (a fake request) has them in queries, keys and pages alike",
+}
+_STALE_HELP = (
+    "over cleared memory it passes, so something is read that an earlier batch left: write all rows of the"
+    " padded extent in every step"
+)
 
 
 def _extents(lane: LaneUnderTest, step: Step) -> Findings:
@@ -295,89 +344,191 @@ def _scratch_leaks(lane: LaneUnderTest, rig: Rig, base: Step) -> Findings:
             for cache in kv_tensors(rig.kv).values():
                 cache[: rig.config.page_size] = value
 
-        yield from _compare_real(
-            lane, rig, base, rig.step(base.problem, after_load=spoil), f"{what} in scratch"
-        )
+        step = rig.step(base.problem, after_load=spoil)
+        yield from _compare_real(lane, rig, base, step, f"{what} in scratch")
 
 
 def _pads_leak(lane: LaneUnderTest, rig: Rig, base: Step) -> Findings:
-    """Give padded rows other tokens at other positions: real rows give the same bits."""
+    """Give padded rows other tokens at other positions: KV slots and real rows hold the same bits."""
     changes = {}
     for name, value in (("input_ids", VOCAB - 1), ("positions", 2)):
         leaf = base.leaves.get(f"view.{name}")
         if leaf is not None and leaf.tail is not None:
             changes[leaf.path] = put(leaf.in_tail, value)
-    if changes:
-        step = rig.step(base.problem, ready=altered(changes))
-        yield from _compare_real(lane, rig, base, step, "other tokens in padded rows")
+    if not changes:
+        return
+    step = rig.step(base.problem, ready=altered(changes))
+    first = rig.config.page_size
+    for name, cache in step.caches.items() if step.error is None else ():
+        differs = ~same(base.caches[name][first:], cache[first:])
+        if bool(differs.any()):
+            slot = int(differs.flatten(1).any(dim=1).nonzero()[0]) + first
+            yield lane.finding(
+                "GP04",
+                field=f"{name} in KV slot {slot}",
+                expected="padded tokens write scratch, KV slot 0, alone",
+                actual="it changes with the tokens of padded rows, so one of them writes it",
+                step=step,
+                help="let padded tokens keep KV slot 0, which the runner gives them: -1 is the last slot when"
+                " it is used as an index, and the first token's slot is a live request's",
+            )
+            return  # whatever else differs, differs because of it
+    yield from _compare_real(lane, rig, base, step, "other tokens in padded rows")
+
+
+def _leftovers_leak(lane: LaneUnderTest, rig: Rig, base: Step, exact: Problem) -> Findings:
+    """Put NaN into memory that outlives steps: what is not read without padding, no real row shows."""
+    right = rig.step(exact)
+    if right.shape != base.shape:
+        return  # another graph, which may have memory of its own
+    for name, tensor in states(rig).items():
+        if not tensor.dtype.is_floating_point:
+            continue
+        kept = tensor.clone()
+
+        def spoil(tensor: torch.Tensor = tensor) -> None:
+            tensor.fill_(NAN)
+
+        is_unread = same_rows(right.rows, rig.step(exact, after_load=spoil).rows)
+        step = rig.step(base.problem, after_load=spoil)
+        tensor.copy_(kept)
+        if is_unread:
+            what = f"NaN left in {name}, of which batches without padding read nothing"
+            yield from _compare_real(lane, rig, base, step, what)
 
 
 def _compare_real(lane: LaneUnderTest, rig: Rig, base: Step, step: Step, what: str) -> Findings:
-    help_ = (
-        "mask padded rows where rows meet (routing, pooling, scales): num_token_non_padded says how many are"
-        " real; and let no kernel leave an output row unwritten"
-    )
     if step.error is not None:
         yield lane.of_error(
             step.error, expected=f"{what} changes nothing for real rows", rule="GP06", step=step
         )
         return
-    first = rig.config.page_size
-    if not same_rows(base.rows, step.rows):
-        assert base.rows is not None  # noqa: S101  both ended
-        assert step.rows is not None  # noqa: S101  both ended
-        differs = ~same(base.rows, step.rows)
-        token, column = (int(i) for i in differs.nonzero()[0])
-        yield lane.finding(
-            "GP06",
-            field=f"token {token} of the batch, {rig.where(column)}",
-            expected=f"the same bits with {what}: {float(base.rows[token, column]):.9g}",
-            actual=f"{float(step.rows[token, column]):.9g}",
-            step=step,
-            help=help_,
-        )
-    for name, cache in step.caches.items():
-        differs = ~same(base.caches[name][first:], cache[first:])
-        if bool(differs.any()):
-            slot = int(differs.flatten(1).any(dim=1).nonzero()[0]) + first
-            yield lane.finding(
-                "GP06",
-                field=f"{name} in KV slot {slot}",
-                expected=f"the same bits with {what}",
-                actual="other values",
-                step=step,
-                help=help_,
-            )
-            return
+    if same_rows(base.rows, step.rows) or not same_rows(base.rows, rig.step(base.problem).rows):
+        return  # the same; or nothing is the same twice, which ``repeated`` tells
+    assert base.rows is not None  # noqa: S101  both ended
+    assert step.rows is not None  # noqa: S101  both ended
+    differs = ~same(base.rows, step.rows)
+    token, column = (int(i) for i in differs.nonzero()[0])
+    yield lane.finding(
+        "GP06",
+        field=f"token {token} of the batch, {rig.where(column)}",
+        expected=f"the same bits with {what}: {float(base.rows[token, column]):.9g}",
+        actual=f"{float(step.rows[token, column]):.9g}",
+        step=step,
+        help="mask padded rows where rows meet (routing, pooling, scales): num_token_non_padded says how many"
+        " are real; and let no kernel leave an output row unwritten",
+    )
 
 
 def _pads_read(lane: LaneUnderTest, rig: Rig, base: Step) -> Findings:
-    """Change what live requests own and what nobody owns: padded rows, which read scratch, do not see it."""
+    """Change what live requests own and write, and what nobody owns: padded rows, on scratch, do not see it.
+
+    They may show what real rows give, where rows meet on the way. Then they show other queries of those, too.
+    """
+    ids = _real_ids(rig, base)
 
     def spoil() -> None:
         for cache in kv_tensors(rig.kv).values():
             cache[rig.config.page_size :] = 2.0
 
-    step = rig.step(base.problem, after_load=spoil)
-    if step.error is not None or step.outputs is None or base.outputs is None:
+    def spoiled(fill: Callable[[GraphSlot], None] | None = None) -> Step:
+        with _other_weights(rig, (_KEYS, _VALUES), ids):
+            return rig.step(base.problem, after_load=spoil, fill=fill)
+
+    seen = _padded_outputs(rig, spoiled())
+    was = _padded_outputs(rig, base)
+    if seen is None or was is None or same_rows(was, seen):
         return
-    real = len(base.rows) if base.rows is not None else 0
-    pads = [s.outputs[real:, : _own_columns(rig)] for s in (base, step)]
-    if not same_rows(pads[0], pads[1]):
-        differs = ~same(pads[0], pads[1])
-        row = int(differs.any(dim=1).nonzero()[0]) + real
-        yield lane.finding(
-            "GP04",
-            hook="init_metadata_replay",
-            field=f"row {row} of the graph's outputs, which is padding",
-            expected="what it gives depends on scratch alone",
-            actual="it changes with keys of live requests, or of nobody",
-            step=base,
-            help="padded rows are request row 0 and pages of scratch: let metadata of theirs name no other page",
-        )
+    with _other_weights(rig, (_QUERIES,), ids):
+        if not same_rows(was, _padded_outputs(rig, rig.step(base.problem))):
+            return
+    clean = _padded_outputs(rig, rig.step(base.problem, fill=_clear))
+    is_stale = clean is None or same_rows(clean, _padded_outputs(rig, spoiled(_clear)))
+    real = 0 if base.rows is None else len(base.rows)
+    yield lane.finding(
+        "GP03" if is_stale else "GP04",
+        hook="init_metadata_replay",
+        field=f"row {int((~same(was, seen)).any(dim=1).nonzero()[0]) + real} of the graph's outputs, which is"
+        " padding",
+        expected="what it gives depends on scratch alone",
+        actual="it changes with keys of live requests, or of nobody"
+        + (
+            ", and over cleared slots it does not: an earlier batch left where it reads"
+            if is_stale
+            else ""
+        ),
+        step=base,
+        help=_STALE_HELP
+        if is_stale
+        else "padded rows are request row 0 and pages of scratch: let metadata of theirs name no other page",
+    )
 
 
-def _own_columns(rig: Rig) -> int:
-    """Return the columns of the model's output that a row makes from its own attention."""
+def _padded_outputs(rig: Rig, step: Step) -> torch.Tensor | None:
+    """Return what padded rows made of their own attention; None for a step that failed."""
+    if step.error is not None or step.outputs is None or step.rows is None:
+        return None
     heads, case = rig.config.heads, rig.config.case
-    return heads.num_q_heads * heads.v_head_dim * len(rig.layers) * case.num_steps
+    columns = heads.num_q_heads * heads.v_head_dim * len(rig.layers) * case.num_steps
+    return step.outputs[len(step.rows) :, :columns]
+
+
+_QUERIES, _KEYS, _VALUES = range(3)
+"""Which of a layer's weights make what."""
+
+
+def _real_ids(rig: Rig, base: Step) -> list[int]:
+    """Return the token ids that real rows have, in any step of a draft, and padded rows do not."""
+    leaf = base.leaves.get("view.input_ids")
+    real = torch.tensor([t.token_id for t in base.problem.tokens], dtype=torch.int64)
+    padded = real[:0] if leaf is None else leaf.value[leaf.in_tail]
+    found: list[set[int]] = [set(), set()]
+    for step in range(rig.config.case.num_steps):
+        if step:
+            real, padded = next_id(real, step - 1), next_id(padded, step - 1)
+        found[0] |= {*real.tolist()}
+        found[1] |= {*padded.tolist()}
+    return sorted(found[0] - found[1])
+
+
+@contextmanager
+def _other_weights(rig: Rig, which: Sequence[int], ids: Sequence[int]) -> Iterator[None]:
+    """Give tokens of ``ids`` other queries, keys or values, for as long as the context stands."""
+    weights = [layer[part] for layer in rig.weights for part in which]
+    kept = [w.clone() for w in weights]
+    try:
+        for w in weights:
+            w[list(ids)] *= -2
+        yield
+    finally:
+        for w, value in zip(weights, kept, strict=True):
+            w.copy_(value)
+
+
+def _pads_count(lane: LaneUnderTest, rig: Rig, base: Step, exact: Problem) -> Findings:
+    """Real rows are wrong whatever padded rows hold and whatever was there before; without padding, right."""
+    if not differences(rig, base, lane.answer(rig, base.problem)):
+        return
+    step = rig.step(base.problem, fill=_clear)
+    wrong = [] if step.error else differences(rig, step, lane.answer(rig, base.problem))
+    if not wrong or not _is_right(lane, rig, exact) or _is_wrong_eagerly(lane, rig, base.problem):
+        return
+    yield lane.finding(
+        "GP05",
+        hook="init_metadata_replay",
+        field=f"a replay: {wrong[0].what}",
+        expected=f"{wrong[0].expected}; it is right in an eager run, and so are batches without padding",
+        actual=wrong[0].actual,
+        step=step,
+        help=_PADDED_HELP["GP05"],
+    )
+
+
+def _is_right(lane: LaneUnderTest, rig: Rig, problem: Problem) -> bool:
+    step = rig.step(problem)
+    return step.error is None and not differences(rig, step, lane.answer(rig, problem))
+
+
+def _clear(slot: GraphSlot) -> None:
+    if slot.buffer is not None:
+        slot.buffer.zero_()

@@ -1,4 +1,4 @@
-"""An exhibit: a real bug, planted by a small edit in a plugin that is right. A variant: a right one in another style.
+"""`Exhibit`: a real bug, planted by a small edit in a plugin that is right. `Variant`: a right one, otherwise.
 
 Does not: run any; see `graphpact.conformance.museum.gallery`.
 """
@@ -22,9 +22,10 @@ class Exhibit:
         rule: Id of the rule under which the suite has to see it.
         thread: Where it was public: ``owner/repository#number``.
         planted: The edit, in one sentence.
-        base: Name of the plugin that it is planted in: an attention backend or a runner; ``reference`` for the
-            kit's own backend, ``reference_runner`` for its runner.
-        lanes: Names of the kinds of step that expose it, as `graphpact.conformance.problems.Case` prints them.
+        base: Name of the plugin that it is planted in: an attention backend or a runner; ``reference`` for
+            the kit's own backend, ``reference_runner`` for its runner.
+        lanes: Names of the kinds of step that expose it, as `graphpact.conformance.problems.Case` prints
+            them.
         make: Returns the broken class, made of the right one.
         around: Makes a context in which the lanes are built and run: for edits of what is no plugin, such as
             the registry, the ladder, or the batches of the scheduler.
