@@ -87,9 +87,9 @@ def conformance(page: str) -> str:
 _MUSEUM = """\
 # The museum
 
-Each exhibit is a real bug of a real engine, planted by a small edit in a plugin that is otherwise right. The suite
-has to catch it under its own rule; other rules may fire as well. Each right plugin in another style has to pass.
-Written by `python docs/reference.py --museum`; `graphpact museum` does it anew, and says what caught each.
+Each exhibit is a real bug of a real engine, planted by a small edit in a plugin that is otherwise right. The
+suite has to catch it under its own rule; other rules may fire as well. Each right plugin in another style has
+to pass. Written by `python docs/reference.py --museum`; `graphpact museum` does it anew, and says what caught each.
 
 """
 
@@ -104,8 +104,10 @@ def museum(told: Sequence[Mapping[str, Any]]) -> str:
     variants = [t for t in told if t["rule"] is None]
     caught, passed = (sum(t["is_right"] for t in group) for group in (exhibits, variants))
     lines = [
-        f"**{caught} of {len(exhibits)} exhibits caught under their own rule, {passed} of {len(variants)} right"
-        " plugins pass.**",
+        (
+            f"**{caught} of {len(exhibits)} exhibits caught under their own rule,"
+            f" {passed} of {len(variants)} right plugins pass.**"
+        ),
         "",
         "## Exhibits by rules",
         "",
@@ -121,7 +123,12 @@ def museum(told: Sequence[Mapping[str, Any]]) -> str:
         lines.append(f"| `{t['name']}` | {' | '.join(marks)} |")
     lines += ["", "## What is planted", ""]
     for rule in RULES.values():
-        lines += [f"### {rule}", "", "| exhibit | planted in | what | thread |", "|---|---|---|---|"]
+        lines += [
+            f"### {rule}",
+            "",
+            "| exhibit | planted in | what | thread |",
+            "|---|---|---|---|",
+        ]
         lines += [
             f"| `{t['name']}` | {t['base']}: {', '.join(_kinds(t))} | {t['what']} | {t['thread']} |"
             for t in exhibits

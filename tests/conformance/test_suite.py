@@ -1,4 +1,4 @@
-"""What the suite runs: targets, lanes, draws; how outcomes follow from experiments; smaller batches; claims."""
+"""What the suite runs: targets, lanes, draws; what follows from experiments; smaller batches; claims."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace

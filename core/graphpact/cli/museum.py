@@ -38,6 +38,10 @@ def museum(
     list_pieces: Annotated[
         bool, typer.Option("--list", help="List what there is; nothing is run.")
     ] = False,
+    quick: Annotated[
+        bool,
+        typer.Option("--quick", help="Hold each exhibit to its own rule alone, and not to all."),
+    ] = False,
     workers: Annotated[
         int | None, typer.Option("--workers", min=1, help="Processes; one a core by default.")
     ] = None,
@@ -54,7 +58,7 @@ def museum(
     if list_pieces:
         _print_list(pieces, as_json=as_json)
         return
-    visits = _run(pieces, workers, quiet=as_json)
+    visits = _run(pieces, workers, quick=quick, quiet=as_json)
     if as_json:
         sys.stdout.write(json.dumps([describe(visit) for visit in visits], indent=2) + "\n")
     else:
@@ -119,7 +123,8 @@ def print_matrix(visits: Sequence["Visit"]) -> None:
 def _choose(names: Sequence[str], rules: set[str]) -> list["Exhibit | Variant"]:
     from graphpact.conformance.museum import EXHIBITS, VARIANTS  # noqa: PLC0415  all the suite needs
 
-    there = {piece.name: piece for piece in (*EXHIBITS, *VARIANTS)}
+    pieces: list[Exhibit | Variant] = [*EXHIBITS, *VARIANTS]
+    there = {piece.name: piece for piece in pieces}
     for name in names:
         if name not in there:
             near = did_you_mean(name, there)
@@ -134,7 +139,7 @@ def _choose(names: Sequence[str], rules: set[str]) -> list["Exhibit | Variant"]:
 
 
 def _run(
-    pieces: Sequence["Exhibit | Variant"], workers: int | None, *, quiet: bool
+    pieces: Sequence["Exhibit | Variant"], workers: int | None, *, quick: bool, quiet: bool
 ) -> list["Visit"]:
     from graphpact.conformance.museum import visit_all  # noqa: PLC0415  all that the suite needs
 
@@ -149,7 +154,7 @@ def _run(
 
     count = min(workers or os.cpu_count() or 1, max(len(pieces), 1))
     with contextlib.redirect_stdout(sys.stderr):
-        return visit_all(pieces, on_visit, workers=count)
+        return visit_all(pieces, on_visit, workers=count, quick=quick)
 
 
 def _print_list(pieces: Sequence["Exhibit | Variant"], *, as_json: bool) -> None:

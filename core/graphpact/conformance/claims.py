@@ -79,7 +79,8 @@ def undeclared(cls: type[AttentionBackend]) -> Iterator[tuple[str, Config]]:
         wider = _wider(can, kind, value)
         candidates = [c for c in configs_of(wider) if capability in _needs(c)]
         if value in ("sliding_window", "softcap", "sinks"):
-            candidates = [replace(c, **{value: True}) for c in declared]
+            switched_on: dict[str, Any] = {value: True}
+            candidates = [replace(c, **switched_on) for c in declared]
         best = min(candidates, key=lambda c: _distance(c, plain), default=None)
         if best is not None:
             yield capability, best

@@ -446,8 +446,13 @@ def _lay_out(
 def _counts(draw: st.DrawFn, config: Config, bucket: int, *, exact: bool | None) -> list[int]:
     """Draw how many new tokens each request brings."""
     case = config.case
-    smaller = config.shapes[bucket - 1] if bucket else GraphShape(case.mode, 0, 0)
     shape = config.shapes[bucket]
+    fewer = [
+        s
+        for s in config.shapes
+        if (s.batch_size, s.num_tokens) < (shape.batch_size, shape.num_tokens)
+    ]
+    smaller = fewer[-1] if fewer else GraphShape(case.mode, 0, 0)
     least, most = smaller.batch_size + 1, shape.batch_size
     if case.width is not None:
         least = most if exact else least
@@ -546,3 +551,28 @@ def neighbours(config: Config, problem: Problem) -> list[Problem]:
         _lay_out(config, prefixes, parents, accepted, problem.seed + 1),
         Problem(case, problem.requests[::-1], problem.seed + 2),
     ]
+
+
+def assorted(config: Config) -> Problem:
+    """Return a batch of requests of different lengths that leaves a padded row.
+
+    None is near the longest, so that a plan of the largest batch has room for what this one's leaves out.
+    """
+    whole = corner(config)
+    requests = whole.requests[:-1] or whole.requests
+    share = [(i + 1) / (len(requests) + 1) for i in range(len(requests))]
+    shorter = [
+        shortened(r, min(max(int(len(r.cached) * part), 1), len(r.cached)))
+        for r, part in zip(requests, share, strict=True)
+    ]
+    return Problem(config.case, shorter, whole.seed)
+
+
+def shortened(request: Request, length: int) -> Request:
+    """Return a request with so many cached keys; slots go by position, so new tokens move forward."""
+    owned, gone = request.table, len(request.cached) - length
+    tokens = [
+        replace(t, slots=[owned[owned.index(s) - gone] if s in owned else s for s in t.slots])
+        for t in request.tokens
+    ]
+    return replace(request, cached=owned[:length], tokens=tokens, table=owned[: len(owned) - gone])

@@ -553,7 +553,7 @@ class Rig:
 def runner_context(
     config: Config, capabilities: Capabilities, device: torch.device
 ) -> RunnerContext:
-    """Return what the runner of a lane is built with; told which request counts to capture, but for ragged."""
+    """Return what the runner of a lane is built with; only ragged ones choose their shapes."""
     mode, limits = config.case.lane_mode, config.limits
     return RunnerContext(
         device,

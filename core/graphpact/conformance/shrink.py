@@ -5,10 +5,9 @@ Does not: draw; it leaves out requests, and shortens what is cached, as long as 
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 from graphpact.conformance.experiments.base import Experiment
-from graphpact.conformance.problems import Problem, Request
+from graphpact.conformance.problems import Problem, shortened
 from graphpact.conformance.results import Finding
 from graphpact.conformance.subject import CannotCaptureError, LaneUnderTest
 
@@ -67,25 +66,9 @@ def _less(problem: Problem) -> Iterator[Problem]:
             )
     for i, request in enumerate(problem.requests):
         if len(request.cached) > 2:
-            shorter = _shorter(request, len(request.cached) // 2)
+            shorter = shortened(request, len(request.cached) // 2)
             yield Problem(
                 problem.case,
                 [*problem.requests[:i], shorter, *problem.requests[i + 1 :]],
                 problem.seed,
             )
-
-
-def _shorter(request: Request, length: int) -> Request:
-    """Return a request with fewer cached keys; its new tokens keep their KV slots where they can.
-
-    Slots are given by position, so the new ones move forward to the first that are free now.
-    """
-    gone = len(request.cached) - length
-    owned = request.table
-    tokens = [
-        replace(
-            token, slots=[owned[owned.index(s) - gone] if s in owned else s for s in token.slots]
-        )
-        for token in request.tokens
-    ]
-    return replace(request, cached=owned[:length], tokens=tokens, table=owned[: len(owned) - gone])

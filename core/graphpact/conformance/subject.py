@@ -154,10 +154,11 @@ class LaneUnderTest:
 
         A backend that leaves all of it to the graph may have a hook that does nothing.
         """
-        if self._ways is None:
+        ways = self._ways
+        if ways is None:
             both = self.rig().lane.records_metadata and self._hook_writes()
-            self._ways = ("graph", "hook") if both else ("graph",)
-        return self._ways
+            ways = self._ways = ("graph", "hook") if both else ("graph",)
+        return ways
 
     def _hook_writes(self) -> bool:
         """Return whether a replay hook alone writes a slot of the backend's."""
@@ -277,4 +278,8 @@ def tell(error: BaseException) -> str:
 def _hook_of(step: Step | None) -> str | None:
     if step is None:
         return None
-    return {"prepare": "prepare_replay", "metadata": "init_metadata_replay"}.get(step.stage)
+    return {
+        "prepare": "prepare_replay",
+        "metadata": "init_metadata_replay",
+        "replay": "init_metadata_replay",
+    }.get(step.stage)

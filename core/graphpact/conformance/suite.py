@@ -320,7 +320,7 @@ def _pairs(config: Config) -> list[tuple[Any, Any]]:
 
 
 def draw(config: Config, count: int, base: int) -> list[list[Problem]]:
-    """Return ``count`` sequences of batches for a lane; the first is the simplest there is.
+    """Return ``count`` sequences of batches for a lane, the simplest of all left out: it shows little.
 
     Args:
         config: The lane's.
@@ -331,7 +331,7 @@ def draw(config: Config, count: int, base: int) -> list[list[Problem]]:
 
     @seed(base)
     @settings(
-        max_examples=count,
+        max_examples=count + 1,
         database=None,
         deadline=None,
         derandomize=False,
@@ -342,7 +342,7 @@ def draw(config: Config, count: int, base: int) -> list[list[Problem]]:
         drawn.append(steps)
 
     collect()
-    return drawn
+    return drawn[-count:]
 
 
 def examine(
@@ -383,16 +383,16 @@ def examine(
     if first == 0 and not _modes_of(target, catalog):
         listener.found(_declares_nothing(info))
     claims: list[Claim] = []
-    if target.kind == "attention_backend" and target.partner is None:
-        if not options.only and not options.lanes:
-            cls = catalog.select("attention_backend", target.name)
-            probed = []
-            if options.size != "quick" and first == parts - 1 and _PROBES not in skip:
-                listener.begins(_PROBES)
-                probed = _probe(cls, options)
-            claims = claims_of(cls, shown, probed)
-            if parts == 1:
-                listener.found(of_claims(claims))
+    is_whole = not (options.only or options.lanes)
+    if target.kind == "attention_backend" and target.partner is None and is_whole:
+        cls = catalog.select("attention_backend", target.name)
+        probed = []
+        if options.size != "quick" and first == parts - 1 and _PROBES not in skip:
+            listener.begins(_PROBES)
+            probed = _probe(cls, options)
+        claims = claims_of(cls, shown, probed)
+        if parts == 1:
+            listener.found(of_claims(claims))
     drivers = ["tape", *(p.lane.driver.name for p in plans if p.lane.driver is not None)]
     return PluginResults(
         kind=target.kind,
@@ -600,7 +600,7 @@ def _by_rule(plan: LanePlan, options: Options, done: Sequence[_Done]) -> Iterato
 def _distinct(findings: Sequence[Finding]) -> list[Finding]:
     """Return findings without those that say again what of the same field was said."""
     first: dict[tuple[str | None, str | None, str | None], Finding] = {}
-    for finding in findings:
+    for finding in sorted(findings, key=lambda f: (f.field is None, f.help is None)):
         key = (finding.rule, finding.hook, (finding.field or "").partition("[")[0])
         first.setdefault(key, finding)
     return [*first.values()][:8]

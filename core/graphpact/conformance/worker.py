@@ -209,7 +209,7 @@ def main() -> None:
     """Do one job, given as JSON on the command line.
 
     ``names`` and ``device``: find the targets. Otherwise ``target``, ``options``, ``skip`` and ``part``:
-    examine one. With both, ``homes``: where the plugin's code lies; ``events`` and ``stack``: file descriptors;
+    examine one. With both, ``homes``: where the plugin's code lies; ``events`` and ``stack``: descriptors;
     ``bound``: the supervisor's, in seconds.
     """
     job = json.loads(sys.argv[1])

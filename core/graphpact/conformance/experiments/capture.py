@@ -6,31 +6,23 @@ Does not: replay batches but to compare.
 """
 
 from collections.abc import Sequence
-from dataclasses import fields
 
 import torch
 
 from graphpact.attention import kv_tensors
-from graphpact.batch import ForwardBatch
 from graphpact.buffers import PaddingPolicy
 from graphpact.conformance.experiments.base import (
     Findings,
-    matters,
     same,
     spell,
     values_at,
 )
 from graphpact.conformance.experiments.order import caches_of
 from graphpact.conformance.experiments.parity import TRACE_HELP, compare_traces, trace_of
-from graphpact.conformance.experiments.refresh import hook_of
-from graphpact.conformance.problems import CONTEXT, VOCAB, Problem
+from graphpact.conformance.problems import Problem
 from graphpact.conformance.results import Finding
-from graphpact.conformance.rig import Rig, Step
+from graphpact.conformance.rig import Rig
 from graphpact.conformance.subject import CannotCaptureError, LaneUnderTest, Way, rule_of
-from graphpact.errors import GraphpactError
-from graphpact.graphs.poison import poison_of
-from graphpact.pact import walk
-from graphpact.shapes import GraphShape
 
 # -- whether -----------------------------------------------------------------------------------------
 
@@ -95,7 +87,7 @@ _SUPPORT = "declare in capabilities.graph_support what graphs can hold, and no m
 
 
 def _rule_of_dummy(lane: LaneUnderTest, live: Problem) -> str | None:
-    """Return the rule of dummies, or of padding, which they are throughout, where a live batch is captured."""
+    """Return the rule of dummies, or of padding, which they are all through, if a live batch is captured."""
     try:
         with torch.inference_mode():
             rig = lane.build(capture=False)
@@ -245,190 +237,3 @@ def cold_and_warm(lane: LaneUnderTest, steps: Sequence[Problem]) -> Findings:
                     step=step,
                 )
                 return
-
-
-# -- what a capture is given -------------------------------------------------------------------------
-
-
-def dummies(lane: LaneUnderTest, steps: Sequence[Problem]) -> Findings:
-    """Look at the runner's dummy batches as at live ones, and replay each right after its capture."""
-    rig = lane.rig()
-    live = rig.batch_of(steps[0])
-    for shape in rig.config.shapes:
-        dummy = rig.runner.dummy_batch(shape)
-        for field, expected, actual in _faults(rig, shape, dummy, live):
-            yield lane.finding(
-                "GP11",
-                hook="prepare_replay",
-                field=f"the dummy batch of {shape}: {field}",
-                expected=expected,
-                actual=actual,
-                help="make dummies as live batches are made, on scratch: request row 0, KV slot 0",
-            )
-    for way in lane.ways:
-        for shape in rig.config.shapes:
-            yield from _dummy_replayed(lane, way, shape)
-
-
-def _faults(
-    rig: Rig, shape: GraphShape, dummy: ForwardBatch, live: ForwardBatch
-) -> list[tuple[str, str, str]]:
-    """Return what of a dummy batch could not be live: field, what is asked, what is there."""
-    found: list[tuple[str, str, str]] = []
-
-    def ask(field: str, *, holds: bool, expected: str, actual: object) -> None:
-        if not holds:
-            found.append((field, expected, str(actual)))
-
-    for name, count, asked in (
-        ("batch_size", dummy.batch_size, shape.batch_size),
-        ("input_ids", dummy.num_tokens, shape.num_tokens),
-    ):
-        ask(name, holds=count == asked, expected=f"{asked}, the shape's", actual=count)
-    try:
-        dummy.require_consistent()
-    except GraphpactError as error:
-        found.append(("its fields", "fields that do not contradict each other", error.message))
-    for each in fields(ForwardBatch):
-        mine, theirs = getattr(dummy, each.name), getattr(live, each.name)
-        if (mine is None) is not (theirs is None):
-            has = ["nothing" if value is None else type(value).__name__ for value in (theirs, mine)]
-            ask(each.name, holds=False, expected=f"{has[0]}, as a live batch has", actual=has[1])
-        elif isinstance(mine, torch.Tensor) and isinstance(theirs, torch.Tensor):
-            kinds = [(t.dtype, t.dim()) for t in (theirs, mine)]
-            ask(each.name, holds=kinds[0] == kinds[1], expected=f"{kinds[0]}", actual=kinds[1])
-    page = rig.config.page_size
-    lens = dummy.seq_lens.tolist()
-    ask(
-        "seq_lens",
-        holds=all(0 <= n <= CONTEXT for n in lens),
-        expected=f"lengths up to max_context_len, {CONTEXT}",
-        actual=lens,
-    )
-    ask(
-        "seq_lens_cpu",
-        holds=dummy.seq_lens_cpu.tolist() == lens,
-        expected=f"the lengths on the device, {lens}",
-        actual=dummy.seq_lens_cpu.tolist(),
-    )
-    for name, most in (
-        ("req_pool_indices", 1),
-        ("out_cache_loc", page),
-        ("input_ids", VOCAB),
-        ("positions", CONTEXT),
-    ):
-        values = getattr(dummy, name)
-        if isinstance(values, torch.Tensor) and values.numel():
-            low, high = int(values.min()), int(values.max())
-            ask(
-                name,
-                holds=low >= 0 and high < most,
-                expected=f"from 0 up to {most - 1}",
-                actual=f"{low} to {high}",
-            )
-    if dummy.extend_seq_lens is not None:
-        new = dummy.extend_seq_lens.tolist()
-        ask("extend_seq_lens", holds=all(n >= 1 for n in new), expected="1 and more", actual=new)
-        held = all(n <= length for n, length in zip(new, lens, strict=False))
-        ask("extend_seq_lens", holds=held, expected=f"no more than seq_lens, {lens}", actual=new)
-    real = dummy.num_token_non_padded_cpu
-    if real is not None:
-        ask(
-            "num_token_non_padded_cpu",
-            holds=real == shape.num_tokens,
-            expected=f"{shape.num_tokens}: of a dummy no token is padding",
-            actual=real,
-        )
-    return found
-
-
-@torch.inference_mode()
-def _dummy_replayed(lane: LaneUnderTest, way: Way, shape: GraphShape) -> Findings:
-    """Capture one shape, replay its own dummy, and compare what the hooks wrote for both."""
-    rig = lane.build(way, capture=False)
-    problem = Problem(lane.config.case, [], 0)
-    rig.load(problem)
-    rig.runner.lane = rig.lane
-    dummy = rig.runner.dummy_batch(shape)
-    rig.observer.before = None
-    kept: dict[str, torch.Tensor] = {}
-
-    def keep(view: ForwardBatch, metadata: object) -> None:
-        for path, value in walk({"view": view, "metadata": metadata}):
-            if isinstance(value, torch.Tensor):
-                kept[path] = value.clone()
-
-    rig.observer.ready = keep
-    rig.lane.capture(shape)
-    rig.observer.ready = None
-    type_then = type(rig.observer.metadata)
-    step = rig.step(problem, batch=dummy, fill=None)
-    type_now = type(rig.observer.metadata)
-    if step.error is not None:
-        yield lane.of_error(
-            step.error,
-            expected="the dummy batch replays right after its capture",
-            rule="GP11",
-            step=step,
-        )
-        return
-    if step.shape != shape:
-        yield lane.finding(
-            "GP12",
-            field="can_run()",
-            expected=f"{shape} for its own dummy batch",
-            actual=str(step.shape or "an eager run"),
-            step=step,
-            help="a shape holds the batch that it was captured with",
-        )
-        return
-    if type_now is not type_then:
-        yield lane.finding(
-            "GP10",
-            hook="init_metadata_replay",
-            field="metadata",
-            expected=f"the type that capture returned, {type_then.__name__}",
-            actual=type_now.__name__,
-            step=step,
-            help="return one type from both hooks, and upgrade it in neither or in both",
-        )
-        return
-    yield from _compare_with_dummy(lane, rig, step, kept)
-
-
-def _compare_with_dummy(
-    lane: LaneUnderTest, rig: Rig, step: Step, kept: dict[str, torch.Tensor]
-) -> Findings:
-    for path, leaf in step.leaves.items():
-        then = kept.get(path)
-        if then is None or leaf.slot is None or leaf.is_alias or then.shape != leaf.value.shape:
-            continue
-        then = then.cpu()
-        garbage = torch.full_like(then, poison_of(then.dtype))
-        differs = ~same(then, leaf.value) & ~same(then, garbage)
-        if leaf.slot.axis == "none":
-            differs &= then != leaf.slot.initial_value
-        if not bool(differs.any()) or not _has_effect(rig, step, path, differs, then):
-            continue
-        yield lane.finding(
-            "GP11",
-            hook="populate" if hook_of(leaf) == "populate" else "init_metadata_capture",
-            field=f"{path}{spell(differs)} ({leaf.slot.label})",
-            expected=f"at capture what a replay of the same batch writes: {values_at(leaf.value, differs)}",
-            actual=values_at(then, differs),
-            step=step,
-            help="write it one way for both: capture is a replay of a dummy batch",
-        )
-
-
-def _has_effect(rig: Rig, step: Step, path: str, differs: torch.Tensor, then: torch.Tensor) -> bool:
-    """Return whether the graph gives anything else with what capture wrote."""
-    batch = rig.runner.dummy_batch(step.shape) if step.shape is not None else None
-    problem = step.problem
-    base = rig.step(problem, batch=batch)
-    leaf = base.leaves.get(path)
-    if leaf is None or base.error is not None:
-        return False
-    if leaf.slot is not None and leaf.slot.axis == "none" and leaf.value.numel() == 1:
-        return True  # a count: what it changes may change nothing on scratch
-    return matters(rig, base, leaf, differs, then, batch=batch)

@@ -17,7 +17,7 @@ from graphpact.attention import GraphSupport
 from graphpact.batch import ForwardBatch, ForwardMode
 from graphpact.conformance.experiments.base import Findings, differences
 from graphpact.conformance.experiments.parity import compare_with_capture, trace_of
-from graphpact.conformance.experiments.values import _pads_leak as pads_leak
+from graphpact.conformance.experiments.values import pads_leak
 from graphpact.conformance.problems import Config, Problem, corner, nearly, of_size
 from graphpact.conformance.results import Finding
 from graphpact.conformance.rig import Rig

@@ -195,20 +195,22 @@ def states(rig: Rig) -> dict[str, torch.Tensor]:
                 continue
             slot = rig.registry.slot_of(tensor)
             if slot is None:
-                name = next(
-                    (
-                        f"{type(rig.backend).__name__}.{name}"
-                        for name, value in vars(rig.backend).items()
-                        if isinstance(value, torch.Tensor)
-                        and value.untyped_storage().data_ptr()
-                        == tensor.untyped_storage().data_ptr()
-                    ),
-                    f"a tensor of {tensor.dtype} {tuple(tensor.shape)}, number {at}",
+                name, whole = _held(rig, tensor)
+                found[name or f"a tensor of {tensor.dtype} {tuple(tensor.shape)}, number {at}"] = (
+                    whole
                 )
-                found[name] = tensor
             elif slot.padding_policy is PaddingPolicy.FILL_ONCE and slot.buffer is not None:
                 found[slot.label] = slot.buffer
     return found
+
+
+def _held(rig: Rig, tensor: torch.Tensor) -> tuple[str | None, torch.Tensor]:
+    """Return the attribute of the backend in whose memory a tensor lies, and its value; else the tensor."""
+    address = tensor.untyped_storage().data_ptr()
+    for name, value in vars(rig.backend).items():
+        if isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() == address:
+            return f"{type(rig.backend).__name__}.{name}", value
+    return None, tensor
 
 
 def _copies(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -24,8 +24,8 @@ from graphpact.conformance.experiments.base import (
     spell,
     values_at,
 )
-from graphpact.conformance.experiments.refresh import Before, assorted, hook_of, is_plan
-from graphpact.conformance.problems import Problem
+from graphpact.conformance.experiments.refresh import Before, hook_of, is_plan
+from graphpact.conformance.problems import Problem, assorted
 from graphpact.conformance.results import Finding
 from graphpact.conformance.rig import TOLERANCE, Leaf, Rig, Step
 from graphpact.conformance.subject import LaneUnderTest, Way

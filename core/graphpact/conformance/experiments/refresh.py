@@ -9,7 +9,6 @@ Does not: know what should have been written; see `graphpact.conformance.experim
 
 import re
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 
@@ -24,7 +23,7 @@ from graphpact.conformance.experiments.base import (
     spell,
     values_at,
 )
-from graphpact.conformance.problems import Config, Problem, Request, corner, neighbours
+from graphpact.conformance.problems import Problem, assorted, corner, neighbours
 from graphpact.conformance.results import Finding
 from graphpact.conformance.rig import TOLERANCE, Leaf, Rig, Step
 from graphpact.conformance.subject import LaneUnderTest, Way
@@ -40,31 +39,6 @@ _PLANNED = re.compile(
 def is_plan(leaf: Leaf) -> bool:
     """Return whether a tensor is what a kernel works by, by its name."""
     return bool(_PLANNED.search(leaf.path) or (leaf.slot and _PLANNED.search(leaf.slot.name)))
-
-
-def assorted(config: Config) -> Problem:
-    """Return a batch of requests of different lengths that leaves a padded row.
-
-    None is near the longest, so that a plan of the largest batch has room for what this one's leaves out.
-    """
-    whole = corner(config)
-    requests = whole.requests[:-1] or whole.requests
-    share = [(i + 1) / (len(requests) + 1) for i in range(len(requests))]
-    shorter = [
-        _shortened(r, min(max(int(len(r.cached) * part), 1), len(r.cached)))
-        for r, part in zip(requests, share, strict=True)
-    ]
-    return Problem(config.case, shorter, whole.seed)
-
-
-def _shortened(request: Request, length: int) -> Request:
-    """Return a request with so many cached keys; slots go by position, so new tokens move forward."""
-    owned, gone = request.table, len(request.cached) - length
-    tokens = [
-        replace(t, slots=[owned[owned.index(s) - gone] if s in owned else s for s in t.slots])
-        for t in request.tokens
-    ]
-    return replace(request, cached=owned[:length], tokens=tokens, table=owned[: len(owned) - gone])
 
 
 class Before:
@@ -172,10 +146,10 @@ def _unwritten(
             ("GP03", once & tail, sometimes),
             ("GP09", once, "whether it is written depends on the batches before"),
         ]
-    poison = poison_of(leaf.value.dtype)
+    garbage = [value for _, value in _garbage(leaf, leaf)]
     found = False
     for rule, mask, why in parts:
-        if bool(mask.any()) and before.shows(rig, base, leaf, mask, poison):
+        if bool(mask.any()) and any(before.shows(rig, base, leaf, mask, g) for g in garbage):
             found = True
             yield _finding(lane, base, leaf, rule, mask, expected, why)
     if found and way == "graph" and _hook_writes(lane, base.problem, leaf, never):

@@ -26,7 +26,16 @@ from graphpact.conformance.experiments.base import (
 )
 from graphpact.conformance.experiments.order import states
 from graphpact.conformance.experiments.parity import compare_with_capture
-from graphpact.conformance.problems import VOCAB, Config, Problem, corner, nearly, next_id, of_size
+from graphpact.conformance.problems import (
+    VOCAB,
+    Config,
+    Problem,
+    Request,
+    corner,
+    nearly,
+    next_id,
+    of_size,
+)
 from graphpact.conformance.rig import NAN, Rig, Step
 from graphpact.conformance.subject import LaneUnderTest, causes
 
@@ -231,7 +240,7 @@ def padding(lane: LaneUnderTest, steps: Sequence[Problem]) -> Findings:
         yield from _extents(lane, base)
         yield from _sentinels(lane, rig, base)
         found = [
-            *_pads_leak(lane, rig, base),
+            *pads_leak(lane, rig, base),
             *_scratch_leaks(lane, rig, base),
             *_leftovers_leak(lane, rig, base, steps[0]),
         ]
@@ -348,7 +357,7 @@ def _scratch_leaks(lane: LaneUnderTest, rig: Rig, base: Step) -> Findings:
         yield from _compare_real(lane, rig, base, step, f"{what} in scratch")
 
 
-def _pads_leak(lane: LaneUnderTest, rig: Rig, base: Step) -> Findings:
+def pads_leak(lane: LaneUnderTest, rig: Rig, base: Step) -> Findings:
     """Give padded rows other tokens at other positions: KV slots and real rows hold the same bits."""
     changes = {}
     for name, value in (("input_ids", VOCAB - 1), ("positions", 2)):
@@ -423,27 +432,33 @@ def _compare_real(lane: LaneUnderTest, rig: Rig, base: Step, step: Step, what: s
 def _pads_read(lane: LaneUnderTest, rig: Rig, base: Step) -> Findings:
     """Change what live requests own and write, and what nobody owns: padded rows, on scratch, do not see it.
 
-    They may show what real rows give, where rows meet on the way. Then they show other queries of those, too.
+    First what nobody owns: real rows do not see that. Of live requests' memory they may show what real rows
+    give, where rows meet on the way; then they show other queries of those, too.
     """
+    was = _padded_outputs(rig, base)
     ids = _real_ids(rig, base)
+    live = {slot for r in base.problem.requests for slot in (*r.table, *_written(r))}
+    page, slots = rig.config.page_size, rig.config.num_pages * rig.config.page_size
+    free = torch.tensor([n for n in range(page, slots) if n not in live], device=rig.device)
 
-    def spoil() -> None:
-        for cache in kv_tensors(rig.kv).values():
-            cache[rig.config.page_size :] = 2.0
+    def spoiled(*, everything: bool, fill: Callable[[GraphSlot], None] | None = None) -> Step:
+        def spoil() -> None:
+            for cache in kv_tensors(rig.kv).values():
+                cache[slice(page, None) if everything else free] = 2.0
 
-    def spoiled(fill: Callable[[GraphSlot], None] | None = None) -> Step:
-        with _other_weights(rig, (_KEYS, _VALUES), ids):
+        with _other_weights(rig, (_KEYS, _VALUES), ids if everything else []):
             return rig.step(base.problem, after_load=spoil, fill=fill)
 
-    seen = _padded_outputs(rig, spoiled())
-    was = _padded_outputs(rig, base)
+    everything = False
+    seen = _padded_outputs(rig, spoiled(everything=False))
+    if same_rows(was, seen) and not _rows_meet(rig, base, ids):
+        everything = True
+        seen = _padded_outputs(rig, spoiled(everything=True))
     if seen is None or was is None or same_rows(was, seen):
         return
-    with _other_weights(rig, (_QUERIES,), ids):
-        if not same_rows(was, _padded_outputs(rig, rig.step(base.problem))):
-            return
     clean = _padded_outputs(rig, rig.step(base.problem, fill=_clear))
-    is_stale = clean is None or same_rows(clean, _padded_outputs(rig, spoiled(_clear)))
+    anew = _padded_outputs(rig, spoiled(everything=everything, fill=_clear))
+    is_stale = clean is None or same_rows(clean, anew)
     real = 0 if base.rows is None else len(base.rows)
     yield lane.finding(
         "GP03" if is_stale else "GP04",
@@ -462,6 +477,19 @@ def _pads_read(lane: LaneUnderTest, rig: Rig, base: Step) -> Findings:
         if is_stale
         else "padded rows are request row 0 and pages of scratch: let metadata of theirs name no other page",
     )
+
+
+def _written(request: Request) -> list[int]:
+    """Return the KV slots that a request's new tokens write."""
+    return [slot for token in request.tokens for slot in token.slots]
+
+
+def _rows_meet(rig: Rig, base: Step, ids: Sequence[int]) -> bool:
+    """Return whether padded rows show other queries of real ones, or whether no real row shows them itself."""
+    with _other_weights(rig, (_QUERIES,), ids):
+        other = rig.step(base.problem)
+    met = not same_rows(_padded_outputs(rig, base), _padded_outputs(rig, other))
+    return met or same_rows(base.rows, other.rows)
 
 
 def _padded_outputs(rig: Rig, step: Step) -> torch.Tensor | None:

@@ -1,4 +1,4 @@
-"""`Exhibit`: a real bug, planted by a small edit in a plugin that is right. `Variant`: a right one, otherwise.
+"""`Exhibit`: a real bug, planted by a small edit in a plugin that is right. `Variant`: a right one.
 
 Does not: run any; see `graphpact.conformance.museum.gallery`.
 """

@@ -141,7 +141,8 @@ def _visit_named(
     """Visit a piece by its name, and return what of the visit goes from process to process."""
     from graphpact.conformance.museum import EXHIBITS, VARIANTS  # noqa: PLC0415  they import us
 
-    piece = next(p for p in (*EXHIBITS, *VARIANTS) if p.name == name)
+    pieces: list[Exhibit | Variant] = [*EXHIBITS, *VARIANTS]
+    piece = next(p for p in pieces if p.name == name)
     seen = visit(piece, _options(piece, quick=quick))
     return name, seen.findings, seen.lanes, seen.missing, seen.errors
 
