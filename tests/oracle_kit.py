@@ -1,4 +1,4 @@
-"""`hold_to_oracle`: a backend in one configuration against attention in float64, through the kit's experiments.
+"""`hold_to_oracle`: a backend in one configuration against attention in float64, by the kit's experiments.
 
 Does not: judge rules; `graphpact check` does.
 """

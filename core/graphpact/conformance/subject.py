@@ -154,11 +154,12 @@ class LaneUnderTest:
 
         A backend that leaves all of it to the graph may have a hook that does nothing.
         """
-        ways = self._ways
-        if ways is None:
+        if self._ways is None:
             both = self.rig().lane.records_metadata and self._hook_writes()
-            ways = self._ways = ("graph", "hook") if both else ("graph",)
-        return ways
+            ways: tuple[Way, ...] = ("graph", "hook") if both else ("graph",)
+            self._ways = ways
+            return ways
+        return self._ways
 
     def _hook_writes(self) -> bool:
         """Return whether a replay hook alone writes a slot of the backend's."""

@@ -6,6 +6,7 @@ Does not: replay batches but to compare.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -19,7 +20,7 @@ from graphpact.conformance.experiments.base import (
 )
 from graphpact.conformance.experiments.order import caches_of
 from graphpact.conformance.experiments.parity import TRACE_HELP, compare_traces, trace_of
-from graphpact.conformance.problems import Problem
+from graphpact.conformance.problems import Case, Problem, of_size
 from graphpact.conformance.results import Finding
 from graphpact.conformance.rig import Rig
 from graphpact.conformance.subject import CannotCaptureError, LaneUnderTest, Way, rule_of
@@ -88,6 +89,12 @@ _SUPPORT = "declare in capabilities.graph_support what graphs can hold, and no m
 
 def _rule_of_dummy(lane: LaneUnderTest, live: Problem) -> str | None:
     """Return the rule of dummies, or of padding, which they are all through, if a live batch is captured."""
+    config = lane.config
+    if (
+        not live.requests
+    ):  # of an idle rank all is padding: its lane is captured for batches of others
+        lane = lane.like(replace(config, case=Case(config.case.lane_mode)))
+        live = of_size(lane.config, lane.config.shapes[-1].batch_size)
     try:
         with torch.inference_mode():
             rig = lane.build(capture=False)

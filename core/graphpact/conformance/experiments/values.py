@@ -456,6 +456,8 @@ def _pads_read(lane: LaneUnderTest, rig: Rig, base: Step) -> Findings:
         seen = _padded_outputs(rig, spoiled(everything=True))
     if seen is None or was is None or same_rows(was, seen):
         return
+    if not same_rows(was, _padded_outputs(rig, rig.step(base.problem))):
+        return  # nothing is the same twice, which ``repeated`` tells
     clean = _padded_outputs(rig, rig.step(base.problem, fill=_clear))
     anew = _padded_outputs(rig, spoiled(everything=everything, fill=_clear))
     is_stale = clean is None or same_rows(clean, anew)
@@ -485,7 +487,7 @@ def _written(request: Request) -> list[int]:
 
 
 def _rows_meet(rig: Rig, base: Step, ids: Sequence[int]) -> bool:
-    """Return whether padded rows show other queries of real ones, or whether no real row shows them itself."""
+    """Return whether padded rows show other queries of real ones, or no real row shows them itself."""
     with _other_weights(rig, (_QUERIES,), ids):
         other = rig.step(base.problem)
     met = not same_rows(_padded_outputs(rig, base), _padded_outputs(rig, other))

@@ -341,6 +341,15 @@ _SENTINELS = [
         make=_reads(_last_page, "block_kv_indices"),
     ),
     Exhibit(
+        name="fa3-idle-rank-gathers-row-minus-one",
+        rule="GP04",
+        thread="vllm-project/vllm#43810",
+        planted="On an idle rank all requests are padding: marked by -1, they gather the last row of all.",
+        base="fa3",
+        lanes=("idle",),
+        make=_gathers_the_last_row,
+    ),
+    Exhibit(
         name="fa3-padded-requests-repeat-the-first",
         rule="GP04",
         thread="NVIDIA/TensorRT-LLM#9873",

@@ -1,0 +1,46 @@
+"""Our own plugins under the suite, by the command that everybody has."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from graphpact.cli import main
+from graphpact.conformance.results import Report
+from graphpact.conformance.rules import RULES
+
+PLUGINS = ("flashinfer", "fa3", "trtllm_mla", "cuda_graph", "cpu_graph")
+
+
+def test_our_plugins_are_conformant(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each alone, and every pair: no failure, every rule shown, and what a GPU would have to show is said."""
+    assert main(["check", *PLUGINS, "--quick", "--report", str(tmp_path)]) == 0, capsys.readouterr()
+    report = Report.model_validate_json((tmp_path / "results.json").read_text(encoding="utf-8"))
+    assert [p.label for p in report.plugins] == [
+        *PLUGINS,
+        *(f"{b} + {r}" for b in PLUGINS[:3] for r in PLUGINS[3:]),
+    ]
+    for plugin in report.plugins:
+        assert plugin.is_conformant, plugin.label
+        assert any("cuda" in line for line in plugin.not_shown)
+        shown = {r.rule for r in plugin.results if r.outcome == "pass"}
+        if plugin.partner is None:
+            assert shown >= set(RULES), plugin.label
+    for backend in report.plugins[:3]:
+        assert backend.provider == "portable"
+        assert any(line.startswith("native kernels") for line in backend.not_shown)
+    assert {p.name for p in tmp_path.iterdir()} == {"results.json", "junit.xml", "report.html"}
+
+
+def test_two_runs_with_one_seed_differ_in_times_alone(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """What `results.json` holds is the same to the last word, in whatever order processes took turns."""
+    told: list[dict[str, Any]] = []
+    for seed in ("3", "3", "4"):
+        main(["check", "trtllm_mla", "--quick", "--lane", "draft_*", "--seed", seed, "--json"])
+        told.append(json.loads(capsys.readouterr().out))
+    one, two, other = (Report.model_validate(t).timeless() for t in told)
+    assert one == two
+    assert one["seed"] != other["seed"]
