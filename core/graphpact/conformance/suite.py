@@ -20,7 +20,7 @@ from graphpact.attention import AttentionBackend, GraphSupport
 from graphpact.batch import ForwardMode
 from graphpact.conformance.claims import claims_of, undeclared
 from graphpact.conformance.experiments import EXPERIMENTS, Experiment
-from graphpact.conformance.problems import Config, Problem, configs_of, sequences
+from graphpact.conformance.problems import CASES, Config, Problem, configs_of, sequences
 from graphpact.conformance.reference import ReferenceBackend, ReferenceRunner
 from graphpact.conformance.results import Claim, Finding, Outcome, PluginResults, Result
 from graphpact.conformance.rig import runner_context
@@ -382,6 +382,9 @@ def examine(
         shown.append((plan.lane.config, not any(r.outcome is Outcome.FAIL for r in results)))
     if first == 0 and not _modes_of(target, catalog):
         listener.found(_declares_nothing(info))
+    if first == 0 and target.partner is None and not (options.only or options.lanes):
+        for result in _unsupported(target, _modes_of(target, catalog), every):
+            listener.found(result)
     claims: list[Claim] = []
     is_whole = not (options.only or options.lanes)
     if target.kind == "attention_backend" and target.partner is None and is_whole:
@@ -452,6 +455,25 @@ def _modes_of(target: Target, catalog: PluginCatalog) -> Collection[ForwardMode]
     if target.kind == "runner":
         return catalog.select("runner", target.name).modes
     return catalog.select("attention_backend", target.name).capabilities.modes
+
+
+def _unsupported(
+    target: Target, modes: Collection[ForwardMode], plans: Sequence[LanePlan]
+) -> Iterator[Result]:
+    """Yield each kind of step without a lane: it would need a capability that is not declared."""
+    there = {plan.lane.config.case for plan in plans}
+    for case in CASES:
+        if case not in there:
+            lacks = (
+                "trees" if case.mode in modes and case.branches > 1 else f"mode {case.mode.value}"
+            )
+            yield Result(
+                rule=None,
+                check="declares",
+                lane=str(case),
+                outcome=Outcome.UNSUPPORTED,
+                reason=f"{target} does not declare {lacks}",
+            )
 
 
 def _info(catalog: PluginCatalog, target: Target) -> PluginInfo:
