@@ -95,10 +95,9 @@ def check(
     3 where the suite itself is at fault, 5 where nothing ran.
     """
     rules = {rule.id: rule for rule in (find_rule(text) for text in only or [])}
-    if list_rules:
-        if not names:
-            print_rules(rules.values() or RULES.values(), as_json=as_json)
-            return
+    if list_rules and not names:
+        print_rules(rules.values() or RULES.values(), as_json=as_json)
+        return
     if quick and thorough:
         raise UsageError("--quick and --thorough contradict each other", hint="give one of them")
     if not names:

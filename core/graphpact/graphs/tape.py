@@ -93,9 +93,7 @@ class TapeDriver(GraphDriver):
     has_strict_mode: ClassVar[bool] = True
     repeats_eager_kernels: ClassVar[bool] = True
 
-    def __init__(
-        self, device: torch.device, *, strict: bool = False, traced: bool = False
-    ) -> None:
+    def __init__(self, device: torch.device, *, strict: bool = False, traced: bool = False) -> None:
         super().__init__(device, strict=strict)
         self._traced = traced
         self._recorder: Recorder | None = None

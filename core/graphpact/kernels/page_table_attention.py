@@ -203,7 +203,7 @@ def _check(
         if not 0 <= length <= num_pages * page_size:
             raise KernelRefusal(
                 f"request {i}: {length} keys, its row of page_table holds {num_pages * page_size}",
-                rule="GP13",
+                rule="GP13" if length > 0 else "GP04",
             )
     if schedule is not None:
         rest = schedule[1 + 2 * _round4(bs) :]
