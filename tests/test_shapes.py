@@ -15,8 +15,34 @@ EXAMPLES = settings(derandomize=True, deadline=None, max_examples=100)
 SIZES = st.lists(st.integers(1, 40), min_size=1, max_size=8)
 
 
-def _batch(size: int, mode: ForwardMode = ForwardMode.DECODE, width: int = 1) -> Any:
-    return SimpleNamespace(batch_size=size, forward_mode=mode, num_tokens=size * width)
+def _batch(
+    size: int,
+    mode: ForwardMode = ForwardMode.DECODE,
+    width: int = 1,
+    together: tuple[int, ...] | None = None,
+) -> Any:
+    return SimpleNamespace(
+        batch_size=size,
+        forward_mode=mode,
+        num_tokens=size * width,
+        global_num_tokens_cpu=together,
+    )
+
+
+@EXAMPLES
+@given(
+    sizes=SIZES, ranks=st.lists(st.integers(0, 45), min_size=1, max_size=4), width=st.integers(1, 3)
+)
+def test_ranks_that_gather_take_the_bucket_of_the_largest(
+    sizes: list[int], ranks: list[int], width: int
+) -> None:
+    """Whatever a rank has itself, idle ones too, it takes what the rank with most requests takes."""
+    ladder = BucketLadder(ForwardMode.DECODE, sizes, width)
+    together = tuple(size * width for size in ranks)
+    largest = ladder.fit(_batch(max(ranks), width=width))
+    for size in ranks:
+        mode = ForwardMode.DECODE if size else ForwardMode.IDLE
+        assert ladder.fit(_batch(size, mode, width, together)) == largest
 
 
 @EXAMPLES
