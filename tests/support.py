@@ -51,6 +51,10 @@ class Catalog(PluginCatalog):
         """Return the class of that name."""
         return self._plugins[name]
 
+
+class ListedCatalog(Catalog):
+    """The same, which can also say what there is, as metadata would."""
+
     def infos(self, kind: Kind | None = None) -> list[PluginInfo]:
         """Return what metadata would say of them."""
         kinds: dict[Kind, type[Any]] = {

@@ -130,6 +130,16 @@ def test_nothing_runs_for_a_report_that_cannot_be_written(
     assert "Not a directory" in capsys.readouterr().err
 
 
+def test_lanes_of_plugins_are_listed(suite: Suite, capsys: pytest.CaptureFixture[str]) -> None:
+    """``NAME --list`` has each lane, and what would be done there; nothing is run."""
+    got = suite()
+    assert main(["check", "fa3", "cuda_graph", "--list", "--quick", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert got == {}
+    assert {t["plugin"] for t in told} == {"fa3", "cuda_graph", "fa3 + cuda_graph"}
+    assert all("answers_replayed" in t["experiments"] for t in told)
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -140,7 +150,7 @@ def test_nothing_runs_for_a_report_that_cannot_be_written(
         (["x", "--quick", "--thorough"], "contradict"),
         (["x", "--device", "tpu"], "--device"),
         (["x", "--examples", "0"], "--examples"),
-        (["x", "--list"], "--list lists rules"),
+        (["x", "--list"], "no attention backend and no runner is called 'x'"),
     ],
 )
 def test_what_cannot_be_asked_is_a_usage_error(

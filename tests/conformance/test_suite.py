@@ -22,9 +22,9 @@ from graphpact.conformance.subject import CannotCaptureError, LaneUnderTest
 from graphpact.conformance.suite import LanePlan, Options, Target
 from graphpact.errors import ConfigError, UnknownPluginError, UsageError
 from graphpact_cuda_graph import CudaGraphRunner
-from support import Catalog
+from support import ListedCatalog
 
-CATALOG = Catalog(mine=ReferenceBackend, fast=CudaGraphRunner)
+CATALOG = ListedCatalog(mine=ReferenceBackend, fast=CudaGraphRunner)
 QUICK = Options(size="quick")
 
 
