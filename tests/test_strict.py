@@ -203,3 +203,29 @@ def test_host_tensors_are_those_whose_name_says_so() -> None:
     batch = rig.batch(3, 2)
     batch.num_token_non_padded_cpu = 2
     assert [t.tolist() for t in host_tensors(batch)] == [[3, 2]]
+
+
+def test_a_host_tensor_kept_from_step_to_step_stays_the_hosts() -> None:
+    """What a hook cloned from the lengths on the host it may read, and compare with, in the next step."""
+
+    class Remembers(FlashInferBackend):
+        """It counts the requests that have grown, on the host."""
+
+        metadata_in_graph = None
+        before: torch.Tensor | None = None
+        grown = 0
+
+        def fill_metadata(self, view: ForwardBatch, metadata: Any) -> None:
+            """Fill, and count."""
+            super().fill_metadata(view, metadata)
+            before, self.before = self.before, view.seq_lens_cpu.clone()
+            if before is not None and before.shape == self.before.shape:
+                self.grown += int((self.before > before).sum())
+
+    driver = TapeDriver(CPU, strict=True)
+    guard = StrictGuard(driver)
+    rig = Rig(backend=Remembers, driver=driver, observers=[guard])
+    run = guard.around(rig.lane, rig.lane.run)
+    for length in (2, 3, 4):
+        run(rig.batch(length, length, length, length))
+    assert rig.backend.grown == 8  # type: ignore[attr-defined]

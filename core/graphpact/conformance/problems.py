@@ -130,6 +130,7 @@ class Config:
         sinks: The same for sinks.
         counts: Whether layers ask for the number of real tokens, ``num_token_non_padded``.
         ladder: The shapes that the runner captures; those of the case by default.
+        room: Requests that a step may have beyond the largest shape; such a step runs eagerly.
     """
 
     case: Case
@@ -141,6 +142,7 @@ class Config:
     sinks: bool
     counts: bool = False
     ladder: tuple[GraphShape, ...] = ()
+    room: int = 0
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
@@ -186,7 +188,9 @@ class Config:
         largest, case = self.shapes[-1], self.case
         tokens = DRAFT_WIDTH if case.width == DRAFT_WIDTH else 1
         draft = DraftLimits(case.num_steps, case.branches, tokens)
-        return Limits(largest.batch_size, largest.num_tokens, CONTEXT, self.page_size, draft)
+        most = largest.batch_size + self.room
+        most_tokens = largest.num_tokens + self.room * (case.width or 1)
+        return Limits(most, most_tokens, CONTEXT, self.page_size, draft)
 
     @property
     def num_pages(self) -> int:
@@ -576,3 +580,18 @@ def shortened(request: Request, length: int) -> Request:
         for t in request.tokens
     ]
     return replace(request, cached=owned[:length], tokens=tokens, table=owned[: len(owned) - gone])
+
+
+def steady(config: Config) -> tuple[Problem, list[Problem]]:
+    """Return a batch in the middle of decoding, and two that it could follow, each request one key shorter.
+
+    It leaves no padded row, and no request is at the beginning of a page. The first of the two is the same
+    requests one step before, the second others of those lengths: what is kept as long as nothing but a length
+    by one changes is stale in one of them.
+    """
+    bs, width = config.shapes[-1].batch_size, config.case.width or 1
+    prefixes = [max(config.page_size // 2, 2) + i for i in range(bs)]
+    parents, accepted = [range(width - 1)] * bs, [0] * bs
+    one_less = [prefix - 1 for prefix in prefixes]
+    before = [_lay_out(config, one_less, parents, accepted, seed) for seed in (0, 1)]
+    return _lay_out(config, prefixes, parents, accepted, 0), before

@@ -175,7 +175,13 @@ class HostMemory:
         for tensor in tensors:
             reference = StorageWeakRef(tensor.untyped_storage())
             _, extents = self._host.setdefault(storage_id(tensor), (reference, []))
-            extents.append(extent_of(tensor))
+            extent = extent_of(tensor)
+            if extent not in extents:
+                extents.append(extent)
+
+    def prune(self) -> None:
+        """Forget memory that is gone."""
+        self._host = {key: known for key, known in self._host.items() if not known[0].expired()}
 
     def __contains__(self, tensor: torch.Tensor) -> bool:
         known = self._host.get(storage_id(tensor))

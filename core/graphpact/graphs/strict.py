@@ -399,6 +399,8 @@ class StrictShared:
             self.generator = torch.cuda.default_generators[device.index or 0]
         self._tapes: weakref.WeakSet[StrictTape] = weakref.WeakSet()
         self._guard: HostReadGuard | None = None
+        # What a preparation made on the host is the host's in later ones too.
+        self._host = HostMemory(strict=True)
 
     def pools(self) -> set[int]:
         """Return the storages of all pools."""
@@ -454,11 +456,9 @@ class StrictShared:
         read_only: Iterable[torch.Tensor],
     ) -> Iterator[None]:
         """Refuse host reads of device tensors in what prepares a replay, and stray writes."""
-        guard = HostReadGuard(
-            HostMemory([*memory.host, *host], strict=True),
-            "while a replay is prepared",
-            ReplayError,
-        )
+        self._host.prune()
+        self._host.add([*memory.host, *host])
+        guard = HostReadGuard(self._host, "while a replay is prepared", ReplayError)
         protected = {
             external.tensor.storage.cdata: external.name
             for tape in self._tapes

@@ -8,8 +8,8 @@
     order     batches in other orders, over poison, after what happens to an engine
     dispatch  which graph a batch takes; ranks
 
-A rule is judged by every experiment that can tell about it, and passes where none of them finds anything. What
-`captures` or a replay comes upon may be any rule's: kernels and the tape name the one that they refuse by.
+A rule is judged by every experiment that can tell about it, and passes where none of them finds anything.
+What `captures` or a replay comes upon may be any rule's: kernels and the tape name the one they refuse by.
 
 Does not: run them; see `graphpact.conformance.suite`.
 """

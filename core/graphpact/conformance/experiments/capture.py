@@ -120,6 +120,9 @@ def _rule_of_size(lane: LaneUnderTest) -> str | None:
     return "GP13"
 
 
+_SEED = 0x6772_6170
+"""What no plugin seeds random numbers with."""
+
 # -- what a capture changes --------------------------------------------------------------------------
 
 
@@ -131,12 +134,25 @@ def leaves_no_trace(lane: LaneUnderTest, steps: Sequence[Problem]) -> Findings:
     rig.step(problem)
     rig.load(problem)
     before = {n: t.clone() for n, t in kv_tensors(rig.kv).items()}
-    table = rig.table.clone()
+    table, random = rig.table.clone(), torch.get_rng_state()
+    torch.manual_seed(_SEED)
     with torch.inference_mode():
         rig.capture()
         once = _state_of(rig)
         rig.capture()
         twice = _state_of(rig)
+    seed = torch.initial_seed()
+    torch.set_rng_state(random)
+    if seed != _SEED:
+        yield lane.finding(
+            "GP19",
+            hook="init_metadata_capture",
+            field="the seed of the default generator",
+            expected="a capture leaves random numbers as they were",
+            actual="it seeds them",
+            problem=problem,
+            help="draw from the default generator, and leave its seed to whoever samples",
+        )
     first = rig.config.page_size
     for name, cache in kv_tensors(rig.kv).items():
         differs = ~same(cache[first:], before[name][first:]).flatten(1).all(dim=1)

@@ -10,6 +10,7 @@ import gc
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -223,6 +224,7 @@ def _copies(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def life_goes_on(lane: LaneUnderTest, steps: Sequence[Problem]) -> Findings:
     """Between capture and replay: other eager batches, cleared caches, memory given to others."""
     lane.rig()  # a lane that cannot be captured is told of once
+    lane = lane.like(replace(lane.config, room=2))
     for strict in (True, False):
         rig = _guarded(lane, "graph") if strict else lane.build()
         if rig is None:
@@ -236,6 +238,7 @@ def life_goes_on(lane: LaneUnderTest, steps: Sequence[Problem]) -> Findings:
                 found = lane.of_error(step.error, expected=expected, rule="GP14", step=step)
                 yield found.model_copy(update={"rule": "GP14", "help": found.help or _STAYS})
                 break
+            yield from _moved(lane, step)
             for wrong in differences(rig, step, lane.answer(rig, problem)):
                 yield lane.finding(
                     "GP14",
@@ -245,6 +248,20 @@ def life_goes_on(lane: LaneUnderTest, steps: Sequence[Problem]) -> Findings:
                     step=step,
                     help=_STAYS,
                 )
+
+
+def _moved(lane: LaneUnderTest, step: Step) -> Findings:
+    """Yield what of the backend a graph reads that the backend has elsewhere now; tapes keep it alive."""
+    for breach in step.breaches:
+        if breach.path.startswith("backend."):
+            yield lane.finding(
+                "GP14",
+                field=breach.path,
+                expected=f"what the graph reads, {breach.rule} {breach.captured}",
+                actual=breach.replayed,
+                step=step,
+                help=_STAYS,
+            )
 
 
 _STAYS = (
@@ -266,7 +283,8 @@ def _live(lane: LaneUnderTest, rig: Rig) -> None:
     junk = [torch.full((n,), -7, dtype=torch.int32) for n in (1, 5, 8, 33, 64, 257, 1024)]
     junk += [torch.full((n,), float("nan")) for n in (1, 5, 8, 33, 64, 257, 1024)]
     if lane.config.case.mode is not ForwardMode.IDLE:
-        for count in (1, 3):  # sizes that no graph has
+        largest = lane.config.shapes[-1].batch_size
+        for count in (1, 3, largest + lane.config.room):  # sizes that no graph has
             rig.step(of_size(lane.config, count), eagerly=True)
     rig.step(corner(lane.config), eagerly=True)
     del junk

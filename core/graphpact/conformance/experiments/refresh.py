@@ -23,7 +23,7 @@ from graphpact.conformance.experiments.base import (
     spell,
     values_at,
 )
-from graphpact.conformance.problems import Problem, assorted, corner, neighbours
+from graphpact.conformance.problems import Problem, assorted, corner, neighbours, steady
 from graphpact.conformance.results import Finding
 from graphpact.conformance.rig import TOLERANCE, Leaf, Rig, Step
 from graphpact.conformance.subject import LaneUnderTest, Way
@@ -77,6 +77,10 @@ def unwritten_and_stale(lane: LaneUnderTest, steps: Sequence[Problem]) -> Findin
             continue  # what is kept on the host is kept for both
         for neighbour in neighbours(lane.config, long):
             yield from _after_two_histories(lane, way, long, [long, neighbour], [small])
+        if lane.config.case.width is not None and long.requests:
+            now, earlier = steady(lane.config)
+            for previous in earlier:
+                yield from _after_two_histories(lane, way, now, [previous], [small])
         yield from _plans_at_fault(lane, rig, long)
 
 
@@ -152,7 +156,8 @@ def _unwritten(
         if bool(mask.any()) and any(before.shows(rig, base, leaf, mask, g) for g in garbage):
             found = True
             yield _finding(lane, base, leaf, rule, mask, expected, why)
-    if found and way == "graph" and _hook_writes(lane, base.problem, leaf, never):
+    is_input = hook_of(leaf) == "populate"
+    if found and way == "graph" and not is_input and _hook_writes(lane, base.problem, leaf, never):
         yield lane.finding(
             "GP10",
             hook="init_metadata_capture",
@@ -215,7 +220,7 @@ def _finding(
         expected=expected,
         actual=f"{why}; in this run {now}",
         step=base,
-        help=_HELP[rule].format(name=leaf.path.rsplit(".", 1)[-1]),
+        help=_help(lane, leaf, rule),
     )
 
 
@@ -264,6 +269,18 @@ def _is_off(lane: LaneUnderTest, rig: Rig, step: Step) -> torch.Tensor:
     assert step.rows is not None  # noqa: S101  it ended
     allowed = TOLERANCE[rig.config.dtype] * (1 + answer.abs())
     return ~((step.rows.double() - answer).abs() <= allowed)  # NaN is off
+
+
+def _help(lane: LaneUnderTest, leaf: Leaf, rule: str) -> str:
+    """Return what to do about a tensor that is not written, or not from this batch."""
+    if hook_of(leaf) == "populate" and rule != "GP03":
+        return "copy it from the batch in every step: registry.fill_from() fills every slot of a registry"
+    if lane.kind == "runner" and hook_of(leaf) != "populate":
+        return (
+            "the backend is the kit's own and writes it from the view: see what the view is, or whether the"
+            " hook was called for this batch"
+        )
+    return _HELP[rule].format(name=leaf.path.rsplit(".", 1)[-1])
 
 
 _HELP = {
