@@ -89,7 +89,7 @@ _MUSEUM = """\
 
 Each exhibit is a real bug of a real engine, planted by a small edit in a plugin that is otherwise right. The
 suite has to catch it under its own rule; other rules may fire as well. Each right plugin in another style has
-to pass. Written by `python docs/reference.py --museum`; `graphpact museum` does it anew, with what caught each.
+to pass. Written by `python docs/reference.py --museum`; `graphpact museum` does it anew and says more.
 
 """
 
