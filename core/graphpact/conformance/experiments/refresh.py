@@ -155,7 +155,10 @@ def _unwritten(
     for rule, mask, why in parts:
         if bool(mask.any()) and any(before.shows(rig, base, leaf, mask, g) for g in garbage):
             found = True
-            yield _finding(lane, base, leaf, rule, mask, expected, why)
+            asked = expected
+            if rule == "GP03" and slot.copy_from_fb:
+                asked = f"padded rows hold {slot.initial_value}, in every step and after any batch"
+            yield _finding(lane, base, leaf, rule, mask, asked, why)
     is_input = hook_of(leaf) == "populate"
     if found and way == "graph" and not is_input and _hook_writes(lane, base.problem, leaf, never):
         yield lane.finding(
@@ -212,13 +215,16 @@ def _finding(
     expected: str,
     why: str,
 ) -> Finding:
-    now = values_at(base.leaves[leaf.path].value, mask)
+    now = base.leaves[leaf.path].value
+    initial = 0 if leaf.slot is None else leaf.slot.initial_value
+    if bool((now[mask] != initial).any()):  # else it is as it was before anything was written
+        why = f"{why}; in this run {values_at(now, mask)}"
     return lane.finding(
         rule,
         hook=hook_of(leaf),
         field=f"{leaf.path}{spell(mask)}" + (f" ({leaf.slot.label})" if leaf.slot else ""),
         expected=expected,
-        actual=f"{why}; in this run {now}",
+        actual=why,
         step=base,
         help=_help(lane, leaf, rule),
     )
