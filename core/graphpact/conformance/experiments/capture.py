@@ -174,6 +174,8 @@ def leaves_no_trace(lane: LaneUnderTest, steps: Sequence[Problem]) -> Findings:
             expected="the page table is read and never written",
             actual=values_at(rig.table, table != rig.table),
             problem=problem,
+            help="the table is the scheduler's: take rows and slots of your own from nobody's, row 0 and"
+            " slot 0",
         )
     for name, state in once.items():
         if name not in twice or not bool(same(state, twice[name]).all()):
