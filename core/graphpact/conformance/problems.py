@@ -26,7 +26,7 @@ SPARE_ROWS = 3
 STATIC_TOKENS = {2: 10, 4: 24}
 """Request slots of a ragged bucket, and its tokens."""
 PAGE_SIZES = (1, 16, 64)
-DTYPES = (torch.float32, torch.bfloat16)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 CPU = torch.device("cpu")
 
 
@@ -202,7 +202,7 @@ class Config:
 def configs_of(capabilities: Capabilities, device: torch.device = CPU) -> Iterator[Config]:
     """Yield every lane that a backend is to be held to, by what it declares."""
     pages = capabilities.page_sizes
-    page_sizes = [p for p in PAGE_SIZES if pages is None or p in pages] or [min(pages or {1})]
+    page_sizes = sorted(PAGE_SIZES if pages is None else pages)
     dtypes = [d for d in DTYPES if d in capabilities.dtypes] or [*capabilities.dtypes][:1]
     dims = capabilities.head_dims
     dim = 8 if dims is None or 8 in dims else min(dims)

@@ -54,6 +54,8 @@ class FA3Backend(AttentionBackend):
         sinks=True,
         trees=True,
     )
+    # Its kernels take latents as a second part of the query, which metadata here has no part in.
+    claims = {"heads mla": "not_implemented"}  # noqa: RUF012  a ClassVar there
     providers = (NativeKernels, PortableKernels)
     kernels: FA3Kernels
 
