@@ -178,6 +178,8 @@ class LanePlan:
 
 _LIGHT = frozenset({"answers_eagerly", "answers_replayed", "padding", "largest_step"})
 """Experiments that look at values alone, for lanes that differ from a full one in sizes."""
+_LIGHTEST = frozenset({"answers_eagerly", "answers_replayed"})
+"""What of them a quick run makes."""
 _PROBES = "undeclared capabilities"
 """The piece of work that tries what is not declared."""
 _PAIR = frozenset(
@@ -373,6 +375,7 @@ def examine(
     names = target.name if target.partner is None else f"{target.name} {target.partner}"
     first, parts = part
     every = [replace(plan, names=names) for plan in lanes_of(target, options, catalog)]
+    every.sort(key=lambda plan: not plan.is_full)  # so that parts take about as long
     plans = every[first::parts]
     shown: list[tuple[Config, bool]] = []
     for plan in plans:
@@ -538,7 +541,7 @@ def experiments_of(
         e
         for e in experiments
         if plan.lane.kind in e.scopes
-        and (plan.is_full or e.name in _LIGHT)
+        and (plan.is_full or e.name in (_LIGHTEST if options.size == "quick" else _LIGHT))
         and (e.name in _PAIR or not is_pair)
         and (not options.only or options.only & {*e.examines})
     ]
