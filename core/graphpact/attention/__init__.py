@@ -14,6 +14,7 @@ from graphpact.attention.backend import (
     DraftMetadata,
     KVBuffers,
     SlotBuffers,
+    each_step,
     kv_tensors,
 )
 from graphpact.attention.capabilities import (
@@ -42,6 +43,7 @@ __all__ = [
     "Limits",
     "ProviderName",
     "SlotBuffers",
+    "each_step",
     "kv_tensors",
     "require_capabilities",
 ]

@@ -280,7 +280,7 @@ class AttentionBackend(abc.ABC):
     def record_metadata(self, view: ForwardBatch, metadata: Any) -> None:
         """Do what a graph records of the metadata's work; a lane calls it inside the capture."""
         if self.records_metadata and self.metadata_in_graph is not None:
-            for at, part in _each_step(view, metadata):
+            for at, part in each_step(view, metadata):
                 self.metadata_in_graph(at, part)
 
     def init_metadata_eager(self, batch: ForwardBatch, *, fill: int | None = None) -> Any:
@@ -341,7 +341,7 @@ class AttentionBackend(abc.ABC):
         plan = self.plan_metadata
         if not fill and plan is None:
             return
-        for at, part in _each_step(view, metadata):
+        for at, part in each_step(view, metadata):
             if fill:
                 self.fill_metadata(at, part)
             if plan is not None:
@@ -358,8 +358,13 @@ def _is_workspace(slot: GraphSlot) -> bool:
     return slot.padding_policy is PaddingPolicy.FILL_ONCE and slot.axis == "none"
 
 
-def _each_step(view: ForwardBatch, metadata: Any) -> Iterator[tuple[ForwardBatch, Any]]:
-    """Yield what each step of a draft sees, and its metadata; the whole of any other batch."""
+def each_step(view: ForwardBatch, metadata: Any) -> Iterator[tuple[ForwardBatch, Any]]:
+    """Yield what each step of a draft sees, and its metadata; the whole of any other batch.
+
+    Args:
+        view: Of the whole batch.
+        metadata: `DraftMetadata`, or that of a batch of one step.
+    """
     if not isinstance(metadata, DraftMetadata):
         yield view, metadata
         return

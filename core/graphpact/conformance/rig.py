@@ -423,7 +423,9 @@ class Rig:
         step.caches = {n: t.clone().cpu() for n, t in kv_tensors(self.kv).items()}
         step.table = self.table.clone().cpu()
         step.changed_fields = [
-            name for name, tensor in batch.tensors().items() if not _same_bits(tensor, given[name])
+            name
+            for name, tensor in batch.tensors().items()
+            if not bool(same(tensor, given[name]).all())
         ]
         return step
 
@@ -568,6 +570,14 @@ def runner_context(
     )
 
 
+def same(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Return where two tensors hold the same bits' worth; NaN is the same as NaN."""
+    equal = a == b
+    if a.dtype.is_floating_point:
+        equal |= a.isnan() & b.isnan()
+    return equal
+
+
 def _each_due(
     fill: Callable[[GraphSlot], None],
 ) -> Callable[[CudaGraphBufferRegistry, GraphShape], None]:
@@ -577,12 +587,6 @@ def _each_due(
                 fill(slot)
 
     return before
-
-
-def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    if a.dtype.is_floating_point:
-        return bool(((a == b) | (a.isnan() & b.isnan())).all())
-    return torch.equal(a, b)
 
 
 def _tail_of(

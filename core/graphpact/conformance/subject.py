@@ -165,7 +165,7 @@ class LaneUnderTest:
         """Return whether a replay hook alone writes a slot of the backend's."""
         rig = self.rig("hook")
         batch = rig.runner.dummy_batch(rig.config.shapes[0])
-        rig.step(Problem(self.config.case, [], 0), batch=batch, fill=_poison)
+        rig.step(Problem(self.config.case, [], 0), batch=batch, fill=poison_slot)
         return any(
             slot.buffer is not None and is_due(slot) and not bool(is_poison(slot.buffer).all())
             for slot in rig.registry
@@ -246,7 +246,8 @@ class LaneUnderTest:
         )
 
 
-def _poison(slot: GraphSlot) -> None:
+def poison_slot(slot: GraphSlot) -> None:
+    """Fill a slot with poison."""
     if slot.buffer is not None:
         poison(slot.buffer)
 

@@ -12,7 +12,7 @@ import torch
 from graphpact.batch import ForwardBatch
 from graphpact.conformance.problems import Problem
 from graphpact.conformance.results import Finding
-from graphpact.conformance.rig import TOLERANCE, Answer, Leaf, Rig, Step
+from graphpact.conformance.rig import TOLERANCE, Answer, Leaf, Rig, Step, same
 from graphpact.conformance.subject import LaneUnderTest
 from graphpact.graphs.poison import poison_of
 from graphpact.pact import walk
@@ -46,14 +46,6 @@ class Experiment:
 
 
 # -- comparing ---------------------------------------------------------------------------------------
-
-
-def same(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Return where two tensors hold the same bits' worth; NaN is the same as NaN."""
-    equal = a == b
-    if a.dtype.is_floating_point:
-        equal |= a.isnan() & b.isnan()
-    return equal
 
 
 def same_rows(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:

@@ -14,7 +14,6 @@ from graphpact.attention import kv_tensors
 from graphpact.buffers import PaddingPolicy
 from graphpact.conformance.experiments.base import (
     Findings,
-    same,
     spell,
     values_at,
 )
@@ -22,7 +21,7 @@ from graphpact.conformance.experiments.order import caches_of
 from graphpact.conformance.experiments.parity import TRACE_HELP, compare_traces, trace_of
 from graphpact.conformance.problems import Case, Problem, of_size
 from graphpact.conformance.results import Finding
-from graphpact.conformance.rig import Rig
+from graphpact.conformance.rig import Rig, same
 from graphpact.conformance.subject import CannotCaptureError, LaneUnderTest, Way, rule_of
 
 # -- whether -----------------------------------------------------------------------------------------

@@ -34,6 +34,10 @@ _RANK_HELP = (
     "as the only rank it does not fail: look at what takes its size from attn_tp_size or its place from"
     " attn_tp_rank"
 )
+_GATHER_HELP = (
+    "without other ranks it does not fail: look at what goes by global_num_tokens_cpu, and at what a rank"
+    " without requests has no rows for"
+)
 _MOST = (1, 3, 5, 7, 13, 42, 100, 301)
 """The largest steps for which runners are asked for their ladders; no rhythm of sizes ends at all of them."""
 
@@ -494,7 +498,16 @@ def _uneven(lane: LaneUnderTest, rigs: Sequence[Rig]) -> Findings:
             if refused is not None:
                 return  # told already
             if isinstance(asked, GraphShape):
-                asked = _replayed(rig, problem, batch)
+                step = rig.step(problem, batch=batch)
+                if step.error is not None:
+                    if rig.step(problem).error is None:
+                        what = f"{size} requests, with {together} tokens on the ranks"
+                        found = lane.of_error(
+                            step.error, expected=f"a replay of {what}", rule="GP17", step=step
+                        )
+                        yield _with_help(found, _GATHER_HELP)
+                    return
+                asked = step.shape if step.replays == 1 else None
             answers.append(asked)
         if answers[0] != answers[1] and any(isinstance(a, GraphShape) for a in answers):
             told = [
@@ -509,9 +522,3 @@ def _uneven(lane: LaneUnderTest, rigs: Sequence[Rig]) -> Findings:
                 help="where layers gather over ranks, all take the bucket of the largest: BucketLadder.fit()"
                 " looks at global_num_tokens_cpu",
             )
-
-
-def _replayed(rig: Rig, problem: Problem, batch: ForwardBatch) -> GraphShape | None:
-    """Return the shape that a batch replays; None where none is."""
-    step = rig.step(problem, batch=batch)
-    return step.shape if step.replays == 1 else None

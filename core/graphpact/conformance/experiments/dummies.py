@@ -13,13 +13,12 @@ from graphpact.batch import ForwardBatch
 from graphpact.conformance.experiments.base import (
     Findings,
     matters,
-    same,
     spell,
     values_at,
 )
 from graphpact.conformance.experiments.refresh import hook_of
 from graphpact.conformance.problems import CONTEXT, VOCAB, Problem
-from graphpact.conformance.rig import Rig, Step
+from graphpact.conformance.rig import Rig, Step, same
 from graphpact.conformance.subject import LaneUnderTest, Way
 from graphpact.errors import GraphpactError
 from graphpact.graphs.poison import poison_of

@@ -20,14 +20,13 @@ from graphpact.attention import kv_tensors
 from graphpact.batch import ForwardBatch, ForwardMode
 from graphpact.conformance.experiments.base import (
     Findings,
-    same,
     spell,
     values_at,
 )
 from graphpact.conformance.experiments.refresh import Before, hook_of, is_plan
 from graphpact.conformance.problems import Problem, assorted
 from graphpact.conformance.results import Finding
-from graphpact.conformance.rig import TOLERANCE, Leaf, Rig, Step
+from graphpact.conformance.rig import TOLERANCE, Leaf, Rig, Step, same
 from graphpact.conformance.subject import LaneUnderTest, Way
 from graphpact.graphs import Graph
 from graphpact.graphs.poison import poison_of

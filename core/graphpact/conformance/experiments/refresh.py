@@ -18,15 +18,14 @@ from graphpact.conformance.experiments.base import (
     altered,
     differences,
     put,
-    same,
     same_step,
     spell,
     values_at,
 )
 from graphpact.conformance.problems import Problem, assorted, corner, neighbours, steady
 from graphpact.conformance.results import Finding
-from graphpact.conformance.rig import TOLERANCE, Leaf, Rig, Step
-from graphpact.conformance.subject import LaneUnderTest, Way
+from graphpact.conformance.rig import TOLERANCE, Leaf, Rig, Step, same
+from graphpact.conformance.subject import LaneUnderTest, Way, poison_slot
 from graphpact.graphs.poison import poison_of
 from graphpact.strict import is_due
 
@@ -98,10 +97,10 @@ def _after_two_histories(
         return  # what goes wrong without any garbage, others tell
     for each in history:
         rig.step(each)
-    one = rig.step(problem, fill=_first)
+    one = rig.step(problem, fill=poison_slot)
     for each in other:
         rig.step(each)
-    two = rig.step(problem, fill=_second)
+    two = rig.step(problem, fill=_other_poison)
     for path, leaf in one.leaves.items():
         twin = two.leaves.get(path)
         if not leaf.is_due or leaf.is_alias or twin is None or twin.value.shape != leaf.value.shape:
@@ -119,7 +118,7 @@ def _after_two_histories(
 
 def _garbage(leaf: Leaf, twin: Leaf) -> list[tuple[Leaf, float | int]]:
     dtype = leaf.value.dtype
-    return [(leaf, poison_of(dtype)), (twin, _other_garbage(dtype))]
+    return [(leaf, poison_of(dtype)), (twin, _other_poison_of(dtype))]
 
 
 def _unwritten(
@@ -177,7 +176,7 @@ def _hook_writes(lane: LaneUnderTest, problem: Problem, leaf: Leaf, mask: torch.
     """Return whether a lane whose hooks make metadata writes what the graph leaves unwritten."""
     if "hook" not in lane.ways or not bool(mask.any()):
         return False
-    theirs = lane.rig("hook").step(problem, fill=_first).leaves.get(leaf.path)
+    theirs = lane.rig("hook").step(problem, fill=poison_slot).leaves.get(leaf.path)
     if theirs is None or theirs.value.shape != mask.shape:
         return False
     left = same(theirs.value, torch.full_like(theirs.value, poison_of(theirs.value.dtype)))
@@ -305,17 +304,12 @@ def hook_of(leaf: Leaf) -> str:
     return "populate" if leaf.path.startswith("view.") else "init_metadata_replay"
 
 
-def _first(slot: GraphSlot) -> None:
+def _other_poison(slot: GraphSlot) -> None:
     if slot.buffer is not None:
-        slot.buffer.fill_(poison_of(slot.dtype))
+        slot.buffer.fill_(_other_poison_of(slot.dtype))
 
 
-def _second(slot: GraphSlot) -> None:
-    if slot.buffer is not None:
-        slot.buffer.fill_(_other_garbage(slot.dtype))
-
-
-def _other_garbage(dtype: torch.dtype) -> float | int:
+def _other_poison_of(dtype: torch.dtype) -> float | int:
     """Return a second poison of ``dtype``, which is no index and no length either."""
     if dtype.is_floating_point or dtype.is_complex:
         return float("inf")

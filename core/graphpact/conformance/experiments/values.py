@@ -19,7 +19,6 @@ from graphpact.conformance.experiments.base import (
     altered,
     differences,
     put,
-    same,
     same_rows,
     spell,
     values_at,
@@ -36,7 +35,7 @@ from graphpact.conformance.problems import (
     next_id,
     of_size,
 )
-from graphpact.conformance.rig import NAN, Rig, Step
+from graphpact.conformance.rig import NAN, Rig, Step, same
 from graphpact.conformance.subject import LaneUnderTest, causes
 
 # -- eager -------------------------------------------------------------------------------------------

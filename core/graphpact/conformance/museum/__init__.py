@@ -8,6 +8,8 @@
     runners    runners, the registry, the ladder, batches, ranks: GP03 to 06, 11, 12, 17 and others
     variants   right plugins in other styles
 
+`exhibit` says what an exhibit is, `edits` how several rooms make theirs, `gallery` shows them to the suite.
+
 The suite has to catch every exhibit under its own rule, and to pass every variant. A rule without an exhibit
 is not trusted.
 

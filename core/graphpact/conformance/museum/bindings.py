@@ -7,108 +7,16 @@ Does not: hold the exhibits of what is recorded (see `graphpact.conformance.muse
 streams and host reads (see `graphpact.conformance.museum.plans`).
 """
 
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from graphpact.attention import DraftMetadata
 from graphpact.batch import ForwardBatch
+from graphpact.conformance.museum.edits import after_replay_hook, not_refreshed, with_spare
 from graphpact.conformance.museum.exhibit import Exhibit
 from graphpact.hookspecs import hookimpl
 from graphpact.shapes import GraphShape
-
-Make = Callable[[type[Any]], type[Any]]
-Edit = Callable[[Any, ForwardBatch, Any], None]
-"""``(backend, view, metadata)``: what is done besides."""
-
-
-def each_step(view: ForwardBatch, metadata: Any) -> Iterator[tuple[ForwardBatch, Any]]:
-    """Yield each step of a draft and its metadata; of any other batch the whole."""
-    if not isinstance(metadata, DraftMetadata):
-        yield view, metadata
-        return
-    for step, part in enumerate(metadata.steps):
-        yield view.at_draft_step(step), part
-
-
-def after_replay_hook(edit: Edit) -> Make:
-    """Return what makes a backend whose replay hook refreshes everything, and then does ``edit``."""
-
-    def make(base: type[Any]) -> type[Any]:
-        class Edited(base):  # type: ignore[misc]
-            """Metadata is made by hooks alone."""
-
-            metadata_in_graph = None
-
-            @hookimpl
-            def init_metadata_replay(
-                self, view: ForwardBatch, shape: GraphShape, captured: Any
-            ) -> Any:
-                """Refresh, and then do what is planted."""
-                fresh = super().init_metadata_replay(view, shape, captured)
-                for at, part in each_step(view, fresh):
-                    edit(self, at, part)
-                return fresh
-
-        return Edited
-
-    return make
-
-
-def not_refreshed(spare: Callable[[Any], Any], *, in_graph: bool) -> Make:
-    """Return what makes a backend that refreshes a spare copy of some fields after capture.
-
-    Args:
-        spare: From metadata to the same with other memory in the place of what is forgotten.
-        in_graph: Whether it is the recorded body that forgets, or the replay hook.
-    """
-
-    def make(base: type[Any]) -> type[Any]:
-        if in_graph:
-
-            class Recorded(base):  # type: ignore[misc]
-                """The recorded body writes less than the hook."""
-
-                def metadata_in_graph(self, view: ForwardBatch, metadata: Any) -> None:
-                    """Write all the rest."""
-                    self.fill_metadata(view, spare(metadata))
-
-            return Recorded
-
-        class Hooked(base):  # type: ignore[misc]
-            """The replay hook writes less than the capture hook."""
-
-            metadata_in_graph = None
-
-            @hookimpl
-            def init_metadata_replay(
-                self, view: ForwardBatch, shape: GraphShape, captured: Any
-            ) -> Any:
-                """Write all the rest."""
-                del shape
-                for at, part in each_step(view, captured):
-                    other = spare(part)
-                    self.fill_metadata(at, other)
-                    if self.plan_metadata is not None:
-                        self.plan_metadata(at, other)
-                return captured
-
-        return Hooked
-
-    return make
-
-
-def with_spare(*names: str) -> Callable[[Any], Any]:
-    """Return what gives metadata other memory for the tensors of that name."""
-
-    def spare(metadata: Any) -> Any:
-        others = {name: torch.zeros_like(getattr(metadata, name)) for name in names}
-        return replace(metadata, **others)
-
-    return spare
-
 
 # -- GP01: rebound -----------------------------------------------------------------------------------
 

@@ -6,7 +6,12 @@ Does not: run any; see `graphpact.conformance.museum.gallery`.
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
+
+Make: TypeAlias = Callable[[type[Any]], type[Any]]
+"""From a right class to one with an edit."""
+Around: TypeAlias = Callable[[], AbstractContextManager[object]]
+"""What an edit lasts for."""
 
 
 def _as_it_is(cls: type[Any]) -> type[Any]:
@@ -38,8 +43,8 @@ class Exhibit:
     planted: str
     base: str
     lanes: tuple[str, ...]
-    make: Callable[[type[Any]], type[Any]] = _as_it_is
-    around: Callable[[], AbstractContextManager[object]] = nullcontext
+    make: Make = _as_it_is
+    around: Around = nullcontext
     site: str = "backend"
 
     @property
@@ -65,4 +70,4 @@ class Variant:
     style: str
     base: str
     lanes: tuple[str, ...]
-    make: Callable[[type[Any]], type[Any]]
+    make: Make

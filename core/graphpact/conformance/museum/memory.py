@@ -14,40 +14,9 @@ from typing import Any
 import torch
 
 from graphpact.buffers import GraphSlot, PaddingPolicy
-from graphpact.conformance.museum.exhibit import Exhibit
+from graphpact.conformance.museum.edits import Attended, Then, after_attention
+from graphpact.conformance.museum.exhibit import Exhibit, Make
 from graphpact.hookspecs import hookimpl
-
-Make = Callable[[type[Any]], type[Any]]
-
-Then = Callable[[Any, torch.Tensor, torch.Tensor, Any], torch.Tensor]
-"""``(backend, k, out, layer) -> out``."""
-
-
-def _after_attention(then: Then, more: Callable[[Any], Sequence[GraphSlot]] | None = None) -> Make:
-    """Return what does something with what attention gives.
-
-    Args:
-        then: What it does.
-        more: Slots that it needs.
-    """
-
-    def make(base: type[Any]) -> type[Any]:
-        class AfterAttention(base):  # type: ignore[misc]
-            """Attends, and goes on."""
-
-            def declare_slots(self, limits: Any) -> Sequence[GraphSlot]:
-                """Return more slots."""
-                slots: Sequence[GraphSlot] = super().declare_slots(limits)
-                return slots if more is None else [*slots, *more(self)]
-
-            def forward(self, q: Any, k: Any, v: Any, layer: Any, metadata: Any) -> Any:
-                """Attend, and do it."""
-                out = super().forward(q, k, v, layer, metadata)
-                return then(self, k, out, layer) if len(out) else out
-
-        return AfterAttention
-
-    return make
 
 
 def _workspace(
@@ -135,13 +104,12 @@ def _clamps_keys(base: type[Any]) -> type[Any]:
     return ClampsKeys
 
 
-def _clamps_tokens(backend: Any, k: Any, out: torch.Tensor, layer: Any) -> torch.Tensor:
+def _clamps_tokens(backend: Any, call: Attended) -> torch.Tensor:
     """Send rows through a workspace that has one draft less for each request, and take the last for more."""
-    del k, layer
     limits = backend.context.limits
     rows = limits.max_bs * (limits.draft.num_draft_tokens - 1)
-    at = torch.arange(len(out), device=out.device).clamp_(max=rows - 1)
-    return out[at]
+    at = torch.arange(len(call.out), device=call.out.device).clamp_(max=rows - 1)
+    return call.out[at]
 
 
 def _table_without_the_last_column(base: type[Any]) -> type[Any]:
@@ -209,7 +177,7 @@ _SIZES = [
         planted="A workspace has a row less for each request, and what goes past its end takes the last row.",
         base="fa3",
         lanes=("draft_extend",),
-        make=_after_attention(_clamps_tokens),
+        make=after_attention(_clamps_tokens),
     ),
     Exhibit(
         name="reference-table-without-the-last-column",
@@ -230,39 +198,46 @@ def _ones(backend: Any, rows: int) -> torch.Tensor:
     return torch.ones(rows, 1, 1, device=backend.context.device, dtype=backend.context.dtype)
 
 
-def _grows(backend: Any, k: Any, out: torch.Tensor, layer: Any) -> torch.Tensor:
+def _grows(backend: Any, call: Attended) -> torch.Tensor:
     """Scale by a workspace, which is replaced where a step needs more than it has."""
-    del k, layer
     if len(getattr(backend, "workspace", ())) < backend.needed:
         backend.workspace = _ones(backend, backend.needed)
     workspace: torch.Tensor = backend.workspace
-    return out * workspace[0]
+    return call.out * workspace[0]
 
 
-def _needs_all_keys(base: type[Any]) -> type[Any]:
-    class GrowsByKeys(_after_attention(_grows)(base)):  # type: ignore[misc]
-        """Needs as much of a workspace as a batch has keys."""
+def _for_all_keys(scale: Then) -> Make:
+    """Return what needs as much of a workspace as a batch has keys.
 
-        needed = 1
+    Args:
+        scale: Scales by ``backend.workspace``, of at least ``backend.needed`` ones.
+    """
 
-        def allocate_metadata(self, view: Any, shape: Any, buffers: Any) -> Any:
-            """Note how much is needed."""
-            self.needed = max(int(view.seq_lens_cpu.sum()), 1)
-            return super().allocate_metadata(view, shape, buffers)
+    def make(base: type[Any]) -> type[Any]:
+        class ForAllKeys(after_attention(scale)(base)):  # type: ignore[misc]
+            """Notes how much is needed."""
 
-    return GrowsByKeys
+            needed = 1
+
+            def allocate_metadata(self, view: Any, shape: Any, buffers: Any) -> Any:
+                """Note it, and allocate."""
+                self.needed = max(int(view.seq_lens_cpu.sum()), 1)
+                return super().allocate_metadata(view, shape, buffers)
+
+        return ForAllKeys
+
+    return make
 
 
-def _of_each_size(backend: Any, k: Any, out: torch.Tensor, layer: Any) -> torch.Tensor:
+def _of_each_size(backend: Any, call: Attended) -> torch.Tensor:
     """Scale by a buffer that is made anew where the number of tokens is another."""
-    del k, layer
     known = vars(backend).setdefault("sized", {})
-    if len(out) not in known and not getattr(backend.driver, "is_capturing", False):
+    if len(call.out) not in known and not getattr(backend.driver, "is_capturing", False):
         if len(known) >= 2:
             known.clear()
-        known[len(out)] = _ones(backend, len(out))
-    scale: torch.Tensor = known[len(out)]
-    return out * scale
+        known[len(call.out)] = _ones(backend, len(call.out))
+    scale: torch.Tensor = known[len(call.out)]
+    return call.out * scale
 
 
 def _cached(base: type[Any]) -> type[Any]:
@@ -301,37 +276,23 @@ def _remakes_weights(base: type[Any]) -> type[Any]:
     return RemakesWeights
 
 
-def _resizes(backend: Any, k: Any, out: torch.Tensor, layer: Any) -> torch.Tensor:
+def _resizes(backend: Any, call: Attended) -> torch.Tensor:
     """Scale by a workspace, which is resized in place where a step needs more than it has."""
-    del k, layer
     if not hasattr(backend, "workspace"):
         backend.workspace = _ones(backend, 1)
     if len(backend.workspace) < backend.needed:
         backend.workspace.resize_(backend.needed, 1, 1).fill_(1)
     workspace: torch.Tensor = backend.workspace
-    return out * workspace[0]
+    return call.out * workspace[0]
 
 
-def _needs_and_resizes(base: type[Any]) -> type[Any]:
-    class ResizesByKeys(_needs_all_keys(base)):  # type: ignore[misc]
-        """Resizes what it scales by."""
-
-        def forward(self, q: Any, k: Any, v: Any, layer: Any, metadata: Any) -> Any:
-            """Attend, and scale by what was resized."""
-            out = base.forward(self, q, k, v, layer, metadata)
-            return _resizes(self, k, out, layer) if len(out) else out
-
-    return ResizesByKeys
-
-
-def _copies_from_a_local(backend: Any, k: Any, out: torch.Tensor, layer: Any) -> torch.Tensor:
+def _copies_from_a_local(backend: Any, call: Attended) -> torch.Tensor:
     """Scale by what is copied from memory of the host that nobody keeps."""
-    del k, layer
     target = _ones(backend, 4)
     if backend.driver is None:
-        return out * target[0]
+        return call.out * target[0]
     backend.driver.copy_async(target, torch.ones(4, 1, 1, dtype=target.dtype))
-    return out * target[0]
+    return call.out * target[0]
 
 
 _LIVES = [
@@ -342,7 +303,7 @@ _LIVES = [
         planted="A workspace is replaced by a larger one when an eager step has more keys.",
         base="flashinfer",
         lanes=("decode",),
-        make=_needs_all_keys,
+        make=_for_all_keys(_grows),
     ),
     Exhibit(
         name="fa3-buffers-by-size-are-flushed",
@@ -351,7 +312,7 @@ _LIVES = [
         planted="A buffer is kept for each number of tokens, and all are dropped when there are too many.",
         base="fa3",
         lanes=("target_verify",),
-        make=_after_attention(_of_each_size),
+        make=after_attention(_of_each_size),
     ),
     Exhibit(
         name="trtllm-lru-cache-of-tensors",
@@ -378,7 +339,7 @@ _LIVES = [
         planted="A workspace is resized in place in an eager step with more keys, which moves its memory.",
         base="trtllm_mla",
         lanes=("extend",),
-        make=_needs_and_resizes,
+        make=_for_all_keys(_resizes),
     ),
     Exhibit(
         name="fa3-host-memory-of-a-copy-is-a-local",
@@ -387,7 +348,7 @@ _LIVES = [
         planted="A recorded copy reads host memory that was a local variable.",
         base="fa3",
         lanes=("draft_extend",),
-        make=_after_attention(_copies_from_a_local),
+        make=after_attention(_copies_from_a_local),
     ),
 ]
 
@@ -395,15 +356,14 @@ _LIVES = [
 # -- GP15: another graph's ---------------------------------------------------------------------------
 
 
-def _cached_by_stream(backend: Any, k: Any, out: torch.Tensor, layer: Any) -> torch.Tensor:
+def _cached_by_stream(backend: Any, call: Attended) -> torch.Tensor:
     """Scale by a buffer that is cached for each stream: the first on the capturing one is a graph's own."""
-    del k, layer
     known = vars(backend).setdefault("by_stream", {})
     stream = getattr(backend.driver, "is_capturing", False)
     if stream not in known:
         known[stream] = _ones(backend, backend.context.limits.max_num_tokens)
     scale: torch.Tensor = known[stream]
-    return out * scale[: len(out)]
+    return call.out * scale[: len(call.out)]
 
 
 def _shares_between_graphs(base: type[Any]) -> type[Any]:
@@ -426,15 +386,14 @@ def _shares_between_graphs(base: type[Any]) -> type[Any]:
     return SharesBetweenGraphs
 
 
-def _reads_the_last_graph(backend: Any, k: Any, out: torch.Tensor, layer: Any) -> torch.Tensor:
+def _reads_the_last_graph(backend: Any, call: Attended) -> torch.Tensor:
     """Keep what a layer gave while it was recorded, for the next graph to begin with."""
-    del k
     kept = vars(backend).setdefault("kept", {})
     if not getattr(backend.driver, "is_capturing", False):
-        return out
-    before = kept.get(layer.layer_id)
-    kept[layer.layer_id] = out
-    return out if before is None else out + 0 * before[:1]
+        return call.out
+    before = kept.get(call.layer.layer_id)
+    kept[call.layer.layer_id] = call.out
+    return call.out if before is None else call.out + 0 * before[:1]
 
 
 def _reads_outputs_late(base: type[Any]) -> type[Any]:
@@ -476,7 +435,7 @@ _OWNERS = [
         planted="A buffer is cached by stream, so that the first capture allocates it in its own pool.",
         base="flashinfer",
         lanes=("decode",),
-        make=_after_attention(_cached_by_stream),
+        make=after_attention(_cached_by_stream),
     ),
     Exhibit(
         name="fa3-scratch-of-the-first-capture",
@@ -494,7 +453,7 @@ _OWNERS = [
         planted="A graph reads an intermediate tensor of the graph that was captured before it.",
         base="trtllm_mla",
         lanes=("draft_extend",),
-        make=_after_attention(_reads_the_last_graph),
+        make=after_attention(_reads_the_last_graph),
     ),
     Exhibit(
         name="flashinfer-output-buffer-of-the-first-capture",
@@ -526,13 +485,12 @@ def _semaphore(backend: Any) -> Sequence[GraphSlot]:
     return [_workspace("semaphore", 1, dtype=torch.int32)]
 
 
-def _waits_for_zero(backend: Any, k: Any, out: torch.Tensor, layer: Any) -> torch.Tensor:
+def _waits_for_zero(backend: Any, call: Attended) -> torch.Tensor:
     """Attend where the counter is zero, and count; the host set it to zero when it was made."""
-    del k, layer
     counter = _there(backend, "semaphore")
     if not getattr(backend.driver, "is_capturing", False):
         counter.zero_()
-    out = out * (counter <= len(backend.context.layers)).to(out.dtype)
+    out = call.out * (counter <= len(backend.context.layers)).to(call.out.dtype)
     counter.add_(1)
     return out
 
@@ -560,14 +518,13 @@ def _accumulators(backend: Any) -> Sequence[GraphSlot]:
     return [_workspace("sums", len(layers), most, *row, dtype=backend.context.dtype)]
 
 
-def _accumulates(backend: Any, k: Any, out: torch.Tensor, layer: Any) -> torch.Tensor:
-    del k
-    sums = _there(backend, "sums")[layer.layer_id, : len(out)]
-    return sums.add_(out).clone() if len(out) == len(sums) else out
+def _accumulates(backend: Any, call: Attended) -> torch.Tensor:
+    sums = _there(backend, "sums")[call.layer.layer_id, : len(call.out)]
+    return sums.add_(call.out).clone() if len(call.out) == len(sums) else call.out
 
 
 def _zeroes_on_the_host(base: type[Any]) -> type[Any]:
-    class ZeroesOnTheHost(_after_attention(_accumulates, _accumulators)(base)):  # type: ignore[misc]
+    class ZeroesOnTheHost(after_attention(_accumulates, _accumulators)(base)):  # type: ignore[misc]
         """Adds partial results to sums that hooks of capture and of eager steps set to zero."""
 
         def _make_metadata(self, *arguments: Any) -> Any:
@@ -583,23 +540,22 @@ def _flag(backend: Any) -> Sequence[GraphSlot]:
     return [_workspace("flag", 1, dtype=torch.int32), _workspace("base", 1, value=0.0)]
 
 
-def _sets_a_flag(backend: Any, k: Any, out: torch.Tensor, layer: Any) -> torch.Tensor:
+def _sets_a_flag(backend: Any, call: Attended) -> torch.Tensor:
     """Set the offset by which rows are shifted when the flag is down, and raise it: nobody lowers it."""
-    del layer
     flag, base = _there(backend, "flag"), _there(backend, "base")
     if not getattr(backend.driver, "is_capturing", False):
         flag.zero_()
-    base.copy_(torch.where(flag == 0, k.float().mean(), base))
+    base.copy_(torch.where(flag == 0, call.k.float().mean(), base))
     flag.fill_(1)
-    shift = base.to(out.dtype)
-    return (out - shift) + shift
+    shift = base.to(call.out.dtype)
+    return (call.out - shift) + shift
 
 
-def _seeds(backend: Any, k: Any, out: torch.Tensor, layer: Any) -> torch.Tensor:
+def _seeds(backend: Any, call: Attended) -> torch.Tensor:
     """Round at random, by the device's generator, which the host seeds for each layer."""
-    del backend, k
-    torch.manual_seed(17 + layer.layer_id)
-    return out + 1e-7 * torch.rand_like(out)
+    del backend
+    torch.manual_seed(17 + call.layer.layer_id)
+    return call.out + 1e-7 * torch.rand_like(call.out)
 
 
 _STATES = [
@@ -610,7 +566,7 @@ _STATES = [
         planted="A counter that a kernel expects at zero is set to zero on the host, and by no graph.",
         base="trtllm_mla",
         lanes=("decode",),
-        make=_after_attention(_waits_for_zero, _semaphore),
+        make=after_attention(_waits_for_zero, _semaphore),
     ),
     Exhibit(
         name="flashinfer-private-generator",
@@ -637,7 +593,7 @@ _STATES = [
         planted="A flag says that an offset was set in this launch; it stays up, and so the offset.",
         base="fa3",
         lanes=("mixed",),
-        make=_after_attention(_sets_a_flag, _flag),
+        make=after_attention(_sets_a_flag, _flag),
     ),
     Exhibit(
         name="trtllm-host-seeds-in-the-region",
@@ -646,7 +602,7 @@ _STATES = [
         planted="The host seeds the generator while the graph is recorded, which a replay does not repeat.",
         base="trtllm_mla",
         lanes=("draft_extend",),
-        make=_after_attention(_seeds),
+        make=after_attention(_seeds),
     ),
 ]
 
@@ -659,12 +615,11 @@ def _state(backend: Any) -> Sequence[GraphSlot]:
     return [_workspace("state", rows, dim)]
 
 
-def _advances(backend: Any, k: Any, out: torch.Tensor, layer: Any) -> torch.Tensor:
+def _advances(backend: Any, call: Attended) -> torch.Tensor:
     """Advance a recurrent state in place, also in warm-up and capture."""
-    del layer
     state = _there(backend, "state")
-    state.mul_(0.5).add_(k.float().mean(dim=(0, 1)))
-    return out
+    state.mul_(0.5).add_(call.k.float().mean(dim=(0, 1)))
+    return call.out
 
 
 def _counts_undeclared(base: type[Any]) -> type[Any]:
@@ -764,7 +719,7 @@ _TRACES = [
         planted="A recurrent state is advanced in place by warm-up and capture, and not put back.",
         base="flashinfer",
         lanes=("draft_extend",),
-        make=_after_attention(_advances, _state),
+        make=after_attention(_advances, _state),
     ),
     Exhibit(
         name="fa3-counter-advances-in-captures",

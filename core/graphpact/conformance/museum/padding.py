@@ -13,10 +13,9 @@ from typing import Any
 import torch
 
 from graphpact.buffers import GraphSlot, PaddingPolicy
-from graphpact.conformance.museum.exhibit import Exhibit
+from graphpact.conformance.museum.edits import Attended, after_attention
+from graphpact.conformance.museum.exhibit import Exhibit, Make
 from graphpact.hookspecs import hookimpl
-
-Make = Callable[[type[Any]], type[Any]]
 
 
 def _live(view: Any, rows: int) -> torch.Tensor:
@@ -256,7 +255,7 @@ def _first_request_s(backend: Any, view: Any, table: torch.Tensor) -> torch.Tens
     return table[:1].expand_as(table)
 
 
-def _fillsreplace(length: int) -> Make:
+def _fills_with(length: int) -> Make:
     def make(base: type[Any]) -> type[Any]:
         class FillsWith(base):  # type: ignore[misc]
             """Declares another length of padded rows."""
@@ -329,7 +328,7 @@ _SENTINELS = [
         planted="seq_len_fill_value is 0, where a causal row has no fewer keys than queries.",
         base="flashinfer",
         lanes=("decode",),
-        make=_fillsreplace(0),
+        make=_fills_with(0),
     ),
     Exhibit(
         name="trtllm-block-table-of-padding-is-the-last-page",
@@ -548,103 +547,77 @@ _EXTENTS = [
 # -- GP06: leaks -------------------------------------------------------------------------------------
 
 
-def _after_attention(do: Callable[[Any, Any, torch.Tensor, Any], torch.Tensor]) -> Make:
-    """Return what does something to the rows that attention gives."""
-
-    def make(base: type[Any]) -> type[Any]:
-        class AfterAttention(base):  # type: ignore[misc]
-            """Attends, and goes on."""
-
-            def forward(self, q: Any, k: Any, v: Any, layer: Any, metadata: Any) -> Any:
-                """Attend, and do it."""
-                out = super().forward(q, k, v, layer, metadata)
-                return do(self, q, out, metadata) if len(out) else out
-
-        return AfterAttention
-
-    return make
-
-
 def _quantized_by_the_largest(out: torch.Tensor) -> torch.Tensor:
     """Return rows that went through the scale of all of them, as a per-tensor quantization does."""
     scale = out.abs().amax()
     return (out / scale) * scale
 
 
-def _unwritten_on_scratch(backend: Any, q: Any, out: torch.Tensor, metadata: Any) -> torch.Tensor:
-    del backend, q
+def _unwritten_on_scratch(_: Any, call: Attended) -> torch.Tensor:
+    written = _tokens_of(call.metadata.page_table[:, 0] > 0, call)
+    return _quantized_by_the_largest(_written_where(written, call.out))
+
+
+def _unwritten_past_the_last_offset(_: Any, call: Attended) -> torch.Tensor:
+    written = torch.arange(len(call.q), device=call.q.device) < call.metadata.cu_seqlens_q[-1]
+    rows = _written_where(written, call.out)
+    total = rows.abs().sum()
+    return torch.where(total.isfinite(), rows, total)
+
+
+def _tokens_of(requests: torch.Tensor, call: Attended) -> torch.Tensor:
+    """Return for each token what ``requests`` says of its request, where all bring as many."""
+    rows = len(call.out)
+    return requests.repeat_interleave(rows // len(requests), output_size=rows)
+
+
+def _written_where(mask: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """Return memory that nobody wrote but where ``mask`` is set."""
     empty = torch.empty_like(out)
-    written = metadata.page_table[:, 0] > 0
-    written = written.repeat_interleave(len(out) // len(written), output_size=len(out))
-    empty.copy_(torch.where(_on_rows(written, out), out, empty))
-    return _quantized_by_the_largest(empty)
+    return empty.copy_(torch.where(_on_rows(mask, out), out, empty))
 
 
-def _unwritten_past_the_last_offset(
-    backend: Any, q: Any, out: torch.Tensor, metadata: Any
-) -> torch.Tensor:
-    del backend
-    written = torch.arange(len(q), device=q.device) < metadata.cu_seqlens_q[-1]
-    empty = torch.empty_like(out)
-    empty.copy_(torch.where(_on_rows(written, out), out, empty))
-    total = empty.abs().sum()
-    return torch.where(total.isfinite(), empty, total)
+def _an_output(backend: Any) -> Sequence[GraphSlot]:
+    """Return a buffer that is zero from the start and never again."""
+    layer = backend.context.layers[0]
+    row = (layer.num_q_heads, layer.v_head_dim)
+    return [
+        GraphSlot(
+            "museum.output",
+            lambda _, tokens: (tokens, *row),
+            backend.context.dtype,
+            axis="none",
+            owner="the museum",
+            padding_policy=PaddingPolicy.FILL_ONCE,
+            pad_value=0,
+            copy_from_fb=False,
+        )
+    ]
 
 
-def _keeps_an_output(base: type[Any]) -> type[Any]:
-    class KeepsAnOutput(base):  # type: ignore[misc]
-        """Attends into one buffer, the rows of live requests alone, and scales by its largest."""
-
-        def declare_slots(self, limits: Any) -> Sequence[GraphSlot]:
-            """Return the buffer too, which is zero from the start and never again."""
-            layer = self.context.layers[0]
-            row = (layer.num_q_heads, layer.v_head_dim)
-            slot = GraphSlot(
-                "museum.output",
-                lambda _, tokens: (tokens, *row),
-                self.context.dtype,
-                axis="none",
-                owner="the museum",
-                padding_policy=PaddingPolicy.FILL_ONCE,
-                pad_value=0,
-                copy_from_fb=False,
-            )
-            return [*super().declare_slots(limits), slot]
-
-        def forward(self, q: Any, k: Any, v: Any, layer: Any, metadata: Any) -> Any:
-            """Attend, and write the rows that are not on scratch."""
-            out = super().forward(q, k, v, layer, metadata)
-            if self._registry is None or not len(out):
-                return out
-            kept = self._registry.get_slot("museum.output").buffer
-            if len(out) > len(kept):
-                return out
-            live = metadata.block_kv_indices[:, 0] > 0
-            live = live.repeat_interleave(len(out) // len(live), output_size=len(out))
-            kept = kept[: len(out)]
-            kept.copy_(torch.where(_on_rows(live, out), out, kept))
-            return _quantized_by_the_largest(kept)
-
-    return KeepsAnOutput
+def _keeps_an_output(backend: Any, call: Attended) -> torch.Tensor:
+    """Write the rows that are not on scratch into one buffer, and scale by its largest."""
+    out, registry = call.out, backend._registry  # noqa: SLF001  what its buffers() do
+    if registry is None or len(out) > len(registry.get_slot("museum.output").buffer):
+        return out
+    live = _tokens_of(call.metadata.block_kv_indices[:, 0] > 0, call)
+    kept = registry.get_slot("museum.output").buffer[: len(out)]
+    kept.copy_(torch.where(_on_rows(live, out), out, kept))
+    return _quantized_by_the_largest(kept)
 
 
-def _centred(backend: Any, q: Any, out: torch.Tensor, metadata: Any) -> torch.Tensor:
-    del backend, q, metadata
-    mean = out.mean(dim=0)
-    return (out - mean) + mean
+def _centred(_: Any, call: Attended) -> torch.Tensor:
+    mean = call.out.mean(dim=0)
+    return (call.out - mean) + mean
 
 
-def _scaled(backend: Any, q: Any, out: torch.Tensor, metadata: Any) -> torch.Tensor:
-    del backend, q, metadata
-    return _quantized_by_the_largest(out)
+def _scaled(_: Any, call: Attended) -> torch.Tensor:
+    return _quantized_by_the_largest(call.out)
 
 
-def _spreads_what_is_no_number(
-    backend: Any, q: Any, out: torch.Tensor, metadata: Any
-) -> torch.Tensor:
-    del backend, q, metadata
-    total = out.sum()
-    return torch.where(total.isfinite(), out, total)
+def _spreads_what_is_no_number(_: Any, call: Attended) -> torch.Tensor:
+    total = call.out.sum()
+    return torch.where(total.isfinite(), call.out, total)
 
 
 _LEAKS = [
@@ -655,7 +628,7 @@ _LEAKS = [
         planted="The output is allocated by empty, not written for padded rows, and scaled by its largest.",
         base="fa3",
         lanes=("decode",),
-        make=_after_attention(_unwritten_on_scratch),
+        make=after_attention(_unwritten_on_scratch),
     ),
     Exhibit(
         name="fa3-rows-past-the-last-offset-are-unwritten",
@@ -664,7 +637,7 @@ _LEAKS = [
         planted="Rows past the last offset are left as empty made them, and a sum over rows takes them in.",
         base="fa3",
         lanes=("extend",),
-        make=_after_attention(_unwritten_past_the_last_offset),
+        make=after_attention(_unwritten_past_the_last_offset),
     ),
     Exhibit(
         name="trtllm-output-buffer-keeps-padded-rows",
@@ -673,7 +646,7 @@ _LEAKS = [
         planted="One output buffer keeps, in padded rows, an earlier batch's, and is scaled by its largest.",
         base="trtllm_mla",
         lanes=("target_verify",),
-        make=_keeps_an_output,
+        make=after_attention(_keeps_an_output, _an_output),
     ),
     Exhibit(
         name="trtllm-one-scale-for-all-rows",
@@ -682,7 +655,7 @@ _LEAKS = [
         planted="Real rows go through the scale of all rows, padded ones too.",
         base="trtllm_mla",
         lanes=("draft_extend",),
-        make=_after_attention(_scaled),
+        make=after_attention(_scaled),
     ),
     Exhibit(
         name="flashinfer-mean-over-all-branches",
@@ -691,7 +664,7 @@ _LEAKS = [
         planted="The mean over rows counts padded branches.",
         base="flashinfer",
         lanes=("draft_decode_tree",),
-        make=_after_attention(_centred),
+        make=after_attention(_centred),
     ),
     Exhibit(
         name="flashinfer-one-bad-padded-row-spoils-all",
@@ -700,7 +673,7 @@ _LEAKS = [
         planted="A sum over all rows spreads what is no number in a padded one.",
         base="flashinfer",
         lanes=("mixed",),
-        make=_after_attention(_spreads_what_is_no_number),
+        make=after_attention(_spreads_what_is_no_number),
     ),
     Exhibit(
         name="reference-one-scale-for-all-drafts",
@@ -709,7 +682,7 @@ _LEAKS = [
         planted="Drafts of all requests go through one scale, those of padded requests too.",
         base="reference",
         lanes=("target_verify_tree",),
-        make=_after_attention(_scaled),
+        make=after_attention(_scaled),
     ),
 ]
 

@@ -10,17 +10,11 @@ from typing import Any
 
 import torch
 
-from graphpact.attention import Limits
+from graphpact.attention import Limits, each_step
 from graphpact.batch import ForwardBatch
 from graphpact.buffers import GraphSlot, PaddingPolicy
-from graphpact.conformance.museum.bindings import (
-    Make,
-    after_replay_hook,
-    each_step,
-    not_refreshed,
-    with_spare,
-)
-from graphpact.conformance.museum.exhibit import Exhibit
+from graphpact.conformance.museum.edits import after_replay_hook, not_refreshed, with_spare
+from graphpact.conformance.museum.exhibit import Exhibit, Make
 from graphpact.graphs import Event
 from graphpact.hookspecs import hookimpl
 from graphpact.kernels import schedule_attention

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from graphpact.attention import each_step
 from graphpact.batch import ForwardBatch
-from graphpact.conformance.museum.bindings import Make, each_step
-from graphpact.conformance.museum.exhibit import Exhibit
+from graphpact.conformance.museum.exhibit import Exhibit, Make
 from graphpact.hookspecs import hookimpl
 from graphpact.shapes import GraphShape
 

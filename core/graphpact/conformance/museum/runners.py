@@ -8,7 +8,6 @@ Does not: plant bugs in attention backends, but where ranks record different wor
 
 import bisect
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias
@@ -18,7 +17,7 @@ import torch
 
 from graphpact.batch import ForwardBatch, ForwardMode
 from graphpact.buffers import CudaGraphBufferRegistry, GraphSlot, fills
-from graphpact.conformance.museum.exhibit import Exhibit
+from graphpact.conformance.museum.exhibit import Around, Exhibit, Make
 from graphpact.conformance.problems import Problem
 from graphpact.conformance.reference import ShapeLadder
 from graphpact.errors import EngineError
@@ -27,8 +26,6 @@ from graphpact.parallel import get_parallel, local_num_token_non_padded
 from graphpact.runners import RunnerContext
 from graphpact.shapes import BucketLadder, EagerReason, GraphShape
 
-_Make: TypeAlias = Callable[[type[Any]], type[Any]]
-_Around: TypeAlias = Callable[[], AbstractContextManager[object]]
 _Fit: TypeAlias = GraphShape | EagerReason
 
 # -- edits of a runner -------------------------------------------------------------------------------
@@ -38,7 +35,7 @@ def _populating(
     edit: Callable[
         [Any, Callable[[], None], CudaGraphBufferRegistry, ForwardBatch, GraphShape], None
     ],
-) -> _Make:
+) -> Make:
     """Return what gives a runner another ``populate``.
 
     Args:
@@ -76,7 +73,7 @@ def _rows(
     return whole[:real], whole[real:]
 
 
-def _keeps_tails(*names: str) -> _Make:
+def _keeps_tails(*names: str) -> Make:
     """Return what leaves in the padded rows of slots whatever is there."""
 
     def edit(_: Any, fill: Any, registry: Any, batch: Any, shape: Any) -> None:
@@ -89,7 +86,7 @@ def _keeps_tails(*names: str) -> _Make:
     return _populating(edit)
 
 
-def _keeps(name: str) -> _Make:
+def _keeps(name: str) -> Make:
     """Return what never writes a slot after its capture."""
 
     def edit(runner: Any, fill: Any, registry: Any, batch: Any, shape: Any) -> None:
@@ -102,7 +99,7 @@ def _keeps(name: str) -> _Make:
     return _populating(edit)
 
 
-def _pads(name: str, value: Callable[[Any, torch.Tensor], torch.Tensor | int]) -> _Make:
+def _pads(name: str, value: Callable[[Any, torch.Tensor], torch.Tensor | int]) -> Make:
     """Return what pads a slot with another value, made of the runner and the real rows."""
 
     def edit(runner: Any, fill: Any, registry: Any, batch: Any, shape: Any) -> None:
@@ -117,7 +114,7 @@ def _pads(name: str, value: Callable[[Any, torch.Tensor], torch.Tensor | int]) -
     return _populating(edit)
 
 
-def _at_capture(edit: Callable[[Any, ForwardBatch, GraphShape], None]) -> _Make:
+def _at_capture(edit: Callable[[Any, ForwardBatch, GraphShape], None]) -> Make:
     """Return what calls ``edit`` with the registry, the batch and the shape after the fill of a capture."""
 
     def at_capture(runner: Any, fill: Any, registry: Any, batch: Any, shape: Any) -> None:
@@ -128,7 +125,7 @@ def _at_capture(edit: Callable[[Any, ForwardBatch, GraphShape], None]) -> _Make:
     return _populating(at_capture)
 
 
-def _viewing(edit: Callable[[ForwardBatch, ForwardBatch], ForwardBatch]) -> _Make:
+def _viewing(edit: Callable[[ForwardBatch, ForwardBatch], ForwardBatch]) -> Make:
     """Return what gives a runner another view, made of the right one and the batch."""
 
     def make(base: type[Any]) -> type[Any]:
@@ -148,7 +145,7 @@ def _viewing(edit: Callable[[ForwardBatch, ForwardBatch], ForwardBatch]) -> _Mak
     return make
 
 
-def _fitting(edit: Callable[[Any, ForwardBatch, _Fit], _Fit]) -> _Make:
+def _fitting(edit: Callable[[Any, ForwardBatch, _Fit], _Fit]) -> Make:
     """Return what gives a runner another answer, made of the runner, the batch and the right answer."""
 
     def make(base: type[Any]) -> type[Any]:
@@ -164,7 +161,7 @@ def _fitting(edit: Callable[[Any, ForwardBatch, _Fit], _Fit]) -> _Make:
     return make
 
 
-def _sizing(edit: Callable[[list[int]], list[int]]) -> _Make:
+def _sizing(edit: Callable[[list[int]], list[int]]) -> Make:
     """Return what gives a runner another default ladder, made of the right one."""
 
     def make(base: type[Any]) -> type[Any]:
@@ -180,7 +177,7 @@ def _sizing(edit: Callable[[list[int]], list[int]]) -> _Make:
     return make
 
 
-def _dummies(edit: Callable[[Any, ForwardBatch], ForwardBatch]) -> _Make:
+def _dummies(edit: Callable[[Any, ForwardBatch], ForwardBatch]) -> Make:
     """Return what gives a runner other dummy batches, made of the runner and the right one."""
 
     def make(base: type[Any]) -> type[Any]:
@@ -196,7 +193,7 @@ def _dummies(edit: Callable[[Any, ForwardBatch], ForwardBatch]) -> _Make:
     return make
 
 
-def _running(edit: Callable[[Any, torch.Tensor, ForwardBatch, GraphShape], torch.Tensor]) -> _Make:
+def _running(edit: Callable[[Any, torch.Tensor, ForwardBatch, GraphShape], torch.Tensor]) -> Make:
     """Return what gives a runner another result, made of the runner, the right one, batch and shape."""
 
     def make(base: type[Any]) -> type[Any]:
@@ -217,7 +214,7 @@ def _running(edit: Callable[[Any, torch.Tensor, ForwardBatch, GraphShape], torch
 # -- edits of what is no plugin ----------------------------------------------------------------------
 
 
-def _method(owner: type[Any], name: str, edit: Callable[..., Any]) -> _Around:
+def _method(owner: type[Any], name: str, edit: Callable[..., Any]) -> Around:
     """Return what replaces a method by ``edit``, which gets the right one and then its arguments."""
     right = getattr(owner, name)
 
@@ -227,7 +224,7 @@ def _method(owner: type[Any], name: str, edit: Callable[..., Any]) -> _Around:
     return lambda: patch.object(owner, name, edited)
 
 
-def _batches(edit: Callable[[ForwardBatch, Problem], ForwardBatch]) -> _Around:
+def _batches(edit: Callable[[ForwardBatch, Problem], ForwardBatch]) -> Around:
     """Return what lets a scheduler make other batches."""
     return _method(
         Problem, "batch", lambda right, problem, **more: edit(right(problem, **more), problem)
