@@ -15,10 +15,11 @@ demo: $(STAMP)        ## write text through captured decode graphs, every replay
 break: $(STAMP)       ## plant three real bugs: silent, and then named
 	$(BIN)/python examples/break_it.py
 
-# Tensors of tests are tiny: threads would wait for each other, most of all on a machine that others use.
+# Tensors of tests are tiny: threads would wait for each other, most of all on a machine that others use. So there
+# is a process for each core, up to eight, and each takes whole files, whose fixtures are made once.
 test: export OMP_NUM_THREADS ?= 1
 test: $(STAMP)        ## run every test
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist loadfile
 
 bench: $(STAMP)       ## measure, as ratios inside one process
 	$(BIN)/python benchmarks/bench_fill.py

@@ -20,7 +20,7 @@ from typing import Any
 
 from graphpact.config import config_keys
 from graphpact.conformance.results import Report
-from graphpact.conformance.rules import RULES, Rule
+from graphpact.conformance.rules import RULES, Rule, causes_first
 from graphpact.conformance.stories import STORIES
 
 DOCS = Path(__file__).parent
@@ -103,10 +103,16 @@ def museum(told: Sequence[Mapping[str, Any]]) -> str:
     exhibits = [t for t in told if t["rule"] is not None]
     variants = [t for t in told if t["rule"] is None]
     caught, passed = (sum(t["is_right"] for t in group) for group in (exhibits, variants))
+    several = [t for t in exhibits if len(_broken(t)) > 1]
     lines = [
         (
             f"**{caught} of {len(exhibits)} exhibits caught under their own rule,"
             f" {passed} of {len(variants)} right plugins pass.**"
+        ),
+        "",
+        (
+            f"Of {len(several)} that break more than one rule, the report's advice where to begin is the"
+            f" exhibit's own rule in {sum(_begins_right(t) for t in several)}."
         ),
         "",
         "## Exhibits by rules",
@@ -138,6 +144,14 @@ def museum(told: Sequence[Mapping[str, Any]]) -> str:
     lines += ["## Right plugins in other styles", "", "| variant | of | style |", "|---|---|---|"]
     lines += [f"| `{t['name']}` | {t['base']} | {t['what']} |" for t in variants]
     return _MUSEUM + "\n".join(lines) + "\n"
+
+
+def _broken(told: Mapping[str, Any]) -> list[str]:
+    return [rule for rule in told["findings"] if rule in RULES]
+
+
+def _begins_right(told: Mapping[str, Any]) -> bool:
+    return bool(causes_first(_broken(told))[0] == told["rule"])
 
 
 def _kinds(told: Mapping[str, Any]) -> list[str]:

@@ -12,7 +12,7 @@ Does not: say what a tensor should hold; the verifier does.
 """
 
 from collections.abc import Generator, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -141,16 +141,21 @@ class StrictGuard:
 
     def _unwritten(self) -> str:
         """Return, for messages, which rows of the slots are still poison."""
-        rows = [text for text, _ in self._poisoned()]
-        return f"; nobody wrote, in this step: {', '.join(rows)}" if rows else ""
+        rows = ", ".join(rows.text for rows in self._poisoned())
+        return f"; nobody wrote, in this step: {rows}" if rows else ""
 
     def _rule(self) -> str | None:
-        """Return which rule unwritten rows break: real ones, or padded ones alone; None for none."""
-        real = [is_real for _, is_real in self._poisoned()]
-        return ("GP02" if any(real) else "GP03") if real else None
+        """Return which rule unwritten rows break: real ones, or padded ones alone; None for none.
 
-    def _poisoned(self) -> list[tuple[str, bool]]:
-        """Return for each slot with unwritten rows what messages say of it, and whether real ones are."""
+        Slots that were written in part tell first: a step that failed may not have come to the others.
+        """
+        found = self._poisoned()
+        parts = [rows for rows in found if rows.is_part] or found
+        if not parts:
+            return None
+        return "GP02" if any(rows.has_real for rows in parts) else "GP03"
+
+    def _poisoned(self) -> list["_Unwritten"]:
         if self._prepared is None:
             return []
         registry, shape, batch = self._prepared
@@ -159,9 +164,18 @@ class StrictGuard:
             text = _poisoned_rows(slot, shape)
             if text:
                 raw = {"bs": batch.batch_size, "tokens": batch.num_tokens}.get(slot.axis, 1)
-                head = slot.slice_for(raw, raw)
-                found.append((text, bool(is_poison(head).any())))
+                whole = is_poison(slot.slice_for(shape.batch_size, shape.num_tokens))
+                has_real = bool(is_poison(slot.slice_for(raw, raw)).any())
+                found.append(_Unwritten(text, is_part=not bool(whole.all()), has_real=has_real))
         return found
+
+
+class _Unwritten(NamedTuple):
+    """What a step left unwritten of a slot, in words; whether it wrote others, and real rows are among it."""
+
+    text: str
+    is_part: bool
+    has_real: bool
 
 
 def _require_twins(batch: ForwardBatch) -> None:

@@ -31,7 +31,7 @@ from graphpact.conformance.report import (
 )
 from graphpact.conformance.report.digest import plain
 from graphpact.conformance.results import Claim, Outcome, PluginResults, Report
-from graphpact.conformance.rules import RULES
+from graphpact.conformance.rules import RULES, causes_first
 from graphpact.errors import UsageError
 
 quick = settings(derandomize=True, deadline=None, max_examples=40)
@@ -135,6 +135,14 @@ VERDICTS = [
         "not conformant: general (quiet), GP03 stale-pad-tail",
     ),
     (
+        plugin([result("fail", "GP02"), result("fail", "GP05"), result("fail", "GP03")]),
+        False,
+        (
+            "not conformant: GP02 missed-refresh, GP03 stale-pad-tail, GP05 pad-extent; begin with GP03,"
+            " others may follow from it"
+        ),
+    ),
+    (
         plugin([result("fail"), result("error", "GP05")]),
         False,
         "no verdict: the suite could not go on with GP05 pad-extent",
@@ -151,6 +159,12 @@ def test_a_verdict_says_what_was_shown_and_what_is_missing(
 ) -> None:
     """A verdict names driver and kernels that were exercised, what fails, and what a full claim needs."""
     assert verdict(held, strict=strict) == said
+
+
+def test_every_rule_has_its_place_between_cause_and_consequence() -> None:
+    """Whatever rules are broken, each once, there is one to begin with, in whatever order they are told."""
+    assert sorted(causes_first(RULES)) == sorted(RULES)
+    assert causes_first(reversed(RULES)) == causes_first(RULES)
 
 
 def test_the_summary_counts_plugins_and_results() -> None:

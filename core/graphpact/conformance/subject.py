@@ -252,6 +252,12 @@ def poison_slot(slot: GraphSlot) -> None:
         poison(slot.buffer)
 
 
+def reset_slot(slot: GraphSlot) -> None:
+    """Give a slot what it held before anything was written: no past can come through it."""
+    if slot.buffer is not None:
+        slot.buffer.fill_(slot.initial_value)
+
+
 def causes(error: BaseException) -> Iterator[BaseException]:
     """Yield ``error`` and what it was made of, the last first."""
     seen: BaseException | None = error

@@ -57,10 +57,8 @@ _START_BOUND = 300.0  # seconds for the import of graphpact itself, which is not
 _MOST_WORKERS = 8
 _MOST_WRITTEN = 64 << 20  # bytes of stdout or stderr: more is a loop that prints
 _TICK = 0.05  # seconds between two looks at processes that say nothing
-_SAMPLES, _SAMPLE_PAUSE = (
-    10,
-    0.02,
-)  # looks at the stack of a process that hangs; seconds between two
+_SAMPLES = 10  # looks at the stack of a process that hangs
+_SAMPLE_PAUSE = 0.02  # seconds between two of them
 _START, _END = "start", "end of the process"
 
 OnResult = Callable[[Target, Result], None]

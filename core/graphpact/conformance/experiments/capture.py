@@ -22,7 +22,13 @@ from graphpact.conformance.experiments.parity import TRACE_HELP, compare_traces,
 from graphpact.conformance.problems import Case, Problem, of_size
 from graphpact.conformance.results import Finding
 from graphpact.conformance.rig import Rig, same
-from graphpact.conformance.subject import CannotCaptureError, LaneUnderTest, Way, rule_of
+from graphpact.conformance.subject import (
+    CannotCaptureError,
+    LaneUnderTest,
+    Way,
+    reset_slot,
+    rule_of,
+)
 
 # -- whether -----------------------------------------------------------------------------------------
 
@@ -252,8 +258,8 @@ def cold_and_warm(lane: LaneUnderTest, steps: Sequence[Problem]) -> Findings:
                 )
                 return
         for problem in steps:
-            step = warm.step(problem)
-            if step.error is not None and cold.step(problem).error is None:
+            step = warm.step(problem, fill=reset_slot)
+            if step.error is not None and cold.step(problem, fill=reset_slot).error is None:
                 yield lane.of_error(
                     step.error,
                     expected=f"what was captured {when} replays as what was captured cold",

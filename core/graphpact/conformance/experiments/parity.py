@@ -5,11 +5,12 @@ has to prepare: the same types, fields, host numbers, shapes, and contents; and 
 are those that the graph of the dummy recorded, with the same host numbers. Where the replay gives anything
 else, the memory that both graphs read is compared too, and the recorded run with the warm-up before it.
 
-Does not: look at values of attention; see `graphpact.conformance.experiments.values`.
+Does not: look at values of attention (see `graphpact.conformance.experiments.values`), or tell what an
+earlier batch left (see `graphpact.conformance.experiments.refresh`).
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -27,7 +28,7 @@ from graphpact.conformance.experiments.refresh import Before, hook_of, is_plan
 from graphpact.conformance.problems import Problem, assorted
 from graphpact.conformance.results import Finding
 from graphpact.conformance.rig import TOLERANCE, Leaf, Rig, Step, same
-from graphpact.conformance.subject import LaneUnderTest, Way
+from graphpact.conformance.subject import LaneUnderTest, Way, reset_slot
 from graphpact.graphs import Graph
 from graphpact.graphs.poison import poison_of
 from graphpact.graphs.recorder import TracedCall
@@ -54,7 +55,7 @@ def captured_anew(lane: LaneUnderTest, steps: Sequence[Problem]) -> Findings:
         replayed[way] = []
         is_wrong = False
         for problem in problems:
-            step, seen, found = _compare(lane, rig, way, problem)
+            step, seen, found, _ = _compare(lane, rig, way, problem)
             replayed[way].append(step)
             yield from found
             if seen is not None and not is_wrong and not _gives_the_same(rig, step, seen):
@@ -65,23 +66,27 @@ def captured_anew(lane: LaneUnderTest, steps: Sequence[Problem]) -> Findings:
 
 
 def compare_with_capture(lane: LaneUnderTest, rig: Rig, way: Way, problem: Problem) -> Findings:
-    """Compare one batch's replay with a capture of it on a lane of its own."""
-    yield from _compare(lane, rig, way, problem)[2]
+    """Compare one batch's replay with a capture of it on a lane of its own; what is of the past, too."""
+    _, _, found, past = _compare(lane, rig, way, problem)
+    yield from (*found, *past)
 
 
 def _compare(
     lane: LaneUnderTest, rig: Rig, way: Way, problem: Problem
-) -> tuple[Step, Step | None, list[Finding]]:
-    """Return a batch's replay, its capture where it can be had, and how they differ."""
+) -> tuple[Step, Step | None, list[Finding], list[Finding]]:
+    """Return a batch's replay, its capture where it can be had, and how they differ.
+
+    Apart from the rest, last: what differs by what an earlier batch left in slots. ``refresh`` tells that.
+    """
     before = Before(rig)
     step = rig.step(problem)
     found = [_of_breach(lane, step, breach) for breach in step.breaches]
     shape = step.shape
     if shape is None or not step.leaves:
-        return step, None, found
+        return step, None, found, []
     if not problem.requests and shape.mode is not ForwardMode.DECODE:
         # An idle batch has no width of its own, and is captured by nobody.
-        return step, None, found
+        return step, None, found, []
     twin = lane.build(way, capture=False)
     try:
         seen = _capture(twin, problem, shape)
@@ -93,13 +98,15 @@ def _compare(
             problem=problem,
             hook="init_metadata_capture",
         )
-        return step, None, [*found, failed]
+        return step, None, [*found, failed], []
     found += _compare_numbers(lane, rig, step, seen)
-    found += _compare_contents(lane, rig, before, step, seen)
+    past: list[Finding] = []
+    for is_past, each in _compare_contents(lane, rig, before, step, seen):
+        (past if is_past else found).append(each)
     found += _compare_traces(lane, way, step, trace_of(rig, shape), trace_of(twin, shape))
-    if not found and not _gives_the_same(rig, step, seen):
+    if not (found or past or _gives_the_same(rig, step, seen)):
         found += _compare_memory(lane, rig, twin, before, (step, seen))
-    return step, seen, found
+    return step, seen, found, past
 
 
 @torch.inference_mode()
@@ -214,36 +221,48 @@ def _keeps_bound(promise: Promise, value: Any) -> bool:
 
 def _compare_contents(
     lane: LaneUnderTest, rig: Rig, before: Before, step: Step, seen: Step
-) -> Findings:
+) -> Iterator[tuple[bool, Finding]]:
+    """Yield how contents differ, and of each whether it does not where slots are as new."""
+    as_new: Step | None = None
     for path in {**step.leaves, **seen.leaves}:
         if (path in step.leaves) is not (path in seen.leaves):
             if path.startswith("metadata"):
-                yield lane.finding(
-                    "GP10",
-                    hook="init_metadata_replay",
-                    field=path,
-                    expected="the same fields at capture and at replay",
-                    actual="replay lacks it" if path not in step.leaves else "capture lacks it",
-                    step=step,
-                    help="return one type with the same fields from both hooks, for every batch",
+                yield (
+                    False,
+                    lane.finding(
+                        "GP10",
+                        hook="init_metadata_replay",
+                        field=path,
+                        expected="the same fields at capture and at replay",
+                        actual="replay lacks it" if path not in step.leaves else "capture lacks it",
+                        step=step,
+                        help="return one type with the same fields from both hooks, for every batch",
+                    ),
                 )
             continue
         mine, theirs = step.leaves[path], seen.leaves[path]
         facts = [(tuple(x.value.shape), x.value.stride(), x.value.dtype) for x in (mine, theirs)]
         if facts[0] != facts[1]:
-            yield lane.finding(
-                "GP07",
-                hook=hook_of(mine),
-                field=mine.name,
-                expected=f"shape, stride and dtype of a capture of this batch: {facts[1]}",
-                actual=str(facts[0]),
-                step=step,
-                help="lay the field out by the shape alone, never by the batch's contents",
+            yield (
+                False,
+                lane.finding(
+                    "GP07",
+                    hook=hook_of(mine),
+                    field=mine.name,
+                    expected=f"shape, stride and dtype of a capture of this batch: {facts[1]}",
+                    actual=str(facts[0]),
+                    step=step,
+                    help="lay the field out by the shape alone, never by the batch's contents",
+                ),
             )
             continue
         differs = _differs(mine, theirs)
         if bool(differs.any()) and before.shows(rig, step, mine, differs, theirs.value):
-            yield from _of_contents(lane, step, mine, theirs, differs, "a capture of this batch")
+            as_new = as_new or rig.step(step.problem, fill=reset_slot)
+            leaf = as_new.leaves.get(path)
+            is_past = leaf is not None and not bool((differs & _differs(leaf, theirs)).any())
+            for found in _of_contents(lane, step, mine, theirs, differs, "a capture of this batch"):
+                yield is_past, found
 
 
 def _differs(mine: Leaf, theirs: Leaf) -> torch.Tensor:
@@ -303,9 +322,11 @@ _CONTENT_HELP = {
 
 def _compare_ways(lane: LaneUnderTest, by_graph: Step, by_hook: Step) -> Findings:
     """Compare what the graph wrote with what the hook writes, where the batch comes out otherwise."""
-    rig = lane.rig()
-    if by_hook.error is not None or _gives_the_same(rig, by_graph, by_hook):
+    if by_hook.error is not None or _gives_the_same(lane.rig(), by_graph, by_hook):
         return
+    by_graph, by_hook = (  # slots as new: two lanes have two pasts
+        lane.rig(way).step(by_graph.problem, fill=reset_slot) for way in lane.ways
+    )
     for path, mine in by_graph.leaves.items():
         theirs = by_hook.leaves.get(path)
         if theirs is None or not mine.is_due or mine.value.shape != theirs.value.shape:

@@ -138,13 +138,15 @@ def _unwritten(
     )
     kept = f"; it is kept: {slot.reason}" if slot.reason and slot.copy_from_fb else ""
     sometimes = "after one history it is written, after another it is not"
+    is_missed = bool(never.all()) and not bool(tail.all())  # then its tail is no matter of its own
+    beside = torch.zeros_like(never) if is_missed else never
     parts: list[tuple[str, torch.Tensor, str]]
     if is_plan(leaf):
         parts = [("GP09", never | once, "nobody wrote it anew for this batch")]
     else:
         parts = [
             ("GP02", never & ~tail, "nobody wrote it in this step"),
-            ("GP03", never & tail, "it holds what an earlier batch left" + kept),
+            ("GP03", beside & tail, "it holds what an earlier batch left" + kept),
             ("GP02", once & ~tail, sometimes),
             ("GP03", once & tail, sometimes),
             ("GP09", once, "whether it is written depends on the batches before"),

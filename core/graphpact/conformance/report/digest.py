@@ -4,7 +4,7 @@ Does not: draw.
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from graphpact.conformance.results import (
@@ -17,7 +17,7 @@ from graphpact.conformance.results import (
     Result,
     worst,
 )
-from graphpact.conformance.rules import RULES, Rule
+from graphpact.conformance.rules import RULES, Rule, causes_first
 
 GENERAL = "general"
 """What stands where a rule would, for what is asked of every plugin and is no rule's."""
@@ -138,7 +138,7 @@ def verdict(plugin: PluginResults, *, strict: bool = False) -> str:
         return f"no verdict: the suite could not go on with {', '.join(errors)}"
     broken = [_say_broken(row) for row in found if any(r.counts_against for r in row.results)]
     if broken:
-        return f"not conformant: {', '.join(broken)}"
+        return f"not conformant: {', '.join(broken)}{_where_to_begin(found)}"
     if not plugin.is_conformant:
         return "no verdict: nothing passed, nothing failed"
     known = [row.label for row in found if row.outcome is Outcome.XFAIL]
@@ -204,6 +204,14 @@ def _say_broken(row: Row) -> str:
     if row.rule:
         return row.label
     return f"{row.label} ({', '.join(dict.fromkeys(result.check for result in row.failures))})"
+
+
+def _where_to_begin(found: Sequence[Row]) -> str:
+    """Return, where several rules are broken, the one that the others may follow from."""
+    broken = [row.key for row in found if row.rule and any(r.counts_against for r in row.results)]
+    if len(broken) < 2:
+        return ""
+    return f"; begin with {causes_first(broken)[0]}, others may follow from it"
 
 
 def _where(plugin: PluginResults) -> str:
