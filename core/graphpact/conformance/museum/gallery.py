@@ -4,6 +4,7 @@ Does not: hold any exhibit.
 """
 
 import multiprocessing
+import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import nullcontext
@@ -69,7 +70,8 @@ def visit(piece: Exhibit | Variant, options: Options = OPTIONS) -> Visit:
     results: list[Result] = []
     plans: list[LanePlan] = []
     around = piece.around if isinstance(piece, Exhibit) else nullcontext
-    with around():
+    with around(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what is planted may warn, too
         plans = [
             replace(plan, is_full=True)
             for plan in plan_lanes(
