@@ -218,6 +218,14 @@ def test_latents_equal_a_plain_reference(problem: Problem, path: str) -> None:
     assert_same(problem.run(path), problem.reference(), **TIGHT)
 
 
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("latent", [True, False])
+def test_a_request_without_any_query(path: str, latent: bool) -> None:  # noqa: FBT001  a parameter
+    """Where nobody brings a query, nothing is read and nothing fails."""
+    problem = make_problem(num_q=[0], num_kv=[3], heads=(4, 1), latent=latent)
+    assert_same(problem.run(path), problem.reference(), **TIGHT)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("path", PATHS)
 def test_other_dtypes(dtype: torch.dtype, path: str) -> None:

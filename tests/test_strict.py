@@ -13,7 +13,7 @@ from graphpact.errors import PoisonError, ReplayError
 from graphpact.graphs.poison import is_poison, poison_of
 from graphpact.graphs.tape import TapeDriver
 from graphpact.lane import RunFn
-from graphpact.strict import StrictGuard, host_tensors
+from graphpact.strict import StrictGuard
 from graphpact_flashinfer import FlashInferBackend
 from lane_rig import CPU, SHAPE_OF, Rig
 
@@ -202,11 +202,11 @@ def test_host_tensors_are_those_whose_name_says_so() -> None:
     rig = Rig()
     batch = rig.batch(3, 2)
     batch.num_token_non_padded_cpu = 2
-    assert [t.tolist() for t in host_tensors(batch)] == [[3, 2]]
+    assert [t.tolist() for t in batch.host_tensors()] == [[3, 2]]
 
 
 def test_a_host_tensor_kept_from_step_to_step_stays_the_hosts() -> None:
-    """What a hook cloned from the lengths on the host it may read, and compare with, in the next step."""
+    """What a hook of a capture, an eager step or a replay cloned on the host, the next replay may read."""
 
     class Remembers(FlashInferBackend):
         """It counts the requests that have grown, on the host."""
@@ -226,6 +226,11 @@ def test_a_host_tensor_kept_from_step_to_step_stays_the_hosts() -> None:
     guard = StrictGuard(driver)
     rig = Rig(backend=Remembers, driver=driver, observers=[guard])
     run = guard.around(rig.lane, rig.lane.run)
+    smallest = rig.lane.graphs()[-1][0]  # the last captured, whose dummy was the last batch
+    run(rig.batch(*[3] * smallest.batch_size))
+    assert rig.backend.grown == smallest.batch_size  # type: ignore[attr-defined]
+    rig.lane.run_eager(rig.batch(1, 1, 1, 1))
     for length in (2, 3, 4):
         run(rig.batch(length, length, length, length))
-    assert rig.backend.grown == 8  # type: ignore[attr-defined]
+    assert rig.lane.stats.replays == 4
+    assert rig.backend.grown == smallest.batch_size + 12  # type: ignore[attr-defined]

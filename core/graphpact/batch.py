@@ -217,6 +217,10 @@ class ForwardBatch:
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: v for name, v in values.items() if isinstance(v, torch.Tensor)}
 
+    def host_tensors(self) -> list[torch.Tensor]:
+        """Return the tensors that lie on the host, as the name of their field says (``_cpu``)."""
+        return [tensor for name, tensor in self.tensors().items() if name.endswith("_cpu")]
+
 
 def _contradiction(batch: ForwardBatch, has: str, asked: str) -> NoReturn:
     raise EngineError(

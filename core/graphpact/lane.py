@@ -203,7 +203,8 @@ class Lane:
                 batch = self.runner.dummy_batch(shape)
                 self._require_scratch(shape, batch)
             view = self.prepare_replay(registry=self.registry, batch=batch, shape=shape)
-            metadata = self.init_metadata_capture(view=view, shape=shape)
+            with self.driver.unprepared(view.host_tensors()):
+                metadata = self.init_metadata_capture(view=view, shape=shape)
             graph = self.driver.capture(lambda: self._region(view, metadata))
         try:
             used = {t.untyped_storage().data_ptr() for t in graph.external_tensors() or ()}
@@ -292,7 +293,11 @@ class Lane:
     # -- inside ----------------------------------------------------------------------------------
 
     def _run_eager(self, batch: ForwardBatch) -> torch.Tensor:
-        return self.model(batch, self.backend, self.backend.init_metadata_eager(batch))
+        if self.driver is None:
+            return self.model(batch, self.backend, self.backend.init_metadata_eager(batch))
+        with self.driver.unprepared(batch.host_tensors()):
+            metadata = self.backend.init_metadata_eager(batch)
+        return self.model(batch, self.backend, metadata)
 
     def _require_fit(self, batch: ForwardBatch) -> None:
         """Refuse a batch that contradicts itself, or whose keys go past the rows of ``req_to_token``.

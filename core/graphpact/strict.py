@@ -81,7 +81,7 @@ class StrictGuard:
         self, hook: str, batch: ForwardBatch, read_only: Sequence[torch.Tensor] = ()
     ) -> _Around:
         try:
-            with self._driver.preparation(host_tensors(batch), read_only):
+            with self._driver.preparation(batch.host_tensors(), read_only):
                 return (yield)
         except Exception as error:
             if isinstance(error, ContractError) or (
@@ -195,11 +195,6 @@ def _require_twins(batch: ForwardBatch) -> None:
                 hint="kernels read the one, plans are made from the other: set both to the same lengths",
                 rule="GP09",
             )
-
-
-def host_tensors(batch: ForwardBatch) -> list[torch.Tensor]:
-    """Return the tensors of ``batch`` that lie on the host, by the name of their field."""
-    return [tensor for name, tensor in batch.tensors().items() if name.endswith("_cpu")]
 
 
 def _are_outputs(graph: Graph, tensor: torch.Tensor) -> bool:

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from graphpact import ForwardMode
+from graphpact import ForwardBatch, ForwardMode, GraphShape, hookimpl
 from graphpact.attention import AttentionBackend
+from graphpact.buffers import CudaGraphBufferRegistry
 from graphpact.conformance import suite
 from graphpact.conformance.claims import claims_of, undeclared
 from graphpact.conformance.experiments import EXPERIMENTS
@@ -236,6 +237,36 @@ def test_skipped_work_is_not_done() -> None:
     )
     assert [r.rule for r in results] == ["GP01"]
     assert begun == [f"{plan} :: a"]
+
+
+def test_rows_that_are_kept_from_step_to_step_are_told() -> None:
+    """Decoding on and on, every length grows by one: who copies no row then is told when rows change."""
+
+    class KeepsRows(CudaGraphRunner):
+        """It takes a batch whose lengths are one more for the same requests, a step later."""
+
+        next: list[int] | None = None
+
+        @hookimpl
+        def populate(
+            self, registry: CudaGraphBufferRegistry, batch: ForwardBatch, shape: GraphShape
+        ) -> None:
+            """Fill, and put request rows back."""
+            rows = registry.get_slot("req_pool_indices").slice_for(batch.batch_size, 0)
+            kept, lens = rows.clone(), batch.seq_lens_cpu.tolist()
+            super().populate(registry=registry, batch=batch, shape=shape)
+            if lens == self.next:
+                rows.copy_(kept)
+            self.next = [n + 1 for n in lens]
+
+    found = {}
+    for runner in (CudaGraphRunner, KeepsRows):
+        under_test = LaneUnderTest(DECODE, runner=runner, kind="runner")
+        plan = LanePlan(under_test, is_full=True)
+        results = suite.examine_lane(plan, replace(QUICK, only=frozenset({"GP02"})))
+        found[runner] = [f.field or "" for r in results for f in r.findings]
+    assert not found[CudaGraphRunner]
+    assert any("view.req_pool_indices[0:4]" in field for field in found[KeepsRows])
 
 
 # -- smaller batches -------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema
 
 from graphpact.conformance.rules import RULES, Level
 
@@ -94,7 +94,12 @@ def _known(rule: str) -> str:
 
 
 Text: TypeAlias = Annotated[str, AfterValidator(_storable)]
-Options: TypeAlias = Annotated[dict[str, Any], AfterValidator(_as_read_back)]
+Options: TypeAlias = Annotated[
+    dict[str, Any],
+    AfterValidator(_as_read_back),
+    # what pydantic 2.11 and later say by themselves
+    WithJsonSchema({"additionalProperties": True, "type": "object"}),
+]
 RuleId: TypeAlias = Annotated[str, AfterValidator(_known)]
 
 

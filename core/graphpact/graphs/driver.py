@@ -257,6 +257,18 @@ class GraphDriver(abc.ABC):
         del host, read_only
         yield
 
+    @contextlib.contextmanager
+    def unprepared(self, host: Iterable[torch.Tensor] = ()) -> Iterator[None]:
+        """Stand around hooks that prepare no replay: an eager step's, a capture's.
+
+        A strict driver refuses nothing in them, and learns what lies on the host: they may keep it for later.
+
+        Args:
+            host: As of `preparation`.
+        """
+        del host
+        yield
+
     def stream(self) -> Stream:
         """Return a new stream."""
         return Stream()

@@ -15,9 +15,10 @@ Does not: record anything, or see a read that goes around torch (a raw pointer, 
 """
 
 import abc
+import contextlib
 import linecache
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -232,6 +233,18 @@ def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list
     return written
 
 
+def _is_made_on_host(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, placed: bool
+) -> bool:
+    """Return whether a call makes a tensor on the host, of nothing that lies on a device."""
+    return func in _FROM_MEMORY or (
+        (func in _FACTORIES or func in _FROM_PYTHON)
+        and not placed
+        and kwargs.get("out") is None
+        and not tensors_of(args[:1])
+    )
+
+
 class HostReadGuard(TorchFunctionMode):
     """Refuses the host reads, and the traffic between host and device, that only Python sees.
 
@@ -284,12 +297,7 @@ class HostReadGuard(TorchFunctionMode):
         placed = device is not None or _has_default_device()
         if kwargs.get("pin_memory") or func is torch.Tensor.pin_memory:
             raise self.refusal("allocates pinned memory", "allocate it before")
-        made_on_host = func in _FROM_MEMORY or (
-            (func in _FACTORIES or func in _FROM_PYTHON)
-            and not placed
-            and kwargs.get("out") is None
-            and not tensors_of(args[:1])
-        )
+        made_on_host = _is_made_on_host(func, args, kwargs, placed=placed)
         if func is torch.Tensor.new_tensor or (
             func in _FROM_PYTHON and placed and not tensors_of(args[:1])
         ):
@@ -343,17 +351,21 @@ class HostReadGuard(TorchFunctionMode):
         )
 
 
-class Watcher(TorchDispatchMode, abc.ABC):
-    """Sees every dispatched operation, refuses what the host may not do, and `perform`s the others.
-
-    Args:
-        guard: The function mode that stands beside it.
-    """
+class _Seen(TorchDispatchMode):
+    """A dispatch mode of ours."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         """Return False: torch would import its compiler, seconds of work, to keep it out of here."""
         return False
+
+
+class Watcher(_Seen, abc.ABC):
+    """Sees every dispatched operation, refuses what the host may not do, and `perform`s the others.
+
+    Args:
+        guard: The function mode that stands beside it.
+    """
 
     def __init__(self, guard: HostReadGuard) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch has no annotation here
@@ -449,3 +461,52 @@ def _is_composite(func: Any) -> bool:
     return not func._schema.is_mutable and torch._C._dispatch_has_kernel_for_dispatch_key(  # noqa: SLF001
         func.name(), _COMPOSITE
     )
+
+
+# -- without refusals --------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def followed(host: HostMemory) -> Iterator[None]:
+    """Count as the host's what is made on the host, or computed from host tensors alone; refuse nothing."""
+    with _Factories(host), _HostWork(host):
+        yield
+
+
+class _Factories(TorchFunctionMode):
+    def __init__(self, host: HostMemory) -> None:
+        super().__init__()
+        self._host = host
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        placed = kwargs.get("device") is not None or _has_default_device()
+        result = func(*args, **kwargs)
+        if _is_made_on_host(func, args, kwargs, placed=placed):
+            self._host.add(tensors_of(result))
+        return result
+
+
+class _HostWork(_Seen):
+    def __init__(self, host: HostMemory) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch has no annotation here
+        self._host = host
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = tensors_of((args, kwargs))
+        if given and all(tensor in self._host for tensor in given):
+            self._host.add(tensors_of(result))
+        return result

@@ -31,6 +31,7 @@ from graphpact.graphs.host import (
     Line,
     Watcher,
     WeakTensor,
+    followed,
     storage_id,
     tensors_of,
     written_by,
@@ -399,7 +400,7 @@ class StrictShared:
             self.generator = torch.cuda.default_generators[device.index or 0]
         self._tapes: weakref.WeakSet[StrictTape] = weakref.WeakSet()
         self._guard: HostReadGuard | None = None
-        # What a preparation made on the host is the host's in later ones too.
+        # What hooks made on the host is the host's in later preparations too.
         self._host = HostMemory(strict=True)
 
     def pools(self) -> set[int]:
@@ -456,8 +457,7 @@ class StrictShared:
         read_only: Iterable[torch.Tensor],
     ) -> Iterator[None]:
         """Refuse host reads of device tensors in what prepares a replay, and stray writes."""
-        self._host.prune()
-        self._host.add([*memory.host, *host])
+        self._learn(memory, host)
         guard = HostReadGuard(self._host, "while a replay is prepared", ReplayError)
         protected = {
             external.tensor.storage.cdata: external.name
@@ -472,6 +472,17 @@ class StrictShared:
             yield
         if guard.refused is not None:  # and swallowed
             raise guard.refused
+
+    @contextlib.contextmanager
+    def unprepared(self, memory: DeclaredMemory, host: Iterable[torch.Tensor]) -> Iterator[None]:
+        """Learn what is made on the host, for later preparations."""
+        self._learn(memory, host)
+        with followed(self._host):
+            yield
+
+    def _learn(self, memory: DeclaredMemory, host: Iterable[torch.Tensor]) -> None:
+        self._host.prune()
+        self._host.add([*memory.host, *host])
 
     def copy_async(self, target: torch.Tensor, source: torch.Tensor, *, capturing: bool) -> None:
         """Copy as late as may be; in a capture, at the copy's place in every replay."""

@@ -161,6 +161,15 @@ class TapeDriver(GraphDriver):
         with self._shared.preparation(self.memory, host, read_only):
             yield
 
+    @contextlib.contextmanager
+    def unprepared(self, host: Iterable[torch.Tensor] = ()) -> Iterator[None]:
+        """Strict: learn what is made on the host; let everything pass."""
+        if self._shared is None:
+            yield
+            return
+        with self._shared.unprepared(self.memory, host):
+            yield
+
     def stream(self) -> Stream:
         """Return a new stream: strict, one whose work is held to its waits."""
         return super().stream() if self._shared is None else self._shared.order.stream()

@@ -323,7 +323,7 @@ def attend_padded(
         lse: ``[T, hq]`` of `lse_dtype`, written where it is wanted.
         mask: ``[bs, max_q_len, nk]`` bool, instead of the causal rule.
     """
-    if q_indptr.shape[0] == 1:  # no request: all rows are nobody's
+    if q_indptr.shape[0] == 1 or not q.shape[0]:  # no request: all rows are nobody's; or no row
         out.zero_()
         if lse is not None:
             lse.fill_(float("-inf"))

@@ -27,7 +27,6 @@ from graphpact.graphs.tape import TapeDriver
 from graphpact.parallel import get_parallel
 from graphpact.runners import RunnerContext
 from graphpact.shapes import EagerReason, GraphShape
-from graphpact.strict import host_tensors
 
 _RANKS = 2
 _RANK_HELP = (
@@ -122,7 +121,7 @@ def _ask(
 ) -> tuple[GraphShape | EagerReason | None, Finding | None]:
     """Return what ``can_run`` answers while nobody may wait for the device, or why it answers nothing."""
     guard = TapeDriver(lane.device, strict=True)
-    host = host_tensors(batch) if lane.device.type == "cpu" else [*batch.tensors().values()]
+    host = batch.host_tensors() if lane.device.type == "cpu" else [*batch.tensors().values()]
     try:
         with guard.preparation(host, read_only=[*batch.tensors().values()]):
             return rig.runner.can_run(batch), None

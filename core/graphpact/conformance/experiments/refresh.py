@@ -72,14 +72,14 @@ def unwritten_and_stale(lane: LaneUnderTest, steps: Sequence[Problem]) -> Findin
         rig = lane.rig(way)
         for problem, before in ((padded, long), (small, small), (exact, padded)):
             yield from _after_two_histories(lane, way, problem, [before], [small])
-        if way != lane.ways[-1]:
-            continue  # what is kept on the host is kept for both
-        for neighbour in neighbours(lane.config, long):
-            yield from _after_two_histories(lane, way, long, [long, neighbour], [small])
         if lane.config.case.width is not None and long.requests:
             now, earlier = steady(lane.config)
             for previous in earlier:
                 yield from _after_two_histories(lane, way, now, [previous], [small])
+        if way != lane.ways[-1]:
+            continue  # plans are kept on the host for both
+        for neighbour in neighbours(lane.config, long):
+            yield from _after_two_histories(lane, way, long, [long, neighbour], [small])
         yield from _plans_at_fault(lane, rig, long)
 
 
