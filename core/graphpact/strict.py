@@ -156,18 +156,12 @@ class StrictGuard:
         return "GP02" if any(rows.has_real for rows in parts) else "GP03"
 
     def _poisoned(self) -> list["_Unwritten"]:
+        """Return what is still poison, slot by slot."""
         if self._prepared is None:
             return []
         registry, shape, batch = self._prepared
-        found = []
-        for slot in registry:
-            text = _poisoned_rows(slot, shape)
-            if text:
-                raw = {"bs": batch.batch_size, "tokens": batch.num_tokens}.get(slot.axis, 1)
-                whole = is_poison(slot.slice_for(shape.batch_size, shape.num_tokens))
-                has_real = bool(is_poison(slot.slice_for(raw, raw)).any())
-                found.append(_Unwritten(text, is_part=not bool(whole.all()), has_real=has_real))
-        return found
+        found = (_unwritten_of(slot, shape, batch) for slot in registry)
+        return [rows for rows in found if rows is not None]
 
 
 class _Unwritten(NamedTuple):
@@ -211,18 +205,21 @@ def is_due(slot: GraphSlot) -> bool:
     return slot.padding_policy is not PaddingPolicy.FILL_ONCE and not is_staging
 
 
-def _poisoned_rows(slot: GraphSlot, shape: GraphShape) -> str:
+def _unwritten_of(slot: GraphSlot, shape: GraphShape, batch: ForwardBatch) -> _Unwritten | None:
     if slot.buffer is None or not is_due(slot):
-        return ""
-    view = slot.slice_for(shape.batch_size, shape.num_tokens)
-    poisoned = is_poison(view)
+        return None
     if slot.dtype.itemsize == 1 and not slot.dtype.is_floating_point:
-        return ""  # poison is a value like any other there
+        return None  # poison is a value like any other there
+    poisoned = is_poison(slot.slice_for(shape.batch_size, shape.num_tokens))
+    is_whole = bool(poisoned.all())
     # Memory of no axis is a capacity, read as far as each step writes it.
-    if not bool(poisoned.all() if slot.axis == "none" else poisoned.any()):
-        return ""
-    if view.dim() != 1:
-        return slot.label
-    at = poisoned.nonzero().flatten()
-    kept = f" (kept: {slot.reason})" if slot.reason and slot.copy_from_fb else ""
-    return f"rows {int(at[0])}:{int(at[-1]) + 1} of {slot.label}{kept}"
+    if not (is_whole if slot.axis == "none" else bool(poisoned.any())):
+        return None
+    text = slot.label
+    if poisoned.dim() == 1:
+        at = poisoned.nonzero().flatten()
+        kept = f" (kept: {slot.reason})" if slot.reason and slot.copy_from_fb else ""
+        text = f"rows {int(at[0])}:{int(at[-1]) + 1} of {text}{kept}"
+    raw = {"bs": batch.batch_size, "tokens": batch.num_tokens}.get(slot.axis, 1)
+    has_real = bool(is_poison(slot.slice_for(raw, raw)).any())
+    return _Unwritten(text, is_part=not is_whole, has_real=has_real)

@@ -233,8 +233,10 @@ class LaneUnderTest:
         step: Step | None = None,
         problem: Problem | None = None,
         hook: str | None = None,
+        help: str | None = None,  # noqa: A002  it is what reports call it
     ) -> Finding:
-        """Return a finding about an error; under the rule that it names, or ``rule``."""
+        """Return a finding about an error; the rule and the help are its own, else those that are given."""
+        own = next((e.hint for e in causes(error) if isinstance(e, GraphpactError)), None)
         return self.finding(
             rule_of(error) or rule,
             expected=expected,
@@ -242,7 +244,7 @@ class LaneUnderTest:
             step=step,
             problem=problem,
             hook=hook or _hook_of(step),
-            help=next((e.hint for e in causes(error) if isinstance(e, GraphpactError)), None),
+            help=own or help,
         )
 
 

@@ -385,12 +385,12 @@ def examine(
         shown.append((plan.lane.config, not any(r.outcome is Outcome.FAIL for r in results)))
     if first == 0 and not _modes_of(target, catalog):
         listener.found(_declares_nothing(info))
-    if first == 0 and target.partner is None and not (options.only or options.lanes):
+    is_whole = target.partner is None and not (options.only or options.lanes)
+    if first == 0 and is_whole:
         for result in _unsupported(target, _modes_of(target, catalog), every):
             listener.found(result)
     claims: list[Claim] = []
-    is_whole = not (options.only or options.lanes)
-    if target.kind == "attention_backend" and target.partner is None and is_whole:
+    if target.kind == "attention_backend" and is_whole:
         cls = catalog.select("attention_backend", target.name)
         probed = []
         if options.size != "quick" and first == parts - 1 and _PROBES not in skip:

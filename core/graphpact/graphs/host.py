@@ -233,13 +233,16 @@ def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list
     return written
 
 
-def _is_made_on_host(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, placed: bool
-) -> bool:
+def _is_placed(kwargs: dict[str, Any]) -> bool:
+    """Return whether a call is told where the tensor that it makes is to lie."""
+    return kwargs.get("device") is not None or _has_default_device()
+
+
+def _is_made_on_host(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return whether a call makes a tensor on the host, of nothing that lies on a device."""
     return func in _FROM_MEMORY or (
         (func in _FACTORIES or func in _FROM_PYTHON)
-        and not placed
+        and not _is_placed(kwargs)
         and kwargs.get("out") is None
         and not tensors_of(args[:1])
     )
@@ -294,10 +297,10 @@ class HostReadGuard(TorchFunctionMode):
         """Call ``func`` with what it makes on the host counted as the host's."""
         host = self.host
         device = kwargs.get("device")
-        placed = device is not None or _has_default_device()
+        placed = _is_placed(kwargs)
         if kwargs.get("pin_memory") or func is torch.Tensor.pin_memory:
             raise self.refusal("allocates pinned memory", "allocate it before")
-        made_on_host = _is_made_on_host(func, args, kwargs, placed=placed)
+        made_on_host = _is_made_on_host(func, args, kwargs)
         if func is torch.Tensor.new_tensor or (
             func in _FROM_PYTHON and placed and not tensors_of(args[:1])
         ):
@@ -486,9 +489,8 @@ class _Factories(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        placed = kwargs.get("device") is not None or _has_default_device()
         result = func(*args, **kwargs)
-        if _is_made_on_host(func, args, kwargs, placed=placed):
+        if _is_made_on_host(func, args, kwargs):
             self._host.add(tensors_of(result))
         return result
 

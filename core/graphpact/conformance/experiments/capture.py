@@ -59,12 +59,12 @@ def captures(lane: LaneUnderTest, steps: Sequence[Problem]) -> Findings:
 
 def _of_strict_failure(lane: LaneUnderTest, error: BaseException) -> Finding:
     """Return a finding about a lane that is captured where nobody looks, and not over poison."""
-    found = lane.of_error(
+    return lane.of_error(
         error,
         expected="every shape is captured over poison, which all memory holds that hooks have to write",
         hook="init_metadata_capture",
+        help=_UNWRITTEN,
     )
-    return found.model_copy(update={"help": found.help or _UNWRITTEN})
 
 
 _UNWRITTEN = (
@@ -75,9 +75,8 @@ _UNWRITTEN = (
 def _of_failure(lane: LaneUnderTest, error: BaseException, live: Problem) -> list[Finding]:
     expected = "every shape of the ladder is captured"
     rule = rule_of(error) or _rule_of_dummy(lane, live) or _rule_of_size(lane)
-    found = [lane.of_error(error, expected=expected, rule=rule, hook="init_metadata_capture")]
-    if found[0].help is None:
-        found[0] = found[0].model_copy(update={"help": _FAILED.get(rule or "")})
+    hook, help_ = "init_metadata_capture", _FAILED.get(rule or "")
+    found = [lane.of_error(error, expected=expected, rule=rule, hook=hook, help=help_)]
     if rule is None:
         found.append(found[0].model_copy(update={"rule": "GP12", "help": _SUPPORT}))
     return found

@@ -75,14 +75,12 @@ def takes_the_right_graph(lane: LaneUnderTest, _: Sequence[Problem]) -> Findings
         step = rig.step(problem)
         if step.error is not None:
             if best is None:  # what fails in a replay, others tell
-                found = lane.of_error(
+                yield lane.of_error(
                     step.error,
                     expected="a batch that no captured shape holds runs eagerly",
                     rule="GP12",
                     step=step,
-                )
-                yield _with_help(
-                    found, "Lane.run() serves it; can_run() has to give a reason for it"
+                    help="Lane.run() serves it; can_run() has to give a reason for it",
                 )
             continue
         replayed = [
@@ -126,21 +124,14 @@ def _ask(
         with guard.preparation(host, read_only=[*batch.tensors().values()]):
             return rig.runner.can_run(batch), None
     except (Exception, SystemExit) as error:  # noqa: BLE001  anybody's code runs here
-        found = lane.of_error(
+        return None, lane.of_error(
             error,
             expected="can_run() answers for any batch, from what lies on the host",
             rule="GP12",
             problem=problem,
             hook="prepare_replay",
+            help="answer with an EagerReason where no shape holds the batch, and raise nothing",
         )
-        return None, _with_help(
-            found, "answer with an EagerReason where no shape holds the batch, and raise nothing"
-        )
-
-
-def _with_help(found: Finding, words: str) -> Finding:
-    """Return a finding about an error, with ``words`` where the error itself says nothing to do."""
-    return found.model_copy(update={"help": found.help or words})
 
 
 def _is_recorded_otherwise(lane: LaneUnderTest, rig: Rig, problem: Problem) -> bool:
@@ -211,10 +202,12 @@ def _default_ladders(lane: LaneUnderTest, rig: Rig) -> Findings:
         try:
             own = lane.runner(context).ladder
         except (Exception, SystemExit) as error:  # noqa: BLE001  anybody's code runs here
-            found = lane.of_error(
-                error, expected=f"a ladder for steps of {most} requests", rule="GP12"
+            yield lane.of_error(
+                error,
+                expected=f"a ladder for steps of {most} requests",
+                rule="GP12",
+                help="make_ladder() is asked for any max_bs from 1 up",
             )
-            yield _with_help(found, "make_ladder() is asked for any max_bs from 1 up")
             return
         if own is not None:
             ladders[most] = [shape.batch_size for shape in own.shapes]
@@ -299,10 +292,12 @@ def ranks_agree(lane: LaneUnderTest, steps: Sequence[Problem]) -> Findings:
             except (Exception, SystemExit) as error:  # noqa: BLE001  anybody's code runs here
                 if not _captures_alone(lane):
                     return  # it is no matter of ranks
-                found = lane.of_error(
-                    error, expected=f"rank {rank} of {_RANKS} captures as any other", rule="GP17"
+                yield lane.of_error(
+                    error,
+                    expected=f"rank {rank} of {_RANKS} captures as any other",
+                    rule="GP17",
+                    help=_RANK_HELP,
                 )
-                yield _with_help(found, _RANK_HELP)
                 return
     yield from _same_captures(lane, rigs)
     for problem in (steps[-1], steps[1], steps[2 % len(steps)]):
@@ -419,13 +414,13 @@ def _same_steps(
             shapes.append(step.shape)
             if step.error is not None:
                 if plain.rig().step(problem).error is None:
-                    found = lane.of_error(
+                    yield lane.of_error(
                         step.error,
                         expected=f"rank {rank} replays as any other",
                         rule="GP17",
                         step=step,
+                        help=_RANK_HELP,
                     )
-                    yield _with_help(found, _RANK_HELP)
                 return
             if step.shape is not None:
                 count = step.leaves.get("view.num_token_non_padded")
@@ -501,10 +496,13 @@ def _uneven(lane: LaneUnderTest, rigs: Sequence[Rig]) -> Findings:
                 if step.error is not None:
                     if rig.step(problem).error is None:
                         what = f"{size} requests, with {together} tokens on the ranks"
-                        found = lane.of_error(
-                            step.error, expected=f"a replay of {what}", rule="GP17", step=step
+                        yield lane.of_error(
+                            step.error,
+                            expected=f"a replay of {what}",
+                            rule="GP17",
+                            step=step,
+                            help=_GATHER_HELP,
                         )
-                        yield _with_help(found, _GATHER_HELP)
                     return
                 asked = step.shape if step.replays == 1 else None
             answers.append(asked)

@@ -245,8 +245,8 @@ def life_goes_on(lane: LaneUnderTest, steps: Sequence[Problem]) -> Findings:
             step = rig.step(problem)
             expected = "memory that a graph uses is where it was, whatever ran in between"
             if step.error is not None:
-                found = lane.of_error(step.error, expected=expected, rule="GP14", step=step)
-                yield found.model_copy(update={"rule": "GP14", "help": found.help or _STAYS})
+                found = lane.of_error(step.error, expected=expected, step=step, help=_STAYS)
+                yield found.model_copy(update={"rule": "GP14"})
                 break
             yield from _moved(lane, step)
             for wrong in differences(rig, step, lane.answer(rig, problem)):

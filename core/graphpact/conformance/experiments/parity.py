@@ -12,7 +12,7 @@ earlier batch left (see `graphpact.conformance.experiments.refresh`).
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -55,9 +55,10 @@ def captured_anew(lane: LaneUnderTest, steps: Sequence[Problem]) -> Findings:
         replayed[way] = []
         is_wrong = False
         for problem in problems:
-            step, seen, found, _ = _compare(lane, rig, way, problem)
+            compared = _compare(lane, rig, way, problem)
+            step, seen = compared.step, compared.seen
             replayed[way].append(step)
-            yield from found
+            yield from compared.found
             if seen is not None and not is_wrong and not _gives_the_same(rig, step, seen):
                 is_wrong = True
                 yield from _compare_with_warm_up(lane, way, step)
@@ -67,26 +68,36 @@ def captured_anew(lane: LaneUnderTest, steps: Sequence[Problem]) -> Findings:
 
 def compare_with_capture(lane: LaneUnderTest, rig: Rig, way: Way, problem: Problem) -> Findings:
     """Compare one batch's replay with a capture of it on a lane of its own; what is of the past, too."""
-    _, _, found, past = _compare(lane, rig, way, problem)
-    yield from (*found, *past)
+    compared = _compare(lane, rig, way, problem)
+    yield from (*compared.found, *compared.past)
 
 
-def _compare(
-    lane: LaneUnderTest, rig: Rig, way: Way, problem: Problem
-) -> tuple[Step, Step | None, list[Finding], list[Finding]]:
-    """Return a batch's replay, its capture where it can be had, and how they differ.
+class _Compared(NamedTuple):
+    """How the replay of a batch differs from a capture of it.
 
-    Apart from the rest, last: what differs by what an earlier batch left in slots. ``refresh`` tells that.
+    Args:
+        step: The replay.
+        seen: The capture; None where there is none.
+        found: How they differ.
+        past: How they differ by what an earlier batch left in slots: ``refresh`` tells that.
     """
+
+    step: Step
+    seen: Step | None
+    found: list[Finding]
+    past: Sequence[Finding] = ()
+
+
+def _compare(lane: LaneUnderTest, rig: Rig, way: Way, problem: Problem) -> _Compared:
     before = Before(rig)
     step = rig.step(problem)
     found = [_of_breach(lane, step, breach) for breach in step.breaches]
     shape = step.shape
     if shape is None or not step.leaves:
-        return step, None, found, []
+        return _Compared(step, None, found)
     if not problem.requests and shape.mode is not ForwardMode.DECODE:
         # An idle batch has no width of its own, and is captured by nobody.
-        return step, None, found, []
+        return _Compared(step, None, found)
     twin = lane.build(way, capture=False)
     try:
         seen = _capture(twin, problem, shape)
@@ -98,7 +109,7 @@ def _compare(
             problem=problem,
             hook="init_metadata_capture",
         )
-        return step, None, [*found, failed], []
+        return _Compared(step, None, [*found, failed])
     found += _compare_numbers(lane, rig, step, seen)
     past: list[Finding] = []
     for is_past, each in _compare_contents(lane, rig, before, step, seen):
@@ -106,7 +117,7 @@ def _compare(
     found += _compare_traces(lane, way, step, trace_of(rig, shape), trace_of(twin, shape))
     if not (found or past or _gives_the_same(rig, step, seen)):
         found += _compare_memory(lane, rig, twin, before, (step, seen))
-    return step, seen, found, past
+    return _Compared(step, seen, found, past)
 
 
 @torch.inference_mode()

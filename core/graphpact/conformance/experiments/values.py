@@ -186,8 +186,10 @@ def largest_step(lane: LaneUnderTest, _: Sequence[Problem]) -> Findings:
         step = rig.step(largest)
         expected = "the largest batch that the limits allow is replayed as any other"
         if step.error is not None:
-            found = lane.of_error(step.error, expected=expected, rule="GP13", step=step)
-            yield found.model_copy(update={"help": found.help or _SIZES})
+            found = lane.of_error(
+                step.error, expected=expected, rule="GP13", step=step, help=_SIZES
+            )
+            yield found
             if found.rule != "GP13":
                 yield found.model_copy(update={"rule": "GP13", "help": _SIZES})
             continue
@@ -263,8 +265,10 @@ def _only_padded_fails(lane: LaneUnderTest, rig: Rig, step: Step, exact: Problem
         "out of bounds" in str(e) or "out of range" in str(e) for e in causes(step.error)
     )
     rule = "GP04" if out_of_range else "GP05"
-    found = lane.of_error(step.error, expected=expected, rule=rule, step=step)
-    yield found.model_copy(update={"help": found.help or _PADDED_HELP[rule]})
+    found = lane.of_error(
+        step.error, expected=expected, rule=rule, step=step, help=_PADDED_HELP[rule]
+    )
+    yield found
     if found.rule in ("GP04", "GP07") and not out_of_range:
         yield found.model_copy(update={"rule": "GP05", "help": _PADDED_HELP["GP05"]})
 

@@ -11,7 +11,7 @@ import torch
 
 from graphpact.attention import LayerSpec, each_step
 from graphpact.batch import ForwardBatch
-from graphpact.buffers import GraphSlot
+from graphpact.buffers import GraphSlot, PaddingPolicy
 from graphpact.conformance.museum.exhibit import Make
 from graphpact.hookspecs import hookimpl
 from graphpact.shapes import GraphShape
@@ -137,3 +137,26 @@ def after_attention(then: Then, more: Callable[[Any], Sequence[GraphSlot]] | Non
         return AfterAttention
 
     return make
+
+
+def workspace(
+    name: str, *shape: int, value: float = 0, dtype: torch.dtype = torch.float32
+) -> GraphSlot:
+    """Return a slot that no step writes anew."""
+    return GraphSlot(
+        f"museum.{name}",
+        lambda _bs, _tokens: shape,
+        dtype,
+        axis="none",
+        owner="the museum",
+        padding_policy=PaddingPolicy.FILL_ONCE,
+        pad_value=value,
+        copy_from_fb=False,
+    )
+
+
+def there(backend: Any, name: str) -> torch.Tensor:
+    """Return the memory of a workspace."""
+    slot = backend._registry.get_slot(f"museum.{name}")  # noqa: SLF001  what its buffers() do
+    memory: torch.Tensor = slot.buffer
+    return memory

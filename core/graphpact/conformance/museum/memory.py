@@ -14,33 +14,9 @@ from typing import Any
 import torch
 
 from graphpact.buffers import GraphSlot, PaddingPolicy
-from graphpact.conformance.museum.edits import Attended, Then, after_attention
+from graphpact.conformance.museum.edits import Attended, Then, after_attention, there, workspace
 from graphpact.conformance.museum.exhibit import Exhibit, Make
 from graphpact.hookspecs import hookimpl
-
-
-def _workspace(
-    name: str, *shape: int, value: float = 0, dtype: torch.dtype = torch.float32
-) -> GraphSlot:
-    """Return a slot that no step writes anew."""
-    return GraphSlot(
-        f"museum.{name}",
-        lambda _bs, _tokens: shape,
-        dtype,
-        axis="none",
-        owner="the museum",
-        padding_policy=PaddingPolicy.FILL_ONCE,
-        pad_value=value,
-        copy_from_fb=False,
-    )
-
-
-def _there(backend: Any, name: str) -> torch.Tensor:
-    """Return the memory of a workspace."""
-    slot = backend._registry.get_slot(f"museum.{name}")  # noqa: SLF001  what its buffers() do
-    memory: torch.Tensor = slot.buffer
-    return memory
-
 
 # -- GP13: too small ---------------------------------------------------------------------------------
 
@@ -396,21 +372,6 @@ def _reads_the_last_graph(backend: Any, call: Attended) -> torch.Tensor:
     return call.out if before is None else call.out + 0 * before[:1]
 
 
-def _reads_outputs_late(base: type[Any]) -> type[Any]:
-    class ReadsOutputsLate(base):  # type: ignore[misc]
-        """Prepares and replays what may come next before it reads what came out."""
-
-        def run(self, batch: Any, shape: Any = None) -> Any:
-            """Replay, replay the dummy of another shape, and return the first result."""
-            out = super().run(batch, shape)
-            for other in self.ladder.shapes:
-                if other != self.can_run(batch):
-                    self.lane.replay(self.dummy_batch(other), other)
-            return out
-
-    return ReadsOutputsLate
-
-
 def _output_buffer(base: type[Any]) -> type[Any]:
     class OutputBuffer(base):  # type: ignore[misc]
         """Returns rows of one buffer, the one that the first capture made."""
@@ -464,16 +425,6 @@ _OWNERS = [
         lanes=("draft_decode",),
         make=_output_buffer,
     ),
-    Exhibit(
-        name="reference-runner-reads-outputs-late",
-        rule="GP15",
-        thread="sgl-project/sglang#35546",
-        planted="Another graph is replayed before the outputs of the first are read.",
-        base="reference_runner",
-        lanes=("target_verify",),
-        make=_reads_outputs_late,
-        site="runner",
-    ),
 ]
 
 
@@ -482,12 +433,12 @@ _OWNERS = [
 
 def _semaphore(backend: Any) -> Sequence[GraphSlot]:
     del backend
-    return [_workspace("semaphore", 1, dtype=torch.int32)]
+    return [workspace("semaphore", 1, dtype=torch.int32)]
 
 
 def _waits_for_zero(backend: Any, call: Attended) -> torch.Tensor:
     """Attend where the counter is zero, and count; the host set it to zero when it was made."""
-    counter = _there(backend, "semaphore")
+    counter = there(backend, "semaphore")
     if not getattr(backend.driver, "is_capturing", False):
         counter.zero_()
     out = call.out * (counter <= len(backend.context.layers)).to(call.out.dtype)
@@ -515,11 +466,11 @@ def _draws_by_itself(base: type[Any]) -> type[Any]:
 def _accumulators(backend: Any) -> Sequence[GraphSlot]:
     layers, most = backend.context.layers, backend.context.limits.max_num_tokens
     row = (layers[0].num_q_heads, layers[0].v_head_dim)
-    return [_workspace("sums", len(layers), most, *row, dtype=backend.context.dtype)]
+    return [workspace("sums", len(layers), most, *row, dtype=backend.context.dtype)]
 
 
 def _accumulates(backend: Any, call: Attended) -> torch.Tensor:
-    sums = _there(backend, "sums")[call.layer.layer_id, : len(call.out)]
+    sums = there(backend, "sums")[call.layer.layer_id, : len(call.out)]
     return sums.add_(call.out).clone() if len(call.out) == len(sums) else call.out
 
 
@@ -529,7 +480,7 @@ def _zeroes_on_the_host(base: type[Any]) -> type[Any]:
 
         def _make_metadata(self, *arguments: Any) -> Any:
             """Set them to zero."""
-            _there(self, "sums").zero_()
+            there(self, "sums").zero_()
             return super()._make_metadata(*arguments)
 
     return ZeroesOnTheHost
@@ -537,12 +488,12 @@ def _zeroes_on_the_host(base: type[Any]) -> type[Any]:
 
 def _flag(backend: Any) -> Sequence[GraphSlot]:
     del backend
-    return [_workspace("flag", 1, dtype=torch.int32), _workspace("base", 1, value=0.0)]
+    return [workspace("flag", 1, dtype=torch.int32), workspace("base", 1, value=0.0)]
 
 
 def _sets_a_flag(backend: Any, call: Attended) -> torch.Tensor:
     """Set the offset by which rows are shifted when the flag is down, and raise it: nobody lowers it."""
-    flag, base = _there(backend, "flag"), _there(backend, "base")
+    flag, base = there(backend, "flag"), there(backend, "base")
     if not getattr(backend.driver, "is_capturing", False):
         flag.zero_()
     base.copy_(torch.where(flag == 0, call.k.float().mean(), base))
@@ -612,12 +563,12 @@ _STATES = [
 
 def _state(backend: Any) -> Sequence[GraphSlot]:
     rows, dim = backend.context.req_to_token.shape[0] * 2, backend.context.layers[0].head_dim
-    return [_workspace("state", rows, dim)]
+    return [workspace("state", rows, dim)]
 
 
 def _advances(backend: Any, call: Attended) -> torch.Tensor:
     """Advance a recurrent state in place, also in warm-up and capture."""
-    state = _there(backend, "state")
+    state = there(backend, "state")
     state.mul_(0.5).add_(call.k.float().mean(dim=(0, 1)))
     return call.out
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from graphpact.buffers import GraphSlot, PaddingPolicy
-from graphpact.conformance.museum.edits import Attended, after_attention
+from graphpact.buffers import GraphSlot
+from graphpact.conformance.museum.edits import Attended, after_attention, there, workspace
 from graphpact.conformance.museum.exhibit import Exhibit, Make
 from graphpact.hookspecs import hookimpl
 
@@ -579,29 +579,18 @@ def _written_where(mask: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
 
 def _an_output(backend: Any) -> Sequence[GraphSlot]:
     """Return a buffer that is zero from the start and never again."""
-    layer = backend.context.layers[0]
-    row = (layer.num_q_heads, layer.v_head_dim)
-    return [
-        GraphSlot(
-            "museum.output",
-            lambda _, tokens: (tokens, *row),
-            backend.context.dtype,
-            axis="none",
-            owner="the museum",
-            padding_policy=PaddingPolicy.FILL_ONCE,
-            pad_value=0,
-            copy_from_fb=False,
-        )
-    ]
+    layer, most = backend.context.layers[0], backend.context.limits.max_num_tokens
+    shape = (most, layer.num_q_heads, layer.v_head_dim)
+    return [workspace("output", *shape, dtype=backend.context.dtype)]
 
 
 def _keeps_an_output(backend: Any, call: Attended) -> torch.Tensor:
     """Write the rows that are not on scratch into one buffer, and scale by its largest."""
-    out, registry = call.out, backend._registry  # noqa: SLF001  what its buffers() do
-    if registry is None or len(out) > len(registry.get_slot("museum.output").buffer):
+    out = call.out
+    if backend._registry is None or len(out) > len(there(backend, "output")):  # noqa: SLF001  as there()
         return out
     live = _tokens_of(call.metadata.block_kv_indices[:, 0] > 0, call)
-    kept = registry.get_slot("museum.output").buffer[: len(out)]
+    kept = there(backend, "output")[: len(out)]
     kept.copy_(torch.where(_on_rows(live, out), out, kept))
     return _quantized_by_the_largest(kept)
 

@@ -1176,6 +1176,16 @@ _OTHERS = [
         site="runner",
     ),
     Exhibit(
+        name="reference-runner-reads-outputs-late",
+        rule="GP15",
+        thread="sgl-project/sglang#35546",
+        planted="Another graph is replayed before the outputs of the first are read.",
+        base="reference_runner",
+        lanes=("target_verify",),
+        make=_running(_prefetches),
+        site="runner",
+    ),
+    Exhibit(
         name="cuda-graph-writes-the-batch",
         rule="GP19",
         thread="microsoft/onnxruntime#32243",
