@@ -3,8 +3,10 @@
 Does not: hold fixtures; those are in ``conftest.py``.
 """
 
+import importlib.util
 from collections.abc import Callable
-from types import SimpleNamespace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -24,6 +26,18 @@ from graphpact_cuda_graph import CudaGraphRunner
 from graphpact_fa3 import FA3Backend
 from graphpact_flashinfer import FlashInferBackend
 from graphpact_trtllm_mla import TRTLLMMLABackend
+
+ROOT = Path(__file__).parents[1]
+
+
+def load_reference() -> ModuleType:
+    """Return the script that writes the reference pages, as a module."""
+    spec = importlib.util.spec_from_file_location("reference", ROOT / "docs/reference.py")
+    assert spec is not None
+    assert spec.loader is not None
+    reference = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(reference)
+    return reference
 
 
 class Catalog(PluginCatalog):

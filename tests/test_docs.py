@@ -1,10 +1,8 @@
 """The reference says what the code says."""
 
-import importlib.util
 import re
 import tomllib
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -14,24 +12,15 @@ from graphpact.config import RESERVED_VARIABLES, EngineConfig, config_keys
 from graphpact.conformance.rules import RULES
 from graphpact.graphs import DeclaredMemory
 from graphpact.graphs.tape import TapeDriver
+from support import load_reference
 
 ROOT = Path(__file__).parents[1]
-
-
-def _reference() -> ModuleType:
-    """Load the script that writes the reference pages."""
-    spec = importlib.util.spec_from_file_location("reference", ROOT / "docs/reference.py")
-    assert spec is not None
-    assert spec.loader is not None
-    reference = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(reference)
-    return reference
 
 
 def test_the_configuration_page_is_what_the_code_would_write() -> None:
     """docs/configuration.md is up to date: `python docs/reference.py` would change nothing."""
     page = (ROOT / "docs/configuration.md").read_text(encoding="utf-8")
-    assert page == _reference().configuration()
+    assert page == load_reference().configuration()
     assert all(f"`{key.name.rpartition('.')[2]}`" in page for key in config_keys())
     assert all(f"`{variable}`" in page for variable in RESERVED_VARIABLES)
 
@@ -39,7 +28,7 @@ def test_the_configuration_page_is_what_the_code_would_write() -> None:
 def test_the_acts_on_the_graphs_page_are_those_of_the_table() -> None:
     """docs/graphs.md has every row of graph_acts.toml: `python docs/reference.py` would change nothing."""
     page = (ROOT / "docs/graphs.md").read_text(encoding="utf-8")
-    assert page == _reference().graphs(page)
+    assert page == load_reference().graphs(page)
     rows = tomllib.loads((ROOT / "docs/graph_acts.toml").read_text(encoding="utf-8"))["act"]
     assert len({row["id"] for row in rows}) == len(rows)
     assert page.count("\n| ") > len(rows)
@@ -51,7 +40,7 @@ def test_the_acts_on_the_graphs_page_are_those_of_the_table() -> None:
 def test_the_rules_on_the_conformance_page_are_those_of_the_code() -> None:
     """docs/conformance.md has every rule and its story: `python docs/reference.py` would change nothing."""
     page = (ROOT / "docs/conformance.md").read_text(encoding="utf-8")
-    assert page == _reference().conformance(page)
+    assert page == load_reference().conformance(page)
     assert not any("|" in rule.requirement for rule in RULES.values())  # it would end its cell
     assert all(f"\n| {rule} | " in page for rule in RULES.values())
 

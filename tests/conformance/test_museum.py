@@ -1,6 +1,5 @@
 """The museum: every exhibit is caught under its own rule, every right plugin passes, and the page says so."""
 
-import importlib.util
 import json
 import re
 from collections import Counter
@@ -14,6 +13,7 @@ from graphpact.cli.museum import describe
 from graphpact.conformance.museum import EXHIBITS, VARIANTS, Exhibit, Variant, Visit, visit_all
 from graphpact.conformance.problems import CASES
 from graphpact.conformance.rules import RULES
+from support import load_reference
 
 ROOT = Path(__file__).parents[2]
 OURS = {"flashinfer", "fa3", "trtllm_mla", "cuda_graph", "cpu_graph"}
@@ -71,14 +71,9 @@ def test_every_exhibit_names_a_public_thread() -> None:
 
 def test_the_page_is_what_the_museum_shows(visits: dict[str, Visit]) -> None:
     """docs/museum.md has every piece, and what was caught: all that `docs/reference.py --museum` writes."""
-    spec = importlib.util.spec_from_file_location("reference", ROOT / "docs/reference.py")
-    assert spec is not None
-    assert spec.loader is not None
-    reference = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(reference)
     told = [describe(visits[piece.name]) for piece in (*EXHIBITS, *VARIANTS)]
     page = (ROOT / "docs/museum.md").read_text(encoding="utf-8")
-    assert _own_marks(page) == _own_marks(reference.museum(told))
+    assert _own_marks(page) == _own_marks(load_reference().museum(told))
 
 
 def _own_marks(page: str) -> str:

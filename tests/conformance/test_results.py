@@ -1,6 +1,5 @@
 """What results add up to: one outcome, one exit status, and a file that holds them."""
 
-import importlib.util
 import itertools
 import json
 from pathlib import Path
@@ -12,6 +11,7 @@ from hypothesis import strategies as st
 
 from conformance_reports import finding, plugin, report, result, words
 from graphpact.conformance.results import Claim, ExitCode, Outcome, Report, worst
+from support import load_reference
 
 ROOT = Path(__file__).parents[2]
 quick = settings(derandomize=True, deadline=None)
@@ -152,13 +152,8 @@ def test_timeless_leaves_out_times_and_nothing_else() -> None:
 
 def test_the_schema_is_what_the_models_give() -> None:
     """results.schema.json is up to date: `python docs/reference.py` would change nothing."""
-    spec = importlib.util.spec_from_file_location("reference", ROOT / "docs/reference.py")
-    assert spec is not None
-    assert spec.loader is not None
-    reference = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(reference)
     text = (ROOT / "core/graphpact/conformance/results.schema.json").read_text(encoding="utf-8")
-    assert text == reference.results_schema()
+    assert text == load_reference().results_schema()
     schema = json.loads(text)
     written = json.loads(report().model_dump_json())
     assert set(schema["required"]) == set(written)
