@@ -3,7 +3,8 @@ PYTHON ?= python3
 VENV   ?= .venv
 PINS   ?= constraints.txt
 BIN    := $(VENV)/bin
-DISTS  := core plugins/cpu_graph plugins/cuda_graph plugins/fa3 plugins/flashinfer plugins/trtllm_mla
+DISTS  := core kernels plugins/tape plugins/cuda_graph plugins/cpu_graph plugins/flashinfer plugins/fa3 plugins/trtllm_mla \
+          engine conformance
 STAMP  := $(VENV)/.installed
 
 .PHONY: demo break test bench check format clean
@@ -39,8 +40,8 @@ clean:                ## forget the environment and every cache
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(STAMP): $(PINS) requirements-dev.txt core/pyproject.toml $(wildcard plugins/*/pyproject.toml)
+$(STAMP): $(PINS) requirements-dev.txt $(DISTS:%=%/pyproject.toml)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint $(PINS) --requirement requirements-dev.txt \
-	    --editable "core[all]" $(foreach dist,$(filter-out core,$(DISTS)),--editable $(dist))
+	    $(foreach dist,$(DISTS),--editable $(dist))
 	touch $@

@@ -33,11 +33,11 @@ import transformers
 
 from graphpact import ForwardBatch, GraphShape, Lane
 from graphpact.cli.console import data, print_table
-from graphpact.config import EngineConfig
-from graphpact.engine import Engine, SamplingParams
-from graphpact.engine.sampler import Sampler
 from graphpact.graphs import Graph
 from graphpact.plugins import PluginCatalog
+from graphpact_engine import Engine, SamplingParams
+from graphpact_engine.config import EngineConfig
+from graphpact_engine.sampler import Sampler
 
 CPU = torch.device("cpu")
 VOCAB = 256

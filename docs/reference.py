@@ -1,7 +1,7 @@
 """Write the reference: ``docs/configuration.md``, tables of other pages, and the schema of ``results.json``.
 
 The tables are the acts of ``docs/graphs.md`` and the rules of ``docs/conformance.md``. Run it after a change
-of the configuration, of ``docs/graph_acts.toml``, of `graphpact.conformance.results`, or of the rules and
+of the configuration, of ``docs/graph_acts.toml``, of `graphpact_conformance.results`, or of the rules and
 their stories; with ``--museum``, which takes minutes, after a change of the museum or of the suite's
 experiments, for ``docs/museum.md``. Tests hold the files to what this script would write.
 
@@ -18,13 +18,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from graphpact.config import config_keys
-from graphpact.conformance.results import Report
-from graphpact.conformance.rules import RULES, Rule, causes_first
-from graphpact.conformance.stories import STORIES
+from graphpact_conformance.results import Report
+from graphpact_conformance.rules import RULES, Rule, causes_first
+from graphpact_conformance.stories import STORIES
+from graphpact_engine.config import config_keys
 
 DOCS = Path(__file__).parent
-SCHEMA = DOCS.parent / "core/graphpact/conformance/results.schema.json"
+SCHEMA = DOCS.parent / "conformance/graphpact_conformance/results.schema.json"
 _WRITTEN = "<!-- from here on written by docs/reference.py from docs/graph_acts.toml -->\n"
 _RULES, _END_OF_RULES = "<!-- rules -->\n", "<!-- /rules -->"
 
@@ -160,8 +160,8 @@ def _kinds(told: Mapping[str, Any]) -> list[str]:
 
 
 def _visit_museum() -> list[dict[str, Any]]:
-    from graphpact.cli.museum import describe  # noqa: PLC0415  only where it is asked for
-    from graphpact.conformance.museum import EXHIBITS, VARIANTS, visit_all  # noqa: PLC0415
+    from graphpact_conformance.cli.museum import describe  # noqa: PLC0415  only where it is asked for
+    from graphpact_conformance.museum import EXHIBITS, VARIANTS, visit_all  # noqa: PLC0415
 
     visits = visit_all((*EXHIBITS, *VARIANTS), workers=os.cpu_count() or 1)
     return [describe(visit) for visit in visits]

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from graphpact import CudaGraphBufferRegistry, ForwardBatch, GraphShape, PaddingPolicy, hookimpl
-from graphpact.config import EngineConfig
-from graphpact.engine import Engine, SamplingParams
 from graphpact.errors import ContractError
 from graphpact.plugins import PluginCatalog
 from graphpact_cuda_graph import CudaGraphRunner
+from graphpact_engine import Engine, SamplingParams
+from graphpact_engine.config import EngineConfig
 from graphpact_flashinfer import FlashInferBackend
 
 HERE = Path(__file__).parent

@@ -8,7 +8,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from graphpact.conformance.results import (
+from graphpact_conformance.results import (
     Claim,
     Environment,
     Finding,

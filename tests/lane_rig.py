@@ -19,10 +19,10 @@ from graphpact import (
     LayerSpec,
     Limits,
 )
-from graphpact.graphs.tape import TapeDriver
 from graphpact.runners import EagerRunner, RunnerContext
 from graphpact_cuda_graph import CudaGraphRunner
 from graphpact_flashinfer import FlashInferBackend
+from graphpact_tape.tape import TapeDriver
 
 CPU = torch.device("cpu")
 DTYPE = torch.float64

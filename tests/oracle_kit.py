@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from graphpact.attention import AttentionBackend
-from graphpact.conformance.experiments import order, values
-from graphpact.conformance.problems import Config
-from graphpact.conformance.results import Finding
-from graphpact.conformance.subject import LaneUnderTest
-from graphpact.conformance.suite import draw
+from graphpact_conformance.experiments import order, values
+from graphpact_conformance.problems import Config
+from graphpact_conformance.results import Finding
+from graphpact_conformance.subject import LaneUnderTest
+from graphpact_conformance.suite import draw
 
 
 def findings_of(

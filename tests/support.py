@@ -17,7 +17,6 @@ from torch.utils import _pytree as pytree
 from graphpact.attention import AttentionBackend
 from graphpact.buffers import CudaGraphBufferRegistry, GraphSlot, PaddingPolicy
 from graphpact.graphs import GraphDriver
-from graphpact.graphs.tape import TapeDriver
 from graphpact.plugins import Kind, PluginCatalog, PluginInfo
 from graphpact.runners import EagerRunner, GraphRunner
 from graphpact_cpu_graph import CpuGraphRunner
@@ -25,6 +24,7 @@ from graphpact_cpu_graph.inductor import InductorDriver
 from graphpact_cuda_graph import CudaGraphRunner
 from graphpact_fa3 import FA3Backend
 from graphpact_flashinfer import FlashInferBackend
+from graphpact_tape.tape import TapeDriver
 from graphpact_trtllm_mla import TRTLLMMLABackend
 
 ROOT = Path(__file__).parents[1]

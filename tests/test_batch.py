@@ -8,7 +8,7 @@ import torch
 
 from graphpact import ForwardBatch, ForwardMode
 from graphpact.errors import EngineError, ReplayError, SlotError
-from graphpact.strict import _require_twins
+from graphpact_tape.guard import _require_twins
 from lane_rig import Rig
 
 

@@ -8,8 +8,8 @@ import pytest
 
 from graphpact import errors
 from graphpact.cli import main
-from graphpact.config import EngineConfig
 from graphpact.plugins import PluginCatalog
+from graphpact_engine.config import EngineConfig
 
 CLI = (sys.executable, "-m", "graphpact.cli")
 
@@ -55,7 +55,14 @@ def test_importing_graphpact_stays_light() -> None:
     assert done.returncode == 0
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
     assert "graphpact.lane" in imported
-    heavy = {"transformers", "safetensors", "typer", "rich", "graphpact.cli", "graphpact.models"}
+    heavy = {
+        "transformers",
+        "safetensors",
+        "typer",
+        "rich",
+        "graphpact.cli",
+        "graphpact_engine.models",
+    }
     assert not imported & (heavy | {"graphpact_flashinfer", "graphpact_cuda_graph"})
 
 

@@ -13,8 +13,8 @@ import torch
 
 from graphpact.attention import KernelProvider
 from graphpact.cli import main
-from graphpact.graphs.tape import Tape, TapeDriver
 from graphpact_flashinfer import FlashInferBackend
+from graphpact_tape.tape import Tape, TapeDriver
 
 DEMO = Path(__file__).parents[1] / "examples/demo.toml"
 MEMORY = ["doctor", "--memory", "--config", str(DEMO), "--set", 'engine.device="cpu"']
@@ -117,9 +117,9 @@ def test_missing_models_keep_text_from_being_generated(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Where transformers cannot be imported the status is 3, and the pip command is given."""
-    monkeypatch.setitem(sys.modules, "graphpact.models", None)
+    monkeypatch.setitem(sys.modules, "graphpact_engine.models", None)
     (problem,) = [p for p in examined(capsys, 3)["problems"] if p["severity"] == "error"]
-    assert "graphpact[models]" in problem["help"]
+    assert "graphpact[engine]" in problem["help"]
 
 
 def test_a_default_that_cannot_be_had_is_a_problem(
@@ -157,7 +157,7 @@ def test_people_read_problems_with_what_to_do(
     assert err == ""
     assert importlib.metadata.version("torch") in out
     assert out.splitlines()[-1] == "Text can be generated on this machine."
-    monkeypatch.setitem(sys.modules, "graphpact.models", None)
+    monkeypatch.setitem(sys.modules, "graphpact_engine.models", None)
     assert main(["doctor"]) == 3
     lines = capsys.readouterr().out.splitlines()
     at = next(i for i, line in enumerate(lines) if line.startswith("error: "))
@@ -275,7 +275,7 @@ def test_a_picture_that_cannot_be_written_is_refused(
 
     monkeypatch.setattr(Path, "write_text", refuse)
     if where != "readonly/slots.svg":  # the others are refused before anything is built
-        monkeypatch.setattr("graphpact.cli.doctor.build_engine", refuse)
+        monkeypatch.setattr("graphpact_engine.cli.doctor.build_engine", refuse)
     assert main([*MEMORY, "--picture", str(tmp_path / where)]) == 2
     out, err = capsys.readouterr()
     assert out == ""

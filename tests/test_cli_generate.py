@@ -20,11 +20,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from graphpact.batch import ForwardMode
 from graphpact.cli import main
 from graphpact.cli.console import capture_progress
-from graphpact.cli.writers import JsonWriter, TextWriter, Writer
-from graphpact.engine.engine import Delta, Engine
-from graphpact.engine.request import FinishReason
 from graphpact.shapes import GraphShape
-from graphpact.verify import Verifier
+from graphpact_engine.cli.writers import JsonWriter, TextWriter, Writer
+from graphpact_engine.engine import Delta, Engine
+from graphpact_engine.request import FinishReason
+from graphpact_engine.verify import Verifier
 
 MODEL_LEN = 64
 KEYS = ["prompt", "text", "token_ids", "finish_reason"]

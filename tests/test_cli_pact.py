@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from graphpact.cli import main
-from graphpact.saved_pacts import SavedPacts
+from graphpact_engine.saved_pacts import SavedPacts
 
 DEMO = Path(__file__).parents[1] / "examples/demo.toml"
 ENGINE = ["--config", str(DEMO), "--set", 'engine.device="cpu"']
@@ -100,7 +100,7 @@ def test_a_target_that_cannot_be_written_is_refused_before_anything_is_built(
     def refuse(*_: object, **__: object) -> object:
         raise AssertionError("an engine was built")
 
-    monkeypatch.setattr("graphpact.cli.pact.build_engine", refuse)
+    monkeypatch.setattr("graphpact_engine.cli.pact.build_engine", refuse)
     (tmp_path / "there.json").write_text("mine")
     assert main(["pact", "save", str(tmp_path / where), *ENGINE]) == 2
     out, err = capsys.readouterr()

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from graphpact.config import RESERVED_VARIABLES, EngineConfig, config_keys
-from graphpact.conformance.rules import RULES
 from graphpact.graphs import DeclaredMemory
-from graphpact.graphs.tape import TapeDriver
+from graphpact_conformance.rules import RULES
+from graphpact_engine.config import RESERVED_VARIABLES, EngineConfig, config_keys
+from graphpact_tape.tape import TapeDriver
 from support import load_reference
 
 ROOT = Path(__file__).parents[1]

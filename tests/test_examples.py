@@ -8,8 +8,8 @@ import torch
 import transformers
 
 from checkpoints import needs_seam
-from graphpact.config import EngineConfig
-from graphpact.engine import Engine, SamplingParams
+from graphpact_engine import Engine, SamplingParams
+from graphpact_engine.config import EngineConfig
 
 ROOT = Path(__file__).parents[1]
 MODEL = ROOT / "examples/models/tiny-llama"

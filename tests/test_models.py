@@ -11,10 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from graphpact import models
 from graphpact.attention import LayerSpec, require_capabilities
 from graphpact.batch import ForwardMode
 from graphpact.errors import CheckpointError, UnsupportedModelError
+from graphpact_engine import models
 from graphpact_flashinfer import FlashInferBackend
 
 CPU = torch.device("cpu")

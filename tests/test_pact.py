@@ -19,8 +19,8 @@ from graphpact.batch import ForwardMode
 from graphpact.buffers import CudaGraphBufferRegistry, GraphSlot
 from graphpact.errors import EngineError, PactBreach
 from graphpact.pact import Breach, Pact, bounded, walk
-from graphpact.saved_pacts import SavedPacts, diff
 from graphpact.shapes import GraphShape
+from graphpact_engine.saved_pacts import SavedPacts, diff
 
 SHAPE = GraphShape(ForwardMode.DECODE, 2, 2)
 Pair = namedtuple("Pair", ["left", "right"])  # noqa: PYI024  the pact must see plain ones too

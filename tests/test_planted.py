@@ -22,8 +22,6 @@ from graphpact import (
     bounded,
     hookimpl,
 )
-from graphpact.config import EngineConfig
-from graphpact.engine import Engine, SamplingParams
 from graphpact.errors import (
     CaptureError,
     ContractError,
@@ -34,6 +32,8 @@ from graphpact.errors import (
 )
 from graphpact.graphs import Stream
 from graphpact_cuda_graph import CudaGraphRunner
+from graphpact_engine import Engine, SamplingParams
+from graphpact_engine.config import EngineConfig
 from graphpact_flashinfer import FlashInferBackend, FlashInferMetadata
 from support import Catalog
 

@@ -32,11 +32,11 @@ from graphpact.attention import (
 from graphpact.attention.providers import choose_provider, require_provider
 from graphpact.batch import ForwardBatch, ForwardMode
 from graphpact.buffers import GraphSlot
-from graphpact.config import EngineConfig
-from graphpact.engine import Engine, SamplingParams
 from graphpact.errors import ConfigError, PluginError, UnsupportedModelError
 from graphpact.plugins import Kind, PluginCatalog, PluginInfo
 from graphpact.shapes import GraphShape
+from graphpact_engine import Engine, SamplingParams
+from graphpact_engine.config import EngineConfig
 from graphpact_flashinfer import FlashInferBackend
 from support import Catalog
 
@@ -190,7 +190,7 @@ def installed(**backends: type[AttentionBackend] | str) -> PluginCatalog:
             "eager": "graphpact.runners:EagerRunner",
             "cuda_graph": "graphpact_cuda_graph:CudaGraphRunner",
         },
-        "graph_driver": {"tape": "graphpact.graphs.tape:TapeDriver"},
+        "graph_driver": {"tape": "graphpact_tape.tape:TapeDriver"},
     }
     return PluginCatalog(
         {

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from graphpact import ForwardBatch, GraphShape, PaddingPolicy, hookimpl
 from graphpact.errors import PoisonError, ReplayError
-from graphpact.graphs.poison import is_poison, poison_of
-from graphpact.graphs.tape import TapeDriver
 from graphpact.lane import RunFn
-from graphpact.strict import StrictGuard
 from graphpact_flashinfer import FlashInferBackend
+from graphpact_tape.guard import StrictGuard
+from graphpact_tape.poison import is_poison, poison_of
+from graphpact_tape.tape import TapeDriver
 from lane_rig import CPU, SHAPE_OF, Rig
 
 

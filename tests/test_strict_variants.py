@@ -20,10 +20,10 @@ from graphpact import (
     hookimpl,
 )
 from graphpact.attention import Buffers, SlotBuffers
-from graphpact.config import EngineConfig
-from graphpact.engine import Engine, SamplingParams
 from graphpact.graphs import Event, Stream
 from graphpact_cuda_graph import CudaGraphRunner
+from graphpact_engine import Engine, SamplingParams
+from graphpact_engine.config import EngineConfig
 from graphpact_flashinfer import FlashInferBackend, FlashInferMetadata
 from support import Catalog
 

@@ -14,8 +14,8 @@ from torch.nn import functional
 
 from graphpact.errors import CaptureError
 from graphpact.graphs import recorder
-from graphpact.graphs.tape import Tape, TapeDriver
-from graphpact.kernels import pack_kv_indices, paged_attention
+from graphpact_kernels import pack_kv_indices, paged_attention
+from graphpact_tape.tape import Tape, TapeDriver
 from support import PROGRAMS, leaves, run_program
 
 CPU = torch.device("cpu")

@@ -15,10 +15,10 @@ from graphpact import (
     Limits,
     PaddingPolicy,
 )
-from graphpact.graphs.tape import TapeDriver
 from graphpact.runners import RunnerContext
 from graphpact_cuda_graph import CudaGraphRunner
 from graphpact_flashinfer import FlashInferBackend
+from graphpact_tape.tape import TapeDriver
 
 CPU = torch.device("cpu")
 DTYPE = torch.float64  # padded and unpadded sums then differ by rounding only, far below any bug

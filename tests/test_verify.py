@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from graphpact import BackendContext, ForwardBatch, ForwardMode, Lane, LayerSpec, Limits, bounded
 from graphpact.buffers import CudaGraphBufferRegistry, GraphSlot, build_decode_registry
 from graphpact.errors import EngineError, VerificationError
-from graphpact.graphs.tape import TapeDriver
 from graphpact.hookspecs import hookimpl
 from graphpact.runners import RunnerContext
 from graphpact.shapes import GraphShape
-from graphpact.verify import Verifier
 from graphpact_cuda_graph import CudaGraphRunner
+from graphpact_engine.verify import Verifier
 from graphpact_flashinfer import FlashInferBackend, FlashInferMetadata
+from graphpact_tape.tape import TapeDriver
 from support import make_slot
 
 CPU = torch.device("cpu")

@@ -5,12 +5,13 @@ plugin, the command line, or what `conformance` needs.
 """
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 from graphpact.attention import AttentionBackend, BackendContext, Capabilities, LayerSpec, Limits
 from graphpact.batch import ForwardBatch, ForwardMode
 from graphpact.buffers import CudaGraphBufferRegistry, FillContext, GraphSlot, PaddingPolicy
-from graphpact.errors import GraphpactError
+from graphpact.errors import GraphpactError, UsageError
 from graphpact.graphs import Graph, GraphDriver
 from graphpact.hookspecs import CONTRACT_VERSION, hookimpl, hookspec
 from graphpact.lane import Lane
@@ -18,9 +19,8 @@ from graphpact.pact import Pact, bounded
 from graphpact.runners import GraphRunner
 from graphpact.shapes import BucketLadder, EagerReason, GraphShape
 
-if TYPE_CHECKING:
-    # What calling the package does, with its types.
-    from graphpact.conformance.testing import conformance
+conformance: Callable[..., Callable[[Callable[..., None]], Callable[..., None]]]
+"""`graphpact_conformance.conformance`, of another distribution: imported when it is asked for."""
 
 __all__ = [
     "CONTRACT_VERSION",
@@ -57,5 +57,13 @@ def __getattr__(name: str) -> Any:
 
         return __version__
     if name == "conformance":
-        return importlib.import_module("graphpact.conformance")
+        try:
+            return importlib.import_module("graphpact_conformance").conformance
+        except ModuleNotFoundError as error:
+            if error.name != "graphpact_conformance":
+                raise
+            raise UsageError(
+                "graphpact.conformance needs graphpact_conformance, which is not installed",
+                hint='pip install "graphpact[conformance]"',
+            ) from error
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

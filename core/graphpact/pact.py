@@ -8,7 +8,7 @@ walk again, which finds every field that differs.
 
 Equal addresses are necessary and not sufficient: what the tensors hold is not looked at here.
 Does not: read any tensor's contents, so it never waits for a device; or outlive its process
-(`graphpact.saved_pacts` does).
+(`graphpact_engine.saved_pacts` does).
 """
 
 import dataclasses

@@ -40,8 +40,9 @@ from graphpact.graphs import GraphDriver
 from graphpact.hookspecs import CONTRACT_VERSION, PROJECT
 from graphpact.runners import GraphRunner
 
-Kind = Literal["attention_backend", "runner", "graph_driver"]
-"""What a plugin is; each kind has an entry-point group and a base class."""
+Kind = Literal["attention_backend", "runner", "graph_driver", "observer", "command"]
+"""What a plugin is; each kind has an entry-point group. The first three have a base class, an observer is a
+class of hook wrappers, a command is what typer takes: a function, or a group of them."""
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
 CONTRACT_GROUP = "graphpact.contract"
@@ -53,6 +54,7 @@ _BASES: dict[Kind, type[Any]] = {
     "attention_backend": AttentionBackend,
     "runner": GraphRunner,
     "graph_driver": GraphDriver,
+    "observer": object,
 }
 _FIRST_PARTY: dict[Kind, dict[str, str]] = {  # which distribution of ours offers a name
     "attention_backend": {
@@ -66,9 +68,19 @@ _FIRST_PARTY: dict[Kind, dict[str, str]] = {  # which distribution of ours offer
         "eager": "graphpact",
     },
     "graph_driver": {
-        "cuda": "graphpact",
+        "cuda": "graphpact-cuda-graph",
         "inductor": "graphpact-cpu-graph",
-        "tape": "graphpact",
+        "tape": "graphpact-tape",
+    },
+    "command": {
+        "check": "graphpact-conformance",
+        "doctor": "graphpact-engine",
+        "explain": "graphpact-conformance",
+        "generate": "graphpact-engine",
+        "museum": "graphpact-conformance",
+        "pact": "graphpact-engine",
+        "plugins": "graphpact",
+        "report": "graphpact-conformance",
     },
 }
 _GROUPS: dict[str, Kind] = {f"graphpact.{kind}s": kind for kind in KINDS}
@@ -85,7 +97,7 @@ class PluginInfo:
         name: What it is selected by; unique within its kind.
         distribution: The distribution that offers it.
         version: The version of that distribution.
-        target: The class, as ``module:attribute``.
+        target: The class, of a command the function, as ``module:attribute``.
         contract: The contract version that the distribution declares; None where it has none.
     """
 
@@ -102,10 +114,10 @@ class PluginInfo:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A plugin that passed every stage: ``cls`` may be built."""
+    """A plugin that passed every stage: ``cls`` may be built, or called where it is a command."""
 
     info: PluginInfo
-    cls: type[Any]
+    cls: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,8 +184,12 @@ class PluginCatalog:
     def select(self, kind: Literal["runner"], name: str) -> type[GraphRunner]: ...
     @overload
     def select(self, kind: Literal["graph_driver"], name: str) -> type[GraphDriver]: ...
-    def select(self, kind: Kind, name: str) -> type[Any]:
-        """Return the plugin class that is called ``name``; imports that one and no other.
+    @overload
+    def select(self, kind: Literal["observer"], name: str) -> type[Any]: ...
+    @overload
+    def select(self, kind: Literal["command"], name: str) -> Any: ...
+    def select(self, kind: Kind, name: str) -> Any:
+        """Return the plugin that is called ``name``; imports that one and no other.
 
         Raises:
             UnknownPluginError: Nothing installed offers the name.
@@ -293,12 +309,17 @@ def _first_of_its_name(dist: Any) -> Any:
 
 
 def _load(info: PluginInfo, entry_point: EntryPoint) -> Plugin:
-    base = _BASES[info.kind]
     doing = "importing"
     try:
         cls = entry_point.load()
         doing = "looking at"
-        reason = _class_fault(cls, base) or _hook_fault(cls, base)
+        if info.kind == "command":
+            reason = None if callable(cls) else f"refers to {cls!r}, which cannot be called"
+        else:
+            base = _BASES[info.kind]
+            reason = _class_fault(cls, base) or _hook_fault(cls, base)
+            if reason is None and info.kind == "observer":
+                reason = _observer_fault(cls)
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # noqa: BLE001  SystemExit; the panics of Rust extensions
@@ -360,6 +381,21 @@ def _hook_fault(cls: type[Any], base: type[Any]) -> str | None:
     owed -= {caller.name for caller in manager.get_hookcallers(theirs) or ()}
     if owed:
         return f"{cls.__name__} overrides {', '.join(sorted(owed))} without @graphpact.hookimpl"
+    return None
+
+
+def _observer_fault(cls: type[Any]) -> str | None:
+    """Return what keeps ``cls`` from observing: no hook, or one that would answer for a plugin; or None."""
+    options = {
+        name: opts
+        for name in dir(cls)
+        if (opts := getattr(inspect.getattr_static(cls, name), f"{PROJECT}_impl", None))
+    }
+    if not options:
+        return f"{cls.__name__} implements no hook"
+    answers = sorted(name for name, opts in options.items() if not opts.get("wrapper"))
+    if answers:
+        return f"{cls.__name__}: an observer only wraps; {', '.join(answers)} lacks wrapper=True"
     return None
 
 

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from graphpact.attention import AttentionBackend
-from graphpact.conformance.problems import Config, configs_of
-from graphpact.kernels import _library
+from graphpact_conformance.problems import Config, configs_of
 from graphpact_fa3 import FA3Backend
 from graphpact_flashinfer import FlashInferBackend
+from graphpact_kernels import _library
 from graphpact_trtllm_mla import TRTLLMMLABackend
 from oracle_kit import hold_to_oracle
 

@@ -8,8 +8,8 @@ import torch
 
 from graphpact import BackendContext
 from graphpact.attention import AttentionBackend, ProviderName
-from graphpact.conformance.problems import CASES, Config, Heads
-from graphpact.graphs.cuda import CudaDriver
+from graphpact_conformance.problems import CASES, Config, Heads
+from graphpact_cuda_graph.driver import CudaDriver
 from graphpact_fa3 import FA3Backend
 from graphpact_flashinfer import FlashInferBackend
 from graphpact_trtllm_mla import TRTLLMMLABackend

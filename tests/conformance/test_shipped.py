@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from graphpact.cli import main
-from graphpact.conformance.results import Report
-from graphpact.conformance.rules import RULES
+from graphpact_conformance.results import Report
+from graphpact_conformance.rules import RULES
 
 PLUGINS = ("flashinfer", "fa3", "trtllm_mla", "cuda_graph", "cpu_graph")
 

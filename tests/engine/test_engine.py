@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 
 from graphpact.attention import GraphSupport
 from graphpact.batch import ForwardMode
-from graphpact.config import EngineConfig
-from graphpact.engine import Engine, SamplingParams
-from graphpact.engine.text import TextStream
 from graphpact.errors import ConfigError, PluginError, RequestError, UnsupportedModelError
-from graphpact.graphs.tape import TapeDriver
 from graphpact_cuda_graph import CudaGraphRunner
+from graphpact_engine import Engine, SamplingParams
+from graphpact_engine.config import EngineConfig
+from graphpact_engine.text import TextStream
 from graphpact_flashinfer import FlashInferBackend
+from graphpact_tape.tape import TapeDriver
 from support import Catalog
 
 TINY = Path(__file__).parents[2] / "examples/models/tiny-llama"

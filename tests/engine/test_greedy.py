@@ -9,8 +9,8 @@ import pytest
 import torch
 import transformers
 
-from graphpact.config import EngineConfig
-from graphpact.engine import Engine, SamplingParams
+from graphpact_engine import Engine, SamplingParams
+from graphpact_engine.config import EngineConfig
 
 # Lengths from one token to several pages, in an order that makes batches grow and shrink.
 PROMPT_LENGTHS = (1, 5, 16, 17, 40, 3, 60, 2)

@@ -15,16 +15,16 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from graphpact import AttentionBackend, ForwardMode, GraphShape, LayerSpec
 from graphpact.buffers.description import draw
 from graphpact.cli import main
-from graphpact.config import EngineConfig
-from graphpact.engine import Engine
-from graphpact.engine.memory import EngineMemory, _extent, _outside, _Ranges
-from graphpact.graphs.recorder import RunAndCopy
-from graphpact.graphs.tape import Tape
 from graphpact.lane import Lane
 from graphpact.plugins import PluginCatalog
 from graphpact_cuda_graph import CudaGraphRunner
+from graphpact_engine import Engine
+from graphpact_engine.config import EngineConfig
+from graphpact_engine.memory import EngineMemory, _extent, _outside, _Ranges
 from graphpact_flashinfer import FlashInferBackend
 from graphpact_flashinfer import FlashInferMetadata as Metadata
+from graphpact_tape.recorder import RunAndCopy
+from graphpact_tape.tape import Tape
 from support import Catalog
 
 DEMO = Path(__file__).parents[2] / "examples/demo.toml"

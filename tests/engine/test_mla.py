@@ -11,11 +11,11 @@ import transformers
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 
 from checkpoints import needs_seam
-from graphpact import ForwardBatch, ForwardMode, LayerSpec, models
+from graphpact import ForwardBatch, ForwardMode, LayerSpec
 from graphpact.attention import HeadLayout
-from graphpact.config import EngineConfig
-from graphpact.engine import Engine, SamplingParams
 from graphpact.errors import UnsupportedModelError
+from graphpact_engine import Engine, SamplingParams, models
+from graphpact_engine.config import EngineConfig
 from graphpact_flashinfer import FlashInferBackend
 from support import Catalog
 

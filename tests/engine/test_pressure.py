@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from graphpact.config import EngineConfig
-from graphpact.engine import Engine, SamplingParams
+from graphpact_engine import Engine, SamplingParams
+from graphpact_engine.config import EngineConfig
 
 
 def run(path: Path, *overrides: str) -> tuple[Engine, list[list[int]]]:

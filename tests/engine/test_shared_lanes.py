@@ -8,10 +8,10 @@ import torch
 
 from graphpact import ForwardBatch, ForwardMode
 from graphpact.buffers import CudaGraphBufferRegistry
-from graphpact.config import EngineConfig
-from graphpact.engine import Engine, SamplingParams
 from graphpact.errors import ConfigError, SlotError
 from graphpact_cuda_graph import CudaGraphRunner
+from graphpact_engine import Engine, SamplingParams
+from graphpact_engine.config import EngineConfig
 from support import Catalog
 
 TINY = Path(__file__).parents[2] / "examples/models/tiny-llama"

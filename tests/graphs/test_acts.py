@@ -24,9 +24,9 @@ from torch.nn import functional
 
 from graphpact.errors import CaptureError, EngineError, GraphpactError, ReplayError
 from graphpact.graphs import DeclaredMemory, Graph, GraphDriver
-from graphpact.graphs.cuda import CudaDriver
 from graphpact.graphs.driver import Stream
-from graphpact.graphs.tape import TapeDriver
+from graphpact_cuda_graph.driver import CudaDriver
+from graphpact_tape.tape import TapeDriver
 from support import leaves
 
 _TESTS = Path(__file__).parents[1]

@@ -15,10 +15,10 @@ import torch
 from compiling import compiler  # noqa: F401  a fixture
 from graphpact.errors import CaptureError, ReplayError
 from graphpact.graphs import GraphDriver
-from graphpact.graphs.cuda import CudaDriver
-from graphpact.graphs.tape import TapeDriver
-from graphpact.kernels import pack_kv_indices
 from graphpact_cpu_graph.inductor import InductorDriver
+from graphpact_cuda_graph.driver import CudaDriver
+from graphpact_kernels import pack_kv_indices
+from graphpact_tape.tape import TapeDriver
 
 _CUDA = torch.device("cuda", 0)
 _NO_CUDA = CudaDriver.unavailable(_CUDA)

@@ -6,7 +6,7 @@ a backend uses is chosen once, when it is built: the one that was named, or with
 `AttentionBackend.providers` that can run here, and why those before it cannot is kept and told. One that
 was named is never replaced.
 
-Does not: hold kernels; plugins and `graphpact.kernels` do.
+Does not: hold kernels; plugins and `graphpact_kernels` do.
 """
 
 from collections.abc import Callable, Sequence

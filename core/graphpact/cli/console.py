@@ -31,7 +31,7 @@ _CONTROLS = {
 }
 
 OnCapture = Callable[[str, GraphShape, int, int], None]
-"""What `graphpact.engine.engine.Engine` calls for each captured shape."""
+"""What `graphpact_engine.engine.Engine` calls for each captured shape."""
 
 
 class _Console(Console):

@@ -22,7 +22,6 @@ from typing import Any, ClassVar, Self, TypeVar
 import torch
 
 from graphpact.errors import CaptureError, ConfigError
-from graphpact.graphs.host import Line
 
 T = TypeVar("T")
 
@@ -199,6 +198,8 @@ class GraphDriver(abc.ABC):
             CaptureError: Names the line that began the second one.
         """
         if GraphDriver._capturing is not None:
+            from graphpact_tape.host import Line  # noqa: PLC0415
+
             raise CaptureError(
                 f"a capture was begun inside another one, at {Line()}",
                 hint="capture one region after the other, or make the inner one a part of the outer",

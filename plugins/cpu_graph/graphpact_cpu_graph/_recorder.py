@@ -22,8 +22,8 @@ from torch.utils import _pytree as pytree
 
 from graphpact.buffers.arenas import address_range
 from graphpact.errors import CaptureError
-from graphpact.graphs.host import HostReadGuard, Watcher, storage_id, tensors_of, written_by
-from graphpact.graphs.recorder import EagerCall
+from graphpact_tape.host import HostReadGuard, Watcher, storage_id, tensors_of, written_by
+from graphpact_tape.recorder import EagerCall
 
 __tracebackhide__ = True  # a message names the line of the region, and not of what records it
 

@@ -21,8 +21,8 @@ from torch._subclasses import FakeTensorMode
 
 from graphpact.errors import CaptureError, EngineError
 from graphpact.graphs import Graph, GraphDriver
-from graphpact.graphs.host import HostMemory, HostReadGuard, storage_id
 from graphpact_cpu_graph._recorder import Recorder, Segment
+from graphpact_tape.host import HostMemory, HostReadGuard, storage_id
 
 __tracebackhide__ = True  # as in _recorder.py
 

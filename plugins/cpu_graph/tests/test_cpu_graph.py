@@ -22,14 +22,14 @@ from graphpact import (
     Limits,
 )
 from graphpact.cli import main
-from graphpact.config import EngineConfig
-from graphpact.engine import Engine, SamplingParams
-from graphpact.engine.memory import EngineMemory
-from graphpact.engine.plans import plan_lanes
 from graphpact.errors import ConfigError
 from graphpact.runners import RunnerContext
 from graphpact_cpu_graph import CpuGraphRunner, inductor
 from graphpact_cpu_graph.inductor import InductorDriver
+from graphpact_engine import Engine, SamplingParams
+from graphpact_engine.config import EngineConfig
+from graphpact_engine.memory import EngineMemory
+from graphpact_engine.plans import plan_lanes
 from graphpact_flashinfer import FlashInferBackend
 from support import Catalog
 
@@ -211,7 +211,7 @@ def test_without_a_compiler_decode_runs_eagerly(
         assert stats.eager == {(ForwardMode.DECODE, EagerReason.NO_COMPILER): 13}
         assert stats.replays == 0
         assert EngineMemory.of(engine).lanes[0].absent == EagerReason.NO_COMPILER.value
-    said = [r.getMessage() for r in caplog.records if r.name == "graphpact.engine.plans"]
+    said = [r.getMessage() for r in caplog.records if r.name == "graphpact_engine.plans"]
     (said,) = [text for text in said if "eagerly" in text]
     for part in ("lanes.decode", "'cpu_graph'", "eagerly", "'inductor'", "install one"):
         assert part in said

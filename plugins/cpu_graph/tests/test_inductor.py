@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from graphpact.errors import CaptureError, ConfigError, EngineError, ReplayError
 from graphpact.graphs.driver import DeclaredMemory
-from graphpact.kernels import pack_kv_indices, write_kv_cache
 from graphpact_cpu_graph import inductor
 from graphpact_cpu_graph.inductor import InductorDriver, InductorGraph, missing_compiler
+from graphpact_kernels import pack_kv_indices, write_kv_cache
 
 CPU = torch.device("cpu")
 NAN = float("nan")

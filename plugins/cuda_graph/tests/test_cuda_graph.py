@@ -24,10 +24,10 @@ from graphpact import (
 )
 from graphpact.attention import GraphSupport, HeadLayout
 from graphpact.errors import CaptureError, ConfigError
-from graphpact.graphs.tape import TapeDriver
-from graphpact.kernels import write_kv_cache
 from graphpact.runners import RunnerContext
 from graphpact_cuda_graph import CudaGraphRunner
+from graphpact_kernels import write_kv_cache
+from graphpact_tape.tape import TapeDriver
 
 CPU = torch.device("cpu")
 PAGE, CONTEXT = 4, 8

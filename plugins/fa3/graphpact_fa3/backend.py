@@ -27,16 +27,16 @@ from graphpact import (
     PaddingPolicy,
 )
 from graphpact.attention import Buffers, GraphSupport, HeadLayout
-from graphpact.kernels import (
+from graphpact_fa3.kernels import FA3Kernels, NativeKernels, PortableKernels
+from graphpact_fa3.metadata import FA3Metadata, KeyRows, TreeMetadata
+from graphpact_fa3.tree import fill_tree
+from graphpact_kernels import (
     merge_states,
     schedule_size,
     write_indptr,
     write_kv_cache,
     write_page_table,
 )
-from graphpact_fa3.kernels import FA3Kernels, NativeKernels, PortableKernels
-from graphpact_fa3.metadata import FA3Metadata, KeyRows, TreeMetadata
-from graphpact_fa3.tree import fill_tree
 
 
 class FA3Backend(AttentionBackend):

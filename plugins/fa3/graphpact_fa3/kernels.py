@@ -22,8 +22,8 @@ import torch
 
 from graphpact import BackendContext, Capabilities, ForwardMode, LayerSpec
 from graphpact.attention import GraphSupport, HeadLayout, KernelProvider
-from graphpact.kernels import page_table_attention, schedule_attention
 from graphpact_fa3.metadata import FA3Metadata, KeyRows
+from graphpact_kernels import page_table_attention, schedule_attention
 
 _WIDTHS = frozenset(range(8, 257, 8))  # of a head
 
@@ -100,7 +100,7 @@ class PortableKernels(FA3Kernels):
         schedule: torch.Tensor | None = None,
         with_lse: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Attend by `graphpact.kernels.page_table_attention`."""
+        """Attend by `graphpact_kernels.page_table_attention`."""
         lse = None
         if with_lse:
             lse = q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))

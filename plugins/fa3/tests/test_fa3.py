@@ -23,7 +23,8 @@ from graphpact import (
 )
 from graphpact.attention import DraftLimits, DraftMetadata, GraphSupport, HeadLayout
 from graphpact.buffers import build_decode_registry
-from graphpact.conformance.problems import (
+from graphpact.errors import EngineError
+from graphpact_conformance.problems import (
     CASES,
     CONTEXT,
     CPU,
@@ -39,10 +40,9 @@ from graphpact.conformance.problems import (
     Token,
     sequences,
 )
-from graphpact.conformance.rig import Rig
-from graphpact.errors import EngineError
-from graphpact.graphs.recorder import Recorder
+from graphpact_conformance.rig import Rig
 from graphpact_fa3 import FA3Backend, FA3Metadata, KeyRows
+from graphpact_tape.recorder import Recorder
 from oracle_kit import hold_to_oracle
 
 MAX_BS = 4

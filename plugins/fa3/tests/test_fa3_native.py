@@ -17,11 +17,11 @@ from torch.nn.attention.varlen import varlen_attn
 
 from graphpact import BackendContext, ForwardMode, LayerSpec, Limits
 from graphpact.attention import DraftLimits
-from graphpact.conformance.problems import CASES, Case, Config, Heads, Problem
 from graphpact.errors import ConfigError
-from graphpact.kernels import page_table_attention
+from graphpact_conformance.problems import CASES, Case, Config, Heads, Problem
 from graphpact_fa3 import FA3Backend, NativeKernels
 from graphpact_fa3.kernels import FlashAttention3, LibraryKernels, SglKernel, TorchVarlen
+from graphpact_kernels import page_table_attention
 from oracle_kit import hold_to_oracle
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

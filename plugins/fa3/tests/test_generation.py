@@ -8,8 +8,8 @@ import torch
 import transformers
 
 from checkpoints import save_random_checkpoint
-from graphpact.config import EngineConfig
-from graphpact.engine import Engine, SamplingParams
+from graphpact_engine import Engine, SamplingParams
+from graphpact_engine.config import EngineConfig
 
 # Lengths from one token to several pages, in an order that makes batches grow and shrink.
 PROMPT_LENGTHS = (1, 17, 40, 3, 30)

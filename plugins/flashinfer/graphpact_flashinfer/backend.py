@@ -24,11 +24,11 @@ from graphpact import (
 )
 from graphpact.attention import Buffers, GraphSupport, HeadLayout
 from graphpact.errors import EngineError
-from graphpact.kernels import pack_kv_indices, pack_tree_mask, write_indptr, write_kv_cache
 from graphpact_flashinfer.kernels import FlashInferKernels, PortableKernels, max_chunks
 from graphpact_flashinfer.metadata import FlashInferMetadata, PagedIndices, PlanArguments
 from graphpact_flashinfer.native import NativeKernels
 from graphpact_flashinfer.rows import Rows, num_rows
+from graphpact_kernels import pack_kv_indices, pack_tree_mask, write_indptr, write_kv_cache
 
 _REBUILT = "every step writes all rows of the padded extent"
 _RAGGED = "kernels read up to the last offset, as far as each step writes it"

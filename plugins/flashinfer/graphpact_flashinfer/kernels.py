@@ -16,9 +16,9 @@ import torch
 from graphpact import BackendContext, GraphSlot, LayerSpec, Limits, PaddingPolicy
 from graphpact.attention import Buffers, KernelProvider
 from graphpact.graphs import Event, GraphDriver
-from graphpact.kernels import paged_attention
 from graphpact_flashinfer.metadata import FlashInferMetadata, PagedIndices, Plan, PlanArguments
 from graphpact_flashinfer.rows import Rows
+from graphpact_kernels import paged_attention
 
 _SMALLEST_CHUNK = 16
 _CHUNKS_PER_REQUEST = 4
@@ -177,7 +177,7 @@ class PortableKernels(FlashInferKernels):
         metadata: FlashInferMetadata,
         indices: PagedIndices,
     ) -> torch.Tensor:
-        """Call `graphpact.kernels.paged_attention`."""
+        """Call `graphpact_kernels.paged_attention`."""
         plan = indices.plan
         assert isinstance(plan, PortablePlan)  # noqa: S101  make_plan returned it
         return paged_attention(

@@ -13,11 +13,11 @@ from graphpact import BackendContext, ForwardBatch, ForwardMode, GraphShape, Lay
 from graphpact.attention import DraftLimits
 from graphpact.buffers import build_decode_registry
 from graphpact.errors import EngineError, PactBreach
-from graphpact.graphs.tape import TapeDriver
 from graphpact.pact import Pact
 from graphpact_flashinfer import FakeRequest, FlashInferBackend, FlashInferMetadata
 from graphpact_flashinfer.kernels import PortablePlan
 from graphpact_flashinfer.rows import Rows
+from graphpact_tape.tape import TapeDriver
 
 CPU = torch.device("cpu")
 EXAMPLES = settings(derandomize=True, deadline=None, max_examples=60)

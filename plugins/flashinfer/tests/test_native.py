@@ -26,10 +26,10 @@ from graphpact import (
 from graphpact.attention import DraftLimits
 from graphpact.buffers import build_decode_registry
 from graphpact.errors import ConfigError, PactBreach
-from graphpact.graphs.tape import TapeDriver
 from graphpact.pact import Pact
 from graphpact_flashinfer import FlashInferBackend
 from graphpact_flashinfer.native import NativeKernels
+from graphpact_tape.tape import TapeDriver
 
 CPU = torch.device("cpu")
 CONTEXT, ROWS = 32, 3

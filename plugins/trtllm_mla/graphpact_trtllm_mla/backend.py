@@ -23,7 +23,7 @@ from graphpact import (
     PaddingPolicy,
 )
 from graphpact.attention import Buffers, GraphSupport, HeadLayout
-from graphpact.kernels import write_indptr
+from graphpact_kernels import write_indptr
 from graphpact_trtllm_mla.operators import BLOCK_KEYS, pack_block_table
 from graphpact_trtllm_mla.providers import NativeKernels, PortableKernels
 

@@ -10,7 +10,7 @@ import functools
 import torch
 
 from graphpact.errors import KernelRefusal
-from graphpact.kernels import define_kernel, may_read, page_table_attention
+from graphpact_kernels import define_kernel, may_read, page_table_attention
 
 __tracebackhide__ = True  # a driver names the line that calls a kernel
 

@@ -11,9 +11,9 @@ import transformers
 
 from checkpoints import needs_seam, save_random_checkpoint
 from graphpact.attention import HeadLayout
-from graphpact.config import EngineConfig
-from graphpact.engine import Engine, SamplingParams
 from graphpact.errors import ConfigError, UnsupportedModelError
+from graphpact_engine import Engine, SamplingParams
+from graphpact_engine.config import EngineConfig
 
 # Lengths from one token to several pages, in an order that makes batches grow and shrink.
 PROMPT_LENGTHS = (1, 5, 63, 64, 40, 3, 65, 2)

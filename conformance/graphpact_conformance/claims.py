@@ -1,0 +1,177 @@
+"""What a backend declares, against what was shown: `claims_of`.
+
+A capability has one of five values. What is in the backend's `Capabilities` is ``full``, or ``since`` a
+version; what is not is ``unsupported``, ``not_implemented`` or ``unknown``. The backend's ``claims`` say
+which, where it is more than yes and no.
+
+Does not: show anything; lanes do.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+
+from graphpact.attention import AttentionBackend, Capabilities, HeadLayout
+from graphpact.batch import ForwardMode
+from graphpact.errors import ConfigError
+from graphpact_conformance.problems import Case, Config, configs_of
+from graphpact_conformance.results import Claim
+
+Declared = Literal["unknown", "unsupported", "not_implemented", "since", "full"]
+FEATURES = ("sliding_window", "softcap", "sinks", "trees")
+_PAGE_SIZES = (1, 16, 64)
+_DTYPES = (torch.float32, torch.bfloat16)
+_SINCE = re.compile(r"since (\S+)")
+
+
+def claims_of(
+    cls: type[AttentionBackend],
+    shown: Sequence[tuple[Config, bool]],
+    probed: Sequence[tuple[str, bool]] = (),
+) -> list[Claim]:
+    """Return every capability as declared and as shown.
+
+    Args:
+        cls: The backend.
+        shown: Each lane's configuration, and whether nothing failed in it.
+        probed: Capabilities that are not declared, and whether they work.
+
+    Raises:
+        ConfigError: The backend's ``claims`` has an entry that says nothing known.
+    """
+    _require_known(cls)
+    works = dict(probed)
+    found = []
+    for capability, is_declared in _capabilities(cls.capabilities):
+        declared, since = _declared(cls, capability, is_declared=is_declared)
+        outcomes = [passed for config, passed in shown if capability in _needs(config)]
+        state: Literal["pass", "fail", "not_run"] = "not_run"
+        if is_declared and outcomes:
+            state = "pass" if all(outcomes) else "fail"
+        elif capability in works:
+            state = "pass" if works[capability] else "fail"
+        hint = None
+        if not is_declared and state == "pass":
+            hint = "it works, and is not declared: declare it, or say in `claims` why not"
+        found.append(
+            Claim(capability=capability, declared=declared, since=since, shown=state, hint=hint)
+        )
+    return found
+
+
+def undeclared(cls: type[AttentionBackend]) -> Iterator[tuple[str, Config]]:
+    """Yield capabilities that a backend does not declare, each with a lane that needs it and little else.
+
+    Not those of which its ``claims`` speak: it knows of them.
+    """
+    can = cls.capabilities
+    declared = list(configs_of(can))
+    if not declared:
+        return
+    plain = next((c for c in declared if c.dtype is torch.float32), declared[0])
+    for capability, is_declared in _capabilities(can):
+        if is_declared or capability in cls.claims:
+            continue
+        kind, _, value = capability.partition(" ")
+        wider = _wider(can, kind, value)
+        candidates = [c for c in configs_of(wider) if capability in _needs(c)]
+        if value in ("sliding_window", "softcap", "sinks"):
+            switched_on: dict[str, Any] = {value: True}
+            candidates = [replace(c, **switched_on) for c in declared]
+        best = min(candidates, key=lambda c: _distance(c, plain), default=None)
+        if best is not None:
+            yield capability, best
+
+
+def _capabilities(can: Capabilities) -> Iterator[tuple[str, bool]]:
+    for mode in ForwardMode:
+        yield f"mode {mode.value}", mode in can.modes
+    for size in sorted({*_PAGE_SIZES, *(can.page_sizes or ())}):
+        yield f"page_size {size}", can.page_sizes is None or size in can.page_sizes
+    for layout in HeadLayout:
+        yield f"heads {layout.value}", layout in can.head_layouts
+    for dtype in sorted({*_DTYPES, *can.dtypes}, key=str):
+        yield f"dtype {_short(dtype)}", dtype in can.dtypes
+    for feature in FEATURES:
+        yield f"feature {feature}", bool(getattr(can, feature))
+
+
+def _needs(config: Config) -> set[str]:
+    """Return the capabilities that a lane needs."""
+    needed = {
+        f"mode {config.case.mode.value}",
+        f"page_size {config.page_size}",
+        f"heads {config.heads.name}",
+        f"dtype {_short(config.dtype)}",
+    }
+    flags = {
+        "sliding_window": config.sliding_window,
+        "softcap": config.softcap,
+        "sinks": config.sinks,
+        "trees": config.case.branches > 1,
+    }
+    return needed | {f"feature {name}" for name, is_on in flags.items() if is_on}
+
+
+def _declared(
+    cls: type[AttentionBackend], capability: str, *, is_declared: bool
+) -> tuple[Declared, str | None]:
+    said = cls.claims.get(capability)
+    if is_declared:
+        since = _SINCE.fullmatch(said) if said else None
+        return ("since", since[1]) if since else ("full", None)
+    if said == "unknown":
+        return "unknown", None
+    return ("not_implemented" if said == "not_implemented" else "unsupported"), None
+
+
+def _require_known(cls: type[AttentionBackend]) -> None:
+    there = dict(_capabilities(cls.capabilities))
+    for capability, said in cls.claims.items():
+        if capability not in there:
+            raise ConfigError(
+                f"{cls.__name__}.claims speaks of {capability!r}, which is no capability",
+                hint=f"there are: {', '.join(there)}",
+            )
+        allowed = ["full", "since VERSION"] if there[capability] else ["unknown", "unsupported"]
+        allowed += [] if there[capability] else ["not_implemented"]
+        if said not in allowed and not (there[capability] and _SINCE.fullmatch(said)):
+            state = "declared" if there[capability] else "not declared"
+            raise ConfigError(
+                f"{cls.__name__}.claims: {capability!r} is {state} in its capabilities, and said to be"
+                f" {said!r}",
+                hint=f"say {' or '.join(allowed)}",
+            )
+
+
+def _wider(can: Capabilities, kind: str, value: str) -> Capabilities:
+    """Return what is declared and one capability more."""
+    more: dict[str, Any] = {}
+    if kind == "mode":
+        more["modes"] = can.modes | {ForwardMode(value)}
+    elif kind == "page_size":
+        more["page_sizes"] = (can.page_sizes or frozenset()) | {int(value)}
+    elif kind == "heads":
+        more["head_layouts"] = can.head_layouts | {HeadLayout(value)}
+    elif kind == "dtype":
+        more["dtypes"] = can.dtypes | {getattr(torch, value)}
+    else:
+        more[value] = True
+    return replace(can, **more)
+
+
+def _distance(config: Config, plain: Config) -> tuple[bool, ...]:
+    """Return how far a lane is from a plain one, decode first."""
+    return (
+        config.case not in (Case(ForwardMode.DECODE), plain.case),
+        config.dtype is not plain.dtype,
+        config.heads != plain.heads,
+        config.page_size != plain.page_size,
+    )
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,208 @@
+"""``graphpact check``: whether plugins keep the contract, each rule in each lane, in processes of their own.
+
+Does not: judge (`graphpact_conformance` does), or draw (`graphpact_conformance.cli.results` does).
+"""
+
+import contextlib
+import enum
+import json
+import sys
+from collections.abc import Collection, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from graphpact.cli.console import data, note, print_table
+from graphpact.cli.extras import need_extra
+from graphpact.errors import UsageError
+from graphpact_conformance.rules import RULES, Rule, find_rule
+
+if TYPE_CHECKING:
+    from graphpact_conformance.cli.results import Progress
+    from graphpact_conformance.results import Report, Result
+    from graphpact_conformance.suite import Options, Target
+
+_RULE_COLUMNS = ("rule", "level", "since", "requirement", "hooks")
+
+
+class DeviceOption(enum.StrEnum):
+    """Devices that plugins are checked on, as typer reads choices."""
+
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+def check(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="NAME...",
+            help="Backends and runners; `runner:NAME` where both have one of that name. Each is checked,"
+            " and each pair of a named backend and a named runner.",
+            show_default=False,
+        ),
+    ] = None,
+    *,
+    only: Annotated[
+        list[str] | None,
+        typer.Option("--only", metavar="RULE", help="Only this rule, such as GP03; repeatable."),
+    ] = None,
+    lane: Annotated[
+        list[str] | None,
+        typer.Option("--lane", metavar="GLOB", help="Only lanes of such names; repeatable."),
+    ] = None,
+    list_rules: Annotated[
+        bool,
+        typer.Option(
+            "--list", help="List the rules instead, or the lanes of NAMEs; nothing is run."
+        ),
+    ] = False,
+    device: Annotated[DeviceOption, typer.Option("--device", help="Where.")] = DeviceOption.cpu,
+    strict: Annotated[
+        bool,
+        typer.Option(
+            "--strict",
+            help="What did not run, SHOULDs, hints and claims that were not shown count as well.",
+        ),
+    ] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer lanes.")] = False,
+    thorough: Annotated[bool, typer.Option("--thorough", help="More lanes.")] = False,
+    seed: Annotated[
+        int | None, typer.Option("--seed", min=0, help="Of all that is random.")
+    ] = None,
+    examples: Annotated[
+        int | None,
+        typer.Option(
+            "--examples", min=1, help="Sequences of batches for each experiment and lane."
+        ),
+    ] = None,
+    workers: Annotated[
+        int | None, typer.Option("--workers", min=1, help="Plugins that are checked at once.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Write the report as JSON.")] = False,
+    report: Annotated[
+        Path | None,
+        typer.Option(
+            "--report", metavar="DIR", help="Write results.json, junit.xml and report.html there."
+        ),
+    ] = None,
+) -> None:
+    """Check that plugins keep the contract between capture and replay.
+
+    Ends with status 0 where they are conformant, 1 where not, 2 where the check cannot be made as asked,
+    3 where the suite itself is at fault, 5 where nothing ran.
+    """
+    rules = {rule.id: rule for rule in (find_rule(text) for text in only or [])}
+    if list_rules and not names:
+        print_rules(rules.values() or RULES.values(), as_json=as_json)
+        return
+    if quick and thorough:
+        raise UsageError("--quick and --thorough contradict each other", hint="give one of them")
+    if not names:
+        raise UsageError("there is nothing to check", hint=_say_installed())
+    need_extra("conformance", "hypothesis", *(["jinja2"] if report else []))
+    if report is not None:
+        from graphpact_conformance.report.files import make_directory  # noqa: PLC0415  pydantic
+
+        make_directory(report)
+    from graphpact_conformance.suite import Options  # noqa: PLC0415  all that the suite needs
+
+    given: dict[str, Any] = {"seed": seed, "examples": examples}
+    options = Options(
+        only=frozenset(rules),
+        lanes=tuple(lane or ()),
+        device=device.value,
+        strict=strict,
+        size="quick" if quick else "thorough" if thorough else "normal",
+        **{name: value for name, value in given.items() if value is not None},
+    )
+    if list_rules:
+        _print_lanes(names, options, as_json=as_json)
+        return
+    found = _run(names, options, workers, quiet=as_json)
+    _tell(found, report, as_json=as_json)
+    raise typer.Exit(found.exit_code)
+
+
+def _run(names: Sequence[str], options: "Options", workers: int | None, *, quiet: bool) -> "Report":
+    """Run the suite; what plugins print is no data of ours."""
+    from graphpact_conformance import supervise  # noqa: PLC0415  all that the suite needs
+    from graphpact_conformance.cli.results import progress  # noqa: PLC0415  pydantic
+
+    with progress(quiet=quiet) as shown, contextlib.redirect_stdout(sys.stderr):
+        return supervise.check(names, options, workers=workers, **_listeners(shown))
+
+
+def _listeners(shown: "Progress | None") -> dict[str, Any]:
+    if shown is None:
+        return {}
+
+    def on_begin(target: "Target", work: str) -> None:
+        shown.begins(str(target), work)
+
+    def on_result(target: "Target", result: "Result") -> None:
+        shown.found(str(target), result)
+
+    return {"on_begin": on_begin, "on_result": on_result}
+
+
+def _tell(found: "Report", directory: Path | None, *, as_json: bool) -> None:
+    from graphpact_conformance.cli.results import print_report  # noqa: PLC0415  pydantic
+
+    if as_json:
+        sys.stdout.write(found.model_dump_json(indent=2) + "\n")
+    else:
+        print_report(data(), found)
+    if directory is not None:
+        from graphpact_conformance.report.files import FILES, save  # noqa: PLC0415  pydantic
+
+        save(found, directory)
+        note(f"{', '.join(FILES)} written to {directory}")
+
+
+# -- rules ---------------------------------------------------------------------------------------
+
+
+def _print_lanes(names: Sequence[str], options: "Options", *, as_json: bool) -> None:
+    """Print in which lanes plugins would be checked, and what would be done there."""
+    from graphpact.plugins import PluginCatalog  # noqa: PLC0415  torch
+    from graphpact_conformance import suite  # noqa: PLC0415  all that the suite needs
+
+    with contextlib.redirect_stdout(sys.stderr):
+        catalog = PluginCatalog.scan()
+        lanes = {
+            str(target): suite.lanes_of(target, options, catalog)
+            for target in suite.targets(names, catalog)
+        }
+    rows = [
+        (name, str(plan), [e.name for e in suite.experiments_of(plan, options)])
+        for name, plans in lanes.items()
+        for plan in plans
+    ]
+    if as_json:
+        keys = ("plugin", "lane", "experiments")
+        told = [dict(zip(keys, row, strict=True)) for row in rows]
+        sys.stdout.write(json.dumps(told, indent=2) + "\n")
+        return
+    cells = [(name, lane, ", ".join(done)) for name, lane, done in rows]
+    print_table(data(), ("plugin", "lane", "experiments"), cells)
+
+
+def print_rules(rules: Collection[Rule], *, as_json: bool) -> None:
+    """Print a table of rules, or a JSON array of them."""
+    if as_json:
+        sys.stdout.write(json.dumps([asdict(rule) for rule in rules], indent=2) + "\n")
+        return
+    cells = [(str(r), r.level, r.since, r.requirement, ", ".join(r.hooks)) for r in rules]
+    print_table(data(), _RULE_COLUMNS, cells, numbers=("since",))
+
+
+def _say_installed() -> str:
+    from graphpact.plugins import PluginCatalog  # noqa: PLC0415  torch
+
+    catalog = PluginCatalog.scan()
+    infos = [*catalog.infos("attention_backend"), *catalog.infos("runner")]
+    names = dict.fromkeys(info.name for info in infos)
+    return f"name some of: {', '.join(names)}" if names else "no backend and no runner is installed"

@@ -1,0 +1,208 @@
+"""``graphpact museum``: the suite against real bugs, and against right plugins in other styles.
+
+Does not: hold exhibits; `graphpact_conformance.museum` does.
+"""
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from graphpact.cli.console import data, note, print_table, talk
+from graphpact.cli.extras import need_extra
+from graphpact.errors import UsageError, did_you_mean
+from graphpact_conformance.rules import RULES, find_rule
+
+if TYPE_CHECKING:
+    from graphpact_conformance.museum import Exhibit, Variant, Visit
+
+
+def museum(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[NAME...]", help="Exhibits and variants; all by default.", show_default=False
+        ),
+    ] = None,
+    *,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--only", metavar="RULE", help="Only exhibits of this rule, such as GP03; repeatable."
+        ),
+    ] = None,
+    list_pieces: Annotated[
+        bool, typer.Option("--list", help="List what there is; nothing is run.")
+    ] = False,
+    quick: Annotated[
+        bool,
+        typer.Option("--quick", help="Hold each exhibit to its own rule alone, and not to all."),
+    ] = False,
+    workers: Annotated[
+        int | None, typer.Option("--workers", min=1, help="Processes; one a core by default.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Write JSON.")] = False,
+) -> None:
+    """Plant real bugs in plugins that are right, and see whether the suite catches each under its own rule.
+
+    Right plugins in other styles have to pass. Ends with status 0 where both is so, 1 where not, 2 where
+    nothing is called as asked, 5 where there was nothing to run.
+    """
+    need_extra("conformance", "hypothesis")
+    rules = {find_rule(text).id for text in only or []}
+    pieces = _choose(names or [], rules)
+    if list_pieces:
+        _print_list(pieces, as_json=as_json)
+        return
+    visits = _run(pieces, workers, quick=quick, quiet=as_json)
+    if as_json:
+        sys.stdout.write(json.dumps([describe(visit) for visit in visits], indent=2) + "\n")
+    else:
+        print_matrix(visits)
+    if not [v for v in visits if v.missing is None]:
+        raise typer.Exit(5)
+    raise typer.Exit(0 if all(visit.is_right for visit in visits) else 1)
+
+
+def describe(visit: "Visit") -> dict[str, Any]:
+    """Return what there is to say about a visit, ready for JSON."""
+    piece = visit.piece
+    rule = getattr(piece, "rule", None)
+    return {
+        "name": piece.name,
+        "rule": rule,
+        "thread": getattr(piece, "thread", None),
+        "what": getattr(piece, "planted", None) or getattr(piece, "style", None),
+        "base": piece.base,
+        "lanes": list(visit.lanes),
+        "is_right": visit.is_right,
+        "missing": visit.missing,
+        "errors": list(visit.errors),
+        "findings": {
+            rule or "general": finding.model_dump(mode="json")
+            for rule, finding in visit.findings.items()
+        },
+    }
+
+
+def print_matrix(visits: Sequence["Visit"]) -> None:
+    """Print exhibits by rules, what caught each, and then the variants."""
+    console = data()
+    exhibits = [v for v in visits if hasattr(v.piece, "rule")]
+    variants = [v for v in visits if not hasattr(v.piece, "rule")]
+    if exhibits:
+        short = [rule.removeprefix("GP") for rule in RULES]
+        rows = [
+            (
+                v.piece.name,
+                v.piece.base,
+                _state(v),
+                *(_cell(v, rule) for rule in RULES),
+                _caught_by(v),
+            )
+            for v in exhibits
+        ]
+        print_table(console, ("exhibit", "in", "", *short, "what caught it"), rows)
+        console.print()
+    if variants:
+        rows = [(v.piece.name, v.piece.base, _state(v), _alarms(v)) for v in variants]
+        print_table(console, ("right, in another style", "in", "", ""), rows)
+        console.print()
+    caught = sum(v.is_right for v in exhibits)
+    passed = sum(v.is_right for v in variants)
+    console.print(
+        f"{caught} of {len(exhibits)} exhibits caught under their own rule,"
+        f" {passed} of {len(variants)} right plugins pass"
+    )
+
+
+def _choose(names: Sequence[str], rules: set[str]) -> list["Exhibit | Variant"]:
+    from graphpact_conformance.museum import EXHIBITS, VARIANTS  # noqa: PLC0415  all the suite needs
+
+    pieces: list[Exhibit | Variant] = [*EXHIBITS, *VARIANTS]
+    there = {piece.name: piece for piece in pieces}
+    for name in names:
+        if name not in there:
+            near = did_you_mean(name, there)
+            raise UsageError(
+                f"no exhibit and no variant is called {name!r}",
+                hint=f"did you mean {near!r}?" if near else "`graphpact museum --list` lists them",
+            )
+    chosen = [there[name] for name in names] or [*there.values()]
+    if rules:
+        chosen = [piece for piece in chosen if getattr(piece, "rule", None) in rules]
+    return chosen
+
+
+def _run(
+    pieces: Sequence["Exhibit | Variant"], workers: int | None, *, quick: bool, quiet: bool
+) -> list["Visit"]:
+    from graphpact_conformance.museum import visit_all  # noqa: PLC0415  all that the suite needs
+
+    shown = talk() if not quiet and sys.stderr.isatty() else None
+    done = 0
+
+    def on_visit(visit: "Visit") -> None:
+        nonlocal done
+        done += 1
+        if shown is not None:
+            shown.print(f"{done} of {len(pieces)}: {visit.piece.name}: {_state(visit)}")
+
+    count = min(workers or os.cpu_count() or 1, max(len(pieces), 1))
+    with contextlib.redirect_stdout(sys.stderr):
+        return visit_all(pieces, on_visit, workers=count, quick=quick)
+
+
+def _print_list(pieces: Sequence["Exhibit | Variant"], *, as_json: bool) -> None:
+    columns = ("name", "rule", "in", "thread", "what is planted, or done otherwise")
+    rows = [
+        (
+            p.name,
+            getattr(p, "rule", ""),
+            p.base,
+            getattr(p, "thread", ""),
+            getattr(p, "planted", None) or getattr(p, "style", ""),
+        )
+        for p in pieces
+    ]
+    if as_json:
+        keys = ("name", "rule", "base", "thread", "what")
+        told = [dict(zip(keys, row, strict=True)) for row in rows]
+        sys.stdout.write(json.dumps(told, indent=2) + "\n")
+        return
+    print_table(data(), columns, rows)
+    note(f"{len(rows)} pieces")
+
+
+def _state(visit: "Visit") -> str:
+    if visit.missing is not None:
+        return "not installed"
+    if visit.errors:
+        return "error"
+    if not visit.lanes:
+        return "no lane"
+    if hasattr(visit.piece, "rule"):
+        return "caught" if visit.is_right else "MISSED"
+    return "passes" if visit.is_right else "ALARM"
+
+
+def _cell(visit: "Visit", rule: str) -> str:
+    if rule not in visit.findings:
+        return "-" if rule == getattr(visit.piece, "rule", None) else ""
+    return "X" if rule == getattr(visit.piece, "rule", None) else "x"
+
+
+def _caught_by(visit: "Visit") -> str:
+    finding = visit.findings.get(getattr(visit.piece, "rule", None))
+    if finding is None:
+        return visit.missing or "; ".join(visit.errors)
+    return f"{finding.hook or 'the lane'}: {finding.field or finding.actual}"
+
+
+def _alarms(visit: "Visit") -> str:
+    told = [f"{rule or 'general'}: {f.field or f.actual}" for rule, f in visit.findings.items()]
+    return "; ".join(told) or visit.missing or "; ".join(visit.errors)

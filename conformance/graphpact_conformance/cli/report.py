@@ -1,0 +1,69 @@
+"""``graphpact report``: a saved report of the conformance suite shown again, or two compared.
+
+Does not: run anything, or tell of a run of ``generate``; that is `graphpact_engine.cli.report`.
+"""
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from graphpact.cli.console import data, note
+from graphpact.cli.extras import need_extra
+
+_WORSE = 1
+
+
+def report(
+    file: Annotated[
+        Path, typer.Argument(metavar="A.json", help="What `graphpact check --report DIR` wrote.")
+    ],
+    other: Annotated[
+        Path | None,
+        typer.Argument(metavar="B.json", help="A later one: say what changed.", show_default=False),
+    ] = None,
+    *,
+    html: Annotated[
+        Path | None,
+        typer.Option("--html", metavar="FILE", help="Write it as one HTML page as well."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Write one JSON object.")] = False,
+) -> None:
+    """Show a saved report, or what became better, worse, appeared or vanished in a later one.
+
+    Showing one ends with status 0, whatever it says. Comparing two ends with 1 where something became
+    worse or a new failure appeared.
+    """
+    from graphpact_conformance import report as made  # noqa: PLC0415  pydantic
+    from graphpact_conformance.cli import results  # noqa: PLC0415  pydantic
+
+    if html is not None:
+        need_extra("conformance", "jinja2")
+    first = made.load(file)
+    if other is None:
+        if html is not None:
+            _write(html, made.to_html(first))
+        if as_json:
+            sys.stdout.write(first.model_dump_json(indent=2) + "\n")
+        else:
+            results.print_report(data(), first)
+        return
+    comparison = made.compare(first, made.load(other))
+    if html is not None:
+        _write(html, made.comparison_to_html(comparison, str(file), str(other)))
+    if as_json:
+        sys.stdout.write(json.dumps(asdict(comparison), indent=2) + "\n")
+    else:
+        results.print_comparison(data(), comparison)
+    if comparison.is_regression:
+        raise typer.Exit(_WORSE)
+
+
+def _write(path: Path, text: str) -> None:
+    from graphpact_conformance.report.files import write  # noqa: PLC0415  pydantic
+
+    write(path, text)
+    note(f"written to {path}")

@@ -1,0 +1,233 @@
+"""How results of the conformance suite look in a terminal: a tree for each plugin, a table of changes.
+
+Does not: find or judge anything; `graphpact_conformance.report` says what is said.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from rich.console import Console, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from graphpact.cli.console import clean, print_table, talk
+from graphpact_conformance.report.comparison import Change, Comparison
+from graphpact_conformance.report.digest import (
+    GLYPHS,
+    VERDICTS,
+    Row,
+    evidence,
+    is_good,
+    lanes,
+    rows,
+    say,
+    summary,
+    verdict,
+)
+from graphpact_conformance.results import (
+    Claim,
+    ExitCode,
+    Finding,
+    Outcome,
+    PluginResults,
+    Report,
+    Result,
+)
+
+_STYLES = {
+    Outcome.PASS: "green",
+    Outcome.FAIL: "bold red",
+    Outcome.XFAIL: "yellow",
+    Outcome.XPASS: "bold magenta",
+    Outcome.UNSUPPORTED: "dim",
+    Outcome.NOT_RUN: "blue",
+    Outcome.ERROR: "bold bright_red",
+}
+_WHATS = {"worse": "bold red", "appeared": "blue", "vanished": "dim", "better": "green"}
+_MOST = 3  # failures of one rule that are told in full
+_GUIDE, _CORNER, _BAR, _BLANK = "├── ", "└── ", "│   ", "    "
+
+
+# -- one report ----------------------------------------------------------------------------------
+
+
+def print_report(console: Console, report: Report) -> None:
+    """Print a tree for each plugin, its verdict, and a line of totals."""
+    for plugin in report.plugins:
+        _print_plugin(console, plugin, strict=report.strict)
+        console.print()
+    colour = "bold green" if report.exit_code is ExitCode.CONFORMANT else "bold red"
+    told = Text.assemble((VERDICTS[report.exit_code], colour), f": {summary(report)}")
+    console.print(told, soft_wrap=True)
+
+
+def _print_plugin(console: Console, plugin: PluginResults, *, strict: bool) -> None:
+    about = (
+        f"  {plugin.kind.replace('_', ' ')}, {plugin.distribution} {plugin.version},"
+        f" contract {plugin.contract or 'not declared'}"
+    )
+    console.print(
+        Text.assemble((_line(plugin.label), "bold"), (_line(about), "dim")), soft_wrap=True
+    )
+    found = rows(plugin)
+    width = max((len(row.label) for row in found), default=0)
+    notes = _notes(plugin)
+    for at, row in enumerate(found):
+        _print_row(console, row, width, last=at == len(found) - 1 and not notes)
+    for at, (heading, texts) in enumerate(notes):
+        last = at == len(notes) - 1
+        console.print(Text.assemble((_CORNER if last else _GUIDE, "dim"), (heading, "bold")))
+        for text in texts:
+            _print_under(console, _BLANK if last else _BAR, Text(clean(text)))
+    colour = "bold green" if is_good(plugin, strict=strict) else "bold red"
+    console.print(Text(_line(verdict(plugin, strict=strict)), colour), soft_wrap=True)
+
+
+def _print_row(console: Console, row: Row, width: int, *, last: bool) -> None:
+    line = Text.assemble((_CORNER if last else _GUIDE, "dim"), _sign(row.outcome))
+    line.append(f" {row.label:<{width}}  ")
+    for at, (outcome, number) in enumerate(row.counts.items()):
+        line.append(", " if at else "").append(f"{number} {say(outcome)}", _STYLES[outcome])
+    told = [reason for (outcome, reason) in row.others if reason and outcome is row.outcome]
+    if told:
+        line.append(f": {_line('; '.join(told))}", "dim")
+    console.print(line, soft_wrap=True)
+    if row.failures:
+        _print_failures(console, row, _BLANK if last else _BAR)
+
+
+def _print_failures(console: Console, row: Row, guide: str) -> None:
+    _print_under(console, guide, Text(row.requirement, "italic"))
+    for result in row.failures[:_MOST]:
+        head = Text.assemble(_sign(result.outcome), f" {_line(result.lane)}")
+        _print_under(console, guide, head.append(f"  {_line(result.check)}", "dim"))
+        if result.reason:
+            _print_under(console, guide + "  ", Text(clean(result.reason)))
+        for finding in result.findings[:1]:
+            _print_finding(console, finding, guide + "  ")
+        if len(result.findings) > 1:
+            more = f"and {len(result.findings) - 1} more findings in this lane"
+            _print_under(console, guide + "  ", Text(more, "dim"))
+    if rest := row.failures[_MOST:]:
+        _print_under(console, guide, Text(f"and in {len(rest)} more: {_line(lanes(rest))}", "dim"))
+
+
+def _print_finding(console: Console, finding: Finding, guide: str) -> None:
+    told = dict(evidence(finding))
+    command = told.pop("reproduce", None)
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    grid.add_column(style="dim", no_wrap=True, min_width=len("reproduce"))
+    grid.add_column(overflow="fold")
+    for name, text in told.items():
+        grid.add_row(name, Text(clean(text), {"expected": "green", "actual": "red"}.get(name, "")))
+    _print_under(console, guide, grid)
+    if command:  # never broken into lines: it is there to be copied
+        line = Text.assemble((f"{guide}reproduce  ", "dim"), (_line(command), "cyan"))
+        console.print(line, soft_wrap=True)
+
+
+def _print_under(console: Console, guide: str, what: RenderableType) -> None:
+    """Print ``what`` behind ``guide``, each of its lines."""
+    options = console.options.update(width=max(20, console.width - len(guide)))
+    for segments in console.render_lines(what, options, pad=False):
+        told = ((segment.text, segment.style or "") for segment in segments)
+        line = Text.assemble((guide, "dim"), *told)
+        line.rstrip()
+        console.print(line, soft_wrap=True)
+
+
+def _notes(plugin: PluginResults) -> list[tuple[str, Sequence[str]]]:
+    """Return what follows the rules, under its headings."""
+    found = (
+        ("claims that disagree", [_say_claim(c) for c in plugin.claims if c.disagrees]),
+        ("hints", plugin.hints),
+        ("not shown on this machine", plugin.not_shown),
+    )
+    return [(heading, texts) for heading, texts in found if texts]
+
+
+def _say_claim(claim: Claim) -> str:
+    declared = claim.declared.replace("_", " ") + (f" {claim.since}" if claim.since else "")
+    return f"{claim.capability}: declared {declared}, shown {claim.shown.replace('_', ' ')}"
+
+
+def _sign(outcome: Outcome) -> tuple[str, str]:
+    return GLYPHS[outcome], _STYLES[outcome]
+
+
+def _line(text: str) -> str:
+    """Return foreign text that is to stay on its line."""
+    return clean(text).replace("\n", "\\n").replace("\t", "\\t")
+
+
+# -- two reports ---------------------------------------------------------------------------------
+
+
+def print_comparison(console: Console, comparison: Comparison) -> None:
+    """Print what changed from one report to another, then what was different when they were made."""
+    if comparison.changes:
+        print_table(
+            console,
+            ("", "plugin", "rule", "before", "after", "where"),
+            [_change(change) for change in comparison.changes],
+        )
+        console.print()
+    if comparison.setup:
+        print_table(console, ("made with", "before", "after"), comparison.setup)
+        console.print()
+    style = "bold red" if comparison.is_regression else "bold green"
+    console.print(Text(comparison.summary, style), soft_wrap=True)
+
+
+def _change(change: Change) -> tuple[str, ...]:
+    before, after = (
+        "not there" if outcome is None else f"{GLYPHS[outcome]} {say(outcome)}"
+        for outcome in (change.before, change.after)
+    )
+    first, more = change.lanes[0], len(change.lanes) - 1
+    where = first + (f" and {more} more" if more else "")
+    return change.what, change.plugin, change.rule, before, after, where
+
+
+# -- while it runs -------------------------------------------------------------------------------
+
+
+class Progress:
+    """One line that says what runs and how it went so far; failures stand above it as they come."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._status = console.status(Text("starting"))
+        self._done = self._failed = 0
+
+    def begins(self, plugin: str, work: str) -> None:
+        """Say that ``work`` begins."""
+        failed = f", {self._failed} to mend" if self._failed else ""
+        line = f"{self._done} results{failed}  {_line(plugin)}: {_line(work)}"
+        self._status.update(Text(line, no_wrap=True, overflow="ellipsis"))
+
+    def found(self, plugin: str, result: Result) -> None:
+        """Count a result, and say so where something is to be mended."""
+        self._done += 1
+        if result.outcome.is_failure:
+            self._failed += 1
+            told = f" {_line(plugin)}  {result.rule or _line(result.check)}  {_line(result.lane)}"
+            self._console.print(Text.assemble(_sign(result.outcome), told))
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """Show the line for as long as the context lasts."""
+        with self._status:
+            yield
+
+
+@contextmanager
+def progress(*, quiet: bool = False) -> Iterator[Progress | None]:
+    """Show progress on a terminal; yields None where nobody looks: off one, or ``quiet``."""
+    console = talk()
+    if quiet or not console.is_interactive:
+        yield None
+        return
+    shown = Progress(console)
+    with shown.shown():
+        yield shown

@@ -1,0 +1,268 @@
+"""Captures: that they succeed, what they change, what they record, and what they are given.
+
+GP10, GP11, GP12, GP13, GP18, GP19, GP20, and what else a strict capture refuses by name.
+
+Does not: replay batches but to compare.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from graphpact.attention import kv_tensors
+from graphpact.buffers import PaddingPolicy
+from graphpact_conformance.experiments.base import (
+    Findings,
+    spell,
+    values_at,
+)
+from graphpact_conformance.experiments.order import caches_of
+from graphpact_conformance.experiments.parity import TRACE_HELP, compare_traces, trace_of
+from graphpact_conformance.problems import Case, Problem, of_size
+from graphpact_conformance.results import Finding
+from graphpact_conformance.rig import Rig, same
+from graphpact_conformance.subject import (
+    CannotCaptureError,
+    LaneUnderTest,
+    Way,
+    reset_slot,
+    rule_of,
+)
+
+# -- whether -----------------------------------------------------------------------------------------
+
+
+def captures(lane: LaneUnderTest, steps: Sequence[Problem]) -> Findings:
+    """Capture every shape, fast and strict, with metadata made by the graph and by the hook."""
+    found: list[Finding] = []
+    ways: tuple[Way, ...] = ("graph",)
+    try:
+        lane.rig()
+        ways = lane.ways
+    except CannotCaptureError as stopped:
+        found += _of_failure(lane, stopped.error, steps[0])
+    can_capture = not found
+    for clear in caches_of(lane):  # what graphs of other lanes hold, none of these shall find
+        clear()
+    for way in ways:
+        try:
+            lane.guarded(way)
+        except CannotCaptureError as stopped:
+            error = stopped.error
+            if can_capture:
+                found.append(_of_strict_failure(lane, error))
+            else:
+                found += _of_failure(lane, error, steps[0])
+    yield from {f.model_dump_json(): f for f in found}.values()
+
+
+def _of_strict_failure(lane: LaneUnderTest, error: BaseException) -> Finding:
+    """Return a finding about a lane that is captured where nobody looks, and not over poison."""
+    return lane.of_error(
+        error,
+        expected="every shape is captured over poison, which all memory holds that hooks have to write",
+        hook="init_metadata_capture",
+        help=_UNWRITTEN,
+    )
+
+
+_UNWRITTEN = (
+    "write every row that the kernels read, at capture too: see what GP02 and GP03 say of this lane"
+)
+
+
+def _of_failure(lane: LaneUnderTest, error: BaseException, live: Problem) -> list[Finding]:
+    expected = "every shape of the ladder is captured"
+    rule = rule_of(error) or _rule_of_dummy(lane, live) or _rule_of_size(lane)
+    hook, help_ = "init_metadata_capture", _FAILED.get(rule or "")
+    found = [lane.of_error(error, expected=expected, rule=rule, hook=hook, help=help_)]
+    if rule is None:
+        found.append(found[0].model_copy(update={"rule": "GP12", "help": _SUPPORT}))
+    return found
+
+
+_FAILED = {
+    "GP04": "a dummy batch is padding in every row, request row 0 and KV slot 0: its kernels have to take"
+    " what padded rows hold, and to read no other row and no other page for it",
+    "GP11": "a live batch is captured, and the runner's dummy is not: make dummies as live batches are made",
+    "GP13": "size buffers by Limits, and by the shape's own counts",
+}
+_SUPPORT = "declare in capabilities.graph_support what graphs can hold, and no more"
+
+
+def _rule_of_dummy(lane: LaneUnderTest, live: Problem) -> str | None:
+    """Return the rule of dummies, or of padding, which they are all through, if a live batch is captured."""
+    config = lane.config
+    if (
+        not live.requests
+    ):  # of an idle rank all is padding: its lane is captured for batches of others
+        lane = lane.like(replace(config, case=Case(config.case.lane_mode)))
+        live = of_size(lane.config, lane.config.shapes[-1].batch_size)
+    try:
+        with torch.inference_mode():
+            rig = lane.build(capture=False)
+            rig.load(live)
+            rig.runner.lane = rig.lane
+            rig.lane.capture(rig.config.shapes[-1], rig.batch_of(live))
+    except (Exception, SystemExit):  # noqa: BLE001  anybody's code runs here
+        return None
+    return "GP11" if lane.kind == "runner" else "GP04"
+
+
+def _rule_of_size(lane: LaneUnderTest) -> str | None:
+    """Return GP13 where smaller shapes are captured and the largest is not, None elsewhere."""
+    try:
+        with torch.inference_mode():
+            rig = lane.build(capture=False)
+            if rig.runner.ladder is None or len(rig.runner.ladder.shapes) < 2:
+                return None
+            rig.runner.lane = rig.lane
+            rig.lane.capture(rig.runner.ladder.shapes[0])
+    except (Exception, SystemExit):  # noqa: BLE001  anybody's code runs here
+        return None
+    return "GP13"
+
+
+_SEED = 0x6772_6170
+"""What no plugin seeds random numbers with."""
+
+# -- what a capture changes --------------------------------------------------------------------------
+
+
+def leaves_no_trace(lane: LaneUnderTest, steps: Sequence[Problem]) -> Findings:
+    """Capture again while requests live and index buffers hold their rows: nothing of theirs changes."""
+    lane.rig()  # a lane that cannot be captured is told of once
+    problem = steps[0]
+    rig = lane.build()
+    rig.step(problem)
+    rig.load(problem)
+    before = {n: t.clone() for n, t in kv_tensors(rig.kv).items()}
+    table, random = rig.table.clone(), torch.get_rng_state()
+    torch.manual_seed(_SEED)
+    with torch.inference_mode():
+        rig.capture()
+        once = _state_of(rig)
+        rig.capture()
+        twice = _state_of(rig)
+    seed = torch.initial_seed()
+    torch.set_rng_state(random)
+    if seed != _SEED:
+        yield lane.finding(
+            "GP19",
+            hook="init_metadata_capture",
+            field="the seed of the default generator",
+            expected="a capture leaves random numbers as they were",
+            actual="it seeds them",
+            problem=problem,
+            help="draw from the default generator, and leave its seed to whoever samples",
+        )
+    first = rig.config.page_size
+    for name, cache in kv_tensors(rig.kv).items():
+        differs = ~same(cache[first:], before[name][first:]).flatten(1).all(dim=1)
+        if bool(differs.any()):
+            yield lane.finding(
+                "GP19",
+                hook="init_metadata_capture",
+                field=f"{name} in KV slot {int(differs.nonzero()[0]) + first}",
+                expected="a capture, which really runs, writes scratch alone",
+                actual="it is overwritten",
+                problem=problem,
+                help="capture a dummy batch on request row 0 and KV slot 0, and write all index buffers for"
+                " it before the region runs",
+            )
+    if not torch.equal(table, rig.table):
+        yield lane.finding(
+            "GP19",
+            field="req_to_token" + spell((table != rig.table).cpu()),
+            expected="the page table is read and never written",
+            actual=values_at(rig.table, table != rig.table),
+            problem=problem,
+            help="the table is the scheduler's: take rows and slots of your own from nobody's, row 0 and"
+            " slot 0",
+        )
+    for name, state in once.items():
+        if name not in twice or not bool(same(state, twice[name]).all()):
+            yield lane.finding(
+                "GP19",
+                hook="init_metadata_capture",
+                field=name,
+                expected="captured once or twice, what steps read later is the same",
+                actual="every capture advances it",
+                problem=problem,
+                help="keep state that live requests have out of warm-up and capture: save and restore it"
+                " around the capture, or let the dummy's rows of it be scratch",
+            )
+
+
+def _state_of(rig: Rig) -> dict[str, torch.Tensor]:
+    """Return copies of what outlives a step: tensors that the backend holds, and slots filled once.
+
+    What has a row for each request row, or each KV slot, is given without those of scratch.
+    """
+    scratch = {
+        rig.config.num_rows: 1,
+        rig.config.num_pages * rig.config.page_size: rig.config.page_size,
+    }
+
+    def owned(tensor: torch.Tensor) -> torch.Tensor:
+        first = scratch.get(tensor.shape[0], 0) if tensor.dim() else None
+        return (tensor if first is None else tensor[first:]).clone()
+
+    slots = {
+        slot.label: owned(slot.buffer)
+        for slot in rig.registry
+        if slot.buffer is not None and slot.padding_policy is PaddingPolicy.FILL_ONCE
+    }
+    held = {
+        f"{type(rig.backend).__name__}.{name}": owned(value)
+        for name, value in vars(rig.backend).items()
+        if isinstance(value, torch.Tensor) and rig.registry.slot_of(value) is None
+    }
+    return slots | held
+
+
+# -- what a capture records --------------------------------------------------------------------------
+
+
+def cold_and_warm(lane: LaneUnderTest, steps: Sequence[Problem]) -> Findings:
+    """Capture cold, after eager steps, and after replays: the same work is recorded."""
+    cold = lane.rig()
+    warm = lane.build(capture=False)
+    for problem in steps:
+        warm.step(problem, eagerly=True)
+    for when in ("after eager steps", "after replays"):
+        try:
+            with torch.inference_mode():
+                warm.capture()
+        except (Exception, SystemExit) as error:  # noqa: BLE001  anybody's code runs here
+            yield lane.of_error(
+                error,
+                expected=f"shapes can be captured {when}",
+                rule="GP10",
+                hook="init_metadata_capture",
+            )
+            return
+        for shape, _ in cold.lane.graphs():
+            found = compare_traces(trace_of(warm, shape), trace_of(cold, shape))
+            if found is not None:
+                yield lane.finding(
+                    "GP10",
+                    hook="init_metadata_capture",
+                    field=found["field"],
+                    expected=f"what a cold capture of {shape} records: {found['there']}",
+                    actual=f"{when}: {found['here']}",
+                    problem=steps[0],
+                    help=TRACE_HELP["GP10"],
+                )
+                return
+        for problem in steps:
+            step = warm.step(problem, fill=reset_slot)
+            if step.error is not None and cold.step(problem, fill=reset_slot).error is None:
+                yield lane.of_error(
+                    step.error,
+                    expected=f"what was captured {when} replays as what was captured cold",
+                    rule="GP10",
+                    step=step,
+                )
+                return

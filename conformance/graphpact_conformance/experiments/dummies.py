@@ -1,0 +1,211 @@
+"""What a capture is given: the runner's dummy batches, looked at as live ones are. GP10, GP11, GP12.
+
+Does not: capture live batches; see `graphpact_conformance.experiments.parity`.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
+from typing import NamedTuple
+
+import torch
+
+from graphpact.batch import ForwardBatch
+from graphpact.errors import GraphpactError
+from graphpact.pact import walk
+from graphpact.shapes import GraphShape
+from graphpact_conformance.experiments.base import (
+    Findings,
+    matters,
+    spell,
+    values_at,
+)
+from graphpact_conformance.experiments.refresh import hook_of
+from graphpact_conformance.problems import CONTEXT, VOCAB, Problem
+from graphpact_conformance.rig import Rig, Step, same
+from graphpact_conformance.subject import LaneUnderTest, Way
+from graphpact_tape.poison import poison_of
+
+
+class _Asked(NamedTuple):
+    """One thing that is asked of a dummy batch."""
+
+    field: str
+    holds: bool
+    expected: str
+    actual: object
+
+
+def dummies(lane: LaneUnderTest, steps: Sequence[Problem]) -> Findings:
+    """Look at the runner's dummy batches as at live ones, and replay each right after its capture."""
+    rig = lane.rig()
+    live = rig.batch_of(steps[0])
+    for shape in rig.config.shapes:
+        dummy = rig.runner.dummy_batch(shape)
+        asked = [*_form(shape, dummy, live), *_lengths(rig, dummy), *_values(rig, shape, dummy)]
+        for each in asked:
+            if not each.holds:
+                yield lane.finding(
+                    "GP11",
+                    hook="prepare_replay",
+                    field=f"the dummy batch of {shape}: {each.field}",
+                    expected=each.expected,
+                    actual=str(each.actual),
+                    help="make dummies as live batches are made, on scratch: request row 0, KV slot 0",
+                )
+    for way in lane.ways:
+        for shape in rig.config.shapes:
+            yield from _dummy_replayed(lane, way, shape)
+
+
+def _form(shape: GraphShape, dummy: ForwardBatch, live: ForwardBatch) -> Iterator[_Asked]:
+    """Ask for the fields of a live batch, in the shape's sizes."""
+    for name, count, asked in (
+        ("batch_size", dummy.batch_size, shape.batch_size),
+        ("input_ids", dummy.num_tokens, shape.num_tokens),
+    ):
+        yield _Asked(name, count == asked, f"{asked}, the shape's", count)
+    try:
+        dummy.require_consistent()
+    except GraphpactError as error:
+        yield _Asked("its fields", False, "fields that do not contradict each other", error.message)  # noqa: FBT003
+    for each in fields(ForwardBatch):
+        mine, theirs = getattr(dummy, each.name), getattr(live, each.name)
+        if (mine is None) is not (theirs is None):
+            has = ["nothing" if value is None else type(value).__name__ for value in (theirs, mine)]
+            yield _Asked(each.name, False, f"{has[0]}, as a live batch has", has[1])  # noqa: FBT003
+        elif isinstance(mine, torch.Tensor) and isinstance(theirs, torch.Tensor):
+            kinds = [(t.dtype, t.dim()) for t in (theirs, mine)]
+            yield _Asked(each.name, kinds[0] == kinds[1], f"{kinds[0]}", kinds[1])
+
+
+def _lengths(rig: Rig, dummy: ForwardBatch) -> Iterator[_Asked]:
+    """Ask for lengths that a live batch, or a padded row, can have; on the host as on the device."""
+    case = rig.config.case
+    padded = rig.backend.capabilities.padded_seq_len(case.lane_mode, case.width or 1)
+    most = CONTEXT - dummy.drafts_in_rows
+    lens = dummy.seq_lens.tolist()
+    yield _Asked(
+        "seq_lens",
+        all(n == padded or 1 <= n <= most for n in lens),
+        f"{padded}, the length of a padded row, or from 1 up to {most}, drafts not counted",
+        lens,
+    )
+    twin = dummy.seq_lens_cpu.tolist()
+    yield _Asked("seq_lens_cpu", twin == lens, f"the lengths on the device, {lens}", twin)
+    if dummy.extend_seq_lens is not None and dummy.extend_seq_lens_cpu is not None:
+        new, twin = dummy.extend_seq_lens.tolist(), dummy.extend_seq_lens_cpu.tolist()
+        yield _Asked("extend_seq_lens", all(n >= 1 for n in new), "1 and more", new)
+        held = all(n <= length for n, length in zip(new, lens, strict=False))
+        yield _Asked("extend_seq_lens", held, f"no more than seq_lens, {lens}", new)
+        yield _Asked("extend_seq_lens_cpu", twin == new, f"the lengths on the device, {new}", twin)
+
+
+def _values(rig: Rig, shape: GraphShape, dummy: ForwardBatch) -> Iterator[_Asked]:
+    """Ask for rows on scratch, tokens and positions that there are, and a count of all tokens."""
+    for name, most in (
+        ("req_pool_indices", 1),
+        ("out_cache_loc", rig.config.page_size),
+        ("input_ids", VOCAB),
+        ("positions", CONTEXT),
+    ):
+        values = getattr(dummy, name)
+        if isinstance(values, torch.Tensor) and values.numel():
+            low, high = int(values.min()), int(values.max())
+            holds = low >= 0 and high < most
+            yield _Asked(name, holds, f"from 0 up to {most - 1}", f"{low} to {high}")
+    real, all_ = dummy.num_token_non_padded_cpu, shape.num_tokens
+    if real is not None:
+        expected = f"{all_}: of a dummy no token is padding"
+        yield _Asked("num_token_non_padded_cpu", real == all_, expected, real)
+
+
+@torch.inference_mode()
+def _dummy_replayed(lane: LaneUnderTest, way: Way, shape: GraphShape) -> Findings:
+    """Capture one shape, replay its own dummy, and compare what the hooks wrote for both."""
+    rig = lane.build(way, capture=False)
+    problem = Problem(lane.config.case, [], 0)
+    rig.load(problem)
+    rig.runner.lane = rig.lane
+    dummy = rig.runner.dummy_batch(shape)
+    rig.observer.before = None
+    kept: dict[str, torch.Tensor] = {}
+
+    def keep(view: ForwardBatch, metadata: object) -> None:
+        for path, value in walk({"view": view, "metadata": metadata}):
+            if isinstance(value, torch.Tensor):
+                kept[path] = value.clone()
+
+    rig.observer.ready = keep
+    rig.lane.capture(shape)
+    rig.observer.ready = None
+    type_then = type(rig.observer.metadata)
+    step = rig.step(problem, batch=dummy, fill=None)
+    type_now = type(rig.observer.metadata)
+    if step.error is not None:
+        yield lane.of_error(
+            step.error,
+            expected="the dummy batch replays right after its capture",
+            rule="GP11",
+            step=step,
+        )
+        return
+    if step.shape != shape:
+        yield lane.finding(
+            "GP12",
+            field="can_run()",
+            expected=f"{shape} for its own dummy batch",
+            actual=str(step.shape or "an eager run"),
+            step=step,
+            help="a shape holds the batch that it was captured with",
+        )
+        return
+    if type_now is not type_then:
+        yield lane.finding(
+            "GP10",
+            hook="init_metadata_replay",
+            field="metadata",
+            expected=f"the type that capture returned, {type_then.__name__}",
+            actual=type_now.__name__,
+            step=step,
+            help="return one type from both hooks, and upgrade it in neither or in both",
+        )
+        return
+    yield from _compare_with_dummy(lane, rig, step, kept)
+
+
+def _compare_with_dummy(
+    lane: LaneUnderTest, rig: Rig, step: Step, kept: dict[str, torch.Tensor]
+) -> Findings:
+    for path, leaf in step.leaves.items():
+        then = kept.get(path)
+        if then is None or leaf.slot is None or leaf.is_alias or then.shape != leaf.value.shape:
+            continue
+        then = then.cpu()
+        garbage = torch.full_like(then, poison_of(then.dtype))
+        differs = ~same(then, leaf.value) & ~same(then, garbage)
+        if leaf.slot.axis == "none":
+            differs &= then != leaf.slot.initial_value
+        if not bool(differs.any()) or not _has_effect(rig, step, path, differs, then):
+            continue
+        yield lane.finding(
+            "GP11",
+            hook="populate" if hook_of(leaf) == "populate" else "init_metadata_capture",
+            field=f"{path}{spell(differs)} ({leaf.slot.label})",
+            expected=f"at capture what a replay of the same batch writes: {values_at(leaf.value, differs)}",
+            actual=values_at(then, differs),
+            step=step,
+            help="write it one way for both: capture is a replay of a dummy batch",
+        )
+
+
+def _has_effect(rig: Rig, step: Step, path: str, differs: torch.Tensor, then: torch.Tensor) -> bool:
+    """Return whether the graph gives anything else with what capture wrote."""
+    batch = rig.runner.dummy_batch(step.shape) if step.shape is not None else None
+    problem = step.problem
+    base = rig.step(problem, batch=batch)
+    leaf = base.leaves.get(path)
+    if leaf is None or base.error is not None:
+        return False
+    if leaf.slot is not None and leaf.slot.axis == "none" and leaf.value.numel() == 1:
+        return True  # a count: what it changes may change nothing on scratch
+    return matters(rig, base, leaf, differs, then, batch=batch)

@@ -1,0 +1,367 @@
+"""Batches in other orders, over poison, and after what happens to an engine: GP06, GP14 to GP18, and more.
+
+A guarded lane runs on the strict tape: whatever it refuses names its rule.
+
+Does not: compare with attention in float64, but where nothing else could tell.
+"""
+
+import functools
+import gc
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from graphpact.attention import kv_tensors
+from graphpact.batch import ForwardMode
+from graphpact.buffers import PaddingPolicy
+from graphpact.errors import PactBreach, PoisonError
+from graphpact_conformance.experiments.base import (
+    Findings,
+    differences,
+    same_rows,
+    same_step,
+)
+from graphpact_conformance.problems import Problem, corner, of_size
+from graphpact_conformance.results import Finding
+from graphpact_conformance.rig import Rig, Step
+from graphpact_conformance.subject import CannotCaptureError, LaneUnderTest, Way, reset_slot
+from graphpact_tape.host import tensors_of
+
+GUARDED = (
+    "GP01",
+    "GP02",
+    "GP03",
+    "GP06",
+    "GP08",
+    "GP09",
+    "GP10",
+    "GP14",
+    "GP15",
+    "GP16",
+    "GP18",
+    "GP19",
+    "GP20",
+)
+"""The rules that a strict lane, with its pact, can name."""
+
+
+def guarded(lane: LaneUnderTest, steps: Sequence[Problem]) -> Findings:
+    """Replay batches in a strict lane, over poison, every replay held to its pact."""
+    exact, small, idle, padded = steps[0], steps[1 % len(steps)], steps[2 % len(steps)], steps[-1]
+    for way in lane.ways:
+        rig = _guarded(lane, way)
+        if rig is None:
+            return
+        for problem in (exact, small, idle, padded, small, exact):
+            step = rig.step(problem)
+            if step.error is None:
+                continue
+            rule = "GP06" if problem is not exact and _spreads(step.error) else None
+            found = lane.of_error(
+                step.error, expected="a strict lane finds nothing to refuse", rule=rule, step=step
+            )
+            if rule is not None and found.rule == rule:
+                found = found.model_copy(update={"help": _SPREAD_HELP})
+            elif _is_dropped(step.error):
+                found = found.model_copy(update={"rule": "GP14", "help": _STAYS})
+            yield found
+            break
+
+
+def _is_dropped(error: BaseException) -> bool:
+    """Return whether the backend has something else, or nothing, where it had a tensor that a graph reads."""
+    breaches = error.breaches if isinstance(error, PactBreach) else ()
+    return any(b.path.startswith("backend.") and b.rule == "type" for b in breaches)
+
+
+def _spreads(error: BaseException) -> bool:
+    """Return whether nothing failed, and all that was prepared was written, but real rows are NaN.
+
+    Where a batch without padding passes, they have it from padded rows: those may be left unwritten, in
+    memory without content, which is NaN here.
+    """
+    return isinstance(error, PoisonError) and error.__cause__ is None and error.rule is None
+
+
+_SPREAD_HELP = (
+    "batches without padding pass: a padded row is NaN, and is read by real ones. Let kernels write every"
+    " output row, zeros where there is no key, and mask padded rows where rows meet (scales, routing)"
+)
+
+
+def _guarded(lane: LaneUnderTest, way: Way) -> Rig | None:
+    """Return a strict lane, None where it cannot be captured: that is told once, by ``captures``."""
+    try:
+        return lane.guarded(way)
+    except CannotCaptureError:
+        return None
+
+
+def interleaved(lane: LaneUnderTest, steps: Sequence[Problem]) -> Findings:
+    """Replay a batch cold, after another of its bucket, and after one of another bucket: the same bits."""
+    padded, small, exact = steps[-1], steps[1], steps[0]
+    rig = lane.rig()
+    rig.step(exact, eagerly=True)  # which engines do between replays, too
+    cold, armed = {}, {}
+    for problem in (padded, small):
+        fresh = lane.build()
+        armed[id(problem)] = _copies(states(fresh))
+        cold[id(problem)] = fresh.step(problem)
+    for problem, before, rule, after in (
+        (padded, exact, "GP09", "another batch of its bucket"),
+        (padded, small, "GP15", "a batch of another bucket"),
+        (small, padded, "GP15", "a batch of another bucket"),
+    ):
+        first = cold[id(problem)]
+        if first.error is not None or first.shape is None:
+            continue
+        held = rig.step(before)
+        if rule == "GP15" and held.shape == first.shape:
+            continue
+        step = rig.step(problem)
+        if _same_real(rig, first, step):
+            continue
+        if not _same_real(rig, step, rig.step(problem)):
+            return  # nothing is the same twice, which ``repeated`` tells
+        now = states(rig)
+        changed = [n for n, v in armed[id(problem)].items() if not same_rows(v, now.get(n))]
+        for name in changed:
+            now[name].copy_(armed[id(problem)][name])
+        if changed and _same_real(rig, first, rig.step(problem)):
+            yield _unarmed(lane, step, changed, f"the same after {after} as right after capture")
+            continue
+        if _comes_by_slots(lane, rig, before, problem):
+            continue
+        yield lane.finding(
+            rule,
+            field="what the lane returns, or the KV cache",
+            expected=f"what the first replay after capture gives, also after {after}",
+            actual="something else" if step.error is None else f"{step.error}",
+            step=step,
+            help="let nothing of one step, or of one graph, be read by the next: copy outputs out before"
+            " another graph replays, plan anew for each batch, and share no memory that a capture allocated",
+        )
+
+
+def _comes_by_slots(lane: LaneUnderTest, rig: Rig, before: Problem, problem: Problem) -> bool:
+    """Return whether a past shows only by slots that each step has to write: that is told by ``refresh``."""
+    rig.step(before)
+    cold = lane.build().step(problem, fill=reset_slot)
+    return _same_real(rig, cold, rig.step(problem, fill=reset_slot))
+
+
+def _same_real(rig: Rig, a: Step, b: Step) -> bool:
+    return same_step(a, b, first_slot=rig.config.page_size, padded=False)
+
+
+def repeated(lane: LaneUnderTest, steps: Sequence[Problem]) -> Findings:
+    """Replay one batch three times on the same inputs: the same bits, and the same memory left behind."""
+    rig = lane.rig()
+    for problem in (steps[-1], steps[1]):
+        results = []
+        for _ in range(3):
+            step = rig.step(problem)
+            if step.error is not None or step.shape is None:
+                return
+            results.append((step, _copies(states(rig))))
+        (first, _), (second, two), (third, three) = results
+        rows = same_rows(first.rows, second.rows) and same_rows(second.rows, third.rows)
+        changed = [name for name, value in two.items() if not same_rows(value, three[name])]
+        if not rows or changed:
+            expected = "three replays on the same inputs give, and leave, the same"
+            yield _unarmed(lane, third, changed, expected, gives_other=not rows)
+
+
+def _unarmed(
+    lane: LaneUnderTest,
+    step: Step,
+    changed: Sequence[str],
+    expected: str,
+    *,
+    gives_other: bool = True,
+) -> Finding:
+    return lane.finding(
+        "GP18",
+        field=", ".join(changed) or "what the lane returns",
+        expected=expected,
+        actual="the replays differ" if gives_other else "each replay leaves another content",
+        step=step,
+        help="reset counters and flags inside the graph, before their first use, or in the replay hook;"
+        " draw from the device's default generator alone",
+    )
+
+
+def states(rig: Rig) -> dict[str, torch.Tensor]:
+    """Return what graphs use besides the slots that every step writes, and their own memory, by name."""
+    known = {t.untyped_storage().data_ptr() for t in (*kv_tensors(rig.kv).values(), rig.table)}
+    known |= {w.untyped_storage().data_ptr() for layer in rig.weights for w in (*layer, rig.turns)}
+    found: dict[str, torch.Tensor] = {}
+    for _, graph in rig.lane.graphs():
+        for at, tensor in enumerate(graph.external_tensors() or ()):
+            if tensor.untyped_storage().data_ptr() in known:
+                continue
+            slot = rig.registry.slot_of(tensor)
+            if slot is None:
+                name, whole = _held(rig, tensor)
+                found[name or f"a tensor of {tensor.dtype} {tuple(tensor.shape)}, number {at}"] = (
+                    whole
+                )
+            elif slot.padding_policy is PaddingPolicy.FILL_ONCE and slot.buffer is not None:
+                found[slot.label] = slot.buffer
+    return found
+
+
+def _held(rig: Rig, tensor: torch.Tensor) -> tuple[str | None, torch.Tensor]:
+    """Return the attribute of the backend in whose memory a tensor lies, and its value; else the tensor."""
+    address = tensor.untyped_storage().data_ptr()
+    for name, value in vars(rig.backend).items():
+        if isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() == address:
+            return f"{type(rig.backend).__name__}.{name}", value
+    return None, tensor
+
+
+def _copies(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in tensors.items()}
+
+
+# -- what happens to an engine -----------------------------------------------------------------------
+
+
+def life_goes_on(lane: LaneUnderTest, steps: Sequence[Problem]) -> Findings:
+    """Between capture and replay: other eager batches, cleared caches, memory given to others."""
+    lane.rig()  # a lane that cannot be captured is told of once
+    lane = lane.like(replace(lane.config, room=2))
+    for strict in (True, False):
+        rig = _guarded(lane, "graph") if strict else lane.build()
+        if rig is None:
+            continue
+        problems = [p for p in (steps[-1], steps[1]) if _is_right(lane, rig, p)]
+        _live(lane, rig)
+        for problem in problems:
+            step = rig.step(problem)
+            expected = "memory that a graph uses is where it was, whatever ran in between"
+            if step.error is not None:
+                found = lane.of_error(step.error, expected=expected, step=step, help=_STAYS)
+                yield found.model_copy(update={"rule": "GP14"})
+                break
+            yield from _moved(lane, step)
+            for wrong in differences(rig, step, lane.answer(rig, problem)):
+                yield lane.finding(
+                    "GP14",
+                    field=f"a replay: {wrong.what}",
+                    expected=f"{expected}: {wrong.expected}",
+                    actual=wrong.actual,
+                    step=step,
+                    help=_STAYS,
+                )
+
+
+def _moved(lane: LaneUnderTest, step: Step) -> Findings:
+    """Yield what of the backend a graph reads that the backend has elsewhere now; tapes keep it alive."""
+    for breach in step.breaches:
+        if breach.path.startswith("backend."):
+            yield lane.finding(
+                "GP14",
+                field=breach.path,
+                expected=f"what the graph reads, {breach.rule} {breach.captured}",
+                actual=breach.replayed,
+                step=step,
+                help=_STAYS,
+            )
+
+
+_STAYS = (
+    "make memory at its largest size before capture, keep it for as long as the graph, and copy into it: what"
+    " an eager step replaces, grows or evicts is gone for the graph"
+)
+
+
+def _is_right(lane: LaneUnderTest, rig: Rig, problem: Problem) -> bool:
+    step = rig.step(problem)
+    return step.error is None and not differences(rig, step, lane.answer(rig, problem))
+
+
+def _live(lane: LaneUnderTest, rig: Rig) -> None:
+    """Let happen what happens to an engine between two steps."""
+    for clear in caches_of(lane):
+        clear()
+    gc.collect(1)  # all generations would take longer than the rest of the experiment
+    junk = [torch.full((n,), -7, dtype=torch.int32) for n in (1, 5, 8, 33, 64, 257, 1024)]
+    junk += [torch.full((n,), float("nan")) for n in (1, 5, 8, 33, 64, 257, 1024)]
+    if lane.config.case.mode is not ForwardMode.IDLE:
+        largest = lane.config.shapes[-1].batch_size
+        for count in (1, 3, largest + lane.config.room):  # sizes that no graph has
+            rig.step(of_size(lane.config, count), eagerly=True)
+    rig.step(corner(lane.config), eagerly=True)
+    del junk
+
+
+def caches_of(lane: LaneUnderTest) -> Iterator[Callable[[], object]]:
+    """Yield what clears each cache of tensors in the packages of the plugin, or in reach of its classes."""
+    classes = [c for cls in (lane.backend, lane.runner) for c in cls.__mro__]
+    packages = {c.__module__.partition(".")[0] for c in classes} - {
+        "graphpact",
+        "torch",
+        "builtins",
+        "abc",
+    }
+    spaces: list[Mapping[str, Any]] = [
+        vars(module)
+        for name, module in [*sys.modules.items()]
+        if module is not None and name.partition(".")[0] in packages
+    ]
+    spaces += [vars(c) for c in classes]
+    for function in [f for c in classes for f in vars(c).values() if inspect.isfunction(f)]:
+        spaces.append(inspect.getclosurevars(function).nonlocals)
+    cached = {id(v): v for space in spaces for v in [*space.values()] if hasattr(v, "cache_clear")}
+    for function in cached.values():
+        if _holds_tensors(function):
+            yield function.cache_clear
+
+
+def _holds_tensors(cached: Any) -> bool:
+    """Return whether a `functools.lru_cache` has returned tensors; what else it keeps is nobody's memory."""
+    return any(tensors_of(each) for each in gc.get_referents(cached))
+
+
+# -- many captures -----------------------------------------------------------------------------------
+
+
+def smallest_first(lane: LaneUnderTest, steps: Sequence[Problem]) -> Findings:
+    """Capture the smallest shape first, and replay: the order of captures changes nothing."""
+    usual = lane.rig()
+    rig = lane.build(capture=False)
+    ladder = rig.runner.ladder
+    if ladder is None or len(ladder.shapes) == 1:
+        return
+    rig.runner.lane = rig.lane
+    try:
+        with torch.inference_mode():
+            for shape in ladder.shapes:
+                rig.lane.capture(shape)
+    except (Exception, SystemExit) as error:  # noqa: BLE001  anybody's code runs here
+        yield lane.of_error(error, expected="shapes are captured in any order", rule="GP15")
+        return
+    problems = (steps[1], steps[-1], steps[1])
+    taken = [rig.step(p) for p in problems]
+    if all(map(functools.partial(_same_real, rig), map(usual.step, problems), taken)):
+        return
+    fresh = lane.build()  # the usual one has a past
+    for problem in problems:
+        step = rig.step(problem, fill=reset_slot)
+        if not _same_real(rig, step, rig.step(problem, fill=reset_slot)):
+            return  # nothing is the same twice, which ``repeated`` tells
+        if not _same_real(rig, fresh.step(problem, fill=reset_slot), step):
+            yield lane.finding(
+                "GP15",
+                field="what the lane returns, or the KV cache",
+                expected="the same whichever shape was captured first",
+                actual="something else" if step.error is None else str(step.error),
+                step=step,
+                help="size and allocate what graphs share before the first capture",
+            )
+            return

@@ -1,0 +1,585 @@
+"""What a replay prepared, against a capture of the very same batch: GP01, GP02, GP05, GP07 to GP11.
+
+Capture is a replay of a dummy batch, plus binding. So a capture of a batch that is live says what its replay
+has to prepare: the same types, fields, host numbers, shapes, and contents; and the operations that it records
+are those that the graph of the dummy recorded, with the same host numbers. Where the replay gives anything
+else, the memory that both graphs read is compared too, and the recorded run with the warm-up before it.
+
+Does not: look at values of attention (see `graphpact_conformance.experiments.values`), or tell what an
+earlier batch left (see `graphpact_conformance.experiments.refresh`).
+"""
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from graphpact.attention import kv_tensors
+from graphpact.batch import ForwardBatch, ForwardMode
+from graphpact.graphs import Graph
+from graphpact.pact import Breach, Promise, is_readable
+from graphpact.shapes import GraphShape
+from graphpact_conformance.experiments.base import (
+    Findings,
+    spell,
+    values_at,
+)
+from graphpact_conformance.experiments.refresh import Before, hook_of, is_plan
+from graphpact_conformance.problems import Problem, assorted
+from graphpact_conformance.results import Finding
+from graphpact_conformance.rig import TOLERANCE, Leaf, Rig, Step, same
+from graphpact_conformance.subject import LaneUnderTest, Way, reset_slot
+from graphpact_tape.poison import poison_of
+from graphpact_tape.recorder import TracedCall
+from graphpact_tape.tape import Tape
+
+__tracebackhide__ = True  # a traced call names the line of the plugin
+
+_OFFSETS = re.compile(r"indptr|cu_seq|seqlens_q|start_loc|offsets?$", re.IGNORECASE)
+"""Names of offsets: where the rows of each request begin."""
+_OF_KEYS = re.compile(r"kv|_k\b|mask", re.IGNORECASE)
+"""Names of what goes by keys, whose numbers are the batch's."""
+
+
+def captured_anew(lane: LaneUnderTest, steps: Sequence[Problem]) -> Findings:
+    """Capture each batch anew, and compare with what its replay prepared and what the graph recorded."""
+    problems = [*steps, assorted(lane.config)]
+    if lane.config.case.mode is ForwardMode.IDLE:
+        problems = problems[:1]  # one is as the other
+    replayed: dict[Way, list[Step]] = {}
+    for way in lane.ways:
+        rig = lane.rig(way)
+        replayed[way] = []
+        is_wrong = False
+        for problem in problems:
+            compared = _compare(lane, rig, way, problem)
+            step, seen = compared.step, compared.seen
+            replayed[way].append(step)
+            yield from compared.found
+            if seen is not None and not is_wrong and not _gives_the_same(rig, step, seen):
+                is_wrong = True
+                yield from _compare_with_warm_up(lane, way, step)
+    for by_graph, by_hook in zip(replayed["graph"], replayed.get("hook", ()), strict=False):
+        yield from _compare_ways(lane, by_graph, by_hook)
+
+
+def compare_with_capture(lane: LaneUnderTest, rig: Rig, way: Way, problem: Problem) -> Findings:
+    """Compare one batch's replay with a capture of it on a lane of its own; what is of the past, too."""
+    compared = _compare(lane, rig, way, problem)
+    yield from (*compared.found, *compared.past)
+
+
+class _Compared(NamedTuple):
+    """How the replay of a batch differs from a capture of it.
+
+    Args:
+        step: The replay.
+        seen: The capture; None where there is none.
+        found: How they differ.
+        past: How they differ by what an earlier batch left in slots: ``refresh`` tells that.
+    """
+
+    step: Step
+    seen: Step | None
+    found: list[Finding]
+    past: Sequence[Finding] = ()
+
+
+def _compare(lane: LaneUnderTest, rig: Rig, way: Way, problem: Problem) -> _Compared:
+    before = Before(rig)
+    step = rig.step(problem)
+    found = [_of_breach(lane, step, breach) for breach in step.breaches]
+    shape = step.shape
+    if shape is None or not step.leaves:
+        return _Compared(step, None, found)
+    if not problem.requests and shape.mode is not ForwardMode.DECODE:
+        # An idle batch has no width of its own, and is captured by nobody.
+        return _Compared(step, None, found)
+    twin = lane.build(way, capture=False)
+    try:
+        seen = _capture(twin, problem, shape)
+    except (Exception, SystemExit) as error:  # noqa: BLE001  anybody's code runs here
+        failed = lane.of_error(
+            error,
+            expected="a batch that can be replayed can be captured",
+            rule="GP11",
+            problem=problem,
+            hook="init_metadata_capture",
+        )
+        return _Compared(step, None, [*found, failed])
+    found += _compare_numbers(lane, rig, step, seen)
+    past: list[Finding] = []
+    for is_past, each in _compare_contents(lane, rig, before, step, seen):
+        (past if is_past else found).append(each)
+    found += _compare_traces(lane, way, step, trace_of(rig, shape), trace_of(twin, shape))
+    if not (found or past or _gives_the_same(rig, step, seen)):
+        found += _compare_memory(lane, rig, twin, before, (step, seen))
+    return _Compared(step, seen, found, past)
+
+
+@torch.inference_mode()
+def _capture(
+    twin: Rig, problem: Problem, shape: GraphShape, batch: ForwardBatch | None = None
+) -> Step:
+    """Capture a batch in the place of the runner's dummy, replay it once, and return what there is then."""
+    twin.load(problem)
+    twin.runner.lane = twin.lane
+    twin.lane.capture(shape, twin.batch_of(problem) if batch is None else batch)
+    graph = twin.lane.captured(shape).graph
+    graph.replay()
+    step = Step(problem, stage="done", shape=shape)
+    step.leaves, step.numbers = twin.prepared(problem)
+    step.outputs = graph.outputs.detach().clone().cpu()
+    return step
+
+
+def _gives_the_same(rig: Rig, step: Step, other: Step) -> bool:
+    """Return whether two runs of one batch give the same for its own rows, but for rounding."""
+    if step.error is not None or step.outputs is None or other.outputs is None:
+        return step.error is None and other.error is None
+    rows = len(step.problem.tokens)
+    mine, theirs = step.outputs[:rows].double(), other.outputs[:rows].double()
+    off = (mine - theirs).abs() / (TOLERANCE[rig.config.dtype] * (1 + theirs.abs()))
+    return not bool((off.nan_to_num(nan=2.0) > 1).any())
+
+
+# -- the pact ----------------------------------------------------------------------------------------
+
+
+def _of_breach(lane: LaneUnderTest, step: Step, breach: Breach) -> Finding:
+    rule = breach.broken
+    if breach.rule == "shape" and _counts_real_rows(step, breach):
+        rule = "GP05"
+    hook = "populate" if breach.path.startswith("view") else "init_metadata_replay"
+    whose = f" ({breach.owner})" if breach.owner else ""
+    return lane.finding(
+        rule,
+        hook=hook,
+        field=f"{breach.path}{whose}",
+        expected=f"{breach.rule} as captured: {breach.captured}",
+        actual=breach.replayed,
+        step=step,
+        help=breach.advice,
+    )
+
+
+def _counts_real_rows(step: Step, breach: Breach) -> bool:
+    """Return whether a shape counts real rows where captured ones are padded."""
+    shape = step.shape
+    assert shape is not None  # noqa: S101  it was replayed
+    numbers = [
+        [int(n) for n in re.findall(r"\d+", text)] for text in (breach.captured, breach.replayed)
+    ]
+    raw = len(step.problem.requests), len(step.problem.tokens)
+    padded = shape.batch_size, shape.num_tokens
+    return any(
+        c - n in (padded[0] - raw[0], padded[1] - raw[1]) and c != n
+        for c, n in zip(*numbers, strict=False)
+    )
+
+
+# -- host numbers ------------------------------------------------------------------------------------
+
+
+def _compare_numbers(lane: LaneUnderTest, rig: Rig, step: Step, seen: Step) -> Findings:
+    if step.shape is None or not rig.lane.is_captured(step.shape):
+        return
+    promised = {p.path: p for p in rig.lane.captured(step.shape).pact.promises}
+    for path in {**step.numbers, **seen.numbers}:
+        if not path.startswith("metadata"):
+            continue
+        if (path in step.numbers) is not (path in seen.numbers):
+            missing = "replay" if path not in step.numbers else "a capture of this batch"
+            yield lane.finding(
+                "GP10",
+                hook="init_metadata_replay",
+                field=path,
+                expected="the same fields at capture and at replay",
+                actual=f"{missing} lacks it",
+                step=step,
+                help="return one type with the same fields from both hooks, for every batch",
+            )
+            continue
+        now, then = step.numbers[path], seen.numbers[path]
+        if not (is_readable(now) and is_readable(then)) or now == then or now != now:  # noqa: PLR0124  NaN
+            continue
+        promise = promised.get(path)
+        if promise is not None and _keeps_bound(promise, then):
+            continue
+        yield lane.finding(
+            "GP08",
+            hook="init_metadata_capture",
+            field=path,
+            expected=f"one value for all batches of {step.shape}: a capture of this batch has {then!r}",
+            actual=f"{now!r} is what the graph was recorded with",
+            step=step,
+            help="take a number that holds for every batch of the shape (the limits'), put it in a tensor, or"
+            " declare it bounded() and capture the largest",
+        )
+
+
+def _keeps_bound(promise: Promise, value: Any) -> bool:
+    if not promise.bounded or promise.value is None:
+        return False
+    return bool(value <= promise.value)
+
+
+# -- contents ----------------------------------------------------------------------------------------
+
+
+def _compare_contents(
+    lane: LaneUnderTest, rig: Rig, before: Before, step: Step, seen: Step
+) -> Iterator[tuple[bool, Finding]]:
+    """Yield how contents differ, and of each whether it does not where slots are as new."""
+    as_new: Step | None = None
+    for path in {**step.leaves, **seen.leaves}:
+        if (path in step.leaves) is not (path in seen.leaves):
+            if path.startswith("metadata"):
+                yield (
+                    False,
+                    lane.finding(
+                        "GP10",
+                        hook="init_metadata_replay",
+                        field=path,
+                        expected="the same fields at capture and at replay",
+                        actual="replay lacks it" if path not in step.leaves else "capture lacks it",
+                        step=step,
+                        help="return one type with the same fields from both hooks, for every batch",
+                    ),
+                )
+            continue
+        mine, theirs = step.leaves[path], seen.leaves[path]
+        facts = [(tuple(x.value.shape), x.value.stride(), x.value.dtype) for x in (mine, theirs)]
+        if facts[0] != facts[1]:
+            yield (
+                False,
+                lane.finding(
+                    "GP07",
+                    hook=hook_of(mine),
+                    field=mine.name,
+                    expected=f"shape, stride and dtype of a capture of this batch: {facts[1]}",
+                    actual=str(facts[0]),
+                    step=step,
+                    help="lay the field out by the shape alone, never by the batch's contents",
+                ),
+            )
+            continue
+        differs = _differs(mine, theirs)
+        if bool(differs.any()) and before.shows(rig, step, mine, differs, theirs.value):
+            as_new = as_new or rig.step(step.problem, fill=reset_slot)
+            leaf = as_new.leaves.get(path)
+            is_past = leaf is not None and not bool((differs & _differs(leaf, theirs)).any())
+            for found in _of_contents(lane, step, mine, theirs, differs, "a capture of this batch"):
+                yield is_past, found
+
+
+def _differs(mine: Leaf, theirs: Leaf) -> torch.Tensor:
+    """Return where what was written for two runs of one batch differs, and is anything at all."""
+    differs = ~same(mine.value, theirs.value)
+    garbage = torch.full_like(mine.value, poison_of(mine.value.dtype))
+    differs &= ~same(mine.value, garbage) & ~same(theirs.value, garbage)
+    return differs if mine.slot is not None and not mine.is_alias else torch.zeros_like(differs)
+
+
+def _of_contents(
+    lane: LaneUnderTest, step: Step, mine: Leaf, theirs: Leaf, differs: torch.Tensor, who: str
+) -> Findings:
+    label = f" ({mine.slot.label})" if mine.slot is not None else ""
+    for rule in _rules_of(lane, mine, theirs, differs):
+        yield lane.finding(
+            rule,
+            hook=hook_of(mine),
+            field=f"{mine.path}{spell(differs)}{label}",
+            expected=f"what {who} writes: {values_at(theirs.value, differs)}",
+            actual=values_at(mine.value, differs),
+            step=step,
+            help=_CONTENT_HELP[rule],
+        )
+
+
+def _rules_of(lane: LaneUnderTest, mine: Leaf, theirs: Leaf, differs: torch.Tensor) -> list[str]:
+    """Return what it breaks that a tensor has other contents at replay than at capture."""
+    if mine.slot is not None and mine.slot.name == "num_token_non_padded":
+        return ["GP05"]
+    if is_plan(mine):
+        return ["GP09"]
+    is_offsets = bool(_OFFSETS.search(mine.path))
+    if is_offsets and lane.config.case.width is not None and not _OF_KEYS.search(mine.path):
+        return ["GP07"]  # as many queries of each request: no quantity of the batch is in it
+    if _is_moved(mine.value, theirs.value):
+        return ["GP07"]
+    if is_offsets:
+        return ["GP07", "GP02"]
+    return ["GP02"] if bool((differs & ~mine.in_tail).any()) else ["GP05"]
+
+
+def _is_moved(mine: torch.Tensor, theirs: torch.Tensor) -> bool:
+    """Return whether two tensors hold the same numbers in other places: another stride, order or width."""
+    a, b = (set(t[t != 0].flatten().tolist()) for t in (mine, theirs))
+    return len(a) > 1 and a <= b and 2 * len(a) >= len(b)
+
+
+_CONTENT_HELP = {
+    "GP02": "write in the replay hook what the capture hook writes, from the view: one body for both",
+    "GP05": "count padded rows where the graph has padded rows: the shape's counts, not the batch's",
+    "GP07": "lay it out at replay as at capture: the same stride, order and width of elements; a uniform"
+    " stride of queries stays uniform, whatever was accepted",
+    "GP09": "plan at replay as at capture, with the arguments and lengths that the recorded kernel is given",
+}
+
+
+def _compare_ways(lane: LaneUnderTest, by_graph: Step, by_hook: Step) -> Findings:
+    """Compare what the graph wrote with what the hook writes, where the batch comes out otherwise."""
+    if by_hook.error is not None or _gives_the_same(lane.rig(), by_graph, by_hook):
+        return
+    by_graph, by_hook = (  # slots as new: two lanes have two pasts
+        lane.rig(way).step(by_graph.problem, fill=reset_slot) for way in lane.ways
+    )
+    for path, mine in by_graph.leaves.items():
+        theirs = by_hook.leaves.get(path)
+        if theirs is None or not mine.is_due or mine.value.shape != theirs.value.shape:
+            continue
+        differs = _differs(mine, theirs)
+        if bool(differs.any()):
+            yield from _of_contents(lane, by_graph, mine, theirs, differs, "the replay hook")
+
+
+# -- memory outside the registry ---------------------------------------------------------------------
+
+
+def _compare_memory(
+    lane: LaneUnderTest, rig: Rig, twin: Rig, before: Before, pair: tuple[Step, Step]
+) -> Findings:
+    """Look for memory outside the registry that makes the replay right with what a capture has there."""
+    step, seen = pair
+    shape = step.shape
+    assert shape is not None  # noqa: S101  it was replayed
+    for at, (mine, theirs) in enumerate(
+        zip(_outside(rig, shape), _outside(twin, shape), strict=False)
+    ):
+        if (mine.shape, mine.dtype) != (theirs.shape, theirs.dtype):
+            return  # other work: told by the traces
+        if bool(same(mine, theirs).all()):
+            continue
+
+        def renew(
+            _: ForwardBatch, __: Any, mine: torch.Tensor = mine, theirs: torch.Tensor = theirs
+        ) -> None:
+            mine.copy_(theirs)
+
+        kept = mine.clone()
+        renewed = rig.step(step.problem, fill=before.put_back, ready=renew)
+        mine.copy_(kept)
+        if not _gives_the_same(rig, renewed, seen):
+            continue
+        is_held = mine.untyped_storage().data_ptr() in _held_by(rig.backend)
+        yield lane.finding(
+            "GP02" if is_held else "GP01",
+            hook="init_metadata_replay",
+            field=f"a tensor of {mine.dtype} {tuple(mine.shape)}, number {at} outside the registry",
+            expected="the memory that the graph reads is written for this batch",
+            actual="nobody wrote it since capture"
+            + ("" if is_held else ", and the backend has let go of it: it holds another tensor"),
+            step=step,
+            help="declare it in declare_slots() and write into it in every step, in place: a graph reads the"
+            " memory that it was recorded with, whatever a name is bound to later",
+        )
+        return
+
+
+def _outside(rig: Rig, shape: GraphShape) -> list[torch.Tensor]:
+    """Return what a graph reads and no slot, KV cache or page table has, in the order of its use."""
+    known = {t.untyped_storage().data_ptr() for t in (*kv_tensors(rig.kv).values(), rig.table)}
+    return [
+        t
+        for t in rig.lane.captured(shape).graph.external_tensors() or ()
+        if t.untyped_storage().data_ptr() not in known and rig.registry.slot_of(t) is None
+    ]
+
+
+def _held_by(backend: object) -> set[int]:
+    """Return the storages, by address, of the tensors that a backend has in its attributes, however deep."""
+    found, todo, seen = set(), [vars(backend)], set()
+    while todo:
+        value: Any = todo.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, torch.Tensor):
+            found.add(value.untyped_storage().data_ptr())
+        elif isinstance(value, Mapping):
+            todo += value.values()
+        elif isinstance(value, (list, tuple, set, frozenset)):
+            todo += value
+        elif type(value).__module__.partition(".")[0] == type(backend).__module__.partition(".")[0]:
+            todo += vars(value).values() if hasattr(value, "__dict__") else ()
+    return found
+
+
+# -- what was recorded -------------------------------------------------------------------------------
+
+
+def trace_of(rig: Rig, shape: GraphShape) -> list[TracedCall]:
+    """Return what the graph of a shape recorded, call by call; empty where its driver does not tell."""
+    graph = rig.lane.captured(shape).graph
+    return (graph.trace or []) if isinstance(graph, Tape) else []
+
+
+class _Tracer(TorchDispatchMode):
+    """Notes every operation that is dispatched, and does nothing else."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch has no annotation here
+        self.calls: list[TracedCall] = []
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        del types
+        if func is not torch.ops.aten.detach.default:  # a recorder has torch make more of them
+            self.calls.append(TracedCall.of(func, args, kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _compare_with_warm_up(lane: LaneUnderTest, way: Way, step: Step) -> Findings:
+    """Compare the recorded run of a batch that replays wrong with the warm-up before it."""
+    twin = lane.build(way, capture=False)
+    driver, runs = twin.lane.driver, []
+    if driver is None or step.shape is None:
+        return
+    capture: Callable[..., Graph] = driver.capture
+
+    def traced(fn: Callable[[], Any], **options: Any) -> Graph:
+        def region() -> Any:
+            with _Tracer() as tracer:
+                runs.append(tracer.calls)
+                return fn()
+
+        return capture(region, **options)
+
+    driver.capture = traced  # type: ignore[method-assign]
+    _capture(twin, step.problem, step.shape)
+    found = compare_traces(runs[-1], runs[0])
+    if found is not None and found["rule"] == "GP10":
+        yield lane.finding(
+            "GP10",
+            hook="init_metadata_capture",
+            field=found["field"],
+            expected=f"the recorded run does what the warm-up before it does: {found['there']}",
+            actual=found["here"],
+            step=step,
+            help=TRACE_HELP["GP10"],
+        )
+
+
+_CUTS = ("aten.slice.", "aten.narrow.", "aten.select.")
+"""Operations that make a view of a part: how large the whole is, no graph knows."""
+
+
+def compare_traces(
+    recorded: Sequence[TracedCall], other: Sequence[TracedCall]
+) -> Mapping[str, str] | None:
+    """Return the first difference of two recordings: its rule, and both sides in words; None for none."""
+    for at, (mine, theirs) in enumerate(zip(recorded, other, strict=False)):
+        if mine.op != theirs.op:
+            return {
+                "rule": "GP10",
+                "field": f"operation {at}",
+                "here": f"{mine.op} at {mine.line}",
+                "there": f"{theirs.op} at {theirs.line}",
+            }
+        for i, (a, b) in enumerate(zip(mine.arguments, theirs.arguments, strict=False)):
+            is_tensor = isinstance(a, tuple) or isinstance(b, tuple)
+            if a == b or (not is_tensor and not (is_readable(a) and is_readable(b))) or a != a:  # noqa: PLR0124
+                continue
+            if is_tensor and mine.op.startswith(_CUTS):
+                continue  # what is cut from memory of another size: what comes of it is told where it is used
+            return {
+                "rule": "GP07" if is_tensor else "GP08",
+                "field": f"argument {i} of {mine.op} at {mine.line}",
+                "here": str(a),
+                "there": str(b),
+            }
+    if len(recorded) != len(other):
+        longer = max(recorded, other, key=len)
+        call = longer[min(len(recorded), len(other))]
+        which = ("recorded", "not recorded")
+        here, there = which if longer is recorded else which[::-1]
+        return {
+            "rule": "GP10",
+            "field": f"{call.op} at {call.line}",
+            "here": here,
+            "there": there,
+        }
+    return None
+
+
+def _compare_traces(
+    lane: LaneUnderTest,
+    way: Way,
+    step: Step,
+    recorded: Sequence[TracedCall],
+    other: Sequence[TracedCall],
+) -> Findings:
+    found = compare_traces(recorded, other)
+    if found is None:
+        return
+    rules = [found["rule"]]
+    if rules != ["GP08"] and _lengths_decide(lane, way, step, recorded, other):
+        rules = ["GP08"] if rules == ["GP07"] else ["GP08", *rules]
+    for rule in rules:
+        yield lane.finding(
+            rule,
+            hook="init_metadata_capture",
+            field=found["field"],
+            expected=f"what a capture of this batch records: {found['there']}",
+            actual=f"the graph was recorded with {found['here']}",
+            step=step,
+            help=TRACE_HELP[rule],
+        )
+
+
+def _lengths_decide(
+    lane: LaneUnderTest,
+    way: Way,
+    step: Step,
+    recorded: Sequence[TracedCall],
+    other: Sequence[TracedCall],
+) -> bool:
+    """Return whether it is the lengths on the host that decide between two recordings.
+
+    Then the batch with the dummy's lengths records what the dummy does, or the dummy with the batch's what
+    the batch does.
+    """
+    twin = lane.build(way, capture=False)
+    assert step.shape is not None  # noqa: S101  it was replayed
+    batch, dummy = twin.batch_of(step.problem), twin.runner.dummy_batch(step.shape)
+    real = batch.batch_size
+    lens = torch.cat([batch.seq_lens_cpu, dummy.seq_lens_cpu[real:]])
+    for swapped, wanted in (
+        (replace(batch, seq_lens_cpu=dummy.seq_lens_cpu[:real]), recorded),
+        (replace(dummy, seq_lens_cpu=lens), other),
+    ):
+        try:
+            _capture(twin, step.problem, step.shape, swapped)
+        except (Exception, SystemExit):  # noqa: BLE001, S112  the lengths contradict each other
+            continue
+        if compare_traces(wanted, trace_of(twin, step.shape)) is None:
+            return True
+    return False
+
+
+TRACE_HELP = {
+    "GP07": "give recorded operations slices by the shape's counts",
+    "GP08": "pass a bound that holds for every batch of the shape, or a tensor; choose nothing by the lengths"
+    " of the batch at hand; or make what decides part of the shape (`variant`)",
+    "GP10": "record the same work whatever the batch, and whatever ran before: no cache that is filled on"
+    " first use, no branch on contents, no flag that an earlier phase leaves",
+}

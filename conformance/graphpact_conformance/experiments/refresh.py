@@ -1,0 +1,320 @@
+"""What a replay leaves unwritten, and what it writes from the past: GP02, GP03, GP09, GP10.
+
+A batch is replayed twice, after other batches and over other garbage each time. What still holds the garbage
+nobody wrote; what was written and yet differs came from an earlier step. Only what the replay reads counts:
+poison is put there, and has to show. A plan is also at fault where a step is right with another one.
+
+Does not: know what should have been written; see `graphpact_conformance.experiments.parity`.
+"""
+
+import re
+from collections.abc import Sequence
+
+import torch
+
+from graphpact.buffers import GraphSlot
+from graphpact_conformance.experiments.base import (
+    Findings,
+    altered,
+    differences,
+    put,
+    same_step,
+    spell,
+    values_at,
+)
+from graphpact_conformance.problems import Problem, assorted, corner, neighbours, steady
+from graphpact_conformance.results import Finding
+from graphpact_conformance.rig import TOLERANCE, Leaf, Rig, Step, same
+from graphpact_conformance.subject import LaneUnderTest, Way, poison_slot
+from graphpact_tape.guard import is_due
+from graphpact_tape.poison import poison_of
+
+_PLANNED = re.compile(
+    r"plan|sched|split|chunk|tile|partition|(?<![a-z])o_indptr|work_?item", re.IGNORECASE
+)
+"""Names of what is planned; FlashInfer's, FA3's and FlashMLA's words."""
+
+
+def is_plan(leaf: Leaf) -> bool:
+    """Return whether a tensor is what a kernel works by, by its name."""
+    return bool(_PLANNED.search(leaf.path) or (leaf.slot and _PLANNED.search(leaf.slot.name)))
+
+
+class Before:
+    """What the slots of a lane hold before a step: the same step is made again over the same."""
+
+    def __init__(self, rig: Rig) -> None:
+        self._held = {
+            slot.name: slot.buffer.clone()
+            for slot in rig.registry
+            if slot.buffer is not None and is_due(slot)
+        }
+
+    def put_back(self, slot: GraphSlot) -> None:
+        """Put back what a slot held."""
+        if slot.buffer is not None:
+            slot.buffer.copy_(self._held[slot.name])
+
+    def shows(
+        self, rig: Rig, base: Step, leaf: Leaf, mask: torch.Tensor, other: torch.Tensor | float
+    ) -> bool:
+        """Return whether the step gives anything else with ``other`` in a tensor, where ``mask`` is set."""
+        change = altered({leaf.path: put(mask, other)})
+        changed = rig.step(base.problem, fill=self.put_back, ready=change)
+        return not same_step(base, changed, first_slot=rig.config.page_size)
+
+
+def unwritten_and_stale(lane: LaneUnderTest, steps: Sequence[Problem]) -> Findings:
+    """Replay a batch after two histories and over two kinds of garbage, and compare what hooks wrote."""
+    exact, small, *_, padded = steps
+    long = assorted(lane.config)
+    for way in lane.ways:
+        rig = lane.rig(way)
+        for problem, before in ((padded, long), (small, small), (exact, padded)):
+            yield from _after_two_histories(lane, way, problem, [before], [small])
+        if lane.config.case.width is not None and long.requests:
+            now, earlier = steady(lane.config)
+            for previous in earlier:
+                yield from _after_two_histories(lane, way, now, [previous], [small])
+        if way != lane.ways[-1]:
+            continue  # plans are kept on the host for both
+        for neighbour in neighbours(lane.config, long):
+            yield from _after_two_histories(lane, way, long, [long, neighbour], [small])
+        yield from _plans_at_fault(lane, rig, long)
+
+
+def _after_two_histories(
+    lane: LaneUnderTest,
+    way: Way,
+    problem: Problem,
+    history: Sequence[Problem],
+    other: Sequence[Problem],
+) -> Findings:
+    rig = lane.rig(way)
+    before = Before(rig)
+    base = rig.step(problem)
+    if base.error is not None:
+        return  # what goes wrong without any garbage, others tell
+    for each in history:
+        rig.step(each)
+    one = rig.step(problem, fill=poison_slot)
+    for each in other:
+        rig.step(each)
+    two = rig.step(problem, fill=_other_poison)
+    for path, leaf in one.leaves.items():
+        twin = two.leaves.get(path)
+        if not leaf.is_due or leaf.is_alias or twin is None or twin.value.shape != leaf.value.shape:
+            continue
+        left = [same(x.value, torch.full_like(x.value, g)) for x, g in _garbage(leaf, twin)]
+        never, once = left[0] & left[1], left[0] ^ left[1]
+        if leaf.value.dtype.itemsize == 1:
+            once = torch.zeros_like(once)  # garbage is a value like any other there
+        if bool((never | once).any()):
+            yield from _unwritten(lane, way, (before, base), leaf, never, once)
+        stale = ~same(leaf.value, twin.value) & ~left[0] & ~left[1]
+        if bool(stale.any()):
+            yield from _stale(lane, rig, (before, base), leaf, stale, (one, two))
+
+
+def _garbage(leaf: Leaf, twin: Leaf) -> list[tuple[Leaf, float | int]]:
+    dtype = leaf.value.dtype
+    return [(leaf, poison_of(dtype)), (twin, _other_poison_of(dtype))]
+
+
+def _unwritten(
+    lane: LaneUnderTest,
+    way: Way,
+    run: tuple[Before, Step],
+    leaf: Leaf,
+    never: torch.Tensor,
+    once: torch.Tensor,
+) -> Findings:
+    """Yield a finding for each part of a tensor that the replay reads and did not write."""
+    rig, (before, base) = lane.rig(way), run
+    slot, tail = leaf.slot, leaf.in_tail
+    assert slot is not None  # noqa: S101  it is due
+    expected = (
+        "every entry that the replay reads is written in this step, whatever was there before"
+    )
+    kept = f"; it is kept: {slot.reason}" if slot.reason and slot.copy_from_fb else ""
+    sometimes = "after one history it is written, after another it is not"
+    is_missed = bool(never.all()) and not bool(tail.all())  # then its tail is no matter of its own
+    beside = torch.zeros_like(never) if is_missed else never
+    parts: list[tuple[str, torch.Tensor, str]]
+    if is_plan(leaf):
+        parts = [("GP09", never | once, "nobody wrote it anew for this batch")]
+    else:
+        parts = [
+            ("GP02", never & ~tail, "nobody wrote it in this step"),
+            ("GP03", beside & tail, "it holds what an earlier batch left" + kept),
+            ("GP02", once & ~tail, sometimes),
+            ("GP03", once & tail, sometimes),
+            ("GP09", once, "whether it is written depends on the batches before"),
+        ]
+    garbage = [value for _, value in _garbage(leaf, leaf)]
+    found = False
+    for rule, mask, why in parts:
+        if bool(mask.any()) and any(before.shows(rig, base, leaf, mask, g) for g in garbage):
+            found = True
+            asked = expected
+            if rule == "GP03" and slot.copy_from_fb:
+                asked = f"padded rows hold {slot.initial_value}, in every step and after any batch"
+            yield _finding(lane, base, leaf, rule, mask, asked, why)
+    is_input = hook_of(leaf) == "populate"
+    if found and way == "graph" and not is_input and _hook_writes(lane, base.problem, leaf, never):
+        yield lane.finding(
+            "GP10",
+            hook="init_metadata_capture",
+            field=f"{leaf.path}{spell(never)} ({slot.label})",
+            expected="what is recorded writes all that the replay hook writes where nothing is recorded",
+            actual="the hook writes it, and nothing that was recorded does",
+            step=base,
+            help="record the same body (metadata_in_graph) for every step of a draft and in every run:"
+            " nothing that is made once, and no branch on contents",
+        )
+
+
+def _hook_writes(lane: LaneUnderTest, problem: Problem, leaf: Leaf, mask: torch.Tensor) -> bool:
+    """Return whether a lane whose hooks make metadata writes what the graph leaves unwritten."""
+    if "hook" not in lane.ways or not bool(mask.any()):
+        return False
+    theirs = lane.rig("hook").step(problem, fill=poison_slot).leaves.get(leaf.path)
+    if theirs is None or theirs.value.shape != mask.shape:
+        return False
+    left = same(theirs.value, torch.full_like(theirs.value, poison_of(theirs.value.dtype)))
+    return bool((mask & ~left).any())
+
+
+def _stale(
+    lane: LaneUnderTest,
+    rig: Rig,
+    run: tuple[Before, Step],
+    leaf: Leaf,
+    stale: torch.Tensor,
+    pair: tuple[Step, Step],
+) -> Findings:
+    """Yield findings for what was written, and not from this batch alone."""
+    before, base = run
+    tail = leaf.in_tail
+    values = [step.leaves[leaf.path].value for step in pair]
+    parts = [("GP09", stale)]
+    if not is_plan(leaf):
+        parts += [("GP02", stale & ~tail), ("GP03", stale & tail)]
+    for rule, mask in parts:
+        if bool(mask.any()) and any(before.shows(rig, base, leaf, mask, v) for v in values):
+            first, second = (values_at(v, mask) for v in values)
+            why = f"{first} after one history, {second} after another"
+            yield _finding(lane, base, leaf, rule, mask, "this batch alone decides", why)
+
+
+def _finding(
+    lane: LaneUnderTest,
+    base: Step,
+    leaf: Leaf,
+    rule: str,
+    mask: torch.Tensor,
+    expected: str,
+    why: str,
+) -> Finding:
+    now = base.leaves[leaf.path].value
+    initial = 0 if leaf.slot is None else leaf.slot.initial_value
+    if bool((now[mask] != initial).any()):  # else it is as it was before anything was written
+        why = f"{why}; in this run {values_at(now, mask)}"
+    return lane.finding(
+        rule,
+        hook=hook_of(leaf),
+        field=f"{leaf.path}{spell(mask)}" + (f" ({leaf.slot.label})" if leaf.slot else ""),
+        expected=expected,
+        actual=why,
+        step=base,
+        help=_help(lane, leaf, rule),
+    )
+
+
+def _plans_at_fault(lane: LaneUnderTest, rig: Rig, problem: Problem) -> Findings:
+    """Give a step that is wrong the plans of the largest batch: what is right then, its own plan left out."""
+    base = rig.step(problem)
+    plans = [
+        leaf for leaf in base.leaves.values() if leaf.is_due and not leaf.is_alias and is_plan(leaf)
+    ]
+    if base.error is not None or not plans:
+        return
+    told = differences(rig, base, lane.answer(rig, problem))
+    if not any(each.kind == "rows" for each in told):
+        return
+    wrong = _is_off(lane, rig, base)
+    largest = rig.step(corner(lane.config))
+    if largest.shape != base.shape:
+        return
+    changes = {
+        leaf.path: put(
+            torch.ones_like(leaf.value, dtype=torch.bool), largest.leaves[leaf.path].value
+        )
+        for leaf in plans
+    }
+    for chosen in (*([leaf] for leaf in plans), plans):
+        step = rig.step(problem, ready=altered({leaf.path: changes[leaf.path] for leaf in chosen}))
+        if step.error is not None:
+            continue
+        still = _is_off(lane, rig, step)
+        if bool((wrong & ~still).any()) and not bool((still & ~wrong).any()):
+            yield lane.finding(
+                "GP09",
+                hook="init_metadata_replay",
+                field=", ".join(leaf.name for leaf in chosen),
+                expected=f"a plan of all the work of this batch: {told[0].what} is {told[0].expected}",
+                actual=f"{told[0].actual}; with the plan of a larger batch less is wrong",
+                step=base,
+                help="plan with the lengths and the arguments that the kernel is given, drafts included",
+            )
+            return
+
+
+def _is_off(lane: LaneUnderTest, rig: Rig, step: Step) -> torch.Tensor:
+    """Return where the rows of a step that ended are not the oracle's."""
+    answer = lane.answer(rig, step.problem).rows
+    assert step.rows is not None  # noqa: S101  it ended
+    allowed = TOLERANCE[rig.config.dtype] * (1 + answer.abs())
+    return ~((step.rows.double() - answer).abs() <= allowed)  # NaN is off
+
+
+def _help(lane: LaneUnderTest, leaf: Leaf, rule: str) -> str:
+    """Return what to do about a tensor that is not written, or not from this batch."""
+    if hook_of(leaf) == "populate" and rule != "GP03":
+        return "copy it from the batch in every step: registry.fill_from() fills every slot of a registry"
+    if lane.kind == "runner" and hook_of(leaf) != "populate":
+        return (
+            "the backend is the kit's own and writes it from the view: see what the view is, or whether the"
+            " hook was called for this batch"
+        )
+    return _HELP[rule].format(name=leaf.path.rsplit(".", 1)[-1])
+
+
+_HELP = {
+    "GP02": "write `{name}` in the replay hook (fill_metadata), from the view, in place",
+    "GP03": "reset the tail in every step: padding_policy=ZERO or FILL_SENTINEL where a fill copies the head,"
+    " or write all rows of the padded extent",
+    "GP09": "plan in every replay, from the lengths of the batch at hand (plan_metadata); a key that decides"
+    " whether to plan again has to hold all that the plan depends on",
+}
+
+
+def hook_of(leaf: Leaf) -> str:
+    """Return the hook that writes a tensor."""
+    if leaf.slot is not None and (leaf.slot.copy_from_fb or leaf.slot.post_fill is not None):
+        return "populate"
+    return "populate" if leaf.path.startswith("view.") else "init_metadata_replay"
+
+
+def _other_poison(slot: GraphSlot) -> None:
+    if slot.buffer is not None:
+        slot.buffer.fill_(_other_poison_of(slot.dtype))
+
+
+def _other_poison_of(dtype: torch.dtype) -> float | int:
+    """Return a second poison of ``dtype``, which is no index and no length either."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return float("inf")
+    if dtype is torch.bool:
+        return 0
+    return poison_of(dtype) - 1 if dtype.itemsize == 1 else poison_of(dtype) - 4242

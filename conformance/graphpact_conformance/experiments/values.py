@@ -1,0 +1,567 @@
+"""What steps give: real rows and the KV cache, against attention in float64; and what padded rows do to both.
+
+GP02 to GP06, GP10, GP12, GP13, GP19, and what is no rule's: a plugin that answers wrong without any graph.
+
+Does not: tell which field is at fault; see `graphpact_conformance.experiments.parity` and ``refresh``.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+
+from graphpact.attention import kv_tensors
+from graphpact.buffers import GraphSlot
+from graphpact_conformance.experiments.base import (
+    Difference,
+    Findings,
+    altered,
+    differences,
+    put,
+    same_rows,
+    spell,
+    values_at,
+)
+from graphpact_conformance.experiments.order import states
+from graphpact_conformance.experiments.parity import compare_with_capture
+from graphpact_conformance.problems import (
+    VOCAB,
+    Config,
+    Problem,
+    Request,
+    corner,
+    nearly,
+    next_id,
+    of_size,
+)
+from graphpact_conformance.rig import NAN, Rig, Step, same
+from graphpact_conformance.subject import LaneUnderTest, causes
+
+# -- eager -------------------------------------------------------------------------------------------
+
+
+def answers_eagerly(lane: LaneUnderTest, steps: Sequence[Problem]) -> Findings:
+    """Run each batch without a graph, and compare with attention in float64."""
+    rig = lane.rig()
+    for problem in (*steps, corner(lane.config)):
+        step = rig.step(problem, eagerly=True)
+        yield from _judge_eager(lane, rig, step)
+
+
+def _judge_eager(lane: LaneUnderTest, rig: Rig, step: Step) -> Findings:
+    if step.error is not None:
+        yield lane.of_error(
+            step.error, expected="an eager run of a batch that is declared", step=step
+        )
+        return
+    for found in differences(rig, step, lane.answer(rig, step.problem)):
+        yield lane.finding(
+            None,
+            field=f"an eager run: {found.what}",
+            expected=found.expected,
+            actual=found.actual,
+            step=step,
+            help="no graph is part of it: look at the kernels and at what metadata they are given",
+        )
+
+
+# -- replayed ----------------------------------------------------------------------------------------
+
+
+def answers_replayed(lane: LaneUnderTest, steps: Sequence[Problem]) -> Findings:
+    """Replay batches one after another, and compare with attention in float64."""
+    rig = lane.rig()
+    for problem in (*steps, steps[0], steps[1]):
+        eager_runs = rig.lane.stats.eager.total()
+        step = rig.step(problem)
+        yield from _judge_run(lane, rig, step, rig.lane.stats.eager.total() - eager_runs)
+        if step.error is not None:
+            yield lane.of_error(
+                step.error, expected="a batch that fits a captured shape is replayed", step=step
+            )
+            continue
+        for found in differences(rig, step, lane.answer(rig, problem)):
+            yield from _of_difference(lane, rig, step, found, steps[0])
+
+
+def _judge_run(lane: LaneUnderTest, rig: Rig, step: Step, eager_runs: int) -> Findings:
+    """Look whether the step took the way of a replay, and left alone what is not its own."""
+    if step.error is None and step.replays != 1:
+        how = "ran eagerly" if eager_runs else f"counted {step.replays} replays"
+        yield lane.finding(
+            "GP12" if eager_runs else "GP02",
+            field="Lane.stats",
+            expected="one replay, prepared by the hooks, of a batch that a captured shape holds",
+            actual=f"it {how}",
+            step=step,
+            help="a runner replays through Lane.replay(), where hooks and pact are; can_run() gives a reason"
+            " for every batch that is not replayed",
+        )
+    table = step.problem.page_table(rig.config)
+    if step.table is not None and not torch.equal(step.table, table):
+        yield lane.finding(
+            "GP19",
+            field="req_to_token" + spell(step.table != table),
+            expected="the page table is read and never written",
+            actual=values_at(step.table, step.table != table),
+            step=step,
+            help="the table is the scheduler's",
+        )
+    for name in step.changed_fields:
+        yield lane.finding(
+            "GP19",
+            hook="populate",
+            field=name,
+            expected="the batch is read and never written",
+            actual="the step changed it",
+            step=step,
+            help="copy into the slots of the registry, and write there",
+        )
+
+
+def _of_difference(
+    lane: LaneUnderTest, rig: Rig, step: Step, found: Difference, exact: Problem
+) -> Findings:
+    """Yield what a wrong replay is a breach of, as far as the step itself tells it."""
+    shape, problem = step.shape, step.problem
+    padded = shape is not None and (
+        shape.batch_size > len(problem.requests) or shape.num_tokens > len(problem.tokens)
+    )
+    rule, help_ = (
+        None,
+        "run the lane strict, or verified: the first field that differs is named there",
+    )
+    if found.kind == "extent":
+        rule, help_ = (
+            "GP06",
+            "return the rows of the batch's requests or tokens, and no padded ones",
+        )
+    elif found.kind == "cache" and padded and _are_nobodys(problem, found.slots):
+        rule, help_ = "GP04", "padded tokens write KV slot 0: reset the tail of out_cache_loc to 0"
+    elif padded and _is_right(lane, rig, exact):
+        help_ = "batches without padding are right: see what padded rows hold, and what counts them"
+    elif not _is_prepared_otherwise(lane, rig, problem) and not _is_wrong_eagerly(
+        lane, rig, problem
+    ):
+        rule = "GP10"
+        help_ = (
+            "all that hooks prepare is what a capture of this batch would prepare, so it is the recorded work"
+            " that is not this batch's: something made once, outside what hooks refresh"
+        )
+    yield lane.finding(
+        rule,
+        field=f"a replay: {found.what}",
+        expected=found.expected,
+        actual=found.actual,
+        step=step,
+        help=help_,
+    )
+
+
+def _are_nobodys(problem: Problem, slots: Sequence[int]) -> bool:
+    """Return whether one of the slots is none that the batch writes."""
+    own = {slot for token in problem.tokens for slot in token.slots}
+    return bool(set(slots) - own)
+
+
+def _is_prepared_otherwise(lane: LaneUnderTest, rig: Rig, problem: Problem) -> bool:
+    return any(True for _ in compare_with_capture(lane, rig, "graph", problem))
+
+
+def _is_wrong_eagerly(lane: LaneUnderTest, rig: Rig, problem: Problem) -> bool:
+    step = rig.step(problem, eagerly=True)
+    return step.error is not None or bool(differences(rig, step, lane.answer(rig, problem)))
+
+
+# -- corners -----------------------------------------------------------------------------------------
+
+
+def largest_step(lane: LaneUnderTest, _: Sequence[Problem]) -> Findings:
+    """Replay the largest batches that the limits allow, each after one that is smaller and else like it."""
+    rig = lane.rig()
+    for smaller, largest in _corners(lane.config):
+        if not _is_right(lane, rig, smaller):
+            continue  # it is no matter of size
+        step = rig.step(largest)
+        expected = "the largest batch that the limits allow is replayed as any other"
+        if step.error is not None:
+            found = lane.of_error(
+                step.error, expected=expected, rule="GP13", step=step, help=_SIZES
+            )
+            yield found
+            if found.rule != "GP13":
+                yield found.model_copy(update={"rule": "GP13", "help": _SIZES})
+            continue
+        for wrong in differences(rig, step, lane.answer(rig, largest)):
+            yield lane.finding(
+                "GP13",
+                field=f"a replay: {wrong.what}",
+                expected=f"{expected}: {wrong.expected}",
+                actual=wrong.actual,
+                step=step,
+                help=_SIZES,
+            )
+
+
+_SIZES = (
+    "a smaller batch of the kind is right: size buffers and bounds by Limits (max_context_len with drafts,"
+    " max_num_tokens, draft.num_steps, draft.topk, draft.num_draft_tokens), and by the shape's counts"
+)
+
+
+def _corners(config: Config) -> list[tuple[Problem, Problem]]:
+    """Return a smaller batch and the largest; of ragged ones also two with padded tokens, of most keys."""
+    largest = corner(config)
+    found = [(nearly(config), largest)]
+    if config.case.width is None:
+        requests = [
+            replace(r, cached=r.table[:-1], tokens=[replace(r.tokens[-1], parent=None, depth=0)])
+            for r in largest.requests
+        ]
+        found.append((of_size(config, len(requests)), replace(largest, requests=requests)))
+    return found
+
+
+# -- padding -----------------------------------------------------------------------------------------
+
+
+def padding(lane: LaneUnderTest, steps: Sequence[Problem]) -> Findings:
+    """Replay a batch with other things in its padded rows, and in memory that they may and may not read."""
+    rig = lane.rig()
+    padded = [steps[1], steps[-1]]
+    if lane.config.case.width is None:  # as many requests as the shape has, and fewer tokens
+        padded.append(of_size(lane.config, lane.config.shapes[-1].batch_size))
+    for problem in padded:
+        rig.step(steps[0])  # whose rows may be left
+        base = rig.step(problem)
+        if base.error is not None or base.outputs is None:
+            yield from _only_padded_fails(lane, rig, base, steps[0])
+            continue
+        yield from _extents(lane, base)
+        yield from _sentinels(lane, rig, base)
+        found = [
+            *pads_leak(lane, rig, base),
+            *_scratch_leaks(lane, rig, base),
+            *_leftovers_leak(lane, rig, base, steps[0]),
+        ]
+        found = found or [*_pads_count(lane, rig, base, steps[0])]
+        yield from found or _pads_read(lane, rig, base)
+
+
+def _only_padded_fails(lane: LaneUnderTest, rig: Rig, step: Step, exact: Problem) -> Findings:
+    """A batch that fails where one without padded rows passes: what padded rows hold, or how many there are.
+
+    It is nothing that only a padded row holds, where dummies, which are padding in every row, were captured.
+    """
+    if step.error is None or rig.step(exact).error is not None:
+        return
+    expected = "a batch with padded rows is replayed as one without"
+    if rig.step(step.problem, fill=_clear).error is None:
+        found = lane.of_error(step.error, expected=expected, step=step)
+        yield found.model_copy(update={"rule": "GP03", "help": _STALE_HELP})
+        return
+    out_of_range = any(
+        "out of bounds" in str(e) or "out of range" in str(e) for e in causes(step.error)
+    )
+    rule = "GP04" if out_of_range else "GP05"
+    found = lane.of_error(
+        step.error, expected=expected, rule=rule, step=step, help=_PADDED_HELP[rule]
+    )
+    yield found
+    if found.rule in ("GP04", "GP07") and not out_of_range:
+        yield found.model_copy(update={"rule": "GP05", "help": _PADDED_HELP["GP05"]})
+
+
+_PADDED_HELP = {
+    "GP04": "padded rows are request row 0 and KV slot 0: use no other number, such as -1, as an index",
+    "GP05": "count the same rows everywhere: offsets end at the rows of q, padded ones too; whoever owns"
+    " padded tokens (a fake request) has them in queries, keys and pages alike",
+}
+_STALE_HELP = (
+    "over cleared memory it passes, so something is read that an earlier batch left: write all rows of the"
+    " padded extent in every step"
+)
+
+
+def _extents(lane: LaneUnderTest, step: Step) -> Findings:
+    """See that the view's tensors have the shape's rows, and its count of real tokens the batch's."""
+    shape = step.shape
+    assert shape is not None  # noqa: S101  it was replayed
+    for path, leaf in step.leaves.items():
+        if not path.startswith("view.") or leaf.slot is None or leaf.slot.axis == "none":
+            continue
+        rows = shape.batch_size if leaf.slot.axis == "bs" else shape.num_tokens
+        if rows not in leaf.value.shape:
+            yield lane.finding(
+                "GP05",
+                hook="prepare_replay",
+                field=leaf.name,
+                expected=f"{rows} rows, the shape's",
+                actual=f"shape {tuple(leaf.value.shape)}",
+                step=step,
+                help="cut the view by the padded counts: GraphSlot.slice_for(padded_bs, padded_num_tokens)",
+            )
+    count = step.leaves.get("view.num_token_non_padded")
+    if count is not None:
+        first, rows = Rig._own_rows(shape.num_tokens)  # noqa: SLF001  the kit's own
+        real = min(max(len(step.problem.tokens) - first, 0), rows)
+        if int(count.value) != real:
+            yield lane.finding(
+                "GP05",
+                hook="populate",
+                field=count.name,
+                expected=f"{real}: the real tokens among this rank's rows of the padded shape",
+                actual=str(int(count.value)),
+                step=step,
+                help="graphpact.parallel.local_num_token_non_padded(count, padded tokens)",
+            )
+
+
+def _sentinels(lane: LaneUnderTest, rig: Rig, step: Step) -> Findings:
+    """See what the padded rows of the runner's inputs hold."""
+    case, page = rig.config.case, rig.config.page_size
+    length = rig.backend.capabilities.padded_seq_len(case.lane_mode, case.width or 1)
+    for name, expected in (
+        ("req_pool_indices", "0: request row 0, which is scratch"),
+        ("out_cache_loc", f"a KV slot below {page}: the page of scratch"),
+        ("seq_lens", f"{length}, which the backend declares as the length of a padded row"),
+        ("seq_lens_cpu", f"{length}, which the backend declares as the length of a padded row"),
+    ):
+        leaf = step.leaves.get(f"view.{name}")
+        if leaf is None or leaf.tail is None:
+            continue
+        value = leaf.value
+        wrong = (value < 0) | (value >= page) if name == "out_cache_loc" else value != 0
+        if name.startswith("seq_lens"):
+            wrong = value != length
+        wrong &= leaf.in_tail
+        if bool(wrong.any()):
+            yield lane.finding(
+                "GP04",
+                hook="populate",
+                field=f"view.{name}{spell(wrong)}" + (f" ({leaf.slot.label})" if leaf.slot else ""),
+                expected=expected,
+                actual=values_at(value, wrong),
+                step=step,
+                help="declare the slot with padding_policy=FILL_SENTINEL and that pad_value, or ZERO",
+            )
+
+
+def _scratch_leaks(lane: LaneUnderTest, rig: Rig, base: Step) -> Findings:
+    """Put other numbers, then NaN, into scratch: real rows give the same bits."""
+    for what, value in (("other numbers", 3.0), ("NaN", NAN)):
+
+        def spoil(value: float = value) -> None:
+            for cache in kv_tensors(rig.kv).values():
+                cache[: rig.config.page_size] = value
+
+        step = rig.step(base.problem, after_load=spoil)
+        yield from _compare_real(lane, rig, base, step, f"{what} in scratch")
+
+
+def pads_leak(lane: LaneUnderTest, rig: Rig, base: Step) -> Findings:
+    """Give padded rows other tokens at other positions: KV slots and real rows hold the same bits."""
+    changes = {}
+    for name, value in (("input_ids", VOCAB - 1), ("positions", 2)):
+        leaf = base.leaves.get(f"view.{name}")
+        if leaf is not None and leaf.tail is not None:
+            changes[leaf.path] = put(leaf.in_tail, value)
+    if not changes:
+        return
+    step = rig.step(base.problem, ready=altered(changes))
+    first = rig.config.page_size
+    for name, cache in step.caches.items() if step.error is None else ():
+        differs = ~same(base.caches[name][first:], cache[first:])
+        if bool(differs.any()):
+            slot = int(differs.flatten(1).any(dim=1).nonzero()[0]) + first
+            yield lane.finding(
+                "GP04",
+                field=f"{name} in KV slot {slot}",
+                expected="padded tokens write scratch, KV slot 0, alone",
+                actual="it changes with the tokens of padded rows, so one of them writes it",
+                step=step,
+                help="let padded tokens keep KV slot 0, which the runner gives them: -1 is the last slot when"
+                " it is used as an index, and the first token's slot is a live request's",
+            )
+            return  # whatever else differs, differs because of it
+    yield from _compare_real(lane, rig, base, step, "other tokens in padded rows")
+
+
+def _leftovers_leak(lane: LaneUnderTest, rig: Rig, base: Step, exact: Problem) -> Findings:
+    """Put NaN into memory that outlives steps: what is not read without padding, no real row shows."""
+    right = rig.step(exact)
+    if right.shape != base.shape:
+        return  # another graph, which may have memory of its own
+    for name, tensor in states(rig).items():
+        if not tensor.dtype.is_floating_point:
+            continue
+        kept = tensor.clone()
+
+        def spoil(tensor: torch.Tensor = tensor) -> None:
+            tensor.fill_(NAN)
+
+        is_unread = same_rows(right.rows, rig.step(exact, after_load=spoil).rows)
+        step = rig.step(base.problem, after_load=spoil)
+        tensor.copy_(kept)
+        if is_unread:
+            what = f"NaN left in {name}, of which batches without padding read nothing"
+            yield from _compare_real(lane, rig, base, step, what)
+
+
+def _compare_real(lane: LaneUnderTest, rig: Rig, base: Step, step: Step, what: str) -> Findings:
+    if step.error is not None:
+        yield lane.of_error(
+            step.error, expected=f"{what} changes nothing for real rows", rule="GP06", step=step
+        )
+        return
+    if same_rows(base.rows, step.rows) or not same_rows(base.rows, rig.step(base.problem).rows):
+        return  # the same; or nothing is the same twice, which ``repeated`` tells
+    assert base.rows is not None  # noqa: S101  both ended
+    assert step.rows is not None  # noqa: S101  both ended
+    differs = ~same(base.rows, step.rows)
+    token, column = (int(i) for i in differs.nonzero()[0])
+    yield lane.finding(
+        "GP06",
+        field=f"token {token} of the batch, {rig.where(column)}",
+        expected=f"the same bits with {what}: {float(base.rows[token, column]):.9g}",
+        actual=f"{float(step.rows[token, column]):.9g}",
+        step=step,
+        help="mask padded rows where rows meet (routing, pooling, scales): num_token_non_padded says how many"
+        " are real; and let no kernel leave an output row unwritten",
+    )
+
+
+def _pads_read(lane: LaneUnderTest, rig: Rig, base: Step) -> Findings:
+    """Change what live requests own and write, and what nobody owns: padded rows, on scratch, do not see it.
+
+    First what nobody owns: real rows do not see that. Of live requests' memory they may show what real rows
+    give, where rows meet on the way; then they show other queries of those, too.
+    """
+    was = _padded_outputs(rig, base)
+    ids = _real_ids(rig, base)
+    live = {slot for r in base.problem.requests for slot in (*r.table, *_written(r))}
+    page, slots = rig.config.page_size, rig.config.num_pages * rig.config.page_size
+    free = torch.tensor([n for n in range(page, slots) if n not in live], device=rig.device)
+
+    def spoiled(*, everything: bool, fill: Callable[[GraphSlot], None] | None = None) -> Step:
+        def spoil() -> None:
+            for cache in kv_tensors(rig.kv).values():
+                cache[slice(page, None) if everything else free] = 2.0
+
+        with _other_weights(rig, (_KEYS, _VALUES), ids if everything else []):
+            return rig.step(base.problem, after_load=spoil, fill=fill)
+
+    everything = False
+    seen = _padded_outputs(rig, spoiled(everything=False))
+    if same_rows(was, seen) and not _rows_meet(rig, base, ids):
+        everything = True
+        seen = _padded_outputs(rig, spoiled(everything=True))
+    if seen is None or was is None or same_rows(was, seen):
+        return
+    if not same_rows(was, _padded_outputs(rig, rig.step(base.problem))):
+        return  # nothing is the same twice, which ``repeated`` tells
+    clean = _padded_outputs(rig, rig.step(base.problem, fill=_clear))
+    anew = _padded_outputs(rig, spoiled(everything=everything, fill=_clear))
+    is_stale = clean is None or same_rows(clean, anew)
+    real = 0 if base.rows is None else len(base.rows)
+    yield lane.finding(
+        "GP03" if is_stale else "GP04",
+        hook="init_metadata_replay",
+        field=f"row {int((~same(was, seen)).any(dim=1).nonzero()[0]) + real} of the graph's outputs, which is"
+        " padding",
+        expected="what it gives depends on scratch alone",
+        actual="it changes with keys of live requests, or of nobody"
+        + (
+            ", and over cleared slots it does not: an earlier batch left where it reads"
+            if is_stale
+            else ""
+        ),
+        step=base,
+        help=_STALE_HELP
+        if is_stale
+        else "padded rows are request row 0 and pages of scratch: let metadata of theirs name no other page",
+    )
+
+
+def _written(request: Request) -> list[int]:
+    """Return the KV slots that a request's new tokens write."""
+    return [slot for token in request.tokens for slot in token.slots]
+
+
+def _rows_meet(rig: Rig, base: Step, ids: Sequence[int]) -> bool:
+    """Return whether padded rows show other queries of real ones, or no real row shows them itself."""
+    with _other_weights(rig, (_QUERIES,), ids):
+        other = rig.step(base.problem)
+    met = not same_rows(_padded_outputs(rig, base), _padded_outputs(rig, other))
+    return met or same_rows(base.rows, other.rows)
+
+
+def _padded_outputs(rig: Rig, step: Step) -> torch.Tensor | None:
+    """Return what padded rows made of their own attention; None for a step that failed."""
+    if step.error is not None or step.outputs is None or step.rows is None:
+        return None
+    heads, case = rig.config.heads, rig.config.case
+    columns = heads.num_q_heads * heads.v_head_dim * len(rig.layers) * case.num_steps
+    return step.outputs[len(step.rows) :, :columns]
+
+
+_QUERIES, _KEYS, _VALUES = range(3)
+"""Which of a layer's weights make what."""
+
+
+def _real_ids(rig: Rig, base: Step) -> list[int]:
+    """Return the token ids that real rows have, in any step of a draft, and padded rows do not."""
+    leaf = base.leaves.get("view.input_ids")
+    real = torch.tensor([t.token_id for t in base.problem.tokens], dtype=torch.int64)
+    padded = real[:0] if leaf is None else leaf.value[leaf.in_tail]
+    found: list[set[int]] = [set(), set()]
+    for step in range(rig.config.case.num_steps):
+        if step:
+            real, padded = next_id(real, step - 1), next_id(padded, step - 1)
+        found[0] |= {*real.tolist()}
+        found[1] |= {*padded.tolist()}
+    return sorted(found[0] - found[1])
+
+
+@contextmanager
+def _other_weights(rig: Rig, which: Sequence[int], ids: Sequence[int]) -> Iterator[None]:
+    """Give tokens of ``ids`` other queries, keys or values, for as long as the context stands."""
+    weights = [layer[part] for layer in rig.weights for part in which]
+    kept = [w.clone() for w in weights]
+    try:
+        for w in weights:
+            w[list(ids)] *= -2
+        yield
+    finally:
+        for w, value in zip(weights, kept, strict=True):
+            w.copy_(value)
+
+
+def _pads_count(lane: LaneUnderTest, rig: Rig, base: Step, exact: Problem) -> Findings:
+    """Real rows are wrong whatever padded rows hold and whatever was there before; without padding, right."""
+    if not differences(rig, base, lane.answer(rig, base.problem)):
+        return
+    step = rig.step(base.problem, fill=_clear)
+    wrong = [] if step.error else differences(rig, step, lane.answer(rig, base.problem))
+    if not wrong or not _is_right(lane, rig, exact) or _is_wrong_eagerly(lane, rig, base.problem):
+        return
+    yield lane.finding(
+        "GP05",
+        hook="init_metadata_replay",
+        field=f"a replay: {wrong[0].what}",
+        expected=f"{wrong[0].expected}; it is right in an eager run, and so are batches without padding",
+        actual=wrong[0].actual,
+        step=step,
+        help=_PADDED_HELP["GP05"],
+    )
+
+
+def _is_right(lane: LaneUnderTest, rig: Rig, problem: Problem) -> bool:
+    step = rig.step(problem)
+    return step.error is None and not differences(rig, step, lane.answer(rig, problem))
+
+
+def _clear(slot: GraphSlot) -> None:
+    if slot.buffer is not None:
+        slot.buffer.zero_()

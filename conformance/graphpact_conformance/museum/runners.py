@@ -1,0 +1,1257 @@
+"""Exhibits of runners, of the registry, of the ladder, and of the batches that a scheduler makes.
+
+What a runner does wrong is planted in every runner that there is: those of decode, and the kit's own, which
+captures every mode. What is no plugin is edited in place, for as long as the exhibit is looked at.
+
+Does not: plant bugs in attention backends, but where ranks record different work.
+"""
+
+import bisect
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeAlias
+from unittest.mock import patch
+
+import torch
+
+from graphpact.batch import ForwardBatch, ForwardMode
+from graphpact.buffers import CudaGraphBufferRegistry, GraphSlot, fills
+from graphpact.errors import EngineError
+from graphpact.hookspecs import hookimpl
+from graphpact.parallel import get_parallel, local_num_token_non_padded
+from graphpact.runners import RunnerContext
+from graphpact.shapes import BucketLadder, EagerReason, GraphShape
+from graphpact_conformance.museum.exhibit import Around, Exhibit, Make
+from graphpact_conformance.problems import Problem
+from graphpact_conformance.reference import ShapeLadder
+
+_Fit: TypeAlias = GraphShape | EagerReason
+
+# -- edits of a runner -------------------------------------------------------------------------------
+
+
+def _populating(
+    edit: Callable[
+        [Any, Callable[[], None], CudaGraphBufferRegistry, ForwardBatch, GraphShape], None
+    ],
+) -> Make:
+    """Return what gives a runner another ``populate``.
+
+    Args:
+        edit: Called with the runner, what fills the slots as they should be, the registry, the batch and the
+            shape.
+    """
+
+    def make(base: type[Any]) -> type[Any]:
+        class Populates(base):  # type: ignore[misc]
+            """Fills its slots otherwise."""
+
+            @hookimpl
+            def populate(
+                self, registry: CudaGraphBufferRegistry, batch: ForwardBatch, shape: GraphShape
+            ) -> None:
+                """Fill, with the edit."""
+
+                def fill(source: ForwardBatch = batch) -> None:
+                    base.populate(self, registry=registry, batch=source, shape=shape)
+
+                edit(self, fill, registry, batch, shape)
+
+        return Populates
+
+    return make
+
+
+def _rows(
+    registry: CudaGraphBufferRegistry, name: str, batch: ForwardBatch, shape: GraphShape
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the real and the padded rows of a slot."""
+    slot = registry.get_slot(name)
+    whole = slot.slice_for(shape.batch_size, shape.num_tokens)
+    real = batch.batch_size if slot.axis == "bs" else batch.num_tokens
+    return whole[:real], whole[real:]
+
+
+def _keeps_tails(*names: str) -> Make:
+    """Return what leaves in the padded rows of slots whatever is there."""
+
+    def edit(_: Any, fill: Any, registry: Any, batch: Any, shape: Any) -> None:
+        tails = [_rows(registry, name, batch, shape)[1] for name in names]
+        kept = [tail.clone() for tail in tails]
+        fill()
+        for tail, old in zip(tails, kept, strict=True):
+            tail.copy_(old)
+
+    return _populating(edit)
+
+
+def _keeps(name: str) -> Make:
+    """Return what never writes a slot after its capture."""
+
+    def edit(runner: Any, fill: Any, registry: Any, batch: Any, shape: Any) -> None:
+        real, _ = _rows(registry, name, batch, shape)
+        kept = real.clone()
+        fill()
+        if runner.lane.is_captured(shape):
+            real.copy_(kept)
+
+    return _populating(edit)
+
+
+def _pads(name: str, value: Callable[[Any, torch.Tensor], torch.Tensor | int]) -> Make:
+    """Return what pads a slot with another value, made of the runner and the real rows."""
+
+    def edit(runner: Any, fill: Any, registry: Any, batch: Any, shape: Any) -> None:
+        fill()
+        real, tail = _rows(registry, name, batch, shape)
+        pad = value(runner, real)
+        if isinstance(pad, int):
+            tail.fill_(pad)
+        elif len(pad):
+            tail.copy_(pad.expand_as(tail))
+
+    return _populating(edit)
+
+
+def _at_capture(edit: Callable[[Any, ForwardBatch, GraphShape], None]) -> Make:
+    """Return what calls ``edit`` with the registry, the batch and the shape after the fill of a capture."""
+
+    def at_capture(runner: Any, fill: Any, registry: Any, batch: Any, shape: Any) -> None:
+        fill()
+        if not runner.lane.is_captured(shape):
+            edit(registry, batch, shape)
+
+    return _populating(at_capture)
+
+
+def _viewing(edit: Callable[[ForwardBatch, ForwardBatch], ForwardBatch]) -> Make:
+    """Return what gives a runner another view, made of the right one and the batch."""
+
+    def make(base: type[Any]) -> type[Any]:
+        class Views(base):  # type: ignore[misc]
+            """Shows its graphs another view."""
+
+            @hookimpl
+            def prepare_replay(
+                self, registry: CudaGraphBufferRegistry, batch: ForwardBatch, shape: GraphShape
+            ) -> ForwardBatch:
+                """Prepare, and edit."""
+                view = base.prepare_replay(self, registry=registry, batch=batch, shape=shape)
+                return edit(view, batch)
+
+        return Views
+
+    return make
+
+
+def _fitting(edit: Callable[[Any, ForwardBatch, _Fit], _Fit]) -> Make:
+    """Return what gives a runner another answer, made of the runner, the batch and the right answer."""
+
+    def make(base: type[Any]) -> type[Any]:
+        class Chooses(base):  # type: ignore[misc]
+            """Takes another graph."""
+
+            def can_run(self, batch: ForwardBatch) -> _Fit:
+                """Answer otherwise."""
+                return edit(self, batch, super().can_run(batch))
+
+        return Chooses
+
+    return make
+
+
+def _sizing(edit: Callable[[list[int]], list[int]]) -> Make:
+    """Return what gives a runner another default ladder, made of the right one."""
+
+    def make(base: type[Any]) -> type[Any]:
+        class Sizes(base):  # type: ignore[misc]
+            """Captures other sizes."""
+
+            def default_batch_sizes(self) -> list[int]:
+                """Return other sizes."""
+                return edit(super().default_batch_sizes())
+
+        return Sizes
+
+    return make
+
+
+def _dummies(edit: Callable[[Any, ForwardBatch], ForwardBatch]) -> Make:
+    """Return what gives a runner other dummy batches, made of the runner and the right one."""
+
+    def make(base: type[Any]) -> type[Any]:
+        class Captures(base):  # type: ignore[misc]
+            """Captures another dummy batch."""
+
+            def dummy_batch(self, shape: GraphShape) -> ForwardBatch:
+                """Return another batch."""
+                return edit(self, super().dummy_batch(shape))
+
+        return Captures
+
+    return make
+
+
+def _running(edit: Callable[[Any, torch.Tensor, ForwardBatch, GraphShape], torch.Tensor]) -> Make:
+    """Return what gives a runner another result, made of the runner, the right one, batch and shape."""
+
+    def make(base: type[Any]) -> type[Any]:
+        class Runs(base):  # type: ignore[misc]
+            """Returns something else."""
+
+            def run(self, batch: ForwardBatch, shape: GraphShape | None = None) -> torch.Tensor:
+                """Replay, and edit."""
+                fit = self.can_run(batch) if shape is None else shape
+                assert isinstance(fit, GraphShape)  # noqa: S101  else Lane.run() runs it eagerly
+                return edit(self, base.run(self, batch, fit), batch, fit)
+
+        return Runs
+
+    return make
+
+
+# -- edits of what is no plugin ----------------------------------------------------------------------
+
+
+def _method(owner: type[Any], name: str, edit: Callable[..., Any]) -> Around:
+    """Return what replaces a method by ``edit``, which gets the right one and then its arguments."""
+    right = getattr(owner, name)
+
+    def edited(*args: Any, **more: Any) -> Any:
+        return edit(right, *args, **more)
+
+    return lambda: patch.object(owner, name, edited)
+
+
+def _batches(edit: Callable[[ForwardBatch, Problem], ForwardBatch]) -> Around:
+    """Return what lets a scheduler make other batches."""
+    return _method(
+        Problem, "batch", lambda right, problem, **more: edit(right(problem, **more), problem)
+    )
+
+
+# -- GP12: which graph -------------------------------------------------------------------------------
+
+
+def _bisect_right(right: Any, ladder: BucketLadder, batch: ForwardBatch) -> _Fit:
+    fit: _Fit = right(ladder, batch)
+    if isinstance(fit, EagerReason):
+        return fit
+    sizes = [shape.batch_size for shape in ladder.shapes]
+    at = bisect.bisect_right(sizes, batch.batch_size)
+    return ladder.shapes[at] if at < len(sizes) else EagerReason.OVER_LARGEST
+
+
+def _any_mode(right: Any, ladder: BucketLadder, batch: ForwardBatch) -> _Fit:
+    fit: _Fit = right(ladder, replace(batch, forward_mode=ladder.mode))
+    return fit
+
+
+def _any_width(right: Any, ladder: ShapeLadder, batch: ForwardBatch) -> _Fit:
+    fit: _Fit = right(ladder, batch)
+    if fit is not EagerReason.OTHER_WIDTH:
+        return fit
+    width = ladder.shapes[0].num_tokens // ladder.shapes[0].batch_size
+    return next(
+        (s for s in ladder.shapes if s.num_tokens >= batch.num_tokens // width * width),
+        EagerReason.OVER_LARGEST,
+    )
+
+
+def _as_decode(runner: Any, batch: ForwardBatch, right: _Fit) -> _Fit:
+    if right is EagerReason.WRONG_MODE and batch.num_tokens == batch.batch_size:
+        fit: _Fit = runner.ladder.fit(replace(batch, forward_mode=ForwardMode.DECODE))
+        return fit
+    return right
+
+
+def _exact_only(_: Any, batch: ForwardBatch, right: _Fit) -> _Fit:
+    is_exact = isinstance(right, GraphShape) and right.batch_size == batch.batch_size
+    return right if is_exact or not batch.batch_size else EagerReason.OVER_LARGEST
+
+
+def _largest(runner: Any, _: ForwardBatch, right: _Fit) -> _Fit:
+    largest: GraphShape = runner.ladder.shapes[-1]
+    return largest if isinstance(right, GraphShape) else right
+
+
+def _by_tokens(runner: Any, batch: ForwardBatch, right: _Fit) -> _Fit:
+    if isinstance(right, EagerReason):
+        return right
+    fits = [s for s in runner.ladder.shapes if s.batch_size >= batch.num_tokens]
+    return fits[0] if fits else EagerReason.OVER_LARGEST
+
+
+def _by_length(runner: Any, batch: ForwardBatch, right: _Fit) -> _Fit:
+    """Compare lengths with a count of requests."""
+    longest = max(batch.seq_lens_cpu.tolist(), default=0)
+    is_long = longest > runner.ladder.shapes[-1].batch_size
+    return EagerReason.OVER_LARGEST if is_long else right
+
+
+def _skips_largest(base: type[Any]) -> type[Any]:
+    class Skips(base):  # type: ignore[misc]
+        """Captures all shapes but the largest."""
+
+        def capture(self, lane: Any) -> None:
+            """Capture below an upper bound."""
+            self.lane = lane
+            for shape in self.ladder.shapes[:-1]:
+                lane.capture(shape)
+
+    return Skips
+
+
+_GP12 = [
+    Exhibit(
+        name="ladder-bisects-right",
+        rule="GP12",
+        thread="vllm-project/vllm#54933",
+        planted="A batch that fills a bucket is given the next larger one, and the largest batch none.",
+        base="cuda_graph",
+        lanes=("decode",),
+        around=_method(BucketLadder, "fit", _bisect_right),
+        site="ladder",
+    ),
+    Exhibit(
+        name="ladder-ignores-the-mode",
+        rule="GP12",
+        thread="paiml/aprender#2030",
+        planted="Graphs are keyed by the number of requests alone, so that a prefill of one token each"
+        " replays the graph of decode.",
+        base="cpu_graph",
+        lanes=("decode",),
+        around=_method(BucketLadder, "fit", _any_mode),
+        site="ladder",
+    ),
+    Exhibit(
+        name="ladder-ignores-the-width",
+        rule="GP12",
+        thread="vllm-project/vllm#53407",
+        planted="A batch whose requests bring another number of tokens than was captured takes a graph by its"
+        " tokens.",
+        base="reference_runner",
+        lanes=("target_verify",),
+        around=_method(ShapeLadder, "fit", _any_width),
+        site="ladder",
+    ),
+    Exhibit(
+        name="ladder-ignores-the-mode-of-prefill",
+        rule="GP12",
+        thread="lightseekorg/tokenspeed#936",
+        planted="A ragged batch of any mode takes the graph that was captured for mixed batches.",
+        base="reference_runner",
+        lanes=("mixed",),
+        around=_method(ShapeLadder, "fit", _any_mode),
+        site="ladder",
+    ),
+    Exhibit(
+        name="cuda-graph-classifies-decode-by-its-size",
+        rule="GP12",
+        thread="vllm-project/vllm#36165",
+        planted="A batch with as many tokens as requests is taken for a decode, whatever its mode says.",
+        base="cuda_graph",
+        lanes=("decode",),
+        make=_fitting(_as_decode),
+        site="runner",
+    ),
+    Exhibit(
+        name="cuda-graph-ladder-of-multiples",
+        rule="GP12",
+        thread="GeeeekExplorer/nano-vllm#216",
+        planted="The default ladder ends at the largest multiple of its step that is not above the maximum.",
+        base="cuda_graph",
+        lanes=("decode",),
+        make=_sizing(lambda sizes: [s for s in sizes if s in (1, 2, 4) or s % 8 == 0]),
+        site="runner",
+    ),
+    Exhibit(
+        name="cpu-graph-ladder-without-its-maximum",
+        rule="GP12",
+        thread="sgl-project/sglang#21005",
+        planted="The bound of the default ladder is exclusive, so that the largest step is never replayed.",
+        base="cpu_graph",
+        lanes=("decode",),
+        make=_sizing(lambda sizes: sizes[:-1] or sizes),
+        site="runner",
+    ),
+    Exhibit(
+        name="cuda-graph-captures-below-the-largest",
+        rule="GP12",
+        thread="sgl-project/sglang#21005",
+        planted="The largest shape of the ladder is planned and never captured.",
+        base="cuda_graph",
+        lanes=("decode",),
+        make=_skips_largest,
+        site="runner",
+    ),
+    Exhibit(
+        name="cuda-graph-compares-lengths-with-a-batch-size",
+        rule="GP12",
+        thread="vllm-project/vllm#9285",
+        planted="Whether a batch may replay is asked of its longest sequence, against the largest number of"
+        " requests.",
+        base="cuda_graph",
+        lanes=("decode",),
+        make=_fitting(_by_length),
+        site="runner",
+    ),
+    Exhibit(
+        name="verify-runner-compares-tokens-with-requests",
+        rule="GP12",
+        thread="vllm-project/vllm#9285",
+        planted="The bucket of a verify is looked up with its draft tokens, in a ladder of requests.",
+        base="reference_runner",
+        lanes=("target_verify",),
+        make=_fitting(_by_tokens),
+        site="runner",
+    ),
+    Exhibit(
+        name="cuda-graph-falls-back-for-padded-sizes",
+        rule="GP12",
+        thread="vllm-project/vllm#53407",
+        planted="A batch that would have padded rows runs eagerly although a captured shape holds it.",
+        base="cuda_graph",
+        lanes=("decode",),
+        make=_fitting(_exact_only),
+        site="runner",
+    ),
+    Exhibit(
+        name="draft-runner-takes-the-largest-bucket",
+        rule="GP12",
+        thread="vllm-project/vllm#36165",
+        planted="Every batch is looked up under the largest key that was registered.",
+        base="reference_runner",
+        lanes=("draft_decode",),
+        make=_fitting(_largest),
+        site="runner",
+    ),
+]
+
+# -- GP17: ranks -------------------------------------------------------------------------------------
+
+
+def _local_tokens(right: Any, ladder: BucketLadder, batch: ForwardBatch) -> _Fit:
+    fit: _Fit = right(ladder, replace(batch, global_num_tokens_cpu=None))
+    return fit
+
+
+def _idle_takes_the_smallest(runner: Any, batch: ForwardBatch, right: _Fit) -> _Fit:
+    if batch.batch_size or isinstance(right, EagerReason):
+        return right
+    smallest: GraphShape = runner.ladder.shapes[0]
+    return smallest
+
+
+def _idle_runs_eagerly(_: Any, batch: ForwardBatch, right: _Fit) -> _Fit:
+    alone = batch.global_num_tokens_cpu is None
+    return right if batch.batch_size or alone else EagerReason.WRONG_MODE
+
+
+def _smallest_first_on_rank_1(base: type[Any]) -> type[Any]:
+    class Orders(base):  # type: ignore[misc]
+        """Captures in another order on one rank."""
+
+        def capture(self, lane: Any) -> None:
+            """Capture in the order of the rank."""
+            self.lane = lane
+            shapes = self.ladder.shapes
+            for shape in shapes if get_parallel().attn_tp_rank else shapes[::-1]:
+                lane.capture(shape)
+
+    return Orders
+
+
+def _records_on_rank_0(base: type[Any]) -> type[Any]:
+    class Records(base):  # type: ignore[misc]
+        """Records one operation more on one rank."""
+
+        def forward(self, *args: Any) -> torch.Tensor:
+            """Attend; a cache of registered buffers is hit on one rank alone."""
+            out: torch.Tensor = super().forward(*args)
+            return out if get_parallel().attn_tp_rank else out + 0
+
+    return Records
+
+
+def _gathers_more_on_the_last_rank(base: type[Any]) -> type[Any]:
+    class Gathers(base):  # type: ignore[misc]
+        """Gives the last rank a row more."""
+
+        def forward(self, *args: Any) -> torch.Tensor:
+            """Attend, and gather this rank's rows."""
+            out: torch.Tensor = super().forward(*args)
+            parallel = get_parallel()
+            rows = len(out) // parallel.attn_tp_size
+            if parallel.attn_tp_rank == parallel.attn_tp_size - 1 and parallel.attn_tp_size > 1:
+                rows += 1
+            mine = out[len(out) - rows :].clone()
+            return torch.cat([out[: len(out) - rows], mine])
+
+    return Gathers
+
+
+def _splits_the_batch(right: Any, registry: Any, batch: Any, **counts: int) -> None:
+    right(registry, batch, **counts)
+    if registry.has_slot("num_token_non_padded") and batch.num_token_non_padded_cpu is not None:
+        raw = counts["raw_num_tokens"]
+        local = local_num_token_non_padded(batch.num_token_non_padded_cpu, raw)
+        registry.get_slot("num_token_non_padded").slice_for(0, 0).fill_(local)
+
+
+_GP17 = [
+    Exhibit(
+        name="ladder-looks-at-this-rank-alone",
+        rule="GP17",
+        thread="vllm-project/vllm#25906",
+        planted="The bucket follows from the rank's own tokens: ranks with other loads take other graphs.",
+        base="cuda_graph",
+        lanes=("decode",),
+        around=_method(BucketLadder, "fit", _local_tokens),
+        site="ladder",
+    ),
+    Exhibit(
+        name="verify-ladder-looks-at-this-rank-alone",
+        rule="GP17",
+        thread="vllm-project/vllm#18724",
+        planted="A verify's bucket follows from the rank's own drafts.",
+        base="reference_runner",
+        lanes=("target_verify",),
+        around=_method(ShapeLadder, "fit", _local_tokens),
+        site="ladder",
+    ),
+    Exhibit(
+        name="cpu-graph-idle-rank-takes-the-smallest-bucket",
+        rule="GP17",
+        thread="sgl-project/sglang#37933",
+        planted="A rank without requests replays the smallest graph while the others replay theirs.",
+        base="cpu_graph",
+        lanes=("decode",),
+        make=_fitting(_idle_takes_the_smallest),
+        site="runner",
+    ),
+    Exhibit(
+        name="draft-runner-idle-rank-runs-eagerly",
+        rule="GP17",
+        thread="sgl-project/sglang#37933",
+        planted="A rank without requests runs eagerly while the others replay a graph that gathers.",
+        base="reference_runner",
+        lanes=("draft_extend",),
+        make=_fitting(_idle_runs_eagerly),
+        site="runner",
+    ),
+    Exhibit(
+        name="cuda-graph-captures-in-the-order-of-the-rank",
+        rule="GP17",
+        thread="sgl-project/sglang#25581",
+        planted="One rank captures its shapes in another order than the rest.",
+        base="cuda_graph",
+        lanes=("decode",),
+        make=_smallest_first_on_rank_1,
+        site="runner",
+    ),
+    Exhibit(
+        name="fa3-records-a-call-on-rank-0-alone",
+        rule="GP17",
+        thread="ROCm/aiter#2638",
+        planted="A buffer is recorded by the rank on which a cache misses, and by no other.",
+        base="fa3",
+        lanes=("decode",),
+        make=_records_on_rank_0,
+    ),
+    Exhibit(
+        name="trtllm-mla-gathers-other-rows-on-the-last-rank",
+        rule="GP17",
+        thread="vllm-project/vllm#18724",
+        planted="The last rank records a gather of one row more than the others.",
+        base="trtllm_mla",
+        lanes=("target_verify",),
+        make=_gathers_more_on_the_last_rank,
+    ),
+    Exhibit(
+        name="registry-splits-the-raw-tokens",
+        rule="GP17",
+        thread="sgl-project/sglang#22404",
+        planted="A rank's count of real tokens is drawn in the batch's tokens, while its rows are those of"
+        " the padded shape.",
+        base="cuda_graph",
+        lanes=("decode",),
+        around=_method(CudaGraphBufferRegistry, "fill_from", _splits_the_batch),
+        site="registry",
+    ),
+]
+
+# -- GP11: what is captured --------------------------------------------------------------------------
+
+
+def _counts_plainly(registry: Any, _: ForwardBatch, shape: GraphShape) -> None:
+    if registry.has_slot("num_token_non_padded"):
+        registry.get_slot("num_token_non_padded").slice_for(0, 0).fill_(shape.num_tokens)
+
+
+def _too_long(runner: Any, dummy: ForwardBatch) -> ForwardBatch:
+    lens = dummy.seq_lens + runner.context.limits.max_context_len
+    return replace(dummy, seq_lens=lens, seq_lens_cpu=lens.cpu().clone())
+
+
+def _no_room_for_drafts(runner: Any, dummy: ForwardBatch) -> ForwardBatch:
+    lens = torch.full_like(dummy.seq_lens, runner.context.limits.max_context_len)
+    return replace(dummy, seq_lens=lens, seq_lens_cpu=lens.cpu().clone())
+
+
+_GP11 = [
+    *(
+        Exhibit(
+            name=f"{base.replace('_', '-')}-counts-plainly-at-capture",
+            rule="GP11",
+            thread="sgl-project/sglang#22404",
+            planted="The number of real tokens is the shape's at capture, and the rank's share at replay.",
+            base=base,
+            lanes=(lane,),
+            make=_at_capture(_counts_plainly),
+            site="runner",
+        )
+        for base, lane in (
+            ("cuda_graph", "decode"),
+            ("cpu_graph", "decode"),
+            ("reference_runner", "extend"),
+        )
+    ),
+    Exhibit(
+        name="cuda-graph-dummies-beyond-the-longest",
+        rule="GP11",
+        thread="vllm-project/vllm#53658",
+        planted="The dummy's sequences are longer than a row of the page table.",
+        base="cuda_graph",
+        lanes=("decode",),
+        make=_dummies(_too_long),
+        site="runner",
+    ),
+    Exhibit(
+        name="verify-dummies-without-room-for-drafts",
+        rule="GP11",
+        thread="vllm-project/vllm#53658",
+        planted="The dummy's sequences are of the greatest length, and its drafts stand behind it.",
+        base="reference_runner",
+        lanes=("target_verify",),
+        make=_dummies(_no_room_for_drafts),
+        site="runner",
+    ),
+    Exhibit(
+        name="cpu-graph-dummies-disagree-with-the-host",
+        rule="GP11",
+        thread="NVIDIA/TensorRT-LLM#14640",
+        planted="The lengths on the host are 0 while those on the device are the dummy's.",
+        base="cpu_graph",
+        lanes=("decode",),
+        make=_dummies(lambda _, d: replace(d, seq_lens_cpu=torch.zeros_like(d.seq_lens_cpu))),
+        site="runner",
+    ),
+    Exhibit(
+        name="mixed-dummies-disagree-with-the-host",
+        rule="GP11",
+        thread="NVIDIA/TensorRT-LLM#14640",
+        planted="New tokens are in another order on the host than on the device.",
+        base="reference_runner",
+        lanes=("mixed",),
+        make=_dummies(
+            lambda _, d: replace(d, extend_seq_lens_cpu=d.required_extend_lens()[1].flip(0))
+        ),
+        site="runner",
+    ),
+    Exhibit(
+        name="draft-dummies-of-length-zero",
+        rule="GP11",
+        thread="lightseekorg/tokenspeed#258",
+        planted="The dummy's sequences have no token, while the drafts behind them have positions and slots.",
+        base="reference_runner",
+        lanes=("draft_decode",),
+        make=_dummies(
+            lambda _, d: replace(
+                d,
+                seq_lens=torch.zeros_like(d.seq_lens),
+                seq_lens_cpu=torch.zeros_like(d.seq_lens_cpu),
+            )
+        ),
+        site="runner",
+    ),
+    Exhibit(
+        name="cuda-graph-blanks-lengths-at-capture",
+        rule="GP11",
+        thread="vllm-project/vllm#53821",
+        planted="At capture lengths are zeroed after the fill, to protect a kernel that has no use for them.",
+        base="cuda_graph",
+        lanes=("decode",),
+        make=_at_capture(lambda r, _, s: r.get_slot("seq_lens").slice_for(s.batch_size, 0).zero_()),
+        site="runner",
+    ),
+]
+
+# -- GP03, GP04: padded rows -------------------------------------------------------------------------
+
+_GP03 = [
+    *(
+        Exhibit(
+            name=f"{name}-keeps-request-rows",
+            rule="GP03",
+            thread="sgl-project/sglang#26292",
+            planted="Lengths and slots of padded rows are reset, and their request rows are not.",
+            base=base,
+            lanes=(lane,),
+            make=_keeps_tails("req_pool_indices"),
+            site="runner",
+        )
+        for name, base, lane in (
+            ("cuda-graph", "cuda_graph", "decode"),
+            ("cpu-graph", "cpu_graph", "decode"),
+            ("draft-extend-runner", "reference_runner", "draft_extend"),
+            ("verify-runner", "reference_runner", "target_verify_tree"),
+        )
+    ),
+    *(
+        Exhibit(
+            name=f"{name}-keeps-positions",
+            rule="GP03",
+            thread="sgl-project/sglang#10892",
+            planted="Padded tokens keep the positions of an earlier, larger batch.",
+            base=base,
+            lanes=(lane,),
+            make=_keeps_tails("positions"),
+            site="runner",
+        )
+        for name, base, lane in (
+            ("cpu-graph", "cpu_graph", "decode"),
+            ("draft-runner", "reference_runner", "draft_decode_tree"),
+        )
+    ),
+    Exhibit(
+        name="draft-runner-keeps-several-fields",
+        rule="GP03",
+        thread="sgl-project/sglang#18647",
+        planted="Token ids, positions and request rows of padded branches are those of an earlier batch.",
+        base="reference_runner",
+        lanes=("draft_decode",),
+        make=_keeps_tails("input_ids", "positions", "req_pool_indices"),
+        site="runner",
+    ),
+    Exhibit(
+        name="mixed-runner-keeps-slots-and-tokens",
+        rule="GP03",
+        thread="SJTU-DENG-Lab/Diffulex#44",
+        planted="Only offsets are padded; slots and lengths of padded rows are those of an earlier batch.",
+        base="reference_runner",
+        lanes=("mixed",),
+        make=_keeps_tails("out_cache_loc", "seq_lens"),
+        site="runner",
+    ),
+    Exhibit(
+        name="cuda-graph-keeps-lengths-on-the-host",
+        rule="GP03",
+        thread="sgl-project/sglang#25512",
+        planted="Lengths of padded rows are reset on the device, and not on the host, where plans are made.",
+        base="cuda_graph",
+        lanes=("decode",),
+        make=_keeps_tails("seq_lens_cpu"),
+        site="runner",
+    ),
+    Exhibit(
+        name="registry-resets-no-tail",
+        rule="GP03",
+        thread="vllm-project/vllm#21196",
+        planted="A fill copies the heads of all slots, and resets none of their tails.",
+        base="cuda_graph",
+        lanes=("decode",),
+        around=lambda: patch.object(fills, "_plan_tails", lambda *_: ([], [])),
+        site="registry",
+    ),
+]
+
+
+def _last_kv_slot(runner: Any, _: torch.Tensor) -> int:
+    last: int = runner.lane.backend.context.kv_cache.k[0].shape[0] - 1
+    return last
+
+
+def _last_row(runner: Any, _: torch.Tensor) -> int:
+    last: int = runner.lane.backend.context.req_to_token.shape[0] - 1
+    return last
+
+
+_GP04 = [
+    Exhibit(
+        name="cuda-graph-pads-slots-with-minus-one",
+        rule="GP04",
+        thread="vllm-project/vllm#43810",
+        planted="Padded tokens have KV slot -1, which plain indexing takes for the last one.",
+        base="cuda_graph",
+        lanes=("decode",),
+        make=_pads("out_cache_loc", lambda *_: -1),
+        site="runner",
+    ),
+    Exhibit(
+        name="cpu-graph-pads-slots-with-the-last",
+        rule="GP04",
+        thread="sgl-project/sglang#38997",
+        planted="Padded tokens write the last KV slot, which is believed to be nobody's.",
+        base="cpu_graph",
+        lanes=("decode",),
+        make=_pads("out_cache_loc", _last_kv_slot),
+        site="runner",
+    ),
+    Exhibit(
+        name="verify-runner-pads-with-a-live-slot",
+        rule="GP04",
+        thread="m0at/rvllm#32",
+        planted="Padded drafts write where the first real draft does.",
+        base="reference_runner",
+        lanes=("target_verify",),
+        make=_pads("out_cache_loc", lambda _, real: real[:1]),
+        site="runner",
+    ),
+    Exhibit(
+        name="cuda-graph-pads-lengths-with-zero",
+        rule="GP04",
+        thread="sgl-project/sglang#1469",
+        planted="Padded rows have length 0, and the backend declares another length for an empty row.",
+        base="cuda_graph",
+        lanes=("decode",),
+        make=_pads("seq_lens", lambda *_: 0),
+        site="runner",
+    ),
+    Exhibit(
+        name="draft-extend-runner-pads-with-an-active-row",
+        rule="GP04",
+        thread="NVIDIA/TensorRT-LLM#9873",
+        planted="Padded requests have the request row of the last real one.",
+        base="reference_runner",
+        lanes=("draft_extend",),
+        make=_pads("req_pool_indices", lambda _, real: real[-1:]),
+        site="runner",
+    ),
+    Exhibit(
+        name="extend-runner-pads-with-the-last-row",
+        rule="GP04",
+        thread="sgl-project/sglang#38997",
+        planted="Padded requests have the last request row, which the pool hands out.",
+        base="reference_runner",
+        lanes=("extend",),
+        make=_pads("req_pool_indices", _last_row),
+        site="runner",
+    ),
+    Exhibit(
+        name="registry-forgets-pad-values",
+        rule="GP04",
+        thread="vllm-project/vllm#35969",
+        planted="Every tail is zeroed, whatever value its slot declares.",
+        base="cpu_graph",
+        lanes=("decode",),
+        around=lambda: patch.object(GraphSlot, "initial_value", property(lambda _: 0)),
+        site="registry",
+    ),
+]
+
+# -- GP05, GP06: how many rows -----------------------------------------------------------------------
+
+
+def _cut_by_tokens(right: Any, registry: CudaGraphBufferRegistry, **more: Any) -> ForwardBatch:
+    """Cut rows of requests by the count of tokens."""
+    view: ForwardBatch = right(registry, **more)
+    whole = registry.get_slot("seq_lens").slice_for(*[more["padded_num_tokens"]] * 2)
+    return replace(view, seq_lens=whole)
+
+
+def _uncounted(base: type[Any]) -> type[Any]:
+    class Uncounted(base):  # type: ignore[misc]
+        """Has no slot for the number of real tokens."""
+
+        context: RunnerContext
+
+        def make_registry(self) -> CudaGraphBufferRegistry | None:
+            """Register the count only where no rank gathers."""
+            whole = self.context
+            self.context = replace(
+                whole,
+                num_token_non_padded=whole.num_token_non_padded
+                and not whole.require_gathered_buffer,
+            )
+            try:
+                made: CudaGraphBufferRegistry | None = super().make_registry()
+            finally:
+                self.context = whole
+            return made
+
+    return Uncounted
+
+
+def _counts_padding(_: Any, fill: Any, __: Any, batch: Any, shape: Any) -> None:
+    if batch.num_token_non_padded_cpu is not None:
+        batch = replace(batch, num_token_non_padded_cpu=shape.num_tokens)
+    fill(batch)
+
+
+_GP05 = [
+    Exhibit(
+        name="verify-runner-cuts-lengths-by-raw-counts",
+        rule="GP05",
+        thread="vllm-project/vllm#28202",
+        planted="The view has as many lengths as the batch has requests, and as many tokens as the shape.",
+        base="reference_runner",
+        lanes=("target_verify",),
+        make=_viewing(
+            lambda view, batch: replace(view, seq_lens=view.seq_lens[: max(batch.batch_size, 1)])
+        ),
+        site="runner",
+    ),
+    Exhibit(
+        name="registry-cuts-requests-by-tokens",
+        rule="GP05",
+        thread="vllm-project/vllm#25265",
+        planted="Lengths are cut by the count of tokens, of which there are more than requests.",
+        base="reference_runner",
+        lanes=("draft_extend",),
+        around=_method(CudaGraphBufferRegistry, "extract_buffer", _cut_by_tokens),
+        site="registry",
+    ),
+    Exhibit(
+        name="cuda-graph-counts-padding-as-real",
+        rule="GP05",
+        thread="sgl-project/sglang#35588",
+        planted="The number of real tokens is that of the padded shape.",
+        base="cuda_graph",
+        lanes=("decode",),
+        make=_populating(_counts_padding),
+        site="runner",
+    ),
+    Exhibit(
+        name="verify-runner-has-no-count-of-real-tokens",
+        rule="GP05",
+        thread="sgl-project/sglang#35588",
+        planted="The count of real tokens is registered in some set-ups only, though layers ask for it.",
+        base="reference_runner",
+        lanes=("target_verify",),
+        make=_uncounted,
+        site="runner",
+    ),
+    Exhibit(
+        name="cuda-graph-shows-the-raw-batch-size",
+        rule="GP05",
+        thread="vllm-project/vllm-ascend#7460",
+        planted="The view's number of requests is the batch's, beside tensors of padded rows.",
+        base="cuda_graph",
+        lanes=("decode",),
+        make=_viewing(lambda view, batch: replace(view, batch_size=batch.batch_size)),
+        site="runner",
+    ),
+    Exhibit(
+        name="scheduler-counts-one-token-for-each-request",
+        rule="GP05",
+        thread="ROCm/ATOM#1595",
+        planted="The batch says that it has as many real tokens as requests, though each brings several.",
+        base="reference_runner",
+        lanes=("target_verify",),
+        around=_batches(
+            lambda batch, problem: (
+                replace(
+                    batch,
+                    num_token_non_padded=batch.num_token_non_padded // 4,
+                    num_token_non_padded_cpu=len(problem.requests),
+                )
+                if batch.num_token_non_padded is not None
+                else batch
+            )
+        ),
+        site="batch",
+    ),
+]
+
+
+def _all_rows(runner: Any, _: torch.Tensor, __: ForwardBatch, shape: GraphShape) -> torch.Tensor:
+    outputs: torch.Tensor = runner.lane.captured(shape).graph.outputs
+    return outputs
+
+
+def _last_rows(
+    runner: Any, rows: torch.Tensor, __: ForwardBatch, shape: GraphShape
+) -> torch.Tensor:
+    outputs: torch.Tensor = runner.lane.captured(shape).graph.outputs
+    return outputs[len(outputs) - len(rows) :]
+
+
+_GP06 = [
+    Exhibit(
+        name="cuda-graph-hands-padded-rows-to-the-sampler",
+        rule="GP06",
+        thread="NVIDIA/TensorRT-LLM#5058",
+        planted="What the graph gives is returned whole, padded rows and all.",
+        base="cuda_graph",
+        lanes=("decode",),
+        make=_running(_all_rows),
+        site="runner",
+    ),
+    Exhibit(
+        name="draft-runner-returns-the-last-rows",
+        rule="GP06",
+        thread="NVIDIA/TensorRT-LLM#5058",
+        planted="As many rows as are real are returned, counted from the padded end.",
+        base="reference_runner",
+        lanes=("draft_decode",),
+        make=_running(_last_rows),
+        site="runner",
+    ),
+    Exhibit(
+        name="cpu-graph-masks-no-padded-token",
+        rule="GP06",
+        thread="sgl-project/sglang#31838",
+        planted="The view lacks the number of real tokens, so that layers pool padded ones with them.",
+        base="cpu_graph",
+        lanes=("decode",),
+        make=_viewing(lambda view, _: replace(view, num_token_non_padded=None)),
+        site="runner",
+    ),
+]
+
+# -- GP01, GP02, GP13, GP15, GP19, GP20 --------------------------------------------------------------
+
+
+def _first_batch_alone(right: Any, names: Sequence[str]) -> Any:
+    """Return what remembers the fields of the first batch that looks as this one does."""
+    getter = right(names)
+    seen: dict[object, Any] = {}
+
+    def fields(batch: Any) -> Any:
+        if names and "." in names[0]:  # shapes and dtypes
+            return getter(batch)
+        values = getter(batch)
+        return seen.setdefault(tuple(v.shape for v in values), values)
+
+    return fields
+
+
+def _reads_earlier_outputs(base: type[Any]) -> type[Any]:
+    class Late(base):  # type: ignore[misc]
+        """Returns what the graph before gave."""
+
+        def run(self, batch: ForwardBatch, shape: GraphShape | None = None) -> torch.Tensor:
+            """Replay, and return rows of the graph that the last step replayed."""
+            rows: torch.Tensor = super().run(batch, shape)
+            now = self.lane.captured(shape).graph.outputs
+            before = getattr(self, "_before", now)
+            self._before = now
+            return rows if len(before) < len(rows) else before[: len(rows)]
+
+    return Late
+
+
+def _prefetches(
+    runner: Any, rows: torch.Tensor, _: ForwardBatch, shape: GraphShape
+) -> torch.Tensor:
+    other = next((s for s in runner.ladder.shapes if s != shape), shape)
+    runner.lane.replay(runner.dummy_batch(other), other)
+    return rows
+
+
+def _clamps_the_batch(_: Any, fill: Any, __: Any, batch: Any, ___: Any) -> None:
+    batch.positions.clamp_(max=8)
+    fill()
+
+
+def _leaves_slots_at_capture(_: Any, fill: Any, registry: Any, batch: Any, shape: Any) -> None:
+    real, _ = _rows(registry, "out_cache_loc", batch, shape)
+    kept = real.clone()
+    fill()
+    if batch.req_pool_indices.tolist() == [0] * batch.batch_size:
+        real.copy_(kept)
+
+
+def _reads_a_length(_: Any, fill: Any, __: Any, batch: Any, ___: Any) -> None:
+    fill()
+    if batch.batch_size and batch.seq_lens.max().item() < 0:
+        raise EngineError("a length is negative")
+
+
+def _asks_the_device(_: Any, batch: ForwardBatch, right: _Fit) -> _Fit:
+    has_keys = not batch.batch_size or bool(batch.seq_lens.max() > 0)
+    return right if has_keys else EagerReason.OVER_LARGEST
+
+
+def _too_few_tokens(right: Any, registry: Any, *args: Any, **sizes: Any) -> None:
+    """Leave out the token that a verify has beside its drafts."""
+    sizes["max_num_tokens"] -= sizes["max_bs"]
+    right(registry, *args, **sizes)
+
+
+_OTHERS = [
+    Exhibit(
+        name="cuda-graph-shows-new-tensors",
+        rule="GP01",
+        thread="vllm-project/vllm#13353",
+        planted="The view's positions are a new tensor in every step.",
+        base="cuda_graph",
+        lanes=("decode",),
+        make=_viewing(lambda view, _: replace(view, positions=view.positions.clone())),
+        site="runner",
+    ),
+    Exhibit(
+        name="extend-runner-pads-a-new-tensor",
+        rule="GP01",
+        thread="PaddlePaddle/FastDeploy#7864",
+        planted="New tokens of each request are padded into a new tensor, and the view is given that.",
+        base="reference_runner",
+        lanes=("extend",),
+        make=_viewing(
+            lambda view, batch: (
+                replace(
+                    view,
+                    extend_seq_lens=torch.nn.functional.pad(
+                        batch.required_extend_lens()[0], (0, view.batch_size - batch.batch_size)
+                    ),
+                )
+                if batch.batch_size
+                else view
+            )
+        ),
+        site="runner",
+    ),
+    *(
+        Exhibit(
+            name=f"{name}-misses-{field.replace('_', '-')}",
+            rule="GP02",
+            thread="sgl-project/sglang#39088",
+            planted=f"{field} of the batch are copied for every mode but {lane}.",
+            base=base,
+            lanes=(lane,),
+            make=_keeps(field),
+            site="runner",
+        )
+        for name, base, lane, field in (
+            ("cuda-graph", "cuda_graph", "decode", "positions"),
+            ("draft-extend-runner", "reference_runner", "draft_extend", "num_correct_drafts"),
+            ("verify-runner", "reference_runner", "target_verify_tree", "tree_mask"),
+            ("mixed-runner", "reference_runner", "mixed", "extend_seq_lens"),
+        )
+    ),
+    Exhibit(
+        name="registry-copies-the-first-batch",
+        rule="GP02",
+        thread="sgl-project/sglang#22832",
+        planted="A fill keeps the tensors of the first batch of its counts, and copies those ever after.",
+        base="cuda_graph",
+        lanes=("decode",),
+        around=lambda: patch.object(
+            fills,
+            "_getter",
+            partial(_first_batch_alone, getattr(fills, "_getter")),  # noqa: B009  private
+        ),
+        site="registry",
+    ),
+    Exhibit(
+        name="registry-lacks-tokens-of-a-verify",
+        rule="GP13",
+        thread="sgl-project/sglang#19016",
+        planted="Inputs by token are sized for drafts, without the token that each request has beside them.",
+        base="reference_runner",
+        lanes=("target_verify",),
+        around=_method(CudaGraphBufferRegistry, "__init__", _too_few_tokens),
+        site="registry",
+    ),
+    Exhibit(
+        name="draft-runner-returns-the-previous-graphs-outputs",
+        rule="GP15",
+        thread="pytorch/pytorch#148439",
+        planted="What is returned is the output buffer of the graph that the step before replayed.",
+        base="reference_runner",
+        lanes=("draft_extend",),
+        make=_reads_earlier_outputs,
+        site="runner",
+    ),
+    Exhibit(
+        name="cuda-graph-replays-another-graph-before-outputs-are-read",
+        rule="GP15",
+        thread="sgl-project/sglang#35546",
+        planted="The graph of the next step is replayed while the outputs of this one are still to be read.",
+        base="cuda_graph",
+        lanes=("decode",),
+        make=_running(_prefetches),
+        site="runner",
+    ),
+    Exhibit(
+        name="reference-runner-reads-outputs-late",
+        rule="GP15",
+        thread="sgl-project/sglang#35546",
+        planted="Another graph is replayed before the outputs of the first are read.",
+        base="reference_runner",
+        lanes=("target_verify",),
+        make=_running(_prefetches),
+        site="runner",
+    ),
+    Exhibit(
+        name="cuda-graph-writes-the-batch",
+        rule="GP19",
+        thread="microsoft/onnxruntime#32243",
+        planted="Positions are cut to the length of a table in the engine's own batch.",
+        base="cuda_graph",
+        lanes=("decode",),
+        make=_populating(_clamps_the_batch),
+        site="runner",
+    ),
+    Exhibit(
+        name="cpu-graph-captures-over-the-last-batch",
+        rule="GP19",
+        thread="ROCm/ATOM#2267",
+        planted="A capture does not blank the slots that it writes, so that a recapture writes those of the"
+        " last batch.",
+        base="cpu_graph",
+        lanes=("decode",),
+        make=_populating(_leaves_slots_at_capture),
+        site="runner",
+    ),
+    Exhibit(
+        name="verify-dummies-on-live-slots",
+        rule="GP19",
+        thread="ROCm/ATOM#2267",
+        planted="Dummy drafts have KV slots of their own, which requests own too.",
+        base="reference_runner",
+        lanes=("target_verify",),
+        make=_dummies(
+            lambda runner, d: replace(
+                d,
+                out_cache_loc=torch.arange(d.num_tokens, device=d.device)
+                + runner.context.limits.page_size,
+            )
+        ),
+        site="runner",
+    ),
+    Exhibit(
+        name="cuda-graph-waits-for-a-length",
+        rule="GP20",
+        thread="vllm-project/vllm#40807",
+        planted="What fills the slots looks at a length on the device.",
+        base="cuda_graph",
+        lanes=("decode",),
+        make=_populating(_reads_a_length),
+        site="runner",
+    ),
+    Exhibit(
+        name="cpu-graph-asks-the-device-whether-it-can-run",
+        rule="GP20",
+        thread="vllm-project/vllm#22758",
+        planted="Whether a batch is replayed is asked of a tensor on the device.",
+        base="cpu_graph",
+        lanes=("decode",),
+        make=_fitting(_asks_the_device),
+        site="runner",
+    ),
+]
+
+EXHIBITS: list[Exhibit] = [
+    *_GP12,
+    *_GP17,
+    *_GP11,
+    *_GP03,
+    *_GP04,
+    *_GP05,
+    *_GP06,
+    *_OTHERS,
+]
+"""What is planted here."""

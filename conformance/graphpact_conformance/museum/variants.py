@@ -1,0 +1,909 @@
+"""Variants: plugins that keep the pact in another style than ours, which the suite has to pass.
+
+Does not: hold anything that is wrong; see the exhibits beside it.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+
+from graphpact.attention import Buffers, LayerSpec, Limits
+from graphpact.batch import ForwardBatch, ForwardMode
+from graphpact.buffers import CudaGraphBufferRegistry, GraphSlot, PaddingPolicy
+from graphpact.graphs import Event, Stream
+from graphpact.hookspecs import hookimpl
+from graphpact.pact import bounded
+from graphpact.shapes import BucketLadder, EagerReason, GraphShape
+from graphpact_conformance.museum.exhibit import Variant
+
+CPU = torch.device("cpu")
+
+
+def _slot(name: str, *shape: Any, **more: Any) -> GraphSlot:
+    """Return a slot of a row for each request, or what ``more`` says."""
+    declared: dict[str, Any] = {
+        "axis": "bs",
+        "padding_policy": PaddingPolicy.KEEP_PAD,
+        "reason": "every step writes what its kernels read",
+        "owner": "variant",
+        "copy_from_fb": False,
+    }
+    return GraphSlot(f"variant.{name}", *shape, **(declared | more))
+
+
+# -- metadata of other types -------------------------------------------------------------------------
+
+
+def _as_plain_object(base: type[Any]) -> type[Any]:
+    class Plain:
+        """What the base's metadata has, as attributes of no dataclass."""
+
+        def __init__(self, made: Any) -> None:
+            for field in fields(made):
+                setattr(self, field.name, getattr(made, field.name))
+
+    class Made(base):  # type: ignore[misc]
+        """Makes metadata of a plain class."""
+
+        def allocate_metadata(self, *args: Any) -> Plain:
+            """Return a plain object."""
+            return Plain(super().allocate_metadata(*args))
+
+    return Made
+
+
+def _as_mapping(base: type[Any]) -> type[Any]:
+    class Made(base):  # type: ignore[misc]
+        """Makes metadata that is a dict."""
+
+        metadata_in_graph = None
+
+        def allocate_metadata(self, *args: Any) -> dict[str, Any]:
+            """Return a dict."""
+            made = super().allocate_metadata(*args)
+            return {field.name: getattr(made, field.name) for field in fields(made)}
+
+        def fill_metadata(self, view: ForwardBatch, metadata: dict[str, Any]) -> None:
+            """Fill the dict's tensors."""
+            super().fill_metadata(view, SimpleNamespace(**metadata))
+
+        def forward(self, *args: Any) -> torch.Tensor:
+            """Attend by the dict."""
+            out: torch.Tensor = super().forward(*args[:-1], SimpleNamespace(**args[-1]))
+            return out
+
+    return Made
+
+
+class _Tuple(NamedTuple):
+    """TRT-LLM's fields."""
+
+    out_cache_loc: torch.Tensor
+    block_kv_indices: torch.Tensor
+    seq_lens_k: torch.Tensor
+    cu_seqlens_q: torch.Tensor
+    max_seq_len_q: int
+    sum_seq_lens_q: int
+    max_seq_len_k: int
+    is_uniform: bool
+    workspace: torch.Tensor | None
+
+
+def _as_named_tuple(base: type[Any]) -> type[Any]:
+    class Made(base):  # type: ignore[misc]
+        """Makes metadata that cannot be changed, but for what its tensors hold; a new one in every step."""
+
+        def allocate_metadata(self, *args: Any) -> _Tuple:
+            """Return a named tuple."""
+            made = super().allocate_metadata(*args)
+            return _Tuple(*(getattr(made, field.name) for field in fields(made)))
+
+        @hookimpl
+        def init_metadata_replay(
+            self, view: ForwardBatch, shape: GraphShape, captured: _Tuple
+        ) -> _Tuple:
+            """Refresh, and return another tuple of the same tensors."""
+            base.init_metadata_replay(self, view=view, shape=shape, captured=captured)
+            return captured._replace()
+
+    return Made
+
+
+@dataclass
+class _Bounded:
+    """The longest sequence, and the base's metadata."""
+
+    inner: Any
+    longest: int = bounded()
+
+
+def _bounds_by_the_batch(base: type[Any]) -> type[Any]:
+    class Bounds(base):  # type: ignore[misc]
+        """Captures a bound at the limits, and tells in every step how long the longest sequence is."""
+
+        def allocate_metadata(
+            self, view: ForwardBatch, shape: GraphShape, buffers: Buffers
+        ) -> _Bounded:
+            """Return the metadata and the bound."""
+            most = self.context.limits.max_context_len
+            return _Bounded(super().allocate_metadata(view, shape, buffers), most)
+
+        @hookimpl
+        def init_metadata_replay(
+            self, view: ForwardBatch, shape: GraphShape, captured: _Bounded
+        ) -> _Bounded:
+            """Refresh, and say what the batch needs; the graph keeps its bound."""
+            base.init_metadata_replay(self, view=view, shape=shape, captured=captured)
+            lens = view.seq_lens_cpu.tolist()
+            return replace(captured, longest=max(lens, default=0))
+
+        def fill_metadata(self, view: ForwardBatch, metadata: _Bounded) -> None:
+            """Fill what is inside."""
+            super().fill_metadata(view, metadata.inner)
+
+        def metadata_in_graph(self, view: ForwardBatch, metadata: _Bounded) -> None:
+            """Fill what is inside."""
+            super().fill_metadata(view, metadata.inner)
+
+        def forward(self, *args: Any) -> torch.Tensor:
+            """Attend by what is inside."""
+            out: torch.Tensor = super().forward(*args[:-1], args[-1].inner)
+            return out
+
+    return Bounds
+
+
+# -- metadata made in other ways ---------------------------------------------------------------------
+
+
+def _with_two_bodies(base: type[Any]) -> type[Any]:
+    class TwoBodies(base):  # type: ignore[misc]
+        """Writes at capture what is the same for every batch, and at replay what is not."""
+
+        metadata_in_graph = None
+
+        def declare_slots(self, limits: Limits) -> Sequence[GraphSlot]:
+            """Declare the query offsets as a constant."""
+            slots = [s for s in super().declare_slots(limits) if s.name != "fa3.cu_seqlens_q"]
+            constant = GraphSlot(
+                "fa3.cu_seqlens_q",
+                lambda bs, _: (bs + 1,),
+                torch.int32,
+                axis="bs",
+                slice_fn=lambda buffer, n: buffer[: n + 1],
+                padding_policy=PaddingPolicy.FILL_ONCE,
+                pad_value=0,
+                owner="variant",
+                reason="the same offsets for every batch of the lane",
+                copy_from_fb=False,
+            )
+            return [*slots, constant]
+
+        @hookimpl
+        def init_metadata_replay(self, view: ForwardBatch, shape: GraphShape, captured: Any) -> Any:
+            """Refresh all but the constant."""
+            del shape
+            spare = torch.empty_like(captured.cu_seqlens_q)
+            self.fill_metadata(view, replace(captured, cu_seqlens_q=spare))
+            return captured
+
+    return TwoBodies
+
+
+def _on_the_host(base: type[Any]) -> type[Any]:
+    class OnTheHost(base):  # type: ignore[misc]
+        """Counts keys with numpy in host memory, which a copy leaves in its own time."""
+
+        metadata_in_graph = None
+
+        def __init__(self, context: Any) -> None:
+            super().__init__(context)
+            self.copied: Event | None = None
+            self.staging: torch.Tensor | None = None
+
+        def declare_slots(self, limits: Limits) -> Sequence[GraphSlot]:
+            """Declare the host memory."""
+            staging = _slot("staging", lambda bs, _: (bs,), torch.int32, device=CPU)
+            return [*super().declare_slots(limits), staging]
+
+        def plan_metadata(self, view: ForwardBatch, metadata: Any) -> None:
+            """Count keys on the host; eager steps have their own from the device."""
+            registry = self._registry
+            if registry is None or self.driver is None:
+                return
+            if registry.slot_of(metadata.seq_lens_k) is None:
+                return
+            if self.copied is None:
+                self.copied = self.driver.event()
+            else:
+                self.copied.synchronize()
+            staging = registry.get_slot("variant.staging").slice_for(view.batch_size, 0)
+            staging.numpy()[:] = view.seq_lens_cpu.numpy() + view.uncounted_keys
+            self.driver.copy_async(metadata.seq_lens_k, staging)
+            self.copied.record()
+
+    return OnTheHost
+
+
+def _on_a_side_stream(base: type[Any]) -> type[Any]:
+    class OnASideStream(base):  # type: ignore[misc]
+        """Refreshes metadata on a stream of its own, between two waits."""
+
+        metadata_in_graph = None
+
+        def __init__(self, context: Any) -> None:
+            super().__init__(context)
+            self.side: Stream | None = None
+
+        @hookimpl
+        def init_metadata_replay(self, view: ForwardBatch, shape: GraphShape, captured: Any) -> Any:
+            """Fork, refresh, join."""
+            assert self.driver is not None  # noqa: S101  it has a lane
+            main = self.driver.current_stream()
+            self.side = self.side or self.driver.stream()
+            self.side.wait_stream(main)
+            with self.side:
+                base.init_metadata_replay(self, view=view, shape=shape, captured=captured)
+            main.wait_stream(self.side)
+            return captured
+
+    return OnASideStream
+
+
+def _attends_on_a_side_stream(base: type[Any]) -> type[Any]:
+    class Attends(base):  # type: ignore[misc]
+        """Attends on a stream that is forked and joined inside the graph."""
+
+        def forward(self, *args: Any) -> torch.Tensor:
+            """Fork, attend, join."""
+            if self.driver is None:
+                eager: torch.Tensor = super().forward(*args)
+                return eager
+            main, side = self.driver.current_stream(), self.driver.stream()
+            side.wait_stream(main)
+            with side:
+                out: torch.Tensor = super().forward(*args)
+            main.wait_stream(side)
+            return out
+
+    return Attends
+
+
+def _leaves_all_to_the_graph(base: type[Any]) -> type[Any]:
+    class Recorded(base):  # type: ignore[misc]
+        """Has a replay hook that does nothing: its graphs make metadata."""
+
+        @hookimpl
+        def init_metadata_replay(self, view: ForwardBatch, shape: GraphShape, captured: Any) -> Any:
+            """Return what was captured."""
+            del view, shape
+            return captured
+
+    return Recorded
+
+
+class _Plan:
+    """What a planner keeps from step to step; its tensor is a slot's."""
+
+    def __init__(self, keys: torch.Tensor) -> None:
+        self.keys = keys
+        self.num_planned = 0
+
+
+@dataclass
+class _Planned:
+    """The base's metadata, and a plan."""
+
+    inner: Any
+    plan: _Plan
+
+
+def _keeps_a_plan(base: type[Any]) -> type[Any]:
+    class KeepsAPlan(base):  # type: ignore[misc]
+        """Kernels read what a plan object holds, which counts its steps and is made anew in place."""
+
+        metadata_in_graph = None
+
+        def declare_slots(self, limits: Limits) -> Sequence[GraphSlot]:
+            """Declare the plan's memory."""
+            plan = _slot("plan", lambda bs, _: (bs,), torch.int32)
+            return [*super().declare_slots(limits), plan]
+
+        def allocate_metadata(
+            self, view: ForwardBatch, shape: GraphShape, buffers: Buffers
+        ) -> _Planned:
+            """Return the metadata and its plan."""
+            inner = super().allocate_metadata(view, shape, buffers)
+            return _Planned(inner, _Plan(buffers("variant.plan")))
+
+        def fill_metadata(self, view: ForwardBatch, metadata: _Planned) -> None:
+            """Fill, and plan."""
+            super().fill_metadata(view, metadata.inner)
+            metadata.plan.keys.copy_(metadata.inner.cache_seqlens)
+            metadata.plan.num_planned += 1
+
+        def forward(self, *args: Any) -> torch.Tensor:
+            """Attend by the plan."""
+            inner, plan = args[-1].inner, args[-1].plan
+            planned = replace(inner, cache_seqlens=plan.keys)
+            out: torch.Tensor = super().forward(*args[:-1], planned)
+            return out
+
+    return KeepsAPlan
+
+
+def _reads_zero_as_empty(base: type[Any]) -> type[Any]:
+    class ReadsZero(base):  # type: ignore[misc]
+        """Pads with length 0; a row without keys gives zeros."""
+
+        capabilities = replace(base.capabilities, seq_len_fill_value=0)
+
+        def forward(
+            self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: LayerSpec, metadata: Any
+        ) -> torch.Tensor:
+            """Attend, and skip rows without keys."""
+            out: torch.Tensor = super().forward(q, k, v, layer, metadata)
+            is_empty = ~self.keys_of(metadata)[1].any(dim=1)
+            return out.masked_fill(is_empty[:, None, None], 0)
+
+    return ReadsZero
+
+
+def _marks_the_end_of_rows(base: type[Any]) -> type[Any]:
+    class Marks(base):  # type: ignore[misc]
+        """Has -1 in its table behind a request's last key, which its kernel never follows."""
+
+        def fill_metadata(self, view: ForwardBatch, metadata: Any) -> None:
+            """Fill, and mark."""
+            super().fill_metadata(view, metadata)
+            at = torch.arange(metadata.table.shape[1], device=view.device)
+            lens = view.seq_lens + (0 if metadata.drafts.shape[1] else view.uncounted_keys)
+            metadata.table.masked_fill_(at >= lens[:, None], -1)
+
+    return Marks
+
+
+def _writes_no_more_than_is_read(base: type[Any]) -> type[Any]:
+    class WritesLess(base):  # type: ignore[misc]
+        """Leaves in its table what is there, behind a request's last key."""
+
+        def fill_metadata(self, view: ForwardBatch, metadata: Any) -> None:
+            """Fill, and put back what nobody reads."""
+            before = metadata.table.clone()
+            super().fill_metadata(view, metadata)
+            at = torch.arange(metadata.table.shape[1], device=view.device)
+            lens = view.seq_lens + (0 if metadata.drafts.shape[1] else view.uncounted_keys)
+            metadata.table.copy_(torch.where(at < lens[:, None], metadata.table, before))
+
+    return WritesLess
+
+
+def _sorts_requests(base: type[Any]) -> type[Any]:
+    class Sorts(base):  # type: ignore[misc]
+        """Lays requests out in its table by their lengths, the longest first."""
+
+        def fill_metadata(self, view: ForwardBatch, metadata: Any) -> None:
+            """Fill, and reorder rows of the table and whose each token is."""
+            super().fill_metadata(view, metadata)
+            order = torch.argsort(view.seq_lens, descending=True, stable=True)
+            metadata.table.copy_(metadata.table[order].clone())
+            metadata.request.copy_(torch.argsort(order)[metadata.request])
+
+        def plan_metadata(self, view: ForwardBatch, metadata: Any) -> None:
+            """Count keys in the same order, on the host."""
+            lens = view.seq_lens_cpu
+            order = torch.argsort(lens, descending=True, stable=True)
+            super().plan_metadata(replace(view, seq_lens_cpu=lens[order]), metadata)
+
+    return Sorts
+
+
+# -- memory of its own -------------------------------------------------------------------------------
+
+
+def _has_a_workspace(base: type[Any]) -> type[Any]:
+    class HasAWorkspace(base):  # type: ignore[misc]
+        """Puts queries into a workspace, and takes them from there."""
+
+        def declare_slots(self, limits: Limits) -> Sequence[GraphSlot]:
+            """Declare the workspace."""
+            layer = self.context.layers[0]
+            work = _slot(
+                "workspace",
+                lambda _, tokens: (tokens, layer.num_q_heads, layer.head_dim),
+                self.context.dtype,
+                axis="none",
+                padding_policy=PaddingPolicy.FILL_ONCE,
+                pad_value=0,
+            )
+            return [*super().declare_slots(limits), work]
+
+        def forward(self, q: torch.Tensor, *args: Any) -> torch.Tensor:
+            """Attend through the workspace."""
+            if self._registry is not None:
+                whole = self._registry.get_slot("variant.workspace").slice_for(0, 0)
+                if len(q) <= len(whole):  # an eager step may be larger than any graph
+                    work = whole[: len(q)]
+                    work.copy_(q)
+                    q = work.clone()
+            out: torch.Tensor = super().forward(q, *args)
+            return out
+
+    return HasAWorkspace
+
+
+def _skips_padded_outputs(base: type[Any]) -> type[Any]:
+    class Skips(base):  # type: ignore[misc]
+        """Writes no output of a padded row into its output buffer, which was zeroed once."""
+
+        def declare_slots(self, limits: Limits) -> Sequence[GraphSlot]:
+            """Declare an output buffer for each layer."""
+            layer = self.context.layers[0]
+            outs = [
+                _slot(
+                    f"out{at.layer_id}",
+                    lambda _, tokens: (tokens, layer.num_q_heads, layer.v_head_dim),
+                    self.context.dtype,
+                    axis="none",
+                    padding_policy=PaddingPolicy.FILL_ONCE,
+                    pad_value=0,
+                )
+                for at in self.context.layers
+            ]
+            return [*super().declare_slots(limits), *outs]
+
+        def forward(
+            self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: LayerSpec, metadata: Any
+        ) -> torch.Tensor:
+            """Attend, and write what is real."""
+            out: torch.Tensor = super().forward(q, k, v, layer, metadata)
+            if self._registry is None:
+                return out
+            whole = self._registry.get_slot(f"variant.out{layer.layer_id}").slice_for(0, 0)
+            if len(q) > len(whole):
+                return out
+            kept: torch.Tensor = whole[: len(q)]
+            is_real = metadata.out_cache_loc >= self.context.limits.page_size
+            kept.copy_(torch.where(is_real[:, None, None], out, kept))
+            return kept.clone()
+
+    return Skips
+
+
+def _makes_constants_lazily(base: type[Any]) -> type[Any]:
+    class Lazy(base):  # type: ignore[misc]
+        """Makes a constant when metadata is first asked for, and holds it for good."""
+
+        def __init__(self, context: Any) -> None:
+            super().__init__(context)
+            self.ones: Any = None
+
+        def allocate_metadata(self, *args: Any) -> Any:
+            """Make the constant, outside any graph."""
+            if self.ones is None:
+                self.ones = torch.ones((), device=self.context.device, dtype=self.context.dtype)
+            return super().allocate_metadata(*args)
+
+        def forward(self, *args: Any) -> torch.Tensor:
+            """Attend, times one."""
+            out: torch.Tensor = super().forward(*args) * self.ones
+            return out
+
+    return Lazy
+
+
+# -- runners -----------------------------------------------------------------------------------------
+
+
+def _pads_by_itself(base: type[Any]) -> type[Any]:
+    class PadsByItself(base):  # type: ignore[misc]
+        """Copies fields and fills tails with calls of its own."""
+
+        @hookimpl
+        def populate(
+            self, registry: CudaGraphBufferRegistry, batch: ForwardBatch, shape: GraphShape
+        ) -> None:
+            """Copy, then fill."""
+            for slot in registry:
+                if not slot.copy_from_fb or slot.axis == "none":
+                    continue
+                target = slot.slice_for(shape.batch_size, shape.num_tokens)
+                source = getattr(batch, slot.name)
+                target[: len(source)].copy_(source)
+                target[len(source) :].fill_(slot.initial_value)
+            if registry.has_slot("num_token_non_padded"):
+                slot = registry.get_slot("num_token_non_padded")
+                if slot.post_fill is not None:
+                    counts = SimpleNamespace(padded_num_tokens=shape.num_tokens)
+                    slot.post_fill(slot.slice_for(0, 0), batch, counts)  # type: ignore[arg-type]
+
+    return PadsByItself
+
+
+@dataclass(slots=True, kw_only=True)
+class _View(ForwardBatch):
+    """A view that says how many of its requests are real; a runner's own note."""
+
+    note: str = ""
+
+
+def _views_of_its_own(base: type[Any]) -> type[Any]:
+    class Views(base):  # type: ignore[misc]
+        """Makes a view of its own class in every step, from slices that it cut once."""
+
+        def __init__(self, context: Any) -> None:
+            super().__init__(context)
+            self.slices: dict[GraphShape, Mapping[str, Any]] = {}
+
+        @hookimpl
+        def prepare_replay(
+            self, registry: CudaGraphBufferRegistry, batch: ForwardBatch, shape: GraphShape
+        ) -> _View:
+            """Populate through the lane, and put a view together."""
+            assert self.lane is not None  # noqa: S101  it has one by now
+            self.lane.populate(registry=registry, batch=batch, shape=shape)
+            if shape not in self.slices:
+                self.slices[shape] = {
+                    slot.name: slot.slice_for(shape.batch_size, shape.num_tokens)
+                    for slot in registry
+                    if slot.copy_from_fb or slot.post_fill is not None
+                }
+            return _View(
+                forward_mode=shape.mode,
+                batch_size=shape.batch_size,
+                **self.slices[shape],
+                note="padded",
+            )
+
+    return Views
+
+
+def _stages_inputs(base: type[Any]) -> type[Any]:
+    class Stages(base):  # type: ignore[misc]
+        """Fills one host buffer with lengths and their padding, and copies it at once."""
+
+        def __init__(self, context: Any) -> None:
+            super().__init__(context)
+            self.copied: Event | None = None
+
+        def make_registry(self) -> CudaGraphBufferRegistry | None:
+            """Add the staging memory to the inputs."""
+            registry: CudaGraphBufferRegistry | None = super().make_registry()
+            if registry is not None:
+                registry.register_slot(
+                    _slot("lengths", lambda bs, _: (bs,), torch.int64, device=CPU)
+                )
+            return registry
+
+        @hookimpl
+        def populate(
+            self, registry: CudaGraphBufferRegistry, batch: ForwardBatch, shape: GraphShape
+        ) -> None:
+            """Fill as ever, and stage lengths."""
+            base.populate(self, registry=registry, batch=batch, shape=shape)
+            assert self.lane is not None  # noqa: S101  it has one by now
+            driver = self.lane.driver
+            if self.copied is None:
+                self.copied = driver.event()
+            else:
+                self.copied.synchronize()
+            staging = registry.get_slot("variant.lengths").slice_for(shape.batch_size, 0)
+            numbers = staging.numpy()
+            numbers[: batch.batch_size] = batch.seq_lens_cpu.numpy()
+            numbers[batch.batch_size :] = registry.get_slot("seq_lens").initial_value
+            target = registry.get_slot("seq_lens").slice_for(shape.batch_size, 0)
+            driver.copy_async(target, staging)
+            self.copied.record()
+
+    return Stages
+
+
+def _captures_the_longest(base: type[Any]) -> type[Any]:
+    class Longest(base):  # type: ignore[misc]
+        """Captures dummies of the greatest length there is, on request row 0."""
+
+        def dummy_batch(self, shape: GraphShape) -> ForwardBatch:
+            """Return requests of the greatest length."""
+            dummy: ForwardBatch = super().dummy_batch(shape)
+            most = self.context.limits.max_context_len - dummy.drafts_in_rows
+            lens = torch.full_like(dummy.seq_lens, most)
+            return replace(dummy, seq_lens=lens, seq_lens_cpu=lens.cpu().clone())
+
+    return Longest
+
+
+def _captures_the_smallest_first(base: type[Any]) -> type[Any]:
+    class SmallestFirst(base):  # type: ignore[misc]
+        """Captures in another order, every shape twice."""
+
+        def capture(self, lane: Any) -> None:
+            """Capture upwards, and again."""
+            self.lane = lane
+            for shape in [*self.ladder.shapes, *self.ladder.shapes]:
+                lane.capture(shape)
+
+    return SmallestFirst
+
+
+@dataclass(frozen=True)
+class _Tiers(BucketLadder):
+    """A ladder of two graphs for each bucket: for short sequences and for long ones."""
+
+    longest: int = 16
+
+    @property
+    def shapes(self) -> list[GraphShape]:
+        """Every bucket twice."""
+        width = self.tokens_per_request
+        return [
+            GraphShape(self.mode, size, size * width, variant)
+            for size in sorted(set(self.batch_sizes))
+            for variant in ("short", "long")
+        ]
+
+    def fit(self, batch: ForwardBatch) -> GraphShape | EagerReason:
+        """Return the bucket and its tier; ranks that gather all take the tier of long sequences."""
+        fit = BucketLadder(self.mode, self.batch_sizes, self.tokens_per_request).fit(batch)
+        if isinstance(fit, EagerReason):
+            return fit
+        is_alone = batch.global_num_tokens_cpu is None
+        is_short = max(batch.seq_lens_cpu.tolist(), default=0) <= self.longest
+        return replace(fit, variant="short" if is_alone and is_short else "long")
+
+
+def _has_tiers(base: type[Any]) -> type[Any]:
+    class HasTiers(base):  # type: ignore[misc]
+        """Captures a graph for short sequences and one for long ones, of every size."""
+
+        def make_ladder(self) -> BucketLadder:
+            """Return the sizes, in tiers."""
+            plain = super().make_ladder()
+            return _Tiers(ForwardMode.DECODE, plain.batch_sizes)
+
+        def dummy_batch(self, shape: GraphShape) -> ForwardBatch:
+            """Return a dummy of the tier."""
+            dummy: ForwardBatch = super().dummy_batch(shape)
+            if shape.variant == "short":
+                return dummy
+            lens = torch.full_like(dummy.seq_lens, 40)
+            return replace(dummy, seq_lens=lens, seq_lens_cpu=lens.cpu().clone())
+
+    return HasTiers
+
+
+def _has_a_cap(base: type[Any]) -> type[Any]:
+    class HasACap(base):  # type: ignore[misc]
+        """Captures no more than 8 requests by itself; larger steps run eagerly, and are counted."""
+
+        def default_batch_sizes(self) -> list[int]:
+            """Return every size up to the cap."""
+            return [*range(1, min(self.context.max_bs, 8) + 1)]
+
+    return HasACap
+
+
+def _keeps_inputs_together(base: type[Any]) -> type[Any]:
+    class Together(base):  # type: ignore[misc]
+        """Has token ids and positions as two columns of one tensor."""
+
+        def make_registry(self) -> CudaGraphBufferRegistry | None:
+            """Register the inputs of the base, two of them elsewhere."""
+            made: CudaGraphBufferRegistry | None = super().make_registry()
+            if made is None:
+                return None
+            registry = CudaGraphBufferRegistry(
+                device=made.device, max_bs=made.max_bs, max_num_tokens=made.max_num_tokens
+            )
+            columns = torch.zeros(made.max_num_tokens, 2, dtype=torch.int64, device=made.device)
+            for slot in made.declared():
+                again = replace(slot, buffer=None)
+                at = (
+                    ("input_ids", "positions").index(slot.name)
+                    if slot.name
+                    in (
+                        "input_ids",
+                        "positions",
+                    )
+                    else None
+                )
+                registry.register_slot(again, bind=None if at is None else columns[:, at])
+            return registry
+
+    return Together
+
+
+VARIANTS: list[Variant] = [
+    Variant(
+        name="metadata-of-a-plain-class",
+        style="Metadata is an object of no dataclass.",
+        base="trtllm_mla",
+        lanes=("decode", "extend"),
+        make=_as_plain_object,
+    ),
+    Variant(
+        name="metadata-is-a-dict",
+        style="Metadata is a dict, made by the hooks.",
+        base="trtllm_mla",
+        lanes=("decode", "draft_decode"),
+        make=_as_mapping,
+    ),
+    Variant(
+        name="metadata-is-a-named-tuple",
+        style="Metadata is a named tuple, another one in every step, of the same tensors.",
+        base="trtllm_mla",
+        lanes=("target_verify", "extend"),
+        make=_as_named_tuple,
+    ),
+    Variant(
+        name="bound-of-the-batch-at-hand",
+        style="A bounded host number is captured at the limits, and at replay says what the batch needs.",
+        base="fa3",
+        lanes=("decode", "extend"),
+        make=_bounds_by_the_batch,
+    ),
+    Variant(
+        name="two-bodies",
+        style="Capture and replay are written twice; what is the same for every batch, capture alone writes.",
+        base="fa3",
+        lanes=("decode", "target_verify"),
+        make=_with_two_bodies,
+    ),
+    Variant(
+        name="metadata-made-on-the-host",
+        style="Keys are counted with numpy in host memory, from which the driver copies in its own time.",
+        base="trtllm_mla",
+        lanes=("decode", "draft_extend"),
+        make=_on_the_host,
+    ),
+    Variant(
+        name="metadata-on-a-side-stream",
+        style="Metadata is refreshed on a stream that is forked and joined.",
+        base="fa3",
+        lanes=("decode", "mixed"),
+        make=_on_a_side_stream,
+    ),
+    Variant(
+        name="attention-on-a-side-stream",
+        style="Attention runs on a stream that is forked and joined inside the graph.",
+        base="trtllm_mla",
+        lanes=("decode",),
+        make=_attends_on_a_side_stream,
+    ),
+    Variant(
+        name="replay-hook-that-does-nothing",
+        style="The graph makes all metadata, and the replay hook returns what was captured.",
+        base="fa3",
+        lanes=("decode", "draft_decode_tree"),
+        make=_leaves_all_to_the_graph,
+    ),
+    Variant(
+        name="plan-object",
+        style="Kernels read the tensor of a plan object, which counts its steps and is made anew in place.",
+        base="fa3",
+        lanes=("decode", "draft_extend"),
+        make=_keeps_a_plan,
+    ),
+    Variant(
+        name="length-zero-is-empty",
+        style="Padded rows have no key, and give zeros.",
+        base="reference",
+        lanes=("decode", "target_verify", "mixed"),
+        make=_reads_zero_as_empty,
+    ),
+    Variant(
+        name="table-marked-behind-the-last-key",
+        style="A table has -1 behind each request's last key, which the kernel never follows.",
+        base="reference",
+        lanes=("decode", "draft_decode"),
+        make=_marks_the_end_of_rows,
+    ),
+    Variant(
+        name="table-kept-behind-the-last-key",
+        style="A table keeps what is there behind each request's last key, and nobody reads it.",
+        base="reference",
+        lanes=("decode", "target_verify_tree"),
+        make=_writes_no_more_than_is_read,
+    ),
+    Variant(
+        name="requests-sorted-by-length",
+        style="Requests are laid out by their lengths, for an even load.",
+        base="reference",
+        lanes=("decode", "target_verify"),
+        make=_sorts_requests,
+    ),
+    Variant(
+        name="workspace-of-its-own",
+        style="Attention goes through a workspace of the backend's.",
+        base="flashinfer",
+        lanes=("decode", "extend"),
+        make=_has_a_workspace,
+    ),
+    Variant(
+        name="outputs-of-padded-rows-unwritten",
+        style="A kernel writes real rows alone, into an output buffer that was zeroed once.",
+        base="fa3",
+        lanes=("decode", "draft_extend"),
+        make=_skips_padded_outputs,
+    ),
+    Variant(
+        name="constant-made-on-first-use",
+        style="A constant is made when metadata is first asked for, outside any graph, and held for good.",
+        base="trtllm_mla",
+        lanes=("decode",),
+        make=_makes_constants_lazily,
+    ),
+    Variant(
+        name="runner-that-pads-by-itself",
+        style="A runner copies and pads with calls of its own, slot by slot.",
+        base="reference_runner",
+        lanes=("mixed", "draft_extend"),
+        make=_pads_by_itself,
+    ),
+    Variant(
+        name="decode-runner-that-pads-by-itself",
+        style="A decode runner copies and pads with calls of its own.",
+        base="cuda_graph",
+        lanes=("decode", "idle"),
+        make=_pads_by_itself,
+    ),
+    Variant(
+        name="runner-with-views-of-its-own",
+        style="Views are objects of the runner's own class, put together in every step.",
+        base="cuda_graph",
+        lanes=("decode", "idle"),
+        make=_views_of_its_own,
+    ),
+    Variant(
+        name="runner-that-stages-inputs",
+        style="Lengths and their padding are put into one host buffer, and copied without a wait.",
+        base="cuda_graph",
+        lanes=("decode",),
+        make=_stages_inputs,
+    ),
+    Variant(
+        name="dummies-of-the-longest",
+        style="Dummies are as long as a sequence can be.",
+        base="reference_runner",
+        lanes=("target_verify", "draft_decode"),
+        make=_captures_the_longest,
+    ),
+    Variant(
+        name="decode-dummies-of-the-longest",
+        style="Dummies of decode are as long as a sequence can be.",
+        base="cpu_graph",
+        lanes=("decode",),
+        make=_captures_the_longest,
+    ),
+    Variant(
+        name="smallest-captured-first",
+        style="Shapes are captured from the smallest up, and each of them again.",
+        base="cuda_graph",
+        lanes=("decode",),
+        make=_captures_the_smallest_first,
+    ),
+    Variant(
+        name="tiers-of-length",
+        style="Every bucket is captured twice, for short sequences and for long ones.",
+        base="cuda_graph",
+        lanes=("decode",),
+        make=_has_tiers,
+    ),
+    Variant(
+        name="ladder-with-a-cap",
+        style="Steps beyond a cap run eagerly, with their reason.",
+        base="cuda_graph",
+        lanes=("decode",),
+        make=_has_a_cap,
+    ),
+    Variant(
+        name="inputs-in-one-tensor",
+        style="Token ids and positions are columns of one tensor.",
+        base="cuda_graph",
+        lanes=("decode",),
+        make=_keeps_inputs_together,
+    ),
+]
+"""What has to pass."""

@@ -1,0 +1,410 @@
+"""A backend and a runner that keep the pact in every mode, for whatever is checked to be paired with.
+
+`ReferenceBackend` is attention in plain torch operations, unlike any kernel library's: its metadata is a
+table of the slots of all positions of every request, and for each token whose it is and how far it sees; what
+drafts see beyond that comes in columns of their own. How many chunks of keys are looked at is planned on the
+host: a runner's lengths there are read, too. No custom kernel, no pages. `ReferenceRunner`
+captures the shapes of one mode and pads as every runner of it has to.
+
+Does not: run fast: every query looks at a whole context.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+
+from graphpact.attention import (
+    AttentionBackend,
+    BackendContext,
+    Buffers,
+    Capabilities,
+    GraphSupport,
+    HeadLayout,
+    LayerSpec,
+    Limits,
+)
+from graphpact.batch import ForwardBatch, ForwardMode
+from graphpact.buffers import CudaGraphBufferRegistry, GraphSlot, PaddingPolicy
+from graphpact.buffers.presets import num_token_non_padded_slot
+from graphpact.errors import ConfigError
+from graphpact.graphs import Event
+from graphpact.runners import GraphRunner
+from graphpact.shapes import BucketLadder, EagerReason, GraphShape
+from graphpact_conformance.problems import Case, static_shapes
+
+CPU = torch.device("cpu")
+CHUNK = 16
+"""Keys that are looked at together: so many chunks of them as the host plans, and no more."""
+
+
+@dataclass(slots=True)
+class ReferenceMetadata:
+    """What one step reads.
+
+    Args:
+        out_cache_loc: ``[T]`` int64: where each token's key is written.
+        table: ``[bs, max_context_len]`` int64: slot of each position of each request.
+        request: ``[T]`` int64: whose token it is.
+        last: ``[T]`` int64: the last position of the table that the token sees.
+        drafts: ``[T, n]`` int64: slots of drafts that it may see too.
+        draft_mask: ``[T, n]`` bool: which of them it sees; None for all.
+        most: ``[bs]`` int64: keys of each request, drafts included, as the host counts them.
+        staging: The same on the host, from where it is copied; None in an eager step.
+    """
+
+    out_cache_loc: torch.Tensor
+    table: torch.Tensor
+    request: torch.Tensor
+    last: torch.Tensor
+    drafts: torch.Tensor
+    draft_mask: torch.Tensor | None
+    most: torch.Tensor
+    staging: torch.Tensor | None = None
+
+
+class ReferenceBackend(AttentionBackend):
+    """Every mode, every head layout, trees and windows."""
+
+    capabilities = Capabilities(
+        modes=frozenset(ForwardMode),
+        graph_support=GraphSupport.ALWAYS,
+        dtypes=frozenset({torch.float32, torch.bfloat16}),
+        devices=frozenset({"cpu"}),
+        head_layouts=frozenset(HeadLayout),
+        seq_len_fill_value=2,
+        sliding_window=True,
+        softcap=True,
+        sinks=True,
+        trees=True,
+        needs_host_plan=True,
+    )
+
+    def __init__(self, context: BackendContext) -> None:
+        super().__init__(context)
+        self._copied: dict[int, Event] = {}
+        """By the address of host memory, what tells that the last copy from it is done."""
+
+    def declare_slots(self, limits: Limits) -> Sequence[GraphSlot]:
+        """Return the five index tensors, and host memory for one."""
+        width = max(limits.draft.num_steps, limits.draft.num_draft_tokens)
+
+        def slot(
+            name: str, *row: int, by_request: bool = False, device: torch.device | None = None
+        ) -> GraphSlot:
+            return GraphSlot(
+                f"reference.{name}",
+                lambda bs, tokens: (bs if by_request else tokens, *row),
+                torch.int64,
+                axis="bs" if by_request else "tokens",
+                device=device,
+                owner="reference",
+                padding_policy=PaddingPolicy.KEEP_PAD,
+                reason="every row of the padded extent is written in every step",
+                copy_from_fb=False,
+            )
+
+        return [
+            slot("table", limits.max_context_len, by_request=True),
+            slot("request"),
+            slot("last"),
+            slot("drafts", width),
+            slot("most", by_request=True),
+            slot("staging", by_request=True, device=CPU),
+        ]
+
+    def allocate_metadata(
+        self, view: ForwardBatch, shape: GraphShape, buffers: Buffers
+    ) -> ReferenceMetadata:
+        """Return the slots' slices, as many columns of drafts as the step has."""
+        del shape  # the slices are its own
+        columns = 0
+        if view.draft_step is not None:
+            columns = view.draft_step + 1
+        elif view.tree_mask is not None:
+            columns = view.tree_mask.shape[1]
+        return ReferenceMetadata(
+            out_cache_loc=view.out_cache_loc,
+            table=buffers("reference.table"),
+            request=buffers("reference.request"),
+            last=buffers("reference.last"),
+            drafts=buffers("reference.drafts")[:, :columns],
+            draft_mask=view.tree_mask,
+            most=buffers("reference.most"),
+            staging=buffers("reference.staging") if buffers.in_graph else None,
+        )
+
+    def fill_metadata(self, view: ForwardBatch, metadata: ReferenceMetadata) -> None:
+        """Derive all tensors but `most` on the device."""
+        metadata.table.copy_(self.context.req_to_token[view.req_pool_indices])
+        self.fill_request(view, metadata.request)
+        metadata.last.copy_(self.last_of(view, metadata.request))
+        if metadata.drafts.shape[1]:
+            metadata.drafts.copy_(self.drafts_of(view))
+
+    def fill_request(self, view: ForwardBatch, request: torch.Tensor) -> None:
+        """Write whose every token is; what no request brought is one's behind the last, on scratch."""
+        torch.arange(view.num_tokens, out=request)
+        if view.extend_seq_lens is None:
+            request.div_(view.tokens_per_request, rounding_mode="floor")
+        else:
+            ends = view.extend_seq_lens.cumsum(0)
+            request.copy_(torch.searchsorted(ends, request.clone(), right=True))
+
+    def last_of(self, view: ForwardBatch, request: torch.Tensor) -> torch.Tensor:
+        """Return ``[T]``: the last position that each token sees in its request's table."""
+        at = torch.arange(view.num_tokens, device=view.device)
+        if view.extend_seq_lens is not None:
+            ends = view.extend_seq_lens.cumsum(0)
+            ends = torch.cat([ends, ends[-1:]])[request]
+            lens = _with_one_more(view.seq_lens, 1)[request]
+            return torch.minimum(lens - ends + at, lens - 1)
+        lens = view.seq_lens[request]
+        if view.draft_step is not None or view.tree_mask is not None:
+            return lens - 1
+        width = view.tokens_per_request
+        return lens + view.uncounted_keys - width + at % width
+
+    def drafts_of(self, view: ForwardBatch) -> torch.Tensor:
+        """Return ``[T, n]``: the slots of a branch so far, or of all drafts of a request."""
+        if view.draft_cache_loc is not None and view.draft_step is not None:
+            return view.draft_cache_loc[:, : view.draft_step + 1]
+        assert view.tree_mask is not None  # noqa: S101  there are no other drafts
+        width = view.tree_mask.shape[1]  # an idle batch has no tokens to tell it by
+        return view.out_cache_loc.view(-1, width).repeat_interleave(width, dim=0)
+
+    def metadata_in_graph(self, view: ForwardBatch, metadata: ReferenceMetadata) -> None:
+        """Do the same as `fill_metadata`: it is device work alone."""
+        self.fill_metadata(view, metadata)
+
+    def plan_metadata(self, view: ForwardBatch, metadata: ReferenceMetadata) -> None:
+        """Count every request's keys from its length on the host."""
+        keys = view.seq_lens_cpu + view.uncounted_keys
+        staging = metadata.staging
+        if staging is None or self.driver is None:
+            metadata.most.copy_(keys)
+            return
+        copied = self._copied.setdefault(staging.data_ptr(), self.driver.event())
+        copied.synchronize()  # the last step's copy may still read the staging memory
+        staging.copy_(keys)
+        self.driver.copy_async(metadata.most, staging)
+        copied.record()
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: LayerSpec,
+        metadata: ReferenceMetadata,
+    ) -> torch.Tensor:
+        """Write keys and values, gather what every token sees, attend in float32."""
+        cache = self.context.kv_cache
+        k_cache, v_cache = cache.k[layer.layer_id], cache.v[layer.layer_id]
+        k_cache.index_copy_(0, metadata.out_cache_loc, k)
+        if layer.kv_lora_rank is None:
+            v_cache.index_copy_(0, metadata.out_cache_loc, v)
+        slots, seen = self.keys_of(metadata)
+        if layer.sliding_window is not None:
+            seen = seen & (seen.flip(1).cumsum(1).flip(1) <= layer.sliding_window)
+        slots = torch.where(seen, slots, metadata.out_cache_loc[:, None])
+        group = layer.num_q_heads // layer.num_kv_heads
+        keys = k_cache[slots].float().repeat_interleave(group, dim=2)
+        values = v_cache[slots].float().repeat_interleave(group, dim=2)
+        scores = torch.einsum("thd,tkhd->thk", q.float(), keys) * layer.scaling
+        if layer.softcap is not None:
+            scores = layer.softcap * torch.tanh(scores / layer.softcap)
+        scores = scores.masked_fill(~seen[:, None], float("-inf"))
+        if layer.sinks is not None:
+            sinks = layer.sinks.float()[None, :, None].expand(q.shape[0], -1, 1)
+            scores = torch.cat([scores, sinks], dim=2)
+        weights = torch.softmax(scores, dim=2)[:, :, : slots.shape[1]]
+        return torch.einsum("thk,tkhd->thd", weights, values).to(q.dtype)
+
+    def keys_of(self, metadata: ReferenceMetadata) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return ``[T, n]`` twice: the slots of all keys in their order, and whether a token sees them."""
+        position = torch.arange(metadata.table.shape[1], device=metadata.table.device)
+        chunks = (_with_one_more(metadata.most, 1)[metadata.request] + CHUNK - 1) // CHUNK
+        seen = (position <= metadata.last[:, None]) & (position < (chunks * CHUNK)[:, None])
+        mask = metadata.draft_mask
+        if mask is None:
+            mask = torch.ones_like(metadata.drafts, dtype=torch.bool)
+        table = _with_one_more(metadata.table, 0)
+        slots = torch.cat([table[metadata.request], metadata.drafts], dim=1)
+        return slots, torch.cat([seen, mask], dim=1)
+
+
+def _with_one_more(rows: torch.Tensor, value: int) -> torch.Tensor:
+    """Return rows of requests, and behind them that of the tokens that no request brought."""
+    return torch.cat([rows, rows.new_full((1, *rows.shape[1:]), value)])
+
+
+# -- the runner --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ShapeLadder(BucketLadder):
+    """Shapes of one mode, which a batch fits by its requests and its tokens.
+
+    Args:
+        ladder: The shapes, the smallest first.
+    """
+
+    ladder: tuple[GraphShape, ...] = ()
+
+    @property
+    def shapes(self) -> list[GraphShape]:
+        """Every shape, the smallest first."""
+        return list(self.ladder)
+
+    def fit(self, batch: ForwardBatch) -> GraphShape | EagerReason:
+        """Return the smallest shape with as many requests and tokens, or more."""
+        if batch.forward_mode not in (self.mode, ForwardMode.IDLE):
+            return EagerReason.WRONG_MODE
+        width = self.ladder[0].num_tokens // self.ladder[0].batch_size
+        if not self.mode.is_ragged and batch.num_tokens != batch.batch_size * width:
+            return EagerReason.OTHER_WIDTH
+        requests = batch.batch_size
+        if batch.global_num_tokens_cpu is not None and not self.mode.is_ragged:
+            requests = max(-(-n // width) for n in batch.global_num_tokens_cpu)
+        for shape in self.shapes:
+            if requests <= shape.batch_size and batch.num_tokens <= shape.num_tokens:
+                return shape
+        return EagerReason.OVER_LARGEST
+
+
+class ReferenceRunner(GraphRunner):
+    """Captures the shapes of one mode, and pads as every runner of it has to.
+
+    A padded request lies on request row 0 with the length that the backend declares, and brings no token
+    in a ragged batch; a padded token writes KV slot 0. Of a tree, a padded token sees all draft tokens of
+    its request, itself among them: no row of its scores is empty, and all that it sees is scratch.
+    """
+
+    modes: ClassVar = frozenset(ForwardMode)
+    needs = GraphSupport.UNIFORM_DECODE
+
+    @property
+    def case(self) -> Case:
+        """What the lane's steps are."""
+        limits = self._limits
+        topk, mode = limits.draft.topk, self.context.mode
+        if mode is ForwardMode.TARGET_VERIFY:
+            return Case(mode, tree=topk > 1)
+        return Case(mode, topk=topk if mode is ForwardMode.DRAFT_DECODE else 1)
+
+    @property
+    def _limits(self) -> Limits:
+        if self.context.limits is None:
+            raise ConfigError("the reference runner is built with the limits of its lane")
+        return self.context.limits
+
+    def make_ladder(self) -> BucketLadder | None:
+        """Return the shapes of the mode, or None where the backend cannot be captured in it."""
+        case = self.case
+        if not self.context.backend.graph_support.covers(case.needs):
+            return None
+        shapes = self._shapes()
+        return ShapeLadder(case.lane_mode, [s.batch_size for s in shapes], ladder=tuple(shapes))
+
+    def _shapes(self) -> list[GraphShape]:
+        """Return the request counts that are asked for; else the kit's shapes, up to the largest step."""
+        case, most = self.case, self.context.max_bs
+        if case.width is None:
+            largest = GraphShape(case.lane_mode, most, self._limits.max_num_tokens)
+            return [*(s for s in static_shapes(case) if s.batch_size < most), largest]
+        sizes = self.context.batch_sizes
+        if sizes is None:
+            sizes = [*(s.batch_size for s in static_shapes(case) if s.batch_size < most), most]
+        return [GraphShape(case.lane_mode, size, size * case.width) for size in sizes]
+
+    @property
+    def _padded_seq_len(self) -> int:
+        return self.context.backend.padded_seq_len(self.case.lane_mode, self.case.width or 1)
+
+    def make_registry(self) -> CudaGraphBufferRegistry | None:
+        """Return a slot for every field that a batch of the mode has."""
+        if self.ladder is None:
+            return None
+        case, largest = self.case, self.ladder.shapes[-1]
+        registry = CudaGraphBufferRegistry(
+            device=self.context.device,
+            max_bs=largest.batch_size,
+            max_num_tokens=largest.num_tokens,
+        )
+
+        def add(
+            name: str, *row: int, pad: int | bool = 0, dtype: torch.dtype = torch.int64
+        ) -> None:
+            by_token = name in ("input_ids", "positions", "out_cache_loc", "tree_mask")
+            registry.register_slot(
+                GraphSlot(
+                    name,
+                    lambda bs, tokens: (tokens if by_token else bs, *row),
+                    dtype,
+                    axis="tokens" if by_token else "bs",
+                    device=torch.device("cpu") if name.endswith("_cpu") else None,
+                    padding_policy=PaddingPolicy.FILL_SENTINEL,
+                    pad_value=pad,
+                    owner="the reference runner",
+                )
+            )
+
+        add("input_ids")
+        add("positions")
+        add("out_cache_loc", *[case.num_steps][: case.mode is ForwardMode.DRAFT_DECODE])
+        add("req_pool_indices")
+        add("seq_lens", pad=self._padded_seq_len)
+        add("seq_lens_cpu", pad=self._padded_seq_len)
+        if case.width is None:
+            add("extend_seq_lens")
+            add("extend_seq_lens_cpu")
+        if case.tree:
+            add("tree_mask", case.width or 0, pad=True, dtype=torch.bool)
+        if case.mode is ForwardMode.DRAFT_EXTEND:
+            add("num_correct_drafts", dtype=torch.int32)
+        if self.context.num_token_non_padded:
+            registry.register_slot(
+                num_token_non_padded_slot(
+                    "the reference runner", is_local=self.context.require_gathered_buffer
+                )
+            )
+        return registry
+
+    def dummy_batch(self, shape: GraphShape) -> ForwardBatch:
+        """Return requests on scratch alone: padding, every row; of a ragged batch one has all it can."""
+        case, bs, tokens = self.case, shape.batch_size, shape.num_tokens
+        lens = torch.full((bs,), self._padded_seq_len)
+        extend = None
+        if case.width is None:
+            extend = torch.ones(bs, dtype=torch.int64)
+            extend[0] = tokens - (bs - 1)
+            lens = lens.maximum(extend)
+        zeros = torch.zeros(tokens, dtype=torch.int64)
+        drafts = case.mode is ForwardMode.DRAFT_DECODE
+        counts = self.context.num_token_non_padded
+        batch = ForwardBatch(
+            forward_mode=shape.mode,
+            batch_size=bs,
+            input_ids=zeros,
+            positions=zeros,
+            out_cache_loc=zeros[:, None].expand(-1, case.num_steps).clone() if drafts else zeros,
+            req_pool_indices=zeros[:bs],
+            seq_lens=lens,
+            seq_lens_cpu=lens.clone(),
+            extend_seq_lens=extend,
+            extend_seq_lens_cpu=None if extend is None else extend.clone(),
+            tree_mask=torch.ones(tokens, case.width or 0, dtype=torch.bool) if case.tree else None,
+            num_correct_drafts=zeros[:bs].int() if case.mode is ForwardMode.DRAFT_EXTEND else None,
+            num_token_non_padded=torch.tensor([tokens], dtype=torch.int32) if counts else None,
+            num_token_non_padded_cpu=tokens if counts else None,
+        )
+        return on_device(batch, self.context.device)
+
+
+def on_device(batch: ForwardBatch, device: torch.device) -> ForwardBatch:
+    """Return ``batch`` on ``device``, but for what lies on the host."""
+    tensors = batch.tensors().items()
+    moved = {name: t.to(device) for name, t in tensors if not name.endswith("_cpu")}
+    return replace(batch, **moved)  # type: ignore[arg-type]  # tensors by name

@@ -1,0 +1,34 @@
+"""Reports of the conformance suite: saved, read back, compared, and drawn as HTML and JUnit XML.
+
+    save(report, Path("out"))               results.json, junit.xml and report.html
+    load(Path("out/results.json"))          the report again
+    compare(before, after)                  what became better, worse, appeared, vanished
+
+A terminal's picture of them is in `graphpact_conformance.cli.results`.
+
+Does not: run anything, or judge a result; `graphpact_conformance.results` says what counts.
+"""
+
+from graphpact_conformance.report.comparison import Change, Comparison, compare
+from graphpact_conformance.report.digest import Row, evidence, rows, summary, verdict
+from graphpact_conformance.report.files import FILES, load, make_directory, save
+from graphpact_conformance.report.junit import to_junit
+from graphpact_conformance.report.page import comparison_to_html, to_html
+
+__all__ = [
+    "FILES",
+    "Change",
+    "Comparison",
+    "Row",
+    "compare",
+    "comparison_to_html",
+    "evidence",
+    "load",
+    "make_directory",
+    "rows",
+    "save",
+    "summary",
+    "to_html",
+    "to_junit",
+    "verdict",
+]

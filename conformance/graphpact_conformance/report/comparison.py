@@ -1,0 +1,140 @@
+"""Two reports side by side: what became better, worse, appeared or vanished.
+
+A cell is one rule in one lane of one plugin. It is there where the requirement was put to the plugin; a
+cell that turned unsupported or not run has vanished, whatever it was before.
+
+Does not: compare evidence; two failures of one cell are the same.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from graphpact_conformance.report.digest import GENERAL
+from graphpact_conformance.results import WORST_FIRST, Outcome, Report, worst
+from graphpact_conformance.rules import RULES
+
+What: TypeAlias = Literal["worse", "appeared", "vanished", "better"]
+WHATS: tuple[What, ...] = ("worse", "appeared", "vanished", "better")
+"""In the order in which they are told."""
+
+_Key: TypeAlias = tuple[str, str, str | None, str, str]  # kind, plugin, rule, question, lane
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """The cells of one rule of one plugin that changed in one way.
+
+    Args:
+        what: In which way.
+        plugin: Label of the plugin, with its partner.
+        rule: Id and name.
+        before: What they were; None where a cell was not in the report at all.
+        after: What they are.
+        lanes: Where, in the order of the reports.
+    """
+
+    what: What
+    plugin: str
+    rule: str
+    before: Outcome | None
+    after: Outcome | None
+    lanes: tuple[str, ...]
+
+    @property
+    def is_regression(self) -> bool:
+        """Whether something holds no longer, or something new does not."""
+        new = self.what == "appeared" and self.after is not None and self.after.is_failure
+        return self.what == "worse" or new
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """What changed from one report to another.
+
+    Args:
+        changes: In the order of `WHATS`, then of the reports.
+        unchanged: How many cells are in both with one outcome.
+        setup: What differs in how they were made: name, before, after.
+    """
+
+    changes: tuple[Change, ...]
+    unchanged: int
+    setup: tuple[tuple[str, str, str], ...]
+
+    @property
+    def is_regression(self) -> bool:
+        """Whether a change is one."""
+        return any(change.is_regression for change in self.changes)
+
+    @property
+    def counts(self) -> dict[What, int]:
+        """How many cells changed in each way."""
+        return {
+            what: sum(len(change.lanes) for change in self.changes if change.what == what)
+            for what in WHATS
+        }
+
+    @property
+    def summary(self) -> str:
+        """All of it in one line."""
+        counts = ", ".join(f"{number} {what}" for what, number in self.counts.items())
+        return f"{counts}, {self.unchanged} unchanged"
+
+
+def compare(before: Report, after: Report) -> Comparison:
+    """Return what changed from ``before`` to ``after``, cells of one kind of change together."""
+    old, new = _cells(before), _cells(after)
+    groups: dict[tuple[What, Outcome | None, Outcome | None, str, str], list[str]] = {}
+    unchanged = 0
+    for key in old | new:
+        was, now = old.get(key), new.get(key)
+        what = _what(was, now)
+        if what is None:
+            unchanged += was == now
+            continue
+        _, plugin, rule, question, lane = key
+        label = str(RULES[rule]) if rule else f"{GENERAL}: {question}"
+        groups.setdefault((what, was, now, plugin, label), []).append(lane)
+    changes = [
+        Change(what, plugin, label, was, now, tuple(lanes))
+        for what in WHATS
+        for (kind, was, now, plugin, label), lanes in groups.items()
+        if kind == what
+    ]
+    return Comparison(tuple(changes), unchanged, tuple(_setup(before, after)))
+
+
+def _cells(report: Report) -> dict[_Key, Outcome]:
+    cells: dict[_Key, list[Outcome]] = {}
+    for plugin in report.plugins:
+        for result in plugin.results:
+            question = result.check if result.rule is None else ""
+            key = (plugin.kind, plugin.label, result.rule, question, result.lane)
+            cells.setdefault(key, []).append(result.outcome)
+    return {key: worst(outcomes) for key, outcomes in cells.items()}
+
+
+def _what(was: Outcome | None, now: Outcome | None) -> What | None:
+    was_there, is_there = (outcome is not None and outcome.ran for outcome in (was, now))
+    if was_there != is_there:
+        return "appeared" if is_there else "vanished"
+    if was is None or now is None or was == now or not is_there:
+        return None
+    return "better" if WORST_FIRST.index(now) > WORST_FIRST.index(was) else "worse"
+
+
+def _setup(before: Report, after: Report) -> Iterator[tuple[str, str, str]]:
+    old, new = _made(before), _made(after)
+    for name in old | new:
+        was, now = old.get(name, ""), new.get(name, "")
+        if was != now:
+            yield name, was, now
+
+
+def _made(report: Report) -> dict[str, str]:
+    """Return how a report was made: the machine, the options, the versions of plugins."""
+    made = {**report.environment.model_dump(), **report.options}
+    made |= {"seed": report.seed, "examples": report.examples}
+    made |= {plugin.distribution: plugin.version for plugin in report.plugins}
+    return {name: "" if value is None else str(value) for name, value in made.items()}

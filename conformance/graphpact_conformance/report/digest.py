@@ -1,0 +1,222 @@
+"""What every report says, whatever it is drawn with: a row for each rule, the evidence, the verdict.
+
+Does not: draw.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from graphpact_conformance.results import (
+    WORST_FIRST,
+    ExitCode,
+    Finding,
+    Outcome,
+    PluginResults,
+    Report,
+    Result,
+    worst,
+)
+from graphpact_conformance.rules import RULES, Rule, causes_first
+
+GENERAL = "general"
+"""What stands where a rule would, for what is asked of every plugin and is no rule's."""
+
+_GENERAL_REQUIREMENT = (
+    "A plugin can be found and loaded, answers right without a graph, ends what it begins, prints nothing,"
+    " and its list of known failures is true."
+)
+
+GLYPHS = {
+    Outcome.PASS: "✓",
+    Outcome.FAIL: "✗",
+    Outcome.XFAIL: "≈",
+    Outcome.XPASS: "!",
+    Outcome.UNSUPPORTED: "–",  # noqa: RUF001  as wide as the others
+    Outcome.NOT_RUN: "○",
+    Outcome.ERROR: "‼",
+}
+"""A sign for each outcome; never the only one."""
+
+VERDICTS = {
+    ExitCode.CONFORMANT: "conformant",
+    ExitCode.NOT_CONFORMANT: "not conformant",
+    ExitCode.SUITE_ERROR: "no verdict: the suite could not go on",
+    ExitCode.NOTHING_RAN: "no verdict: nothing ran",
+}
+"""A whole run in words."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What one rule came to for one plugin.
+
+    Args:
+        rule: The rule; None for what is asked of every plugin and is no rule's.
+        results: One for each lane, at least one.
+    """
+
+    rule: Rule | None
+    results: tuple[Result, ...]
+
+    @property
+    def key(self) -> str:
+        """Id of the rule, or `GENERAL`: fit for an anchor."""
+        return self.rule.id if self.rule else GENERAL
+
+    @property
+    def label(self) -> str:
+        """Id and name of the rule."""
+        return str(self.rule or GENERAL)
+
+    @property
+    def requirement(self) -> str:
+        """What holds, in one sentence."""
+        return self.rule.requirement if self.rule else _GENERAL_REQUIREMENT
+
+    @property
+    def outcome(self) -> Outcome:
+        """One outcome for all lanes."""
+        return worst(result.outcome for result in self.results)
+
+    @property
+    def counts(self) -> dict[Outcome, int]:
+        """How many lanes have each outcome, the worst first."""
+        return in_order(Counter(result.outcome for result in self.results))
+
+    @property
+    def share(self) -> str:
+        """How many lanes have the outcome: ``12``, or ``2/12`` of those that the plugin supports."""
+        counts = self.counts
+        hits = counts[self.outcome]
+        others = sum(counts.values()) - hits - counts.get(Outcome.UNSUPPORTED, 0)
+        return f"{hits}/{hits + others}" if others > 0 else str(hits)
+
+    @property
+    def failures(self) -> list[Result]:
+        """The results of which something has to be mended."""
+        return [result for result in self.results if result.outcome.is_failure]
+
+    @property
+    def others(self) -> dict[tuple[Outcome, str | None], list[Result]]:
+        """All results but failures, those of one outcome and one reason together."""
+        groups: dict[tuple[Outcome, str | None], list[Result]] = {}
+        for result in self.results:
+            if not result.outcome.is_failure:
+                groups.setdefault((result.outcome, result.reason), []).append(result)
+        return groups
+
+
+def rows(plugin: PluginResults) -> list[Row]:
+    """Return a row for each rule that has results, by id; what is general comes first."""
+    found = [
+        (rule, tuple(plugin.of_rule(rule.id if rule else None))) for rule in (None, *RULES.values())
+    ]
+    return [Row(rule, results) for rule, results in found if results]
+
+
+def evidence(finding: Finding) -> list[tuple[str, str]]:
+    """Return what there is to say about a breach, by name, in the order in which it is read."""
+    told = (
+        ("hook", finding.hook),
+        ("field", finding.field),
+        ("expected", finding.expected),
+        ("actual", finding.actual),
+        ("batch", finding.batch),
+        ("shape", finding.shape),
+        ("help", finding.help),
+        ("reproduce", finding.reproduce),
+    )
+    return [(name, text) for name, text in told if text]
+
+
+def verdict(plugin: PluginResults, *, strict: bool = False) -> str:
+    """Return in one sentence what was shown of a plugin, and what a full claim would also need."""
+    found = rows(plugin)
+    errors = [_say_broken(row) for row in found if row.outcome is Outcome.ERROR]
+    if errors:
+        return f"no verdict: the suite could not go on with {', '.join(errors)}"
+    broken = [_say_broken(row) for row in found if any(r.counts_against for r in row.results)]
+    if broken:
+        return f"not conformant: {', '.join(broken)}{_where_to_begin(found)}"
+    if not plugin.is_conformant:
+        return "no verdict: nothing passed, nothing failed"
+    known = [row.label for row in found if row.outcome is Outcome.XFAIL]
+    shown = _where(plugin) + (f", but for known failures of {', '.join(known)}" if known else "")
+    needs = plugin.shortfalls
+    if strict and needs:
+        return f"not conformant: --strict also asks for {'; '.join(needs)}; all else holds {shown}"
+    if plugin.not_shown:
+        needs.append("what this machine could not show")
+    claim = f"; a full claim would also need {'; '.join(needs)}" if needs else ""
+    return f"conformant {shown}{claim}"
+
+
+def is_good(plugin: PluginResults, *, strict: bool = False) -> bool:
+    """Return whether the verdict on a plugin is that it is conformant."""
+    return plugin.is_conformant and not (strict and plugin.shortfalls)
+
+
+def summary(report: Report) -> str:
+    """Return the last line of a run: how many plugins are conformant, and how many results of each kind."""
+    total = len(report.plugins)
+    good = sum(is_good(plugin, strict=report.strict) for plugin in report.plugins)
+    return (
+        f"{good} of {total} {'plugin' if total == 1 else 'plugins'} conformant;"
+        f" {say_counts(in_order(report.counts))}; seed {report.seed}; {report.seconds:.1f} s"
+    )
+
+
+def in_order(counts: Counter[Outcome]) -> dict[Outcome, int]:
+    """Return those counts that are not zero, the worst first."""
+    return {outcome: counts[outcome] for outcome in WORST_FIRST if counts[outcome]}
+
+
+def say_counts(counts: dict[Outcome, int]) -> str:
+    """Return counts in words: ``2 fail, 12 pass``."""
+    return ", ".join(f"{number} {say(outcome)}" for outcome, number in counts.items()) or "none"
+
+
+def say(outcome: Outcome) -> str:
+    """Return an outcome in words."""
+    return outcome.value.replace("_", " ")
+
+
+def lanes(results: Iterable[Result], most: int = 3) -> str:
+    """Return the names of the first lanes, and how many more there are."""
+    names = list(dict.fromkeys(result.lane for result in results))
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
+
+
+def plain(text: str) -> str:
+    """Return ``text`` with all that does not print, but for newlines and tabs, spelled out.
+
+    So are characters that XML cannot hold, and those that turn the direction of writing.
+    """
+    return "".join(
+        c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode("ascii")
+        for c in text
+    )
+
+
+def _say_broken(row: Row) -> str:
+    if row.rule:
+        return row.label
+    return f"{row.label} ({', '.join(dict.fromkeys(result.check for result in row.failures))})"
+
+
+def _where_to_begin(found: Sequence[Row]) -> str:
+    """Return, where several rules are broken, the one that the others may follow from."""
+    broken = [row.key for row in found if row.rule and any(r.counts_against for r in row.results)]
+    if len(broken) < 2:
+        return ""
+    return f"; begin with {causes_first(broken)[0]}, others may follow from it"
+
+
+def _where(plugin: PluginResults) -> str:
+    drivers = ", ".join(f"the {driver}" for driver in plugin.drivers)
+    parts = [f"on {drivers or 'no driver'}"]
+    if plugin.provider:
+        parts.append(f"{plugin.provider} kernels")
+    return ", ".join(parts)

@@ -1,0 +1,92 @@
+"""Reports as files: a directory of them written, and ``results.json`` read back.
+
+Does not: read anything that another version of the format wrote.
+"""
+
+import json
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from graphpact.errors import UsageError
+from graphpact_conformance.report.junit import to_junit
+from graphpact_conformance.report.page import to_html
+from graphpact_conformance.results import SCHEMA_VERSION, Report
+
+FILES = ("results.json", "junit.xml", "report.html")
+"""What `save` writes."""
+
+_HINT = "a report is the results.json of `graphpact check --report DIR`"
+
+
+def make_directory(directory: Path) -> None:
+    """Make the directory of a report, so that a long run does not end for want of it.
+
+    Raises:
+        UsageError: It cannot be made.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"no report can be written to {directory}: {_why(error)}") from error
+
+
+def save(report: Report, directory: Path) -> None:
+    """Write ``results.json``, ``junit.xml`` and ``report.html`` into ``directory``; needs jinja2.
+
+    Raises:
+        UsageError: They cannot be written.
+    """
+    make_directory(directory)
+    texts = (report.model_dump_json(indent=2) + "\n", to_junit(report), to_html(report))
+    for name, text in zip(FILES, texts, strict=True):
+        write(directory / name, text)
+
+
+def write(path: Path, text: str) -> None:
+    """Write one file.
+
+    Raises:
+        UsageError: It cannot be written.
+    """
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{path} cannot be written: {_why(error)}") from error
+
+
+def load(path: Path) -> Report:
+    """Read the report in ``path``, a ``results.json``, or in the directory ``path``.
+
+    Raises:
+        UsageError: It is missing, no JSON, no report, or of a format that this version does not read.
+    """
+    file = path / FILES[0] if path.is_dir() else path
+    try:
+        raw = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"{file} cannot be read: {_why(error)}", hint=_HINT) from error
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{file} is no JSON: {error}", hint=_HINT) from error
+    if not isinstance(raw, dict) or "schema_version" not in raw:
+        raise UsageError(f"{file} is no report: it has no schema_version", hint=_HINT)
+    version = raw["schema_version"]
+    if version != SCHEMA_VERSION:
+        raise UsageError(
+            f"{file} has schema version {version!r}; this graphpact reads {SCHEMA_VERSION}",
+            hint="read it with the graphpact that wrote it: environment.graphpact in the file",
+        )
+    try:
+        return Report.model_validate(raw)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"])) or "the whole"
+        count = error.error_count()
+        more = f", and {count - 1} more" if count > 1 else ""
+        raise UsageError(
+            f"{file} is no report: {place}: {first['msg']}{more}", hint=_HINT
+        ) from error
+
+
+def _why(error: OSError) -> str:
+    return error.strerror or str(error)

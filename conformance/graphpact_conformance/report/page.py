@@ -1,0 +1,83 @@
+"""Reports as one HTML page each: no scripts, nothing from outside, light and dark.
+
+What a report says comes from plugins and is never trusted: it is escaped, and what does not print is
+spelled out, wherever a template puts it.
+
+Does not: import jinja2 before a page is drawn; it is an extra.
+"""
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from graphpact_conformance.report import digest
+from graphpact_conformance.report.comparison import WHATS, Comparison
+from graphpact_conformance.results import WORST_FIRST, Report
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
+
+def to_html(report: Report) -> str:
+    """Return ``report`` as a page.
+
+    A matrix of rules by plugins whose every cell opens its evidence; verdicts, failures, claims, hints,
+    what could not be shown, and how it was run.
+    """
+    columns = [{row.key: row for row in digest.rows(plugin)} for plugin in report.plugins]
+    labels = {key: row for column in columns for key, row in column.items()}
+    return _draw(
+        "report.html.jinja",
+        report=report,
+        columns=columns,
+        # rules in their order, not in that in which plugins bring them
+        rules=sorted(labels.values(), key=lambda row: "" if row.rule is None else row.key),
+        headline=digest.VERDICTS[report.exit_code],
+        summary=digest.summary(report),
+        counts=digest.in_order(report.counts),
+    )
+
+
+def comparison_to_html(comparison: Comparison, before: str, after: str) -> str:
+    """Return a comparison as a page.
+
+    Args:
+        comparison: What changed.
+        before: What the first report is called.
+        after: What the second one is called.
+    """
+    return _draw(
+        "comparison.html.jinja", comparison=comparison, before=before, after=after, whats=WHATS
+    )
+
+
+def _draw(template: str, **names: Any) -> str:
+    return _environment().get_template(template).render(**names)
+
+
+@lru_cache(maxsize=1)
+def _environment() -> "Environment":
+    from jinja2 import Environment, PackageLoader, StrictUndefined  # noqa: PLC0415  an extra
+    from markupsafe import Markup  # noqa: PLC0415  comes with it
+
+    def printable(value: Any) -> Any:
+        return value if isinstance(value, Markup) else digest.plain(str(value))
+
+    environment = Environment(
+        loader=PackageLoader("graphpact_conformance.report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        finalize=printable,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.globals.update(
+        glyphs=digest.GLYPHS,
+        outcomes=WORST_FIRST,
+        verdict=digest.verdict,
+        is_good=digest.is_good,
+        evidence=digest.evidence,
+        say=digest.say,
+        say_counts=digest.say_counts,
+    )
+    return environment

@@ -1,0 +1,610 @@
+"""`Rig`: one lane of a backend and a runner, the memory around it, and what one step of it leaves.
+
+The lane is driven as an engine drives it, through `Lane.run`; an observer of the hooks sees view and
+metadata, and can put something in between. Around it, all is poison that no live request owns: request rows
+that are gone hold slots out of range, free KV slots hold NaN. So a stale row shows.
+
+The model is two layers of attention. Whatever field of a batch its runner has a slot for, it reads: token
+ids and positions index tables, the accepted drafts pick rows, the number of real tokens masks a sum over
+rows. So a wrong row of any of them shows, too.
+
+Does not: judge. What a step leaves is compared by `graphpact_conformance.experiments`.
+"""
+
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from graphpact.attention import (
+    AttentionBackend,
+    BackendContext,
+    Capabilities,
+    DraftMetadata,
+    ProviderName,
+    kv_tensors,
+)
+from graphpact.batch import ForwardBatch, ForwardMode
+from graphpact.buffers import CudaGraphBufferRegistry, GraphSlot
+from graphpact.graphs import GraphDriver
+from graphpact.hookspecs import hookimpl
+from graphpact.lane import Lane, PactMode
+from graphpact.pact import Breach, walk
+from graphpact.parallel import get_parallel
+from graphpact.runners import GraphRunner, RunnerContext
+from graphpact.shapes import GraphShape
+from graphpact_conformance.oracle import attend
+from graphpact_conformance.problems import CONTEXT, VOCAB, Config, Problem, next_id
+from graphpact_conformance.reference import ReferenceRunner, on_device
+from graphpact_tape.guard import StrictGuard, is_due
+from graphpact_tape.tape import TapeDriver
+
+CPU = torch.device("cpu")
+NAN = float("nan")
+TOLERANCE = {
+    torch.float64: 1e-9,
+    torch.float32: 1e-5,
+    torch.bfloat16: 4 * torch.finfo(torch.bfloat16).eps,
+    torch.float16: 4 * torch.finfo(torch.float16).eps,
+}
+"""By how much an output may be off, of one more than its size: queries, keys and values are of scale 1."""
+
+_Around = Generator[None, Any, Any]
+
+
+class Observer:
+    """Sees view and metadata of each step.
+
+    Attributes:
+        before: Called with registry and shape before a step is prepared; None for nothing.
+        ready: Called with view and metadata when all is prepared and nothing replayed; None for nothing.
+    """
+
+    def __init__(self) -> None:
+        self.before: Callable[[CudaGraphBufferRegistry, GraphShape], None] | None = None
+        self.ready: Callable[[ForwardBatch, Any], None] | None = None
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget what was seen."""
+        self.shape: GraphShape | None = None
+        self.view: ForwardBatch | None = None
+        self.metadata: Any = None
+        self.at_capture = False
+
+    @hookimpl(wrapper=True, tryfirst=True)
+    def prepare_replay(self, registry: CudaGraphBufferRegistry, shape: GraphShape) -> _Around:
+        """Begin a step."""
+        self.forget()
+        self.shape = shape
+        if self.before is not None:
+            self.before(registry, shape)
+        view = yield
+        self.view = view
+        return view
+
+    @hookimpl(wrapper=True, tryfirst=True)
+    def init_metadata_capture(self, view: ForwardBatch) -> _Around:
+        """See the metadata of a capture."""
+        self.at_capture = True
+        return (yield from self._see(view))
+
+    @hookimpl(wrapper=True, tryfirst=True)
+    def init_metadata_replay(self, view: ForwardBatch) -> _Around:
+        """See the metadata of a replay."""
+        return (yield from self._see(view))
+
+    def _see(self, view: ForwardBatch) -> _Around:
+        metadata = yield
+        self.metadata = metadata
+        if self.ready is not None:
+            self.ready(view, metadata)
+        return metadata
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A copy of one tensor of view or metadata.
+
+    Args:
+        path: Where it is, such as ``metadata.kv_indptr``.
+        value: What it held.
+        slot: The slot in whose memory it lies; None outside the registry.
+        tail: The first index of its padded rows along `dim`; None where it has none.
+        dim: The axis of its rows.
+        is_due: Whether every step has to write it.
+        is_alias: Whether it is memory that stands under another path already.
+    """
+
+    path: str
+    value: torch.Tensor
+    slot: GraphSlot | None
+    tail: int | None
+    dim: int
+    is_due: bool
+    is_alias: bool
+
+    @property
+    def name(self) -> str:
+        """Path and slot, for messages."""
+        return self.path if self.slot is None else f"{self.path} ({self.slot.label})"
+
+    @property
+    def in_tail(self) -> torch.Tensor:
+        """Bool tensor of the shape of `value`: where it belongs to padded rows."""
+        mask = torch.zeros(self.value.shape, dtype=torch.bool)
+        if self.tail is not None:
+            mask.narrow(self.dim, self.tail, self.value.shape[self.dim] - self.tail).fill_(1)
+        return mask
+
+
+@dataclass
+class Step:
+    """What one run of one batch left.
+
+    Args:
+        problem: The batch.
+        error: What was raised; None for a step that ended.
+        stage: How far it came: ``prepare``, ``metadata``, ``replay`` or ``done``.
+        shape: What was replayed; None for an eager run.
+        replays: How many replays the lane counted.
+        leaves: The tensors of view and metadata, by path.
+        numbers: The host values of view and metadata, by path.
+        breaches: What the pact says of them.
+        rows: What the lane returned: real rows.
+        outputs: All that the graph gave, padded rows too; None for an eager run.
+        caches: The KV cache afterwards.
+        table: The page table afterwards.
+        batch: Fields of the batch that the step changed.
+    """
+
+    problem: Problem
+    error: BaseException | None = None
+    stage: str = "prepare"
+    shape: GraphShape | None = None
+    replays: int = 0
+    leaves: dict[str, Leaf] = field(default_factory=dict)
+    numbers: dict[str, Any] = field(default_factory=dict)
+    breaches: tuple[Breach, ...] = ()
+    rows: torch.Tensor | None = None
+    outputs: torch.Tensor | None = None
+    caches: dict[str, torch.Tensor] = field(default_factory=dict)
+    table: torch.Tensor | None = None
+    changed_fields: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a batch has to leave.
+
+    Args:
+        rows: ``[T, columns]`` float64: what the model returns.
+        caches: The memory of the KV cache afterwards, by name; the scratch page may hold anything.
+    """
+
+    rows: torch.Tensor
+    caches: dict[str, torch.Tensor]
+
+
+class Rig:
+    """One lane, and the memory around it.
+
+    Args:
+        config: What the lane is built for.
+        backend: The class.
+        runner: The class.
+        driver: Makes the lane's driver from a device.
+        guarded: Whether a `StrictGuard` stands around the lane, whose driver is then strict.
+        in_graph: As ``Lane(metadata_in_graph=...)``.
+        provider: Of the backend's kernels.
+        device: Of all but the oracle.
+        pact: As ``Lane(pact=...)``.
+        capture: Whether the runner captures its shapes.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        backend: type[AttentionBackend],
+        runner: type[GraphRunner] = ReferenceRunner,
+        driver: Callable[[torch.device], GraphDriver] = TapeDriver,
+        guarded: bool = False,
+        in_graph: bool | None = None,
+        provider: ProviderName = "auto",
+        device: torch.device = CPU,
+        pact: PactMode = "off",
+        capture: bool = True,
+    ) -> None:
+        self.config, self.device = config, device
+        self.layers = [
+            replace(at, sinks=None if at.sinks is None else at.sinks.to(device))
+            for at in config.layers
+        ]
+        self._make_weights()
+        self._make_memory()
+        mode, limits = config.case.lane_mode, config.limits
+        self.backend = backend(
+            BackendContext(
+                *(device, config.dtype, self.layers, limits, self.table, self.kv, mode, provider)
+            )
+        )
+        self._slots: dict[int, GraphSlot] = {}
+        self.observer = Observer()
+        records = driver(device)
+        self.guard = StrictGuard(records) if guarded else None
+        self.runner = runner(runner_context(config, self.backend.capabilities, device))
+        self.lane = Lane(
+            mode.value,
+            model=self.model,
+            runner=self.runner,
+            backend=self.backend,
+            driver=records,
+            pact=pact,
+            metadata_in_graph=in_graph if self.runner.ladder else None,
+            observers=[self.observer, *([self.guard] if self.guard else [])],
+        )
+        self.run = self.lane.run
+        if self.guard is not None:
+            self.run = self.guard.around(self.lane, self.lane.run)
+        if capture:
+            self.capture()
+
+    def capture(self) -> None:
+        """Let the runner capture its shapes."""
+        self.runner.capture(self.lane)
+        self.observer.forget()
+
+    @property
+    def registry(self) -> CudaGraphBufferRegistry:
+        """The lane's registry; there is one, for a lane that captures."""
+        assert self.lane.registry is not None  # noqa: S101  lanes with graphs have one
+        return self.lane.registry
+
+    # -- the model -------------------------------------------------------------------------------
+
+    def _make_weights(self) -> None:
+        generator = torch.Generator().manual_seed(1)
+        heads, dtype = self.config.heads, self.config.dtype
+        rows = [(heads.num_q_heads, heads.head_dim), (heads.num_kv_heads, heads.head_dim)]
+        rows += [(heads.num_kv_heads, heads.v_head_dim)]
+
+        def random(*shape: int) -> torch.Tensor:
+            return torch.randn(*shape, generator=generator).to(self.device, dtype)
+
+        self.weights = [[random(VOCAB, *row) for row in rows] for _ in self.layers]
+        turns = torch.rand(CONTEXT, 1, 1, generator=generator) + 0.5
+        self.turns = turns.to(self.device, dtype)
+
+    def _project(
+        self,
+        layer: int,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return queries, keys and values of tokens; queries and keys depend on the position."""
+        w_q, w_k, w_v = self.weights[layer]
+        turn = self.turns[positions]
+        k = w_k[ids] * turn
+        if self.config.heads.kv_lora_rank is not None:
+            return w_q[ids] * turn, k, k[..., : self.config.heads.kv_lora_rank]
+        return w_q[ids] * turn, k, w_v[ids]
+
+    def model(self, batch: ForwardBatch, backend: Any, metadata: Any) -> torch.Tensor:
+        """Return ``[T, columns]``: what every layer gives in every step of a draft, and what rows share."""
+        steps = metadata.steps if isinstance(metadata, DraftMetadata) else [metadata]
+        ids, positions, columns = batch.input_ids, batch.positions, []
+        for step, part in enumerate(steps):
+            if step:
+                ids, positions = next_id(ids, step - 1), positions + 1
+            for layer in self.layers:
+                q, k, v = self._project(layer.layer_id, ids, positions)
+                columns.append(backend.forward(q, k, v, layer, part).flatten(1))
+        out = torch.cat(columns, dim=1)
+        return torch.cat([out, *self._shared(batch, out)], dim=1)
+
+    def _shared(self, batch: ForwardBatch, out: torch.Tensor) -> list[torch.Tensor]:
+        """Return what rows give to each other, as columns: pooling, and the row of the last right draft."""
+        shared = []
+        if self.config.case.mode is ForwardMode.DRAFT_EXTEND and batch.batch_size:
+            if batch.num_correct_drafts is not None:
+                width = batch.tokens_per_request
+                requests = torch.arange(batch.batch_size, device=out.device)
+                last = out[:, :1].view(-1, width)[requests, batch.num_correct_drafts.long()]
+                shared.append(last.repeat_interleave(width)[:, None])
+            else:
+                shared.append(out[:, :1])
+        elif self.config.case.mode is ForwardMode.DRAFT_EXTEND:
+            shared.append(out[:, :1])
+        if self.config.counts:
+            first, rows = self._own_rows(batch.num_tokens)
+            mine = out[first : first + rows, :1]
+            count = batch.num_token_non_padded
+            if count is None:
+                count = torch.full((1,), len(mine), device=out.device)
+            real = torch.arange(len(mine), device=out.device)[:, None] < count
+            pooled = torch.where(real, mine, 0).sum(dim=0, keepdim=True)
+            shared.append(pooled.expand(out.shape[0], 1))
+        return shared
+
+    @staticmethod
+    def _own_rows(num_tokens: int) -> tuple[int, int]:
+        """Return the first of the rows that this rank pools, and how many they are."""
+        parallel = get_parallel()
+        rows = num_tokens // parallel.attn_tp_size
+        return parallel.attn_tp_rank * rows, rows
+
+    # -- memory ----------------------------------------------------------------------------------
+
+    def _make_memory(self) -> None:
+        config = self.config
+        heads, dtype, slots = config.heads, config.dtype, config.num_pages * config.page_size
+
+        def cache(width: int) -> list[torch.Tensor]:
+            return [
+                torch.full((slots, heads.num_kv_heads, width), NAN, dtype=dtype, device=self.device)
+                for _ in self.layers
+            ]
+
+        k = cache(heads.head_dim)
+        v = cache(heads.v_head_dim)
+        if heads.kv_lora_rank is not None:
+            v = [each[..., : heads.kv_lora_rank] for each in k]
+        self.kv = SimpleNamespace(k=k, v=v)
+        empty = Problem(config.case, [], 0)
+        self.table = empty.page_table(config).to(self.device)
+        self._fill_cache(empty)
+
+    def load(self, problem: Problem) -> None:
+        """Set page table and KV cache to what is there before ``problem``; the rest is poison."""
+        self.table.copy_(problem.page_table(self.config))
+        self._fill_cache(problem)
+
+    def _fill_cache(self, problem: Problem) -> None:
+        generator = torch.Generator().manual_seed(problem.seed)
+        cached = [slot for r in problem.requests for slot in r.cached]
+        live = torch.tensor([*range(self.config.page_size), *cached], device=self.device)
+        for cache in kv_tensors(self.kv).values():
+            cache.fill_(NAN)
+            random = torch.randn(len(live), *cache.shape[1:], generator=generator)
+            cache[live] = random.to(self.device, cache.dtype)
+
+    def batch_of(self, problem: Problem) -> ForwardBatch:
+        """Return the batch of a problem, as this lane is given it."""
+        return on_device(problem.batch(counts=self.config.counts), self.device)
+
+    # -- a step ----------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def step(
+        self,
+        problem: Problem,
+        *,
+        eagerly: bool = False,
+        fill: Callable[[GraphSlot], None] | None = None,
+        ready: Callable[[ForwardBatch, Any], None] | None = None,
+        after_load: Callable[[], None] | None = None,
+        batch: ForwardBatch | None = None,
+    ) -> Step:
+        """Run one batch, and return what it leaves, its error too.
+
+        Args:
+            problem: The batch, and what memory holds before it.
+            eagerly: Run it without a graph.
+            fill: Called before the step is prepared, with every slot that it has to write.
+            ready: Called between the hooks and the replay.
+            after_load: Called when memory is as the problem says.
+            batch: What is run instead of the problem's own batch.
+        """
+        self.load(problem)
+        if after_load is not None:
+            after_load()
+        batch = self.batch_of(problem) if batch is None else batch
+        given = {name: tensor.clone() for name, tensor in batch.tensors().items()}
+        for _, graph in self.lane.graphs():
+            if isinstance(graph.outputs, torch.Tensor):
+                graph.outputs.fill_(NAN)
+        self.observer.forget()
+        self.observer.ready = ready
+        self.observer.before = None if fill is None else _each_due(fill)
+        step = Step(problem)
+        before = self.lane.stats.replays
+        try:
+            rows = self.lane.run_eager(batch) if eagerly else self.run(batch)
+            step.rows, step.stage = rows.detach().clone().cpu(), "done"
+        except (Exception, SystemExit) as error:  # noqa: BLE001  anybody's code runs here
+            step.error = error
+        finally:
+            self.observer.ready = self.observer.before = None
+        step.replays = self.lane.stats.replays - before
+        self._see(step)
+        step.caches = {n: t.clone().cpu() for n, t in kv_tensors(self.kv).items()}
+        step.table = self.table.clone().cpu()
+        step.changed_fields = [
+            name
+            for name, tensor in batch.tensors().items()
+            if not bool(same(tensor, given[name]).all())
+        ]
+        return step
+
+    def _see(self, step: Step) -> None:
+        """Copy what the observer saw into ``step``."""
+        seen = self.observer
+        if seen.shape is None:
+            return
+        step.shape = seen.shape
+        if seen.view is None:
+            return
+        if step.stage != "done":
+            step.stage = "metadata" if seen.metadata is None else "replay"
+        parts = {"view": seen.view}
+        if seen.metadata is not None:
+            parts["metadata"] = seen.metadata
+        step.leaves, step.numbers = self._snapshot(parts, step.problem, seen.shape)
+        if seen.metadata is None or not self.lane.is_captured(seen.shape) or seen.at_capture:
+            return
+        captured = self.lane.captured(seen.shape)
+        step.breaches = captured.pact.breaches(**parts, **self.lane.held_by_backend(seen.shape))
+        if step.stage == "done" and isinstance(captured.graph.outputs, torch.Tensor):
+            step.outputs = captured.graph.outputs.detach().clone().cpu()
+
+    def prepared(self, problem: Problem) -> tuple[dict[str, Leaf], dict[str, Any]]:
+        """Return copies of what was prepared last: tensors and host values of view and metadata, by path."""
+        seen = self.observer
+        assert seen.shape is not None  # noqa: S101  something was prepared
+        return self._snapshot({"view": seen.view, "metadata": seen.metadata}, problem, seen.shape)
+
+    def _snapshot(
+        self, parts: Mapping[str, Any], problem: Problem, shape: GraphShape
+    ) -> tuple[dict[str, Leaf], dict[str, Any]]:
+        leaves: dict[str, Leaf] = {}
+        numbers: dict[str, Any] = {}
+        seen: set[tuple[int, torch.Size, tuple[int, ...]]] = set()
+        raw = len(problem.requests), len(problem.tokens)
+        for path, value in walk(parts):
+            if not isinstance(value, torch.Tensor):
+                numbers[path] = value
+                continue
+            key = (value.data_ptr(), value.shape, value.stride())
+            alias = key in seen and value.numel() > 0
+            seen.add(key)
+            slot = self._slot_at(value) if value.numel() else None
+            tail, dim = _tail_of(value, slot, raw, shape)
+            due = slot is not None and is_due(slot)
+            leaves[path] = Leaf(path, value.detach().clone().cpu(), slot, tail, dim, due, alias)
+        return leaves, numbers
+
+    def _slot_at(self, tensor: torch.Tensor) -> GraphSlot | None:
+        """Return the slot in whose memory a tensor begins; slots stay where they are."""
+        address = tensor.data_ptr()
+        if address not in self._slots:
+            slot = self.registry.slot_of(tensor)
+            if slot is None:
+                return None
+            self._slots[address] = slot
+        return self._slots[address]
+
+    # -- what has to be there --------------------------------------------------------------------
+
+    def answer(self, problem: Problem) -> Answer:
+        """Return what the oracle says; it holds for every lane of the same configuration."""
+        self.load(problem)
+        k_caches = [cache.cpu().clone() for cache in self.kv.k]
+        v_caches = [cache.cpu().clone() for cache in self.kv.v]
+        ids = torch.tensor([t.token_id for t in problem.tokens], dtype=torch.int64)
+        positions = torch.tensor(
+            [len(r.cached) + t.depth for r in problem.requests for t in r.tokens],
+            dtype=torch.int64,
+        )
+        given = []
+        for step in range(problem.case.num_steps):
+            if step:
+                ids, positions = next_id(ids, step - 1), positions + 1
+            given.append((ids.to(self.device), positions.to(self.device)))
+        columns = []
+        for layer, k, v in zip(self.layers, k_caches, v_caches, strict=True):
+            steps = []
+            for at, where in given:
+                q_k_v = self._project(layer.layer_id, at, where)
+                steps.append((q_k_v[0].cpu(), q_k_v[1].cpu(), q_k_v[2].cpu()))
+            columns.append(attend(problem.requests, layer, steps, k, v))
+        if self.config.heads.kv_lora_rank is not None:
+            v_caches = [
+                k[..., : cache.shape[-1]] for k, cache in zip(k_caches, v_caches, strict=True)
+            ]
+        by_step = [part.flatten(1) for step in zip(*columns, strict=True) for part in step]
+        out = torch.cat(by_step, dim=1)
+        rows = torch.cat([out, *self._shared_of(problem, out)], dim=1)
+        return Answer(rows, kv_tensors(SimpleNamespace(k=k_caches, v=v_caches)))
+
+    def _shared_of(self, problem: Problem, out: torch.Tensor) -> list[torch.Tensor]:
+        """Return the columns of `_shared`, from the requests' own lists."""
+        shared = []
+        if self.config.case.mode is ForwardMode.DRAFT_EXTEND:
+            column, first = out[:, :1].clone(), 0
+            for r in problem.requests:
+                column[first : first + len(r.tokens)] = out[first + r.accepted, 0]
+                first += len(r.tokens)
+            shared.append(column)
+        if self.config.counts:
+            padded = self.padded_tokens(problem)
+            first, rows = self._own_rows(padded)
+            mine = out[first : min(first + rows, len(problem.tokens)), :1]
+            shared.append(mine.sum(dim=0, keepdim=True).expand(out.shape[0], 1))
+        return shared
+
+    def padded_tokens(self, problem: Problem) -> int:
+        """Return the tokens of the shape that a batch replays; its own for one that runs eagerly."""
+        fit = self.runner.can_run(self.batch_of(problem))
+        return fit.num_tokens if isinstance(fit, GraphShape) else len(problem.tokens)
+
+    def where(self, column: int) -> str:
+        """Return, in words, what a column of the model's output is."""
+        heads = self.config.heads
+        width = heads.num_q_heads * heads.v_head_dim
+        part, column = divmod(column, width)
+        step, layer = divmod(part, len(self.layers))
+        if step >= self.config.case.num_steps:
+            return "what rows share"
+        at = f"layer {layer}, head {column // heads.v_head_dim}"
+        return f"step {step}, {at}" if self.config.case.num_steps > 1 else at
+
+
+def runner_context(
+    config: Config, capabilities: Capabilities, device: torch.device
+) -> RunnerContext:
+    """Return what the runner of a lane is built with; only ragged ones choose their shapes."""
+    mode, limits = config.case.lane_mode, config.limits
+    return RunnerContext(
+        device,
+        capabilities,
+        limits.max_bs,
+        None if mode.is_ragged else [s.batch_size for s in config.shapes],
+        lane=mode.value,
+        mode=mode,
+        limits=limits,
+        num_token_non_padded=config.counts,
+        require_gathered_buffer=config.counts,
+    )
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Return where two tensors hold the same bits' worth; NaN is the same as NaN."""
+    equal = a == b
+    if a.dtype.is_floating_point:
+        equal |= a.isnan() & b.isnan()
+    return equal
+
+
+def _each_due(
+    fill: Callable[[GraphSlot], None],
+) -> Callable[[CudaGraphBufferRegistry, GraphShape], None]:
+    def before(registry: CudaGraphBufferRegistry, _: GraphShape) -> None:
+        for slot in registry:
+            if slot.buffer is not None and is_due(slot):
+                fill(slot)
+
+    return before
+
+
+def _tail_of(
+    value: torch.Tensor, slot: GraphSlot | None, raw: tuple[int, int], shape: GraphShape
+) -> tuple[int | None, int]:
+    """Return where the padded rows of a tensor begin, and along which axis; None where it has none.
+
+    Rows go by requests or tokens, a whole number of them for each, and of offsets there is one more.
+    """
+    if slot is None or slot.axis == "none":
+        return None, 0
+    by_request = slot.axis == "bs"
+    raw_rows = raw[0] if by_request else raw[1]
+    padded = shape.batch_size if by_request else shape.num_tokens
+    if raw_rows >= padded:
+        return None, 0
+    for dim, size in enumerate(value.shape):
+        each, more = divmod(size, padded)
+        if each and more <= 2:
+            return min(each * raw_rows + min(more, 1), size), dim
+    return None, 0

@@ -1,0 +1,295 @@
+"""`LaneUnderTest`: what is checked, in one configuration, and what experiments need to judge it.
+
+Does not: draw batches, or run experiments in turn (`graphpact_conformance.suite` does).
+"""
+
+import inspect
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from graphpact.attention import AttentionBackend, ProviderName
+from graphpact.buffers import GraphSlot
+from graphpact.errors import GraphpactError
+from graphpact.graphs import GraphDriver
+from graphpact.lane import PactMode
+from graphpact.runners import GraphRunner
+from graphpact_conformance.problems import Config, Problem
+from graphpact_conformance.reference import ReferenceBackend, ReferenceRunner
+from graphpact_conformance.results import Finding
+from graphpact_conformance.rig import CPU, Answer, Rig, Step
+from graphpact_tape.guard import is_due
+from graphpact_tape.poison import is_poison, poison
+from graphpact_tape.tape import TapeDriver
+
+Way = Literal["graph", "hook"]
+"""Who makes metadata: the lane's own choice, which is the graph where the backend can, or the replay hook."""
+
+
+_HERE = Path(__file__).parent
+_KITS = {ReferenceBackend, ReferenceRunner, *ReferenceBackend.__mro__, *ReferenceRunner.__mro__}
+
+
+class CannotCaptureError(Exception):
+    """A lane could not be captured, so that what needs its graphs cannot be looked at."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(tell(error))
+        self.error = error
+
+
+@dataclass
+class LaneUnderTest:
+    """A backend and a runner in one configuration; one of them may be the kit's own.
+
+    Args:
+        config: What the lane is built for.
+        backend: The class.
+        runner: The class.
+        kind: Whose fault it is where nothing tells: what is checked.
+        provider: Of the backend's kernels.
+        device: Where the lane runs.
+        driver: What records its graphs; None for the tape, which experiments take as strict as they need.
+    """
+
+    config: Config
+    backend: type[AttentionBackend] = ReferenceBackend
+    runner: type[GraphRunner] = ReferenceRunner
+    kind: Literal["attention_backend", "runner"] = "attention_backend"
+    provider: ProviderName = "auto"
+    device: torch.device = CPU
+    driver: type[GraphDriver] | None = None
+    _rigs: dict[tuple[Way, bool], Rig] = field(default_factory=dict, init=False)
+    _answers: dict[int, tuple[Problem, Answer]] = field(default_factory=dict, init=False)
+    _ways: tuple[Way, ...] | None = field(default=None, init=False)
+
+    # -- rigs ------------------------------------------------------------------------------------
+
+    def build(
+        self,
+        way: Way = "graph",
+        *,
+        guarded: bool = False,
+        pact: PactMode = "off",
+        capture: bool = True,
+    ) -> Rig:
+        """Return a new rig.
+
+        Args:
+            way: Who makes metadata.
+            guarded: See `Rig`; its tape is strict then, and otherwise fast and traced.
+            pact: See `Rig`.
+            capture: See `Rig`.
+        """
+        driver: Callable[[torch.device], GraphDriver] = partial(TapeDriver, traced=True)
+        if guarded:
+            driver = partial(TapeDriver, strict=True)
+        elif self.driver is not None:
+            driver = self.driver
+        return Rig(
+            self.config,
+            backend=self.backend,
+            runner=self.runner,
+            driver=driver,
+            guarded=guarded,
+            in_graph=None if way == "graph" else False,
+            provider=self.provider,
+            device=self.device,
+            pact=pact,
+            capture=capture,
+        )
+
+    def rig(self, way: Way = "graph") -> Rig:
+        """Return a rig on a fast tape that looks at nothing; one for all experiments of the lane.
+
+        Raises:
+            CannotCaptureError: It cannot be captured.
+        """
+        return self._kept(way, guarded=False)
+
+    def guarded(self, way: Way = "graph") -> Rig:
+        """Return a strict rig, every replay of which is held to its pact; one for all experiments.
+
+        Raises:
+            CannotCaptureError: It cannot be captured.
+        """
+        return self._kept(way, guarded=True)
+
+    def _kept(self, way: Way, *, guarded: bool) -> Rig:
+        key = way, guarded
+        if key not in self._rigs:
+            try:
+                with torch.inference_mode():
+                    pact: PactMode = "always" if guarded else "off"
+                    self._rigs[key] = self.build(way, guarded=guarded, pact=pact)
+            except (Exception, SystemExit) as error:
+                raise CannotCaptureError(error) from error
+        return self._rigs[key]
+
+    def forget(self) -> None:
+        """Drop rigs, so that the next experiment finds lanes without a past."""
+        self._rigs.clear()
+        self._answers.clear()
+
+    def like(self, config: Config) -> "LaneUnderTest":
+        """Return the same in another configuration, with nothing built yet."""
+        return LaneUnderTest(
+            config,
+            self.backend,
+            self.runner,
+            self.kind,
+            self.provider,
+            self.device,
+            self.driver,
+        )
+
+    @property
+    def ways(self) -> tuple[Way, ...]:
+        """Who can make metadata: the graph, and the replay hook where that writes anything then.
+
+        A backend that leaves all of it to the graph may have a hook that does nothing.
+        """
+        if self._ways is None:
+            both = self.rig().lane.records_metadata and self._hook_writes()
+            ways: tuple[Way, ...] = ("graph", "hook") if both else ("graph",)
+            self._ways = ways
+            return ways
+        return self._ways
+
+    def _hook_writes(self) -> bool:
+        """Return whether a replay hook alone writes a slot of the backend's."""
+        rig = self.rig("hook")
+        batch = rig.runner.dummy_batch(rig.config.shapes[0])
+        rig.step(Problem(self.config.case, [], 0), batch=batch, fill=poison_slot)
+        return any(
+            slot.buffer is not None and is_due(slot) and not bool(is_poison(slot.buffer).all())
+            for slot in rig.registry
+            if not slot.copy_from_fb and slot.post_fill is None and slot.buffer is not None
+        )
+
+    @torch.inference_mode()
+    def answer(self, rig: Rig, problem: Problem) -> Answer:
+        """Return the oracle's answer, made once for a batch."""
+        known = self._answers.get(id(problem))
+        if known is None or known[0] is not problem:
+            known = self._answers[id(problem)] = problem, rig.answer(problem)
+        return known[1]
+
+    def raised(self, error: BaseException) -> bool:
+        """Return whether code of what is checked raised an error: the last of its frames and the kit's."""
+        checked = self.runner if self.kind == "runner" else self.backend
+        files = {
+            inspect.getsourcefile(cls)
+            for cls in checked.__mro__
+            if cls not in _KITS and cls.__module__ not in ("abc", "builtins")
+        }
+        last = None
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            file = frame.f_code.co_filename
+            if file in files or Path(file).parent == _HERE or _HERE in Path(file).parents:
+                last = file
+        return last in files
+
+    # -- words -----------------------------------------------------------------------------------
+
+    def finding(
+        self,
+        rule: str | None,
+        *,
+        expected: str,
+        actual: str,
+        field: str | None = None,
+        hook: str | None = None,
+        step: Step | None = None,
+        problem: Problem | None = None,
+        help: str | None = None,  # noqa: A002  it is what reports call it
+    ) -> Finding:
+        """Return a finding about this lane."""
+        if step is not None:
+            problem = step.problem
+        shape = None if step is None or step.shape is None else str(step.shape)
+        return Finding(
+            rule=rule,
+            hook=hook,
+            field=field,
+            expected=expected,
+            actual=actual,
+            batch=None if problem is None else repr(problem),
+            shape=shape,
+            help=help,
+        )
+
+    def of_error(
+        self,
+        error: BaseException,
+        *,
+        expected: str,
+        rule: str | None = None,
+        step: Step | None = None,
+        problem: Problem | None = None,
+        hook: str | None = None,
+        help: str | None = None,  # noqa: A002  it is what reports call it
+    ) -> Finding:
+        """Return a finding about an error; the rule and the help are its own, else those that are given."""
+        own = next((e.hint for e in causes(error) if isinstance(e, GraphpactError)), None)
+        return self.finding(
+            rule_of(error) or rule,
+            expected=expected,
+            actual=tell(error),
+            step=step,
+            problem=problem,
+            hook=hook or _hook_of(step),
+            help=own or help,
+        )
+
+
+def poison_slot(slot: GraphSlot) -> None:
+    """Fill a slot with poison."""
+    if slot.buffer is not None:
+        poison(slot.buffer)
+
+
+def reset_slot(slot: GraphSlot) -> None:
+    """Give a slot what it held before anything was written: no past can come through it."""
+    if slot.buffer is not None:
+        slot.buffer.fill_(slot.initial_value)
+
+
+def causes(error: BaseException) -> Iterator[BaseException]:
+    """Yield ``error`` and what it was made of, the last first."""
+    seen: BaseException | None = error
+    while seen is not None:
+        yield seen
+        seen = seen.__cause__
+
+
+def rule_of(error: BaseException) -> str | None:
+    """Return the rule that an error, or what it was made of, names."""
+    for each in causes(error):
+        rule = getattr(each, "rule", None)
+        if isinstance(rule, str):
+            return rule
+    return None
+
+
+def tell(error: BaseException) -> str:
+    """Return an error in one line, the first of its message; its type where that is no error of ours."""
+    if isinstance(error, GraphpactError):
+        return error.message.strip().splitlines()[0]
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
+
+
+def _hook_of(step: Step | None) -> str | None:
+    if step is None:
+        return None
+    return {
+        "prepare": "prepare_replay",
+        "metadata": "init_metadata_replay",
+        "replay": "init_metadata_replay",
+    }.get(step.stage)

@@ -1,0 +1,707 @@
+"""The suite: which lanes a plugin is held to, and every experiment in each of them.
+
+`examine` does it for one plugin, in this process; `graphpact_conformance.supervise` gives each plugin a
+process of its own, from which it may not take the suite along.
+
+Does not: know what an experiment does, or write reports.
+"""
+
+import time
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from itertools import groupby, zip_longest
+from typing import Any, Literal, Protocol
+
+import torch
+from hypothesis import HealthCheck, given, seed, settings
+
+from graphpact.attention import AttentionBackend, GraphSupport
+from graphpact.batch import ForwardMode
+from graphpact.errors import UnknownPluginError, UsageError, did_you_mean
+from graphpact.plugins import Kind, PluginCatalog, PluginInfo
+from graphpact.runners import GraphRunner
+from graphpact_conformance.claims import claims_of, undeclared
+from graphpact_conformance.experiments import EXPERIMENTS, Experiment
+from graphpact_conformance.problems import CASES, Config, Problem, configs_of, sequences
+from graphpact_conformance.reference import ReferenceBackend, ReferenceRunner
+from graphpact_conformance.results import Claim, Finding, Outcome, PluginResults, Result
+from graphpact_conformance.rig import runner_context
+from graphpact_conformance.rules import RULES
+from graphpact_conformance.shrink import shrunk
+from graphpact_conformance.subject import CannotCaptureError, LaneUnderTest, tell
+
+Size = Literal["quick", "normal", "thorough"]
+TargetKind = Literal["attention_backend", "runner"]
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How a run is made.
+
+    Args:
+        seed: Of all that is drawn.
+        examples: Sequences of batches for each experiment in each lane.
+        size: How many lanes.
+        only: Ids of rules; empty for all.
+        lanes: Patterns of lane names, as `fnmatch` knows them; empty for all.
+        device: ``"cpu"`` or ``"cuda"``.
+        strict: Whether a claim is asked for; see `graphpact_conformance.results.Report`.
+        shrink: Whether a smaller failing batch is looked for.
+    """
+
+    seed: int = 0
+    examples: int = 2
+    size: Size = "normal"
+    only: frozenset[str] = frozenset()
+    lanes: tuple[str, ...] = ()
+    device: str = "cpu"
+    strict: bool = False
+    shrink: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What is checked.
+
+    Args:
+        kind: What the plugin is.
+        name: Its name.
+        partner: The runner that a backend is paired with; None for a plugin alone.
+    """
+
+    kind: TargetKind
+    name: str
+    partner: str | None = None
+
+    def __str__(self) -> str:
+        return self.name if self.partner is None else f"{self.name} + {self.partner}"
+
+
+class Listener(Protocol):
+    """Who is told how a run goes."""
+
+    def begins(self, work: str) -> None:
+        """Hear which piece of work is about to be done."""
+
+    def found(self, result: Result) -> None:
+        """Hear how a requirement came out."""
+
+
+# -- what is checked ---------------------------------------------------------------------------------
+
+
+def targets(names: Sequence[str], catalog: PluginCatalog) -> list[Target]:
+    """Return what ``names`` stand for: backends, runners, and every pair among them.
+
+    Args:
+        names: Of plugins, ``name`` or ``kind:name``.
+        catalog: Of what is installed.
+
+    Raises:
+        UnknownPluginError: Nothing that can be checked has that name.
+        PluginError: It is rejected, or two distributions offer it.
+    """
+    found: list[Target] = []
+    for name in dict.fromkeys(names):
+        kind, bare = _kind_of(name, catalog)
+        catalog.select(kind, bare)
+        if Target(kind, bare) not in found:
+            found.append(Target(kind, bare))
+    backends = [t for t in found if t.kind == "attention_backend"]
+    runners = [t for t in found if t.kind == "runner"]
+    pairs = [
+        Target("attention_backend", b.name, r.name)
+        for b in backends
+        for r in runners
+        if _can_pair(catalog, b.name, r.name)
+    ]
+    return [*backends, *runners, *pairs]
+
+
+def _kind_of(name: str, catalog: PluginCatalog) -> tuple[TargetKind, str]:
+    kinds: tuple[TargetKind, ...] = ("attention_backend", "runner")
+    asked, _, bare = name.rpartition(":")
+    if asked:
+        for kind in kinds:
+            if asked == kind:
+                return kind, bare
+        raise UsageError(
+            f"{name!r}: a {asked!r} is not checked",
+            hint=f"give {' or '.join(kinds)}, a colon, a name",
+        )
+    offers = [kind for kind in kinds if any(i.name == name for i in catalog.infos(kind))]
+    if len(offers) == 1:
+        return offers[0], name
+    if offers:
+        raise UsageError(
+            f"{name!r} is an attention backend and a runner",
+            hint=f"say attention_backend:{name} or runner:{name}",
+        )
+    there = [info for kind in kinds for info in catalog.infos(kind)]
+    near = did_you_mean(name, [info.name for info in there])
+    raise UnknownPluginError(
+        f"no attention backend and no runner is called {name!r}; installed: "
+        + (", ".join(str(info) for info in there) or "none"),
+        hint=f"did you mean {near!r}?" if near else "`graphpact plugins` lists what there is",
+    )
+
+
+def _can_pair(catalog: PluginCatalog, backend: str, runner: str) -> bool:
+    served = catalog.select("runner", runner)
+    can = catalog.select("attention_backend", backend).capabilities
+    return bool(served.modes & can.modes) and served.needs is not GraphSupport.NEVER
+
+
+# -- lanes -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LanePlan:
+    """One lane of a run.
+
+    Args:
+        lane: What is built.
+        is_full: Whether every experiment is made in it, or those of values alone.
+        suffix: What its name has after the configuration.
+        names: Of the plugins, as the command line takes them.
+    """
+
+    lane: LaneUnderTest
+    is_full: bool
+    suffix: str = ""
+    names: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.lane.config}{self.suffix}"
+
+
+_LIGHT = frozenset({"answers_eagerly", "answers_replayed", "padding", "largest_step"})
+"""Experiments that look at values alone, for lanes that differ from a full one in sizes."""
+_LIGHTEST = frozenset({"answers_eagerly", "answers_replayed"})
+"""What of them a quick run makes."""
+_PROBES = "undeclared capabilities"
+"""The piece of work that tries what is not declared."""
+_PAIR = frozenset(
+    {"answers_replayed", "padding", "captured_anew", "unwritten_and_stale", "guarded"}
+)
+
+
+def lanes_of(target: Target, options: Options, catalog: PluginCatalog) -> list[LanePlan]:
+    """Return the lanes that a plugin is held to, by what it declares."""
+    device = torch.device(options.device)
+    if target.kind == "attention_backend":
+        backend = catalog.select("attention_backend", target.name)
+        runner: type[GraphRunner] = ReferenceRunner
+        if target.partner is not None:
+            runner = catalog.select("runner", target.partner)
+        return plan_lanes(
+            backend, runner, options, device=device, is_pair=target.partner is not None
+        )
+    return plan_lanes(
+        ReferenceBackend,
+        catalog.select("runner", target.name),
+        options,
+        device=device,
+        kind="runner",
+        drivers=catalog,
+    )
+
+
+def plan_lanes(
+    backend: type[AttentionBackend],
+    runner: type[GraphRunner],
+    options: Options,
+    *,
+    device: torch.device = torch.device("cpu"),  # noqa: B008  a constant
+    kind: TargetKind = "attention_backend",
+    is_pair: bool = False,
+    drivers: PluginCatalog | None = None,
+) -> list[LanePlan]:
+    """Return the lanes of two classes, one of which may be the kit's own.
+
+    Args:
+        backend: The backend.
+        runner: The runner.
+        options: How many.
+        device: Where.
+        kind: Which of the two is checked.
+        is_pair: Whether both are.
+        drivers: Where the driver is found that a runner records with by itself; None to leave that out.
+    """
+    modes = runner.modes & backend.capabilities.modes
+    configs = [
+        config
+        for config in configs_of(backend.capabilities, device)
+        if config.case.mode in modes
+        or (config.case.mode is ForwardMode.IDLE and ForwardMode.DECODE in modes)
+    ]
+    if runner is not ReferenceRunner:
+        configs = [_on_ladder_of(runner, config, backend, device) for config in configs]
+    chosen = _choose(configs, options.size, few=is_pair or kind == "runner")
+    plans = [
+        LanePlan(LaneUnderTest(config, backend, runner, kind, device=device), is_full)
+        for config, is_full in chosen
+    ]
+    if drivers is not None and runner.driver is not None and options.size != "quick" and plans:
+        driver = drivers.select("graph_driver", runner.driver)
+        if driver.unavailable(device) is None:
+            lane = replace(plans[0].lane, driver=driver)
+            plans.append(LanePlan(lane, is_full=False, suffix=f"-{runner.driver}"))
+    if device.type == "cuda":
+        from graphpact_cuda_graph.driver import CudaDriver  # noqa: PLC0415  of no use elsewhere
+
+        plans += [
+            LanePlan(replace(plan.lane, driver=CudaDriver), is_full=False, suffix="-cuda")
+            for plan in plans
+            if plan.lane.driver is None
+        ]
+    return [
+        p for p in plans if not options.lanes or any(fnmatchcase(str(p), g) for g in options.lanes)
+    ]
+
+
+def _on_ladder_of(
+    runner: type[GraphRunner],
+    config: Config,
+    backend: type[AttentionBackend],
+    device: torch.device,
+) -> Config:
+    """Return a configuration with the shapes that a runner captures by itself, where it is not told which."""
+    context = runner_context(config, backend.capabilities, device)
+    try:
+        ladder = runner(context).ladder
+    except Exception:  # noqa: BLE001  anybody's code; capturing it will tell
+        return config
+    shapes = tuple(ladder.shapes) if ladder is not None else ()
+    return config if list(shapes) == list(config.shapes) else replace(config, ladder=shapes)
+
+
+def _choose(configs: Sequence[Config], size: Size, *, few: bool) -> list[tuple[Config, bool]]:
+    """Return the configurations of a run, and which of them are looked at in full.
+
+    One in full for each kind of step (in a quick run, of values alone for mixed and idle batches and trees),
+    and then, each the first that brings something new, those that together have every page size, head layout
+    and dtype with every kind of step.
+    """
+    by_case: dict[Any, list[Config]] = {}
+    for config in configs:
+        by_case.setdefault(config.case, []).append(config)
+    full = [min(group, key=_plainness) for group in by_case.values()]
+    if size == "thorough":
+        return [(config, True) for config in configs]
+    if size == "quick":
+        return [(config, _is_of_its_own(config)) for config in full]
+    if few:
+        return [(config, True) for config in full]
+    seen = {pair for config in full for pair in _pairs(config)}
+    more = []
+    for config in sorted(configs, key=lambda c: (c.dtype is torch.float32, str(c))):
+        if any(pair not in seen for pair in _pairs(config)):
+            seen.update(_pairs(config))
+            more.append(config)
+    return [(config, True) for config in full] + [(config, False) for config in more]
+
+
+def _is_of_its_own(config: Config) -> bool:
+    """Return whether a kind of step shares neither shape nor layout of metadata with another kind."""
+    case = config.case
+    return case.branches == 1 and case.mode not in (ForwardMode.MIXED, ForwardMode.IDLE)
+
+
+def _plainness(config: Config) -> tuple[bool, bool, int]:
+    return config.dtype is not torch.float32, config.heads.name == "mha", abs(config.page_size - 16)
+
+
+def _pairs(config: Config) -> list[tuple[Any, Any]]:
+    kind = config.case
+    return [(kind, config.page_size), (kind, config.heads), (kind, config.dtype)]
+
+
+# -- running -----------------------------------------------------------------------------------------
+
+
+def draw(config: Config, count: int, base: int) -> list[list[Problem]]:
+    """Return ``count`` sequences of batches for a lane, the simplest of all left out: it shows little.
+
+    Args:
+        config: The lane's.
+        count: How many.
+        base: A seed: equal ones give equal sequences.
+    """
+    drawn: list[list[Problem]] = []
+
+    @seed(base)
+    @settings(
+        max_examples=count + 1,
+        database=None,
+        deadline=None,
+        derandomize=False,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(steps=sequences(config))
+    def collect(steps: list[Problem]) -> None:
+        drawn.append(steps)
+
+    collect()
+    return drawn[-count:]
+
+
+def examine(
+    target: Target,
+    options: Options,
+    listener: Listener,
+    *,
+    skip: Collection[str] = (),
+    part: tuple[int, int] = (0, 1),
+) -> PluginResults:
+    """Hold a plugin to every rule, in every lane, and tell the listener how each came out.
+
+    Args:
+        target: The plugin.
+        options: How.
+        listener: Who is told.
+        skip: Pieces of work, as `Listener.begins` names them, that are not done.
+        part: Which part of the lanes, of how many; `merged` makes one of all parts.
+
+    Returns:
+        What there is to say besides results.
+
+    Raises:
+        PluginError: It cannot be had.
+    """
+    catalog = PluginCatalog.scan()
+    info = _info(catalog, target)
+    names = target.name if target.partner is None else f"{target.name} {target.partner}"
+    first, parts = part
+    every = [replace(plan, names=names) for plan in lanes_of(target, options, catalog)]
+    every.sort(key=lambda plan: not plan.is_full)  # so that parts take about as long
+    plans = every[first::parts]
+    shown: list[tuple[Config, bool]] = []
+    for plan in plans:
+        results = list(examine_lane(plan, options, listener.begins, skip=skip))
+        for result in results:
+            listener.found(result)
+        shown.append((plan.lane.config, not any(r.outcome is Outcome.FAIL for r in results)))
+    if first == 0 and not _modes_of(target, catalog):
+        listener.found(_declares_nothing(info))
+    is_whole = target.partner is None and not (options.only or options.lanes)
+    if first == 0 and is_whole:
+        for result in _unsupported(target, _modes_of(target, catalog), every):
+            listener.found(result)
+    claims: list[Claim] = []
+    if target.kind == "attention_backend" and is_whole:
+        cls = catalog.select("attention_backend", target.name)
+        probed = []
+        if options.size != "quick" and first == parts - 1 and _PROBES not in skip:
+            listener.begins(_PROBES)
+            probed = _probe(cls, options)
+        claims = claims_of(cls, shown, probed)
+        if parts == 1:
+            listener.found(of_claims(claims))
+    drivers = ["tape", *(p.lane.driver.name for p in plans if p.lane.driver is not None)]
+    return PluginResults(
+        kind=target.kind,
+        name=target.name,
+        distribution=info.distribution,
+        version=info.version,
+        contract=info.contract,
+        partner=target.partner,
+        drivers=list(dict.fromkeys(drivers)) if plans else [],
+        provider=_provider(every, target),
+        device=options.device,
+        claims=claims,
+        not_shown=_not_shown(target, catalog, torch.device(options.device)),
+    )
+
+
+def merged(parts: Sequence[PluginResults]) -> PluginResults:
+    """Return one of what `examine` returned for every part, with results in the order of the lanes."""
+    if len(parts) == 1:
+        return parts[0]
+    by_lane = [
+        [list(group) for _, group in groupby(part.results, key=lambda r: r.lane)] for part in parts
+    ]
+    results = [
+        result
+        for groups in zip_longest(*by_lane, fillvalue=[])
+        for group in groups
+        for result in group
+    ]
+    kept: list[Result] = []
+    for result in results:
+        if all(_timeless(result) != _timeless(other) for other in kept):
+            kept.append(result)  # what every part met is told once
+    results = kept
+    claims = [_all_of(claims) for claims in zip(*(part.claims for part in parts), strict=True)]
+    if claims:
+        results.append(of_claims(claims))
+    drivers = dict.fromkeys(name for part in parts for name in part.drivers)
+    return parts[0].model_copy(
+        update={"results": results, "claims": claims, "drivers": list(drivers)}
+    )
+
+
+def _timeless(result: Result) -> Result:
+    return result.model_copy(update={"seconds": 0.0})
+
+
+def _all_of(claims: Sequence[Claim]) -> Claim:
+    """Return one capability as all parts have shown it."""
+    shown = {claim.shown for claim in claims}
+    hints = [claim.hint for claim in claims if claim.hint]
+    state = next((s for s in ("fail", "pass") if s in shown), "not_run")
+    return claims[0].model_copy(update={"shown": state, "hint": hints[0] if hints else None})
+
+
+def _modes_of(target: Target, catalog: PluginCatalog) -> Collection[ForwardMode]:
+    if target.kind == "runner":
+        return catalog.select("runner", target.name).modes
+    return catalog.select("attention_backend", target.name).capabilities.modes
+
+
+def _unsupported(
+    target: Target, modes: Collection[ForwardMode], plans: Sequence[LanePlan]
+) -> Iterator[Result]:
+    """Yield each kind of step without a lane: it would need a capability that is not declared."""
+    there = {plan.lane.config.case for plan in plans}
+    for case in CASES:
+        if case not in there:
+            lacks = (
+                "trees" if case.mode in modes and case.branches > 1 else f"mode {case.mode.value}"
+            )
+            yield Result(
+                rule=None,
+                check="declares",
+                lane=str(case),
+                outcome=Outcome.UNSUPPORTED,
+                reason=f"{target} does not declare {lacks}",
+            )
+
+
+def _info(catalog: PluginCatalog, target: Target) -> PluginInfo:
+    kind: Kind = target.kind
+    return next(info for info in catalog.infos(kind) if info.name == target.name)
+
+
+def _declares_nothing(info: PluginInfo) -> Result:
+    return Result(
+        rule=None,
+        check="declares",
+        lane="capabilities",
+        outcome=Outcome.FAIL,
+        reason="it declares no mode",
+        findings=[
+            Finding(
+                rule=None,
+                hook=None,
+                field="modes",
+                expected="the forward modes that the plugin serves",
+                actual="none",
+                help=f"set them on the class that {info.target} names: what is not declared is not shown",
+            )
+        ],
+    )
+
+
+def examine_lane(
+    plan: LanePlan,
+    options: Options,
+    begins: Any = None,
+    *,
+    skip: Collection[str] = (),
+    experiments: Sequence[Experiment] = EXPERIMENTS,
+) -> Iterator[Result]:
+    """Make every experiment in one lane, and yield how each rule came out.
+
+    Args:
+        plan: The lane.
+        options: How.
+        begins: Called with each piece of work before it is done; None to tell nobody.
+        skip: Pieces of work that are not done.
+        experiments: What is done.
+    """
+    done: list[_Done] = []
+    for experiment in experiments_of(plan, options, experiments):
+        work = f"{plan} :: {experiment.name}"
+        if work in skip:
+            continue
+        if begins is not None:
+            begins(work)
+        done.append(_run(experiment, plan, options))
+    yield from _by_rule(plan, options, done)
+
+
+def experiments_of(
+    plan: LanePlan, options: Options, experiments: Sequence[Experiment] = EXPERIMENTS
+) -> list[Experiment]:
+    """Return which of the experiments are made in a lane."""
+    is_pair = plan.lane.runner is not ReferenceRunner and plan.lane.kind == "attention_backend"
+    return [
+        e
+        for e in experiments
+        if plan.lane.kind in e.scopes
+        and (plan.is_full or e.name in (_LIGHTEST if options.size == "quick" else _LIGHT))
+        and (e.name in _PAIR or not is_pair)
+        and (not options.only or options.only & {*e.examines})
+    ]
+
+
+@dataclass
+class _Done:
+    experiment: Experiment
+    findings: list[Finding]
+    examples: int = 0
+    seconds: float = 0.0
+    not_run: str | None = None
+    error: str | None = None
+
+
+def _run(experiment: Experiment, plan: LanePlan, options: Options) -> _Done:
+    """Make one experiment, with as many sequences as are asked for, until one shows something."""
+    start = time.perf_counter()
+    done = _Done(experiment, [])
+    lane = plan.lane
+    count = options.examples if experiment.repeats and options.size != "quick" else 1
+    try:
+        with torch.inference_mode():
+            for steps in draw(lane.config, count, options.seed):
+                done.examples += 1
+                found = list(experiment.run(lane, steps))
+                if not found:
+                    continue
+                lane.forget()  # the next experiment finds lanes without a past
+                if options.shrink:
+                    found = shrunk(lane, experiment, steps, found)
+                done.findings = found
+                break
+    except CannotCaptureError as error:
+        done.not_run = f"the lane cannot be captured: {error}"
+    except Exception as error:  # noqa: BLE001  the plugin's code runs here, and the suite's own
+        if lane.raised(error):
+            expected = "what the suite calls of a plugin comes back"
+            done.findings = [lane.of_error(error, expected=expected)]
+        else:
+            done.error = f"{experiment.name}: {tell(error)}"
+    done.seconds = time.perf_counter() - start
+    return done
+
+
+def _by_rule(plan: LanePlan, options: Options, done: Sequence[_Done]) -> Iterator[Result]:
+    """Yield one result for each rule about which something was done, and one for what is no rule's."""
+    ids: list[str | None] = [rule for rule in RULES if not options.only or rule in options.only]
+    if not options.only:
+        ids = [None, *ids]
+    for rule in ids:
+        mine = [
+            d
+            for d in done
+            if (not d.experiment.examines if rule is None else rule in d.experiment.examines)
+            or any(f.rule == rule for f in d.findings)
+        ]
+        if not mine:
+            continue
+        findings = [f for d in mine for f in d.findings if f.rule == rule]
+        outcome, reason = Outcome.PASS, None
+        if findings:
+            outcome = Outcome.FAIL
+        elif errors := [d.error for d in mine if d.error]:
+            outcome, reason = Outcome.ERROR, errors[0]
+        elif stopped := [d.not_run for d in mine if d.not_run]:
+            outcome, reason = Outcome.NOT_RUN, stopped[0]
+        yield Result(
+            rule=rule,
+            check=", ".join(d.experiment.name for d in mine),
+            lane=str(plan),
+            outcome=outcome,
+            level=RULES[rule].level if rule else "MUST",
+            reason=reason,
+            findings=[_with_line(f, plan, options) for f in _distinct(findings)],
+            examples=sum(d.examples for d in mine),
+            seconds=sum(d.seconds / (len(d.experiment.examines) or 1) for d in mine),
+        )
+
+
+def _distinct(findings: Sequence[Finding]) -> list[Finding]:
+    """Return findings without those that say again what of the same field was said."""
+    first: dict[tuple[str | None, str | None, str | None], Finding] = {}
+    for finding in sorted(findings, key=lambda f: (f.field is None, f.help is None)):
+        key = (finding.rule, finding.hook, (finding.field or "").partition("[")[0])
+        first.setdefault(key, finding)
+    return [*first.values()][:8]
+
+
+def _with_line(finding: Finding, plan: LanePlan, options: Options) -> Finding:
+    line = reproduce_line(plan.names, finding.rule, str(plan), options)
+    return finding.model_copy(update={"reproduce": line})
+
+
+def reproduce_line(names: str, rule: str | None, lane: str, options: Options) -> str:
+    """Return the command that shows a finding again."""
+    line = f"graphpact check {names}"
+    if rule is not None:
+        line += f" --only {rule}"
+    line += f" --lane '{lane}' --seed {options.seed} --examples {options.examples}"
+    if options.size != "normal":
+        line += f" --{options.size}"
+    return line if options.device == "cpu" else f"{line} --device {options.device}"
+
+
+# -- claims ------------------------------------------------------------------------------------------
+
+
+def _probe(cls: type[AttentionBackend], options: Options) -> list[tuple[str, bool]]:
+    """Return capabilities that are not declared, and whether they work all the same."""
+    found = []
+    experiments = [e for e in EXPERIMENTS if e.name in ("answers_eagerly", "answers_replayed")]
+    few = replace(options, examples=1, shrink=False, only=frozenset())
+    for capability, config in undeclared(cls):
+        plan = LanePlan(LaneUnderTest(config, cls), is_full=True)
+        results = list(examine_lane(plan, few, experiments=experiments))
+        found.append((capability, all(r.outcome is Outcome.PASS for r in results)))
+    return found
+
+
+def of_claims(claims: Sequence[Claim]) -> Result:
+    """Return how the claims of a backend came out: what is declared has to be shown."""
+    wrong = [c for c in claims if c.is_made and c.shown == "fail"]
+    return Result(
+        rule=None,
+        check="claims",
+        lane="capabilities",
+        outcome=Outcome.FAIL if wrong else Outcome.PASS,
+        findings=[
+            Finding(
+                rule=None,
+                hook=None,
+                field=claim.capability,
+                expected=f"what is declared ({claim.declared}) is shown",
+                actual="a lane that needs it fails",
+                help="mend it, or do not declare it",
+            )
+            for claim in wrong
+        ],
+    )
+
+
+def _provider(plans: Sequence[LanePlan], target: Target) -> str | None:
+    if target.kind != "attention_backend" or not plans:
+        return None
+    cls = plans[0].lane.backend
+    for provider in cls.providers:
+        if provider.unavailable(plans[0].lane.device) is None:
+            return provider.name
+    return None
+
+
+def _not_shown(target: Target, catalog: PluginCatalog, device: torch.device) -> list[str]:
+    """Return what a run on this device cannot exercise, each with the reason."""
+    found = []
+    if target.kind == "attention_backend":
+        for provider in catalog.select("attention_backend", target.name).providers:
+            reason = provider.unavailable(device)
+            if reason is not None:
+                found.append(f"{provider.name} kernels, all rules: {reason}")
+    if device.type != "cuda":
+        found.append("graph driver cuda, all rules: it records on a CUDA device alone")
+    return found

@@ -1,0 +1,348 @@
+"""``graphpact check``, ``report`` and ``explain``: what is asked of the suite, what is told, which status."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conformance_reports import plugin, report, result
+from graphpact.cli import main
+from graphpact.errors import UnknownPluginError
+from graphpact_conformance import supervise
+from graphpact_conformance.report import FILES
+from graphpact_conformance.results import Report
+from graphpact_conformance.rules import RULES
+from graphpact_conformance.stories import STORIES
+from graphpact_conformance.suite import Options
+
+Suite = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def suite(monkeypatch: pytest.MonkeyPatch) -> Suite:
+    """Return what puts a suite in place that finds ``made``; it returns what that suite is asked."""
+
+    def put(made: Report | None = None) -> dict[str, Any]:
+        asked: dict[str, Any] = {}
+
+        def check(names: Sequence[str], options: Options, **more: Any) -> Report:
+            asked.update(names=names, options=options, **more)
+            print("a plugin prints this")  # noqa: T201  as plugins do
+            return made or report()
+
+        monkeypatch.setattr(supervise, "check", check)
+        return asked
+
+    return put
+
+
+@pytest.mark.parametrize(
+    ("arguments", "asked"),
+    [
+        ([], {}),
+        (["--only", "gp03", "--only", "stale-plan"], {"only": frozenset({"GP03", "GP09"})}),
+        (["--lane", "decode*", "--lane", "*page 16*"], {"lanes": ("decode*", "*page 16*")}),
+        (["--device", "cuda"], {"device": "cuda"}),
+        (["--strict"], {"strict": True}),
+        (["--quick"], {"size": "quick"}),
+        (["--thorough"], {"size": "thorough"}),
+        (["--seed", "0", "--examples", "5"], {"seed": 0, "examples": 5}),
+    ],
+)
+def test_options_reach_the_suite(arguments: list[str], asked: dict[str, Any], suite: Suite) -> None:
+    """Each option is the suite's option of that meaning; those that are not given are its defaults."""
+    got = suite()
+    assert main(["check", "flashinfer", "runner:cuda_graph", *arguments]) == 0
+    assert got["names"] == ["flashinfer", "runner:cuda_graph"]
+    assert got["options"] == Options(**asked)
+    assert got["workers"] is None
+
+
+def test_off_a_terminal_there_is_no_progress(
+    suite: Suite, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where nobody looks the suite is given nobody to tell, and the report alone is on stdout."""
+    got = suite()
+    assert main(["check", "flashinfer", "--workers", "3"]) == 0
+    assert got["workers"] == 3
+    assert not {"on_begin", "on_result"} & set(got)
+    out, err = capsys.readouterr()
+    assert err == "a plugin prints this\n"
+    assert out.startswith("flashinfer  attention backend")
+    assert "\x1b" not in out
+
+
+@pytest.mark.parametrize(
+    ("made", "status"),
+    [
+        (report(), 0),
+        (report(plugin([result("fail")])), 1),
+        (report(plugin([result("error")])), 3),
+        (report(plugin([result("not_run")])), 5),
+        (report(plugin([result()], hints=["x"]), options={"strict": True}), 1),
+    ],
+)
+@pytest.mark.parametrize("how", [[], ["--json"]])
+def test_the_status_is_that_of_the_report(
+    made: Report, status: int, how: list[str], suite: Suite
+) -> None:
+    """The command ends as the report says, however it is told."""
+    suite(made)
+    assert main(["check", "flashinfer", *how]) == status
+
+
+def test_json_is_the_report_and_nothing_else(
+    suite: Suite, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With ``--json`` stdout is one report, equal to what was found; what plugins print is on stderr."""
+    made = report(plugin([result("fail")]))
+    suite(made)
+    main(["check", "flashinfer", "--json"])
+    out, err = capsys.readouterr()
+    assert Report.model_validate_json(out) == made
+    assert err == "a plugin prints this\n"
+
+
+def test_a_report_is_written_whatever_the_status(
+    tmp_path: Path, suite: Suite, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """``--report`` leaves all files in a new directory, and says so on stderr."""
+    suite(report(plugin([result("fail")])))
+    assert main(["check", "flashinfer", "--json", "--report", str(tmp_path / "out")]) == 1
+    out, err = capsys.readouterr()
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted(FILES)
+    assert (tmp_path / "out/results.json").read_text() == out
+    assert f"written to {tmp_path / 'out'}" in err
+
+
+def test_nothing_runs_for_a_report_that_cannot_be_written(
+    tmp_path: Path, suite: Suite, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A directory that cannot be made is a usage error before the suite begins."""
+    (tmp_path / "file").write_text("")
+    got = suite()
+    assert main(["check", "flashinfer", "--report", str(tmp_path / "file/out")]) == 2
+    assert got == {}
+    assert "Not a directory" in capsys.readouterr().err
+
+
+def test_lanes_of_plugins_are_listed(suite: Suite, capsys: pytest.CaptureFixture[str]) -> None:
+    """``NAME --list`` has each lane, and what would be done there; nothing is run."""
+    got = suite()
+    assert main(["check", "fa3", "cuda_graph", "--list", "--quick", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert got == {}
+    assert {t["plugin"] for t in told} == {"fa3", "cuda_graph", "fa3 + cuda_graph"}
+    assert all("answers_replayed" in t["experiments"] for t in told)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ([], "there is nothing to check"),
+        ([], "flashinfer"),
+        ([], "cuda_graph"),
+        (["x", "--only", "GP21"], "no rule is called 'GP21'"),
+        (["x", "--quick", "--thorough"], "contradict"),
+        (["x", "--device", "tpu"], "--device"),
+        (["x", "--examples", "0"], "--examples"),
+        (["x", "--list"], "no attention backend and no runner is called 'x'"),
+    ],
+)
+def test_what_cannot_be_asked_is_a_usage_error(
+    arguments: list[str], says: str, suite: Suite, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A command line without sense ends with status 2 and says why, and the suite is not begun."""
+    got = suite()
+    assert main(["check", *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert (out, got) == ("", {})
+    assert says in err
+
+
+def test_errors_of_the_suite_keep_their_words(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What the suite refuses, such as an unknown plugin, is an error with its own status."""
+
+    def check(*_: object, **__: object) -> Report:
+        raise UnknownPluginError("nobody offers 'x'", hint="did you mean fa3?")
+
+    monkeypatch.setattr(supervise, "check", check)
+    assert main(["check", "x"]) == 2
+    assert capsys.readouterr() == ("", "error: nobody offers 'x'\n  help: did you mean fa3?\n")
+
+
+@pytest.mark.parametrize(
+    ("missing", "arguments"),
+    [
+        ("hypothesis", ["check", "flashinfer"]),
+        ("jinja2", ["check", "flashinfer", "--report", "out"]),
+        ("jinja2", ["report", "some.json", "--html", "some.html"]),
+    ],
+)
+def test_without_the_extra_the_command_says_what_to_install(
+    missing: str,
+    arguments: list[str],
+    suite: Suite,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Without hypothesis, or jinja2 where a page is asked for, nothing is begun and the extra is named."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, missing, None)
+    got = suite()
+    assert main(arguments) == 2
+    assert got == {}
+    assert list(tmp_path.iterdir()) == []
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.splitlines() == [
+        f"error: this needs {missing}, which is not installed",
+        '  help: pip install "graphpact[conformance]"',
+    ]
+
+
+def test_a_terminal_report_needs_no_jinja2(
+    suite: Suite, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Who asks for no page needs no templates."""
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    suite()
+    assert main(["check", "flashinfer"]) == 0
+    assert capsys.readouterr().out
+
+
+def test_commands_stay_light() -> None:
+    """The command line imports neither the suite nor what it needs before a command asks for it."""
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-c", "import graphpact.cli.app"],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "graphpact_conformance.cli.check" in imported
+    heavy = {
+        f"graphpact_conformance.{name}" for name in ("suite", "supervise", "stories", "results")
+    }
+    assert not imported & (heavy | {"hypothesis", "jinja2", "pytest"})
+
+
+# -- rules ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", [["check", "--list"], ["explain"]])
+def test_rules_are_listed(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Both lists have every rule with level, requirement and hooks; as data, the same."""
+    assert main(command) == 0
+    lines = capsys.readouterr().out.splitlines()
+    for rule in RULES.values():
+        (line,) = [line for line in lines if line.startswith(str(rule))]
+        assert all(said in line for said in (rule.level, rule.requirement, *rule.hooks))
+    assert main([*command, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert {rule["id"]: rule["requirement"] for rule in told} == {
+        rule.id: rule.requirement for rule in RULES.values()
+    }
+
+
+def test_a_list_can_be_of_some_rules(capsys: pytest.CaptureFixture[str]) -> None:
+    """``--only`` narrows the list, as it does a check."""
+    assert main(["check", "--list", "--only", "GP05", "--json"]) == 0
+    assert [rule["id"] for rule in json.loads(capsys.readouterr().out)] == ["GP05"]
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=str)
+def test_every_rule_is_explained(rule: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """A rule by id or name is told with requirement, hooks and its story's every part and address."""
+    assert main(["explain", rule.id.lower()]) == 0
+    text = capsys.readouterr().out
+    story = STORIES[rule.id]
+    for said in (
+        str(rule),
+        rule.level,
+        f"since contract {rule.since}",
+        rule.requirement,
+        *rule.hooks,
+    ):
+        assert said in text
+    for said in (story.story, story.seen, story.mended, story.thread, story.url):
+        assert said in text
+    assert main(["explain", rule.name, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["id"], told["url"], told["seen"]) == (rule.id, story.url, story.seen)
+
+
+def test_an_unknown_rule_is_not_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    """A rule that there is not is a usage error with the nearest."""
+    assert main(["explain", "stale-pad-tails"]) == 2
+    assert "did you mean stale-pad-tail?" in capsys.readouterr().err
+
+
+# -- saved reports -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Callable[[str, Report], str]:
+    """Return what writes a report to a file and gives its path."""
+
+    def save(name: str, made: Report) -> str:
+        (tmp_path / name).write_text(made.model_dump_json())
+        return str(tmp_path / name)
+
+    return save
+
+
+def test_a_saved_report_is_shown_as_it_was(
+    saved: Callable[[str, Report], str],
+    suite: Suite,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """``report A`` prints what ``check`` printed, gives the same JSON and page, and ends with 0."""
+    made = report(plugin([result("fail")]))
+    suite(made)
+    main(["check", "flashinfer", "--report", str(tmp_path / "out")])
+    printed = capsys.readouterr().out
+    file, page = saved("a.json", made), tmp_path / "a.html"
+    assert main(["report", file, "--html", str(page)]) == 0
+    assert capsys.readouterr() == (printed, f"written to {page}\n")
+    assert page.read_text() == (tmp_path / "out/report.html").read_text()
+    assert main(["report", file, "--json"]) == 0
+    assert Report.model_validate_json(capsys.readouterr().out) == made
+
+
+def test_two_reports_are_compared(
+    saved: Callable[[str, Report], str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """``report A B`` ends with 1 where something became worse, else with 0, and says what in all forms."""
+    good, bad = saved("good.json", report()), saved("bad.json", report(plugin([result("fail")])))
+    page = tmp_path / "changes.html"
+    assert main(["report", good, bad, "--html", str(page)]) == 1
+    assert "1 worse, 0 appeared" in capsys.readouterr().out
+    assert "1 worse" in page.read_text()
+    assert bad in page.read_text()
+    assert main(["report", bad, good, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert [(c["what"], c["before"], c["after"]) for c in told["changes"]] == [
+        ("better", "fail", "pass")
+    ]
+    assert main(["report", good, good]) == 0
+    assert "1 unchanged" in capsys.readouterr().out
+
+
+def test_a_page_that_cannot_be_written_is_a_usage_error(
+    saved: Callable[[str, Report], str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A bad ``--html`` ends with status 2 and the reason, as a missing report does."""
+    assert main(["report", saved("a.json", report()), "--html", str(tmp_path)]) == 2
+    assert "cannot be written: Is a directory" in capsys.readouterr().err
+    assert main(["report", str(tmp_path / "none.json")]) == 2
+    assert "none.json cannot be read" in capsys.readouterr().err

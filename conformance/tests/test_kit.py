@@ -1,0 +1,379 @@
+"""The kit itself: what it draws, which lanes it gives to whom, and that it catches planted bugs."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from graphpact import Capabilities, ForwardBatch, ForwardMode, LayerSpec
+from graphpact.attention import GraphSupport, HeadLayout
+from graphpact.runners import RunnerContext
+from graphpact_conformance.problems import (
+    CASES,
+    DTYPES,
+    PAGE_SIZES,
+    Case,
+    Config,
+    Problem,
+    configs_of,
+    corner,
+    neighbours,
+    sequences,
+    static_shapes,
+)
+from graphpact_conformance.reference import (
+    ReferenceBackend,
+    ReferenceMetadata,
+    ReferenceRunner,
+)
+from graphpact_conformance.rig import CPU, Rig
+from oracle_kit import findings_of, hold_to_oracle
+
+
+def _config(name: str) -> Config:
+    """Return the lane of that name."""
+    return next(c for c in configs_of(ReferenceBackend.capabilities) if str(c) == name)
+
+
+# -- what is drawn ---------------------------------------------------------------------------------
+
+
+@settings(derandomize=True, deadline=None, max_examples=150)
+@given(data=st.data())
+def test_a_sequence_is_what_it_says(data: st.DataObject) -> None:
+    """Batches fit the bucket that they are drawn for; no slot is scratch, or used twice; tables agree."""
+    config = data.draw(
+        st.sampled_from([*configs_of(ReferenceBackend.capabilities)]), label="config"
+    )
+    case = config.case
+    if case.mode is ForwardMode.IDLE:
+        return
+    steps: list[Problem] = data.draw(sequences(config))
+    context = RunnerContext(
+        CPU, ReferenceBackend.capabilities, 4, mode=case.mode, limits=config.limits
+    )
+    ladder = ReferenceRunner(context).ladder
+    assert ladder is not None
+    fits = [ladder.fit(problem.batch()) for problem in steps]
+    small, large = static_shapes(case)
+    assert fits == [large, small, small, large]
+    exact, _, idle, padded = steps
+    assert (len(exact.requests), len(exact.tokens)) == (large.batch_size, large.num_tokens)
+    assert not idle.requests
+    assert len(padded.requests) < large.batch_size
+    steps += [*neighbours(config, padded), corner(config)]
+    for problem in steps:
+        batch, table = problem.batch(), problem.page_table(config)
+        slots = [s for r in problem.requests for s in r.cached]
+        slots += [s for t in problem.tokens for s in t.slots]
+        assert len(set(slots)) == len(slots)
+        assert min(slots, default=config.page_size) >= config.page_size
+        assert max(slots, default=0) < config.page_size * config.num_pages
+        assert len({r.row for r in problem.requests} - {0}) == batch.batch_size
+        keys = batch.seq_lens + (case.width or 0) * (case.mode is ForwardMode.TARGET_VERIFY)
+        assert not batch.batch_size or int(keys.max()) <= table.shape[1]
+        if problem.requests and case.topk == 1 and not case.tree:
+            rows = [r.row for r in problem.requests for _ in r.tokens]
+            slots_now = batch.out_cache_loc.view(len(rows), -1)[:, 0]
+            assert torch.equal(table[rows, batch.positions].long(), slots_now)
+
+
+def test_a_backend_that_declares_everything_gets_every_lane() -> None:
+    """Its lanes are all cases, page sizes, head layouts and dtypes there are."""
+    lanes = [*configs_of(ReferenceBackend.capabilities)]
+    dtypes = [d for d in DTYPES if d in ReferenceBackend.capabilities.dtypes]
+    assert len(dtypes) > 1
+    assert {(c.case, c.page_size, c.dtype) for c in lanes} == {
+        (case, page, dtype) for case in CASES for page in PAGE_SIZES for dtype in dtypes
+    }
+    assert len(lanes) == len(CASES) * len(PAGE_SIZES) * len(dtypes) * len(HeadLayout)
+    assert len({str(c) for c in lanes}) == len(lanes)
+
+
+def test_a_backend_gets_no_lane_that_it_does_not_declare() -> None:
+    """Modes, trees, widths, features and page sizes of the lanes are the declared ones."""
+    declared = replace(
+        ReferenceBackend.capabilities,
+        modes=frozenset({ForwardMode.DECODE, ForwardMode.TARGET_VERIFY}),
+        head_layouts=frozenset({HeadLayout.MLA}),
+        head_dims=frozenset({576}),
+        page_sizes=frozenset({32}),
+        trees=False,
+        sinks=False,
+        softcap=False,
+        sliding_window=False,
+    )
+    names = {str(c): c for c in configs_of(declared)}
+    assert {*names} == {
+        f"{mode}-page32-mla-{dtype}"
+        for mode in ("decode", "target_verify")
+        for dtype in ("float32", "bfloat16")
+    }
+    for config in names.values():
+        for layer in config.layers:
+            assert (layer.head_dim, layer.kv_lora_rank) == (576, 512)
+            assert (layer.sinks, layer.softcap, layer.sliding_window) == (None, None, None)
+
+
+def _declared(support: GraphSupport) -> Capabilities:
+    return replace(ReferenceBackend.capabilities, graph_support=support)
+
+
+class NeverCaptured(ReferenceBackend):
+    """It declares that no graph holds it."""
+
+    capabilities = _declared(GraphSupport.NEVER)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_what_is_declared_is_captured_and_nothing_else(case: Case) -> None:
+    """A lane captures both of its shapes where the backend declares that a graph holds them."""
+    config = _config(f"{case}-page16-mha-float32")
+    for support in GraphSupport:
+        backend = type("Declares", (ReferenceBackend,), {"capabilities": _declared(support)})
+        shapes = [shape for shape, _ in Rig(config, backend=backend).lane.graphs()]
+        assert shapes == (static_shapes(case)[::-1] if support.covers(case.needs) else [])
+
+
+def test_a_lane_without_graphs_is_held_to_the_oracle_too() -> None:
+    """What runs eagerly everywhere passes where it is right, and is caught where it is wrong."""
+    config = _config("extend-page16-mha-float32")
+    hold_to_oracle(NeverCaptured, config, max_examples=2)
+    wrong = type("Wrong", (PrefixForgotten,), {"capabilities": NeverCaptured.capabilities})
+    assert any("an eager run: token" in str(f.field) for f in findings_of(wrong, config))
+
+
+# -- planted bugs ----------------------------------------------------------------------------------
+
+
+class OneStepShort(ReferenceBackend):
+    """A draft's query sees ``seq_lens + step`` keys, and not its own."""
+
+    def allocate_metadata(self, *args: Any) -> ReferenceMetadata:
+        """Bind one column less."""
+        metadata = super().allocate_metadata(*args)
+        metadata.drafts = metadata.drafts[:, :-1]
+        return metadata
+
+    def drafts_of(self, view: ForwardBatch) -> torch.Tensor:
+        """Return one column less."""
+        return super().drafts_of(view)[:, :-1]
+
+
+class OneStepFar(ReferenceBackend):
+    """A draft's query sees the slot of the next step, which nobody has written yet."""
+
+    def drafts_of(self, view: ForwardBatch) -> torch.Tensor:
+        """Return the columns of the next step."""
+        assert view.draft_cache_loc is not None
+        assert view.draft_step is not None
+        return view.draft_cache_loc.roll(-1, 1)[:, : view.draft_step + 1]
+
+
+class OneBranchForAll(ReferenceBackend):
+    """Every branch of a request sees the keys of the first."""
+
+    def drafts_of(self, view: ForwardBatch) -> torch.Tensor:
+        """Return the first branch's columns."""
+        width = view.tokens_per_request
+        return super().drafts_of(view)[::width].repeat_interleave(width, dim=0)
+
+
+class PackedDraftExtend(ReferenceBackend):
+    """Offsets are those of one token a request less: packed, where the batch is uniform."""
+
+    def fill_request(self, view: ForwardBatch, request: torch.Tensor) -> None:
+        """Divide by another width."""
+        torch.arange(view.num_tokens, out=request)
+        request.div_(view.tokens_per_request - 1, rounding_mode="floor")
+        request.clamp_(max=view.batch_size - 1)
+
+
+class StaleRows(ReferenceBackend):
+    """The page table is that of the requests before."""
+
+    metadata_in_graph = None
+    rows: torch.Tensor | None = None
+
+    def fill_metadata(self, view: ForwardBatch, metadata: ReferenceMetadata) -> None:
+        """Fill, then write the table of the last step's rows over it."""
+        super().fill_metadata(view, metadata)
+        before, self.rows = self.rows, view.req_pool_indices.clone()
+        if before is not None and len(before) == len(self.rows):
+            metadata.table.copy_(self.context.req_to_token[before])
+
+
+class PadsReadLiveRows(ReferenceBackend):
+    """Padded rows are request row 1, which somebody may have, or nobody."""
+
+    def fill_metadata(self, view: ForwardBatch, metadata: ReferenceMetadata) -> None:
+        """Fill, with a table without row 0."""
+        super().fill_metadata(view, metadata)
+        metadata.table.copy_(self.context.req_to_token[view.req_pool_indices.clamp(min=1)])
+
+
+class PadsWriteFirstPage(ReferenceBackend):
+    """Padded tokens are written to the first page after scratch."""
+
+    def fill_metadata(self, view: ForwardBatch, metadata: ReferenceMetadata) -> None:
+        """Fill, and move slot 0."""
+        super().fill_metadata(view, metadata)
+        metadata.out_cache_loc.clamp_(min=self.context.limits.page_size)
+
+
+class TreeIgnored(ReferenceBackend):
+    """A draft token sees all drafts of its request."""
+
+    def allocate_metadata(self, *args: Any) -> ReferenceMetadata:
+        """Bind no mask."""
+        metadata = super().allocate_metadata(*args)
+        metadata.draft_mask = None
+        return metadata
+
+
+class DraftsUncounted(ReferenceBackend):
+    """In target verify ``seq_lens`` is read as if it counted the drafts."""
+
+    def last_of(self, view: ForwardBatch, request: torch.Tensor) -> torch.Tensor:
+        """Return what is right elsewhere."""
+        last = super().last_of(view, request)
+        return (last - view.uncounted_keys).clamp(min=0)
+
+
+class PrefixForgotten(ReferenceBackend):
+    """A chunk's queries stand at the beginning of the sequence."""
+
+    def last_of(self, view: ForwardBatch, request: torch.Tensor) -> torch.Tensor:
+        """Return positions in the chunk."""
+        assert view.extend_seq_lens is not None
+        return super().last_of(view, request) - (view.seq_lens - view.extend_seq_lens)[request]
+
+
+class LengthOfCapture(ReferenceBackend):
+    """No query sees further than the longest request at capture."""
+
+    def allocate_metadata(self, view: ForwardBatch, *args: Any) -> ReferenceMetadata:
+        """Keep the length."""
+        self.longest = max(view.seq_lens_cpu.tolist(), default=1)
+        return super().allocate_metadata(view, *args)
+
+    def last_of(self, view: ForwardBatch, request: torch.Tensor) -> torch.Tensor:
+        """Return it at most."""
+        return super().last_of(view, request).clamp(max=self.longest - 1)
+
+
+class ScratchSeen(ReferenceBackend):
+    """One key too many is seen, and it is scratch."""
+
+    def fill_metadata(self, view: ForwardBatch, metadata: ReferenceMetadata) -> None:
+        """Fill, with scratch past the end, and count it."""
+        super().fill_metadata(view, metadata)
+        at = torch.arange(metadata.table.shape[1], device=view.device)
+        metadata.table.masked_fill_(at >= view.seq_lens[:, None], 0)
+        metadata.last.add_(1)
+
+
+class WindowOffByOne(ReferenceBackend):
+    """A window does not count the query itself."""
+
+    def forward(self, q: Any, k: Any, v: Any, layer: LayerSpec, metadata: Any) -> torch.Tensor:
+        """Attend with a wider one."""
+        if layer.sliding_window is not None:
+            layer = replace(layer, sliding_window=layer.sliding_window + 1)
+        return super().forward(q, k, v, layer, metadata)
+
+
+class SinksIgnored(ReferenceBackend):
+    """Sinks get no weight."""
+
+    def forward(self, q: Any, k: Any, v: Any, layer: LayerSpec, metadata: Any) -> torch.Tensor:
+        """Attend without."""
+        return super().forward(q, k, v, replace(layer, sinks=None), metadata)
+
+
+class CapIgnored(ReferenceBackend):
+    """Scores are not capped."""
+
+    def forward(self, q: Any, k: Any, v: Any, layer: LayerSpec, metadata: Any) -> torch.Tensor:
+        """Attend without."""
+        return super().forward(q, k, v, replace(layer, softcap=None), metadata)
+
+
+class HeadsInTurn(ReferenceBackend):
+    """Query heads take key heads in turn, and not in groups."""
+
+    def forward(self, q: Any, k: Any, v: Any, layer: LayerSpec, metadata: Any) -> torch.Tensor:
+        """Attend with heads in another order, and put them back."""
+        group = layer.num_q_heads // layer.num_kv_heads
+        order = torch.arange(layer.num_q_heads, device=q.device).view(group, -1).t().flatten()
+        out = super().forward(q[:, order], k, v, layer, metadata)
+        return out[:, order.argsort()]
+
+
+class HostReads(ReferenceBackend):
+    """The replay hook reads a length on the host."""
+
+    metadata_in_graph = None
+
+    def fill_metadata(self, view: ForwardBatch, metadata: ReferenceMetadata) -> None:
+        """Fill, and read."""
+        super().fill_metadata(view, metadata)
+        assert int(view.seq_lens.max()) >= 0
+
+
+class Reallocates(ReferenceBackend):
+    """The replay hook makes metadata of its own."""
+
+    metadata_in_graph = None
+
+    def fill_metadata(self, view: ForwardBatch, metadata: ReferenceMetadata) -> None:
+        """Fill, and bind another tensor."""
+        super().fill_metadata(view, metadata)
+        metadata.last = metadata.last.clone()
+
+
+class EagerDiffers(ReferenceBackend):
+    """The eager path forgets the last key."""
+
+    def init_metadata_eager(self, *args: Any, **more: Any) -> ReferenceMetadata:
+        """Make metadata, and shorten it."""
+        metadata: ReferenceMetadata = super().init_metadata_eager(*args, **more)
+        metadata.last.sub_(1).clamp_(min=0)
+        return metadata
+
+
+WRONG, NAN = "a replay: token", "the logits of request"
+PLANTED: list[tuple[type[ReferenceBackend], str, str]] = [
+    (OneStepShort, "draft_decode", WRONG),
+    (OneStepFar, "draft_decode", NAN),
+    (OneBranchForAll, "draft_decode_tree", WRONG),
+    (PackedDraftExtend, "draft_extend", WRONG),
+    (StaleRows, "decode", "out of"),
+    (StaleRows, "mixed", "out of"),
+    (PadsWriteFirstPage, "extend", "in KV slots ["),
+    (TreeIgnored, "target_verify_tree", WRONG),
+    (DraftsUncounted, "target_verify", WRONG),
+    (PrefixForgotten, "extend", WRONG),
+    (LengthOfCapture, "decode", WRONG),
+    (ScratchSeen, "decode", WRONG),
+    (WindowOffByOne, "target_verify_tree", WRONG),
+    (SinksIgnored, "decode", WRONG),
+    (CapIgnored, "decode", WRONG),
+    (HeadsInTurn, "decode", WRONG),
+    (HostReads, "decode", "while a replay is prepared"),
+    (Reallocates, "decode", WRONG),
+    (EagerDiffers, "mixed", "an eager run: token"),
+]
+
+
+@pytest.mark.parametrize(
+    ("planted", "case", "seen"), PLANTED, ids=[f"{p.__name__}-{case}" for p, case, _ in PLANTED]
+)
+def test_a_planted_bug_is_caught(planted: type[ReferenceBackend], case: str, seen: str) -> None:
+    """A backend with one bug does not pass, and what is said is what is wrong."""
+    config = _config(f"{case}-page64-gqa-float32")
+    found = findings_of(planted, config)
+    assert any(seen in f"{f.field} {f.actual}" for f in found), found

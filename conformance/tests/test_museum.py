@@ -1,0 +1,125 @@
+"""The museum: every exhibit is caught under its own rule, every right plugin passes, and the page says so."""
+
+import json
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from graphpact.cli import main
+from graphpact_conformance.cli.museum import describe
+from graphpact_conformance.museum import EXHIBITS, VARIANTS, Exhibit, Variant, Visit, visit_all
+from graphpact_conformance.problems import CASES
+from graphpact_conformance.rules import RULES
+from support import load_reference
+
+ROOT = Path(__file__).parents[2]
+OURS = {"flashinfer", "fa3", "trtllm_mla", "cuda_graph", "cpu_graph"}
+
+
+@pytest.fixture(scope="module")
+def visits() -> dict[str, Visit]:
+    """Visit everything once, in two processes; exhibits are held to their own rule alone."""
+    seen = visit_all((*EXHIBITS, *VARIANTS), workers=2, quick=True)
+    return {visit.piece.name: visit for visit in seen}
+
+
+@pytest.mark.parametrize("exhibit", EXHIBITS, ids=lambda exhibit: exhibit.name)
+def test_an_exhibit_is_caught_under_its_own_rule(
+    exhibit: Exhibit, visits: dict[str, Visit]
+) -> None:
+    """The suite runs through, finds it, and says what is expected, what is there, and what to do."""
+    seen = visits[exhibit.name]
+    assert seen.is_right, describe(seen)
+    finding = seen.findings[exhibit.rule]
+    assert finding.expected
+    assert finding.actual
+    assert finding.field or finding.hook
+    assert finding.help
+    assert finding.reproduce
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
+def test_a_right_plugin_in_another_style_passes(variant: Variant, visits: dict[str, Visit]) -> None:
+    """Nothing is found in it, under any rule or none."""
+    seen = visits[variant.name]
+    assert seen.is_right, describe(seen)
+
+
+def test_the_collection_is_broad() -> None:
+    """At least 80 exhibits and two for each rule; half and more in our own plugins, in every mode."""
+    assert len(EXHIBITS) >= 80
+    assert len({p.name for p in (*EXHIBITS, *VARIANTS)}) == len(EXHIBITS) + len(VARIANTS)
+    assert min(Counter(e.rule for e in EXHIBITS)[rule] for rule in RULES) >= 2
+    ours = [e for e in EXHIBITS if e.base in OURS]
+    assert len(ours) >= len(EXHIBITS) / 2
+    assert {str(case) for case in CASES} == {lane for e in ours for lane in e.lanes}
+    assert {"backend", "runner", "registry", "ladder", "batch"} == {e.site for e in EXHIBITS}
+    assert len(VARIANTS) >= 5
+
+
+def test_every_exhibit_names_a_public_thread() -> None:
+    """A thread is a repository and a number, and no two exhibits plant the same thing."""
+    for exhibit in EXHIBITS:
+        assert re.fullmatch(r"[\w.-]+/[\w.-]+#\d+", exhibit.thread), exhibit.name
+        assert exhibit.planted.endswith(".")
+    planted = Counter((e.planted, e.base, e.lanes) for e in EXHIBITS)
+    assert not [what for what, count in planted.items() if count > 1]
+
+
+def test_the_page_is_what_the_museum_shows(visits: dict[str, Visit]) -> None:
+    """docs/museum.md has every piece, and what was caught: all that `docs/reference.py --museum` writes."""
+    told = [describe(visits[piece.name]) for piece in (*EXHIBITS, *VARIANTS)]
+    page = (ROOT / "docs/museum.md").read_text(encoding="utf-8")
+    assert _own_marks(page) == _own_marks(load_reference().museum(told))
+
+
+def _own_marks(page: str) -> str:
+    """Return the page without the marks of other rules that fire too, which a quick visit leaves out."""
+    page = re.sub(r"^Of \d+ that break.*$", "", page, flags=re.MULTILINE)
+    return page.replace("| ○ ", "|  ")
+
+
+# -- the command -----------------------------------------------------------------------------------
+
+
+def test_the_command_lists_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
+    """``--list --only`` has the exhibits of a rule, each with its thread, and runs nothing."""
+    assert main(["museum", "--list", "--only", "GP03", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert {t["name"] for t in told} == {e.name for e in EXHIBITS if e.rule == "GP03"}
+    assert all("#" in t["thread"] for t in told)
+
+
+def test_the_command_shows_a_matrix(capsys: pytest.CaptureFixture[str]) -> None:
+    """One exhibit and one variant: caught, passes, status 0."""
+    names = [EXHIBITS[0].name, VARIANTS[0].name]
+    assert main(["museum", *names, "--workers", "1"]) == 0
+    out = capsys.readouterr().out
+    assert "1 of 1 exhibits caught under their own rule, 1 of 1 right plugins pass" in out
+    assert all(name in out for name in names)
+
+
+def test_an_exhibit_that_is_missed_is_status_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where the suite finds nothing in an exhibit, or something in a variant, the command fails."""
+    blind = [Visit(EXHIBITS[0], lanes=("decode",)), Visit(VARIANTS[0], lanes=("decode",))]
+
+    def nothing_seen(pieces: Any, *args: Any, **more: Any) -> list[Visit]:
+        """Return visits in which nothing was found."""
+        return [v for v in blind if v.piece in pieces]
+
+    monkeypatch.setattr("graphpact_conformance.museum.visit_all", nothing_seen)
+    assert main(["museum", EXHIBITS[0].name]) == 1
+    assert "MISSED" in capsys.readouterr().out
+    assert main(["museum", VARIANTS[0].name]) == 0
+
+
+def test_what_is_not_there_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    """An unknown exhibit names the nearest; a selection of nothing is status 5."""
+    assert main(["museum", EXHIBITS[0].name + "x"]) == 2
+    assert EXHIBITS[0].name in capsys.readouterr().err
+    assert main(["museum", VARIANTS[0].name, "--only", "GP01"]) == 5

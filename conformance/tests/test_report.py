@@ -1,0 +1,519 @@
+"""Reports of the suite as trees, pages and XML: all is told, and foreign text stays text."""
+
+import io
+import json
+import re
+from collections import Counter
+from html.parser import HTMLParser
+from pathlib import Path
+from xml.etree import ElementTree as ET
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+from conformance_reports import HOSTILE, finding, full_report, plugin, report, result, words
+from graphpact.errors import UsageError
+from graphpact_conformance.cli.results import Progress, print_comparison, print_report
+from graphpact_conformance.report import (
+    FILES,
+    Comparison,
+    compare,
+    comparison_to_html,
+    evidence,
+    load,
+    rows,
+    save,
+    summary,
+    to_html,
+    to_junit,
+    verdict,
+)
+from graphpact_conformance.report.digest import plain
+from graphpact_conformance.results import Claim, Outcome, PluginResults, Report
+from graphpact_conformance.rules import RULES, causes_first
+
+quick = settings(derandomize=True, deadline=None, max_examples=40)
+
+
+class Page(HTMLParser):
+    """A page taken apart: tags with the names of their attributes, text, ids, links."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, tuple[str, ...]]] = []
+        self.ids: list[str] = []
+        self.links: list[str] = []
+        self.text = ""
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        """Note the tag."""
+        told = dict(attrs)
+        self.tags.append((tag, tuple(told)))
+        self.ids += [told["id"] or ""] if "id" in told else []
+        self.links += [told["href"] or ""] if "href" in told else []
+
+    def handle_data(self, data: str) -> None:
+        """Collect text."""
+        self.text += data
+
+
+def parsed(text: str) -> ET.Element:
+    """Return the root of XML that is our own."""
+    return ET.fromstring(text)  # noqa: S314
+
+
+def drawn(made: Report, width: int = 100, *, colours: bool = False) -> str:
+    """Return what a terminal of that width shows of a report."""
+    file = io.StringIO()
+    console = Console(
+        file=file, width=width, force_terminal=colours, markup=False, emoji=False, highlight=False
+    )
+    print_report(console, made)
+    return file.getvalue()
+
+
+# -- what is said --------------------------------------------------------------------------------
+
+
+def test_evidence_is_everything_that_a_finding_has() -> None:
+    """All that a finding says is told under its name, in the order in which it is read; gaps are left out."""
+    assert evidence(finding()) == [
+        ("hook", "prepare_replay"),
+        ("field", "view.req_pool_indices[3:4]"),
+        ("expected", "0, scratch"),
+        ("actual", "5, of the batch before"),
+        ("batch", "decode, 3 requests"),
+        ("shape", "decode bs=4 tokens=4"),
+        ("help", "declare PaddingPolicy.ZERO"),
+        ("reproduce", "graphpact check flashinfer --only GP03 --lane 'decode, page 16' --seed 0"),
+    ]
+    bare = finding(hook=None, field=None, batch=None, shape=None, help=None, reproduce=None)
+    assert [name for name, _ in evidence(bare)] == ["expected", "actual"]
+
+
+def test_rows_are_rules_in_their_order() -> None:
+    """Each rule with results is one row, what is general first, with its lanes counted by outcome."""
+    results = [result(rule=rule) for rule in ("GP20", None, "GP03")]
+    results += [result("fail", "GP03"), result("unsupported", "GP03")]
+    found = rows(plugin(results))
+    assert [row.label for row in found] == [
+        "general",
+        "GP03 stale-pad-tail",
+        "GP20 illegal-work-in-capture",
+    ]
+    assert found[1].counts == {"fail": 1, "pass": 1, "unsupported": 1}
+    assert [row.share for row in found] == ["1", "1/2", "1"]
+    assert found[1].requirement == RULES["GP03"].requirement
+
+
+WHERE = "on the tape, portable kernels"
+SHOWN, NEEDS = f"conformant {WHERE}", "a full claim would also need"
+VERDICTS = [
+    (plugin([result()]), False, SHOWN),
+    (
+        plugin([result(), result("not_run", "GP17")], not_shown=["native kernels: no GPU"]),
+        False,
+        f"{SHOWN}; {NEEDS} a run of GP17 in every lane; what this machine could not show",
+    ),
+    (
+        plugin([result(), result("not_run", "GP17")]),
+        True,
+        f"not conformant: --strict also asks for a run of GP17 in every lane; all else holds {WHERE}",
+    ),
+    (
+        plugin([result(), result("xfail", "GP16")], provider=None),
+        True,
+        "conformant on the tape, but for known failures of GP16 staging-race",
+    ),
+    (
+        plugin([result(), result("fail"), result("fail", None, check="quiet")]),
+        False,
+        "not conformant: general (quiet), GP03 stale-pad-tail",
+    ),
+    (
+        plugin([result("fail", "GP02"), result("fail", "GP05"), result("fail", "GP03")]),
+        False,
+        (
+            "not conformant: GP02 missed-refresh, GP03 stale-pad-tail, GP05 pad-extent; begin with GP03,"
+            " others may follow from it"
+        ),
+    ),
+    (
+        plugin([result("fail"), result("error", "GP05")]),
+        False,
+        "no verdict: the suite could not go on with GP05 pad-extent",
+    ),
+    (plugin([result("unsupported")]), False, "no verdict: nothing passed, nothing failed"),
+]
+
+
+@pytest.mark.parametrize(("held", "strict", "said"), VERDICTS)
+def test_a_verdict_says_what_was_shown_and_what_is_missing(
+    held: PluginResults,
+    strict: bool,  # noqa: FBT001  a parameter
+    said: str,
+) -> None:
+    """A verdict names driver and kernels that were exercised, what fails, and what a full claim needs."""
+    assert verdict(held, strict=strict) == said
+
+
+def test_every_rule_has_its_place_between_cause_and_consequence() -> None:
+    """Whatever rules are broken, each once, there is one to begin with, in whatever order they are told."""
+    assert sorted(causes_first(RULES)) == sorted(RULES)
+    assert causes_first(reversed(RULES)) == causes_first(RULES)
+
+
+def test_the_summary_counts_plugins_and_results() -> None:
+    """The last line has the conformant plugins of all, every outcome that there is, the seed."""
+    made = report(plugin([result(), result()]), plugin([result("fail"), result("not_run")]), seed=7)
+    assert summary(made) == "1 of 2 plugins conformant; 1 fail, 2 pass, 1 not run; seed 7; 1.5 s"
+
+
+# -- a terminal ----------------------------------------------------------------------------------
+
+
+def test_a_failure_is_told_whole_in_a_terminal() -> None:
+    """The tree has requirement, every part of the evidence, claims, hints, what was not shown, verdict."""
+    claim = Claim(capability="trees", declared="full", shown="fail")
+    held = plugin(
+        [result("fail"), result(rule="GP04"), result("not_run", "GP17", reason="one process")],
+        claims=[claim],
+        hints=["a hint"],
+        not_shown=["native kernels: no GPU"],
+    )
+    text = drawn(report(held))
+    for name, told in evidence(finding()):
+        assert re.search(rf"│     {name} +{re.escape(told)}\n", text)
+    for line in (
+        "├── ✗ GP03 stale-pad-tail       1 fail",
+        f"│   {RULES['GP03'].requirement}",
+        "│   ✗ decode, page 16  shrink_after_grow",
+        "├── ✓ GP04 bad-pad-sentinel     1 pass",
+        "├── ○ GP17 collective-mismatch  1 not run: one process",
+        "│   trees: declared full, shown fail",
+        "│   a hint",
+        "    native kernels: no GPU",
+        "not conformant: GP03 stale-pad-tail",
+        f"not conformant: {summary(report(held))}",
+    ):
+        assert f"\n{line}\n" in text
+
+
+def test_many_failures_of_a_rule_are_told_in_short() -> None:
+    """The first three lanes of a rule are told in full, the others counted; so are more findings of one."""
+    results = [result("fail", lane=f"lane {n}") for n in range(8)]
+    results[0] = result("fail", lane="lane 0", findings=[finding(), finding(), finding()])
+    text = drawn(report(plugin(results)))
+    assert text.count("expected   0, scratch") == 3
+    assert "and 2 more findings in this lane" in text
+    assert "and in 5 more: lane 3, lane 4, lane 5 and 2 more" in text
+
+
+@pytest.mark.parametrize("width", [40, 60, 100])
+def test_a_narrow_terminal_folds_text_and_keeps_commands(width: int) -> None:
+    """Evidence is folded under its own column, all of it still there; the command to copy is one line."""
+    long = "number " * 30
+    command = (
+        "graphpact check flashinfer --only GP03 --lane 'decode, page 16' --seed 0 --examples 2"
+    )
+    told = finding(actual=long, reproduce=command)
+    text = drawn(report(plugin([result("fail", findings=[told])])), width)
+    assert f"reproduce  {command}\n" in text
+    assert text.count("number") == 30
+    folded = [line for line in text.splitlines() if "number" in line]
+    assert len(folded) > 1
+    assert max(map(len, folded)) <= width
+    assert {re.split("number|actual", line)[0].strip(" │") for line in folded} == {""}
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_foreign_text_commands_no_terminal(text: str) -> None:
+    """No control character of a plugin's text reaches a terminal, and none is read as markup."""
+    shown = drawn(full_report(text))
+    assert not set(re.findall(r"[^\x20-\x7e\n]", shown)) & {chr(c) for c in (*range(32), 127, 155)}
+    harmless = drawn(full_report("x")).splitlines()
+    begins = [line for line in shown.splitlines() if line[:4] in ("├── ", "└── ")]
+    assert len(begins) == sum(line[:4] in ("├── ", "└── ") for line in harmless)
+    if "markup" in text:
+        assert text in shown
+
+
+def test_progress_counts_and_tells_failures_at_once() -> None:
+    """While it runs a terminal shows what runs, how many results there are, and each failure as it comes."""
+    file = io.StringIO()
+    shown = Progress(Console(file=file, width=100, force_terminal=True, markup=False))
+    with shown.shown():
+        shown.found("fa3", result())
+        shown.found("fa3", result("fail", lane="verify\x1b[2J"))
+        shown.begins("flashinfer", "decode :: three_replays")
+    text = file.getvalue()
+    assert "GP03  verify\\x1b[2J\n" in re.sub(r"\x1b\[[\d;]*m", "", text)
+    assert "2 results, 1 to mend  flashinfer: decode :: three_replays" in text
+
+
+# -- JUnit XML -----------------------------------------------------------------------------------
+
+
+def test_junit_has_a_case_for_each_result() -> None:
+    """Each result is a test case: failed, an error or skipped as its outcome asks for, with reasons."""
+    kinds = {
+        "pass": None,
+        "fail": "failure",
+        "xpass": "failure",
+        "error": "error",
+        "xfail": "skipped",
+        "unsupported": "skipped",
+        "not_run": "skipped",
+    }
+    results = [result(o, lane=o, reason=None if o == "fail" else f"why {o}") for o in kinds]
+    made = report(plugin(results), plugin([result()], partner="cuda_graph"))
+    root = parsed(to_junit(made))
+    suites = root.findall("testsuite")
+    assert [suite.get("name") for suite in suites] == ["flashinfer", "flashinfer + cuda_graph"]
+    cases = {
+        (case.get("name") or "").partition(" ")[0]: case for case in suites[0].iter("testcase")
+    }
+    assert list(cases) == list(kinds)
+    for outcome, kind in kinds.items():
+        assert [child.tag for child in cases[outcome]] == ([kind] if kind else [])
+        assert cases[outcome].get("classname") == "flashinfer.GP03 stale-pad-tail"
+        if outcome not in ("pass", "fail"):
+            assert cases[outcome][0].get("message") == f"why {outcome}"
+    failure = cases["fail"][0]
+    assert failure.get("message") == (
+        "view.req_pool_indices[3:4]: expected 0, scratch, actual 5, of the batch before"
+    )
+    assert RULES["GP03"].requirement in (failure.text or "")
+    assert all(told in (failure.text or "") for _, told in evidence(finding()))
+    totals = {"tests": "7", "failures": "2", "errors": "1", "skipped": "3"}
+    assert {name: suites[0].get(name) for name in totals} == totals
+    assert root.get("tests") == "8"
+
+
+@quick
+@given(words)
+def test_foreign_text_stays_text_in_xml(text: str) -> None:
+    """Whatever a plugin says, the XML is well formed, has the same elements, and says it, spelled out."""
+    root = parsed(to_junit(full_report(text)))
+    harmless = parsed(to_junit(full_report("x")))
+    assert [e.tag for e in root.iter()] == [e.tag for e in harmless.iter()]
+    suite = root.find("testsuite")
+    assert suite is not None
+    stored = full_report(text).plugins[0].label
+    assert suite.get("name") == plain(stored)
+
+
+# -- a page --------------------------------------------------------------------------------------
+
+
+def test_every_cell_of_the_matrix_opens_its_evidence() -> None:
+    """Each rule of each plugin with results is a link to one article, which says all of its evidence."""
+    made = full_report("x")
+    text = to_html(made)
+    page = Page(text)
+    cells = [link for link in page.links if link != "#matrix"]
+    assert len(cells) == sum(len(rows(held)) for held in made.plugins)
+    assert len(set(page.ids)) == len(page.ids)
+    assert {link[1:] for link in page.links} <= set(page.ids)
+    requirements = {row.key: row.requirement for held in made.plugins for row in rows(held)}
+    for link in cells:
+        article = text.partition(f'id="{link[1:]}"')[2].partition("</article>")[0]
+        assert requirements[link.partition("-")[2]] in Page(article).text
+    page = Page(to_html(report(plugin([result("fail")]))))
+    assert all(part in page.text for _, part in evidence(finding()))
+
+
+def test_a_page_needs_nothing_from_outside() -> None:
+    """There is no script, no address and no file that a page would fetch; every link stays in it."""
+    made = full_report("x")
+    for text in (to_html(made), comparison_to_html(compare(report(), made), "a", "b")):
+        page = Page(text)
+        assert {"script", "img", "link", "iframe", "object"} & {
+            tag for tag, _ in page.tags
+        } == set()
+        assert not [name for _, names in page.tags for name in names if name in ("src", "srcset")]
+        assert all(link.startswith("#") for link in page.links)
+        assert "url(" not in text
+        assert "@import" not in text
+        assert "prefers-color-scheme: dark" in text
+
+
+@quick
+@given(words)
+def test_foreign_text_stays_text_in_a_page(text: str) -> None:
+    """Whatever a plugin says, a page has the same tags and attributes, and says it, spelled out."""
+    said = text or "-"  # what is empty is left out
+    made, harmless = to_html(full_report(said)), to_html(full_report("x"))
+    page = Page(made)
+    assert page.tags == Page(harmless).tags
+    assert all(c.isprintable() or c in "\n\t" for c in made)
+    assert page.text.count(plain(full_report(said).plugins[0].hints[0])) >= 10
+    changed = compare(full_report(said), report())
+    told, calm = (comparison_to_html(changed, said, name) for name in (said, "x"))
+    assert Page(told).tags == Page(calm).tags
+    assert all(c.isprintable() or c in "\n\t" for c in told)
+
+
+def test_a_page_shows_claims_hints_and_what_was_not_run() -> None:
+    """Claims that disagree are marked; hints, what could not be shown and the environment are there."""
+    claims = [
+        Claim(capability="trees", declared="full", shown="fail"),
+        Claim(capability="decode", declared="full", shown="pass"),
+    ]
+    held = plugin([result()], claims=claims, hints=["a hint"], not_shown=["native kernels: no GPU"])
+    text = Page(to_html(report(held, options={"size": "quick"}))).text
+    assert text.count("disagrees") == 1
+    for said in ("trees", "a hint", "native kernels: no GPU", "2.13.0", "3.11.4", "quick"):
+        assert said in text
+    plain_page = Page(to_html(report())).text
+    assert not [word for word in ("Claims", "Hints", "To mend") if word in plain_page]
+
+
+# -- files ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_what_is_saved_can_be_read_back(tmp_path: Path, text: str) -> None:
+    """A saved report is three files; its directory and its results.json both give the report again."""
+    made = full_report(text)
+    save(made, tmp_path / "deep/er")
+    assert sorted(p.name for p in (tmp_path / "deep/er").iterdir()) == sorted(FILES)
+    assert load(tmp_path / "deep/er") == made
+    assert load(tmp_path / "deep/er/results.json") == made
+    assert (tmp_path / "deep/er/junit.xml").read_text(encoding="utf-8") == to_junit(made)
+    assert (tmp_path / "deep/er/report.html").read_text(encoding="utf-8") == to_html(made)
+
+
+def _changed(**changes: object) -> bytes:
+    return json.dumps({**json.loads(report().model_dump_json()), **changes}).encode()
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (None, "cannot be read: No such file or directory"),
+        (b"", "is no JSON"),
+        (b"\xff\xfe", "is no JSON"),
+        (report().model_dump_json().encode()[:-9], "is no JSON"),
+        (b"[" * 100_000, "is no JSON"),
+        (b"[]", "is no report: it has no schema_version"),
+        (b'{"promises": []}', "is no report: it has no schema_version"),
+        (_changed(schema_version=2), "has schema version 2; this graphpact reads 1"),
+        (_changed(seed="many"), "is no report: seed: "),
+        (_changed(colour="red"), "is no report: colour: "),
+        (_changed(plugins=[{}]), "is no report: plugins.0.kind: Field required, and 4 more"),
+    ],
+)
+def test_what_is_no_report_is_refused(tmp_path: Path, content: bytes | None, says: str) -> None:
+    """A file that is missing, broken, foreign or of another format is a usage error that says which."""
+    file = tmp_path / "some.json"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(UsageError, match=re.escape(says)) as caught:
+        load(file)
+    assert str(file) in caught.value.message
+    assert caught.value.hint
+
+
+def test_a_report_that_cannot_be_written_is_a_usage_error(tmp_path: Path) -> None:
+    """A directory that cannot be made, or a file in its way, is said and not raised as an OSError."""
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match="no report can be written to"):
+        save(report(), tmp_path / "file/out")
+    (tmp_path / "out/junit.xml").mkdir(parents=True)
+    with pytest.raises(UsageError, match=r"junit\.xml cannot be written"):
+        save(report(), tmp_path / "out")
+
+
+# -- comparison ----------------------------------------------------------------------------------
+
+RANK = {"error": 0, "fail": 1, "xpass": 2, "xfail": 3, "pass": 4}
+cells = st.dictionaries(
+    st.tuples(st.sampled_from(["GP01", "GP03", None]), st.sampled_from(["a", "b", "c"])),
+    st.sampled_from(Outcome),
+    max_size=6,
+)
+Cells = dict[tuple[str | None, str], Outcome]
+
+
+def _of(held: Cells) -> Report:
+    made = [result(outcome, rule, lane=lane) for (rule, lane), outcome in held.items()]
+    return report(plugin(made))
+
+
+def _told(comparison: Comparison) -> Counter[tuple[str, str]]:
+    return Counter((c.what, lane) for c in comparison.changes for lane in c.lanes)
+
+
+@quick
+@given(cells, cells)
+def test_a_comparison_is_what_changed_cell_by_cell(before: Cells, after: Cells) -> None:
+    """Each cell is better, worse, new, gone or unchanged; turned round, each becomes its opposite."""
+    expected: Counter[tuple[str, str]] = Counter()
+    regression = False
+    for rule, lane in before.keys() | after.keys():
+        was, now = RANK.get(before.get((rule, lane), "-")), RANK.get(after.get((rule, lane), "-"))
+        if was is None and now is None:
+            continue
+        if was is None:
+            expected["appeared", lane] += 1
+            regression |= now in (0, 1, 2)
+        elif now is None:
+            expected["vanished", lane] += 1
+        elif was != now:
+            expected["better" if now > was else "worse", lane] += 1
+            regression |= now < was
+    found = compare(_of(before), _of(after))
+    assert _told(found) == expected
+    assert found.is_regression == regression
+    opposite = {
+        "better": "worse",
+        "worse": "better",
+        "appeared": "vanished",
+        "vanished": "appeared",
+    }
+    back = _told(compare(_of(after), _of(before)))
+    assert back == Counter({(opposite[what], lane): n for (what, lane), n in expected.items()})
+    same = compare(_of(before), _of(before))
+    assert (same.changes, same.unchanged, same.is_regression) == ((), len(before), False)
+
+
+def test_cells_are_told_apart_by_plugin_partner_and_question() -> None:
+    """One lane name of two plugins, of a pair, or of two general questions is as many cells."""
+    general = [result(rule=None, check="quiet"), result(rule=None, check="ends")]
+    before = report(plugin(general), plugin([result()], partner="cuda_graph"), plugin([result()]))
+    broken = [general[0], result("fail", None, check="ends")]
+    after = report(
+        plugin(broken), plugin([result("fail")], partner="cuda_graph"), plugin([result()])
+    )
+    told = {(c.plugin, c.rule) for c in compare(before, after).changes}
+    assert told == {
+        ("flashinfer", "general: ends"),
+        ("flashinfer + cuda_graph", "GP03 stale-pad-tail"),
+    }
+    assert compare(before, after).unchanged == 2
+
+
+def test_changes_of_one_kind_are_told_together_and_the_setup_beside_them() -> None:
+    """Lanes that changed alike share a row; what differs in how the reports were made follows."""
+    before = report(plugin([result(lane=f"lane {n}") for n in range(4)]))
+    after = report(
+        plugin([result("fail", lane=f"lane {n}") for n in range(4)], version="0.2.0"), seed=3
+    )
+    found = compare(before, after)
+    (change,) = found.changes
+    assert change.lanes == ("lane 0", "lane 1", "lane 2", "lane 3")
+    assert found.setup == (("seed", "0", "3"), ("graphpact-flashinfer", "0.1.0", "0.2.0"))
+    file = io.StringIO()
+    print_comparison(Console(file=file, width=120), found)
+    shown = [" ".join(line.split()) for line in file.getvalue().splitlines()]
+    page = Page(comparison_to_html(found, "before.json", "after.json")).text
+    assert "worse flashinfer GP03 stale-pad-tail ✓ pass ✗ fail lane 0 and 3 more" in shown
+    assert "seed 0 3" in shown
+    assert shown[-1] == "4 worse, 0 appeared, 0 vanished, 0 better, 0 unchanged"
+    for said in ("before.json", "after.json", "4 worse", "lane 3", "0.2.0", "stale-pad-tail"):
+        assert said in page

@@ -1,0 +1,76 @@
+"""The stories of the rules: one for each, of a public thread, told in full."""
+
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from graphpact_conformance.rules import RULES
+from graphpact_conformance.stories import STORIES, Story
+
+ROOT = Path(__file__).parents[2]
+CODE = re.compile(r"`([^`]+)`")
+SENTENCE_END = re.compile(r"[.!?](?=\s|$)")
+of_every_rule = pytest.mark.parametrize("story", STORIES.values(), ids=STORIES.keys())
+
+
+def test_every_rule_has_a_story_and_no_other_has() -> None:
+    """The stories are those of the rules, in their order, each of another thread."""
+    assert list(STORIES) == list(RULES)
+    assert len({story.thread for story in STORIES.values()}) == len(STORIES)
+
+
+@of_every_rule
+def test_a_url_is_that_of_its_thread(story: Story) -> None:
+    """The address says repository and number of the thread, on GitHub."""
+    repository, number = story.thread.split("#")
+    assert re.fullmatch(r"[\w.-]+/[\w.-]+", repository)
+    assert number.isdigit()
+    pattern = rf"https://github\.com/{re.escape(repository)}/(pull|issues)/{number}"
+    assert re.fullmatch(pattern, story.url)
+
+
+def test_the_seeds_tell_their_rules() -> None:
+    """The five systems that the contract comes from are the stories of their rules."""
+    seeds = {"GP03": 26292, "GP05": 21452, "GP07": 21987, "GP10": 26742, "GP11": 22404}
+    for rule, number in seeds.items():
+        assert STORIES[rule].url == f"https://github.com/sgl-project/sglang/pull/{number}"
+
+
+@of_every_rule
+def test_a_story_is_told_in_full(story: Story) -> None:
+    """Every part is one paragraph of whole sentences, the story of three to six."""
+    for part in fields(story):
+        text = getattr(story, part.name)
+        assert text
+        assert text == " ".join(text.split())
+    assert 3 <= len(SENTENCE_END.findall(story.story)) <= 6
+    for text in (story.story, story.seen, story.mended):
+        assert text.endswith(".")
+        assert text.count("`") % 2 == 0
+        assert len(SENTENCE_END.findall(text)) >= 2
+    assert "finding" in story.seen  # what its message names
+
+
+@of_every_rule
+def test_what_is_to_be_changed_exists(story: Story) -> None:
+    """Every name that a remedy shows as code is a name in the code of the core or of a plugin."""
+    sources = [*ROOT.glob("core/graphpact/**/*.py"), *ROOT.glob("plugins/*/graphpact_*/*.py")]
+    code = "\n".join(
+        path.read_text(encoding="utf-8") for path in sources if path.name != "stories.py"
+    )
+    words = set(re.findall(r"\w+", code))
+    shown = CODE.findall(story.mended)
+    assert shown
+    names = {name for span in shown for name in re.findall(r"[A-Za-z_]\w*", span)}
+    assert names - words <= {"acme"}  # a plugin of the reader's
+
+
+def test_the_page_tells_every_rule_and_its_thread() -> None:
+    """docs/conformance.md has, for each rule, one row with the requirement and the thread of its story."""
+    page = (ROOT / "docs/conformance.md").read_text(encoding="utf-8")
+    for rule in RULES.values():
+        (row,) = (line for line in page.splitlines() if line.startswith(f"| {rule} |"))
+        assert f"| {rule.requirement} |" in row
+        assert STORIES[rule.id].url in row

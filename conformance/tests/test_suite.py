@@ -1,0 +1,361 @@
+"""What the suite runs: targets, lanes, draws; what follows from experiments; smaller batches; claims."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from graphpact import ForwardBatch, ForwardMode, GraphShape, hookimpl
+from graphpact.attention import AttentionBackend
+from graphpact.buffers import CudaGraphBufferRegistry
+from graphpact.errors import ConfigError, UnknownPluginError, UsageError
+from graphpact_conformance import suite
+from graphpact_conformance.claims import claims_of, undeclared
+from graphpact_conformance.experiments import EXPERIMENTS
+from graphpact_conformance.experiments.base import Experiment
+from graphpact_conformance.problems import CASES, Problem, configs_of
+from graphpact_conformance.reference import ReferenceBackend, ReferenceRunner
+from graphpact_conformance.results import Finding, Outcome, Result
+from graphpact_conformance.rules import RULES
+from graphpact_conformance.shrink import shrunk
+from graphpact_conformance.subject import CannotCaptureError, LaneUnderTest
+from graphpact_conformance.suite import LanePlan, Options, Target
+from graphpact_cuda_graph import CudaGraphRunner
+from support import ListedCatalog
+
+CATALOG = ListedCatalog(mine=ReferenceBackend, fast=CudaGraphRunner)
+QUICK = Options(size="quick")
+
+
+def config_of(name: str) -> Any:
+    """Return the configuration of that name."""
+    return next(c for c in configs_of(ReferenceBackend.capabilities) if str(c) == name)
+
+
+DECODE = config_of("decode-page16-gqa-float32")
+
+
+def lane() -> LaneUnderTest:
+    """Return a lane of the kit's own."""
+    return LaneUnderTest(DECODE)
+
+
+# -- targets and lanes -----------------------------------------------------------------------------
+
+
+def test_every_name_is_a_target_and_so_is_every_pair() -> None:
+    """Backends come first, then runners, then the pairs that share a mode; a name twice counts once."""
+    found = suite.targets(["fast", "mine", "mine", "runner:fast"], CATALOG)
+    assert found == [
+        Target("attention_backend", "mine"),
+        Target("runner", "fast"),
+        Target("attention_backend", "mine", "fast"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "says"),
+    [
+        ("mein", UnknownPluginError, "did you mean 'mine'"),
+        ("graph_driver:tape", UsageError, "a 'graph_driver' is not checked"),
+        ("tape", UnknownPluginError, "no attention backend and no runner"),
+    ],
+)
+def test_what_cannot_be_checked_is_refused(name: str, error: type[UsageError], says: str) -> None:
+    """An unknown name, and a kind that is not checked, are usage errors that say what there is."""
+    with pytest.raises(error, match=says):
+        suite.targets([name], CATALOG)
+
+
+def test_a_quick_run_has_one_lane_for_each_kind_of_step() -> None:
+    """A normal run looks at all in full, and adds lanes of values until every size met every kind."""
+    quick = suite.lanes_of(Target("attention_backend", "mine"), QUICK, CATALOG)
+    assert [p.lane.config.case for p in quick] == list(CASES)
+    assert {str(p.lane.config.case) for p in quick if p.is_full} == {
+        *("decode", "extend", "target_verify", "draft_decode", "draft_extend")
+    }
+    normal = suite.lanes_of(Target("attention_backend", "mine"), Options(), CATALOG)
+    assert [(str(p), True) for p in quick] == [(str(p), p.is_full) for p in normal][: len(quick)]
+    met = {pair for plan in normal for pair in suite._pairs(plan.lane.config)}
+    thorough = suite.lanes_of(
+        Target("attention_backend", "mine"), Options(size="thorough"), CATALOG
+    )
+    everything = {pair for plan in thorough for pair in suite._pairs(plan.lane.config)}
+    assert met == everything
+    assert len(quick) < len(normal) < len(thorough)
+
+
+def test_a_runner_is_held_to_its_own_modes() -> None:
+    """A runner of decode gets lanes of decode, and of idle ranks, with the kit's backend."""
+    plans = suite.lanes_of(Target("runner", "fast"), Options(), CATALOG)
+    assert {p.lane.config.case.mode for p in plans} == {ForwardMode.DECODE, ForwardMode.IDLE}
+    assert {(p.lane.backend, p.lane.runner) for p in plans} == {(ReferenceBackend, CudaGraphRunner)}
+
+
+def test_lanes_are_chosen_by_patterns() -> None:
+    """A pattern keeps the lanes whose names it matches; one that matches none leaves none."""
+    target = Target("attention_backend", "mine")
+    some = suite.lanes_of(target, replace(QUICK, lanes=("draft_*",)), CATALOG)
+    assert [str(p).partition("-")[0] for p in some] == [
+        "draft_decode",
+        "draft_decode_tree",
+        "draft_extend",
+    ]
+    assert suite.lanes_of(target, replace(QUICK, lanes=("nothing",)), CATALOG) == []
+
+
+def test_equal_seeds_draw_equal_batches() -> None:
+    """Two draws with one seed are the same to the last slot; another seed gives others."""
+    one, two, other = (suite.draw(DECODE, 4, seed) for seed in (5, 5, 6))
+    assert repr(one) == repr(two)
+    assert repr(one) != repr(other)
+    assert len(one) == 4
+
+
+def test_every_rule_is_examined() -> None:
+    """Each of the twenty rules is one that at least one experiment can tell about."""
+    assert {rule for e in EXPERIMENTS for rule in e.examines} == set(RULES)
+    assert len({e.name for e in EXPERIMENTS}) == len(EXPERIMENTS)
+
+
+# -- outcomes --------------------------------------------------------------------------------------
+
+
+def experiment(name: str, *examines: str, found: Any = ()) -> Experiment:
+    """Return an experiment that yields, or raises, what is given."""
+
+    def run(lane: LaneUnderTest, steps: Sequence[Problem]) -> Iterator[Finding]:
+        """Find what was given."""
+        if isinstance(found, BaseException):
+            raise found
+        for rule in found:
+            yield lane.finding(rule, expected="this", actual="that", problem=steps[0])
+
+    return Experiment(name, examines, run)
+
+
+def outcomes(*experiments: Experiment, **options: Any) -> dict[str | None, Result]:
+    """Return the result of each rule of a lane in which these are made."""
+    plan = LanePlan(lane(), is_full=True, names="mine")
+    results = suite.examine_lane(
+        plan, replace(QUICK, shrink=False, **options), experiments=experiments
+    )
+    return {result.rule: result for result in results}
+
+
+def test_a_rule_passes_where_everything_that_examines_it_found_nothing() -> None:
+    """What nobody examined has no result; what two examined fails if one of them found something."""
+    found = outcomes(
+        experiment("a", "GP01", "GP02"), experiment("b", "GP02", "GP03", found=["GP02"])
+    )
+    assert {rule: r.outcome for rule, r in found.items()} == {
+        "GP01": Outcome.PASS,
+        "GP02": Outcome.FAIL,
+        "GP03": Outcome.PASS,
+    }
+    assert found["GP02"].check == "a, b"
+    (finding,) = found["GP02"].findings
+    assert finding.reproduce == (
+        "graphpact check mine --only GP02 --lane 'decode-page16-gqa-float32' --seed 0 --examples 2"
+        " --quick"
+    )
+    assert finding.batch is not None
+    assert finding.batch.startswith("<decode: row")
+
+
+def test_a_finding_under_another_rule_counts_there() -> None:
+    """An experiment may come upon what it did not look for; it is told under the rule it breaks."""
+    found = outcomes(experiment("a", "GP01", found=["GP20", None]))
+    assert {rule: r.outcome for rule, r in found.items()} == {
+        None: Outcome.FAIL,
+        "GP01": Outcome.PASS,
+        "GP20": Outcome.FAIL,
+    }
+
+
+def test_faults_of_the_suite_are_errors_and_lanes_without_graphs_did_not_run() -> None:
+    """Neither is a pass, and what failed beside them stays a failure."""
+    found = outcomes(
+        experiment("a", "GP01", "GP02", found=ZeroDivisionError("ours")),
+        experiment("b", "GP02", "GP03", found=["GP02"]),
+        experiment("c", "GP04", found=CannotCaptureError(RuntimeError("theirs"))),
+    )
+    assert {rule: r.outcome for rule, r in found.items()} == {
+        "GP01": Outcome.ERROR,
+        "GP02": Outcome.FAIL,
+        "GP03": Outcome.PASS,
+        "GP04": Outcome.NOT_RUN,
+    }
+    assert "ZeroDivisionError: ours" in str(found["GP01"].reason)
+    assert "theirs" in str(found["GP04"].reason)
+
+
+def test_what_a_plugin_raises_is_its_failure() -> None:
+    """An error out of the plugin's own code is a finding, and none of the suite's faults."""
+
+    class Raises(CudaGraphRunner):
+        """Its dummies cannot be had."""
+
+        def dummy_batch(self, shape: Any) -> Any:
+            """Raise."""
+            raise KeyError(shape)
+
+    plans = suite.plan_lanes(ReferenceBackend, Raises, QUICK, kind="runner")
+    asks = Experiment("asks", ("GP01",), _ask_for_a_dummy)
+    results = {r.rule: r for r in suite.examine_lane(plans[0], QUICK, experiments=(asks,))}
+    assert results[None].outcome is Outcome.FAIL
+    assert "KeyError" in results[None].findings[0].actual
+
+
+def _ask_for_a_dummy(lane: LaneUnderTest, _: Sequence[Problem]) -> Iterator[Finding]:
+    """Ask a runner for a dummy, as experiments do."""
+    rig = lane.build(capture=False)
+    rig.runner.dummy_batch(rig.config.shapes[0])
+    yield from ()
+
+
+def test_only_some_rules_are_run_where_they_are_asked_for() -> None:
+    """Experiments that tell nothing about them are not made, and other rules have no result."""
+    never = experiment("never", "GP05", found=AssertionError("it was made"))
+    found = outcomes(never, experiment("a", "GP01", "GP02"), only=frozenset({"GP02"}))
+    assert {rule: r.outcome for rule, r in found.items()} == {"GP02": Outcome.PASS}
+
+
+def test_skipped_work_is_not_done() -> None:
+    """What hung in an earlier run is left out, by the name under which it was announced."""
+    plan = LanePlan(lane(), is_full=True)
+    begun: list[str] = []
+    never = experiment("never", "GP05", found=AssertionError("it was made"))
+    results = suite.examine_lane(
+        plan,
+        QUICK,
+        begun.append,
+        skip={f"{plan} :: never"},
+        experiments=(never, experiment("a", "GP01")),
+    )
+    assert [r.rule for r in results] == ["GP01"]
+    assert begun == [f"{plan} :: a"]
+
+
+def test_rows_that_are_kept_from_step_to_step_are_told() -> None:
+    """Decoding on and on, every length grows by one: who copies no row then is told when rows change."""
+
+    class KeepsRows(CudaGraphRunner):
+        """It takes a batch whose lengths are one more for the same requests, a step later."""
+
+        next: list[int] | None = None
+
+        @hookimpl
+        def populate(
+            self, registry: CudaGraphBufferRegistry, batch: ForwardBatch, shape: GraphShape
+        ) -> None:
+            """Fill, and put request rows back."""
+            rows = registry.get_slot("req_pool_indices").slice_for(batch.batch_size, 0)
+            kept, lens = rows.clone(), batch.seq_lens_cpu.tolist()
+            super().populate(registry=registry, batch=batch, shape=shape)
+            if lens == self.next:
+                rows.copy_(kept)
+            self.next = [n + 1 for n in lens]
+
+    found = {}
+    for runner in (CudaGraphRunner, KeepsRows):
+        under_test = LaneUnderTest(DECODE, runner=runner, kind="runner")
+        plan = LanePlan(under_test, is_full=True)
+        results = suite.examine_lane(plan, replace(QUICK, only=frozenset({"GP02"})))
+        found[runner] = [f.field or "" for r in results for f in r.findings]
+    assert not found[CudaGraphRunner]
+    assert any("view.req_pool_indices[0:4]" in field for field in found[KeepsRows])
+
+
+# -- smaller batches -------------------------------------------------------------------------------
+
+
+def test_what_is_told_is_a_small_batch() -> None:
+    """A breach that needs one long request is shown by one, whatever else was drawn around it."""
+
+    def long_ones(lane: LaneUnderTest, steps: Sequence[Problem]) -> Iterator[Finding]:
+        """Find a batch with a request of 20 keys and more."""
+        for problem in steps:
+            if any(len(r.cached) >= 20 for r in problem.requests):
+                yield lane.finding("GP08", expected="short", actual="long", problem=problem)
+
+    one = Experiment("long", ("GP08",), long_ones)
+    under_test = lane()
+    for steps in suite.draw(DECODE, 30, 0):
+        found = list(long_ones(under_test, steps))
+        if not found:
+            continue
+        with torch.inference_mode():
+            small = shrunk(under_test, one, steps, found)
+        assert {f.rule for f in small} == {"GP08"}
+        assert all(str(f.batch).count("row ") == 1 for f in small), small
+        return
+    pytest.fail("no long request was drawn")
+
+
+# -- claims ----------------------------------------------------------------------------------------
+
+
+def test_a_capability_is_what_is_declared_and_what_was_shown() -> None:
+    """Declared and failing disagrees, so does undeclared and working, with a hint; the rest agrees."""
+    cls = with_claims({"heads mla": "since 0.4", "page_size 1": "not_implemented"})
+    cls.capabilities = replace(cls.capabilities, page_sizes=frozenset({16, 64}), sinks=False)
+    small, large = (config_of(f"decode-page{n}-gqa-float32") for n in (16, 64))
+    found = {
+        c.capability: c
+        for c in claims_of(cls, [(small, True), (large, False)], [("feature sinks", True)])
+    }
+    assert (found["page_size 16"].shown, found["page_size 64"].shown) == ("pass", "fail")
+    assert found["page_size 64"].disagrees
+    assert found["heads mla"].declared == "since"
+    assert found["heads mla"].since == "0.4"
+    assert found["heads mla"].shown == "not_run"
+    assert found["page_size 1"].declared == "not_implemented"
+    assert found["feature sinks"].declared == "unsupported"
+    assert found["feature sinks"].disagrees
+    assert "declare it" in str(found["feature sinks"].hint)
+    assert found["feature trees"].declared == "full"
+
+
+@pytest.mark.parametrize(
+    ("said", "says"),
+    [
+        ({"page_size 3": "unknown"}, "no capability"),
+        ({"heads gqa": "unknown"}, "say full or since VERSION"),
+        ({"heads gqa": "sinse 3"}, "say full or since VERSION"),
+    ],
+)
+def test_claims_that_say_nothing_known_are_refused(said: dict[str, str], says: str) -> None:
+    """An unknown capability, or a word that does not fit what is declared, is a usage error."""
+    with pytest.raises(ConfigError, match=says):
+        claims_of(with_claims(said), [])
+
+
+def test_what_is_not_declared_is_probed_in_a_lane_that_needs_it() -> None:
+    """Each undeclared capability has such a lane, in decode where it can be; known gaps are left alone."""
+    cls = with_claims({"feature softcap": "not_implemented"})
+    cls.capabilities = replace(
+        cls.capabilities, page_sizes=frozenset({16}), sinks=False, softcap=False
+    )
+    probes = dict(undeclared(cls))
+    assert {*probes} == {"page_size 1", "page_size 64", "feature sinks"}
+    assert probes["page_size 64"].page_size == 64
+    assert probes["feature sinks"].sinks
+    assert {c.case.mode for c in probes.values()} == {ForwardMode.DECODE}
+
+
+def with_claims(claims: dict[str, str]) -> type[AttentionBackend]:
+    """Return the kit's backend with claims."""
+    return type("Claims", (ReferenceBackend,), {"claims": claims})
+
+
+def test_the_kits_own_runner_passes_in_every_mode() -> None:
+    """A runner for verify, drafts and padded prefill is held to the same rules with no other kit."""
+    plans = suite.plan_lanes(ReferenceBackend, ReferenceRunner, QUICK, kind="runner")
+    assert {p.lane.config.case for p in plans} == set(CASES)
+    for plan in plans:
+        full = replace(plan, is_full=True)
+        results = list(suite.examine_lane(full, replace(QUICK, shrink=False)))
+        assert {r.outcome for r in results} == {Outcome.PASS}, results

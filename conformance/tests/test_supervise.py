@@ -1,0 +1,519 @@
+"""What becomes of plugins that hang, exit, crash, print, warn or raise while they are examined.
+
+The suite is a stand-in, so that a test says what a plugin does in which piece of work; plugins are
+distributions on disk, and processes are real ones.
+"""
+
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import graphpact
+from graphpact.errors import ConfigError, GraphpactError, RejectedPluginError, UnknownPluginError
+from graphpact_conformance import supervise
+from graphpact_conformance.results import ExitCode, Outcome, PluginResults, Report, Result
+from graphpact_conformance.suite import Options, Target
+
+BOUND = 1.5
+FULL = Options()
+
+# Each function of a plugin is one piece of work, in the order of the names. Neither torch nor the rest of
+# graphpact is imported: a process starts in a fifth of the time.
+SUITE = """
+    import importlib, inspect, os, sys, types
+    from dataclasses import dataclass
+
+    def module(name, **contents):
+        sys.modules[name] = made = types.ModuleType(name)
+        vars(made).update(contents)
+        return made
+
+    module("torch", set_num_threads=lambda threads: None)
+    graphpact = module("graphpact", __path__=[os.environ["GRAPHPACT"]])
+    import graphpact_conformance
+    from graphpact_conformance.results import Finding, Outcome, PluginResults, Result
+    from graphpact.errors import UnknownPluginError
+
+    @dataclass
+    class Target:
+        kind: str
+        name: str
+        partner: str | None
+
+    @dataclass
+    class Options:
+        seed: int
+
+    class PluginCatalog:
+        @classmethod
+        def scan(cls):
+            return cls()
+
+        def select(self, kind, name):
+            return importlib.import_module(f"fake_{name}")
+
+    def targets(names, catalog):
+        if "broken suite" in names:
+            raise ZeroDivisionError("of the suite's own")
+        if "nobody" in names:
+            raise UnknownPluginError("no runner is called 'nobody'", hint="look")
+        for name in names:
+            catalog.select("runner", name)
+        return [Target("runner", name, None) for name in names]
+
+    def examine(target, options, listener, *, skip=(), part=(0, 1)):
+        plugin = PluginCatalog.scan().select(target.kind, target.name)
+        members = inspect.getmembers(plugin, inspect.isfunction)
+        works = [(name, work) for name, work in members if name.startswith("work")]
+        for name, work in works[part[0] :: part[1]]:
+            if name in skip:
+                continue
+            listener.begins(name)
+            outcome, findings = Outcome.PASS, []
+            try:
+                work()
+            except ValueError as error:
+                outcome = Outcome.FAIL
+                findings = [Finding(rule="GP01", hook=None, field=None, expected="", actual=str(error))]
+            listener.found(
+                Result(rule="GP01", check="works", lane=name, outcome=outcome, findings=findings)
+            )
+            if "breaks the suite" in (work.__doc__ or ""):
+                raise ZeroDivisionError("of the suite's own")
+        return PluginResults(
+            kind=target.kind, name=target.name, distribution="d", version="1", contract="1",
+            drivers=["tape"],
+        )
+
+    module("graphpact.plugins", PluginCatalog=PluginCatalog)
+    graphpact_conformance.suite = module(
+        "graphpact_conformance.suite",
+        Target=Target, Options=Options, targets=targets, examine=examine,
+    )
+    from graphpact_conformance import worker
+    worker.main()
+"""
+PLUGIN = """
+    import atexit, ctypes, os, pathlib, subprocess, sys, time, warnings
+
+    def sign(name, pid):
+        pathlib.Path(os.environ["BENCH"], name).write_text(str(pid))
+
+"""
+
+BAD = {
+    "good": "def work_1(): pass",
+    "hangs": """
+        def deeper():
+            while True: time.sleep(0.01)
+
+        def work_1(): sign("hangs", os.getpid())
+        def work_2(): deeper()
+        def work_3(): pass
+    """,
+    "leaves": "def work_1(): os._exit(0)\ndef work_2(): pass",
+    "exits": "def work_1(): sys.exit(3)\ndef work_2(): pass",
+    "crashes": """
+        def work_1():
+            print("last words", file=sys.stderr)
+            ctypes.string_at(0)
+    """,
+    "stubborn": "\n".join(f"def work_{n}(): os._exit({n})" for n in range(1, 7)),
+    "late": """
+        def work_1(): atexit.register(os._exit, 5)
+    """,
+    "lingers": """
+        def work_1():
+            child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+            sign("lingers", child.pid)
+    """,
+    "prints": """
+        def work_1(): pass
+        def work_2(): print("hello")
+        def work_3(): os.write(1, b"again")
+    """,
+    "writes": "def work_1(): os.write(1, b'raw bytes')",
+    "mutters": """
+        def work_1(): print("not of the failure", file=sys.stderr)
+        def work_2():
+            print("the cause, at 0x7f12ab", file=sys.stderr)
+            raise ValueError("wrong")
+        def work_3(): raise ValueError("elsewhere")
+    """,
+    "warns": """
+        def work_1():
+            for _ in range(3):
+                warnings.warn("an old way", DeprecationWarning)
+        def work_2():
+            warnings.warn_explicit("of torch itself", UserWarning, "/lib/torch/_ops.py", 1)
+    """,
+    "misled": """
+        def work_1():
+            exec(compile("import warnings; warnings.warn('mind', stacklevel=2)", "/elsewhere.py", "exec"))
+    """,
+    "raises": "def work_1(): raise KeyError('who')\ndef work_2(): pass",
+    "panics": "def work_1(): raise KeyboardInterrupt\ndef work_2(): pass",
+    "unlucky": 'def work_1():\n    "breaks the suite"\ndef work_2(): pass',
+    "empty": "",
+}
+
+
+class Bench:
+    """A folder of plugins and the stand-in suite; see `check`."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.script = root / "stand_in.py"
+        self.script.write_text(textwrap.dedent(SUITE))
+        self.site = root / "site"
+        self.site.mkdir()
+
+    def add(self, name: str, body: str, source: str = PLUGIN) -> None:
+        """Install distribution ``fake-<name>`` with the package ``fake_<name>`` and a runner."""
+        package = self.site / f"fake_{name}"
+        package.mkdir()
+        (package / "__init__.py").write_text(textwrap.dedent(source) + textwrap.dedent(body))
+        info = self.site / f"fake_{name}-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: fake-{name}\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text(
+            f"[graphpact.runners]\n{name} = fake_{name}:Runner\n"
+            "[graphpact.contract]\n1 = graphpact.hookspecs:CONTRACT_VERSION\n"
+        )
+
+    def check(
+        self, *names: str, options: Options = FULL, script: Path | None = None, **kwargs: Any
+    ) -> Report:
+        """Run `supervise.check` with the stand-in suite, or with another ``script`` as the worker."""
+        command = [*supervise.WORKER[:-2], str(script or self.script)]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.syspath_prepend(str(self.site))
+            patch.setenv("GRAPHPACT", str(Path(graphpact.__file__).parent))
+            patch.setenv("BENCH", str(self.root))
+            kwargs = {"timeout": BOUND, **kwargs}
+            return supervise.check(names, options, command=command, **kwargs)
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    """Return a bench with every plugin of `BAD`."""
+    made = Bench(tmp_path_factory.mktemp("bench"))
+    for name, body in BAD.items():
+        made.add(name, body)
+    return made
+
+
+@pytest.fixture(scope="module")
+def told() -> list[tuple[str, Result]]:
+    """Return what was told while the plugins of `report` were examined."""
+    return []
+
+
+@pytest.fixture(scope="module")
+def report(bench: Bench, told: list[tuple[str, Result]]) -> Report:
+    """Return the report of one run over every plugin of `BAD`, two at once."""
+    return bench.check(
+        *BAD, workers=2, on_result=lambda target, result: told.append((target.name, result))
+    )
+
+
+def of(report: Report, name: str) -> PluginResults:
+    """Return the results of one plugin."""
+    return next(plugin for plugin in report.plugins if plugin.name == name)
+
+
+def outcomes(plugin: PluginResults) -> list[tuple[str, str, str]]:
+    """Return check, lane and outcome of all results in order."""
+    return [(r.check, r.lane, r.outcome.value) for r in plugin.results]
+
+
+def is_alive(pid: int) -> bool:
+    """Return whether a process runs; one that is dead and not yet reaped does not."""
+    command = ["ps", "-o", "stat=", "-p", str(pid)]
+    asked = subprocess.run(command, capture_output=True, text=True, check=False)
+    return asked.stdout.strip()[:1] not in ("", "Z", "X")
+
+
+def evidence(plugin: PluginResults, check: str) -> str:
+    """Return what was seen in the first result of a check."""
+    result = next(r for r in plugin.results if r.check == check)
+    return "\n".join(f.actual for f in result.findings) or result.reason or ""
+
+
+ENDINGS = {
+    "good": [("works", "work_1", "pass")],
+    "hangs": [
+        ("works", "work_1", "pass"),
+        ("works", "work_3", "pass"),
+        ("ends", "work_2", "fail"),
+    ],
+    "leaves": [("works", "work_2", "pass"), ("ends", "work_1", "fail")],
+    "exits": [("works", "work_2", "pass"), ("ends", "work_1", "fail")],
+    "crashes": [("ends", "work_1", "fail")],
+    "stubborn": [
+        *(("ends", f"work_{n}", "fail") for n in range(1, 5)),
+        ("ends", "the rest", "not_run"),
+    ],
+    "late": [("works", "work_1", "pass"), ("ends", "end of the process", "fail")],
+    "lingers": [("works", "work_1", "pass")],
+    "prints": [*(("works", f"work_{n}", "pass") for n in (1, 2, 3)), ("quiet", "work_2", "fail")],
+    "writes": [("works", "work_1", "pass"), ("quiet", "work_1", "fail")],
+    "mutters": [("works", "work_1", "pass"), *(("works", f"work_{n}", "fail") for n in (2, 3))],
+    "warns": [
+        ("works", "work_1", "pass"),
+        ("works", "work_2", "pass"),
+        ("quiet", "work_1", "fail"),
+    ],
+    "misled": [("works", "work_1", "pass"), ("quiet", "work_1", "fail")],
+    "raises": [("works", "work_2", "pass"), ("ends", "work_1", "fail")],
+    "panics": [("works", "work_2", "pass"), ("ends", "work_1", "fail")],
+    "unlucky": [("works", "work_1", "pass"), ("suite", "work_1", "error")],
+    "empty": [],
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_each_way_to_end_has_its_results(report: Report, name: str) -> None:
+    """Whatever a plugin does, its work is told, its fault is a failure at that work, and the rest runs."""
+    assert outcomes(of(report, name)) == ENDINGS[name]
+
+
+EVIDENCE = {
+    ("hangs", "ends"): f"it went on for {BOUND:g} s without an end",
+    ("leaves", "ends"): "it ended the process: exit status 0",
+    ("exits", "ends"): "it ended the process: exit status 3",
+    ("crashes", "ends"): f"signal {signal.SIGSEGV.value} (SIGSEGV) ended the process",
+    ("late", "ends"): "it ended the process: exit status 5",
+    ("prints", "quiet"): "first: 'hello'",
+    ("writes", "quiet"): "first: 'raw bytes'",
+    ("warns", "quiet"): "DeprecationWarning: an old way",
+    ("misled", "quiet"): "UserWarning: mind",
+    ("raises", "ends"): "KeyError: 'who'",
+    ("panics", "ends"): "KeyboardInterrupt",
+    ("unlucky", "suite"): "ZeroDivisionError: of the suite's own",
+}
+
+
+@pytest.mark.parametrize(("name", "check"), EVIDENCE)
+def test_the_evidence_names_what_happened(report: Report, name: str, check: str) -> None:
+    """A failure says the status, the signal, the bound, the line, the warning or the exception."""
+    assert EVIDENCE[name, check] in evidence(of(report, name), check)
+
+
+def test_a_hang_shows_the_frames_that_do_not_move(report: Report) -> None:
+    """The stack of a hang ends in the function that hangs, and a crash shows its stack and last words."""
+    hang = evidence(of(report, "hangs"), "ends").splitlines()
+    assert hang[-2].startswith("in work_2 (fake_hangs/__init__.py:")
+    assert hang[-1].startswith("in deeper (fake_hangs/__init__.py:")
+    crash = evidence(of(report, "crashes"), "ends")
+    assert "in work_1 (fake_crashes/__init__.py:" in crash
+    assert "on stderr:\nlast words" in crash
+
+
+def test_stderr_goes_with_the_failure_of_its_work(report: Report) -> None:
+    """What the failing work wrote to stderr stands with it, without addresses; other work's does not."""
+    _, failed, elsewhere = of(report, "mutters").results
+    assert failed.findings[0].actual == "wrong\non stderr:\nthe cause, at …"
+    assert elsewhere.findings[0].actual == "elsewhere"
+
+
+def test_what_a_plugin_started_is_gone(report: Report, bench: Bench) -> None:
+    """A process that a plugin left behind is ended with the one that examined it."""
+    assert of(report, "lingers").is_conformant
+    assert not is_alive(int((bench.root / "lingers").read_text()))
+
+
+def test_a_plugin_that_shows_nothing_is_not_conformant(report: Report) -> None:
+    """A target without any result stays in the report, as one that is not conformant."""
+    assert not of(report, "empty").is_conformant
+
+
+def test_every_result_is_told_once(report: Report, told: list[tuple[str, Result]]) -> None:
+    """What a restarted process comes to again is told once, and nothing is told that is not reported."""
+    for plugin in report.plugins:
+        heard = [(r.check, r.lane, r.outcome.value) for name, r in told if name == plugin.name]
+        assert sorted(heard) == sorted(outcomes(plugin))
+
+
+def test_two_runs_differ_in_times_alone(report: Report, bench: Bench) -> None:
+    """One at a time gives what two at once gave, down to the stacks and the options."""
+    names = ["prints", "crashes", "hangs", "warns"]
+    again = bench.check(*names, workers=1).timeless()
+    before = report.timeless()
+    by_name = {plugin["name"]: plugin for plugin in before["plugins"]}
+    assert again["plugins"] == [by_name[name] for name in names]
+    assert again["environment"] == before["environment"]
+    assert again["options"] == {**before["options"], "names": names}
+
+
+@pytest.mark.parametrize(
+    ("names", "code"),
+    [
+        (["good"], ExitCode.CONFORMANT),
+        (["leaves", "good"], ExitCode.NOT_CONFORMANT),
+        (["stubborn", "good"], ExitCode.NOT_CONFORMANT),
+        (["empty"], ExitCode.NOTHING_RAN),
+        ([], ExitCode.NOTHING_RAN),
+    ],
+)
+def test_the_exit_code(report: Report, names: list[str], code: ExitCode) -> None:
+    """A lost process makes 1, a fault of the suite 3, nothing at all 5."""
+    part = report.model_copy(update={"plugins": [of(report, name) for name in names]})
+    assert part.exit_code == code
+
+
+def test_no_names_are_an_empty_report(bench: Bench) -> None:
+    """Where nothing is selected nothing runs, and the options stand in the report as they were given."""
+    options = Options(seed=7, examples=3, only=frozenset({"GP02", "GP01"}), lanes=("decode*",))
+    report = bench.check(options=options)
+    assert report.exit_code == ExitCode.NOTHING_RAN
+    assert (report.seed, report.examples) == (7, 3)
+    assert report.options["only"] == ["GP01", "GP02"]
+    assert report.options["lanes"] == ["decode*"]
+    assert report.options["timeout"] == BOUND
+
+
+AT_THE_DOOR: Mapping[str, tuple[str, str]] = {
+    "leaves_early": (
+        "import os; os._exit(0)",
+        "looking for leaves_early: it ended the process",
+    ),
+    "hangs_early": (
+        "import time; time.sleep(60)",
+        "looking for hangs_early: it went on for",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", AT_THE_DOOR)
+def test_what_cannot_be_imported_is_rejected(bench: Bench, name: str) -> None:
+    """A plugin that was named and cannot be imported is a usage error that says why, in any case."""
+    source, says = AT_THE_DOOR[name]
+    bench.add(name, "", source)
+    with pytest.raises(RejectedPluginError) as refused:
+        bench.check("good", name)
+    assert says in str(refused.value)
+
+
+def test_what_the_suite_refuses_is_raised_here(bench: Bench) -> None:
+    """A usage error of the process that looks for targets is the caller's, type, message and hint."""
+    with pytest.raises(UnknownPluginError) as refused:
+        bench.check("nobody")
+    assert (refused.value.message, refused.value.hint) == ("no runner is called 'nobody'", "look")
+
+
+def test_a_fault_of_the_suite_at_the_door_is_no_usage_error(bench: Bench) -> None:
+    """Where the suite cannot find its targets for a fault of its own, that is code 3."""
+    with pytest.raises(GraphpactError, match="of the suite's own") as refused:
+        bench.check("broken suite")
+    assert refused.value.code == ExitCode.SUITE_ERROR
+
+
+def test_a_process_that_does_not_start_again_is_an_error(bench: Bench) -> None:
+    """Where graphpact cannot be imported for an examination the suite is at fault, and not the plugin."""
+    script = bench.root / "half.py"
+    script.write_text(
+        "import runpy, sys\n"
+        "if 'target' in sys.argv[1].partition('names')[0]: sys.exit('no such machine')\n"
+        f"runpy.run_path({str(bench.script)!r}, run_name='__main__')\n"
+    )
+    report = bench.check("good", script=script)
+    assert outcomes(of(report, "good")) == [("suite", "start", "error")]
+    assert "no such machine" in evidence(of(report, "good"), "suite")
+
+
+def test_frames_that_move_are_not_shown() -> None:
+    """Of several stacks the common part is shown, outermost first, without lines that differ."""
+    dump = """Stack (most recent call first):
+  File "/a/lib/queue.py", line {leaf} in {name}
+  File "/a/my/backend.py", line {line} in replay
+  File "/a/graphpact/lane.py", line 7 in run
+"""
+    same = dump.format(leaf=1, name="get", line=3)
+    frames = ["in run (graphpact/lane.py:7)", "in replay (my/backend.py:3)"]
+    assert supervise._steady_frames(same * 2) == [*frames, "in get (lib/queue.py:1)"]
+    moved = dump.format(leaf=2, name="put", line=4)
+    assert supervise._steady_frames(same + moved) == [frames[0], "in replay (my/backend.py)"]
+    assert supervise._steady_frames("") == []
+
+
+@pytest.mark.parametrize("value", ["soon", "0", "-1", "nan", "inf"])
+def test_a_bad_timeout_is_refused(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    """The variable takes seconds, more than none, and nothing else."""
+    monkeypatch.setenv(supervise.TIMEOUT_VARIABLE, value)
+    with pytest.raises(ConfigError, match=supervise.TIMEOUT_VARIABLE):
+        supervise.check([], Options())
+
+
+def test_the_variable_bounds_the_work(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a timeout of its own a run takes the variable's, and a single rule owns its hang."""
+    monkeypatch.setenv(supervise.TIMEOUT_VARIABLE, "0.75")
+    report = bench.check("hangs", options=Options(only=frozenset({"GP07"})), timeout=None)
+    (lost,) = [result for result in of(report, "hangs").results if result.check == "ends"]
+    assert lost.rule == "GP07"
+    assert "0.75 s" in lost.findings[0].actual
+    assert "graphpact check hangs" in (lost.findings[0].reproduce or "")
+
+
+def test_known_failures_are_applied(bench: Bench) -> None:
+    """A listed failure is told as an xfail at once, a listed pass becomes an xpass, and both are reported."""
+    bench.add("known", "def work_1(): raise ValueError\ndef work_2(): pass")
+    (bench.site / "fake_known" / "xfails.toml").write_text(
+        "".join(f'[[xfail]]\nrule = "GP01"\nlane = "work_{n}"\nreason = "r{n}"\n' for n in (1, 2))
+    )
+    told: list[Outcome] = []
+    report = bench.check(
+        "known", workers=1, on_result=lambda _, result: told.append(result.outcome)
+    )
+    assert [r.outcome for r in report.plugins[0].results] == [Outcome.XFAIL, Outcome.XPASS]
+    assert told == [Outcome.XFAIL, Outcome.PASS, Outcome.XPASS]
+    assert report.exit_code == ExitCode.NOT_CONFORMANT
+
+
+def test_a_flood_is_stopped_before_the_bound(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What prints in a loop is stopped long before its time is up, and long before a disk is full."""
+    monkeypatch.setattr(supervise, "_MOST_WRITTEN", 1 << 20)
+    bench.add("floods", "def work_1():\n    while True: print('x' * 1000)")
+    report = bench.check("floods", timeout=600)
+    assert outcomes(of(report, "floods")) == [
+        ("quiet", "work_1", "fail"),
+        ("ends", "work_1", "fail"),
+    ]
+    assert "more than 1 MiB" in evidence(of(report, "floods"), "ends")
+
+
+def test_what_is_no_event_is_a_failure(bench: Bench) -> None:
+    """A plugin that writes into the suite's own pipe spoils a result, and that is no pass."""
+    body = "import json\ndef work_1(): os.write(json.loads(sys.argv[1])['events'], b'no event')"
+    bench.add("spoils", body)
+    report = bench.check("spoils")
+    assert outcomes(of(report, "spoils")) == [("ends", "work_1", "fail")]
+    assert "the suite's own pipe" in evidence(of(report, "spoils"), "ends")
+
+
+def test_a_worker_that_does_not_start_is_no_fault_of_a_plugin() -> None:
+    """Where the worker's process dies before the plugin's time that is code 3, with its last words."""
+    command = [sys.executable, "-c", "raise SystemExit('no such machine')"]
+    with pytest.raises(
+        GraphpactError, match="exit status 1\n  on stderr:\n  no such machine"
+    ) as lost:
+        supervise.check(["good"], Options(), command=command)
+    assert lost.value.code == ExitCode.SUITE_ERROR
+
+
+def test_an_interrupt_leaves_no_process_behind(bench: Bench) -> None:
+    """Ctrl-C comes through, and the process that was at work is dead."""
+
+    def interrupt(target: Target, work: str) -> None:
+        if work == "work_2":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        bench.check("hangs", on_begin=interrupt)
+    assert not is_alive(int((bench.root / "hangs").read_text()))

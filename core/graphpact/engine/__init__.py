@@ -1,9 +1,0 @@
-"""An engine: KV pools, a scheduler, a sampler, and the loop that feeds lanes.
-
-Does not: import transformers until an `Engine` is built.
-"""
-
-from graphpact.engine.engine import Completion, Delta, Engine
-from graphpact.engine.request import Request, SamplingParams
-
-__all__ = ["Completion", "Delta", "Engine", "Request", "SamplingParams"]

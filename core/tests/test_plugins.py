@@ -1,0 +1,453 @@
+"""What is found, what is imported and when, and what is said about a plugin that cannot be had."""
+
+import logging
+import subprocess
+import sys
+import textwrap
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from graphpact.errors import (
+    AmbiguousPluginError,
+    ConfigError,
+    RejectedPluginError,
+    UnknownPluginError,
+)
+from graphpact.plugins import (
+    _FIRST_PARTY,
+    DISABLE_VARIABLE,
+    KINDS,
+    Loaded,
+    Plugin,
+    PluginCatalog,
+    Rejected,
+)
+
+ROOT = Path(__file__).parents[2]
+PROJECTS = sorted([*ROOT.glob("*/pyproject.toml"), *ROOT.glob("plugins/*/pyproject.toml")])
+
+GOOD = """
+    from graphpact.graphs import GraphDriver
+    from graphpact.hookspecs import hookimpl
+    from graphpact.runners import GraphRunner
+
+    def concrete(base):
+        stubs = {name: lambda self, *args: None for name in base.__abstractmethods__}
+        constants = dict.fromkeys(base.__annotations__)
+        return type("Good", (base,), {**stubs, **constants})
+
+    Runner = concrete(GraphRunner)
+    Driver = concrete(GraphDriver)
+"""
+
+
+class Site:
+    """A folder of fake installed distributions, told from real ones by their names."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def add(
+        self,
+        name: str,
+        source: str = GOOD,
+        *,
+        offers: Mapping[str, str],
+        version: str = "1.0",
+        contract: str | None = "1",
+        group: str = "graphpact.runners",
+    ) -> str:
+        """Install distribution ``fake-<name>`` with module ``fake_<name>``; return the latter."""
+        module = f"fake_{name}"
+        self.root.mkdir(exist_ok=True)
+        (self.root / f"{module}.py").write_text(textwrap.dedent(source))
+        info = self.root / f"{module}-{version}.dist-info"
+        info.mkdir()
+        lines = [f"[{group}]", *(f"{n} = {module}:{attribute}" for n, attribute in offers.items())]
+        if contract is not None:
+            lines += ["[graphpact.contract]", f"{contract} = graphpact.hookspecs:CONTRACT_VERSION"]
+        (info / "entry_points.txt").write_text("\n".join(lines))
+        (info / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: fake-{name}\nVersion: {version}\n"
+        )
+        (info / "RECORD").write_text("")
+        return module
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
+    """Return an empty site on ``sys.path``; what is imported from it is forgotten afterwards."""
+    monkeypatch.delenv(DISABLE_VARIABLE, raising=False)
+    root = tmp_path / "site"
+    root.mkdir()
+    monkeypatch.syspath_prepend(str(root))
+    yield Site(root)
+    for name in [name for name in sys.modules if name.startswith("fake_")]:
+        del sys.modules[name]
+
+
+def outcomes(catalog: PluginCatalog) -> dict[str, Plugin]:
+    """Return what became of the fake plugins, by name."""
+    plugins = [plugin for kind in KINDS for plugin in catalog.check(kind)]
+    return {p.info.name: p for p in plugins if p.info.distribution.startswith("fake-")}
+
+
+def reason(plugin: Plugin) -> str:
+    """Return why a plugin was rejected."""
+    assert isinstance(plugin, Rejected)
+    return plugin.reason
+
+
+def test_scanning_imports_nothing_and_selecting_imports_one(site: Site) -> None:
+    """A scan reads metadata only; selecting a plugin imports its module and no other."""
+    one = site.add("one", offers={"fake_one": "Runner"})
+    two = site.add("two", offers={"fake_two": "Runner"})
+    catalog = PluginCatalog.scan()
+    assert {"fake_one", "fake_two"} <= {info.name for info in catalog.infos("runner")}
+    assert not {one, two} & sys.modules.keys()
+
+    cls = catalog.select("runner", "fake_one")
+    assert cls is sys.modules[one].Runner
+    assert two not in sys.modules
+
+
+def test_what_the_metadata_says_is_in_the_info(site: Site) -> None:
+    """An info names kind, name, distribution, version, target and contract as installed."""
+    site.add("one", offers={"fake_one": "Driver"}, group="graphpact.graph_drivers", version="3.4")
+    info = outcomes(PluginCatalog.scan())["fake_one"].info
+    assert (info.kind, info.name, info.version) == ("graph_driver", "fake_one", "3.4")
+    assert (info.distribution, info.target, info.contract) == ("fake-one", "fake_one:Driver", "1")
+
+
+@pytest.mark.parametrize(
+    ("contract", "says"),
+    [
+        (None, "fake-old names no contract version"),
+        ("two", "contract version 'two' is not a whole number"),
+        ("2", "written for contract version 2; this graphpact keeps version 1"),
+        ("-1", "contract version '-1' is not a whole number"),
+        ("²", "contract version '²' is not a whole number"),
+    ],
+)
+def test_another_contract_is_refused_before_import(
+    site: Site, tmp_path: Path, contract: str | None, says: str
+) -> None:
+    """A plugin of another contract version is rejected from its metadata: its module never runs."""
+    footprint = tmp_path / "imported"
+    source = f"open({str(footprint)!r}, 'w').close()\n" + textwrap.dedent(GOOD)
+    site.add("old", source, offers={"fake_old": "Runner"}, contract=contract)
+    catalog = PluginCatalog.scan()
+    assert says in reason(outcomes(catalog)["fake_old"])
+    with pytest.raises(RejectedPluginError, match="was rejected"):
+        catalog.select("runner", "fake_old")
+    assert not footprint.exists()
+    assert "fake_old" not in sys.modules
+
+
+# Each is a way to be broken after the metadata, and what the rejection says about it.
+BROKEN = {
+    "imports_missing": ("import fake_absent", "raised ModuleNotFoundError: No module named"),
+    "syntax": ("def", "raised SyntaxError: invalid syntax (fake_syntax.py, line 1)"),
+    "exits": ("import sys; sys.exit(7)", "raised SystemExit: 7"),
+    "panics": (
+        "class Panic(BaseException): pass\nraise Panic('a Rust extension')",
+        "raised Panic: a Rust extension",
+    ),
+    "mute": (
+        "class Mute(Exception):\n    def __str__(self): raise ValueError\nraise Mute",
+        "raised Mute: (its message cannot be had)",
+    ),
+    "no_attribute": ("", "raised AttributeError: module 'fake_no_attribute' has no attribute"),
+    "not_a_class": ("def Runner(): pass", "refers to a function, not to a class derived from"),
+    "not_derived": ("class Runner: pass", "refers to a class Runner, not to a class derived from"),
+    "wrong_kind": (GOOD + "    Runner = Driver", "not to a class derived from graphpact.runners"),
+    "abstract": (
+        "from graphpact.runners import GraphRunner\nclass Runner(GraphRunner): modes = frozenset()",
+        "Runner is abstract: it lacks dummy_batch, make_ladder, make_registry",
+    ),
+    "no_modes": (GOOD + "    del Runner.modes", "Good does not set modes"),
+    "misspelt": (
+        GOOD + "    Runner.populte = hookimpl(lambda self, registry, batch, shape: None)",
+        "Good implements an unknown hook 'populte'; did you mean 'populate'",
+    ),
+    "arguments": (
+        GOOD + "    Runner.populate = hookimpl(lambda self, registry, batch, shp: None)",
+        "Argument(s) {'shp'} are declared in the hookimpl but can not be found in the hookspec",
+    ),
+    "unmarked": (
+        GOOD + "    Runner.populate = lambda self, registry, batch, shape: None",
+        "Good overrides populate without @graphpact.hookimpl",
+    ),
+    "hostile": (
+        """
+        class Meta(type):
+            def __subclasscheck__(cls, other): raise RuntimeError
+            def __getattribute__(cls, name): raise RuntimeError(name)
+        class Runner(metaclass=Meta): pass
+        """,
+        "looking at fake_hostile:Runner raised",
+    ),
+}
+
+
+def test_every_broken_plugin_is_rejected_beside_a_good_one(site: Site) -> None:
+    """Each way to be broken gives its own reason; none keeps the good plugin from loading."""
+    site.add("good", offers={"fake_good": "Runner"})
+    for name, (source, _) in BROKEN.items():
+        site.add(name, source, offers={f"fake_{name}": "Runner"})
+    catalog = PluginCatalog.scan()
+    found = outcomes(catalog)
+    assert isinstance(found.pop("fake_good"), Loaded)
+    for name, (_, says) in BROKEN.items():
+        assert says in reason(found.pop(f"fake_{name}"))
+    assert not found
+
+    with pytest.raises(RejectedPluginError) as refused:
+        catalog.select("runner", "fake_misspelt")
+    assert "runner fake_misspelt (fake-misspelt 1.0) was rejected" in str(refused.value)
+    assert "did you mean 'populate'" in str(refused.value)
+
+
+def test_a_hook_may_be_a_function_from_elsewhere(site: Site) -> None:
+    """A hook that was defined outside the class, or calls itself ``this``, is a hook."""
+    source = (
+        GOOD
+        + """
+    @hookimpl
+    def shared(self, registry, batch, shape): pass
+
+    class Runner(Runner):
+        populate = shared
+
+        @hookimpl
+        def prepare_replay(this, registry, shape): pass
+
+        @staticmethod
+        @hookimpl(wrapper=True)
+        def init_metadata_replay(view):
+            return (yield)
+    """
+    )
+    site.add("one", source, offers={"fake_one": "Runner"})
+    assert isinstance(outcomes(PluginCatalog.scan())["fake_one"], Loaded)
+
+
+def test_a_crash_names_the_switch_that_avoids_it(site: Site) -> None:
+    """The reason of a crash says which variable leaves the plugin out, and the variable does."""
+    module = site.add("exits", "raise SystemExit(7)", offers={"fake_exits": "Runner"})
+    switch = f"{DISABLE_VARIABLE}=runner:fake_exits"
+    assert switch in reason(outcomes(PluginCatalog.scan())["fake_exits"])
+    variable, _, value = switch.partition("=")
+    catalog = PluginCatalog.scan(env={variable: value})
+    assert reason(outcomes(catalog)["fake_exits"]) == f"disabled by {DISABLE_VARIABLE}"
+    assert module not in sys.modules
+
+
+def test_a_keyboard_interrupt_is_not_swallowed(site: Site) -> None:
+    """Ctrl-C during an import stops the program and is not taken for a broken plugin."""
+    site.add("slow", "raise KeyboardInterrupt", offers={"fake_slow": "Runner"})
+    catalog = PluginCatalog.scan()
+    with pytest.raises(KeyboardInterrupt):
+        catalog.select("runner", "fake_slow")
+
+
+@pytest.mark.parametrize("entry", ["fake_one", "runner:fake_one", " fake_one , fake_one"])
+def test_a_disabled_plugin_is_rejected_without_import(site: Site, entry: str) -> None:
+    """A plugin that the variable names, with or without its kind, is rejected unimported."""
+    module = site.add("one", offers={"fake_one": "Runner", "fake_two": "Runner"})
+    catalog = PluginCatalog.scan(env={DISABLE_VARIABLE: entry})
+    with pytest.raises(RejectedPluginError, match=f"disabled by {DISABLE_VARIABLE}"):
+        catalog.select("runner", "fake_one")
+    assert module not in sys.modules
+    assert isinstance(outcomes(catalog)["fake_two"], Loaded)
+
+
+@pytest.mark.parametrize("entry", ["fake_onne", "graph_driver:fake_one", "x:y:z"])
+def test_disabling_what_is_not_there_is_an_error(
+    site: Site, monkeypatch: pytest.MonkeyPatch, entry: str
+) -> None:
+    """An entry of the variable that matches no plugin is refused, with the nearest name."""
+    site.add("one", offers={"fake_one": "Runner"})
+    monkeypatch.setenv(DISABLE_VARIABLE, entry)
+    with pytest.raises(ConfigError, match=f"{entry!r} matches no installed plugin"):
+        PluginCatalog.scan()
+
+
+def test_two_distributions_with_one_name_are_both_refused(site: Site) -> None:
+    """A name that two distributions offer selects neither, and the error names both, unimported."""
+    site.add("one", offers={"fake_twin": "Runner"}, version="1.5")
+    site.add("two", offers={"fake_twin": "Runner", "fake_only": "Runner"}, version="2.5")
+    catalog = PluginCatalog.scan()
+    twins = [p for p in catalog.check("runner") if p.info.name == "fake_twin"]
+    assert [p.info.distribution for p in twins] == ["fake-one", "fake-two"]
+    with pytest.raises(AmbiguousPluginError) as refused:
+        catalog.select("runner", "fake_twin")
+    for text in (str(refused.value), *map(reason, twins)):
+        assert "fake-one 1.5" in text
+        assert "fake-two 2.5" in text
+    assert "fake_one" not in sys.modules
+    assert catalog.select("runner", "fake_only") is sys.modules["fake_two"].Runner
+
+
+def test_one_name_in_two_kinds_is_not_ambiguous(site: Site) -> None:
+    """Names are unique within a kind: a runner and a driver may share one."""
+    site.add("one", offers={"fake_name": "Runner"})
+    site.add("two", offers={"fake_name": "Driver"}, group="graphpact.graph_drivers")
+    catalog = PluginCatalog.scan()
+    assert catalog.select("runner", "fake_name") is sys.modules["fake_one"].Runner
+    assert catalog.select("graph_driver", "fake_name") is sys.modules["fake_two"].Driver
+
+
+def test_one_distribution_that_lies_there_twice_is_one(
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An older copy of a distribution further down the path is not a second distribution."""
+    Site(tmp_path / "below").add("one", offers={"fake_one": "Runner"}, version="0.9")
+    egg = site.root / "fake_one.egg-info"
+    egg.mkdir()
+    site.add("one", offers={"fake_one": "Runner"})
+    for file in (site.root / "fake_one-1.0.dist-info").iterdir():
+        name = "PKG-INFO" if file.name == "METADATA" else file.name
+        (egg / name).write_text(file.read_text())
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path / "below")])
+    catalog = PluginCatalog.scan()
+    infos = [info for info in catalog.infos("runner") if info.name == "fake_one"]
+    assert [info.version for info in infos] == ["1.0"]
+    assert catalog.select("runner", "fake_one") is sys.modules["fake_one"].Runner
+
+
+def test_a_plugin_is_loaded_once(site: Site) -> None:
+    """Checking and selecting again gives the same class and does not import again."""
+    site.add("one", offers={"fake_one": "Runner"})
+    catalog = PluginCatalog.scan()
+    cls = catalog.select("runner", "fake_one")
+    del sys.modules["fake_one"]
+    assert catalog.select("runner", "fake_one") is cls
+    assert Loaded(outcomes(catalog)["fake_one"].info, cls) == outcomes(catalog)["fake_one"]
+    assert "fake_one" not in sys.modules
+
+
+def test_a_check_is_sorted_by_kind_and_name(site: Site) -> None:
+    """What a check returns comes by kind, then by name, however it was installed."""
+    site.add("b", offers={"fake_z": "Runner", "fake_a": "Runner"})
+    site.add("a", offers={"fake_m": "Driver"}, group="graphpact.graph_drivers")
+    catalog = PluginCatalog.scan()
+    names = [(p.info.kind, p.info.name) for p in catalog.check()]
+    assert names == sorted(names)
+    assert set(outcomes(catalog)) == {"fake_z", "fake_a", "fake_m"}
+
+
+@pytest.mark.parametrize("damage", ["[graphpact.runners]\nno equals sign", "\udcff", "no version"])
+def test_unreadable_metadata_is_left_out_with_a_warning(
+    site: Site, caplog: pytest.LogCaptureFixture, damage: str
+) -> None:
+    """A distribution whose metadata cannot be read is logged and does not end the scan."""
+    site.add("good", offers={"fake_good": "Runner"})
+    site.add("torn", offers={"fake_torn": "Runner"})
+    info = site.root / "fake_torn-1.0.dist-info"
+    if damage == "no version":
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: fake-torn\n")
+    else:
+        (info / "entry_points.txt").write_bytes(damage.encode(errors="surrogateescape"))
+    with caplog.at_level(logging.WARNING, "graphpact.plugins"):
+        found = outcomes(PluginCatalog.scan())
+    assert "metadata cannot be read" in caplog.text
+    assert set(found) == {"fake_good"}
+
+
+def test_an_unknown_name_says_what_is_there_and_what_was_refused(site: Site) -> None:
+    """The error names what was asked, what is there, what was rejected and why, and the nearest."""
+    site.add("one", offers={"fake_decode": "Runner"}, version="1.5")
+    site.add("old", offers={"fake_elder": "Runner"}, contract="0")
+    site.add("drv", offers={"fake_decoed": "Driver"}, group="graphpact.graph_drivers")
+    with pytest.raises(UnknownPluginError) as refused:
+        PluginCatalog.scan().select("runner", "fake_decoed")
+    text = str(refused.value)
+    assert text.startswith("no runner is called 'fake_decoed'\n  available: ")
+    assert "fake_decode (fake-one 1.5)" in text
+    assert "\n  rejected: fake_elder (fake-old 1.0): written for contract version 0" in text
+    assert "\n  note: fake_decoed (fake-drv 1.0) is a graph_driver" in text
+    assert text.endswith("\n  help: did you mean 'fake_decode'?")
+    assert not {"fake_one", "fake_old", "fake_drv"} & sys.modules.keys()
+
+
+def test_a_first_party_plugin_that_is_not_installed_has_a_pip_command() -> None:
+    """For each name that this repository offers, and no other, the error ends with what installs it."""
+    offered: dict[str, dict[str, str]] = {kind: {} for kind in KINDS}
+    for file in PROJECTS:
+        project = tomllib.loads(file.read_text())["project"]
+        for kind in KINDS:
+            for name in project.get("entry-points", {}).get(f"graphpact.{kind}s", {}):
+                offered[kind][name] = project["name"]
+    assert offered == _FIRST_PARTY
+    for kind, names in offered.items():
+        for name, wheel in names.items():
+            with pytest.raises(UnknownPluginError) as refused:
+                PluginCatalog({}).select(kind, name)  # type: ignore[call-overload]
+            assert refused.value.hint == f"pip install {wheel}"
+            assert "available: none" in str(refused.value)
+
+
+def test_a_near_miss_of_a_first_party_name_has_name_and_command() -> None:
+    """A misspelt name of a plugin that is not installed is answered with its name and its wheel."""
+    with pytest.raises(UnknownPluginError) as refused:
+        PluginCatalog({}).select("attention_backend", "flash_infer")
+    assert refused.value.hint == "did you mean 'flashinfer'? pip install graphpact-flashinfer"
+
+
+def test_a_kind_that_does_not_exist_is_an_unknown_plugin() -> None:
+    """A kind taken from a command line is answered like a name, not with a KeyError."""
+    with pytest.raises(UnknownPluginError, match="no sampler is called 'greedy'"):
+        PluginCatalog({}).select("sampler", "greedy")  # type: ignore[call-overload]
+
+
+def test_our_own_distributions_pass_the_same_door(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every plugin that a pyproject.toml of this repository declares is found and loads."""
+    declared = set()
+    for file in PROJECTS:
+        project = tomllib.loads(file.read_text())["project"]
+        info = tmp_path / f"{project['name'].replace('-', '_')}-0.1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: 0.1.0\n"
+        )
+        lines = []
+        for group, offers in project.get("entry-points", {}).items():
+            lines += [f"[{group}]", *(f"{name} = {target}" for name, target in offers.items())]
+            declared |= set(offers) if group != "graphpact.contract" else set()
+        (info / "entry_points.txt").write_text("\n".join(lines))
+        monkeypatch.syspath_prepend(str(file.parent))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    ours = [
+        p for p in PluginCatalog.scan(env={}).check() if p.info.distribution.startswith("graphp")
+    ]
+    assert {p.info.name for p in ours} == declared
+    assert [p for p in ours if isinstance(p, Rejected)] == []
+
+
+def test_importing_the_module_imports_no_plugin() -> None:
+    """``import graphpact.plugins`` loads no plugin package and no transformers."""
+    script = (
+        "import sys, graphpact.plugins;"
+        "print([m for m in sys.modules if m.startswith(('graphpact_', 'transformers'))])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=ROOT / "core",
+    )
+    assert done.stdout.strip() == "[]"
+
+
+def test_a_folder_named_otherwise_is_found_all_the_same(site: Site) -> None:
+    """A distribution whose metadata folder is not named as tools name it counts like any other."""
+    site.add("odd", offers={"fake_odd": "Runner"})
+    (site.root / "fake_odd-1.0.dist-info").rename(site.root / "fake-odd-1.0.dist-info")
+    assert isinstance(outcomes(PluginCatalog.scan())["fake_odd"], Loaded)

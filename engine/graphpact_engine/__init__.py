@@ -1,0 +1,9 @@
+"""An engine: KV pools, a scheduler, a sampler, and the loop that feeds lanes.
+
+Does not: import transformers until an `Engine` is built.
+"""
+
+from graphpact_engine.engine import Completion, Delta, Engine
+from graphpact_engine.request import Request, SamplingParams
+
+__all__ = ["Completion", "Delta", "Engine", "Request", "SamplingParams"]

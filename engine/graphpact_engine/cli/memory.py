@@ -1,0 +1,177 @@
+"""What ``graphpact doctor --memory`` shows: the graph-resident memory of an engine, for people.
+
+Does not: find any of it; `graphpact_engine.memory` does.
+"""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from rich.console import Console
+
+from graphpact.buffers.description import draw, in_words
+from graphpact.cli.console import clean, print_table
+from graphpact.errors import UsageError
+from graphpact_engine.memory import EngineMemory, LaneMemory, MemoryRow
+
+_IN_GRAPH = {True: "graph", False: "preparation", None: "?"}
+_SLOTS = ("slot", "owner", "shape", "dtype", "device", "policy", "used by", "bytes", "reason")
+_SHARED = ("shared", "name", "shape", "dtype", "device", "lanes", "bytes")
+
+
+def print_memory(console: Console, memory: EngineMemory) -> None:
+    """Print slots and pools of each lane, then what lanes share, then the totals."""
+    for lane in memory.lanes:
+        _print_lane(console, lane)
+    if memory.shared:
+        rows = [
+            (
+                row.kind.replace("_", " "),
+                row.name,
+                _shape(row),
+                row.dtype,
+                row.device,
+                ", ".join(memory.lanes_of(row)) or "preparation only",
+                _bytes(row),
+            )
+            for row in memory.shared
+        ]
+        print_table(console, _SHARED, rows, numbers=("bytes",))
+        console.print()
+    for line in _totals(memory):
+        console.print(clean(line), soft_wrap=True)
+
+
+def _print_lane(console: Console, lane: LaneMemory) -> None:
+    if lane.absent is not None:
+        console.print(
+            f"lane {clean(lane.lane)}: no graph-resident memory; {lane.absent}\n", soft_wrap=True
+        )
+        return
+    place = "in the graph" if lane.metadata_in_graph else "by its replay hook"
+    console.print(
+        f"lane {clean(lane.lane)}: recorded by {clean(lane.driver)}, metadata made {place}",
+        soft_wrap=True,
+    )
+    slots = [
+        (
+            row.name,
+            row.owner or "",
+            _shape(row),
+            row.dtype,
+            row.device,
+            row.policy,
+            _IN_GRAPH[row.in_graph],
+            _bytes(row),
+            row.reason or "",
+        )
+        for row in lane.of_kind("slot")
+    ]
+    print_table(console, _SLOTS, slots, numbers=("bytes",))
+    console.print()
+    pools = [(row.name, row.device, _bytes(row)) for row in lane.of_kind("pool")]
+    print_table(console, ("pool", "device", "bytes"), pools, numbers=("bytes",))
+    console.print()
+
+
+def verdict(memory: EngineMemory) -> str:
+    """Return in one sentence whether graphs touch only what is declared."""
+    unknown = len(memory.unknown)
+    if unknown:
+        return f"Graphs read or write {unknown} tensor{'' if unknown == 1 else 's'} that nothing declares."
+    blind = sorted({str(lane.driver) for lane in memory.lanes if not lane.knows_externals})
+    if blind:
+        return (
+            f"What is undeclared cannot be seen: {', '.join(blind)} does not tell what graphs read;"
+            " the tape does."
+        )
+    if not any(lane.rows for lane in memory.lanes):
+        return "No lane has graphs."
+    return "Everything that graphs read and write is declared."
+
+
+def say_unknown(row: MemoryRow) -> tuple[str, str]:
+    """Return what is to be said of a tensor that nothing declares, and what to do."""
+    what = (
+        f"lane {row.lane!r}: its graphs read or write a {row.dtype} tensor {_shape(row)} on"
+        f" {row.device}, {_bytes(row)} bytes, that nothing declares"
+    )
+    return what, (
+        "declare it as a GraphSlot, in AttentionBackend.declare_slots() or"
+        " GraphRunner.make_registry(), or register it as a buffer of the model's module; until then"
+        " nothing notices when it is replaced, and graphs go on reading the old memory"
+    )
+
+
+def check_picture(file: Path) -> None:
+    """See early whether ``file`` can be written, as far as that can be told without writing.
+
+    Raises:
+        UsageError: It is a directory, or lies in none.
+    """
+    if file.is_dir():
+        reason = "it is a directory"
+    elif file.suffix.lower() != ".svg":
+        reason = "it is drawn as SVG, and that is no name of one"
+    elif not file.parent.is_dir():
+        reason = f"there is no directory {file.parent}"
+    else:
+        return
+    raise UsageError(
+        f"the picture cannot be written to {file}: {reason}", hint="name a file: --picture FILE.svg"
+    )
+
+
+def write_picture(file: Path, memory: EngineMemory) -> None:
+    """Write the picture of the registries of all lanes.
+
+    Raises:
+        UsageError: The file cannot be written.
+    """
+    picture = draw(lane.registry for lane in memory.lanes if lane.registry is not None)
+    try:
+        file.write_text(picture, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(
+            f"the picture cannot be written to {file}: {error.strerror or error}",
+            hint="name a file that can be written: --picture FILE.svg",
+        ) from error
+
+
+def _totals(memory: EngineMemory) -> Iterable[str]:
+    for lane in memory.lanes:
+        if lane.absent is None:
+            slots, pools = lane.of_kind("slot"), lane.of_kind("pool")
+            yield (
+                f"lane {lane.lane}: {in_words(memory.own_nbytes[lane.lane])} of its own:"
+                f" {len(slots)} slots, {in_words(_sum(slots))}"
+                + (
+                    f" ({in_words(lane.registry.allocated_nbytes)} allocated)"
+                    if lane.registry is not None
+                    else ""
+                )
+                + f"; {len(pools)} pools, {in_words(_sum(pools))}"
+            )
+    if memory.common_slots:
+        yield (
+            f"slots that lanes share: {len(memory.common_slots)},"
+            f" {in_words(_sum(memory.common_slots))}"
+        )
+    if memory.shared:
+        parts = []
+        for kind, word in (("weight", "weights"), ("kv_cache", "KV cache"), ("request_table", "")):
+            rows = [row for row in memory.shared if row.kind == kind]
+            parts.append(f"{word or 'request table'}, {in_words(_sum(rows))}")
+        yield f"shared by all lanes: {'; '.join(parts)}"
+    yield f"graph-resident in all: {in_words(memory.nbytes)}"
+
+
+def _sum(rows: Iterable[MemoryRow]) -> int:
+    return sum(row.nbytes or 0 for row in rows)
+
+
+def _shape(row: MemoryRow) -> str:
+    return str(list(row.shape or ()))
+
+
+def _bytes(row: MemoryRow) -> str:
+    return "?" if row.nbytes is None else f"{row.nbytes:,}"

@@ -1,0 +1,119 @@
+"""What a run did, for people: a table of replays and eager runs, and a line of totals.
+
+Does not: count anything; lanes, verifiers and the scheduler do.
+"""
+
+from collections.abc import Iterator
+
+from rich.console import Console
+
+from graphpact.cli.console import note, print_table, warning
+from graphpact.lane import Lane
+from graphpact_engine.engine import Engine
+
+_COLUMNS = ("lane", "shape", "runs", "tokens", "padding", "capture", "nodes", "")
+_NUMBERS = ("runs", "tokens", "padding", "capture", "nodes")
+_BAR = 10  # characters of a bar that is all padding
+_MANY = 8  # of more shapes in a lane, those that were never replayed share a row
+
+
+def print_report(
+    console: Console, engine: Engine, *, tokens: int, seconds: float, quiet: bool = False
+) -> None:
+    """Print what a run did.
+
+    Args:
+        console: Where to.
+        engine: What ran.
+        tokens: Tokens that were generated.
+        seconds: How long that took, prefill included.
+        quiet: Print only what must not be missed: that nothing was verified, where asked for.
+    """
+    if not quiet:
+        rows = [row for lane in engine.lanes for row in _rows(lane, bars=console.is_terminal)]
+        if any(rows):
+            console.print()
+            print_table(console, _COLUMNS, rows, numbers=_NUMBERS)
+        note(_totals(engine, tokens, seconds))
+    _admit_nothing_verified(engine)
+
+
+def _rows(lane: Lane, *, bars: bool) -> Iterator[tuple[object, ...]]:
+    """Yield a row for each shape of a lane, smallest first, and for each reason of eager runs."""
+    stats = lane.stats
+    shapes = sorted(stats.shapes, key=lambda s: (s.mode.value, s.num_tokens, s.variant))
+    unused = [shape for shape in shapes if not stats.shapes[shape].replays]
+    if len(shapes) <= _MANY or len(unused) == 1:
+        unused = []
+    for shape in shapes:
+        if shape in unused:
+            continue
+        s = stats.shapes[shape]
+        waste = s.padding_waste(shape)
+        yield (
+            lane.name,
+            shape,
+            s.replays,
+            s.raw_rows,
+            f"{waste:.1%}" if s.replays else "",
+            _milliseconds(s.capture_seconds),
+            s.num_nodes if s.num_nodes >= 0 else "",
+            "█" * round(waste * _BAR) if bars else "",
+        )
+    if unused:
+        seconds = sum(stats.shapes[shape].capture_seconds for shape in unused)
+        what = f"{len(unused)} more shapes"
+        yield lane.name, what, 0, 0, "", _milliseconds(seconds), "", "never replayed"
+    for (mode, reason), count in sorted(stats.eager.items(), key=str):
+        yield lane.name, f"{mode.value}, eager", count, "", "", "", "", reason.value
+
+
+def _totals(engine: Engine, tokens: int, seconds: float) -> str:
+    lanes = engine.lanes
+    shapes = [s for lane in lanes for s in lane.stats.shapes.values()]
+    replays = sum(lane.stats.replays for lane in lanes)
+    eager = sum(lane.stats.eager.total() for lane in lanes)
+    parts = [
+        _count(replays, "replay"),
+        _count(eager, "eager run"),
+        _count(sum(lane.stats.pact_checks for lane in lanes), "pact check"),
+    ]
+    if engine.config.verify.replay_against_eager:
+        verified = sum(verifier.verified for verifier in engine.verifiers)
+        part = f"{verified} of {replays} replays verified"
+        if verified:
+            worst = max(verifier.largest_difference for verifier in engine.verifiers)
+            part += f", largest difference {worst:.2g}"
+        parts.append(part)
+    if shapes:
+        spent = sum(s.capture_seconds for s in shapes)
+        parts.append(f"{_count(len(shapes), 'shape')} captured in {_milliseconds(spent)}")
+    parts.append(_count(engine.scheduler.num_preemptions, "preemption"))
+    rate = tokens / seconds if seconds else 0.0
+    parts.append(f"{_count(tokens, 'token')} in {seconds:.2f} s ({rate:,.1f} a second)")
+    return "; ".join(parts)
+
+
+def _admit_nothing_verified(engine: Engine) -> None:
+    share = engine.config.verify.replay_against_eager
+    if not share or any(verifier.verified for verifier in engine.verifiers):
+        return
+    replays = sum(lane.stats.replays for lane in engine.lanes)
+    if replays:
+        warning(
+            f"nothing was verified: a share of {share:g} picked none of"
+            f" {_count(replays, 'replay')}",
+            "raise verify.replay_against_eager, or give --verify",
+        )
+        return
+    reasons = sorted({reason.value for lane in engine.lanes for _, reason in lane.stats.eager})
+    why = f" (eager runs: {'; '.join(reasons)})" if reasons else ""
+    warning(f"nothing was verified: nothing was replayed through a graph{why}")
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1000:,.0f} ms"

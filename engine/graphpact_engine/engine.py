@@ -1,0 +1,293 @@
+"""`Engine`: prompts in, text out, every step through a lane.
+
+    engine = Engine(EngineConfig.load(Path("engine.toml")))
+    for completion in engine.generate(["Return a ", "The "]):
+        print(completion.text)
+
+Does not: serve a network, or run two steps at once.
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+
+from graphpact.batch import ForwardMode
+from graphpact.errors import CheckpointError, RequestError
+from graphpact.lane import Lane, RunFn
+from graphpact.plugins import PluginCatalog
+from graphpact_engine.build import (
+    OnCapture,
+    backend_context,
+    build_lane,
+    lay_out_memory,
+    model_path,
+)
+from graphpact_engine.config import EngineConfig
+from graphpact_engine.plans import (
+    ModelSpec,
+    check_backends,
+    lane_without_latents,
+    plan_lanes,
+    resolve_device,
+)
+from graphpact_engine.request import FinishReason, Request, SamplingParams
+from graphpact_engine.sampler import Sampler
+from graphpact_engine.scheduler import Scheduler
+from graphpact_engine.text import TextStream
+from graphpact_engine.verify import Verifier
+
+Prompt = str | Sequence[int]
+"""Text, or token ids."""
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What became of one prompt. ``text`` is empty where the checkpoint has no tokenizer."""
+
+    index: int
+    prompt: Prompt
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """One token of one prompt, as it is generated. ``text`` may lag behind by an unfinished character."""
+
+    index: int
+    token_id: int
+    text: str
+    finish_reason: FinishReason | None
+
+
+class Engine:
+    """A model, the lanes that run it, and the loop that feeds them.
+
+    Args:
+        config: Everything that can be chosen.
+        catalog: Where plugins are looked up; the installed ones by default.
+        on_capture: Told of each captured shape.
+
+    Raises:
+        UsageError: A name, value, checkpoint or model that cannot be had; nothing was captured.
+        CaptureError: A shape could not be recorded.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        catalog: PluginCatalog | None = None,
+        on_capture: OnCapture | None = None,
+    ) -> None:
+        self.config = config
+        self.device = resolve_device(config.engine.device)
+        catalog = catalog or PluginCatalog.scan()
+        plans = plan_lanes(config, catalog, self.device)
+        path = model_path(config)
+
+        from graphpact_engine import models  # noqa: PLC0415  an extra, and seconds to import
+
+        dtype = config.model.dtype
+        checkpoint = models.load_checkpoint(
+            path,
+            dtype=None if dtype == "auto" else getattr(torch, dtype),
+            device=self.device,
+            attention=models.ATTENTION_NAME,
+            trust_remote_code=config.model.trust_remote_code,
+        )
+        self._load_tokenizer: Callable[[], Any] = functools.partial(
+            models.load_tokenizer, path, trust_remote_code=config.model.trust_remote_code
+        )
+        self._tokenizer: Any = None
+        without = lane_without_latents(plans)
+        self.model = models.TransformersModel(checkpoint.model, absorb=without is None)
+        self.vocab_size = checkpoint.vocab_size
+        self.eos_token_ids = checkpoint.eos_token_ids
+        spec = ModelSpec(
+            self.model.layers,
+            self.model.dtype,
+            self.device,
+            checkpoint.max_model_len,
+            expanded_for=without if self.model.has_latents else None,
+            expanded_layers=(lambda: models.TransformersModel(checkpoint.model).layers)
+            if self.model.has_latents and without is None
+            else None,
+        )
+        self.memory = lay_out_memory(config, spec)
+        cache = self.memory.kv_cache
+        contexts = [backend_context(plan, spec, self.memory, cache) for plan in plans]
+        check_backends(plans, contexts, catalog, spec)
+        self.lanes: list[Lane] = []
+        self.verifiers: list[Verifier] = []
+        self._run: dict[ForwardMode, RunFn] = {}
+        for plan in plans:
+            built = build_lane(
+                plan,
+                config,
+                model=self.model,
+                spec=spec,
+                memory=self.memory,
+                on_capture=on_capture,
+            )
+            self.lanes.append(built.lane)
+            self._run[plan.mode] = built.run
+            if built.verifier is not None:
+                self.verifiers.append(built.verifier)
+        self.scheduler = Scheduler(
+            self.memory.requests,
+            self.memory.pages,
+            max_num_seqs=config.engine.max_num_seqs,
+            max_num_batched_tokens=config.engine.max_num_batched_tokens,
+            max_model_len=self.memory.limits.max_context_len,
+            eos_token_ids=self.eos_token_ids,
+            device=self.device,
+        )
+        self._sampler = Sampler()
+        self._num_requests = 0
+
+    @property
+    def tokenizer(self) -> Any:
+        """The checkpoint's tokenizer, loaded when it is first asked for.
+
+        Raises:
+            CheckpointError: The checkpoint has none.
+        """
+        if self._tokenizer is None:
+            self._tokenizer = self._load_tokenizer()
+        return self._tokenizer
+
+    def close(self) -> None:
+        """Release the graphs of every lane. What is asked of the engine afterwards runs eagerly."""
+        for lane in self.lanes:
+            lane.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    # -- one request, one step -------------------------------------------------------------------
+
+    def add(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Request:
+        """Queue one prompt.
+
+        A request without a seed of its own takes ``engine.seed`` plus its number, so that equal
+        prompts differ and a run can be repeated.
+
+        Raises:
+            RequestError: An empty prompt, a token that the model does not know, or more tokens than
+                this engine can hold; nothing was queued.
+        """
+        number = self._num_requests
+        if prompt == "":  # some tokenizers would make a begin token of it
+            raise RequestError(
+                f"request '{number}' has an empty prompt", hint="give at least one character"
+            )
+        token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        for token in token_ids:
+            if not 0 <= token < self.vocab_size:
+                raise RequestError(
+                    f"request '{number}' has token id {token}; the model knows 0 to"
+                    f" {self.vocab_size - 1}",
+                )
+        request = Request(
+            str(number),
+            token_ids,
+            sampling or SamplingParams(),
+            default_seed=self.config.engine.seed + number,
+        )
+        self.scheduler.add(request)
+        self._num_requests += 1
+        return request
+
+    def step(self) -> list[Request]:
+        """Run one batch and return the requests that got a token."""
+        scheduled = self.scheduler.schedule()
+        if scheduled is None:
+            return []
+        logits = self._run[scheduled.batch.forward_mode](scheduled.batch)
+        rows = scheduled.sampled_indices
+        if len(rows) < len(scheduled.requests):
+            logits = logits[rows]
+        sampled = iter(self._sampler.sample(logits, scheduled.sampled_requests))
+        return self.scheduler.commit(
+            scheduled, [next(sampled) if yields else None for yields in scheduled.samples]
+        )
+
+    # -- many prompts ----------------------------------------------------------------------------
+
+    def stream(
+        self, prompts: Sequence[Prompt], sampling: SamplingParams | None = None
+    ) -> Iterator[Delta]:
+        """Continue all prompts together and yield each token as it comes.
+
+        Raises:
+            RequestError: A prompt that can never be served; none of them was started.
+        """
+        return self._stream(self._add_all(prompts, sampling))
+
+    def generate(
+        self, prompts: Sequence[Prompt], sampling: SamplingParams | None = None
+    ) -> list[Completion]:
+        """Continue all prompts together and return the completions in the prompts' order.
+
+        Raises:
+            RequestError: A prompt that can never be served; none of them was started.
+        """
+        texts = [""] * len(prompts)
+        token_ids: list[list[int]] = [[] for _ in prompts]
+        reasons: list[FinishReason] = ["abort"] * len(prompts)
+        for delta in self.stream(prompts, sampling):
+            texts[delta.index] += delta.text
+            token_ids[delta.index].append(delta.token_id)
+            if delta.finish_reason is not None:
+                reasons[delta.index] = delta.finish_reason
+        return [
+            Completion(i, prompt, texts[i], token_ids[i], reasons[i])
+            for i, prompt in enumerate(prompts)
+        ]
+
+    # -- inside ----------------------------------------------------------------------------------
+
+    def _add_all(self, prompts: Sequence[Prompt], sampling: SamplingParams | None) -> list[Request]:
+        requests: list[Request] = []
+        try:
+            for prompt in prompts:
+                requests.append(self.add(prompt, sampling))  # noqa: PERF401  undone below
+        except Exception as error:
+            for request in requests:
+                self.scheduler.abort(request.request_id)
+            if isinstance(error, RequestError):
+                which = f"prompt {len(requests) + 1} of {len(prompts)}"
+                raise RequestError(f"{which}: {error.message}", hint=error.hint) from error
+            raise
+        return requests
+
+    def _stream(self, requests: list[Request]) -> Iterator[Delta]:
+        places = {id(request): i for i, request in enumerate(requests)}
+        texts = [TextStream(self._decoder()) for _ in requests]
+        try:
+            while any(not request.is_finished for request in requests):
+                for request in self.step():
+                    index = places.get(id(request))
+                    if index is None:
+                        continue  # somebody else's, queued with add()
+                    token = request.output_token_ids[-1]
+                    text = texts[index].push(token, last=request.is_finished)
+                    yield Delta(index, token, text, request.finish_reason)
+        finally:  # a caller who stops listening leaves no request behind
+            for request in requests:
+                self.scheduler.abort(request.request_id)
+
+    def _decoder(self) -> Any:
+        """Return the tokenizer, or None where token ids are all there is."""
+        try:
+            return self.tokenizer
+        except CheckpointError:
+            return None

@@ -1,0 +1,21 @@
+"""Transformers models on graphpact attention: loading a checkpoint, and the forward pass of a batch.
+
+Does not: contain model code. Needs the extra ``graphpact[engine]``; importing this package without it
+raises an error that says so.
+"""
+
+from graphpact.errors import UsageError
+
+try:
+    import safetensors as _safetensors  # noqa: F401  only to see whether it is there
+    import transformers as _transformers  # noqa: F401  only to see whether it is there
+except ImportError as error:
+    raise UsageError(
+        f"running a model needs the package {error.name!r}, which is not installed",
+        hint='pip install "graphpact[engine]"',
+    ) from error
+
+from graphpact_engine.models.checkpoint import Checkpoint, load_checkpoint, load_tokenizer
+from graphpact_engine.models.transformers_model import ATTENTION_NAME, TransformersModel
+
+__all__ = ["ATTENTION_NAME", "Checkpoint", "TransformersModel", "load_checkpoint", "load_tokenizer"]

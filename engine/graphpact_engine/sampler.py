@@ -1,0 +1,127 @@
+"""From logits to tokens: greedy, or drawn by temperature, top-k and top-p.
+
+What a request draws depends on its own logits, parameters and random numbers alone: the same seed
+and logits give the same token alone or in any batch. Float sums would break that, as their rounding
+follows the shape of the batch, and a sum near ``top_p`` would then keep one token more or fewer. So
+probabilities are whole numbers here, relative to the likeliest token's `_ONE`, and their sums are
+exact in any order. One uniform number a token, from the request's own generator, picks among them.
+
+Does not: choose the rows that yield a token (the scheduler does), append tokens to requests, or
+give probabilities or logprobs back.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from graphpact.errors import EngineError
+from graphpact_engine.request import Request
+
+_ONE = 2**36
+"""The weight of the likeliest token. A token below 2**-36 of its probability is never drawn; a
+vocabulary of up to 2**27 tokens cannot overflow int64."""
+
+
+class Sampler:
+    """Chooses one token for each row of logits."""
+
+    def sample(self, logits: torch.Tensor, requests: Sequence[Request]) -> list[int]:
+        """Choose a token for each row; one transfer to the host, after all device work.
+
+        Each request with a temperature above 0 takes exactly one number from its generator. Among
+        equal logits the lower token id ranks first.
+
+        Args:
+            logits: ``[bs, V]``, any float dtype and device; not written to.
+            requests: The request of each row.
+
+        Raises:
+            EngineError: As many requests as rows were expected; or a row holds NaN or has no finite
+                maximum, the message names its request. Draws are spent then.
+        """
+        if logits.dim() != 2 or logits.shape[0] != len(requests):
+            raise EngineError(
+                f"{len(requests)} requests to sample for; got logits {list(logits.shape)}"
+            )
+        if not requests:
+            return []
+        likeliest = logits.argmax(dim=-1)  # a NaN wins, so the winner tells of it
+        best = logits.gather(1, likeliest.unsqueeze(1))
+        tokens = likeliest
+        filtered = [at for at, request in enumerate(requests) if _is_filtered(request)]
+        plain = [
+            at
+            for at, request in enumerate(requests)
+            if request.sampling.temperature > 0 and not _is_filtered(request)
+        ]
+        for rows, draw in ((plain, _draw_any), (filtered, _draw_filtered)):
+            if rows:
+                index = torch.tensor(rows, device=logits.device)
+                params = _params([requests[at] for at in rows], logits.shape[1], logits.device)
+                scores = logits[index]
+                weights = _weights(scores, best[index], params[0])
+                tokens = tokens.index_copy(0, index, draw(scores, weights, params))
+        chosen: list[int] = tokens.masked_fill(~best.squeeze(1).isfinite(), -1).tolist()
+        if min(chosen) < 0:
+            bad = [requests[at].request_id for at, token in enumerate(chosen) if token < 0]
+            raise EngineError(
+                f"logits of request {', '.join(map(repr, bad))} hold NaN or no finite maximum",
+                hint="the model or a kernel computed them wrongly: rerun the batch eagerly to see",
+            )
+        return chosen
+
+
+def _is_filtered(request: Request) -> bool:
+    """Whether the request draws from fewer than all tokens."""
+    sampling = request.sampling
+    return sampling.temperature > 0 and (sampling.top_k > 0 or sampling.top_p < 1)
+
+
+def _params(requests: Sequence[Request], vocab: int, device: torch.device) -> torch.Tensor:
+    """Return ``[4, n, 1]`` float64: temperature, top_p, top_k, a fresh uniform of [0, 1)."""
+    rows = [
+        (
+            request.sampling.temperature,
+            request.sampling.top_p,
+            request.sampling.top_k or vocab,
+            torch.rand((), generator=request.generator, dtype=torch.float64).item(),
+        )
+        for request in requests
+    ]
+    return torch.tensor(rows, dtype=torch.float64, device=device).T.unsqueeze(2)
+
+
+def _weights(scores: torch.Tensor, best: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+    """Return ``[n, V]`` int64: tempered probabilities, the likeliest token's is `_ONE`."""
+    relative = ((scores.double() - best.double()) / temperature).exp_()
+    return relative.mul_(_ONE).long()
+
+
+def _draw_any(_scores: torch.Tensor, weights: torch.Tensor, params: torch.Tensor) -> torch.Tensor:
+    """Return ``[n]`` int64: a token by weight."""
+    return _pick(weights, params[3]).squeeze(1)
+
+
+def _draw_filtered(
+    scores: torch.Tensor, weights: torch.Tensor, params: torch.Tensor
+) -> torch.Tensor:
+    """Return ``[n]`` int64: a token by weight among the top-k, then the top-p of those."""
+    _, top_p, top_k, uniform = params
+    order = scores.sort(dim=-1, descending=True, stable=True).indices
+    ranks = torch.arange(scores.shape[1], device=scores.device)
+    ranked = weights.gather(1, order).masked_fill_(ranks >= top_k, 0)
+    upto = ranked.cumsum(dim=-1)
+    likelier = upto - ranked  # the likeliest token has none before it, so it always stays
+    ranked.masked_fill_(likelier >= top_p * upto[:, -1:], 0)
+    return order.gather(1, _pick(ranked, uniform)).squeeze(1)
+
+
+def _pick(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """Return ``[n, 1]`` int64: the column where the running sum passes its uniform share.
+
+    Always a column that exists, even where NaN in the logits made the weights meaningless.
+    """
+    upto = weights.cumsum(dim=-1)
+    total = upto[:, -1:]
+    target = (uniform * total).long().minimum(total - 1)
+    return torch.searchsorted(upto, target, right=True).clamp_(max=weights.shape[1] - 1)

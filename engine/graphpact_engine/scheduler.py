@@ -1,0 +1,471 @@
+"""Which requests are computed in the next step, and in which memory.
+
+Continuous batching with chunked prefill, first come first served:
+
+- A step is an extend (prefill) batch or a decode batch. An extend is followed by a decode whenever
+  something decodes, so a decoding request waits for one extend at most between its tokens.
+- A request is admitted when all pages of its known tokens can be had at once, one token more fits,
+  and a page is left for every admitted request that will yet need one (else it would soon be
+  preempted again). Nobody overtakes the head of the queue.
+- A decode that finds no free page preempts the youngest admitted request, which gives up its
+  memory, waits at the front of the queue, and is computed again from prompt and output. The oldest
+  is never preempted and always fits alone (`Scheduler.add` sees to it), so it always advances.
+
+Admitted requests are older than all waiting ones, always: admission takes from the front of the
+queue, preemption takes the youngest and puts it there.
+
+Does not: run the model, choose tokens, know text or vocabulary, or lock: one thread calls it.
+"""
+
+from array import array
+from collections import deque
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from graphpact.batch import ForwardBatch, ForwardMode
+from graphpact.errors import ConfigError, EngineError, RequestError
+from graphpact_engine.pools import PagePool, RequestPool
+from graphpact_engine.request import FinishReason, Request, RequestState
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledBatch:
+    """One step's work: run ``batch``, sample where ``samples`` says so, then `Scheduler.commit`."""
+
+    batch: ForwardBatch
+    requests: list[Request]
+    """In batch order, oldest first."""
+    samples: list[bool]
+    """Whether each request's last row yields a token; not where more of its prompt is to come."""
+    step: int
+    """Number of the step; only the newest can be committed."""
+
+    @property
+    def sampled_indices(self) -> list[int]:
+        """Places in the batch of the requests that yield a token."""
+        return [at for at, yields in enumerate(self.samples) if yields]
+
+    @property
+    def sampled_requests(self) -> list[Request]:
+        """The requests that yield a token, in batch order."""
+        return [self.requests[at] for at in self.sampled_indices]
+
+
+class Scheduler:
+    """Owns the queue, and the memory of requests from admission to their end.
+
+    Args:
+        request_pool: Rows; nobody else takes from it.
+        page_pool: KV pages; nobody else takes from it.
+        max_num_seqs: Requests admitted at once, at most.
+        max_num_batched_tokens: New tokens in one batch, at most.
+        max_model_len: Tokens of one sequence, prompt and output, at most.
+        eos_token_ids: Tokens that end every request that does not ignore them.
+        device: Of the batches and of ``request_pool``.
+
+    Raises:
+        ConfigError: A limit below 1, fewer batched tokens than requests, or a ``max_model_len``
+            that a row cannot hold.
+    """
+
+    def __init__(
+        self,
+        request_pool: RequestPool,
+        page_pool: PagePool,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        eos_token_ids: Collection[int],
+        device: torch.device | str,
+    ) -> None:
+        if max_num_seqs < 1:
+            raise ConfigError(f"max_num_seqs must be 1 or more; got {max_num_seqs}")
+        if max_num_batched_tokens < max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens must be at least max_num_seqs, {max_num_seqs}, as a "
+                f"decode brings one token a request; got {max_num_batched_tokens}"
+            )
+        if not 2 <= max_model_len <= request_pool.max_context_len:
+            raise ConfigError(
+                f"max_model_len must be from 2 to the columns of the request pool, "
+                f"{request_pool.max_context_len}; got {max_model_len}"
+            )
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_model_len = max_model_len
+        self.eos_token_ids = frozenset(eos_token_ids)
+        self.num_preemptions = 0
+        self._rows = request_pool
+        self._pages = page_pool
+        self._device = torch.device(device)
+        self._waiting: deque[Request] = deque()  # oldest first
+        self._admitted: list[Request] = []  # oldest first, all older than the waiting ones
+        self._alive: dict[str, Request] = {}
+        self._num_added = 0
+        self._step = 0
+        self._to_commit: ScheduledBatch | None = None
+        self._last_was_extend = False
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request is alive."""
+        return bool(self._alive)
+
+    @property
+    def num_running(self) -> int:
+        """Requests admitted: those that own memory, prefilling ones included."""
+        return len(self._admitted)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests in the queue, preempted ones included."""
+        return len(self._waiting)
+
+    def add(self, request: Request) -> None:
+        """Queue a request.
+
+        Raises:
+            RequestError: Nothing was done: no prompt, a prompt that leaves no room for a token,
+                more pages than there are, or the id of a request that is alive.
+        """
+        prompt_len = len(request.prompt_token_ids)
+        name = f"request {request.request_id!r}"
+        if request.request_id in self._alive:
+            raise RequestError(f"{name} is alive already", hint="give each request its own id")
+        if prompt_len == 0:
+            raise RequestError(f"{name} has an empty prompt", hint="give at least one token")
+        if prompt_len > self.max_model_len - 1:
+            raise RequestError(
+                f"{name} has a prompt of {prompt_len} tokens; at most {self.max_model_len - 1} "
+                f"leave room for a new one within max_model_len {self.max_model_len}",
+                hint="shorten the prompt, or raise engine.max_model_len where the model knows more",
+            )
+        longest = self._longest(request)
+        needed = self._pages.pages_for(longest)
+        if needed > self._pages.num_pages:
+            raise RequestError(
+                f"{name} may grow to {longest} tokens, {needed} KV pages of "
+                f"{self._pages.page_size}; there are {self._pages.num_pages}",
+                hint="lower max_new_tokens or give the KV cache more pages",
+            )
+        request.arrival = self._num_added
+        self._num_added += 1
+        self._alive[request.request_id] = request
+        self._waiting.append(request)
+
+    def schedule(self) -> ScheduledBatch | None:
+        """Plan the next step; None where no request is alive.
+
+        A step that is never committed (the model failed) is simply planned anew.
+
+        Raises:
+            EngineError: Requests are alive and none can advance: somebody else took from the pools.
+        """
+        self._step += 1
+        decoding = bool(self._in_state(RequestState.RUNNING))
+        plans = [self._plan_extend, self._plan_decode]
+        if self._last_was_extend and decoding:
+            plans.reverse()  # a decode comes out empty where all gave way to an older prefill
+        self._to_commit = next((step for step in (plan() for plan in plans) if step), None)
+        if self._to_commit is None:
+            if self.has_work:
+                raise EngineError(
+                    f"none of {len(self._alive)} requests can advance; free are "
+                    f"{self._pages.num_free} of {self._pages.num_pages} KV pages and "
+                    f"{self._rows.num_free} of {self._rows.max_requests} rows",
+                    hint="only one scheduler may take from a pool",
+                )
+            return None
+        self._last_was_extend = not self._to_commit.batch.forward_mode.is_decode
+        return self._to_commit
+
+    def commit(self, scheduled: ScheduledBatch, token_ids: Sequence[int | None]) -> list[Request]:
+        """Take the tokens of a step; finish the requests that end, and free their memory.
+
+        Args:
+            scheduled: The newest result of `schedule`.
+            token_ids: For each request of the batch its token; None where it yields none.
+
+        Returns:
+            The requests that got a token, in batch order; ``is_finished`` tells which ended.
+            Requests that were aborted since `schedule` are passed over.
+
+        Raises:
+            EngineError: Nothing was done: not the newest step, committed already, or tokens that do
+                not agree with ``scheduled.samples``.
+        """
+        if scheduled is not self._to_commit:
+            raise EngineError(
+                f"step {scheduled.step} was committed; step {self._step} is the newest, and a step "
+                f"is committed once"
+            )
+        if [token is not None for token in token_ids] != scheduled.samples:
+            raise EngineError(
+                f"step {scheduled.step} yields tokens at {scheduled.sampled_indices} of "
+                f"{len(scheduled.requests)} requests; got {list(token_ids)}"
+            )
+        self._to_commit = None
+        got: list[Request] = []
+        computed = scheduled.batch.seq_lens_cpu.tolist()
+        for request, token, num_computed in zip(
+            scheduled.requests, token_ids, computed, strict=True
+        ):
+            if request.is_finished:
+                continue
+            request.num_computed = num_computed
+            if token is None:
+                continue
+            request.state = RequestState.RUNNING
+            request.output_token_ids.append(token)
+            got.append(request)
+            reason = self._reason_to_finish(request, token)
+            if reason is not None:
+                self._finish(request, reason)
+        return got
+
+    def abort(self, request_id: str) -> bool:
+        """End a request and free its memory; False where none of that id is alive."""
+        request = self._alive.get(request_id)
+        if request is None:
+            return False
+        self._finish(request, "abort")
+        return True
+
+    def check_invariants(self) -> None:
+        """Hold every page and row to its one owner, and the queue to its order.
+
+        For tests and debugging; takes time in proportion to the pools.
+
+        Raises:
+            EngineError: A rule that is broken, the first of them.
+        """
+        pages = [page for request in self._admitted for page in request.pages]
+        rows = [request.row for request in self._admitted]
+        everyone = [*self._admitted, *self._waiting]
+        size = self._pages.page_size
+        rules = {
+            "each page has one owner": len(set(pages)) == len(pages),
+            "owned and free pages are all pages": set(pages) == self._pages.in_use
+            and len(pages) + self._pages.num_free == self._pages.num_pages,
+            "page 0 is nobody's": 0 not in pages,
+            "each row has one owner": len(set(rows)) == len(rows),
+            "owned and free rows are all rows": set(rows) == self._rows.in_use
+            and len(rows) + self._rows.num_free == self._rows.max_requests,
+            "row 0 is nobody's": 0 not in rows,
+            "admitted requests are at most max_num_seqs": len(rows) <= self.max_num_seqs,
+            "waiting requests own nothing": all(
+                at.row is None and not at.pages and at.num_computed == 0 for at in self._waiting
+            ),
+            "computed tokens lie in owned pages": all(
+                at.num_computed <= len(at.pages) * size for at in self._admitted
+            ),
+            "a running request has one token to compute": all(
+                at.num_computed == at.num_tokens - 1 for at in self._in_state(RequestState.RUNNING)
+            ),
+            "requests stand in the order of arrival": everyone
+            == sorted(everyone, key=lambda at: at.arrival),
+            "alive requests are admitted or waiting": set(map(id, everyone))
+            == set(map(id, self._alive.values())),
+        }
+        for rule, holds in rules.items():
+            if not holds:
+                raise EngineError(f"the scheduler broke its rule that {rule}")
+
+    def _in_state(self, state: RequestState) -> list[Request]:
+        """Return the admitted requests of one state, oldest first."""
+        return [request for request in self._admitted if request.state is state]
+
+    def _longest(self, request: Request) -> int:
+        """Return how many tokens the request may grow to."""
+        return min(
+            len(request.prompt_token_ids) + request.sampling.max_new_tokens, self.max_model_len
+        )
+
+    def _plan_extend(self) -> ScheduledBatch | None:
+        """Continue prefills under way, oldest first, then admit while tokens and memory last."""
+        budget = self.max_num_batched_tokens
+        chunks: list[tuple[Request, int]] = []
+        prefilling = iter(self._in_state(RequestState.PREFILLING))
+        while budget > 0 and (request := next(prefilling, None) or self._admit()):
+            length = min(budget, request.num_tokens - request.num_computed)
+            chunks.append((request, length))
+            budget -= length
+        return self._extend_batch(chunks) if chunks else None
+
+    def _plan_decode(self) -> ScheduledBatch | None:
+        """Give each running request the slot of its next token, oldest first; may preempt."""
+        requests = [
+            request
+            for request in self._in_state(RequestState.RUNNING)
+            if request.state is RequestState.RUNNING and self._grow(request)  # or gave way just now
+        ]
+        return self._decode_batch(requests) if requests else None
+
+    def _admit(self) -> Request | None:
+        """Give the head of the queue its row and pages, or nobody anything."""
+        if not self._waiting or len(self._admitted) >= self.max_num_seqs:
+            return None
+        request = self._waiting[0]
+        pages_for = self._pages.pages_for
+        margin = sum(  # the admitted requests that will yet need a page
+            self._longest(other) > len(other.pages) * self._pages.page_size
+            for other in self._admitted
+        )
+        if (
+            self._rows.num_free == 0
+            or pages_for(request.num_tokens + 1) + margin > self._pages.num_free
+            or (pages := self._pages.alloc(pages_for(request.num_tokens))) is None
+        ):
+            return None
+        request.row = self._rows.alloc()
+        request.pages = pages
+        request.state = RequestState.PREFILLING
+        self._admitted.append(self._waiting.popleft())
+        return request
+
+    def _grow(self, request: Request) -> bool:
+        """Own the slot of the next token, at the cost of the younger; False: gave way itself."""
+        if request.num_computed < len(request.pages) * self._pages.page_size:
+            return True
+        while (pages := self._pages.alloc(1)) is None:
+            youngest = self._admitted[-1]
+            self._preempt(youngest)
+            if youngest is request:
+                return False
+        request.pages += pages
+        return True
+
+    def _preempt(self, request: Request) -> None:
+        """Send the youngest admitted request back to the front of the queue."""
+        self._release(request)
+        request.state = RequestState.WAITING
+        request.num_computed = 0
+        request.num_preemptions += 1
+        self.num_preemptions += 1
+        self._waiting.appendleft(request)
+
+    def _release(self, request: Request) -> None:
+        """Take an admitted request's memory back."""
+        self._admitted.remove(request)
+        self._pages.free(request.pages)
+        request.pages = []
+        if request.row is not None:
+            self._rows.free(request.row)
+        request.row = None
+
+    def _finish(self, request: Request, reason: FinishReason) -> None:
+        """End a request wherever it stands."""
+        if request.state is RequestState.WAITING:
+            self._waiting.remove(request)
+        else:
+            self._release(request)
+        request.state = RequestState.FINISHED
+        request.finish_reason = reason
+        del self._alive[request.request_id]
+
+    def _reason_to_finish(self, request: Request, token: int) -> FinishReason | None:
+        """Return why the request ends with ``token``, its newest, or None."""
+        sampling = request.sampling
+        if token in sampling.stop_token_ids:
+            return "stop"
+        if token in self.eos_token_ids and not sampling.ignore_eos:
+            return "stop"
+        if len(request.output_token_ids) >= sampling.max_new_tokens:
+            return "length"
+        return "length" if request.num_tokens >= self.max_model_len else None
+
+    def _decode_batch(self, requests: list[Request]) -> ScheduledBatch:
+        """Build the batch that computes the newest token of each request."""
+        size = self._pages.page_size
+        positions = [request.num_computed for request in requests]
+        fields = [
+            [request.output_token_ids[-1] for request in requests],
+            positions,
+            [
+                request.pages[at // size] * size + at % size
+                for request, at in zip(requests, positions, strict=True)
+            ],
+            [_row(request) for request in requests],
+            [at + 1 for at in positions],
+        ]
+        host, moved = _move(fields, self._device)
+        input_ids, position, slots, rows, seq_lens = moved
+        self._rows.req_to_token[rows, position] = slots.to(torch.int32)
+        batch = ForwardBatch(
+            forward_mode=ForwardMode.DECODE,
+            batch_size=len(requests),
+            input_ids=input_ids,
+            positions=position,
+            out_cache_loc=slots,
+            req_pool_indices=rows,
+            seq_lens=seq_lens,
+            seq_lens_cpu=host[-1],
+        )
+        return ScheduledBatch(batch, requests, [True] * len(requests), self._step)
+
+    def _extend_batch(self, chunks: list[tuple[Request, int]]) -> ScheduledBatch:
+        """Build the batch that computes the next tokens, as many as given, of each request."""
+        requests = [request for request, _ in chunks]
+        input_ids: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        token_rows: list[int] = []
+        seq_lens: list[int] = []
+        for request, length in chunks:
+            start, end = request.num_computed, request.num_computed + length
+            input_ids += request.token_ids(start, end)
+            positions += range(start, end)
+            slots += self._pages.slots(request.pages, start, end)
+            token_rows += [_row(request)] * length
+            seq_lens.append(end)
+        rows = [_row(request) for request in requests]
+        lengths = [length for _, length in chunks]
+        host, on_device = _move(
+            [input_ids, positions, slots, token_rows, rows, lengths, seq_lens], self._device
+        )
+        token, position, slot, token_row, row, new, total = on_device
+        self._rows.req_to_token[token_row, position] = slot.to(torch.int32)
+        batch = ForwardBatch(
+            forward_mode=ForwardMode.EXTEND,
+            batch_size=len(requests),
+            input_ids=token,
+            positions=position,
+            out_cache_loc=slot,
+            req_pool_indices=row,
+            seq_lens=total,
+            seq_lens_cpu=host[6],
+            extend_seq_lens=new,
+            extend_seq_lens_cpu=host[5],
+        )
+        samples = [
+            end == request.num_tokens for request, end in zip(requests, seq_lens, strict=True)
+        ]
+        return ScheduledBatch(batch, requests, samples, self._step)
+
+
+def _row(request: Request) -> int:
+    """Return the row of an admitted request."""
+    if request.row is None:
+        raise EngineError(f"request {request.request_id!r} is in a batch and owns no row")
+    return request.row
+
+
+def _move(
+    fields: list[list[int]], device: torch.device
+) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+    """Return the fields as int64 tensors on the host and on ``device``: one copy for all of them.
+
+    Memory of host and device is never shared, not on a CPU either, so that nobody who writes one
+    writes the other.
+    """
+    sizes = [len(field) for field in fields]
+    flat = array("q", [number for field in fields for number in field])
+    host = torch.frombuffer(flat, dtype=torch.int64)  # half the time of torch.tensor
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        host = host.pin_memory()
+    moved = host.to(device, non_blocking=on_gpu, copy=True)
+    return host.split_with_sizes(sizes), moved.split_with_sizes(sizes)

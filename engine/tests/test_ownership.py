@@ -1,0 +1,137 @@
+"""What no live request owns is poison, and a write to it is found, whoever made it."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from graphpact.errors import ReplayError
+from graphpact_engine.ownership import EngineOwnership
+from graphpact_engine.pools import KVCache, KVLayerShape, PagePool, RequestPool
+from graphpact_tape.poison import is_poison
+
+ROWS, PAGES, PAGE = 3, 4, 2
+
+
+@pytest.fixture(autouse=True)
+def _inference() -> Iterator[None]:
+    """A step runs in inference mode."""
+    with torch.inference_mode():
+        yield
+
+
+class Rig:
+    """Pools, a cache of two layers, and who owns what."""
+
+    def __init__(self) -> None:
+        self.requests = RequestPool(ROWS, 6, "cpu")
+        self.pages = PagePool(PAGES, PAGE)
+        layers = [KVLayerShape(1, 3, 3), KVLayerShape(2, 3, 5)]
+        self.cache = KVCache(self.pages.num_slots, layers, torch.float32, "cpu")
+        self.ownership = EngineOwnership(self.requests, self.pages, self.cache)
+
+    def take(self, kind: str) -> list[int]:
+        """Hand out a row or a page, if there is one, and write its number all over it."""
+        row = self.requests.alloc() if kind == "row" else None
+        taken = ([] if row is None else [row]) if kind == "row" else self.pages.alloc(1) or []
+        for number in taken:
+            for mine in self.memory(kind, number):
+                mine.fill_(number)
+        return taken
+
+    def give_back(self, kind: str, number: int) -> None:
+        """Take a row or a page back."""
+        if kind == "row":
+            self.requests.free(number)
+        else:
+            self.pages.free([number])
+
+    def memory(self, kind: str, number: int) -> list[torch.Tensor]:
+        """Return what a row or a page is."""
+        if kind == "row":
+            return [self.requests.req_to_token[number]]
+        caches = (*self.cache.k, *self.cache.v)
+        return [t.view(PAGES + 1, PAGE, *t.shape[1:])[number] for t in caches]
+
+    def slots(self) -> dict[str, torch.Tensor]:
+        """Return, of every tensor of the cache, which slots are poison all over."""
+        named = {f"k{i}": t for i, t in enumerate(self.cache.k)}
+        named |= {f"v{i}": t for i, t in enumerate(self.cache.v)}
+        return {name: is_poison(t).flatten(1).all(dim=1) for name, t in named.items()}
+
+
+def test_everything_but_scratch_is_poison_before_anybody_comes() -> None:
+    """At first no row and no page has an owner; row 0 and page 0 are as they were."""
+    rig = Rig()
+    rig.ownership.poison_free()
+    for poisoned in rig.slots().values():
+        assert poisoned.tolist() == [False] * PAGE + [True] * (PAGES * PAGE)
+    table = is_poison(rig.requests.req_to_token)
+    assert not bool(table[0].any())
+    assert bool(table[1:].all())
+    rig.ownership.check_free()
+
+
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["row", "page"]), st.booleans(), st.integers(0, 9)), max_size=14
+    )
+)
+def test_what_is_owned_is_never_touched_and_what_is_not_is_poison(
+    history: list[tuple[str, bool, int]],
+) -> None:
+    """Whatever is handed out and taken back, owners keep what they wrote, and nobody's memory is poison."""
+    rig = Rig()
+    owned: dict[str, list[int]] = {"row": [], "page": []}
+    for kind, takes, which in history:
+        held = owned[kind]
+        if takes:
+            held += rig.take(kind)
+        elif held:
+            rig.give_back(kind, held.pop(which % len(held)))
+        rig.ownership.poison_free()
+        rig.ownership.check_free()
+        for of, count in (("row", ROWS), ("page", PAGES)):
+            for number in range(1, count + 1):
+                for mine in rig.memory(of, number):
+                    expected = (mine == number) if number in owned[of] else is_poison(mine)
+                    assert bool(expected.all())
+
+
+def test_a_write_to_a_free_page_is_named_by_slot() -> None:
+    """A key or a value in a slot that no request has is found, in any layer, down to one element."""
+    for kind, layer, slot in (("k", 0, 3), ("v", 1, 8), ("k", 1, 9)):
+        rig = Rig()
+        taken = rig.pages.alloc(1)
+        assert taken == [1]
+        rig.ownership.poison_free()
+        if slot // PAGE == 1:
+            getattr(rig.cache, kind)[layer][slot].fill_(1.0)
+            rig.ownership.check_free()
+            continue
+        getattr(rig.cache, kind)[layer][slot, 0, 1] = 0.5
+        name = "keys" if kind == "k" else "values"
+        with pytest.raises(ReplayError, match=f"{name} of layer {layer} in KV slot {slot},"):
+            rig.ownership.check_free()
+
+
+def test_scratch_may_be_written() -> None:
+    """Page 0 takes what padded tokens write."""
+    rig = Rig()
+    rig.ownership.poison_free()
+    for cache in (*rig.cache.k, *rig.cache.v):
+        cache[:PAGE] = 7
+    rig.ownership.check_free()
+
+
+@pytest.mark.parametrize("row", [0, 2])
+def test_a_write_to_the_table_is_named_by_row(row: int) -> None:
+    """Row 0, and a row that no request has, are not written by a step."""
+    rig = Rig()
+    rig.ownership.poison_free()
+    rig.requests.req_to_token[row, 3] = 5
+    with pytest.raises(ReplayError, match=f"row {row} of req_to_token"):
+        rig.ownership.check_free()

@@ -1,0 +1,180 @@
+"""Rows, pages and the KV cache: what is handed out, what comes back, what is refused."""
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from graphpact.errors import ConfigError, EngineError
+from graphpact_engine.pools import KVCache, KVLayerShape, PagePool, RequestPool
+
+MACHINE = settings(
+    derandomize=True,
+    deadline=None,
+    max_examples=60,
+    stateful_step_count=40,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+
+
+class PageMachine(RuleBasedStateMachine):
+    """A page pool against the plainest model of one: who has which pages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = PagePool(num_pages=9, page_size=4)
+        self.held: list[list[int]] = []
+
+    @rule(n=st.integers(0, 6))
+    def alloc(self, n: int) -> None:
+        """All pages come or none, and none only where too few are free."""
+        free = self.pool.num_free
+        pages = self.pool.alloc(n)
+        if pages is None:
+            assert n > free
+            assert self.pool.num_free == free
+        else:
+            assert len(pages) == n <= free
+            self.held.append(pages)
+
+    @rule(data=st.data())
+    def free(self, data: st.DataObject) -> None:
+        """Pages that were had go back once; a second time is refused and changes nothing."""
+        if not self.held:
+            return
+        pages = self.held.pop(data.draw(st.integers(0, len(self.held) - 1)))
+        self.pool.free(pages)
+        free = self.pool.num_free
+        if pages:
+            with pytest.raises(EngineError, match="not handed out"):
+                self.pool.free(pages)
+        assert self.pool.num_free == free
+
+    @invariant()
+    def disjoint(self) -> None:
+        """No page has two owners, page 0 has none, and none is lost."""
+        held = [page for pages in self.held for page in pages]
+        assert len(set(held)) == len(held)
+        assert set(held) <= set(range(1, 10))
+        assert len(held) + self.pool.num_free == 9
+
+
+PageMachine.TestCase.settings = MACHINE
+TestPageMachine = PageMachine.TestCase
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_slots_of_pages_are_disjoint_and_never_in_page_0(page_size: int) -> None:
+    """All slots of all pages are the slots from page_size up, each once: slot 0 is scratch."""
+    pool = PagePool(num_pages=5, page_size=page_size)
+    pages = pool.alloc(5)
+    assert pages is not None
+    slots = pool.slots(pages, 0, 5 * page_size)
+    assert sorted(slots) == list(range(page_size, pool.num_slots))
+
+
+def test_slots_follow_the_positions_through_the_pages() -> None:
+    """Position p lies at offset p mod page_size of the request's page p // page_size."""
+    pool = PagePool(num_pages=9, page_size=4)
+    assert pool.slots([7, 2], 2, 7) == [30, 31, 8, 9, 10]
+    assert [pool.pages_for(n) for n in (0, 1, 4, 5)] == [0, 1, 1, 2]
+
+
+@pytest.mark.parametrize("pages", [[0], [3], [1, 1], [1, 0], [-1]])
+def test_a_wrong_free_changes_nothing(pages: list[int]) -> None:
+    """Freeing page 0, a page that nobody has, or one twice, is refused as a whole."""
+    pool = PagePool(num_pages=3, page_size=1)
+    assert pool.alloc(2) == [1, 2]
+    with pytest.raises(EngineError, match="page 0 is reserved"):
+        pool.free(pages)
+    assert pool.num_free == 1
+    assert pool.in_use == {1, 2}
+
+
+def test_rows_are_handed_out_once_and_never_row_0() -> None:
+    """Rows 1 to max_requests are handed out, then None; a freed row comes back."""
+    pool = RequestPool(3, 8, "cpu")
+    assert {pool.alloc() for _ in range(3)} == {1, 2, 3}
+    assert pool.alloc() is None
+    pool.free(2)
+    assert pool.num_free == 1
+    assert pool.alloc() == 2
+    assert pool.in_use == {1, 2, 3}
+
+
+@pytest.mark.parametrize("row", [0, 1, 4, -1])
+def test_a_row_that_is_not_out_cannot_be_freed(row: int) -> None:
+    """Row 0, a row freed before and rows that do not exist are refused."""
+    pool = RequestPool(3, 8, "cpu")
+    first = pool.alloc()
+    assert first == 1
+    pool.free(first)
+    with pytest.raises(EngineError, match=f"row {row} was freed"):
+        pool.free(row)
+    assert pool.num_free == 3
+
+
+def test_req_to_token_starts_at_scratch() -> None:
+    """Every position of every row, the reserved one first, maps to slot 0 until it is written."""
+    table = RequestPool(3, 8, "cpu").req_to_token
+    assert table.shape == (4, 8)
+    assert table.dtype == torch.int32
+    assert not table.any()
+
+
+def test_kv_cache_has_the_declared_shapes_and_size() -> None:
+    """Each layer has its own head count and sizes, zeros, and nbytes counts them all."""
+    layers = [KVLayerShape(2, 8, 8), KVLayerShape(1, 12, 4)]
+    cache = KVCache(20, layers, torch.bfloat16, "cpu")
+    assert [tuple(k.shape) for k in cache.k] == [(20, 2, 8), (20, 1, 12)]
+    assert [tuple(v.shape) for v in cache.v] == [(20, 2, 8), (20, 1, 4)]
+    assert all(tensor.dtype is torch.bfloat16 for tensor in (*cache.k, *cache.v))
+    assert not any(tensor.any() for tensor in (*cache.k, *cache.v))
+    assert cache.nbytes == 2 * 20 * (16 + 16 + 12 + 4)
+
+
+def test_a_cloned_kv_cache_is_equal_and_apart() -> None:
+    """A clone has the same contents, and writing to one leaves the other as it was."""
+    cache = KVCache(4, [KVLayerShape(1, 2, 3)], torch.float32, "cpu")
+    cache.k[0].fill_(1.5)
+    cache.v[0][3] = 2
+    other = cache.clone()
+    assert torch.equal(other.k[0], cache.k[0])
+    assert torch.equal(other.v[0], cache.v[0])
+    assert other.num_slots == 4
+    cache.k[0].zero_()
+    cache.v[0].zero_()
+    assert bool((other.k[0] == 1.5).all())
+    assert bool((other.v[0][3] == 2).all())
+
+
+def test_latents_hold_their_values() -> None:
+    """Values that lie in keys are a view of them, in a clone too, and are counted once."""
+    layers = [KVLayerShape(1, 6, 4, value_in_key=True), KVLayerShape(2, 3, 5)]
+    cache = KVCache(8, layers, torch.float32, "cpu")
+    cache.k[0].copy_(torch.arange(48).view(8, 1, 6))
+    cache.v[1].fill_(2)
+    other = cache.clone()
+    assert other.k[0].data_ptr() != cache.k[0].data_ptr()
+    for either in (cache, other):
+        assert either.v[0].shape == (8, 1, 4)
+        assert either.v[0].data_ptr() == either.k[0].data_ptr()
+        assert torch.equal(either.v[0], torch.arange(48.0).view(8, 1, 6)[..., :4])
+        assert bool((either.v[1] == 2).all())
+        assert either.nbytes == 8 * 4 * (6 + 2 * 3 + 2 * 5)
+    other.k[0].zero_()
+    assert not other.v[0].any()
+    assert cache.v[0].any()
+
+
+def test_sizes_below_1_are_refused() -> None:
+    """A pool without rows, columns, pages or slots is refused, the message names which."""
+    with pytest.raises(ConfigError, match="max_requests"):
+        RequestPool(0, 8, "cpu")
+    with pytest.raises(ConfigError, match="max_context_len"):
+        RequestPool(1, 0, "cpu")
+    with pytest.raises(ConfigError, match="num_pages"):
+        PagePool(0, 4)
+    with pytest.raises(ConfigError, match="page_size"):
+        PagePool(4, 0)

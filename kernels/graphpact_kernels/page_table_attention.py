@@ -1,0 +1,349 @@
+"""Attention over a page table, from FlashAttention's arguments, and the page table and schedule of a step.
+
+The arguments are those of ``flash_attn_with_kvcache`` (``cu_seqlens_q``, ``cache_seqlens``, ``page_table``,
+``scheduler_metadata``), with its semantics: the last query of a request stands at its last key; a query
+that sees no key, and a row past the last offset, yields zeros. On a CPU the kernel reads its own index
+tensors, as a kernel may, and makes the checks; elsewhere it works on the bounds that it was given.
+
+Latents are served too: one key head that all query heads share, whose first part is the value.
+
+Does not: write the KV cache.
+"""
+
+import torch
+
+from graphpact.errors import KernelRefusal
+from graphpact_kernels import _library
+from graphpact_kernels._attend import (
+    Keys,
+    Rule,
+    Step,
+    Steps,
+    attend_padded,
+    attend_ragged,
+    own_slots,
+)
+from graphpact_kernels._library import define_kernel
+
+__tracebackhide__ = True  # a driver names the line that calls a kernel
+
+BLOCK = 16
+"""Queries, and keys, in one block of the schedule."""
+
+
+def schedule_size(batch_size: int) -> int:
+    """Return how many numbers the schedule of ``batch_size`` requests has: ``1 + 4 * round4(bs)``.
+
+    FlashAttention-3's ``get_scheduler_metadata``: a semaphore, then vectors of a number a request.
+    """
+    return 1 + 4 * _round4(batch_size)
+
+
+def _round4(n: int) -> int:
+    return -(-n // 4) * 4
+
+
+def _schedule_attention(
+    cu_seqlens_q: torch.Tensor, cache_seqlens: torch.Tensor, out: torch.Tensor
+) -> None:
+    bs = cache_seqlens.shape[0]
+    width = _round4(bs)
+    out.zero_()
+    torch.div(
+        cu_seqlens_q[1:] - cu_seqlens_q[:-1] + (BLOCK - 1),
+        BLOCK,
+        rounding_mode="floor",
+        out=out[1 : 1 + bs],
+    )
+    torch.div(cache_seqlens + (BLOCK - 1), BLOCK, rounding_mode="floor", out=out[1 + width :][:bs])
+
+
+_schedule = define_kernel(
+    "schedule_attention(Tensor cu_seqlens_q, Tensor cache_seqlens, Tensor(a!) out) -> ()",
+    _schedule_attention,
+)
+
+
+def schedule_attention(
+    cu_seqlens_q: torch.Tensor, cache_seqlens: torch.Tensor, *, out: torch.Tensor
+) -> None:
+    """Write the schedule of a step into ``out``; device work alone.
+
+    Args:
+        cu_seqlens_q: ``[bs + 1]`` int32: where each request's queries begin.
+        cache_seqlens: ``[bs]`` int32: keys of each request.
+        out: ``[>= schedule_size(bs)]`` int32: the semaphore, which is 0; blocks of queries of each request;
+            blocks of keys of each request, both as long as ``bs`` rounded up to 4; zeros to the end, so
+            that no block of an earlier, larger step is left to work on.
+    """
+    _schedule(cu_seqlens_q, cache_seqlens, out)
+
+
+def _write_page_table(
+    req_to_token: torch.Tensor,
+    req_pool_indices: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    page_size: int,
+    out: torch.Tensor,
+) -> None:
+    used = out
+    if _library.may_read(out):  # most of a long table is empty
+        longest = int(cache_seqlens.max()) if len(cache_seqlens) else 0
+        width = -(-longest // page_size)
+        used = out[:, :width]
+        out[:, width:].zero_()
+    first = torch.arange(used.shape[1], device=out.device) * page_size
+    slots = req_to_token[:, : used.shape[1] * page_size : page_size][req_pool_indices]
+    used.copy_(torch.where(first < cache_seqlens[:, None], slots // page_size, 0))
+
+
+_page_table_of = define_kernel(
+    "write_page_table(Tensor req_to_token, Tensor req_pool_indices, Tensor cache_seqlens,"
+    " int page_size, Tensor(a!) out) -> ()",
+    _write_page_table,
+)
+
+
+def write_page_table(
+    req_to_token: torch.Tensor,
+    req_pool_indices: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    *,
+    page_size: int,
+    out: torch.Tensor,
+) -> None:
+    """Write the pages of every request into its row of ``out``, and scratch behind them.
+
+    Args:
+        req_to_token: ``[rows, max_context_len]`` int32: KV slot of each position of each request row.
+        req_pool_indices: ``[bs]`` int64: the row of each request.
+        cache_seqlens: ``[bs]`` int32: keys of each request.
+        page_size: KV slots in a page.
+        out: ``[bs, pages]`` int32, written whole: page numbers, 0 past the last page of a request, whatever
+            an earlier owner left in its row.
+    """
+    _page_table_of(req_to_token, req_pool_indices, cache_seqlens, page_size, out)
+
+
+_steps = Steps()
+
+
+def _keys(
+    page_table: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    page_size: int,
+    schedule: torch.Tensor | None,
+) -> Keys:
+    """Return where the keys lie, as many columns as ``page_table`` has pages."""
+    lens = cache_seqlens.long()
+    column = torch.arange(page_size, device=lens.device)
+    slots = (page_table[:, :, None] * page_size + column).flatten(1)
+    planned = None
+    if schedule is not None:
+        bs = page_table.shape[0]
+        planned = schedule[1 + _round4(bs) :][:bs] * BLOCK
+    return Keys(own_slots(slots, lens), lens, planned)
+
+
+def _step_of(
+    q: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    page_table: torch.Tensor,
+    page_size: int,
+    max_seqlen_q: int,
+    schedule: torch.Tensor | None,
+) -> Step:
+    """Return what the index tensors say, checked."""
+    offsets: list[int] = cu_seqlens_q.tolist()
+    lengths: list[int] = cache_seqlens.tolist()
+    # One page where there is no key at all: queries that see nothing go the way of all others.
+    pages = page_table[:, : max(1, -(-max(lengths, default=0) // page_size))]
+
+    def make() -> Step:
+        _check(q, offsets, lengths, page_table, page_size, max_seqlen_q, schedule)
+        return Step(offsets, lengths, _keys(pages, cache_seqlens, page_size, schedule))
+
+    numbers = (
+        *(tuple(offsets), tuple(lengths)),
+        None if schedule is None else tuple(schedule.tolist()),
+        *(q.shape[0], tuple(page_table.shape), page_size, max_seqlen_q),
+    )
+    return _steps.find(numbers, pages, make)
+
+
+def _check(
+    q: torch.Tensor,
+    offsets: list[int],
+    lengths: list[int],
+    page_table: torch.Tensor,
+    page_size: int,
+    max_seqlen_q: int,
+    schedule: torch.Tensor | None,
+) -> None:
+    """Make the checks of a CPU."""
+    bs, num_pages = page_table.shape
+    if len(offsets) != bs + 1 or len(lengths) != bs:
+        raise KernelRefusal(
+            f"page_table has {bs} rows, cu_seqlens_q {len(offsets)} and cache_seqlens {len(lengths)}:"
+            " they go by requests, and the offsets have one more",
+            rule="GP05",
+        )
+    if offsets[0] != 0 or offsets != sorted(offsets) or offsets[-1] > q.shape[0]:
+        raise KernelRefusal(
+            f"cu_seqlens_q is {offsets}, for {q.shape[0]} query rows",
+            rule="GP05",
+        )
+    for i, length in enumerate(lengths):
+        num_q = offsets[i + 1] - offsets[i]
+        if num_q > max_seqlen_q:
+            raise KernelRefusal(
+                f"request {i}: {num_q} queries, max_seqlen_q is {max_seqlen_q}", rule="GP08"
+            )
+        if not 0 <= length <= num_pages * page_size:
+            raise KernelRefusal(
+                f"request {i}: {length} keys, its row of page_table holds {num_pages * page_size}",
+                rule="GP13" if length > 0 else "GP04",
+            )
+    if schedule is not None:
+        rest = schedule[1 + 2 * _round4(bs) :]
+        if schedule.shape[0] < schedule_size(bs) or bool(schedule[0] != 0) or bool(rest.any()):
+            raise KernelRefusal(
+                f"scheduler_metadata of {schedule.shape[0]} numbers for {bs} requests: it begins with 0,"
+                f" has at least {schedule_size(bs)} numbers, and zeros after those of each request",
+                rule="GP09",
+            )
+
+
+def _page_table_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    page_table: torch.Tensor,
+    page_size: int,
+    max_seqlen_q: int,
+    scaling: float,
+    causal: bool,  # noqa: FBT001  operators are called by position
+    sliding_window: int,
+    softcap: float,
+    sinks: torch.Tensor | None,
+    scheduler_metadata: torch.Tensor | None,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+) -> None:
+    rule = Rule(scaling, sliding_window, softcap, sinks, causal)
+    if not _library.may_read(q):
+        keys = _keys(page_table, cache_seqlens, page_size, scheduler_metadata)
+        attend_padded(q, k_cache, v_cache, cu_seqlens_q, keys, max_seqlen_q, rule, out, lse=lse)
+        return
+    step = _step_of(
+        *(q, cu_seqlens_q, cache_seqlens, page_table, page_size, max_seqlen_q, scheduler_metadata)
+    )
+    end = step.offsets[-1]
+    out[end:].zero_()
+    if lse is not None:
+        lse[end:].fill_(float("-inf"))
+    attend_ragged(q, k_cache, v_cache, step, rule, out, lse=lse)
+
+
+_page_table = define_kernel(
+    "page_table_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor cu_seqlens_q,"
+    " Tensor cache_seqlens, Tensor page_table, int page_size, int max_seqlen_q, float scaling,"
+    " bool causal, int sliding_window, float softcap, Tensor? sinks, Tensor? scheduler_metadata,"
+    " Tensor(a!) out, Tensor(b!)? lse) -> ()",
+    _page_table_attention,
+)
+
+
+def page_table_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    *,
+    cu_seqlens_q: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    page_table: torch.Tensor,
+    page_size: int,
+    max_seqlen_q: int,
+    scaling: float,
+    causal: bool = True,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    scheduler_metadata: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attend from the tokens of each request to the pages of its row of a page table.
+
+    Args:
+        q: ``[T, num_q_heads, head_dim]``, the requests' queries one after another.
+        k_cache: ``[num_slots, num_kv_heads, head_dim]``.
+        v_cache: ``[num_slots, num_kv_heads, v_head_dim]``; may be a view of ``k_cache``.
+        cu_seqlens_q: ``[bs + 1]`` int32: where each request's queries begin; rows of ``q`` past the last
+            one are nobody's and yield zeros.
+        cache_seqlens: ``[bs]`` int32: keys of each request, 0 for none.
+        page_table: ``[bs, pages]`` int32: page numbers; read as far as ``cache_seqlens`` says.
+        page_size: KV slots in a page.
+        max_seqlen_q: Bound on a request's queries.
+        scaling: Factor on the scores.
+        causal: Whether the last query of a request stands at its last key; else every query sees every key.
+        sliding_window: Keys that a query sees, itself included; None sees all.
+        softcap: As in `graphpact.LayerSpec`.
+        sinks: As in `graphpact.LayerSpec`.
+        scheduler_metadata: ``[>= schedule_size(bs)]`` int32, from `schedule_attention`: keys in blocks
+            that it does not count are not attended, as in a kernel with a stale schedule. None: all are.
+        lse: ``[T, num_q_heads]`` float32 (float64 for float64 queries) to write the log-sum-exp of the
+            scores into, the sink's among them; minus infinity for a row that sees nothing, of which nothing
+            is promised where there are sinks. None where it is not wanted.
+
+    Returns:
+        ``[T, num_q_heads, v_head_dim]``.
+
+    Raises:
+        RuntimeError: The index tensors contradict each other or the bounds (checked on a CPU).
+    """
+    out = q.new_empty((q.shape[0], q.shape[1], v_cache.shape[2]))
+    _page_table(
+        q,
+        k_cache,
+        v_cache,
+        cu_seqlens_q,
+        cache_seqlens,
+        page_table,
+        page_size,
+        max_seqlen_q,
+        scaling,
+        causal,
+        sliding_window or 0,
+        softcap or 0.0,
+        sinks,
+        scheduler_metadata,
+        out,
+        lse,
+    )
+    return out
+
+
+def merge_states(
+    out: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, other_lse: torch.Tensor
+) -> torch.Tensor:
+    """Return the attention over two disjoint sets of keys, from the attention over each.
+
+    FlashInfer's ``merge_state``, SGLang's ``merge_state_v2``; cascade attention is made of it.
+
+    Args:
+        out: ``[T, heads, dim]`` over the first set.
+        lse: ``[T, heads]`` float32, its log-sum-exp; minus infinity for an empty set.
+        other: ``[T, heads, dim]`` over the second set.
+        other_lse: ``[T, heads]`` float32.
+
+    Returns:
+        ``[T, heads, dim]``; zeros where both sets are empty.
+    """
+    most = torch.maximum(lse, other_lse).clamp_min(torch.finfo(lse.dtype).min)
+    mine, theirs = torch.exp(lse - most), torch.exp(other_lse - most)
+    total = (mine + theirs).clamp_min(torch.finfo(lse.dtype).tiny)
+    share = (mine / total)[..., None], (theirs / total)[..., None]
+    return (out * share[0] + other * share[1]).to(out.dtype)

@@ -1,0 +1,370 @@
+"""The portable kernels against plain Python: attention over pages, packing of pages, cache writes."""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from graphpact_kernels import pack_kv_indices, paged_attention, write_kv_cache
+from graphpact_kernels._attend import Rule
+from graphpact_kernels.paged_attention import _attend_padded, _Layout
+from graphpact_kernels.paged_cache import _pack_padded
+
+EXAMPLES = settings(derandomize=True, deadline=None, max_examples=150)
+NAN = float("nan")
+
+
+@dataclass
+class Problem:
+    """One call of the attention kernel, and who owns which KV slot."""
+
+    q: torch.Tensor
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    num_q: list[int]
+    num_kv: list[int]
+    slots: list[list[int]]
+    arguments: dict[str, Any]
+
+    def run(self, path: str = "cpu", **changes: Any) -> torch.Tensor:
+        """Return the kernel's result on the CPU path, or on the one for every other device."""
+        arguments = self.arguments | changes
+        if path == "cpu":
+            return paged_attention(self.q, self.k_cache, self.v_cache, **arguments)
+        out = self.q.new_full((*self.q.shape[:2], self.v_cache.shape[2]), NAN)
+        rule = Rule(
+            arguments.pop("scaling"),
+            arguments.pop("sliding_window") or 0,
+            arguments.pop("softcap") or 0.0,
+            arguments.pop("sinks"),
+        )
+        _attend_padded(self.q, self.k_cache, self.v_cache, _Layout(**arguments), rule, out)
+        return out
+
+    def reference(self) -> torch.Tensor:
+        """Attend in float64, one query, head and key at a time, from the owners' lists of slots."""
+        a = self.arguments
+        rows = []
+        group = self.q.shape[1] // self.k_cache.shape[1]
+        for r, (num_q, num_kv) in enumerate(zip(self.num_q, self.num_kv, strict=True)):
+            for i in range(num_q):
+                at = num_kv - num_q + i
+                first = max(0, at - a["sliding_window"] + 1) if a["sliding_window"] else 0
+                seen = self.slots[r][first : at + 1]
+                heads = []
+                for h in range(self.q.shape[1]):
+                    q = self.q[len(rows), h].double()
+                    scores = self.k_cache[seen, h // group].double() @ q * a["scaling"]
+                    if a["softcap"]:
+                        scores = a["softcap"] * torch.tanh(scores / a["softcap"])
+                    weights = scores.exp()
+                    total = weights.sum()
+                    if a["sinks"] is not None:
+                        total = total + a["sinks"][h].double().exp()
+                    heads.append((weights / total) @ self.v_cache[seen, h // group].double())
+                rows.append(torch.stack(heads))
+        return torch.stack(rows)
+
+
+def _problem(
+    *,
+    num_q: list[int],
+    prefix: list[int],
+    page_size: int = 1,
+    heads: tuple[int, int] = (2, 2),
+    head_dim: int = 4,
+    v_head_dim: int = 4,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    sinks: bool = False,
+    dtype: torch.dtype = torch.float64,
+    decode: bool = False,
+    spare: int = 0,
+    seed: int = 0,
+) -> Problem:
+    """Return a random problem; every KV slot and index that no request owns is poison."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, dtype=torch.float64, generator=generator).to(dtype)
+
+    num_kv = [n + p for n, p in zip(num_q, prefix, strict=True)]
+    num_pages = [-(-n // page_size) for n in num_kv]
+    total_pages = sum(num_pages)
+    # Page 0 is scratch; one page after the last belongs to nobody.
+    order = torch.randperm(total_pages, generator=generator) + 1
+    k_cache = torch.full((page_size * (total_pages + 2), heads[1], head_dim), NAN, dtype=dtype)
+    v_cache = torch.full((page_size * (total_pages + 2), heads[1], v_head_dim), NAN, dtype=dtype)
+    slots, start = [], 0
+    for length, pages in zip(num_kv, num_pages, strict=True):
+        mine = order[start : start + pages].tolist()
+        start += pages
+        slots.append([mine[j // page_size] * page_size + j % page_size for j in range(length)])
+        k_cache[slots[-1]] = random(length, heads[1], head_dim)
+        v_cache[slots[-1]] = random(length, heads[1], v_head_dim)
+    unused = torch.full((spare,), total_pages + 1)  # valid page numbers, of poison
+    int32 = {"dtype": torch.int32}
+    return Problem(
+        q=random(sum(num_q), heads[0], head_dim),
+        k_cache=k_cache,
+        v_cache=v_cache,
+        num_q=num_q,
+        num_kv=num_kv,
+        slots=slots,
+        arguments={
+            "qo_indptr": torch.tensor([0, *num_q]).cumsum(0).to(**int32),
+            "kv_indptr": torch.tensor([0, *num_pages]).cumsum(0).to(**int32),
+            "kv_indices": torch.cat([order, unused]).to(**int32),
+            "kv_last_page_len": torch.tensor([(n - 1) % page_size + 1 for n in num_kv], **int32),
+            "page_size": page_size,
+            "max_q_len": 1 if decode else max(2, *num_q, *num_q),
+            "max_kv_len": max(num_kv) + 3,
+            "scaling": 1 / math.sqrt(head_dim),
+            "sliding_window": sliding_window,
+            "softcap": softcap,
+            "sinks": random(heads[0]) if sinks else None,
+        },
+    )
+
+
+@st.composite
+def _problems(draw: st.DrawFn, *, decode: bool) -> Problem:
+    bs = draw(st.integers(1, 4))
+    num_q = [1] * bs if decode else draw(st.lists(st.integers(1, 5), min_size=bs, max_size=bs))
+    return _problem(
+        num_q=num_q,
+        prefix=draw(st.lists(st.integers(0, 20), min_size=bs, max_size=bs)),
+        page_size=draw(st.sampled_from([1, 3, 16])),
+        heads=draw(st.sampled_from([(1, 1), (3, 3), (4, 2), (6, 2), (4, 1)])),
+        head_dim=draw(st.sampled_from([2, 8])),
+        v_head_dim=draw(st.sampled_from([2, 4, 8])),
+        sliding_window=draw(st.sampled_from([None, None, 1, 2, 7, 100])),
+        softcap=draw(st.sampled_from([None, None, 0.5, 30.0])),
+        sinks=draw(st.booleans()),
+        decode=decode,
+        spare=draw(st.integers(0, 3)),
+        seed=draw(st.integers(0, 99)),
+    )
+
+
+# -- attention -------------------------------------------------------------------------------------
+
+
+@EXAMPLES
+@given(problem=_problems(decode=True), path=st.sampled_from(["cpu", "elsewhere"]))
+def test_decode_equals_a_plain_reference(problem: Problem, path: str) -> None:
+    """One query a request attends to exactly the keys that its request owns, on either path."""
+    torch.testing.assert_close(problem.run(path), problem.reference(), rtol=1e-9, atol=1e-9)
+
+
+@EXAMPLES
+@given(problem=_problems(decode=False), path=st.sampled_from(["cpu", "elsewhere"]))
+def test_extend_equals_a_plain_reference(problem: Problem, path: str) -> None:
+    """Ragged new tokens over cached prefixes attend causally to their own request, on either path."""
+    torch.testing.assert_close(problem.run(path), problem.reference(), rtol=1e-9, atol=1e-9)
+
+
+def test_every_call_answers_for_what_its_tensors_hold_now() -> None:
+    """What layers of one step share is found by contents: a tensor changed in place gives another result."""
+    problem = _problem(num_q=[1, 1], prefix=[6, 3], decode=True)
+    whole = {
+        "o_indptr": torch.tensor([0, 1, 2], dtype=torch.int32),
+        "kv_chunk_size": torch.tensor([16], dtype=torch.int32),
+    }
+
+    def agrees(with_slots: list[list[int]]) -> None:
+        expected = replace(problem, slots=with_slots).reference()
+        torch.testing.assert_close(problem.run(**whole), expected, rtol=1e-9, atol=1e-9)
+
+    agrees(problem.slots)
+    agrees(problem.slots)  # the second layer
+    pages = problem.arguments["kv_indices"]
+    before = pages.clone()
+    pages[1:7] = pages[0]
+    agrees([[problem.slots[0][0]] * 7, problem.slots[1]])
+    pages.copy_(before)
+    agrees(problem.slots)
+    whole["kv_chunk_size"].fill_(2)  # the plan covers the first two keys of each
+    short = problem.run(**whole)
+    assert not torch.allclose(short, problem.reference())
+    whole["kv_chunk_size"].fill_(16)
+    agrees(problem.slots)
+
+
+@EXAMPLES
+@given(problem=_problems(decode=True))
+def test_decode_and_extend_agree(problem: Problem) -> None:
+    """One query a request gives the same through the decode path and through the extend path."""
+    expected = problem.run()
+    for path in ("cpu", "elsewhere"):
+        got = problem.run(path, max_q_len=2)
+        torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("path", ["cpu", "elsewhere"])
+def test_requests_without_new_tokens_are_passed_over(path: str) -> None:
+    """A request in the middle or at an end that brings no query takes no row and gives none."""
+    problem = _problem(num_q=[0, 2, 0, 3, 0], prefix=[4, 3, 2, 0, 5], page_size=3)
+    torch.testing.assert_close(problem.run(path), problem.reference(), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("decode", [True, False])
+@pytest.mark.parametrize("path", ["cpu", "elsewhere"])
+def test_other_dtypes(dtype: torch.dtype, decode: bool, path: str) -> None:  # noqa: FBT001
+    """Every declared dtype comes back as itself and near the float64 reference."""
+    for extra in ({}, {"softcap": 5.0}, {"sinks": True, "sliding_window": 3}):
+        num_q = [1, 1, 1] if decode else [3, 1, 4]
+        problem = _problem(
+            num_q=num_q, prefix=[0, 9, 5], heads=(4, 2), dtype=dtype, decode=decode, **extra
+        )
+        got = problem.run(path)
+        assert got.dtype is dtype
+        tolerance = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}[dtype]
+        torch.testing.assert_close(
+            got.double(), problem.reference(), rtol=tolerance, atol=tolerance
+        )
+
+
+@pytest.mark.parametrize("decode", [True, False])
+@pytest.mark.parametrize("path", ["cpu", "elsewhere"])
+def test_memory_of_nobody_is_caught_when_planted(decode: bool, path: str) -> None:  # noqa: FBT001
+    """A last page that is one key longer than it is reads poison: the tests above can fail."""
+    problem = _problem(
+        num_q=[1, 1] if decode else [2, 1], prefix=[3, 4], page_size=16, decode=decode
+    )
+    longer = problem.arguments["kv_last_page_len"] + torch.tensor([0, 1], dtype=torch.int32)
+    rows = problem.run(path, kv_last_page_len=longer)
+    assert bool(rows[-1].isnan().any())
+    assert not bool(rows[:-1].isnan().any())
+
+
+def test_results_do_not_depend_on_the_bounds() -> None:
+    """Looser bounds on queries and keys change nothing that is returned."""
+    problem = _problem(num_q=[2, 3], prefix=[5, 1], page_size=3)
+    for path in ("cpu", "elsewhere"):
+        for max_kv_len in (7, 8, 50):
+            got = problem.run(path, max_kv_len=max_kv_len, max_q_len=9)
+            torch.testing.assert_close(got, problem.reference(), rtol=1e-9, atol=1e-9)
+
+
+_INT = {"dtype": torch.int32}
+_CONTRADICTIONS: dict[str, tuple[dict[str, Any], str]] = {
+    "too few queries": (
+        {"qo_indptr": torch.tensor([0, 2, 4], **_INT)},
+        "from 0 to 4, q has 5 rows",
+    ),
+    "too many queries": ({"qo_indptr": torch.tensor([0, 2, 6], **_INT)}, "q has 5 rows"),
+    "offsets that decrease": (
+        {"qo_indptr": torch.tensor([0, 6, 5], **_INT)},
+        r"qo_indptr decreases: \[0, 6, 5\]",
+    ),
+    "more queries than keys": (
+        {"qo_indptr": torch.tensor([0, 0, 5], **_INT)},
+        "request 1: causal attention of 5 queries over 4 keys",
+    ),
+    "more keys than planned": ({"max_kv_len": 5}, "6 keys, planned for at most 5"),
+}
+
+
+@pytest.mark.parametrize("name", _CONTRADICTIONS)
+def test_contradictions_are_refused_on_a_cpu(name: str) -> None:
+    """Index tensors that contradict each other or the bounds raise, with the numbers."""
+    changes, says = _CONTRADICTIONS[name]
+    problem = _problem(num_q=[2, 3], prefix=[4, 1])
+    with pytest.raises(RuntimeError, match=says):
+        problem.run(**changes)
+
+
+_UNCHECKED: dict[str, dict[str, Any]] = {
+    "more queries than the bound": {"max_q_len": 2},
+    "pages beyond the index": {"kv_indices": torch.zeros(4, **_INT)},
+    "a last page that is too full": {"kv_last_page_len": torch.tensor([2, 1], **_INT)},
+    "an empty last page": {"kv_last_page_len": torch.tensor([0, 1], **_INT)},
+    "offsets that do not begin at 0": {"qo_indptr": torch.tensor([1, 2, 5], **_INT)},
+}
+
+
+@pytest.mark.parametrize("name", _UNCHECKED)
+def test_every_contradiction_is_refused_on_a_cpu(name: str) -> None:
+    """The documented error comes for every bound and every index tensor."""
+    problem = _problem(num_q=[2, 3], prefix=[4, 1])
+    with pytest.raises(RuntimeError):
+        problem.run(**_UNCHECKED[name])
+
+
+def test_the_decode_path_is_refused_to_ragged_queries() -> None:
+    """Two queries of one request and none of another are not one a request, though the sum is."""
+    problem = _problem(num_q=[2, 0], prefix=[4, 5])
+    with pytest.raises(RuntimeError):
+        problem.run(max_q_len=1)
+
+
+# -- packing ---------------------------------------------------------------------------------------
+
+
+@st.composite
+def _tables(draw: st.DrawFn) -> tuple[torch.Tensor, list[int], list[int], int]:
+    page_size = draw(st.sampled_from([1, 3, 16]))
+    most = draw(st.integers(1, 4))
+    width = most * page_size - draw(st.integers(0, page_size - 1))
+    num_rows = draw(st.integers(1, 5))
+    rows = draw(st.lists(st.integers(0, num_rows - 1), min_size=1, max_size=5))
+    pages = draw(st.lists(st.integers(0, most), min_size=len(rows), max_size=len(rows)))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
+    numbers = torch.randint(1, 50, (num_rows, most), generator=generator)
+    table = numbers.repeat_interleave(page_size, 1) * page_size
+    table = (table + torch.arange(most * page_size) % page_size)[:, :width]
+    return table.to(torch.int32).contiguous(), rows, pages, page_size
+
+
+@EXAMPLES
+@given(case=_tables(), spare=st.integers(0, 4))
+def test_packing_equals_a_loop(
+    case: tuple[torch.Tensor, list[int], list[int], int], spare: int
+) -> None:
+    """Pages are packed request after request, and a CPU writes nothing behind them."""
+    table, rows, pages, page_size = case
+    expected = [
+        int(table[row, j * page_size]) // page_size
+        for row, n in zip(rows, pages, strict=True)
+        for j in range(n)
+    ]
+    indptr = torch.tensor([0, *pages]).cumsum(0).to(torch.int32)
+    out = torch.full((sum(pages) + spare,), -7, dtype=torch.int32)
+    pack_kv_indices(table, torch.tensor(rows), indptr, page_size=page_size, out=out)
+    assert out.tolist() == expected + [-7] * spare
+    # The path of devices that cannot know the count: what it writes behind is page 0, scratch.
+    out = torch.full((sum(pages) + spare,), -7, dtype=torch.int32)
+    _pack_padded(table, torch.tensor(rows), indptr, None, page_size, out)
+    assert out[: sum(pages)].tolist() == expected
+    assert out[sum(pages) :].tolist() == [0] * spare
+
+
+def test_too_many_pages_are_refused() -> None:
+    """Where the pages do not fit, a CPU says how many there are and writes nothing."""
+    out = torch.full((2,), -7, dtype=torch.int32)
+    indptr = torch.tensor([0, 1, 3], dtype=torch.int32)
+    table = torch.arange(8, dtype=torch.int32).view(2, 4)
+    with pytest.raises(RuntimeError, match="holds 2 pages, this batch needs 3"):
+        pack_kv_indices(table, torch.tensor([0, 1]), indptr, page_size=1, out=out)
+    assert out.tolist() == [-7, -7]
+
+
+# -- the cache -------------------------------------------------------------------------------------
+
+
+def test_writes_go_to_their_slots_and_nowhere_else() -> None:
+    """Each token's key and value land in its slot; padded tokens share slot 0; the rest stays."""
+    k_cache, v_cache = torch.full((6, 2, 3), NAN), torch.full((6, 2, 5), NAN)
+    k, v = torch.randn(4, 2, 3), torch.randn(4, 2, 5)
+    write_kv_cache(k, v, k_cache, v_cache, torch.tensor([4, 2, 0, 0]))
+    for cache, new in ((k_cache, k), (v_cache, v)):
+        assert torch.equal(cache[4], new[0])
+        assert torch.equal(cache[2], new[1])
+        assert any(torch.equal(cache[0], row) for row in new[2:])
+        assert bool(cache[[1, 3, 5]].isnan().all())

@@ -1,0 +1,225 @@
+"""`StrictGuard`: poisons what a replay must not read, so that reading it cannot go unseen.
+
+A stale row is usually a valid address and a plausible value: read by mistake, it changes nothing that
+anybody would notice. In a strict lane it is poison instead. Before a replay is prepared, every slot that
+the preparation has to write is poisoned whole; what is still poison afterwards, nobody wrote in this
+step. And what no live request owns (`Ownership`) is poison all the time.
+
+An observer of the hooks that prepare a replay, and, as the verifier, something that stands around
+`Lane.run`. The driver does its own part, see `graphpact_tape.strict`.
+
+Does not: say what a tensor should hold; the verifier does.
+"""
+
+from collections.abc import Generator, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from graphpact.batch import ForwardBatch
+from graphpact.buffers import CudaGraphBufferRegistry, GraphSlot, PaddingPolicy
+from graphpact.errors import ContractError, GraphpactError, PoisonError, ReplayError
+from graphpact.graphs import Graph, GraphDriver
+from graphpact.hookspecs import hookimpl
+from graphpact.lane import Lane, RunFn
+from graphpact.shapes import GraphShape
+from graphpact_tape.host import tensors_of
+from graphpact_tape.poison import is_poison, poison
+
+_Around = Generator[None, Any, Any]
+
+
+class Ownership(Protocol):
+    """Memory that live requests own, as far as the one who hands it out knows."""
+
+    def poison_free(self) -> None:
+        """Poison what no live request owns."""
+
+    def check_free(self) -> None:
+        """Raise `ReplayError` where what no live request owns was written."""
+
+
+class StrictGuard:
+    """Stands around the preparation of a lane's replays, and around its run.
+
+    Like a verifier it is given to the lane as an observer, and joins it afterwards::
+
+        guard = StrictGuard(driver)
+        lane = Lane(..., driver=driver, observers=[guard])
+        run = guard.around(lane, lane.run)
+
+    Args:
+        driver: The lane's, in its strict mode.
+        ownership: Who owns the memory outside the lane; None where nobody tells.
+    """
+
+    def __init__(self, driver: GraphDriver, ownership: Ownership | None = None) -> None:
+        self._driver = driver
+        self._ownership = ownership
+        self._prepared: tuple[CudaGraphBufferRegistry, GraphShape, ForwardBatch] | None = None
+
+    # -- the preparation -------------------------------------------------------------------------
+
+    @hookimpl(wrapper=True)
+    def prepare_replay(
+        self, registry: CudaGraphBufferRegistry, batch: ForwardBatch, shape: GraphShape
+    ) -> _Around:
+        """Poison the slots, and refuse host reads while they are filled."""
+        self._prepared = registry, shape, batch
+        _require_twins(batch)
+        for slot in registry:
+            if slot.buffer is not None and is_due(slot):
+                poison(slot.buffer)
+        return (yield from self._guarded("prepare_replay", batch, [*batch.tensors().values()]))
+
+    @hookimpl(wrapper=True)
+    def init_metadata_replay(self, view: ForwardBatch) -> _Around:
+        """Refuse host reads while metadata is refreshed."""
+        return (yield from self._guarded("init_metadata_replay", view))
+
+    def _guarded(
+        self, hook: str, batch: ForwardBatch, read_only: Sequence[torch.Tensor] = ()
+    ) -> _Around:
+        try:
+            with self._driver.preparation(batch.host_tensors(), read_only):
+                return (yield)
+        except Exception as error:
+            if isinstance(error, ContractError) or (
+                isinstance(error, GraphpactError) and error.__cause__ is None
+            ):
+                raise  # an error of ours that was not made of another one
+            raise PoisonError(
+                f"{hook} fails on what a step has to write first: {error}{self._unwritten()}",
+                hint="slots are poisoned before each step of a strict lane: write a row before it is read",
+                rule=self._rule(),
+            ) from error
+
+    # -- the run ---------------------------------------------------------------------------------
+
+    def around(self, lane: Lane, run: RunFn) -> RunFn:
+        """Return ``run``, of ``lane``, between poisoning what nobody owns and looking whether it still is."""
+
+        def strictly(batch: ForwardBatch) -> torch.Tensor:
+            if self._ownership is not None:
+                self._ownership.poison_free()
+            before, self._prepared = lane.stats.replays, None
+            try:
+                logits = run(batch)
+            except PoisonError as error:
+                unwritten = self._unwritten()
+                if not unwritten or unwritten in error.message:
+                    raise
+                raise PoisonError(
+                    error.message + unwritten, hint=error.hint, rule=self._rule()
+                ) from error
+            if lane.stats.replays > before:
+                self._check_logits(lane, logits)
+            if self._ownership is not None:
+                self._ownership.check_free()
+            return logits
+
+        return strictly
+
+    def _check_logits(self, lane: Lane, logits: torch.Tensor) -> None:
+        rows = logits.isnan().flatten(1).any(dim=1).nonzero().flatten().tolist()
+        for shape, graph in lane.graphs():
+            if rows and not graph.outputs_stand and _are_outputs(graph, logits):
+                raise ReplayError(
+                    f"lane {lane.name!r}: the logits are outputs of the graph of {shape}, read after another"
+                    " graph of the driver was replayed",
+                    hint="copy outputs out before the next replay",
+                    rule="GP15",
+                )
+        if rows:
+            raise PoisonError(
+                f"lane {lane.name!r}: the logits of request {rows[0]} are NaN after a replay"
+                f"{self._unwritten()}",
+                hint="memory that the step does not own or did not write is NaN in a strict lane; where an"
+                " eager run gives NaN too, it is the model",
+                rule=self._rule(),
+            )
+
+    def _unwritten(self) -> str:
+        """Return, for messages, which rows of the slots are still poison."""
+        rows = ", ".join(rows.text for rows in self._poisoned())
+        return f"; nobody wrote, in this step: {rows}" if rows else ""
+
+    def _rule(self) -> str | None:
+        """Return which rule unwritten rows break: real ones, or padded ones alone; None for none.
+
+        Slots that were written in part tell first: a step that failed may not have come to the others.
+        """
+        found = self._poisoned()
+        parts = [rows for rows in found if rows.is_part] or found
+        if not parts:
+            return None
+        return "GP02" if any(rows.has_real for rows in parts) else "GP03"
+
+    def _poisoned(self) -> list["_Unwritten"]:
+        """Return what is still poison, slot by slot."""
+        if self._prepared is None:
+            return []
+        registry, shape, batch = self._prepared
+        found = (_unwritten_of(slot, shape, batch) for slot in registry)
+        return [rows for rows in found if rows is not None]
+
+
+class _Unwritten(NamedTuple):
+    """What a step left unwritten of a slot, in words; whether it wrote others, and real rows are among it."""
+
+    text: str
+    is_part: bool
+    has_real: bool
+
+
+def _require_twins(batch: ForwardBatch) -> None:
+    """Refuse a batch whose lengths on the host are not those on the device: plans are made from one of them.
+
+    Raises:
+        ReplayError: Names the field, and both.
+    """
+    tensors = batch.tensors()
+    for name, twin in tensors.items():
+        other = tensors.get(name.removesuffix("_cpu"))
+        if other is None or other is twin:
+            continue
+        if other.shape != twin.shape or not torch.equal(other.cpu(), twin):
+            raise ReplayError(
+                f"{name} of the batch is {twin.tolist()}, {name.removesuffix('_cpu')} is {other.tolist()}",
+                hint="kernels read the one, plans are made from the other: set both to the same lengths",
+                rule="GP09",
+            )
+
+
+def _are_outputs(graph: Graph, tensor: torch.Tensor) -> bool:
+    address = tensor.untyped_storage().data_ptr()
+    return any(t.untyped_storage().data_ptr() == address for t in tensors_of(graph.outputs))
+
+
+def is_due(slot: GraphSlot) -> bool:
+    """Return whether every step writes ``slot``: all do, but workspaces, constants and staging.
+
+    Of host memory that its owner fills a copy may be in flight: the owner waits before it writes.
+    """
+    is_staging = slot.device == torch.device("cpu") and not slot.copy_from_fb
+    return slot.padding_policy is not PaddingPolicy.FILL_ONCE and not is_staging
+
+
+def _unwritten_of(slot: GraphSlot, shape: GraphShape, batch: ForwardBatch) -> _Unwritten | None:
+    if slot.buffer is None or not is_due(slot):
+        return None
+    if slot.dtype.itemsize == 1 and not slot.dtype.is_floating_point:
+        return None  # poison is a value like any other there
+    poisoned = is_poison(slot.slice_for(shape.batch_size, shape.num_tokens))
+    is_whole = bool(poisoned.all())
+    # Memory of no axis is a capacity, read as far as each step writes it.
+    if not (is_whole if slot.axis == "none" else bool(poisoned.any())):
+        return None
+    text = slot.label
+    if poisoned.dim() == 1:
+        at = poisoned.nonzero().flatten()
+        kept = f" (kept: {slot.reason})" if slot.reason and slot.copy_from_fb else ""
+        text = f"rows {int(at[0])}:{int(at[-1]) + 1} of {text}{kept}"
+    raw = {"bs": batch.batch_size, "tokens": batch.num_tokens}.get(slot.axis, 1)
+    has_real = bool(is_poison(slot.slice_for(raw, raw)).any())
+    return _Unwritten(text, is_part=not is_whole, has_real=has_real)
