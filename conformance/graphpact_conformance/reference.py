@@ -10,7 +10,7 @@ Does not: run fast: every query looks at a whole context.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -26,12 +26,11 @@ from graphpact.attention import (
     Limits,
 )
 from graphpact.batch import ForwardBatch, ForwardMode
-from graphpact.buffers import CudaGraphBufferRegistry, GraphSlot, PaddingPolicy
+from graphpact.buffers import GraphSlot, PaddingPolicy
 from graphpact.buffers.presets import num_token_non_padded_slot
-from graphpact.errors import ConfigError
 from graphpact.graphs import Event
 from graphpact.runners import GraphRunner
-from graphpact.shapes import BucketLadder, EagerReason, GraphShape
+from graphpact.shapes import EagerReason, GraphShape
 from graphpact_conformance.problems import Case, static_shapes
 
 CPU = torch.device("cpu")
@@ -244,29 +243,25 @@ def _with_one_more(rows: torch.Tensor, value: int) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class ShapeLadder(BucketLadder):
-    """Shapes of one mode, which a batch fits by its requests and its tokens.
+class ReferenceSizes:
+    """Shapes of one mode, which a batch fits by its requests and its tokens; the kit's own `CaptureSizes`.
 
     Args:
-        ladder: The shapes, the smallest first.
+        shapes: The smallest first.
     """
 
-    ladder: tuple[GraphShape, ...] = ()
-
-    @property
-    def shapes(self) -> list[GraphShape]:
-        """Every shape, the smallest first."""
-        return list(self.ladder)
+    shapes: tuple[GraphShape, ...]
 
     def fit(self, batch: ForwardBatch) -> GraphShape | EagerReason:
         """Return the smallest shape with as many requests and tokens, or more."""
-        if batch.forward_mode not in (self.mode, ForwardMode.IDLE):
+        mode = self.shapes[0].mode
+        if batch.forward_mode not in (mode, ForwardMode.IDLE):
             return EagerReason.WRONG_MODE
-        width = self.ladder[0].num_tokens // self.ladder[0].batch_size
-        if not self.mode.is_ragged and batch.num_tokens != batch.batch_size * width:
+        width = self.shapes[0].num_tokens // self.shapes[0].batch_size
+        if not mode.is_ragged and batch.num_tokens != batch.batch_size * width:
             return EagerReason.OTHER_WIDTH
         requests = batch.batch_size
-        if batch.global_num_tokens_cpu is not None and not self.mode.is_ragged:
+        if batch.global_num_tokens_cpu is not None and not mode.is_ragged:
             requests = max(-(-n // width) for n in batch.global_num_tokens_cpu)
         for shape in self.shapes:
             if requests <= shape.batch_size and batch.num_tokens <= shape.num_tokens:
@@ -288,57 +283,46 @@ class ReferenceRunner(GraphRunner):
     @property
     def case(self) -> Case:
         """What the lane's steps are."""
-        limits = self._limits
-        topk, mode = limits.draft.topk, self.context.mode
+        topk, mode = self.context.limits.draft.topk, self.context.mode
         if mode is ForwardMode.TARGET_VERIFY:
             return Case(mode, tree=topk > 1)
         return Case(mode, topk=topk if mode is ForwardMode.DRAFT_DECODE else 1)
 
-    @property
-    def _limits(self) -> Limits:
-        if self.context.limits is None:
-            raise ConfigError("the reference runner is built with the limits of its lane")
-        return self.context.limits
+    def shapes(self) -> Sequence[GraphShape]:
+        """Return the request counts that are asked for; else the kit's shapes, up to the largest step.
 
-    def make_ladder(self) -> BucketLadder | None:
-        """Return the shapes of the mode, or None where the backend cannot be captured in it."""
-        case = self.case
+        None where the backend cannot be captured in the mode.
+        """
+        case, limits = self.case, self.context.limits
         if not self.context.backend.graph_support.covers(case.needs):
-            return None
-        shapes = self._shapes()
-        return ShapeLadder(case.lane_mode, [s.batch_size for s in shapes], ladder=tuple(shapes))
-
-    def _shapes(self) -> list[GraphShape]:
-        """Return the request counts that are asked for; else the kit's shapes, up to the largest step."""
-        case, most = self.case, self.context.max_bs
+            return ()
+        most = limits.max_bs
         if case.width is None:
-            largest = GraphShape(case.lane_mode, most, self._limits.max_num_tokens)
-            return [*(s for s in static_shapes(case) if s.batch_size < most), largest]
+            largest = GraphShape(case.lane_mode, most, limits.max_num_tokens)
+            return (*(s for s in static_shapes(case) if s.batch_size < most), largest)
         sizes = self.context.batch_sizes
         if sizes is None:
             sizes = [*(s.batch_size for s in static_shapes(case) if s.batch_size < most), most]
-        return [GraphShape(case.lane_mode, size, size * case.width) for size in sizes]
+        return tuple(GraphShape(case.lane_mode, size, size * case.width) for size in sizes)
+
+    def fit(self, batch: ForwardBatch) -> GraphShape | EagerReason:
+        """Return the smallest shape that holds the batch, or why none does."""
+        shapes = self.shapes()
+        return ReferenceSizes(tuple(shapes)).fit(batch) if shapes else EagerReason.NO_GRAPHS
 
     @property
     def _padded_seq_len(self) -> int:
         return self.context.backend.padded_seq_len(self.case.lane_mode, self.case.width or 1)
 
-    def make_registry(self) -> CudaGraphBufferRegistry | None:
+    def slots(self) -> Sequence[GraphSlot]:
         """Return a slot for every field that a batch of the mode has."""
-        if self.ladder is None:
-            return None
-        case, largest = self.case, self.ladder.shapes[-1]
-        registry = CudaGraphBufferRegistry(
-            device=self.context.device,
-            max_bs=largest.batch_size,
-            max_num_tokens=largest.num_tokens,
-        )
+        case, declared = self.case, []
 
         def add(
             name: str, *row: int, pad: int | bool = 0, dtype: torch.dtype = torch.int64
         ) -> None:
             by_token = name in ("input_ids", "positions", "out_cache_loc", "tree_mask")
-            registry.register_slot(
+            declared.append(
                 GraphSlot(
                     name,
                     lambda bs, tokens: (tokens if by_token else bs, *row),
@@ -365,14 +349,14 @@ class ReferenceRunner(GraphRunner):
         if case.mode is ForwardMode.DRAFT_EXTEND:
             add("num_correct_drafts", dtype=torch.int32)
         if self.context.num_token_non_padded:
-            registry.register_slot(
+            declared.append(
                 num_token_non_padded_slot(
                     "the reference runner", is_local=self.context.require_gathered_buffer
                 )
             )
-        return registry
+        return declared
 
-    def dummy_batch(self, shape: GraphShape) -> ForwardBatch:
+    def dummy(self, shape: GraphShape) -> ForwardBatch:
         """Return requests on scratch alone: padding, every row; of a ragged batch one has all it can."""
         case, bs, tokens = self.case, shape.batch_size, shape.num_tokens
         lens = torch.full((bs,), self._padded_seq_len)
@@ -400,11 +384,4 @@ class ReferenceRunner(GraphRunner):
             num_token_non_padded=torch.tensor([tokens], dtype=torch.int32) if counts else None,
             num_token_non_padded_cpu=tokens if counts else None,
         )
-        return on_device(batch, self.context.device)
-
-
-def on_device(batch: ForwardBatch, device: torch.device) -> ForwardBatch:
-    """Return ``batch`` on ``device``, but for what lies on the host."""
-    tensors = batch.tensors().items()
-    moved = {name: t.to(device) for name, t in tensors if not name.endswith("_cpu")}
-    return replace(batch, **moved)  # type: ignore[arg-type]  # tensors by name
+        return batch.to(self.context.device)

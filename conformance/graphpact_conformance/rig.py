@@ -27,7 +27,7 @@ from graphpact.attention import (
     kv_tensors,
 )
 from graphpact.batch import ForwardBatch, ForwardMode
-from graphpact.buffers import CudaGraphBufferRegistry, GraphSlot
+from graphpact.buffers import BoundSlot, CudaGraphBufferRegistry
 from graphpact.graphs import GraphDriver
 from graphpact.hookspecs import hookimpl
 from graphpact.lane import Lane, PactMode
@@ -35,9 +35,10 @@ from graphpact.pact import Breach, walk
 from graphpact.parallel import get_parallel
 from graphpact.runners import GraphRunner, RunnerContext
 from graphpact.shapes import GraphShape
+from graphpact.step import Attend, StepOutputs
 from graphpact_conformance.oracle import attend
 from graphpact_conformance.problems import CONTEXT, VOCAB, Config, Problem, next_id
-from graphpact_conformance.reference import ReferenceRunner, on_device
+from graphpact_conformance.reference import ReferenceRunner
 from graphpact_tape.guard import StrictGuard, is_due
 from graphpact_tape.tape import TapeDriver
 
@@ -75,12 +76,17 @@ class Observer:
         self.at_capture = False
 
     @hookimpl(wrapper=True, tryfirst=True)
-    def prepare_replay(self, registry: CudaGraphBufferRegistry, shape: GraphShape) -> _Around:
+    def populate(self, registry: CudaGraphBufferRegistry, shape: GraphShape) -> _Around:
         """Begin a step."""
         self.forget()
         self.shape = shape
         if self.before is not None:
             self.before(registry, shape)
+        return (yield)
+
+    @hookimpl(wrapper=True, tryfirst=True)
+    def prepare_replay(self) -> _Around:
+        """See the view of a step."""
         view = yield
         self.view = view
         return view
@@ -120,7 +126,7 @@ class Leaf:
 
     path: str
     value: torch.Tensor
-    slot: GraphSlot | None
+    slot: BoundSlot | None
     tail: int | None
     dim: int
     is_due: bool
@@ -196,7 +202,7 @@ class Rig:
         backend: The class.
         runner: The class.
         driver: Makes the lane's driver from a device.
-        guarded: Whether a `StrictGuard` stands around the lane, whose driver is then strict.
+        guarded: Whether a `StrictGuard` observes the lane, whose driver is then strict.
         in_graph: As ``Lane(metadata_in_graph=...)``.
         provider: Of the backend's kernels.
         device: Of all but the oracle.
@@ -231,7 +237,7 @@ class Rig:
                 *(device, config.dtype, self.layers, limits, self.table, self.kv, mode, provider)
             )
         )
-        self._slots: dict[int, GraphSlot] = {}
+        self._slots: dict[int, BoundSlot] = {}
         self.observer = Observer()
         records = driver(device)
         self.guard = StrictGuard(records) if guarded else None
@@ -243,18 +249,15 @@ class Rig:
             backend=self.backend,
             driver=records,
             pact=pact,
-            metadata_in_graph=in_graph if self.runner.ladder else None,
+            metadata_in_graph=in_graph if self.runner.shapes() else None,
             observers=[self.observer, *([self.guard] if self.guard else [])],
         )
-        self.run = self.lane.run
-        if self.guard is not None:
-            self.run = self.guard.around(self.lane, self.lane.run)
         if capture:
             self.capture()
 
     def capture(self) -> None:
-        """Let the runner capture its shapes."""
-        self.runner.capture(self.lane)
+        """Capture every shape of the runner."""
+        self.lane.capture_all()
         self.observer.forget()
 
     @property
@@ -292,8 +295,8 @@ class Rig:
             return w_q[ids] * turn, k, k[..., : self.config.heads.kv_lora_rank]
         return w_q[ids] * turn, k, w_v[ids]
 
-    def model(self, batch: ForwardBatch, backend: Any, metadata: Any) -> torch.Tensor:
-        """Return ``[T, columns]``: what every layer gives in every step of a draft, and what rows share."""
+    def model(self, batch: ForwardBatch, metadata: Any, attend: Attend) -> StepOutputs:
+        """Return ``rows``, ``[T, columns]``: what every layer gives in every step of a draft, and what rows share."""
         steps = metadata.steps if isinstance(metadata, DraftMetadata) else [metadata]
         ids, positions, columns = batch.input_ids, batch.positions, []
         for step, part in enumerate(steps):
@@ -301,9 +304,10 @@ class Rig:
                 ids, positions = next_id(ids, step - 1), positions + 1
             for layer in self.layers:
                 q, k, v = self._project(layer.layer_id, ids, positions)
-                columns.append(backend.forward(q, k, v, layer, part).flatten(1))
+                columns.append(attend(q, k, v, layer, part).flatten(1))
         out = torch.cat(columns, dim=1)
-        return torch.cat([out, *self._shared(batch, out)], dim=1)
+        rows = torch.cat([out, *self._shared(batch, out)], dim=1)
+        return StepOutputs(rows=(rows, "tokens"))
 
     def _shared(self, batch: ForwardBatch, out: torch.Tensor) -> list[torch.Tensor]:
         """Return what rows give to each other, as columns: pooling, and the row of the last right draft."""
@@ -373,7 +377,7 @@ class Rig:
 
     def batch_of(self, problem: Problem) -> ForwardBatch:
         """Return the batch of a problem, as this lane is given it."""
-        return on_device(problem.batch(counts=self.config.counts), self.device)
+        return problem.batch(counts=self.config.counts).to(self.device)
 
     # -- a step ----------------------------------------------------------------------------------
 
@@ -383,7 +387,7 @@ class Rig:
         problem: Problem,
         *,
         eagerly: bool = False,
-        fill: Callable[[GraphSlot], None] | None = None,
+        fill: Callable[[BoundSlot], None] | None = None,
         ready: Callable[[ForwardBatch, Any], None] | None = None,
         after_load: Callable[[], None] | None = None,
         batch: ForwardBatch | None = None,
@@ -403,17 +407,16 @@ class Rig:
             after_load()
         batch = self.batch_of(problem) if batch is None else batch
         given = {name: tensor.clone() for name, tensor in batch.tensors().items()}
-        for _, graph in self.lane.graphs():
-            if isinstance(graph.outputs, torch.Tensor):
-                graph.outputs.fill_(NAN)
+        for captured in self.lane.captured.values():
+            captured.graph.outputs["rows"].fill_(NAN)
         self.observer.forget()
         self.observer.ready = ready
         self.observer.before = None if fill is None else _each_due(fill)
         step = Step(problem)
         before = self.lane.stats.replays
         try:
-            rows = self.lane.run_eager(batch) if eagerly else self.run(batch)
-            step.rows, step.stage = rows.detach().clone().cpu(), "done"
+            outputs = self.lane.run_eager(batch) if eagerly else self.lane.run(batch)
+            step.rows, step.stage = outputs["rows"].detach().clone().cpu(), "done"
         except (Exception, SystemExit) as error:  # noqa: BLE001  anybody's code runs here
             step.error = error
         finally:
@@ -443,12 +446,12 @@ class Rig:
         if seen.metadata is not None:
             parts["metadata"] = seen.metadata
         step.leaves, step.numbers = self._snapshot(parts, step.problem, seen.shape)
-        if seen.metadata is None or not self.lane.is_captured(seen.shape) or seen.at_capture:
+        captured = self.lane.captured.get(seen.shape)
+        if seen.metadata is None or captured is None or seen.at_capture:
             return
-        captured = self.lane.captured(seen.shape)
         step.breaches = captured.pact.breaches(**parts, **self.lane.held_by_backend(seen.shape))
-        if step.stage == "done" and isinstance(captured.graph.outputs, torch.Tensor):
-            step.outputs = captured.graph.outputs.detach().clone().cpu()
+        if step.stage == "done":
+            step.outputs = captured.graph.outputs["rows"].detach().clone().cpu()
 
     def prepared(self, problem: Problem) -> tuple[dict[str, Leaf], dict[str, Any]]:
         """Return copies of what was prepared last: tensors and host values of view and metadata, by path."""
@@ -476,7 +479,7 @@ class Rig:
             leaves[path] = Leaf(path, value.detach().clone().cpu(), slot, tail, dim, due, alias)
         return leaves, numbers
 
-    def _slot_at(self, tensor: torch.Tensor) -> GraphSlot | None:
+    def _slot_at(self, tensor: torch.Tensor) -> BoundSlot | None:
         """Return the slot in whose memory a tensor begins; slots stay where they are."""
         address = tensor.data_ptr()
         if address not in self._slots:
@@ -537,7 +540,7 @@ class Rig:
 
     def padded_tokens(self, problem: Problem) -> int:
         """Return the tokens of the shape that a batch replays; its own for one that runs eagerly."""
-        fit = self.runner.can_run(self.batch_of(problem))
+        fit = self.lane.fit(self.batch_of(problem))
         return fit.num_tokens if isinstance(fit, GraphShape) else len(problem.tokens)
 
     def where(self, column: int) -> str:
@@ -560,11 +563,10 @@ def runner_context(
     return RunnerContext(
         device,
         capabilities,
-        limits.max_bs,
-        None if mode.is_ragged else [s.batch_size for s in config.shapes],
-        lane=mode.value,
+        limits,
         mode=mode,
-        limits=limits,
+        batch_sizes=None if mode.is_ragged else [s.batch_size for s in config.shapes],
+        lane=mode.value,
         num_token_non_padded=config.counts,
         require_gathered_buffer=config.counts,
     )
@@ -579,7 +581,7 @@ def same(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def _each_due(
-    fill: Callable[[GraphSlot], None],
+    fill: Callable[[BoundSlot], None],
 ) -> Callable[[CudaGraphBufferRegistry, GraphShape], None]:
     def before(registry: CudaGraphBufferRegistry, _: GraphShape) -> None:
         for slot in registry:
@@ -590,7 +592,7 @@ def _each_due(
 
 
 def _tail_of(
-    value: torch.Tensor, slot: GraphSlot | None, raw: tuple[int, int], shape: GraphShape
+    value: torch.Tensor, slot: BoundSlot | None, raw: tuple[int, int], shape: GraphShape
 ) -> tuple[int | None, int]:
     """Return where the padded rows of a tensor begin, and along which axis; None where it has none.
 

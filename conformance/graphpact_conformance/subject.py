@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 
 from graphpact.attention import AttentionBackend, ProviderName
-from graphpact.buffers import GraphSlot
+from graphpact.buffers import BoundSlot
 from graphpact.errors import GraphpactError
 from graphpact.graphs import GraphDriver
 from graphpact.lane import PactMode
@@ -164,7 +164,7 @@ class LaneUnderTest:
     def _hook_writes(self) -> bool:
         """Return whether a replay hook alone writes a slot of the backend's."""
         rig = self.rig("hook")
-        batch = rig.runner.dummy_batch(rig.config.shapes[0])
+        batch = rig.runner.dummy(rig.config.shapes[0])
         rig.step(Problem(self.config.case, [], 0), batch=batch, fill=poison_slot)
         return any(
             slot.buffer is not None and is_due(slot) and not bool(is_poison(slot.buffer).all())
@@ -248,13 +248,13 @@ class LaneUnderTest:
         )
 
 
-def poison_slot(slot: GraphSlot) -> None:
+def poison_slot(slot: BoundSlot) -> None:
     """Fill a slot with poison."""
     if slot.buffer is not None:
         poison(slot.buffer)
 
 
-def reset_slot(slot: GraphSlot) -> None:
+def reset_slot(slot: BoundSlot) -> None:
     """Give a slot what it held before anything was written: no past can come through it."""
     if slot.buffer is not None:
         slot.buffer.fill_(slot.initial_value)

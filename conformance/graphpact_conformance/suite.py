@@ -237,7 +237,7 @@ def plan_lanes(
         or (config.case.mode is ForwardMode.IDLE and ForwardMode.DECODE in modes)
     ]
     if runner is not ReferenceRunner:
-        configs = [_on_ladder_of(runner, config, backend, device) for config in configs]
+        configs = [_with_shapes_of(runner, config, backend, device) for config in configs]
     chosen = _choose(configs, options.size, few=is_pair or kind == "runner")
     plans = [
         LanePlan(LaneUnderTest(config, backend, runner, kind, device=device), is_full)
@@ -261,7 +261,7 @@ def plan_lanes(
     ]
 
 
-def _on_ladder_of(
+def _with_shapes_of(
     runner: type[GraphRunner],
     config: Config,
     backend: type[AttentionBackend],
@@ -270,10 +270,9 @@ def _on_ladder_of(
     """Return a configuration with the shapes that a runner captures by itself, where it is not told which."""
     context = runner_context(config, backend.capabilities, device)
     try:
-        ladder = runner(context).ladder
+        shapes = tuple(runner(context).shapes())
     except Exception:  # noqa: BLE001  anybody's code; capturing it will tell
         return config
-    shapes = tuple(ladder.shapes) if ladder is not None else ()
     return config if list(shapes) == list(config.shapes) else replace(config, ladder=shapes)
 
 

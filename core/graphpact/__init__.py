@@ -10,14 +10,21 @@ from typing import Any
 
 from graphpact.attention import AttentionBackend, BackendContext, Capabilities, LayerSpec, Limits
 from graphpact.batch import ForwardBatch, ForwardMode
-from graphpact.buffers import CudaGraphBufferRegistry, FillContext, GraphSlot, PaddingPolicy
+from graphpact.buffers import (
+    CudaGraphBufferRegistry,
+    FillContext,
+    GraphSlot,
+    PaddingPolicy,
+    metadata_slot,
+)
 from graphpact.errors import GraphpactError, UsageError
 from graphpact.graphs import Graph, GraphDriver
 from graphpact.hookspecs import CONTRACT_VERSION, hookimpl, hookspec
-from graphpact.lane import Lane
+from graphpact.lane import Lane, PreparedStep
 from graphpact.pact import Pact, bounded
 from graphpact.runners import GraphRunner
-from graphpact.shapes import BucketLadder, EagerReason, GraphShape
+from graphpact.shapes import CaptureSizes, EagerReason, GraphShape
+from graphpact.step import Step, StepOutputs
 
 conformance: Callable[..., Callable[[Callable[..., None]], Callable[..., None]]]
 """`graphpact_conformance.conformance`, of another distribution: imported when it is asked for."""
@@ -26,8 +33,8 @@ __all__ = [
     "CONTRACT_VERSION",
     "AttentionBackend",
     "BackendContext",
-    "BucketLadder",
     "Capabilities",
+    "CaptureSizes",
     "CudaGraphBufferRegistry",
     "EagerReason",
     "FillContext",
@@ -44,10 +51,14 @@ __all__ = [
     "Limits",
     "Pact",
     "PaddingPolicy",
+    "PreparedStep",
+    "Step",
+    "StepOutputs",
     "bounded",
     "conformance",
     "hookimpl",
     "hookspec",
+    "metadata_slot",
 ]
 
 

@@ -8,7 +8,9 @@ Does not: build batches (the scheduler does) or pad them (the registry does).
 """
 
 import enum
-from dataclasses import dataclass, fields, replace
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, NoReturn
 
 import torch
@@ -111,6 +113,9 @@ class ForwardBatch:
     """``[1]`` or ``[dp_size]`` int32: the same for the tokens whose log probabilities are asked for."""
     ngram_embedding_info: Any = None
     """What an n-gram embedding reads: an object with ``column_starts`` and ``req_lens``, ``[bs]`` int32."""
+    extra: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """A plugin's own fields by dotted names, such as ``eagle.hidden_states``. Like any other field, each has a
+    slot of its name or is refused by a lane with graphs."""
 
     @property
     def num_tokens(self) -> int:
@@ -213,13 +218,34 @@ class ForwardBatch:
         return self.input_ids.device
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the fields that are tensors, by name."""
+        """Return the fields that are tensors, by name; those of ``extra`` by their dotted names."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: v for name, v in values.items() if isinstance(v, torch.Tensor)}
+        return {n: v for n, v in (values | dict(self.extra)).items() if isinstance(v, torch.Tensor)}
+
+    def with_tensors(self, tensors: Mapping[str, torch.Tensor]) -> "ForwardBatch":
+        """Return the batch with other tensors in the place of some: by name, as `tensors` gives them."""
+        extra = {name: tensors.get(name, tensor) for name, tensor in self.extra.items()}
+        changes: dict[str, Any] = {n: t for n, t in tensors.items() if n not in self.extra}
+        return replace(self, **changes, extra=extra)
+
+    def to(self, device: torch.device) -> "ForwardBatch":
+        """Return the batch on ``device``, but for what lies on the host."""
+        tensors = self.tensors().items()
+        return self.with_tensors({n: t.to(device) for n, t in tensors if not n.endswith("_cpu")})
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """What the batch carries: its mode, which optional fields it has, the names of ``extra``."""
+        return (self.forward_mode, *map(type, _OPTIONAL(self)), *self.extra)
 
     def host_tensors(self) -> list[torch.Tensor]:
         """Return the tensors that lie on the host, as the name of their field says (``_cpu``)."""
         return [tensor for name, tensor in self.tensors().items() if name.endswith("_cpu")]
+
+
+_OPTIONAL = operator.attrgetter(
+    *(each.name for each in fields(ForwardBatch) if each.default is None),
+)
 
 
 def _contradiction(batch: ForwardBatch, has: str, asked: str) -> NoReturn:

@@ -1,8 +1,8 @@
 """The contract: four hooks between an engine's lane, its runner and its attention backend.
 
 Two belong to the runner (`populate`, `prepare_replay`), two to the backend (`init_metadata_capture`,
-`init_metadata_replay`). All four are ``firstresult``. Whoever wants to look on (verification, tracing,
-metrics) implements the same hooks with ``wrapper=True``.
+`init_metadata_replay`). All four are ``firstresult``. Observers (verification, tracing, metrics) implement the
+same hooks with ``wrapper=True``. For observers alone there is a fifth, `run_step`, around every step.
 
 The contract has one version, `CONTRACT_VERSION`. A plugin's distribution names the version that it
 was written for by an entry point in the group ``graphpact.contract``, so that it can be read before
@@ -39,7 +39,7 @@ def populate(registry: CudaGraphBufferRegistry, batch: ForwardBatch, shape: Grap
 def prepare_replay(
     registry: CudaGraphBufferRegistry, batch: ForwardBatch, shape: GraphShape
 ) -> ForwardBatch | None:
-    """Make the view that the graph reads, and return it. A runner's hook; it calls ``populate``.
+    """Make the view that the graph reads, and return it. A runner's hook, called after ``populate``.
 
     The view is a `ForwardBatch` whose every tensor is a slice of a slot, padded to ``shape``. For one
     shape it is the same memory every time.
@@ -61,4 +61,14 @@ def init_metadata_replay(view: ForwardBatch, shape: GraphShape, captured: Any) -
 
     The result has the type, fields, addresses, shapes, strides, dtypes and host numbers of what was
     captured; only the contents of its tensors change. No device value is read on the host.
+    """
+
+
+@hookspec(firstresult=True)
+def run_step(lane: Any, batch: ForwardBatch) -> Any:
+    """Run ``batch`` through ``lane`` and return its `StepOutputs`. The lane's own; observers wrap it.
+
+    Args:
+        lane: The `graphpact.Lane` whose step it is.
+        batch: The live batch. Its host tensors may be rewritten once the step has returned.
     """

@@ -1,22 +1,25 @@
-"""`Lane`: one runner, one backend, one driver, one registry, and the one place where a step happens.
+"""`Lane`: one runner, one backend, one driver, one registry, one model, and the one place where a step happens.
 
-    run      a batch that fits a captured shape is replayed, any other runs eagerly, with the reason
-    capture  a replay of a dummy batch, plus binding: metadata is allocated, the region recorded, the
-             pact written
-    replay   view, metadata, pact, graph
+    run       launch(prepare(batch)), observed by `run_step`
+    prepare   fit, then the four hooks in their order, then the pact: all that a replay needs
+    launch    the graph's replay, or an eager run, and the live rows of the outputs
+    capture   a prepared dummy batch, plus binding: metadata bound, region recorded, pact written
 
 Hooks are resolved once, when the lane is built: to the plugin's bound method where nothing else
-implements the hook, to pluggy's caller where something looks on.
+implements the hook, to pluggy's caller where something observes it.
+
+Outputs of a replay live until the next replay of the lane's driver; copy what is needed longer. The host
+tensors of a batch belong to the engine and are read until `run` returns, never after it.
 
 Does not: schedule, sample, or know what the model is.
 """
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import SimpleNamespace
-from typing import Any, Literal, Protocol
+from types import MappingProxyType, SimpleNamespace
+from typing import Any, Literal
 
 import pluggy
 import torch
@@ -24,30 +27,16 @@ import torch
 from graphpact import hookspecs
 from graphpact.attention import AttentionBackend, kv_tensors
 from graphpact.batch import ForwardBatch, ForwardMode
-from graphpact.buffers import CudaGraphBufferRegistry, PaddingPolicy
+from graphpact.buffers import CudaGraphBufferRegistry, PaddingPolicy, SharedBuffers
 from graphpact.errors import CaptureError, ConfigError, EngineError
 from graphpact.graphs import DeclaredMemory, Graph, GraphDriver
+from graphpact.hookspecs import hookimpl
 from graphpact.pact import Pact, walk
 from graphpact.runners import GraphRunner
 from graphpact.shapes import EagerReason, GraphShape
+from graphpact.step import Forward, Step, StepOutputs
 
 PactMode = Literal["always", "sampled", "off"]
-
-
-class ModelFn(Protocol):
-    """What a lane runs: a forward pass from a batch to logits, a row for each request or each token."""
-
-    def __call__(
-        self, batch: ForwardBatch, backend: AttentionBackend, metadata: Any
-    ) -> torch.Tensor:
-        """Return ``[bs, vocab]`` logits of each request's last token, or ``[T, vocab]`` of all tokens."""
-
-
-class RunFn(Protocol):
-    """`Lane.run`, or what stands around it."""
-
-    def __call__(self, batch: ForwardBatch) -> torch.Tensor:
-        """Return the logits of ``batch``."""
 
 
 @dataclass(slots=True)
@@ -58,10 +47,11 @@ class ShapeStats:
     num_nodes: int = 0
     replays: int = 0
     raw_rows: int = 0
+    raw_tokens: int = 0
 
     def padding_waste(self, shape: GraphShape) -> float:
-        """Return the share of replayed rows that were padding, 0 where nothing was replayed."""
-        return 1 - self.raw_rows / (self.replays * shape.batch_size) if self.replays else 0.0
+        """Return the share of replayed tokens that were padding, 0 where nothing was replayed."""
+        return 1 - self.raw_tokens / (self.replays * shape.num_tokens) if self.replays else 0.0
 
 
 @dataclass(slots=True)
@@ -79,48 +69,80 @@ class LaneStats:
 
 
 @dataclass(slots=True)
-class Captured:
-    """One captured shape: what a replay needs of it."""
+class CapturedShape:
+    """One captured shape: all that a replay needs of it.
 
+    Args:
+        step: Static inputs, metadata and live batch, as the recorded work sees them.
+        graph: What was recorded, and its outputs.
+        pact: What the capture promised.
+        stats: What happened to it.
+        held: Attributes of the backend that the graph reads; by name, since a graph keeps no memory alive.
+        admitted: The kinds of batch whose every field is known to have a slot.
+    """
+
+    step: Step
     graph: Graph
-    metadata: Any
     pact: Pact
     stats: ShapeStats
     held: Sequence[str]
-    """Attributes of the backend that the graph reads; by name, since a graph keeps no memory alive."""
+    admitted: set[tuple[object, ...]] = field(default_factory=set)
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedStep:
+    """A batch that is ready to be launched.
+
+    Args:
+        batch: The live batch.
+        fit: The shape that it replays, or why it runs eagerly.
+        number: Which preparation of its lane it is; the next one overwrites the slots.
+    """
+
+    batch: ForwardBatch
+    fit: GraphShape | EagerReason
+    number: int
 
 
 class Lane:
-    """One way from a batch to logits.
+    """One way from a batch to outputs.
 
     Args:
         name: For reports, such as ``"decode"``.
         model: The forward pass.
-        runner: Decides shapes and views.
+        runner: Decides shapes, views, and what a graph holds.
         backend: Derives metadata and attends.
-        driver: Records graphs; None for a runner that captures nothing.
+        driver: Records graphs. A lane that captures nothing runs beside it.
         pact: Check every replay, one in ``pact_sample_every``, or none.
         pact_sample_every: The interval of ``"sampled"``.
         metadata_in_graph: Whether the backend's metadata work is recorded in the graph; None records it
             where the backend can.
-        observers: More hook implementations (wrappers); each is a plugin object of pluggy.
+        share_pool: Where the static inputs get their memory, so that lanes share it; None for memory of
+            the lane's own.
+        eager_reason: Why this lane captures nothing although its runner has shapes; None where it captures.
+        observers: Hook wrappers, each a plugin object of pluggy; the first is the outermost.
+
+    Attributes:
+        registry: The graph-resident memory; None for a lane that captures nothing.
 
     Raises:
-        EngineError: A hook that a graph needs has no implementation, or there is no driver for it.
-        ConfigError: Metadata work is to be recorded that the backend cannot.
+        EngineError: A hook that a graph needs has no implementation.
+        ConfigError: Metadata work is to be recorded that the backend cannot; an observer that is none.
     """
 
     def __init__(
         self,
         name: str,
         *,
-        model: ModelFn,
+        model: Forward,
         runner: GraphRunner,
         backend: AttentionBackend,
-        driver: GraphDriver | None,
+        driver: GraphDriver,
         pact: PactMode = "always",
         pact_sample_every: int = 100,
         metadata_in_graph: bool | None = None,
+        share_pool: SharedBuffers | None = None,
+        eager_reason: EagerReason | None = None,
         observers: Sequence[object] = (),
     ) -> None:
         self.name = name
@@ -128,54 +150,122 @@ class Lane:
         self.runner = runner
         self.backend = backend
         self.driver = driver
+        self.eager_reason = eager_reason
         self.stats = LaneStats()
         self.on_capture: Callable[[GraphShape], None] | None = None
-        self.registry = runner.make_registry()
-        self._has_trees = self.registry is not None and self.registry.has_slot("tree_mask")
-        self._captured: dict[GraphShape, Captured] = {}
+        """Called with each shape after it was captured."""
+        self.shapes = () if eager_reason is not None else tuple(runner.shapes())
+        """What is captured, or will be."""
+        self.registry = self._make_registry(share_pool) if self.shapes else None
+        self._captured: dict[GraphShape, CapturedShape] = {}
         self._pact_every = {"always": 1, "sampled": pact_sample_every, "off": 0}[pact]
         self._steps_to_check = 1
-        if self.registry is None and runner.ladder is not None:
-            raise EngineError(
-                f"lane {name!r}: its runner has shapes to capture, and its make_registry() returned none",
-                hint="return a CudaGraphBufferRegistry, or make_ladder() = None for a lane without graphs",
-            )
+        self._prepared = 0
         if self.registry is not None:
-            if driver is None:
-                raise EngineError(
-                    f"lane {name!r}: its runner captures graphs and there is no driver"
-                )
-            self.registry.join_lane(name)
             backend.attach(self.registry, driver)
             backend.records_metadata = self._records_metadata(metadata_in_graph)
             driver.declare(declared_memory(self.registry, backend))
-        self.plugin_manager = pluggy.PluginManager(hookspecs.PROJECT)
-        self.plugin_manager.add_hookspecs(hookspecs)
-        for plugin in (runner, backend, *observers):
-            self.plugin_manager.register(plugin)
-            self.plugin_manager.check_pending()
-        self.populate = self._resolve("populate")
-        self.prepare_replay = self._resolve("prepare_replay")
-        self.init_metadata_capture = self._resolve("init_metadata_capture")
-        self.init_metadata_replay = self._resolve("init_metadata_replay")
+        self._resolve_hooks(observers)
 
     # -- the step --------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def run(self, batch: ForwardBatch) -> torch.Tensor:
-        """Return the logits of ``batch``, as the model gives them, through a graph where one fits."""
-        self._require_fit(batch)
-        fit = self.runner.can_run(batch)
+    def run(self, batch: ForwardBatch) -> StepOutputs:
+        """Return the outputs of ``batch``, cut to its live rows, through a graph where one fits.
+
+        They live until the next replay of the lane's driver.
+        """
+        outputs: StepOutputs = self._run_step(lane=self, batch=batch)
+        return outputs
+
+    @torch.inference_mode()
+    def prepare(self, batch: ForwardBatch) -> PreparedStep:
+        """Make ``batch`` ready to be launched: everything of a step that comes before the replay.
+
+        A step may be prepared while an earlier one still runs on the device, once that was launched.
+        """
+        self._require_consistent(batch)
+        self._prepared += 1
+        fit = self.fit(batch)
+        if isinstance(fit, GraphShape):
+            captured = self._captured[fit]
+            step, kind = captured.step, batch.kind
+            if kind not in captured.admitted:
+                self._admit(batch, kind, captured)
+            self._populate(registry=self.registry, batch=batch, shape=fit)
+            view = self._prepare_replay(registry=self.registry, batch=batch, shape=fit)
+            meta = self._init_metadata_replay(view=view, shape=fit, captured=step.metadata)
+            step.live, step.metadata = batch, meta
+            if self._is_pact_due():
+                captured.pact.check(view=view, metadata=meta, **_root(self.backend, captured.held))
+        return PreparedStep(batch, fit, self._prepared)
+
+    @torch.inference_mode()
+    def launch(self, prepared: PreparedStep) -> StepOutputs:
+        """Replay or run what was prepared last, and return its outputs, cut to the live rows.
+
+        Raises:
+            EngineError: Another step was prepared since, or this one was launched already.
+        """
+        if prepared.number != self._prepared:
+            raise EngineError(
+                f"lane {self.name!r}: a step is launched that was not the last to be prepared",
+                hint="launch each step once, before the next is prepared: they share their slots",
+            )
+        self._prepared += 1
+        batch, fit = prepared.batch, prepared.fit
         if isinstance(fit, EagerReason):
             self.stats.eager[batch.forward_mode, fit] += 1
-            return self._run_eager(batch)
-        return self.runner.run(batch, fit)
+            return self.forward_eager(batch)
+        captured = self._captured[fit]
+        captured.graph.replay()
+        captured.stats.replays += 1
+        captured.stats.raw_rows += batch.batch_size
+        captured.stats.raw_tokens += batch.num_tokens
+        outputs: StepOutputs = captured.graph.outputs
+        return outputs.rows(batch.batch_size, batch.num_tokens)
 
-    def run_eager(self, batch: ForwardBatch) -> torch.Tensor:
-        """Return the logits of ``batch`` without any graph, from metadata in new memory."""
-        self._require_fit(batch)
-        with torch.inference_mode():
-            return self._run_eager(batch)
+    @torch.inference_mode()
+    def run_eager(self, batch: ForwardBatch) -> StepOutputs:
+        """Return the outputs of ``batch`` without any graph, from metadata in new memory. Not counted."""
+        self._require_consistent(batch)
+        return self.forward_eager(batch)
+
+    def forward_eager(
+        self, batch: ForwardBatch, backend: AttentionBackend | None = None
+    ) -> StepOutputs:
+        """Do what a graph of ``batch`` would record, without a graph and without looking at the batch first.
+
+        Args:
+            batch: Live, or a padded view.
+            backend: What derives metadata and attends; the lane's own by default.
+        """
+        backend = backend or self.backend
+        with self.driver.unprepared(batch.host_tensors()):
+            metadata = backend.init_metadata_eager(batch)
+        shape = GraphShape(batch.forward_mode, batch.batch_size, batch.num_tokens)
+        step = Step(shape, batch, self.driver, backend, metadata, live=batch)
+        return self.runner.compose(self.model, step)()
+
+    def fit(self, batch: ForwardBatch) -> GraphShape | EagerReason:
+        """Return the captured shape that ``batch`` replays, or why there is none."""
+        if not self.shapes:
+            return self.eager_reason or EagerReason.NO_GRAPHS
+        fit = self.runner.fit(batch)
+        if isinstance(fit, GraphShape) and fit not in self._captured:
+            return EagerReason.NOT_CAPTURED
+        return fit
+
+    # -- capture ---------------------------------------------------------------------------------
+
+    def capture_all(self) -> None:
+        """Capture every shape, the largest first: a memory pool then fits the smaller ones.
+
+        Raises:
+            CaptureError: See `capture`.
+        """
+        for shape in sorted(self.shapes, key=lambda s: (s.num_tokens, s.batch_size), reverse=True):
+            self.capture(shape)
 
     def capture(self, shape: GraphShape, batch: ForwardBatch | None = None) -> None:
         """Record the graph of ``shape`` and write its pact.
@@ -187,119 +277,91 @@ class Lane:
 
         Raises:
             CaptureError: The model or the backend did what no graph can hold.
-            EngineError: The lane's runner captures nothing.
+            EngineError: The lane captures nothing, or an output has other rows than its axis says.
         """
-        if self.driver is None or self.registry is None:
+        driver, registry = self.driver, self.registry
+        if registry is None:
             raise EngineError(f"lane {self.name!r} cannot capture {shape}: it has no graphs")
-        if shape.mode.is_ragged and 1 < shape.batch_size == shape.num_tokens:
-            raise CaptureError(
-                f"lane {self.name!r}: {shape} has as many tokens as requests: nobody could tell whether its"
-                " outputs go by requests or by tokens",
-                hint="capture it with more tokens",
-            )
         start = time.perf_counter()
+        self._prepared += 1
         with torch.inference_mode():
             if batch is None:
-                batch = self.runner.dummy_batch(shape)
+                batch = self.runner.dummy(shape)
                 self._require_scratch(shape, batch)
-            view = self.prepare_replay(registry=self.registry, batch=batch, shape=shape)
-            with self.driver.unprepared(view.host_tensors()):
-                metadata = self.init_metadata_capture(view=view, shape=shape)
-            graph = self.driver.capture(lambda: self._region(view, metadata))
+            self._populate(registry=registry, batch=batch, shape=shape)
+            view = self._prepare_replay(registry=registry, batch=batch, shape=shape)
+            with driver.unprepared(view.host_tensors()):
+                metadata = self._init_metadata_capture(view=view, shape=shape)
+            step = Step(shape, view, driver, self.backend, metadata, batch)
+            region = self.runner.compose(self.model, step)
+
+            def record() -> StepOutputs:
+                self.backend.record_metadata(step.view, step.metadata)
+                return region()
+
+            graph = driver.capture(record)
         try:
+            self._require_outputs(graph.outputs, shape)
             used = {t.untyped_storage().data_ptr() for t in graph.external_tensors() or ()}
             held = self._held_by_backend(used)
-            backend = _root(self.backend, held)
-            pact = Pact.of(shape, self.registry, view=view, metadata=metadata, **backend)
-            if self.driver.strict:
+            roots = {"view": view, "metadata": metadata, **_root(self.backend, held)}
+            pact = Pact.of(shape, registry, **roots)
+            if driver.strict:
                 self._require_slots(shape, metadata, used)
         except BaseException:
             graph.release()
             raise
         stats = ShapeStats(time.perf_counter() - start, graph.num_nodes)
-        self._captured[shape] = Captured(graph, metadata, pact, stats, held)
+        self._captured[shape] = CapturedShape(step, graph, pact, stats, held)
         self.stats.shapes[shape] = stats
         if self.on_capture is not None:
             self.on_capture(shape)
 
-    def replay(self, batch: ForwardBatch, shape: GraphShape) -> torch.Tensor:
-        """Return the logits of ``batch`` through the graph of ``shape``.
-
-        The result is memory of the graph: the next replay overwrites it.
-        """
-        captured = self._captured[shape]
-        if batch.tree_mask is not None and not self._has_trees:
-            raise EngineError(
-                f"lane {self.name!r}: the batch has a tree_mask, and {shape} was captured for chains, without"
-                " a slot of that name",
-                hint="register a slot 'tree_mask' before capture, or run trees in a lane of their own",
-            )
-        view = self.prepare_replay(registry=self.registry, batch=batch, shape=shape)
-        metadata = self.init_metadata_replay(view=view, shape=shape, captured=captured.metadata)
-        if self._pact_every:
-            self._steps_to_check -= 1
-            if not self._steps_to_check:
-                self._steps_to_check = self._pact_every
-                self.stats.pact_checks += 1
-                backend = _root(self.backend, captured.held)
-                captured.pact.check(view=view, metadata=metadata, **backend)
-        captured.graph.replay()
-        captured.stats.replays += 1
-        captured.stats.raw_rows += batch.batch_size
-        logits: torch.Tensor = captured.graph.outputs
-        by_request = logits.shape[0] == shape.batch_size
-        return logits[: batch.batch_size if by_request else batch.num_tokens]
+    @property
+    def captured(self) -> Mapping[GraphShape, CapturedShape]:
+        """The record of every captured shape, in the order of capture."""
+        return MappingProxyType(self._captured)
 
     @property
     def records_metadata(self) -> bool:
         """Whether the graphs compute the backend's metadata, or its replay hook does."""
         return self.backend.records_metadata
 
-    def is_captured(self, shape: GraphShape) -> bool:
-        """Return whether there is a graph of ``shape``."""
-        return shape in self._captured
-
-    def captured(self, shape: GraphShape) -> Captured:
-        """Return what a replay of ``shape`` needs.
-
-        Raises:
-            EngineError: It is not captured.
-        """
-        if shape not in self._captured:
-            raise EngineError(
-                f"lane {self.name!r} has no graph of {shape}", hint="capture the shape first"
-            )
-        return self._captured[shape]
-
     def held_by_backend(self, shape: GraphShape) -> dict[str, Any]:
         """Return, as the root ``backend`` of the pact of ``shape``, what of the backend its graph reads."""
-        return _root(self.backend, self.captured(shape).held)
-
-    def graphs(self) -> list[tuple[GraphShape, Graph]]:
-        """Return every captured shape and its graph, in the order of capture."""
-        return [(shape, captured.graph) for shape, captured in self._captured.items()]
-
-    def pacts(self) -> list[tuple[GraphShape, Pact]]:
-        """Return every captured shape and its pact, in the order of capture."""
-        return [(shape, captured.pact) for shape, captured in self._captured.items()]
+        return _root(self.backend, self._captured[shape].held)
 
     def close(self) -> None:
         """Release every graph and its memory; batches run eagerly from here on."""
-        self.runner.lane = None
         for captured in self._captured.values():
             captured.graph.release()
         self._captured.clear()
 
     # -- inside ----------------------------------------------------------------------------------
 
-    def _run_eager(self, batch: ForwardBatch) -> torch.Tensor:
-        if self.driver is None or not self.driver.strict:
-            return self.model(batch, self.backend, self.backend.init_metadata_eager(batch))
-        with self.driver.unprepared(batch.host_tensors()):
-            metadata = self.backend.init_metadata_eager(batch)
-        return self.model(batch, self.backend, metadata)
+    def _make_registry(self, share_pool: SharedBuffers | None) -> CudaGraphBufferRegistry:
+        registry = CudaGraphBufferRegistry(
+            device=self.runner.context.device,
+            max_bs=max(shape.batch_size for shape in self.shapes),
+            max_num_tokens=max(shape.num_tokens for shape in self.shapes),
+            share_pool=share_pool,
+            lane=self.name,
+        )
+        for slot in self.runner.slots():
+            registry.register_slot(slot)
+        return registry
 
-    def _require_fit(self, batch: ForwardBatch) -> None:
+    def _is_pact_due(self) -> bool:
+        if not self._pact_every:
+            return False
+        self._steps_to_check -= 1
+        if self._steps_to_check:
+            return False
+        self._steps_to_check = self._pact_every
+        self.stats.pact_checks += 1
+        return True
+
+    def _require_consistent(self, batch: ForwardBatch) -> None:
         """Refuse a batch that contradicts itself, or whose keys go past the rows of ``req_to_token``.
 
         Raises:
@@ -315,10 +377,29 @@ class Lane:
                 hint="draft less near the end, or lay the lane out for sequences longer by a draft",
             )
 
-    def _region(self, view: ForwardBatch, metadata: Any) -> torch.Tensor:
-        """Do what a graph records."""
-        self.backend.record_metadata(view, metadata)
-        return self.model(view, self.backend, metadata)
+    def _admit(
+        self, batch: ForwardBatch, kind: tuple[object, ...], captured: CapturedShape
+    ) -> None:
+        """Let batches of ``kind`` in, once it is known that each of their tensors has a slot.
+
+        Raises:
+            EngineError: Names the fields that a graph would silently ignore.
+        """
+        registry, view = self.registry, captured.step.view.tensors()
+        names = list(batch.tensors())
+        if batch.ngram_embedding_info is not None:
+            names.append("ngram_embedding_info.req_lens")
+        missing = [n for n in names if registry is None or not registry.has_slot(n)]
+        unseen = [n for n in batch.tensors() if n not in view and n not in missing]
+        if missing or unseen:
+            what = ", ".join(map(repr, missing or unseen))
+            why = "has no slot for" if missing else "was captured without"
+            raise EngineError(
+                f"lane {self.name!r}: the batch carries {what}, which {captured.step.shape} {why}",
+                hint="declare a slot of that name in the runner's slots(), and give its dummy the field; or"
+                " leave the field out of the lane's batches",
+            )
+        captured.admitted.add(kind)
 
     def _require_scratch(self, shape: GraphShape, dummy: ForwardBatch) -> None:
         """Refuse a dummy batch that writes where a live request may have its keys: a warm-up really runs.
@@ -335,6 +416,19 @@ class Lane:
                 rule="GP19",
             )
 
+    def _require_outputs(self, outputs: object, shape: GraphShape) -> None:
+        """Refuse what is no `StepOutputs`, and rows that do not agree with their axis.
+
+        Raises:
+            EngineError: Says what the region returned.
+        """
+        if not isinstance(outputs, StepOutputs):
+            raise EngineError(
+                f"lane {self.name!r}: {shape} gave a {type(outputs).__name__}, not StepOutputs",
+                hint='return StepOutputs(logits=(logits, "bs")) from the forward pass',
+            )
+        outputs.require_rows(shape)
+
     def _held_by_backend(self, used: set[int]) -> list[str]:
         """Return the attributes of the backend whose storages, by address, a graph has ``used``."""
         return [
@@ -346,7 +440,7 @@ class Lane:
     def _require_slots(self, shape: GraphShape, metadata: Any, used: set[int]) -> None:
         """Refuse metadata in storages that a graph has ``used``, outside the registry.
 
-        Nobody refreshes it, or poisons it.
+        No step refreshes such memory, and no strict lane poisons it.
 
         Raises:
             CaptureError: Names the field.
@@ -378,8 +472,24 @@ class Lane:
             )
         return can if asked is None else asked
 
+    # -- hooks -----------------------------------------------------------------------------------
+
+    def _resolve_hooks(self, observers: Sequence[object]) -> None:
+        """Resolve every hook to what a step calls."""
+        self.plugin_manager = pluggy.PluginManager(hookspecs.PROJECT)
+        self.plugin_manager.add_hookspecs(hookspecs)
+        # pluggy calls what was registered last first.
+        for plugin in (_OwnStep(), self.runner, self.backend, *reversed(observers)):
+            self.plugin_manager.register(plugin)
+            self.plugin_manager.check_pending()
+        self._populate = self._resolve("populate")
+        self._prepare_replay = self._resolve("prepare_replay")
+        self._init_metadata_capture = self._resolve("init_metadata_capture")
+        self._init_metadata_replay = self._resolve("init_metadata_replay")
+        self._run_step = self._resolve("run_step")
+
     def _resolve(self, name: str) -> Callable[..., Any]:
-        """Return what a step calls for hook ``name``: a bound method, or pluggy where others look on."""
+        """Return what a step calls for hook ``name``: a bound method, or pluggy where the hook is observed."""
         caller: pluggy.HookCaller = getattr(self.plugin_manager.hook, name)
         implementations = caller.get_hookimpls()
         plain = [i for i in implementations if not (i.wrapper or i.hookwrapper)]
@@ -397,6 +507,15 @@ class Lane:
         ):
             return plain[0].function
         return caller
+
+
+class _OwnStep:
+    """The step itself: what observers of `run_step` wrap."""
+
+    @hookimpl
+    def run_step(self, lane: Lane, batch: ForwardBatch) -> StepOutputs:
+        """Prepare and launch."""
+        return lane.launch(lane.prepare(batch))
 
 
 def _root(backend: AttentionBackend, held: Sequence[str]) -> dict[str, Any]:

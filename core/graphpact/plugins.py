@@ -72,6 +72,7 @@ _FIRST_PARTY: dict[Kind, dict[str, str]] = {  # which distribution of ours offer
         "inductor": "graphpact-cpu-graph",
         "tape": "graphpact-tape",
     },
+    "observer": {"trace": "graphpact"},
     "command": {
         "check": "graphpact-conformance",
         "doctor": "graphpact-engine",

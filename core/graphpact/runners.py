@@ -1,6 +1,7 @@
-"""The runner's side of the contract: which shapes are captured, and how a batch becomes a view.
+"""The runner's side of the contract: which shapes are captured, how a batch is padded, what a graph holds.
 
-`GraphRunner` holds what every runner of full graphs shares, `DecodeRunner` what those of decode do.
+A runner is policy. It holds no graph, no lane and no tensor: the lane captures and replays, the registry has the
+memory. `GraphRunner` has ready what full graphs of any mode need; a subclass says which shapes it captures.
 `EagerRunner`, which captures nothing, is the runner of a lane without graphs.
 
 Does not: record, check or replay; `graphpact.lane` does that in one place for all runners.
@@ -9,19 +10,18 @@ Does not: record, check or replay; `graphpact.lane` does that in one place for a
 import abc
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from functools import cached_property
+from typing import ClassVar
 
 import torch
 
-from graphpact.attention import Capabilities, GraphSupport, Limits
+from graphpact.attention import Capabilities, DraftLimits, GraphSupport, Limits
 from graphpact.batch import ForwardBatch, ForwardMode
-from graphpact.buffers import CudaGraphBufferRegistry, SharedBuffers, build_decode_registry
+from graphpact.buffers import CudaGraphBufferRegistry, GraphSlot, input_slots
 from graphpact.errors import ConfigError, EngineError
 from graphpact.hookspecs import hookimpl
-from graphpact.shapes import BucketLadder, EagerReason, GraphShape
-
-if TYPE_CHECKING:
-    from graphpact.lane import Lane
+from graphpact.shapes import CaptureSizes, EagerReason, GraphShape
+from graphpact.step import Forward, Region, Step
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,15 +31,10 @@ class RunnerContext:
     Args:
         device: The lane's device.
         backend: What the lane's attention backend declares.
-        max_bs: Requests that a step may have at most.
-        batch_sizes: Request counts to capture, or None for the runner's own ladder.
-        lane: The lane's name.
-        share_pool: Where the runner's registry takes the memory of its inputs from, so that lanes share
-            it; None for memory of its own.
-        eager_reason: Why this lane cannot capture here and runs eagerly instead; see
-            `GraphRunner.eager_reason`. None where it can.
+        limits: The largest of everything: shapes are sized by it.
         mode: What the lane's batches are.
-        limits: The largest of everything: a runner that pads tokens, or drafts, sizes its shapes by it.
+        batch_sizes: Request counts to capture, or None for the runner's own.
+        lane: The lane's name, for messages.
         num_token_non_padded: Whether layers ask for the number of real tokens, and so for a slot of that
             name: those that must not route padding.
         require_gathered_buffer: Whether activations are gathered over ranks, so that this number is a
@@ -48,21 +43,53 @@ class RunnerContext:
 
     device: torch.device
     backend: Capabilities
-    max_bs: int
+    limits: Limits
+    mode: ForwardMode = ForwardMode.DECODE
     batch_sizes: Sequence[int] | None = None
     lane: str | None = None
-    share_pool: SharedBuffers | None = None
-    eager_reason: EagerReason | None = None
-    mode: ForwardMode = ForwardMode.DECODE
-    limits: Limits | None = None
     num_token_non_padded: bool = False
     require_gathered_buffer: bool = False
+
+    @property
+    def tokens_per_request(self) -> int | None:
+        """Tokens that each request of the mode brings; None where requests bring different numbers."""
+        draft = self.limits.draft
+        if self.mode.is_ragged:
+            return None
+        if self.mode is ForwardMode.DRAFT_DECODE:
+            return draft.topk
+        if self.mode in (ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND):
+            return draft.num_draft_tokens
+        return 1
+
+    @property
+    def padded_seq_len(self) -> int:
+        """``seq_lens`` of a padded request."""
+        return self.backend.padded_seq_len(self.mode, self.tokens_per_request or 1)
+
+    def require_batch_sizes(self, default: Sequence[int]) -> Sequence[int]:
+        """Return the configured request counts, or ``default``.
+
+        Raises:
+            ConfigError: A count that no step can have.
+        """
+        sizes = default if self.batch_sizes is None else self.batch_sizes
+        if max(sizes, default=0) > self.limits.max_bs:
+            raise ConfigError(
+                f"lanes.{self.lane}.batch_sizes has {max(sizes)}, but a step has at most"
+                f" engine.max_num_seqs = {self.limits.max_bs} requests",
+                hint="leave the larger sizes out, or raise engine.max_num_seqs",
+            )
+        return sizes
 
 
 class GraphRunner(abc.ABC):
     """Base class of runner plugins.
 
-    A subclass sets `modes` and `needs`, and writes `make_ladder`, `make_registry` and `dummy_batch`.
+    A subclass sets `modes` and `needs`, and writes `shapes`. What else there is serves full graphs of every mode
+    as it is: the whole forward pass in one graph, requests and tokens padded.
+
+    A runner may keep events and host state of its own, never graphs, lanes or tensors.
     """
 
     modes: ClassVar[frozenset[ForwardMode]]
@@ -73,27 +100,6 @@ class GraphRunner(abc.ABC):
 
     def __init__(self, context: RunnerContext) -> None:
         self.context = context
-        self.lane: Lane | None = None
-        ladder = self.make_ladder()
-        self.ladder = ladder if context.eager_reason is None else None
-        self._views: dict[GraphShape, ForwardBatch] = {}
-
-    # -- what a runner writes --------------------------------------------------------------------
-
-    @abc.abstractmethod
-    def make_ladder(self) -> BucketLadder | None:
-        """Return the shapes to capture, or None for a runner that captures nothing."""
-
-    @abc.abstractmethod
-    def make_registry(self) -> CudaGraphBufferRegistry | None:
-        """Return a registry with the slots of the runner's inputs, sized for its ladder.
-
-        None where `ladder` is None.
-        """
-
-    @abc.abstractmethod
-    def dummy_batch(self, shape: GraphShape) -> ForwardBatch:
-        """Return a batch of exactly ``shape`` that a live one could have been, on scratch memory only."""
 
     @classmethod
     def eager_reason(cls, device: torch.device) -> EagerReason | None:
@@ -105,45 +111,49 @@ class GraphRunner(abc.ABC):
         del device
         return None
 
-    # -- what the base class makes of it ---------------------------------------------------------
+    # -- policy ----------------------------------------------------------------------------------
 
-    def capture(self, lane: "Lane") -> None:
-        """Capture every shape of the ladder through ``lane``, the largest first.
+    @abc.abstractmethod
+    def shapes(self) -> Sequence[GraphShape]:
+        """Return the shapes to capture; none for a runner that captures nothing.
 
-        The largest first, because a memory pool then fits the smaller ones.
+        Asked anew it returns the same; `CaptureSizes` makes shapes of sizes.
         """
-        self.lane = lane
-        for shape in reversed(self.ladder.shapes if self.ladder else []):
-            lane.capture(shape)
 
-    def can_run(self, batch: ForwardBatch) -> GraphShape | EagerReason:
-        """Return the captured shape that ``batch`` replays, or why there is none."""
-        if self.ladder is None:
-            return self.context.eager_reason or EagerReason.NO_GRAPHS
-        if self.lane is None:
-            return EagerReason.NOT_CAPTURED
-        fit = self.ladder.fit(batch)
-        if isinstance(fit, GraphShape) and not self.lane.is_captured(fit):
-            return EagerReason.NOT_CAPTURED
-        return fit
+    def fit(self, batch: ForwardBatch) -> GraphShape | EagerReason:
+        """Return the shape that ``batch`` replays, one of `shapes`, or why there is none. Host work only."""
+        return EagerReason.NO_GRAPHS if self._sizes is None else self._sizes.fit(batch)
 
-    def run(self, batch: ForwardBatch, shape: GraphShape | None = None) -> torch.Tensor:
-        """Replay ``batch`` through its graph and return the real rows of the outputs.
+    def slots(self) -> Sequence[GraphSlot]:
+        """Return the declarations of the static inputs: a slot for each field that a batch of the mode has."""
+        context = self.context
+        return input_slots(
+            context.mode,
+            seq_len_fill_value=context.padded_seq_len,
+            num_draft_steps=context.limits.draft.num_steps,
+            num_draft_tokens=context.limits.draft.num_draft_tokens,
+            trees=context.limits.draft.topk > 1,
+            num_token_non_padded=context.num_token_non_padded,
+            require_gathered_buffer=context.require_gathered_buffer,
+        )
+
+    def dummy(self, shape: GraphShape) -> ForwardBatch:
+        """Return a batch of exactly ``shape`` that a live one could have been, on scratch memory only."""
+        return dummy_batch(shape, self.context)
+
+    def compose(self, forward: Forward, step: Step) -> Region:
+        """Return what the graph of a shape records: by default one forward pass.
 
         Args:
-            batch: The live batch.
-            shape: What `can_run` answered; asked again where it is not given.
-
-        Raises:
-            EngineError: No captured shape holds the batch.
+            forward: The model. Called as often as the runner needs, each time with a batch, its metadata, and
+                how its layers attend.
+            step: The captured shape. What is recorded reads ``step.view`` and ``step.metadata`` as they are now;
+                an eager call (``step.driver.eager_call``) may read ``step.live`` and ``step.metadata`` in every
+                replay.
         """
-        fit = self.can_run(batch) if shape is None else shape
-        if isinstance(fit, EagerReason) or self.lane is None:
-            raise EngineError(
-                f"no graph for {batch.batch_size} requests: {fit}",
-                hint="Lane.run() falls back to eager execution and counts the reason",
-            )
-        return self.lane.replay(batch, fit)
+        return lambda: forward(step.view, step.metadata, step.backend.forward)
+
+    # -- the two hooks ---------------------------------------------------------------------------
 
     @hookimpl
     def populate(
@@ -162,28 +172,19 @@ class GraphRunner(abc.ABC):
     def prepare_replay(
         self, registry: CudaGraphBufferRegistry, batch: ForwardBatch, shape: GraphShape
     ) -> ForwardBatch:
-        """Populate the slots and return the view of ``shape``, the same object every time."""
-        if self.lane is None:
-            raise EngineError(
-                "prepare_replay() was called before capture() gave the runner its lane"
-            )
-        self.lane.populate(registry=registry, batch=batch, shape=shape)
-        view = self._views.get(shape)
-        if view is None:
-            view = self._views[shape] = registry.extract_buffer(
-                padded_bs=shape.batch_size,
-                padded_num_tokens=shape.num_tokens,
-                forward_batch_template=batch,
-            )
-        return view
+        """Return the static inputs of ``shape``, the same object every time."""
+        return registry.static_inputs(batch, shape)
+
+    # -- inside ----------------------------------------------------------------------------------
+
+    @cached_property
+    def _sizes(self) -> CaptureSizes | None:
+        shapes = self.shapes()
+        return CaptureSizes(tuple(shapes)) if shapes else None
 
 
 class DecodeRunner(GraphRunner):
-    """Captures the whole forward pass of decode for every bucket of a ladder of request counts.
-
-    A padded row is a request of the backend's fill length on request row 0 and KV slot 0, at position 0:
-    it reads and writes scratch. A subclass writes `default_batch_sizes`.
-    """
+    """Captures decode for every size of `default_batch_sizes`, or for those that are configured."""
 
     modes = frozenset({ForwardMode.DECODE})
     needs = GraphSupport.UNIFORM_DECODE
@@ -192,63 +193,10 @@ class DecodeRunner(GraphRunner):
     def default_batch_sizes(self) -> list[int]:
         """Return the request counts to capture where none are configured."""
 
-    def make_ladder(self) -> BucketLadder:
-        """Return the configured buckets, or the default ladder.
-
-        Raises:
-            ConfigError: A bucket that no step can fill.
-        """
-        sizes = self.context.batch_sizes
-        if sizes is None:
-            sizes = self.default_batch_sizes()
-        if max(sizes, default=0) > self.context.max_bs:
-            raise ConfigError(
-                f"lanes.decode.batch_sizes has {max(sizes)}, but a step has at most"
-                f" engine.max_num_seqs = {self.context.max_bs} requests",
-                hint="leave the larger buckets out, or raise engine.max_num_seqs",
-            )
-        return BucketLadder(ForwardMode.DECODE, sizes)
-
-    def make_registry(self) -> CudaGraphBufferRegistry | None:
-        """Return the inputs of decode, padded with the length that the backend reads as empty."""
-        if self.ladder is None:
-            return None
-        largest = self.ladder.largest
-        return build_decode_registry(
-            max_bs=largest.batch_size,
-            max_num_token=largest.num_tokens,
-            device=self.context.device,
-            seq_len_fill_value=self.context.backend.seq_len_fill_value,
-            enable_num_token_non_padded=self.context.num_token_non_padded,
-            require_gathered_buffer=self.context.require_gathered_buffer,
-            register_global_num_tokens=False,
-            enable_mrope=False,
-            zero_input_ids=True,
-            share_pool=self.context.share_pool,
-            lane=self.context.lane,
-        )
-
-    def dummy_batch(self, shape: GraphShape) -> ForwardBatch:
-        """Return requests of the backend's fill length on row 0 and slot 0: padding, every row."""
-        length = self.context.backend.seq_len_fill_value
-        size, device = shape.batch_size, self.context.device
-        counts = self.context.num_token_non_padded
-
-        def full(value: int, where: torch.device = device) -> torch.Tensor:
-            return torch.full((size,), value, dtype=torch.int64, device=where)
-
-        return ForwardBatch(
-            forward_mode=shape.mode,
-            batch_size=size,
-            input_ids=full(0),
-            positions=full(max(length - 1, 0)),
-            out_cache_loc=full(0),
-            req_pool_indices=full(0),
-            seq_lens=full(length),
-            seq_lens_cpu=full(length, torch.device("cpu")),
-            num_token_non_padded=full(size)[:1].int() if counts else None,
-            num_token_non_padded_cpu=size if counts else None,
-        )
+    def shapes(self) -> Sequence[GraphShape]:
+        """Return a shape for each request count."""
+        sizes = self.context.require_batch_sizes(self.default_batch_sizes())
+        return CaptureSizes.uniform(ForwardMode.DECODE, sizes).shapes
 
 
 class EagerRunner(GraphRunner):
@@ -257,28 +205,83 @@ class EagerRunner(GraphRunner):
     modes = frozenset(ForwardMode)
     needs = GraphSupport.NEVER
 
-    def make_ladder(self) -> None:
-        """Return None: there is nothing to capture.
+    def shapes(self) -> Sequence[GraphShape]:
+        """Return none: there is nothing to capture.
 
         Raises:
-            ConfigError: Shapes to capture, or buffers to share, were configured all the same.
+            ConfigError: Sizes to capture were configured all the same.
         """
-        if self.context.share_pool is not None:
-            raise ConfigError(
-                f"lanes.{self.context.lane}.share_buffers = true for the runner 'eager', which has no"
-                " buffers",
-                hint="leave share_buffers out, or select a runner that captures",
-            )
         if self.context.batch_sizes is not None:
             raise ConfigError(
                 f"batch_sizes = {list(self.context.batch_sizes)} for the runner 'eager', which captures"
                 " nothing",
                 hint="leave batch_sizes out, or select a runner that captures",
             )
+        return ()
 
-    def make_registry(self) -> None:
-        """Return None: there is no graph-resident memory."""
 
-    def dummy_batch(self, shape: GraphShape) -> ForwardBatch:
-        """Refuse: nothing is captured, so no dummy is ever asked for."""
-        raise EngineError(f"the eager runner captures nothing, least of all {shape}")
+def dummy_batch(shape: GraphShape, context: RunnerContext) -> ForwardBatch:
+    """Return a batch of exactly ``shape`` on scratch memory: request row 0, KV slot 0, token 0.
+
+    Its lengths are those of padded requests, or as many as the new tokens of a request where that is more; its
+    positions agree with them.
+
+    Args:
+        shape: What is captured.
+        context: Of the runner: mode, draft widths, the backend's lengths, whether real tokens are counted.
+
+    Raises:
+        EngineError: A token count that is no whole number of tokens a request, in a mode that is not ragged.
+    """
+    mode, bs, tokens, device = shape.mode, shape.batch_size, shape.num_tokens, context.device
+    draft: DraftLimits = context.limits.draft
+    if mode.is_ragged:
+        new = torch.tensor([tokens // bs + (row < tokens % bs) for row in range(bs)])
+    else:
+        if tokens % bs:
+            raise EngineError(
+                f"{shape} has no whole number of tokens a request",
+                hint="only extend and mixed batches are ragged",
+            )
+        new = torch.full((bs,), tokens // bs)
+    lens = torch.full((bs,), context.padded_seq_len)
+    counted = mode not in (ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_DECODE)
+    if counted:
+        lens = lens.maximum(new)
+    positions = _positions(mode, lens, new)
+    zeros = torch.zeros(tokens, dtype=torch.int64)
+    loc = zeros
+    if mode is ForwardMode.DRAFT_DECODE:
+        loc = torch.zeros(tokens, draft.num_steps, dtype=torch.int64)
+    tree = mode is ForwardMode.TARGET_VERIFY and draft.topk > 1
+    batch = ForwardBatch(
+        forward_mode=mode,
+        batch_size=bs,
+        input_ids=zeros,
+        positions=positions,
+        out_cache_loc=loc,
+        req_pool_indices=torch.zeros(bs, dtype=torch.int64),
+        seq_lens=lens,
+        seq_lens_cpu=lens.clone(),
+        extend_seq_lens=new if mode.is_ragged else None,
+        extend_seq_lens_cpu=new.clone() if mode.is_ragged else None,
+        tree_mask=torch.ones(tokens, tokens // bs, dtype=torch.bool) if tree else None,
+        num_correct_drafts=torch.zeros(bs, dtype=torch.int32)
+        if mode is ForwardMode.DRAFT_EXTEND
+        else None,
+        num_token_non_padded=torch.tensor([tokens], dtype=torch.int32)
+        if context.num_token_non_padded
+        else None,
+        num_token_non_padded_cpu=tokens if context.num_token_non_padded else None,
+    )
+    return batch.to(device)
+
+
+def _positions(mode: ForwardMode, lens: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    """Return ``[T]``: where each request's new tokens are; branches of a draft all at its first place."""
+    if mode is ForwardMode.DRAFT_DECODE:
+        return lens.repeat_interleave(new)
+    first = lens if mode is ForwardMode.TARGET_VERIFY else lens - new
+    begins = new.cumsum(0) - new
+    place = torch.arange(int(new.sum())) - begins.repeat_interleave(new)
+    return first.repeat_interleave(new) + place

@@ -1,15 +1,14 @@
-"""The words for what is captured: `GraphShape`, the key of one graph, and the ladder of them.
+"""The words for what is captured: `GraphShape`, the key of one graph, and `CaptureSizes`, all of a mode.
 
-A batch takes the smallest captured shape that fits, or none, with the reason. The reason is a value
-and not a string to parse: statistics count by it.
+A batch takes the smallest captured shape that fits, or none, with the reason: a value with a stable name.
 
 Does not: decide what a shape's graph holds (the runner does) or how it is recorded (the driver does).
 """
 
 import bisect
-import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from graphpact.batch import ForwardBatch, ForwardMode
 from graphpact.errors import ConfigError
@@ -36,76 +35,139 @@ class GraphShape:
         return f"{self.mode.value}[bs={self.batch_size}, tokens={self.num_tokens}{tail}]"
 
 
-class EagerReason(enum.Enum):
-    """Why a batch runs without a graph."""
+@dataclass(frozen=True, slots=True)
+class EagerReason:
+    """Why a batch runs without a graph. Statistics count by it; plugins add reasons of their own.
 
-    NO_GRAPHS = "this lane captures nothing"
-    NOT_CAPTURED = "nothing is captured yet"
-    WRONG_MODE = "the lane's runner does not serve this mode"
-    OVER_LARGEST = "larger than the largest captured shape"
-    OTHER_WIDTH = "its requests bring another number of tokens than was captured"
-    NO_COMPILER = "no C++ compiler that graphs could be compiled with"
+    Args:
+        name: Stable, such as ``"over_largest"``.
+        text: For people.
+    """
+
+    name: str
+    text: str = field(compare=False)
+
+    NO_GRAPHS: ClassVar["EagerReason"]
+    """The lane captures nothing."""
+    NOT_CAPTURED: ClassVar["EagerReason"]
+    """The shape that fits is not captured (yet, or any more)."""
+    WRONG_MODE: ClassVar["EagerReason"]
+    """The lane's runner does not capture this mode."""
+    OVER_LARGEST: ClassVar["EagerReason"]
+    """No captured shape is large enough."""
+    OTHER_WIDTH: ClassVar["EagerReason"]
+    """Its requests bring another number of tokens than was captured."""
+
+    def __str__(self) -> str:
+        return self.text
+
+
+EagerReason.NO_GRAPHS = EagerReason("no_graphs", "this lane captures nothing")
+EagerReason.NOT_CAPTURED = EagerReason("not_captured", "nothing is captured yet")
+EagerReason.WRONG_MODE = EagerReason("wrong_mode", "the lane's runner does not serve this mode")
+EagerReason.OVER_LARGEST = EagerReason("over_largest", "larger than the largest captured shape")
+EagerReason.OTHER_WIDTH = EagerReason(
+    "other_width", "its requests bring another number of tokens than was captured"
+)
 
 
 @dataclass(frozen=True)
-class BucketLadder:
-    """The request counts that are captured for one mode with a fixed number of tokens a request.
+class CaptureSizes:
+    """The shapes that are captured for one mode, and which of them a batch takes.
+
+    Requests that bring the same number of tokens each (decode, verify, drafts) go by their number. Ragged
+    batches (extend, mixed) take the smallest shape that has as many requests and as many tokens, or more.
 
     Args:
-        mode: The forward mode.
-        batch_sizes: Request counts to capture; sorted and made unique. At least one, all positive.
-        tokens_per_request: Tokens that each request brings: 1 for decode.
+        shapes: All of one mode; sorted and made unique. Of a mode that is not ragged, all with the same number
+            of tokens a request.
 
     Raises:
-        ConfigError: A size below 1, or no size at all.
+        ConfigError: No shape, one without requests or tokens, shapes of several modes or widths.
     """
 
-    mode: ForwardMode
-    batch_sizes: Sequence[int]
-    tokens_per_request: int = 1
-    _sorted: list[int] = field(init=False, repr=False, compare=False)
+    shapes: tuple[GraphShape, ...]
+    _sizes: list[int] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if not self.batch_sizes or min(self.batch_sizes) < 1:
+        shapes = sorted(set(self.shapes), key=lambda s: (s.num_tokens, s.batch_size, s.variant))
+        sizes = [s.batch_size for s in shapes]
+        if not shapes or min(sizes) < 1 or min(s.num_tokens for s in shapes) < 1:
             raise ConfigError(
-                f"bucket sizes must be whole numbers from 1 up; got {list(self.batch_sizes)}",
-                hint="leave the key out to take the default ladder",
+                f"capture sizes must be whole numbers from 1 up; got {sizes}",
+                hint="leave the key out to take the default capture sizes",
             )
-        object.__setattr__(self, "_sorted", sorted(set(self.batch_sizes)))
+        if len({s.mode for s in shapes}) > 1:
+            raise ConfigError(
+                f"capture sizes of several modes: {', '.join(map(str, shapes))}",
+                hint="use one lane for each mode",
+            )
+        uneven = [s for s in shapes if s.num_tokens != s.batch_size * self._width(shapes[0])]
+        if uneven and not shapes[0].mode.is_ragged:
+            raise ConfigError(
+                f"{uneven[0]} has another number of tokens a request than {shapes[0]}",
+                hint="requests of this mode bring as many tokens each: capture one number of tokens a request",
+            )
+        object.__setattr__(self, "shapes", tuple(shapes))
+        object.__setattr__(self, "_sizes", [s.num_tokens for s in shapes])
+
+    @classmethod
+    def uniform(
+        cls, mode: ForwardMode, batch_sizes: Sequence[int], tokens_per_request: int = 1
+    ) -> "CaptureSizes":
+        """Return the shapes of ``batch_sizes`` requests with ``tokens_per_request`` tokens each."""
+        sizes = [GraphShape(mode, size, size * tokens_per_request) for size in batch_sizes]
+        return cls(tuple(sizes))
+
+    @classmethod
+    def by_tokens(
+        cls, mode: ForwardMode, token_counts: Sequence[int], batch_size: int
+    ) -> "CaptureSizes":
+        """Return the shapes of ``token_counts`` tokens with room for ``batch_size`` requests each."""
+        return cls(tuple(GraphShape(mode, batch_size, count) for count in token_counts))
+
+    @staticmethod
+    def _width(shape: GraphShape) -> int:
+        return shape.num_tokens // shape.batch_size
 
     @property
-    def shapes(self) -> list[GraphShape]:
-        """Every shape of the ladder, smallest first."""
-        width = self.tokens_per_request
-        return [GraphShape(self.mode, size, size * width) for size in self._sorted]
+    def mode(self) -> ForwardMode:
+        """The mode of all shapes."""
+        return self.shapes[0].mode
 
     @property
-    def largest(self) -> GraphShape:
-        """The largest shape."""
-        return self.shapes[-1]
+    def max_batch_size(self) -> int:
+        """The most requests that a shape has."""
+        return max(shape.batch_size for shape in self.shapes)
 
-    def fit(self, batch: ForwardBatch) -> GraphShape | EagerReason:
-        """Return the smallest shape that holds ``batch``, or why none does. Host work only.
+    @property
+    def max_num_tokens(self) -> int:
+        """The most tokens that a shape has."""
+        return self._sizes[-1]
 
-        An idle batch, which has no request, fits the smallest shape of any mode. Where layers gather over
-        DP ranks, all ranks take the shape of the largest (``global_num_tokens_cpu``).
+    def fit(self, batch: ForwardBatch, variant: str = "") -> GraphShape | EagerReason:
+        """Return the smallest shape of ``variant`` that holds ``batch``, or why none does. Host work only.
+
+        An idle batch, which has no request, fits the smallest shape. Where layers gather over DP ranks, all
+        ranks take the shape of the largest (``global_num_tokens_cpu``).
         """
         if batch.forward_mode not in (self.mode, ForwardMode.IDLE):
             return EagerReason.WRONG_MODE
-        if batch.num_tokens != batch.batch_size * self.tokens_per_request:
-            return EagerReason.OTHER_WIDTH
-        requests = batch.batch_size
-        if batch.global_num_tokens_cpu is not None:
-            requests = max(-(-n // self.tokens_per_request) for n in batch.global_num_tokens_cpu)
-        at = bisect.bisect_left(self._sorted, requests)
-        if at == len(self._sorted):
-            return EagerReason.OVER_LARGEST
-        size = self._sorted[at]
-        return GraphShape(self.mode, size, size * self.tokens_per_request)
+        requests, tokens = batch.batch_size, batch.num_tokens
+        most = max(batch.global_num_tokens_cpu or (0,))
+        if not self.mode.is_ragged:
+            width = self._width(self.shapes[0])
+            if tokens != requests * width:
+                return EagerReason.OTHER_WIDTH
+            most = -(-most // width) * width
+        for shape in self.shapes[bisect.bisect_left(self._sizes, max(tokens, most)) :]:
+            if shape.batch_size >= requests and shape.variant == variant:
+                return shape
+        return EagerReason.OVER_LARGEST
 
 
 def default_decode_batch_sizes(max_batch_size: int) -> list[int]:
-    """Return the default ladder for decode: dense where padding hurts most, then ever sparser.
+    """Return the default capture sizes of decode: dense where padding hurts most, then ever sparser.
 
     Steps of 1, 2, 4, 8 up to 8; of 8 up to 256; of 16 up to 512; of 32 beyond; always with
     ``max_batch_size`` itself, so that no admissible batch is larger than the largest graph.

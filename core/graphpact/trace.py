@@ -1,7 +1,7 @@
-"""`HookTrace`: prints every hook call of a lane, for whoever asks why a step did what it did.
+"""`HookTrace`: prints every hook call of a lane.
 
-An observer like any other: ``wrapper=True`` implementations of the four hooks. ``GRAPHPACT_TRACE=1`` puts
-one into every lane of an engine.
+An observer like any other, found by the name ``trace``: ``wrapper=True`` implementations of the hooks.
+``GRAPHPACT_TRACE=1`` puts one into every lane of an engine.
 
 Does not: read a tensor's contents, so tracing does not change what it shows.
 """
@@ -49,11 +49,21 @@ class HookTrace:
         """Trace ``init_metadata_replay``."""
         return (yield from self._around("init_metadata_replay", shape, _describe(captured)))
 
+    @hookimpl(wrapper=True)
+    def run_step(self, lane: Any, batch: ForwardBatch) -> _Around:
+        """Trace a step, an eager one too."""
+        outputs = yield
+        mode, count = batch.forward_mode.value, batch.batch_size
+        self._print(f"step of lane {lane.name!r}: {mode} of {count} requests -> {outputs!r}")
+        return outputs
+
     def _around(self, hook: str, shape: GraphShape, what: str) -> _Around:
         result = yield
-        line = f"graphpact: {hook} {shape} {what} -> {_describe(result)}"
-        print(line, file=self._file or sys.stderr)
+        self._print(f"{hook} {shape} {what} -> {_describe(result)}")
         return result
+
+    def _print(self, what: str) -> None:
+        print(f"graphpact: {what}", file=self._file or sys.stderr)
 
 
 def _describe(value: Any) -> str:

@@ -14,9 +14,10 @@ import torch
 from graphpact.attention import AttentionBackend, BackendContext, KVBuffers, Limits
 from graphpact.buffers import SharedBuffers
 from graphpact.errors import ConfigError
-from graphpact.lane import Lane, ModelFn, RunFn
-from graphpact.runners import RunnerContext
+from graphpact.lane import Lane
+from graphpact.runners import EagerRunner, RunnerContext
 from graphpact.shapes import GraphShape
+from graphpact.step import Forward
 from graphpact.trace import HookTrace
 from graphpact_engine.config import EngineConfig
 from graphpact_engine.ownership import EngineOwnership
@@ -40,16 +41,6 @@ class Memory:
     pages: PagePool
     kv_cache: KVCache
     buffers: SharedBuffers
-
-
-@dataclass(frozen=True, slots=True)
-class BuiltLane:
-    """A lane, and how a step gets through it."""
-
-    lane: Lane
-    run: RunFn
-    """`Lane.run`, with what stands around it."""
-    verifier: Verifier | None
 
 
 def model_path(config: EngineConfig) -> Path:
@@ -123,12 +114,15 @@ def build_lane(
     plan: LanePlan,
     config: EngineConfig,
     *,
-    model: ModelFn,
+    model: Forward,
     spec: ModelSpec,
     memory: Memory,
     on_capture: OnCapture | None = None,
-) -> BuiltLane:
-    """Build one lane, capture its shapes, and put around it what is configured.
+) -> tuple[Lane, Verifier | None]:
+    """Build one lane with the observers that are configured, and capture its shapes.
+
+    Returns:
+        The lane, and the observer that verifies its replays, if any.
 
     Raises:
         CaptureError: A shape could not be recorded.
@@ -141,13 +135,10 @@ def build_lane(
     context = RunnerContext(
         spec.device,
         plan.backend.capabilities,
-        memory.limits.max_bs,
-        plan.config.batch_sizes,
-        lane=plan.name,
-        share_pool=memory.buffers if plan.config.share_buffers else None,
-        eager_reason=plan.eager_reason,
+        memory.limits,
         mode=plan.mode,
-        limits=memory.limits,
+        batch_sizes=plan.config.batch_sizes,
+        lane=plan.name,
     )
     runner = call_plugin("runner", plan.config.runner, plan.runner, context)
     driver = call_plugin(
@@ -159,12 +150,11 @@ def build_lane(
     observers: list[object] = (
         [HookTrace()] if os.environ.get("GRAPHPACT_TRACE", "0") not in {"", "0"} else []
     )
-    guard = verifier = None
+    verifier = None
     if plan.config.strict:
         ownership = EngineOwnership(memory.requests, memory.pages, memory.kv_cache)
-        guard = StrictGuard(driver, ownership)
-        observers.append(guard)
-    if config.verify.replay_against_eager and runner.ladder is not None:
+        observers.append(StrictGuard(driver, ownership))
+    if config.verify.replay_against_eager and plan.runner is not EagerRunner:
         verifier = Verifier(
             make_backend=make_backend,
             kv_cache=memory.kv_cache,
@@ -183,27 +173,20 @@ def build_lane(
         pact=config.verify.pact,
         pact_sample_every=config.verify.pact_sample_every,
         metadata_in_graph=plan.config.metadata_in_graph,
+        share_pool=memory.buffers if plan.config.share_buffers else None,
+        eager_reason=plan.eager_reason,
         observers=observers,
     )
-    if (plan.config.share_buffers and plan.eager_reason is None) and (
-        lane.registry is None or lane.registry.share_pool is not memory.buffers
-    ):
+    if plan.config.share_buffers and plan.eager_reason is None and lane.registry is None:
         raise ConfigError(
-            f"lanes.{plan.name}.share_buffers = true, but the registry of runner {plan.config.runner!r}"
-            " shares nothing",
-            hint="the runner has to give its registry share_pool=self.context.share_pool; or leave"
-            " share_buffers out",
+            f"lanes.{plan.name}.share_buffers = true for the runner {plan.config.runner!r}, which has no"
+            " buffers",
+            hint="leave share_buffers out, or select a runner that captures",
         )
     if on_capture is not None:
         lane.on_capture = _count_captures(lane, on_capture)
-    runner.capture(lane)
-    run: RunFn = lane.run
-    if verifier is not None:
-        verifier.join(lane)
-        run = verifier.run
-    if guard is not None:
-        run = guard.around(lane, run)
-    return BuiltLane(lane, run, verifier)
+    lane.capture_all()
+    return lane, verifier
 
 
 def backend_context(
@@ -223,7 +206,7 @@ def backend_context(
 
 
 def _count_captures(lane: Lane, on_capture: OnCapture) -> Callable[[GraphShape], None]:
-    total = len(lane.runner.ladder.shapes) if lane.runner.ladder else 0
+    total = len(lane.shapes)
 
     def report(shape: GraphShape) -> None:
         on_capture(lane.name, shape, len(lane.stats.shapes), total)

@@ -258,7 +258,7 @@ class Diagnosis:
 
         What no policy explains comes first.
         """
-        dummy = dict(walk({"view": self._lane.runner.dummy_batch(self._replay.shape)}))
+        dummy = dict(walk({"view": self._lane.runner.dummy(self._replay.shape)}))
         found = []
         for path, replayed in self._view.items():
             slot, captured = self._slot(replayed), dummy.get(path)

@@ -16,7 +16,7 @@ import torch
 
 from graphpact.batch import ForwardMode
 from graphpact.errors import CheckpointError, RequestError
-from graphpact.lane import Lane, RunFn
+from graphpact.lane import Lane
 from graphpact.plugins import PluginCatalog
 from graphpact_engine.build import (
     OnCapture,
@@ -124,9 +124,9 @@ class Engine:
         check_backends(plans, contexts, catalog, spec)
         self.lanes: list[Lane] = []
         self.verifiers: list[Verifier] = []
-        self._run: dict[ForwardMode, RunFn] = {}
+        self._lane_of: dict[ForwardMode, Lane] = {}
         for plan in plans:
-            built = build_lane(
+            lane, verifier = build_lane(
                 plan,
                 config,
                 model=self.model,
@@ -134,10 +134,10 @@ class Engine:
                 memory=self.memory,
                 on_capture=on_capture,
             )
-            self.lanes.append(built.lane)
-            self._run[plan.mode] = built.run
-            if built.verifier is not None:
-                self.verifiers.append(built.verifier)
+            self.lanes.append(lane)
+            self._lane_of[plan.mode] = lane
+            if verifier is not None:
+                self.verifiers.append(verifier)
         self.scheduler = Scheduler(
             self.memory.requests,
             self.memory.pages,
@@ -211,7 +211,7 @@ class Engine:
         scheduled = self.scheduler.schedule()
         if scheduled is None:
             return []
-        logits = self._run[scheduled.batch.forward_mode](scheduled.batch)
+        logits = self._lane_of[scheduled.batch.forward_mode].run(scheduled.batch).logits
         rows = scheduled.sampled_indices
         if len(rows) < len(scheduled.requests):
             logits = logits[rows]

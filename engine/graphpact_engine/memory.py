@@ -224,16 +224,16 @@ class _Ranges:
 
 
 def _lane_memory(lane: Lane, engine: Engine) -> LaneMemory:
-    graphs = lane.graphs()
+    graphs = {shape: captured.graph for shape, captured in lane.captured.items()}
     registry = None if lane.registry is None else lane.registry.describe()
-    if lane.registry is None or lane.driver is None or not graphs:
+    if lane.registry is None or not graphs:
         reason = EagerReason.NOT_CAPTURED
         if lane.registry is None:
-            reason = lane.runner.context.eager_reason or EagerReason.NO_GRAPHS
+            reason = lane.eager_reason or EagerReason.NO_GRAPHS
         return LaneMemory(
-            lane.name, None, None, reason.value, knows_externals=True, registry=registry, rows=()
+            lane.name, None, None, reason.text, knows_externals=True, registry=registry, rows=()
         )
-    external = _external_tensors(graph for _, graph in graphs)
+    external = _external_tensors(graphs.values())
     touched = None if external is None else _Ranges(_extent(t) for t in external)
 
     def row(
@@ -271,7 +271,7 @@ def _lane_memory(lane: Lane, engine: Engine) -> LaneMemory:
         row("unknown", f"unknown {number}", None, tensor)
         for number, tensor in enumerate(_outside(known, external or ()), 1)
     ]
-    pools = [_pool(lane, lane.driver.name, str(lane.driver.device), *one) for one in graphs]
+    pools = [_pool(lane, lane.driver.name, str(lane.driver.device), *one) for one in graphs.items()]
     return LaneMemory(
         lane.name,
         lane.driver.name,

@@ -1,4 +1,4 @@
-"""`Verifier`: runs a share of a lane's batches again, eagerly, on a copy of the KV cache.
+"""`Verifier`: runs a share of a lane's replays again, eagerly, on a copy of the KV cache.
 
 The copy matters: an eager run on the live cache would write the right keys over what a wrong replay
 wrote, and so hide it. After both runs the logits of the real rows must agree, and so must the whole
@@ -8,8 +8,8 @@ must be as it was before the replay.
 Where a driver's replays run the kernels of eager runs, as the tape's do, a replay is held to the bit to an
 eager run of the same padded rows first; other kernels round otherwise, and have a tolerance.
 
-As an observer of the lane it sees the view and the metadata that the replay was prepared with, from which
-`graphpact_engine.diagnosis` names what differs first.
+It is an observer of the lane's hooks and of its steps: it sees the view and the metadata that a replay was
+prepared with, from which `graphpact_engine.diagnosis` names what differs first.
 
 Does not: repair anything, or look at batches that ran eagerly anyway.
 """
@@ -17,7 +17,6 @@ Does not: repair anything, or look at batches that ran eagerly anyway.
 import math
 import random
 from collections.abc import Callable, Generator
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,20 +27,15 @@ from graphpact.errors import EngineError, ReplayError, VerificationError
 from graphpact.hookspecs import hookimpl
 from graphpact.lane import Lane
 from graphpact.shapes import GraphShape
+from graphpact.step import StepOutputs
 from graphpact_engine.diagnosis import Cause, Diagnosis, Replay, tolerance_of
 
 _Around = Generator[None, Any, Any]
+_ROWS = {"bs": "request", "tokens": "token", "none": "row"}
 
 
 class Verifier:
-    """Stands around `Lane.run` and holds a share of its replays to an eager run.
-
-    A lane gets its observers when it is built, so a verifier comes first and joins its lane afterwards::
-
-        verifier = Verifier(...)
-        lane = Lane(..., observers=[verifier])
-        verifier.join(lane)
-        logits = verifier.run(batch)
+    """Holds a share of a lane's replays to an eager run: ``Lane(..., observers=[verifier])``.
 
     Args:
         make_backend: ``(kv_cache) -> backend``: builds the lane's kind of backend on another cache.
@@ -80,37 +74,19 @@ class Verifier:
 
     @property
     def lane(self) -> Lane:
-        """Whose replays are verified.
+        """The lane whose replays are verified.
 
         Raises:
-            EngineError: It has joined none.
+            EngineError: It has run no step yet.
         """
         if self._lane is None:
             raise EngineError(
-                "the verifier has joined no lane",
-                hint="build the lane with observers=[verifier], then call verifier.join(lane)",
+                "the verifier has seen no step of a lane",
+                hint="give it to the lane: Lane(..., observers=[verifier]), and run the lane",
             )
         return self._lane
 
-    def join(self, lane: Lane) -> None:
-        """Verify replays of ``lane`` from here on.
-
-        Raises:
-            EngineError: It observes another lane, or this one was built without it.
-        """
-        if self._lane is not None:
-            raise EngineError(
-                f"the verifier of lane {self._lane.name!r} cannot be that of {lane.name!r} too",
-                hint="build one verifier for each lane",
-            )
-        if not lane.plugin_manager.is_registered(self):
-            raise EngineError(
-                f"lane {lane.name!r} was built without the verifier that is to join it",
-                hint="give it to the lane: Lane(..., observers=[verifier])",
-            )
-        self._lane = lane
-
-    # -- looking on: outermost, to see what the lane gets ----------------------------------------
+    # -- the hooks: outermost, to see what the lane gets -------------------------------------------
 
     @hookimpl(wrapper=True, tryfirst=True)
     def prepare_replay(self, batch: ForwardBatch, shape: GraphShape) -> _Around:
@@ -132,19 +108,24 @@ class Verifier:
 
     # -- the step --------------------------------------------------------------------------------
 
-    @torch.inference_mode()
-    def run(self, batch: ForwardBatch) -> torch.Tensor:
-        """Return what the lane returns; raise where an eager run of a replayed batch differs.
+    @hookimpl(wrapper=True, tryfirst=True)
+    def run_step(self, lane: Lane, batch: ForwardBatch) -> _Around:
+        """Compare the outputs of a replay with those of an eager run.
 
         Raises:
             VerificationError: Names the request row or the KV slot that differs most, by how much, and
                 the first field of view or metadata that differs; or the entry of the page table that
                 the replay changed.
-            EngineError: It has joined no lane.
+            EngineError: It observes another lane already.
         """
-        lane = self.lane
+        if self._lane not in (None, lane):
+            raise EngineError(
+                f"the verifier of lane {self.lane.name!r} cannot be that of {lane.name!r} too",
+                hint="build one verifier for each lane",
+            )
+        self._lane = lane
         if self._random.random() >= self.share:
-            return lane.run(batch)
+            return (yield)
         torch._foreach_copy_([*self._shadow.values()], [*self._live.values()])
         table = lane.backend.context.req_to_token
         table_before = table.clone()
@@ -152,7 +133,7 @@ class Verifier:
         eager_runs = lane.stats.eager.total()
         self._looking = batch, kept
         try:
-            logits = lane.run(batch)
+            outputs: StepOutputs = yield
         except (RuntimeError, IndexError, ReplayError) as error:
             # Kernels make checks of their own, and know no field's name.
             if self._replay is None or self._replay.metadata is None:
@@ -165,41 +146,41 @@ class Verifier:
         finally:
             replay, self._replay, self._looking = self._replay, None, None
         if replay is None and lane.stats.eager.total() > eager_runs:
-            return logits
+            return outputs
         self._compare_table(table_before, table, replay)
-        if replay is not None and lane.driver is not None and lane.driver.repeats_eager_kernels:
+        if replay is not None and lane.driver.repeats_eager_kernels:
             # The same kernels on the same rows: other work of the graph shows down to the last bit,
             # which no tolerance for other kernels could tell from their rounding.
-            view = replay.view_before
-            metadata = self._backend.init_metadata_eager(view)
-            padded = lane.model(view, self._backend, metadata)[: len(logits)]
-            if padded.shape == logits.shape:
-                self._compare_all(logits, padded, replay, exactly=True)
-        metadata = self._backend.init_metadata_eager(kept)
-        expected = lane.model(kept, self._backend, metadata)
+            padded = lane.forward_eager(replay.view_before, self._backend)
+            padded = padded.rows(batch.batch_size, batch.num_tokens)
+            if _shapes(padded) == _shapes(outputs):
+                self._compare_all(outputs, padded, replay, exactly=True)
+        expected = lane.forward_eager(kept, self._backend)
         self.verified += 1
-        if logits.shape != expected.shape:
+        if _shapes(outputs) != _shapes(expected):
             raise VerificationError(
-                f"lane {lane.name!r}: {batch.batch_size} requests came back with logits"
-                f" {tuple(logits.shape)}, an eager run gives {tuple(expected.shape)}",
-                hint="a runner returns the rows of the batch's requests, and no padded ones",
+                f"lane {lane.name!r}: {batch.batch_size} requests came back with {_say(outputs)}, an eager run"
+                f" gives {_say(expected)}",
+                hint="a step returns the rows of the batch's requests, and no padded ones",
                 lane=lane.name,
                 shape=None if replay is None else replay.shape,
             )
-        self._compare_all(logits, expected, replay)
-        return logits
+        self._compare_all(outputs, expected, replay)
+        return outputs
 
     def _compare_all(
         self,
-        logits: torch.Tensor,
-        expected: torch.Tensor,
+        outputs: StepOutputs,
+        expected: StepOutputs,
         replay: Replay | None,
         *,
         exactly: bool = False,
     ) -> None:
-        """Compare logits, and both KV caches outside the scratch page."""
+        """Compare every output, and both KV caches outside the scratch page."""
         how: dict[str, Any] = {"replay": replay, "exactly": exactly}
-        self._compare("logits of request", logits, expected, first=0, **how)
+        for name, output in outputs.items():
+            what = f"{name} of {_ROWS[outputs.axes[name]]}"
+            self._compare(what, output, expected[name], first=0, **how)
         for name, live in self._live.items():
             what = f"{name.removeprefix('the ')} in KV slot"
             self._compare(what, live, self._shadow[name], first=self._page_size, **how)
@@ -247,8 +228,6 @@ class Verifier:
         tolerance = tolerance_of(eager.dtype) * max(1.0, scale)
         if worst <= (0.0 if exactly else tolerance):
             return
-        if self._is_the_runners(replayed, eager, replay, tolerance):
-            what = f"the graph's outputs agree, what the runner made of them does not: {what}"
         rows_of = "an eager run of the same padded rows" if exactly else "eager run"
         raise self._error(
             f"replay and {rows_of} differ: {_what(replay)}: {what} {int(rows[off.argmax()])} by {worst:.3g}"
@@ -256,23 +235,6 @@ class Verifier:
             replay,
             largest_difference=worst,
         )
-
-    def _is_the_runners(
-        self,
-        logits: torch.Tensor,
-        eager: torch.Tensor,
-        replay: Replay | None,
-        tolerance: float,
-    ) -> bool:
-        """Return whether the graph gave the eager run's logits, and its runner returned others."""
-        graph = None if replay is None else dict(self.lane.graphs()).get(replay.shape)
-        outputs = None if graph is None else graph.outputs
-        if not isinstance(outputs, torch.Tensor) or outputs.shape[1:] != logits.shape[1:]:
-            return False
-        rows = outputs[: len(eager)]
-        if rows.shape != eager.shape or rows.data_ptr() == logits.data_ptr():
-            return False
-        return bool(((rows.double() - eager.double()).abs() <= tolerance).all())
 
     def _error(
         self, what: str, replay: Replay | None, *, largest_difference: float = math.inf
@@ -295,15 +257,22 @@ class Verifier:
 
 _AROUND = Cause(
     "no hook prepared a replay for it, and the lane counted no eager run",
-    "a runner replays through Lane.replay(), where hooks, pact and verification are",
+    "an observer of run_step returns what it was given, and runs nothing in its place",
 )
 
 
 def _what(replay: Replay | None) -> str:
-    return "a run around Lane.replay()" if replay is None else str(replay.shape)
+    return "a step without a replay" if replay is None else str(replay.shape)
+
+
+def _shapes(outputs: StepOutputs) -> dict[str, torch.Size]:
+    return {name: output.shape for name, output in outputs.items()}
+
+
+def _say(outputs: StepOutputs) -> str:
+    return ", ".join(f"{name} {tuple(output.shape)}" for name, output in outputs.items())
 
 
 def _copy_of(batch: ForwardBatch) -> ForwardBatch:
     """Return the batch with tensors of its own."""
-    copies: dict[str, Any] = {name: tensor.clone() for name, tensor in batch.tensors().items()}
-    return replace(batch, **copies)
+    return batch.with_tensors({name: tensor.clone() for name, tensor in batch.tensors().items()})

@@ -73,7 +73,7 @@ _UNWRITTEN = (
 
 
 def _of_failure(lane: LaneUnderTest, error: BaseException, live: Problem) -> list[Finding]:
-    expected = "every shape of the ladder is captured"
+    expected = "every shape of the runner is captured"
     rule = rule_of(error) or _rule_of_dummy(lane, live) or _rule_of_size(lane)
     hook, help_ = "init_metadata_capture", _FAILED.get(rule or "")
     found = [lane.of_error(error, expected=expected, rule=rule, hook=hook, help=help_)]
@@ -103,7 +103,6 @@ def _rule_of_dummy(lane: LaneUnderTest, live: Problem) -> str | None:
         with torch.inference_mode():
             rig = lane.build(capture=False)
             rig.load(live)
-            rig.runner.lane = rig.lane
             rig.lane.capture(rig.config.shapes[-1], rig.batch_of(live))
     except (Exception, SystemExit):  # noqa: BLE001  anybody's code runs here
         return None
@@ -115,10 +114,9 @@ def _rule_of_size(lane: LaneUnderTest) -> str | None:
     try:
         with torch.inference_mode():
             rig = lane.build(capture=False)
-            if rig.runner.ladder is None or len(rig.runner.ladder.shapes) < 2:
+            if len(rig.lane.shapes) < 2:
                 return None
-            rig.runner.lane = rig.lane
-            rig.lane.capture(rig.runner.ladder.shapes[0])
+            rig.lane.capture(min(rig.lane.shapes, key=lambda s: (s.num_tokens, s.batch_size)))
     except (Exception, SystemExit):  # noqa: BLE001  anybody's code runs here
         return None
     return "GP13"
@@ -243,7 +241,7 @@ def cold_and_warm(lane: LaneUnderTest, steps: Sequence[Problem]) -> Findings:
                 hook="init_metadata_capture",
             )
             return
-        for shape, _ in cold.lane.graphs():
+        for shape in cold.lane.captured:
             found = compare_traces(trace_of(warm, shape), trace_of(cold, shape))
             if found is not None:
                 yield lane.finding(

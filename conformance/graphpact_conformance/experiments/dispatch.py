@@ -38,7 +38,7 @@ _GATHER_HELP = (
     " without requests has no rows for"
 )
 _MOST = (1, 3, 5, 7, 13, 42, 100, 301)
-"""The largest steps for which runners are asked for their ladders; no rhythm of sizes ends at all of them."""
+"""The largest steps for which runners are asked for their shapes; no rhythm of sizes ends at all of them."""
 
 
 # -- which graph -------------------------------------------------------------------------------------
@@ -47,8 +47,8 @@ _MOST = (1, 3, 5, 7, 13, 42, 100, 301)
 def takes_the_right_graph(lane: LaneUnderTest, _: Sequence[Problem]) -> Findings:
     """Ask for, and replay, batches of every size: each takes the smallest captured shape that holds it."""
     rig = lane.rig()
-    shapes = [shape for shape, _graph in rig.lane.graphs()]
-    yield from _ladder(lane, rig, shapes)
+    shapes = list(rig.lane.captured)
+    yield from _planned(lane, rig, shapes)
     for problem in (*_sizes(lane.config), nearly(lane.config), corner(lane.config)):
         batch = rig.batch_of(problem)
         asked, refused = _ask(lane, rig, batch, problem)
@@ -60,7 +60,7 @@ def takes_the_right_graph(lane: LaneUnderTest, _: Sequence[Problem]) -> Findings
             yield lane.finding(
                 "GP12",
                 hook="prepare_replay",
-                field="can_run()",
+                field="fit()",
                 expected=" or ".join(map(str, held_by))
                 or "a reason to run eagerly: no captured shape holds it",
                 actual=str(asked),
@@ -80,7 +80,7 @@ def takes_the_right_graph(lane: LaneUnderTest, _: Sequence[Problem]) -> Findings
                     expected="a batch that no captured shape holds runs eagerly",
                     rule="GP12",
                     step=step,
-                    help="Lane.run() serves it; can_run() has to give a reason for it",
+                    help="Lane.run() serves it; fit() has to give a reason for it",
                 )
             continue
         replayed = [
@@ -98,7 +98,7 @@ def takes_the_right_graph(lane: LaneUnderTest, _: Sequence[Problem]) -> Findings
                 else "one eager run, counted with its reason",
                 actual=f"replays of {', '.join(map(str, replayed)) or 'none'}, {counted} eager runs",
                 step=step,
-                help="replay what can_run() answers; a batch that no graph holds is Lane.run()'s to serve",
+                help="let fit() answer with a captured shape, or with the reason why there is none",
             )
         wrong = differences(rig, step, lane.answer(rig, problem))
         if wrong and _is_recorded_otherwise(lane, rig, problem):
@@ -117,16 +117,16 @@ def takes_the_right_graph(lane: LaneUnderTest, _: Sequence[Problem]) -> Findings
 def _ask(
     lane: LaneUnderTest, rig: Rig, batch: ForwardBatch, problem: Problem
 ) -> tuple[GraphShape | EagerReason | None, Finding | None]:
-    """Return what ``can_run`` answers while nobody may wait for the device, or why it answers nothing."""
+    """Return what ``fit`` answers while the host may not wait for the device, or why it answers nothing."""
     guard = TapeDriver(lane.device, strict=True)
     host = batch.host_tensors() if lane.device.type == "cpu" else [*batch.tensors().values()]
     try:
         with guard.preparation(host, read_only=[*batch.tensors().values()]):
-            return rig.runner.can_run(batch), None
+            return rig.lane.fit(batch), None
     except (Exception, SystemExit) as error:  # noqa: BLE001  anybody's code runs here
         return None, lane.of_error(
             error,
-            expected="can_run() answers for any batch, from what lies on the host",
+            expected="fit() answers for any batch, from what lies on the host",
             rule="GP12",
             problem=problem,
             hook="prepare_replay",
@@ -171,56 +171,54 @@ def _smallest(shapes: Sequence[GraphShape], batch: ForwardBatch) -> list[GraphSh
     ]
 
 
-def _ladder(lane: LaneUnderTest, rig: Rig, shapes: Sequence[GraphShape]) -> Findings:
-    """See that what the ladder has is captured, and reaches the largest step."""
-    ladder = rig.runner.ladder
-    planned = ladder.shapes if ladder is not None else []
+def _planned(lane: LaneUnderTest, rig: Rig, shapes: Sequence[GraphShape]) -> Findings:
+    """Verify that the runner's shapes are captured, and reach the largest step."""
+    planned = list(rig.runner.shapes())
     if set(planned) != set(shapes) or len(set(shapes)) != len(shapes):
         yield lane.finding(
             "GP12",
-            field="the ladder",
+            field="shapes()",
             expected=f"every shape captured once: {', '.join(map(str, planned))}",
             actual=", ".join(map(str, shapes)),
-            help="GraphRunner.capture() captures each shape of make_ladder()",
+            help="shapes() gives the same shapes whenever it is asked, each once",
         )
     if lane.kind == "runner" and not lane.config.case.mode.is_ragged:
-        yield from _default_ladders(lane, rig)
+        yield from _default_shapes(lane, rig)
 
 
-def _default_ladders(lane: LaneUnderTest, rig: Rig) -> Findings:
-    """See that the runner's own ladder reaches the largest step, or one cap whatever that is."""
-    ladders: dict[int, list[int]] = {}
+def _default_shapes(lane: LaneUnderTest, rig: Rig) -> Findings:
+    """Verify that the runner's own shapes reach the largest step, or one cap whatever that is."""
+    capture_sizes: dict[int, list[int]] = {}
     for most in _MOST:
         limits = replace(lane.config.limits, max_bs=most, max_num_tokens=most * 8)
         context = RunnerContext(
             lane.device,
             rig.backend.capabilities,
-            most,
+            limits,
             mode=lane.config.case.lane_mode,
-            limits=limits,
         )
         try:
-            own = lane.runner(context).ladder
+            own = lane.runner(context).shapes()
         except (Exception, SystemExit) as error:  # noqa: BLE001  anybody's code runs here
             yield lane.of_error(
                 error,
-                expected=f"a ladder for steps of {most} requests",
+                expected=f"shapes for steps of {most} requests",
                 rule="GP12",
-                help="make_ladder() is asked for any max_bs from 1 up",
+                help="shapes() is asked for any limits.max_bs from 1 up",
             )
             return
-        if own is not None:
-            ladders[most] = [shape.batch_size for shape in own.shapes]
-    cap = max((size for sizes in ladders.values() for size in sizes), default=0)
-    for most, sizes in ladders.items():
+        if own:
+            capture_sizes[most] = [shape.batch_size for shape in own]
+    cap = max((size for sizes in capture_sizes.values() for size in sizes), default=0)
+    for most, sizes in capture_sizes.items():
         reach = min(most, cap)
         if max(sizes, default=0) != reach or min(sizes, default=0) < 1:
             yield lane.finding(
                 "GP12",
-                field=f"the default ladder for max_bs = {most}",
+                field=f"the default capture sizes for max_bs = {most}",
                 expected=f"buckets from 1 up, the largest {reach}: every step can be replayed",
                 actual=str(sizes),
-                help="append max_bs to the ladder, whatever its steps are",
+                help="append max_bs to the capture sizes, whatever their steps are",
             )
             return
 
@@ -252,7 +250,7 @@ def _other_kinds(lane: LaneUnderTest, rig: Rig) -> Findings:
                 continue
             yield lane.finding(
                 "GP12",
-                field="can_run()",
+                field="fit()",
                 expected=f"a reason, for {what}: {asked} was recorded for another kind",
                 actual=str(asked),
                 problem=problem,
@@ -267,7 +265,7 @@ def declares_what_it_can(lane: LaneUnderTest, _: Sequence[Problem]) -> Findings:
     if not isinstance(support, GraphSupport) or not support.covers(lane.config.case.needs):
         return
     rig = lane.rig()
-    if rig.runner.ladder is None:
+    if not rig.lane.shapes:
         yield lane.finding(
             "GP12",
             field="capabilities.graph_support",
@@ -348,7 +346,7 @@ def _captured_counts(lane: LaneUnderTest, rank: int, rig: Rig) -> Findings:
 
 
 def _same_captures(lane: LaneUnderTest, rigs: Sequence[Rig]) -> Findings:
-    orders = [[shape for shape, _ in rig.lane.graphs()] for rig in rigs]
+    orders = [list(rig.lane.captured) for rig in rigs]
     if orders[0] != orders[1]:
         yield lane.finding(
             "GP17",
@@ -445,7 +443,7 @@ def _same_steps(
             expected=f"one for all ranks: {shapes[0]}",
             actual=", ".join(f"rank {rank}: {shape}" for rank, shape in enumerate(shapes)),
             problem=problem,
-            help="let can_run() answer by what all ranks know: the batch, and global_num_tokens_cpu",
+            help="let fit() answer by what all ranks know: the batch, and global_num_tokens_cpu",
         )
 
 

@@ -40,7 +40,7 @@ def dummies(lane: LaneUnderTest, steps: Sequence[Problem]) -> Findings:
     rig = lane.rig()
     live = rig.batch_of(steps[0])
     for shape in rig.config.shapes:
-        dummy = rig.runner.dummy_batch(shape)
+        dummy = rig.runner.dummy(shape)
         asked = [*_form(shape, dummy, live), *_lengths(rig, dummy), *_values(rig, shape, dummy)]
         for each in asked:
             if not each.holds:
@@ -125,8 +125,7 @@ def _dummy_replayed(lane: LaneUnderTest, way: Way, shape: GraphShape) -> Finding
     rig = lane.build(way, capture=False)
     problem = Problem(lane.config.case, [], 0)
     rig.load(problem)
-    rig.runner.lane = rig.lane
-    dummy = rig.runner.dummy_batch(shape)
+    dummy = rig.runner.dummy(shape)
     rig.observer.before = None
     kept: dict[str, torch.Tensor] = {}
 
@@ -152,7 +151,7 @@ def _dummy_replayed(lane: LaneUnderTest, way: Way, shape: GraphShape) -> Finding
     if step.shape != shape:
         yield lane.finding(
             "GP12",
-            field="can_run()",
+            field="fit()",
             expected=f"{shape} for its own dummy batch",
             actual=str(step.shape or "an eager run"),
             step=step,
@@ -200,7 +199,7 @@ def _compare_with_dummy(
 
 def _has_effect(rig: Rig, step: Step, path: str, differs: torch.Tensor, then: torch.Tensor) -> bool:
     """Return whether the graph gives anything else with what capture wrote."""
-    batch = rig.runner.dummy_batch(step.shape) if step.shape is not None else None
+    batch = rig.runner.dummy(step.shape) if step.shape is not None else None
     problem = step.problem
     base = rig.step(problem, batch=batch)
     leaf = base.leaves.get(path)

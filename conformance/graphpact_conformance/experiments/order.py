@@ -200,8 +200,8 @@ def states(rig: Rig) -> dict[str, torch.Tensor]:
     known = {t.untyped_storage().data_ptr() for t in (*kv_tensors(rig.kv).values(), rig.table)}
     known |= {w.untyped_storage().data_ptr() for layer in rig.weights for w in (*layer, rig.turns)}
     found: dict[str, torch.Tensor] = {}
-    for _, graph in rig.lane.graphs():
-        for at, tensor in enumerate(graph.external_tensors() or ()):
+    for captured in rig.lane.captured.values():
+        for at, tensor in enumerate(captured.graph.external_tensors() or ()):
             if tensor.untyped_storage().data_ptr() in known:
                 continue
             slot = rig.registry.slot_of(tensor)
@@ -335,13 +335,12 @@ def smallest_first(lane: LaneUnderTest, steps: Sequence[Problem]) -> Findings:
     """Capture the smallest shape first, and replay: the order of captures changes nothing."""
     usual = lane.rig()
     rig = lane.build(capture=False)
-    ladder = rig.runner.ladder
-    if ladder is None or len(ladder.shapes) == 1:
+    shapes = sorted(rig.lane.shapes, key=lambda s: (s.num_tokens, s.batch_size))
+    if len(shapes) < 2:
         return
-    rig.runner.lane = rig.lane
     try:
         with torch.inference_mode():
-            for shape in ladder.shapes:
+            for shape in shapes:
                 rig.lane.capture(shape)
     except (Exception, SystemExit) as error:  # noqa: BLE001  anybody's code runs here
         yield lane.of_error(error, expected="shapes are captured in any order", rule="GP15")

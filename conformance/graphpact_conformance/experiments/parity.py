@@ -126,13 +126,12 @@ def _capture(
 ) -> Step:
     """Capture a batch in the place of the runner's dummy, replay it once, and return what there is then."""
     twin.load(problem)
-    twin.runner.lane = twin.lane
     twin.lane.capture(shape, twin.batch_of(problem) if batch is None else batch)
-    graph = twin.lane.captured(shape).graph
+    graph = twin.lane.captured[shape].graph
     graph.replay()
     step = Step(problem, stage="done", shape=shape)
     step.leaves, step.numbers = twin.prepared(problem)
-    step.outputs = graph.outputs.detach().clone().cpu()
+    step.outputs = graph.outputs["rows"].detach().clone().cpu()
     return step
 
 
@@ -185,9 +184,9 @@ def _counts_real_rows(step: Step, breach: Breach) -> bool:
 
 
 def _compare_numbers(lane: LaneUnderTest, rig: Rig, step: Step, seen: Step) -> Findings:
-    if step.shape is None or not rig.lane.is_captured(step.shape):
+    if step.shape is None or step.shape not in rig.lane.captured:
         return
-    promised = {p.path: p for p in rig.lane.captured(step.shape).pact.promises}
+    promised = {p.path: p for p in rig.lane.captured[step.shape].pact.promises}
     for path in {**step.numbers, **seen.numbers}:
         if not path.startswith("metadata"):
             continue
@@ -395,7 +394,7 @@ def _outside(rig: Rig, shape: GraphShape) -> list[torch.Tensor]:
     known = {t.untyped_storage().data_ptr() for t in (*kv_tensors(rig.kv).values(), rig.table)}
     return [
         t
-        for t in rig.lane.captured(shape).graph.external_tensors() or ()
+        for t in rig.lane.captured[shape].graph.external_tensors() or ()
         if t.untyped_storage().data_ptr() not in known and rig.registry.slot_of(t) is None
     ]
 
@@ -424,7 +423,7 @@ def _held_by(backend: object) -> set[int]:
 
 def trace_of(rig: Rig, shape: GraphShape) -> list[TracedCall]:
     """Return what the graph of a shape recorded, call by call; empty where its driver does not tell."""
-    graph = rig.lane.captured(shape).graph
+    graph = rig.lane.captured[shape].graph
     return (graph.trace or []) if isinstance(graph, Tape) else []
 
 
@@ -560,7 +559,7 @@ def _lengths_decide(
     """
     twin = lane.build(way, capture=False)
     assert step.shape is not None  # noqa: S101  it was replayed
-    batch, dummy = twin.batch_of(step.problem), twin.runner.dummy_batch(step.shape)
+    batch, dummy = twin.batch_of(step.problem), twin.runner.dummy(step.shape)
     real = batch.batch_size
     lens = torch.cat([batch.seq_lens_cpu, dummy.seq_lens_cpu[real:]])
     for swapped, wanted in (

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from graphpact.buffers import GraphSlot
+from graphpact.buffers import BoundSlot
 from graphpact_conformance.experiments.base import (
     Findings,
     altered,
@@ -50,7 +50,7 @@ class Before:
             if slot.buffer is not None and is_due(slot)
         }
 
-    def put_back(self, slot: GraphSlot) -> None:
+    def put_back(self, slot: BoundSlot) -> None:
         """Put back what a slot held."""
         if slot.buffer is not None:
             slot.buffer.copy_(self._held[slot.name])
@@ -306,7 +306,7 @@ def hook_of(leaf: Leaf) -> str:
     return "populate" if leaf.path.startswith("view.") else "init_metadata_replay"
 
 
-def _other_poison(slot: GraphSlot) -> None:
+def _other_poison(slot: BoundSlot) -> None:
     if slot.buffer is not None:
         slot.buffer.fill_(_other_poison_of(slot.dtype))
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 
 from graphpact.attention import kv_tensors
-from graphpact.buffers import GraphSlot
+from graphpact.buffers import BoundSlot
 from graphpact_conformance.experiments.base import (
     Difference,
     Findings,
@@ -95,8 +95,8 @@ def _judge_run(lane: LaneUnderTest, rig: Rig, step: Step, eager_runs: int) -> Fi
             expected="one replay, prepared by the hooks, of a batch that a captured shape holds",
             actual=f"it {how}",
             step=step,
-            help="a runner replays through Lane.replay(), where hooks and pact are; can_run() gives a reason"
-            " for every batch that is not replayed",
+            help="let fit() answer with the captured shape that holds the batch; observers of run_step run"
+            " nothing in the lane's place",
         )
     table = step.problem.page_table(rig.config)
     if step.table is not None and not torch.equal(step.table, table):
@@ -300,7 +300,7 @@ def _extents(lane: LaneUnderTest, step: Step) -> Findings:
                 expected=f"{rows} rows, the shape's",
                 actual=f"shape {tuple(leaf.value.shape)}",
                 step=step,
-                help="cut the view by the padded counts: GraphSlot.slice_for(padded_bs, padded_num_tokens)",
+                help="cut the view by the padded counts: BoundSlot.slice_for(padded_bs, padded_num_tokens)",
             )
     count = step.leaves.get("view.num_token_non_padded")
     if count is not None:
@@ -444,7 +444,7 @@ def _pads_read(lane: LaneUnderTest, rig: Rig, base: Step) -> Findings:
     page, slots = rig.config.page_size, rig.config.num_pages * rig.config.page_size
     free = torch.tensor([n for n in range(page, slots) if n not in live], device=rig.device)
 
-    def spoiled(*, everything: bool, fill: Callable[[GraphSlot], None] | None = None) -> Step:
+    def spoiled(*, everything: bool, fill: Callable[[BoundSlot], None] | None = None) -> Step:
         def spoil() -> None:
             for cache in kv_tensors(rig.kv).values():
                 cache[slice(page, None) if everything else free] = 2.0
@@ -562,6 +562,6 @@ def _is_right(lane: LaneUnderTest, rig: Rig, problem: Problem) -> bool:
     return step.error is None and not differences(rig, step, lane.answer(rig, problem))
 
 
-def _clear(slot: GraphSlot) -> None:
+def _clear(slot: BoundSlot) -> None:
     if slot.buffer is not None:
         slot.buffer.zero_()

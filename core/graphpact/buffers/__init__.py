@@ -1,6 +1,6 @@
 """Graph-resident memory, declared: slots, their padding policies, and the registry that fills them.
 
-    slots.py         `GraphSlot`: one declaration
+    slots.py         `GraphSlot`: one declaration; `BoundSlot`: with its memory
     registry.py      `CudaGraphBufferRegistry`: the slots of one lane, and the fill of a step
     fills.py         what a fill does for one set of counts, compiled
     arenas.py        where slots lie, so that their tails are one copy
@@ -11,21 +11,34 @@
 Does not: know what the numbers in a slot mean; owners do.
 """
 
-from graphpact.buffers.presets import build_decode_registry, build_prefill_registry
+from graphpact.buffers.presets import build_decode_registry, build_prefill_registry, input_slots
 from graphpact.buffers.registry import CudaGraphBufferRegistry
 from graphpact.buffers.sharing import SharedBuffers, share_input_buffer
-from graphpact.buffers.slots import FillContext, GraphSlot, PaddingPolicy
+from graphpact.buffers.slots import (
+    Axis,
+    BoundSlot,
+    FillContext,
+    GraphSlot,
+    PaddingPolicy,
+    SlotRole,
+    metadata_slot,
+)
 from graphpact.parallel import compute_local_num_token_non_padded, get_parallel
 
 __all__ = [
+    "Axis",
+    "BoundSlot",
     "CudaGraphBufferRegistry",
     "FillContext",
     "GraphSlot",
     "PaddingPolicy",
     "SharedBuffers",
+    "SlotRole",
     "build_decode_registry",
     "build_prefill_registry",
     "compute_local_num_token_non_padded",
     "get_parallel",
+    "input_slots",
+    "metadata_slot",
     "share_input_buffer",
 ]

@@ -4,7 +4,7 @@
     json.dumps(registry.describe().to_dict())
     Path("slots.svg").write_text(registry.describe().svg())
 
-Does not: look at what buffers hold, or at memory that nobody declared; `graphpact.engine.memory` does
+Does not: look at what buffers hold, or at memory that nobody declared; `graphpact_engine.memory` does
 the latter.
 """
 
@@ -14,8 +14,7 @@ from dataclasses import asdict, dataclass
 from html import escape
 from typing import Any
 
-from graphpact.buffers.registry import CudaGraphBufferRegistry
-from graphpact.buffers.slots import Axis, GraphSlot
+from graphpact.buffers.slots import Axis, BoundSlot
 
 _COLUMNS = ("slot", "owner", "shape", "dtype", "device", "axis", "policy", "bytes", "reason")
 _UNNAMED = "unnamed owner"
@@ -76,7 +75,7 @@ class SlotRow:
     nbytes: int | None
 
     @classmethod
-    def of(cls, slot: GraphSlot) -> "SlotRow":
+    def of(cls, slot: BoundSlot) -> "SlotRow":
         """Return the row of ``slot``."""
         buffer = slot.buffer if slot.enabled else None
         value: int | float | bool | str | None = None
@@ -126,19 +125,6 @@ class RegistryDescription:
     slots: tuple[SlotRow, ...]
     nbytes: int
     allocated_nbytes: int
-
-    @classmethod
-    def of(cls, registry: CudaGraphBufferRegistry) -> "RegistryDescription":
-        """Look at ``registry``."""
-        return cls(
-            lane=registry.lane,
-            device=str(registry.device),
-            max_bs=registry.max_bs,
-            max_num_tokens=registry.max_num_tokens,
-            slots=tuple(SlotRow.of(slot) for slot in registry.declared()),
-            nbytes=registry.nbytes,
-            allocated_nbytes=registry.allocated_nbytes,
-        )
 
     @property
     def label(self) -> str:

@@ -21,7 +21,7 @@ from typing import Any, TypeAlias
 import torch
 
 from graphpact.buffers.arenas import Arena, Place
-from graphpact.buffers.slots import FillContext, GraphSlot, SourceFn, call
+from graphpact.buffers.slots import BoundSlot, FillContext, GraphSlot, SourceFn, call
 from graphpact.errors import SlotError
 
 _MAX_LOOKS = 16  # ways in which the batches of one plan look; more than any engine has
@@ -79,21 +79,23 @@ class FillPlan:
     def __init__(
         self,
         context: FillContext,
-        slots: Iterable[GraphSlot],
+        slots: Iterable[BoundSlot],
         arenas: Sequence[Arena],
         *,
         strict: bool,
     ) -> None:
         slots = list(slots)
-        copied = [slot for slot in slots if slot.copy_from_fb]
+        sources = {slot.name: _source_of(slot) for slot in slots if slot.copy_from_fb}
         self._context = context
         self._heads = [
-            _Head(slot, context, strict=strict) for slot in copied if slot.source_fn is None
+            _Head(slot, context, strict=strict)
+            for slot in slots
+            if slot.copy_from_fb and sources[slot.name] is None
         ]
         self._sourced = [
-            _Sourced(slot, slot.source_fn, context, strict=strict)
-            for slot in copied
-            if slot.source_fn is not None
+            _Sourced(slot, source_fn, context, strict=strict)
+            for slot in slots
+            if (source_fn := sources.get(slot.name)) is not None
         ]
         self._computed = [slot for slot in slots if slot.post_fill is not None]
         self._resets, self._fixed = _plan_tails(slots, context, arenas)
@@ -183,10 +185,22 @@ class _Look:
     copies: tuple[_Copy, ...]
 
 
+def _source_of(slot: GraphSlot) -> SourceFn | None:
+    """Return what gives the slot's content; None where that is the batch field of its name."""
+    if slot.source_fn is None and "." in slot.name:
+        return functools.partial(_from_extra, slot.name)
+    return slot.source_fn
+
+
+def _from_extra(name: str, batch: Any, _: FillContext) -> torch.Tensor | None:
+    tensor: torch.Tensor | None = (getattr(batch, "extra", None) or {}).get(name)
+    return tensor
+
+
 class _Head:
     """A slot that is copied from the batch field of its name, and the view that takes it."""
 
-    def __init__(self, slot: GraphSlot, context: FillContext, *, strict: bool) -> None:
+    def __init__(self, slot: BoundSlot, context: FillContext, *, strict: bool) -> None:
         self.slot = slot
         self.view = slot.slice_for(context.raw_bs, context.raw_num_tokens)
         self.is_strict = strict
@@ -220,7 +234,7 @@ class _Sourced:
     """A slot that is copied from what its ``source_fn`` returns."""
 
     def __init__(
-        self, slot: GraphSlot, source_fn: SourceFn, context: FillContext, *, strict: bool
+        self, slot: BoundSlot, source_fn: SourceFn, context: FillContext, *, strict: bool
     ) -> None:
         self._slot = slot
         self._source_fn = source_fn
@@ -249,7 +263,7 @@ class _Sourced:
         what = "nothing" if source is None else f"a {type(source).__name__} and no tensor"
         raise SlotError(
             f"the source_fn of {slot.label} found {what} in this batch",
-            hint="give what it looks for, leave the slot out, or declare it optional: without a source it"
+            hint="give what it copies, leave the slot out, or declare it optional: without a source it"
             " then holds its initial value",
         )
 
@@ -309,10 +323,10 @@ def _by_kernel(pairs: Iterable[_Pair]) -> Iterator[list[_Pair]]:
 
 
 def _plan_tails(
-    slots: Iterable[GraphSlot], context: FillContext, arenas: Sequence[Arena]
+    slots: Iterable[BoundSlot], context: FillContext, arenas: Sequence[Arena]
 ) -> tuple[list[Callable[[], object]], list[_Pair]]:
     """Return the calls that reset tails, and the copies that do on devices that copy one by one."""
-    loose: list[tuple[GraphSlot, torch.Tensor]] = []
+    loose: list[tuple[BoundSlot, torch.Tensor]] = []
     placed: dict[int, list[Place]] = {}
     for slot in slots:
         tail = _tail(slot, context)
@@ -341,7 +355,7 @@ def _plan_tails(
     return resets, fixed
 
 
-def _reset_loose(tails: Iterable[tuple[GraphSlot, torch.Tensor]]) -> list[Callable[[], object]]:
+def _reset_loose(tails: Iterable[tuple[BoundSlot, torch.Tensor]]) -> list[Callable[[], object]]:
     """Return what resets tails outside arenas: all zeros of a device at once, any other by itself."""
     resets: list[Callable[[], object]] = []
     zeroed: dict[torch.device, list[torch.Tensor]] = {}
@@ -367,7 +381,7 @@ def _reset_blocks(blocks: Sequence[_Pair]) -> list[Callable[[], object]]:
     return [functools.partial(_grouped_copy, rows, values)]
 
 
-def _tail(slot: GraphSlot, context: FillContext) -> torch.Tensor | None:
+def _tail(slot: BoundSlot, context: FillContext) -> torch.Tensor | None:
     """Return what a fill of these counts resets of ``slot``; None for nothing."""
     rows = context.rows(slot.axis)
     if rows is None or rows[0] == rows[1] or not slot.padding_policy.resets_tail:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from graphpact.batch import ForwardMode
 from graphpact.buffers.registry import CudaGraphBufferRegistry
 from graphpact.buffers.sharing import SharedBuffers
 from graphpact.buffers.slots import FillContext, GraphSlot, PaddingPolicy, ShapeFn, SourceFn
@@ -109,8 +110,7 @@ def build_decode_registry(
         slot("positions", _tokens),  # an earlier one may lie outside a rope table
         slot("out_cache_loc", _tokens, cache_loc_dtype),
         slot("req_pool_indices", _requests, axis="bs"),
-        slot("seq_lens", _requests, axis="bs", pad_value=seq_len_fill_value),
-        slot("seq_lens_cpu", _requests, axis="bs", pad_value=seq_len_fill_value, device=_HOST),
+        *_lengths(slot, seq_len_fill_value),
     ]
     if enable_mrope:
         slots.append(_mrope(slot))
@@ -254,6 +254,64 @@ def build_prefill_registry(
     return registry
 
 
+def input_slots(
+    mode: ForwardMode,
+    *,
+    seq_len_fill_value: int,
+    num_draft_steps: int = 1,
+    num_draft_tokens: int = 1,
+    trees: bool = False,
+    num_token_non_padded: bool = False,
+    require_gathered_buffer: bool = False,
+) -> list[GraphSlot]:
+    """Return the inputs of full graphs of ``mode``, whose requests and tokens are padded.
+
+    Padded requests: row 0 of ``req_to_token``, all scratch, at the length that the backend declares; in a ragged
+    batch they bring no token. Padded tokens: token 0 at position 0, written to KV slot 0. Of a tree, a padded
+    token sees all draft tokens of its request, so that no row of its scores is empty.
+
+    Args:
+        mode: What the lane's batches are.
+        seq_len_fill_value: ``seq_lens`` of a padded request, declared by the attention backend; see
+            `Capabilities.padded_seq_len`.
+        num_draft_steps: Steps of a draft decode.
+        num_draft_tokens: Tokens of a request in target verify.
+        trees: Add ``tree_mask`` to a target verify.
+        num_token_non_padded: Add the slot of that name.
+        require_gathered_buffer: See `build_decode_registry`.
+    """
+    slot = _declarer(f"{mode.value} inputs")
+    drafts = mode is ForwardMode.DRAFT_DECODE
+    slots = [
+        slot("input_ids", _tokens),
+        slot("positions", _tokens),
+        slot("out_cache_loc", lambda _, tokens: (tokens, num_draft_steps) if drafts else (tokens,)),
+        slot("req_pool_indices", _requests, axis="bs"),
+        *_lengths(slot, seq_len_fill_value),
+    ]
+    if mode.is_ragged:
+        slots += [
+            slot("extend_seq_lens", _requests, axis="bs"),
+            slot("extend_seq_lens_cpu", _requests, axis="bs", device=_HOST),
+        ]
+    if mode is ForwardMode.TARGET_VERIFY and trees:
+        slots.append(
+            slot(
+                "tree_mask",
+                lambda _, tokens: (tokens, num_draft_tokens),
+                torch.bool,
+                pad_value=True,
+            )
+        )
+    if mode is ForwardMode.DRAFT_EXTEND:
+        slots.append(slot("num_correct_drafts", _requests, torch.int32, axis="bs"))
+    if num_token_non_padded:
+        slots.append(
+            num_token_non_padded_slot(f"{mode.value} inputs", is_local=require_gathered_buffer)
+        )
+    return slots
+
+
 # -- slots -----------------------------------------------------------------------------------------
 
 _Declarer = Callable[..., GraphSlot]
@@ -286,6 +344,14 @@ def _declarer(owner: str) -> _Declarer:
         )
 
     return declare
+
+
+def _lengths(slot: _Declarer, fill_value: int) -> list[GraphSlot]:
+    """``[max_bs]`` int64, on the device and on the host: sequence lengths."""
+    return [
+        slot("seq_lens", _requests, axis="bs", pad_value=fill_value),
+        slot("seq_lens_cpu", _requests, axis="bs", pad_value=fill_value, device=_HOST),
+    ]
 
 
 def _mrope(slot: _Declarer) -> GraphSlot:

@@ -10,18 +10,18 @@ Does not: decide the raw and padded counts (the runner does) or write a batch.
 import dataclasses
 import operator
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
+from graphpact.batch import ForwardBatch
 from graphpact.buffers.arenas import Arena, Arenas, address_range
+from graphpact.buffers.description import RegistryDescription, SlotRow
 from graphpact.buffers.fills import FillPlan
 from graphpact.buffers.sharing import PROCESS_WIDE, SharedBuffers
-from graphpact.buffers.slots import FillContext, GraphSlot, call
+from graphpact.buffers.slots import BoundSlot, FillContext, GraphSlot, call
 from graphpact.errors import SlotError, UnknownSlotError, did_you_mean
-
-if TYPE_CHECKING:
-    from graphpact.buffers.description import RegistryDescription
+from graphpact.shapes import GraphShape
 
 _MAX_PLANS = 1024  # sets of counts whose plans are kept; the oldest is dropped
 
@@ -64,20 +64,22 @@ class CudaGraphBufferRegistry:
         self.max_num_tokens = max_num_tokens
         self.share_pool = PROCESS_WIDE if share_pool is True else share_pool or None
         self.lane = lane
-        self._slots: dict[str, GraphSlot] = {}
+        self._slots: dict[str, BoundSlot] = {}
         self._memory = Arenas(pins=self.device.type == "cuda")
         self._plans: dict[tuple[int, int, int, int], FillPlan] = {}
+        self._static_inputs: dict[GraphShape, ForwardBatch] = {}
 
     # -- declaring -------------------------------------------------------------------------------
 
-    def register_slot(self, slot: GraphSlot, bind: torch.Tensor | None = None) -> GraphSlot:
-        """Give ``slot`` its buffer: a new one, or ``bind`` where an existing tensor is adopted.
+    def register_slot(self, slot: GraphSlot, bind: torch.Tensor | None = None) -> BoundSlot:
+        """Return ``slot`` with a buffer: a new one, or ``bind`` where an existing tensor is adopted.
 
         A new buffer holds the slot's initial value; an adopted one keeps what it holds. A slot that is
-        not enabled is kept as a declaration only.
+        not enabled is kept as a declaration only. The declaration itself is not written, and may be
+        registered elsewhere too.
 
         Raises:
-            SlotError: The name or the slot is taken, or ``bind`` has another shape, dtype or device than
+            SlotError: The name is taken, or ``bind`` has another shape, dtype or device than
                 declared, or the lane's contract is broken, or another lane's slot of that name means
                 something else. The registry is as it was.
         """
@@ -87,11 +89,6 @@ class CudaGraphBufferRegistry:
                 f"{slot.label} is already registered by {owner}",
                 hint="prefix a plugin's slots with the plugin's name",
             )
-        if slot.is_registered:
-            raise SlotError(
-                f"{slot.label} is registered already, with this registry or another",
-                hint="declare a slot for each registry; share_pool= shares memory between them",
-            )
         buffer = None
         if slot.enabled:
             shape = self._shape(slot)
@@ -100,8 +97,9 @@ class CudaGraphBufferRegistry:
             self._check_slices(slot, shape)
             buffer = self._allocate(slot, shape) if bind is None else self._adopt(slot, shape, bind)
             self._plans.clear()
-        self._slots[slot.name] = slot.registered(buffer)
-        return slot
+            self._static_inputs.clear()
+        bound = self._slots[slot.name] = slot.bound(buffer)
+        return bound
 
     def join_lane(self, lane: str) -> None:
         """Become the registry of ``lane``: from here on its slots and batches are held to the contract.
@@ -119,7 +117,7 @@ class CudaGraphBufferRegistry:
         self.lane = lane
         self._plans.clear()
 
-    def get_slot(self, name: str) -> GraphSlot:
+    def get_slot(self, name: str) -> BoundSlot:
         """Return the slot called ``name``, enabled or not.
 
         Raises:
@@ -142,7 +140,7 @@ class CudaGraphBufferRegistry:
         """Return the names of all enabled slots in the order of their registration."""
         return [slot.name for slot in self]
 
-    def __iter__(self) -> Iterator[GraphSlot]:
+    def __iter__(self) -> Iterator[BoundSlot]:
         return (slot for slot in self._slots.values() if slot.enabled)
 
     # -- one step --------------------------------------------------------------------------------
@@ -182,9 +180,9 @@ class CudaGraphBufferRegistry:
     ) -> B:
         """Return the view for a shape: the template with slotted fields replaced by their slices.
 
-        A field that the template lacks is carried as it is, unless its slot is computed: what nobody
-        copied is not shown. A slot that is no field of the template (a dotted name, a backend's own) is
-        not part of the view.
+        A field that the template lacks is carried as it is, unless its slot is computed: the view shows
+        nothing that was not copied. Slots with dotted names replace entries of the template's ``extra``, where
+        it has them; a slot that is no field of the template (a backend's own) is not part of the view.
 
         Args:
             padded_bs: Requests in the captured shape.
@@ -201,11 +199,37 @@ class CudaGraphBufferRegistry:
                 continue  # a mode or a count: no tensor stands for it
             if field is not None or slot.is_computed or slot.source_fn is not None:
                 fields[slot.name] = slot.slice_for(padded_bs, padded_num_tokens)
+        extra = getattr(forward_batch_template, "extra", None)
+        if extra:
+            fields["extra"] = {
+                name: self._slots[name].slice_for(padded_bs, padded_num_tokens)
+                if self.has_slot(name)
+                else tensor
+                for name, tensor in extra.items()
+            }
         return dataclasses.replace(forward_batch_template, **fields)  # type: ignore[type-var]
 
-    # -- looking at it ---------------------------------------------------------------------------
+    def static_inputs(self, batch: ForwardBatch, shape: GraphShape) -> ForwardBatch:
+        """Return the view of ``shape``: for one shape the same object, and so the same memory, every time.
 
-    def declared(self) -> list[GraphSlot]:
+        Args:
+            batch: What the view is made of when the shape is seen first. Host numbers of later batches do not
+                reach the view: a graph could not read them either.
+            shape: The padded counts.
+        """
+        view = self._static_inputs.get(shape)
+        if view is None:
+            view = self.extract_buffer(
+                padded_bs=shape.batch_size,
+                padded_num_tokens=shape.num_tokens,
+                forward_batch_template=batch,
+            )
+            self._static_inputs[shape] = view
+        return view
+
+    # -- inspection ------------------------------------------------------------------------------
+
+    def declared(self) -> list[BoundSlot]:
         """Return every slot in the order of registration, those that are not enabled too."""
         return list(self._slots.values())
 
@@ -222,7 +246,7 @@ class CudaGraphBufferRegistry:
         """
         return self._memory.nbytes
 
-    def slot_of(self, tensor: torch.Tensor) -> GraphSlot | None:
+    def slot_of(self, tensor: torch.Tensor) -> BoundSlot | None:
         """Return the slot in whose memory ``tensor`` begins, or None."""
         address = tensor.data_ptr()
         for slot in self:
@@ -232,7 +256,7 @@ class CudaGraphBufferRegistry:
                     return slot
         return None
 
-    def template_of(self, slot: GraphSlot) -> torch.Tensor | None:
+    def template_of(self, slot: BoundSlot) -> torch.Tensor | None:
         """Return what the tails of ``slot`` are copied from, or None for a slot outside arenas."""
         if slot.buffer is None:
             return None
@@ -242,11 +266,17 @@ class CudaGraphBufferRegistry:
                 return arena.block(place)[1]
         return None
 
-    def describe(self) -> "RegistryDescription":
+    def describe(self) -> RegistryDescription:
         """Return what the registry holds; it prints as a table, and gives JSON and a picture."""
-        from graphpact.buffers.description import RegistryDescription  # noqa: PLC0415  it looks at us
-
-        return RegistryDescription.of(self)
+        return RegistryDescription(
+            lane=self.lane,
+            device=str(self.device),
+            max_bs=self.max_bs,
+            max_num_tokens=self.max_num_tokens,
+            slots=tuple(SlotRow.of(slot) for slot in self.declared()),
+            nbytes=self.nbytes,
+            allocated_nbytes=self.allocated_nbytes,
+        )
 
     # -- inside ----------------------------------------------------------------------------------
 

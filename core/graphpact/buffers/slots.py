@@ -4,14 +4,18 @@ The names and meanings follow SGLang's buffer registry (PR 26742). A slot says w
 that a padded batch does not use, because "empty row" is spelled differently by every kernel: the pad
 value belongs to the tensor and its consumer, not to the runner.
 
+A `GraphSlot` is frozen data, and may be registered in any number of registries. A registry answers with a
+`BoundSlot`: the same declaration, with the memory that it got there.
+
 Does not: allocate or write; `graphpact.buffers.registry` does.
 """
 
 import enum
 import math
 from collections.abc import Callable
-from dataclasses import KW_ONLY, dataclass, field
-from typing import Any, Literal
+from dataclasses import KW_ONLY, dataclass, field, fields
+from functools import partial
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -21,11 +25,24 @@ Axis = Literal["bs", "tokens", "none"]
 """Which count a slot's rows follow: requests, tokens, or neither (then it is never padded)."""
 
 
+SlotRole = Literal["offsets", "lengths", "table", "plan", "mask", "workspace", "staging"]
+"""What a backend's slot is to its kernels, so that no tool guesses from names.
+
+offsets    where each request's part of a packed axis begins: ``cu_seqlens``, ``indptr``
+lengths    a count a request or token: keys, pages
+table      which KV slots or pages, or which request, rows stand for
+plan       how a kernel splits its work, made from lengths, often on the host
+mask       which keys a query sees
+workspace  memory that kernels write before they read it; no step prepares it
+staging    host memory from which an asynchronous copy fills another slot
+"""
+
+
 class PaddingPolicy(enum.Enum):
     """What the rows between the raw and the padded count hold after a fill."""
 
     KEEP_PAD = "keep_pad"
-    """Whatever was there. A lane asks for the reason: who guarantees that nobody is misled by it."""
+    """Whatever was there. A lane asks for the reason why stale padding is safe."""
     FILL_SENTINEL = "fill_sentinel"
     """``pad_value``."""
     ZERO = "zero"
@@ -81,14 +98,14 @@ SliceFn = Callable[[torch.Tensor, int], torch.Tensor]
 SourceFn = Callable[[Any, FillContext], torch.Tensor | None]
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True)
 class GraphSlot:
-    """The declaration of one graph-resident buffer. Once registered it does not change.
+    """The declaration of one graph-resident buffer: frozen data without memory.
 
     Args:
         name: Unique in its registry: the batch field that it is copied from, if any. A dotted name
-            (``flashinfer.kv_indptr``, ``ngram_embedding_info.req_lens``) is no field of a batch: such
-            a slot has a ``source_fn``, or an owner that fills it.
+            (``flashinfer.kv_indptr``, ``eagle.hidden_states``) is taken from `ForwardBatch.extra`, unless the
+            slot has a ``source_fn``, or an owner that fills it (``copy_from_fb=False``).
         shape_fn: ``(max_bs, max_num_tokens) -> shape`` of the whole buffer.
         dtype: Element type.
         axis: Which count its rows follow.
@@ -102,14 +119,14 @@ class GraphSlot:
         source_fn: ``(batch, context) -> tensor or None``: what is copied instead of the batch field,
             as many rows as it has (in a lane, as many as the batch's along its axis); None copies
             nothing this time.
-        buffer: The memory, once registered.
         owner: Who declared it; shown in errors and reports. A lane asks for it.
-        reason: Why earlier rows in the tail mislead nobody. A lane asks for it where `keeps_tail`.
+        reason: Why stale padding is safe. A lane asks for it where `keeps_tail`.
         optional: Whether a batch of a lane may lack the field; the head then holds the initial value.
+        role: What it is to kernels; None for the inputs of a model. See `metadata_slot`.
 
     Raises:
-        SlotError: An unknown axis, a pad value that is missing or is none of the dtype's, a dotted name
-            that nothing fills, a source_fn that nothing calls, or an argument of another type.
+        SlotError: An unknown axis or role, a pad value that is missing or is none of the dtype's, a source_fn
+            that nothing calls, or an argument of another type.
     """
 
     name: str
@@ -124,21 +141,11 @@ class GraphSlot:
     post_fill: PostFill | None = None
     slice_fn: SliceFn | None = None
     source_fn: SourceFn | None = None
-    buffer: torch.Tensor | None = field(default=None, repr=False)
     _: KW_ONLY
     owner: str | None = None
     reason: str | None = None
     optional: bool = False
-    _registered: bool = field(default=False, init=False, repr=False, compare=False)
-
-    def __setattr__(self, name: str, value: object) -> None:
-        if getattr(self, "_registered", False):
-            raise SlotError(
-                f"{self.label} is registered, so its {name!r} cannot change: graphs may read its memory,"
-                " and fills were made for what it declares",
-                hint="copy into slot.buffer, or declare another slot before anything is captured",
-            )
-        object.__setattr__(self, name, value)
+    role: SlotRole | None = None
 
     def __post_init__(self) -> None:
         self._check_types()
@@ -157,10 +164,10 @@ class GraphSlot:
                 f"{self.label}: {self.dtype} cannot hold its pad_value {self.pad_value!r}",
                 hint="give a value that the dtype holds, or another dtype",
             )
-        if "." in self.name and self.copy_from_fb and self.source_fn is None:
+        if self.role is not None and self.role not in get_args(SlotRole):
             raise SlotError(
-                f"{self.label}: a dotted name is no batch field, so nothing would be copied into it",
-                hint="give a source_fn, or copy_from_fb=False where its owner fills it",
+                f"{self.label}: unknown role {self.role!r}",
+                hint=f"a role is one of {', '.join(get_args(SlotRole))}",
             )
         if self.source_fn is not None and not self.copy_from_fb:
             raise SlotError(
@@ -197,11 +204,6 @@ class GraphSlot:
         return f"slot {self.name!r} of {self.owner or 'an unnamed owner'}"
 
     @property
-    def is_registered(self) -> bool:
-        """Whether a registry has it, or it was declared with memory of its own."""
-        return self._registered or self.buffer is not None
-
-    @property
     def initial_value(self) -> int | float | bool:
         """What a new buffer holds everywhere, and what a tail that is reset holds again."""
         if self.padding_policy.has_pad_value and self.pad_value is not None:
@@ -227,22 +229,32 @@ class GraphSlot:
             return False
         return self.copy_from_fb or self.padding_policy is not PaddingPolicy.FILL_ONCE
 
-    def registered(self, buffer: torch.Tensor | None) -> "GraphSlot":
-        """Take ``buffer`` for good, and return this slot; a registry calls it."""
-        self.buffer = buffer
-        self._registered = True
-        return self
+    def bound(self, buffer: torch.Tensor | None) -> "BoundSlot":
+        """Return this declaration with memory; a registry calls it."""
+        return BoundSlot(
+            **{f.name: getattr(self, f.name) for f in fields(GraphSlot)}, buffer=buffer
+        )
+
+
+@dataclass(frozen=True)
+class BoundSlot(GraphSlot):
+    """A slot of one registry: a declaration, and the memory that it has there.
+
+    Args:
+        buffer: The memory; None for a slot that is not enabled.
+    """
+
+    buffer: torch.Tensor | None = field(default=None, repr=False, compare=False, kw_only=True)
 
     def slice_for(self, padded_bs: int, padded_num_tokens: int) -> torch.Tensor:
         """Return the view of this slot that a graph of the given padded counts reads.
 
         Raises:
-            UnallocatedSlotError: The slot is not registered, or not enabled, so it has no buffer.
+            UnallocatedSlotError: The slot is not enabled, so it has no buffer.
         """
         if self.buffer is None:
             raise UnallocatedSlotError(
-                f"{self.label} has no buffer",
-                hint="register it, enabled, with a CudaGraphBufferRegistry first",
+                f"{self.label} has no buffer", hint="declare it with enabled=True"
             )
         if self.axis == "none":
             n = self.buffer.shape[0] if self.buffer.dim() else 0
@@ -251,6 +263,68 @@ class GraphSlot:
         if self.slice_fn is not None:
             return self.slice_fn(self.buffer, n)
         return self.buffer if self.axis == "none" else self.buffer[:n]
+
+
+_WRITTEN = "every row of the padded extent is written in every step"
+
+
+def metadata_slot(
+    name: str,
+    rows: ShapeFn,
+    dtype: torch.dtype,
+    *,
+    role: SlotRole,
+    axis: Axis = "none",
+    extra_rows: int = 0,
+    slice_fn: SliceFn | None = None,
+    pad_value: float | bool = 0,
+) -> GraphSlot:
+    """Return the declaration of a slot that a backend fills: of its metadata, or a workspace.
+
+    The backend writes every row of the padded extent in every step, so no fill resets a tail. Two roles
+    differ: a workspace is written by kernels alone, and staging lies on the host.
+
+    Args:
+        name: ``owner.what``: the part before the first dot is the owner.
+        rows: ``(bs, num_tokens) -> shape``: of the whole buffer for the largest counts, and of eager steps for
+            theirs.
+        dtype: Element type.
+        role: What it is to kernels.
+        axis: Which count its rows follow; ``"none"`` for packed indices, plans and workspaces.
+        extra_rows: Rows beyond that count: 1 for offsets.
+        slice_fn: See `GraphSlot`; instead of ``extra_rows``.
+        pad_value: What a new buffer holds.
+
+    Raises:
+        SlotError: A name without an owner, or what `GraphSlot` refuses.
+    """
+    owner, dot, what = name.partition(".")
+    if not (owner and dot and what):
+        raise SlotError(
+            f"slot {name!r}: a metadata slot is named owner.what",
+            hint="prefix it with the plugin's name, such as 'flashinfer.kv_indptr'",
+        )
+    if extra_rows:
+        slice_fn = partial(_head, extra_rows)
+    once = role == "workspace"
+    return GraphSlot(
+        name,
+        rows,
+        dtype,
+        axis=axis,
+        device=torch.device("cpu") if role == "staging" else None,
+        padding_policy=PaddingPolicy.FILL_ONCE if once else PaddingPolicy.KEEP_PAD,
+        pad_value=pad_value if once else None,
+        copy_from_fb=False,
+        slice_fn=slice_fn,
+        owner=owner,
+        reason=None if once else _WRITTEN,
+        role=role,
+    )
+
+
+def _head(extra_rows: int, buffer: torch.Tensor, n: int) -> torch.Tensor:
+    return buffer[: n + extra_rows]
 
 
 def call(

@@ -257,7 +257,7 @@ def _try_defaults(catalog: PluginCatalog, problems: list[Problem]) -> None:
         device = resolve_device(config.engine.device)
         for plan in plan_lanes(config, catalog, device):
             if plan.eager_reason is not None:
-                what = f"lane {plan.name} runs eagerly: {plan.eager_reason.value}"
+                what = f"lane {plan.name} runs eagerly: {plan.eager_reason}"
                 why = plan.driver.unavailable(device)
                 problems.append(Problem("warning", f"{what} ({plan.driver.name}: {why})"))
     except GraphpactError as error:

@@ -65,7 +65,9 @@ def save(
     require_target(file, overwrite=force)
     with build_engine(settings) as engine:
         saved = SavedPacts.of(
-            (lane.name, held) for lane in engine.lanes for _, held in lane.pacts()
+            (lane.name, captured.pact)
+            for lane in engine.lanes
+            for captured in lane.captured.values()
         )
     if not saved.pacts:
         raise UsageError(

@@ -65,7 +65,7 @@ def _rows(lane: Lane, *, bars: bool) -> Iterator[tuple[object, ...]]:
         what = f"{len(unused)} more shapes"
         yield lane.name, what, 0, 0, "", _milliseconds(seconds), "", "never replayed"
     for (mode, reason), count in sorted(stats.eager.items(), key=str):
-        yield lane.name, f"{mode.value}, eager", count, "", "", "", "", reason.value
+        yield lane.name, f"{mode.value}, eager", count, "", "", "", "", reason.text
 
 
 def _totals(engine: Engine, tokens: int, seconds: float) -> str:
@@ -106,7 +106,7 @@ def _admit_nothing_verified(engine: Engine) -> None:
             "raise verify.replay_against_eager, or give --verify",
         )
         return
-    reasons = sorted({reason.value for lane in engine.lanes for _, reason in lane.stats.eager})
+    reasons = sorted({reason.text for lane in engine.lanes for _, reason in lane.stats.eager})
     why = f" (eager runs: {'; '.join(reasons)})" if reasons else ""
     warning(f"nothing was verified: nothing was replayed through a graph{why}")
 

@@ -18,9 +18,11 @@ from typing import Any, Protocol
 import torch
 from transformers import AttentionInterface
 
-from graphpact.attention import AttentionBackend, LayerSpec
+from graphpact.attention import LayerSpec
 from graphpact.batch import ForwardBatch
+from graphpact.buffers import Axis
 from graphpact.errors import UnsupportedModelError
+from graphpact.step import Attend, StepOutputs
 from graphpact_engine.models.latents import (
     LatentLayer,
     latent_layers,
@@ -123,10 +125,10 @@ class _Probe:
 
 
 @dataclass(slots=True)
-class _BackendAttention:
-    """Hands every layer's attention to a backend, with the metadata of one step."""
+class _LaneAttention:
+    """Hands every layer's attention to the lane's, with the metadata of one forward pass."""
 
-    backend: AttentionBackend
+    attend_with: Attend
     metadata: Any
     layers: dict[int, LayerSpec]
 
@@ -134,7 +136,7 @@ class _BackendAttention:
         self, module: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, asked: dict[str, Any]
     ) -> torch.Tensor:
         del asked  # seen by the probe, and part of the layer's spec
-        return self.backend.forward(q, k, v, self.layers[module.layer_idx], self.metadata)
+        return self.attend_with(q, k, v, self.layers[module.layer_idx], self.metadata)
 
 
 @dataclass(slots=True)
@@ -155,11 +157,13 @@ class _Absorbed:
 
 
 class TransformersModel:
-    """The forward pass of a lane: a batch in, the logits of each request's last token out.
+    """The forward pass of a lane: a batch in, logits out, and hidden states where they are asked for.
 
     Args:
         model: A transformers model for causal language modelling, loaded with the attention
             implementation `ATTENTION_NAME`.
+        hidden_states: Whether a step also gives ``hidden_states``, ``[T, hidden_size]``: what the last layer
+            leaves of each token, before the head.
         absorb: Whether its MLA layers, if it has any, attend over latents (absorbed form), for which every
             backend needs `HeadLayout.MLA`; otherwise each head has keys and values of its own.
 
@@ -172,8 +176,9 @@ class TransformersModel:
             absorbed.
     """
 
-    def __init__(self, model: Any, *, absorb: bool = False) -> None:
+    def __init__(self, model: Any, *, absorb: bool = False, hidden_states: bool = False) -> None:
         self.model = model
+        self.hidden_states = hidden_states
         self.has_latents = bool(latent_modules(model))
         self._latents = latent_layers(model) if absorb else {}
         self.dtype: torch.dtype = model.dtype
@@ -190,15 +195,22 @@ class TransformersModel:
         yield from self.model.named_parameters()
         yield from self.model.named_buffers()
 
-    def __call__(
-        self, batch: ForwardBatch, backend: AttentionBackend, metadata: Any
-    ) -> torch.Tensor:
-        """Return ``[bs, vocab]`` logits of each request's last token."""
+    def __call__(self, batch: ForwardBatch, metadata: Any, attend: Attend) -> StepOutputs:
+        """Return ``logits``: ``[bs, vocab]`` of each request's last token, in a ragged batch and in decode;
+        ``[T, vocab]`` of every token in the other modes. And ``hidden_states`` where they are asked for.
+        """
         last = None
         if batch.extend_seq_lens is not None:
             last = torch.cumsum(batch.extend_seq_lens, dim=0) - 1
-        attention = _BackendAttention(backend, metadata, self._layers)
-        return self._forward(attention, batch.input_ids, batch.positions, last)
+        attention = _LaneAttention(attend, metadata, self._layers)
+        logits, hidden = self._forward(attention, batch.input_ids, batch.positions, last)
+        by_request = last is not None or batch.forward_mode.is_decode
+        outputs: dict[str, tuple[torch.Tensor, Axis]] = {
+            "logits": (logits, "bs" if by_request else "tokens")
+        }
+        if hidden is not None:
+            outputs["hidden_states"] = (hidden, "tokens")
+        return StepOutputs(**outputs)
 
     def _forward(
         self,
@@ -206,18 +218,21 @@ class TransformersModel:
         input_ids: torch.Tensor,
         positions: torch.Tensor,
         last: torch.Tensor | None,
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         more: dict[str, Any] = {}
         if last is not None and self._takes_logits_to_keep:
             more["logits_to_keep"] = last
+        if self.hidden_states:
+            more["output_hidden_states"] = True
         absorbed = _Absorbed(attention, self._latents) if self._latents else attention
         with _attending(absorbed), latents_as_keys(self._latents):
-            logits: torch.Tensor = self.model(
+            given = self.model(
                 input_ids=input_ids[None], position_ids=positions[None], use_cache=False, **more
-            ).logits[0]
+            )
+        logits: torch.Tensor = given.logits[0]
         if last is not None and not self._takes_logits_to_keep:
             logits = logits[last]
-        return logits
+        return logits, given.hidden_states[-1][0] if self.hidden_states else None
 
     def _probe(self) -> dict[int, LayerSpec]:
         config = self.model.config.get_text_config()

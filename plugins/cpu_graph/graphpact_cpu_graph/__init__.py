@@ -14,18 +14,20 @@ import torch
 from graphpact import EagerReason
 from graphpact.runners import DecodeRunner
 
+NO_COMPILER = EagerReason("no_compiler", "no C++ compiler that graphs could be compiled with")
+
 
 class CpuGraphRunner(DecodeRunner):
-    """Captures decode for a sparse ladder: every bucket is compiled, which takes seconds."""
+    """Captures decode for sparse sizes: every shape is compiled, which takes seconds."""
 
     driver: ClassVar[str | None] = "inductor"
 
     def default_batch_sizes(self) -> list[int]:
         """Return the powers of two up to the largest step, and the largest step."""
-        largest = self.context.max_bs
+        largest = self.context.limits.max_bs
         return [*(1 << i for i in range((largest - 1).bit_length())), largest]
 
     @classmethod
     def eager_reason(cls, device: torch.device) -> EagerReason | None:
         """Return that there is no compiler, which is no fault of who configured a CPU; None on others."""
-        return EagerReason.NO_COMPILER if device.type == "cpu" else None
+        return NO_COMPILER if device.type == "cpu" else None

@@ -10,8 +10,8 @@ from graphpact.shapes import default_decode_batch_sizes
 
 
 class CudaGraphRunner(DecodeRunner):
-    """Captures decode for every bucket of a dense ladder: a capture costs little, padding every step."""
+    """Captures decode for dense sizes: a capture costs little, padding costs in every step."""
 
     def default_batch_sizes(self) -> list[int]:
-        """Return the default ladder up to the largest step."""
-        return default_decode_batch_sizes(self.context.max_bs)
+        """Return the default capture sizes up to the largest step."""
+        return default_decode_batch_sizes(self.context.limits.max_bs)

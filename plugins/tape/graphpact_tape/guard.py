@@ -5,10 +5,10 @@ anybody would notice. In a strict lane it is poison instead. Before a replay is 
 the preparation has to write is poisoned whole; what is still poison afterwards, nobody wrote in this
 step. And what no live request owns (`Ownership`) is poison all the time.
 
-An observer of the hooks that prepare a replay, and, as the verifier, something that stands around
-`Lane.run`. The driver does its own part, see `graphpact_tape.strict`.
+An observer of the hooks that prepare a replay, and of the whole step. The driver does its own part, see
+`graphpact_tape.strict`.
 
-Does not: say what a tensor should hold; the verifier does.
+Does not: say what a tensor should hold; verification does.
 """
 
 from collections.abc import Generator, Sequence
@@ -17,16 +17,18 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from graphpact.batch import ForwardBatch
-from graphpact.buffers import CudaGraphBufferRegistry, GraphSlot, PaddingPolicy
+from graphpact.buffers import BoundSlot, CudaGraphBufferRegistry, GraphSlot, PaddingPolicy
 from graphpact.errors import ContractError, GraphpactError, PoisonError, ReplayError
 from graphpact.graphs import Graph, GraphDriver
 from graphpact.hookspecs import hookimpl
-from graphpact.lane import Lane, RunFn
+from graphpact.lane import Lane
 from graphpact.shapes import GraphShape
+from graphpact.step import StepOutputs
 from graphpact_tape.host import tensors_of
 from graphpact_tape.poison import is_poison, poison
 
 _Around = Generator[None, Any, Any]
+_ROWS = {"bs": "request", "tokens": "token", "none": "row"}
 
 
 class Ownership(Protocol):
@@ -40,13 +42,7 @@ class Ownership(Protocol):
 
 
 class StrictGuard:
-    """Stands around the preparation of a lane's replays, and around its run.
-
-    Like a verifier it is given to the lane as an observer, and joins it afterwards::
-
-        guard = StrictGuard(driver)
-        lane = Lane(..., driver=driver, observers=[guard])
-        run = guard.around(lane, lane.run)
+    """The observer of a strict lane: ``Lane(..., driver=driver, observers=[driver.guard()])``.
 
     Args:
         driver: The lane's, in its strict mode.
@@ -61,7 +57,7 @@ class StrictGuard:
     # -- the preparation -------------------------------------------------------------------------
 
     @hookimpl(wrapper=True)
-    def prepare_replay(
+    def populate(
         self, registry: CudaGraphBufferRegistry, batch: ForwardBatch, shape: GraphShape
     ) -> _Around:
         """Poison the slots, and refuse host reads while they are filled."""
@@ -70,6 +66,11 @@ class StrictGuard:
         for slot in registry:
             if slot.buffer is not None and is_due(slot):
                 poison(slot.buffer)
+        return (yield from self._guarded("populate", batch, [*batch.tensors().values()]))
+
+    @hookimpl(wrapper=True)
+    def prepare_replay(self, batch: ForwardBatch) -> _Around:
+        """Refuse host reads while the view is made."""
         return (yield from self._guarded("prepare_replay", batch, [*batch.tensors().values()]))
 
     @hookimpl(wrapper=True)
@@ -94,50 +95,50 @@ class StrictGuard:
                 rule=self._rule(),
             ) from error
 
-    # -- the run ---------------------------------------------------------------------------------
+    # -- the step --------------------------------------------------------------------------------
 
-    def around(self, lane: Lane, run: RunFn) -> RunFn:
-        """Return ``run``, of ``lane``, between poisoning what nobody owns and looking whether it still is."""
+    @hookimpl(wrapper=True)
+    def run_step(self, lane: Lane, batch: ForwardBatch) -> _Around:
+        """Poison unowned memory, and verify after the step that it was not written."""
+        del batch
+        if self._ownership is not None:
+            self._ownership.poison_free()
+        before, self._prepared = lane.stats.replays, None
+        try:
+            outputs: StepOutputs = yield
+        except PoisonError as error:
+            unwritten = self._unwritten()
+            if not unwritten or unwritten in error.message:
+                raise
+            raise PoisonError(
+                error.message + unwritten, hint=error.hint, rule=self._rule()
+            ) from error
+        if lane.stats.replays > before:
+            for name, output in outputs.items():
+                self._check_output(lane, name, output, _ROWS[outputs.axes[name]])
+        if self._ownership is not None:
+            self._ownership.check_free()
+        return outputs
 
-        def strictly(batch: ForwardBatch) -> torch.Tensor:
-            if self._ownership is not None:
-                self._ownership.poison_free()
-            before, self._prepared = lane.stats.replays, None
-            try:
-                logits = run(batch)
-            except PoisonError as error:
-                unwritten = self._unwritten()
-                if not unwritten or unwritten in error.message:
-                    raise
-                raise PoisonError(
-                    error.message + unwritten, hint=error.hint, rule=self._rule()
-                ) from error
-            if lane.stats.replays > before:
-                self._check_logits(lane, logits)
-            if self._ownership is not None:
-                self._ownership.check_free()
-            return logits
-
-        return strictly
-
-    def _check_logits(self, lane: Lane, logits: torch.Tensor) -> None:
-        rows = logits.isnan().flatten(1).any(dim=1).nonzero().flatten().tolist()
-        for shape, graph in lane.graphs():
-            if rows and not graph.outputs_stand and _are_outputs(graph, logits):
+    def _check_output(self, lane: Lane, name: str, output: torch.Tensor, row: str) -> None:
+        if not output.is_floating_point() or not output.isnan().any():
+            return
+        for shape, captured in lane.captured.items():
+            graph = captured.graph
+            if not graph.outputs_stand and _are_outputs(graph, output):
                 raise ReplayError(
-                    f"lane {lane.name!r}: the logits are outputs of the graph of {shape}, read after another"
+                    f"lane {lane.name!r}: the {name} are outputs of the graph of {shape}, read after another"
                     " graph of the driver was replayed",
                     hint="copy outputs out before the next replay",
                     rule="GP15",
                 )
-        if rows:
-            raise PoisonError(
-                f"lane {lane.name!r}: the logits of request {rows[0]} are NaN after a replay"
-                f"{self._unwritten()}",
-                hint="memory that the step does not own or did not write is NaN in a strict lane; where an"
-                " eager run gives NaN too, it is the model",
-                rule=self._rule(),
-            )
+        first = int(output.isnan().reshape(output.shape[0], -1).any(dim=1).nonzero()[0])
+        raise PoisonError(
+            f"lane {lane.name!r}: the {name} of {row} {first} are NaN after a replay{self._unwritten()}",
+            hint="memory that the step does not own or did not write is NaN in a strict lane; where an"
+            " eager run gives NaN too, it is the model",
+            rule=self._rule(),
+        )
 
     def _unwritten(self) -> str:
         """Return, for messages, which rows of the slots are still poison."""
@@ -205,7 +206,7 @@ def is_due(slot: GraphSlot) -> bool:
     return slot.padding_policy is not PaddingPolicy.FILL_ONCE and not is_staging
 
 
-def _unwritten_of(slot: GraphSlot, shape: GraphShape, batch: ForwardBatch) -> _Unwritten | None:
+def _unwritten_of(slot: BoundSlot, shape: GraphShape, batch: ForwardBatch) -> _Unwritten | None:
     if slot.buffer is None or not is_due(slot):
         return None
     if slot.dtype.itemsize == 1 and not slot.dtype.is_floating_point:
