@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from graphpact.batch import ForwardMode
 from graphpact.buffers import CudaGraphBufferRegistry, GraphSlot
-from graphpact.errors import EngineError, PactBreach
-from graphpact.pact import Breach, Pact, bounded, walk
+from graphpact.errors import Breach, EngineError, PactBreach
+from graphpact.pact import Pact, bounded, walk
 from graphpact.shapes import GraphShape
 from graphpact_engine.saved_pacts import SavedPacts, diff
 

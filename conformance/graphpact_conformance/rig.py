@@ -28,10 +28,11 @@ from graphpact.attention import (
 )
 from graphpact.batch import ForwardBatch, ForwardMode
 from graphpact.buffers import BoundSlot, CudaGraphBufferRegistry
+from graphpact.errors import Breach
 from graphpact.graphs import GraphDriver
 from graphpact.hookspecs import hookimpl
 from graphpact.lane import Lane, PactMode
-from graphpact.pact import Breach, walk
+from graphpact.pact import walk
 from graphpact.parallel import get_parallel
 from graphpact.runners import GraphRunner, RunnerContext
 from graphpact.shapes import GraphShape
@@ -296,7 +297,7 @@ class Rig:
         return w_q[ids] * turn, k, w_v[ids]
 
     def model(self, batch: ForwardBatch, metadata: Any, attend: Attend) -> StepOutputs:
-        """Return ``rows``, ``[T, columns]``: what every layer gives in every step of a draft, and what rows share."""
+        """Return ``rows``, ``[T, columns]``: of every layer in every step of a draft, and what rows share."""
         steps = metadata.steps if isinstance(metadata, DraftMetadata) else [metadata]
         ids, positions, columns = batch.input_ids, batch.positions, []
         for step, part in enumerate(steps):

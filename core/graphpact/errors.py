@@ -26,11 +26,8 @@ Does not: print, exit or translate anything; the command line does that in one p
 
 import difflib
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, ClassVar
-
-if TYPE_CHECKING:
-    from graphpact.pact import Breach
-    from graphpact.shapes import GraphShape
+from dataclasses import dataclass
+from typing import ClassVar, Literal
 
 
 class GraphpactError(Exception):
@@ -138,6 +135,58 @@ class KernelRefusal(RuntimeError):  # noqa: N818  it is no error of the kernel's
         self.rule = rule
 
 
+BreachKind = Literal[
+    "address", "shape", "stride", "dtype", "device", "value", "bound", "type", "fields", "length"
+]
+"""What a replay can break. ``fields`` is also a mapping's keys; ``length`` is a list's or a tuple's."""
+
+_BROKEN: dict[BreachKind, str] = {  # which rule of the contract a difference breaks
+    "address": "GP01",
+    "device": "GP01",
+    "shape": "GP07",
+    "stride": "GP07",
+    "dtype": "GP07",
+    "value": "GP08",
+    "bound": "GP08",
+    "type": "GP10",
+    "fields": "GP10",
+    "length": "GP05",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Breach:
+    """One promise that a replay does not keep.
+
+    Args:
+        path: The field, such as ``metadata.kv_indptr``.
+        rule: What of it differs.
+        captured: What was promised, in words.
+        replayed: What is there now, in words.
+        owner: Label of the slot whose memory was captured; None where it was no slot's.
+        advice: What to do.
+    """
+
+    path: str
+    rule: BreachKind
+    captured: str
+    replayed: str
+    owner: str | None
+    advice: str
+
+    @property
+    def broken(self) -> str:
+        """Id of the contract's rule that it breaks."""
+        return _BROKEN[self.rule]
+
+    @property
+    def text(self) -> str:
+        """What differs, and both values, in words."""
+        if self.rule == "fields":
+            return f"fields: {self.captured}, {self.replayed}"
+        return f"{self.rule} captured {self.captured}, got {self.replayed}"
+
+
 class PactBreach(ContractError):  # noqa: N818  the field's word for it
     """What prepares a replay does not agree with what was captured.
 
@@ -148,7 +197,7 @@ class PactBreach(ContractError):  # noqa: N818  the field's word for it
     """
 
     def __init__(
-        self, message: str, *, hint: str | None = None, breaches: Sequence["Breach"] = ()
+        self, message: str, *, hint: str | None = None, breaches: Sequence[Breach] = ()
     ) -> None:
         super().__init__(message, hint=hint, rule=breaches[0].broken if breaches else None)
         self.breaches = tuple(breaches)
@@ -173,7 +222,7 @@ class VerificationError(ContractError):
         message: What differs, by how much, and what first made it so, where that is known.
         hint: What to do next.
         lane: Whose replay it was.
-        shape: What was replayed.
+        shape: The `graphpact.GraphShape` that was replayed.
         field: The first field whose real rows differ, such as ``"metadata.kv_indptr"``; None where all
             agree.
         suspects: Where all real rows agree, fields whose padded rows are not what capture had, and host
@@ -187,7 +236,7 @@ class VerificationError(ContractError):
         *,
         hint: str | None = None,
         lane: str | None = None,
-        shape: "GraphShape | None" = None,
+        shape: object | None = None,
         field: str | None = None,
         suspects: Sequence[str] = (),
         largest_difference: float = 0.0,

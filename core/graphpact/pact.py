@@ -22,30 +22,13 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from graphpact.buffers import CudaGraphBufferRegistry
-from graphpact.errors import EngineError, PactBreach
+from graphpact.errors import Breach, BreachKind, EngineError, PactBreach
 from graphpact.shapes import GraphShape
-
-Rule = Literal[
-    "address", "shape", "stride", "dtype", "device", "value", "bound", "type", "fields", "length"
-]
-"""What a replay can break. ``fields`` is also a mapping's keys; ``length`` is a list's or a tuple's."""
 
 _BOUNDED = "graphpact.bounded"  # the key of the mark in a field's metadata
 _MOST_ROWS = 12  # of the table of breaches
-_TENSOR_RULES: tuple[Rule, ...] = ("address", "shape", "stride", "dtype", "device")
-_BROKEN: dict[Rule, str] = {  # which rule of the contract a difference breaks
-    "address": "GP01",
-    "device": "GP01",
-    "shape": "GP07",
-    "stride": "GP07",
-    "dtype": "GP07",
-    "value": "GP08",
-    "bound": "GP08",
-    "type": "GP10",
-    "fields": "GP10",
-    "length": "GP05",
-}
-_ADVICE: dict[Rule, str] = {
+_TENSOR_RULES: tuple[BreachKind, ...] = ("address", "shape", "stride", "dtype", "device")
+_ADVICE: dict[BreachKind, str] = {
     "address": "copy into the captured tensor instead of making a new one",
     "shape": "take the slice that capture took: recorded kernels read the captured extent",
     "stride": "copy into the captured tensor: recorded kernels step through memory as it did",
@@ -210,39 +193,6 @@ class Promise:
         yield self
         for part in self.parts.values():
             yield from part
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Breach:
-    """One promise that a replay does not keep.
-
-    Args:
-        path: The field, such as ``metadata.kv_indptr``.
-        rule: What of it differs.
-        captured: What was promised, in words.
-        replayed: What is there now, in words.
-        owner: Label of the slot whose memory was captured; None where it was no slot's.
-        advice: What to do.
-    """
-
-    path: str
-    rule: Rule
-    captured: str
-    replayed: str
-    owner: str | None
-    advice: str
-
-    @property
-    def broken(self) -> str:
-        """Id of the contract's rule that it breaks."""
-        return _BROKEN[self.rule]
-
-    @property
-    def text(self) -> str:
-        """Rule and both values, in words."""
-        if self.rule == "fields":
-            return f"fields: {self.captured}, {self.replayed}"
-        return f"{self.rule} captured {self.captured}, got {self.replayed}"
 
 
 class Pact:
@@ -508,7 +458,7 @@ def _is_complete(promise: Promise) -> bool:
 # -- telling -------------------------------------------------------------------------------------------
 
 
-def _breach(promise: Promise, rule: Rule, captured: str, replayed: str) -> Breach:
+def _breach(promise: Promise, rule: BreachKind, captured: str, replayed: str) -> Breach:
     advice = _ADVICE[rule]
     if rule == "value" and not isinstance(promise.value, numbers.Number):
         advice = "the graph was recorded with the captured one; hand the same to every replay"

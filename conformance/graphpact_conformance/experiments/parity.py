@@ -19,8 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphpact.attention import kv_tensors
 from graphpact.batch import ForwardBatch, ForwardMode
+from graphpact.errors import Breach
 from graphpact.graphs import Graph
-from graphpact.pact import Breach, Promise, is_readable
+from graphpact.pact import Promise, is_readable
 from graphpact.shapes import GraphShape
 from graphpact_conformance.experiments.base import (
     Findings,

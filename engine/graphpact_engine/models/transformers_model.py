@@ -196,8 +196,10 @@ class TransformersModel:
         yield from self.model.named_buffers()
 
     def __call__(self, batch: ForwardBatch, metadata: Any, attend: Attend) -> StepOutputs:
-        """Return ``logits``: ``[bs, vocab]`` of each request's last token, in a ragged batch and in decode;
-        ``[T, vocab]`` of every token in the other modes. And ``hidden_states`` where they are asked for.
+        """Return ``logits``, and ``hidden_states`` where they are asked for.
+
+        Logits are ``[bs, vocab]``, of each request's last token, in a ragged batch and in decode; in the other
+        modes ``[T, vocab]``, of every token.
         """
         last = None
         if batch.extend_seq_lens is not None:

@@ -1,8 +1,9 @@
-"""my_attention: an attention backend for graphpact, written outside of it.
+"""my_attention: an attention backend and a runner for graphpact, written outside of it.
 
 Does not: import a kernel library; PyTorch's own attention is the kernel.
 """
 
 from my_attention.backend import MyAttentionBackend, MyAttentionMetadata
+from my_attention.prefill import BucketPrefillRunner
 
-__all__ = ["MyAttentionBackend", "MyAttentionMetadata"]
+__all__ = ["BucketPrefillRunner", "MyAttentionBackend", "MyAttentionMetadata"]
