@@ -53,6 +53,7 @@ def museum(
     nothing is called as asked, 5 where there was nothing to run.
     """
     need_extra("conformance", "hypothesis")
+    need_extra("museum", "graphpact_kernels", of="graphpact-conformance")
     rules = {find_rule(text).id for text in only or []}
     pieces = _choose(names or [], rules)
     if list_pieces:

@@ -198,7 +198,7 @@ class TransformersModel:
     def __call__(self, batch: ForwardBatch, metadata: Any, attend: Attend) -> StepOutputs:
         """Return ``logits``, and ``hidden_states`` where they are asked for.
 
-        Logits are ``[bs, vocab]``, of each request's last token, in a ragged batch and in decode; in the other
+        Logits are ``[bs, vocab]``, of each request's last token, in a ragged batch and in decode; in other
         modes ``[T, vocab]``, of every token.
         """
         last = None

@@ -1,0 +1,159 @@
+"""Each distribution, built to a wheel, imports with what it declares and nothing else.
+
+An environment is a folder: the wheels of the distribution and of what it needs of ours, and links to what
+they need of others, as the metadata of both says. Python runs with that folder in the place of its own.
+"""
+
+import subprocess
+import sys
+import tomllib
+import zipfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from importlib_metadata import PathDistribution, distribution
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parents[1]
+PROJECTS = {
+    tomllib.loads(file.read_text())["project"]["name"]: file.parent
+    for file in sorted([*ROOT.glob("*/pyproject.toml"), *ROOT.glob("plugins/*/pyproject.toml")])
+}
+IMPORT_ALL = """
+import importlib, pathlib, sys
+site = pathlib.Path(sys.argv[1])
+sys.path.insert(0, str(site))
+for file in sorted((site / sys.argv[2]).rglob("*.py")):
+    name = ".".join(file.relative_to(site).with_suffix("").parts).removesuffix(".__init__")
+    if not name.endswith("__main__") and not name.startswith(tuple(sys.argv[3:])):
+        importlib.import_module(name)
+        print(name)
+"""
+NEEDS_AN_EXTRA = {
+    "graphpact": ["graphpact.cli."],  # typer and rich
+    "graphpact-conformance": ["graphpact_conformance.museum", "graphpact_conformance.cli.museum"],
+}
+COMMAND = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from graphpact.cli import main
+sys.exit(main(sys.argv[2:]))
+"""
+
+
+@dataclass(frozen=True)
+class Wheels:
+    """Unpacked wheels of this repository, by the name of their distribution."""
+
+    folders: dict[str, Path]
+
+    def needs(self, name: str, extras: frozenset[str]) -> Iterator[Requirement]:
+        """Yield what a distribution, of ours or installed, needs with these extras."""
+        if name in self.folders:
+            (info,) = self.folders[name].glob("*.dist-info")
+            found = PathDistribution(info).requires
+        else:
+            found = distribution(name).requires
+        for text in found or ():
+            need = Requirement(text)
+            if need.marker is None or any(
+                need.marker.evaluate({"extra": extra}) for extra in extras | {""}
+            ):
+                yield need
+
+    def closure(self, name: str, *extras: str) -> set[str]:
+        """Return the names of all that a distribution needs, itself among them."""
+        todo, done = [(name, frozenset(extras))], set[tuple[str, frozenset[str]]]()
+        while todo:
+            at = todo.pop()
+            if at not in done:
+                done.add(at)
+                todo += [
+                    (canonicalize_name(need.name), frozenset(need.extras))
+                    for need in self.needs(*at)
+                ]
+        return {at for at, _ in done}
+
+
+@pytest.fixture(scope="module")
+def wheels(tmp_path_factory: pytest.TempPathFactory) -> Wheels:
+    """Build every distribution of the repository."""
+    root = tmp_path_factory.mktemp("wheels")
+    folders = {}
+    for name, project in PROJECTS.items():
+        built = root / f"{name}.built"
+        _python("-m", "hatchling", "build", "-t", "wheel", "-d", str(built), cwd=project)
+        (wheel,) = built.glob("*.whl")
+        folders[name] = root / name
+        zipfile.ZipFile(wheel).extractall(folders[name])  # our own
+    return Wheels(folders)
+
+
+@pytest.fixture(scope="module")
+def environment(wheels: Wheels, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Return what makes the folder of a distribution and of all that it declares."""
+
+    def make(name: str, *extras: str) -> Path:
+        site = tmp_path_factory.mktemp("site")
+        for each in wheels.closure(name, *extras):
+            if each in wheels.folders:
+                tops = {path: path.name for path in wheels.folders[each].iterdir()}
+            else:
+                files = distribution(each).files or ()
+                names = {
+                    file.parts[0] for file in files if file.parts[0] not in ("..", "__pycache__")
+                }
+                tops = {Path(str(distribution(each).locate_file(top))): top for top in names}
+            for path, top in tops.items():
+                if not (site / top).exists():
+                    (site / top).symlink_to(path)
+        return site
+
+    return make
+
+
+def _python(
+    *arguments: str, cwd: Path | None = None, status: int = 0
+) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=cwd, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == status, done.stdout + done.stderr
+    return done
+
+
+@pytest.mark.parametrize("name", PROJECTS)
+def test_a_wheel_imports_with_what_it_declares(name: str, environment: Callable[..., Path]) -> None:
+    """Every module of the distribution is imported from its wheel, beside declared dependencies alone."""
+    package, left_out = name.replace("-", "_"), NEEDS_AN_EXTRA.get(name, [])
+    told = _python("-I", "-S", "-c", IMPORT_ALL, str(environment(name)), package, *left_out)
+    assert package in told.stdout.split()
+
+
+def test_the_command_alone_lists_plugins_and_knows_who_has_the_others(
+    environment: Callable[..., Path],
+) -> None:
+    """``graphpact[cli]`` runs ``plugins``; of any other command of ours it names the distribution."""
+    site = str(environment("graphpact", "cli"))
+    assert "eager" in _python("-I", "-S", "-c", COMMAND, site, "plugins").stdout
+    for command, owner in (
+        ("generate", "graphpact-engine"),
+        ("doctor", "graphpact-engine"),
+        ("pact", "graphpact-engine"),
+        ("check", "graphpact-conformance"),
+        ("explain", "graphpact-conformance"),
+        ("report", "graphpact-conformance"),
+        ("museum", "graphpact-conformance"),
+    ):
+        told = _python("-I", "-S", "-c", COMMAND, site, command, "--anything", status=2).stderr
+        assert f"no command is called {command!r}" in told
+        assert f"help: pip install {owner}" in told
+
+
+def test_the_command_needs_its_extra_and_says_so(environment: Callable[..., Path]) -> None:
+    """The core without typer and rich ends with status 2 and the extra that brings them."""
+    told = _python("-I", "-S", "-c", COMMAND, str(environment("graphpact")), "plugins", status=2)
+    assert told.stderr.endswith('pip install "graphpact[cli]"\n')
