@@ -1,6 +1,7 @@
 """The strict guard: what it poisons, what it refuses, and that a right lane does not notice it."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphpact import ForwardBatch, GraphShape, PaddingPolicy, hookimpl
-from graphpact.errors import PoisonError, ReplayError
+from graphpact.errors import ConfigError, PoisonError, ReplayError
+from graphpact.graphs import Event, GraphDriver
 from graphpact.lane import RunFn
 from graphpact_flashinfer import FlashInferBackend
 from graphpact_tape.guard import StrictGuard
@@ -234,3 +236,81 @@ def test_a_host_tensor_kept_from_step_to_step_stays_the_hosts() -> None:
         run(rig.batch(length, length, length, length))
     assert rig.lane.stats.replays == 4
     assert rig.backend.grown == smallest.batch_size + 12  # type: ignore[attr-defined]
+
+
+class CopiesLengths:
+    """An observer that copies the host lengths of each batch to the device, asynchronously.
+
+    Args:
+        stages: Whether it copies them through memory of its own.
+        waits: Whether it waits for each copy.
+    """
+
+    def __init__(self, *, stages: bool = False, waits: bool = False) -> None:
+        self.stages = stages
+        self.waits = waits
+        self.driver: GraphDriver | None = None
+        self.lengths, self.staging = torch.zeros(4, dtype=torch.int32), torch.zeros(4).int()
+        self.copied: Event | None = None
+
+    @hookimpl(wrapper=True, trylast=True)
+    def prepare_replay(self, batch: ForwardBatch) -> Any:
+        """Copy."""
+        assert self.driver is not None
+        if self.copied is not None:
+            self.copied.synchronize()
+        source = batch.seq_lens_cpu
+        if self.stages:
+            source = self.staging[: batch.batch_size].copy_(source)
+        self.driver.copy_async(self.lengths[: batch.batch_size], source)
+        if self.stages:
+            self.copied = self.driver.event()
+            self.copied.record()
+        if self.waits:
+            self.driver.synchronize()
+        return (yield)
+
+
+def _two_steps(copies: CopiesLengths) -> None:
+    """Run two steps, and rewrite the host tensors of each batch after it, as an engine does."""
+    rig = StrictRig(observers=(copies,), capture=False)
+    copies.driver = rig.lane.driver
+    assert copies.driver is not None
+    memory = copies.driver.memory
+    copies.driver.declare(replace(memory, host=[*memory.host, copies.staging]))
+    rig.runner.capture(rig.lane)
+    copies.driver.synchronize()
+    for lengths in ((3, 2), (1, 4)):
+        batch = rig.batch(*lengths)
+        rig.run(batch)
+        batch.seq_lens_cpu.fill_(99)
+    assert rig.lane.stats.replays == 2
+
+
+def test_a_copy_from_the_batch_in_flight_at_the_end_of_a_step_is_refused() -> None:
+    """A step that leaves a copy from a host tensor of its batch in flight raises, and names the field."""
+    with pytest.raises(
+        ReplayError, match=r"from seq_lens_cpu of the batch is in flight .*\n.*"
+    ) as error:
+        _two_steps(CopiesLengths())
+    assert error.value.rule == "GP16"
+    assert f"{__file__}:" in str(error.value)
+
+
+@pytest.mark.parametrize("how", ["stages", "waits"])
+def test_a_copy_that_leaves_the_batch_alone_is_no_copy_in_flight(how: str) -> None:
+    """A plugin that stages the host tensor in memory of its own, or waits for the copy, may go on."""
+    _two_steps(CopiesLengths(**{how: True}))
+
+
+def test_a_strict_tape_supplies_the_guard() -> None:
+    """A strict driver's guard is given the ownership; a driver that is not strict has none."""
+    owner = Owner()
+    driver = TapeDriver(CPU, strict=True)
+    guard = driver.guard(owner)
+    assert isinstance(guard, StrictGuard)
+    rig = Rig(driver=driver, observers=(guard,))
+    guard.around(rig.lane, rig.lane.run)(rig.batch(3, 2))
+    assert owner.calls == ["poison", "check"]
+    with pytest.raises(ConfigError, match="'tape' has no guard outside its strict mode"):
+        TapeDriver(CPU).guard()

@@ -1,7 +1,6 @@
 """The tape: what a replay repeats, what it forgets, and what it refuses to record."""
 
 import gc
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,10 +9,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional
 
 from graphpact.errors import CaptureError
-from graphpact.graphs import recorder
+from graphpact.graphs import nodes, recorder
 from graphpact_kernels import pack_kv_indices, paged_attention
 from graphpact_tape.tape import Tape, TapeDriver
 from support import PROGRAMS, leaves, run_program
@@ -281,7 +281,7 @@ def test_out_variants_are_used_where_the_schema_has_one(name: str) -> None:
     """These operations write straight into the recorded tensors: no node copies afterwards."""
     x = torch.randn(4, 6)
     graph = TapeDriver(CPU).capture(lambda: _WITH_OUT[name](x))
-    assert not [op for op, _, _ in graph._nodes if isinstance(op, recorder.RunAndCopy)]
+    assert not [op for op, _, _ in graph._nodes if isinstance(op, nodes.RunAndCopy)]
 
 
 def test_random_operations_advance() -> None:
@@ -495,7 +495,7 @@ def _storages(tensors: list[torch.Tensor]) -> dict[int, int]:
 
 def _recorded(graph: Tape) -> list[torch.Tensor]:
     """Return every tensor of a tape's nodes, those that are copied into, and of its outputs."""
-    copied = [op.outputs for op, _, _ in graph._nodes if isinstance(op, recorder.RunAndCopy)]
+    copied = [op.outputs for op, _, _ in graph._nodes if isinstance(op, nodes.RunAndCopy)]
     return leaves([graph.outputs, copied, [node[1:] for node in graph._nodes]])
 
 
@@ -576,13 +576,13 @@ def test_a_released_tape_has_no_memory(driver: TapeDriver) -> None:
     """After release nothing is external, nothing is pool, and inputs are held no longer."""
     inputs = [torch.ones(3)]
     graph = driver.capture(lambda: inputs[0] + 1)
-    held = weakref.ref(inputs.pop())
+    held = StorageWeakRef(inputs.pop().untyped_storage())
     gc.collect()
-    assert held() is not None
+    assert not held.expired()
     graph.release()
     gc.collect()
     assert (graph.external_tensors(), graph.pool_nbytes) == ([], 0)
-    assert held() is None
+    assert held.expired()
 
 
 # -- the end ---------------------------------------------------------------------------------------
@@ -590,21 +590,21 @@ def test_a_released_tape_has_no_memory(driver: TapeDriver) -> None:
 
 def test_release_gives_the_memory_back(driver: TapeDriver) -> None:
     """A released tape holds no operation and no output."""
-    held: list[weakref.ref[torch.Tensor]] = []
+    held: list[StorageWeakRef] = []
 
     def region() -> torch.Tensor:
         hidden = torch.ones(2) * 2
         out = hidden + 1
-        held[:] = weakref.ref(hidden), weakref.ref(out)
+        held[:] = [StorageWeakRef(t.untyped_storage()) for t in (hidden, out)]
         return out
 
     graph = driver.capture(region)
     graph.replay()
-    assert all(ref() is not None for ref in held)
+    assert not any(ref.expired() for ref in held)
     graph.release()
     gc.collect()
     assert graph.outputs is None
-    assert all(ref() is None for ref in held)
+    assert all(ref.expired() for ref in held)
 
 
 def test_a_released_graph_cannot_be_replayed(driver: TapeDriver) -> None:

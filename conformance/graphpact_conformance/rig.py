@@ -40,7 +40,7 @@ from graphpact.step import Attend, StepOutputs
 from graphpact_conformance.oracle import attend
 from graphpact_conformance.problems import CONTEXT, VOCAB, Config, Problem, next_id
 from graphpact_conformance.reference import ReferenceRunner
-from graphpact_tape.guard import StrictGuard, is_due
+from graphpact_tape.guard import is_due
 from graphpact_tape.tape import TapeDriver
 
 CPU = torch.device("cpu")
@@ -241,7 +241,7 @@ class Rig:
         self._slots: dict[int, BoundSlot] = {}
         self.observer = Observer()
         records = driver(device)
-        self.guard = StrictGuard(records) if guarded else None
+        self.guard = records.guard() if guarded else None
         self.runner = runner(runner_context(config, self.backend.capabilities, device))
         self.lane = Lane(
             mode.value,

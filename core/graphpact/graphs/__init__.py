@@ -1,8 +1,21 @@
-"""Recording a region of work and replaying it: the driver contract and the two drivers of the core.
+"""The driver contract: recording a region of work and replaying it.
+
+For those who write a driver: `EagerCall` is a call between two segments, `Line` names the caller's line.
 
 Does not: choose what is recorded. Drivers are found by entry point like every other plugin.
 """
 
-from graphpact.graphs.driver import DeclaredMemory, Event, Graph, GraphDriver, Stream
+from graphpact.graphs.driver import DeclaredMemory, Event, Graph, GraphDriver, Ownership, Stream
+from graphpact.graphs.lines import Line
+from graphpact.graphs.segments import EagerCall
 
-__all__ = ["DeclaredMemory", "Event", "Graph", "GraphDriver", "Stream"]
+__all__ = [
+    "DeclaredMemory",
+    "EagerCall",
+    "Event",
+    "Graph",
+    "GraphDriver",
+    "Line",
+    "Ownership",
+    "Stream",
+]

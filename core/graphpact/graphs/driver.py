@@ -17,11 +17,14 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar, Protocol, Self, TypeVar
 
 import torch
 
 from graphpact.errors import CaptureError, ConfigError
+from graphpact.graphs.lines import Line
+
+__tracebackhide__ = True
 
 T = TypeVar("T")
 
@@ -46,6 +49,16 @@ class DeclaredMemory:
     workspaces: Sequence[torch.Tensor] = ()
     host: Sequence[torch.Tensor] = ()
     name_of: Callable[[torch.Tensor], str | None] = lambda _: None
+
+
+class Ownership(Protocol):
+    """Memory outside the lanes, of which live requests own a part: request rows and KV pages."""
+
+    def poison_free(self) -> None:
+        """Poison what no live request owns."""
+
+    def check_free(self) -> None:
+        """Raise `ReplayError` where memory that no live request owns was written."""
 
 
 class Graph(abc.ABC):
@@ -198,8 +211,6 @@ class GraphDriver(abc.ABC):
             CaptureError: Names the line that began the second one.
         """
         if GraphDriver._capturing is not None:
-            from graphpact_tape.host import Line  # noqa: PLC0415
-
             raise CaptureError(
                 f"a capture was begun inside another one, at {Line()}",
                 hint="capture one region after the other, or make the inner one a part of the outer",
@@ -242,6 +253,24 @@ class GraphDriver(abc.ABC):
         """
 
     # -- around the replay -----------------------------------------------------------------------
+
+    def guard(self, ownership: Ownership | None = None) -> object:
+        """Return an observer of the lane that looks for wrong use around its hooks and steps.
+
+        A strict driver supplies it. One guard belongs to one lane.
+
+        Args:
+            ownership: Of the memory outside the lane; None where it is not known.
+
+        Raises:
+            ConfigError: The driver is not strict, or its strict mode has no guard.
+        """
+        del ownership
+        raise ConfigError(
+            f"graph driver {self.name!r} has no guard"
+            + ("" if self.strict else " outside its strict mode"),
+            hint='TapeDriver(device, strict=True), the driver "tape" of a strict lane, has one',
+        )
 
     @contextlib.contextmanager
     def preparation(
@@ -293,6 +322,14 @@ class GraphDriver(abc.ABC):
             source: Host memory of the same shape and dtype, pinned where the device is a GPU.
         """
         target.copy_(source)
+
+    def copy_in_flight(self, source: torch.Tensor) -> Line | None:
+        """Return where a copy from the memory of ``source`` began that the host has not waited for.
+
+        A strict driver knows the copies of `copy_async`. None where there is none, or the driver cannot tell.
+        """
+        del source
+        return None
 
     def synchronize(self) -> None:  # noqa: B027  nothing to wait for where work is done at once
         """Wait, on the host, for all work that the device was given."""

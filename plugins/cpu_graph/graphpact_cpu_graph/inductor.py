@@ -21,10 +21,12 @@ from torch._subclasses import FakeTensorMode
 
 from graphpact.errors import CaptureError, EngineError
 from graphpact.graphs import Graph, GraphDriver
-from graphpact_cpu_graph._recorder import Recorder, Segment
-from graphpact_tape.host import HostMemory, HostReadGuard, storage_id
+from graphpact.graphs.segments import EagerCall
+from graphpact_cpu_graph.fx_graph import SegmentGraph
+from graphpact_tape.host import HostMemory, HostReadGuard, storage_id, tensors_of
+from graphpact_tape.recorder import Recorder, Recording
 
-__tracebackhide__ = True  # as in _recorder.py
+__tracebackhide__ = True  # a message names the line of the region
 
 # Random numbers come from torch's generator, as in an eager run, and not from inductor's.
 _OPTIONS = {"fallback_random": True}
@@ -57,24 +59,28 @@ class InductorGraph(Graph):
     between replays; what a segment needs only while it runs is allocated then.
     """
 
-    def __init__(
-        self,
-        steps: list[Callable[[], object]],
-        outputs: Any,
-        recorder: Recorder,
-    ) -> None:
-        segments = [part for part in recorder.parts if isinstance(part, Segment)]
-        self.outputs = outputs
-        self.num_nodes = sum(segment.num_nodes for segment in segments)
-        self.num_segments = len(segments)
-        self.pool_nbytes = sum(memory.nbytes() for memory in recorder.own.values())
-        self._steps = steps
-        self._external = [
-            tensor
-            for segment in segments
-            for _, tensor in segment.inputs.values()
-            if storage_id(tensor) not in recorder.own and tensor.numel()
-        ]
+    def __init__(self, recording: Recording) -> None:
+        self.outputs = recording.outputs
+        self.num_nodes = recording.num_nodes
+        self.num_segments = len(recording.segments)
+        self._external = recording.external_tensors()
+        kept = tensors_of(self.outputs)
+        self._steps: list[Callable[[], object]] = []
+        outliving = iter(recording.outliving())
+        for part in recording.parts:
+            if isinstance(part, EagerCall):
+                self._steps.append(part)
+                kept += tensors_of((part.args, part.result))
+                continue
+            graph = SegmentGraph.of(part, next(outliving))
+            if part.num_nodes:
+                inputs = graph.finish()
+                self._steps.append(_compile(graph, inputs))
+                kept += inputs
+        storages = {storage_id(t) for t in kept}
+        self.pool_nbytes = sum(
+            memory.nbytes() for storage, memory in recording.own.items() if storage in storages
+        )
 
     def replay(self) -> None:
         """Run every compiled segment, and the eager calls between them, in order."""
@@ -90,7 +96,7 @@ class InductorGraph(Graph):
         self.pool_nbytes = 0
 
     def external_tensors(self) -> list[torch.Tensor]:
-        """Return the inputs that are not the graph's own memory; views of what it writes may be joined."""
+        """Return the tensors of the recorded operations, and of the outputs, that are not the graph's own."""
         return list(self._external)
 
 
@@ -121,29 +127,18 @@ class InductorDriver(GraphDriver):
         with torch.inference_mode():
             for _ in range(warmup):
                 fn()
-            recorder, outputs = self._record(fn)
-        recorder.finish(outputs)
-        steps = [
-            _compile(part) if isinstance(part, Segment) else part
-            for part in recorder.parts
-            if not isinstance(part, Segment) or part.num_nodes
-        ]
-        return InductorGraph(steps, outputs, recorder)
+            recording = self._record(fn)
+        return InductorGraph(recording)
 
-    def _record(self, fn: Callable[[], Any]) -> tuple[Recorder, Any]:
-        """Run ``fn`` recorded; return the recorder and what ``fn`` returned."""
+    def _record(self, fn: Callable[[], Any]) -> Recording:
         guard = HostReadGuard(
             HostMemory(self.memory.host), "while a graph is recorded", CaptureError
         )
         self._recorder = recorder = Recorder(guard)
         try:
-            with self.recorded_run(), guard, recorder:
-                outputs = fn()
+            return recorder.record(self, fn)
         finally:
             self._recorder = None
-        if guard.refused is not None:  # and swallowed: a capture does not recover
-            raise guard.refused
-        return recorder, outputs
 
     def break_graph(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Call ``fn(*args)`` now, and at every replay, between two compiled segments."""
@@ -151,13 +146,12 @@ class InductorDriver(GraphDriver):
         return self._recorder.eager_call(fn, args)
 
 
-def _compile(segment: Segment) -> Callable[[], object]:
+def _compile(segment: SegmentGraph, inputs: list[torch.Tensor]) -> Callable[[], object]:
     """Return what runs ``segment`` on its inputs.
 
     Raises:
         CaptureError: Inductor cannot compile it.
     """
-    inputs = segment.finish()
     module = fx.GraphModule(torch.nn.Module(), segment.graph)
     from torch import _inductor  # noqa: PLC0415  heavy to import
 

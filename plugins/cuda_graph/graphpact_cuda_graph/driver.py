@@ -21,7 +21,9 @@ import torch
 
 from graphpact.errors import CaptureError, ReplayError
 from graphpact.graphs.driver import Event, Graph, GraphDriver, Stream
-from graphpact_tape.recorder import EagerCall
+from graphpact.graphs.segments import EagerCall
+
+__tracebackhide__ = True
 
 _LIVENESS = "check_input_liveness"
 

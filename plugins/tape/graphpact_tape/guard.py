@@ -12,14 +12,14 @@ Does not: say what a tensor should hold; verification does.
 """
 
 from collections.abc import Generator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
 from graphpact.batch import ForwardBatch
 from graphpact.buffers import BoundSlot, CudaGraphBufferRegistry, GraphSlot, PaddingPolicy
 from graphpact.errors import ContractError, GraphpactError, PoisonError, ReplayError
-from graphpact.graphs import Graph, GraphDriver
+from graphpact.graphs import Graph, GraphDriver, Ownership
 from graphpact.hookspecs import hookimpl
 from graphpact.lane import Lane
 from graphpact.shapes import GraphShape
@@ -29,16 +29,6 @@ from graphpact_tape.poison import is_poison, poison
 
 _Around = Generator[None, Any, Any]
 _ROWS = {"bs": "request", "tokens": "token", "none": "row"}
-
-
-class Ownership(Protocol):
-    """Memory that live requests own, as far as the one who hands it out knows."""
-
-    def poison_free(self) -> None:
-        """Poison what no live request owns."""
-
-    def check_free(self) -> None:
-        """Raise `ReplayError` where what no live request owns was written."""
 
 
 class StrictGuard:
@@ -100,7 +90,6 @@ class StrictGuard:
     @hookimpl(wrapper=True)
     def run_step(self, lane: Lane, batch: ForwardBatch) -> _Around:
         """Poison unowned memory, and verify after the step that it was not written."""
-        del batch
         if self._ownership is not None:
             self._ownership.poison_free()
         before, self._prepared = lane.stats.replays, None
@@ -113,12 +102,26 @@ class StrictGuard:
             raise PoisonError(
                 error.message + unwritten, hint=error.hint, rule=self._rule()
             ) from error
+        self._check_copies(lane, batch)
         if lane.stats.replays > before:
             for name, output in outputs.items():
                 self._check_output(lane, name, output, _ROWS[outputs.axes[name]])
         if self._ownership is not None:
             self._ownership.check_free()
         return outputs
+
+    def _check_copies(self, lane: Lane, batch: ForwardBatch) -> None:
+        """Refuse a copy from a host tensor of the batch that is in flight at the end of the step."""
+        for name, tensor in batch.tensors().items():
+            line = self._driver.copy_in_flight(tensor)
+            if line is not None:
+                raise ReplayError(
+                    f"lane {lane.name!r}: a copy from {name} of the batch is in flight at the end of the"
+                    f" step, begun at {line}",
+                    hint="host tensors of a batch may be rewritten once the step has returned: copy them into"
+                    " pinned memory of your own first, or synchronize() an event recorded after the copy",
+                    rule="GP16",
+                )
 
     def _check_output(self, lane: Lane, name: str, output: torch.Tensor, row: str) -> None:
         if not output.is_floating_point() or not output.isnan().any():

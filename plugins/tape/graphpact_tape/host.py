@@ -16,10 +16,7 @@ Does not: record anything, or see a read that goes around torch (a raw pointer, 
 
 import abc
 import contextlib
-import linecache
-import sys
 from collections.abc import Iterable, Iterator
-from types import FrameType
 from typing import Any
 
 import torch
@@ -30,6 +27,9 @@ from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphpact.errors import ContractError
+from graphpact.graphs.lines import Line
+
+__tracebackhide__ = True
 
 _aten = torch.ops.aten
 
@@ -120,38 +120,6 @@ class WeakTensor:
         is_conj, is_neg = self._flips
         tensor = tensor.conj() if is_conj else tensor
         return tensor._neg_view() if is_neg else tensor  # noqa: SLF001  no public name
-
-
-class Line:
-    """The innermost line of the caller's own code, told when somebody asks.
-
-    A driver's module that sets ``__tracebackhide__ = True`` is not the caller's: to pytest its frames are
-    no news either.
-    """
-
-    __slots__ = ("_file", "_number")
-
-    def __init__(self) -> None:
-        frame = sys._getframe(1)  # noqa: SLF001  a traceback of every operation would cost too much
-        while frame.f_back is not None and _is_machinery(frame):
-            frame = frame.f_back
-        self._file, self._number = frame.f_code.co_filename, frame.f_lineno
-
-    def __str__(self) -> str:
-        text = linecache.getline(self._file, self._number).strip()
-        return f"{self._file}:{self._number}: {text}"
-
-
-def _is_machinery(frame: FrameType) -> bool:
-    """Return whether ``frame`` is torch's, ours, or a driver's: of a module with ``__tracebackhide__``."""
-    filename = frame.f_code.co_filename
-    return (
-        "/torch/" in filename
-        or "/graphpact/graphs/" in filename
-        or filename.startswith("<")
-        or filename.endswith("contextlib.py")
-        or frame.f_globals.get("__tracebackhide__") is True
-    )
 
 
 class HostMemory:
@@ -354,8 +322,8 @@ class HostReadGuard(TorchFunctionMode):
         )
 
 
-class _Seen(TorchDispatchMode):
-    """A dispatch mode of ours."""
+class DispatchMode(TorchDispatchMode):
+    """A dispatch mode that leaves torch's compiler unimported."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -363,7 +331,7 @@ class _Seen(TorchDispatchMode):
         return False
 
 
-class Watcher(_Seen, abc.ABC):
+class Watcher(DispatchMode, abc.ABC):
     """Sees every dispatched operation, refuses what the host may not do, and `perform`s the others.
 
     Args:
@@ -495,7 +463,7 @@ class _Factories(TorchFunctionMode):
         return result
 
 
-class _HostWork(_Seen):
+class _HostWork(DispatchMode):
     def __init__(self, host: HostMemory) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch has no annotation here
         self._host = host

@@ -24,7 +24,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphpact.errors import CaptureError, ContractError, ReplayError
 from graphpact.graphs.driver import Event, Stream
-from graphpact_tape.host import Line, WeakTensor, extent_of, storage_id, tensors_of
+from graphpact.graphs.lines import Line
+from graphpact_tape.host import WeakTensor, extent_of, storage_id, tensors_of
+
+__tracebackhide__ = True
 
 _Clock = dict[int, int]
 _MANY = 1024  # storages, before those that are gone are forgotten
@@ -124,14 +127,20 @@ class _Copy:
         self, source: torch.Tensor, target: torch.Tensor | None, stream: TapeStream, line: Line
     ) -> None:
         self.place = source.data_ptr(), source.shape, stream.number
+        self.line = line
         self._source = WeakTensor(source)
+        self._extent = extent_of(source)
         self._snapshot = source.clone()
         self._target = target
         self._stream, self._count = stream.number, stream.count
-        self._line = line
 
     def is_before(self, clock: _Clock) -> bool:
         return clock.get(self._stream, 0) >= self._count
+
+    def reads(self, tensor: torch.Tensor) -> bool:
+        """Return whether the source and ``tensor`` have memory in common."""
+        (first, last), (begin, end) = self._extent, extent_of(tensor)
+        return self._source.storage.cdata == storage_id(tensor) and first < end and begin < last
 
     def check(self, name_of: Callable[[torch.Tensor], str | None]) -> None:
         """Raise where the source is not what it was when the copy was asked for."""
@@ -141,7 +150,7 @@ class _Copy:
             return
         name = name_of(source) or f"of {source.dtype} {tuple(source.shape)}"
         raise ReplayError(
-            f"host memory {name} was rewritten while a copy from it was in flight, begun at {self._line}",
+            f"host memory {name} was rewritten while a copy from it was in flight, begun at {self.line}",
             hint="record an event after copy_async() and synchronize() it before writing the memory again,"
             " or take turns between two buffers",
             rule="GP16",
@@ -362,6 +371,10 @@ class Order:
                 if clock is None or copy.is_before(clock):
                     copy.carry_out()
         self._copies = [c for c in self._copies if not (clock is None or c.is_before(clock))]
+
+    def copy_in_flight(self, source: torch.Tensor) -> Line | None:
+        """Return where a copy from ``source`` began that the host has not waited for, or None."""
+        return next((copy.line for copy in self._copies if copy.reads(source)), None)
 
     def _check_copies(self) -> None:
         copies, self._copies = self._copies, []  # an error is told once

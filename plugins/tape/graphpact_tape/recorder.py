@@ -1,38 +1,44 @@
-"""`Recorder`: runs every dispatched operation and keeps what a replay has to run again.
+"""`Recorder`: runs every dispatched operation of a region and keeps it. The record is a `Recording`.
 
-How a recorded operation is run again:
+A library for drivers: the tape makes calls of a recording, ``inductor`` a graph that it compiles. Its rules
+hold for both:
 
-- a view is not run: the recorded view keeps pointing at the recorded storage;
-- an operation that writes its arguments is run as it is;
-- an operation that makes new tensors is run as its out-variant, into the recorded tensors, where its
-  schema has one, and otherwise run and copied into the recorded tensors;
+- memory is recorded, not names: the record holds an alias of each tensor, one for each place (storage,
+  offset, shape, stride, dtype). A tensor object that is given other memory later moves nothing;
+- host numbers that a device operation takes are kept by value, and containers are copied;
+- an operation on host tensors alone is host work, which a replay does not repeat;
 - an operation that only calls others (``linear``, ``reshape``) is recorded as those, so that a host read
   inside it is seen;
-- an operation on host tensors alone is host work, which a replay does not repeat; a host number that
-  a device operation takes is kept by value;
-- a constant made while recording is restored before what follows it reads or overwrites it;
-- uninitialised memory (``empty``) is not run: it is memory of the graph's pool.
+- a constant made from Python numbers is restored in every replay: it is a clone of a copy that is kept;
+- uninitialised memory (``empty``) is memory of the graph; it is recorded, and there is no work to repeat;
+- a tensor that the region made may change its shape in place, which is no work: calls before and after it
+  hold two places of one memory. Of other memory it is refused;
+- an eager call ends a segment, is made unrecorded, and its new results are memory of the graph;
+- what a region allocated, its eager calls returned, and its constants hold is the graph's own memory; all
+  other memory is external.
 
-Does not: replay, or hold the work to rules beyond those of recording; `graphpact_tape.strict` does.
+Does not: replay, compile, or hold the work to rules beyond those of recording; the strict tape does.
 """
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch.utils import _pytree as pytree
 
-from graphpact.errors import ReplayError
-from graphpact_tape.host import HostReadGuard, Line, Watcher, storage_id, tensors_of
+from graphpact.graphs.driver import GraphDriver
+from graphpact.graphs.lines import Line
+from graphpact.graphs.segments import EagerCall
+from graphpact_tape.host import HostReadGuard, Watcher, storage_id, tensors_of
 
-Node: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
-"""A call that a replay makes."""
+__tracebackhide__ = True  # a message names the line of the region
+
+Place: TypeAlias = tuple[Any, ...]
 
 _aten = torch.ops.aten
 
-# Memory without content: nothing to run.
-_UNINITIALISED = frozenset(
+UNINITIALISED = frozenset(
     getattr(_aten, name)
     for name in (
         "empty",
@@ -43,11 +49,9 @@ _UNINITIALISED = frozenset(
         "new_empty_strided",
     )
 )
+"""Operations that return memory without content; a replay need not run them."""
 
 _RESIZES = frozenset({_aten.resize_, _aten.resize_as_, _aten.set_})
-
-# What an out-variant does not take because its output already has it.
-_OUTPUT_OPTIONS = frozenset({"dtype", "layout", "device", "pin_memory"})
 
 
 class TracedCall(NamedTuple):
@@ -65,60 +69,187 @@ class TracedCall(NamedTuple):
 
     @classmethod
     def of(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "TracedCall":
-        """Return what is told of a call."""
+        """Return the trace of a call."""
         leaves = pytree.tree_leaves((args, kwargs))
-        told = tuple(
+        described = tuple(
             (str(leaf.dtype), tuple(leaf.shape), leaf.stride())
             if isinstance(leaf, torch.Tensor)
             else leaf
             for leaf in leaves
         )
-        return cls(str(func), told, str(Line()))
+        return cls(str(func), described, str(Line()))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RecordedCall:
+    """One operation that was run while a region was recorded.
+
+    A tensor in it is an alias of the recorded one, the same object wherever the same place is meant. A
+    recorder may hold something else in the place of an external tensor: see `Recorder.held`.
+
+    Args:
+        op: The operation, an overload.
+        args: Its arguments; containers are copies, host numbers are values.
+        kwargs: Its arguments by name.
+        result: What it returned.
+        made: Of each tensor in the result, in order: the tensor where it lies in new memory, else None.
+        line: The caller's line that asked for it.
+    """
+
+    op: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    result: Any
+    made: tuple[torch.Tensor | None, ...]
+    line: Line
+
+    @property
+    def is_work(self) -> bool:
+        """Whether a replay has to repeat it: it computes or writes. Views and ``empty`` do not."""
+        makes = any(t is not None for t in self.made)
+        is_mutable: bool = self.op._schema.is_mutable  # noqa: SLF001  no public way
+        return (makes or is_mutable) and self.op.overloadpacket not in UNINITIALISED
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Return the tensors that it was given or made."""
+        return [*tensors_of((self.args, self.kwargs)), *tensors_of(self.made)]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Segment:
+    """What was recorded between two eager calls."""
+
+    calls: list[RecordedCall] = field(default_factory=list)
+
+    @property
+    def num_nodes(self) -> int:
+        """Operations that a replay has to repeat."""
+        return sum(call.is_work for call in self.calls)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Recording:
+    """A recorded region.
+
+    Args:
+        parts: Segments, and between each two of them an eager call.
+        outputs: What the region returned.
+        own: By `storage_id`, the memory that belongs to the graph: what the region allocated, what its
+            eager calls returned, and its constants.
+        trace: Every operation that was dispatched, views too; None unless the recorder was ``traced``.
+    """
+
+    parts: list[Segment | EagerCall]
+    outputs: Any
+    own: dict[int, torch.UntypedStorage]
+    trace: list[TracedCall] | None = None
+
+    @property
+    def segments(self) -> list[Segment]:
+        """The segments, in order."""
+        return [part for part in self.parts if isinstance(part, Segment)]
+
+    @property
+    def num_nodes(self) -> int:
+        """Operations that a replay has to repeat."""
+        return sum(segment.num_nodes for segment in self.segments)
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Yield the tensors of all work, and the outputs."""
+        for segment in self.segments:
+            for call in segment.calls:
+                if call.is_work:
+                    yield from call.tensors()
+        yield from tensors_of(self.outputs)
+
+    def external_tensors(self) -> list[torch.Tensor]:
+        """Return the tensors of `tensors` whose memory is external, each place once."""
+        external: dict[Place, torch.Tensor] = {}
+        for t in self.tensors():
+            if storage_id(t) not in self.own and t.numel():
+                external.setdefault((t.device, t.data_ptr(), t.shape, t.stride(), t.dtype), t)
+        return list(external.values())
+
+    def used_memory(self) -> dict[int, torch.UntypedStorage]:
+        """Return the graph's own memory that work or outputs use, by `storage_id`."""
+        used = {storage_id(t) for t in self.tensors()}
+        return {storage: memory for storage, memory in self.own.items() if storage in used}
+
+    def outliving(self) -> list[set[int]]:
+        """Return, for each segment, the storages that it allocated and that are read after it.
+
+        A later segment reads them, an eager call is given them, or they are returned.
+        """
+        read = {storage_id(t) for t in tensors_of(self.outputs)}
+        found: list[set[int]] = []
+        for part in reversed(self.parts):
+            if isinstance(part, EagerCall):
+                read |= {storage_id(t) for t in tensors_of(part.args)}
+                continue
+            made = {storage_id(t) for call in part.calls for t in tensors_of(call.made)}
+            found.append(made & read)
+            read |= {storage_id(t) for call in part.calls for t in call.tensors()}
+        return found[::-1]
 
 
 class Recorder(Watcher):
-    """Keeps the operations of one region as nodes.
+    """Keeps the operations of one region; see the module for its rules.
 
     Args:
-        guard: The function mode that stands beside it; it knows which tensors are the host's.
+        guard: The function mode that is active beside it; it knows which tensors are the host's.
+        traced: Whether to keep a trace of everything that is dispatched.
 
     Attributes:
-        nodes: What a replay runs, in order; eager calls among them.
-        num_segments: One more than the eager calls.
-        allocated: The storages that the region allocated, by identity.
+        parts: What was recorded so far: segments, and the eager calls between them.
+        allocated: The storages that the region allocated, by `storage_id`.
         results: The storages that its eager calls returned.
-        touched: The tensors of the nodes, some of which hide them in a closure.
-        trace: Every operation that was dispatched, views too; None where nobody asked.
+        constants: The storages of host numbers and of copies of constants.
+        line: The caller's line that asked for the operation under way.
     """
 
     def __init__(self, guard: HostReadGuard, *, traced: bool = False) -> None:
         super().__init__(guard)
-        self.trace: list[TracedCall] | None = [] if traced else None
-        self.nodes: list[Any] = []
-        self.num_segments = 1
-        self.touched: list[torch.Tensor] = []
+        self.parts: list[Segment | EagerCall] = [Segment()]
         # Held until the end, so that no later storage is taken for one that was freed.
         self.allocated: dict[int, torch.UntypedStorage] = {}
         self.results: dict[int, torch.UntypedStorage] = {}
+        self.constants: dict[int, torch.UntypedStorage] = {}
+        self.line = Line()
+        self._trace: list[TracedCall] | None = [] if traced else None
+        self._aliases: dict[Place, torch.Tensor] = {}
+
+    def record(self, driver: GraphDriver, fn: Callable[[], Any]) -> Recording:
+        """Run ``fn`` as the region that ``driver`` captures, and return what was recorded.
+
+        Raises:
+            CaptureError: The region did what a graph cannot hold, even if it went on afterwards.
+        """
+        with driver.recorded_run(), self.guard, self:
+            outputs = fn()
+        if self.guard.refused is not None:  # and swallowed: a capture does not recover
+            raise self.guard.refused
+        own = self.allocated | self.results | self.constants
+        return Recording(self.parts, outputs, own, self._trace)
 
     def perform(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run ``func`` and keep what runs it again."""
-        if self.trace is not None:
-            self.trace.append(TracedCall.of(func, args, kwargs))
+        """Run ``func`` and record it."""
+        self.line = Line()
+        if self._trace is not None:
+            self._trace.append(TracedCall.of(func, args, kwargs))
         if torch.Tag.inplace_view in func.tags:
-            return self._reshape(func, args, kwargs)
-        # Containers are copied, so that a list changed later is not the one that was recorded, and
-        # host numbers are kept by value.
+            self._check_reshape(func, args[0])
+            return func(*args, **kwargs)
+        if func is _aten.lift_fresh.default:
+            result = func(*args, **kwargs)
+            self._record(_aten.clone.default, (self.constant(result),), {}, result)
+            return result
         args, kwargs = pytree.tree_map(self.kept, (args, kwargs))
         result = func(*args, **kwargs)
-        if func.overloadpacket in _UNINITIALISED:
-            self.allocates(tensors_of(result))
-        else:
-            self._record(func, args, kwargs, result)
+        self._record(func, args, kwargs, result)
         return result
 
     def eager_call(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """Run ``fn(*args)`` outside the graph, and begin another segment after it."""
+        """Run ``fn(*args)`` unrecorded, and begin another segment after it."""
         self.guard.paused = True
         try:
             result = fn(*args)
@@ -130,199 +261,70 @@ class Recorder(Watcher):
             for t in tensors_of(result)
             if storage_id(t) not in known
         )
-        self.add_call(EagerCall(fn, args, result))
+        self.parts += [EagerCall(fn, args, result), Segment()]
         return result
+
+    def constant(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a copy of ``tensor``, which the graph keeps and does not write."""
+        value = tensor.clone()
+        self.constants[storage_id(value)] = value.untyped_storage()
+        return value
 
     # -- what a strict recorder does otherwise ---------------------------------------------------
 
     def kept(self, leaf: Any) -> Any:
-        """Return the leaf of an argument as the graph keeps it: host numbers by value."""
+        """Return the leaf of an argument as the operation takes it: host numbers by value."""
         if not isinstance(leaf, torch.Tensor) or leaf.dim() or leaf not in self.host:
             return leaf
-        value = leaf.clone()
-        self.allocates([value])
-        return value
+        return self.constant(leaf)
 
-    def add(
-        self, node: Node, func: Any, given: list[torch.Tensor], made: list[torch.Tensor]
-    ) -> None:
-        """Keep a node.
+    def held(self, tensor: torch.Tensor) -> Any:
+        """Return what the record holds for ``tensor``: an alias that keeps its memory."""
+        place = place_of(tensor)
+        if place not in self._aliases:
+            self._aliases[place] = tensor.detach()
+        return self._aliases[place]
 
-        Args:
-            node: The call.
-            func: The operation that it stands for.
-            given: The tensors of the call that it was not the one to make.
-            made: The tensors that it made.
-        """
-        del func
-        self.touched += given + made
-        self.nodes.append(node)
-
-    def replaced(self, node: Any, tensor: torch.Tensor, by: torch.Tensor) -> Any:
-        """Return ``node`` with another tensor where it had ``tensor``."""
-        return pytree.tree_map(lambda leaf: replaced(leaf, tensor, by), node)
-
-    def add_call(self, call: "EagerCall") -> None:
-        """Keep an eager call between two segments."""
-        self.nodes.append((call, (), {}))
-        self.num_segments += 1
+    def add(self, call: RecordedCall) -> None:
+        """Add a call, on the caller's tensors, to the record."""
+        args, kwargs, result, made = pytree.tree_map_only(
+            torch.Tensor, self.held, (call.args, call.kwargs, call.result, call.made)
+        )
+        segment = self.parts[-1]
+        assert isinstance(segment, Segment)  # noqa: S101  each eager call is followed by one
+        segment.calls.append(RecordedCall(call.op, args, kwargs, result, made, call.line))
 
     def allocates(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Count the storages of ``tensors`` as the graph's."""
+        """Count the storages of ``tensors`` as allocated by the region."""
         self.allocated.update((storage_id(t), t.untyped_storage()) for t in tensors)
 
     # -- inside ----------------------------------------------------------------------------------
 
-    def _reshape(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Change the shape of a tensor in place: of one that the region made, and once for all."""
-        tensor = args[0]
+    def _check_reshape(self, func: Any, tensor: torch.Tensor) -> None:
+        """Refuse a change of shape in place that resizes memory, or that the caller would see."""
         if func.overloadpacket in _RESIZES or storage_id(tensor) not in self.allocated:
             raise self.guard.refusal(
                 f"{func} changes a tensor's shape in place",
                 "use the variant that returns a view: the recorded tensor keeps its shape",
             )
-        before = tensor.as_strided(tensor.shape, tensor.stride())
-        self.nodes[:] = [self.replaced(node, tensor, before) for node in self.nodes]
-        return func(*args, **kwargs)
 
     def _record(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     ) -> None:
-        if func is _aten.lift_fresh.default:
-            # A constant of the host, which later operations may overwrite: restored in every replay.
-            kept = result.clone()
-            self.allocates([result, kept])
-            restore = _aten.copy_.default._op  # noqa: SLF001
-            self.add((restore, (result, kept), {}), func, [kept], [result])
-            return
-        given, outputs = tensors_of((args, kwargs)), tensors_of(result)
-        inputs = {storage_id(t) for t in given}
-        fresh = [storage_id(t) not in inputs for t in outputs]
-        if not (any(fresh) or func._schema.is_mutable):  # noqa: SLF001
-            return  # a view, or no tensor at all
-        made = [t for t, is_fresh in zip(outputs, fresh, strict=True) if is_fresh]
-        self.allocates(made)
-        self.add(make_node(func, args, kwargs, outputs, fresh), func, given, made)
+        given = {storage_id(t) for t in tensors_of((args, kwargs))}
+        made = tuple(t if storage_id(t) not in given else None for t in tensors_of(result))
+        self.allocates(tensors_of(made))
+        self.add(RecordedCall(func, args, kwargs, result, made, self.line))
 
 
-def make_node(
-    func: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    outputs: list[torch.Tensor],
-    fresh: list[bool],
-) -> Node:
-    """Return what runs ``func`` again, into the tensors that it made."""
-    writes_arguments = func._schema.is_mutable  # noqa: SLF001
-    if writes_arguments and not any(fresh):
-        return func._op, args, kwargs  # noqa: SLF001  without a Python layer
-    variant = None if writes_arguments or not all(fresh) else _out_variant(func)
-    if variant is None or len(variant[1]) != len(outputs):
-        return _run_and_copy(func, args, kwargs, outputs, fresh)
-    overload, names = variant
-    taken = {a.name for a in overload._schema.arguments}  # noqa: SLF001
-    kept = {name: value for name, value in kwargs.items() if name in taken}
-    into = dict(zip(names, outputs, strict=True))
-    return overload._op, args, {**kept, **into}  # noqa: SLF001
-
-
-def _out_variant(func: Any) -> tuple[Any, list[str]] | None:
-    """Return the overload that writes ``func``'s results into given tensors, and their names."""
-    wanted = {a.name: str(a.type) for a in func._schema.arguments}  # noqa: SLF001  no public way
-    bare = {n: t for n, t in wanted.items() if n not in _OUTPUT_OPTIONS}
-    packet = func.overloadpacket
-    for name in packet.overloads():
-        candidate = getattr(packet, name)
-        outs: list[str] = []
-        rest: dict[str, str] = {}
-        for a in candidate._schema.arguments:  # noqa: SLF001
-            if a.kwarg_only and a.alias_info is not None and a.alias_info.is_write:
-                if str(a.type) != "Tensor":
-                    break  # a list of outputs is run and copied
-                outs.append(a.name)
-            else:
-                rest[a.name] = str(a.type)
-        if len(outs) == len(func._schema.returns) and outs and rest in (wanted, bare):  # noqa: SLF001
-            return candidate, outs
-    return None
-
-
-def _run_and_copy(
-    func: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    outputs: list[torch.Tensor],
-    fresh: list[bool],
-) -> Node:
-    """Return a node that runs ``func`` and copies its new tensors into the recorded ones."""
-    return RunAndCopy(func._op, outputs, fresh), args, kwargs  # noqa: SLF001  as above
-
-
-@dataclass(frozen=True, slots=True)
-class RunAndCopy:
-    """Runs an operation again, and copies those of its results that are ``fresh`` to ``outputs``."""
-
-    op: Callable[..., Any]
-    outputs: list[torch.Tensor]
-    fresh: list[bool]
-
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
-        """Run it on these arguments."""
-        results = tensors_of(self.op(*args, **kwargs))
-        for target, new, is_fresh in zip(self.outputs, results, self.fresh, strict=True):
-            if is_fresh:
-                target.copy_(new)
-
-
-def replaced(leaf: Any, tensor: torch.Tensor, by: torch.Tensor) -> Any:
-    """Return the leaf of a node, with another tensor where it is, or holds, ``tensor``, the very one."""
-    if isinstance(leaf, RunAndCopy):
-        return replace(leaf, outputs=[by if t is tensor else t for t in leaf.outputs])
-    return by if leaf is tensor else leaf
-
-
-class EagerCall:
-    """A call that a replay makes eagerly, between two segments.
-
-    Args:
-        fn: What is called.
-        args: With what; tensors among them lie where the segments leave them.
-        result: What it returned at capture; the next segment reads its tensors there.
-    """
-
-    def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...], result: Any) -> None:
-        self._fn = fn
-        self._args = args
-        self.result = result
-        self._leaves, self._spec = pytree.tree_flatten(result)
-
-    def __call__(self) -> None:
-        """Call again, and copy what it returns to where the recorded work reads it.
-
-        Raises:
-            ReplayError: It returned another structure, or a tensor of another shape or dtype.
-        """
-        leaves, spec = pytree.tree_flatten(self._fn(*self._args))
-        if spec != self._spec:
-            raise self._other(f"a result of the form {self._spec}", spec)
-        for target, new in zip(self._leaves, leaves, strict=True):
-            if _describe(new) != _describe(target):
-                raise self._other(_describe(target), _describe(new))
-            if not isinstance(target, torch.Tensor):
-                continue
-            if new.data_ptr() != target.data_ptr() or new.stride() != target.stride():
-                target.copy_(new)
-
-    def _other(self, captured: object, now: object) -> ReplayError:
-        name = getattr(self._fn, "__qualname__", repr(self._fn))
-        return ReplayError(
-            f"the eager call {name} between two segments returned {captured} at capture and {now} now",
-            hint="the next segment was recorded with the captured one: return the same shapes, padded",
-            rule="GP07",
-        )
-
-
-def _describe(value: object) -> str:
-    if isinstance(value, torch.Tensor):
-        return f"{value.dtype} {tuple(value.shape)}"
-    return repr(value)
+def place_of(tensor: torch.Tensor) -> Place:
+    """Return where ``tensor`` lies in which storage, and how it reads it."""
+    return (
+        storage_id(tensor),
+        tensor.storage_offset(),
+        tensor.shape,
+        tensor.stride(),
+        tensor.dtype,
+        tensor.is_conj(),
+        tensor.is_neg(),
+    )

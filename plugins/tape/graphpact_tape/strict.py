@@ -8,7 +8,7 @@
   graph's capture allocated.
 - What capture wrote outside is undone, since a capture on a GPU records and does not run.
 - Each graph is replayed twice at capture, on the same inputs: a counter that nothing re-arms makes the
-  second replay differ.
+  second replay differ. Eager calls between its segments are made in both.
 - Streams and asynchronous copies are held to their waits: see `graphpact_tape.order`.
 
 Does not: look at what tensors should hold; that is verification's work.
@@ -25,10 +25,13 @@ from torch.utils import _pytree as pytree
 
 from graphpact.errors import CaptureError, ContractError, EngineError, PoisonError, ReplayError
 from graphpact.graphs.driver import DeclaredMemory, Graph
+from graphpact.graphs.lines import Line
+from graphpact.graphs.nodes import make_node
+from graphpact.graphs.segments import EagerCall
 from graphpact_tape.host import (
+    DispatchMode,
     HostMemory,
     HostReadGuard,
-    Line,
     Watcher,
     WeakTensor,
     followed,
@@ -38,7 +41,16 @@ from graphpact_tape.host import (
 )
 from graphpact_tape.order import Order
 from graphpact_tape.poison import poison, poison_of
-from graphpact_tape.recorder import EagerCall, Node, Recorder, RunAndCopy, replaced
+from graphpact_tape.recorder import (
+    UNINITIALISED,
+    Place,
+    RecordedCall,
+    Recorder,
+    Recording,
+    place_of,
+)
+
+__tracebackhide__ = True
 
 _NOBODYS_SEED = 0x6772_6170_6870_6163
 
@@ -79,6 +91,13 @@ class _External:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class _Borrowed:
+    """Stands in the record for a tensor of others, which is held weakly."""
+
+    which: int  # of the external tensors
+
+
 @dataclass(slots=True)
 class _StrictNode:
     """A call that a replay makes, with the tensors of others left out until then."""
@@ -89,6 +108,16 @@ class _StrictNode:
     borrowed: list[tuple[int, int]]  # position among the leaves, and which external tensor
     what: str
     line: Line
+
+    @classmethod
+    def of(cls, call: RecordedCall) -> "_StrictNode":
+        """Return what runs ``call`` again."""
+        op, args, kwargs = make_node(call)
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        borrowed = [
+            (at, leaf.which) for at, leaf in enumerate(leaves) if isinstance(leaf, _Borrowed)
+        ]
+        return cls(op, leaves, spec, borrowed, str(call.op), call.line)
 
     def run(self, external: list[torch.Tensor]) -> None:
         leaves = self.leaves.copy()
@@ -108,7 +137,7 @@ class _StrictNode:
 
 
 class StrictRecorder(Recorder):
-    """Records nodes that hold the memory of others weakly, and refuses what is not declared."""
+    """Records calls that hold the memory of others weakly, and refuses what is not declared."""
 
     def __init__(
         self, guard: HostReadGuard, shared: "StrictShared", memory: DeclaredMemory
@@ -122,9 +151,8 @@ class StrictRecorder(Recorder):
             tuple[int, Line]
         ] = []  # external tensors of the host, and who copies them
         self.pool: dict[int, torch.Tensor] = {}  # each storage whole, as its first tensor's dtype
-        self._constants: dict[int, torch.UntypedStorage] = {}
-        self._known: dict[Any, int] = {}
-        self._line = Line()
+        self._known: dict[Place, int] = {}
+        self._func: object = None  # the operation under way
         self._pools = shared.pools()
         self._undo: dict[int, tuple[WeakTensor, torch.Tensor]] = {}
         self._writable = {
@@ -160,7 +188,7 @@ class StrictRecorder(Recorder):
 
     def perform(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Check what ``func`` reads and writes, then run it and keep what runs it again."""
-        self._line = Line()
+        self.line, self._func = Line(), func
         for leaf in pytree.tree_leaves((args, kwargs)):
             if isinstance(leaf, torch.Generator):
                 raise self.guard.refusal(
@@ -176,8 +204,8 @@ class StrictRecorder(Recorder):
         self._check_owner(func, given)
         result = super().perform(func, args, kwargs)
         if self.guard.copying:
-            self.copied.append((self.borrow(args[1], f"{func} at {self._line}"), self._line))
-        self.shared.order.operation(func, given, written, result, self._line, CaptureError)
+            self.copied.append((self.borrow(args[1]), self.line))
+        self.shared.order.operation(func, given, written, result, self.line, CaptureError)
         return result
 
     def kept(self, leaf: Any) -> Any:
@@ -186,30 +214,18 @@ class StrictRecorder(Recorder):
             return leaf
         if any(storage_id(leaf) == storage for storage, *_ in self._known):
             return leaf
-        value = leaf.clone()
-        self._constants[storage_id(value)] = value.untyped_storage()
-        return value
+        return self.constant(leaf)
 
-    def add(
-        self, node: Node, func: Any, given: list[torch.Tensor], made: list[torch.Tensor]
-    ) -> None:
-        """Keep a node without holding the tensors of others."""
-        del given, made
-        op, args, kwargs = node
-        leaves, spec = pytree.tree_flatten((args, kwargs))
-        borrowed = []
-        for at, leaf in enumerate(leaves):
-            if isinstance(leaf, torch.Tensor) and not self.owns(leaf) and leaf.numel():
-                borrowed.append((at, self.borrow(leaf, f"{func} at {self._line}")))
-                leaves[at] = None
-        self.nodes.append(_StrictNode(op, leaves, spec, borrowed, str(func), self._line))
+    def held(self, tensor: torch.Tensor) -> Any:
+        """Return what the record holds for ``tensor``: of others, nothing that keeps their memory."""
+        if self.owns(tensor) or not tensor.numel():
+            return super().held(tensor)
+        return _Borrowed(self.borrow(tensor))
 
-    def replaced(self, node: Any, tensor: torch.Tensor, by: torch.Tensor) -> Any:
-        """Return ``node`` with another tensor where it had ``tensor``, one of the graph's own."""
-        if isinstance(node, _StrictNode):
-            node.leaves = [replaced(leaf, tensor, by) for leaf in node.leaves]
-            node.op = replaced(node.op, tensor, by)
-        return node
+    def add(self, call: RecordedCall) -> None:
+        """Add a call to the record, unless a replay need not repeat it."""
+        if call.is_work:
+            super().add(call)
 
     def eager_call(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Run ``fn(*args)`` outside the graph, where the host may wait for the device."""
@@ -219,11 +235,6 @@ class StrictRecorder(Recorder):
         finally:
             self.shared.order.is_broken = False
 
-    def add_call(self, call: EagerCall) -> None:
-        """Keep an eager call; it holds its tensors itself."""
-        self.num_segments += 1
-        self.nodes.append(call)
-
     def allocates(self, tensors: Iterable[torch.Tensor]) -> None:
         """Count the storages of ``tensors`` as the graph's, to be poisoned."""
         tensors = list(tensors)
@@ -231,28 +242,23 @@ class StrictRecorder(Recorder):
         for t in tensors:
             self.pool.setdefault(storage_id(t), _whole(t.untyped_storage(), t.dtype, t.device))
 
-    def borrow(self, tensor: torch.Tensor, first_use: str) -> int:
-        """Return which external tensor ``tensor`` is."""
-        key = (
-            storage_id(tensor),
-            tensor.storage_offset(),
-            tensor.shape,
-            tensor.stride(),
-            tensor.dtype,
-        )
-        if key not in self._known:
-            self._known[key] = len(self.external)
+    def borrow(self, tensor: torch.Tensor, first_use: str | None = None) -> int:
+        """Return which external tensor ``tensor`` is; the operation under way uses it by default."""
+        place = place_of(tensor)
+        if place not in self._known:
+            self._known[place] = len(self.external)
+            first_use = first_use or f"{self._func} at {self.line}"
             self.external.append(_External(tensor, self.memory.name_of(tensor), first_use))
-        return self._known[key]
+        return self._known[place]
 
     def owns(self, tensor: torch.Tensor) -> bool:
         """Return whether ``tensor`` lies in memory that the graph holds itself."""
         storage = storage_id(tensor)
-        return storage in self.allocated or storage in self._constants or storage in self.results
+        return storage in self.allocated or storage in self.constants or storage in self.results
 
     def _check_write(self, func: Any, tensor: torch.Tensor) -> None:
         storage = storage_id(tensor)
-        self.changed.add(self.borrow(tensor, f"{func} at {self._line}"))
+        self.changed.add(self.borrow(tensor))
         if self._writable and storage not in self._writable:
             name = (
                 self.memory.name_of(tensor) or f"a tensor of {tensor.dtype} {tuple(tensor.shape)}"
@@ -287,27 +293,27 @@ def _whole(storage: torch.UntypedStorage, dtype: torch.dtype, device: torch.devi
 class StrictTape(Graph):
     """A recorded region whose every replay is looked at."""
 
-    def __init__(self, recorder: StrictRecorder, outputs: Any) -> None:
-        self.outputs = outputs
-        self.num_segments = recorder.num_segments
-        self.num_nodes = len(recorder.nodes) - (self.num_segments - 1)
+    def __init__(self, recorder: StrictRecorder, recording: Recording) -> None:
+        self.outputs = recording.outputs
+        self.num_segments = len(recording.segments)
+        self.num_nodes = recording.num_nodes
         self._shared = recorder.shared
-        self._nodes: list[_StrictNode | EagerCall] = recorder.nodes
+        self._nodes: list[_StrictNode | EagerCall] = []
+        for part in recording.parts:
+            if isinstance(part, EagerCall):
+                self._nodes.append(part)
+            else:
+                self._nodes += [_StrictNode.of(call) for call in part.calls]
         self.external = recorder.external
         self._copied = recorder.copied
         self.changed = recorder.changed
-        used = {storage_id(t) for t in tensors_of(outputs)}
-        for node in recorder.nodes:
-            if isinstance(node, _StrictNode):
-                used |= {storage_id(t) for t in tensors_of(node.leaves)}
-                if isinstance(node.op, RunAndCopy):
-                    used |= {storage_id(t) for t in node.op.outputs}
+        used = recording.used_memory()
         self.pool = {storage: flat for storage, flat in recorder.pool.items() if storage in used}
         self._results = recorder.results
         self.pool_nbytes = sum(flat.nbytes for flat in self.pool.values()) + sum(
             storage.nbytes() for storage in recorder.results.values()
         )
-        for tensor in tensors_of(outputs):
+        for tensor in tensors_of(self.outputs):
             if not recorder.owns(tensor) and tensor.numel():
                 recorder.borrow(tensor, "it is returned")
         self._released = False
@@ -321,6 +327,13 @@ class StrictTape(Graph):
             ReplayError: Memory of the graph's is not where it was; a copy or a stream that did not
                 wait; an operation that fails on what it is given now.
         """
+        self._run(contextlib.nullcontext())
+
+    def rehearse(self) -> None:
+        """Replay with uninitialised memory of the eager calls poisoned, so that it is the same every time."""
+        self._run(_PoisonedEmpty())  # type: ignore[no-untyped-call]  # torch has no annotation here
+
+    def _run(self, around_calls: contextlib.AbstractContextManager[object]) -> None:
         if self._released:
             raise EngineError("a released tape was replayed", hint="capture the shape again")
         with torch.inference_mode():
@@ -328,7 +341,8 @@ class StrictTape(Graph):
             self._shared.begin_replay(self, external)
             for node in self._nodes:
                 if isinstance(node, EagerCall):
-                    node()
+                    with around_calls:
+                        node()
                 else:
                     node.run(external)
             self.outputs_stand = True
@@ -340,6 +354,12 @@ class StrictTape(Graph):
         for flat in self.pool.values():
             poison(flat)
         self.outputs_stand = False
+
+    def given(self) -> list[torch.Tensor]:
+        """Return the tensors of others that its eager calls are given, and may write."""
+        calls = [node for node in self._nodes if isinstance(node, EagerCall)]
+        own = self.pool.keys() | self._results.keys()
+        return [t for t in tensors_of([c.args for c in calls]) if storage_id(t) not in own]
 
     def writes(self, tensor: torch.Tensor) -> bool:
         """Return whether the graph writes the storage of ``tensor``, which is none of its own."""
@@ -357,6 +377,22 @@ class StrictTape(Graph):
     def external_tensors(self) -> list[torch.Tensor]:
         """Return the tensors of the recorded operations, and of the outputs, that are not the tape's."""
         return [external.revive() for external in self.external]
+
+
+class _PoisonedEmpty(DispatchMode):
+    """Poisons memory without content where it is made."""
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket in UNINITIALISED:
+            poison(result)
+        return result
 
 
 class _PreparationWatch(Watcher):
@@ -421,7 +457,7 @@ class StrictShared:
             CaptureError: Its second replay differs from its first.
         """
         self._tapes.add(tape)
-        if memory.refreshed and tape.num_segments == 1:
+        if memory.refreshed:
             _check_rearmed(tape, memory, armed, self.generator)
         return tape
 
@@ -519,22 +555,28 @@ def _check_rearmed(
 ) -> None:
     """Replay twice on the same inputs, from workspaces as they were at first, and undo both.
 
+    Inputs are what the graph writes and is given anew in every step. Eager calls may write all that was
+    declared, and what they are given.
+
     Raises:
         CaptureError: The results differ: some state is advanced by a replay and armed by none.
     """
-    inputs = [t for t in (*memory.refreshed, *memory.caches) if tape.writes(t)]
+    is_broken = tape.num_segments > 1
+    inputs = [t for t in (*memory.refreshed, *memory.caches) if is_broken or tape.writes(t)]
     state = list(memory.workspaces)
-    before = [t.clone() for t in (*inputs, *state)]
+    kept = {storage_id(t) for t in state}
+    given = [t for t in tape.given() if storage_id(t) not in kept]
+    before = [t.clone() for t in (*inputs, *given, *state)]
     random = generator.get_state()
     results = []
     try:
         for tensor, value in zip(state, armed, strict=True):
             tensor.copy_(value)
         for _ in range(2):
-            for tensor, value in zip(inputs, before, strict=False):
+            for tensor, value in zip((*inputs, *given), before, strict=False):
                 tensor.copy_(value)
             generator.set_state(random)
-            tape.replay()
+            tape.rehearse()
             results.append([t.clone() for t in (*tensors_of(tape.outputs), *inputs)])
     finally:
         moved = [
@@ -542,7 +584,7 @@ def _check_rearmed(
             for t, value in zip(state, armed, strict=True)
             if not _same(t, value)
         ]
-        for tensor, value in zip((*inputs, *state), before, strict=True):
+        for tensor, value in zip((*inputs, *given, *state), before, strict=True):
             tensor.copy_(value)
         generator.set_state(random)
         tape.spoil()

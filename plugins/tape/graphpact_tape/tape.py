@@ -17,10 +17,16 @@ from typing import Any, ClassVar
 import torch
 
 from graphpact.errors import CaptureError, EngineError
-from graphpact.graphs.driver import DeclaredMemory, Event, Graph, GraphDriver, Stream
-from graphpact_tape.host import HostMemory, HostReadGuard, storage_id, tensors_of
-from graphpact_tape.recorder import Node, Recorder
+from graphpact.graphs.driver import DeclaredMemory, Event, Graph, GraphDriver, Ownership, Stream
+from graphpact.graphs.lines import Line
+from graphpact.graphs.nodes import Node, make_node
+from graphpact.graphs.segments import EagerCall
+from graphpact_tape.guard import StrictGuard
+from graphpact_tape.host import HostMemory, HostReadGuard
+from graphpact_tape.recorder import Recorder, Recording
 from graphpact_tape.strict import StrictRecorder, StrictShared, StrictTape
+
+__tracebackhide__ = True
 
 _WHEN = "while a graph is recorded"
 
@@ -36,28 +42,19 @@ class Tape(Graph):
         trace: What was dispatched while it was recorded; None unless the driver was asked for it.
     """
 
-    def __init__(self, recorder: Recorder, outputs: Any) -> None:
-        self.outputs = outputs
-        self.trace = recorder.trace
-        self.num_segments = recorder.num_segments
-        self.num_nodes = len(recorder.nodes) - (self.num_segments - 1)
-        self._nodes: list[Node] = recorder.nodes
-        self._external: list[torch.Tensor] = []
-        self.pool_nbytes = self._sort_memory(recorder)
-
-    def _sort_memory(self, recorder: Recorder) -> int:
-        """Find the tensors of others, and return the bytes of those of the tape's own."""
-        own = recorder.allocated | recorder.results
-        pool: dict[int, int] = {}
-        external: dict[tuple[Any, ...], torch.Tensor] = {}
-        for t in [*recorder.touched, *tensors_of(self.outputs)]:
-            storage = own.get(storage_id(t))
-            if storage is not None:
-                pool[storage_id(t)] = storage.nbytes()
-            elif t.numel():
-                external[t.device, t.data_ptr(), t.shape, t.stride(), t.dtype] = t
-        self._external = list(external.values())
-        return sum(pool.values())
+    def __init__(self, recording: Recording) -> None:
+        self.outputs = recording.outputs
+        self.trace = recording.trace
+        self.num_segments = len(recording.segments)
+        self.num_nodes = recording.num_nodes
+        self.pool_nbytes = sum(memory.nbytes() for memory in recording.used_memory().values())
+        self._external = recording.external_tensors()
+        self._nodes: list[Node] = []
+        for part in recording.parts:
+            if isinstance(part, EagerCall):
+                self._nodes.append((part, (), {}))
+            else:
+                self._nodes += [make_node(call) for call in part.calls if call.is_work]
 
     def replay(self) -> None:
         """Run every recorded operation once, in order."""
@@ -120,26 +117,17 @@ class TapeDriver(GraphDriver):
             host = HostMemory(self.memory.host, strict=self.strict)
             guard = HostReadGuard(host, _WHEN, CaptureError)
             if self._shared is None:
-                recorder = Recorder(guard, traced=self._traced)
-                with self._recording(recorder):
-                    outputs = fn()
-                return Tape(recorder, outputs)
+                return Tape(self._record(Recorder(guard, traced=self._traced), fn))
             self._shared.order.synchronize()
             strict = StrictRecorder(guard, self._shared, self.memory)
             with self._shared.watching(guard), strict.recording():
-                with self._recording(strict):
-                    outputs = fn()
-                tape = StrictTape(strict, outputs)
+                tape = StrictTape(strict, self._record(strict, fn))
             return self._shared.keep(tape, self.memory, armed)
 
-    @contextlib.contextmanager
-    def _recording(self, recorder: Recorder) -> Iterator[None]:
+    def _record(self, recorder: Recorder, fn: Callable[[], Any]) -> Recording:
         self._recorder = recorder
         try:
-            with self.recorded_run(), recorder.guard, recorder:
-                yield
-            if recorder.guard.refused is not None:  # and swallowed: a capture does not recover
-                raise recorder.guard.refused
+            return recorder.record(self, fn)
         finally:
             self._recorder = None
 
@@ -149,6 +137,14 @@ class TapeDriver(GraphDriver):
         return self._recorder.eager_call(fn, args)
 
     # -- around the replay -----------------------------------------------------------------------
+
+    def guard(self, ownership: Ownership | None = None) -> object:
+        """Return a `StrictGuard`.
+
+        Raises:
+            ConfigError: The driver is fast.
+        """
+        return StrictGuard(self, ownership) if self.strict else super().guard(ownership)
 
     @contextlib.contextmanager
     def preparation(
@@ -188,6 +184,10 @@ class TapeDriver(GraphDriver):
             target.copy_(source)
         else:
             self._shared.copy_async(target, source, capturing=self.is_capturing)
+
+    def copy_in_flight(self, source: torch.Tensor) -> Line | None:
+        """Return, strict, where a copy from ``source`` began that the host has not waited for."""
+        return None if self._shared is None else self._shared.order.copy_in_flight(source)
 
     def synchronize(self) -> None:
         """Strict: end every copy in flight; fast: nothing is in flight."""

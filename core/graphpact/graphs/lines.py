@@ -1,0 +1,41 @@
+"""`Line`: the line of the caller's own code, for messages.
+
+Does not: read the source before a message is formatted.
+"""
+
+import linecache
+import sys
+from types import FrameType
+
+__tracebackhide__ = True
+
+
+class Line:
+    """The innermost line of the caller's own code, formatted when it is printed.
+
+    A module that sets ``__tracebackhide__ = True`` is not the caller's code; pytest leaves its frames out of
+    tracebacks for the same reason. Every module of a driver sets it.
+    """
+
+    __slots__ = ("_file", "_number")
+
+    def __init__(self) -> None:
+        frame = sys._getframe(1)  # noqa: SLF001  a traceback of every operation would cost too much
+        while frame.f_back is not None and _is_machinery(frame):
+            frame = frame.f_back
+        self._file, self._number = frame.f_code.co_filename, frame.f_lineno
+
+    def __str__(self) -> str:
+        text = linecache.getline(self._file, self._number).strip()
+        return f"{self._file}:{self._number}: {text}"
+
+
+def _is_machinery(frame: FrameType) -> bool:
+    """Return whether ``frame`` is torch's or a driver's."""
+    filename = frame.f_code.co_filename
+    return (
+        "/torch/" in filename
+        or filename.startswith("<")
+        or filename.endswith("contextlib.py")
+        or frame.f_globals.get("__tracebackhide__") is True
+    )

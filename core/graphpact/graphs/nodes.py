@@ -1,0 +1,87 @@
+"""Nodes: how the tape runs a recorded call again.
+
+- an operation that writes its arguments is run as it is;
+- an operation that makes new tensors is run as its out-variant, into the recorded tensors, where its
+  schema has one; otherwise it is run and its results are copied into the recorded tensors.
+
+Does not: record, or decide which calls a replay has to run; `graphpact_tape.recorder` does.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+
+from graphpact_tape.host import tensors_of
+from graphpact_tape.recorder import RecordedCall
+
+__tracebackhide__ = True
+
+Node: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+"""A call that a replay makes."""
+
+_aten = torch.ops.aten
+
+# What an out-variant does not take because its output already has it.
+_OUTPUT_OPTIONS = frozenset({"dtype", "layout", "device", "pin_memory"})
+
+
+def make_node(call: RecordedCall) -> Node:
+    """Return what runs ``call`` again, into the tensors that it made."""
+    op, args, kwargs = call.op, call.args, call.kwargs
+    outputs = [t for t in call.made if t is not None]
+    writes_arguments = op._schema.is_mutable  # noqa: SLF001
+    if writes_arguments and not outputs:
+        return op._op, args, kwargs  # noqa: SLF001  without a Python layer
+    if op is _aten.clone.default:  # its out-variant makes a copy and copies that
+        return _aten.copy_.default._op, (outputs[0], args[0]), {}  # noqa: SLF001
+    variant = None if writes_arguments or len(outputs) < len(call.made) else _out_variant(op)
+    if variant is None or len(variant[1]) != len(outputs):
+        return RunAndCopy(op._op, call.made), args, kwargs  # noqa: SLF001
+    overload, names = variant
+    taken = {a.name for a in overload._schema.arguments}  # noqa: SLF001
+    kept = {name: value for name, value in kwargs.items() if name in taken}
+    into = dict(zip(names, outputs, strict=True))
+    return overload._op, args, {**kept, **into}  # noqa: SLF001
+
+
+def _out_variant(func: Any) -> tuple[Any, list[str]] | None:
+    """Return the overload that writes ``func``'s results into given tensors, and their names."""
+    wanted = {a.name: str(a.type) for a in func._schema.arguments}  # noqa: SLF001  no public way
+    bare = {n: t for n, t in wanted.items() if n not in _OUTPUT_OPTIONS}
+    packet = func.overloadpacket
+    for name in packet.overloads():
+        candidate = getattr(packet, name)
+        outs: list[str] = []
+        rest: dict[str, str] = {}
+        for a in candidate._schema.arguments:  # noqa: SLF001
+            if a.kwarg_only and a.alias_info is not None and a.alias_info.is_write:
+                if str(a.type) != "Tensor":
+                    break  # a list of outputs is run and copied
+                outs.append(a.name)
+            else:
+                rest[a.name] = str(a.type)
+        if len(outs) == len(func._schema.returns) and outs and rest in (wanted, bare):  # noqa: SLF001
+            return candidate, outs
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class RunAndCopy:
+    """Runs an operation again, and copies its new tensors to the recorded ``outputs``.
+
+    Args:
+        op: The operation.
+        outputs: As `RecordedCall.made`: None for a result that lies in the memory of an argument.
+    """
+
+    op: Callable[..., Any]
+    outputs: tuple[torch.Tensor | None, ...]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        """Run it on these arguments."""
+        results = tensors_of(self.op(*args, **kwargs))
+        for target, new in zip(self.outputs, results, strict=True):
+            if target is not None:
+                target.copy_(new)

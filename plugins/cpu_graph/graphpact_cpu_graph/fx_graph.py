@@ -1,0 +1,178 @@
+"""FX graphs of a recording: a node for each recorded call, tensors of the outside as inputs.
+
+What a node reads and no node made is an input, by its memory, never a constant: a replay reads it, and
+writes it, where it lies. So the numbers of Python stay what they were, and the contents of tensors do not.
+
+What a segment made and something after it reads (the next segment, an eager call, the outputs) is copied,
+as the segment's last work, to where it lay when it was recorded.
+
+Does not: record, which `graphpact_tape.recorder` does, or compile.
+"""
+
+import operator
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from graphpact.errors import CaptureError
+from graphpact_tape.host import extent_of, storage_id, tensors_of, written_by
+from graphpact_tape.recorder import RecordedCall, Segment
+
+Place: TypeAlias = tuple[Any, ...]
+"""Address, shape, stride and dtype: tensors of one place are one input."""
+
+_aten = torch.ops.aten
+
+
+@dataclass(slots=True)
+class SegmentGraph:
+    """One segment as an FX graph, and the memory around it that it reads and writes.
+
+    Attributes:
+        graph: Its nodes write their arguments in place, and it returns nothing.
+        inputs: By place, the placeholders and the tensors that they stand for.
+    """
+
+    graph: fx.Graph = field(default_factory=fx.Graph)
+    inputs: dict[Place, tuple[fx.Node, torch.Tensor]] = field(default_factory=dict)
+    _made: dict[int, fx.Node] = field(default_factory=dict)  # by the tensor's identity
+    _fresh: dict[int, list[tuple[fx.Node, torch.Tensor]]] = field(default_factory=dict)
+    _written: list[tuple[int, int]] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, segment: Segment, outliving: set[int]) -> "SegmentGraph":
+        """Return the graph of ``segment``.
+
+        Args:
+            segment: Of a recording, which has to live until this graph is finished.
+            outliving: The storages that it allocated and that are read after it.
+        """
+        made = cls()
+        for call in segment.calls:
+            made._add(call)
+        for storage in made._fresh.keys() & outliving:
+            for node, tensor in made._fresh[storage]:
+                made.graph.call_function(_aten.copy_.default, (made._input(tensor), node))
+                made._written.append(_addresses(tensor))
+        return made
+
+    def finish(self) -> list[torch.Tensor]:
+        """End the graph and return its inputs, in the order of the placeholders.
+
+        Raises:
+            CaptureError: Inputs of two dtypes share memory that is written.
+        """
+        self._join_overlaps()
+        self.graph.output(())
+        tensors = {id(node): tensor for node, tensor in self.inputs.values()}
+        return [tensors[id(node)] for node in self.graph.find_nodes(op="placeholder")]
+
+    # -- inside ----------------------------------------------------------------------------------
+
+    def _add(self, call: RecordedCall) -> None:
+        given = tensors_of((call.args, call.kwargs))
+        args, kwargs = pytree.tree_map_only(torch.Tensor, self._node_of, (call.args, call.kwargs))
+        node = self.graph.call_function(call.op, args, kwargs)
+        self._written += [_addresses(t) for t in written_by(call.op, call.args, call.kwargs)]
+        self._bind(node, call.result, given)
+
+    def _node_of(self, tensor: torch.Tensor) -> fx.Node:
+        node = self._made.get(id(tensor))
+        if node is not None:
+            return node
+        bases = self._fresh.get(storage_id(tensor))
+        if bases is None:
+            return self._input(tensor)
+        # A view of what this graph made that passed no dispatcher, such as ``tensor.data``.
+        view = tensor.shape, tensor.stride(), tensor.storage_offset()
+        return self.graph.call_function(_aten.as_strided.default, (bases[0][0], *view))
+
+    def _input(self, tensor: torch.Tensor) -> fx.Node:
+        place = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+        if place not in self.inputs:
+            with self.graph.inserting_before():
+                node = self.graph.placeholder(f"input_{len(self.inputs)}")
+            self.inputs[place] = node, tensor
+        return self.inputs[place][0]
+
+    def _bind(self, node: fx.Node, result: Any, given: list[torch.Tensor]) -> None:
+        """Let ``node`` stand for ``result`` in the calls that follow."""
+        if isinstance(result, list | tuple):
+            for i, part in enumerate(result):
+                item = self.graph.call_function(operator.getitem, (node, i))
+                self._bind(item, part, given)
+            return
+        if not isinstance(result, torch.Tensor) or any(result is t for t in given):
+            return
+        self._made[id(result)] = node
+        if storage_id(result) not in {storage_id(t) for t in given}:
+            self._fresh.setdefault(storage_id(result), []).append((node, result))
+
+    def _join_overlaps(self) -> None:
+        """Make one input of those that share written memory: a compiler takes inputs for disjoint."""
+        ranges = {place: _addresses(tensor) for place, (_, tensor) in self.inputs.items()}
+        for group in _overlapping(ranges):
+            begin, end = ranges[group[0]][0], max(ranges[place][1] for place in group)
+            if len(group) == 1 or not any(a < end and begin < b for a, b in self._written):
+                continue
+            lowest = self.inputs[group[0]][1]
+            kinds = {(str(place[-1]), storage_id(self.inputs[place][1])) for place in group}
+            if len(kinds) > 1:
+                dtypes = " and as ".join(sorted(dtype for dtype, _ in kinds))
+                raise CaptureError(
+                    f"a region writes memory that it has in several storages or dtypes: as {dtypes}",
+                    hint='the graph driver "tape" can record it',
+                )
+            origin, size = int(lowest.storage_offset()), (end - begin) // lowest.itemsize
+            base = self._input(lowest.as_strided((size,), (1,), origin))
+            whole = next(place for place, entry in self.inputs.items() if entry[0] is base)
+            for place in group:
+                node, tensor = self.inputs[place]
+                if place == whole:
+                    continue
+                with self.graph.inserting_before(self._first_call()):
+                    view = self._view(base, tensor, int(tensor.storage_offset()) - origin)
+                node.replace_all_uses_with(view)
+                self.graph.erase_node(node)
+                del self.inputs[place]
+
+    def _first_call(self) -> fx.Node:
+        first: fx.Node = next(n for n in self.graph.nodes if n.op == "call_function")
+        return first
+
+    def _view(self, base: fx.Node, tensor: torch.Tensor, offset: int) -> fx.Node:
+        """Return ``tensor`` as a view of the flat ``base``; compilers understand slices best."""
+        call = self.graph.call_function
+        if not tensor.is_contiguous():
+            strided: fx.Node = call(
+                _aten.as_strided.default, (base, tensor.shape, tensor.stride(), offset)
+            )
+            return strided
+        part: fx.Node = call(_aten.slice.Tensor, (base, 0, offset, offset + tensor.numel()))
+        view: fx.Node = call(_aten.view.default, (part, tensor.shape))
+        return view
+
+
+def _addresses(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the first address that ``tensor`` covers, and the address after the last."""
+    begin, end = extent_of(tensor)
+    base = tensor.untyped_storage().data_ptr()
+    return base + begin, base + end
+
+
+def _overlapping(ranges: dict[Place, tuple[int, int]]) -> list[list[Place]]:
+    """Return the places in groups whose ranges of addresses overlap, each in rising order."""
+    groups: list[list[Place]] = []
+    reach = 0
+    for place, (begin, end) in sorted(ranges.items(), key=lambda item: item[1]):
+        if begin == end:
+            continue  # no element, no memory
+        if groups and begin < reach:
+            groups[-1].append(place)
+        else:
+            groups.append([place])
+        reach = max(reach, end)
+    return groups

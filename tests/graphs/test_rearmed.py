@@ -1,0 +1,128 @@
+"""Counters that nothing resets: the strict tape finds them in every segment, and finds nothing else."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from graphpact.errors import CaptureError
+from graphpact.graphs import DeclaredMemory, Graph
+from graphpact_tape.tape import TapeDriver
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _inference() -> Iterator[None]:
+    """A lane steps in inference mode, and so does every test here."""
+    with torch.inference_mode():
+        yield
+
+
+class World:
+    """A driver with a slot, a KV cache and a workspace, as a lane declares them."""
+
+    def __init__(self) -> None:
+        self.driver = TapeDriver(CPU, strict=True)
+        self.x = torch.ones(4)
+        self.unread = torch.zeros(4)
+        self.cache = torch.zeros(8)
+        self.workspace = torch.zeros(1)
+        self.driver.declare(
+            DeclaredMemory(
+                refreshed=[self.x, self.unread], caches=[self.cache], workspaces=[self.workspace]
+            )
+        )
+
+    def count(self, x: torch.Tensor) -> torch.Tensor:
+        """Return ``x`` in the first run after the workspace was reset, and zeros in later ones."""
+        self.workspace.add_(1)
+        return torch.where(self.workspace == 1, x, 0)
+
+    def broken(self, call: Callable[..., Any], *args: torch.Tensor) -> Graph:
+        """Capture work, an eager call, and work on what it returned."""
+        return self.driver.capture(
+            lambda: self.driver.eager_call(call, self.x * 2, *args) + self.x, warmup=0
+        )
+
+
+@pytest.mark.parametrize("planted", [0, 1, 2, None])
+def test_a_counter_is_found_in_any_segment(planted: int | None) -> None:
+    """A graph of three segments is refused where one of them counts on, and not where none does."""
+    w = World()
+
+    def region() -> torch.Tensor:
+        x = w.x
+        for segment in range(3):
+            x = w.count(x) if segment == planted else x + 1
+            x = w.driver.eager_call(torch.neg, x) if segment < 2 else x
+        return x
+
+    if planted is None:
+        assert w.driver.capture(region, warmup=0).num_segments == 3
+        return
+    with pytest.raises(CaptureError, match="second replay on the same inputs"):
+        w.driver.capture(region, warmup=0)
+
+
+def test_a_counter_in_a_workspace_is_found_in_an_eager_call() -> None:
+    """An eager call whose result depends on what the last replay left in a workspace is refused."""
+    w = World()
+    with pytest.raises(CaptureError, match="second replay on the same inputs"):
+        w.broken(w.count)
+
+
+def test_a_counter_in_what_an_eager_call_returned_is_found() -> None:
+    """Memory that the call hands out each time, and the next segment counts in, is reset by nothing."""
+    w, kept = World(), torch.zeros(4)
+
+    def region() -> torch.Tensor:
+        return w.driver.eager_call(lambda: kept).add_(1) + w.x
+
+    with pytest.raises(CaptureError, match="second replay on the same inputs"):
+        w.driver.capture(region, warmup=0)
+
+
+@pytest.mark.parametrize("name", ["cache", "x", "unread"])
+def test_an_eager_call_may_write_declared_memory(name: str) -> None:
+    """An eager call that adds to the KV cache, or to a slot, is no counter: each step brings it anew."""
+    w = World()
+    memory = getattr(w, name)
+
+    def attend(q: torch.Tensor) -> torch.Tensor:
+        memory.add_(1)
+        return q + memory[:4]
+
+    before = memory.clone()
+    w.broken(attend)
+    memory.sub_(1)  # of the capture's own call; those of the check are undone
+    assert torch.equal(memory, before)
+
+
+def test_an_eager_call_may_write_what_it_is_given() -> None:
+    """A buffer given to an eager call, declared or not, is the caller's to prepare."""
+    w, given = World(), torch.zeros(4)
+    w.broken(lambda q, out: out.add_(q).clone(), given)
+    assert given.tolist() == [2.0] * 4  # of the capture's own call
+
+
+def test_what_an_eager_call_leaves_unwritten_is_no_difference() -> None:
+    """Rows that an eager call allocates and does not write hold the same poison in both replays."""
+    w = World()
+    contents = iter(range(100))
+
+    def attend(q: torch.Tensor) -> torch.Tensor:
+        torch.full((4,), float(next(contents)))  # freed at once: what the next allocation may find
+        out = torch.empty(4)
+        out[:2] = q[:2]
+        return out
+
+    graph = w.broken(attend)
+    assert graph.num_segments == 2
+
+
+def test_what_is_random_is_no_difference() -> None:
+    """Eager calls and segments that draw random numbers draw the same in both replays."""
+    w = World()
+    assert w.broken(lambda q: torch.rand_like(q) + q).num_segments == 2
