@@ -25,7 +25,7 @@ PROMPTS = ["Return the ", "A", "The value of a graph is "]
 class RebuildsMetadata(FlashInferBackend):
     """Replay makes new tensors, and the graph goes on reading the old ones."""
 
-    metadata_in_graph = None
+    fill_is_device_only = False
 
     @hookimpl
     def init_metadata_replay(self, view: ForwardBatch, shape: GraphShape, captured: Any) -> Any:
@@ -49,7 +49,7 @@ class KeepsRequestRows(CudaGraphRunner):
 class PlansOnce(FlashInferBackend):
     """What the kernel works by is made when there is none yet, and never again."""
 
-    metadata_in_graph = None
+    fill_is_device_only = False
     planned = False
 
     @hookimpl

@@ -245,6 +245,24 @@ def test_a_driver_that_cannot_tell_is_named(
     assert last.startswith("What is undeclared cannot be seen: tape does not tell")
 
 
+def test_a_driver_that_sees_a_part_says_which(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where kernels may read what no operation took, the verdict does not say that all is declared."""
+    monkeypatch.setattr(Tape, "sees", "dispatched")
+    assert main(MEMORY) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith(
+        "Everything that operations of torch read and write is declared. tape does"
+    )
+    assert "kernels launched below torch's dispatcher" in last
+    assert main([*MEMORY, "--json"]) == 0
+    lane = json.loads(capsys.readouterr().out)["memory"]["lanes"][0]
+    assert (lane["externals"], lane["knows_externals"]) == ("dispatched", True)
+    touched = {row["in_graph"] for row in lane["rows"] if row["kind"] == "weight"}
+    assert touched <= {True, None}
+
+
 def test_the_picture_shows_the_slots_of_all_lanes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from graphpact.cli import main
 from graphpact_engine.saved_pacts import SavedPacts
+from graphpact_tape.tape import Tape
 
 DEMO = Path(__file__).parents[1] / "examples/demo.toml"
 ENGINE = ["--config", str(DEMO), "--set", 'engine.device="cpu"']
@@ -108,6 +109,32 @@ def test_a_target_that_cannot_be_written_is_refused_before_anything_is_built(
     assert str(tmp_path / where) in err
     assert "help: name a" in err
     assert (tmp_path / "there.json").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("sees", "says"),
+    [
+        ("dispatched", "lane decode: of the tensors that the backend holds its pacts cover"),
+        ("unknown", "lane decode: its driver does not tell what graphs read"),
+        ("all", None),
+    ],
+)
+def test_what_pacts_do_not_cover_is_said(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    sees: str,
+    says: str | None,
+) -> None:
+    """Where a driver tells a part of what graphs read, or nothing, a line on stderr says what that leaves."""
+    if sees == "unknown":
+        monkeypatch.setattr(Tape, "external_tensors", lambda _: None)
+    else:
+        monkeypatch.setattr(Tape, "sees", sees)
+    assert main(["pact", "save", str(tmp_path / "pacts.json"), *ENGINE]) == 0
+    err = capsys.readouterr().err
+    assert ("lane decode: " in err) == (says is not None)
+    assert says is None or says in " ".join(err.split())
 
 
 def test_force_writes_over_a_file(saved: Path, tmp_path: Path) -> None:

@@ -505,7 +505,7 @@ def test_metadata_in_the_graph_leaves_the_hook_nothing_to_do() -> None:
 class MakesItOutside(FlashInferBackend):
     """A backend whose metadata work needs the host."""
 
-    metadata_in_graph = None
+    fill_is_device_only = False
 
 
 def test_a_backend_that_cannot_is_not_asked_to() -> None:

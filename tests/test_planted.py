@@ -48,7 +48,7 @@ NOTHING = ("verify.pact=off",)
 class Rebuilt(FlashInferBackend):
     """Metadata is made anew at replay, in new memory."""
 
-    metadata_in_graph = None
+    fill_is_device_only = False
 
     @hookimpl
     def init_metadata_replay(self, view: ForwardBatch, shape: GraphShape, captured: Any) -> Any:
@@ -139,7 +139,7 @@ class KeepsTheTail(CudaGraphRunner):
 class PlansOnce(FlashInferBackend):
     """What the kernels work by is made when there is none yet."""
 
-    metadata_in_graph = None
+    fill_is_device_only = False
 
     def __init__(self, context: Any) -> None:
         super().__init__(context)
@@ -277,7 +277,7 @@ class PadsWithALiveSlot(CudaGraphRunner):
 class PlansByPages(FlashInferBackend):
     """Metadata is made anew when a request has a page more: the key leaves the lengths out."""
 
-    metadata_in_graph = None
+    fill_is_device_only = False
 
     def __init__(self, context: Any) -> None:
         super().__init__(context)
@@ -300,7 +300,7 @@ class PlansByPages(FlashInferBackend):
 class NeverJoins(FlashInferBackend):
     """Metadata is refreshed on a side stream that nobody waits for."""
 
-    metadata_in_graph = None
+    fill_is_device_only = False
     side: Stream | None = None
 
     @hookimpl
@@ -317,7 +317,7 @@ class NeverJoins(FlashInferBackend):
 class StagesAgain(FlashInferBackend):
     """Host memory is written for the next step before the copy from it is done."""
 
-    metadata_in_graph = None
+    fill_is_device_only = False
 
     def declare_slots(self, limits: Limits) -> Sequence[GraphSlot]:
         """Declare the staging buffer."""

@@ -171,7 +171,7 @@ def test_a_host_read_in_a_hook_is_refused_by_its_line() -> None:
 class Fails(FlashInferBackend):
     """Its replay hook uses a request row as an index, tails and all, before anything filled them."""
 
-    metadata_in_graph = None
+    fill_is_device_only = False
 
     @hookimpl
     def init_metadata_replay(self, view: ForwardBatch, shape: GraphShape, captured: Any) -> Any:
@@ -213,7 +213,7 @@ def test_a_host_tensor_kept_from_step_to_step_stays_the_hosts() -> None:
     class Remembers(FlashInferBackend):
         """It counts the requests that have grown, on the host."""
 
-        metadata_in_graph = None
+        fill_is_device_only = False
         before: torch.Tensor | None = None
         grown = 0
 

@@ -51,7 +51,7 @@ class MoreMetadata(FlashInferMetadata):
 class Variant(FlashInferBackend):
     """Metadata is made by the hooks, and can carry more."""
 
-    metadata_in_graph = None
+    fill_is_device_only = False
 
     def allocate_metadata(
         self, view: ForwardBatch, shape: GraphShape, buffers: Buffers

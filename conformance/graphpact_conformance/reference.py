@@ -24,6 +24,7 @@ from graphpact.attention import (
     HeadLayout,
     LayerSpec,
     Limits,
+    new_kv,
 )
 from graphpact.batch import ForwardBatch, ForwardMode
 from graphpact.buffers import GraphSlot, PaddingPolicy
@@ -79,6 +80,7 @@ class ReferenceBackend(AttentionBackend):
         trees=True,
         needs_host_plan=True,
     )
+    fill_is_device_only = True
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
@@ -173,10 +175,6 @@ class ReferenceBackend(AttentionBackend):
         width = view.tree_mask.shape[1]  # an idle batch has no tokens to tell it by
         return view.out_cache_loc.view(-1, width).repeat_interleave(width, dim=0)
 
-    def metadata_in_graph(self, view: ForwardBatch, metadata: ReferenceMetadata) -> None:
-        """Do the same as `fill_metadata`: it is device work alone."""
-        self.fill_metadata(view, metadata)
-
     def plan_metadata(self, view: ForwardBatch, metadata: ReferenceMetadata) -> None:
         """Count every request's keys from its length on the host."""
         keys = view.seq_lens_cpu + view.uncounted_keys
@@ -193,24 +191,32 @@ class ReferenceBackend(AttentionBackend):
     def forward(
         self,
         q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
         layer: LayerSpec,
         metadata: ReferenceMetadata,
     ) -> torch.Tensor:
-        """Write keys and values, gather what every token sees, attend in float32."""
+        """Write new keys and values, gather what every token sees, attend in float32."""
         cache = self.context.kv_cache
-        k_cache, v_cache = cache.k[layer.layer_id], cache.v[layer.layer_id]
-        k_cache.index_copy_(0, metadata.out_cache_loc, k)
-        if layer.kv_lora_rank is None:
-            v_cache.index_copy_(0, metadata.out_cache_loc, v)
+        k_cache, v_cache = cache.k[layer.cache_layer], cache.v[layer.cache_layer]
+        new = new_kv(k, v, layer)
+        if new is not None:
+            k_cache.index_copy_(0, metadata.out_cache_loc, new[0])
+            if layer.kv_lora_rank is None:
+                v_cache.index_copy_(0, metadata.out_cache_loc, new[1])
         slots, seen = self.keys_of(metadata)
         if layer.sliding_window is not None:
             seen = seen & (seen.flip(1).cumsum(1).flip(1) <= layer.sliding_window)
-        slots = torch.where(seen, slots, metadata.out_cache_loc[:, None])
         group = layer.num_q_heads // layer.num_kv_heads
-        keys = k_cache[slots].float().repeat_interleave(group, dim=2)
-        values = v_cache[slots].float().repeat_interleave(group, dim=2)
+
+        def gather(cache: torch.Tensor) -> torch.Tensor:
+            rows = cache[
+                torch.where(seen, slots, 0)
+            ]  # scratch may hold NaN, which a weight of 0 keeps
+            rows = rows.masked_fill(~seen[:, :, None, None], 0)
+            return rows.float().repeat_interleave(group, dim=2)
+
+        keys, values = gather(k_cache), gather(v_cache)
         scores = torch.einsum("thd,tkhd->thk", q.float(), keys) * layer.scaling
         if layer.softcap is not None:
             scores = layer.softcap * torch.tanh(scores / layer.softcap)

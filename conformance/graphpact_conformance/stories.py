@@ -256,9 +256,9 @@ STORIES: dict[str, Story] = {
         """,
         mended="""
         Return from `init_metadata_replay` the object that was captured, refreshed in place; the base class
-        does, where you write `fill_metadata` alone. What the graph should do itself is `metadata_in_graph`,
-        what the host has to do each time is `plan_metadata`. Keep nothing on `self` that an earlier phase may
-        have filled, such as `if self._plan is None`.
+        does, where you write `fill_metadata` alone. Where that is device work alone, `fill_is_device_only`
+        lets the graph do it; what the host has to do each time is `plan_metadata`. Keep nothing on `self`
+        that an earlier phase may have filled, such as `if self._plan is None`.
         """,
     ),
     "GP11": _pull(
@@ -427,8 +427,8 @@ STORIES: dict[str, Story] = {
         finding names the output, or the counter or flag, that a later replay found otherwise than the first.
         """,
         mended="""
-        Reset in the region what the region needs reset: `counter.zero_()` in `forward` or in
-        `metadata_in_graph` is recorded, so every replay does it; in `__init__` it is done once. Draw random
+        Reset in the region what the region needs reset: `counter.zero_()` in `forward` is recorded, so
+        every replay does it; in `__init__` it is done once. Draw random
         numbers from the device's default generator, which a graph advances, and from no other.
         """,
     ),

@@ -195,7 +195,7 @@ class PackedDraftExtend(ReferenceBackend):
 class StaleRows(ReferenceBackend):
     """The page table is that of the requests before."""
 
-    metadata_in_graph = None
+    fill_is_device_only = False
     rows: torch.Tensor | None = None
 
     def fill_metadata(self, view: ForwardBatch, metadata: ReferenceMetadata) -> None:
@@ -316,7 +316,7 @@ class HeadsInTurn(ReferenceBackend):
 class HostReads(ReferenceBackend):
     """The replay hook reads a length on the host."""
 
-    metadata_in_graph = None
+    fill_is_device_only = False
 
     def fill_metadata(self, view: ForwardBatch, metadata: ReferenceMetadata) -> None:
         """Fill, and read."""
@@ -327,7 +327,7 @@ class HostReads(ReferenceBackend):
 class Reallocates(ReferenceBackend):
     """The replay hook makes metadata of its own."""
 
-    metadata_in_graph = None
+    fill_is_device_only = False
 
     def fill_metadata(self, view: ForwardBatch, metadata: ReferenceMetadata) -> None:
         """Fill, and bind another tensor."""

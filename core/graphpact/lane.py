@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType, SimpleNamespace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import pluggy
 import torch
@@ -29,7 +29,7 @@ from graphpact.attention import AttentionBackend, kv_tensors
 from graphpact.batch import ForwardBatch, ForwardMode
 from graphpact.buffers import CudaGraphBufferRegistry, PaddingPolicy, SharedBuffers
 from graphpact.errors import CaptureError, ConfigError, EngineError
-from graphpact.graphs import DeclaredMemory, Graph, GraphDriver
+from graphpact.graphs import DeclaredMemory, Externals, Graph, GraphDriver
 from graphpact.hookspecs import hookimpl
 from graphpact.pact import Pact, walk
 from graphpact.runners import GraphRunner
@@ -45,6 +45,8 @@ class ShapeStats:
 
     capture_seconds: float = 0.0
     num_nodes: int = 0
+    externals: Externals = "all"
+    """How much is known of the memory that the graph reads: the pact covers what the backend holds of it."""
     replays: int = 0
     raw_rows: int = 0
     raw_tokens: int = 0
@@ -61,6 +63,12 @@ class LaneStats:
     shapes: dict[GraphShape, ShapeStats] = field(default_factory=dict)
     eager: Counter[tuple[ForwardMode, EagerReason]] = field(default_factory=Counter)
     pact_checks: int = 0
+
+    @property
+    def externals(self) -> Externals:
+        """How much is known of the memory that the graphs read: of all shapes the least."""
+        order: tuple[Externals, ...] = get_args(Externals)
+        return max((s.externals for s in self.shapes.values()), key=order.index, default="all")
 
     @property
     def replays(self) -> int:
@@ -115,8 +123,8 @@ class Lane:
         driver: Records graphs. A lane that captures nothing runs beside it.
         pact: Check every replay, one in ``pact_sample_every``, or none.
         pact_sample_every: The interval of ``"sampled"``.
-        metadata_in_graph: Whether the backend's metadata work is recorded in the graph; None records it
-            where the backend can.
+        metadata_in_graph: Whether the graphs record the backend's `fill_metadata`; None records it where
+            the backend declares ``fill_is_device_only``.
         share_pool: Where the static inputs get their memory, so that lanes share it; None for memory of
             the lane's own.
         eager_reason: Why this lane captures nothing although its runner has shapes; None where it captures.
@@ -311,7 +319,7 @@ class Lane:
         except BaseException:
             graph.release()
             raise
-        stats = ShapeStats(time.perf_counter() - start, graph.num_nodes)
+        stats = ShapeStats(time.perf_counter() - start, graph.num_nodes, graph.externals)
         self._captured[shape] = CapturedShape(step, graph, pact, stats, held)
         self.stats.shapes[shape] = stats
         if self.on_capture is not None:
@@ -463,7 +471,7 @@ class Lane:
                 )
 
     def _records_metadata(self, asked: bool | None) -> bool:  # noqa: FBT001  a setting, handed on
-        can = self.backend.metadata_in_graph is not None
+        can = self.backend.fill_is_device_only
         if asked and not can:
             raise ConfigError(
                 f"lanes.{self.name}.metadata_in_graph = true, but {type(self.backend).__name__} has no"

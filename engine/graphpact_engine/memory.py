@@ -11,9 +11,10 @@ A captured graph goes on reading the addresses that it was captured with. What l
 or it is ``unknown``: memory of which nobody promised that it stays, is refreshed, or is padded.
 
 A tensor is known by its range of addresses, so a view of a slot is that slot; gaps between the rows of
-a strided tensor count as its own. Where a driver cannot tell what its graphs touch (CUDA graphs), every
-weight is listed and nothing is found unknown. Slots and the request table are listed whether a graph
-touches them or only what prepares a replay does.
+a strided tensor count as its own. Where a driver cannot tell what its graphs touch, every weight is listed
+and nothing is found unknown. Where it tells a part (CUDA graphs: the tensors of dispatched operations), what
+is unknown is among that part, and every weight is listed. Slots and the request table are listed whether
+a graph touches them or only what prepares a replay does.
 
 Does not: free, move or read any of it, or list the weights that no graph touches.
 """
@@ -22,14 +23,14 @@ import bisect
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 
 from graphpact.attention import kv_tensors
 from graphpact.buffers.arenas import address_range
 from graphpact.buffers.description import RegistryDescription, SlotRow
-from graphpact.graphs import Graph
+from graphpact.graphs import Externals, Graph
 from graphpact.lane import Lane
 from graphpact.shapes import EagerReason, GraphShape
 from graphpact_engine.engine import Engine
@@ -93,7 +94,7 @@ class LaneMemory:
         metadata_in_graph: Whether the graphs compute the attention backend's metadata; None for a lane
             without.
         absent: Why there is no graph-resident memory; None where there is.
-        knows_externals: Whether the driver can tell what its graphs touch.
+        externals: How much the driver can tell of what its graphs touch.
         registry: The slots, those that are not enabled too; None for a lane without a registry.
         rows: Slots, pools, weights, KV cache, request table, and what is unknown, in this order.
     """
@@ -102,9 +103,14 @@ class LaneMemory:
     driver: str | None
     metadata_in_graph: bool | None
     absent: str | None
-    knows_externals: bool
+    externals: Externals
     registry: RegistryDescription | None
     rows: tuple[MemoryRow, ...]
+
+    @property
+    def knows_externals(self) -> bool:
+        """Whether the driver can tell anything of what its graphs touch."""
+        return self.externals != "unknown"
 
     def of_kind(self, *kinds: Kind) -> list[MemoryRow]:
         """Return the rows of these kinds."""
@@ -188,6 +194,7 @@ class EngineMemory:
                     "metadata_in_graph": lane.metadata_in_graph,
                     "absent": lane.absent,
                     "knows_externals": lane.knows_externals,
+                    "externals": lane.externals,
                     "own_nbytes": own[lane.lane],
                     "rows": [row.to_dict() for row in lane.rows],
                 }
@@ -231,10 +238,16 @@ def _lane_memory(lane: Lane, engine: Engine) -> LaneMemory:
         if lane.registry is None:
             reason = lane.eager_reason or EagerReason.NO_GRAPHS
         return LaneMemory(
-            lane.name, None, None, reason.text, knows_externals=True, registry=registry, rows=()
+            lane.name, None, None, reason.text, externals="all", registry=registry, rows=()
         )
     external = _external_tensors(graphs.values())
-    touched = None if external is None else _Ranges(_extent(t) for t in external)
+    told = max((graph.externals for graph in graphs.values()), key=get_args(Externals).index)
+    touched = _Ranges(_extent(t) for t in external or ())
+
+    def in_graph(where: Extent) -> bool | None:
+        if touched.meets(where):
+            return True
+        return False if told == "all" else None
 
     def row(
         kind: Kind, name: str, owner: str | None, tensor: torch.Tensor, slot: SlotRow | None = None
@@ -251,7 +264,7 @@ def _lane_memory(lane: Lane, engine: Engine) -> LaneMemory:
             dtype=str(tensor.dtype).removeprefix("torch."),
             device=str(tensor.device),
             nbytes=tensor.nbytes,
-            in_graph=None if touched is None else touched.meets(where),
+            in_graph=in_graph(where),
             extent=where,
         )
 
@@ -277,7 +290,7 @@ def _lane_memory(lane: Lane, engine: Engine) -> LaneMemory:
         lane.driver.name,
         lane.records_metadata,
         None,
-        knows_externals=external is not None,
+        externals=told,
         registry=registry,
         rows=(*slots, *pools, *shared, *unknown),
     )

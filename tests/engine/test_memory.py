@@ -15,7 +15,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from graphpact import AttentionBackend, ForwardMode, GraphShape, LayerSpec
 from graphpact.buffers.description import draw
 from graphpact.cli import main
-from graphpact.graphs.nodes import RunAndCopy
 from graphpact.lane import Lane
 from graphpact.plugins import PluginCatalog
 from graphpact_cuda_graph import CudaGraphRunner
@@ -24,6 +23,7 @@ from graphpact_engine.config import EngineConfig
 from graphpact_engine.memory import EngineMemory, _extent, _outside, _Ranges
 from graphpact_flashinfer import FlashInferBackend
 from graphpact_flashinfer import FlashInferMetadata as Metadata
+from graphpact_tape.nodes import RunAndCopy
 from graphpact_tape.tape import Tape
 from support import Catalog
 

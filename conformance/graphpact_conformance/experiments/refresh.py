@@ -169,7 +169,7 @@ def _unwritten(
             expected="what is recorded writes all that the replay hook writes where nothing is recorded",
             actual="the hook writes it, and nothing that was recorded does",
             step=base,
-            help="record the same body (metadata_in_graph) for every step of a draft and in every run:"
+            help="record the same body (fill_metadata) for every step of a draft and in every run:"
             " nothing that is made once, and no branch on contents",
         )
 

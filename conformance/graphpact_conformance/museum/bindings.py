@@ -1,7 +1,7 @@
 """Exhibits of what a backend binds and writes: GP01, GP02, GP07.
 
 Each is an edit of a backend that is right. Where the defect is in a hook, the graph makes no metadata
-(``metadata_in_graph = None``); elsewhere it is in what is recorded.
+(``fill_is_device_only = False``); elsewhere it is in what is recorded.
 
 Does not: hold the exhibits of what is recorded (see `graphpact_conformance.museum.recordings`), or of plans,
 streams and host reads (see `graphpact_conformance.museum.plans`).
@@ -25,7 +25,7 @@ def _made_anew(base: type[Any]) -> type[Any]:
     class MadeAnew(base):  # type: ignore[misc]
         """A replay fills new tensors, made like the captured ones."""
 
-        metadata_in_graph = None
+        fill_is_device_only = False
 
         @hookimpl
         def init_metadata_replay(self, view: ForwardBatch, shape: GraphShape, captured: Any) -> Any:
@@ -44,7 +44,7 @@ def _cast(base: type[Any]) -> type[Any]:
     class Cast(base):  # type: ignore[misc]
         """Lengths are cast to the kernel's type, which makes a tensor."""
 
-        metadata_in_graph = None
+        fill_is_device_only = False
 
         def fill_metadata(self, view: ForwardBatch, metadata: Any) -> None:
             """Fill, and bind the cast lengths."""
@@ -64,7 +64,7 @@ def _eager_at_replay(base: type[Any]) -> type[Any]:
     class EagerAtReplay(base):  # type: ignore[misc]
         """One entry point makes metadata for eager steps and for replays: in new memory."""
 
-        metadata_in_graph = None
+        fill_is_device_only = False
 
         @hookimpl
         def init_metadata_replay(self, view: ForwardBatch, shape: GraphShape, captured: Any) -> Any:
@@ -79,7 +79,7 @@ def _held_lengths(base: type[Any]) -> type[Any]:
     class HeldLengths(base):  # type: ignore[misc]
         """Attention reads lengths from a tensor that the backend makes in every step."""
 
-        metadata_in_graph = None
+        fill_is_device_only = False
         lens: torch.Tensor
 
         def fill_metadata(self, view: ForwardBatch, metadata: Any) -> None:
@@ -99,7 +99,7 @@ def _tables_by_size(base: type[Any]) -> type[Any]:
     class TablesBySize(base):  # type: ignore[misc]
         """Tables are kept in a dictionary, and replaced there in every step."""
 
-        metadata_in_graph = None
+        fill_is_device_only = False
 
         def __init__(self, context: Any) -> None:
             super().__init__(context)

@@ -27,7 +27,7 @@ def after_replay_hook(edit: Edit) -> Make:
         class Edited(base):  # type: ignore[misc]
             """Metadata is made by hooks alone."""
 
-            metadata_in_graph = None
+            fill_is_device_only = False
 
             @hookimpl
             def init_metadata_replay(
@@ -58,16 +58,17 @@ def not_refreshed(spare: Callable[[Any], Any], *, in_graph: bool) -> Make:
             class Recorded(base):  # type: ignore[misc]
                 """The recorded body writes less than the hook."""
 
-                def metadata_in_graph(self, view: ForwardBatch, metadata: Any) -> None:
+                def record_metadata(self, view: ForwardBatch, metadata: Any) -> None:
                     """Write all the rest."""
-                    self.fill_metadata(view, spare(metadata))
+                    for at, part in each_step(view, metadata) if self.records_metadata else ():
+                        self.fill_metadata(at, spare(part))
 
             return Recorded
 
         class Hooked(base):  # type: ignore[misc]
             """The replay hook writes less than the capture hook."""
 
-            metadata_in_graph = None
+            fill_is_device_only = False
 
             @hookimpl
             def init_metadata_replay(

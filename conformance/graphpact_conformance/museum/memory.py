@@ -593,7 +593,7 @@ def _writes_by_dirty_indices(base: type[Any]) -> type[Any]:
     class WritesByDirtyIndices(base):  # type: ignore[misc]
         """Has write indices of its own, which the hook of replays fills and that of captures does not."""
 
-        metadata_in_graph = None
+        fill_is_device_only = False
 
         def declare_slots(self, limits: Any) -> Sequence[GraphSlot]:
             """Return one more, of write indices."""

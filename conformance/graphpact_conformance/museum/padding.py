@@ -68,7 +68,7 @@ def _copies_the_head(*names: str) -> Make:
         class CopiesTheHead(base):  # type: ignore[misc]
             """Has a replay hook that keeps tails."""
 
-            metadata_in_graph = None
+            fill_is_device_only = False
 
             @hookimpl
             def init_metadata_replay(self, view: Any, shape: Any, captured: Any) -> Any:
@@ -410,7 +410,7 @@ def _counts_live_queries(base: type[Any]) -> type[Any]:
     class CountsLiveQueries(base):  # type: ignore[misc]
         """Offsets of queries end, at replay, where those of live requests do."""
 
-        metadata_in_graph = None
+        fill_is_device_only = False
 
         @hookimpl
         def init_metadata_replay(self, view: Any, shape: Any, captured: Any) -> Any:
@@ -430,7 +430,7 @@ def _cut_by_the_batch(name: str, more: int = 0) -> Make:
         class CutByTheBatch(base):  # type: ignore[misc]
             """Cuts one tensor at replay."""
 
-            metadata_in_graph = None
+            fill_is_device_only = False
 
             @hookimpl
             def init_metadata_replay(self, view: Any, shape: Any, captured: Any) -> Any:

@@ -66,7 +66,7 @@ def _first_step_planned(base: type[Any]) -> type[Any]:
     class FirstStepPlanned(base):  # type: ignore[misc]
         """Later steps of a draft keep the plan of their capture."""
 
-        metadata_in_graph = None
+        fill_is_device_only = False
 
         @hookimpl
         def init_metadata_replay(self, view: ForwardBatch, shape: GraphShape, captured: Any) -> Any:
@@ -201,7 +201,7 @@ def _staged(
         class Staged(base):  # type: ignore[misc]
             """Lengths come from the host."""
 
-            metadata_in_graph = None
+            fill_is_device_only = False
             copied: Any = None
 
             def declare_slots(self, limits: Limits) -> Sequence[GraphSlot]:
@@ -309,7 +309,7 @@ def _on_a_side_stream(*, forks: bool, joins: bool) -> Make:
         class Sided(base):  # type: ignore[misc]
             """Metadata is refreshed beside the stream that replays."""
 
-            metadata_in_graph = None
+            fill_is_device_only = False
             side: Any = None
 
             @hookimpl

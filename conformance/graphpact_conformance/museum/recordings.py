@@ -189,10 +189,10 @@ def _kept_from_eager(base: type[Any]) -> type[Any]:
             self.made = True
             return super().init_metadata_eager(batch, fill=fill)
 
-        def metadata_in_graph(self, view: ForwardBatch, metadata: Any) -> None:
-            """Make them where nobody has."""
+        def record_metadata(self, view: ForwardBatch, metadata: Any) -> None:
+            """Record them only if no eager step has made them."""
             if not self.made:
-                super().metadata_in_graph(view, metadata)
+                super().record_metadata(view, metadata)
 
     return KeptFromEager
 
@@ -224,7 +224,7 @@ def _first_step_recorded(base: type[Any]) -> type[Any]:
 
         def record_metadata(self, view: ForwardBatch, metadata: Any) -> None:
             """Record the first."""
-            self.metadata_in_graph(*next(each_step(view, metadata)))
+            self.fill_metadata(*next(each_step(view, metadata)))
 
     return FirstStepRecorded
 
@@ -237,11 +237,11 @@ def _made_in_warm_up(base: type[Any]) -> type[Any]:
             super().__init__(context)
             self.made: list[Any] = []
 
-        def metadata_in_graph(self, view: ForwardBatch, metadata: Any) -> None:
+        def record_metadata(self, view: ForwardBatch, metadata: Any) -> None:
             """Make them once."""
             if not any(metadata is each for each in self.made):
                 self.made.append(metadata)
-                super().metadata_in_graph(view, metadata)
+                super().record_metadata(view, metadata)
 
     return MadeInWarmUp
 
@@ -250,10 +250,11 @@ def _branches_on_contents(base: type[Any]) -> type[Any]:
     class BranchesOnContents(base):  # type: ignore[misc]
         """The recorded body leaves windows out where no request of the batch is longer than one."""
 
-        def metadata_in_graph(self, view: ForwardBatch, metadata: Any) -> None:
-            """Make what this batch needs."""
-            needs = _longest(view) > max(metadata.windows)
-            self.fill_metadata(view, metadata if needs else replace(metadata, windows={}))
+        def record_metadata(self, view: ForwardBatch, metadata: Any) -> None:
+            """Record what this batch needs."""
+            for at, part in each_step(view, metadata) if self.records_metadata else ():
+                needs = _longest(at) > max(part.windows)
+                self.fill_metadata(at, part if needs else replace(part, windows={}))
 
     return BranchesOnContents
 

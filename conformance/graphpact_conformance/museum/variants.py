@@ -59,7 +59,7 @@ def _as_mapping(base: type[Any]) -> type[Any]:
     class Made(base):  # type: ignore[misc]
         """Makes metadata that is a dict."""
 
-        metadata_in_graph = None
+        fill_is_device_only = False
 
         def allocate_metadata(self, *args: Any) -> dict[str, Any]:
             """Return a dict."""
@@ -144,10 +144,6 @@ def _bounds_by_the_batch(base: type[Any]) -> type[Any]:
             """Fill what is inside."""
             super().fill_metadata(view, metadata.inner)
 
-        def metadata_in_graph(self, view: ForwardBatch, metadata: _Bounded) -> None:
-            """Fill what is inside."""
-            super().fill_metadata(view, metadata.inner)
-
         def forward(self, *args: Any) -> torch.Tensor:
             """Attend by what is inside."""
             out: torch.Tensor = super().forward(*args[:-1], args[-1].inner)
@@ -163,7 +159,7 @@ def _with_two_bodies(base: type[Any]) -> type[Any]:
     class TwoBodies(base):  # type: ignore[misc]
         """Writes at capture what is the same for every batch, and at replay what is not."""
 
-        metadata_in_graph = None
+        fill_is_device_only = False
 
         def declare_slots(self, limits: Limits) -> Sequence[GraphSlot]:
             """Declare the query offsets as a constant."""
@@ -197,7 +193,7 @@ def _on_the_host(base: type[Any]) -> type[Any]:
     class OnTheHost(base):  # type: ignore[misc]
         """Counts keys with numpy in host memory, which a copy leaves in its own time."""
 
-        metadata_in_graph = None
+        fill_is_device_only = False
 
         def __init__(self, context: Any) -> None:
             super().__init__(context)
@@ -232,7 +228,7 @@ def _on_a_side_stream(base: type[Any]) -> type[Any]:
     class OnASideStream(base):  # type: ignore[misc]
         """Refreshes metadata on a stream of its own, between two waits."""
 
-        metadata_in_graph = None
+        fill_is_device_only = False
 
         def __init__(self, context: Any) -> None:
             super().__init__(context)
@@ -305,7 +301,7 @@ def _keeps_a_plan(base: type[Any]) -> type[Any]:
     class KeepsAPlan(base):  # type: ignore[misc]
         """Kernels read what a plan object holds, which counts its steps and is made anew in place."""
 
-        metadata_in_graph = None
+        fill_is_device_only = False
 
         def declare_slots(self, limits: Limits) -> Sequence[GraphSlot]:
             """Declare the plan's memory."""

@@ -1,6 +1,7 @@
 """The attention backend's side of the contract.
 
     capabilities   what a backend declares, and what a model and an engine ask of it
+    context        what a backend is built with, the KV cache among it
     providers      where a backend's kernels come from: the vendor's library, or torch alone
     backend        the base class: what it binds, refreshes and computes
 
@@ -9,13 +10,11 @@ Does not: choose shapes, pad batches or record graphs.
 
 from graphpact.attention.backend import (
     AttentionBackend,
-    BackendContext,
     Buffers,
     DraftMetadata,
-    KVBuffers,
     SlotBuffers,
     each_step,
-    kv_tensors,
+    new_kv,
 )
 from graphpact.attention.capabilities import (
     Capabilities,
@@ -26,7 +25,8 @@ from graphpact.attention.capabilities import (
     Limits,
     require_capabilities,
 )
-from graphpact.attention.providers import KernelProvider, ProviderName
+from graphpact.attention.context import BackendContext, KVBuffers, ProviderName, kv_tensors
+from graphpact.attention.providers import KernelProvider
 
 __all__ = [
     "AttentionBackend",
@@ -45,5 +45,6 @@ __all__ = [
     "SlotBuffers",
     "each_step",
     "kv_tensors",
+    "new_kv",
     "require_capabilities",
 ]

@@ -18,65 +18,33 @@ from typing import Any, ClassVar, Protocol
 import torch
 
 from graphpact.attention.capabilities import Capabilities, LayerSpec, Limits
-from graphpact.attention.providers import KernelProvider, ProviderName, choose_provider
-from graphpact.batch import ForwardBatch, ForwardMode
-from graphpact.buffers import CudaGraphBufferRegistry, GraphSlot, PaddingPolicy
+from graphpact.attention.context import BackendContext
+from graphpact.attention.providers import KernelProvider, choose_provider
+from graphpact.batch import ForwardBatch
+from graphpact.buffers import CudaGraphBufferRegistry, GraphSlot
 from graphpact.errors import EngineError, SlotError
 from graphpact.graphs import GraphDriver
 from graphpact.hookspecs import hookimpl
 from graphpact.shapes import GraphShape
 
 
-class KVBuffers(Protocol):
-    """The KV cache as a backend sees it: one key and one value tensor a layer.
+def new_kv(
+    k: torch.Tensor | None, v: torch.Tensor | None, layer: LayerSpec
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Return the keys and values that `AttentionBackend.forward` writes, or None where it only attends.
 
-    ``k[i]`` is ``[num_slots, num_kv_heads, head_dim]``, ``v[i]`` ``[num_slots, num_kv_heads,
-    v_head_dim]``; slot 0 is scratch, page ``p`` is slots ``p * page_size`` and on. Where a layer keeps
-    latents (MLA), ``v[i]`` is a view of ``k[i]``: the first ``kv_lora_rank`` of each key.
+    Raises:
+        EngineError: One of them without the other.
     """
-
-    k: list[torch.Tensor]
-    v: list[torch.Tensor]
-
-
-def kv_tensors(kv_cache: KVBuffers) -> dict[str, torch.Tensor]:
-    """Return the memory of a KV cache, each tensor once, by a name for messages.
-
-    A value that is a view of its key is no memory of its own.
-    """
-    found: dict[str, torch.Tensor] = {}
-    for i, (k, v) in enumerate(zip(kv_cache.k, kv_cache.v, strict=True)):
-        shared = k.untyped_storage().data_ptr() == v.untyped_storage().data_ptr()
-        found[f"the {'latents' if shared else 'keys'} of layer {i}"] = k
-        if not shared:
-            found[f"the values of layer {i}"] = v
-    return found
-
-
-@dataclass(frozen=True, slots=True)
-class BackendContext:
-    """What a backend is built with.
-
-    Args:
-        device: The lane's device.
-        dtype: Of queries, keys, values and the KV cache.
-        layers: Every layer's demands, by ``layer_id``.
-        limits: The largest of everything.
-        req_to_token: ``[max_requests + 1, max_context_len]`` int32: KV slot of each position of each
-            request row. Row 0 is all zeros.
-        kv_cache: The KV cache.
-        mode: What the lane's batches are.
-        provider: Which of the backend's kernels: see `graphpact.attention.providers`.
-    """
-
-    device: torch.device
-    dtype: torch.dtype
-    layers: Sequence[LayerSpec]
-    limits: Limits
-    req_to_token: torch.Tensor
-    kv_cache: KVBuffers
-    mode: ForwardMode = ForwardMode.DECODE
-    provider: ProviderName = "auto"
+    if k is not None and v is not None:
+        return k, v
+    if k is None and v is None:
+        return None
+    given, missing = ("keys", "values") if v is None else ("values", "keys")
+    raise EngineError(
+        f"layer {layer.layer_id}: forward got {given} and no {missing}",
+        hint="pass k and v to write them, or None for both to attend to what the cache holds",
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,21 +89,21 @@ class SlotBuffers:
 class EagerBuffers:
     """Buffers for metadata that no graph reads: made when asked for, sized for one batch.
 
-    Workspaces are not made anew: where the backend has them in a registry, eager steps use those.
+    Workspaces are not made anew: ``workspace`` returns the one that all steps of the backend use.
     """
 
-    slots: dict[str, GraphSlot]
+    slots: Mapping[str, GraphSlot]
     shape: GraphShape
     device: torch.device
+    workspace: Callable[[GraphSlot], torch.Tensor]
     fill: int | None = None
-    registry: CudaGraphBufferRegistry | None = None
     in_graph: bool = False
 
     def __call__(self, name: str) -> torch.Tensor:
         """Return a new buffer for the slot called ``name``, holding its initial value, or ``fill``."""
         slot = self.slots[name]
-        if self.registry is not None and self.fill is None and _is_workspace(slot):
-            return self.registry.get_slot(name).slice_for(0, 0)
+        if slot.is_workspace:
+            return self.workspace(slot)
         shape = slot.shape_fn(self.shape.batch_size, self.shape.num_tokens)
         value = slot.initial_value if self.fill is None else self.fill
         return torch.full(shape, value, dtype=slot.dtype, device=slot.device or self.device)
@@ -158,13 +126,12 @@ class AttentionBackend(abc.ABC):
     ``"since 1.2"``; of one that is not, ``"not_implemented"`` or ``"unknown"``. Keys are such as ``"mode
     mixed"``, ``"page_size 1"``, ``"heads mla"``, ``"dtype bfloat16"``, ``"feature sinks"``."""
 
-    metadata_in_graph: Callable[[ForwardBatch, Any], None] | None = None
-    """A method ``(view, metadata) -> None``, where a backend has one: the same work as `fill_metadata`,
-    done by the device alone. A lane may record it as the graph's first nodes, and then a replay prepares
-    nothing."""
+    fill_is_device_only: ClassVar[bool] = False
+    """Whether `fill_metadata` is device work alone, without a host number that changes between replays. A
+    lane may then record it as the first nodes of a graph, and a replay hook need not do it."""
 
     records_metadata: bool = False
-    """Whether its lane records `metadata_in_graph`; the lane says so."""
+    """Whether the lane records `fill_metadata` in its graphs. The lane sets it."""
 
     plan_metadata: Callable[[ForwardBatch, Any], None] | None = None
     """A method ``(view, metadata) -> None``, where a backend has one: work of the host that no graph holds,
@@ -172,6 +139,7 @@ class AttentionBackend(abc.ABC):
     also where the graph does the rest. Reads no device tensor."""
 
     def __init__(self, context: BackendContext) -> None:
+        _require_caches(context)
         self.context = context
         provider, self.passed_over = choose_provider(type(self).__name__, self.providers, context)
         """Why kernels better than those in use were not taken, by the name of their provider."""
@@ -181,6 +149,8 @@ class AttentionBackend(abc.ABC):
         """The lane's driver, from which streams and copies from host memory are had; None before
         `attach`."""
         self._registry: CudaGraphBufferRegistry | None = None
+        self._workspaces: dict[str, torch.Tensor] = {}
+        """Of eager steps, by slot; empty where a registry has them."""
 
     # -- what a backend writes -------------------------------------------------------------------
 
@@ -207,19 +177,30 @@ class AttentionBackend(abc.ABC):
 
     @abc.abstractmethod
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: LayerSpec, metadata: Any
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: LayerSpec,
+        metadata: Any,
     ) -> torch.Tensor:
-        """Write ``k`` and ``v`` to the KV cache and attend.
+        """Write ``k`` and ``v``, where they are given, to the KV cache of ``layer.cache_layer``, and attend.
+
+        Without them the cache is read as it is (frozen KV, cross attention). `new_kv` tells the two cases
+        apart.
 
         Args:
             q: ``[T, num_q_heads, head_dim]``.
-            k: ``[T, num_kv_heads, head_dim]``, rotated already.
-            v: ``[T, num_kv_heads, v_head_dim]``.
+            k: ``[T, num_kv_heads, head_dim]``, rotated already; None writes nothing.
+            v: ``[T, num_kv_heads, v_head_dim]``; None where ``k`` is.
             layer: Whose attention it is.
             metadata: What the hooks made for this step.
 
         Returns:
             ``[T, num_q_heads, v_head_dim]``.
+
+        Raises:
+            EngineError: One of ``k`` and ``v`` without the other.
         """
 
     # -- what the base class makes of it ---------------------------------------------------------
@@ -245,7 +226,7 @@ class AttentionBackend(abc.ABC):
             slot
             for step in range(limits.draft.num_steps)
             for slot in self.declare_slots(limits)
-            if not (step and _is_workspace(slot))
+            if not (step and slot.is_workspace)
             for slot in [replace(slot, name=_at_step(slot.name, step)) if step else slot]
         ]
         for slot in slots:
@@ -257,6 +238,7 @@ class AttentionBackend(abc.ABC):
                 )
             registry.register_slot(slot)
         self._registry = registry
+        self._workspaces.clear()
         self.driver = driver
 
     @hookimpl
@@ -278,10 +260,10 @@ class AttentionBackend(abc.ABC):
         return captured
 
     def record_metadata(self, view: ForwardBatch, metadata: Any) -> None:
-        """Do what a graph records of the metadata's work; a lane calls it inside the capture."""
-        if self.records_metadata and self.metadata_in_graph is not None:
+        """Fill the metadata where the graph does that work; a lane calls it inside the capture."""
+        if self.records_metadata:
             for at, part in each_step(view, metadata):
-                self.metadata_in_graph(at, part)
+                self.fill_metadata(at, part)
 
     def init_metadata_eager(self, batch: ForwardBatch, *, fill: int | None = None) -> Any:
         """Return metadata for a batch that runs without a graph: the same body, in new memory.
@@ -289,14 +271,30 @@ class AttentionBackend(abc.ABC):
         Args:
             batch: The batch; its tensors may be kept.
             fill: What the new memory holds before the body writes it; the slots' initial values by
-                default. What differs between two fills is what the body leaves unwritten.
+                default. What differs between two fills is what the body leaves unwritten. Workspaces are
+                not new memory: every step has the same.
         """
         shape = GraphShape(batch.forward_mode, batch.batch_size, batch.num_tokens)
         slots = {slot.name: slot for slot in self.declare_slots(self.context.limits)}
-        buffers = EagerBuffers(slots, shape, self.context.device, fill, self._registry)
+        buffers = EagerBuffers(slots, shape, self.context.device, self._workspace, fill)
         return self._make_metadata(batch, shape, lambda _: buffers)
 
     # -- inside ----------------------------------------------------------------------------------
+
+    def _workspace(self, slot: GraphSlot) -> torch.Tensor:
+        """Return the workspace of ``slot``: the registry's, or one that lives as long as the backend."""
+        if self._registry is not None and self._registry.has_slot(slot.name):
+            return self._registry.get_slot(slot.name).slice_for(0, 0)
+        if slot.name not in self._workspaces:
+            limits, device = self.context.limits, slot.device or self.context.device
+            with torch.inference_mode(mode=False):  # a step outside inference mode may write it too
+                self._workspaces[slot.name] = torch.full(
+                    slot.shape_fn(limits.max_bs, limits.max_num_tokens),
+                    slot.initial_value,
+                    dtype=slot.dtype,
+                    device=device,
+                )
+        return self._workspaces[slot.name]
 
     def _make_metadata(
         self,
@@ -348,14 +346,31 @@ class AttentionBackend(abc.ABC):
                 plan(at, part)
 
 
+def _require_caches(context: BackendContext) -> None:
+    """Refuse layers that name the KV cache of another layer where there is none that fits them.
+
+    Raises:
+        EngineError: Names the layer, the cache and both shapes.
+    """
+    caches = context.kv_cache
+    for layer in context.layers:
+        at = layer.kv_layer
+        if at is None:
+            continue
+        asked = [(layer.num_kv_heads, layer.head_dim), (layer.num_kv_heads, layer.v_head_dim)]
+        there = [tuple(t[at].shape[1:]) for t in (caches.k, caches.v) if 0 <= at < len(t)]
+        if asked != there:
+            have = f"has keys and values {there}" if there else "is not there"
+            raise EngineError(
+                f"layer {layer.layer_id} has kv_layer={at} and needs keys and values {asked}; the cache of"
+                f" layer {at} {have}",
+                hint="name a layer whose heads have the same widths, or leave kv_layer out",
+            )
+
+
 def _at_step(name: str, step: int) -> str:
     """Return the name of a declared slot's twin for a later step of a draft."""
     return f"{name}.step{step}" if step else name
-
-
-def _is_workspace(slot: GraphSlot) -> bool:
-    """Return whether ``slot`` is memory that kernels only pass through: one serves every step."""
-    return slot.padding_policy is PaddingPolicy.FILL_ONCE and slot.axis == "none"
 
 
 def each_step(view: ForwardBatch, metadata: Any) -> Iterator[tuple[ForwardBatch, Any]]:

@@ -49,7 +49,7 @@ class LayerSpec:
     """What one layer of a model asks of attention.
 
     Args:
-        layer_id: Index of the layer's KV cache.
+        layer_id: Index of the layer.
         num_q_heads: Query heads.
         num_kv_heads: Key and value heads; divides ``num_q_heads``.
         head_dim: Width of a query and a key head.
@@ -61,6 +61,7 @@ class LayerSpec:
         kv_lora_rank: Width of the latent that all query heads share (MLA in absorbed form), None for other
             layers. A key is the latent and the rotated part after it, one head of ``head_dim``; the value
             is the latent again, the first ``v_head_dim == kv_lora_rank`` of the key.
+        kv_layer: Index of the layer whose KV cache this layer reads and writes; None for its own.
     """
 
     layer_id: int
@@ -73,6 +74,12 @@ class LayerSpec:
     softcap: float | None = None
     sinks: torch.Tensor | None = None
     kv_lora_rank: int | None = None
+    kv_layer: int | None = None
+
+    @property
+    def cache_layer(self) -> int:
+        """Index of the KV cache that the layer reads and writes."""
+        return self.layer_id if self.kv_layer is None else self.kv_layer
 
     @property
     def head_layout(self) -> HeadLayout:

@@ -10,18 +10,13 @@ Does not: hold kernels; plugins and `graphpact_kernels` do.
 """
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 
 from graphpact.attention.capabilities import Capabilities
+from graphpact.attention.context import BackendContext, ProviderName
 from graphpact.errors import ConfigError
-
-if TYPE_CHECKING:
-    from graphpact.attention.backend import BackendContext
-
-ProviderName = Literal["auto", "native", "portable"]
-"""What can be asked for."""
 
 
 class KernelProvider:
@@ -35,7 +30,7 @@ class KernelProvider:
     capabilities: ClassVar[Capabilities | None] = None
     """What these kernels can do, where it is less than what the backend declares; None where it is all."""
 
-    def __init__(self, context: "BackendContext") -> None:
+    def __init__(self, context: BackendContext) -> None:
         self.context = context
 
     @classmethod
@@ -48,7 +43,7 @@ class KernelProvider:
         return None
 
     @classmethod
-    def refusal(cls, context: "BackendContext") -> str | None:
+    def refusal(cls, context: BackendContext) -> str | None:
         """Return why these kernels cannot do what ``context`` asks, or None where they can."""
         reason = why_unavailable(cls.unavailable, context.device)
         if reason is not None or cls.capabilities is None:
@@ -71,7 +66,7 @@ def why_unavailable(
     return None if reason is None else " ".join(reason.split())
 
 
-def lacking(capabilities: Capabilities, context: "BackendContext") -> list[str]:
+def lacking(capabilities: Capabilities, context: BackendContext) -> list[str]:
     """Return what ``context`` asks for that is not declared, one phrase each."""
     return capabilities.missing(
         context.layers,
@@ -84,7 +79,7 @@ def lacking(capabilities: Capabilities, context: "BackendContext") -> list[str]:
 
 
 def choose_provider(
-    owner: str, providers: Sequence[type[KernelProvider]], context: "BackendContext"
+    owner: str, providers: Sequence[type[KernelProvider]], context: BackendContext
 ) -> tuple[type[KernelProvider] | None, dict[str, str]]:
     """Return the provider that ``context`` asks for, and the reason of each that was passed over.
 

@@ -280,8 +280,8 @@ def _fitting(
     """Return ``source``, having checked that it fills ``target`` and loses nothing.
 
     Raises:
-        SlotError: Another shape, a dtype that does not convert exactly, memory that cannot be read, or (in
-            a lane) that of another device.
+        SlotError: Another shape, a dtype that does not convert exactly (but int64 into a slot that
+            narrows), memory that cannot be read, or (in a lane) that of another device.
     """
     if source.device != target.device and (strict or source.is_meta):
         raise SlotError(
@@ -289,7 +289,10 @@ def _fitting(
             hint="move the field before the step: a copy between devices would wait for it",
         )
     fits = source.shape == target.shape or (not source.dim() and target.numel() == 1)
-    if fits and converts_exactly(source.dtype, target.dtype):
+    if fits and (
+        converts_exactly(source.dtype, target.dtype)
+        or (slot.narrows and source.dtype is torch.int64)
+    ):
         return source
     raise SlotError(
         f"{slot.label} takes {tuple(target.shape)} {target.dtype} from this batch,"

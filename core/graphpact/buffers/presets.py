@@ -9,6 +9,7 @@ Does not: hold what a backend derives; backends declare their own slots.
 """
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -81,14 +82,18 @@ def build_decode_registry(
         register_global_num_tokens: Add ``global_num_tokens_gpu`` and its twin for log probabilities.
         share_pool: See `CudaGraphBufferRegistry`. The original shares by default; here sharing is
             asked for.
-        source: An object with a tensor for each slot, which are adopted instead of allocated. Its
-            ``ngram_embedding_info`` and ``pp_proxy_tensors``, where it has them, become slots too.
+        source: An object with a tensor for each slot, which are adopted instead of allocated. A tensor of
+            another dtype of the same kind (integer for integer, float for float) brings its dtype. An
+            int32 tensor for an int64 slot takes int64 batch fields too (`GraphSlot.narrows`): ids and
+            lengths are below 2**31. ``ngram_embedding_info`` and ``pp_proxy_tensors`` of the source,
+            where it has them, become slots too.
         enable_mrope: Add ``mrope_positions``. A lane whose model has none saves its memory and launch.
         zero_input_ids: Zero the tail of ``input_ids``; the original keeps earlier tokens there.
         lane: See `CudaGraphBufferRegistry`.
 
     Raises:
-        SlotError: ``source`` lacks a tensor, or one has another shape, dtype or device.
+        SlotError: ``source`` lacks a tensor, or one has another shape or device, or a dtype of another
+            kind.
     """
     registry = CudaGraphBufferRegistry(
         device=device,
@@ -203,7 +208,8 @@ def build_prefill_registry(
         lane: See `CudaGraphBufferRegistry`.
 
     Raises:
-        SlotError: ``source`` lacks a tensor, or one has another shape, dtype or device.
+        SlotError: ``source`` lacks a tensor, or one has another shape or device, or a dtype of another
+            kind.
     """
     registry = CudaGraphBufferRegistry(
         device=device,
@@ -426,7 +432,28 @@ def _register(
             hint="give a tensor for each, or leave source out to have them allocated",
         )
     for slot in slots:
-        registry.register_slot(slot, bind=None if source is None else getattr(source, slot.name))
+        if source is None:
+            registry.register_slot(slot)
+        else:
+            tensor = getattr(source, slot.name)
+            registry.register_slot(_with_dtype_of(tensor, slot), bind=tensor)
+
+
+def _with_dtype_of(tensor: torch.Tensor, slot: GraphSlot) -> GraphSlot:
+    """Return ``slot`` as it is declared for ``tensor``; as it is where the dtypes are of two kinds."""
+    if tensor.dtype is slot.dtype or _kind_of(tensor.dtype) != _kind_of(slot.dtype):
+        return slot
+    narrows = slot.dtype is torch.int64 and tensor.dtype is torch.int32
+    return replace(slot, dtype=tensor.dtype, narrows=narrows)
+
+
+def _kind_of(dtype: torch.dtype) -> str:
+    """Return what numbers ``dtype`` holds."""
+    if dtype is torch.bool:
+        return "bool"
+    if dtype.is_complex:
+        return "complex"
+    return "float" if dtype.is_floating_point else "integer"
 
 
 def _register_ngram(registry: CudaGraphBufferRegistry, slot: _Declarer, source: Any) -> None:

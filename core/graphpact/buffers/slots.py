@@ -123,10 +123,12 @@ class GraphSlot:
         reason: Why stale padding is safe. A lane asks for it where `keeps_tail`.
         optional: Whether a batch of a lane may lack the field; the head then holds the initial value.
         role: What it is to kernels; None for the inputs of a model. See `metadata_slot`.
+        narrows: Whether a fill may copy int64 into this int32 slot. The owner knows that every value is one
+            of int32; a value that is not wraps. The presets set it for int32 memory that they adopt.
 
     Raises:
         SlotError: An unknown axis or role, a pad value that is missing or is none of the dtype's, a source_fn
-            that nothing calls, or an argument of another type.
+            that nothing calls, narrows of another dtype than int32, or an argument of another type.
     """
 
     name: str
@@ -146,6 +148,7 @@ class GraphSlot:
     reason: str | None = None
     optional: bool = False
     role: SlotRole | None = None
+    narrows: bool = False
 
     def __post_init__(self) -> None:
         self._check_types()
@@ -168,6 +171,11 @@ class GraphSlot:
             raise SlotError(
                 f"{self.label}: unknown role {self.role!r}",
                 hint=f"a role is one of {', '.join(get_args(SlotRole))}",
+            )
+        if self.narrows and self.dtype is not torch.int32:
+            raise SlotError(
+                f"{self.label}: narrows=True, and its dtype is {self.dtype}",
+                hint="only int64 into int32 is narrowed; give dtype=torch.int32, or leave narrows out",
             )
         if self.source_fn is not None and not self.copy_from_fb:
             raise SlotError(
@@ -219,6 +227,11 @@ class GraphSlot:
     def is_refreshed(self) -> bool:
         """Whether every fill of a lane writes its head, so that another lane may use it in between."""
         return (self.copy_from_fb and not self.optional) or self.post_fill is not None
+
+    @property
+    def is_workspace(self) -> bool:
+        """Whether it is memory that kernels pass through: one serves every step, whatever it holds."""
+        return self.padding_policy is PaddingPolicy.FILL_ONCE and self.axis == "none"
 
     @property
     def keeps_tail(self) -> bool:

@@ -5,7 +5,15 @@ For those who write a driver: `EagerCall` is a call between two segments, `Line`
 Does not: choose what is recorded. Drivers are found by entry point like every other plugin.
 """
 
-from graphpact.graphs.driver import DeclaredMemory, Event, Graph, GraphDriver, Ownership, Stream
+from graphpact.graphs.driver import (
+    DeclaredMemory,
+    Event,
+    Externals,
+    Graph,
+    GraphDriver,
+    Ownership,
+    Stream,
+)
 from graphpact.graphs.lines import Line
 from graphpact.graphs.segments import EagerCall
 
@@ -13,6 +21,7 @@ __all__ = [
     "DeclaredMemory",
     "EagerCall",
     "Event",
+    "Externals",
     "Graph",
     "GraphDriver",
     "Line",

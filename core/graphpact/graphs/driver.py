@@ -17,7 +17,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, ClassVar, Protocol, Self, TypeVar
+from typing import Any, ClassVar, Literal, Protocol, Self, TypeVar
 
 import torch
 
@@ -27,6 +27,10 @@ from graphpact.graphs.lines import Line
 __tracebackhide__ = True
 
 T = TypeVar("T")
+
+Externals = Literal["all", "dispatched", "unknown"]
+"""How much `Graph.external_tensors` tells, the least last. ``dispatched``: the arguments of operations that
+torch dispatched, and not what kernels read that were launched below its dispatcher."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +80,9 @@ class Graph(abc.ABC):
             and what lies between them and its inputs; 0 once released. -1 where the driver cannot tell.
     """
 
+    sees: ClassVar[Literal["all", "dispatched"]] = "all"
+    """How much `external_tensors` tells, of a graph that tells something; see `Externals`."""
+
     outputs: Any
     num_nodes: int
     num_segments: int = 1
@@ -98,9 +105,14 @@ class Graph(abc.ABC):
         """Return the tensors of recorded work whose memory the graph did not allocate.
 
         They must stay where they are for as long as the graph is replayed. Equal views come once; once
-        released there are none. None where the driver cannot tell.
+        released there are none. None where the driver cannot tell. `externals` says how much this is.
         """
         return None
+
+    @property
+    def externals(self) -> Externals:
+        """How much `external_tensors` tells: checks that need it are as complete as that."""
+        return "unknown" if self.external_tensors() is None else self.sees
 
 
 class Event:

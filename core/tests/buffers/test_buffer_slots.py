@@ -154,7 +154,7 @@ def test_the_order_of_arguments_is_the_originals() -> None:
         "source_fn",
         "buffer",
     ]
-    assert {f.name for f in given if f.kw_only} == {"owner", "reason", "optional"}
+    assert {f.name for f in given if f.kw_only} == {"owner", "reason", "optional", "narrows"}
 
 
 @pytest.mark.parametrize(

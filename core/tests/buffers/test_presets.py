@@ -16,6 +16,7 @@ from graphpact.buffers import (
     build_prefill_registry,
 )
 from graphpact.errors import SlotError
+from support import fill, make_slot
 
 I64, I32, BOOL = torch.int64, torch.int32, torch.bool
 BS, TOKENS, LEN, ENCODER, HIDDEN, DP = 4, 12, 3, 9, 5, 2
@@ -354,9 +355,75 @@ def test_a_source_that_lacks_tensors(build: Any, flags: dict[str, Any]) -> None:
 def test_a_source_of_another_kind(build: Any, flags: dict[str, Any]) -> None:
     """A tensor of the source that is not what the slot declares is refused by name and owner."""
     source = _source(build(**flags))
-    source.positions = torch.ones(TOKENS, dtype=I32)
-    with pytest.raises(SlotError, match=r"slot 'positions' of (decode|prefill) inputs: declared"):
-        build(**flags, source=source)
+    for wrong in (
+        torch.ones(TOKENS, dtype=torch.float32),
+        torch.ones(TOKENS, dtype=torch.bool),
+        torch.ones(TOKENS + 1, dtype=I32),
+    ):
+        source.positions = wrong
+        with pytest.raises(
+            SlotError, match=r"slot 'positions' of (decode|prefill) inputs: declared"
+        ):
+            build(**flags, source=source)
+
+
+@both
+def test_a_source_brings_its_dtypes(build: Any, flags: dict[str, Any]) -> None:
+    """A tensor of another dtype of the same kind is adopted with it, at its address, padded and filled."""
+    source = _source(build(**flags))
+    other = {I64: I32, I32: I64, torch.float16: torch.bfloat16}
+    for name, tensor in vars(source).items():
+        setattr(source, name, tensor.to(other.get(tensor.dtype, tensor.dtype)))
+    registry = build(**flags, source=source)
+    for slot in registry:
+        assert slot.buffer is getattr(source, slot.name)
+        assert slot.dtype is slot.buffer.dtype
+    for fields in (I32, I64):
+        _fill(
+            registry,
+            positions=torch.full((5,), 2**31 - 1, dtype=fields),
+            out_cache_loc=torch.full((5,), 9, dtype=fields),
+        )
+        assert source.positions.tolist() == [2**31 - 1] * 5 + [0] * 3 + [1] * 4
+        assert source.out_cache_loc.tolist() == [9] * 5 + [0] * 3 + [1] * 4
+    with pytest.raises(SlotError, match=r"which has .* torch\.float32"):
+        _fill(registry, positions=torch.ones(5))
+
+
+def test_a_narrow_buffer_takes_wide_lengths() -> None:
+    """int32 lengths that were adopted hold what an int64 batch says, and the pad value behind it."""
+    source = _source(_decode())
+    source.seq_lens = torch.ones(BS, dtype=I32)
+    registry = _decode(source=source)
+    assert registry.get_slot("seq_lens").narrows
+    assert not registry.get_slot("req_pool_indices").narrows
+    lens = torch.tensor([2**31 - 1, 5])
+    _fill(registry, seq_lens=lens)
+    assert source.seq_lens.tolist() == [2**31 - 1, 5, LEN, 1]
+
+
+def test_only_32_bits_are_narrowed() -> None:
+    """int16 memory is adopted, and a fill of int64 is refused: a length may be more than it holds."""
+    source = _source(_decode())
+    source.seq_lens = torch.ones(BS, dtype=torch.int16)
+    registry = _decode(source=source)
+    assert registry.get_slot("seq_lens").dtype is torch.int16
+    with pytest.raises(SlotError, match=r"int16 from this batch, which has .* torch\.int64"):
+        _fill(registry, seq_lens=torch.tensor([3, 5]))
+
+
+def test_a_narrow_slot_outside_a_source_takes_no_wide_field() -> None:
+    """Of slots that are declared, only one that says so narrows, and none of another dtype can."""
+    registry = CudaGraphBufferRegistry(device="cpu", max_bs=4, max_num_tokens=4)
+    registry.register_slot(make_slot("plain", dtype=I32))
+    registry.register_slot(make_slot("narrow", dtype=I32, narrows=True))
+    wide = torch.tensor([3, 5])
+    with pytest.raises(SlotError, match="slot 'plain'"):
+        fill(registry, 2, 4, plain=wide)
+    fill(registry, 2, 4, narrow=wide)
+    assert _content(registry, "narrow")[:4] == [3, 5, 0, 0]
+    with pytest.raises(SlotError, match="only int64 into int32 is narrowed"):
+        make_slot("short", dtype=torch.int16, narrows=True)
 
 
 def test_what_decode_adopts_besides() -> None:

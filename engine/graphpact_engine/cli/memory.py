@@ -86,6 +86,12 @@ def verdict(memory: EngineMemory) -> str:
         )
     if not any(lane.rows for lane in memory.lanes):
         return "No lane has graphs."
+    partial = sorted({str(lane.driver) for lane in memory.lanes if lane.externals == "dispatched"})
+    if partial:
+        return (
+            f"Everything that operations of torch read and write is declared. {', '.join(partial)} does not"
+            " see what kernels launched below torch's dispatcher read; the tape checks all but those."
+        )
     return "Everything that graphs read and write is declared."
 
 

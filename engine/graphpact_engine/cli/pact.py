@@ -36,6 +36,13 @@ from graphpact_engine.saved_pacts import (
 
 _DIFFERENT = 1
 
+_PARTIAL = {
+    "unknown": "lane {}: its driver does not tell what graphs read, so its pacts cover view and metadata, and"
+    " no tensor that the backend holds besides",
+    "dispatched": "lane {}: of the tensors that the backend holds its pacts cover those that operations of"
+    " torch read, and not those of kernels launched below torch's dispatcher",
+}
+
 pact = typer.Typer(
     help="Save, show and compare what the graphs of an engine promise.",
     no_args_is_help=True,
@@ -69,6 +76,11 @@ def save(
             for lane in engine.lanes
             for captured in lane.captured.values()
         )
+        partial = [
+            _PARTIAL[e].format(lane.name)
+            for lane in engine.lanes
+            if (e := lane.stats.externals) in _PARTIAL
+        ]
     if not saved.pacts:
         raise UsageError(
             "no lane captured a shape, so there is no pact to save",
@@ -76,6 +88,8 @@ def save(
         )
     saved.save(file, overwrite=force)
     note(f"{_how_many(len(saved.pacts), 'pact')} saved in {file}")
+    for text in partial:
+        note(text)
 
 
 @pact.command()

@@ -24,7 +24,7 @@ from graphpact import (
     Limits,
     PaddingPolicy,
 )
-from graphpact.attention import Buffers, GraphSupport, HeadLayout
+from graphpact.attention import Buffers, GraphSupport, HeadLayout, new_kv
 
 
 @dataclass(slots=True)
@@ -111,17 +111,17 @@ class MyAttentionBackend(AttentionBackend):
     def forward(
         self,
         q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
         layer: LayerSpec,
         metadata: MyAttentionMetadata,
     ) -> torch.Tensor:
-        """Write the new keys and values to their slots, then attend from each token to what it sees."""
+        """Write new keys and values, if any, to their slots; then attend from each token to what it sees."""
         caches = (
-            self.context.kv_cache.k[layer.layer_id],
-            self.context.kv_cache.v[layer.layer_id],
+            self.context.kv_cache.k[layer.cache_layer],
+            self.context.kv_cache.v[layer.cache_layer],
         )
-        for cache, new in zip(caches, (k, v), strict=True):
+        for cache, new in zip(caches, new_kv(k, v, layer) or (), strict=False):
             cache.index_copy_(0, metadata.out_cache_loc, new)
         keys, values = (self._gather(cache, metadata) for cache in caches)
         seen = torch.arange(keys.shape[1], device=q.device) < metadata.num_keys[:, None]

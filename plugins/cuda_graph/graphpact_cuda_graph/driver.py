@@ -22,6 +22,7 @@ import torch
 from graphpact.errors import CaptureError, ReplayError
 from graphpact.graphs.driver import Event, Graph, GraphDriver, Stream
 from graphpact.graphs.segments import EagerCall
+from graphpact_cuda_graph.externals import ExternalsWatch
 
 __tracebackhide__ = True
 
@@ -31,9 +32,11 @@ _LIVENESS = "check_input_liveness"
 class CudaGraph(Graph):
     """Captured CUDA graphs, one a segment, and the tensors that their region returned.
 
-    Which tensors they read is in their kernels' arguments, where torch does not look.
+    Which tensors they read is in their kernels' arguments, where torch does not look. It is known of the
+    operations that torch dispatched while the region was recorded.
     """
 
+    sees = "dispatched"
     num_nodes = -1  # the runtime knows, torch does not say
 
     def __init__(
@@ -41,11 +44,13 @@ class CudaGraph(Graph):
         steps: list[torch.cuda.CUDAGraph | EagerCall],
         outputs: Any,
         pool_nbytes: int,
+        externals: ExternalsWatch,
         *,
         watches_inputs: bool,
     ) -> None:
         self.outputs = outputs
         self.pool_nbytes = pool_nbytes
+        self._externals: ExternalsWatch | None = externals
         self._graphs = [step for step in steps if isinstance(step, torch.cuda.CUDAGraph)]
         self.num_segments = len(self._graphs)
         self._calls = [s if isinstance(s, EagerCall) else s.replay for s in steps]
@@ -70,10 +75,17 @@ class CudaGraph(Graph):
 
     def release(self) -> None:
         """Free the executable graphs; their pool lives on with its neighbours."""
-        self.outputs = None
+        self.outputs = self._externals = None
         self.pool_nbytes = 0
         for graph in self._graphs:
             graph.reset()
+
+    def external_tensors(self) -> list[torch.Tensor]:
+        """Return what the region's operations took of others' memory, as far as it is alive.
+
+        What kernels read that were launched below torch's dispatcher is not among it.
+        """
+        return [] if self._externals is None else self._externals.tensors()
 
 
 class CudaStream(Stream):
@@ -133,9 +145,10 @@ class CudaEvent(Event):
 class _Capture:
     """A capture under way: graphs begun and ended on the driver's stream, into its pool."""
 
-    def __init__(self, pool: Any, options: dict[str, Any]) -> None:
+    def __init__(self, pool: Any, options: dict[str, Any], device: torch.device) -> None:
         self._pool = pool
         self.options = options
+        self.externals = ExternalsWatch(device)
         self.steps: list[torch.cuda.CUDAGraph | EagerCall] = []
         self._graph: torch.cuda.CUDAGraph | None = None
 
@@ -194,7 +207,7 @@ class CudaDriver(GraphDriver):
         self.refuse_nested_capture()
         current = torch.cuda.current_stream(self.device)
         self._stream.wait_stream(current)
-        capture = _Capture(self._pool, self._options())
+        capture = _Capture(self._pool, self._options(), self.device)
         with torch.inference_mode(), torch.cuda.stream(self._stream):
             for _ in range(warmup):
                 fn()
@@ -205,8 +218,9 @@ class CudaDriver(GraphDriver):
                 self._capture = capture
                 try:
                     capture.begin()
-                    with self.recorded_run():
+                    with self.recorded_run(), capture.externals:
                         outputs = fn()
+                    capture.externals.note(outputs)
                     capture.end()
                 except RuntimeError as error:
                     self._abandon(capture)
@@ -225,7 +239,13 @@ class CudaDriver(GraphDriver):
         current.wait_stream(self._stream)
         watches = bool(capture.options)
         # Out of memory, the allocator gives up segments of others: that is no memory of the graph.
-        return CudaGraph(capture.steps, outputs, max(reserved, 0), watches_inputs=watches)
+        return CudaGraph(
+            capture.steps,
+            outputs,
+            max(reserved, 0),
+            capture.externals,
+            watches_inputs=watches,
+        )
 
     def _abandon(self, capture: _Capture) -> None:
         """End a capture that failed, and its pool: torch takes that for recorded into still."""
@@ -245,7 +265,9 @@ class CudaDriver(GraphDriver):
         for step in capture.steps[-1:]:  # what the call reads was recorded, and not yet computed
             if isinstance(step, torch.cuda.CUDAGraph):
                 step.replay()
-        result = fn(*args)
+        with capture.externals.paused():
+            result = fn(*args)
+        capture.externals.takes_over(result, args)
         capture.steps.append(EagerCall(fn, args, result))
         torch.cuda.synchronize(self.device)
         capture.begin()

@@ -26,7 +26,7 @@ from graphpact import (
     Limits,
     PaddingPolicy,
 )
-from graphpact.attention import Buffers, GraphSupport, HeadLayout
+from graphpact.attention import Buffers, GraphSupport, HeadLayout, new_kv
 from graphpact_fa3.kernels import FA3Kernels, NativeKernels, PortableKernels
 from graphpact_fa3.metadata import FA3Metadata, KeyRows, TreeMetadata
 from graphpact_fa3.tree import fill_tree
@@ -57,6 +57,7 @@ class FA3Backend(AttentionBackend):
     # Its kernels take latents as a second part of the query, which metadata here has no part in.
     claims = {"heads mla": "not_implemented"}  # noqa: RUF012  a ClassVar there
     providers = (NativeKernels, PortableKernels)
+    fill_is_device_only = True
     kernels: FA3Kernels
 
     def __init__(self, context: BackendContext) -> None:
@@ -175,24 +176,22 @@ class FA3Backend(AttentionBackend):
         if metadata.tree is not None:
             fill_tree(view, req_to_token, metadata.tree)
 
-    def metadata_in_graph(self, view: ForwardBatch, metadata: FA3Metadata) -> None:
-        """Do the same as `fill_metadata`, which is device work alone."""
-        self.fill_metadata(view, metadata)
-
     # -- attention -------------------------------------------------------------------------------
 
     def forward(
         self,
         q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
         layer: LayerSpec,
         metadata: FA3Metadata,
     ) -> torch.Tensor:
-        """Write keys and values to their slots, then attend over the pages."""
+        """Write keys and values, where there are new ones, to their slots; then attend over the pages."""
         cache = self.context.kv_cache
-        k_cache, v_cache = cache.k[layer.layer_id], cache.v[layer.layer_id]
-        write_kv_cache(k, v, k_cache, v_cache, metadata.out_cache_loc)
+        k_cache, v_cache = cache.k[layer.cache_layer], cache.v[layer.cache_layer]
+        new = new_kv(k, v, layer)
+        if new is not None:
+            write_kv_cache(*new, k_cache, v_cache, metadata.out_cache_loc)
         inputs, sinks = (q, k_cache, v_cache), layer.sinks
         tree, window, with_lse = metadata.tree, layer.sliding_window, sinks is not None
         out: torch.Tensor

@@ -22,7 +22,7 @@ from graphpact import (
     Limits,
     PaddingPolicy,
 )
-from graphpact.attention import Buffers, GraphSupport, HeadLayout
+from graphpact.attention import Buffers, GraphSupport, HeadLayout, new_kv
 from graphpact.errors import EngineError
 from graphpact_flashinfer.kernels import FlashInferKernels, PortableKernels, max_chunks
 from graphpact_flashinfer.metadata import FlashInferMetadata, PagedIndices, PlanArguments
@@ -55,6 +55,7 @@ class FlashInferBackend(AttentionBackend):
     # Its kernels for latents are a wrapper of its own, with other index tensors.
     claims = {"heads mla": "not_implemented"}  # noqa: RUF012  a ClassVar there
     providers = (NativeKernels, PortableKernels)
+    fill_is_device_only = True
     kernels: FlashInferKernels
 
     def __init__(self, context: BackendContext) -> None:
@@ -278,10 +279,6 @@ class FlashInferBackend(AttentionBackend):
                 sliding_window=window,
             )
 
-    def metadata_in_graph(self, view: ForwardBatch, metadata: FlashInferMetadata) -> None:
-        """Do the same as `fill_metadata`, which is device work alone."""
-        self.fill_metadata(view, metadata)
-
     def plan_metadata(self, view: ForwardBatch, metadata: FlashInferMetadata) -> None:
         """Make every plan anew, from the lengths on the host."""
         rows = Rows.of(view, metadata.page_size)
@@ -305,15 +302,17 @@ class FlashInferBackend(AttentionBackend):
     def forward(
         self,
         q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
         layer: LayerSpec,
         metadata: FlashInferMetadata,
     ) -> torch.Tensor:
-        """Write keys and values to their slots, then attend over the pages."""
+        """Write keys and values, where there are new ones, to their slots; then attend over the pages."""
         cache = self.context.kv_cache
-        k_cache, v_cache = cache.k[layer.layer_id], cache.v[layer.layer_id]
-        write_kv_cache(k, v, k_cache, v_cache, metadata.out_cache_loc)
+        k_cache, v_cache = cache.k[layer.cache_layer], cache.v[layer.cache_layer]
+        new = new_kv(k, v, layer)
+        if new is not None:
+            write_kv_cache(*new, k_cache, v_cache, metadata.out_cache_loc)
         window = layer.sliding_window
         indices = metadata if window is None else metadata.windows[window]
         return self.kernels.attend(q, k_cache, v_cache, layer, metadata, indices)

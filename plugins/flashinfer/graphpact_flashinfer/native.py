@@ -4,6 +4,9 @@
 itself runs it on tensor cores. The wrapper is given this backend's tensors as its graph buffers, so that what
 it reads is what `fill_metadata` writes, and is planned from host tensors, for which it waits for nothing.
 
+Eager steps use wrappers that are not in graph mode. Each set of indices has one, which is planned anew for
+every step. A second one is built only while the metadata of two steps is alive at once.
+
 Written against flashinfer-python 0.7.2; tests hold its calls to that signature, and no GPU has run them.
 
 Does not: import FlashInfer before a backend is built on it.
@@ -12,10 +15,10 @@ Does not: import FlashInfer before a backend is built on it.
 import importlib
 import importlib.util
 import itertools
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 
@@ -54,6 +57,53 @@ class NativePlan(Plan):
     info: tuple[int, ...] | None = None
 
 
+class _EagerWrapper:
+    """A wrapper of eager steps, as one step has it; the next step may take it when this step's is gone.
+
+    Args:
+        wrapper: FlashInfer's, not in graph mode.
+        tensors: What the step's kernels read, by the names of the metadata's fields.
+        free: Where the wrapper goes back to.
+    """
+
+    def __init__(self, wrapper: Any, tensors: Mapping[str, torch.Tensor], free: list[Any]) -> None:
+        self.wrapper = wrapper
+        self._tensors = tensors
+        weakref.finalize(self, free.append, wrapper)
+
+    @property
+    def _plan_info(self) -> Any:
+        return self.wrapper._plan_info  # noqa: SLF001  as of the wrapper itself
+
+    def plan(
+        self,
+        qo_indptr: torch.Tensor,
+        kv_indptr: torch.Tensor,
+        _: torch.Tensor,
+        last_page_len: torch.Tensor,
+        *numbers: int,
+        **more: Any,
+    ) -> None:
+        """Plan with the step's own indices, and its mask where it has one."""
+        tensors, mask = self._tensors, self._tensors.get("mask")
+        if mask is not None:
+            size = numbers[-1]
+            num_kv = (kv_indptr.diff() - 1) * size + last_page_len
+            num_bytes = -(-(qo_indptr.diff() * num_kv) // 8)
+            more["packed_custom_mask"] = mask[: int(num_bytes.sum())]
+        self.wrapper.plan(
+            qo_indptr, kv_indptr, tensors["kv_indices"], last_page_len, *numbers, **more
+        )
+        if mask is not None:
+            # For a packed mask FlashInfer counts offsets in bits; its kernel reads them in bytes.
+            self.wrapper._mask_indptr_buf = tensors["mask_indptr"]  # noqa: SLF001
+
+    def run(self, *args: Any) -> torch.Tensor:
+        """Attend as planned."""
+        out: torch.Tensor = self.wrapper.run(*args)
+        return out
+
+
 class NativeKernels(FlashInferKernels):
     """FlashInfer's paged kernels, on a CUDA device of compute capability 7.5 and up."""
 
@@ -77,8 +127,10 @@ class NativeKernels(FlashInferKernels):
         super().__init__(context)
         flashinfer: Any = importlib.import_module("flashinfer")
         self._wrapper: Any = flashinfer.BatchPrefillWithPagedKVCacheWrapper
-        self._copied: WeakKeyDictionary[Any, Event] = WeakKeyDictionary()
+        self._copied: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         """Tells when a wrapper's last copy to the device is done."""
+        self._free: dict[tuple[str, bool], list[Any]] = {}
+        """Wrappers that no eager step has now, by the prefix of their indices and whether there is a mask."""
 
     @classmethod
     def unavailable(cls, device: torch.device) -> str | None:
@@ -142,8 +194,12 @@ class NativeKernels(FlashInferKernels):
         buffers: Buffers,
         tensors: Mapping[str, torch.Tensor],
     ) -> NativePlan:
-        """Return a wrapper on these tensors, in graph mode: it never puts others in their place."""
+        """Return a wrapper on these tensors; of a graph it never puts others in their place."""
         workspace = buffers(_FLOAT_WORKSPACE)
+        if not buffers.in_graph:
+            free = self._free.setdefault((prefix, "mask" in tensors), [])
+            wrapper = free.pop() if free else self._wrapper(workspace, "NHD")
+            return NativePlan(arguments, _EagerWrapper(wrapper, tensors, free))
         wrapper = self._wrapper(
             workspace,
             "NHD",
@@ -161,7 +217,8 @@ class NativeKernels(FlashInferKernels):
     def plan(self, plan: Plan, rows: Rows, driver: GraphDriver | None) -> None:
         """Plan from host tensors. The wrapper copies them over what the metadata says, which is the same."""
         assert isinstance(plan, NativePlan)  # noqa: S101  make_plan returned it
-        copied = self._copied.get(plan.wrapper)
+        wrapper = plan.wrapper.wrapper if isinstance(plan.wrapper, _EagerWrapper) else plan.wrapper
+        copied = self._copied.get(wrapper)
         if copied is not None:
             copied.synchronize()  # the last step's copy may still read the wrapper's host memory
         arguments, size = plan.arguments, plan.arguments.page_size
@@ -191,10 +248,15 @@ class NativeKernels(FlashInferKernels):
             non_blocking=True,
         )
         plan.info = tuple(int(number) for number in plan.wrapper._plan_info)  # noqa: SLF001  frozen into a graph
+        if copied is None:
+            copied = self._copied[wrapper] = self._event(driver)
+        copied.record()
+
+    def _event(self, driver: GraphDriver | None) -> Any:
+        """Return a new event; a lane without graphs has no driver, and its device runs behind it too."""
         if driver is not None:
-            copied = copied or driver.event()
-            copied.record()
-            self._copied[plan.wrapper] = copied
+            return driver.event()
+        return torch.cuda.Event() if self.context.device.type == "cuda" else Event()
 
     def attend(
         self,

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphpact import (
     BackendContext,
@@ -56,12 +57,13 @@ class Wrapper:
         jit_kwargs: dict[str, Any] | None = None,
         variant_owns_mask: bool = False,  # noqa: FBT001, FBT002  its signature
     ) -> None:
-        assert use_cuda_graph
         assert kv_layout == "NHD"
+        self.use_cuda_graph = use_cuda_graph
         self.float_workspace = float_workspace_buffer
+        self.int_workspace = torch.zeros(32, dtype=torch.uint8)
         self.qo_indptr, self.kv_indptr = qo_indptr_buf, paged_kv_indptr_buf
         self.kv_indices, self.last_page_len = paged_kv_indices_buf, paged_kv_last_page_len_buf
-        self.mask, self.mask_indptr = custom_mask_buf, mask_indptr_buf
+        self.mask, self._mask_indptr_buf = custom_mask_buf, mask_indptr_buf
         self.planned: dict[str, Any] = {}
         self.num_planned = 0
         self._plan_info: list[int] | None = None
@@ -100,9 +102,21 @@ class Wrapper:
         non_blocking: bool = True,  # noqa: FBT001, FBT002  its signature
         seq_lens: torch.Tensor | None = None,
     ) -> None:
-        """Plan from host offsets, and copy them into the buffers."""
+        """Plan from host offsets, and copy them into the buffers; outside graph mode take them as buffers."""
         assert custom_mask is None
-        assert packed_custom_mask is None  # the mask lies in its buffer
+        if not self.use_cuda_graph:
+            self.qo_indptr, self.kv_indptr = qo_indptr.clone(), paged_kv_indptr.clone()
+            self.kv_indices = paged_kv_indices
+            self.last_page_len = paged_kv_last_page_len.clone()
+            self.mask, self._mask_indptr_buf = packed_custom_mask, None
+            if packed_custom_mask is not None:
+                num_kv = (paged_kv_indptr.diff() - 1) * page_size + paged_kv_last_page_len
+                bits = qo_indptr.diff() * num_kv
+                assert len(packed_custom_mask) == int((-(-bits // 8)).sum())
+                self._mask_indptr_buf = torch.nn.functional.pad(bits.cumsum(0), (1, 0))
+        else:
+            assert packed_custom_mask is None  # the mask lies in its buffer
+            assert len(paged_kv_indices) == 0
         for host, buffer in (
             (qo_indptr, self.qo_indptr),
             (paged_kv_indptr, self.kv_indptr),
@@ -112,7 +126,6 @@ class Wrapper:
             assert host.shape == buffer.shape
             assert host.dtype is torch.int32
             buffer.copy_(host)
-        assert len(paged_kv_indices) == 0
         self.planned = {
             "heads": (num_qo_heads, num_kv_heads, head_dim_qk),
             "page_size": page_size,
@@ -146,9 +159,9 @@ class Wrapper:
                 seen = torch.arange(length) <= at if plan["causal"] else torch.ones(length).bool()
                 if plan["window_left"] >= 0:
                     seen &= torch.arange(length) >= at - plan["window_left"]
-                if self.mask is not None and self.mask_indptr is not None:
+                if self.mask is not None and self._mask_indptr_buf is not None:
                     bit = (row - begin) * length + torch.arange(length)
-                    seen &= (self.mask[self.mask_indptr[r] + bit // 8] >> (bit % 8) & 1).bool()
+                    seen &= (self.mask[self._mask_indptr_buf[r] + bit // 8] >> (bit % 8) & 1).bool()
                 for head in range(q.shape[1]):
                     own = head * keys.shape[2] // q.shape[1]
                     weights = torch.softmax(k[seen, own] @ q[row, head] * plan["scale"], 0)
@@ -255,7 +268,9 @@ def test_native_and_portable_kernels_read_the_same_metadata(
             for backend in (native, portable)
         ]
         torch.testing.assert_close(*results)
-    assert len(Wrapper.made) == 4  # a set of indices for each window, for two batches of metadata
+        again = native.forward(q, None, None, layer, native.init_metadata_eager(batch))
+        assert torch.equal(again, results[0])  # it attends to what is written
+    assert len(Wrapper.made) == 2  # one for each window: every step gave it back
 
 
 def test_every_set_of_indices_is_planned_in_a_workspace_of_its_own() -> None:
@@ -268,6 +283,77 @@ def test_every_set_of_indices_is_planned_in_a_workspace_of_its_own() -> None:
     assert {"flashinfer.int_workspace", "flashinfer.window5.int_workspace"} <= names.keys()
     assert names["flashinfer.float_workspace"].padding_policy is PaddingPolicy.FILL_ONCE
     assert sum("float_workspace" in name for name in names) == 1
+
+
+class Allocations(TorchDispatchMode):
+    """Counts new tensors of a number of bytes."""
+
+    def __init__(self, nbytes: int) -> None:
+        super().__init__()
+        self.nbytes, self.count = nbytes, 0
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Count, where nothing goes in and a tensor of that size comes out."""
+        out = func(*args, **(kwargs or {}))
+        given = [a for a in args if isinstance(a, torch.Tensor)]
+        if isinstance(out, torch.Tensor) and not given and out.nbytes == self.nbytes:
+            self.count += 1
+        return out
+
+
+def test_eager_steps_share_wrappers_and_workspaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of all modes and sizes use one wrapper for each kind of indices, and one workspace."""
+    monkeypatch.setattr("graphpact_flashinfer.native._FLOAT_BYTES", 7919)
+    context = _context(None, 5, draft=DraftLimits(1, 2, 3))
+    native, portable = Backend(context), FlashInferBackend(context)
+    steps: list[tuple[ForwardMode, list[int], list[int], dict[str, Any]]] = [
+        (ForwardMode.DECODE, [9, 3], [1, 1], {}),
+        (ForwardMode.DECODE, [10, 4, 1], [1, 1, 1], {}),
+        (ForwardMode.EXTEND, [9, 7], [4, 7], {}),
+        (ForwardMode.TARGET_VERIFY, [9, 7], [3, 3], {"tree_mask": TREE}),
+        (ForwardMode.DECODE, [11], [1], {}),
+        (ForwardMode.TARGET_VERIFY, [13, 2], [3, 3], {"tree_mask": TREE}),
+    ]
+    generator = torch.Generator().manual_seed(1)
+    with Allocations(7919) as allocations:
+        for mode, lengths, new, more in steps:
+            batch = _batch(mode, lengths, new, **more)
+            q, k, v = (torch.randn(sum(new), n, 4, generator=generator) for n in (2, 1, 1))
+            for layer in context.layers:
+                given = [
+                    backend.forward(q, k, v, layer, backend.init_metadata_eager(batch))
+                    for backend in (native, portable)
+                ]
+                torch.testing.assert_close(*given)
+    assert allocations.count == 1
+    assert len(Wrapper.made) == 4  # two windows, with and without a mask
+    assert not any(wrapper.use_cuda_graph for wrapper in Wrapper.made)
+    assert {w.num_planned for w in Wrapper.made} == {2 * 4, 2 * 2}
+
+
+def test_metadata_of_two_steps_may_be_alive_at_once() -> None:
+    """Each keeps its plan while the other lives; what a dead one had is used again."""
+    context = _context(None)
+    native, portable = Backend(context), FlashInferBackend(context)
+    batches = [
+        _batch(ForwardMode.DECODE, lengths, [1] * len(lengths)) for lengths in ([9, 3], [20, 6, 4])
+    ]
+    layer, generator = context.layers[0], torch.Generator().manual_seed(1)
+    made = [native.init_metadata_eager(batch) for batch in batches]
+    for at in (0, 1, 0):
+        q, k, v = (torch.randn(at + 2, n, 4, generator=generator) for n in (2, 1, 1))
+        expected = portable.forward(q, k, v, layer, portable.init_metadata_eager(batches[at]))
+        torch.testing.assert_close(native.forward(q, k, v, layer, made[at]), expected)
+    assert len(Wrapper.made) == 2
+    made.clear()
+    again = [native.init_metadata_eager(batch) for batch in batches]
+    assert len(again) == len(Wrapper.made) == 2
 
 
 def test_a_captured_wrapper_is_planned_again_before_every_replay() -> None:

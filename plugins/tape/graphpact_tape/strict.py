@@ -26,7 +26,6 @@ from torch.utils import _pytree as pytree
 from graphpact.errors import CaptureError, ContractError, EngineError, PoisonError, ReplayError
 from graphpact.graphs.driver import DeclaredMemory, Graph
 from graphpact.graphs.lines import Line
-from graphpact.graphs.nodes import make_node
 from graphpact.graphs.segments import EagerCall
 from graphpact_tape.host import (
     DispatchMode,
@@ -39,6 +38,7 @@ from graphpact_tape.host import (
     tensors_of,
     written_by,
 )
+from graphpact_tape.nodes import make_node
 from graphpact_tape.order import Order
 from graphpact_tape.poison import poison, poison_of
 from graphpact_tape.recorder import (

@@ -19,10 +19,10 @@ import torch
 from graphpact.errors import CaptureError, EngineError
 from graphpact.graphs.driver import DeclaredMemory, Event, Graph, GraphDriver, Ownership, Stream
 from graphpact.graphs.lines import Line
-from graphpact.graphs.nodes import Node, make_node
 from graphpact.graphs.segments import EagerCall
 from graphpact_tape.guard import StrictGuard
 from graphpact_tape.host import HostMemory, HostReadGuard
+from graphpact_tape.nodes import Node, make_node
 from graphpact_tape.recorder import Recorder, Recording
 from graphpact_tape.strict import StrictRecorder, StrictShared, StrictTape
 

@@ -7,7 +7,6 @@ Does not: serve drafts that branch, or models whose latents are expanded.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -22,40 +21,13 @@ from graphpact import (
     Limits,
     PaddingPolicy,
 )
-from graphpact.attention import Buffers, GraphSupport, HeadLayout
+from graphpact.attention import Buffers, GraphSupport, HeadLayout, new_kv
 from graphpact_kernels import write_indptr
+from graphpact_trtllm_mla.metadata import TRTLLMMLAMetadata
 from graphpact_trtllm_mla.operators import BLOCK_KEYS, pack_block_table
-from graphpact_trtllm_mla.providers import NativeKernels, PortableKernels
+from graphpact_trtllm_mla.providers import WORKSPACE, NativeKernels, PortableKernels
 
 _REBUILT = "fill_metadata writes every row of the padded extent in every step"
-
-
-@dataclass(slots=True)
-class TRTLLMMLAMetadata:
-    """What TRT-LLM's kernels read for one step of ``bs`` requests.
-
-    Args:
-        out_cache_loc: ``[T]`` int64: KV slot of each new token; 0 is scratch.
-        block_kv_indices: ``[bs, blocks]`` int32: page numbers, 0 past a request's keys; room for a multiple
-            of 128 keys.
-        seq_lens_k: ``[bs]`` int32: keys of each request, drafts included.
-        cu_seqlens_q: ``[bs + 1]`` int32: where each request's queries begin.
-        max_seq_len_q: Queries of each request; a bound on them where requests differ.
-        sum_seq_lens_q: Rows of queries.
-        max_seq_len_k: Bound on the keys of a request.
-        is_uniform: Whether every request brings ``max_seq_len_q`` queries.
-        workspace: The native kernels' memory; None for portable ones.
-    """
-
-    out_cache_loc: torch.Tensor
-    block_kv_indices: torch.Tensor
-    seq_lens_k: torch.Tensor
-    cu_seqlens_q: torch.Tensor
-    max_seq_len_q: int
-    sum_seq_lens_q: int
-    max_seq_len_k: int
-    is_uniform: bool
-    workspace: torch.Tensor | None
 
 
 class TRTLLMMLABackend(AttentionBackend):
@@ -74,6 +46,7 @@ class TRTLLMMLABackend(AttentionBackend):
     # TensorRT-LLM's kernels take no other pages; that portable ones would, is of use to nobody.
     claims = {"page_size 1": "unsupported", "page_size 16": "unsupported"}  # noqa: RUF012  a ClassVar there
     providers = (NativeKernels, PortableKernels)
+    fill_is_device_only = True
 
     def declare_slots(self, limits: Limits) -> Sequence[GraphSlot]:
         """Return the three index tensors, int32 as TRT-LLM requires, and what the kernels need."""
@@ -96,7 +69,7 @@ class TRTLLMMLABackend(AttentionBackend):
             slot("block_kv_indices", blocks),
             slot("seq_lens_k"),
             slot("cu_seqlens_q", extra_rows=1),
-            *self.kernels.slots,
+            *self.kernels.declare_slots(),
         ]
 
     def allocate_metadata(
@@ -123,7 +96,7 @@ class TRTLLMMLABackend(AttentionBackend):
             sum_seq_lens_q=shape.num_tokens,
             max_seq_len_k=max_k,
             is_uniform=not shape.mode.is_ragged,
-            workspace=buffers("trtllm_mla.workspace") if self.kernels.slots else None,
+            workspace=buffers(WORKSPACE) if self.kernels.has_workspace else None,
         )
 
     def fill_metadata(self, view: ForwardBatch, metadata: TRTLLMMLAMetadata) -> None:
@@ -142,22 +115,19 @@ class TRTLLMMLABackend(AttentionBackend):
             metadata.block_kv_indices,
         )
 
-    def metadata_in_graph(self, view: ForwardBatch, metadata: TRTLLMMLAMetadata) -> None:
-        """Do the same as `fill_metadata`, which is device work alone."""
-        self.fill_metadata(view, metadata)
-
     def forward(
         self,
         q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
         layer: LayerSpec,
         metadata: TRTLLMMLAMetadata,
     ) -> torch.Tensor:
-        """Write the latents to their slots, then attend over the pages."""
-        del v  # a part of the key
-        latents = self.context.kv_cache.k[layer.layer_id]
-        latents.index_copy_(0, metadata.out_cache_loc, k)
+        """Write the latents, where there are new ones, to their slots; then attend over the pages."""
+        latents = self.context.kv_cache.k[layer.cache_layer]
+        new = new_kv(k, v, layer)
+        if new is not None:  # the value is a part of the key
+            latents.index_copy_(0, metadata.out_cache_loc, new[0])
         if q.shape[0] == 0:  # an idle batch
             return q.new_empty((0, q.shape[1], layer.v_head_dim))
         pages = latents.view(-1, self.context.limits.page_size, layer.head_dim)

@@ -7,18 +7,15 @@ Does not: make metadata, or write the KV cache.
 
 import importlib.util
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 
 from graphpact import BackendContext, Capabilities, ForwardMode, GraphSlot, LayerSpec, PaddingPolicy
 from graphpact.attention import GraphSupport, HeadLayout, KernelProvider
+from graphpact_trtllm_mla.metadata import TRTLLMMLAMetadata
 from graphpact_trtllm_mla.operators import attend_latents
 
-if TYPE_CHECKING:
-    from graphpact_trtllm_mla.backend import TRTLLMMLAMetadata
-
-WORKSPACE_BYTES = 128 * 2**20
+WORKSPACE, WORKSPACE_BYTES = "trtllm_mla.workspace", 128 * 2**20
 _RANK, _ROPE = 512, 64
 _RAGGED = frozenset({ForwardMode.EXTEND, ForwardMode.MIXED})
 
@@ -27,14 +24,18 @@ class PortableKernels(KernelProvider):
     """Torch only, on every device, for any widths."""
 
     name = "portable"
-    slots: tuple[GraphSlot, ...] = ()
+    has_workspace = False
+
+    def declare_slots(self) -> list[GraphSlot]:
+        """Return nothing: these kernels need no memory of their own."""
+        return []
 
     def attend(
         self,
         q: torch.Tensor,
         kv_cache: torch.Tensor,
         layer: LayerSpec,
-        metadata: "TRTLLMMLAMetadata",
+        metadata: TRTLLMMLAMetadata,
     ) -> torch.Tensor:
         """Return ``[T, heads, rank]``; see `NativeKernels.attend`."""
         out = q.new_empty((*q.shape[:2], layer.v_head_dim))
@@ -57,6 +58,7 @@ class NativeKernels(KernelProvider):
     """``flashinfer.mla.trtllm_batch_decode_with_kv_cache_mla``, on GPUs of compute capability 10."""
 
     name = "native"
+    has_workspace = True
     capabilities = Capabilities(
         modes=frozenset(ForwardMode) - _RAGGED,
         graph_support=GraphSupport.UNIFORM,
@@ -67,18 +69,6 @@ class NativeKernels(KernelProvider):
         head_dims=frozenset({_RANK + _ROPE}),
         seq_len_fill_value=1,
     )
-    slots = (
-        GraphSlot(
-            name="trtllm_mla.workspace",
-            shape_fn=lambda _bs, _tokens: (WORKSPACE_BYTES,),
-            dtype=torch.uint8,
-            axis="none",
-            owner="trtllm_mla",
-            padding_policy=PaddingPolicy.FILL_ONCE,  # semaphores, which every launch leaves at 0
-            pad_value=0,
-            copy_from_fb=False,
-        ),
-    )
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
@@ -87,6 +77,21 @@ class NativeKernels(KernelProvider):
         )
 
         self._decode: Callable[..., torch.Tensor] = trtllm_batch_decode_with_kv_cache_mla
+
+    def declare_slots(self) -> list[GraphSlot]:
+        """Return the workspace, declared anew for each registry: a registered slot holds its memory."""
+        return [
+            GraphSlot(
+                name=WORKSPACE,
+                shape_fn=lambda _bs, _tokens: (WORKSPACE_BYTES,),
+                dtype=torch.uint8,
+                axis="none",
+                owner="trtllm_mla",
+                padding_policy=PaddingPolicy.FILL_ONCE,  # semaphores, which every launch leaves at 0
+                pad_value=0,
+                copy_from_fb=False,
+            )
+        ]
 
     @classmethod
     def unavailable(cls, device: torch.device) -> str | None:
@@ -118,7 +123,7 @@ class NativeKernels(KernelProvider):
         q: torch.Tensor,
         kv_cache: torch.Tensor,
         layer: LayerSpec,
-        metadata: "TRTLLMMLAMetadata",
+        metadata: TRTLLMMLAMetadata,
     ) -> torch.Tensor:
         """Attend causally over latents.
 

@@ -1,8 +1,10 @@
 """Metadata against loops over requests, the kernels' checks, and the call of the native ones."""
 
+import gc
 import inspect
 import itertools
 import sys
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from types import ModuleType, SimpleNamespace
@@ -588,11 +590,64 @@ def test_native_kernels_get_what_portable_ones_get(
         metadata = backend.init_metadata_eager(batch)
         part = metadata.steps[0] if isinstance(metadata, DraftMetadata) else metadata
         answers.append(backend.forward(q, k, k, BIG, part))
+        assert torch.equal(backend.forward(q, None, None, BIG, part), answers[-1])
     assert torch.equal(*answers)
     assert answers[0].abs().max() > 0
     (workspace,) = (s for s in native.declare_slots(rig.limits) if "workspace" in s.name)
     assert workspace.padding_policy is PaddingPolicy.FILL_ONCE
     assert workspace.initial_value == 0
+
+
+def native_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> TRTLLMMLABackend:
+    """Return a backend on native kernels, which the stand-in lets run on this machine."""
+    anywhere = replace(NativeKernels.capabilities, devices=frozenset({"cpu"}))
+    monkeypatch.setattr(NativeKernels, "capabilities", anywhere)
+    monkeypatch.setattr(NativeKernels, "unavailable", lambda _: None)
+    return TRTLLMMLABackend(big_context(device=CPU, provider="native"))
+
+
+@pytest.mark.usefixtures("gpu")
+def test_two_lanes_have_a_workspace_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second lane of the process is attached as the first; a workspace goes with its lane."""
+    rig = RIGS[64]
+    shape = GraphShape(ForwardMode.DECODE, 2, 2)
+    kept, gone = [], []
+    for _ in range(2):
+        backend = native_on_a_cpu(monkeypatch)
+        registry = CudaGraphBufferRegistry(device=CPU, max_bs=2, max_num_tokens=2)
+        backend.attach(registry)
+        batch = rig.batch(ForwardMode.DECODE, [(3, 70, 1), (5, 9, 1)])
+        metadata = backend.init_metadata_capture(batch, shape)
+        q, k = (latents(4, 2, n, 576).bfloat16() for n in (BIG.num_q_heads, 1))
+        assert backend.forward(q, k, k, BIG, metadata).any()
+        kept.append((backend, registry, metadata))
+        gone.append(weakref.ref(metadata.workspace))
+    assert kept[0][2].workspace.data_ptr() != kept[1][2].workspace.data_ptr()
+    del backend, registry, metadata
+    kept.clear()
+    gc.collect()
+    assert [ref() for ref in gone] == [None, None]
+
+
+@pytest.mark.usefixtures("gpu")
+def test_eager_steps_of_a_lane_without_graphs_have_one_workspace(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is allocated by the first eager step, holds zeros, and goes with the backend."""
+    backend = native_on_a_cpu(monkeypatch)
+    batch = RIGS[64].batch(ForwardMode.DECODE, [(3, 70, 1), (5, 9, 1)])
+    with torch.inference_mode():
+        made = [backend.init_metadata_eager(batch) for _ in range(3)]
+    assert len({metadata.workspace.data_ptr() for metadata in made}) == 1
+    assert not made[0].workspace.is_inference()
+    backend.init_metadata_eager(batch, fill=1)  # what is not allocated for the step is not filled
+    assert not made[0].workspace.any()
+    gone = weakref.ref(made[0].workspace)
+    made.clear()
+    assert gone() is not None
+    del backend
+    gc.collect()
+    assert gone() is None
 
 
 def test_native_kernels_say_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
