@@ -6,9 +6,8 @@ carries, by one body for capture, replay and eager steps: nothing here asks whic
 Does not: attend fast. Every token gathers its own keys; a real backend calls its kernel in `forward`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -22,7 +21,7 @@ from graphpact import (
     GraphSlot,
     LayerSpec,
     Limits,
-    PaddingPolicy,
+    metadata_slot,
 )
 from graphpact.attention import Buffers, GraphSupport, HeadLayout, new_kv
 
@@ -66,9 +65,27 @@ class MyAttentionBackend(AttentionBackend):
         """Return the three index tensors, each as large as the largest step needs it."""
         pages = limits.max_pages_per_request
         return [
-            _slot("page_table", "bs", torch.int32, lambda bs, _: (bs, pages)),
-            _slot("request", "tokens", torch.int64, lambda _, tokens: (tokens,)),
-            _slot("num_keys", "tokens", torch.int64, lambda _, tokens: (tokens,)),
+            metadata_slot(
+                "my_attention.page_table",
+                lambda bs, _: (bs, pages),
+                torch.int32,
+                role="table",
+                axis="bs",
+            ),
+            metadata_slot(
+                "my_attention.request",
+                lambda _, tokens: (tokens,),
+                torch.int64,
+                role="table",
+                axis="tokens",
+            ),
+            metadata_slot(
+                "my_attention.num_keys",
+                lambda _, tokens: (tokens,),
+                torch.int64,
+                role="lengths",
+                axis="tokens",
+            ),
         ]
 
     def allocate_metadata(
@@ -141,22 +158,3 @@ class MyAttentionBackend(AttentionBackend):
         """Return ``[T, keys, heads, dim]``: of each token all that its request's pages hold."""
         pages: torch.Tensor = cache.unflatten(0, (-1, self.context.limits.page_size))
         return pages[metadata.page_table].flatten(1, 2)[metadata.request]
-
-
-def _slot(
-    name: str,
-    axis: Literal["bs", "tokens"],
-    dtype: torch.dtype,
-    shape_fn: Callable[[int, int], tuple[int, ...]],
-) -> GraphSlot:
-    """Return a slot of this backend's: no batch has it, and every step writes all of its rows."""
-    return GraphSlot(
-        f"my_attention.{name}",
-        shape_fn,
-        dtype,
-        axis=axis,
-        owner="my_attention",
-        padding_policy=PaddingPolicy.KEEP_PAD,
-        reason="fill_metadata writes every row of the padded extent in every step",
-        copy_from_fb=False,
-    )

@@ -24,9 +24,10 @@ from graphpact import (
     GraphSlot,
     LayerSpec,
     Limits,
-    PaddingPolicy,
+    metadata_slot,
 )
 from graphpact.attention import Buffers, GraphSupport, HeadLayout, new_kv
+from graphpact.buffers import SlotRole
 from graphpact_fa3.kernels import FA3Kernels, NativeKernels, PortableKernels
 from graphpact_fa3.metadata import FA3Metadata, KeyRows, TreeMetadata
 from graphpact_fa3.tree import fill_tree
@@ -71,23 +72,19 @@ class FA3Backend(AttentionBackend):
         """Return the index tensors, int32; those of trees only where drafts have branches."""
         pages = limits.max_pages_per_request
         slots = [
-            _slot("cu_seqlens_q", lambda bs, _: (bs + 1,), extra=1),
-            _slot("cache_seqlens", lambda bs, _: (bs,)),
-            _slot("cu_seqlens_k", lambda bs, _: (bs + 1,), extra=1),
-            _slot("page_table", lambda bs, _: (bs, pages)),
-            GraphSlot(
+            _slot("cu_seqlens_q", lambda bs, _: (bs + 1,), "offsets"),
+            _slot("cache_seqlens", lambda bs, _: (bs,), "lengths"),
+            _slot("cu_seqlens_k", lambda bs, _: (bs + 1,), "offsets"),
+            _slot("page_table", lambda bs, _: (bs, pages), "table"),
+            metadata_slot(
                 "fa3.scheduler_metadata",
                 lambda bs, _: (schedule_size(bs),),
                 torch.int32,
-                axis="none",
-                owner="fa3",
-                padding_policy=PaddingPolicy.KEEP_PAD,
-                reason="every step writes it whole: its schedule, and zeros to the end",
-                copy_from_fb=False,
+                role="plan",
             ),
         ]
         if limits.draft.topk > 1:
-            slots.append(_slot("tree.cu_seqlens_q", lambda _, tokens: (tokens + 1,), extra=1))
+            slots.append(_slot("tree.cu_seqlens_q", lambda _, tokens: (tokens + 1,), "offsets"))
             for window in (None, *self._windows):
                 slots += self._declare_tree(window, limits)
         return slots
@@ -98,8 +95,8 @@ class FA3Backend(AttentionBackend):
         if window is not None:
             width += min(window, limits.max_context_len)
         return [
-            _slot(_of_tree("cache_seqlens", window), lambda _, tokens: (tokens,)),
-            _slot(_of_tree("page_table", window), lambda _, tokens: (tokens, width)),
+            _slot(_of_tree("cache_seqlens", window), lambda _, tokens: (tokens,), "lengths"),
+            _slot(_of_tree("page_table", window), lambda _, tokens: (tokens, width), "table"),
         ]
 
     def allocate_metadata(
@@ -245,20 +242,15 @@ def _schedule_of(metadata: FA3Metadata) -> torch.Tensor | None:
     return metadata.scheduler_metadata[:size] if size else None
 
 
-def _slot(
-    name: str, shape_fn: Callable[[int, int], tuple[int, ...]], *, extra: int = 0
-) -> GraphSlot:
-    """Return an int32 slot of a row a request, or of a tree a row a token, and ``extra`` rows."""
-    return GraphSlot(
+def _slot(name: str, rows: Callable[[int, int], tuple[int, ...]], role: SlotRole) -> GraphSlot:
+    """Return an int32 slot of a row a request, or of a tree a row a token; offsets have one more."""
+    return metadata_slot(
         f"fa3.{name}",
-        shape_fn,
+        rows,
         torch.int32,
+        role=role,
         axis="tokens" if name.startswith("tree.") else "bs",
-        slice_fn=(lambda buffer, n: buffer[: n + extra]) if extra else None,
-        owner="fa3",
-        padding_policy=PaddingPolicy.KEEP_PAD,
-        reason="every step writes all rows of the padded extent",
-        copy_from_fb=False,
+        extra_rows=int(role == "offsets"),
     )
 
 

@@ -6,7 +6,7 @@ before every replay, from lengths that lie there.
 Does not: attend; see `graphpact_flashinfer.kernels`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -20,7 +20,7 @@ from graphpact import (
     GraphSlot,
     LayerSpec,
     Limits,
-    PaddingPolicy,
+    metadata_slot,
 )
 from graphpact.attention import Buffers, GraphSupport, HeadLayout, new_kv
 from graphpact.errors import EngineError
@@ -29,9 +29,6 @@ from graphpact_flashinfer.metadata import FlashInferMetadata, PagedIndices, Plan
 from graphpact_flashinfer.native import NativeKernels
 from graphpact_flashinfer.rows import Rows, num_rows
 from graphpact_kernels import pack_kv_indices, pack_tree_mask, write_indptr, write_kv_cache
-
-_REBUILT = "every step writes all rows of the padded extent"
-_RAGGED = "kernels read up to the last offset, as far as each step writes it"
 
 
 class FlashInferBackend(AttentionBackend):
@@ -82,16 +79,13 @@ class FlashInferBackend(AttentionBackend):
                 return bs + 1  # the fake request
             return bs * topk if mode is ForwardMode.DRAFT_DECODE else bs
 
-        return GraphSlot(
-            name=name,
-            shape_fn=lambda bs, _: (max(bs + 1, bs * topk) + extra,),  # for eager steps of any mode
-            dtype=torch.int32,
-            owner="flashinfer",
+        return metadata_slot(
+            name,
+            lambda bs, _: (max(bs + 1, bs * topk) + extra,),  # for eager steps of any mode
+            torch.int32,
+            role="offsets" if extra else "lengths",
             axis="bs",
             slice_fn=lambda buffer, bs: buffer[: rows(bs) + extra],
-            padding_policy=PaddingPolicy.KEEP_PAD,
-            reason=_REBUILT,
-            copy_from_fb=False,
         )
 
     def _declare_set(self, window: int | None, limits: Limits) -> list[GraphSlot]:
@@ -111,13 +105,13 @@ class FlashInferBackend(AttentionBackend):
 
         slots = [
             self._by_row(_name("kv_indptr", window), limits, extra=1),
-            _whole(_name("kv_indices", window), num_indices),
+            metadata_slot(_name("kv_indices", window), num_indices, torch.int32, role="table"),
             self._by_row(_name("kv_last_page_len", window), limits),
         ]
         if topk > 1:
             slots += [
                 self._by_row(_name("mask_indptr", window), limits, extra=1),
-                _whole(_name("mask", window), num_mask_bytes, torch.uint8),
+                metadata_slot(_name("mask", window), num_mask_bytes, torch.uint8, role="mask"),
             ]
         return [*slots, *self.kernels.declare_slots(_name("", window), limits)]
 
@@ -326,22 +320,6 @@ def _most_keys(limits: Limits) -> int:
 def _name(name: str, window: int | None = None) -> str:
     """Return the name of a slot; those of a window's set have names of their own."""
     return f"flashinfer.{name}" if window is None else f"flashinfer.window{window}.{name}"
-
-
-def _whole(
-    name: str, shape_fn: Callable[[int, int], tuple[int, ...]], dtype: torch.dtype = torch.int32
-) -> GraphSlot:
-    """Return a slot whose parts belong to no row in particular."""
-    return GraphSlot(
-        name=name,
-        shape_fn=shape_fn,
-        dtype=dtype,
-        owner="flashinfer",
-        axis="none",
-        padding_policy=PaddingPolicy.KEEP_PAD,
-        reason=_RAGGED,
-        copy_from_fb=False,
-    )
 
 
 def _put_branches(view: ForwardBatch, indices: PagedIndices, window: int | None) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from graphpact import BackendContext, GraphSlot, LayerSpec, Limits, PaddingPolicy
+from graphpact import BackendContext, GraphSlot, LayerSpec, Limits, metadata_slot
 from graphpact.attention import Buffers, KernelProvider
 from graphpact.graphs import Event, GraphDriver
 from graphpact_flashinfer.metadata import FlashInferMetadata, PagedIndices, Plan, PlanArguments
@@ -106,22 +106,12 @@ class PortableKernels(FlashInferKernels):
     def declare_slots(self, prefix: str, limits: Limits) -> Sequence[GraphSlot]:
         """Return the plan's tensor, and the host memory that it is copied from."""
 
-        def slot(name: str, device: torch.device | None, reason: str) -> GraphSlot:
-            return GraphSlot(
-                name=prefix + name,
-                shape_fn=lambda bs, _: (max(bs + 1, bs * limits.draft.topk) + 2,),
-                dtype=torch.int32,
-                owner="flashinfer",
-                axis="none",
-                device=device,
-                padding_policy=PaddingPolicy.KEEP_PAD,
-                reason=reason,
-                copy_from_fb=False,
-            )
+        def rows(bs: int, _: int) -> tuple[int]:
+            return (max(bs + 1, bs * limits.draft.topk) + 2,)
 
         return [
-            slot("plan", None, "every step plans all rows of the padded extent"),
-            slot("plan_staging", torch.device("cpu"), "what is copied is what was just written"),
+            metadata_slot(prefix + "plan", rows, torch.int32, role="plan"),
+            metadata_slot(prefix + "plan_staging", rows, torch.int32, role="staging"),
         ]
 
     def make_plan(

@@ -29,7 +29,7 @@ from graphpact import (
     GraphSlot,
     LayerSpec,
     Limits,
-    PaddingPolicy,
+    metadata_slot,
 )
 from graphpact.attention import Buffers, GraphSupport, HeadLayout
 from graphpact.graphs import Event, GraphDriver
@@ -165,27 +165,15 @@ class NativeKernels(FlashInferKernels):
         """Return an int workspace for each set of indices, and one workspace for partial results."""
         del limits  # FlashInfer sizes its workspaces by itself
 
-        def slot(name: str, size: int, policy: PaddingPolicy, **more: Any) -> GraphSlot:
-            return GraphSlot(
-                name=name,
-                shape_fn=lambda *_: (size,),
-                dtype=torch.uint8,
-                owner="flashinfer",
-                axis="none",
-                padding_policy=policy,
-                copy_from_fb=False,
-                **more,
-            )
-
-        planned = slot(
-            prefix + "int_workspace",
-            _INT_BYTES,
-            PaddingPolicy.KEEP_PAD,
-            reason="kernels read what the plan of this step wrote",
+        planned = metadata_slot(
+            prefix + "int_workspace", lambda *_: (_INT_BYTES,), torch.uint8, role="plan"
         )
         if prefix != "flashinfer.":
             return [planned]
-        return [planned, slot(_FLOAT_WORKSPACE, _FLOAT_BYTES, PaddingPolicy.FILL_ONCE, pad_value=0)]
+        partial = metadata_slot(
+            _FLOAT_WORKSPACE, lambda *_: (_FLOAT_BYTES,), torch.uint8, role="workspace"
+        )
+        return [planned, partial]
 
     def make_plan(
         self,

@@ -19,15 +19,13 @@ from graphpact import (
     GraphSlot,
     LayerSpec,
     Limits,
-    PaddingPolicy,
+    metadata_slot,
 )
 from graphpact.attention import Buffers, GraphSupport, HeadLayout, new_kv
 from graphpact_kernels import write_indptr
 from graphpact_trtllm_mla.metadata import TRTLLMMLAMetadata
 from graphpact_trtllm_mla.operators import BLOCK_KEYS, pack_block_table
 from graphpact_trtllm_mla.providers import WORKSPACE, NativeKernels, PortableKernels
-
-_REBUILT = "fill_metadata writes every row of the padded extent in every step"
 
 
 class TRTLLMMLABackend(AttentionBackend):
@@ -52,23 +50,25 @@ class TRTLLMMLABackend(AttentionBackend):
         """Return the three index tensors, int32 as TRT-LLM requires, and what the kernels need."""
         blocks = -(-limits.max_context_len // BLOCK_KEYS) * (BLOCK_KEYS // limits.page_size)
 
-        def slot(name: str, *columns: int, extra_rows: int = 0) -> GraphSlot:
-            return GraphSlot(
-                name=f"trtllm_mla.{name}",
-                shape_fn=lambda bs, _: (bs + extra_rows, *columns),
-                dtype=torch.int32,
-                axis="bs",
-                slice_fn=lambda buffer, n: buffer[: n + extra_rows],
-                owner="trtllm_mla",
-                padding_policy=PaddingPolicy.KEEP_PAD,
-                reason=_REBUILT,
-                copy_from_fb=False,
-            )
-
         return [
-            slot("block_kv_indices", blocks),
-            slot("seq_lens_k"),
-            slot("cu_seqlens_q", extra_rows=1),
+            metadata_slot(
+                "trtllm_mla.block_kv_indices",
+                lambda bs, _: (bs, blocks),
+                torch.int32,
+                role="table",
+                axis="bs",
+            ),
+            metadata_slot(
+                "trtllm_mla.seq_lens_k", lambda bs, _: (bs,), torch.int32, role="lengths", axis="bs"
+            ),
+            metadata_slot(
+                "trtllm_mla.cu_seqlens_q",
+                lambda bs, _: (bs + 1,),
+                torch.int32,
+                role="offsets",
+                axis="bs",
+                extra_rows=1,
+            ),
             *self.kernels.declare_slots(),
         ]
 

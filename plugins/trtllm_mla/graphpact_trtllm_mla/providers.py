@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-from graphpact import BackendContext, Capabilities, ForwardMode, GraphSlot, LayerSpec, PaddingPolicy
+from graphpact import BackendContext, Capabilities, ForwardMode, GraphSlot, LayerSpec, metadata_slot
 from graphpact.attention import GraphSupport, HeadLayout, KernelProvider
 from graphpact_trtllm_mla.metadata import TRTLLMMLAMetadata
 from graphpact_trtllm_mla.operators import attend_latents
@@ -79,18 +79,9 @@ class NativeKernels(KernelProvider):
         self._decode: Callable[..., torch.Tensor] = trtllm_batch_decode_with_kv_cache_mla
 
     def declare_slots(self) -> list[GraphSlot]:
-        """Return the workspace, declared anew for each registry: a registered slot holds its memory."""
+        """Return the workspace: semaphores lie in it, which every launch leaves at 0."""
         return [
-            GraphSlot(
-                name=WORKSPACE,
-                shape_fn=lambda _bs, _tokens: (WORKSPACE_BYTES,),
-                dtype=torch.uint8,
-                axis="none",
-                owner="trtllm_mla",
-                padding_policy=PaddingPolicy.FILL_ONCE,  # semaphores, which every launch leaves at 0
-                pad_value=0,
-                copy_from_fb=False,
-            )
+            metadata_slot(WORKSPACE, lambda *_: (WORKSPACE_BYTES,), torch.uint8, role="workspace")
         ]
 
     @classmethod
