@@ -272,7 +272,7 @@ def describe_graphs(ways: Sequence[Way]) -> list[tuple[object, ...]]:
 # -- the parts of a step ---------------------------------------------------------------------------
 
 
-class Step:
+class BareStep:
     """One decode step of `LIVE` requests in a bucket of `BUCKET`, which can be done again and again.
 
     Doing it again writes the same keys and values to the same slots, and nothing is committed.
@@ -334,12 +334,12 @@ class Step:
 def measure_parts(path: Path, scale: Scale, *, compiled: bool) -> list[tuple[object, ...]]:
     """Return the rows of the table."""
     tape = 'lanes.decode.runner="cuda_graph"'
-    steps = {mode: Step(path, scale, tape, f'verify.pact="{mode}"') for mode in PACT}
+    steps = {mode: BareStep(path, scale, tape, f'verify.pact="{mode}"') for mode in PACT}
     off = steps["off"]
-    before = Step(path, scale, tape, "lanes.decode.metadata_in_graph=false")
+    before = BareStep(path, scale, tape, "lanes.decode.metadata_in_graph=false")
     runs = {"tape": off}
     if compiled:
-        runs["cpu_graph"] = Step(path, scale, 'lanes.decode.runner="cpu_graph"')
+        runs["cpu_graph"] = BareStep(path, scale, 'lanes.decode.runner="cpu_graph"')
     whole = take_turns({name: step.graph.replay for name, step in runs.items()}, scale, calls=1)
     bare = {name: statistics.median(times) for name, times in whole.items()}
 

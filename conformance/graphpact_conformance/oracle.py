@@ -6,11 +6,11 @@ Does not: look at a batch, a page table or metadata.
 import torch
 
 from graphpact import LayerSpec
-from graphpact_conformance.problems import Request
+from graphpact_conformance.problems import ProblemRequest
 
 
 def attend(
-    requests: list[Request],
+    requests: list[ProblemRequest],
     layer: LayerSpec,
     steps: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
     k_cache: torch.Tensor,
@@ -49,7 +49,7 @@ def attend(
     return outputs
 
 
-def keys_of(request: Request, token: int, step: int) -> list[int]:
+def keys_of(request: ProblemRequest, token: int, step: int) -> list[int]:
     """Return the slots that a new token sees: the cached ones, those of its path, its own so far."""
     *before, own = request.path(token)
     path = [slot for j in before for slot in request.tokens[j].slots]

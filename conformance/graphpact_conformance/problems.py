@@ -11,7 +11,7 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from hypothesis import strategies as st
@@ -255,7 +255,7 @@ class Token:
 
 
 @dataclass(frozen=True)
-class Request:
+class ProblemRequest:
     """One request.
 
     Args:
@@ -300,7 +300,7 @@ class Problem:
     """
 
     case: Case
-    requests: list[Request]
+    requests: list[ProblemRequest]
     seed: int
 
     def __repr__(self) -> str:
@@ -378,25 +378,70 @@ def _int64(values: Sequence[object]) -> torch.Tensor:
 # -- drawing ---------------------------------------------------------------------------------------
 
 
-@st.composite
-def problems(draw: st.DrawFn, config: Config, bucket: int, *, exact: bool | None = None) -> Problem:
+class Drawn(NamedTuple):
+    """What one lane is given, one batch after the other; an idle lane has four idle batches.
+
+    Args:
+        exact: It fills the largest shape.
+        small: It leaves padded rows in the smallest shape, where that has room for any.
+        idle: It has no request.
+        padded: It leaves padded rows in the largest shape.
+    """
+
+    exact: "Problem"
+    small: "Problem"
+    idle: "Problem"
+    padded: "Problem"
+
+
+def draw(config: Config, count: int, base: int) -> list[Drawn]:
+    """Return ``count`` sequences of batches for a lane.
+
+    They follow from the arguments alone: hypothesis would also draw numbers that it finds in the source of
+    whatever is imported, and other ones in other versions.
+
+    Args:
+        config: The lane's.
+        count: How many; the first of more are those of fewer.
+        base: A seed: equal ones give equal sequences.
+    """
+    return [_drawn(random.Random(f"{base}:{at}"), config) for at in range(count)]  # noqa: S311  it draws tests
+
+
+def sequences(config: Config) -> st.SearchStrategy[Drawn]:
+    """Return a strategy of what one lane is given, for property tests."""
+    return st.randoms(use_true_random=False).map(lambda rng: _drawn(rng, config))
+
+
+def _drawn(rng: random.Random, config: Config) -> Drawn:
+    if config.case.mode is ForwardMode.IDLE:
+        return Drawn(*[Problem(config.case, [], 0)] * 4)
+    most = len(config.shapes) - 1
+    return Drawn(
+        _problem(rng, config, most, exact=True),
+        _problem(rng, config, 0, exact=False),
+        Problem(config.case, [], rng.randint(0, 99)),
+        _problem(rng, config, most, exact=False),
+    )
+
+
+def _problem(rng: random.Random, config: Config, bucket: int, *, exact: bool) -> Problem:
     """Draw a batch that the ``bucket``-th shape of the lane is the smallest to hold.
 
     Args:
-        draw: Hypothesis's.
+        rng: What draws.
         config: What the lane is built for.
         bucket: Which of its shapes.
-        exact: Whether it fills the shape, or leaves padded rows where it can; None for either.
+        exact: Whether it fills the shape, or leaves padded rows where it can.
     """
     case = config.case
-    counts = draw(_counts(config, bucket, exact=exact))
-    prefixes = [draw(_prefixes(case, config.page_size, count)) for count in counts]
+    counts = _counts(rng, config, bucket, exact=exact)
+    prefixes = [_prefix(rng, case, config.page_size, count) for count in counts]
     parents = [
-        [draw(st.integers(0, j - 1)) if case.tree else j - 1 for j in range(1, count)]
-        for count in counts
+        [rng.randint(0, j - 1) if case.tree else j - 1 for j in range(1, count)] for count in counts
     ]
-    accepted = [draw(st.integers(0, count - 1)) for count in counts]
-    return _lay_out(config, prefixes, parents, accepted, draw(st.integers(0, 999)))
+    accepted = [rng.randint(0, count - 1) for count in counts]
+    return _lay_out(config, prefixes, parents, accepted, rng.randint(0, 999))
 
 
 def _lay_out(
@@ -442,12 +487,11 @@ def _lay_out(
             parent = None if drafts or j == 0 else parents[i][j - 1]
             depth = 0 if parent is None else tokens[parent].depth + 1
             tokens.append(Token(rng.randrange(VOCAB), slots[j], parent, depth))
-        requests.append(Request(rows[i], table[:prefix], tokens, table, accepted[i]))
+        requests.append(ProblemRequest(rows[i], table[:prefix], tokens, table, accepted[i]))
     return Problem(case, requests, rng.randrange(1000))
 
 
-@st.composite
-def _counts(draw: st.DrawFn, config: Config, bucket: int, *, exact: bool | None) -> list[int]:
+def _counts(rng: random.Random, config: Config, bucket: int, *, exact: bool) -> list[int]:
     """Draw how many new tokens each request brings."""
     case = config.case
     shape = config.shapes[bucket]
@@ -460,49 +504,32 @@ def _counts(draw: st.DrawFn, config: Config, bucket: int, *, exact: bool | None)
     least, most = smaller.batch_size + 1, shape.batch_size
     if case.width is not None:
         least = most if exact else least
-        most = most - (exact is False and least < most)
-        return [case.width] * draw(st.integers(least, most))
-    bs = most if exact else draw(st.integers(1, most - (exact is False and most > 1)))
+        most = most - (not exact and least < most)
+        return [case.width] * rng.randint(least, most)
+    bs = most if exact else rng.randint(1, most - (most > 1))
     left, counts = shape.num_tokens - bs, [1] * bs
     for i in range(bs):
         least = 0
         if i == 0 and bs <= smaller.batch_size:  # then it is the tokens that ask for this bucket
             least = smaller.num_tokens + 1 - bs
         one = case.mode is ForwardMode.MIXED and i % 2 == 1
-        more = 0 if one else draw(st.integers(least, max(least, left - (exact is False))))
+        more = 0 if one else rng.randint(least, max(least, left - (not exact)))
         counts[i] += more
         left -= more
     if exact:
         counts[0] += left
-    return draw(st.permutations(counts))
+    rng.shuffle(counts)
+    return counts
 
 
-def _prefixes(case: Case, page_size: int, count: int) -> st.SearchStrategy[int]:
+def _prefix(rng: random.Random, case: Case, page_size: int, count: int) -> int:
     """Draw how many keys are cached: about the ends of pages as often as anywhere."""
     drafted = case.mode in (ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_DECODE)
     least = 1 if drafted or (case.mode is ForwardMode.MIXED and count == 1) else 0
     most = CONTEXT - max(count, case.num_steps)
     edges = {least, least + 1, page_size - 1, page_size, page_size + 1, most - 1, most}
-    edges = {n for n in edges if least <= n <= most}
-    return st.one_of(st.integers(least, most), st.sampled_from(sorted(edges)))
-
-
-def sequences(config: Config) -> st.SearchStrategy[list[Problem]]:
-    """Draw what one lane is given, one batch after the other.
-
-    One that fills the largest bucket, a smaller one in the smallest, an idle one, and one that leaves padded
-    rows in the largest.
-    """
-    if config.case.mode is ForwardMode.IDLE:
-        return st.just([Problem(config.case, [], 0)] * 4)
-    most = len(config.shapes) - 1
-    idle = st.integers(0, 99).map(lambda seed: Problem(config.case, [], seed))
-    return st.tuples(
-        problems(config, most, exact=True),
-        problems(config, 0, exact=False),
-        idle,
-        problems(config, most, exact=False),
-    ).map(list)
+    near = rng.choice(sorted(n for n in edges if least <= n <= most))
+    return rng.choice((rng.randint(least, most), near))
 
 
 def corner(config: Config) -> Problem:
@@ -572,7 +599,7 @@ def assorted(config: Config) -> Problem:
     return Problem(config.case, shorter, whole.seed)
 
 
-def shortened(request: Request, length: int) -> Request:
+def shortened(request: ProblemRequest, length: int) -> ProblemRequest:
     """Return a request with so many cached keys; slots go by position, so new tokens move forward."""
     owned, gone = request.table, len(request.cached) - length
     tokens = [

@@ -134,6 +134,16 @@ class Leaf:
     is_alias: bool
 
     @property
+    def is_resident(self) -> bool:
+        """Whether it lies in a slot, and that memory stands under no earlier path."""
+        return self.slot is not None and not self.is_alias
+
+    @property
+    def is_written(self) -> bool:
+        """Whether every step has to write it, and that memory stands under no earlier path."""
+        return self.is_due and not self.is_alias
+
+    @property
     def name(self) -> str:
         """Path and slot, for messages."""
         return self.path if self.slot is None else f"{self.path} ({self.slot.label})"
@@ -148,7 +158,7 @@ class Leaf:
 
 
 @dataclass
-class Step:
+class StepRecord:
     """What one run of one batch left.
 
     Args:
@@ -392,7 +402,7 @@ class Rig:
         ready: Callable[[ForwardBatch, Any], None] | None = None,
         after_load: Callable[[], None] | None = None,
         batch: ForwardBatch | None = None,
-    ) -> Step:
+    ) -> StepRecord:
         """Run one batch, and return what it leaves, its error too.
 
         Args:
@@ -413,7 +423,7 @@ class Rig:
         self.observer.forget()
         self.observer.ready = ready
         self.observer.before = None if fill is None else _each_due(fill)
-        step = Step(problem)
+        step = StepRecord(problem)
         before = self.lane.stats.replays
         try:
             outputs = self.lane.run_eager(batch) if eagerly else self.lane.run(batch)
@@ -433,7 +443,7 @@ class Rig:
         ]
         return step
 
-    def _see(self, step: Step) -> None:
+    def _see(self, step: StepRecord) -> None:
         """Copy what the observer saw into ``step``."""
         seen = self.observer
         if seen.shape is None:

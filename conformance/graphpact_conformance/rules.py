@@ -32,7 +32,7 @@ class Rule:
         level: Whether conformance needs it.
         requirement: What holds, in one sentence.
         hooks: The hooks that it concerns.
-        since: The contract version that has it first.
+        since: The contract version that has it first; plugins of earlier ones are not held to it.
     """
 
     id: str

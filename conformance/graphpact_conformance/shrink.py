@@ -1,25 +1,28 @@
 """Smaller batches that show the same: `shrunk`.
 
-Does not: draw; it leaves out requests, and shortens what is cached, as long as the same rule is broken.
+The search ends after a number of trials and never by the clock, so that two runs with one seed tell the same
+batch.
+
+Does not: draw; it leaves out requests, and shortens what is cached, as long as the same rules are broken.
 """
 
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 
 from graphpact_conformance.experiments.base import Experiment
-from graphpact_conformance.problems import Problem, shortened
+from graphpact_conformance.problems import Drawn, Problem, ProblemRequest, shortened
 from graphpact_conformance.results import Finding
-from graphpact_conformance.subject import CannotCaptureError, LaneUnderTest
+from graphpact_conformance.subject import LaneUnderTest
 
-_SECONDS = 6.0
-"""Of looking for smaller batches; what was found by then is told."""
+TRIALS = 16
+"""How many smaller sequences of batches are tried for one failure."""
 
 
 def shrunk(
     lane: LaneUnderTest,
     experiment: Experiment,
-    steps: Sequence[Problem],
+    steps: Drawn,
     found: list[Finding],
+    on_trial: Callable[[], object] = lambda: None,
 ) -> list[Finding]:
     """Return what an experiment finds in the smallest batches that were found to break the same rules.
 
@@ -28,47 +31,76 @@ def shrunk(
         experiment: What is done again.
         steps: The batches that showed something.
         found: What they showed.
+        on_trial: Called before each trial.
     """
     rules = {finding.rule for finding in found}
-    until = time.perf_counter() + _SECONDS
-    best, steps = found, list(steps)
-    smaller = True
-    while smaller:
-        smaller = False
-        for candidate in _smaller(steps):
-            if time.perf_counter() > until:
-                return best
-            lane.forget()
-            try:
-                now = list(experiment.run(lane, candidate))
-            except CannotCaptureError:
+    best, left = found, TRIALS
+    tried = {repr(steps)}
+    for smaller in (_alone, _without_one, _halved, _with_one_halved):
+        candidates = smaller(steps)
+        while left and (candidate := next(candidates, None)) is not None:
+            if repr(candidate) in tried:
                 continue
-            finally:
-                lane.forget()
+            tried.add(repr(candidate))
+            left -= 1
+            on_trial()
+            now = _found_in(lane, experiment, candidate)
             if {finding.rule for finding in now} >= rules:
-                best, steps, smaller = now, candidate, True
-                break
+                best, steps, candidates = now, candidate, smaller(candidate)
     return best
 
 
-def _smaller(steps: Sequence[Problem]) -> Iterator[list[Problem]]:
-    """Yield the same batches with one of them smaller."""
+def _found_in(lane: LaneUnderTest, experiment: Experiment, steps: Drawn) -> list[Finding]:
+    """Return what an experiment finds in a lane without a past; nothing where it does not come to its end."""
+    try:
+        return list(experiment.run(lane.anew(), steps))
+    except Exception:  # noqa: BLE001  what fails otherwise in these batches is not what is looked for
+        return []
+
+
+# -- smaller sequences, those that leave out the most first ------------------------------------------
+
+
+def _alone(steps: Drawn) -> Iterator[Drawn]:
+    """Yield batches of one request each: the first of all, the second of all."""
+    for i in range(max(len(problem.requests) for problem in steps)):
+        yield Drawn(
+            *(_of(p, [p.requests[i % len(p.requests)]] if p.requests else []) for p in steps)
+        )
+
+
+def _without_one(steps: Drawn) -> Iterator[Drawn]:
+    """Yield the same with one request less in one batch."""
     for at, problem in enumerate(steps):
-        for less in _less(problem):
-            yield [*steps[:at], less, *steps[at + 1 :]]
+        requests = problem.requests
+        for i in range(len(requests) if len(requests) > 1 else 0):
+            yield _with(steps, at, [*requests[:i], *requests[i + 1 :]])
 
 
-def _less(problem: Problem) -> Iterator[Problem]:
-    for i in range(len(problem.requests)):
-        if len(problem.requests) > 1:
-            yield Problem(
-                problem.case, problem.requests[:i] + problem.requests[i + 1 :], problem.seed
-            )
-    for i, request in enumerate(problem.requests):
-        if len(request.cached) > 2:
-            shorter = shortened(request, len(request.cached) // 2)
-            yield Problem(
-                problem.case,
-                [*problem.requests[:i], shorter, *problem.requests[i + 1 :]],
-                problem.seed,
-            )
+def _halved(steps: Drawn) -> Iterator[Drawn]:
+    """Yield the same with half as many cached keys of every request."""
+    yield Drawn(*(_of(problem, map(_shorter, problem.requests)) for problem in steps))
+
+
+def _with_one_halved(steps: Drawn) -> Iterator[Drawn]:
+    """Yield the same with half as many cached keys of one request in one batch."""
+    for at, problem in enumerate(steps):
+        for i, request in enumerate(problem.requests):
+            others = problem.requests
+            yield _with(steps, at, [*others[:i], _shorter(request), *others[i + 1 :]])
+
+
+def _shorter(request: ProblemRequest) -> ProblemRequest:
+    """Return a request with half as many cached keys; one with few as it is."""
+    few = len(request.cached) <= 2
+    return request if few else shortened(request, len(request.cached) // 2)
+
+
+def _of(problem: Problem, requests: Iterable[ProblemRequest]) -> Problem:
+    return Problem(problem.case, list(requests), problem.seed)
+
+
+def _with(steps: Drawn, at: int, requests: Iterable[ProblemRequest]) -> Drawn:
+    batches = list(steps)
+    batches[at] = _of(steps[at], requests)
+    return Drawn(*batches)

@@ -3,13 +3,16 @@
 Does not: draw batches, or run experiments in turn (`graphpact_conformance.suite` does).
 """
 
+import gc
 import inspect
+import re
+import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -19,11 +22,14 @@ from graphpact.errors import GraphpactError
 from graphpact.graphs import GraphDriver
 from graphpact.lane import PactMode
 from graphpact.runners import GraphRunner
+from graphpact.shapes import GraphShape
 from graphpact_conformance.problems import Config, Problem
 from graphpact_conformance.reference import ReferenceBackend, ReferenceRunner
 from graphpact_conformance.results import Finding
-from graphpact_conformance.rig import CPU, Answer, Rig, Step
+from graphpact_conformance.rig import CPU, Answer, Rig, StepRecord
+from graphpact_conformance.rules import RULES
 from graphpact_tape.guard import is_due
+from graphpact_tape.host import tensors_of
 from graphpact_tape.poison import is_poison, poison
 from graphpact_tape.tape import TapeDriver
 
@@ -33,6 +39,10 @@ Way = Literal["graph", "hook"]
 
 _HERE = Path(__file__).parent
 _KITS = {ReferenceBackend, ReferenceRunner, *ReferenceBackend.__mro__, *ReferenceRunner.__mro__}
+
+
+_ADDRESS = re.compile(r"0x[0-9a-f]{6,}")
+"""What differs from run to run, and tells a reader nothing."""
 
 
 class CannotCaptureError(Exception):
@@ -55,6 +65,7 @@ class LaneUnderTest:
         provider: Of the backend's kernels.
         device: Where the lane runs.
         driver: What records its graphs; None for the tape, which experiments take as strict as they need.
+        listed: The rules that the experiment at hand lists; None for every rule.
     """
 
     config: Config
@@ -64,6 +75,7 @@ class LaneUnderTest:
     provider: ProviderName = "auto"
     device: torch.device = CPU
     driver: type[GraphDriver] | None = None
+    listed: frozenset[str] | None = None
     _rigs: dict[tuple[Way, bool], Rig] = field(default_factory=dict, init=False)
     _answers: dict[int, tuple[Problem, Answer]] = field(default_factory=dict, init=False)
     _ways: tuple[Way, ...] | None = field(default=None, init=False)
@@ -105,7 +117,7 @@ class LaneUnderTest:
         )
 
     def rig(self, way: Way = "graph") -> Rig:
-        """Return a rig on a fast tape that looks at nothing; one for all experiments of the lane.
+        """Return a rig on a fast tape that looks at nothing; one for each experiment of the lane.
 
         Raises:
             CannotCaptureError: It cannot be captured.
@@ -113,7 +125,7 @@ class LaneUnderTest:
         return self._kept(way, guarded=False)
 
     def guarded(self, way: Way = "graph") -> Rig:
-        """Return a strict rig, every replay of which is held to its pact; one for all experiments.
+        """Return a strict rig, every replay of which is held to its pact; one for each experiment.
 
         Raises:
             CannotCaptureError: It cannot be captured.
@@ -131,10 +143,21 @@ class LaneUnderTest:
                 raise CannotCaptureError(error) from error
         return self._rigs[key]
 
-    def forget(self) -> None:
-        """Drop rigs, so that the next experiment finds lanes without a past."""
-        self._rigs.clear()
-        self._answers.clear()
+    def anew(self, listed: Iterable[str] | None = None) -> "LaneUnderTest":
+        """Return the same lane with nothing built yet: an experiment finds no trace of another one.
+
+        What functions of the plugin keep in caches is cleared too.
+
+        Args:
+            listed: The rules that the next experiment lists; those of this lane where it is left out.
+        """
+        for clear in caches_of(self):
+            clear()
+        lane = self.like(self.config)
+        lane._ways = self._ways  # noqa: SLF001  no history changes them
+        if listed is not None:
+            lane.listed = frozenset(listed)
+        return lane
 
     def like(self, config: Config) -> "LaneUnderTest":
         """Return the same in another configuration, with nothing built yet."""
@@ -146,6 +169,7 @@ class LaneUnderTest:
             self.provider,
             self.device,
             self.driver,
+            self.listed,
         )
 
     @property
@@ -163,7 +187,8 @@ class LaneUnderTest:
 
     def _hook_writes(self) -> bool:
         """Return whether a replay hook alone writes a slot of the backend's."""
-        rig = self.rig("hook")
+        self.rig("hook")  # a lane that cannot be captured is told of once
+        rig = self.build("hook")
         batch = rig.runner.dummy(rig.config.shapes[0])
         rig.step(Problem(self.config.case, [], 0), batch=batch, fill=poison_slot)
         return any(
@@ -205,7 +230,7 @@ class LaneUnderTest:
         actual: str,
         field: str | None = None,
         hook: str | None = None,
-        step: Step | None = None,
+        step: StepRecord | None = None,
         problem: Problem | None = None,
         help: str | None = None,  # noqa: A002  it is what reports call it
     ) -> Finding:
@@ -217,8 +242,8 @@ class LaneUnderTest:
             rule=rule,
             hook=hook,
             field=field,
-            expected=expected,
-            actual=actual,
+            expected=_ADDRESS.sub("0x…", expected),
+            actual=_ADDRESS.sub("0x…", actual),
             batch=None if problem is None else repr(problem),
             shape=shape,
             help=help,
@@ -230,15 +255,21 @@ class LaneUnderTest:
         *,
         expected: str,
         rule: str | None = None,
-        step: Step | None = None,
+        step: StepRecord | None = None,
         problem: Problem | None = None,
         hook: str | None = None,
         help: str | None = None,  # noqa: A002  it is what reports call it
     ) -> Finding:
-        """Return a finding about an error; the rule and the help are its own, else those that are given."""
+        """Return a finding about an error; the rule and the help are its own, else those that are given.
+
+        A rule that the experiment at hand does not list is left to those that do: they look for it.
+        """
         own = next((e.hint for e in causes(error) if isinstance(e, GraphpactError)), None)
+        named = rule_of(error)
+        if self.listed is not None and named not in self.listed:
+            named = None
         return self.finding(
-            rule_of(error) or rule,
+            named or rule,
             expected=expected,
             actual=tell(error),
             step=step,
@@ -246,6 +277,39 @@ class LaneUnderTest:
             hook=hook or _hook_of(step),
             help=own or help,
         )
+
+
+def caches_of(lane: LaneUnderTest) -> Iterator[Callable[[], object]]:
+    """Yield what clears each cache of tensors in the packages of the plugin, or in reach of its classes."""
+    classes = [c for cls in (lane.backend, lane.runner) for c in cls.__mro__]
+    packages = {c.__module__.partition(".")[0] for c in classes} - {
+        "graphpact",
+        "torch",
+        "builtins",
+        "abc",
+    }
+    spaces: list[Mapping[str, Any]] = [
+        vars(module)
+        for name, module in [*sys.modules.items()]
+        if module is not None and name.partition(".")[0] in packages
+    ]
+    spaces += [vars(c) for c in classes]
+    for function in [f for c in classes for f in vars(c).values() if inspect.isfunction(f)]:
+        spaces.append(inspect.getclosurevars(function).nonlocals)
+    cached = {id(v): v for space in spaces for v in [*space.values()] if hasattr(v, "cache_clear")}
+    for function in cached.values():
+        if _holds_tensors(function):
+            yield function.cache_clear
+
+
+def _holds_tensors(cached: Any) -> bool:
+    """Return whether a `functools.lru_cache` has returned tensors; what else it keeps is nobody's memory."""
+    return any(tensors_of(each) for each in gc.get_referents(cached))
+
+
+def planned_shapes(runner: GraphRunner) -> tuple[GraphShape, ...]:
+    """Return the shapes that a runner captures, the smallest first; none where it captures nothing."""
+    return tuple(sorted(runner.shapes(), key=lambda s: (s.num_tokens, s.batch_size, s.variant)))
 
 
 def poison_slot(slot: BoundSlot) -> None:
@@ -269,11 +333,11 @@ def causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def rule_of(error: BaseException) -> str | None:
-    """Return the rule that an error, or what it was made of, names."""
+    """Return the rule that an error, or what it was made of, names; None where that is no rule."""
     for each in causes(error):
         rule = getattr(each, "rule", None)
-        if isinstance(rule, str):
-            return rule
+        if rule in RULES:
+            return str(rule)
     return None
 
 
@@ -285,7 +349,7 @@ def tell(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
 
 
-def _hook_of(step: Step | None) -> str | None:
+def _hook_of(step: StepRecord | None) -> str | None:
     if step is None:
         return None
     return {

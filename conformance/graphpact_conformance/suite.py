@@ -7,29 +7,31 @@ Does not: know what an experiment does, or write reports.
 """
 
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from itertools import groupby, zip_longest
 from typing import Any, Literal, Protocol
 
 import torch
-from hypothesis import HealthCheck, given, seed, settings
 
 from graphpact.attention import AttentionBackend, GraphSupport
 from graphpact.batch import ForwardMode
 from graphpact.errors import UnknownPluginError, UsageError, did_you_mean
+from graphpact.hookspecs import CONTRACT_VERSION
 from graphpact.plugins import Kind, PluginCatalog, PluginInfo
 from graphpact.runners import GraphRunner
 from graphpact_conformance.claims import claims_of, undeclared
 from graphpact_conformance.experiments import EXPERIMENTS, Experiment
-from graphpact_conformance.problems import CASES, Config, Problem, configs_of, sequences
+from graphpact_conformance.problems import CASES, Config, configs_of, draw
 from graphpact_conformance.reference import ReferenceBackend, ReferenceRunner
 from graphpact_conformance.results import Claim, Finding, Outcome, PluginResults, Result
 from graphpact_conformance.rig import runner_context
-from graphpact_conformance.rules import RULES
+from graphpact_conformance.rules import RULES, Rule
 from graphpact_conformance.shrink import shrunk
-from graphpact_conformance.subject import CannotCaptureError, LaneUnderTest, tell
+from graphpact_conformance.subject import CannotCaptureError, LaneUnderTest, planned_shapes, tell
 
 Size = Literal["quick", "normal", "thorough"]
 TargetKind = Literal["attention_backend", "runner"]
@@ -157,7 +159,7 @@ def _can_pair(catalog: PluginCatalog, backend: str, runner: str) -> bool:
 
 
 @dataclass(frozen=True)
-class LanePlan:
+class PlannedLane:
     """One lane of a run.
 
     Args:
@@ -165,29 +167,24 @@ class LanePlan:
         is_full: Whether every experiment is made in it, or those of values alone.
         suffix: What its name has after the configuration.
         names: Of the plugins, as the command line takes them.
+        contract: The contract version that it is held to: what the plugin was written for.
     """
 
     lane: LaneUnderTest
     is_full: bool
     suffix: str = ""
     names: str = ""
+    contract: int = CONTRACT_VERSION
 
     def __str__(self) -> str:
         return f"{self.lane.config}{self.suffix}"
 
 
-_LIGHT = frozenset({"answers_eagerly", "answers_replayed", "padding", "largest_step"})
-"""Experiments that look at values alone, for lanes that differ from a full one in sizes."""
-_LIGHTEST = frozenset({"answers_eagerly", "answers_replayed"})
-"""What of them a quick run makes."""
 _PROBES = "undeclared capabilities"
 """The piece of work that tries what is not declared."""
-_PAIR = frozenset(
-    {"answers_replayed", "padding", "captured_anew", "unwritten_and_stale", "guarded"}
-)
 
 
-def lanes_of(target: Target, options: Options, catalog: PluginCatalog) -> list[LanePlan]:
+def lanes_of(target: Target, options: Options, catalog: PluginCatalog) -> list[PlannedLane]:
     """Return the lanes that a plugin is held to, by what it declares."""
     device = torch.device(options.device)
     if target.kind == "attention_backend":
@@ -217,7 +214,7 @@ def plan_lanes(
     kind: TargetKind = "attention_backend",
     is_pair: bool = False,
     drivers: PluginCatalog | None = None,
-) -> list[LanePlan]:
+) -> list[PlannedLane]:
     """Return the lanes of two classes, one of which may be the kit's own.
 
     Args:
@@ -240,19 +237,19 @@ def plan_lanes(
         configs = [_with_shapes_of(runner, config, backend, device) for config in configs]
     chosen = _choose(configs, options.size, few=is_pair or kind == "runner")
     plans = [
-        LanePlan(LaneUnderTest(config, backend, runner, kind, device=device), is_full)
+        PlannedLane(LaneUnderTest(config, backend, runner, kind, device=device), is_full)
         for config, is_full in chosen
     ]
     if drivers is not None and runner.driver is not None and options.size != "quick" and plans:
         driver = drivers.select("graph_driver", runner.driver)
         if driver.unavailable(device) is None:
             lane = replace(plans[0].lane, driver=driver)
-            plans.append(LanePlan(lane, is_full=False, suffix=f"-{runner.driver}"))
+            plans.append(PlannedLane(lane, is_full=False, suffix=f"-{runner.driver}"))
     if device.type == "cuda":
         from graphpact_cuda_graph.driver import CudaDriver  # noqa: PLC0415  of no use elsewhere
 
         plans += [
-            LanePlan(replace(plan.lane, driver=CudaDriver), is_full=False, suffix="-cuda")
+            PlannedLane(replace(plan.lane, driver=CudaDriver), is_full=False, suffix="-cuda")
             for plan in plans
             if plan.lane.driver is None
         ]
@@ -270,7 +267,7 @@ def _with_shapes_of(
     """Return a configuration with the shapes that a runner captures by itself, where it is not told which."""
     context = runner_context(config, backend.capabilities, device)
     try:
-        shapes = tuple(runner(context).shapes())
+        shapes = planned_shapes(runner(context))
     except Exception:  # noqa: BLE001  anybody's code; capturing it will tell
         return config
     return config if list(shapes) == list(config.shapes) else replace(config, ladder=shapes)
@@ -320,32 +317,6 @@ def _pairs(config: Config) -> list[tuple[Any, Any]]:
 # -- running -----------------------------------------------------------------------------------------
 
 
-def draw(config: Config, count: int, base: int) -> list[list[Problem]]:
-    """Return ``count`` sequences of batches for a lane, the simplest of all left out: it shows little.
-
-    Args:
-        config: The lane's.
-        count: How many.
-        base: A seed: equal ones give equal sequences.
-    """
-    drawn: list[list[Problem]] = []
-
-    @seed(base)
-    @settings(
-        max_examples=count + 1,
-        database=None,
-        deadline=None,
-        derandomize=False,
-        suppress_health_check=list(HealthCheck),
-    )
-    @given(steps=sequences(config))
-    def collect(steps: list[Problem]) -> None:
-        drawn.append(steps)
-
-    collect()
-    return drawn[-count:]
-
-
 def examine(
     target: Target,
     options: Options,
@@ -373,7 +344,10 @@ def examine(
     info = _info(catalog, target)
     names = target.name if target.partner is None else f"{target.name} {target.partner}"
     first, parts = part
-    every = [replace(plan, names=names) for plan in lanes_of(target, options, catalog)]
+    every = [
+        replace(plan, names=names, contract=_contract_of(target, catalog))
+        for plan in lanes_of(target, options, catalog)
+    ]
     every.sort(key=lambda plan: not plan.is_full)  # so that parts take about as long
     plans = every[first::parts]
     shown: list[tuple[Config, bool]] = []
@@ -410,6 +384,7 @@ def examine(
         provider=_provider(every, target),
         device=options.device,
         claims=claims,
+        hints=hints_of(claims),
         not_shown=_not_shown(target, catalog, torch.device(options.device)),
     )
 
@@ -437,7 +412,12 @@ def merged(parts: Sequence[PluginResults]) -> PluginResults:
         results.append(of_claims(claims))
     drivers = dict.fromkeys(name for part in parts for name in part.drivers)
     return parts[0].model_copy(
-        update={"results": results, "claims": claims, "drivers": list(drivers)}
+        update={
+            "results": results,
+            "claims": claims,
+            "hints": hints_of(claims),
+            "drivers": list(drivers),
+        }
     )
 
 
@@ -460,7 +440,7 @@ def _modes_of(target: Target, catalog: PluginCatalog) -> Collection[ForwardMode]
 
 
 def _unsupported(
-    target: Target, modes: Collection[ForwardMode], plans: Sequence[LanePlan]
+    target: Target, modes: Collection[ForwardMode], plans: Sequence[PlannedLane]
 ) -> Iterator[Result]:
     """Yield each kind of step without a lane: it would need a capability that is not declared."""
     there = {plan.lane.config.case for plan in plans}
@@ -481,6 +461,14 @@ def _unsupported(
 def _info(catalog: PluginCatalog, target: Target) -> PluginInfo:
     kind: Kind = target.kind
     return next(info for info in catalog.infos(kind) if info.name == target.name)
+
+
+def _contract_of(target: Target, catalog: PluginCatalog) -> int:
+    """Return the contract version that a target is held to: of a pair, the earlier one."""
+    infos = [_info(catalog, target)]
+    if target.partner is not None:
+        infos.append(_info(catalog, Target("runner", target.partner)))
+    return min(int(info.contract or CONTRACT_VERSION) for info in infos)
 
 
 def _declares_nothing(info: PluginInfo) -> Result:
@@ -504,7 +492,7 @@ def _declares_nothing(info: PluginInfo) -> Result:
 
 
 def examine_lane(
-    plan: LanePlan,
+    plan: PlannedLane,
     options: Options,
     begins: Any = None,
     *,
@@ -527,21 +515,24 @@ def examine_lane(
             continue
         if begins is not None:
             begins(work)
-        done.append(_run(experiment, plan, options))
+        tried = f"{work} :: smaller batches"
+        on_trial = None if tried in skip else partial(begins or _tell_nobody, tried)
+        done.append(_run(experiment, plan, options, on_trial))
     yield from _by_rule(plan, options, done)
 
 
 def experiments_of(
-    plan: LanePlan, options: Options, experiments: Sequence[Experiment] = EXPERIMENTS
+    plan: PlannedLane, options: Options, experiments: Sequence[Experiment] = EXPERIMENTS
 ) -> list[Experiment]:
     """Return which of the experiments are made in a lane."""
     is_pair = plan.lane.runner is not ReferenceRunner and plan.lane.kind == "attention_backend"
+    depths = {"lightest"} if options.size == "quick" else {"lightest", "light"}
     return [
         e
         for e in experiments
         if plan.lane.kind in e.scopes
-        and (plan.is_full or e.name in (_LIGHTEST if options.size == "quick" else _LIGHT))
-        and (e.name in _PAIR or not is_pair)
+        and (plan.is_full or e.depth in depths)
+        and (e.in_pairs or not is_pair)
         and (not options.only or options.only & {*e.examines})
     ]
 
@@ -556,23 +547,38 @@ class _Done:
     error: str | None = None
 
 
-def _run(experiment: Experiment, plan: LanePlan, options: Options) -> _Done:
-    """Make one experiment, with as many sequences as are asked for, until one shows something."""
+def _run(
+    experiment: Experiment,
+    plan: PlannedLane,
+    options: Options,
+    on_trial: Callable[[], object] | None,
+) -> _Done:
+    """Make one experiment, with as many sequences as are asked for, until one shows something.
+
+    Args:
+        experiment: What is done.
+        plan: The lane; the experiment gets one of its own.
+        options: How.
+        on_trial: Called before each search for smaller batches; None to look for none.
+    """
     start = time.perf_counter()
     done = _Done(experiment, [])
-    lane = plan.lane
+    lane = plan.lane.anew(experiment.examines)
     count = options.examples if experiment.repeats and options.size != "quick" else 1
     try:
-        with torch.inference_mode():
+        with torch.inference_mode(), _seeded(options.seed, lane.device):
             for steps in draw(lane.config, count, options.seed):
                 done.examples += 1
                 found = list(experiment.run(lane, steps))
                 if not found:
                     continue
-                lane.forget()  # the next experiment finds lanes without a past
-                if options.shrink:
-                    found = shrunk(lane, experiment, steps, found)
-                done.findings = found
+                if options.shrink and on_trial is not None:
+                    found = shrunk(lane, experiment, steps, found, on_trial)
+                done.findings = [f for f in found if f.rule in (None, *experiment.examines)]
+                if unlisted := {str(f.rule) for f in found if f not in done.findings}:
+                    done.error = (
+                        f"{experiment.name} finds {', '.join(unlisted)} and does not list it"
+                    )
                 break
     except CannotCaptureError as error:
         done.not_run = f"the lane cannot be captured: {error}"
@@ -586,7 +592,20 @@ def _run(experiment: Experiment, plan: LanePlan, options: Options) -> _Done:
     return done
 
 
-def _by_rule(plan: LanePlan, options: Options, done: Sequence[_Done]) -> Iterator[Result]:
+@contextmanager
+def _seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Give an experiment random numbers that no other one has changed, and put them back."""
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(seed)
+        yield
+
+
+def _tell_nobody(_: str) -> None:
+    """Hear which work begins, and do nothing."""
+
+
+def _by_rule(plan: PlannedLane, options: Options, done: Sequence[_Done]) -> Iterator[Result]:
     """Yield one result for each rule about which something was done, and one for what is no rule's."""
     ids: list[str | None] = [rule for rule in RULES if not options.only or rule in options.only]
     if not options.only:
@@ -599,6 +618,9 @@ def _by_rule(plan: LanePlan, options: Options, done: Sequence[_Done]) -> Iterato
             or any(f.rule == rule for f in d.findings)
         ]
         if not mine:
+            continue
+        if rule is not None and RULES[rule].since > plan.contract:
+            yield _not_in_force(RULES[rule], plan, mine)
             continue
         findings = [f for d in mine for f in d.findings if f.rule == rule]
         outcome, reason = Outcome.PASS, None
@@ -621,6 +643,17 @@ def _by_rule(plan: LanePlan, options: Options, done: Sequence[_Done]) -> Iterato
         )
 
 
+def _not_in_force(rule: Rule, plan: PlannedLane, done: Sequence[_Done]) -> Result:
+    return Result(
+        rule=rule.id,
+        check=", ".join(d.experiment.name for d in done),
+        lane=str(plan),
+        outcome=Outcome.UNSUPPORTED,
+        level=rule.level,
+        reason=f"written for contract version {plan.contract}; the rule holds since {rule.since}",
+    )
+
+
 def _distinct(findings: Sequence[Finding]) -> list[Finding]:
     """Return findings without those that say again what of the same field was said."""
     first: dict[tuple[str | None, str | None, str | None], Finding] = {}
@@ -630,16 +663,22 @@ def _distinct(findings: Sequence[Finding]) -> list[Finding]:
     return [*first.values()][:8]
 
 
-def _with_line(finding: Finding, plan: LanePlan, options: Options) -> Finding:
-    line = reproduce_line(plan.names, finding.rule, str(plan), options)
+def _with_line(finding: Finding, plan: PlannedLane, options: Options) -> Finding:
+    only = [] if finding.rule is None else [finding.rule]
+    line = reproduce_line(plan.names, only, str(plan), options)
     return finding.model_copy(update={"reproduce": line})
 
 
-def reproduce_line(names: str, rule: str | None, lane: str, options: Options) -> str:
-    """Return the command that shows a finding again."""
-    line = f"graphpact check {names}"
-    if rule is not None:
-        line += f" --only {rule}"
+def reproduce_line(names: str, only: Iterable[str], lane: str, options: Options) -> str:
+    """Return the command that shows a finding again.
+
+    Args:
+        names: Of the plugins.
+        only: Ids of rules; none for all.
+        lane: The lane.
+        options: How the run was made.
+    """
+    line = f"graphpact check {names}" + "".join(f" --only {rule}" for rule in only)
     line += f" --lane '{lane}' --seed {options.seed} --examples {options.examples}"
     if options.size != "normal":
         line += f" --{options.size}"
@@ -652,13 +691,18 @@ def reproduce_line(names: str, rule: str | None, lane: str, options: Options) ->
 def _probe(cls: type[AttentionBackend], options: Options) -> list[tuple[str, bool]]:
     """Return capabilities that are not declared, and whether they work all the same."""
     found = []
-    experiments = [e for e in EXPERIMENTS if e.name in ("answers_eagerly", "answers_replayed")]
+    experiments = [e for e in EXPERIMENTS if e.depth == "lightest"]
     few = replace(options, examples=1, shrink=False, only=frozenset())
     for capability, config in undeclared(cls):
-        plan = LanePlan(LaneUnderTest(config, cls), is_full=True)
+        plan = PlannedLane(LaneUnderTest(config, cls), is_full=True)
         results = list(examine_lane(plan, few, experiments=experiments))
         found.append((capability, all(r.outcome is Outcome.PASS for r in results)))
     return found
+
+
+def hints_of(claims: Sequence[Claim]) -> list[str]:
+    """Return what claims advise; `--strict` asks for an answer."""
+    return [f"{claim.capability}: {claim.hint}" for claim in claims if claim.hint]
 
 
 def of_claims(claims: Sequence[Claim]) -> Result:
@@ -683,7 +727,7 @@ def of_claims(claims: Sequence[Claim]) -> Result:
     )
 
 
-def _provider(plans: Sequence[LanePlan], target: Target) -> str | None:
+def _provider(plans: Sequence[PlannedLane], target: Target) -> str | None:
     if target.kind != "attention_backend" or not plans:
         return None
     cls = plans[0].lane.backend

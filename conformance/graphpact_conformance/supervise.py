@@ -589,16 +589,22 @@ class _Examination:
         )
 
     def _reproduce(self, work: str) -> str:
-        """Return the command line that comes to ``work`` again."""
+        """Return the command line that comes to ``work`` again: with the rules that were asked for."""
         target = self._target
         names = target.name if target.partner is None else f"{target.name} {target.partner}"
         lane, separator, _ = work.partition(" :: ")
-        return reproduce_line(names, None, lane if separator else "*", self._options)
+        only = sorted(self._options.only)
+        return reproduce_line(names, only, lane if separator else "*", self._options)
 
     def _note_noise(self, source: str, work: str, expected: str, actual: str) -> None:
         finding = Finding(rule=None, hook=None, field=source, expected=expected, actual=actual)
         result = Result(
-            rule=None, check="quiet", lane=work, outcome=Outcome.FAIL, findings=[finding]
+            rule=None,
+            check="quiet",
+            lane=work,
+            outcome=Outcome.FAIL,
+            level="SHOULD",
+            findings=[finding],
         )
         if self._noise.setdefault(source, result) is result:
             self._tell(result)

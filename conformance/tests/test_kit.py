@@ -17,7 +17,7 @@ from graphpact_conformance.problems import (
     PAGE_SIZES,
     Case,
     Config,
-    Problem,
+    Drawn,
     configs_of,
     corner,
     neighbours,
@@ -51,7 +51,7 @@ def test_a_sequence_is_what_it_says(data: st.DataObject) -> None:
     case = config.case
     if case.mode is ForwardMode.IDLE:
         return
-    steps: list[Problem] = data.draw(sequences(config))
+    steps: Drawn = data.draw(sequences(config))
     context = RunnerContext(
         CPU, ReferenceBackend.capabilities, 4, mode=case.mode, limits=config.limits
     )

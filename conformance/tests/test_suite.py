@@ -1,6 +1,9 @@
 """What the suite runs: targets, lanes, draws; what follows from experiments; smaller batches; claims."""
 
-from collections.abc import Iterator, Sequence
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -10,18 +13,18 @@ import torch
 from graphpact import ForwardBatch, ForwardMode, GraphShape, hookimpl
 from graphpact.attention import AttentionBackend
 from graphpact.buffers import CudaGraphBufferRegistry
-from graphpact.errors import ConfigError, UnknownPluginError, UsageError
+from graphpact.errors import ConfigError, ContractError, UnknownPluginError, UsageError
 from graphpact_conformance import suite
 from graphpact_conformance.claims import claims_of, undeclared
 from graphpact_conformance.experiments import EXPERIMENTS
 from graphpact_conformance.experiments.base import Experiment
-from graphpact_conformance.problems import CASES, Problem, configs_of
+from graphpact_conformance.problems import CASES, Drawn, configs_of, draw
 from graphpact_conformance.reference import ReferenceBackend, ReferenceRunner
 from graphpact_conformance.results import Finding, Outcome, Result
 from graphpact_conformance.rules import RULES
-from graphpact_conformance.shrink import shrunk
+from graphpact_conformance.shrink import TRIALS, shrunk
 from graphpact_conformance.subject import CannotCaptureError, LaneUnderTest
-from graphpact_conformance.suite import LanePlan, Options, Target
+from graphpact_conformance.suite import Options, PlannedLane, Target
 from graphpact_cuda_graph import CudaGraphRunner
 from support import ListedCatalog
 
@@ -108,7 +111,7 @@ def test_lanes_are_chosen_by_patterns() -> None:
 
 def test_equal_seeds_draw_equal_batches() -> None:
     """Two draws with one seed are the same to the last slot; another seed gives others."""
-    one, two, other = (suite.draw(DECODE, 4, seed) for seed in (5, 5, 6))
+    one, two, other = (draw(DECODE, 4, seed) for seed in (5, 5, 6))
     assert repr(one) == repr(two)
     assert repr(one) != repr(other)
     assert len(one) == 4
@@ -126,7 +129,7 @@ def test_every_rule_is_examined() -> None:
 def experiment(name: str, *examines: str, found: Any = ()) -> Experiment:
     """Return an experiment that yields, or raises, what is given."""
 
-    def run(lane: LaneUnderTest, steps: Sequence[Problem]) -> Iterator[Finding]:
+    def run(lane: LaneUnderTest, steps: Drawn) -> Iterator[Finding]:
         """Find what was given."""
         if isinstance(found, BaseException):
             raise found
@@ -138,9 +141,9 @@ def experiment(name: str, *examines: str, found: Any = ()) -> Experiment:
 
 def outcomes(*experiments: Experiment, **options: Any) -> dict[str | None, Result]:
     """Return the result of each rule of a lane in which these are made."""
-    plan = LanePlan(lane(), is_full=True, names="mine")
+    plan = PlannedLane(lane(), is_full=True, names="mine")
     results = suite.examine_lane(
-        plan, replace(QUICK, shrink=False, **options), experiments=experiments
+        plan, replace(QUICK, **{"shrink": False, **options}), experiments=experiments
     )
     return {result.rule: result for result in results}
 
@@ -165,14 +168,31 @@ def test_a_rule_passes_where_everything_that_examines_it_found_nothing() -> None
     assert finding.batch.startswith("<decode: row")
 
 
-def test_a_finding_under_another_rule_counts_there() -> None:
-    """An experiment may come upon what it did not look for; it is told under the rule it breaks."""
-    found = outcomes(experiment("a", "GP01", found=["GP20", None]))
+def test_a_finding_of_a_rule_that_is_not_listed_is_a_fault_of_the_suite() -> None:
+    """``--only`` would not show it again: the experiment is at fault, and what it lists has no verdict."""
+    found = outcomes(experiment("a", "GP01", "GP02", found=["GP20", "GP02", None]))
     assert {rule: r.outcome for rule, r in found.items()} == {
         None: Outcome.FAIL,
-        "GP01": Outcome.PASS,
-        "GP20": Outcome.FAIL,
+        "GP01": Outcome.ERROR,
+        "GP02": Outcome.FAIL,
     }
+    assert "GP20" in str(found["GP01"].reason)
+
+
+@pytest.mark.parametrize(
+    ("named", "listed", "told"),
+    [
+        ("GP13", ("GP13", "GP17"), "GP13"),
+        ("GP13", ("GP17",), "GP17"),
+        ("not a rule", ("GP17",), "GP17"),
+    ],
+)
+def test_an_error_is_of_its_own_rule_where_the_experiment_lists_that(
+    named: str, listed: tuple[str, ...], told: str
+) -> None:
+    """Elsewhere it is of the rule that the experiment gives, and never of one that there is not."""
+    error = ContractError("refused", rule=named)
+    assert lane().anew(listed).of_error(error, expected="x", rule="GP17").rule == told
 
 
 def test_faults_of_the_suite_are_errors_and_lanes_without_graphs_did_not_run() -> None:
@@ -209,7 +229,7 @@ def test_what_a_plugin_raises_is_its_failure() -> None:
     assert "KeyError" in results[None].findings[0].actual
 
 
-def _ask_for_a_dummy(lane: LaneUnderTest, _: Sequence[Problem]) -> Iterator[Finding]:
+def _ask_for_a_dummy(lane: LaneUnderTest, _: Drawn) -> Iterator[Finding]:
     """Ask a runner for a dummy, as experiments do."""
     rig = lane.build(capture=False)
     rig.runner.dummy_batch(rig.config.shapes[0])
@@ -225,7 +245,7 @@ def test_only_some_rules_are_run_where_they_are_asked_for() -> None:
 
 def test_skipped_work_is_not_done() -> None:
     """What hung in an earlier run is left out, by the name under which it was announced."""
-    plan = LanePlan(lane(), is_full=True)
+    plan = PlannedLane(lane(), is_full=True)
     begun: list[str] = []
     never = experiment("never", "GP05", found=AssertionError("it was made"))
     results = suite.examine_lane(
@@ -262,7 +282,7 @@ def test_rows_that_are_kept_from_step_to_step_are_told() -> None:
     found = {}
     for runner in (CudaGraphRunner, KeepsRows):
         under_test = LaneUnderTest(DECODE, runner=runner, kind="runner")
-        plan = LanePlan(under_test, is_full=True)
+        plan = PlannedLane(under_test, is_full=True)
         results = suite.examine_lane(plan, replace(QUICK, only=frozenset({"GP02"})))
         found[runner] = [f.field or "" for r in results for f in r.findings]
     assert not found[CudaGraphRunner]
@@ -275,7 +295,7 @@ def test_rows_that_are_kept_from_step_to_step_are_told() -> None:
 def test_what_is_told_is_a_small_batch() -> None:
     """A breach that needs one long request is shown by one, whatever else was drawn around it."""
 
-    def long_ones(lane: LaneUnderTest, steps: Sequence[Problem]) -> Iterator[Finding]:
+    def long_ones(lane: LaneUnderTest, steps: Drawn) -> Iterator[Finding]:
         """Find a batch with a request of 20 keys and more."""
         for problem in steps:
             if any(len(r.cached) >= 20 for r in problem.requests):
@@ -283,7 +303,7 @@ def test_what_is_told_is_a_small_batch() -> None:
 
     one = Experiment("long", ("GP08",), long_ones)
     under_test = lane()
-    for steps in suite.draw(DECODE, 30, 0):
+    for steps in draw(DECODE, 30, 0):
         found = list(long_ones(under_test, steps))
         if not found:
             continue
@@ -293,6 +313,137 @@ def test_what_is_told_is_a_small_batch() -> None:
         assert all(str(f.batch).count("row ") == 1 for f in small), small
         return
     pytest.fail("no long request was drawn")
+
+
+def test_a_smaller_batch_does_not_depend_on_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine of any speed the same number of trials is made, and the same batch is told."""
+
+    def rows(lane: LaneUnderTest, steps: Drawn) -> Iterator[Finding]:
+        """Find a batch of more than one request."""
+        trials.append(steps)
+        if len(steps.exact.requests) > 1:
+            yield lane.finding("GP08", expected="one", actual="more", problem=steps.exact)
+
+    one, told = Experiment("rows", ("GP08",), rows), []
+    (steps,) = draw(DECODE, 1, 0)
+    ticks = iter(range(0, 10**6, 5))
+    for slow in (False, True):
+        trials: list[Drawn] = []
+        if slow:
+            monkeypatch.setattr(time, "perf_counter", lambda: next(ticks))
+        small = shrunk(lane(), one, steps, list(rows(lane(), steps)))
+        told.append((small[0].batch, len(trials)))
+    assert told[0] == told[1]
+    assert str(told[0][0]).count("row ") == 2
+    assert told[0][1] <= TRIALS + 1
+
+
+def test_a_smaller_batch_that_fails_otherwise_is_passed_over() -> None:
+    """What was found is told, though the experiment does not come to its end in smaller batches."""
+
+    def falls(lane: LaneUnderTest, steps: Drawn) -> Iterator[Finding]:
+        """Find the whole batch alone."""
+        if len(steps.exact.requests) < 4:
+            raise KeyError(steps)
+        yield lane.finding("GP08", expected="this", actual="that", problem=steps.exact)
+
+    found = outcomes(Experiment("falls", ("GP08",), falls), shrink=True)
+    assert found["GP08"].outcome is Outcome.FAIL
+
+
+# -- levels and versions ---------------------------------------------------------------------------
+
+
+def test_a_rule_holds_for_plugins_of_its_contract_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plugin that was written for an earlier version is not held to it, and the reason is told."""
+    monkeypatch.setitem(RULES, "GP02", replace(RULES["GP02"], since=2))
+    finds = experiment("a", "GP01", "GP02", found=["GP02"])
+    told = {}
+    for contract in (1, 2):
+        plan = PlannedLane(lane(), is_full=True, contract=contract)
+        (_, told[contract]) = suite.examine_lane(plan, QUICK, experiments=(finds,))
+    assert told[1].outcome is Outcome.UNSUPPORTED
+    assert told[1].reason == "written for contract version 1; the rule holds since 2"
+    assert told[2].outcome is Outcome.FAIL
+
+
+def test_a_pair_is_held_to_the_earlier_contract(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What its lanes are held to is in the metadata of the distributions."""
+    versions = {"mine": "3", "fast": "2"}
+    infos = {
+        name: replace(info, contract=versions[name])
+        for name in versions
+        for info in CATALOG.infos()
+        if info.name == name
+    }
+    monkeypatch.setattr(CATALOG, "infos", lambda *_: list(infos.values()))
+    alone, pair = (Target("attention_backend", "mine", partner) for partner in (None, "fast"))
+    assert [suite._contract_of(target, CATALOG) for target in (alone, pair)] == [3, 2]
+
+
+def test_a_capability_that_works_undeclared_keeps_from_a_strict_pass(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A backend that forgets to declare a page size is conformant, and is given a hint; strict asks more."""
+    capabilities = replace(ReferenceBackend.capabilities, page_sizes=frozenset({16, 64}))
+    forgets = type("Forgets", (ReferenceBackend,), {"capabilities": capabilities})
+    catalog = ListedCatalog(forgets=forgets)
+    monkeypatch.setattr(suite.PluginCatalog, "scan", lambda: catalog)
+    monkeypatch.setattr(suite, "plan_lanes", lambda *_, **__: [])
+    found: list[Result] = []
+
+    class Listener:
+        """Keeps results."""
+
+        def begins(self, work: str) -> None:
+            """Do nothing."""
+
+        def found(self, result: Result) -> None:
+            """Keep one."""
+            found.append(result)
+
+    target = Target("attention_backend", "forgets")
+    told = suite.examine(target, Options(), Listener())
+    assert [hint.partition(":")[0] for hint in told.hints] == ["page_size 1"]
+    whole = told.model_copy(update={"claims": []})  # no lane was looked at
+    assert whole.shortfalls == ["an answer to 1 hint"]
+    assert suite.merged([told, told]).hints == told.hints
+
+
+# -- lanes without a past --------------------------------------------------------------------------
+
+
+def test_draws_do_not_depend_on_what_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module that somebody imports, with numbers of its own in it, changes no batch of a seed."""
+    script = (
+        "import sys; from graphpact_conformance import suite; from graphpact_conformance.problems import *;"
+        "from graphpact_conformance.reference import ReferenceBackend;"
+        "draws = getattr(suite, 'draw');"
+        "configs = list(configs_of(ReferenceBackend.capabilities))[::7];"
+        "draw_all = lambda: [repr(draws(c, 2, 0)) for c in configs];"
+        "first = draw_all(); import graphpact_conformance.museum, graphpact_cuda_graph, graphpact_engine;"
+        "sys.exit(first != draw_all())"
+    )
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
+
+
+def test_an_experiment_finds_no_trace_of_another() -> None:
+    """Each has lanes of its own, the random numbers of the seed, and empty caches."""
+    seen: list[tuple[int, float]] = []
+
+    def leaves_traces(lane: LaneUnderTest, steps: Drawn) -> Iterator[Finding]:
+        """Step, and draw a number."""
+        seen.append((lane.rig().lane.stats.replays, float(torch.rand(1))))
+        lane.rig().step(steps.exact)
+        yield from ()
+
+    plan = PlannedLane(lane(), is_full=True)
+    both = [Experiment(name, ("GP01",), leaves_traces) for name in "ab"]
+    before = torch.get_rng_state()
+    assert [r.outcome for r in suite.examine_lane(plan, QUICK, experiments=both)] == [Outcome.PASS]
+    assert seen[0] == seen[1]
+    assert seen[0][0] == 0
+    assert torch.equal(before, torch.get_rng_state())
 
 
 # -- claims ----------------------------------------------------------------------------------------

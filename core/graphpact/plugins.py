@@ -237,11 +237,9 @@ class PluginCatalog:
             return f"{info.distribution} names no contract version in the group {CONTRACT_GROUP}"
         if not re.fullmatch("[0-9]+", info.contract):
             return f"its contract version {info.contract!r} is not a whole number"
-        if int(info.contract) != CONTRACT_VERSION:
-            return (
-                f"written for contract version {info.contract};"
-                f" this graphpact keeps version {CONTRACT_VERSION}"
-            )
+        if not 1 <= int(info.contract) <= CONTRACT_VERSION:
+            versions = "version 1" if CONTRACT_VERSION == 1 else f"versions 1 to {CONTRACT_VERSION}"
+            return f"written for contract version {info.contract}; this graphpact keeps {versions}"
         return None
 
     def _unknown(self, kind: Kind, name: str) -> UnknownPluginError:

@@ -21,7 +21,7 @@ __tracebackhide__ = True  # a driver names the line that calls a kernel
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class ScoreOptions:
     """How scores are made and which keys a query sees."""
 
     scaling: float
@@ -55,14 +55,14 @@ class Keys:
 
 
 @dataclass(frozen=True)
-class Step:
+class StepLayout:
     """What a kernel on a CPU made of its index tensors: the same for every layer of a step.
 
     Args:
         offsets: ``bs + 1`` numbers: where each request's queries begin.
         lengths: ``bs`` numbers: keys of each request.
         keys: Where they lie.
-        masks: Of requests that bring as many queries each: which keys they see, by rule, once made.
+        masks: Of requests that bring as many queries each: which keys they see, by options, once made.
     """
 
     offsets: list[int]
@@ -76,15 +76,15 @@ class Step:
         counts = {end - start for start, end in itertools.pairwise(self.offsets)}
         return counts.pop() if len(counts) == 1 else 0
 
-    def mask(self, rule: Rule) -> torch.Tensor:
-        """Return ``[bs, width, nk]``: which keys each query sees by ``rule``."""
-        by = rule.sliding_window, rule.is_causal
+    def mask(self, options: ScoreOptions) -> torch.Tensor:
+        """Return ``[bs, width, nk]``: which keys each query sees by ``options``."""
+        by = options.sliding_window, options.is_causal
         if by not in self.masks:
             keys, width = self.keys, self.width
             if width == 1:  # it stands at the last key: no key is behind it
-                rule = replace(rule, is_causal=False)
+                options = replace(options, is_causal=False)
             at = (keys.lens - width)[:, None] + torch.arange(width)
-            self.masks[by] = visible(at, keys.slots.shape[1], keys.seen, rule)
+            self.masks[by] = visible(at, keys.slots.shape[1], keys.seen, options)
         return self.masks[by]
 
 
@@ -96,9 +96,11 @@ class Steps:
     """
 
     def __init__(self) -> None:
-        self._last: list[tuple[Hashable, torch.Tensor, Step]] = []
+        self._last: list[tuple[Hashable, torch.Tensor, StepLayout]] = []
 
-    def find(self, numbers: Hashable, pages: torch.Tensor, make: Callable[[], Step]) -> Step:
+    def find(
+        self, numbers: Hashable, pages: torch.Tensor, make: Callable[[], StepLayout]
+    ) -> StepLayout:
         """Return the step of ``numbers`` and ``pages``; made where it is none of the last few."""
         for had, held, step in self._last:
             if had == numbers and torch.equal(held, pages):
@@ -139,16 +141,16 @@ def own_slots(slots: torch.Tensor, lens: torch.Tensor) -> torch.Tensor:
 
 
 def visible(
-    q_positions: torch.Tensor, num_keys: int, seen: torch.Tensor, rule: Rule
+    q_positions: torch.Tensor, num_keys: int, seen: torch.Tensor, options: ScoreOptions
 ) -> torch.Tensor:
     """Return ``[b, nq, nk]``: which of ``seen`` ``[b]`` keys queries at ``[b, nq]`` positions see."""
     key = torch.arange(num_keys, device=q_positions.device)
     at = q_positions[:, :, None]
     allowed = (key < seen[:, None, None]).expand(*q_positions.shape, num_keys)
-    if rule.is_causal:
+    if options.is_causal:
         allowed = allowed & (key <= at)
-    if rule.sliding_window > 0:
-        allowed = allowed & (key > at - rule.sliding_window)
+    if options.sliding_window > 0:
+        allowed = allowed & (key > at - options.sliding_window)
     return allowed
 
 
@@ -157,7 +159,7 @@ def dense(
     k: torch.Tensor,
     v: torch.Tensor,
     allowed: torch.Tensor,
-    rule: Rule,
+    options: ScoreOptions,
     *,
     with_lse: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -168,7 +170,7 @@ def dense(
         k: ``[b, nk, hkv, d]``.
         v: ``[b, nk, hkv, dv]``.
         allowed: ``[b, nq, nk]`` bool.
-        rule: Scaling, cap, sinks.
+        options: Scaling, cap, sinks.
         with_lse: Whether the log-sum-exp of the scores is wanted.
 
     Returns:
@@ -185,18 +187,18 @@ def dense(
         mask = mask.repeat(1, 1, group, 1)
     keys, values = k.transpose(1, 2), v.transpose(1, 2)
     lse = None
-    if rule.softcap == 0.0 and rule.sinks is None and not with_lse:
+    if options.softcap == 0.0 and options.sinks is None and not with_lse:
         out = functional.scaled_dot_product_attention(
-            grouped, keys, values, attn_mask=mask, scale=rule.scaling
+            grouped, keys, values, attn_mask=mask, scale=options.scaling
         )
     else:
         wide = lse_dtype(q)  # as a kernel accumulates: 16 bits are too few for scores
-        scores = grouped.to(wide) @ keys.to(wide).transpose(-1, -2) * rule.scaling
-        if rule.softcap != 0.0:
-            scores = rule.softcap * torch.tanh(scores / rule.softcap)
+        scores = grouped.to(wide) @ keys.to(wide).transpose(-1, -2) * options.scaling
+        if options.softcap != 0.0:
+            scores = options.softcap * torch.tanh(scores / options.softcap)
         scores = scores.masked_fill(~mask, float("-inf"))
-        if rule.sinks is not None:
-            column = rule.sinks.to(scores.dtype).view(1, kv_heads, group, 1, 1)
+        if options.sinks is not None:
+            column = options.sinks.to(scores.dtype).view(1, kv_heads, group, 1, 1)
             column = column.expand(batch, -1, -1, num_q, 1).reshape(batch, kv_heads, -1, 1)
             scores = torch.cat([scores, column], dim=-1)
         weights = torch.softmax(scores, dim=-1)
@@ -204,7 +206,7 @@ def dense(
             lse = torch.logsumexp(scores, dim=-1)
             lse = lse.view(batch, kv_heads, group, num_q).permute(0, 3, 1, 2)
             lse = lse.reshape(batch, num_q, heads)
-        if rule.sinks is not None:
+        if options.sinks is not None:
             weights = weights[..., :-1]
         out = (weights @ values.to(wide)).to(q.dtype)
     out = out.view(batch, kv_heads, group, num_q, -1).permute(0, 3, 1, 2, 4)
@@ -220,8 +222,8 @@ def attend_ragged(
     q: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
-    step: Step,
-    rule: Rule,
+    step: StepLayout,
+    options: ScoreOptions,
     out: torch.Tensor,
     *,
     lse: torch.Tensor | None = None,
@@ -234,7 +236,7 @@ def attend_ragged(
         k_cache: ``[num_slots, hkv, d]``.
         v_cache: ``[num_slots, hkv, dv]``; may be a view of ``k_cache``.
         step: Queries and keys.
-        rule: See `Rule`.
+        options: See `ScoreOptions`.
         out: ``[T, hq, dv]``, written.
         lse: ``[T, hq]`` of `lse_dtype`, written where it is wanted.
         mask: Instead of the causal rule.
@@ -245,10 +247,10 @@ def attend_ragged(
         rows = q[:end].view(-1, step.width, *q.shape[1:])
         # Queries without any key are there only where a request has fewer keys than queries, or none.
         fewest = min(step.lengths)
-        is_blind = fewest < step.width if rule.is_causal else fewest == 0
+        is_blind = fewest < step.width if options.is_causal else fewest == 0
         part = None if lse is None else lse[:end]
         held = gather(k_cache, v_cache, keys.slots)
-        _write(rows, held, step.mask(rule), rule, out[:end], part, is_blind=is_blind)
+        _write(rows, held, step.mask(options), options, out[:end], part, is_blind=is_blind)
         return
     seen = keys.seen
     for i, (start, end) in enumerate(itertools.pairwise(offsets)):
@@ -258,17 +260,17 @@ def attend_ragged(
         slots = keys.slots[i : i + 1, : max(length, 1)]
         if mask is None:
             at = torch.arange(length - (end - start), length)[None]
-            allowed = visible(at, slots.shape[1], seen[i : i + 1], rule)
+            allowed = visible(at, slots.shape[1], seen[i : i + 1], options)
         else:
             allowed = mask(i)[None]
         _write(
             q[None, start:end],
             gather(k_cache, v_cache, slots),
             allowed,
-            rule,
+            options,
             out[start:end],
             None if lse is None else lse[start:end],
-            is_blind=end - start > length if rule.is_causal else length == 0,
+            is_blind=end - start > length if options.is_causal else length == 0,
         )
 
 
@@ -276,14 +278,14 @@ def _write(
     q: torch.Tensor,
     held: tuple[torch.Tensor, torch.Tensor],
     allowed: torch.Tensor,
-    rule: Rule,
+    options: ScoreOptions,
     out: torch.Tensor,
     lse: torch.Tensor | None,
     *,
     is_blind: bool,
 ) -> None:
     """Attend from ``q`` ``[b, nq, hq, d]`` to what is ``held`` and write all its rows."""
-    result, sums = dense(q, *held, allowed, rule, with_lse=lse is not None)
+    result, sums = dense(q, *held, allowed, options, with_lse=lse is not None)
     if is_blind:
         result = _without_blind(result, allowed)
     out.copy_(result.flatten(0, 1))
@@ -303,7 +305,7 @@ def attend_padded(
     q_indptr: torch.Tensor,
     keys: Keys,
     max_q_len: int,
-    rule: Rule,
+    options: ScoreOptions,
     out: torch.Tensor,
     *,
     lse: torch.Tensor | None = None,
@@ -318,7 +320,7 @@ def attend_padded(
         q_indptr: ``[bs + 1]``: where each request's queries begin; rows past the last one get zeros.
         keys: Where they lie.
         max_q_len: Bound on a request's queries.
-        rule: See `Rule`.
+        options: See `ScoreOptions`.
         out: ``[T, hq, dv]``, written.
         lse: ``[T, hq]`` of `lse_dtype`, written where it is wanted.
         mask: ``[bs, max_q_len, nk]`` bool, instead of the causal rule.
@@ -335,8 +337,8 @@ def attend_padded(
     rows = torch.where(live, q_indptr[:-1, None] + column, 0)
     at = torch.where(live, (keys.lens - num_q)[:, None] + column, 0)
     k, v = gather(k_cache, v_cache, keys.slots)
-    allowed = visible(at, k.shape[1], keys.seen, rule) if mask is None else mask
-    result, sums = dense(q[rows], k, v, allowed, rule, with_lse=lse is not None)
+    allowed = visible(at, k.shape[1], keys.seen, options) if mask is None else mask
+    result, sums = dense(q[rows], k, v, allowed, options, with_lse=lse is not None)
     result = _without_blind(result, allowed)
     row = torch.arange(q.shape[0], dtype=q_indptr.dtype, device=q.device)
     request = torch.searchsorted(q_indptr[1:], row, right=True).clamp_(max=num_q.shape[0] - 1)

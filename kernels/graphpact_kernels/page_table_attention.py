@@ -16,8 +16,8 @@ from graphpact.errors import KernelRefusal
 from graphpact_kernels import _library
 from graphpact_kernels._attend import (
     Keys,
-    Rule,
-    Step,
+    ScoreOptions,
+    StepLayout,
     Steps,
     attend_padded,
     attend_ragged,
@@ -153,16 +153,16 @@ def _step_of(
     page_size: int,
     max_seqlen_q: int,
     schedule: torch.Tensor | None,
-) -> Step:
+) -> StepLayout:
     """Return what the index tensors say, checked."""
     offsets: list[int] = cu_seqlens_q.tolist()
     lengths: list[int] = cache_seqlens.tolist()
     # One page where there is no key at all: queries that see nothing go the way of all others.
     pages = page_table[:, : max(1, -(-max(lengths, default=0) // page_size))]
 
-    def make() -> Step:
+    def make() -> StepLayout:
         _check(q, offsets, lengths, page_table, page_size, max_seqlen_q, schedule)
-        return Step(offsets, lengths, _keys(pages, cache_seqlens, page_size, schedule))
+        return StepLayout(offsets, lengths, _keys(pages, cache_seqlens, page_size, schedule))
 
     numbers = (
         *(tuple(offsets), tuple(lengths)),
@@ -233,10 +233,10 @@ def _page_table_attention(
     out: torch.Tensor,
     lse: torch.Tensor | None,
 ) -> None:
-    rule = Rule(scaling, sliding_window, softcap, sinks, causal)
+    options = ScoreOptions(scaling, sliding_window, softcap, sinks, causal)
     if not _library.may_read(q):
         keys = _keys(page_table, cache_seqlens, page_size, scheduler_metadata)
-        attend_padded(q, k_cache, v_cache, cu_seqlens_q, keys, max_seqlen_q, rule, out, lse=lse)
+        attend_padded(q, k_cache, v_cache, cu_seqlens_q, keys, max_seqlen_q, options, out, lse=lse)
         return
     step = _step_of(
         *(q, cu_seqlens_q, cache_seqlens, page_table, page_size, max_seqlen_q, scheduler_metadata)
@@ -245,7 +245,7 @@ def _page_table_attention(
     out[end:].zero_()
     if lse is not None:
         lse[end:].fill_(float("-inf"))
-    attend_ragged(q, k_cache, v_cache, step, rule, out, lse=lse)
+    attend_ragged(q, k_cache, v_cache, step, options, out, lse=lse)
 
 
 _page_table = define_kernel(

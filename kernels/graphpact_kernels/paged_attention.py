@@ -18,8 +18,8 @@ from graphpact.errors import KernelRefusal
 from graphpact_kernels import _library
 from graphpact_kernels._attend import (
     Keys,
-    Rule,
-    Step,
+    ScoreOptions,
+    StepLayout,
     Steps,
     attend_padded,
     attend_ragged,
@@ -73,7 +73,7 @@ class _Layout:
 _steps = Steps()
 
 
-def _step_of(q: torch.Tensor, layout: _Layout) -> Step:
+def _step_of(q: torch.Tensor, layout: _Layout) -> StepLayout:
     """Return what the index tensors say, checked."""
     plan = layout.o_indptr, layout.kv_chunk_size
     qo_indptr: list[int] = layout.qo_indptr.tolist()
@@ -86,7 +86,7 @@ def _step_of(q: torch.Tensor, layout: _Layout) -> Step:
         *(layout.page_size, layout.max_q_len, layout.max_kv_len),
     )
 
-    def make() -> Step:
+    def make() -> StepLayout:
         lengths = _check(q, layout, qo_indptr, kv_indptr, last_page_len)
         planned = layout.planned()
         if planned is not None and all(
@@ -94,7 +94,7 @@ def _step_of(q: torch.Tensor, layout: _Layout) -> Step:
         ):
             planned = None  # the plan covers everything
         keys = layout.keys(torch.tensor(lengths), max([1, *lengths]), planned)
-        return Step(qo_indptr, lengths, keys)
+        return StepLayout(qo_indptr, lengths, keys)
 
     return _steps.find(numbers, layout.kv_indices[: max(kv_indptr[-1], 0)], make)
 
@@ -154,7 +154,7 @@ def _attend_ragged(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     layout: _Layout,
-    rule: Rule,
+    options: ScoreOptions,
     out: torch.Tensor,
 ) -> None:
     """Attend with the index tensors read on the host: every request at its own length."""
@@ -162,7 +162,7 @@ def _attend_ragged(
     if not q.shape[0]:
         return
     if layout.mask is None or layout.mask_indptr is None:
-        attend_ragged(q, k_cache, v_cache, step, rule, out)
+        attend_ragged(q, k_cache, v_cache, step, options, out)
         return
     packed, begins, seen = layout.mask, layout.mask_indptr.tolist(), step.keys.seen
     offsets, lengths = step.offsets, step.lengths
@@ -173,7 +173,7 @@ def _attend_ragged(
         bits = (packed[begins[request] + bit // 8] >> (bit % 8) & 1).bool().view(shape)
         return bits & (torch.arange(shape[1]) < seen[request])
 
-    attend_ragged(q, k_cache, v_cache, step, rule, out, mask=mask)
+    attend_ragged(q, k_cache, v_cache, step, options, out, mask=mask)
 
 
 def _attend_padded(
@@ -181,7 +181,7 @@ def _attend_padded(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     layout: _Layout,
-    rule: Rule,
+    options: ScoreOptions,
     out: torch.Tensor,
 ) -> None:
     """Attend without reading anything on the host: every request padded to the bounds."""
@@ -194,7 +194,7 @@ def _attend_padded(
         byte = (layout.mask_indptr[:-1, None, None] + bit // 8).clamp_(max=layout.mask.shape[0] - 1)
         mask = (layout.mask[byte] >> (bit % 8) & 1).bool() & (key < keys.seen[:, None, None])
     indptr, max_q_len = layout.qo_indptr, layout.max_q_len
-    attend_padded(q, k_cache, v_cache, indptr, keys, max_q_len, rule, out, mask=mask)
+    attend_padded(q, k_cache, v_cache, indptr, keys, max_q_len, options, out, mask=mask)
 
 
 def _paged_attention(
@@ -231,9 +231,9 @@ def _paged_attention(
         o_indptr,
         kv_chunk_size,
     )
-    rule = Rule(scaling, sliding_window, softcap, sinks)
+    options = ScoreOptions(scaling, sliding_window, softcap, sinks)
     attend = _attend_ragged if _library.may_read(q) else _attend_padded
-    attend(q, k_cache, v_cache, layout, rule, out)
+    attend(q, k_cache, v_cache, layout, options, out)
 
 
 _paged = define_kernel(

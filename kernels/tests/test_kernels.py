@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphpact_kernels import pack_kv_indices, paged_attention, write_kv_cache
-from graphpact_kernels._attend import Rule
+from graphpact_kernels._attend import ScoreOptions
 from graphpact_kernels.paged_attention import _attend_padded, _Layout
 from graphpact_kernels.paged_cache import _pack_padded
 
@@ -19,7 +19,7 @@ NAN = float("nan")
 
 
 @dataclass
-class Problem:
+class PagedCall:
     """One call of the attention kernel, and who owns which KV slot."""
 
     q: torch.Tensor
@@ -36,13 +36,13 @@ class Problem:
         if path == "cpu":
             return paged_attention(self.q, self.k_cache, self.v_cache, **arguments)
         out = self.q.new_full((*self.q.shape[:2], self.v_cache.shape[2]), NAN)
-        rule = Rule(
+        options = ScoreOptions(
             arguments.pop("scaling"),
             arguments.pop("sliding_window") or 0,
             arguments.pop("softcap") or 0.0,
             arguments.pop("sinks"),
         )
-        _attend_padded(self.q, self.k_cache, self.v_cache, _Layout(**arguments), rule, out)
+        _attend_padded(self.q, self.k_cache, self.v_cache, _Layout(**arguments), options, out)
         return out
 
     def reference(self) -> torch.Tensor:
@@ -85,7 +85,7 @@ def _problem(
     decode: bool = False,
     spare: int = 0,
     seed: int = 0,
-) -> Problem:
+) -> PagedCall:
     """Return a random problem; every KV slot and index that no request owns is poison."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -108,7 +108,7 @@ def _problem(
         v_cache[slots[-1]] = random(length, heads[1], v_head_dim)
     unused = torch.full((spare,), total_pages + 1)  # valid page numbers, of poison
     int32 = {"dtype": torch.int32}
-    return Problem(
+    return PagedCall(
         q=random(sum(num_q), heads[0], head_dim),
         k_cache=k_cache,
         v_cache=v_cache,
@@ -132,7 +132,7 @@ def _problem(
 
 
 @st.composite
-def _problems(draw: st.DrawFn, *, decode: bool) -> Problem:
+def _problems(draw: st.DrawFn, *, decode: bool) -> PagedCall:
     bs = draw(st.integers(1, 4))
     num_q = [1] * bs if decode else draw(st.lists(st.integers(1, 5), min_size=bs, max_size=bs))
     return _problem(
@@ -156,14 +156,14 @@ def _problems(draw: st.DrawFn, *, decode: bool) -> Problem:
 
 @EXAMPLES
 @given(problem=_problems(decode=True), path=st.sampled_from(["cpu", "elsewhere"]))
-def test_decode_equals_a_plain_reference(problem: Problem, path: str) -> None:
+def test_decode_equals_a_plain_reference(problem: PagedCall, path: str) -> None:
     """One query a request attends to exactly the keys that its request owns, on either path."""
     torch.testing.assert_close(problem.run(path), problem.reference(), rtol=1e-9, atol=1e-9)
 
 
 @EXAMPLES
 @given(problem=_problems(decode=False), path=st.sampled_from(["cpu", "elsewhere"]))
-def test_extend_equals_a_plain_reference(problem: Problem, path: str) -> None:
+def test_extend_equals_a_plain_reference(problem: PagedCall, path: str) -> None:
     """Ragged new tokens over cached prefixes attend causally to their own request, on either path."""
     torch.testing.assert_close(problem.run(path), problem.reference(), rtol=1e-9, atol=1e-9)
 
@@ -197,7 +197,7 @@ def test_every_call_answers_for_what_its_tensors_hold_now() -> None:
 
 @EXAMPLES
 @given(problem=_problems(decode=True))
-def test_decode_and_extend_agree(problem: Problem) -> None:
+def test_decode_and_extend_agree(problem: PagedCall) -> None:
     """One query a request gives the same through the decode path and through the extend path."""
     expected = problem.run()
     for path in ("cpu", "elsewhere"):

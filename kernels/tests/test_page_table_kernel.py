@@ -16,7 +16,7 @@ from graphpact_kernels import (
     schedule_attention,
     schedule_size,
 )
-from graphpact_kernels._attend import Keys, Rule, attend_padded, own_slots
+from graphpact_kernels._attend import Keys, ScoreOptions, attend_padded, own_slots
 from graphpact_kernels.page_table_attention import BLOCK, write_page_table
 
 EXAMPLES = settings(derandomize=True, deadline=None, max_examples=100)
@@ -27,7 +27,7 @@ TIGHT = {"rtol": 1e-9, "atol": 1e-9}
 
 
 @dataclass
-class Problem:
+class PageTableCall:
     """One call of the kernel, and who owns which KV slot."""
 
     q: torch.Tensor
@@ -52,7 +52,7 @@ class Problem:
             width = -(-len(lens) // 4) * 4
             planned = a["scheduler_metadata"][1 + width :][: len(lens)] * BLOCK
         keys = Keys(own_slots(slots, lens), lens, planned)
-        rule = Rule(
+        options = ScoreOptions(
             a["scaling"],
             a["sliding_window"] or 0,
             a["softcap"] or 0.0,
@@ -61,7 +61,7 @@ class Problem:
         )
         caches = self.k_cache, self.v_cache
         attend_padded(
-            self.q, *caches, a["cu_seqlens_q"], keys, a["max_seqlen_q"], rule, out, lse=lse
+            self.q, *caches, a["cu_seqlens_q"], keys, a["max_seqlen_q"], options, out, lse=lse
         )
         return out, lse
 
@@ -121,7 +121,7 @@ def make_problem(
     of_nobody: int = 0,
     spare: int = 0,
     seed: int = 0,
-) -> Problem:
+) -> PageTableCall:
     """Return a random problem; every KV slot that no request owns, and page of nobody's, is poison."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -145,7 +145,7 @@ def make_problem(
         k_cache[slots[-1]] = random(length, heads[1], head_dim)
         if not latent:
             v_cache[slots[-1]] = random(length, heads[1], v_head_dim)
-    return Problem(
+    return PageTableCall(
         q=random(sum(num_q) + of_nobody, heads[0], head_dim),
         k_cache=k_cache,
         v_cache=v_cache,
@@ -176,7 +176,7 @@ def assert_same(
 
 
 @st.composite
-def problems(draw: st.DrawFn, **fixed: Any) -> Problem:
+def problems(draw: st.DrawFn, **fixed: Any) -> PageTableCall:
     """Draw a problem: ragged or uniform queries, rows without keys or queries, windows, sinks, caps."""
     bs = draw(st.integers(1, 4))
     counts = st.lists(st.integers(0, 5), min_size=bs, max_size=bs)
@@ -203,7 +203,7 @@ def problems(draw: st.DrawFn, **fixed: Any) -> Problem:
 
 @EXAMPLES
 @given(problem=problems(), path=st.sampled_from(PATHS))
-def test_output_and_log_sum_exp_equal_a_plain_reference(problem: Problem, path: str) -> None:
+def test_output_and_log_sum_exp_equal_a_plain_reference(problem: PageTableCall, path: str) -> None:
     """Each query attends to the keys that its row and rule say; who sees none, or is nobody's, gets zeros."""
     assert_same(problem.run(path), problem.reference(), **TIGHT)
 
@@ -213,7 +213,7 @@ def test_output_and_log_sum_exp_equal_a_plain_reference(problem: Problem, path: 
     problem=problems(heads=(4, 1), head_dim=8, v_head_dim=4, latent=True),
     path=st.sampled_from(PATHS),
 )
-def test_latents_equal_a_plain_reference(problem: Problem, path: str) -> None:
+def test_latents_equal_a_plain_reference(problem: PageTableCall, path: str) -> None:
     """Where values are the first part of their keys, both are gathered from the one memory."""
     assert_same(problem.run(path), problem.reference(), **TIGHT)
 
@@ -290,7 +290,7 @@ def test_contradictions_are_refused_on_a_cpu(name: str) -> None:
 # -- the schedule ----------------------------------------------------------------------------------
 
 
-def schedule_of(problem: Problem, size: int | None = None) -> torch.Tensor:
+def schedule_of(problem: PageTableCall, size: int | None = None) -> torch.Tensor:
     """Return the schedule of a problem, in memory that held something else."""
     a = problem.arguments
     out = torch.full((size or schedule_size(len(problem.num_q)),), 77, **INT)
@@ -300,7 +300,7 @@ def schedule_of(problem: Problem, size: int | None = None) -> torch.Tensor:
 
 @EXAMPLES
 @given(problem=problems(), spare=st.integers(0, 9))
-def test_a_schedule_counts_blocks_and_leaves_zeros(problem: Problem, spare: int) -> None:
+def test_a_schedule_counts_blocks_and_leaves_zeros(problem: PageTableCall, spare: int) -> None:
     """It begins with 0 and has each request's blocks of queries and of keys; the whole rest is zero."""
     bs = len(problem.num_q)
     assert schedule_size(bs) == 1 + 4 * math.ceil(bs / 4) * 4
@@ -314,7 +314,7 @@ def test_a_schedule_counts_blocks_and_leaves_zeros(problem: Problem, spare: int)
 
 @EXAMPLES
 @given(problem=problems(), path=st.sampled_from(PATHS))
-def test_a_right_schedule_changes_nothing(problem: Problem, path: str) -> None:
+def test_a_right_schedule_changes_nothing(problem: PageTableCall, path: str) -> None:
     """With the schedule of its own step a call gives what it gives without."""
     assert_same(
         problem.run(path, scheduler_metadata=schedule_of(problem)), problem.run(path), **TIGHT
@@ -368,7 +368,7 @@ def test_the_page_table_has_pages_and_scratch_behind_them(
 @given(
     problem=problems(causal=False, sliding_window=None, sinks=False, page_size=1), data=st.data()
 )
-def test_two_halves_merge_to_the_whole(problem: Problem, data: st.DataObject) -> None:
+def test_two_halves_merge_to_the_whole(problem: PageTableCall, data: st.DataObject) -> None:
     """Attention over each of two disjoint sets of keys, empty ones too, merges to that over their union."""
     a = problem.arguments
     lens = a["cache_seqlens"]

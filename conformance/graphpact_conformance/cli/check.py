@@ -64,7 +64,8 @@ def check(
         bool,
         typer.Option(
             "--strict",
-            help="What did not run, SHOULDs, hints and claims that were not shown count as well.",
+            help="Ask for a claim: SHOULDs that failed, hints, what did not run and declared capabilities"
+            " that were not shown count as failures too.",
         ),
     ] = False,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer lanes.")] = False,

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from graphpact.cli.console import clean, print_table, talk
-from graphpact_conformance.report.comparison import Change, Comparison
+from graphpact_conformance.report.comparison import Comparison, OutcomeChange
 from graphpact_conformance.report.digest import (
     GLYPHS,
     VERDICTS,
@@ -100,7 +100,10 @@ def _print_failures(console: Console, row: Row, guide: str) -> None:
     _print_under(console, guide, Text(row.requirement, "italic"))
     for result in row.failures[:_MOST]:
         head = Text.assemble(_sign(result.outcome), f" {_line(result.lane)}")
-        _print_under(console, guide, head.append(f"  {_line(result.check)}", "dim"))
+        head.append(f"  {_line(result.check)}", "dim")
+        if not result.counts_against:
+            head.append("  a SHOULD", "dim")
+        _print_under(console, guide, head)
         if result.reason:
             _print_under(console, guide + "  ", Text(clean(result.reason)))
         for finding in result.findings[:1]:
@@ -179,7 +182,7 @@ def print_comparison(console: Console, comparison: Comparison) -> None:
     console.print(Text(comparison.summary, style), soft_wrap=True)
 
 
-def _change(change: Change) -> tuple[str, ...]:
+def _change(change: OutcomeChange) -> tuple[str, ...]:
     before, after = (
         "not there" if outcome is None else f"{GLYPHS[outcome]} {say(outcome)}"
         for outcome in (change.before, change.after)

@@ -3,17 +3,18 @@
 Does not: know a rule.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 
 from graphpact.batch import ForwardBatch
+from graphpact.errors import Breach
 from graphpact.pact import walk
-from graphpact_conformance.problems import Problem
+from graphpact_conformance.problems import Drawn
 from graphpact_conformance.results import Finding
-from graphpact_conformance.rig import TOLERANCE, Answer, Leaf, Rig, Step, same
+from graphpact_conformance.rig import TOLERANCE, Answer, Leaf, Rig, StepRecord, same
 from graphpact_conformance.subject import LaneUnderTest
 from graphpact_tape.poison import poison_of
 
@@ -27,17 +28,22 @@ class Experiment:
 
     Args:
         name: What reports call it.
-        examines: The rules about which it can tell; ids.
+        examines: Ids of the rules about which it can tell. Its findings are of these, or of no rule.
         run: ``(lane, steps) -> findings``: what it does, with batches in a row.
         scopes: Of which plugins it tells anything.
         repeats: Whether it sees more in more batches; one that does not is made once in a lane.
+        depth: In which lanes it is made: ``lightest`` in all; ``light`` not in those of a quick run that
+            differ from a full one in sizes alone; ``full`` in no lane that does.
+        in_pairs: Whether it is made where a backend and a runner are checked together.
     """
 
     name: str
     examines: tuple[str, ...]
-    run: Callable[[LaneUnderTest, Sequence[Problem]], Findings]
+    run: Callable[[LaneUnderTest, Drawn], Findings]
     scopes: frozenset[Scope] = frozenset({"attention_backend", "runner"})
     repeats: bool = False
+    depth: Literal["lightest", "light", "full"] = "full"
+    in_pairs: bool = False
 
     @property
     def about(self) -> str:
@@ -55,7 +61,7 @@ def same_rows(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
     return a.shape == b.shape and bool(same(a, b).all())
 
 
-def same_step(a: Step, b: Step, *, first_slot: int, padded: bool = True) -> bool:
+def same_step(a: StepRecord, b: StepRecord, *, first_slot: int, padded: bool = True) -> bool:
     """Return whether two steps of one batch left the same, scratch aside.
 
     Args:
@@ -95,7 +101,7 @@ class Difference:
     slots: tuple[int, ...] = ()
 
 
-def differences(rig: Rig, step: Step, answer: Answer) -> list[Difference]:
+def differences(rig: Rig, step: StepRecord, answer: Answer) -> list[Difference]:
     """Return how a step that ended differs from the oracle's answer."""
     found = []
     rows = step.rows
@@ -140,10 +146,10 @@ def differences(rig: Rig, step: Step, answer: Answer) -> list[Difference]:
 
 # -- perturbing --------------------------------------------------------------------------------------
 
-Change = Callable[[torch.Tensor], None]
+TensorEdit = Callable[[torch.Tensor], None]
 
 
-def altered(changes: dict[str, Change]) -> Callable[[ForwardBatch, Any], None]:
+def altered(changes: dict[str, TensorEdit]) -> Callable[[ForwardBatch, Any], None]:
     """Return what, between hooks and replay, changes tensors of view and metadata by their paths."""
 
     def ready(view: ForwardBatch, metadata: Any) -> None:
@@ -154,7 +160,7 @@ def altered(changes: dict[str, Change]) -> Callable[[ForwardBatch, Any], None]:
     return ready
 
 
-def put(mask: torch.Tensor, value: torch.Tensor | float) -> Change:
+def put(mask: torch.Tensor, value: torch.Tensor | float) -> TensorEdit:
     """Return what writes ``value`` where ``mask`` is set: a number, or a tensor of the same shape."""
 
     def change(tensor: torch.Tensor) -> None:
@@ -167,7 +173,7 @@ def put(mask: torch.Tensor, value: torch.Tensor | float) -> Change:
     return change
 
 
-def is_read(rig: Rig, base: Step, leaf: Leaf, mask: torch.Tensor) -> bool:
+def is_read(rig: Rig, base: StepRecord, leaf: Leaf, mask: torch.Tensor) -> bool:
     """Return whether the replay of ``base`` reads a tensor where ``mask`` is set: poison there shows."""
     changed = rig.step(
         base.problem, ready=altered({leaf.path: put(mask, poison_of(leaf.value.dtype))})
@@ -177,7 +183,7 @@ def is_read(rig: Rig, base: Step, leaf: Leaf, mask: torch.Tensor) -> bool:
 
 def matters(
     rig: Rig,
-    base: Step,
+    base: StepRecord,
     leaf: Leaf,
     mask: torch.Tensor,
     other: torch.Tensor,
@@ -199,6 +205,13 @@ def matters(
 
 
 # -- words -------------------------------------------------------------------------------------------
+
+
+def sides_of(breach: Breach) -> tuple[str, str]:
+    """Return what was captured and what is there, in words; of two addresses that they are two."""
+    if breach.rule == "address":
+        return "the address that was captured", "another address"
+    return f"{breach.rule} as captured: {breach.captured}", breach.replayed
 
 
 def spell(mask: torch.Tensor) -> str:

@@ -5,7 +5,6 @@ GP10, GP11, GP12, GP13, GP18, GP19, GP20, and what else a strict capture refuses
 Does not: replay batches but to compare.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -17,15 +16,16 @@ from graphpact_conformance.experiments.base import (
     spell,
     values_at,
 )
-from graphpact_conformance.experiments.order import caches_of
 from graphpact_conformance.experiments.parity import TRACE_HELP, compare_traces, trace_of
-from graphpact_conformance.problems import Case, Problem, of_size
+from graphpact_conformance.problems import Case, Drawn, Problem, of_size
 from graphpact_conformance.results import Finding
 from graphpact_conformance.rig import Rig, same
 from graphpact_conformance.subject import (
     CannotCaptureError,
     LaneUnderTest,
     Way,
+    caches_of,
+    planned_shapes,
     reset_slot,
     rule_of,
 )
@@ -33,7 +33,7 @@ from graphpact_conformance.subject import (
 # -- whether -----------------------------------------------------------------------------------------
 
 
-def captures(lane: LaneUnderTest, steps: Sequence[Problem]) -> Findings:
+def captures(lane: LaneUnderTest, steps: Drawn) -> Findings:
     """Capture every shape, fast and strict, with metadata made by the graph and by the hook."""
     found: list[Finding] = []
     ways: tuple[Way, ...] = ("graph",)
@@ -41,7 +41,7 @@ def captures(lane: LaneUnderTest, steps: Sequence[Problem]) -> Findings:
         lane.rig()
         ways = lane.ways
     except CannotCaptureError as stopped:
-        found += _of_failure(lane, stopped.error, steps[0])
+        found += _of_failure(lane, stopped.error, steps.exact)
     can_capture = not found
     for clear in caches_of(lane):  # what graphs of other lanes hold, none of these shall find
         clear()
@@ -53,7 +53,7 @@ def captures(lane: LaneUnderTest, steps: Sequence[Problem]) -> Findings:
             if can_capture:
                 found.append(_of_strict_failure(lane, error))
             else:
-                found += _of_failure(lane, error, steps[0])
+                found += _of_failure(lane, error, steps.exact)
     yield from {f.model_dump_json(): f for f in found}.values()
 
 
@@ -114,9 +114,10 @@ def _rule_of_size(lane: LaneUnderTest) -> str | None:
     try:
         with torch.inference_mode():
             rig = lane.build(capture=False)
-            if len(rig.lane.shapes) < 2:
+            shapes = planned_shapes(rig.runner)
+            if len(shapes) < 2:
                 return None
-            rig.lane.capture(min(rig.lane.shapes, key=lambda s: (s.num_tokens, s.batch_size)))
+            rig.lane.capture(shapes[0])
     except (Exception, SystemExit):  # noqa: BLE001  anybody's code runs here
         return None
     return "GP13"
@@ -128,10 +129,10 @@ _SEED = 0x6772_6170
 # -- what a capture changes --------------------------------------------------------------------------
 
 
-def leaves_no_trace(lane: LaneUnderTest, steps: Sequence[Problem]) -> Findings:
+def leaves_no_trace(lane: LaneUnderTest, steps: Drawn) -> Findings:
     """Capture again while requests live and index buffers hold their rows: nothing of theirs changes."""
     lane.rig()  # a lane that cannot be captured is told of once
-    problem = steps[0]
+    problem = steps.exact
     rig = lane.build()
     rig.step(problem)
     rig.load(problem)
@@ -223,7 +224,7 @@ def _state_of(rig: Rig) -> dict[str, torch.Tensor]:
 # -- what a capture records --------------------------------------------------------------------------
 
 
-def cold_and_warm(lane: LaneUnderTest, steps: Sequence[Problem]) -> Findings:
+def cold_and_warm(lane: LaneUnderTest, steps: Drawn) -> Findings:
     """Capture cold, after eager steps, and after replays: the same work is recorded."""
     cold = lane.rig()
     warm = lane.build(capture=False)
@@ -250,7 +251,7 @@ def cold_and_warm(lane: LaneUnderTest, steps: Sequence[Problem]) -> Findings:
                     field=found["field"],
                     expected=f"what a cold capture of {shape} records: {found['there']}",
                     actual=f"{when}: {found['here']}",
-                    problem=steps[0],
+                    problem=steps.exact,
                     help=TRACE_HELP["GP10"],
                 )
                 return

@@ -21,10 +21,10 @@ from graphpact.shapes import EagerReason, GraphShape
 from graphpact_conformance.experiments.base import Findings, differences
 from graphpact_conformance.experiments.parity import compare_with_capture, trace_of
 from graphpact_conformance.experiments.values import pads_leak
-from graphpact_conformance.problems import Config, Problem, corner, nearly, of_size
+from graphpact_conformance.problems import Config, Drawn, Problem, corner, nearly, of_size
 from graphpact_conformance.results import Finding
 from graphpact_conformance.rig import Rig
-from graphpact_conformance.subject import CannotCaptureError, LaneUnderTest
+from graphpact_conformance.subject import CannotCaptureError, LaneUnderTest, planned_shapes
 from graphpact_tape.recorder import TracedCall
 from graphpact_tape.tape import TapeDriver
 
@@ -44,7 +44,7 @@ _MOST = (1, 3, 5, 7, 13, 42, 100, 301)
 # -- which graph -------------------------------------------------------------------------------------
 
 
-def takes_the_right_graph(lane: LaneUnderTest, _: Sequence[Problem]) -> Findings:
+def takes_the_right_graph(lane: LaneUnderTest, _: Drawn) -> Findings:
     """Ask for, and replay, batches of every size: each takes the smallest captured shape that holds it."""
     rig = lane.rig()
     shapes = list(rig.lane.captured)
@@ -173,7 +173,7 @@ def _smallest(shapes: Sequence[GraphShape], batch: ForwardBatch) -> list[GraphSh
 
 def _planned(lane: LaneUnderTest, rig: Rig, shapes: Sequence[GraphShape]) -> Findings:
     """Verify that the runner's shapes are captured, and reach the largest step."""
-    planned = list(rig.runner.shapes())
+    planned = planned_shapes(rig.runner)
     if set(planned) != set(shapes) or len(set(shapes)) != len(shapes):
         yield lane.finding(
             "GP12",
@@ -198,7 +198,7 @@ def _default_shapes(lane: LaneUnderTest, rig: Rig) -> Findings:
             mode=lane.config.case.lane_mode,
         )
         try:
-            own = lane.runner(context).shapes()
+            own = planned_shapes(lane.runner(context))
         except (Exception, SystemExit) as error:  # noqa: BLE001  anybody's code runs here
             yield lane.of_error(
                 error,
@@ -259,13 +259,13 @@ def _other_kinds(lane: LaneUnderTest, rig: Rig) -> Findings:
             )
 
 
-def declares_what_it_can(lane: LaneUnderTest, _: Sequence[Problem]) -> Findings:
+def declares_what_it_can(lane: LaneUnderTest, _: Drawn) -> Findings:
     """A backend that declares that a graph holds this mode is captured in it."""
     support = lane.backend.capabilities.graph_support
     if not isinstance(support, GraphSupport) or not support.covers(lane.config.case.needs):
         return
     rig = lane.rig()
-    if not rig.lane.shapes:
+    if not planned_shapes(rig.runner):
         yield lane.finding(
             "GP12",
             field="capabilities.graph_support",
@@ -278,7 +278,7 @@ def declares_what_it_can(lane: LaneUnderTest, _: Sequence[Problem]) -> Findings:
 # -- ranks -------------------------------------------------------------------------------------------
 
 
-def ranks_agree(lane: LaneUnderTest, steps: Sequence[Problem]) -> Findings:
+def ranks_agree(lane: LaneUnderTest, steps: Drawn) -> Findings:
     """Capture and step as each of two ranks: the same shapes, the same work, the same rows gathered."""
     counted = lane.like(replace(lane.config, counts=True))
     rigs: list[Rig] = []
@@ -298,7 +298,7 @@ def ranks_agree(lane: LaneUnderTest, steps: Sequence[Problem]) -> Findings:
                 )
                 return
     yield from _same_captures(lane, rigs)
-    for problem in (steps[-1], steps[1], steps[2 % len(steps)]):
+    for problem in (steps.padded, steps.small, steps.idle):
         yield from _same_steps(lane, counted, rigs, problem)
     yield from _uneven(lane, rigs)
 

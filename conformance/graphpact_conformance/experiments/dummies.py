@@ -3,7 +3,7 @@
 Does not: capture live batches; see `graphpact_conformance.experiments.parity`.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import fields
 from typing import NamedTuple
 
@@ -20,8 +20,8 @@ from graphpact_conformance.experiments.base import (
     values_at,
 )
 from graphpact_conformance.experiments.refresh import hook_of
-from graphpact_conformance.problems import CONTEXT, VOCAB, Problem
-from graphpact_conformance.rig import Rig, Step, same
+from graphpact_conformance.problems import CONTEXT, VOCAB, Drawn, Problem
+from graphpact_conformance.rig import Rig, StepRecord, same
 from graphpact_conformance.subject import LaneUnderTest, Way
 from graphpact_tape.poison import poison_of
 
@@ -35,10 +35,10 @@ class _Asked(NamedTuple):
     actual: object
 
 
-def dummies(lane: LaneUnderTest, steps: Sequence[Problem]) -> Findings:
+def dummies(lane: LaneUnderTest, steps: Drawn) -> Findings:
     """Look at the runner's dummy batches as at live ones, and replay each right after its capture."""
     rig = lane.rig()
-    live = rig.batch_of(steps[0])
+    live = rig.batch_of(steps.exact)
     for shape in rig.config.shapes:
         dummy = rig.runner.dummy(shape)
         asked = [*_form(shape, dummy, live), *_lengths(rig, dummy), *_values(rig, shape, dummy)]
@@ -173,11 +173,16 @@ def _dummy_replayed(lane: LaneUnderTest, way: Way, shape: GraphShape) -> Finding
 
 
 def _compare_with_dummy(
-    lane: LaneUnderTest, rig: Rig, step: Step, kept: dict[str, torch.Tensor]
+    lane: LaneUnderTest, rig: Rig, step: StepRecord, kept: dict[str, torch.Tensor]
 ) -> Findings:
     for path, leaf in step.leaves.items():
         then = kept.get(path)
-        if then is None or leaf.slot is None or leaf.is_alias or then.shape != leaf.value.shape:
+        if (
+            then is None
+            or leaf.slot is None
+            or not leaf.is_resident
+            or then.shape != leaf.value.shape
+        ):
             continue
         then = then.cpu()
         garbage = torch.full_like(then, poison_of(then.dtype))
@@ -197,7 +202,9 @@ def _compare_with_dummy(
         )
 
 
-def _has_effect(rig: Rig, step: Step, path: str, differs: torch.Tensor, then: torch.Tensor) -> bool:
+def _has_effect(
+    rig: Rig, step: StepRecord, path: str, differs: torch.Tensor, then: torch.Tensor
+) -> bool:
     """Return whether the graph gives anything else with what capture wrote."""
     batch = rig.runner.dummy(step.shape) if step.shape is not None else None
     problem = step.problem

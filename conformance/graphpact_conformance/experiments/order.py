@@ -7,11 +7,8 @@ Does not: compare with attention in float64, but where nothing else could tell.
 
 import functools
 import gc
-import inspect
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -24,21 +21,32 @@ from graphpact_conformance.experiments.base import (
     differences,
     same_rows,
     same_step,
+    sides_of,
 )
-from graphpact_conformance.problems import Problem, corner, of_size
+from graphpact_conformance.problems import Drawn, Problem, corner, of_size
 from graphpact_conformance.results import Finding
-from graphpact_conformance.rig import Rig, Step
-from graphpact_conformance.subject import CannotCaptureError, LaneUnderTest, Way, reset_slot
-from graphpact_tape.host import tensors_of
+from graphpact_conformance.rig import Rig, StepRecord
+from graphpact_conformance.subject import (
+    CannotCaptureError,
+    LaneUnderTest,
+    Way,
+    caches_of,
+    planned_shapes,
+    reset_slot,
+)
 
 GUARDED = (
     "GP01",
     "GP02",
     "GP03",
+    "GP04",
+    "GP05",
     "GP06",
+    "GP07",
     "GP08",
     "GP09",
     "GP10",
+    "GP13",
     "GP14",
     "GP15",
     "GP16",
@@ -46,12 +54,12 @@ GUARDED = (
     "GP19",
     "GP20",
 )
-"""The rules that a strict lane, with its pact, can name."""
+"""The rules that a strict lane, with its pact, and kernels can name."""
 
 
-def guarded(lane: LaneUnderTest, steps: Sequence[Problem]) -> Findings:
+def guarded(lane: LaneUnderTest, steps: Drawn) -> Findings:
     """Replay batches in a strict lane, over poison, every replay held to its pact."""
-    exact, small, idle, padded = steps[0], steps[1 % len(steps)], steps[2 % len(steps)], steps[-1]
+    exact, small, idle, padded = steps
     for way in lane.ways:
         rig = _guarded(lane, way)
         if rig is None:
@@ -101,9 +109,9 @@ def _guarded(lane: LaneUnderTest, way: Way) -> Rig | None:
         return None
 
 
-def interleaved(lane: LaneUnderTest, steps: Sequence[Problem]) -> Findings:
+def interleaved(lane: LaneUnderTest, steps: Drawn) -> Findings:
     """Replay a batch cold, after another of its bucket, and after one of another bucket: the same bits."""
-    padded, small, exact = steps[-1], steps[1], steps[0]
+    exact, small, _, padded = steps
     rig = lane.rig()
     rig.step(exact, eagerly=True)  # which engines do between replays, too
     cold, armed = {}, {}
@@ -154,14 +162,14 @@ def _comes_by_slots(lane: LaneUnderTest, rig: Rig, before: Problem, problem: Pro
     return _same_real(rig, cold, rig.step(problem, fill=reset_slot))
 
 
-def _same_real(rig: Rig, a: Step, b: Step) -> bool:
+def _same_real(rig: Rig, a: StepRecord, b: StepRecord) -> bool:
     return same_step(a, b, first_slot=rig.config.page_size, padded=False)
 
 
-def repeated(lane: LaneUnderTest, steps: Sequence[Problem]) -> Findings:
+def repeated(lane: LaneUnderTest, steps: Drawn) -> Findings:
     """Replay one batch three times on the same inputs: the same bits, and the same memory left behind."""
     rig = lane.rig()
-    for problem in (steps[-1], steps[1]):
+    for problem in (steps.padded, steps.small):
         results = []
         for _ in range(3):
             step = rig.step(problem)
@@ -178,7 +186,7 @@ def repeated(lane: LaneUnderTest, steps: Sequence[Problem]) -> Findings:
 
 def _unarmed(
     lane: LaneUnderTest,
-    step: Step,
+    step: StepRecord,
     changed: Sequence[str],
     expected: str,
     *,
@@ -231,7 +239,7 @@ def _copies(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 # -- what happens to an engine -----------------------------------------------------------------------
 
 
-def life_goes_on(lane: LaneUnderTest, steps: Sequence[Problem]) -> Findings:
+def life_goes_on(lane: LaneUnderTest, steps: Drawn) -> Findings:
     """Between capture and replay: other eager batches, cleared caches, memory given to others."""
     lane.rig()  # a lane that cannot be captured is told of once
     lane = lane.like(replace(lane.config, room=2))
@@ -239,7 +247,7 @@ def life_goes_on(lane: LaneUnderTest, steps: Sequence[Problem]) -> Findings:
         rig = _guarded(lane, "graph") if strict else lane.build()
         if rig is None:
             continue
-        problems = [p for p in (steps[-1], steps[1]) if _is_right(lane, rig, p)]
+        problems = [p for p in (steps.padded, steps.small) if _is_right(lane, rig, p)]
         _live(lane, rig)
         for problem in problems:
             step = rig.step(problem)
@@ -260,15 +268,16 @@ def life_goes_on(lane: LaneUnderTest, steps: Sequence[Problem]) -> Findings:
                 )
 
 
-def _moved(lane: LaneUnderTest, step: Step) -> Findings:
+def _moved(lane: LaneUnderTest, step: StepRecord) -> Findings:
     """Yield what of the backend a graph reads that the backend has elsewhere now; tapes keep it alive."""
     for breach in step.breaches:
         if breach.path.startswith("backend."):
+            expected, actual = sides_of(breach)
             yield lane.finding(
                 "GP14",
                 field=breach.path,
-                expected=f"what the graph reads, {breach.rule} {breach.captured}",
-                actual=breach.replayed,
+                expected=f"what the graph reads: {expected}",
+                actual=actual,
                 step=step,
                 help=_STAYS,
             )
@@ -300,42 +309,14 @@ def _live(lane: LaneUnderTest, rig: Rig) -> None:
     del junk
 
 
-def caches_of(lane: LaneUnderTest) -> Iterator[Callable[[], object]]:
-    """Yield what clears each cache of tensors in the packages of the plugin, or in reach of its classes."""
-    classes = [c for cls in (lane.backend, lane.runner) for c in cls.__mro__]
-    packages = {c.__module__.partition(".")[0] for c in classes} - {
-        "graphpact",
-        "torch",
-        "builtins",
-        "abc",
-    }
-    spaces: list[Mapping[str, Any]] = [
-        vars(module)
-        for name, module in [*sys.modules.items()]
-        if module is not None and name.partition(".")[0] in packages
-    ]
-    spaces += [vars(c) for c in classes]
-    for function in [f for c in classes for f in vars(c).values() if inspect.isfunction(f)]:
-        spaces.append(inspect.getclosurevars(function).nonlocals)
-    cached = {id(v): v for space in spaces for v in [*space.values()] if hasattr(v, "cache_clear")}
-    for function in cached.values():
-        if _holds_tensors(function):
-            yield function.cache_clear
-
-
-def _holds_tensors(cached: Any) -> bool:
-    """Return whether a `functools.lru_cache` has returned tensors; what else it keeps is nobody's memory."""
-    return any(tensors_of(each) for each in gc.get_referents(cached))
-
-
 # -- many captures -----------------------------------------------------------------------------------
 
 
-def smallest_first(lane: LaneUnderTest, steps: Sequence[Problem]) -> Findings:
+def smallest_first(lane: LaneUnderTest, steps: Drawn) -> Findings:
     """Capture the smallest shape first, and replay: the order of captures changes nothing."""
     usual = lane.rig()
     rig = lane.build(capture=False)
-    shapes = sorted(rig.lane.shapes, key=lambda s: (s.num_tokens, s.batch_size))
+    shapes = planned_shapes(rig.runner)
     if len(shapes) < 2:
         return
     try:
@@ -345,7 +326,7 @@ def smallest_first(lane: LaneUnderTest, steps: Sequence[Problem]) -> Findings:
     except (Exception, SystemExit) as error:  # noqa: BLE001  anybody's code runs here
         yield lane.of_error(error, expected="shapes are captured in any order", rule="GP15")
         return
-    problems = (steps[1], steps[-1], steps[1])
+    problems = (steps.small, steps.padded, steps.small)
     taken = [rig.step(p) for p in problems]
     if all(map(functools.partial(_same_real, rig), map(usual.step, problems), taken)):
         return

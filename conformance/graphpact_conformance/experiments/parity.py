@@ -25,13 +25,14 @@ from graphpact.pact import Promise, is_readable
 from graphpact.shapes import GraphShape
 from graphpact_conformance.experiments.base import (
     Findings,
+    sides_of,
     spell,
     values_at,
 )
 from graphpact_conformance.experiments.refresh import Before, hook_of, is_plan
-from graphpact_conformance.problems import Problem, assorted
+from graphpact_conformance.problems import Drawn, Problem, assorted
 from graphpact_conformance.results import Finding
-from graphpact_conformance.rig import TOLERANCE, Leaf, Rig, Step, same
+from graphpact_conformance.rig import TOLERANCE, Leaf, Rig, StepRecord, same
 from graphpact_conformance.subject import LaneUnderTest, Way, reset_slot
 from graphpact_tape.poison import poison_of
 from graphpact_tape.recorder import TracedCall
@@ -45,12 +46,12 @@ _OF_KEYS = re.compile(r"kv|_k\b|mask", re.IGNORECASE)
 """Names of what goes by keys, whose numbers are the batch's."""
 
 
-def captured_anew(lane: LaneUnderTest, steps: Sequence[Problem]) -> Findings:
+def captured_anew(lane: LaneUnderTest, steps: Drawn) -> Findings:
     """Capture each batch anew, and compare with what its replay prepared and what the graph recorded."""
     problems = [*steps, assorted(lane.config)]
     if lane.config.case.mode is ForwardMode.IDLE:
         problems = problems[:1]  # one is as the other
-    replayed: dict[Way, list[Step]] = {}
+    replayed: dict[Way, list[StepRecord]] = {}
     for way in lane.ways:
         rig = lane.rig(way)
         replayed[way] = []
@@ -83,8 +84,8 @@ class _Compared(NamedTuple):
         past: How they differ by what an earlier batch left in slots: ``refresh`` tells that.
     """
 
-    step: Step
-    seen: Step | None
+    step: StepRecord
+    seen: StepRecord | None
     found: list[Finding]
     past: Sequence[Finding] = ()
 
@@ -124,19 +125,19 @@ def _compare(lane: LaneUnderTest, rig: Rig, way: Way, problem: Problem) -> _Comp
 @torch.inference_mode()
 def _capture(
     twin: Rig, problem: Problem, shape: GraphShape, batch: ForwardBatch | None = None
-) -> Step:
+) -> StepRecord:
     """Capture a batch in the place of the runner's dummy, replay it once, and return what there is then."""
     twin.load(problem)
     twin.lane.capture(shape, twin.batch_of(problem) if batch is None else batch)
     graph = twin.lane.captured[shape].graph
     graph.replay()
-    step = Step(problem, stage="done", shape=shape)
+    step = StepRecord(problem, stage="done", shape=shape)
     step.leaves, step.numbers = twin.prepared(problem)
     step.outputs = graph.outputs["rows"].detach().clone().cpu()
     return step
 
 
-def _gives_the_same(rig: Rig, step: Step, other: Step) -> bool:
+def _gives_the_same(rig: Rig, step: StepRecord, other: StepRecord) -> bool:
     """Return whether two runs of one batch give the same for its own rows, but for rounding."""
     if step.error is not None or step.outputs is None or other.outputs is None:
         return step.error is None and other.error is None
@@ -149,24 +150,25 @@ def _gives_the_same(rig: Rig, step: Step, other: Step) -> bool:
 # -- the pact ----------------------------------------------------------------------------------------
 
 
-def _of_breach(lane: LaneUnderTest, step: Step, breach: Breach) -> Finding:
+def _of_breach(lane: LaneUnderTest, step: StepRecord, breach: Breach) -> Finding:
     rule = breach.broken
     if breach.rule == "shape" and _counts_real_rows(step, breach):
         rule = "GP05"
     hook = "populate" if breach.path.startswith("view") else "init_metadata_replay"
     whose = f" ({breach.owner})" if breach.owner else ""
+    expected, actual = sides_of(breach)
     return lane.finding(
         rule,
         hook=hook,
         field=f"{breach.path}{whose}",
-        expected=f"{breach.rule} as captured: {breach.captured}",
-        actual=breach.replayed,
+        expected=expected,
+        actual=actual,
         step=step,
         help=breach.advice,
     )
 
 
-def _counts_real_rows(step: Step, breach: Breach) -> bool:
+def _counts_real_rows(step: StepRecord, breach: Breach) -> bool:
     """Return whether a shape counts real rows where captured ones are padded."""
     shape = step.shape
     assert shape is not None  # noqa: S101  it was replayed
@@ -184,7 +186,7 @@ def _counts_real_rows(step: Step, breach: Breach) -> bool:
 # -- host numbers ------------------------------------------------------------------------------------
 
 
-def _compare_numbers(lane: LaneUnderTest, rig: Rig, step: Step, seen: Step) -> Findings:
+def _compare_numbers(lane: LaneUnderTest, rig: Rig, step: StepRecord, seen: StepRecord) -> Findings:
     if step.shape is None or step.shape not in rig.lane.captured:
         return
     promised = {p.path: p for p in rig.lane.captured[step.shape].pact.promises}
@@ -231,10 +233,10 @@ def _keeps_bound(promise: Promise, value: Any) -> bool:
 
 
 def _compare_contents(
-    lane: LaneUnderTest, rig: Rig, before: Before, step: Step, seen: Step
+    lane: LaneUnderTest, rig: Rig, before: Before, step: StepRecord, seen: StepRecord
 ) -> Iterator[tuple[bool, Finding]]:
     """Yield how contents differ, and of each whether it does not where slots are as new."""
-    as_new: Step | None = None
+    as_new: StepRecord | None = None
     for path in {**step.leaves, **seen.leaves}:
         if (path in step.leaves) is not (path in seen.leaves):
             if path.startswith("metadata"):
@@ -281,11 +283,11 @@ def _differs(mine: Leaf, theirs: Leaf) -> torch.Tensor:
     differs = ~same(mine.value, theirs.value)
     garbage = torch.full_like(mine.value, poison_of(mine.value.dtype))
     differs &= ~same(mine.value, garbage) & ~same(theirs.value, garbage)
-    return differs if mine.slot is not None and not mine.is_alias else torch.zeros_like(differs)
+    return differs if mine.is_resident else torch.zeros_like(differs)
 
 
 def _of_contents(
-    lane: LaneUnderTest, step: Step, mine: Leaf, theirs: Leaf, differs: torch.Tensor, who: str
+    lane: LaneUnderTest, step: StepRecord, mine: Leaf, theirs: Leaf, differs: torch.Tensor, who: str
 ) -> Findings:
     label = f" ({mine.slot.label})" if mine.slot is not None else ""
     for rule in _rules_of(lane, mine, theirs, differs):
@@ -331,7 +333,7 @@ _CONTENT_HELP = {
 }
 
 
-def _compare_ways(lane: LaneUnderTest, by_graph: Step, by_hook: Step) -> Findings:
+def _compare_ways(lane: LaneUnderTest, by_graph: StepRecord, by_hook: StepRecord) -> Findings:
     """Compare what the graph wrote with what the hook writes, where the batch comes out otherwise."""
     if by_hook.error is not None or _gives_the_same(lane.rig(), by_graph, by_hook):
         return
@@ -351,7 +353,7 @@ def _compare_ways(lane: LaneUnderTest, by_graph: Step, by_hook: Step) -> Finding
 
 
 def _compare_memory(
-    lane: LaneUnderTest, rig: Rig, twin: Rig, before: Before, pair: tuple[Step, Step]
+    lane: LaneUnderTest, rig: Rig, twin: Rig, before: Before, pair: tuple[StepRecord, StepRecord]
 ) -> Findings:
     """Look for memory outside the registry that makes the replay right with what a capture has there."""
     step, seen = pair
@@ -448,7 +450,7 @@ class _Tracer(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _compare_with_warm_up(lane: LaneUnderTest, way: Way, step: Step) -> Findings:
+def _compare_with_warm_up(lane: LaneUnderTest, way: Way, step: StepRecord) -> Findings:
     """Compare the recorded run of a batch that replays wrong with the warm-up before it."""
     twin = lane.build(way, capture=False)
     driver, runs = twin.lane.driver, []
@@ -524,7 +526,7 @@ def compare_traces(
 def _compare_traces(
     lane: LaneUnderTest,
     way: Way,
-    step: Step,
+    step: StepRecord,
     recorded: Sequence[TracedCall],
     other: Sequence[TracedCall],
 ) -> Findings:
@@ -549,7 +551,7 @@ def _compare_traces(
 def _lengths_decide(
     lane: LaneUnderTest,
     way: Way,
-    step: Step,
+    step: StepRecord,
     recorded: Sequence[TracedCall],
     other: Sequence[TracedCall],
 ) -> bool:

@@ -22,9 +22,9 @@ from graphpact_conformance.experiments.base import (
     spell,
     values_at,
 )
-from graphpact_conformance.problems import Problem, assorted, corner, neighbours, steady
+from graphpact_conformance.problems import Drawn, Problem, assorted, corner, neighbours, steady
 from graphpact_conformance.results import Finding
-from graphpact_conformance.rig import TOLERANCE, Leaf, Rig, Step, same
+from graphpact_conformance.rig import TOLERANCE, Leaf, Rig, StepRecord, same
 from graphpact_conformance.subject import LaneUnderTest, Way, poison_slot
 from graphpact_tape.guard import is_due
 from graphpact_tape.poison import poison_of
@@ -56,7 +56,12 @@ class Before:
             slot.buffer.copy_(self._held[slot.name])
 
     def shows(
-        self, rig: Rig, base: Step, leaf: Leaf, mask: torch.Tensor, other: torch.Tensor | float
+        self,
+        rig: Rig,
+        base: StepRecord,
+        leaf: Leaf,
+        mask: torch.Tensor,
+        other: torch.Tensor | float,
     ) -> bool:
         """Return whether the step gives anything else with ``other`` in a tensor, where ``mask`` is set."""
         change = altered({leaf.path: put(mask, other)})
@@ -64,9 +69,9 @@ class Before:
         return not same_step(base, changed, first_slot=rig.config.page_size)
 
 
-def unwritten_and_stale(lane: LaneUnderTest, steps: Sequence[Problem]) -> Findings:
+def unwritten_and_stale(lane: LaneUnderTest, steps: Drawn) -> Findings:
     """Replay a batch after two histories and over two kinds of garbage, and compare what hooks wrote."""
-    exact, small, *_, padded = steps
+    exact, small, _, padded = steps
     long = assorted(lane.config)
     for way in lane.ways:
         rig = lane.rig(way)
@@ -103,7 +108,7 @@ def _after_two_histories(
     two = rig.step(problem, fill=_other_poison)
     for path, leaf in one.leaves.items():
         twin = two.leaves.get(path)
-        if not leaf.is_due or leaf.is_alias or twin is None or twin.value.shape != leaf.value.shape:
+        if not leaf.is_written or twin is None or twin.value.shape != leaf.value.shape:
             continue
         left = [same(x.value, torch.full_like(x.value, g)) for x, g in _garbage(leaf, twin)]
         never, once = left[0] & left[1], left[0] ^ left[1]
@@ -124,7 +129,7 @@ def _garbage(leaf: Leaf, twin: Leaf) -> list[tuple[Leaf, float | int]]:
 def _unwritten(
     lane: LaneUnderTest,
     way: Way,
-    run: tuple[Before, Step],
+    run: tuple[Before, StepRecord],
     leaf: Leaf,
     never: torch.Tensor,
     once: torch.Tensor,
@@ -188,10 +193,10 @@ def _hook_writes(lane: LaneUnderTest, problem: Problem, leaf: Leaf, mask: torch.
 def _stale(
     lane: LaneUnderTest,
     rig: Rig,
-    run: tuple[Before, Step],
+    run: tuple[Before, StepRecord],
     leaf: Leaf,
     stale: torch.Tensor,
-    pair: tuple[Step, Step],
+    pair: tuple[StepRecord, StepRecord],
 ) -> Findings:
     """Yield findings for what was written, and not from this batch alone."""
     before, base = run
@@ -209,7 +214,7 @@ def _stale(
 
 def _finding(
     lane: LaneUnderTest,
-    base: Step,
+    base: StepRecord,
     leaf: Leaf,
     rule: str,
     mask: torch.Tensor,
@@ -234,9 +239,7 @@ def _finding(
 def _plans_at_fault(lane: LaneUnderTest, rig: Rig, problem: Problem) -> Findings:
     """Give a step that is wrong the plans of the largest batch: what is right then, its own plan left out."""
     base = rig.step(problem)
-    plans = [
-        leaf for leaf in base.leaves.values() if leaf.is_due and not leaf.is_alias and is_plan(leaf)
-    ]
+    plans = [leaf for leaf in base.leaves.values() if leaf.is_written and is_plan(leaf)]
     if base.error is not None or not plans:
         return
     told = differences(rig, base, lane.answer(rig, problem))
@@ -270,7 +273,7 @@ def _plans_at_fault(lane: LaneUnderTest, rig: Rig, problem: Problem) -> Findings
             return
 
 
-def _is_off(lane: LaneUnderTest, rig: Rig, step: Step) -> torch.Tensor:
+def _is_off(lane: LaneUnderTest, rig: Rig, step: StepRecord) -> torch.Tensor:
     """Return where the rows of a step that ended are not the oracle's."""
     answer = lane.answer(rig, step.problem).rows
     assert step.rows is not None  # noqa: S101  it ended

@@ -28,20 +28,21 @@ from graphpact_conformance.experiments.parity import compare_with_capture
 from graphpact_conformance.problems import (
     VOCAB,
     Config,
+    Drawn,
     Problem,
-    Request,
+    ProblemRequest,
     corner,
     nearly,
     next_id,
     of_size,
 )
-from graphpact_conformance.rig import NAN, Rig, Step, same
+from graphpact_conformance.rig import NAN, Rig, StepRecord, same
 from graphpact_conformance.subject import LaneUnderTest, causes
 
 # -- eager -------------------------------------------------------------------------------------------
 
 
-def answers_eagerly(lane: LaneUnderTest, steps: Sequence[Problem]) -> Findings:
+def answers_eagerly(lane: LaneUnderTest, steps: Drawn) -> Findings:
     """Run each batch without a graph, and compare with attention in float64."""
     rig = lane.rig()
     for problem in (*steps, corner(lane.config)):
@@ -49,7 +50,7 @@ def answers_eagerly(lane: LaneUnderTest, steps: Sequence[Problem]) -> Findings:
         yield from _judge_eager(lane, rig, step)
 
 
-def _judge_eager(lane: LaneUnderTest, rig: Rig, step: Step) -> Findings:
+def _judge_eager(lane: LaneUnderTest, rig: Rig, step: StepRecord) -> Findings:
     if step.error is not None:
         yield lane.of_error(
             step.error, expected="an eager run of a batch that is declared", step=step
@@ -69,10 +70,10 @@ def _judge_eager(lane: LaneUnderTest, rig: Rig, step: Step) -> Findings:
 # -- replayed ----------------------------------------------------------------------------------------
 
 
-def answers_replayed(lane: LaneUnderTest, steps: Sequence[Problem]) -> Findings:
+def answers_replayed(lane: LaneUnderTest, steps: Drawn) -> Findings:
     """Replay batches one after another, and compare with attention in float64."""
     rig = lane.rig()
-    for problem in (*steps, steps[0], steps[1]):
+    for problem in (*steps, steps.exact, steps.small):
         eager_runs = rig.lane.stats.eager.total()
         step = rig.step(problem)
         yield from _judge_run(lane, rig, step, rig.lane.stats.eager.total() - eager_runs)
@@ -82,10 +83,10 @@ def answers_replayed(lane: LaneUnderTest, steps: Sequence[Problem]) -> Findings:
             )
             continue
         for found in differences(rig, step, lane.answer(rig, problem)):
-            yield from _of_difference(lane, rig, step, found, steps[0])
+            yield from _of_difference(lane, rig, step, found, steps.exact)
 
 
-def _judge_run(lane: LaneUnderTest, rig: Rig, step: Step, eager_runs: int) -> Findings:
+def _judge_run(lane: LaneUnderTest, rig: Rig, step: StepRecord, eager_runs: int) -> Findings:
     """Look whether the step took the way of a replay, and left alone what is not its own."""
     if step.error is None and step.replays != 1:
         how = "ran eagerly" if eager_runs else f"counted {step.replays} replays"
@@ -121,7 +122,7 @@ def _judge_run(lane: LaneUnderTest, rig: Rig, step: Step, eager_runs: int) -> Fi
 
 
 def _of_difference(
-    lane: LaneUnderTest, rig: Rig, step: Step, found: Difference, exact: Problem
+    lane: LaneUnderTest, rig: Rig, step: StepRecord, found: Difference, exact: Problem
 ) -> Findings:
     """Yield what a wrong replay is a breach of, as far as the step itself tells it."""
     shape, problem = step.shape, step.problem
@@ -177,7 +178,7 @@ def _is_wrong_eagerly(lane: LaneUnderTest, rig: Rig, problem: Problem) -> bool:
 # -- corners -----------------------------------------------------------------------------------------
 
 
-def largest_step(lane: LaneUnderTest, _: Sequence[Problem]) -> Findings:
+def largest_step(lane: LaneUnderTest, _: Drawn) -> Findings:
     """Replay the largest batches that the limits allow, each after one that is smaller and else like it."""
     rig = lane.rig()
     for smaller, largest in _corners(lane.config):
@@ -226,30 +227,30 @@ def _corners(config: Config) -> list[tuple[Problem, Problem]]:
 # -- padding -----------------------------------------------------------------------------------------
 
 
-def padding(lane: LaneUnderTest, steps: Sequence[Problem]) -> Findings:
+def padding(lane: LaneUnderTest, steps: Drawn) -> Findings:
     """Replay a batch with other things in its padded rows, and in memory that they may and may not read."""
     rig = lane.rig()
-    padded = [steps[1], steps[-1]]
+    padded = [steps.small, steps.padded]
     if lane.config.case.width is None:  # as many requests as the shape has, and fewer tokens
         padded.append(of_size(lane.config, lane.config.shapes[-1].batch_size))
     for problem in padded:
-        rig.step(steps[0])  # whose rows may be left
+        rig.step(steps.exact)  # whose rows may be left
         base = rig.step(problem)
         if base.error is not None or base.outputs is None:
-            yield from _only_padded_fails(lane, rig, base, steps[0])
+            yield from _only_padded_fails(lane, rig, base, steps.exact)
             continue
         yield from _extents(lane, base)
         yield from _sentinels(lane, rig, base)
         found = [
             *pads_leak(lane, rig, base),
             *_scratch_leaks(lane, rig, base),
-            *_leftovers_leak(lane, rig, base, steps[0]),
+            *_leftovers_leak(lane, rig, base, steps.exact),
         ]
-        found = found or [*_pads_count(lane, rig, base, steps[0])]
+        found = found or [*_pads_count(lane, rig, base, steps.exact)]
         yield from found or _pads_read(lane, rig, base)
 
 
-def _only_padded_fails(lane: LaneUnderTest, rig: Rig, step: Step, exact: Problem) -> Findings:
+def _only_padded_fails(lane: LaneUnderTest, rig: Rig, step: StepRecord, exact: Problem) -> Findings:
     """A batch that fails where one without padded rows passes: what padded rows hold, or how many there are.
 
     It is nothing that only a padded row holds, where dummies, which are padding in every row, were captured.
@@ -284,7 +285,7 @@ _STALE_HELP = (
 )
 
 
-def _extents(lane: LaneUnderTest, step: Step) -> Findings:
+def _extents(lane: LaneUnderTest, step: StepRecord) -> Findings:
     """See that the view's tensors have the shape's rows, and its count of real tokens the batch's."""
     shape = step.shape
     assert shape is not None  # noqa: S101  it was replayed
@@ -318,7 +319,7 @@ def _extents(lane: LaneUnderTest, step: Step) -> Findings:
             )
 
 
-def _sentinels(lane: LaneUnderTest, rig: Rig, step: Step) -> Findings:
+def _sentinels(lane: LaneUnderTest, rig: Rig, step: StepRecord) -> Findings:
     """See what the padded rows of the runner's inputs hold."""
     case, page = rig.config.case, rig.config.page_size
     length = rig.backend.capabilities.padded_seq_len(case.lane_mode, case.width or 1)
@@ -348,7 +349,7 @@ def _sentinels(lane: LaneUnderTest, rig: Rig, step: Step) -> Findings:
             )
 
 
-def _scratch_leaks(lane: LaneUnderTest, rig: Rig, base: Step) -> Findings:
+def _scratch_leaks(lane: LaneUnderTest, rig: Rig, base: StepRecord) -> Findings:
     """Put other numbers, then NaN, into scratch: real rows give the same bits."""
     for what, value in (("other numbers", 3.0), ("NaN", NAN)):
 
@@ -360,7 +361,7 @@ def _scratch_leaks(lane: LaneUnderTest, rig: Rig, base: Step) -> Findings:
         yield from _compare_real(lane, rig, base, step, f"{what} in scratch")
 
 
-def pads_leak(lane: LaneUnderTest, rig: Rig, base: Step) -> Findings:
+def pads_leak(lane: LaneUnderTest, rig: Rig, base: StepRecord) -> Findings:
     """Give padded rows other tokens at other positions: KV slots and real rows hold the same bits."""
     changes = {}
     for name, value in (("input_ids", VOCAB - 1), ("positions", 2)):
@@ -388,7 +389,7 @@ def pads_leak(lane: LaneUnderTest, rig: Rig, base: Step) -> Findings:
     yield from _compare_real(lane, rig, base, step, "other tokens in padded rows")
 
 
-def _leftovers_leak(lane: LaneUnderTest, rig: Rig, base: Step, exact: Problem) -> Findings:
+def _leftovers_leak(lane: LaneUnderTest, rig: Rig, base: StepRecord, exact: Problem) -> Findings:
     """Put NaN into memory that outlives steps: what is not read without padding, no real row shows."""
     right = rig.step(exact)
     if right.shape != base.shape:
@@ -409,7 +410,9 @@ def _leftovers_leak(lane: LaneUnderTest, rig: Rig, base: Step, exact: Problem) -
             yield from _compare_real(lane, rig, base, step, what)
 
 
-def _compare_real(lane: LaneUnderTest, rig: Rig, base: Step, step: Step, what: str) -> Findings:
+def _compare_real(
+    lane: LaneUnderTest, rig: Rig, base: StepRecord, step: StepRecord, what: str
+) -> Findings:
     if step.error is not None:
         yield lane.of_error(
             step.error, expected=f"{what} changes nothing for real rows", rule="GP06", step=step
@@ -432,7 +435,7 @@ def _compare_real(lane: LaneUnderTest, rig: Rig, base: Step, step: Step, what: s
     )
 
 
-def _pads_read(lane: LaneUnderTest, rig: Rig, base: Step) -> Findings:
+def _pads_read(lane: LaneUnderTest, rig: Rig, base: StepRecord) -> Findings:
     """Change what live requests own and write, and what nobody owns: padded rows, on scratch, do not see it.
 
     First what nobody owns: real rows do not see that. Of live requests' memory they may show what real rows
@@ -444,7 +447,7 @@ def _pads_read(lane: LaneUnderTest, rig: Rig, base: Step) -> Findings:
     page, slots = rig.config.page_size, rig.config.num_pages * rig.config.page_size
     free = torch.tensor([n for n in range(page, slots) if n not in live], device=rig.device)
 
-    def spoiled(*, everything: bool, fill: Callable[[BoundSlot], None] | None = None) -> Step:
+    def spoiled(*, everything: bool, fill: Callable[[BoundSlot], None] | None = None) -> StepRecord:
         def spoil() -> None:
             for cache in kv_tensors(rig.kv).values():
                 cache[slice(page, None) if everything else free] = 2.0
@@ -484,12 +487,12 @@ def _pads_read(lane: LaneUnderTest, rig: Rig, base: Step) -> Findings:
     )
 
 
-def _written(request: Request) -> list[int]:
+def _written(request: ProblemRequest) -> list[int]:
     """Return the KV slots that a request's new tokens write."""
     return [slot for token in request.tokens for slot in token.slots]
 
 
-def _rows_meet(rig: Rig, base: Step, ids: Sequence[int]) -> bool:
+def _rows_meet(rig: Rig, base: StepRecord, ids: Sequence[int]) -> bool:
     """Return whether padded rows show other queries of real ones, or no real row shows them itself."""
     with _other_weights(rig, (_QUERIES,), ids):
         other = rig.step(base.problem)
@@ -497,7 +500,7 @@ def _rows_meet(rig: Rig, base: Step, ids: Sequence[int]) -> bool:
     return met or same_rows(base.rows, other.rows)
 
 
-def _padded_outputs(rig: Rig, step: Step) -> torch.Tensor | None:
+def _padded_outputs(rig: Rig, step: StepRecord) -> torch.Tensor | None:
     """Return what padded rows made of their own attention; None for a step that failed."""
     if step.error is not None or step.outputs is None or step.rows is None:
         return None
@@ -510,7 +513,7 @@ _QUERIES, _KEYS, _VALUES = range(3)
 """Which of a layer's weights make what."""
 
 
-def _real_ids(rig: Rig, base: Step) -> list[int]:
+def _real_ids(rig: Rig, base: StepRecord) -> list[int]:
     """Return the token ids that real rows have, in any step of a draft, and padded rows do not."""
     leaf = base.leaves.get("view.input_ids")
     real = torch.tensor([t.token_id for t in base.problem.tokens], dtype=torch.int64)
@@ -538,7 +541,7 @@ def _other_weights(rig: Rig, which: Sequence[int], ids: Sequence[int]) -> Iterat
             w.copy_(value)
 
 
-def _pads_count(lane: LaneUnderTest, rig: Rig, base: Step, exact: Problem) -> Findings:
+def _pads_count(lane: LaneUnderTest, rig: Rig, base: StepRecord, exact: Problem) -> Findings:
     """Real rows are wrong whatever padded rows hold and whatever was there before; without padding, right."""
     if not differences(rig, base, lane.answer(rig, base.problem)):
         return

@@ -5,9 +5,9 @@ Does not: hold any exhibit.
 
 import multiprocessing
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -20,8 +20,8 @@ from graphpact.plugins import PluginCatalog
 from graphpact.runners import GraphRunner
 from graphpact_conformance.museum.exhibit import Exhibit, Variant
 from graphpact_conformance.reference import ReferenceBackend, ReferenceRunner
-from graphpact_conformance.results import Finding, Outcome, Result
-from graphpact_conformance.suite import LanePlan, Options, examine_lane, plan_lanes
+from graphpact_conformance.results import Finding, Outcome
+from graphpact_conformance.suite import Options, PlannedLane, TargetKind, examine_lane, plan_lanes
 
 OPTIONS = Options(size="quick", examples=1, shrink=False)
 
@@ -57,39 +57,43 @@ class Visit:
 def visit(piece: Exhibit | Variant, options: Options = OPTIONS) -> Visit:
     """Hold one exhibit or variant to all rules, in the lanes that it names."""
     try:
-        base = _base(piece.base)
+        base = right_class(piece.base)
     except GraphpactError as error:
         return Visit(piece, missing=error.message.splitlines()[0])
-    cls = piece.make(base)
-    backend: type[AttentionBackend] = ReferenceBackend
-    runner: type[GraphRunner] = ReferenceRunner
-    if issubclass(cls, AttentionBackend):
-        backend = cls
-    else:
-        runner = cls
-    results: list[Result] = []
-    plans: list[LanePlan] = []
-    around = piece.around if isinstance(piece, Exhibit) else nullcontext
-    with around(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what is planted may warn, too
-        plans = [
-            replace(plan, is_full=True)
-            for plan in plan_lanes(
-                backend,
-                runner,
-                options,
-                kind="attention_backend" if issubclass(cls, AttentionBackend) else "runner",
-            )
-            if str(plan.lane.config.case) in piece.lanes
-        ]
-        for plan in plans:
-            results += examine_lane(plan, options)
+    with planted(piece, base, options) as plans:
+        results = [result for plan in plans for result in examine_lane(plan, options)]
     findings: dict[str | None, Finding] = {}
     for result in results:
         for finding in result.findings:
             findings.setdefault(result.rule, finding)
     errors = [r.reason or "" for r in results if r.outcome is Outcome.ERROR]
     return Visit(piece, findings, tuple(map(str, plans)), errors=tuple(dict.fromkeys(errors)))
+
+
+@contextmanager
+def planted(
+    piece: Exhibit | Variant, base: type[Any], options: Options = OPTIONS
+) -> Iterator[list[PlannedLane]]:
+    """Return the lanes of an exhibit or variant, each looked at in full; they run inside the context.
+
+    Args:
+        piece: Which.
+        base: The right class that it is made of.
+        options: How many lanes.
+    """
+    cls = piece.make(base)
+    is_backend = issubclass(cls, AttentionBackend)
+    backend: type[AttentionBackend] = cls if is_backend else ReferenceBackend
+    runner: type[GraphRunner] = ReferenceRunner if is_backend else cls
+    kind: TargetKind = "attention_backend" if is_backend else "runner"
+    around = piece.around if isinstance(piece, Exhibit) else nullcontext
+    with around(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what is planted may warn, too
+        yield [
+            replace(plan, is_full=True)
+            for plan in plan_lanes(backend, runner, options, kind=kind)
+            if str(plan.lane.config.case) in piece.lanes
+        ]
 
 
 def visit_all(
@@ -150,7 +154,7 @@ def _visit_named(
 
 
 @cache
-def _base(name: str) -> type[Any]:
+def right_class(name: str) -> type[Any]:
     """Return the right class of that name.
 
     Raises:

@@ -9,7 +9,7 @@ A terminal's picture of them is in `graphpact_conformance.cli.results`.
 Does not: run anything, or judge a result; `graphpact_conformance.results` says what counts.
 """
 
-from graphpact_conformance.report.comparison import Change, Comparison, compare
+from graphpact_conformance.report.comparison import Comparison, OutcomeChange, compare
 from graphpact_conformance.report.digest import Row, evidence, rows, summary, verdict
 from graphpact_conformance.report.files import FILES, load, make_directory, save
 from graphpact_conformance.report.junit import to_junit
@@ -17,8 +17,8 @@ from graphpact_conformance.report.page import comparison_to_html, to_html
 
 __all__ = [
     "FILES",
-    "Change",
     "Comparison",
+    "OutcomeChange",
     "Row",
     "compare",
     "comparison_to_html",

@@ -22,7 +22,7 @@ _Key: TypeAlias = tuple[str, str, str | None, str, str]  # kind, plugin, rule, q
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class OutcomeChange:
     """The cells of one rule of one plugin that changed in one way.
 
     Args:
@@ -58,7 +58,7 @@ class Comparison:
         setup: What differs in how they were made: name, before, after.
     """
 
-    changes: tuple[Change, ...]
+    changes: tuple[OutcomeChange, ...]
     unchanged: int
     setup: tuple[tuple[str, str, str], ...]
 
@@ -97,7 +97,7 @@ def compare(before: Report, after: Report) -> Comparison:
         label = str(RULES[rule]) if rule else f"{GENERAL}: {question}"
         groups.setdefault((what, was, now, plugin, label), []).append(lane)
     changes = [
-        Change(what, plugin, label, was, now, tuple(lanes))
+        OutcomeChange(what, plugin, label, was, now, tuple(lanes))
         for what in WHATS
         for (kind, was, now, plugin, label), lanes in groups.items()
         if kind == what

@@ -91,7 +91,7 @@ class Spec:
 
 
 @dataclass(frozen=True)
-class Step:
+class FillStep:
     """One fill. Sets hold the numbers of slots that are absent from the batch, or narrower than declared."""
 
     counts: tuple[int, int, int, int]
@@ -106,7 +106,7 @@ class Case:
     """Slots, and fills one after another."""
 
     specs: tuple[Spec, ...]
-    history: tuple[Step, ...]
+    history: tuple[FillStep, ...]
     max_tokens: int = 4
     pool: bool = False
     strict: bool = False
@@ -152,7 +152,7 @@ def cases(draw: st.DrawFn) -> Case:
         for most in (MAX_BS, max_tokens)
     ]
     steps = st.builds(
-        Step,
+        FillStep,
         st.tuples(*pairs).map(lambda p: (*p[0], *p[1])),
         st.integers(0, 1),
         st.sampled_from(("nothing", "beyond", "tail and beyond")),
@@ -348,7 +348,9 @@ def _head(spec: Spec, number: int, step: int, rows: int) -> Rows:
     ]
 
 
-def _live(case: Case, number: int, step: Step) -> tuple[SimpleNamespace, dict[str, Rows | None]]:
+def _live(
+    case: Case, number: int, step: FillStep
+) -> tuple[SimpleNamespace, dict[str, Rows | None]]:
     """Return a batch of this step, and the rows in it by slot."""
     raw_bs, _, raw_tokens, _ = step.counts
     batch = SimpleNamespace(computed={})
@@ -437,10 +439,10 @@ def test_every_byte_is_what_the_model_says(grouping: Grouping, case: Case) -> No
 check_case = test_every_byte_is_what_the_model_says.hypothesis.inner_test
 
 GROWN_AND_SHRUNK = (
-    Step((1, 3, 1, 3), poison="nothing"),
-    Step((4, 4, 4, 4), poison="nothing"),
-    Step((2, 4, 2, 4), poison="nothing"),
-    Step((2, 3, 2, 3), poison="tail and beyond"),
+    FillStep((1, 3, 1, 3), poison="nothing"),
+    FillStep((4, 4, 4, 4), poison="nothing"),
+    FillStep((2, 4, 2, 4), poison="nothing"),
+    FillStep((2, 3, 2, 3), poison="tail and beyond"),
 )
 EVERY_LAYOUT = tuple(
     (layout, axis, memory)
@@ -560,7 +562,7 @@ def test_planted_tail_of_another_extent(grouping: Grouping, layout: str, more: i
     """A tail that ends a row before the padded count, or a row behind it, fails the property."""
     case = Case(
         (Spec("a", layout=layout, how="owner"), Spec("b", layout=layout, how="owner")),  # type: ignore[arg-type]
-        (Step((2, 3, 2, 3), poison="tail and beyond"),),
+        (FillStep((2, 3, 2, 3), poison="tail and beyond"),),
     )
     check_case(grouping, case=case)
     tail = fills._tail
@@ -610,7 +612,11 @@ def test_planted_field_that_comes_back(grouping: Grouping) -> None:
     counts = (2, 4, 2, 4)
     case = Case(
         (Spec("a", PaddingPolicy.KEEP_PAD), Spec("b", PaddingPolicy.KEEP_PAD)),
-        (Step(counts, absent=frozenset({0})), Step(counts), Step(counts, absent=frozenset({1}))),
+        (
+            FillStep(counts, absent=frozenset({0})),
+            FillStep(counts),
+            FillStep(counts, absent=frozenset({1})),
+        ),
     )
     check_case(grouping, case=case)
     with _looking_once():

@@ -50,7 +50,7 @@ _VARIABLES = (  # that change what torch does, besides those of graphpact
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class Fault:
     """Something to mend.
 
     Args:
@@ -129,7 +129,7 @@ def _examine_memory(
     if picture is not None:
         shown.write_picture(picture, memory)
         note(f"the slots are drawn in {picture}")
-    problems = [asdict(Problem("warning", *shown.say_unknown(row))) for row in memory.unknown]
+    problems = [asdict(Fault("warning", *shown.say_unknown(row))) for row in memory.unknown]
     if as_json:
         report = {"usable": True, "memory": memory.to_dict(), "problems": problems}
         sys.stdout.write(json.dumps(report, indent=2) + "\n")
@@ -143,7 +143,7 @@ def _examine_memory(
 
 def examine() -> dict[str, Any]:
     """Return what was found, ready for JSON."""
-    problems: list[Problem] = []
+    problems: list[Fault] = []
     versions = {name: _version(name) for name in _PACKAGES}
     cuda = _cuda(problems)
     catalog = _catalog(problems)
@@ -151,7 +151,7 @@ def examine() -> dict[str, Any]:
     for plugin in found:
         if not isinstance(plugin, Loaded):
             what = f"{plugin.info.kind} {plugin.info} was rejected: {plugin.reason}"
-            problems.append(Problem("warning", what, "update or uninstall it, or do not select it"))
+            problems.append(Fault("warning", what, "update or uninstall it, or do not select it"))
     _try_models(problems)
     _try_defaults(catalog, problems)
     return {
@@ -203,17 +203,17 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _cuda(problems: list[Problem]) -> dict[str, Any]:
+def _cuda(problems: list[Fault]) -> dict[str, Any]:
     """Return what torch sees of CUDA; what it warns of when it looks is a problem to show."""
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    problems += [Problem("warning", " ".join(str(one.message).split())) for one in said]
+    problems += [Fault("warning", " ".join(str(one.message).split())) for one in said]
     built: str | None = torch.version.cuda
     if built is not None and not count:
         what = f"torch is built for CUDA {built} and sees no CUDA device"
         problems.append(
-            Problem(
+            Fault(
                 "warning", what, "graphs are recorded on the tape; see the driver with nvidia-smi"
             )
         )
@@ -230,25 +230,25 @@ def _cuda(problems: list[Problem]) -> dict[str, Any]:
     return {"built": built, "devices": devices}
 
 
-def _catalog(problems: list[Problem]) -> PluginCatalog:
+def _catalog(problems: list[Fault]) -> PluginCatalog:
     try:
         return PluginCatalog.scan()
     except GraphpactError as error:
-        problems.append(Problem("error", error.message, error.hint))
+        problems.append(Fault("error", error.message, error.hint))
         return PluginCatalog.scan(env={})
 
 
-def _try_models(problems: list[Problem]) -> None:
+def _try_models(problems: list[Fault]) -> None:
     try:
         import graphpact_engine.models  # noqa: F401, PLC0415  to see whether it can be imported
     except GraphpactError as error:
-        problems.append(Problem("error", error.message, error.hint))
+        problems.append(Fault("error", error.message, error.hint))
     except Exception as error:  # noqa: BLE001  whatever a broken installation raises
         what = f"transformers cannot be imported: {type(error).__name__}: {error}"
-        problems.append(Problem("error", what, 'pip install --upgrade "graphpact[engine]"'))
+        problems.append(Fault("error", what, 'pip install --upgrade "graphpact[engine]"'))
 
 
-def _try_defaults(catalog: PluginCatalog, problems: list[Problem]) -> None:
+def _try_defaults(catalog: PluginCatalog, problems: list[Fault]) -> None:
     """See whether what is selected by default, or by the environment, can be had here."""
     from graphpact_engine.plans import plan_lanes, resolve_device  # noqa: PLC0415
 
@@ -259,12 +259,12 @@ def _try_defaults(catalog: PluginCatalog, problems: list[Problem]) -> None:
             if plan.eager_reason is not None:
                 what = f"lane {plan.name} runs eagerly: {plan.eager_reason}"
                 why = plan.driver.unavailable(device)
-                problems.append(Problem("warning", f"{what} ({plan.driver.name}: {why})"))
+                problems.append(Fault("warning", f"{what} ({plan.driver.name}: {why})"))
     except GraphpactError as error:
-        problems.append(Problem("error", error.message, error.hint))
+        problems.append(Fault("error", error.message, error.hint))
     except Exception as error:  # noqa: BLE001  a plugin's own code may be asked
         what = f"the lanes cannot be planned: {type(error).__name__}: {error}"
-        problems.append(Problem("error", what, "select other plugins, or mend the one that raised"))
+        problems.append(Fault("error", what, "select other plugins, or mend the one that raised"))
 
 
 def _show(report: dict[str, Any]) -> None:

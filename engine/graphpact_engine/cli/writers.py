@@ -17,7 +17,7 @@ from graphpact_engine.engine import Delta
 
 
 @dataclass(slots=True)
-class Answer:
+class GeneratedText:
     """What one prompt has got so far."""
 
     prompt: str
@@ -34,7 +34,7 @@ class Writer(abc.ABC):
     """
 
     def __init__(self, prompts: Sequence[str]) -> None:
-        self.answers = [Answer(prompt) for prompt in prompts]
+        self.answers = [GeneratedText(prompt) for prompt in prompts]
         self._at = 0  # the answers before it are written
 
     def push(self, delta: Delta) -> None:
@@ -57,14 +57,14 @@ class Writer(abc.ABC):
         """End the line that an interrupted run may have begun."""
 
     @abc.abstractmethod
-    def _write(self, answer: Answer) -> None:
+    def _write(self, answer: GeneratedText) -> None:
         """Write what is new of the first answer that is not written to its end."""
 
 
 class JsonWriter(Writer):
     """One JSON object a line for each finished prompt."""
 
-    def _write(self, answer: Answer) -> None:
+    def _write(self, answer: GeneratedText) -> None:
         if answer.finish_reason is None:
             return
         line = json.dumps(
@@ -98,7 +98,7 @@ class TextWriter(Writer):
             sys.stdout.write("\n")
             self._written = None
 
-    def _write(self, answer: Answer) -> None:
+    def _write(self, answer: GeneratedText) -> None:
         finished = answer.finish_reason is not None
         if not (self._live or finished):
             return

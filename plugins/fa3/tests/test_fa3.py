@@ -36,7 +36,7 @@ from graphpact_conformance.problems import (
     Config,
     Heads,
     Problem,
-    Request,
+    ProblemRequest,
     Token,
     sequences,
 )
@@ -77,7 +77,7 @@ def rig_of(config: Config) -> Rig:
 # -- what the loops say ----------------------------------------------------------------------------
 
 
-def padded_to(problem: Problem, bs: int) -> list[Request]:
+def padded_to(problem: Problem, bs: int) -> list[ProblemRequest]:
     """Return the requests, and those that padding stands for: of scratch alone, of one cached key."""
     case = problem.case
     count = 0 if case.mode.is_ragged else case.width or 0
@@ -85,11 +85,11 @@ def padded_to(problem: Problem, bs: int) -> list[Request]:
     cached = 0 if case.mode is ForwardMode.DRAFT_EXTEND else 1
     if case.mode is ForwardMode.DECODE:
         cached = 0
-    scratch = Request(0, [0] * cached, tokens, [0] * CONTEXT)
+    scratch = ProblemRequest(0, [0] * cached, tokens, [0] * CONTEXT)
     return [*problem.requests, *[scratch] * (bs - len(problem.requests))]
 
 
-def seen_drafts(problem: Problem, request: Request, token: int, step: int) -> list[int]:
+def seen_drafts(problem: Problem, request: ProblemRequest, token: int, step: int) -> list[int]:
     """Return the slots of the drafts that a token of a tree sees; padding sees all of its request's."""
     if problem.case.mode is DRAFT:
         return request.tokens[token].slots[: step + 1]
@@ -97,7 +97,7 @@ def seen_drafts(problem: Problem, request: Request, token: int, step: int) -> li
     return [request.tokens[j].slots[0] for j in path]
 
 
-def seen_in_window(problem: Problem, request: Request, token: int, step: int) -> list[int]:
+def seen_in_window(problem: Problem, request: ProblemRequest, token: int, step: int) -> list[int]:
     """Return the slots of the last keys that it sees, of sequence and drafts."""
     drafts = seen_drafts(problem, request, token, step)
     if request.row == 0:  # drafts at one position do not push each other out
@@ -182,7 +182,7 @@ def test_metadata_equals_a_loop_whatever_came_before(case: Case, page_size: int)
 
     @EXAMPLES
     @given(history=sequences(config))
-    def compare(history: list[Problem]) -> None:
+    def compare(history: Sequence[Problem]) -> None:
         for problem in history:
             replayed, shape = replay_metadata(rig, problem)
             for step, metadata in enumerate(steps_of(replayed)):
@@ -271,7 +271,7 @@ def test_draft_extend_has_one_stride_whatever_was_accepted(accepted: list[int]) 
     """Queries begin at multiples of the draft's width, and both bounds stay, for any accepted lengths."""
     rig = rig_of(make_config(EXTEND_DRAFT))
     requests = [
-        Request(
+        ProblemRequest(
             row=i + 1,
             cached=list(range(1, 2 + n)),
             tokens=[Token(0, [60 + j], None, 0) for j in range(DRAFT_WIDTH)],
@@ -293,7 +293,7 @@ def test_padded_rows_keep_the_stride() -> None:
     """A padded request of draft extend has a full stride of queries, and a key for each, in scratch."""
     config = make_config(EXTEND_DRAFT)
     tokens = [Token(0, [50 + j], None, 0) for j in range(DRAFT_WIDTH)]
-    requests = [Request(i, [i], tokens, [i, *range(50, 54)]) for i in (1, 2, 3)]
+    requests = [ProblemRequest(i, [i], tokens, [i, *range(50, 54)]) for i in (1, 2, 3)]
     metadata, _ = replay_metadata(rig_of(config), Problem(EXTEND_DRAFT, requests, 0))
     assert metadata.cu_seqlens_q.tolist() == [0, 4, 8, 12, 16]
     assert metadata.cache_seqlens.tolist() == [5, 5, 5, 4]
@@ -303,7 +303,7 @@ def test_padded_rows_keep_the_stride() -> None:
 def test_a_stale_row_is_caught_when_planted() -> None:
     """A page table that is not refilled differs from the loops: the tests above can fail."""
     rig = rig_of(make_config(DECODE))
-    problem = Problem(DECODE, [Request(3, [4, 5], [Token(0, [6], None, 0)], [4, 5, 6])], 0)
+    problem = Problem(DECODE, [ProblemRequest(3, [4, 5], [Token(0, [6], None, 0)], [4, 5, 6])], 0)
     metadata, shape = replay_metadata(rig, problem)
     check(metadata, problem, shape.batch_size, 1, 0)
     metadata.page_table[1, 0] = 4
@@ -341,7 +341,9 @@ def test_the_schedule_is_one_node_a_step(
 def test_layers_with_a_window_are_given_no_schedule() -> None:
     """Only the layer without a window misses the keys that a spoilt schedule lacks."""
     rig = rig_of(make_config(DECODE))
-    problem = Problem(DECODE, [Request(1, [3, 4, 5], [Token(2, [6], None, 0)], [3, 4, 5, 6])], 0)
+    problem = Problem(
+        DECODE, [ProblemRequest(1, [3, 4, 5], [Token(2, [6], None, 0)], [3, 4, 5, 6])], 0
+    )
     rig.load(problem)
     batch = problem.batch()
     q, k, v = torch.randn(1, 4, 8), torch.randn(1, 2, 8), torch.randn(1, 2, 8)
@@ -403,7 +405,7 @@ def test_a_tree_in_a_lane_of_chains_is_refused() -> None:
     """A tree mask where no slots were declared for trees is an error that says so."""
     rig = rig_of(make_config(Case(VERIFY)))
     tokens = [Token(0, [10 + j], None, 0) for j in range(DRAFT_WIDTH)]
-    problem = Problem(TREE, [Request(1, [9], tokens, [9, 10, 11, 12, 13])], 0)
+    problem = Problem(TREE, [ProblemRequest(1, [9], tokens, [9, 10, 11, 12, 13])], 0)
     with pytest.raises(EngineError, match=r"limits\.draft\.topk is 1"):
         rig.backend.init_metadata_eager(problem.batch())
 
@@ -411,7 +413,9 @@ def test_a_tree_in_a_lane_of_chains_is_refused() -> None:
 def test_an_extend_batch_needs_its_lengths() -> None:
     """Extend without the number of new tokens is refused, not guessed."""
     rig = rig_of(make_config(Case(ForwardMode.EXTEND)))
-    problem = Problem(Case(ForwardMode.EXTEND), [Request(1, [], [Token(0, [9], None, 0)], [9])], 0)
+    problem = Problem(
+        Case(ForwardMode.EXTEND), [ProblemRequest(1, [], [Token(0, [9], None, 0)], [9])], 0
+    )
     for name in ("extend_seq_lens", "extend_seq_lens_cpu"):
         batch = problem.batch()
         setattr(batch, name, None)
@@ -445,7 +449,9 @@ def test_eager_metadata_is_memory_of_its_own() -> None:
         assert slot.buffer is not None
         slot.buffer.fill_(-9)
     tokens = [Token(0, [10 + 3 * j + i for i in range(3)], None, 0) for j in range(2)]
-    rig.backend.init_metadata_eager(Problem(BRANCHES, [Request(1, [9], tokens, [9])], 0).batch())
+    rig.backend.init_metadata_eager(
+        Problem(BRANCHES, [ProblemRequest(1, [9], tokens, [9])], 0).batch()
+    )
     assert slots
     assert all(bool((s.buffer == -9).all()) for s in slots if s.buffer is not None)
 

@@ -1,0 +1,111 @@
+"""The line that a finding prints shows the same finding again, whatever else ran before."""
+
+import random
+import shlex
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from graphpact import ForwardMode
+from graphpact.cli import main
+from graphpact_conformance import suite
+from graphpact_conformance.experiments import EXPERIMENTS
+from graphpact_conformance.museum import EXHIBITS, Exhibit, visit
+from graphpact_conformance.museum.gallery import OPTIONS, planted, right_class
+from graphpact_conformance.reference import ReferenceBackend, ReferenceRunner
+from graphpact_conformance.suite import Options, PlannedLane
+
+CHOSEN = {
+    "trtllm-mla-table-not-populated": {
+        "answers_replayed",
+        "captured_anew",
+        "guarded",
+        "padding",
+        "ranks_agree",
+        "unwritten_and_stale",
+    },
+    "fa3-padded-tokens-write-the-last-slot": {"ranks_agree"},
+    "fa3-idle-rank-gathers-row-minus-one": {"captures"},
+    "trtllm-mla-offsets-reassigned": {"interleaved", "life_goes_on"},
+    "fa3-page-table-of-a-fixed-length": {"answers_eagerly", "largest_step"},
+    "fa3-counter-advances-in-captures": {"leaves_no_trace", "repeated"},
+    "flashinfer-verify-counts-live-queries": {"dummies"},
+    "trtllm-output-buffer-keeps-padded-rows": {"smallest_first"},
+    "trtllm-mla-fallback-left": {"cold_and_warm"},
+    "cuda-graph-captures-below-the-largest": {"takes_the_right_graph"},
+}
+"""Exhibits, and experiments that find something in each: together all but one."""
+BY_NAME = {exhibit.name: exhibit for exhibit in EXHIBITS}
+
+
+def options_of(line: str, monkeypatch: pytest.MonkeyPatch) -> Options:
+    """Return the options that a printed command line means, read as the command reads them."""
+    given: list[Options] = []
+
+    def note(names: Any, options: Options, *_: Any, **__: Any) -> Any:
+        """Keep the options, and check nothing."""
+        given.append(options)
+        raise SystemExit(0)
+
+    monkeypatch.setattr("graphpact_conformance.cli.check._run", note)
+    _, command, *arguments = shlex.split(line)
+    main([command, "mine", *arguments])
+    return replace(given[0], shrink=OPTIONS.shrink)
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+def test_the_printed_line_shows_the_finding_again(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of each rule that an exhibit breaks, the line of its first finding gives that very finding."""
+    exhibit = BY_NAME[name]
+    first = visit(exhibit)
+    assert first.is_right
+    for rule, finding in first.findings.items():
+        options = options_of(str(finding.reproduce), monkeypatch)
+        assert options.only == ({rule} if rule else set())
+        assert visit(exhibit, options).findings[rule] == finding
+
+
+def found_by_each(plan: PlannedLane, order: list[Any]) -> dict[str, Any]:
+    """Return what each experiment finds in a lane, made in that order."""
+    asked = suite.experiments_of(plan, OPTIONS, order)
+    runs = {e.name: suite._run(e, plan, OPTIONS, None) for e in asked}
+    return {name: (run.findings, run.not_run, run.error) for name, run in runs.items()}
+
+
+def orders() -> list[list[Any]]:
+    """Return the experiments as they are, backwards, and shuffled."""
+    shuffled = list(EXPERIMENTS)
+    random.Random(3).shuffle(shuffled)
+    return [list(EXPERIMENTS), list(EXPERIMENTS)[::-1], shuffled]
+
+
+@pytest.mark.parametrize("name", list(CHOSEN)[:6])
+def test_the_order_of_experiments_changes_no_finding(name: str) -> None:
+    """No experiment sees what another one left: in any order each finds the same."""
+    exhibit = BY_NAME[name]
+    with ExitStack() as stack:
+        plans = stack.enter_context(planted(exhibit, right_class(exhibit.base)))
+        first, *others = (found_by_each(plans[0], order) for order in orders())
+    assert any(found for found, _, _ in first.values())
+    assert all(error is None for _, _, error in first.values())
+    assert others == [first] * 2
+    assert {e for e, (found, _, _) in first.items() if found} >= CHOSEN[name]
+
+
+def test_in_a_right_plugin_no_order_finds_anything() -> None:
+    """The kit's own backend and runner pass, whatever was done before."""
+    plans = suite.plan_lanes(ReferenceBackend, ReferenceRunner, OPTIONS)
+    plan = next(p for p in plans if p.lane.config.case.mode is ForwardMode.DECODE)
+    for order in orders()[1:]:
+        assert set(map(str, found_by_each(plan, order).values())) == {"([], None, None)"}
+
+
+def test_the_chosen_exhibits_cover_the_experiments() -> None:
+    """Each experiment but one finds something in one of them: no backend of ours overstates its support."""
+    covered = {name for names in CHOSEN.values() for name in names}
+    assert covered == {e.name for e in EXPERIMENTS} - {"declares_what_it_can"}
+    assert {type(BY_NAME[name]) for name in CHOSEN} == {Exhibit}

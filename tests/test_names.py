@@ -1,0 +1,21 @@
+"""One name, one meaning: no two public classes of the distributions have one name."""
+
+import ast
+from collections import defaultdict
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+SHARED = {"PortableKernels", "NativeKernels", "Recorder"}
+"""What each plugin calls its own: providers of its kernels, and the recorder of another driver."""
+
+
+def test_no_two_public_classes_have_one_name() -> None:
+    """A reader who knows what a `Step` or a `Rule` is knows it in every module; the museum is edits."""
+    found = defaultdict(list)
+    for file in [*ROOT.glob("core/**/*.py"), *ROOT.glob("plugins/*/graphpact_*/**/*.py")]:
+        if "museum" in file.parts or "tests" in file.parts:
+            continue
+        for node in ast.parse(file.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                found[node.name].append(str(file.relative_to(ROOT)))
+    assert {n: f for n, f in found.items() if len(f) > 1 and n not in SHARED} == {}
