@@ -26,7 +26,6 @@ from graphpact_engine.ownership import EngineOwnership
 from graphpact_engine.plans import LanePlan, ModelSpec, call_plugin
 from graphpact_engine.pools import KVCache, KVLayerShape, PagePool, RequestPool
 from graphpact_engine.verify import Verifier
-from graphpact_tape.guard import StrictGuard
 
 OnCapture = Callable[[str, GraphShape, int, int], None]
 """Called after each capture with lane name, shape, how many are done, how many there are."""
@@ -183,7 +182,7 @@ def build_lane(
     verifier = None
     if plan.config.strict:
         ownership = EngineOwnership(memory.requests, memory.pages, memory.kv_cache)
-        around.append(StrictGuard(driver, ownership))
+        around.append(driver.guard(ownership))
     if memory.shadow is not None and plan.runner is not EagerRunner:
         verifier = Verifier(
             make_backend=make_backend,
