@@ -29,6 +29,18 @@ _WRITTEN = "<!-- from here on written by docs/reference.py from docs/graph_acts.
 _RULES, _END_OF_RULES = "<!-- rules -->\n", "<!-- /rules -->"
 
 
+_ABOUT = {
+    "lanes.NAME": """\
+Every table `[lanes.NAME]` is a lane. A name begins with a letter and has only letters of a to z, digits
+and underscores. A mode for which no lane is written has one that is called like it: `decode`, `prefill`.
+
+Of several lanes of one mode, the first that has a captured shape for a batch runs it, in the order in which
+the lanes are written. If none has one, the first lane runs it eagerly. A lane that would never run, because
+an earlier one captures all its shapes, is refused.
+""",
+}
+
+
 def configuration() -> str:
     """Return the page of every configuration key."""
     lines = [
@@ -41,6 +53,8 @@ def configuration() -> str:
         lines += [
             f"## `[{section}]`",
             "",
+            *_ABOUT.get(section, "").splitlines(),
+            *([""] if section in _ABOUT else []),
             "| key | takes | default | meaning |",
             "|---|---|---|---|",
         ]
@@ -53,13 +67,13 @@ def configuration() -> str:
         "## Environment",
         "",
         "A key's variable: `GRAPHPACT_`, then table and key in capitals, with two underscores between",
-        "them: `GRAPHPACT_ENGINE__MAX_NUM_SEQS=16`.",
+        "them: `GRAPHPACT_ENGINE__MAX_NUM_SEQS=16`; of a lane, `GRAPHPACT_LANES__DECODE__RUNNER=eager`.",
         "",
         "| variable | meaning |",
         "|---|---|",
         "| `GRAPHPACT_CHECK_TIMEOUT` | seconds that one piece of work of `graphpact check` may take |",
         "| `GRAPHPACT_DISABLE_PLUGINS` | plugins to leave out: `name` or `kind:name`, commas between |",
-        "| `GRAPHPACT_TRACE` | `1` prints every hook call of every lane |",
+        "| `GRAPHPACT_TRACE` | `1` prints every hook call of every lane, as the observer `trace` does |",
         "| `GRAPHPACT_TRACEBACK` | `1` prints the traceback of an error before its message |",
         "",
     ]
@@ -217,6 +231,8 @@ def _tape(row: dict[str, str]) -> list[str]:
 def _toml(value: object) -> str:
     if isinstance(value, bool):
         return str(value).lower()
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_toml, value))}]"
     return f'"{value}"' if isinstance(value, str) else str(value)
 
 

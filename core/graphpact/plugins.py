@@ -316,9 +316,9 @@ def _load(info: PluginInfo, entry_point: EntryPoint) -> Plugin:
             reason = None if callable(cls) else f"refers to {cls!r}, which cannot be called"
         else:
             base = _BASES[info.kind]
-            reason = _class_fault(cls, base) or _hook_fault(cls, base)
-            if reason is None and info.kind == "observer":
-                reason = _observer_fault(cls)
+            reason = _class_fault(cls, base) or (
+                observer_fault(cls) if info.kind == "observer" else _hook_fault(cls, base)
+            )
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # noqa: BLE001  SystemExit; the panics of Rust extensions
@@ -383,8 +383,13 @@ def _hook_fault(cls: type[Any], base: type[Any]) -> str | None:
     return None
 
 
-def _observer_fault(cls: type[Any]) -> str | None:
-    """Return what keeps ``cls`` from observing: no hook, or one that would answer for a plugin; or None."""
+def observer_fault(cls: type[Any]) -> str | None:
+    """Return what keeps objects of ``cls`` from observing a lane, or None.
+
+    It is a hook that the contract does not have, no hook at all, or one that would answer for a plugin.
+    """
+    if reason := _hook_fault(cls, object):
+        return reason
     options = {
         name: opts
         for name in dir(cls)

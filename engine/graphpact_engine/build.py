@@ -1,13 +1,15 @@
-"""From what was chosen to the parts of an engine: memory laid out, lanes built and captured.
+"""From what was chosen to the parts of an engine: memory laid out, lanes built.
 
-Does not: choose (`graphpact_engine.plans` does), or run anything.
+Does not: choose (`graphpact_engine.plans` does), capture (the engine lets the lanes do it), or run anything.
 """
 
 import functools
+import itertools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -24,7 +26,6 @@ from graphpact_engine.ownership import EngineOwnership
 from graphpact_engine.plans import LanePlan, ModelSpec, call_plugin
 from graphpact_engine.pools import KVCache, KVLayerShape, PagePool, RequestPool
 from graphpact_engine.verify import Verifier
-from graphpact_tape.guard import StrictGuard
 
 OnCapture = Callable[[str, GraphShape, int, int], None]
 """Called after each capture with lane name, shape, how many are done, how many there are."""
@@ -34,12 +35,16 @@ _MEMORY_SHARE = {"cuda": 0.8, "cpu": 0.5}  # of the free memory, for the KV cach
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """What all lanes share; of the buffers, those lanes whose configuration says so."""
+    """What all lanes share; of the buffers, those lanes whose configuration says so.
+
+    ``shadow`` is the cache on which verified steps run again; None where none are verified.
+    """
 
     limits: Limits
     requests: RequestPool
     pages: PagePool
     kv_cache: KVCache
+    shadow: KVCache | None
     buffers: SharedBuffers
 
 
@@ -100,14 +105,35 @@ def lay_out_memory(config: EngineConfig, spec: ModelSpec) -> Memory:
             hint="lower engine.num_pages, or raise engine.kv_cache_memory_gib",
         )
     pages = PagePool(num_pages, engine.page_size)
-    sharing = [name for name, lane in config.lanes if lane.share_buffers]
+    sharing = [name for name, lane in config.lanes.items() if lane.share_buffers]
+    kv_cache = KVCache(pages.num_slots, shapes, spec.dtype, device)
     return Memory(
         limits,
         RequestPool(engine.max_num_seqs, context, device),
         pages,
-        KVCache(pages.num_slots, shapes, spec.dtype, device),
+        kv_cache,
+        kv_cache.clone() if config.verify.replay_against_eager else None,
         SharedBuffers(sharing),
     )
+
+
+def build_observers(selected: Sequence[tuple[str, type[Any]]]) -> list[object]:
+    """Build the observers of one lane.
+
+    Args:
+        selected: Names and classes, the outermost first.
+
+    Returns:
+        Observers, the outermost first; with ``GRAPHPACT_TRACE=1`` a trace before all that are selected.
+
+    Raises:
+        PluginError: An observer cannot be built.
+    """
+    observers = [call_plugin("observer", name, observer) for name, observer in selected]
+    is_asked = os.environ.get("GRAPHPACT_TRACE", "0") not in {"", "0"}
+    if is_asked and HookTrace not in map(type, observers):
+        observers.insert(0, HookTrace())
+    return observers
 
 
 def build_lane(
@@ -117,15 +143,20 @@ def build_lane(
     model: Forward,
     spec: ModelSpec,
     memory: Memory,
+    observers: Sequence[object] = (),
     on_capture: OnCapture | None = None,
 ) -> tuple[Lane, Verifier | None]:
-    """Build one lane with the observers that are configured, and capture its shapes.
+    """Build one lane. It has captured nothing yet.
+
+    The guard of a strict lane is its outermost observer, then comes the one that verifies replays, then
+    ``observers``.
 
     Returns:
         The lane, and the observer that verifies its replays, if any.
 
     Raises:
-        CaptureError: A shape could not be recorded.
+        ConfigError: A setting that the lane's runner or backend cannot have.
+        PluginError: A plugin of the lane cannot be built.
     """
 
     def make_backend(kv_cache: KVBuffers) -> AttentionBackend:
@@ -147,23 +178,21 @@ def build_lane(
         functools.partial(plan.driver, strict=True) if plan.config.strict else plan.driver,
         spec.device,
     )
-    observers: list[object] = (
-        [HookTrace()] if os.environ.get("GRAPHPACT_TRACE", "0") not in {"", "0"} else []
-    )
+    around: list[object] = []
     verifier = None
     if plan.config.strict:
         ownership = EngineOwnership(memory.requests, memory.pages, memory.kv_cache)
-        observers.append(StrictGuard(driver, ownership))
-    if config.verify.replay_against_eager and plan.runner is not EagerRunner:
+        around.append(driver.guard(ownership))
+    if memory.shadow is not None and plan.runner is not EagerRunner:
         verifier = Verifier(
             make_backend=make_backend,
             kv_cache=memory.kv_cache,
-            shadow=memory.kv_cache.clone(),
+            shadow=memory.shadow,
             share=config.verify.replay_against_eager,
             page_size=memory.limits.page_size,
             seed=config.engine.seed,
         )
-        observers.append(verifier)
+        around.append(verifier)
     lane = Lane(
         plan.name,
         model=model,
@@ -175,7 +204,7 @@ def build_lane(
         metadata_in_graph=plan.config.metadata_in_graph,
         share_pool=memory.buffers if plan.config.share_buffers else None,
         eager_reason=plan.eager_reason,
-        observers=observers,
+        observers=[*around, *observers],
     )
     if plan.config.share_buffers and plan.eager_reason is None and lane.registry is None:
         raise ConfigError(
@@ -185,8 +214,32 @@ def build_lane(
         )
     if on_capture is not None:
         lane.on_capture = _count_captures(lane, on_capture)
-    lane.capture_all()
     return lane, verifier
+
+
+def require_each_can_run(lanes: Sequence[Lane]) -> None:
+    """Refuse a lane that never runs, because those before it take all its batches.
+
+    Args:
+        lanes: All of one mode, in their order.
+
+    Raises:
+        ConfigError: Names the lane and the earlier one.
+    """
+    for earlier, lane in itertools.combinations(lanes, 2):
+        shapes = set(lane.runner.shapes())
+        if not shapes:
+            why = (
+                "it captures nothing, and of several lanes of one mode only the first runs eagerly"
+            )
+        elif shapes <= set(earlier.runner.shapes()):
+            why = f"lanes.{earlier.name} comes first and captures every shape of it"
+        else:
+            continue
+        raise ConfigError(
+            f"lanes.{lane.name}, after lanes.{earlier.name} of the same mode, never runs: {why}",
+            hint=f"write [lanes.{lane.name}] first, give it other batch_sizes, or leave it out",
+        )
 
 
 def backend_context(

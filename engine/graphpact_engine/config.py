@@ -4,14 +4,18 @@ Later sources win: defaults, the file, variables ``GRAPHPACT_<TABLE>__<KEY>``, `
 Types are not guessed: in a file the text ``"8"`` is no number. What comes from the environment and
 from ``--set`` is read as a TOML value, and as text where it is none: ``8``, ``[1]``, ``fa3``.
 
+Lanes have names: every table ``[lanes.NAME]`` is one. The keys of the configuration therefore depend on which
+lanes are named in it; the reference lists those of a lane once, as ``lanes.NAME.*``.
+
 Does not: look plugins up, or ask whether a device is there; the engine does, when it is built.
 """
 
 import functools
 import os
+import re
 import reprlib
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import ItemsView, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
@@ -21,9 +25,12 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    RootModel,
     Strict,
     ValidationError,
+    model_validator,
 )
+from pydantic_core import PydanticCustomError
 
 from graphpact.attention import ProviderName
 from graphpact.errors import ConfigError, did_you_mean
@@ -40,6 +47,12 @@ RESERVED_VARIABLES = frozenset(
 """Variables with the prefix that are not configuration keys."""
 
 KeyPath = tuple[str, ...]
+LaneMode = Literal["decode", "prefill"]
+LANE_MODES: tuple[LaneMode, ...] = get_args(LaneMode)
+"""The modes of lanes. A lane that is called like one of them has that mode."""
+_DEFAULT_RUNNERS: dict[LaneMode, str] = {"decode": "cuda_graph", "prefill": "eager"}
+_LANE_NAME = r"^[a-z][a-z0-9_]*$"
+_ANY_LANE = "NAME"  # in the reference; no lane can have that name
 _TEXT = "a text that is not empty"
 
 
@@ -65,6 +78,8 @@ PageSize = Annotated[
 BatchSizes = Annotated[
     tuple[Annotated[int, Field(ge=1)], ...], Strict(strict=False), Field(min_length=1)
 ]
+Names = Annotated[tuple[Name, ...], Strict(strict=False)]
+LaneName = Annotated[str, Field(pattern=_LANE_NAME)]
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
@@ -135,12 +150,28 @@ class EngineSection(_Section):
     seed: int = Field(
         default=0, ge=0, lt=2**63, description="Seed of every random choice without its own."
     )
+    observers: Names = Field(
+        default=(),
+        description="Plugins that observe every lane's hooks and steps, such as trace; the first is the"
+        " outermost. Verification and the guard of strict lanes are outside of them.",
+    )
 
 
 class LaneConfig(_Section):
-    """One lane: how the batches of one kind of step are run."""
+    """``[lanes.NAME]``: one lane, and how it runs the batches of its mode."""
 
-    runner: Name = Field(default="eager", description="The runner; eager captures nothing.")
+    mode: LaneMode = Field(
+        description="Which batches it runs: decode, steps of one token a request, or prefill, steps that"
+        " read prompts. By default the name, for the lanes decode and prefill; others have to say it."
+    )
+    model: Literal["target"] = Field(
+        default="target", description="Which of the engine's models it runs."
+    )
+    runner: Name = Field(
+        default_factory=lambda lane: _DEFAULT_RUNNERS.get(lane.get("mode"), "eager"),
+        description="The runner; eager captures nothing. By default cuda_graph for decode and eager for"
+        " prefill.",
+    )
     attention_backend: Name | None = Field(
         default=None, description="The attention backend; engine.attention_backend by default."
     )
@@ -173,21 +204,55 @@ class LaneConfig(_Section):
     )
 
 
-class DecodeLaneConfig(LaneConfig):
-    """``[lanes.decode]``: steps of one token a request."""
+class LanesConfig(RootModel[dict[LaneName, LaneConfig]]):
+    """``[lanes]``: the lanes by name.
 
-    runner: Name = Field(default="cuda_graph", description="The runner; eager captures nothing.")
+    Lanes of one mode stand together, in the order in which they are written. A mode without a lane gets one
+    that is called like it.
+    """
+
+    model_config = ConfigDict(frozen=True, strict=True)
+
+    def __getitem__(self, name: str) -> LaneConfig:
+        return self.root[name]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, LanesConfig) and [*self.items()] == [*other.items()]
+
+    def __hash__(self) -> int:
+        return hash(tuple(self.items()))
+
+    def items(self) -> ItemsView[str, LaneConfig]:
+        """Return the name and the configuration of every lane."""
+        return self.root.items()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _complete(cls, tables: Any) -> Any:
+        """Set the modes that lanes have by their names, add the lanes that are missing, and sort by mode."""
+        if not isinstance(tables, dict):
+            return tables
+        lanes = {
+            name: {"mode": name, **lane} if name in LANE_MODES and isinstance(lane, dict) else lane
+            for name, lane in tables.items()
+        }
+        modes = {name: _mode_of(lane) for name, lane in lanes.items()}
+        for name, mode in modes.items():
+            if name in LANE_MODES and mode in LANE_MODES and mode != name:
+                raise PydanticCustomError(
+                    "lane_mode",
+                    "a lane called {name} has the mode {name}; give the lane another name",
+                    {"name": name, "path": ("lanes", name, "mode"), "value": mode},
+                )
+        for mode in LANE_MODES:
+            if mode not in modes and mode not in modes.values():
+                lanes[mode], modes[mode] = {"mode": mode}, mode
+        places = {name: LANE_MODES.index(m) for name, m in modes.items() if m in LANE_MODES}
+        return dict(sorted(lanes.items(), key=lambda item: places.get(item[0], -1)))
 
 
-class PrefillLaneConfig(LaneConfig):
-    """``[lanes.prefill]``: steps that read prompts."""
-
-
-class LanesConfig(_Section):
-    """``[lanes]``: one table for each lane."""
-
-    decode: DecodeLaneConfig = DecodeLaneConfig()
-    prefill: PrefillLaneConfig = PrefillLaneConfig()
+def _mode_of(lane: Any) -> Any:
+    return lane.get("mode") if isinstance(lane, dict) else getattr(lane, "mode", None)
 
 
 class VerifyConfig(_Section):
@@ -210,7 +275,7 @@ class EngineConfig(_Section):
 
     model: ModelConfig = ModelConfig()
     engine: EngineSection = EngineSection()
-    lanes: LanesConfig = LanesConfig()
+    lanes: LanesConfig = LanesConfig({})
     verify: VerifyConfig = VerifyConfig()
 
     @classmethod
@@ -237,8 +302,7 @@ class EngineConfig(_Section):
             ConfigError: Lists everything that is wrong, each with its source and what is allowed.
         """
         faults: list[str] = []
-        settings: dict[KeyPath, _Setting] = {}
-        for setting in (
+        found = [
             *_from_file(path),
             *_from_env(os.environ if env is None else env, faults),
             *(
@@ -247,21 +311,18 @@ class EngineConfig(_Section):
                 for setting in _from_overrides([override], option, faults)
             ),
             *_from_overrides(overrides, "--set", faults),
-        ):
-            if setting.path in _keys():
+        ]
+        keys = _keys_for(found)
+        settings: dict[KeyPath, _Setting] = {}
+        for setting in found:
+            if setting.path in keys or setting.is_empty:
                 settings[setting.path] = setting
             else:
-                faults.append(_unknown(setting))
-        tree: dict[str, Any] = {}
-        for keys, setting in settings.items():
-            table = tree
-            for key in keys[:-1]:
-                table = table.setdefault(key, {})
-            table[keys[-1]] = setting.value
+                faults.append(_unknown(setting, keys))
         try:
-            config = cls.model_validate(tree)
+            config = cls.model_validate(_tree(settings))
         except ValidationError as error:
-            faults += _render(error, settings)
+            faults += _render(error, settings, keys)
         if faults:
             raise ConfigError(
                 "the configuration is not valid:" + "".join(f"\n  {fault}" for fault in faults)
@@ -293,39 +354,59 @@ class ConfigKey:
     choices: tuple[str, ...]
 
 
-def config_keys() -> list[ConfigKey]:
-    """Return every key of the configuration, in the order of its tables."""
-    return list(_keys().values())
+def config_keys(lanes: Sequence[str] = (_ANY_LANE,)) -> list[ConfigKey]:
+    """Return every key of the configuration, in the order of its tables.
+
+    Args:
+        lanes: The names of the lanes whose keys are meant; by default the keys of a lane come once, as
+            ``lanes.NAME.*``.
+    """
+    return [key for path, model in _tables(lanes).items() for key in _keys_of(path, model)]
 
 
-@functools.cache
-def _keys() -> dict[KeyPath, ConfigKey]:
-    return dict(_walk(EngineConfig, ()))
+def _tables(lanes: Sequence[str]) -> dict[KeyPath, type[_Section]]:
+    """Return the tables that hold keys."""
+    tables: dict[KeyPath, type[_Section]] = {}
+    for name, field in EngineConfig.model_fields.items():
+        model = field.annotation
+        if model is LanesConfig:
+            tables |= {(name, lane): LaneConfig for lane in lanes}
+        elif isinstance(model, type) and issubclass(model, _Section):
+            tables[name,] = model
+    return tables
 
 
-@functools.cache
-def _sections() -> frozenset[KeyPath]:
-    return frozenset(path[:depth] for path in _keys() for depth in range(len(path)))
-
-
-def _walk(model: type[BaseModel], prefix: KeyPath) -> Iterator[tuple[KeyPath, ConfigKey]]:
-    schemas = model.model_json_schema()["properties"]
+def _keys_of(table: KeyPath, model: type[_Section]) -> Iterator[ConfigKey]:
+    schemas = _schemas(model)
     for name, field in model.model_fields.items():
-        path = (*prefix, name)
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            yield from _walk(field.annotation, path)
-            continue
-        yield (
-            path,
-            ConfigKey(
-                ".".join(path),
-                ENV_PREFIX + "__".join(path).upper(),
-                field.default,
-                _allowed(schemas[name]),
-                field.description or "",
-                _choices(field.annotation),
-            ),
+        path = (*table, name)
+        yield ConfigKey(
+            ".".join(path),
+            ENV_PREFIX + "__".join(path).upper(),
+            None if field.is_required() or field.default_factory is not None else field.default,
+            _allowed(schemas[name]),
+            field.description or "",
+            _choices(field.annotation),
         )
+
+
+@functools.cache
+def _schemas(model: type[_Section]) -> dict[str, Any]:
+    schemas: dict[str, Any] = model.model_json_schema()["properties"]
+    return schemas
+
+
+def _keys_for(settings: Sequence["_Setting"]) -> dict[KeyPath, ConfigKey]:
+    """Return the keys of a configuration that has these settings: those of every lane that they name."""
+    lanes = dict.fromkeys((*LANE_MODES, *(s.lane for s in settings if s.lane is not None)))
+    return {tuple(key.name.split(".")): key for key in config_keys([*lanes])}
+
+
+def _is_table(path: KeyPath) -> bool:
+    """Return whether ``path`` is a table of the configuration, which ``[lanes.NAME]`` is for every name."""
+    if len(path) == 2 and path[0] == "lanes":
+        return re.fullmatch(_LANE_NAME, path[1]) is not None
+    return len(path) < 2 and (not path or path[0] in EngineConfig.model_fields)
 
 
 def _choices(annotation: Any) -> tuple[str, ...]:
@@ -343,8 +424,11 @@ def _allowed(schema: Mapping[str, Any]) -> str:
         return _allowed(schema["anyOf"][0])  # the other one is null, the default
     if "enum" in schema:
         return ", ".join(schema["enum"][:-1]) + f" or {schema['enum'][-1]}"
+    if "const" in schema:
+        return str(schema["const"])
     if schema["type"] == "array":
-        return f"a list of one or more, each {_allowed(schema['items'])}"
+        what = "a list of one or more" if schema.get("minItems") else "a list"
+        return f"{what}, each {_allowed(schema['items'])}"
     words = {"integer": "a whole number", "number": "a number", "boolean": "true or false"}
     text = words.get(schema["type"], _TEXT)
     if "minimum" in schema:
@@ -372,12 +456,24 @@ class _Setting:
     source: str
     variable: str | None = None
 
+    @property
+    def lane(self) -> str | None:
+        """The lane that it names, by one of its keys or by its table where that is empty; None for none."""
+        if len(self.path) < 2 or self.path[0] != "lanes" or not _is_table(self.path[:2]):
+            return None
+        return self.path[1] if len(self.path) > 2 or self.is_empty else None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it is the table of a lane that has no key: the lane is there all the same."""
+        return len(self.path) == 2 and _is_table(self.path) and self.value == {}
+
 
 def _flatten(
     path: KeyPath, value: Any, source: str, variable: str | None = None
 ) -> Iterator[_Setting]:
     """Yield a setting for every key in ``value``; a table that is not known counts as one key."""
-    if isinstance(value, dict) and path in _sections():
+    if isinstance(value, dict) and _is_table(path) and (value or len(path) < 2):
         for key, inner in value.items():
             yield from _flatten((*path, key), inner, source, variable)
     else:
@@ -421,7 +517,9 @@ def _from_env(env: Mapping[str, str], faults: list[str]) -> Iterator[_Setting]:
                 f"{variable} and {seen[name]} are both set (environment): keep one of them"
             )
         seen[name] = variable
-        path = tuple(name.removeprefix(ENV_PREFIX).lower().split("__"))
+        # A lane's name may have two underscores in a row: between the first and the last two it is one part.
+        table, _, key = name.removeprefix(ENV_PREFIX).lower().rpartition("__")
+        path = (*table.split("__", 1), key) if table else (key,)
         yield from _flatten(path, _parse(text), f"environment variable {variable}", variable)
 
 
@@ -433,6 +531,18 @@ def _from_overrides(overrides: Sequence[str], source: str, faults: list[str]) ->
             yield from _flatten(path, _parse(text), source)
         else:
             faults.append(f"{override!r} ({source}): not of the form key=value")
+
+
+def _tree(settings: Mapping[KeyPath, _Setting]) -> dict[str, Any]:
+    """Return the settings as nested tables, lanes in the order in which they were named."""
+    tree: dict[str, Any] = {}
+    for path, setting in settings.items():
+        table = tree
+        for key in path if setting.is_empty else path[:-1]:
+            table = table.setdefault(key, {})
+        if not setting.is_empty:
+            table[path[-1]] = setting.value
+    return tree
 
 
 def _parse(text: str) -> Any:
@@ -447,41 +557,68 @@ def _parse(text: str) -> Any:
 # -- the faults ----------------------------------------------------------------------------------
 
 
-def _unknown(setting: _Setting) -> str:
-    """Return the line for a setting that no key takes."""
-    name = ".".join(setting.path)
-    tables = sorted({".".join(path) for path in _sections() if path})
-    if setting.path in _sections():
-        keys = ", ".join(k.name for k in config_keys() if k.name.startswith(f"{name}."))
-        return f"{name} ({setting.source}): a table and not a key; its keys are {keys}"
+def _unknown(setting: _Setting, keys: Mapping[KeyPath, ConfigKey]) -> str:
+    """Return the line for a setting that is none of ``keys``."""
+    path, name = setting.path, ".".join(setting.path)
+    known = [key.name for key in keys.values()]
+    tables = sorted({key.rpartition(".")[0] for key in known})
+    same_tail = [key for key in known if key.rpartition(".")[2] == path[-1]]
+    if path[0] == "lanes" and len(path) > 1 and not _is_table(path[:2]):
+        return (
+            f"lanes.{path[1]} ({setting.source}): not a name for a lane; a name begins with a letter and"
+            " has only letters of a to z, digits and underscores"
+        )
+    is_lane = len(path) == 2 and not same_tail  # lanes.runner lacks a lane's name
+    if _is_table(path) and (is_lane or len(path) < 2):
+        lanes = path[1:] or (_ANY_LANE,)
+        own = ", ".join(k.name for k in config_keys(lanes) if k.name.startswith(f"{name}."))
+        return f"{name} ({setting.source}): a table and not a key; its keys are {own}"
     if setting.variable is not None:
-        variables = {key.variable for key in config_keys()} | RESERVED_VARIABLES
+        variables = {key.variable for key in keys.values()} | RESERVED_VARIABLES
         near = did_you_mean(setting.variable.upper(), sorted(variables))
     else:
-        names = tables if isinstance(setting.value, dict) else [key.name for key in config_keys()]
-        same_tail = [n for n in names if n.rpartition(".")[2] == setting.path[-1]]
+        names = tables if isinstance(setting.value, dict) else known
         near = did_you_mean(name, same_tail or names) or next(iter(same_tail), None)
-    hint = f"did you mean {near}?" if near else f"the tables are {', '.join(tables)}"
+    all_tables = ", ".join(".".join(table) for table in sorted(_tables([_ANY_LANE])))
+    hint = f"did you mean {near}?" if near else f"the tables are {all_tables}"
     return f"{name} ({setting.source}): there is no such key; {hint}"
 
 
-def _render(error: ValidationError, settings: Mapping[KeyPath, _Setting]) -> Iterator[str]:
+def _render(
+    error: ValidationError,
+    settings: Mapping[KeyPath, _Setting],
+    keys: Mapping[KeyPath, ConfigKey],
+) -> Iterator[str]:
     """Yield one line for each of pydantic's errors: key, value, source, what is allowed."""
     for fault in error.errors(include_url=False):
         if fault["type"] == "too_short" and fault["input"]:
             continue  # not short: its items, which have a line of their own, were not counted
-        path = next(path for path in _keys() if path == fault["loc"][: len(path)])
-        key = _keys()[path]
-        inner = "".join(f"[{index}]" for index in fault["loc"][len(path) :])
-        value = fault["input"]
+        if fault["type"] == "default_factory_not_called":
+            continue  # the fault is in what the default depends on
+        if fault["type"] == "missing":
+            yield _say_missing(fault["loc"][1], settings)
+            continue
+        context = fault.get("ctx", {})
+        loc = context.get("path", fault["loc"])
+        path = next(path for path in keys if path == loc[: len(path)])
+        key = keys[path]
+        inner = "".join(f"[{index}]" for index in loc[len(path) :])
+        value = context.get("value", fault["input"])
         near = did_you_mean(value, key.choices) if isinstance(value, str) else None
-        hint = f"; did you mean {near}?" if near else ""
+        takes = f"it takes {key.allowed}" + (f"; did you mean {near}?" if near else "")
         if key.allowed == _TEXT and not isinstance(value, str):
-            hint = "; put it in quotes"
-        yield (
-            f"{key.name}{inner} = {_show(value)} ({settings[path].source}):"
-            f" it takes {key.allowed}{hint}"
-        )
+            takes += "; put it in quotes"
+        if fault["type"] == "lane_mode":
+            takes = fault["msg"]
+        yield f"{key.name}{inner} = {_show(value)} ({settings[path].source}): {takes}"
+
+
+def _say_missing(lane: Any, settings: Mapping[KeyPath, _Setting]) -> str:
+    """Return the line for a lane without a mode, the one key that has to be set."""
+    source = next(s.source for path, s in settings.items() if path[:2] == ("lanes", lane))
+    near = did_you_mean(lane, LANE_MODES)
+    hint = f"; or did you mean lanes.{near}?" if near else ""
+    return f"lanes.{lane}.mode ({source}): not set; set it to {' or '.join(LANE_MODES)}{hint}"
 
 
 def _show(value: Any) -> str:

@@ -14,16 +14,19 @@ from typing import Any, Self
 
 import torch
 
-from graphpact.batch import ForwardMode
+from graphpact.batch import ForwardBatch, ForwardMode
 from graphpact.errors import CheckpointError, RequestError
 from graphpact.lane import Lane
 from graphpact.plugins import PluginCatalog
+from graphpact.shapes import GraphShape
 from graphpact_engine.build import (
     OnCapture,
     backend_context,
     build_lane,
+    build_observers,
     lay_out_memory,
     model_path,
+    require_each_can_run,
 )
 from graphpact_engine.config import EngineConfig
 from graphpact_engine.plans import (
@@ -31,7 +34,9 @@ from graphpact_engine.plans import (
     check_backends,
     lane_without_latents,
     plan_lanes,
+    require_observers,
     resolve_device,
+    select_observers,
 )
 from graphpact_engine.request import FinishReason, Request, SamplingParams
 from graphpact_engine.sampler import Sampler
@@ -71,6 +76,8 @@ class Engine:
         config: Everything that can be chosen.
         catalog: Where plugins are looked up; the installed ones by default.
         on_capture: Told of each captured shape.
+        observers: Hook wrappers that every lane gets, the first outermost. They are outside of those of the
+            configuration, inside of verification and of the guard of strict lanes.
 
     Raises:
         UsageError: A name, value, checkpoint or model that cannot be had; nothing was captured.
@@ -83,11 +90,14 @@ class Engine:
         *,
         catalog: PluginCatalog | None = None,
         on_capture: OnCapture | None = None,
+        observers: Sequence[object] = (),
     ) -> None:
         self.config = config
         self.device = resolve_device(config.engine.device)
         catalog = catalog or PluginCatalog.scan()
         plans = plan_lanes(config, catalog, self.device)
+        configured = select_observers(config, catalog)
+        require_observers(observers)
         path = model_path(config)
 
         from graphpact_engine import models  # noqa: PLC0415  an extra, and seconds to import
@@ -124,7 +134,7 @@ class Engine:
         check_backends(plans, contexts, catalog, spec)
         self.lanes: list[Lane] = []
         self.verifiers: list[Verifier] = []
-        self._lane_of: dict[ForwardMode, Lane] = {}
+        self._lanes_of: dict[ForwardMode, list[Lane]] = {}
         for plan in plans:
             lane, verifier = build_lane(
                 plan,
@@ -132,12 +142,17 @@ class Engine:
                 model=self.model,
                 spec=spec,
                 memory=self.memory,
+                observers=[*observers, *build_observers(configured)],
                 on_capture=on_capture,
             )
             self.lanes.append(lane)
-            self._lane_of[plan.mode] = lane
+            self._lanes_of.setdefault(plan.mode, []).append(lane)
             if verifier is not None:
                 self.verifiers.append(verifier)
+        for lanes in self._lanes_of.values():
+            require_each_can_run(lanes)
+        for lane in self.lanes:
+            lane.capture_all()
         self.scheduler = Scheduler(
             self.memory.requests,
             self.memory.pages,
@@ -211,7 +226,7 @@ class Engine:
         scheduled = self.scheduler.schedule()
         if scheduled is None:
             return []
-        logits = self._lane_of[scheduled.batch.forward_mode].run(scheduled.batch).logits
+        logits = self.lane_of(scheduled.batch).run(scheduled.batch).logits
         rows = scheduled.sampled_indices
         if len(rows) < len(scheduled.requests):
             logits = logits[rows]
@@ -219,6 +234,16 @@ class Engine:
         return self.scheduler.commit(
             scheduled, [next(sampled) if yields else None for yields in scheduled.samples]
         )
+
+    def lane_of(self, batch: ForwardBatch) -> Lane:
+        """Return the lane that runs ``batch``: of several of its mode the first that has a shape for it.
+
+        If none has one, the first, which then runs it eagerly.
+        """
+        lanes = self._lanes_of[batch.forward_mode]
+        if len(lanes) == 1:
+            return lanes[0]
+        return next((lane for lane in lanes if isinstance(lane.fit(batch), GraphShape)), lanes[0])
 
     # -- many prompts ----------------------------------------------------------------------------
 

@@ -102,7 +102,7 @@ class LaneMemory:
     lane: str
     driver: str | None
     metadata_in_graph: bool | None
-    absent: str | None
+    absent: EagerReason | None
     externals: Externals
     registry: RegistryDescription | None
     rows: tuple[MemoryRow, ...]
@@ -192,7 +192,7 @@ class EngineMemory:
                     "name": lane.lane,
                     "driver": lane.driver,
                     "metadata_in_graph": lane.metadata_in_graph,
-                    "absent": lane.absent,
+                    "absent": None if lane.absent is None else lane.absent.name,
                     "knows_externals": lane.knows_externals,
                     "externals": lane.externals,
                     "own_nbytes": own[lane.lane],
@@ -238,7 +238,7 @@ def _lane_memory(lane: Lane, engine: Engine) -> LaneMemory:
         if lane.registry is None:
             reason = lane.eager_reason or EagerReason.NO_GRAPHS
         return LaneMemory(
-            lane.name, None, None, reason.text, externals="all", registry=registry, rows=()
+            lane.name, None, None, reason, externals="all", registry=registry, rows=()
         )
     external = _external_tensors(graphs.values())
     told = max((graph.externals for graph in graphs.values()), key=get_args(Externals).index)

@@ -10,7 +10,7 @@ import functools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -28,15 +28,19 @@ from graphpact.attention.providers import choose_provider, lacking, require_prov
 from graphpact.batch import ForwardMode
 from graphpact.errors import ConfigError, GraphpactError, PluginError, UnsupportedModelError
 from graphpact.graphs import GraphDriver
-from graphpact.plugins import Loaded, PluginCatalog
+from graphpact.plugins import Loaded, PluginCatalog, observer_fault
 from graphpact.runners import EagerRunner, GraphRunner
 from graphpact.shapes import EagerReason
-from graphpact_engine.config import EngineConfig, LaneConfig
+from graphpact_engine.config import EngineConfig, LaneConfig, LaneMode
 
 _log = logging.getLogger(__name__)
 
-C = TypeVar("C")
 T = TypeVar("T")
+
+_FORWARD_MODES: dict[LaneMode, ForwardMode] = {
+    "decode": ForwardMode.DECODE,
+    "prefill": ForwardMode.EXTEND,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +100,7 @@ def resolve_device(name: str) -> torch.device:
 def plan_lanes(
     config: EngineConfig, catalog: PluginCatalog, device: torch.device
 ) -> list[LanePlan]:
-    """Look up every plugin that the configuration names.
+    """Look up the plugins of every lane, in the order of the lanes.
 
     Raises:
         PluginError: A name that is unknown, rejected or ambiguous.
@@ -104,10 +108,8 @@ def plan_lanes(
             ``device``, or kernels that cannot run there.
     """
     plans = []
-    for name, mode, lane in (
-        ("decode", ForwardMode.DECODE, config.lanes.decode),
-        ("prefill", ForwardMode.EXTEND, config.lanes.prefill),
-    ):
+    for name, lane in config.lanes.items():
+        mode = _FORWARD_MODES[lane.mode]
         backend_name = lane.attention_backend or config.engine.attention_backend
         provider = lane.kernel_provider or config.engine.kernel_provider
         driver_name = lane.graph_driver
@@ -163,6 +165,32 @@ def plan_lanes(
         call_plugin("attention_backend", backend_name, require, device)
         plans.append(plan)
     return plans
+
+
+def select_observers(config: EngineConfig, catalog: PluginCatalog) -> list[tuple[str, type[Any]]]:
+    """Look up the observers that the configuration names, by name, the outermost first.
+
+    Raises:
+        PluginError: A name that is unknown, rejected or ambiguous.
+    """
+    return [(name, catalog.select("observer", name)) for name in config.engine.observers]
+
+
+def require_observers(observers: Sequence[object]) -> None:
+    """Refuse what cannot observe a lane, among the observers of a caller.
+
+    Raises:
+        ConfigError: Says which, and what is wrong with it.
+    """
+    for at, observer in enumerate(observers):
+        reason = observer_fault(type(observer))
+        if isinstance(observer, type):
+            reason = f"it is the class {observer.__name__}, not an object of it"
+        if reason is not None:
+            raise ConfigError(
+                f"observers[{at}] cannot observe: {reason}",
+                hint="an observer is an object with hook wrappers: @graphpact.hookimpl(wrapper=True)",
+            )
 
 
 def lane_without_latents(plans: Sequence[LanePlan]) -> LanePlan | None:
@@ -283,10 +311,10 @@ def _require_backend_fits(
         ) from error
 
 
-def call_plugin(kind: str, name: str, make: Callable[[C], T], context: C) -> T:
+def call_plugin(kind: str, name: str, make: Callable[..., T], *args: Any) -> T:
     """Call into a plugin; whatever it raises, but an error of ours, is told as the plugin's."""
     try:
-        return make(context)
+        return make(*args)
     except GraphpactError:
         raise
     except Exception as error:

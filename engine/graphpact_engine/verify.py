@@ -9,7 +9,8 @@ Where a driver's replays run the kernels of eager runs, as the tape's do, a repl
 eager run of the same padded rows first; other kernels round otherwise, and have a tolerance.
 
 It is an observer of the lane's hooks and of its steps: it sees the view and the metadata that a replay was
-prepared with, from which `graphpact_engine.diagnosis` names what differs first.
+prepared with, from which `graphpact_engine.diagnosis` names what differs first. Observers that may change
+what they see come after it in the lane's list, so that it sees what the lane gets.
 
 Does not: repair anything, or look at batches that ran eagerly anyway.
 """
@@ -86,9 +87,9 @@ class Verifier:
             )
         return self._lane
 
-    # -- the hooks: outermost, to see what the lane gets -------------------------------------------
+    # -- the hooks -------------------------------------------------------------------------------
 
-    @hookimpl(wrapper=True, tryfirst=True)
+    @hookimpl(wrapper=True)
     def prepare_replay(self, batch: ForwardBatch, shape: GraphShape) -> _Around:
         """See the view of a verified step."""
         view = yield
@@ -98,7 +99,7 @@ class Verifier:
             self._replay = Replay(seen, shape, view, _copy_of(view))
         return view
 
-    @hookimpl(wrapper=True, tryfirst=True)
+    @hookimpl(wrapper=True)
     def init_metadata_replay(self) -> _Around:
         """See the metadata of a verified step."""
         metadata = yield
@@ -108,7 +109,7 @@ class Verifier:
 
     # -- the step --------------------------------------------------------------------------------
 
-    @hookimpl(wrapper=True, tryfirst=True)
+    @hookimpl(wrapper=True)
     def run_step(self, lane: Lane, batch: ForwardBatch) -> _Around:
         """Compare the outputs of a replay with those of an eager run.
 

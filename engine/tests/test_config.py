@@ -14,7 +14,13 @@ from pydantic import ValidationError
 
 from graphpact.errors import ConfigError
 from graphpact.plugins import DISABLE_VARIABLE
-from graphpact_engine.config import RESERVED_VARIABLES, ConfigKey, EngineConfig, config_keys
+from graphpact_engine.config import (
+    RESERVED_VARIABLES,
+    ConfigKey,
+    EngineConfig,
+    LanesConfig,
+    config_keys,
+)
 
 WORDS = st.from_regex(r"[a-z][a-z0-9_]{0,12}", fullmatch=True).filter(
     lambda word: word not in ("true", "false", "inf", "nan")
@@ -36,6 +42,9 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "engine.num_pages": POSITIVE,
     "engine.kv_cache_memory_gib": st.floats(1e-6, 1e6) | POSITIVE,
     "engine.seed": st.integers(0, 2**63 - 1),
+    "engine.observers": st.lists(WORDS, max_size=3),
+    "lanes.decode.mode": st.just("decode"),
+    "lanes.decode.model": st.just("target"),
     "lanes.decode.runner": WORDS,
     "lanes.decode.attention_backend": WORDS,
     "lanes.decode.kernel_provider": PROVIDERS,
@@ -44,6 +53,8 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "lanes.decode.metadata_in_graph": st.booleans(),
     "lanes.decode.strict": st.booleans(),
     "lanes.decode.share_buffers": st.booleans(),
+    "lanes.prefill.mode": st.just("prefill"),
+    "lanes.prefill.model": st.just("target"),
     "lanes.prefill.runner": WORDS,
     "lanes.prefill.attention_backend": WORDS,
     "lanes.prefill.kernel_provider": PROVIDERS,
@@ -56,7 +67,14 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "verify.pact_sample_every": POSITIVE,
     "verify.replay_against_eager": st.floats(0, 1) | st.sampled_from([0, 1]),
 }
-KEYS: dict[str, ConfigKey] = {key.name: key for key in config_keys()}
+KEYS: dict[str, ConfigKey] = {key.name: key for key in config_keys(["decode", "prefill"])}
+DEFAULTS = {key.name: key.default for key in KEYS.values()} | {
+    "engine.observers": [],
+    "lanes.decode.mode": "decode",
+    "lanes.decode.runner": "cuda_graph",
+    "lanes.prefill.mode": "prefill",
+    "lanes.prefill.runner": "eager",
+}
 SETTINGS = st.fixed_dictionaries({}, optional=VALUES)
 
 
@@ -69,7 +87,7 @@ def look_up(config: EngineConfig, key: str) -> Any:
     """Return what a configuration holds under a dotted key; a tuple as a list."""
     value: Any = config
     for name in key.split("."):
-        value = getattr(value, name)
+        value = value[name] if isinstance(value, LanesConfig) else getattr(value, name)
     return list(value) if isinstance(value, tuple) else value
 
 
@@ -104,8 +122,11 @@ def test_the_defaults_are_those_of_the_design() -> None:
     """Without any source the configuration is the documented one."""
     config = EngineConfig.load(env={})
     assert config == EngineConfig()
-    assert {key: look_up(config, key) for key in KEYS} == {k.name: k.default for k in config_keys()}
-    assert (config.lanes.decode.runner, config.lanes.prefill.runner) == ("cuda_graph", "eager")
+    assert {key: look_up(config, key) for key in KEYS} == DEFAULTS
+    assert [(n, lane.runner) for n, lane in config.lanes.items()] == [
+        ("decode", "cuda_graph"),
+        ("prefill", "eager"),
+    ]
     assert (config.engine.attention_backend, config.engine.page_size) == ("flashinfer", 16)
     assert (config.verify.pact, config.verify.replay_against_eager) == ("always", 0.0)
 
@@ -122,8 +143,8 @@ def test_every_source_says_the_same(
     assert from_file == EngineConfig.load(env={KEYS[k].variable: v for k, v in values.items()})
     assert from_file == EngineConfig.load(env={}, overrides=[f"{k}={v}" for k, v in values.items()])
     assert from_file == EngineConfig.model_validate(from_file.model_dump())
-    for name, key in KEYS.items():
-        assert look_up(from_file, name) == settings.get(name, key.default)
+    for name, default in DEFAULTS.items():
+        assert look_up(from_file, name) == settings.get(name, default)
 
 
 @given(lowest=SETTINGS, middle=SETTINGS, highest=SETTINGS)
@@ -141,7 +162,7 @@ def test_later_sources_win_key_by_key(
         env={KEYS[key].variable: json.dumps(value) for key, value in middle.items()},
         overrides=[f"{key}={json.dumps(value)}" for key, value in highest.items()],
     )
-    expected = {key.name: key.default for key in config_keys()} | lowest | middle | highest
+    expected = DEFAULTS | lowest | middle | highest
     assert {key: look_up(config, key) for key in KEYS} == expected
 
 
@@ -161,7 +182,7 @@ def test_bare_words_are_text_and_the_rest_is_toml(word: str, sizes: list[int]) -
     )
     assert config.engine.attention_backend == word
     assert config.model.trust_remote_code is True
-    assert config.lanes.decode.batch_sizes == tuple(sizes)
+    assert config.lanes["decode"].batch_sizes == tuple(sizes)
     assert config.model.path == "/tmp/a b/c=d"  # noqa: S108  a text, nothing is opened
     assert config.engine.seed == 7
 
@@ -178,7 +199,8 @@ def test_of_two_overrides_the_last_wins_and_a_table_sets_its_keys_only() -> None
         ],
     )
     assert config.engine.seed == 2
-    assert (config.lanes.decode.runner, config.lanes.decode.graph_driver) == ("a", "b")
+    lane = config.lanes["decode"]
+    assert (lane.runner, lane.graph_driver) == ("a", "b")
 
 
 def test_the_environment_of_the_process_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -300,8 +322,10 @@ def test_unknown_tables_and_variables_are_answered_in_their_own_words(file: Path
     """A table is compared with tables, a variable with variables, and a table is not a value."""
     file.write_text("[lanes.decod]\nrunner = 'x'\n[zzz]\na = 1\n")
     message = refusal("engine=5", path=file, env={"GRAPHPACT_ENGINE__MAX_NUM_SEQ": "3"})
-    assert f"lanes.decod ({file}): there is no such key; did you mean lanes.decode?" in message
-    assert f"zzz ({file}): there is no such key; the tables are engine, lanes, lanes.dec" in message
+    assert f"lanes.decod.mode ({file}): not set; set it to decode or prefill; or did you" in message
+    assert (
+        f"zzz ({file}): there is no such key; the tables are engine, lanes.NAME, model" in message
+    )
     assert "GRAPHPACT_ENGINE__MAX_NUM_SEQ): there is no such key; did you mean" in message
     assert "did you mean GRAPHPACT_ENGINE__MAX_NUM_SEQS?" in message
     assert "engine (--set): a table and not a key; its keys are engine.attention_ba" in message

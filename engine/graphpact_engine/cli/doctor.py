@@ -250,16 +250,17 @@ def _try_models(problems: list[Fault]) -> None:
 
 def _try_defaults(catalog: PluginCatalog, problems: list[Fault]) -> None:
     """See whether what is selected by default, or by the environment, can be had here."""
-    from graphpact_engine.plans import plan_lanes, resolve_device  # noqa: PLC0415
+    from graphpact_engine.plans import plan_lanes, resolve_device, select_observers  # noqa: PLC0415
 
     try:
         config = EngineConfig.load()
         device = resolve_device(config.engine.device)
         for plan in plan_lanes(config, catalog, device):
             if plan.eager_reason is not None:
-                what = f"lane {plan.name} runs eagerly: {plan.eager_reason}"
+                what = f"lane {plan.name} runs eagerly: {plan.eager_reason.text}"
                 why = plan.driver.unavailable(device)
                 problems.append(Fault("warning", f"{what} ({plan.driver.name}: {why})"))
+        select_observers(config, catalog)
     except GraphpactError as error:
         problems.append(Fault("error", error.message, error.hint))
     except Exception as error:  # noqa: BLE001  a plugin's own code may be asked

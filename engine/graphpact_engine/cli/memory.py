@@ -44,7 +44,8 @@ def print_memory(console: Console, memory: EngineMemory) -> None:
 def _print_lane(console: Console, lane: LaneMemory) -> None:
     if lane.absent is not None:
         console.print(
-            f"lane {clean(lane.lane)}: no graph-resident memory; {lane.absent}\n", soft_wrap=True
+            f"lane {clean(lane.lane)}: no graph-resident memory; {lane.absent.text}\n",
+            soft_wrap=True,
         )
         return
     place = "in the graph" if lane.metadata_in_graph else "by its replay hook"
