@@ -296,7 +296,7 @@ class Rig:
         return w_q[ids] * turn, k, w_v[ids]
 
     def model(self, batch: ForwardBatch, metadata: Any, attend: Attend) -> StepOutputs:
-        """Return ``rows``, ``[T, columns]``: what every layer gives in every step of a draft, and what rows share."""
+        """Return ``rows``, ``[T, columns]``: what layers give in each draft step, and what rows share."""
         steps = metadata.steps if isinstance(metadata, DraftMetadata) else [metadata]
         ids, positions, columns = batch.input_ids, batch.positions, []
         for step, part in enumerate(steps):
