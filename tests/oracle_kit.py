@@ -33,7 +33,7 @@ def findings_of(
         lane: More of `LaneUnderTest`: driver, provider, device.
     """
     under_test = LaneUnderTest(config, backend, **lane)
-    captured = under_test.rig().runner.ladder is not None
+    captured = bool(under_test.rig().lane.shapes)
     found: list[Finding] = []
     with torch.inference_mode():
         for steps in draw(config, max_examples, 0):

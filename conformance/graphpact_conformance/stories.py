@@ -81,10 +81,11 @@ STORIES: dict[str, Story] = {
         finding names the hook, the field, its entries, and what they hold.
         """,
         mended="""
-        Write the field in `fill_metadata`, in every mode, from the view alone. What comes from elsewhere
-        becomes a slot of the runner with a `source_fn`, so that `populate` writes it each time; a field that
-        some batches lack is declared `optional=True` and then holds its initial value. Never read buffers of
-        another lane's graph: copy what its step returned, whichever way it ran.
+        Write the field in `fill_metadata`, in every mode, from the view alone. The runner's `slots()` has a
+        slot for every tensor that a batch of the mode carries; a lane refuses a batch with another. What
+        comes from elsewhere becomes a slot with a `source_fn`, so that `populate` writes it each time; a
+        field that some batches lack is declared `optional=True` and then holds its initial value. Never read
+        buffers of another lane's graph: copy what its step returned, whichever way it ran.
         """,
     ),
     "GP03": _pull(
@@ -276,7 +277,7 @@ STORIES: dict[str, Story] = {
         field, `num_token_non_padded`, with both numbers, or what contradicts itself in the dummy.
         """,
         mended="""
-        Let capture be a replay of `dummy_batch(shape)`: no branch of `populate` asks whether it captures. A
+        Let capture be a replay of `dummy(shape)`: no branch of `populate` asks whether it captures. A
         rank's share is `compute_local_num_token_non_padded(count, context.padded_num_tokens)`, by the
         bucket and never by the batch; `build_decode_registry(enable_num_token_non_padded=True,
         require_gathered_buffer=True)` declares the slot, and a runner hands both on from its
@@ -299,8 +300,8 @@ STORIES: dict[str, Story] = {
         counted.
         """,
         mended="""
-        Choose with `BucketLadder.fit`: the smallest shape that holds the batch. A limit of your own is a
-        check in `can_run`, which answers with an `EagerReason`, and the lane counts it. What else a recorded
+        Choose with `CaptureSizes.fit`: the smallest shape that holds the batch. A limit of your own is a
+        check in `fit`, which answers with an `EagerReason`, and the lane counts it. What else a recorded
         kernel depends on (a length tier, a LoRA set) is the `variant` of the `GraphShape`. Declare no more
         `graph_support` than your kernels have.
         """,
@@ -408,7 +409,7 @@ STORIES: dict[str, Story] = {
         """,
         mended="""
         Choose the bucket from counts that all ranks know, never from the own batch alone: where the batch
-        carries `global_num_tokens_cpu`, `BucketLadder.fit` takes the bucket of the largest rank, and gives
+        carries `global_num_tokens_cpu`, `CaptureSizes.fit` takes the bucket of the largest rank, and gives
         a batch of mode `IDLE` the same. Where one rank has to run eagerly, all do. Sizes of recorded
         collectives come from the shape, and `global_num_tokens_gpu` is a slot that every fill writes.
         """,
@@ -447,7 +448,7 @@ STORIES: dict[str, Story] = {
         that changed, and the shape whose capture did it.
         """,
         mended="""
-        `dummy_batch(shape)` lies on scratch, request row 0 and KV slot 0 for every token, and goes through
+        `dummy(shape)` lies on scratch, request row 0 and KV slot 0 for every token, and goes through
         `populate` before each capture, a repeated one too: then every write index is the dummy's. State that
         a warm-up advances is written through an index that padding sends to scratch, such as
         `mamba_track_indices`.

@@ -52,12 +52,9 @@ def test_a_sequence_is_what_it_says(data: st.DataObject) -> None:
     if case.mode is ForwardMode.IDLE:
         return
     steps: Drawn = data.draw(sequences(config))
-    context = RunnerContext(
-        CPU, ReferenceBackend.capabilities, 4, mode=case.mode, limits=config.limits
-    )
-    ladder = ReferenceRunner(context).ladder
-    assert ladder is not None
-    fits = [ladder.fit(problem.batch()) for problem in steps]
+    context = RunnerContext(CPU, ReferenceBackend.capabilities, config.limits, mode=case.mode)
+    runner = ReferenceRunner(context)
+    fits = [runner.fit(problem.batch()) for problem in steps]
     small, large = static_shapes(case)
     assert fits == [large, small, small, large]
     exact, _, idle, padded = steps
@@ -134,7 +131,7 @@ def test_what_is_declared_is_captured_and_nothing_else(case: Case) -> None:
     config = _config(f"{case}-page16-mha-float32")
     for support in GraphSupport:
         backend = type("Declares", (ReferenceBackend,), {"capabilities": _declared(support)})
-        shapes = [shape for shape, _ in Rig(config, backend=backend).lane.graphs()]
+        shapes = [*Rig(config, backend=backend).lane.captured]
         assert shapes == (static_shapes(case)[::-1] if support.covers(case.needs) else [])
 
 
@@ -345,7 +342,7 @@ class EagerDiffers(ReferenceBackend):
         return metadata
 
 
-WRONG, NAN = "a replay: token", "the logits of request"
+WRONG, NAN = "a replay: token", "the rows of token"
 PLANTED: list[tuple[type[ReferenceBackend], str, str]] = [
     (OneStepShort, "draft_decode", WRONG),
     (OneStepFar, "draft_decode", NAN),

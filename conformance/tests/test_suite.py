@@ -218,7 +218,7 @@ def test_what_a_plugin_raises_is_its_failure() -> None:
     class Raises(CudaGraphRunner):
         """Its dummies cannot be had."""
 
-        def dummy_batch(self, shape: Any) -> Any:
+        def dummy(self, shape: Any) -> Any:
             """Raise."""
             raise KeyError(shape)
 
@@ -232,7 +232,7 @@ def test_what_a_plugin_raises_is_its_failure() -> None:
 def _ask_for_a_dummy(lane: LaneUnderTest, _: Drawn) -> Iterator[Finding]:
     """Ask a runner for a dummy, as experiments do."""
     rig = lane.build(capture=False)
-    rig.runner.dummy_batch(rig.config.shapes[0])
+    rig.runner.dummy(rig.config.shapes[0])
     yield from ()
 
 

@@ -37,6 +37,12 @@ _GATHER_HELP = (
     "without other ranks it does not fail: look at what goes by global_num_tokens_cpu, and at what a rank"
     " without requests has no rows for"
 )
+_COUNT = "num_token_non_padded"
+_COUNT_HELP = (
+    "declare the slot wherever layers ask for it (RunnerContext.num_token_non_padded), and fill it by"
+    " graphpact.parallel.local_num_token_non_padded(count, padded tokens): the boundary between ranks is"
+    " drawn in the padded count"
+)
 _MOST = (1, 3, 5, 7, 13, 42, 100, 301)
 """The largest steps for which runners are asked for their shapes; no rhythm of sizes ends at all of them."""
 
@@ -286,6 +292,9 @@ def ranks_agree(lane: LaneUnderTest, steps: Drawn) -> Findings:
         with _as_rank(rank):
             try:
                 rigs.append(counted.build(capture=False))
+                if not rigs[-1].registry.has_slot(_COUNT):
+                    yield _without_count(counted, steps[0])
+                    return
                 yield from _captured_counts(counted, rank, rigs[-1])
             except (Exception, SystemExit) as error:  # noqa: BLE001  anybody's code runs here
                 if not _captures_alone(lane):
@@ -343,6 +352,18 @@ def _captured_counts(lane: LaneUnderTest, rank: int, rig: Rig) -> Findings:
                 " padded tokens), of a dummy that says that all its tokens are real",
             )
             return
+
+
+def _without_count(lane: LaneUnderTest, problem: Problem) -> Finding:
+    return lane.finding(
+        "GP05",
+        hook="populate",
+        field=f"view.{_COUNT}",
+        expected="a slot of that name where layers ask for the number of real tokens",
+        actual="slots() declares none, and Lane.run() refuses the batch",
+        problem=problem,
+        help=_COUNT_HELP,
+    )
 
 
 def _same_captures(lane: LaneUnderTest, rigs: Sequence[Rig]) -> Findings:
@@ -467,9 +488,7 @@ def _share(
             expected=f"{real}: the real tokens among its {rows} rows of {shape}",
             actual="the view has no such field" if count is None else str(count),
             problem=problem,
-            help="register the slot wherever layers ask for it (RunnerContext.num_token_non_padded), and fill"
-            " it by graphpact.parallel.local_num_token_non_padded(count, padded tokens): the boundary between"
-            " ranks is drawn in the padded count",
+            help=_COUNT_HELP,
         )
 
 
@@ -514,6 +533,6 @@ def _uneven(lane: LaneUnderTest, rigs: Sequence[Rig]) -> Findings:
                 field="the shape that is replayed",
                 expected=f"one on all ranks for global_num_tokens_cpu = {together}",
                 actual="; ".join(told),
-                help="where layers gather over ranks, all take the bucket of the largest: BucketLadder.fit()"
+                help="where layers gather over ranks, all take the bucket of the largest: CaptureSizes.fit()"
                 " looks at global_num_tokens_cpu",
             )

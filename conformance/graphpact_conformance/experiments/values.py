@@ -73,6 +73,19 @@ def _judge_eager(lane: LaneUnderTest, rig: Rig, step: StepRecord) -> Findings:
 def answers_replayed(lane: LaneUnderTest, steps: Drawn) -> Findings:
     """Replay batches one after another, and compare with attention in float64."""
     rig = lane.rig()
+    without = [n for n in rig.batch_of(steps[0]).tensors() if not rig.registry.has_slot(n)]
+    for name in without:
+        yield lane.finding(
+            "GP02",
+            hook="populate",
+            field=f"batch.{name}",
+            expected="a slot of that name: a graph ignores what has none, and Lane.run() refuses the batch",
+            actual="slots() declares none",
+            problem=steps[0],
+            help="declare a slot for every tensor that the batches of a mode carry",
+        )
+    if without:
+        return
     for problem in (*steps, steps.exact, steps.small):
         eager_runs = rig.lane.stats.eager.total()
         step = rig.step(problem)

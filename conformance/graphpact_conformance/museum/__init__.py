@@ -5,7 +5,7 @@
     plans      what is planned, staged and read on the host: GP09, 16, 20
     padding    what padded rows hold, and what they do: GP03 to 06
     memory     how large it is, how long it lives, who shares it: GP13 to 15, 18, 19
-    runners    runners, the registry, the ladder, batches, ranks: GP03 to 06, 11, 12, 17 and others
+    runners    runners, the registry, capture sizes, batches, ranks: GP03 to 06, 11, 12, 17 and others
     variants   right plugins in other styles
 
 `exhibit` says what an exhibit is, `edits` how several rooms make theirs, `gallery` shows them to the suite.

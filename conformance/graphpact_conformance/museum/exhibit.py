@@ -33,8 +33,8 @@ class Exhibit:
             them.
         make: Returns the broken class, made of the right one.
         around: Makes a context in which the lanes are built and run: for edits of what is no plugin, such as
-            the registry, the ladder, or the batches of the scheduler.
-        site: What is edited: ``backend``, ``runner``, ``registry``, ``ladder`` or ``batch``.
+            the registry, the capture sizes, or the batches of the scheduler.
+        site: What is edited: ``backend``, ``runner``, ``registry``, ``capture sizes`` or ``batch``.
     """
 
     name: str

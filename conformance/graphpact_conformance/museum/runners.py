@@ -1,4 +1,4 @@
-"""Exhibits of runners, of the registry, of the ladder, and of the batches that a scheduler makes.
+"""Exhibits of runners, of the registry, of the capture sizes, and of the batches that a scheduler makes.
 
 What a runner does wrong is planted in every runner that there is: those of decode, and the kit's own, which
 captures every mode. What is no plugin is edited in place, for as long as the exhibit is looked at.
@@ -7,7 +7,7 @@ Does not: plant bugs in attention backends, but where ranks record different wor
 """
 
 import bisect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias
@@ -19,12 +19,13 @@ from graphpact.batch import ForwardBatch, ForwardMode
 from graphpact.buffers import CudaGraphBufferRegistry, GraphSlot, fills
 from graphpact.errors import EngineError
 from graphpact.hookspecs import hookimpl
+from graphpact.lane import Lane
 from graphpact.parallel import get_parallel, local_num_token_non_padded
-from graphpact.runners import RunnerContext
-from graphpact.shapes import BucketLadder, EagerReason, GraphShape
+from graphpact.shapes import CaptureSizes, EagerReason, GraphShape
+from graphpact.step import Forward, Region, Step, StepOutputs
 from graphpact_conformance.museum.exhibit import Around, Exhibit, Make
 from graphpact_conformance.problems import Problem
-from graphpact_conformance.reference import ShapeLadder
+from graphpact_conformance.reference import ReferenceSizes
 
 _Fit: TypeAlias = GraphShape | EagerReason
 
@@ -86,6 +87,14 @@ def _keeps_tails(*names: str) -> Make:
     return _populating(edit)
 
 
+def _is_new(runner: Any, shape: GraphShape) -> bool:
+    """Return whether a runner fills for a shape for the first time: at its capture. Note the shape."""
+    seen = vars(runner).setdefault("shapes_seen", set())
+    is_new = shape not in seen
+    seen.add(shape)
+    return is_new
+
+
 def _keeps(name: str) -> Make:
     """Return what never writes a slot after its capture."""
 
@@ -93,7 +102,7 @@ def _keeps(name: str) -> Make:
         real, _ = _rows(registry, name, batch, shape)
         kept = real.clone()
         fill()
-        if runner.lane.is_captured(shape):
+        if not _is_new(runner, shape):
             real.copy_(kept)
 
     return _populating(edit)
@@ -119,7 +128,7 @@ def _at_capture(edit: Callable[[Any, ForwardBatch, GraphShape], None]) -> Make:
 
     def at_capture(runner: Any, fill: Any, registry: Any, batch: Any, shape: Any) -> None:
         fill()
-        if not runner.lane.is_captured(shape):
+        if _is_new(runner, shape):
             edit(registry, batch, shape)
 
     return _populating(at_capture)
@@ -152,9 +161,9 @@ def _fitting(edit: Callable[[Any, ForwardBatch, _Fit], _Fit]) -> Make:
         class Chooses(base):  # type: ignore[misc]
             """Takes another graph."""
 
-            def can_run(self, batch: ForwardBatch) -> _Fit:
+            def fit(self, batch: ForwardBatch) -> _Fit:
                 """Answer otherwise."""
-                return edit(self, batch, super().can_run(batch))
+                return edit(self, batch, super().fit(batch))
 
         return Chooses
 
@@ -162,7 +171,7 @@ def _fitting(edit: Callable[[Any, ForwardBatch, _Fit], _Fit]) -> Make:
 
 
 def _sizing(edit: Callable[[list[int]], list[int]]) -> Make:
-    """Return what gives a runner another default ladder, made of the right one."""
+    """Return what gives a runner other default capture sizes, made of the right ones."""
 
     def make(base: type[Any]) -> type[Any]:
         class Sizes(base):  # type: ignore[misc]
@@ -184,29 +193,57 @@ def _dummies(edit: Callable[[Any, ForwardBatch], ForwardBatch]) -> Make:
         class Captures(base):  # type: ignore[misc]
             """Captures another dummy batch."""
 
-            def dummy_batch(self, shape: GraphShape) -> ForwardBatch:
+            def dummy(self, shape: GraphShape) -> ForwardBatch:
                 """Return another batch."""
-                return edit(self, super().dummy_batch(shape))
+                return edit(self, super().dummy(shape))
 
         return Captures
 
     return make
 
 
-def _running(edit: Callable[[Any, torch.Tensor, ForwardBatch, GraphShape], torch.Tensor]) -> Make:
-    """Return what gives a runner another result, made of the runner, the right one, batch and shape."""
+def _composing(edit: Callable[[Any, Step, Region], Region]) -> Make:
+    """Return what gives a runner another region, made of the runner, the step and the right region."""
 
     def make(base: type[Any]) -> type[Any]:
-        class Runs(base):  # type: ignore[misc]
-            """Returns something else."""
+        class Composes(base):  # type: ignore[misc]
+            """Records something else."""
 
-            def run(self, batch: ForwardBatch, shape: GraphShape | None = None) -> torch.Tensor:
-                """Replay, and edit."""
-                fit = self.can_run(batch) if shape is None else shape
-                assert isinstance(fit, GraphShape)  # noqa: S101  else Lane.run() runs it eagerly
-                return edit(self, base.run(self, batch, fit), batch, fit)
+            def compose(self, forward: Forward, step: Step) -> Region:
+                """Compose otherwise."""
+                return edit(self, step, super().compose(forward, step))
 
-        return Runs
+        return Composes
+
+    return make
+
+
+def _giving(edit: Callable[[Any, Step, torch.Tensor], torch.Tensor]) -> Make:
+    """Return what gives a runner other outputs, each made of the runner, the step and the right one."""
+
+    def compose(runner: Any, step: Step, region: Region) -> Region:
+        def edited() -> StepOutputs:
+            outputs = region()
+            given = {n: (edit(runner, step, t), outputs.axes[n]) for n, t in outputs.items()}
+            return StepOutputs(**given)
+
+        return edited
+
+    return _composing(compose)
+
+
+def _slotting(edit: Callable[[Any, list[GraphSlot]], Sequence[GraphSlot]]) -> Make:
+    """Return what gives a runner other slots, made of the runner and the right ones."""
+
+    def make(base: type[Any]) -> type[Any]:
+        class Declares(base):  # type: ignore[misc]
+            """Declares other slots."""
+
+            def slots(self) -> Sequence[GraphSlot]:
+                """Return other slots."""
+                return edit(self, [*super().slots()])
+
+        return Declares
 
     return make
 
@@ -234,35 +271,36 @@ def _batches(edit: Callable[[ForwardBatch, Problem], ForwardBatch]) -> Around:
 # -- GP12: which graph -------------------------------------------------------------------------------
 
 
-def _bisect_right(right: Any, ladder: BucketLadder, batch: ForwardBatch) -> _Fit:
-    fit: _Fit = right(ladder, batch)
+def _bisect_right(right: Any, sizes: CaptureSizes, batch: ForwardBatch, *variant: str) -> _Fit:
+    fit: _Fit = right(sizes, batch, *variant)
     if isinstance(fit, EagerReason):
         return fit
-    sizes = [shape.batch_size for shape in ladder.shapes]
-    at = bisect.bisect_right(sizes, batch.batch_size)
-    return ladder.shapes[at] if at < len(sizes) else EagerReason.OVER_LARGEST
+    counts = [shape.batch_size for shape in sizes.shapes]
+    at = bisect.bisect_right(counts, batch.batch_size)
+    return sizes.shapes[at] if at < len(counts) else EagerReason.OVER_LARGEST
 
 
-def _any_mode(right: Any, ladder: BucketLadder, batch: ForwardBatch) -> _Fit:
-    fit: _Fit = right(ladder, replace(batch, forward_mode=ladder.mode))
+def _any_mode(right: Any, sizes: Any, batch: ForwardBatch, *variant: str) -> _Fit:
+    mode = sizes.shapes[0].mode
+    fit: _Fit = right(sizes, replace(batch, forward_mode=mode), *variant)
     return fit
 
 
-def _any_width(right: Any, ladder: ShapeLadder, batch: ForwardBatch) -> _Fit:
-    fit: _Fit = right(ladder, batch)
-    if fit is not EagerReason.OTHER_WIDTH:
+def _any_width(right: Any, sizes: ReferenceSizes, batch: ForwardBatch) -> _Fit:
+    fit: _Fit = right(sizes, batch)
+    if fit != EagerReason.OTHER_WIDTH:
         return fit
-    width = ladder.shapes[0].num_tokens // ladder.shapes[0].batch_size
+    width = sizes.shapes[0].num_tokens // sizes.shapes[0].batch_size
     return next(
-        (s for s in ladder.shapes if s.num_tokens >= batch.num_tokens // width * width),
+        (s for s in sizes.shapes if s.num_tokens >= batch.num_tokens // width * width),
         EagerReason.OVER_LARGEST,
     )
 
 
 def _as_decode(runner: Any, batch: ForwardBatch, right: _Fit) -> _Fit:
-    if right is EagerReason.WRONG_MODE and batch.num_tokens == batch.batch_size:
-        fit: _Fit = runner.ladder.fit(replace(batch, forward_mode=ForwardMode.DECODE))
-        return fit
+    if right == EagerReason.WRONG_MODE and batch.num_tokens == batch.batch_size:
+        sizes = CaptureSizes(tuple(runner.shapes()))
+        return sizes.fit(replace(batch, forward_mode=ForwardMode.DECODE))
     return right
 
 
@@ -272,79 +310,88 @@ def _exact_only(_: Any, batch: ForwardBatch, right: _Fit) -> _Fit:
 
 
 def _largest(runner: Any, _: ForwardBatch, right: _Fit) -> _Fit:
-    largest: GraphShape = runner.ladder.shapes[-1]
+    largest: GraphShape = runner.shapes()[-1]
     return largest if isinstance(right, GraphShape) else right
 
 
 def _by_tokens(runner: Any, batch: ForwardBatch, right: _Fit) -> _Fit:
     if isinstance(right, EagerReason):
         return right
-    fits = [s for s in runner.ladder.shapes if s.batch_size >= batch.num_tokens]
+    fits = [s for s in runner.shapes() if s.batch_size >= batch.num_tokens]
     return fits[0] if fits else EagerReason.OVER_LARGEST
 
 
 def _by_length(runner: Any, batch: ForwardBatch, right: _Fit) -> _Fit:
     """Compare lengths with a count of requests."""
     longest = max(batch.seq_lens_cpu.tolist(), default=0)
-    is_long = longest > runner.ladder.shapes[-1].batch_size
+    is_long = longest > runner.shapes()[-1].batch_size
     return EagerReason.OVER_LARGEST if is_long else right
+
+
+def _unlisted(_: Any, batch: ForwardBatch, right: _Fit) -> _Fit:
+    """Answer with a shape of exactly the batch's size, which shapes() does not have."""
+    if isinstance(right, EagerReason) or not batch.batch_size:
+        return right
+    return replace(right, batch_size=batch.batch_size, num_tokens=batch.num_tokens)
 
 
 def _skips_largest(base: type[Any]) -> type[Any]:
     class Skips(base):  # type: ignore[misc]
-        """Captures all shapes but the largest."""
+        """Plans with all sizes, and captures all but the largest."""
 
-        def capture(self, lane: Any) -> None:
-            """Capture below an upper bound."""
-            self.lane = lane
-            for shape in self.ladder.shapes[:-1]:
-                lane.capture(shape)
+        def shapes(self) -> Sequence[GraphShape]:
+            """Return what is below an upper bound."""
+            return super().shapes()[:-1]  # type: ignore[no-any-return]
+
+        def fit(self, batch: ForwardBatch) -> _Fit:
+            """Choose among all sizes."""
+            return CaptureSizes(tuple(super().shapes())).fit(batch)
 
     return Skips
 
 
 _GP12 = [
     Exhibit(
-        name="ladder-bisects-right",
+        name="capture-sizes-bisect-right",
         rule="GP12",
         thread="vllm-project/vllm#54933",
         planted="A batch that fills a bucket is given the next larger one, and the largest batch none.",
         base="cuda_graph",
         lanes=("decode",),
-        around=_method(BucketLadder, "fit", _bisect_right),
-        site="ladder",
+        around=_method(CaptureSizes, "fit", _bisect_right),
+        site="capture sizes",
     ),
     Exhibit(
-        name="ladder-ignores-the-mode",
+        name="capture-sizes-ignore-the-mode",
         rule="GP12",
         thread="paiml/aprender#2030",
         planted="Graphs are keyed by the number of requests alone, so that a prefill of one token each"
         " replays the graph of decode.",
         base="cpu_graph",
         lanes=("decode",),
-        around=_method(BucketLadder, "fit", _any_mode),
-        site="ladder",
+        around=_method(CaptureSizes, "fit", _any_mode),
+        site="capture sizes",
     ),
     Exhibit(
-        name="ladder-ignores-the-width",
+        name="capture-sizes-ignore-the-width",
         rule="GP12",
         thread="vllm-project/vllm#53407",
         planted="A batch whose requests bring another number of tokens than was captured takes a graph by its"
         " tokens.",
         base="reference_runner",
         lanes=("target_verify",),
-        around=_method(ShapeLadder, "fit", _any_width),
-        site="ladder",
+        around=_method(ReferenceSizes, "fit", _any_width),
+        site="capture sizes",
     ),
     Exhibit(
-        name="ladder-ignores-the-mode-of-prefill",
+        name="capture-sizes-ignore-the-mode-of-prefill",
         rule="GP12",
         thread="lightseekorg/tokenspeed#936",
         planted="A ragged batch of any mode takes the graph that was captured for mixed batches.",
         base="reference_runner",
         lanes=("mixed",),
-        around=_method(ShapeLadder, "fit", _any_mode),
-        site="ladder",
+        around=_method(ReferenceSizes, "fit", _any_mode),
+        site="capture sizes",
     ),
     Exhibit(
         name="cuda-graph-classifies-decode-by-its-size",
@@ -357,20 +404,21 @@ _GP12 = [
         site="runner",
     ),
     Exhibit(
-        name="cuda-graph-ladder-of-multiples",
+        name="cuda-graph-captures-multiples",
         rule="GP12",
         thread="GeeeekExplorer/nano-vllm#216",
-        planted="The default ladder ends at the largest multiple of its step that is not above the maximum.",
+        planted="The default capture sizes end at the largest multiple of their step that is not above the"
+        " maximum.",
         base="cuda_graph",
         lanes=("decode",),
         make=_sizing(lambda sizes: [s for s in sizes if s in (1, 2, 4) or s % 8 == 0]),
         site="runner",
     ),
     Exhibit(
-        name="cpu-graph-ladder-without-its-maximum",
+        name="cpu-graph-captures-without-its-maximum",
         rule="GP12",
         thread="sgl-project/sglang#21005",
-        planted="The bound of the default ladder is exclusive, so that the largest step is never replayed.",
+        planted="The bound of the default capture sizes is exclusive: the largest step is never replayed.",
         base="cpu_graph",
         lanes=("decode",),
         make=_sizing(lambda sizes: sizes[:-1] or sizes),
@@ -380,7 +428,7 @@ _GP12 = [
         name="cuda-graph-captures-below-the-largest",
         rule="GP12",
         thread="sgl-project/sglang#21005",
-        planted="The largest shape of the ladder is planned and never captured.",
+        planted="fit() answers with the largest shape, which shapes() leaves out: it is never captured.",
         base="cuda_graph",
         lanes=("decode",),
         make=_skips_largest,
@@ -401,7 +449,7 @@ _GP12 = [
         name="verify-runner-compares-tokens-with-requests",
         rule="GP12",
         thread="vllm-project/vllm#9285",
-        planted="The bucket of a verify is looked up with its draft tokens, in a ladder of requests.",
+        planted="The bucket of a verify is looked up with its draft tokens, among counts of requests.",
         base="reference_runner",
         lanes=("target_verify",),
         make=_fitting(_by_tokens),
@@ -415,6 +463,17 @@ _GP12 = [
         base="cuda_graph",
         lanes=("decode",),
         make=_fitting(_exact_only),
+        site="runner",
+    ),
+    Exhibit(
+        name="verify-runner-fits-shapes-that-are-not-captured",
+        rule="GP12",
+        thread="vllm-project/vllm#53407",
+        planted="fit() answers with a shape of the batch's own size, which is not among shapes(): the batch"
+        " runs eagerly although a captured shape holds it.",
+        base="reference_runner",
+        lanes=("target_verify",),
+        make=_fitting(_unlisted),
         site="runner",
     ),
     Exhibit(
@@ -432,15 +491,15 @@ _GP12 = [
 # -- GP17: ranks -------------------------------------------------------------------------------------
 
 
-def _local_tokens(right: Any, ladder: BucketLadder, batch: ForwardBatch) -> _Fit:
-    fit: _Fit = right(ladder, replace(batch, global_num_tokens_cpu=None))
+def _local_tokens(right: Any, sizes: Any, batch: ForwardBatch, *variant: str) -> _Fit:
+    fit: _Fit = right(sizes, replace(batch, global_num_tokens_cpu=None), *variant)
     return fit
 
 
 def _idle_takes_the_smallest(runner: Any, batch: ForwardBatch, right: _Fit) -> _Fit:
     if batch.batch_size or isinstance(right, EagerReason):
         return right
-    smallest: GraphShape = runner.ladder.shapes[0]
+    smallest: GraphShape = runner.shapes()[0]
     return smallest
 
 
@@ -449,18 +508,16 @@ def _idle_runs_eagerly(_: Any, batch: ForwardBatch, right: _Fit) -> _Fit:
     return right if batch.batch_size or alone else EagerReason.WRONG_MODE
 
 
-def _smallest_first_on_rank_1(base: type[Any]) -> type[Any]:
-    class Orders(base):  # type: ignore[misc]
-        """Captures in another order on one rank."""
+def _fewer_on_rank_1(base: type[Any]) -> type[Any]:
+    class Fewer(base):  # type: ignore[misc]
+        """Captures fewer shapes on one rank."""
 
-        def capture(self, lane: Any) -> None:
-            """Capture in the order of the rank."""
-            self.lane = lane
-            shapes = self.ladder.shapes
-            for shape in shapes if get_parallel().attn_tp_rank else shapes[::-1]:
-                lane.capture(shape)
+        def shapes(self) -> Sequence[GraphShape]:
+            """Return what this rank has the memory for."""
+            shapes: Sequence[GraphShape] = super().shapes()
+            return shapes[get_parallel().attn_tp_rank :]
 
-    return Orders
+    return Fewer
 
 
 def _records_on_rank_0(base: type[Any]) -> type[Any]:
@@ -502,24 +559,24 @@ def _splits_the_batch(right: Any, registry: Any, batch: Any, **counts: int) -> N
 
 _GP17 = [
     Exhibit(
-        name="ladder-looks-at-this-rank-alone",
+        name="capture-sizes-look-at-this-rank-alone",
         rule="GP17",
         thread="vllm-project/vllm#25906",
         planted="The bucket follows from the rank's own tokens: ranks with other loads take other graphs.",
         base="cuda_graph",
         lanes=("decode",),
-        around=_method(BucketLadder, "fit", _local_tokens),
-        site="ladder",
+        around=_method(CaptureSizes, "fit", _local_tokens),
+        site="capture sizes",
     ),
     Exhibit(
-        name="verify-ladder-looks-at-this-rank-alone",
+        name="verify-capture-sizes-look-at-this-rank-alone",
         rule="GP17",
         thread="vllm-project/vllm#18724",
         planted="A verify's bucket follows from the rank's own drafts.",
         base="reference_runner",
         lanes=("target_verify",),
-        around=_method(ShapeLadder, "fit", _local_tokens),
-        site="ladder",
+        around=_method(ReferenceSizes, "fit", _local_tokens),
+        site="capture sizes",
     ),
     Exhibit(
         name="cpu-graph-idle-rank-takes-the-smallest-bucket",
@@ -542,13 +599,13 @@ _GP17 = [
         site="runner",
     ),
     Exhibit(
-        name="cuda-graph-captures-in-the-order-of-the-rank",
+        name="cuda-graph-captures-by-the-rank",
         rule="GP17",
         thread="sgl-project/sglang#25581",
-        planted="One rank captures its shapes in another order than the rest.",
+        planted="One rank captures a shape less than the rest: the sequence of captures is another.",
         base="cuda_graph",
         lanes=("decode",),
-        make=_smallest_first_on_rank_1,
+        make=_fewer_on_rank_1,
         site="runner",
     ),
     Exhibit(
@@ -768,14 +825,14 @@ _GP03 = [
 ]
 
 
-def _last_kv_slot(runner: Any, _: torch.Tensor) -> int:
-    last: int = runner.lane.backend.context.kv_cache.k[0].shape[0] - 1
-    return last
+def _behind_scratch(runner: Any, _: torch.Tensor) -> int:
+    slot: int = runner.context.limits.page_size
+    return slot
 
 
 def _last_row(runner: Any, _: torch.Tensor) -> int:
-    last: int = runner.lane.backend.context.req_to_token.shape[0] - 1
-    return last
+    row: int = runner.context.limits.max_bs
+    return row
 
 
 _GP04 = [
@@ -790,13 +847,13 @@ _GP04 = [
         site="runner",
     ),
     Exhibit(
-        name="cpu-graph-pads-slots-with-the-last",
+        name="cpu-graph-pads-slots-behind-scratch",
         rule="GP04",
         thread="sgl-project/sglang#38997",
-        planted="Padded tokens write the last KV slot, which is believed to be nobody's.",
+        planted="Padded tokens write the first KV slot behind the scratch page, which requests own.",
         base="cpu_graph",
         lanes=("decode",),
-        make=_pads("out_cache_loc", _last_kv_slot),
+        make=_pads("out_cache_loc", _behind_scratch),
         site="runner",
     ),
     Exhibit(
@@ -833,7 +890,8 @@ _GP04 = [
         name="extend-runner-pads-with-the-last-row",
         rule="GP04",
         thread="sgl-project/sglang#38997",
-        planted="Padded requests have the last request row, which the pool hands out.",
+        planted="Padded requests have request row max_bs, which is the last that the pool hands out: row 0 is"
+        " reserved.",
         base="reference_runner",
         lanes=("extend",),
         make=_pads("req_pool_indices", _last_row),
@@ -861,27 +919,11 @@ def _cut_by_tokens(right: Any, registry: CudaGraphBufferRegistry, **more: Any) -
     return replace(view, seq_lens=whole)
 
 
-def _uncounted(base: type[Any]) -> type[Any]:
-    class Uncounted(base):  # type: ignore[misc]
-        """Has no slot for the number of real tokens."""
-
-        context: RunnerContext
-
-        def make_registry(self) -> CudaGraphBufferRegistry | None:
-            """Register the count only where no rank gathers."""
-            whole = self.context
-            self.context = replace(
-                whole,
-                num_token_non_padded=whole.num_token_non_padded
-                and not whole.require_gathered_buffer,
-            )
-            try:
-                made: CudaGraphBufferRegistry | None = super().make_registry()
-            finally:
-                self.context = whole
-            return made
-
-    return Uncounted
+def _uncounted(runner: Any, slots: list[GraphSlot]) -> Sequence[GraphSlot]:
+    """Leave the count of real tokens out wherever ranks gather."""
+    if not runner.context.require_gathered_buffer:
+        return slots
+    return [slot for slot in slots if slot.name != "num_token_non_padded"]
 
 
 def _counts_padding(_: Any, fill: Any, __: Any, batch: Any, shape: Any) -> None:
@@ -930,7 +972,7 @@ _GP05 = [
         planted="The count of real tokens is registered in some set-ups only, though layers ask for it.",
         base="reference_runner",
         lanes=("target_verify",),
-        make=_uncounted,
+        make=_slotting(_uncounted),
         site="runner",
     ),
     Exhibit(
@@ -966,16 +1008,33 @@ _GP05 = [
 ]
 
 
-def _all_rows(runner: Any, _: torch.Tensor, __: ForwardBatch, shape: GraphShape) -> torch.Tensor:
-    outputs: torch.Tensor = runner.lane.captured(shape).graph.outputs
-    return outputs
+def _cuts_nothing(_: Any, __: Step, region: Region) -> Region:
+    def whole() -> StepOutputs:
+        return StepOutputs(**{name: (tensor, "none") for name, tensor in region().items()})
+
+    return whole
 
 
-def _last_rows(
-    runner: Any, rows: torch.Tensor, __: ForwardBatch, shape: GraphShape
-) -> torch.Tensor:
-    outputs: torch.Tensor = runner.lane.captured(shape).graph.outputs
-    return outputs[len(outputs) - len(rows) :]
+def _last_rows(_: Any, step: Step, rows: torch.Tensor) -> torch.Tensor:
+    """Return first as many rows as are real, counted from the padded end, and then the rest."""
+    if not len(rows):
+        return rows
+    real = (step.view.req_pool_indices > 0).sum() * step.view.tokens_per_request
+    at = torch.arange(len(rows), device=rows.device) - real
+    return rows[at % len(rows)]
+
+
+def _uncounted_in_the_model(base: type[Any]) -> type[Any]:
+    class Uncounted(base):  # type: ignore[misc]
+        """Runs the model on a batch of fewer fields than the view has."""
+
+        def compose(self, forward: Forward, step: Step) -> Region:
+            """Leave the count out."""
+            view = replace(step.view, num_token_non_padded=None)
+            region: Region = super().compose(forward, replace(step, view=view))
+            return region
+
+    return Uncounted
 
 
 _GP06 = [
@@ -983,10 +1042,11 @@ _GP06 = [
         name="cuda-graph-hands-padded-rows-to-the-sampler",
         rule="GP06",
         thread="NVIDIA/TensorRT-LLM#5058",
-        planted="What the graph gives is returned whole, padded rows and all.",
+        planted="compose() declares that the rows of its outputs follow no axis, so that they are returned"
+        " whole, padded rows and all.",
         base="cuda_graph",
         lanes=("decode",),
-        make=_running(_all_rows),
+        make=_composing(_cuts_nothing),
         site="runner",
     ),
     Exhibit(
@@ -996,17 +1056,18 @@ _GP06 = [
         planted="As many rows as are real are returned, counted from the padded end.",
         base="reference_runner",
         lanes=("draft_decode",),
-        make=_running(_last_rows),
+        make=_giving(_last_rows),
         site="runner",
     ),
     Exhibit(
         name="cpu-graph-masks-no-padded-token",
         rule="GP06",
         thread="sgl-project/sglang#31838",
-        planted="The view lacks the number of real tokens, so that layers pool padded ones with them.",
+        planted="compose() gives the model a batch without the number of real tokens, so that layers pool"
+        " padded ones with them.",
         base="cpu_graph",
         lanes=("decode",),
-        make=_viewing(lambda view, _: replace(view, num_token_non_padded=None)),
+        make=_uncounted_in_the_model,
         site="runner",
     ),
 ]
@@ -1028,27 +1089,44 @@ def _first_batch_alone(right: Any, names: Sequence[str]) -> Any:
     return fields
 
 
-def _reads_earlier_outputs(base: type[Any]) -> type[Any]:
-    class Late(base):  # type: ignore[misc]
-        """Returns what the graph before gave."""
-
-        def run(self, batch: ForwardBatch, shape: GraphShape | None = None) -> torch.Tensor:
-            """Replay, and return rows of the graph that the last step replayed."""
-            rows: torch.Tensor = super().run(batch, shape)
-            now = self.lane.captured(shape).graph.outputs
-            before = getattr(self, "_before", now)
-            self._before = now
-            return rows if len(before) < len(rows) else before[: len(rows)]
-
-    return Late
+def _outputs_of_the_graph_before(runner: Any, step: Step, rows: torch.Tensor) -> torch.Tensor:
+    """Return what the graph that was recorded before gives, where it has as many rows."""
+    if not step.driver.is_capturing:
+        return rows
+    before: torch.Tensor = vars(runner).get("outputs", rows)
+    runner.outputs = rows
+    return before[: len(rows)] if len(before) >= len(rows) else rows
 
 
-def _prefetches(
-    runner: Any, rows: torch.Tensor, _: ForwardBatch, shape: GraphShape
-) -> torch.Tensor:
-    other = next((s for s in runner.ladder.shapes if s != shape), shape)
-    runner.lane.replay(runner.dummy_batch(other), other)
-    return rows
+def _one_output_buffer(runner: Any, step: Step, rows: torch.Tensor) -> torch.Tensor:
+    """Return rows of one buffer: what the first capture gave."""
+    if not step.driver.is_capturing:
+        return rows
+    buffer: torch.Tensor = vars(runner).setdefault("outputs", rows)
+    if buffer is rows or len(buffer) < len(rows):
+        return rows
+    return buffer[: len(rows)].copy_(rows)
+
+
+def _prefetches(base: type[Any]) -> type[Any]:
+    class Prefetches(base):  # type: ignore[misc]
+        """Wraps every step, and begins the next one in it."""
+
+        @hookimpl(wrapper=True)
+        def run_step(self, lane: Lane) -> Generator[None, Any, Any]:
+            """Run the step, and replay another graph before its outputs are handed on."""
+            before = lane.stats.replays
+            outputs = yield
+            other = next(iter(lane.captured.values()), None)
+            if other is not None and lane.stats.replays > before:
+                lane.launch(lane.prepare(self.dummy(other.step.shape)))
+            return outputs
+
+    return Prefetches
+
+
+def _without(field: str, _: Any, slots: list[GraphSlot]) -> Sequence[GraphSlot]:
+    return [slot for slot in slots if slot.name != field]
 
 
 def _clamps_the_batch(_: Any, fill: Any, __: Any, batch: Any, ___: Any) -> None:
@@ -1131,6 +1209,22 @@ _OTHERS = [
             ("mixed-runner", "reference_runner", "mixed", "extend_seq_lens"),
         )
     ),
+    *(
+        Exhibit(
+            name=f"{name}-has-no-slot-for-{field.replace('_', '-')}",
+            rule="GP02",
+            thread="sgl-project/sglang#39088",
+            planted=f"slots() has none for {field}, which the batches of {lane} carry.",
+            base="reference_runner",
+            lanes=(lane,),
+            make=_slotting(partial(_without, field)),
+            site="runner",
+        )
+        for name, lane, field in (
+            ("draft-extend-runner", "draft_extend", "num_correct_drafts"),
+            ("verify-runner", "target_verify_tree", "tree_mask"),
+        )
+    ),
     Exhibit(
         name="registry-copies-the-first-batch",
         rule="GP02",
@@ -1159,30 +1253,31 @@ _OTHERS = [
         name="draft-runner-returns-the-previous-graphs-outputs",
         rule="GP15",
         thread="pytorch/pytorch#148439",
-        planted="What is returned is the output buffer of the graph that the step before replayed.",
+        planted="What compose() returns is the output buffer of the graph that was recorded before.",
         base="reference_runner",
         lanes=("draft_extend",),
-        make=_reads_earlier_outputs,
+        make=_giving(_outputs_of_the_graph_before),
         site="runner",
     ),
     Exhibit(
         name="cuda-graph-replays-another-graph-before-outputs-are-read",
         rule="GP15",
         thread="sgl-project/sglang#35546",
-        planted="The graph of the next step is replayed while the outputs of this one are still to be read.",
+        planted="A wrapper of run_step replays the graph of the next step while the outputs of this one are"
+        " still to be read.",
         base="cuda_graph",
         lanes=("decode",),
-        make=_running(_prefetches),
+        make=_prefetches,
         site="runner",
     ),
     Exhibit(
-        name="reference-runner-reads-outputs-late",
+        name="verify-runner-has-one-output-buffer",
         rule="GP15",
-        thread="sgl-project/sglang#35546",
-        planted="Another graph is replayed before the outputs of the first are read.",
+        thread="sgl-project/sglang#22930",
+        planted="compose() lets all graphs return rows of one buffer, which the first capture allocated.",
         base="reference_runner",
         lanes=("target_verify",),
-        make=_running(_prefetches),
+        make=_giving(_one_output_buffer),
         site="runner",
     ),
     Exhibit(

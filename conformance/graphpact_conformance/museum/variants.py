@@ -11,12 +11,13 @@ from typing import Any, NamedTuple
 import torch
 
 from graphpact.attention import Buffers, LayerSpec, Limits
-from graphpact.batch import ForwardBatch, ForwardMode
+from graphpact.batch import ForwardBatch
 from graphpact.buffers import CudaGraphBufferRegistry, GraphSlot, PaddingPolicy
-from graphpact.graphs import Event, Stream
+from graphpact.graphs import Event, GraphDriver, Stream
 from graphpact.hookspecs import hookimpl
 from graphpact.pact import bounded
-from graphpact.shapes import BucketLadder, EagerReason, GraphShape
+from graphpact.shapes import CaptureSizes, EagerReason, GraphShape
+from graphpact.step import Forward, Region, Step, StepOutputs
 from graphpact_conformance.museum.exhibit import Variant
 
 CPU = torch.device("cpu")
@@ -538,9 +539,8 @@ def _views_of_its_own(base: type[Any]) -> type[Any]:
         def prepare_replay(
             self, registry: CudaGraphBufferRegistry, batch: ForwardBatch, shape: GraphShape
         ) -> _View:
-            """Populate through the lane, and put a view together."""
-            assert self.lane is not None  # noqa: S101  it has one by now
-            self.lane.populate(registry=registry, batch=batch, shape=shape)
+            """Put a view together."""
+            del batch
             if shape not in self.slices:
                 self.slices[shape] = {
                     slot.name: slot.slice_for(shape.batch_size, shape.num_tokens)
@@ -563,16 +563,19 @@ def _stages_inputs(base: type[Any]) -> type[Any]:
 
         def __init__(self, context: Any) -> None:
             super().__init__(context)
+            self.driver: GraphDriver | None = None
             self.copied: Event | None = None
 
-        def make_registry(self) -> CudaGraphBufferRegistry | None:
+        def slots(self) -> Sequence[GraphSlot]:
             """Add the staging memory to the inputs."""
-            registry: CudaGraphBufferRegistry | None = super().make_registry()
-            if registry is not None:
-                registry.register_slot(
-                    _slot("lengths", lambda bs, _: (bs,), torch.int64, device=CPU)
-                )
-            return registry
+            staging = _slot("lengths", lambda bs, _: (bs,), torch.int64, device=CPU)
+            return [*super().slots(), staging]
+
+        def compose(self, forward: Forward, step: Step) -> Region:
+            """Compose as ever; copies of later steps go through this driver."""
+            self.driver = step.driver
+            region: Region = super().compose(forward, step)
+            return region
 
         @hookimpl
         def populate(
@@ -580,10 +583,10 @@ def _stages_inputs(base: type[Any]) -> type[Any]:
         ) -> None:
             """Fill as ever, and stage lengths."""
             base.populate(self, registry=registry, batch=batch, shape=shape)
-            assert self.lane is not None  # noqa: S101  it has one by now
-            driver = self.lane.driver
+            if self.driver is None:
+                return  # before the first capture
             if self.copied is None:
-                self.copied = driver.event()
+                self.copied = self.driver.event()
             else:
                 self.copied.synchronize()
             staging = registry.get_slot("variant.lengths").slice_for(shape.batch_size, 0)
@@ -591,7 +594,7 @@ def _stages_inputs(base: type[Any]) -> type[Any]:
             numbers[: batch.batch_size] = batch.seq_lens_cpu.numpy()
             numbers[batch.batch_size :] = registry.get_slot("seq_lens").initial_value
             target = registry.get_slot("seq_lens").slice_for(shape.batch_size, 0)
-            driver.copy_async(target, staging)
+            self.driver.copy_async(target, staging)
             self.copied.record()
 
     return Stages
@@ -601,9 +604,9 @@ def _captures_the_longest(base: type[Any]) -> type[Any]:
     class Longest(base):  # type: ignore[misc]
         """Captures dummies of the greatest length there is, on request row 0."""
 
-        def dummy_batch(self, shape: GraphShape) -> ForwardBatch:
+        def dummy(self, shape: GraphShape) -> ForwardBatch:
             """Return requests of the greatest length."""
-            dummy: ForwardBatch = super().dummy_batch(shape)
+            dummy: ForwardBatch = super().dummy(shape)
             most = self.context.limits.max_context_len - dummy.drafts_in_rows
             lens = torch.full_like(dummy.seq_lens, most)
             return replace(dummy, seq_lens=lens, seq_lens_cpu=lens.cpu().clone())
@@ -611,57 +614,45 @@ def _captures_the_longest(base: type[Any]) -> type[Any]:
     return Longest
 
 
-def _captures_the_smallest_first(base: type[Any]) -> type[Any]:
-    class SmallestFirst(base):  # type: ignore[misc]
-        """Captures in another order, every shape twice."""
+def _lists_the_largest_first(base: type[Any]) -> type[Any]:
+    class LargestFirst(base):  # type: ignore[misc]
+        """Lists its shapes from the largest down, and chooses among them by a search of its own."""
 
-        def capture(self, lane: Any) -> None:
-            """Capture upwards, and again."""
-            self.lane = lane
-            for shape in [*self.ladder.shapes, *self.ladder.shapes]:
-                lane.capture(shape)
+        def shapes(self) -> Sequence[GraphShape]:
+            """Return a new list, the largest first."""
+            return [*super().shapes()][::-1]
 
-    return SmallestFirst
+        def fit(self, batch: ForwardBatch) -> GraphShape | EagerReason:
+            """Go down as long as the batch has room."""
+            fit = super().fit(batch)
+            if isinstance(fit, EagerReason):
+                return fit
+            largest = max(batch.global_num_tokens_cpu or (0,))
+            rooms = [s for s in self.shapes() if s.num_tokens >= max(batch.num_tokens, largest)]
+            return rooms[-1]
 
-
-@dataclass(frozen=True)
-class _Tiers(BucketLadder):
-    """A ladder of two graphs for each bucket: for short sequences and for long ones."""
-
-    longest: int = 16
-
-    @property
-    def shapes(self) -> list[GraphShape]:
-        """Every bucket twice."""
-        width = self.tokens_per_request
-        return [
-            GraphShape(self.mode, size, size * width, variant)
-            for size in sorted(set(self.batch_sizes))
-            for variant in ("short", "long")
-        ]
-
-    def fit(self, batch: ForwardBatch) -> GraphShape | EagerReason:
-        """Return the bucket and its tier; ranks that gather all take the tier of long sequences."""
-        fit = BucketLadder(self.mode, self.batch_sizes, self.tokens_per_request).fit(batch)
-        if isinstance(fit, EagerReason):
-            return fit
-        is_alone = batch.global_num_tokens_cpu is None
-        is_short = max(batch.seq_lens_cpu.tolist(), default=0) <= self.longest
-        return replace(fit, variant="short" if is_alone and is_short else "long")
+    return LargestFirst
 
 
 def _has_tiers(base: type[Any]) -> type[Any]:
     class HasTiers(base):  # type: ignore[misc]
         """Captures a graph for short sequences and one for long ones, of every size."""
 
-        def make_ladder(self) -> BucketLadder:
-            """Return the sizes, in tiers."""
-            plain = super().make_ladder()
-            return _Tiers(ForwardMode.DECODE, plain.batch_sizes)
+        def shapes(self) -> Sequence[GraphShape]:
+            """Return every size twice."""
+            plain = super().shapes()
+            return [replace(shape, variant=tier) for shape in plain for tier in ("short", "long")]
 
-        def dummy_batch(self, shape: GraphShape) -> ForwardBatch:
+        def fit(self, batch: ForwardBatch) -> GraphShape | EagerReason:
+            """Return the size and its tier; ranks that gather all take the tier of long sequences."""
+            is_alone = batch.global_num_tokens_cpu is None
+            is_short = max(batch.seq_lens_cpu.tolist(), default=0) <= 16
+            sizes = CaptureSizes(tuple(self.shapes()))
+            return sizes.fit(batch, "short" if is_alone and is_short else "long")
+
+        def dummy(self, shape: GraphShape) -> ForwardBatch:
             """Return a dummy of the tier."""
-            dummy: ForwardBatch = super().dummy_batch(shape)
+            dummy: ForwardBatch = super().dummy(shape)
             if shape.variant == "short":
                 return dummy
             lens = torch.full_like(dummy.seq_lens, 40)
@@ -676,39 +667,75 @@ def _has_a_cap(base: type[Any]) -> type[Any]:
 
         def default_batch_sizes(self) -> list[int]:
             """Return every size up to the cap."""
-            return [*range(1, min(self.context.max_bs, 8) + 1)]
+            return [*range(1, min(self.context.limits.max_bs, 8) + 1)]
 
     return HasACap
 
 
-def _keeps_inputs_together(base: type[Any]) -> type[Any]:
-    class Together(base):  # type: ignore[misc]
-        """Has token ids and positions as two columns of one tensor."""
+def _first_column(buffer: torch.Tensor, n: int) -> torch.Tensor:
+    return buffer[:n, 0]
 
-        def make_registry(self) -> CudaGraphBufferRegistry | None:
-            """Register the inputs of the base, two of them elsewhere."""
-            made: CudaGraphBufferRegistry | None = super().make_registry()
-            if made is None:
-                return None
-            registry = CudaGraphBufferRegistry(
-                device=made.device, max_bs=made.max_bs, max_num_tokens=made.max_num_tokens
-            )
-            columns = torch.zeros(made.max_num_tokens, 2, dtype=torch.int64, device=made.device)
-            for slot in made.declared():
-                again = replace(slot, buffer=None)
-                at = (
-                    ("input_ids", "positions").index(slot.name)
-                    if slot.name
-                    in (
-                        "input_ids",
-                        "positions",
-                    )
-                    else None
+
+def _has_strided_inputs(base: type[Any]) -> type[Any]:
+    class Strided(base):  # type: ignore[misc]
+        """Has token ids and positions as columns of wider tensors."""
+
+        def slots(self) -> Sequence[GraphSlot]:
+            """Return the inputs, two of them with a stride."""
+            wide = {"shape_fn": lambda _, tokens: (tokens, 2), "slice_fn": _first_column}
+            return [
+                replace(slot, **wide) if slot.name in ("input_ids", "positions") else slot
+                for slot in super().slots()
+            ]
+
+    return Strided
+
+
+# -- what is recorded --------------------------------------------------------------------------------
+
+
+def _attends_between_segments(base: type[Any]) -> type[Any]:
+    class Breakable(base):  # type: ignore[misc]
+        """Records everything but attention, which is an eager call between two segments."""
+
+        def compose(self, forward: Forward, step: Step) -> Region:
+            """Return a forward pass whose attention reads the metadata of each replay."""
+
+            def attend(
+                q: torch.Tensor,
+                k: torch.Tensor | None,
+                v: torch.Tensor | None,
+                layer: LayerSpec,
+                metadata: Any,
+            ) -> torch.Tensor:
+                del metadata  # that of the capture
+                return step.driver.eager_call(step.attend, q, k, v, layer)
+
+            return lambda: forward(step.view, step.metadata, attend)
+
+    return Breakable
+
+
+def _runs_three_times(base: type[Any]) -> type[Any]:
+    class ThreeTimes(base):  # type: ignore[misc]
+        """Records three forward passes in one graph, each with its own outputs."""
+
+        def compose(self, forward: Forward, step: Step) -> Region:
+            """Return three passes over the same view; the last one's rows are the step's."""
+
+            def region() -> StepOutputs:
+                first, second, last = (
+                    forward(step.view, step.metadata, step.backend.forward) for _ in range(3)
                 )
-                registry.register_slot(again, bind=None if at is None else columns[:, at])
-            return registry
+                given = {name: (tensor, last.axes[name]) for name, tensor in last.items()}
+                for which, outputs in (("first", first), ("second", second)):
+                    for name, tensor in outputs.items():
+                        given[f"{which}_{name}"] = tensor, outputs.axes[name]
+                return StepOutputs(**given)
 
-    return Together
+            return region
+
+    return ThreeTimes
 
 
 VARIANTS: list[Variant] = [
@@ -874,11 +901,11 @@ VARIANTS: list[Variant] = [
         make=_captures_the_longest,
     ),
     Variant(
-        name="smallest-captured-first",
-        style="Shapes are captured from the smallest up, and each of them again.",
+        name="largest-listed-first",
+        style="shapes() is a new list each time, the largest shape first, and fit() searches it by itself.",
         base="cuda_graph",
         lanes=("decode",),
-        make=_captures_the_smallest_first,
+        make=_lists_the_largest_first,
     ),
     Variant(
         name="tiers-of-length",
@@ -888,18 +915,32 @@ VARIANTS: list[Variant] = [
         make=_has_tiers,
     ),
     Variant(
-        name="ladder-with-a-cap",
+        name="capture-sizes-with-a-cap",
         style="Steps beyond a cap run eagerly, with their reason.",
         base="cuda_graph",
         lanes=("decode",),
         make=_has_a_cap,
     ),
     Variant(
-        name="inputs-in-one-tensor",
-        style="Token ids and positions are columns of one tensor.",
+        name="inputs-with-a-stride",
+        style="Token ids and positions are columns of wider tensors.",
         base="cuda_graph",
         lanes=("decode",),
-        make=_keeps_inputs_together,
+        make=_has_strided_inputs,
+    ),
+    Variant(
+        name="attention-between-segments",
+        style="Attention is an eager call between two segments of a graph, with the metadata of each replay.",
+        base="reference_runner",
+        lanes=("decode", "extend"),
+        make=_attends_between_segments,
+    ),
+    Variant(
+        name="three-passes-in-one-graph",
+        style="The model runs three times in one graph, each pass with outputs of its own.",
+        base="reference_runner",
+        lanes=("decode", "extend"),
+        make=_runs_three_times,
     ),
 ]
 """What has to pass."""

@@ -1,0 +1,125 @@
+"""Runners that compose graphs otherwise, on every driver: eager calls between segments, three passes.
+
+Does not: hold them to the rules; the museum does.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+
+from compiling import compiler  # noqa: F401  a fixture
+from graphpact.graphs import GraphDriver
+from graphpact_conformance.experiments.base import differences
+from graphpact_conformance.museum import VARIANTS
+from graphpact_conformance.problems import configs_of
+from graphpact_conformance.reference import ReferenceBackend, ReferenceRunner
+from graphpact_conformance.rig import CPU, Rig
+from graphpact_conformance.suite import draw
+from graphpact_cpu_graph.inductor import InductorDriver
+from graphpact_cuda_graph.driver import CudaDriver
+from graphpact_tape.tape import TapeDriver
+
+Driver = Callable[[torch.device], GraphDriver]
+SEGMENTS, PASSES = "attention-between-segments", "three-passes-in-one-graph"
+MODES = ("decode", "extend")
+DRIVERS: dict[str, Driver] = {
+    "tape": TapeDriver,
+    "strict tape": partial(TapeDriver, strict=True),
+}
+
+
+def _replays(
+    name: str,
+    mode: str,
+    driver: Driver,
+    *,
+    guarded: bool = False,
+    device: torch.device = CPU,
+    smallest: bool = False,
+) -> Rig:
+    """Replay batches through a variant of the kit's runner, compare each with the oracle, return the rig.
+
+    Args:
+        name: Of the variant.
+        mode: Of the batches.
+        driver: Makes the lane's.
+        guarded: See `Rig`.
+        device: See `Rig`.
+        smallest: Capture the smallest shape alone, and replay what fits it.
+    """
+    variant = next(v for v in VARIANTS if v.name == name)
+    config = next(
+        c
+        for c in configs_of(ReferenceBackend.capabilities)
+        if str(c) == f"{mode}-page16-gqa-float32"
+    )
+    rig = Rig(
+        config,
+        backend=ReferenceBackend,
+        runner=variant.make(ReferenceRunner),
+        driver=driver,
+        guarded=guarded,
+        device=device,
+        pact="always",
+        capture=False,
+    )
+    shapes = rig.lane.shapes[:1] if smallest else rig.lane.shapes
+    for shape in shapes:
+        rig.lane.capture(shape)
+    (steps,) = draw(config, 1, 0)
+    for problem in steps:
+        if rig.lane.fit(rig.batch_of(problem)) not in shapes:
+            continue
+        step = rig.step(problem)
+        assert step.error is None, step.error
+        assert step.replays == 1
+        assert not differences(rig, step, rig.answer(problem))
+        eager = rig.step(problem, eagerly=True)
+        assert not differences(rig, eager, rig.answer(problem))
+    return rig
+
+
+def _is_composed(rig: Rig, name: str) -> None:
+    """Verify that every graph has what its runner composed: segments, or outputs of three passes."""
+    for captured in rig.lane.captured.values():
+        if name == SEGMENTS:
+            assert captured.graph.num_segments == len(rig.layers) + 1
+        else:
+            assert captured.graph.num_segments == 1
+            assert {*captured.graph.outputs} == {"rows", "first_rows", "second_rows"}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", [SEGMENTS, PASSES])
+@pytest.mark.parametrize("driver", DRIVERS)
+def test_a_tape_replays_what_a_runner_composes(driver: str, name: str, mode: str) -> None:
+    """Replays and eager runs give what the oracle gives, fast and strict."""
+    _is_composed(_replays(name, mode, DRIVERS[driver], guarded=driver == "strict tape"), name)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", [SEGMENTS, PASSES])
+def test_inductor_records_what_a_runner_composes(
+    name: str, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the driver gives the compiler, run as it is, gives the same."""
+    monkeypatch.setattr(torch._inductor, "compile", lambda module, _, __: module)
+    _is_composed(_replays(name, mode, InductorDriver), name)
+
+
+@pytest.mark.parametrize("name", [SEGMENTS, PASSES])
+@pytest.mark.usefixtures("compiler")
+def test_inductor_compiles_what_a_runner_composes(name: str) -> None:
+    """Compiled segments give the same, with attention between them or with three passes in one."""
+    _is_composed(_replays(name, "decode", InductorDriver, smallest=True), name)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="it needs a CUDA device")
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", [SEGMENTS, PASSES])
+def test_cuda_graphs_replay_what_a_runner_composes(name: str, mode: str) -> None:
+    """CUDA graphs give the same."""
+    _is_composed(_replays(name, mode, CudaDriver, device=torch.device("cuda")), name)
