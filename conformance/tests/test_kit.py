@@ -61,8 +61,7 @@ def test_a_sequence_is_what_it_says(data: st.DataObject) -> None:
     assert (len(exact.requests), len(exact.tokens)) == (large.batch_size, large.num_tokens)
     assert not idle.requests
     assert len(padded.requests) < large.batch_size
-    steps += [*neighbours(config, padded), corner(config)]
-    for problem in steps:
+    for problem in (*steps, *neighbours(config, padded), corner(config)):
         batch, table = problem.batch(), problem.page_table(config)
         slots = [s for r in problem.requests for s in r.cached]
         slots += [s for t in problem.tokens for s in t.slots]
