@@ -51,17 +51,17 @@ def test_a_sequence_is_what_it_says(data: st.DataObject) -> None:
     case = config.case
     if case.mode is ForwardMode.IDLE:
         return
-    steps: Drawn = data.draw(sequences(config))
+    drawn: Drawn = data.draw(sequences(config))
     context = RunnerContext(CPU, ReferenceBackend.capabilities, config.limits, mode=case.mode)
     runner = ReferenceRunner(context)
-    fits = [runner.fit(problem.batch()) for problem in steps]
+    fits = [runner.fit(problem.batch()) for problem in drawn]
     small, large = static_shapes(case)
     assert fits == [large, small, small, large]
-    exact, _, idle, padded = steps
+    exact, _, idle, padded = drawn
     assert (len(exact.requests), len(exact.tokens)) == (large.batch_size, large.num_tokens)
     assert not idle.requests
     assert len(padded.requests) < large.batch_size
-    for problem in (*steps, *neighbours(config, padded), corner(config)):
+    for problem in (*drawn, *neighbours(config, padded), corner(config)):
         batch, table = problem.batch(), problem.page_table(config)
         slots = [s for r in problem.requests for s in r.cached]
         slots += [s for t in problem.tokens for s in t.slots]

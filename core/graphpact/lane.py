@@ -31,10 +31,12 @@ from graphpact.buffers import CudaGraphBufferRegistry, PaddingPolicy, SharedBuff
 from graphpact.errors import CaptureError, ConfigError, EngineError
 from graphpact.graphs import DeclaredMemory, Externals, Graph, GraphDriver
 from graphpact.hookspecs import hookimpl
+from graphpact.memory_map import MemoryMap
 from graphpact.pact import Pact, walk
 from graphpact.runners import GraphRunner
 from graphpact.shapes import EagerReason, GraphShape
 from graphpact.step import Forward, Step, StepOutputs
+from graphpact.tensors import storage_id
 
 PactMode = Literal["always", "sampled", "off"]
 
@@ -310,12 +312,13 @@ class Lane:
             graph = driver.capture(record)
         try:
             self._require_outputs(graph.outputs, shape)
-            used = {t.untyped_storage().data_ptr() for t in graph.external_tensors() or ()}
-            held = self._held_by_backend(used)
+            used = {storage_id(t) for t in graph.external_tensors() or ()}
+            memory = MemoryMap(registry, self.backend)
+            held = [*memory.attributes(used)]
             roots = {"view": view, "metadata": metadata, **_root(self.backend, held)}
             pact = Pact.of(shape, registry, **roots)
             if driver.strict:
-                self._require_slots(shape, metadata, used)
+                self._require_slots(shape, metadata, memory, used)
         except BaseException:
             graph.release()
             raise
@@ -437,15 +440,9 @@ class Lane:
             )
         outputs.require_rows(shape)
 
-    def _held_by_backend(self, used: set[int]) -> list[str]:
-        """Return the attributes of the backend whose storages, by address, a graph has ``used``."""
-        return [
-            name
-            for name, value in vars(self.backend).items()
-            if isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() in used
-        ]
-
-    def _require_slots(self, shape: GraphShape, metadata: Any, used: set[int]) -> None:
+    def _require_slots(
+        self, shape: GraphShape, metadata: Any, memory: MemoryMap, used: set[int]
+    ) -> None:
         """Refuse metadata in storages that a graph has ``used``, outside the registry.
 
         No step refreshes such memory, and no strict lane poisons it.
@@ -453,15 +450,11 @@ class Lane:
         Raises:
             CaptureError: Names the field.
         """
-        context, registry = self.backend.context, self.registry
-        others = [*kv_tensors(context.kv_cache).values(), context.req_to_token]
-        known = {t.untyped_storage().data_ptr() for t in others}
         for path, value in walk({"metadata": metadata}):
             if (
                 isinstance(value, torch.Tensor)
-                and value.untyped_storage().data_ptr() in used - known
-                and registry is not None
-                and registry.slot_of(value) is None
+                and storage_id(value) in used
+                and not memory.is_declared(value)
             ):
                 raise CaptureError(
                     f"lane {self.name!r}: {shape}: the graph reads {path}, which is no slot's memory",
@@ -539,21 +532,7 @@ def declared_memory(registry: CudaGraphBufferRegistry, backend: AttentionBackend
     Slots are written anew by the preparation of every replay, but for those that are filled once and for
     all: workspaces.
     """
-    context = backend.context
-    caches = kv_tensors(context.kv_cache)
-    names = {t.data_ptr(): name for name, t in caches.items()}
-    names[context.req_to_token.data_ptr()] = "req_to_token"
-
-    def name_of(tensor: torch.Tensor) -> str | None:
-        slot = registry.slot_of(tensor)
-        if slot is not None:
-            return slot.label
-        address = tensor.untyped_storage().data_ptr()
-        for name, value in vars(backend).items():
-            if isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() == address:
-                return f"{type(backend).__name__}.{name}"
-        return names.get(address)
-
+    caches = kv_tensors(backend.context.kv_cache)
     slots = {slot.name: slot.buffer for slot in registry if slot.buffer is not None}
     once = {slot.name for slot in registry if slot.padding_policy is PaddingPolicy.FILL_ONCE}
     host = [slot for slot in registry if slot.device == torch.device("cpu")]
@@ -563,5 +542,5 @@ def declared_memory(registry: CudaGraphBufferRegistry, backend: AttentionBackend
         workspaces=[t for name, t in slots.items() if name in once],
         caches=[*caches.values()],
         host=[t for t in host_memory if t is not None],
-        name_of=name_of,
+        name_of=MemoryMap(registry, backend).name_of,
     )

@@ -13,10 +13,12 @@ from collections.abc import Sequence
 import torch
 
 from graphpact.buffers import BoundSlot
+from graphpact.tensors import same
 from graphpact_conformance.experiments.base import (
     Findings,
     altered,
     differences,
+    how_far,
     put,
     same_step,
     spell,
@@ -24,7 +26,7 @@ from graphpact_conformance.experiments.base import (
 )
 from graphpact_conformance.problems import Drawn, Problem, assorted, corner, neighbours, steady
 from graphpact_conformance.results import Finding
-from graphpact_conformance.rig import TOLERANCE, Leaf, Rig, StepRecord, same
+from graphpact_conformance.rig import Leaf, Rig, StepRecord
 from graphpact_conformance.subject import LaneUnderTest, Way, poison_slot
 from graphpact_tape.guard import is_due
 from graphpact_tape.poison import poison_of
@@ -277,8 +279,7 @@ def _is_off(lane: LaneUnderTest, rig: Rig, step: StepRecord) -> torch.Tensor:
     """Return where the rows of a step that ended are not the oracle's."""
     answer = lane.answer(rig, step.problem).rows
     assert step.rows is not None  # noqa: S101  it ended
-    allowed = TOLERANCE[rig.config.dtype] * (1 + answer.abs())
-    return ~((step.rows.double() - answer).abs() <= allowed)  # NaN is off
+    return how_far(rig, step.rows, answer) > 1
 
 
 def _help(lane: LaneUnderTest, leaf: Leaf, rule: str) -> str:
