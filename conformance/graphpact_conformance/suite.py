@@ -270,7 +270,7 @@ def _with_shapes_of(
     """Return a configuration with the shapes that a runner captures by itself, where it is not told which."""
     context = runner_context(config, backend.capabilities, device)
     try:
-        shapes = tuple(runner(context).shapes())
+        shapes = tuple(sorted(runner(context).shapes(), key=lambda s: (s.num_tokens, s.batch_size)))
     except Exception:  # noqa: BLE001  anybody's code; capturing it will tell
         return config
     return config if list(shapes) == list(config.shapes) else replace(config, ladder=shapes)
