@@ -166,7 +166,7 @@ BROKEN = {
     "wrong_kind": (GOOD + "    Runner = Driver", "not to a class derived from graphpact.runners"),
     "abstract": (
         "from graphpact.runners import GraphRunner\nclass Runner(GraphRunner): modes = frozenset()",
-        "Runner is abstract: it lacks dummy_batch, make_ladder, make_registry",
+        "Runner is abstract: it lacks shapes",
     ),
     "no_modes": (GOOD + "    del Runner.modes", "Good does not set modes"),
     "misspelt": (

@@ -148,6 +148,7 @@ def _is_machinery(frame: FrameType) -> bool:
     return (
         "/torch/" in filename
         or "/graphpact/graphs/" in filename
+        or "/graphpact_tape/" in filename
         or filename.startswith("<")
         or filename.endswith("contextlib.py")
         or frame.f_globals.get("__tracebackhide__") is True
