@@ -106,9 +106,9 @@ class Verifier:
             self._replay.metadata = metadata
         return metadata
 
-    # -- the step --------------------------------------------------------------------------------
+    # -- the step: in the order of the observers, inside a guard that poisons unowned memory first ---
 
-    @hookimpl(wrapper=True, tryfirst=True)
+    @hookimpl(wrapper=True)
     def run_step(self, lane: Lane, batch: ForwardBatch) -> _Around:
         """Compare the outputs of a replay with those of an eager run.
 
