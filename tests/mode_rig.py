@@ -129,7 +129,7 @@ class ModeRig:
         positions = torch.cat(
             [
                 torch.full((n,), p) if drafts else torch.arange(p, p + n)
-                for p, n in zip(lengths, count)
+                for p, n in zip(lengths, count, strict=True)
             ]
         )
         of = rows.repeat_interleave(added)

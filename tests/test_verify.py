@@ -846,7 +846,7 @@ class Counting(CudaGraphRunner):
     """Has slots that are computed, and one that a batch may lack."""
 
     def slots(self) -> list[GraphSlot]:
-        """Return declarations of which ``global_num_tokens_gpu`` is the padded count, whatever a batch says."""
+        """Return declarations of which ``global_num_tokens_gpu`` is always the padded count."""
         registry = build_decode_registry(
             max_bs=4,
             max_num_token=4,
