@@ -2,7 +2,7 @@
 
 import dataclasses
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import pluggy
@@ -17,15 +17,25 @@ from graphpact import (
     ForwardMode,
     GraphShape,
     Limits,
+    Pact,
+    Step,
+    StepOutputs,
     hookimpl,
     hookspecs,
 )
 from graphpact.buffers import FillContext, GraphSlot, fills
-from graphpact.errors import CaptureError, ConfigError, EngineError, PactBreach, SlotError
+from graphpact.errors import (
+    CaptureError,
+    ConfigError,
+    EngineError,
+    GraphpactError,
+    PactBreach,
+    SlotError,
+)
 from graphpact.runners import EagerRunner
 from graphpact_cuda_graph import CudaGraphRunner
 from graphpact_flashinfer import FlashInferBackend, FlashInferMetadata
-from lane_rig import HOOKS, SHAPE_OF, VOCAB, Rig
+from lane_rig import DTYPE, HOOKS, LAYER, SHAPE_OF, VOCAB, WIDTH, Rig
 
 
 @pytest.fixture(autouse=True)
@@ -301,6 +311,185 @@ def test_the_contract_is_five_first_result_hooks() -> None:
         "run_step": ("lane", "batch"),
     }
     assert all(s.opts["firstresult"] for s in found.values())
+
+
+# -- outputs ---------------------------------------------------------------------------------------
+
+
+def _gives(outputs: Callable[[StepOutputs], Any], **lane: Any) -> Rig:
+    """Return a captured rig whose model gives ``outputs`` of what it computes."""
+    rig = Rig(capture=False, **lane)
+    plain = rig.model
+    rig.lane.model = lambda batch, metadata, attend: outputs(plain(batch, metadata, attend))
+    rig.lane.capture_all()
+    return rig
+
+
+def test_a_shape_with_as_many_tokens_as_requests_is_captured() -> None:
+    """Decode outputs by request and by token are cut by what they declare, though counts are equal."""
+
+    def both(outputs: StepOutputs) -> StepOutputs:
+        logits = outputs.logits
+        return StepOutputs(
+            logits=(logits, "bs"), hidden=(logits * 2, "tokens"), table=(logits.sum(0), "none")
+        )
+
+    rig = _gives(both)
+    outputs = rig.lane.run(rig.batch(3, 2, 4))
+    assert outputs.logits.shape == outputs["hidden"].shape == (3, VOCAB)
+    assert torch.equal(outputs["hidden"], outputs.logits * 2)
+    assert outputs["table"].shape == (VOCAB,)
+    assert dict(outputs.axes) == {"logits": "bs", "hidden": "tokens", "table": "none"}
+
+
+@pytest.mark.parametrize(
+    ("outputs", "says"),
+    [
+        (lambda o: o.logits, r"decode\[bs=4, tokens=4\] gave a Tensor, not StepOutputs"),
+        (lambda o: None, "gave a NoneType, not StepOutputs"),
+        (
+            lambda o: StepOutputs(logits=(o.logits, "bs"), hidden=(o.logits[:-1], "tokens")),
+            "output 'hidden' has 3 rows; by its axis 'tokens' it has to have 4",
+        ),
+        (lambda o: StepOutputs(hidden=(o.logits.sum(), "bs")), "output 'hidden' is .* no rows"),
+        (lambda o: StepOutputs(hidden=(o.logits, "rows")), "output 'hidden' has the axis 'rows'"),
+    ],
+)
+def test_outputs_without_clear_rows_are_refused_at_capture(
+    outputs: Callable[[StepOutputs], Any], says: str
+) -> None:
+    """An unknown axis, missing rows and a wrong count are refused with the output's name; no graph is kept."""
+    rig = Rig(capture=False)
+    plain = rig.model
+    rig.lane.model = lambda batch, metadata, attend: outputs(plain(batch, metadata, attend))
+    with pytest.raises(GraphpactError, match=says):
+        rig.lane.capture_all()
+    assert not rig.lane.captured
+    assert not rig.lane.stats.shapes
+
+
+# -- prepared and launched -------------------------------------------------------------------------
+
+
+def test_there_is_one_record_of_each_captured_shape() -> None:
+    """The lane keeps a mapping of shapes to records, each with its step, graph, pact and statistics."""
+    rig = Rig()
+    captured = rig.lane.captured
+    assert [shape.batch_size for shape in captured] == [4, 2, 1]
+    for shape, record in captured.items():
+        assert record.step.shape == shape
+        assert record.step.num_tokens == shape.num_tokens
+        assert record.stats is rig.lane.stats.shapes[shape]
+        assert rig.lane.registry is not None
+        again = rig.lane.registry.static_inputs(rig.batch(1), shape)
+        assert record.step.view is again
+    with pytest.raises(TypeError):
+        captured[SHAPE_OF[1]] = captured[SHAPE_OF[2]]  # type: ignore[index]
+
+
+def test_a_shape_that_is_captured_again_has_one_record() -> None:
+    """A second capture of a shape replaces its record and its statistics, and replays stay right."""
+    rig = Rig()
+    first = rig.lane.captured[SHAPE_OF[2]]
+    rig.lane.capture(SHAPE_OF[2])
+    second = rig.lane.captured[SHAPE_OF[2]]
+    assert second is not first
+    assert second.step.view is first.step.view
+    assert len(rig.lane.captured) == 3
+    assert rig.agrees(3, 5)
+    assert second.stats.replays == 1
+
+
+def test_a_run_is_a_launch_of_what_was_prepared() -> None:
+    """Prepared and launched apart, a step gives what `run` gives, to the bit, replayed or eager."""
+    one, other = Rig(), Rig()
+    for lengths in ((3,), (1, 8, 2), (1, 1, 1, 1, 1)):
+        whole = one.lane.run(one.batch(*lengths))
+        prepared = other.lane.prepare(other.batch(*lengths))
+        apart = other.lane.launch(prepared)
+        assert torch.equal(whole.logits, apart.logits)
+    assert one.lane.stats.eager == other.lane.stats.eager
+    assert one.lane.stats.replays == other.lane.stats.replays == 2
+
+
+@pytest.mark.parametrize("lengths", [(3, 2), (1, 1, 1, 1, 1)], ids=["replay", "eager"])
+def test_a_prepared_step_is_launched_once_and_before_the_next(lengths: tuple[int, ...]) -> None:
+    """A step that was launched, or prepared before another or before a capture, is refused and not run."""
+    rig = Rig()
+    prepared = rig.lane.prepare(rig.batch(*lengths))
+    rig.lane.launch(prepared)
+    counted = rig.lane.stats.replays, rig.lane.stats.eager.total()
+    for between in (
+        lambda: None,
+        lambda: rig.lane.prepare(rig.batch(2)),
+        lambda: rig.lane.capture(SHAPE_OF[1]),
+    ):
+        between()
+        with pytest.raises(EngineError, match="launched that was not the last to be prepared"):
+            rig.lane.launch(prepared)
+        prepared = rig.lane.prepare(rig.batch(*lengths))
+    assert (rig.lane.stats.replays, rig.lane.stats.eager.total()) == counted
+
+
+def test_the_order_of_a_step() -> None:
+    """A step is fill, view, metadata, pact, replay; a capture is fill, view, metadata, recorded work, pact."""
+    order: list[str] = []
+
+    class Ordered(FlashInferBackend):
+        def forward(self, *args: Any) -> torch.Tensor:
+            order.append("forward")
+            return super().forward(*args)
+
+    watcher = Watcher()
+    watcher.seen = order
+    rig = Rig(observers=[watcher], backend=Ordered, capture=False, metadata_in_graph=False)
+    with pytest.MonkeyPatch.context() as patch:
+        of, check = Pact.of, Pact.check
+        patch.setattr(Pact, "of", lambda *a, **k: (order.append("pact"), of(*a, **k))[1])
+        patch.setattr(Pact, "check", lambda *a, **k: (order.append("check"), check(*a, **k))[1])
+        rig.lane.capture(SHAPE_OF[4])
+        assert [*dict.fromkeys(order)] == [
+            "populate",
+            "prepare_replay",
+            "init_metadata_capture",
+            "forward",
+            "pact",
+        ]
+        order.clear()
+        graph = rig.lane.captured[SHAPE_OF[4]].graph
+        replay = graph.replay
+        graph.replay = lambda: (order.append("replay"), replay())[1]
+        rig.lane.run(rig.batch(1, 2, 3))
+    assert order == [
+        "run_step",
+        "populate",
+        "prepare_replay",
+        "init_metadata_replay",
+        "check",
+        "replay",
+    ]
+
+
+def test_the_step_sees_the_live_batch_and_its_metadata() -> None:
+    """What a runner composed finds the view, the live batch and the metadata of the last replay in its step."""
+    steps: list[Step] = []
+
+    class Composes(CudaGraphRunner):
+        def compose(self, forward: Any, step: Step) -> Any:
+            steps.append(step)
+            return super().compose(forward, step)
+
+    rig = Rig(runner=Composes)
+    assert [step.shape.batch_size for step in steps] == [4, 2, 1]
+    batch = rig.batch(2, 3, 4)
+    rig.lane.run(batch)
+    captured = rig.lane.captured[SHAPE_OF[4]]
+    assert steps[0] is captured.step
+    assert steps[0].live is batch
+    assert steps[0].view.seq_lens.tolist() == [2, 3, 4, 1]
+    q, k, v = (torch.ones(4, 1, WIDTH, dtype=DTYPE) for _ in range(3))
+    attended = rig.backend.forward(q, k, v, LAYER, steps[0].metadata)
+    assert torch.equal(steps[0].attend(q, k, v, LAYER), attended)
 
 
 # -- planted bugs ----------------------------------------------------------------------------------
