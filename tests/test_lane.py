@@ -358,7 +358,7 @@ def test_a_shape_with_as_many_tokens_as_requests_is_captured() -> None:
 def test_outputs_without_clear_rows_are_refused_at_capture(
     outputs: Callable[[StepOutputs], Any], says: str
 ) -> None:
-    """An unknown axis, missing rows and a wrong count are refused with the output's name; no graph is kept."""
+    """An unknown axis, missing rows and a wrong count are refused by the output's name; no graph is kept."""
     rig = Rig(capture=False)
     plain = rig.model
     rig.lane.model = lambda batch, metadata, attend: outputs(plain(batch, metadata, attend))
@@ -432,7 +432,7 @@ def test_a_prepared_step_is_launched_once_and_before_the_next(lengths: tuple[int
 
 
 def test_the_order_of_a_step() -> None:
-    """A step is fill, view, metadata, pact, replay; a capture is fill, view, metadata, recorded work, pact."""
+    """A step is fill, view, metadata, pact, replay; a capture fill, view, metadata, recorded work, pact."""
     order: list[str] = []
 
     class Ordered(FlashInferBackend):
@@ -471,7 +471,7 @@ def test_the_order_of_a_step() -> None:
 
 
 def test_the_step_sees_the_live_batch_and_its_metadata() -> None:
-    """What a runner composed finds the view, the live batch and the metadata of the last replay in its step."""
+    """What a runner composed finds the view, and live batch and metadata of the last replay, in its step."""
     steps: list[Step] = []
 
     class Composes(CudaGraphRunner):

@@ -29,7 +29,7 @@ def _rows(axis: Axis, requests: int, tokens: int) -> int:
 def test_rows_are_cut_by_the_declared_axis(
     padded: tuple[int, int], share: tuple[float, float], axes: list[Axis]
 ) -> None:
-    """Each output is cut to the requests or the tokens by its own axis, in its own memory; others are whole."""
+    """Each output is cut to the requests or tokens by its own axis, in its own memory; others stay whole."""
     requests, tokens = padded
     live = [int(most * part) for most, part in zip(padded, share, strict=True)]
     tensors = [torch.randn(_rows(axis, requests, tokens), 2) for axis in axes]
@@ -74,10 +74,12 @@ def test_an_output_without_rows_or_axis_is_refused(value: Any, says: str) -> Non
 @pytest.mark.parametrize(("axis", "due"), [("bs", 2), ("tokens", 6)])
 @pytest.mark.parametrize("rows", [0, 1, 3, 7])
 def test_another_number_of_rows_is_refused(axis: Axis, due: int, rows: int) -> None:
-    """Rows that are not those of the axis in a shape are refused with the name, both counts and the shape."""
+    """Another number of rows than the axis has is refused with the name, both counts and the shape."""
     shape = GraphShape(ForwardMode.TARGET_VERIFY, 2, 6)
     outputs = StepOutputs(logits=(torch.zeros(due), axis), hidden=(torch.zeros(rows), axis))
-    message = rf"output 'hidden' has {rows} rows; by its axis '{axis}' it has to have {due} in target"
+    message = (
+        rf"output 'hidden' has {rows} rows; by its axis '{axis}' it has to have {due} in target"
+    )
     with pytest.raises(EngineError, match=message):
         outputs.require_rows(shape)
     StepOutputs(hidden=(torch.zeros(rows), "none")).require_rows(shape)
