@@ -164,7 +164,10 @@ class Lane:
         self.stats = LaneStats()
         self.on_capture: Callable[[GraphShape], None] | None = None
         """Called with each shape after it was captured."""
-        self.shapes = () if eager_reason is not None else tuple(runner.shapes())
+        shapes = tuple(
+            runner.shapes()
+        )  # asked in any case: impossible ones are refused on every machine
+        self.shapes = () if eager_reason is not None else shapes
         """What is captured, or will be."""
         self.registry = self._make_registry(share_pool) if self.shapes else None
         self._captured: dict[GraphShape, CapturedShape] = {}

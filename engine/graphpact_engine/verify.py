@@ -108,7 +108,7 @@ class Verifier:
             self._replay.metadata = metadata
         return metadata
 
-    # -- the step --------------------------------------------------------------------------------
+    # -- the step: in the order of the observers, inside a guard that poisons unowned memory first ---
 
     @hookimpl(wrapper=True)
     def run_step(self, lane: Lane, batch: ForwardBatch) -> _Around:
