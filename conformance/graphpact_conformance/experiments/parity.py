@@ -42,11 +42,6 @@ from graphpact_tape.tape import Tape
 
 __tracebackhide__ = True  # a traced call names the line of the plugin
 
-_OFFSETS = re.compile(r"indptr|cu_seq|seqlens_q|start_loc|offsets?$", re.IGNORECASE)
-"""Names of offsets: where the rows of each request begin."""
-_OF_KEYS = re.compile(r"kv|_k\b|mask", re.IGNORECASE)
-"""Names of what goes by keys, whose numbers are the batch's."""
-
 
 def captured_anew(lane: LaneUnderTest, steps: Drawn) -> Findings:
     """Capture each batch anew, and compare with what its replay prepared and what the graph recorded."""
@@ -308,14 +303,21 @@ def _rules_of(lane: LaneUnderTest, mine: Leaf, theirs: Leaf, differs: torch.Tens
         return ["GP05"]
     if is_plan(mine):
         return ["GP09"]
-    is_offsets = bool(_OFFSETS.search(mine.path))
-    if is_offsets and lane.config.case.width is not None and not _OF_KEYS.search(mine.path):
+    is_offsets = mine.slot is not None and mine.slot.role == "offsets"
+    if is_offsets and _is_strided(theirs.value, lane.config.case.width):
         return ["GP07"]  # as many queries of each request: no quantity of the batch is in it
     if _is_moved(mine.value, theirs.value):
         return ["GP07"]
     if is_offsets:
         return ["GP07", "GP02"]
     return ["GP02"] if bool((differs & ~mine.in_tail).any()) else ["GP05"]
+
+
+def _is_strided(offsets: torch.Tensor, width: int | None) -> bool:
+    """Return whether offsets are those of ``width`` queries of each request."""
+    if width is None or offsets.dim() != 1:
+        return False
+    return torch.equal(offsets.long(), torch.arange(len(offsets)) * width)
 
 
 def _is_moved(mine: torch.Tensor, theirs: torch.Tensor) -> bool:

@@ -7,7 +7,6 @@ poison is put there, and has to show. A plan is also at fault where a step is ri
 Does not: know what should have been written; see `graphpact_conformance.experiments.parity`.
 """
 
-import re
 from collections.abc import Sequence
 
 import torch
@@ -31,15 +30,10 @@ from graphpact_conformance.subject import LaneUnderTest, Way, poison_slot
 from graphpact_tape.guard import is_due
 from graphpact_tape.poison import poison_of
 
-_PLANNED = re.compile(
-    r"plan|sched|split|chunk|tile|partition|(?<![a-z])o_indptr|work_?item", re.IGNORECASE
-)
-"""Names of what is planned; FlashInfer's, FA3's and FlashMLA's words."""
-
 
 def is_plan(leaf: Leaf) -> bool:
-    """Return whether a tensor is what a kernel works by, by its name."""
-    return bool(_PLANNED.search(leaf.path) or (leaf.slot and _PLANNED.search(leaf.slot.name)))
+    """Return whether a tensor says how a kernel splits its work, as its slot declares."""
+    return leaf.slot is not None and leaf.slot.role == "plan"
 
 
 class Before:
