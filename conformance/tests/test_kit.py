@@ -3,14 +3,21 @@
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphpact import Capabilities, ForwardBatch, ForwardMode, GraphShape, LayerSpec
+from graphpact import (
+    Capabilities,
+    ForwardBatch,
+    ForwardMode,
+    GraphShape,
+    LayerSpec,
+    hookimpl,
+)
 from graphpact.attention import GraphSupport, HeadLayout
 from graphpact.buffers import GraphSlot, PaddingPolicy
 from graphpact.errors import EngineError
@@ -381,6 +388,33 @@ def test_a_planted_bug_is_caught(planted: type[ReferenceBackend], case: str, see
     config = _config(f"{case}-page64-gqa-float32")
     found = findings_of(planted, config)
     assert any(seen in f"{f.field} {f.actual}" for f in found), found
+
+
+class AnotherObject(ReferenceBackend):
+    """Each replay hook returns another object than it was given, with a note in it."""
+
+    metadata_in_graph = None
+    given: ClassVar[list[ReferenceMetadata]] = []
+
+    @hookimpl
+    def init_metadata_replay(
+        self, view: ForwardBatch, shape: GraphShape, captured: ReferenceMetadata
+    ) -> ReferenceMetadata:
+        """Refresh, note what was given, and return a copy."""
+        self.given.append(captured)
+        ReferenceBackend.init_metadata_replay(self, view=view, shape=shape, captured=captured)
+        return replace(captured)
+
+
+def test_every_replay_is_given_what_was_captured() -> None:
+    """What the last replay hook returned is not handed on to the next one."""
+    config = _config("decode-page16-mha-float32")
+    rig = Rig(config, backend=AnotherObject)
+    problem = of_size(config, 1)
+    for _ in range(2):
+        assert rig.step(problem).error is None
+    first, second = AnotherObject.given
+    assert first is second
 
 
 # -- fields without a slot -------------------------------------------------------------------------

@@ -84,6 +84,7 @@ class CapturedShape:
 
     Args:
         step: Static inputs, metadata and live batch, as the recorded work sees them.
+        metadata: What the capture hook returned: every replay refreshes that, whatever the last one returned.
         graph: What was recorded, and its outputs.
         pact: What the capture promised.
         stats: What happened to it.
@@ -92,6 +93,7 @@ class CapturedShape:
     """
 
     step: Step
+    metadata: Any
     graph: Graph
     pact: Pact
     stats: ShapeStats
@@ -207,7 +209,7 @@ class Lane:
                 self._admit(batch, kind, captured)
             self._populate(registry=self.registry, batch=batch, shape=fit)
             view = self._prepare_replay(registry=self.registry, batch=batch, shape=fit)
-            meta = self._init_metadata_replay(view=view, shape=fit, captured=step.metadata)
+            meta = self._init_metadata_replay(view=view, shape=fit, captured=captured.metadata)
             step.live, step.metadata = batch, meta
             if self._is_pact_due():
                 captured.pact.check(view=view, metadata=meta, **_root(self.backend, captured.held))
@@ -326,7 +328,7 @@ class Lane:
             graph.release()
             raise
         stats = ShapeStats(time.perf_counter() - start, graph.num_nodes, graph.externals)
-        self._captured[shape] = CapturedShape(step, graph, pact, stats, held)
+        self._captured[shape] = CapturedShape(step, metadata, graph, pact, stats, held)
         self.stats.shapes[shape] = stats
         if self.on_capture is not None:
             self.on_capture(shape)
