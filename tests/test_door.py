@@ -221,7 +221,7 @@ def eagle() -> Rig:
 def test_fields_of_a_plugin_are_filled_padded_and_seen_by_the_graph(
     steps: list[int], eagle: Rig
 ) -> None:
-    """Entries of ``extra`` are copied to their slots and padded by policy, and a replay computes with them."""
+    """Entries of ``extra`` are copied to their slots and padded by policy; a replay computes with them."""
     with torch.inference_mode():
         rig = eagle
         for number, size in enumerate(steps):

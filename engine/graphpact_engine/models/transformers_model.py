@@ -34,7 +34,15 @@ ATTENTION_NAME = "graphpact"
 
 # Arguments that say nothing about how to attend.
 _INDIFFERENT = frozenset(
-    {"cache_position", "dropout", "is_causal", "position_ids", "use_cache", "logits_to_keep"}
+    {
+        "cache_position",
+        "dropout",
+        "is_causal",
+        "logits_to_keep",
+        "output_hidden_states",
+        "position_ids",
+        "use_cache",
+    }
 )
 
 # Layer types of transformers whose attention we know, and whether they come with a sliding window.
@@ -196,8 +204,10 @@ class TransformersModel:
         yield from self.model.named_buffers()
 
     def __call__(self, batch: ForwardBatch, metadata: Any, attend: Attend) -> StepOutputs:
-        """Return ``logits``: ``[bs, vocab]`` of each request's last token, in a ragged batch and in decode;
-        ``[T, vocab]`` of every token in the other modes. And ``hidden_states`` where they are asked for.
+        """Return ``logits``, and ``hidden_states`` where they are asked for.
+
+        Logits are ``[bs, vocab]``, of each request's last token, in a ragged batch and in decode; ``[T, vocab]``,
+        of every token, in the other modes.
         """
         last = None
         if batch.extend_seq_lens is not None:
