@@ -405,7 +405,8 @@ class Lane:
         names = list(batch.tensors())
         if batch.ngram_embedding_info is not None:
             names.append("ngram_embedding_info.req_lens")
-        missing = [n for n in names if registry is None or not registry.has_slot(n)]
+        plain = [n for n in batch.extra if "." not in n]  # a slot would copy the field of that name
+        missing = [n for n in names if registry is None or not registry.has_slot(n) or n in plain]
         unseen = [n for n in batch.tensors() if n not in view and n not in missing]
         if missing or unseen:
             what = ", ".join(map(repr, missing or unseen))

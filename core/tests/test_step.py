@@ -86,7 +86,7 @@ def test_another_number_of_rows_is_refused(axis: Axis, due: int, rows: int) -> N
 
 
 def test_outputs_are_a_mapping_by_name() -> None:
-    """Names, lengths and lookups are a mapping's; an output that is not there is named with those that are."""
+    """Names, lengths and lookups are a mapping's; a missing output is named, with those that are there."""
     logits = torch.ones(2)
     outputs = StepOutputs(logits=(logits, "bs"), hidden=(torch.zeros(3), "tokens"))
     assert list(outputs) == ["logits", "hidden"]
