@@ -1,20 +1,28 @@
-"""Write the reference: ``docs/configuration.md``, tables of other pages, and the schema of ``results.json``.
+"""Write the reference: ``docs/configuration.md``, parts of other pages, and the schema of ``results.json``.
 
-The tables are the acts of ``docs/graphs.md`` and the rules of ``docs/conformance.md``. Run it after a change
-of the configuration, of ``docs/graph_acts.toml``, of `graphpact_conformance.results`, or of the rules and
-their stories; with ``--museum``, which takes minutes, after a change of the museum or of the suite's
-experiments, for ``docs/museum.md``. Tests hold the files to what this script would write.
+The parts are the acts of ``docs/graphs.md``, the rules of ``docs/conformance.md``, and on every page what
+stands between ``<!-- include WHAT -->`` and ``<!-- /include -->``: source code, the files of a package, the
+contracts of imports (see `INCLUDES`). Run it after a change of the configuration, of
+``docs/graph_acts.toml``, of `graphpact_conformance.results`, of the rules and their stories, of the step, of
+the core's modules, or of the import contracts; with ``--museum``, which takes minutes, after a change of the
+museum or of the suite's experiments, for ``docs/museum.md``. Tests hold the files to what this script would
+write.
 
 Does not: build a site.
 """
 
+import ast
+import importlib
+import inspect
 import itertools
 import json
 import os
+import re
 import sys
+import textwrap
 import tomllib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +32,11 @@ from graphpact_conformance.stories import STORIES
 from graphpact_engine.config import config_keys
 
 DOCS = Path(__file__).parent
-SCHEMA = DOCS.parent / "conformance/graphpact_conformance/results.schema.json"
+ROOT = DOCS.parent
+SCHEMA = ROOT / "conformance/graphpact_conformance/results.schema.json"
 _WRITTEN = "<!-- from here on written by docs/reference.py from docs/graph_acts.toml -->\n"
 _RULES, _END_OF_RULES = "<!-- rules -->\n", "<!-- /rules -->"
+_INCLUDE = re.compile(r"(<!-- include (\w+) (.*?) -->\n).*?(<!-- /include -->)", re.DOTALL)
 
 
 _ABOUT = {
@@ -97,6 +107,68 @@ def conformance(page: str) -> str:
     _, end, after = rest.partition(_END_OF_RULES)
     return before + mark + _rules() + end + after
 
+
+def included(page: str) -> str:
+    """Return ``page`` with every included part as it should be."""
+
+    def write(part: re.Match[str]) -> str:
+        begin, kind, names, end = part.groups()
+        return begin + INCLUDES[kind](*names.split()) + end
+
+    return _INCLUDE.sub(write, page)
+
+
+def _source(module: str, *names: str) -> str:
+    """Return the source of functions and classes of ``module``, one code block."""
+    parts = []
+    for name in names:
+        value: Any = importlib.import_module(module)
+        for attribute in name.split("."):
+            value = getattr(value, attribute)
+        parts.append(textwrap.dedent(inspect.getsource(value)).strip())
+    return "```python\n" + "\n\n".join(parts) + "\n```\n"
+
+
+def _file(path: str) -> str:
+    """Return a Python file of the repository as a code block."""
+    return "```python\n" + (ROOT / path).read_text(encoding="utf-8").strip() + "\n```\n"
+
+
+def _modules(folder: str) -> str:
+    """Return a table of the modules of a package: the first line of what each says of itself."""
+    rows = ["| file | holds |", "|---|---|"]
+    for path in sorted((ROOT / folder).rglob("*.py"), key=lambda p: (len(p.parts), p)):
+        told = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+        line = told.partition("\n")[0].replace("``", "`").replace("|", "\\|")
+        rows.append(f"| `{path.relative_to(ROOT / folder)}` | {line} |")
+    return "\n".join(rows) + "\n"
+
+
+def _contracts(*ids: str) -> str:
+    """Return contracts of imports, as ``pyproject.toml`` has them."""
+    told = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    contracts = {c["id"]: c for c in told["tool"]["importlinter"]["contracts"]}
+    lines = []
+    for each in ids:
+        contract = contracts[each]
+        lines += [f"`{each}`: {contract['name']}.", ""]
+        if contract["type"] == "layers":
+            lines += ["```", *contract["layers"], "```", ""]
+        elif contract["type"] == "forbidden":
+            for key, said in (("source_modules", "These"), ("forbidden_modules", "do not import")):
+                lines.append(f"- {said}: {', '.join(f'`{name}`' for name in contract[key])}")
+            but = [f"`{name}`" for name in contract.get("ignore_imports", ())]
+            lines += [f"- except: {', '.join(but)}", ""] if but else [""]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+INCLUDES: Mapping[str, Callable[..., str]] = {
+    "source": _source,
+    "file": _file,
+    "modules": _modules,
+    "contracts": _contracts,
+}
+"""What ``<!-- include KIND ARGUMENTS -->`` puts into a page, by kind."""
 
 _MUSEUM = """\
 # The museum
@@ -244,3 +316,5 @@ if __name__ == "__main__":
     for name, write in (("graphs.md", graphs), ("conformance.md", conformance)):
         page = DOCS / name
         page.write_text(write(page.read_text(encoding="utf-8")), encoding="utf-8")
+    for page in DOCS.glob("*.md"):
+        page.write_text(included(page.read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,15 +1,28 @@
 """The reference says what the code says."""
 
+import dataclasses
+import inspect
 import re
+import textwrap
 import tomllib
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
+import graphpact
+import graphpact.attention
+from graphpact import ForwardBatch, GraphRunner, StepOutputs
 from graphpact.graphs import DeclaredMemory
+from graphpact.lane import Lane
+from graphpact.step import Attend
+from graphpact_conformance.experiments.base import differences
+from graphpact_conformance.problems import VOCAB, Config, configs_of
+from graphpact_conformance.reference import ReferenceBackend
+from graphpact_conformance.rig import Rig
 from graphpact_conformance.rules import RULES
+from graphpact_conformance.suite import draw
 from graphpact_engine.config import RESERVED_VARIABLES, EngineConfig, config_keys
 from graphpact_tape.tape import TapeDriver
 from support import load_reference
@@ -76,3 +89,114 @@ def test_the_keys_that_the_readme_shows_exist() -> None:
     assert blocks
     for block in blocks:
         EngineConfig.model_validate(tomllib.loads(block))
+
+
+@pytest.mark.parametrize("page", sorted(ROOT.glob("docs/*.md")), ids=lambda page: page.stem)
+def test_included_parts_are_what_the_code_would_write(page: Path) -> None:
+    """Source code, files of packages and contracts on a page: `python docs/reference.py` changes nothing."""
+    text = page.read_text(encoding="utf-8")
+    assert text == load_reference().included(text)
+    assert len(re.findall("<!-- include ", text)) == text.count("<!-- /include -->")
+
+
+def test_the_architecture_page_has_the_step_every_distribution_and_every_contract() -> None:
+    """The page shows the lane's own code, names each distribution's folder, and includes each contract."""
+    page = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    for method in (Lane.prepare, Lane.launch):
+        assert textwrap.dedent(inspect.getsource(method)).strip() in page
+    folders = [f for f in ROOT.glob("**/pyproject.toml") if "examples" not in f.parts]
+    folders = [f.parent.relative_to(ROOT) for f in folders if f.parent != ROOT]
+    assert len(folders) >= 10
+    assert [f"{f}" for f in folders if f"| `{f}/` |" not in page] == []
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    for contract in settings["tool"]["importlinter"]["contracts"]:
+        assert f"`{contract['id']}`: " in page
+
+
+def test_the_glossary_is_sorted_and_each_word_is_where_it_says() -> None:
+    """Each word has one row; every path in the last column is there, and so is the name before it."""
+    page = (ROOT / "docs/glossary.md").read_text(encoding="utf-8")
+    rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| ")][
+        1:
+    ]
+    words = [row[0].strip("`").lower() for row in rows]
+    assert len(words) > 100
+    assert words == sorted(set(words))
+    for word, _, where in rows:
+        files = re.findall(r"`([\w/]+\.\w+)`", where)
+        paths = [path for path in files if "/" in path]
+        assert paths, word
+        for path in paths:
+            assert (ROOT / path).exists(), f"{word}: {path}"
+        code = "".join((ROOT / path).read_text(encoding="utf-8") for path in paths)
+        for name in re.findall(r"`(\w+(?:\.\w+)*)`", where):
+            assert all(part in code for part in name.split(".")), f"{word}: {name}"
+
+
+def test_the_folders_and_files_that_the_pages_name_are_there() -> None:
+    """Paths in code quotes that begin with a folder of the repository exist; `NAME` stands for any."""
+    begins = "core|kernels|plugins|engine|conformance|tests|examples|docs"
+    pages = [
+        ROOT / "README.md",
+        *ROOT.glob("docs/*.md"),
+        *ROOT.glob("*/README.md"),
+        *ROOT.glob("plugins/*/README.md"),
+    ]
+    for page in pages:
+        for path in re.findall(rf"`((?:{begins})/[\w./*-]*)`", page.read_text(encoding="utf-8")):
+            pattern = path.rstrip("/").replace("NAME", "*")
+            assert any(ROOT.glob(pattern)), f"{page.relative_to(ROOT)}: {path}"
+
+
+class Drafts(Rig):
+    """The kit's lane of a draft decode, with a model that runs one step in each call."""
+
+    def model(self, batch: ForwardBatch, metadata: Any, attend: Attend) -> StepOutputs:
+        """Return as logits some columns of what the first layer's attention gives."""
+        layer = self.layers[0]
+        q, k, v = self._project(0, batch.input_ids, batch.positions)
+        columns = attend(q, k, v, layer, metadata).flatten(1)
+        return StepOutputs(logits=(columns[:, :VOCAB], "tokens"))
+
+
+def _shown(name: str) -> type[GraphRunner]:
+    """Return the runner called ``name`` that docs/plugins.md shows."""
+    page = (ROOT / "docs/plugins.md").read_text(encoding="utf-8")
+    (code,) = re.findall(rf"```python\n(class {name}\(.*?)```", page, flags=re.DOTALL)
+    names: dict[str, Any] = {**vars(graphpact), **vars(graphpact.attention)}
+    names |= {"torch": torch, "replace": dataclasses.replace}
+    exec(code, names)  # noqa: S102  our own page
+    return cast("type[GraphRunner]", names[name])
+
+
+def _lane_of(mode: str) -> Config:
+    name = f"{mode}-page16-gqa-float32"
+    return next(c for c in configs_of(ReferenceBackend.capabilities) if str(c) == name)
+
+
+def test_the_runner_with_attention_outside_of_the_graph_runs() -> None:
+    """What docs/plugins.md shows records a segment more than there are layers, and gives what is right."""
+    config = _lane_of("decode")
+    rig = Rig(config, backend=ReferenceBackend, runner=_shown("AttentionOutside"), pact="always")
+    (steps,) = draw(config, 1, 0)
+    for problem in steps:
+        step = rig.step(problem)
+        assert step.error is None
+        assert not differences(rig, step, rig.answer(problem))
+    assert {c.graph.num_segments for c in rig.lane.captured.values()} == {len(rig.layers) + 1}
+    assert rig.lane.stats.replays
+
+
+def test_the_runner_with_a_forward_pass_for_each_draft_step_runs() -> None:
+    """What docs/plugins.md shows replays to the tokens that an eager run drafts."""
+    config = _lane_of("draft_decode")
+    rig = Drafts(config, backend=ReferenceBackend, runner=_shown("DraftLoop"), pact="always")
+    (steps,) = draw(config, 1, 0)
+    for problem in steps:
+        rig.load(problem)
+        batch = rig.batch_of(problem)
+        drafted = rig.lane.run(batch).clone()
+        assert drafted.axes == {"draft_tokens": "tokens"}
+        assert drafted["draft_tokens"].shape == (batch.num_tokens, batch.num_draft_steps)
+        assert drafted["draft_tokens"].equal(rig.lane.run_eager(batch)["draft_tokens"])
+    assert rig.lane.stats.replays == len(steps)
