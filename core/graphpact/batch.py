@@ -114,8 +114,8 @@ class ForwardBatch:
     ngram_embedding_info: Any = None
     """What an n-gram embedding reads: an object with ``column_starts`` and ``req_lens``, ``[bs]`` int32."""
     extra: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """A plugin's own fields by dotted names, such as ``eagle.hidden_states``. Like any other field, each has a
-    slot of its name or is refused by a lane with graphs."""
+    """A plugin's own fields by dotted names, such as ``eagle.hidden_states``. Like any other field, each has
+    a slot of its name or is refused by a lane with graphs."""
 
     @property
     def num_tokens(self) -> int:

@@ -1,8 +1,8 @@
 """The contract: four hooks between an engine's lane, its runner and its attention backend.
 
 Two belong to the runner (`populate`, `prepare_replay`), two to the backend (`init_metadata_capture`,
-`init_metadata_replay`). All four are ``firstresult``. Observers (verification, tracing, metrics) implement the
-same hooks with ``wrapper=True``. For observers alone there is a fifth, `run_step`, around every step.
+`init_metadata_replay`). All four are ``firstresult``. Observers (verification, tracing, metrics) implement
+the same hooks with ``wrapper=True``. For observers alone there is a fifth, `run_step`, around every step.
 
 The contract has one version, `CONTRACT_VERSION`. A plugin's distribution names the version that it
 was written for by an entry point in the group ``graphpact.contract``, so that it can be read before

@@ -1,4 +1,4 @@
-"""`Lane`: one runner, one backend, one driver, one registry, one model, and the one place where a step happens.
+"""`Lane`: one runner, backend, driver, registry and model, and the one place where a step happens.
 
     run       launch(prepare(batch)), observed by `run_step`
     prepare   fit, then the four hooks in their order, then the pact: all that a replay needs
@@ -493,7 +493,7 @@ class Lane:
         self._run_step = self._resolve("run_step")
 
     def _resolve(self, name: str) -> Callable[..., Any]:
-        """Return what a step calls for hook ``name``: a bound method, or pluggy where the hook is observed."""
+        """Return what a step calls for hook ``name``: a bound method, or pluggy where it is observed."""
         caller: pluggy.HookCaller = getattr(self.plugin_manager.hook, name)
         implementations = caller.get_hookimpls()
         plain = [i for i in implementations if not (i.wrapper or i.hookwrapper)]

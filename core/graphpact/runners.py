@@ -1,8 +1,8 @@
 """The runner's side of the contract: which shapes are captured, how a batch is padded, what a graph holds.
 
-A runner is policy. It holds no graph, no lane and no tensor: the lane captures and replays, the registry has the
-memory. `GraphRunner` has ready what full graphs of any mode need; a subclass says which shapes it captures.
-`EagerRunner`, which captures nothing, is the runner of a lane without graphs.
+A runner is policy. It holds no graph, no lane and no tensor: the lane captures and replays, the registry has
+the memory. `GraphRunner` has ready what full graphs of any mode need; a subclass says which shapes it
+captures. `EagerRunner`, which captures nothing, is the runner of a lane without graphs.
 
 Does not: record, check or replay; `graphpact.lane` does that in one place for all runners.
 """
@@ -86,8 +86,8 @@ class RunnerContext:
 class GraphRunner(abc.ABC):
     """Base class of runner plugins.
 
-    A subclass sets `modes` and `needs`, and writes `shapes`. What else there is serves full graphs of every mode
-    as it is: the whole forward pass in one graph, requests and tokens padded.
+    A subclass sets `modes` and `needs`, and writes `shapes`. What else there is serves full graphs of every
+    mode as it is: the whole forward pass in one graph, requests and tokens padded.
 
     A runner may keep events and host state of its own, never graphs, lanes or tensors.
     """
@@ -125,7 +125,7 @@ class GraphRunner(abc.ABC):
         return EagerReason.NO_GRAPHS if self._sizes is None else self._sizes.fit(batch)
 
     def slots(self) -> Sequence[GraphSlot]:
-        """Return the declarations of the static inputs: a slot for each field that a batch of the mode has."""
+        """Return the declarations of the static inputs: a slot for each field of the mode's batches."""
         context = self.context
         return input_slots(
             context.mode,
@@ -147,9 +147,9 @@ class GraphRunner(abc.ABC):
         Args:
             forward: The model. Called as often as the runner needs, each time with a batch, its metadata, and
                 how its layers attend.
-            step: The captured shape. What is recorded reads ``step.view`` and ``step.metadata`` as they are now;
-                an eager call (``step.driver.eager_call``) may read ``step.live`` and ``step.metadata`` in every
-                replay.
+            step: The captured shape. What is recorded reads ``step.view`` and ``step.metadata`` as they are
+                now; an eager call (``step.driver.eager_call``) may read ``step.live`` and ``step.metadata``
+                in every replay.
         """
         return lambda: forward(step.view, step.metadata, step.backend.forward)
 
@@ -223,8 +223,8 @@ class EagerRunner(GraphRunner):
 def dummy_batch(shape: GraphShape, context: RunnerContext) -> ForwardBatch:
     """Return a batch of exactly ``shape`` on scratch memory: request row 0, KV slot 0, token 0.
 
-    Its lengths are those of padded requests, or as many as the new tokens of a request where that is more; its
-    positions agree with them.
+    Its lengths are those of padded requests, or as many as the new tokens of a request where that is more;
+    its positions agree with them.
 
     Args:
         shape: What is captured.

@@ -79,8 +79,8 @@ class CaptureSizes:
     batches (extend, mixed) take the smallest shape that has as many requests and as many tokens, or more.
 
     Args:
-        shapes: All of one mode; sorted and made unique. Of a mode that is not ragged, all with the same number
-            of tokens a request.
+        shapes: All of one mode; sorted and made unique. Of a mode that is not ragged, all with the same
+            number of tokens a request.
 
     Raises:
         ConfigError: No shape, one without requests or tokens, shapes of several modes or widths.
@@ -106,7 +106,7 @@ class CaptureSizes:
         if uneven and not shapes[0].mode.is_ragged:
             raise ConfigError(
                 f"{uneven[0]} has another number of tokens a request than {shapes[0]}",
-                hint="requests of this mode bring as many tokens each: capture one number of tokens a request",
+                hint="requests of this mode bring as many tokens each: capture one number a request",
             )
         object.__setattr__(self, "shapes", tuple(shapes))
         object.__setattr__(self, "_sizes", [s.num_tokens for s in shapes])

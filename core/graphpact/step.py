@@ -142,7 +142,7 @@ pytree.register_pytree_node(
 
 
 class Attend(Protocol):
-    """Attention as a forward pass calls it; `AttentionBackend.forward`, or what a runner puts in its place."""
+    """Attention as a forward pass calls it: `AttentionBackend.forward`, or a runner's own."""
 
     def __call__(
         self,

@@ -159,8 +159,8 @@ class Verifier:
         self.verified += 1
         if _shapes(outputs) != _shapes(expected):
             raise VerificationError(
-                f"lane {lane.name!r}: {batch.batch_size} requests came back with {_say(outputs)}, an eager run"
-                f" gives {_say(expected)}",
+                f"lane {lane.name!r}: {batch.batch_size} requests came back with {_say(outputs)}, an eager"
+                f" run gives {_say(expected)}",
                 hint="a step returns the rows of the batch's requests, and no padded ones",
                 lane=lane.name,
                 shape=None if replay is None else replay.shape,

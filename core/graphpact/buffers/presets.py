@@ -266,9 +266,9 @@ def input_slots(
 ) -> list[GraphSlot]:
     """Return the inputs of full graphs of ``mode``, whose requests and tokens are padded.
 
-    Padded requests: row 0 of ``req_to_token``, all scratch, at the length that the backend declares; in a ragged
-    batch they bring no token. Padded tokens: token 0 at position 0, written to KV slot 0. Of a tree, a padded
-    token sees all draft tokens of its request, so that no row of its scores is empty.
+    Padded requests: row 0 of ``req_to_token``, all scratch, at the length that the backend declares; in a
+    ragged batch they bring no token. Padded tokens: token 0 at position 0, written to KV slot 0.
+    Of a tree, a padded token sees all draft tokens of its request, so that no row of its scores is empty.
 
     Args:
         mode: What the lane's batches are.

@@ -181,8 +181,8 @@ class CudaGraphBufferRegistry:
         """Return the view for a shape: the template with slotted fields replaced by their slices.
 
         A field that the template lacks is carried as it is, unless its slot is computed: the view shows
-        nothing that was not copied. Slots with dotted names replace entries of the template's ``extra``, where
-        it has them; a slot that is no field of the template (a backend's own) is not part of the view.
+        nothing that was not copied. Slots with dotted names replace entries of the template's ``extra``,
+        where it has them; a slot that is no field of the template (a backend's own) is not part of the view.
 
         Args:
             padded_bs: Requests in the captured shape.

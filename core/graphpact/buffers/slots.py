@@ -286,8 +286,8 @@ def metadata_slot(
 
     Args:
         name: ``owner.what``: the part before the first dot is the owner.
-        rows: ``(bs, num_tokens) -> shape``: of the whole buffer for the largest counts, and of eager steps for
-            theirs.
+        rows: ``(bs, num_tokens) -> shape``: of the whole buffer for the largest counts, and of eager steps
+            for theirs.
         dtype: Element type.
         role: What it is to kernels.
         axis: Which count its rows follow; ``"none"`` for packed indices, plans and workspaces.

@@ -206,8 +206,8 @@ class TransformersModel:
     def __call__(self, batch: ForwardBatch, metadata: Any, attend: Attend) -> StepOutputs:
         """Return ``logits``, and ``hidden_states`` where they are asked for.
 
-        Logits are ``[bs, vocab]``, of each request's last token, in a ragged batch and in decode; ``[T, vocab]``,
-        of every token, in the other modes.
+        Logits are ``[bs, vocab]``, of each request's last token, in a ragged batch and in decode;
+        ``[T, vocab]``, of every token, in the other modes.
         """
         last = None
         if batch.extend_seq_lens is not None:
