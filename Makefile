@@ -7,7 +7,7 @@ DISTS  := core kernels plugins/tape plugins/cuda_graph plugins/cpu_graph plugins
           engine conformance
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo break test bench check format clean
+.PHONY: demo break test test-all bench check format clean
 
 demo: $(STAMP)        ## write text through captured decode graphs, every replay verified
 	$(BIN)/graphpact generate --config examples/demo.toml --file examples/prompts.txt \
@@ -18,18 +18,23 @@ break: $(STAMP)       ## plant three real bugs: silent, and then named
 
 # Tensors of tests are tiny: threads would wait for each other, most of all on a machine that others use. So there
 # is a process for each core, up to eight, and each takes whole files, whose fixtures are made once.
-test: export OMP_NUM_THREADS ?= 1
-test: $(STAMP)        ## run every test
-	$(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist loadfile
+PYTEST := $(BIN)/python -m pytest -q -n auto --maxprocesses 8
+test test-all: export OMP_NUM_THREADS ?= 1
+test: $(STAMP)        ## run the tests, but for the long sweeps
+	$(PYTEST) --dist loadfile -m "not sweep"
+
+test-all: test        ## run the tests, and then the long sweeps
+	$(PYTEST) --dist worksteal -m sweep
 
 bench: $(STAMP)       ## measure, as ratios inside one process
 	$(BIN)/python benchmarks/bench_fill.py
 	$(BIN)/python benchmarks/bench_graphs.py
 
-check: $(STAMP)       ## lint, format, types, docstrings
+check: $(STAMP)       ## lint, format, types, imports, docstrings
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports
 	$(BIN)/interrogate -q .
 
 format: $(STAMP)      ## mend what can be mended by itself
@@ -37,7 +42,7 @@ format: $(STAMP)      ## mend what can be mended by itself
 	$(BIN)/ruff format .
 
 clean:                ## forget the environment and every cache
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(STAMP): $(PINS) requirements-dev.txt $(DISTS:%=%/pyproject.toml)

@@ -31,7 +31,7 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # before transformers 
 import torch
 import transformers
 
-from graphpact import ForwardBatch, GraphShape, Lane
+from graphpact import ForwardBatch, GraphShape, Lane, StepOutputs
 from graphpact.cli.console import data, print_table
 from graphpact.graphs import Graph
 from graphpact.plugins import PluginCatalog
@@ -262,8 +262,8 @@ def describe_graphs(ways: Sequence[Way]) -> list[tuple[object, ...]]:
         if not isinstance(way, EngineWay):
             continue
         lane = way.engine.lanes[0]
-        for shape, graph in lane.graphs():
-            seconds = lane.stats.shapes[shape].capture_seconds
+        for shape, captured in lane.captured.items():
+            graph, seconds = captured.graph, captured.stats.capture_seconds
             size = f"{graph.pool_nbytes / 1024:.1f}"
             rows.append((way.name, shape, graph.num_nodes, size, f"{seconds * 1e3:.0f}"))
     return rows
@@ -292,40 +292,52 @@ class BareStep:
             raise SystemExit(f"the third step of {LIVE} new requests is no decode")
         self.requests, self.batch = scheduled.requests, scheduled.batch
         self.lane: Lane = self.engine.lanes[0]
-        ((self.shape, self.graph),) = self.lane.graphs()
-        self.logits = self.replay()
-        self.view: ForwardBatch = self.lane.prepare_replay(
-            registry=self.lane.registry, batch=self.batch, shape=self.shape
-        )
-        self.metadata = self.lane.init_metadata_capture(view=self.view, shape=self.shape)
+        ((self.shape, self.captured),) = self.lane.captured.items()
+        self.graph = self.captured.graph
+        self.logits = self.replay().logits
 
-    def replay(self) -> torch.Tensor:
+    def replay(self) -> StepOutputs:
         """Do all that the lane does for the step."""
-        return self.lane.replay(self.batch, self.shape)
+        return self.lane.run(self.batch)
 
     def refresh(self) -> None:
         """Call the backend's hook for the metadata."""
-        self.lane.init_metadata_replay(view=self.view, shape=self.shape, captured=self.metadata)
+        step = self.captured.step
+        self.lane.backend.init_metadata_replay(step.view, self.shape, step.metadata)
 
     def fill(self) -> None:
         """Call the runner's hook that fills the registry."""
-        self.lane.populate(registry=self.lane.registry, batch=self.batch, shape=self.shape)
+        if self.lane.registry is not None:
+            self.lane.runner.populate(self.lane.registry, self.batch, self.shape)
 
-    def spell_out(self) -> Callable[[ForwardBatch, GraphShape], torch.Tensor]:
-        """Return what `Lane.replay` does, written without a word of pacts."""
-        lane, graph, captured = self.lane, self.graph, self.metadata
-        prepare, refresh = lane.prepare_replay, lane.init_metadata_replay
-        registry, shapes = lane.registry, lane.stats.shapes
+    def spell_out(self) -> Callable[[ForwardBatch], StepOutputs]:
+        """Return what `Lane.run` does for a replay, written without a word of pacts."""
+        lane, graph, captured = self.lane, self.graph, self.captured
+        populate, prepare = lane.runner.populate, lane.runner.prepare_replay
+        refresh, registry = lane.backend.init_metadata_replay, lane.registry
+        limit = lane.backend.context.limits.max_context_len
+        if registry is None:
+            raise SystemExit("the lane has no graphs")
 
-        def replay(batch: ForwardBatch, shape: GraphShape) -> torch.Tensor:
-            view = prepare(registry=registry, batch=batch, shape=shape)
-            refresh(view=view, shape=shape, captured=captured)
+        @torch.inference_mode()
+        def replay(batch: ForwardBatch) -> StepOutputs:
+            batch.require_consistent()
+            if max(batch.seq_lens_cpu.tolist()) > limit:
+                raise SystemExit("a sequence is too long")
+            shape = lane.fit(batch)
+            if not isinstance(shape, GraphShape) or batch.kind not in captured.admitted:
+                raise SystemExit("the step is no replay")
+            populate(registry, batch, shape)
+            view = prepare(registry, batch, shape)
+            captured.step.live = batch
+            captured.step.metadata = refresh(view, shape, captured.step.metadata)
             graph.replay()
-            stats = shapes[shape]
+            stats = captured.stats
             stats.replays += 1
             stats.raw_rows += batch.batch_size
-            logits: torch.Tensor = graph.outputs
-            return logits[: batch.batch_size]
+            stats.raw_tokens += batch.num_tokens
+            outputs: StepOutputs = graph.outputs
+            return outputs.rows(batch.batch_size, batch.num_tokens)
 
         return replay
 
@@ -349,7 +361,7 @@ def measure_parts(path: Path, scale: Scale, *, compiled: bool) -> list[tuple[obj
             {
                 FILL: off.fill,
                 IN_GRAPH: off.refresh,
-                "no pact": lambda: bare_replay(off.batch, off.shape),
+                "no pact": lambda: bare_replay(off.batch),
                 **{mode: step.replay for mode, step in steps.items()},
                 BEFORE: before.refresh,
                 SCHEDULE: off.engine.scheduler.schedule,

@@ -18,8 +18,10 @@ from graphpact import (
     Lane,
     LayerSpec,
     Limits,
+    StepOutputs,
 )
 from graphpact.runners import EagerRunner, RunnerContext
+from graphpact.step import Attend
 from graphpact_cuda_graph import CudaGraphRunner
 from graphpact_flashinfer import FlashInferBackend
 from graphpact_tape.tape import TapeDriver
@@ -30,6 +32,7 @@ CONTEXT, ROWS, VOCAB, WIDTH = 8, 5, 7, 4
 SLOTS = 1 + ROWS * CONTEXT
 LAYER = LayerSpec(0, 1, 1, WIDTH, WIDTH, scaling=0.5)
 HOOKS = ("populate", "prepare_replay", "init_metadata_capture", "init_metadata_replay")
+"""The hooks of plugins; for observers there is ``run_step`` too."""
 SHAPE_OF = {n: GraphShape(ForwardMode.DECODE, n, n) for n in (1, 2, 4)}
 
 
@@ -52,10 +55,12 @@ class Rig:
             v=[torch.zeros(SLOTS, 1, WIDTH, dtype=DTYPE)],
         )
         self.table = torch.zeros(ROWS + 1, CONTEXT, dtype=torch.int32)
-        context = BackendContext(CPU, DTYPE, [LAYER], Limits(4, 4, CONTEXT, 1), self.table, self.kv)
-        self.backend = backend(context)
+        limits = Limits(4, 4, CONTEXT, 1)
+        self.backend = backend(BackendContext(CPU, DTYPE, [LAYER], limits, self.table, self.kv))
         sizes = None if runner is EagerRunner else [1, 2, 4]
-        self.runner = runner(RunnerContext(CPU, self.backend.capabilities, 4, sizes))
+        self.runner = runner(
+            RunnerContext(CPU, self.backend.capabilities, limits, batch_sizes=sizes, lane="decode")
+        )
         self.lane = Lane(
             "decode",
             model=self.model,
@@ -65,18 +70,19 @@ class Rig:
             **({"driver": TapeDriver(CPU)} | lane),
         )
         if capture:
-            self.runner.capture(self.lane)
+            self.lane.capture_all()
 
     def _random(self, *shape: int) -> torch.Tensor:
         return torch.randn(shape, dtype=DTYPE, generator=self.generator)
 
-    def model(self, batch: ForwardBatch, backend: Any, metadata: Any) -> torch.Tensor:
+    def model(self, batch: ForwardBatch, metadata: Any, attend: Attend) -> StepOutputs:
         """Embed, attend, unembed."""
         q, k, v = (w[batch.input_ids][:, None] for w in self.weights[:3])
-        return backend.forward(q, k, v, LAYER, metadata)[:, 0] @ self.weights[3].t()
+        attended = attend(q, k, v, LAYER, metadata)[:, 0]
+        return StepOutputs(logits=(attended @ self.weights[3].t(), "bs"))
 
     def batch(self, *lengths: int, mode: ForwardMode = ForwardMode.DECODE) -> ForwardBatch:
-        """Return requests of ``lengths`` on the first rows; nobody else's memory can be used."""
+        """Return requests of ``lengths`` on the first rows; all other memory is NaN, or no valid slot."""
         lens, size = torch.tensor(lengths), len(lengths)
         self.table[1:] = SLOTS + 1
         for cache in (self.kv.k[0], self.kv.v[0]):
@@ -103,7 +109,7 @@ class Rig:
     def agrees(self, *lengths: int) -> bool:
         """Return whether a replay of a batch of ``lengths`` gives what eager execution gives."""
         batch = self.batch(*lengths)
-        for captured in self.lane._captured.values():
-            captured.graph.outputs.fill_(float("nan"))
+        for captured in self.lane.captured.values():
+            captured.graph.outputs.logits.fill_(float("nan"))
         replayed = self.lane.run(batch).clone()
-        return torch.allclose(replayed, self.lane.run_eager(batch), rtol=0, atol=1e-9)
+        return torch.allclose(replayed.logits, self.lane.run_eager(batch).logits, rtol=0, atol=1e-9)

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from graphpact import ForwardBatch, ForwardMode
-from graphpact.errors import EngineError, ReplayError, SlotError
+from graphpact.errors import EngineError, ReplayError
 from graphpact_tape.guard import _require_twins
 from lane_rig import Rig
+from mode_rig import ModeRig
 
 
 def _batch(mode: ForwardMode, bs: int, tokens: int, **more: Any) -> ForwardBatch:
@@ -84,7 +85,7 @@ def test_a_lane_lets_in_no_contradiction() -> None:
 
 
 def test_a_sequence_longer_than_its_row_is_refused() -> None:
-    """Keys past the end of a row of the page table are nobody's: the length is named, and the limit."""
+    """Keys past the end of a row of the page table have no slots: the length is named, and the limit."""
     rig = Rig()
     batch = rig.batch(3, 2)
     batch.seq_lens_cpu[0] = 9
@@ -105,8 +106,9 @@ def test_lengths_of_host_and_device_have_to_agree() -> None:
 
 def test_a_tree_is_refused_by_a_lane_of_chains() -> None:
     """A tree mask is not dropped: a lane that has no slot for it says so."""
-    rig = Rig()
-    batch = replace(rig.batch(3, 2), tree_mask=torch.ones(2, 1, dtype=torch.bool))
-    shape = next(iter(rig.lane._captured))
-    with pytest.raises((EngineError, SlotError), match="tree_mask"):
-        rig.lane.replay(batch, shape)
+    rig = ModeRig(ForwardMode.TARGET_VERIFY)
+    batch = rig.batch([3, 5])
+    rig.lane.run(batch)
+    with pytest.raises(EngineError, match="the batch carries 'tree_mask'"):
+        rig.lane.run(replace(batch, tree_mask=torch.ones(6, 3, dtype=torch.bool)))
+    assert rig.lane.stats.replays == 1

@@ -79,7 +79,7 @@ def test_version_names_every_distribution(capsys: pytest.CaptureFixture[str]) ->
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["plugin"], "Did you mean 'plugins'"),
+        (["plugin"], "did you mean 'plugins'?"),
         (["plugins", "--jsn"], "--json"),
         (["generate", "x", "--temperature", "hot"], "--temperature"),
         (["generate", "x", "--top-k", "2.5"], "--top-k"),
@@ -88,7 +88,7 @@ def test_version_names_every_distribution(capsys: pytest.CaptureFixture[str]) ->
 def test_a_misspelt_command_line_is_a_usage_error(
     arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What typer cannot parse ends with status 2, names the place on stderr, and shows no traceback."""
+    """What cannot be parsed ends with status 2, names the place on stderr, and shows no traceback."""
     assert main(arguments) == 2
     out, err = capsys.readouterr()
     assert out == ""

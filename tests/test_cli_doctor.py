@@ -41,7 +41,7 @@ def test_a_machine_that_can_generate_passes(capsys: pytest.CaptureFixture[str]) 
     assert report["python"] == ".".join(map(str, sys.version_info[:3]))
     assert report["packages"]["torch"] == importlib.metadata.version("torch")
     assert report["packages"]["transformers"] is not None
-    assert report["extras"] == {"models": True, "cli": True, "conformance": True}
+    assert report["extras"] == {"engine": True, "cli": True, "conformance": True}
     assert report["threads"] == torch.get_num_threads()
     assert len(report["cuda"]["devices"]) == torch.cuda.device_count()
     assert {"graphpact", "graphpact-flashinfer"} <= set(report["distributions"])

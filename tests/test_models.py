@@ -6,16 +6,22 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
+from graphpact import BackendContext, ForwardBatch, Lane, Limits
 from graphpact.attention import LayerSpec, require_capabilities
 from graphpact.batch import ForwardMode
 from graphpact.errors import CheckpointError, UnsupportedModelError
+from graphpact.runners import EagerRunner, RunnerContext
+from graphpact_cuda_graph import CudaGraphRunner
 from graphpact_engine import models
 from graphpact_flashinfer import FlashInferBackend
+from graphpact_tape.tape import TapeDriver
 
 CPU = torch.device("cpu")
 
@@ -182,3 +188,69 @@ def test_a_checkpoint_without_tokenizer_takes_token_ids_only(
     """A missing tokenizer is an error when it is asked for, with what to do."""
     with pytest.raises(CheckpointError, match="token ids"):
         models.load_tokenizer(checkpoint("llama"))
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma2"])
+def test_hidden_states_through_graphs_are_those_of_transformers(
+    checkpoint: Callable[..., Path], architecture: str
+) -> None:
+    """Hidden states of a replay, beside its logits, are those of transformers' own run of the whole text."""
+    path = checkpoint(architecture)
+    model = models.TransformersModel(load(path).model, hidden_states=True)
+    lengths, context = [5, 3, 7], 16
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(1, 40, (length,), generator=generator) for length in lengths]
+    table = torch.zeros(5, context, dtype=torch.int32)
+    table[1:] = torch.arange(context, 5 * context).view(4, context)
+    layers = model.layers
+    heads, dim = layers[0].num_kv_heads, layers[0].head_dim
+    kv = SimpleNamespace(
+        k=[torch.zeros(5 * context, heads, dim) for _ in layers],
+        v=[torch.zeros(5 * context, heads, dim) for _ in layers],
+    )
+    limits = Limits(4, 16, context, 1)
+    backend_context = BackendContext(CPU, torch.float32, layers, limits, table, kv)
+    lanes = {}
+    for mode, runner in ((ForwardMode.EXTEND, EagerRunner), (ForwardMode.DECODE, CudaGraphRunner)):
+        backend = FlashInferBackend(replace(backend_context, mode=mode))
+        asked = RunnerContext(CPU, backend.capabilities, limits, mode=mode, lane=mode.value)
+        lanes[mode] = Lane(
+            mode.value, model=model, runner=runner(asked), backend=backend, driver=TapeDriver(CPU)
+        )
+        lanes[mode].capture_all()
+    rows = torch.arange(1, 4)
+    for mode, lane in lanes.items():
+        new = [n - 1 for n in lengths] if mode is ForwardMode.EXTEND else [1] * 3
+        lens = torch.tensor([n - (mode is ForwardMode.EXTEND) for n in lengths])
+        positions = torch.cat(
+            [torch.arange(n - count, n) for n, count in zip(lens.tolist(), new, strict=True)]
+        )
+        of = rows.repeat_interleave(torch.tensor(new))
+        ragged = torch.tensor(new) if mode is ForwardMode.EXTEND else None
+        outputs = lane.run(
+            ForwardBatch(
+                forward_mode=mode,
+                batch_size=3,
+                input_ids=torch.cat(
+                    [p[n - c : n] for p, n, c in zip(prompts, lens.tolist(), new, strict=True)]
+                ),
+                positions=positions,
+                out_cache_loc=table[of, positions].long(),
+                req_pool_indices=rows,
+                seq_lens=lens,
+                seq_lens_cpu=lens.clone(),
+                extend_seq_lens=ragged,
+                extend_seq_lens_cpu=ragged,
+            )
+        )
+    assert lanes[ForwardMode.DECODE].stats.replays == 1
+    assert dict(outputs.axes) == {"logits": "bs", "hidden_states": "tokens"}
+    plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    for row, prompt in enumerate(prompts):
+        with torch.inference_mode():
+            expected = plain(prompt[None], output_hidden_states=True)
+        hidden = outputs["hidden_states"][row]
+        torch.testing.assert_close(hidden, expected.hidden_states[-1][0, -1], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            outputs.logits[row], expected.logits[0, -1], rtol=1e-4, atol=1e-4
+        )

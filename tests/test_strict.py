@@ -9,10 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphpact import ForwardBatch, GraphShape, PaddingPolicy, hookimpl
+from graphpact import ForwardBatch, GraphShape, GraphSlot, Limits, PaddingPolicy, hookimpl
 from graphpact.errors import ConfigError, PoisonError, ReplayError
 from graphpact.graphs import Event, GraphDriver
-from graphpact.lane import RunFn
 from graphpact_flashinfer import FlashInferBackend
 from graphpact_tape.guard import StrictGuard
 from graphpact_tape.poison import is_poison, poison_of
@@ -28,7 +27,7 @@ def _inference() -> Iterator[None]:
 
 
 class Owner:
-    """Memory of somebody else's; says when it was asked about."""
+    """Memory outside the lane; notes each call."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -43,14 +42,14 @@ class Owner:
 
 
 class StrictRig(Rig):
-    """A lane on the strict tape, with a guard around it."""
+    """A lane on the strict tape, observed by its guard."""
 
     def __init__(self, *, observers: tuple[object, ...] = (), **more: Any) -> None:
         driver = TapeDriver(CPU, strict=True)
         self.owner = Owner()
         self.guard = StrictGuard(driver, self.owner)
         super().__init__(driver=driver, observers=(self.guard, *observers), **more)
-        self.run: RunFn = self.guard.around(self.lane, self.lane.run)
+        self.run = self.lane.run
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """Return the memory of the slots by name, but for staging, from which a copy may be under way."""
@@ -84,8 +83,8 @@ def test_a_right_lane_gives_the_same_logits(*, in_graph: bool, steps: list[list[
         rig = StrictRig(metadata_in_graph=in_graph)
         for lengths in steps:
             batch = rig.batch(*lengths)
-            replayed = rig.run(batch).clone()
-            assert torch.allclose(replayed, rig.lane.run_eager(batch), rtol=0, atol=1e-9)
+            replayed = rig.run(batch).clone().logits
+            assert torch.allclose(replayed, rig.lane.run_eager(batch).logits, rtol=0, atol=1e-9)
         assert rig.lane.stats.replays == len(steps)
         assert rig.owner.calls == ["poison", "check"] * len(steps)
 
@@ -98,32 +97,43 @@ def test_every_slot_is_poison_before_it_is_filled() -> None:
         seen.extend(t.clone() for t in rig.buffers().values())
 
     rig = StrictRig(observers=(Sees(look),), capture=False)
-    rig.runner.capture(rig.lane)
+    rig.lane.capture_all()
     rig.run(rig.batch(3, 2))
     rig.run(rig.batch(1))
     assert len(seen) == 5 * len(rig.buffers())  # three captures and two steps
     assert all(bool(is_poison(t).all()) for t in seen)
 
 
+class FillsOnce(FlashInferBackend):
+    """Declares its page list as memory that is filled once."""
+
+    def declare_slots(self, limits: Limits) -> list[GraphSlot]:
+        """Return FlashInfer's slots, one of them with another policy."""
+        once = {"padding_policy": PaddingPolicy.FILL_ONCE, "pad_value": 0}
+        return [
+            replace(slot, **once) if slot.name == "flashinfer.kv_indices" else slot
+            for slot in super().declare_slots(limits)
+        ]
+
+
 def test_what_is_filled_once_is_left_alone() -> None:
     """A workspace keeps what it holds from step to step."""
-    rig = StrictRig()
+    rig = StrictRig(backend=FillsOnce)
     assert rig.lane.registry is not None
     slot = rig.lane.registry.get_slot("flashinfer.kv_indices")
-    object.__setattr__(slot, "padding_policy", PaddingPolicy.FILL_ONCE)
     assert slot.buffer is not None
     slot.buffer[-1] = 77
     rig.run(rig.batch(3, 2))
     assert slot.buffer[-1] == 77
 
 
-def test_rows_that_nobody_wrote_are_named() -> None:
+def test_rows_that_no_step_wrote_are_named() -> None:
     """Where a replay gives NaN, the slots whose padded extent still holds poison are named by rows."""
     rig = StrictRig()
-    graph = rig.lane._captured[SHAPE_OF[4]].graph
+    graph = rig.lane.captured[SHAPE_OF[4]].graph
 
     def forgets_everything() -> None:
-        graph.outputs.fill_(float("nan"))
+        graph.outputs.logits.fill_(float("nan"))
         graph.outputs_stand = True
 
     graph.replay = forgets_everything
@@ -157,7 +167,7 @@ class ReadsDevice(Reads):
 def test_the_hosts_copy_may_be_read_in_a_hook() -> None:
     """``seq_lens_cpu`` is host memory, of the batch and of the view; reading it is no wait."""
     rig = StrictRig(backend=Reads)
-    assert rig.run(rig.batch(3, 2)).shape[0] == 2
+    assert rig.run(rig.batch(3, 2)).logits.shape[0] == 2
 
 
 def test_a_host_read_in_a_hook_is_refused_by_its_line() -> None:
@@ -192,7 +202,7 @@ def test_a_hook_that_fails_on_poison_is_told_as_such() -> None:
 
 
 def test_an_eager_step_is_looked_at_too() -> None:
-    """A batch that no graph holds runs eagerly, between the same two looks at what nobody owns."""
+    """A batch that no graph holds runs eagerly, and unowned memory is poisoned before and checked after."""
     rig = StrictRig()
     rig.run(rig.batch(2, 2, 2, 2, 2))
     assert rig.lane.stats.replays == 0
@@ -225,10 +235,9 @@ def test_a_host_tensor_kept_from_step_to_step_stays_the_hosts() -> None:
                 self.grown += int((self.before > before).sum())
 
     driver = TapeDriver(CPU, strict=True)
-    guard = StrictGuard(driver)
-    rig = Rig(backend=Remembers, driver=driver, observers=[guard])
-    run = guard.around(rig.lane, rig.lane.run)
-    smallest = rig.lane.graphs()[-1][0]  # the last captured, whose dummy was the last batch
+    rig = Rig(backend=Remembers, driver=driver, observers=[StrictGuard(driver)])
+    run = rig.lane.run
+    smallest = [*rig.lane.captured][-1]  # the last captured, whose dummy was the last batch
     run(rig.batch(*[3] * smallest.batch_size))
     assert rig.backend.grown == smallest.batch_size  # type: ignore[attr-defined]
     rig.lane.run_eager(rig.batch(1, 1, 1, 1))

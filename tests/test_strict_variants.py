@@ -21,6 +21,7 @@ from graphpact import (
 )
 from graphpact.attention import Buffers, SlotBuffers
 from graphpact.graphs import Event, Stream
+from graphpact.runners import RunnerContext
 from graphpact_cuda_graph import CudaGraphRunner
 from graphpact_engine import Engine, SamplingParams
 from graphpact_engine.config import EngineConfig
@@ -225,6 +226,9 @@ class DecodesAnywhere(CudaGraphRunner):
     """Captures decode in a lane of any mode, so that two lanes have the same slots."""
 
     modes = frozenset(ForwardMode)
+
+    def __init__(self, context: RunnerContext) -> None:
+        super().__init__(dataclasses.replace(context, mode=ForwardMode.DECODE))
 
 
 def build(backend: type[Any] = FlashInferBackend, *overrides: str) -> Engine:

@@ -13,8 +13,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional
 
 from graphpact.errors import CaptureError
-from graphpact.graphs import nodes, recorder
 from graphpact_kernels import pack_kv_indices, paged_attention
+from graphpact_tape import nodes, recorder
 from graphpact_tape.tape import Tape, TapeDriver
 from support import PROGRAMS, leaves, run_program
 

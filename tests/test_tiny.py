@@ -1,6 +1,7 @@
 """The contract in small: a hand-written model, a lane, replays that equal eager. Read me first."""
 
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,19 +11,22 @@ from graphpact import (
     BackendContext,
     ForwardBatch,
     ForwardMode,
+    GraphSlot,
     Lane,
     LayerSpec,
     Limits,
     PaddingPolicy,
+    StepOutputs,
 )
 from graphpact.runners import RunnerContext
+from graphpact.step import Attend
 from graphpact_cuda_graph import CudaGraphRunner
 from graphpact_flashinfer import FlashInferBackend
 from graphpact_tape.tape import TapeDriver
 
 CPU = torch.device("cpu")
 DTYPE = torch.float64  # padded and unpadded sums then differ by rounding only, far below any bug
-BUCKETS = [1, 2, 4]
+SIZES = [1, 2, 4]
 CONTEXT, PAGE, ROWS, VOCAB, HEADS, WIDTH = 12, 4, 6, 11, 2, 4
 PAGES = CONTEXT // PAGE
 SLOTS = (1 + ROWS * PAGES) * PAGE  # page 0 is scratch
@@ -40,19 +44,19 @@ class Tiny:
         self.layer = LayerSpec(0, HEADS, HEADS, WIDTH, WIDTH, scaling=WIDTH**-0.5)
         self.calls = 0
 
-    def __call__(self, batch: ForwardBatch, backend: Any, metadata: Any) -> torch.Tensor:
+    def __call__(self, batch: ForwardBatch, metadata: Any, attend: Attend) -> StepOutputs:
         """Return a row of logits a request."""
         self.calls += 1
         hidden = self.embed[batch.input_ids] + self.place[batch.positions]
         q, k, v = (hidden @ self.qkv).view(-1, 3, HEADS, WIDTH).unbind(1)
-        hidden = hidden + backend.forward(q, k, v, self.layer, metadata).flatten(1)
-        return hidden @ self.head
+        hidden = hidden + attend(q, k, v, self.layer, metadata).flatten(1)
+        return StepOutputs(logits=(hidden @ self.head, "bs"))
 
 
 class World:
     """A lane, the memory under it, and batches on that memory."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, runner: type[CudaGraphRunner] = CudaGraphRunner) -> None:
         self.generator = torch.Generator().manual_seed(seed)
         self.random = random.Random(seed)
         self.model = Tiny(self.generator)
@@ -61,13 +65,13 @@ class World:
             v=[torch.zeros(SLOTS, HEADS, WIDTH, dtype=DTYPE)],
         )
         self.table = torch.zeros(ROWS + 1, CONTEXT, dtype=torch.int32)
-        limits = Limits(max(BUCKETS), max(BUCKETS), CONTEXT, PAGE)
+        limits = Limits(max(SIZES), max(SIZES), CONTEXT, PAGE)
         layers = [self.model.layer]
         backend = FlashInferBackend(BackendContext(CPU, DTYPE, layers, limits, self.table, self.kv))
-        runner = CudaGraphRunner(RunnerContext(CPU, backend.capabilities, 4, BUCKETS))
+        policy = runner(RunnerContext(CPU, backend.capabilities, limits, batch_sizes=SIZES))
         driver = TapeDriver(CPU)
-        self.lane = Lane("tiny", model=self.model, runner=runner, backend=backend, driver=driver)
-        runner.capture(self.lane)
+        self.lane = Lane("tiny", model=self.model, runner=policy, backend=backend, driver=driver)
+        self.lane.capture_all()
 
     def batch(self, size: int) -> ForwardBatch:
         """Return live requests; the memory that none of them owns is poisoned."""
@@ -98,14 +102,14 @@ class World:
     def step(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the logits of a random batch, replayed and eager; both wrote the same."""
         batch = self.batch(size)
-        for captured in self.lane._captured.values():
-            captured.graph.outputs.fill_(float("nan"))
+        for captured in self.lane.captured.values():
+            captured.graph.outputs.logits.fill_(float("nan"))
         before = [cache.clone() for cache in (self.kv.k[0], self.kv.v[0])]
-        replayed = self.lane.run(batch).clone()
+        replayed = self.lane.run(batch).logits.clone()
         written = [cache.clone() for cache in (self.kv.k[0], self.kv.v[0])]
         for cache, old in zip((self.kv.k[0], self.kv.v[0]), before, strict=True):
             cache.copy_(old)
-        eager = self.lane.run_eager(batch)
+        eager = self.lane.run_eager(batch).logits
         for cache, new in zip((self.kv.k[0], self.kv.v[0]), written, strict=True):
             torch.testing.assert_close(new[PAGE:], cache[PAGE:], equal_nan=True)
         return replayed, eager
@@ -129,8 +133,8 @@ def test_replayed_batches_equal_eager_whatever_came_before() -> None:
 
 
 @torch.inference_mode()
-def test_shrink_after_grow_in_one_bucket() -> None:
-    """Three requests after four, in the bucket of four: the fourth row leaves nothing."""
+def test_shrink_after_grow_in_one_shape() -> None:
+    """Three requests after four, in the shape of four: the fourth row leaves nothing."""
     world = World(seed=2)
     for size in (4, 3, 4, 3, 3):
         replayed, eager = world.step(size)
@@ -139,23 +143,32 @@ def test_shrink_after_grow_in_one_bucket() -> None:
 
 
 @torch.inference_mode()
-def test_larger_than_the_largest_bucket_runs_eagerly() -> None:
+def test_larger_than_the_largest_shape_runs_eagerly() -> None:
     """A batch that no graph holds is answered all the same, and its reason is counted."""
     world = World(seed=3)
     replayed, eager = world.step(5)
     torch.testing.assert_close(replayed, eager, rtol=0, atol=1e-9)
     assert world.lane.stats.replays == 0
-    assert [reason.name for _, reason in world.lane.stats.eager.elements()] == ["OVER_LARGEST"]
+    assert [reason.name for _, reason in world.lane.stats.eager.elements()] == ["over_largest"]
+
+
+class KeepsRows(CudaGraphRunner):
+    """Leaves earlier request rows in the padding, with a reason that is none."""
+
+    def slots(self) -> list[GraphSlot]:
+        """Forget one policy."""
+        kept = {"padding_policy": PaddingPolicy.KEEP_PAD, "reason": "they are valid rows"}
+        return [
+            replace(slot, **kept) if slot.name == "req_pool_indices" else slot
+            for slot in super().slots()
+        ]
 
 
 @torch.inference_mode()
 def test_a_stale_row_is_caught_when_planted() -> None:
     """Poisoned memory shows a request row that went away and was not padded."""
-    world = World(seed=4)
+    world = World(seed=4, runner=KeepsRows)
     world.step(4)
-    rows = world.lane.registry.get_slot("req_pool_indices")
-    object.__setattr__(rows, "padding_policy", PaddingPolicy.KEEP_PAD)  # which no slot allows
-    world.lane.registry._plans.clear()
     wrong = 0
     for _ in range(4):
         try:

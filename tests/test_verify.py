@@ -11,12 +11,23 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphpact import BackendContext, ForwardBatch, ForwardMode, Lane, LayerSpec, Limits, bounded
-from graphpact.buffers import CudaGraphBufferRegistry, GraphSlot, build_decode_registry
+from graphpact import (
+    BackendContext,
+    ForwardBatch,
+    ForwardMode,
+    Lane,
+    LayerSpec,
+    Limits,
+    PaddingPolicy,
+    StepOutputs,
+    bounded,
+)
+from graphpact.buffers import GraphSlot, build_decode_registry
 from graphpact.errors import EngineError, VerificationError
 from graphpact.hookspecs import hookimpl
 from graphpact.runners import RunnerContext
-from graphpact.shapes import GraphShape
+from graphpact.shapes import EagerReason, GraphShape
+from graphpact.step import Attend
 from graphpact_cuda_graph import CudaGraphRunner
 from graphpact_engine.verify import Verifier
 from graphpact_flashinfer import FlashInferBackend, FlashInferMetadata
@@ -81,7 +92,9 @@ class Rig:
             page_size=PAGE,
             seed=seed,
         )
-        self.runner = runner(RunnerContext(CPU, backend.capabilities, 4, [2, 4]))
+        self.runner = runner(
+            RunnerContext(CPU, backend.capabilities, limits, batch_sizes=[2, 4], lane="decode")
+        )
         self.lane = Lane(
             "decode",
             model=self.model,
@@ -93,17 +106,16 @@ class Rig:
             observers=[self.verifier, *observers],
         )
         self.eager_calls = 0
-        self.runner.capture(self.lane)
+        self.lane.capture_all()
         self.eager_calls = 0
-        self.verifier.join(self.lane)
 
-    def model(self, batch: ForwardBatch, backend: Any, metadata: Any) -> torch.Tensor:
+    def model(self, batch: ForwardBatch, metadata: Any, attend: Attend) -> StepOutputs:
         """Embed, attend twice, unembed."""
         self.eager_calls += 1
         q, k, v = (w[batch.input_ids][:, None] for w in self.weights[:3])
         for layer in LAYERS:
-            q = backend.forward(q, k, v, layer, metadata)
-        return q[:, 0] @ self.weights[3].t()
+            q = attend(q, k, v, layer, metadata)
+        return StepOutputs(logits=(q[:, 0] @ self.weights[3].t(), "bs"))
 
     def batch(self, *lengths: int) -> ForwardBatch:
         """Return requests of ``lengths`` on the first rows."""
@@ -120,33 +132,37 @@ class Rig:
             seq_lens_cpu=lens.clone(),
         )
 
+    def run(self, *lengths: int) -> StepOutputs:
+        """Run a batch of ``lengths``."""
+        return self.lane.run(self.batch(*lengths))
+
     def failure(self, *lengths: int, **fields: Any) -> VerificationError:
         """Return what the verifier raises for a batch of ``lengths``, which must be wrong."""
         batch = dataclasses.replace(self.batch(*lengths), **fields)
         with pytest.raises(VerificationError) as raised:
-            self.verifier.run(batch)
+            self.lane.run(batch)
         assert raised.value.lane == "decode"
         return raised.value
 
     def before_replay(self, do: Callable[[], None]) -> None:
         """Plant: do something to the slots after each fill, before the graph runs."""
-        refresh = self.lane.init_metadata_replay
+        refresh = self.lane._init_metadata_replay
 
         def planted(**kwargs: Any) -> Any:
             metadata = refresh(**kwargs)
             do()
             return metadata
 
-        self.lane.init_metadata_replay = planted
+        self.lane._init_metadata_replay = planted
 
     def after_replay(self, do: Callable[[torch.Tensor], Any]) -> None:
-        """Plant: do something to the outputs of every graph after it ran."""
-        for captured in self.lane._captured.values():
+        """Plant: do something to the logits of every graph after it ran."""
+        for captured in self.lane.captured.values():
             graph = captured.graph
 
             def planted(graph: Any = graph, replay: Callable[[], None] = graph.replay) -> None:
                 replay()
-                do(graph.outputs)
+                do(graph.outputs.logits)
 
             graph.replay = planted
 
@@ -171,8 +187,8 @@ def test_right_replays_pass_and_are_counted() -> None:
     rig = Rig()
     for lengths in ((1,), (3, 2, 5), (4,), (6, 1, 8, 7), (2, 2, 2)):
         batch = rig.batch(*lengths)
-        logits = rig.verifier.run(batch)
-        graphs = [c.graph.outputs.data_ptr() for c in rig.lane._captured.values()]
+        logits = rig.lane.run(batch).logits
+        graphs = [c.graph.outputs.logits.data_ptr() for c in rig.lane.captured.values()]
         assert logits.data_ptr() in graphs
         assert logits.shape == (len(lengths), VOCAB)
     assert rig.verifier.verified == rig.lane.stats.replays == 5
@@ -184,11 +200,11 @@ def test_right_replays_pass_and_are_counted() -> None:
 def test_other_work_shows_to_the_last_bit(bits: int) -> None:
     """What is less than another kernel's rounding is seen, where a replay runs an eager run's kernels."""
     rig = Rig()
-    rig.verifier.run(rig.batch(3, 2, 4))
+    rig.run(3, 2, 4)
     rig.after_replay(lambda outputs: outputs[1, :1].mul_(1 + bits * 2.0**-23))
     message = "an eager run of the same padded rows differ: .* logits of request 1 by"
     with pytest.raises(VerificationError, match=message):
-        rig.verifier.run(rig.batch(3, 2, 4))
+        rig.run(3, 2, 4)
 
 
 class OtherKernels(TapeDriver):
@@ -201,20 +217,40 @@ def test_other_kernels_may_round_otherwise() -> None:
     """Where a driver does not promise the same kernels, replays are held to a tolerance."""
     rig = Rig(driver=OtherKernels)
     rig.after_replay(lambda outputs: outputs[1, :1].mul_(1 + 2.0**-20))
-    rig.verifier.run(rig.batch(3, 2, 4))
+    rig.run(3, 2, 4)
     assert rig.eager_calls == rig.verifier.verified == 1
     rig.after_replay(lambda outputs: outputs[1, :1].mul_(1.01))
     with pytest.raises(VerificationError, match="replay and eager run differ"):
-        rig.verifier.run(rig.batch(3, 2, 4))
+        rig.run(3, 2, 4)
 
 
-def test_a_runner_that_swaps_rows_is_told_from_its_graph() -> None:
-    """Where the outputs agree with the eager run and the returned logits do not, the runner is named."""
-    rig = Rig()
-    run = rig.runner.run
-    rig.runner.run = lambda batch, shape=None: run(batch, shape).flip(0)
-    with pytest.raises(VerificationError, match="what the runner made of them does not"):
-        rig.verifier.run(rig.batch(3, 2, 4))
+class Swaps:
+    """An observer inside the verifier that returns rows in another order."""
+
+    @hookimpl(wrapper=True)
+    def run_step(self) -> Generator[None, StepOutputs, StepOutputs]:
+        """Return the rows reversed."""
+        outputs = yield
+        return StepOutputs(logits=(outputs.logits.flip(0), "bs"))
+
+
+class Shortens:
+    """An observer inside the verifier that drops a row."""
+
+    @hookimpl(wrapper=True)
+    def run_step(self) -> Generator[None, StepOutputs, StepOutputs]:
+        """Return all rows but the last."""
+        outputs = yield
+        return StepOutputs(logits=(outputs.logits[:-1], "bs"))
+
+
+def test_what_observers_make_of_outputs_is_verified_too() -> None:
+    """Rows that come back in another order, or not at all, raise though the graph is right."""
+    with pytest.raises(VerificationError, match="logits of request"):
+        Rig(observers=(Swaps(),)).run(3, 2, 4)
+    message = r"3 requests came back with logits \(2, 7\), an eager run gives logits \(3, 7\)"
+    with pytest.raises(VerificationError, match=message):
+        Rig(observers=(Shortens(),)).run(3, 2, 4)
 
 
 def test_a_share_of_nothing_verifies_nothing() -> None:
@@ -222,7 +258,7 @@ def test_a_share_of_nothing_verifies_nothing() -> None:
     rig = Rig(share=0.0)
     rig.after_replay(lambda outputs: outputs.fill_(99))
     for _ in range(20):
-        rig.verifier.run(rig.batch(3, 2))
+        rig.run(3, 2)
     assert (rig.verifier.verified, rig.eager_calls, rig.lane.stats.replays) == (0, 0, 20)
     assert bool(rig.shadow.k[0].isnan().all())
 
@@ -235,7 +271,7 @@ def test_a_share_is_a_share() -> None:
         chosen = []
         for _ in range(80):
             before = rig.verifier.verified
-            rig.verifier.run(rig.batch(1, 1))
+            rig.run(1, 1)
             chosen.append(rig.verifier.verified - before)
         counts.append(chosen)
     assert 10 <= sum(counts[0]) <= 32
@@ -248,7 +284,7 @@ def test_eager_steps_are_not_verified() -> None:
     batch = rig.batch(2, 2, 2, 2)
     batch.forward_mode = ForwardMode.EXTEND
     batch.extend_seq_lens = batch.extend_seq_lens_cpu = torch.ones(4, dtype=torch.int64)
-    rig.verifier.run(batch)
+    rig.lane.run(batch)
     assert rig.verifier.verified == 0
     assert rig.eager_calls == 1
 
@@ -257,7 +293,7 @@ def test_the_eager_run_leaves_the_live_cache_alone() -> None:
     """What the replay wrote stays: verification writes its copy only."""
     rig, plain = Rig(), Rig(share=0.0)
     for lengths in ((3, 2), (4, 3), (5, 4)):
-        a, b = (r.verifier.run(r.batch(*lengths)) for r in (rig, plain))
+        a, b = (r.run(*lengths).logits for r in (rig, plain))
         assert torch.equal(a, b)
     for one, other in zip(rig.kv.k + rig.kv.v, plain.kv.k + plain.kv.v, strict=True):
         assert torch.equal(one, other)
@@ -266,17 +302,17 @@ def test_the_eager_run_leaves_the_live_cache_alone() -> None:
 def test_wrong_logits_are_named_by_request() -> None:
     """A row that differs raises with lane, request, and by how much."""
     rig = Rig()
-    rig.verifier.run(rig.batch(3, 2, 4))
+    rig.run(3, 2, 4)
     rig.after_replay(lambda outputs: outputs[1].add_(0.5))
     with pytest.raises(VerificationError, match=r"lane 'decode'.*logits of request 1 by 0\.5"):
-        rig.verifier.run(rig.batch(4, 3, 5))
+        rig.run(4, 3, 5)
 
 
 def test_padded_rows_may_hold_anything() -> None:
     """Rows that no request has are not compared."""
     rig = Rig()
     rig.after_replay(lambda outputs: outputs[3:].fill_(float("nan")))
-    rig.verifier.run(rig.batch(3, 2, 4))
+    rig.run(3, 2, 4)
     assert rig.verifier.verified == 1
 
 
@@ -286,31 +322,32 @@ def test_what_is_no_number_is_caught(value: float) -> None:
     rig = Rig()
     rig.after_replay(lambda outputs: outputs[0, 2:3].fill_(value))
     with pytest.raises(VerificationError, match=r"logits of request 0 by (inf|1.8e\+308)"):
-        rig.verifier.run(rig.batch(3, 2))
+        rig.run(3, 2)
 
 
 def test_stale_metadata_is_caught() -> None:
     """A replay that attends to other keys differs from eager."""
     rig = Rig()
-    rig.verifier.run(rig.batch(1, 1))
-    rig.verifier.run(rig.batch(2, 2))
+    rig.run(1, 1)
+    rig.run(2, 2)
     rig.before_replay(lambda: rig.slot("flashinfer.kv_indices").fill_(0))
     with pytest.raises(VerificationError, match="logits of request"):
-        rig.verifier.run(rig.batch(3, 3))
+        rig.run(3, 3)
 
 
 def test_a_stray_write_is_caught_though_logits_agree() -> None:
     """A padded row that writes its key to a live slot is found in the cache, not in the logits."""
     rig = Rig()
     for lengths in ((1, 1, 1), (2, 2, 2)):
-        rig.verifier.run(rig.batch(*lengths))
+        rig.run(*lengths)
     stray = SLOTS - 1
     rig.before_replay(lambda: rig.slot("out_cache_loc")[3:].fill_(stray))
     batch = rig.batch(3, 3, 3)
     with pytest.raises(VerificationError, match=f"keys of layer 0 in KV slot {stray} by"):
-        rig.verifier.run(batch)
-    logits = rig.lane.run(batch)
-    torch.testing.assert_close(logits, rig.lane.run_eager(batch))
+        rig.lane.run(batch)
+    rig.verifier.share = 0
+    logits = rig.lane.run(batch).logits
+    torch.testing.assert_close(logits, rig.lane.run_eager(batch).logits)
 
 
 @pytest.mark.parametrize(("part", "layer", "name"), [("k", 1, "keys"), ("v", 0, "values")])
@@ -319,14 +356,14 @@ def test_every_layer_and_both_halves_are_compared(part: str, layer: int, name: s
     rig = Rig()
     rig.after_replay(lambda outputs: getattr(rig.kv, part)[layer][PAGE].fill_(3e3))
     with pytest.raises(VerificationError, match=f"{name} of layer {layer} in KV slot {PAGE} by"):
-        rig.verifier.run(rig.batch(4))
+        rig.run(4)
 
 
 def test_scratch_may_hold_anything() -> None:
     """The whole scratch page is out of the comparison."""
     rig = Rig()
     rig.after_replay(lambda outputs: rig.kv.k[0][:PAGE].fill_(float("nan")))
-    rig.verifier.run(rig.batch(4, 3, 2))
+    rig.run(4, 3, 2)
     assert rig.verifier.verified == 1
 
 
@@ -335,7 +372,7 @@ def test_poison_that_nobody_touched_is_no_difference() -> None:
     rig = Rig()
     for cache in rig.kv.k + rig.kv.v:
         cache[-PAGE:] = float("nan")
-    rig.verifier.run(rig.batch(1, 1))
+    rig.run(1, 1)
 
 
 # -- what differs first ----------------------------------------------------------------------------
@@ -433,7 +470,7 @@ def test_metadata_that_the_graph_writes_is_read_after_the_replay() -> None:
     """Where metadata work is recorded, what the hook returned is stale, and what the graph left counts."""
     rig = Rig(in_graph=True)
     rig.before_replay(lambda: rig.slot("flashinfer.kv_last_page_len").fill_(9))
-    rig.verifier.run(rig.batch(3, 4))
+    rig.run(3, 4)
     _wrong_outputs(rig)
     assert rig.failure(3, 4, 5).field is None
     rig.after_replay(lambda outputs: rig.slot("flashinfer.kv_last_page_len")[1].fill_(9))
@@ -503,7 +540,7 @@ class BoundTooLow(WithBound):
 def test_a_frozen_host_number_is_named() -> None:
     """A number of capture's that is not the batch's is named with both values."""
     rig = Rig(backend=Scaling)
-    rig.verifier.run(rig.batch(1, 1, 1))
+    rig.run(1, 1, 1)
     error = rig.failure(2, 5, 3)
     assert (error.field, error.suspects) == ("metadata.longest", ())
     assert error.message.endswith("differs: metadata.longest: replay 1, eager 5")
@@ -514,7 +551,7 @@ def test_a_bound_may_be_larger_and_not_smaller() -> None:
     """Of a bounded number only one below the batch's own is a difference."""
     for kind, field in ((WithBound, None), (BoundTooLow, "metadata.longest")):
         rig = Rig(backend=kind)
-        rig.verifier.run(rig.batch(2, 5, 3))
+        rig.run(2, 5, 3)
         _wrong_outputs(rig)
         error = rig.failure(3, 6, 4)
         assert (error.field, error.suspects) == (field, ())
@@ -632,13 +669,16 @@ def _filled(metadata: Any, name: str) -> Any:
     return metadata
 
 
-def test_a_field_that_no_slot_carries_is_named() -> None:
-    """A tensor that the batch has and the view lacks is named: the graph never saw it."""
+def test_a_field_that_no_slot_carries_is_refused_and_not_compared() -> None:
+    """A tensor that no graph would see is refused at the lane's door, in a verified step as in another."""
     rig = Rig()
-    _wrong_outputs(rig)
-    error = rig.failure(3, 4, mrope_positions=torch.zeros(3, 2, dtype=torch.int64))
-    assert error.field == "view.mrope_positions"
-    assert "replay None, eager a tensor" in error.message
+    rig.run(3, 4)
+    batch = dataclasses.replace(
+        rig.batch(3, 4), mrope_positions=torch.zeros(3, 2, dtype=torch.int64)
+    )
+    with pytest.raises(EngineError, match="the batch carries 'mrope_positions'"):
+        rig.lane.run(batch)
+    assert rig.verifier.verified == rig.lane.stats.replays == 1
 
 
 def test_the_verifier_sees_what_the_lane_gets() -> None:
@@ -697,20 +737,17 @@ def test_stale_rows_of_metadata_are_suspects(name: str, at: int, value: int) -> 
 class Loose(CudaGraphRunner):
     """Keeps earlier tokens in the tail of ``input_ids``, and captures at other positions."""
 
-    def make_registry(self) -> CudaGraphBufferRegistry:
-        """Return a registry whose ``input_ids`` keeps its tail."""
-        return build_decode_registry(
-            max_bs=4,
-            max_num_token=4,
-            device=CPU,
-            seq_len_fill_value=1,
-            register_global_num_tokens=False,
-            enable_mrope=False,
-        )
+    def slots(self) -> list[GraphSlot]:
+        """Return declarations of which ``input_ids`` keeps its tail."""
+        kept = {"padding_policy": PaddingPolicy.FOREACH_COPY, "reason": "any token is a token"}
+        return [
+            dataclasses.replace(slot, **kept) if slot.name == "input_ids" else slot
+            for slot in super().slots()
+        ]
 
-    def dummy_batch(self, shape: GraphShape) -> ForwardBatch:
+    def dummy(self, shape: GraphShape) -> ForwardBatch:
         """Return padding at another position than the pad value."""
-        dummy = super().dummy_batch(shape)
+        dummy = super().dummy(shape)
         dummy.positions.fill_(3)
         return dummy
 
@@ -718,12 +755,12 @@ class Loose(CudaGraphRunner):
 def test_suspects_that_a_policy_explains_come_last() -> None:
     """A stale row is first, then a pad value that capture did not have, then a tail that is kept."""
     rig = Rig(runner=Loose, observers=(Damage(_write_tail("req_pool_indices", 2)),))
-    rig.verifier.run(dataclasses.replace(rig.batch(1, 1, 1, 1), input_ids=torch.full((4,), 5)))
+    rig.lane.run(dataclasses.replace(rig.batch(1, 1, 1, 1), input_ids=torch.full((4,), 5)))
     _wrong_outputs(rig)
     error = rig.failure(3, 3, 3)
     assert error.suspects == ("view.req_pool_indices", "view.positions", "view.input_ids")
     assert "view.positions[3]: replay 0, its pad value, capture had 3" in error.message
-    assert "view.input_ids[3]: replay 5, kept because any token" in error.message
+    assert "view.input_ids[3]: replay 5, kept because any token is a token" in error.message
 
 
 def test_a_host_number_of_the_batch_is_a_suspect() -> None:
@@ -801,15 +838,15 @@ def test_right_replays_never_raise(
     rig.slot("flashinfer.kv_indices").fill_(garbage)
     for cache in (*rig.kv.k, *rig.kv.v):
         cache.normal_(generator=rig.generator)
-    rig.verifier.run(rig.batch(*lengths))
+    rig.run(*lengths)
     assert rig.verifier.largest_difference < 1e-4
 
 
 class Counting(CudaGraphRunner):
     """Has slots that are computed, and one that a batch may lack."""
 
-    def make_registry(self) -> CudaGraphBufferRegistry:
-        """Return a registry whose ``global_num_tokens_gpu`` is the padded count, whatever a batch says."""
+    def slots(self) -> list[GraphSlot]:
+        """Return declarations of which ``global_num_tokens_gpu`` is always the padded count."""
         registry = build_decode_registry(
             max_bs=4,
             max_num_token=4,
@@ -819,13 +856,12 @@ class Counting(CudaGraphRunner):
             require_gathered_buffer=True,
             zero_input_ids=True,
         )
-        registry.register_slot(make_slot("encoder_lens", optional=True))
-        return registry
+        return [*registry, make_slot("encoder_lens", optional=True)]
 
-    def dummy_batch(self, shape: GraphShape) -> ForwardBatch:
+    def dummy(self, shape: GraphShape) -> ForwardBatch:
         """Return padding with one of the fields that a batch may lack."""
         return dataclasses.replace(
-            super().dummy_batch(shape),
+            super().dummy(shape),
             encoder_lens=torch.zeros(shape.batch_size, dtype=torch.int64),
         )
 
@@ -892,21 +928,25 @@ def test_a_replay_may_not_change_the_page_table() -> None:
 
 
 def test_a_verifier_belongs_to_the_one_lane_that_it_observes() -> None:
-    """It refuses to run without a lane, and to join a second one or one that was built without it."""
-    rig, other = Rig(), Rig()
-    alone = Verifier(
-        make_backend=lambda kv: rig.lane.backend,
-        kv_cache=rig.kv,
-        shadow=rig.shadow,
-        share=1,
-        page_size=PAGE,
+    """It has no lane before its first step, and refuses the step of a second lane."""
+    rig = Rig()
+    with pytest.raises(EngineError, match=r"seen no step of a lane\n.*observers=\[verifier\]"):
+        _ = rig.verifier.lane
+    rig.run(1)
+    assert rig.verifier.lane is rig.lane
+    other = Lane(
+        "draft",
+        model=rig.model,
+        runner=rig.runner,
+        backend=rig.lane.backend,
+        driver=TapeDriver(CPU),
+        eager_reason=EagerReason.NO_GRAPHS,
+        observers=[rig.verifier],
     )
-    with pytest.raises(EngineError, match=r"joined no lane\n.*observers=\[verifier\]"):
-        alone.run(rig.batch(1))
-    with pytest.raises(EngineError, match="'decode' was built without the verifier"):
-        alone.join(rig.lane)
-    with pytest.raises(EngineError, match="cannot be that of 'decode' too"):
-        rig.verifier.join(other.lane)
+    with pytest.raises(
+        EngineError, match="verifier of lane 'decode' cannot be that of 'draft' too"
+    ):
+        other.run(rig.batch(1))
 
 
 def test_an_unverified_step_keeps_nothing() -> None:
@@ -925,13 +965,13 @@ def test_an_unverified_step_keeps_nothing() -> None:
         for cache in (*rig.shadow.k, *rig.shadow.v):
             cache.fill_(float("nan"))
         derived.clear()
-        rig.verifier.run(rig.batch(3, 2, 4))
+        rig.run(3, 2, 4)
         was_verified = rig.verifier.verified - before
         assert len(derived) == 2 * was_verified  # of the padded rows, and of the batch
         assert bool(rig.shadow.k[1].isnan().all()) is not bool(was_verified)
     rig.before_replay(lambda: 1 / 0)
     rig.verifier.share = 1
     with pytest.raises(ZeroDivisionError):
-        rig.verifier.run(rig.batch(3, 2))
+        rig.run(3, 2)
     assert rig.verifier._replay is None
     assert rig.verifier._looking is None

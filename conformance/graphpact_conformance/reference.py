@@ -27,7 +27,7 @@ from graphpact.attention import (
     new_kv,
 )
 from graphpact.batch import ForwardBatch, ForwardMode
-from graphpact.buffers import GraphSlot, PaddingPolicy
+from graphpact.buffers import GraphSlot, PaddingPolicy, SlotRole, metadata_slot
 from graphpact.buffers.presets import num_token_non_padded_slot
 from graphpact.graphs import Event
 from graphpact.runners import GraphRunner
@@ -91,28 +91,22 @@ class ReferenceBackend(AttentionBackend):
         """Return the five index tensors, and host memory for one."""
         width = max(limits.draft.num_steps, limits.draft.num_draft_tokens)
 
-        def slot(
-            name: str, *row: int, by_request: bool = False, device: torch.device | None = None
-        ) -> GraphSlot:
-            return GraphSlot(
+        def slot(name: str, role: SlotRole, *row: int, by_request: bool = False) -> GraphSlot:
+            return metadata_slot(
                 f"reference.{name}",
                 lambda bs, tokens: (bs if by_request else tokens, *row),
                 torch.int64,
+                role=role,
                 axis="bs" if by_request else "tokens",
-                device=device,
-                owner="reference",
-                padding_policy=PaddingPolicy.KEEP_PAD,
-                reason="every row of the padded extent is written in every step",
-                copy_from_fb=False,
             )
 
         return [
-            slot("table", limits.max_context_len, by_request=True),
-            slot("request"),
-            slot("last"),
-            slot("drafts", width),
-            slot("most", by_request=True),
-            slot("staging", by_request=True, device=CPU),
+            slot("table", "table", limits.max_context_len, by_request=True),
+            slot("request", "table"),
+            slot("last", "lengths"),
+            slot("drafts", "table", width),
+            slot("most", "lengths", by_request=True),
+            slot("staging", "staging", by_request=True),
         ]
 
     def allocate_metadata(

@@ -37,6 +37,7 @@ from graphpact.parallel import get_parallel
 from graphpact.runners import GraphRunner, RunnerContext
 from graphpact.shapes import GraphShape
 from graphpact.step import Attend, StepOutputs
+from graphpact.tensors import same
 from graphpact_conformance.oracle import attend
 from graphpact_conformance.problems import CONTEXT, VOCAB, Config, Problem, next_id
 from graphpact_conformance.reference import ReferenceRunner
@@ -45,13 +46,6 @@ from graphpact_tape.tape import TapeDriver
 
 CPU = torch.device("cpu")
 NAN = float("nan")
-TOLERANCE = {
-    torch.float64: 1e-9,
-    torch.float32: 1e-5,
-    torch.bfloat16: 4 * torch.finfo(torch.bfloat16).eps,
-    torch.float16: 4 * torch.finfo(torch.float16).eps,
-}
-"""By how much an output may be off, of one more than its size: queries, keys and values are of scale 1."""
 
 _Around = Generator[None, Any, Any]
 
@@ -581,14 +575,6 @@ def runner_context(
         num_token_non_padded=config.counts,
         require_gathered_buffer=config.counts,
     )
-
-
-def same(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Return where two tensors hold the same bits' worth; NaN is the same as NaN."""
-    equal = a == b
-    if a.dtype.is_floating_point:
-        equal |= a.isnan() & b.isnan()
-    return equal
 
 
 def _each_due(

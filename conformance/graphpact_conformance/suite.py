@@ -193,7 +193,12 @@ def lanes_of(target: Target, options: Options, catalog: PluginCatalog) -> list[P
         if target.partner is not None:
             runner = catalog.select("runner", target.partner)
         return plan_lanes(
-            backend, runner, options, device=device, is_pair=target.partner is not None
+            backend,
+            runner,
+            options,
+            device=device,
+            is_pair=target.partner is not None,
+            drivers=catalog,
         )
     return plan_lanes(
         ReferenceBackend,
@@ -224,7 +229,8 @@ def plan_lanes(
         device: Where.
         kind: Which of the two is checked.
         is_pair: Whether both are.
-        drivers: Where the driver is found that a runner records with by itself; None to leave that out.
+        drivers: Where drivers are found: the one that a checked runner records with by itself, and CUDA's
+            on a GPU; None for the tape alone.
     """
     modes = runner.modes & backend.capabilities.modes
     configs = [
@@ -240,16 +246,16 @@ def plan_lanes(
         PlannedLane(LaneUnderTest(config, backend, runner, kind, device=device), is_full)
         for config, is_full in chosen
     ]
-    if drivers is not None and runner.driver is not None and options.size != "quick" and plans:
+    has_own = kind == "runner" and runner.driver is not None and options.size != "quick"
+    if drivers is not None and runner.driver is not None and has_own and plans:
         driver = drivers.select("graph_driver", runner.driver)
         if driver.unavailable(device) is None:
             lane = replace(plans[0].lane, driver=driver)
             plans.append(PlannedLane(lane, is_full=False, suffix=f"-{runner.driver}"))
-    if device.type == "cuda":
-        from graphpact_cuda_graph.driver import CudaDriver  # noqa: PLC0415  of no use elsewhere
-
+    if drivers is not None and device.type == "cuda":
+        cuda = drivers.select("graph_driver", "cuda")
         plans += [
-            PlannedLane(replace(plan.lane, driver=CudaDriver), is_full=False, suffix="-cuda")
+            PlannedLane(replace(plan.lane, driver=cuda), is_full=False, suffix="-cuda")
             for plan in plans
             if plan.lane.driver is None
         ]

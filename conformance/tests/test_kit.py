@@ -1,16 +1,28 @@
 """The kit itself: what it draws, which lanes it gives to whom, and that it catches planted bugs."""
 
+import re
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphpact import Capabilities, ForwardBatch, ForwardMode, LayerSpec
+from graphpact import (
+    Capabilities,
+    ForwardBatch,
+    ForwardMode,
+    GraphShape,
+    LayerSpec,
+    hookimpl,
+)
 from graphpact.attention import GraphSupport, HeadLayout
+from graphpact.buffers import GraphSlot, PaddingPolicy
+from graphpact.errors import EngineError
 from graphpact.runners import RunnerContext
+from graphpact_conformance.experiments import values
 from graphpact_conformance.problems import (
     CASES,
     DTYPES,
@@ -21,6 +33,7 @@ from graphpact_conformance.problems import (
     configs_of,
     corner,
     neighbours,
+    of_size,
     sequences,
     static_shapes,
 )
@@ -30,6 +43,8 @@ from graphpact_conformance.reference import (
     ReferenceRunner,
 )
 from graphpact_conformance.rig import CPU, Rig
+from graphpact_conformance.subject import LaneUnderTest
+from graphpact_conformance.suite import draw
 from oracle_kit import findings_of, hold_to_oracle
 
 
@@ -51,18 +66,17 @@ def test_a_sequence_is_what_it_says(data: st.DataObject) -> None:
     case = config.case
     if case.mode is ForwardMode.IDLE:
         return
-    steps: Drawn = data.draw(sequences(config))
+    drawn: Drawn = data.draw(sequences(config))
     context = RunnerContext(CPU, ReferenceBackend.capabilities, config.limits, mode=case.mode)
     runner = ReferenceRunner(context)
-    fits = [runner.fit(problem.batch()) for problem in steps]
+    fits = [runner.fit(problem.batch()) for problem in drawn]
     small, large = static_shapes(case)
     assert fits == [large, small, small, large]
-    exact, _, idle, padded = steps
+    exact, _, idle, padded = drawn
     assert (len(exact.requests), len(exact.tokens)) == (large.batch_size, large.num_tokens)
     assert not idle.requests
     assert len(padded.requests) < large.batch_size
-    steps += [*neighbours(config, padded), corner(config)]
-    for problem in steps:
+    for problem in (*drawn, *neighbours(config, padded), corner(config)):
         batch, table = problem.batch(), problem.page_table(config)
         slots = [s for r in problem.requests for s in r.cached]
         slots += [s for t in problem.tokens for s in t.slots]
@@ -374,3 +388,110 @@ def test_a_planted_bug_is_caught(planted: type[ReferenceBackend], case: str, see
     config = _config(f"{case}-page64-gqa-float32")
     found = findings_of(planted, config)
     assert any(seen in f"{f.field} {f.actual}" for f in found), found
+
+
+class AnotherObject(ReferenceBackend):
+    """Each replay hook returns another object than it was given, with a note in it."""
+
+    metadata_in_graph = None
+    given: ClassVar[list[ReferenceMetadata]] = []
+
+    @hookimpl
+    def init_metadata_replay(
+        self, view: ForwardBatch, shape: GraphShape, captured: ReferenceMetadata
+    ) -> ReferenceMetadata:
+        """Refresh, note what was given, and return a copy."""
+        self.given.append(captured)
+        ReferenceBackend.init_metadata_replay(self, view=view, shape=shape, captured=captured)
+        return replace(captured)
+
+
+def test_every_replay_is_given_what_was_captured() -> None:
+    """What the last replay hook returned is not handed on to the next one."""
+    config = _config("decode-page16-mha-float32")
+    rig = Rig(config, backend=AnotherObject)
+    problem = of_size(config, 1)
+    for _ in range(2):
+        assert rig.step(problem).error is None
+    first, second = AnotherObject.given
+    assert first is second
+
+
+# -- fields without a slot -------------------------------------------------------------------------
+
+
+class CarriesHiddenStates(ReferenceRunner):
+    """Its batches have a field of its own, which has a slot."""
+
+    def slots(self) -> Sequence[GraphSlot]:
+        """Add the slot."""
+        hidden = GraphSlot(
+            "mine.hidden_states",
+            lambda _, tokens: (tokens, 2),
+            torch.float32,
+            padding_policy=PaddingPolicy.ZERO,
+            owner="mine",
+        )
+        return [*super().slots(), hidden]
+
+    def dummy(self, shape: GraphShape) -> ForwardBatch:
+        """Add the field."""
+        return _with_hidden_states(super().dummy(shape))
+
+
+class ForgetsHiddenStates(CarriesHiddenStates):
+    """Its dummies have the field, and slots() forgets it."""
+
+    def slots(self) -> Sequence[GraphSlot]:
+        """Return the inputs of the base."""
+        return ReferenceRunner.slots(self)
+
+
+class WithoutTreeMask(ReferenceRunner):
+    """slots() forgets the mask that a verify carries."""
+
+    def slots(self) -> Sequence[GraphSlot]:
+        """Leave it out."""
+        return [slot for slot in super().slots() if slot.name != "tree_mask"]
+
+
+def _with_hidden_states(batch: ForwardBatch) -> ForwardBatch:
+    return replace(batch, extra={"mine.hidden_states": torch.ones(batch.num_tokens, 2)})
+
+
+@pytest.mark.parametrize(
+    ("runner", "refused"),
+    [
+        (CarriesHiddenStates, None),
+        (ForgetsHiddenStates, "the batch carries 'mine.hidden_states', which .* has no slot for"),
+        (ReferenceRunner, "the batch carries 'mine.hidden_states', which .* has no slot for"),
+    ],
+)
+def test_an_extra_field_has_a_slot_or_is_refused(
+    runner: type[ReferenceRunner], refused: str | None
+) -> None:
+    """A graph would ignore it silently: the lane raises where it has none."""
+    config = _config("draft_extend-page16-mha-float32")
+    rig = Rig(config, backend=ReferenceBackend, runner=runner)
+    problem = of_size(config, 1)
+    step = rig.step(problem, batch=_with_hidden_states(rig.batch_of(problem)))
+    if refused is None:
+        assert step.error is None
+        hidden = step.leaves["view.extra['mine.hidden_states']"].value
+        assert hidden[:4].tolist() == [[1, 1]] * 4
+        assert not hidden[4:].any()
+    else:
+        assert isinstance(step.error, EngineError)
+        assert re.search(refused, step.error.message)
+
+
+def test_a_field_without_a_slot_is_a_finding() -> None:
+    """The suite names the field, its rule, and what to declare."""
+    config = _config("target_verify_tree-page16-mha-float32")
+    lane = LaneUnderTest(config, runner=WithoutTreeMask, kind="runner")
+    (steps,) = draw(config, 1, 0)
+    with torch.inference_mode():
+        (found,) = values.answers_replayed(lane, steps)
+        assert "has no slot for" in str(lane.rig().step(steps[0]).error)
+    assert (found.rule, found.field) == ("GP02", "batch.tree_mask")
+    assert "declare a slot" in str(found.help)

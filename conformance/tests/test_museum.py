@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from graphpact.cli import main
-from graphpact_conformance.cli.museum import describe
+from graphpact_conformance.cli.museum import ROOMS, describe
 from graphpact_conformance.museum import EXHIBITS, VARIANTS, Exhibit, Variant, Visit, visit_all
 from graphpact_conformance.problems import CASES
 from graphpact_conformance.rules import RULES
@@ -91,6 +91,19 @@ def test_the_command_lists_what_there_is(capsys: pytest.CaptureFixture[str]) -> 
     told = json.loads(capsys.readouterr().out)
     assert {t["name"] for t in told} == {e.name for e in EXHIBITS if e.rule == "GP03"}
     assert all("#" in t["thread"] for t in told)
+
+
+def test_the_command_shows_one_room(capsys: pytest.CaptureFixture[str]) -> None:
+    """``--room`` has what a room has, every piece is in one room, and ``--help`` shows how to ask for it."""
+    shown = []
+    for room in ROOMS:
+        assert main(["museum", "--list", "--room", room, "--json"]) == 0
+        shown += [t["name"] for t in json.loads(capsys.readouterr().out)]
+    assert sorted(shown) == sorted(p.name for p in (*EXHIBITS, *VARIANTS))
+    assert main(["museum", "--room", "paddings"]) == 2
+    assert "did you mean 'padding'?" in capsys.readouterr().err
+    assert main(["museum", "--help"]) == 0
+    assert "--room padding --quick" in capsys.readouterr().out
 
 
 def test_the_command_shows_a_matrix(capsys: pytest.CaptureFixture[str]) -> None:

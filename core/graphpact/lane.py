@@ -31,10 +31,12 @@ from graphpact.buffers import CudaGraphBufferRegistry, PaddingPolicy, SharedBuff
 from graphpact.errors import CaptureError, ConfigError, EngineError
 from graphpact.graphs import DeclaredMemory, Externals, Graph, GraphDriver
 from graphpact.hookspecs import hookimpl
+from graphpact.memory_map import MemoryMap
 from graphpact.pact import Pact, walk
 from graphpact.runners import GraphRunner
 from graphpact.shapes import EagerReason, GraphShape
 from graphpact.step import Forward, Step, StepOutputs
+from graphpact.tensors import storage_id
 
 PactMode = Literal["always", "sampled", "off"]
 
@@ -82,6 +84,7 @@ class CapturedShape:
 
     Args:
         step: Static inputs, metadata and live batch, as the recorded work sees them.
+        metadata: What the capture hook returned: every replay refreshes that, whatever the last one returned.
         graph: What was recorded, and its outputs.
         pact: What the capture promised.
         stats: What happened to it.
@@ -90,6 +93,7 @@ class CapturedShape:
     """
 
     step: Step
+    metadata: Any
     graph: Graph
     pact: Pact
     stats: ShapeStats
@@ -162,7 +166,10 @@ class Lane:
         self.stats = LaneStats()
         self.on_capture: Callable[[GraphShape], None] | None = None
         """Called with each shape after it was captured."""
-        self.shapes = () if eager_reason is not None else tuple(runner.shapes())
+        shapes = tuple(
+            runner.shapes()
+        )  # asked in any case: impossible ones are refused on every machine
+        self.shapes = () if eager_reason is not None else shapes
         """What is captured, or will be."""
         self.registry = self._make_registry(share_pool) if self.shapes else None
         self._captured: dict[GraphShape, CapturedShape] = {}
@@ -202,7 +209,7 @@ class Lane:
                 self._admit(batch, kind, captured)
             self._populate(registry=self.registry, batch=batch, shape=fit)
             view = self._prepare_replay(registry=self.registry, batch=batch, shape=fit)
-            meta = self._init_metadata_replay(view=view, shape=fit, captured=step.metadata)
+            meta = self._init_metadata_replay(view=view, shape=fit, captured=captured.metadata)
             step.live, step.metadata = batch, meta
             if self._is_pact_due():
                 captured.pact.check(view=view, metadata=meta, **_root(self.backend, captured.held))
@@ -310,17 +317,18 @@ class Lane:
             graph = driver.capture(record)
         try:
             self._require_outputs(graph.outputs, shape)
-            used = {t.untyped_storage().data_ptr() for t in graph.external_tensors() or ()}
-            held = self._held_by_backend(used)
+            used = {storage_id(t) for t in graph.external_tensors() or ()}
+            memory = MemoryMap(registry, self.backend)
+            held = [*memory.attributes(used)]
             roots = {"view": view, "metadata": metadata, **_root(self.backend, held)}
             pact = Pact.of(shape, registry, **roots)
             if driver.strict:
-                self._require_slots(shape, metadata, used)
+                self._require_slots(shape, metadata, memory, used)
         except BaseException:
             graph.release()
             raise
         stats = ShapeStats(time.perf_counter() - start, graph.num_nodes, graph.externals)
-        self._captured[shape] = CapturedShape(step, graph, pact, stats, held)
+        self._captured[shape] = CapturedShape(step, metadata, graph, pact, stats, held)
         self.stats.shapes[shape] = stats
         if self.on_capture is not None:
             self.on_capture(shape)
@@ -397,7 +405,8 @@ class Lane:
         names = list(batch.tensors())
         if batch.ngram_embedding_info is not None:
             names.append("ngram_embedding_info.req_lens")
-        missing = [n for n in names if registry is None or not registry.has_slot(n)]
+        plain = [n for n in batch.extra if "." not in n]  # a slot would copy the field of that name
+        missing = [n for n in names if registry is None or not registry.has_slot(n) or n in plain]
         unseen = [n for n in batch.tensors() if n not in view and n not in missing]
         if missing or unseen:
             what = ", ".join(map(repr, missing or unseen))
@@ -437,15 +446,9 @@ class Lane:
             )
         outputs.require_rows(shape)
 
-    def _held_by_backend(self, used: set[int]) -> list[str]:
-        """Return the attributes of the backend whose storages, by address, a graph has ``used``."""
-        return [
-            name
-            for name, value in vars(self.backend).items()
-            if isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() in used
-        ]
-
-    def _require_slots(self, shape: GraphShape, metadata: Any, used: set[int]) -> None:
+    def _require_slots(
+        self, shape: GraphShape, metadata: Any, memory: MemoryMap, used: set[int]
+    ) -> None:
         """Refuse metadata in storages that a graph has ``used``, outside the registry.
 
         No step refreshes such memory, and no strict lane poisons it.
@@ -453,15 +456,11 @@ class Lane:
         Raises:
             CaptureError: Names the field.
         """
-        context, registry = self.backend.context, self.registry
-        others = [*kv_tensors(context.kv_cache).values(), context.req_to_token]
-        known = {t.untyped_storage().data_ptr() for t in others}
         for path, value in walk({"metadata": metadata}):
             if (
                 isinstance(value, torch.Tensor)
-                and value.untyped_storage().data_ptr() in used - known
-                and registry is not None
-                and registry.slot_of(value) is None
+                and storage_id(value) in used
+                and not memory.is_declared(value)
             ):
                 raise CaptureError(
                     f"lane {self.name!r}: {shape}: the graph reads {path}, which is no slot's memory",
@@ -539,21 +538,7 @@ def declared_memory(registry: CudaGraphBufferRegistry, backend: AttentionBackend
     Slots are written anew by the preparation of every replay, but for those that are filled once and for
     all: workspaces.
     """
-    context = backend.context
-    caches = kv_tensors(context.kv_cache)
-    names = {t.data_ptr(): name for name, t in caches.items()}
-    names[context.req_to_token.data_ptr()] = "req_to_token"
-
-    def name_of(tensor: torch.Tensor) -> str | None:
-        slot = registry.slot_of(tensor)
-        if slot is not None:
-            return slot.label
-        address = tensor.untyped_storage().data_ptr()
-        for name, value in vars(backend).items():
-            if isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() == address:
-                return f"{type(backend).__name__}.{name}"
-        return names.get(address)
-
+    caches = kv_tensors(backend.context.kv_cache)
     slots = {slot.name: slot.buffer for slot in registry if slot.buffer is not None}
     once = {slot.name for slot in registry if slot.padding_policy is PaddingPolicy.FILL_ONCE}
     host = [slot for slot in registry if slot.device == torch.device("cpu")]
@@ -563,5 +548,5 @@ def declared_memory(registry: CudaGraphBufferRegistry, backend: AttentionBackend
         workspaces=[t for name, t in slots.items() if name in once],
         caches=[*caches.values()],
         host=[t for t in host_memory if t is not None],
-        name_of=name_of,
+        name_of=MemoryMap(registry, backend).name_of,
     )

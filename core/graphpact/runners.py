@@ -213,8 +213,8 @@ class EagerRunner(GraphRunner):
         """
         if self.context.batch_sizes is not None:
             raise ConfigError(
-                f"batch_sizes = {list(self.context.batch_sizes)} for the runner 'eager', which captures"
-                " nothing",
+                f"lanes.{self.context.lane}.batch_sizes = {list(self.context.batch_sizes)} for the runner"
+                " 'eager', which captures nothing",
                 hint="leave batch_sizes out, or select a runner that captures",
             )
         return ()

@@ -5,11 +5,12 @@ import subprocess
 import sys
 import textwrap
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from fake_site import Site, installed
 from graphpact.errors import (
     AmbiguousPluginError,
     ConfigError,
@@ -44,49 +45,11 @@ GOOD = """
 """
 
 
-class Site:
-    """A folder of fake installed distributions, told from real ones by their names."""
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
-
-    def add(
-        self,
-        name: str,
-        source: str = GOOD,
-        *,
-        offers: Mapping[str, str],
-        version: str = "1.0",
-        contract: str | None = "1",
-        group: str = "graphpact.runners",
-    ) -> str:
-        """Install distribution ``fake-<name>`` with module ``fake_<name>``; return the latter."""
-        module = f"fake_{name}"
-        self.root.mkdir(exist_ok=True)
-        (self.root / f"{module}.py").write_text(textwrap.dedent(source))
-        info = self.root / f"{module}-{version}.dist-info"
-        info.mkdir()
-        lines = [f"[{group}]", *(f"{n} = {module}:{attribute}" for n, attribute in offers.items())]
-        if contract is not None:
-            lines += ["[graphpact.contract]", f"{contract} = graphpact.hookspecs:CONTRACT_VERSION"]
-        (info / "entry_points.txt").write_text("\n".join(lines))
-        (info / "METADATA").write_text(
-            f"Metadata-Version: 2.1\nName: fake-{name}\nVersion: {version}\n"
-        )
-        (info / "RECORD").write_text("")
-        return module
-
-
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
-    """Return an empty site on ``sys.path``; what is imported from it is forgotten afterwards."""
-    monkeypatch.delenv(DISABLE_VARIABLE, raising=False)
-    root = tmp_path / "site"
-    root.mkdir()
-    monkeypatch.syspath_prepend(str(root))
-    yield Site(root)
-    for name in [name for name in sys.modules if name.startswith("fake_")]:
-        del sys.modules[name]
+    """Return an empty site on ``sys.path``."""
+    with installed(tmp_path / "site", monkeypatch) as made:
+        yield made
 
 
 def outcomes(catalog: PluginCatalog) -> dict[str, Plugin]:
@@ -103,8 +66,8 @@ def reason(plugin: Plugin) -> str:
 
 def test_scanning_imports_nothing_and_selecting_imports_one(site: Site) -> None:
     """A scan reads metadata only; selecting a plugin imports its module and no other."""
-    one = site.add("one", offers={"fake_one": "Runner"})
-    two = site.add("two", offers={"fake_two": "Runner"})
+    one = site.add("one", GOOD, offers={"fake_one": "Runner"})
+    two = site.add("two", GOOD, offers={"fake_two": "Runner"})
     catalog = PluginCatalog.scan()
     assert {"fake_one", "fake_two"} <= {info.name for info in catalog.infos("runner")}
     assert not {one, two} & sys.modules.keys()
@@ -116,7 +79,9 @@ def test_scanning_imports_nothing_and_selecting_imports_one(site: Site) -> None:
 
 def test_what_the_metadata_says_is_in_the_info(site: Site) -> None:
     """An info names kind, name, distribution, version, target and contract as installed."""
-    site.add("one", offers={"fake_one": "Driver"}, group="graphpact.graph_drivers", version="3.4")
+    site.add(
+        "one", GOOD, offers={"fake_one": "Driver"}, group="graphpact.graph_drivers", version="3.4"
+    )
     info = outcomes(PluginCatalog.scan())["fake_one"].info
     assert (info.kind, info.name, info.version) == ("graph_driver", "fake_one", "3.4")
     assert (info.distribution, info.target, info.contract) == ("fake-one", "fake_one:Driver", "1")
@@ -166,7 +131,7 @@ BROKEN = {
     "wrong_kind": (GOOD + "    Runner = Driver", "not to a class derived from graphpact.runners"),
     "abstract": (
         "from graphpact.runners import GraphRunner\nclass Runner(GraphRunner): modes = frozenset()",
-        "Runner is abstract: it lacks dummy_batch, make_ladder, make_registry",
+        "Runner is abstract: it lacks shapes",
     ),
     "no_modes": (GOOD + "    del Runner.modes", "Good does not set modes"),
     "misspelt": (
@@ -195,7 +160,7 @@ BROKEN = {
 
 def test_every_broken_plugin_is_rejected_beside_a_good_one(site: Site) -> None:
     """Each way to be broken gives its own reason; none keeps the good plugin from loading."""
-    site.add("good", offers={"fake_good": "Runner"})
+    site.add("good", GOOD, offers={"fake_good": "Runner"})
     for name, (source, _) in BROKEN.items():
         site.add(name, source, offers={f"fake_{name}": "Runner"})
     catalog = PluginCatalog.scan()
@@ -257,7 +222,7 @@ def test_a_keyboard_interrupt_is_not_swallowed(site: Site) -> None:
 @pytest.mark.parametrize("entry", ["fake_one", "runner:fake_one", " fake_one , fake_one"])
 def test_a_disabled_plugin_is_rejected_without_import(site: Site, entry: str) -> None:
     """A plugin that the variable names, with or without its kind, is rejected unimported."""
-    module = site.add("one", offers={"fake_one": "Runner", "fake_two": "Runner"})
+    module = site.add("one", GOOD, offers={"fake_one": "Runner", "fake_two": "Runner"})
     catalog = PluginCatalog.scan(env={DISABLE_VARIABLE: entry})
     with pytest.raises(RejectedPluginError, match=f"disabled by {DISABLE_VARIABLE}"):
         catalog.select("runner", "fake_one")
@@ -270,7 +235,7 @@ def test_disabling_what_is_not_there_is_an_error(
     site: Site, monkeypatch: pytest.MonkeyPatch, entry: str
 ) -> None:
     """An entry of the variable that matches no plugin is refused, with the nearest name."""
-    site.add("one", offers={"fake_one": "Runner"})
+    site.add("one", GOOD, offers={"fake_one": "Runner"})
     monkeypatch.setenv(DISABLE_VARIABLE, entry)
     with pytest.raises(ConfigError, match=f"{entry!r} matches no installed plugin"):
         PluginCatalog.scan()
@@ -278,8 +243,8 @@ def test_disabling_what_is_not_there_is_an_error(
 
 def test_two_distributions_with_one_name_are_both_refused(site: Site) -> None:
     """A name that two distributions offer selects neither, and the error names both, unimported."""
-    site.add("one", offers={"fake_twin": "Runner"}, version="1.5")
-    site.add("two", offers={"fake_twin": "Runner", "fake_only": "Runner"}, version="2.5")
+    site.add("one", GOOD, offers={"fake_twin": "Runner"}, version="1.5")
+    site.add("two", GOOD, offers={"fake_twin": "Runner", "fake_only": "Runner"}, version="2.5")
     catalog = PluginCatalog.scan()
     twins = [p for p in catalog.check("runner") if p.info.name == "fake_twin"]
     assert [p.info.distribution for p in twins] == ["fake-one", "fake-two"]
@@ -294,8 +259,8 @@ def test_two_distributions_with_one_name_are_both_refused(site: Site) -> None:
 
 def test_one_name_in_two_kinds_is_not_ambiguous(site: Site) -> None:
     """Names are unique within a kind: a runner and a driver may share one."""
-    site.add("one", offers={"fake_name": "Runner"})
-    site.add("two", offers={"fake_name": "Driver"}, group="graphpact.graph_drivers")
+    site.add("one", GOOD, offers={"fake_name": "Runner"})
+    site.add("two", GOOD, offers={"fake_name": "Driver"}, group="graphpact.graph_drivers")
     catalog = PluginCatalog.scan()
     assert catalog.select("runner", "fake_name") is sys.modules["fake_one"].Runner
     assert catalog.select("graph_driver", "fake_name") is sys.modules["fake_two"].Driver
@@ -305,10 +270,10 @@ def test_one_distribution_that_lies_there_twice_is_one(
     site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An older copy of a distribution further down the path is not a second distribution."""
-    Site(tmp_path / "below").add("one", offers={"fake_one": "Runner"}, version="0.9")
+    Site(tmp_path / "below").add("one", GOOD, offers={"fake_one": "Runner"}, version="0.9")
     egg = site.root / "fake_one.egg-info"
     egg.mkdir()
-    site.add("one", offers={"fake_one": "Runner"})
+    site.add("one", GOOD, offers={"fake_one": "Runner"})
     for file in (site.root / "fake_one-1.0.dist-info").iterdir():
         name = "PKG-INFO" if file.name == "METADATA" else file.name
         (egg / name).write_text(file.read_text())
@@ -321,7 +286,7 @@ def test_one_distribution_that_lies_there_twice_is_one(
 
 def test_a_plugin_is_loaded_once(site: Site) -> None:
     """Checking and selecting again gives the same class and does not import again."""
-    site.add("one", offers={"fake_one": "Runner"})
+    site.add("one", GOOD, offers={"fake_one": "Runner"})
     catalog = PluginCatalog.scan()
     cls = catalog.select("runner", "fake_one")
     del sys.modules["fake_one"]
@@ -332,8 +297,8 @@ def test_a_plugin_is_loaded_once(site: Site) -> None:
 
 def test_a_check_is_sorted_by_kind_and_name(site: Site) -> None:
     """What a check returns comes by kind, then by name, however it was installed."""
-    site.add("b", offers={"fake_z": "Runner", "fake_a": "Runner"})
-    site.add("a", offers={"fake_m": "Driver"}, group="graphpact.graph_drivers")
+    site.add("b", GOOD, offers={"fake_z": "Runner", "fake_a": "Runner"})
+    site.add("a", GOOD, offers={"fake_m": "Driver"}, group="graphpact.graph_drivers")
     catalog = PluginCatalog.scan()
     names = [(p.info.kind, p.info.name) for p in catalog.check()]
     assert names == sorted(names)
@@ -345,8 +310,8 @@ def test_unreadable_metadata_is_left_out_with_a_warning(
     site: Site, caplog: pytest.LogCaptureFixture, damage: str
 ) -> None:
     """A distribution whose metadata cannot be read is logged and does not end the scan."""
-    site.add("good", offers={"fake_good": "Runner"})
-    site.add("torn", offers={"fake_torn": "Runner"})
+    site.add("good", GOOD, offers={"fake_good": "Runner"})
+    site.add("torn", GOOD, offers={"fake_torn": "Runner"})
     info = site.root / "fake_torn-1.0.dist-info"
     if damage == "no version":
         (info / "METADATA").write_text("Metadata-Version: 2.1\nName: fake-torn\n")
@@ -360,9 +325,9 @@ def test_unreadable_metadata_is_left_out_with_a_warning(
 
 def test_an_unknown_name_says_what_is_there_and_what_was_refused(site: Site) -> None:
     """The error names what was asked, what is there, what was rejected and why, and the nearest."""
-    site.add("one", offers={"fake_decode": "Runner"}, version="1.5")
-    site.add("old", offers={"fake_elder": "Runner"}, contract="0")
-    site.add("drv", offers={"fake_decoed": "Driver"}, group="graphpact.graph_drivers")
+    site.add("one", GOOD, offers={"fake_decode": "Runner"}, version="1.5")
+    site.add("old", GOOD, offers={"fake_elder": "Runner"}, contract="0")
+    site.add("drv", GOOD, offers={"fake_decoed": "Driver"}, group="graphpact.graph_drivers")
     with pytest.raises(UnknownPluginError) as refused:
         PluginCatalog.scan().select("runner", "fake_decoed")
     text = str(refused.value)
@@ -448,6 +413,6 @@ def test_importing_the_module_imports_no_plugin() -> None:
 
 def test_a_folder_named_otherwise_is_found_all_the_same(site: Site) -> None:
     """A distribution whose metadata folder is not named as tools name it counts like any other."""
-    site.add("odd", offers={"fake_odd": "Runner"})
+    site.add("odd", GOOD, offers={"fake_odd": "Runner"})
     (site.root / "fake_odd-1.0.dist-info").rename(site.root / "fake-odd-1.0.dist-info")
     assert isinstance(outcomes(PluginCatalog.scan())["fake_odd"], Loaded)

@@ -227,18 +227,28 @@ def require_each_can_run(lanes: Sequence[Lane]) -> None:
         ConfigError: Names the lane and the earlier one.
     """
     for earlier, lane in itertools.combinations(lanes, 2):
-        shapes = set(lane.runner.shapes())
+        shapes, taken = set(lane.runner.shapes()), set(earlier.runner.shapes())
+        first = f"lanes.{earlier.name} comes first and captures"
         if not shapes:
             why = (
                 "it captures nothing, and of several lanes of one mode only the first runs eagerly"
             )
-        elif shapes <= set(earlier.runner.shapes()):
-            why = f"lanes.{earlier.name} comes first and captures every shape of it"
+            what_to_do = "write it first, or leave it out"
+        elif shapes == taken:
+            why, what_to_do = (
+                f"{first} the same shapes",
+                "give it other batch_sizes, or leave it out",
+            )
+        elif shapes < taken:
+            why, what_to_do = (
+                f"{first} all its shapes",
+                "write it first, or give it other batch_sizes",
+            )
         else:
             continue
         raise ConfigError(
             f"lanes.{lane.name}, after lanes.{earlier.name} of the same mode, never runs: {why}",
-            hint=f"write [lanes.{lane.name}] first, give it other batch_sizes, or leave it out",
+            hint=what_to_do,
         )
 
 

@@ -199,8 +199,8 @@ class LaneConfig(_Section):
     )
     share_buffers: bool = Field(
         default=False,
-        description="Whether the lane's inputs lie in the same memory as those of the other lanes that"
-        " say so. Lanes run one at a time, so each finds what its own fill wrote.",
+        description="Whether the lane's inputs lie in the same memory as inputs of the same size in other"
+        " lanes that say so. Lanes run one at a time, so each finds what its own fill wrote.",
     )
 
 

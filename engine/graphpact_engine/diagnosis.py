@@ -22,17 +22,11 @@ from graphpact.attention import AttentionBackend
 from graphpact.batch import ForwardBatch
 from graphpact.buffers import GraphSlot
 from graphpact.lane import Lane
+from graphpact.memory_map import MemoryMap
 from graphpact.pact import Pact, walk
 from graphpact.shapes import GraphShape
+from graphpact.tensors import storage_id, tolerance_of
 
-# Replay and eager run may take other kernels, because their row counts differ: sums in another order.
-_TOLERANCE = {
-    torch.float64: 1e-10,
-    torch.float32: 1e-4,
-    torch.float16: 5e-3,
-    torch.bfloat16: 3e-2,
-}
-_COARSEST = 1e-1  # of any other dtype
 _MANY = 4  # of more fields, the others are counted
 
 _ABSENT = object()
@@ -98,7 +92,7 @@ class _Reference:
             self.value = value.cpu()
             self.written = torch.zeros(value.shape, dtype=torch.bool)
             if isinstance(again, torch.Tensor) and again.shape == value.shape:
-                self.written = _same(self.value, again.cpu())
+                self.written = _is_close(self.value, again.cpu())
 
     def holds(self, replayed: Any) -> bool:
         """Return whether ``replayed`` is as it should be."""
@@ -117,7 +111,7 @@ class _Reference:
         wrong = self.written.clone()
         if replayed.dim() == wrong.dim():
             both = _common(replayed, wrong)
-            wrong[both] &= ~_same(replayed[both].cpu(), self.value[both])
+            wrong[both] &= ~_is_close(replayed[both].cpu(), self.value[both])
         return wrong
 
     def first_wrong(self, replayed: torch.Tensor, unless: "_Reference") -> tuple[int, ...] | None:
@@ -177,7 +171,8 @@ class Diagnosis:
             {path: value for path, value in walk({"view": part}) if path != _PADDED_COUNT}
             for part in (replay.batch, replay.view)
         )
-        self._caches = {cache.untyped_storage().data_ptr() for cache in caches}
+        self._caches = set(map(storage_id, caches))
+        self._memory = MemoryMap(lane.registry, lane.backend)
 
     def cause(self) -> Cause:
         """Return what to say of it."""
@@ -232,7 +227,7 @@ class Diagnosis:
             replayed = self._view.get(path, _ABSENT)
             if not isinstance(value, torch.Tensor) and not isinstance(replayed, torch.Tensor):
                 continue
-            slot = self._slot(replayed)
+            slot = self._memory.slot_of(replayed)
             if slot is not None and (slot.is_computed or slot.source_fn is not None):
                 continue  # it is more than a copy of the field
             if slot is not None and slot.optional and value is None:
@@ -261,7 +256,7 @@ class Diagnosis:
         dummy = dict(walk({"view": self._lane.runner.dummy(self._replay.shape)}))
         found = []
         for path, replayed in self._view.items():
-            slot, captured = self._slot(replayed), dummy.get(path)
+            slot, captured = self._memory.slot_of(replayed), dummy.get(path)
             if slot is None or slot.is_computed or not isinstance(captured, torch.Tensor):
                 continue
             batch = self._batch.get(path, _ABSENT)
@@ -307,9 +302,9 @@ class Diagnosis:
         than: str = "eager",
     ) -> Iterator[_Finding]:
         """Yield what is to be said where ``replayed`` holds neither the reference nor ``unless``."""
-        slot, at = self._slot(replayed), None
+        slot, at = self._memory.slot_of(replayed), None
         if isinstance(replayed, torch.Tensor) and isinstance(reference.value, torch.Tensor):
-            if replayed.untyped_storage().data_ptr() in self._caches:
+            if storage_id(replayed) in self._caches:
                 return
             if slot is not None and slot.is_workspace:
                 return
@@ -324,12 +319,6 @@ class Diagnosis:
             path.removesuffix(_TYPE),
             f"{where}: replay {_show(replayed, at)}, {than} {_show(reference.value, at)}{whose}",
         )
-
-    def _slot(self, value: Any) -> GraphSlot | None:
-        registry = self._lane.registry
-        if registry is None or not isinstance(value, torch.Tensor):
-            return None
-        return registry.slot_of(value)
 
 
 def _leaves(metadata: Any, shape: GraphShape) -> dict[str, tuple[Any, bool]]:
@@ -378,7 +367,7 @@ def _common(a: torch.Tensor, b: torch.Tensor) -> tuple[slice, ...]:
     return tuple(slice(min(m, n)) for m, n in zip(a.shape, b.shape, strict=True))
 
 
-def _same(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def _is_close(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Return which elements are equal; of floats, as equal as two kernels make them."""
     if not (a.is_floating_point() and b.is_floating_point()):
         return a == b
@@ -403,8 +392,3 @@ def _show(value: Any, at: tuple[int, ...] | None) -> str:
     if isinstance(value, type):
         return value.__qualname__
     return repr(value) if isinstance(value, _VALUES) else f"a {type(value).__qualname__}"
-
-
-def tolerance_of(dtype: torch.dtype) -> float:
-    """Return how far two kernels may round apart, as a share of the largest value."""
-    return _TOLERANCE.get(dtype, _COARSEST)

@@ -28,11 +28,11 @@ from typing import Any, Literal, TypeAlias, get_args
 import torch
 
 from graphpact.attention import kv_tensors
-from graphpact.buffers.arenas import address_range
 from graphpact.buffers.description import RegistryDescription, SlotRow
 from graphpact.graphs import Externals, Graph
 from graphpact.lane import Lane
 from graphpact.shapes import EagerReason, GraphShape
+from graphpact.tensors import address_range
 from graphpact_engine.engine import Engine
 
 Kind = Literal["slot", "pool", "weight", "kv_cache", "request_table", "unknown"]

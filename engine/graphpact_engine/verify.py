@@ -29,7 +29,8 @@ from graphpact.hookspecs import hookimpl
 from graphpact.lane import Lane
 from graphpact.shapes import GraphShape
 from graphpact.step import StepOutputs
-from graphpact_engine.diagnosis import Cause, Diagnosis, Replay, tolerance_of
+from graphpact.tensors import same, tolerance_of
+from graphpact_engine.diagnosis import Cause, Diagnosis, Replay
 
 _Around = Generator[None, Any, Any]
 _ROWS = {"bs": "request", "tokens": "token", "none": "row"}
@@ -107,7 +108,7 @@ class Verifier:
             self._replay.metadata = metadata
         return metadata
 
-    # -- the step --------------------------------------------------------------------------------
+    # -- the step: in the order of the observers, inside a guard that poisons unowned memory first ---
 
     @hookimpl(wrapper=True)
     def run_step(self, lane: Lane, batch: ForwardBatch) -> _Around:
@@ -219,8 +220,8 @@ class Verifier:
             return
         a, b = replayed[rows].double(), eager[rows].double()
         # A difference to NaN is NaN, which no comparison of the maximum would see.
-        same = (a == b) | (a.isnan() & b.isnan())  # poison that neither run touched agrees
-        off = torch.where(same, 0.0, (a - b).abs()).flatten(1).amax(dim=1)
+        # Poison that neither run touched agrees.
+        off = torch.where(same(a, b), 0.0, (a - b).abs()).flatten(1).amax(dim=1)
         off = off.nan_to_num(nan=float("inf"), posinf=float("inf"))
         scale = b.abs().nan_to_num(nan=0.0, posinf=0.0).amax().item()
         worst = off.amax().item()

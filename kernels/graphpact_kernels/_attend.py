@@ -17,6 +17,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch.nn import functional
 
+from graphpact.tensors import storage_id
+
 __tracebackhide__ = True  # a driver names the line that calls a kernel
 
 
@@ -121,7 +123,7 @@ def gather(
         return cache.index_select(0, at).view(*slots.shape, *cache.shape[1:])
 
     keys = take(k_cache)
-    if v_cache.untyped_storage().data_ptr() == k_cache.untyped_storage().data_ptr():
+    if storage_id(v_cache) == storage_id(k_cache):
         return keys, keys[..., : v_cache.shape[2]]  # latents: a value is part of its key
     return keys, take(v_cache)
 

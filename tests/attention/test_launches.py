@@ -64,11 +64,10 @@ def _count(backend: type[AttentionBackend], case: Case, *, in_graph: bool) -> st
         rig = Rig(config, backend=backend, in_graph=in_graph)
         registry, shape = rig.lane.registry, config.shapes[-1]
         assert registry is not None
-        batch = rig.lane.runner.dummy_batch(shape)
-        view = rig.lane.prepare_replay(registry=registry, batch=batch, shape=shape)
-        captured = rig.lane.captured(shape).metadata
+        step = rig.lane.captured[shape].step
+        rig.lane.prepare(rig.lane.runner.dummy(shape))
         with Launches([*_device_memory(registry), rig.table]) as launches:
-            rig.lane.init_metadata_replay(view=view, shape=shape, captured=captured)
+            rig.lane.backend.init_metadata_replay(step.view, shape, step.metadata)
     return str(launches.count)
 
 

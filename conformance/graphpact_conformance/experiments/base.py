@@ -12,9 +12,10 @@ import torch
 from graphpact.batch import ForwardBatch
 from graphpact.errors import Breach
 from graphpact.pact import walk
+from graphpact.tensors import equal, excess, same, tolerance_of
 from graphpact_conformance.problems import Drawn
 from graphpact_conformance.results import Finding
-from graphpact_conformance.rig import TOLERANCE, Answer, Leaf, Rig, StepRecord, same
+from graphpact_conformance.rig import Answer, Leaf, Rig, StepRecord
 from graphpact_conformance.subject import LaneUnderTest
 from graphpact_tape.poison import poison_of
 
@@ -58,7 +59,12 @@ def same_rows(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
     """Return whether two results are the same, both missing included."""
     if a is None or b is None:
         return a is b
-    return a.shape == b.shape and bool(same(a, b).all())
+    return equal(a, b)
+
+
+def how_far(rig: Rig, rows: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    """Return how far rows of a lane's output are off, in shares of what rounding may make of them."""
+    return excess(rows, expected, tolerance_of(rig.config.dtype, "attention"))
 
 
 def same_step(a: StepRecord, b: StepRecord, *, first_slot: int, padded: bool = True) -> bool:
@@ -77,8 +83,7 @@ def same_step(a: StepRecord, b: StepRecord, *, first_slot: int, padded: bool = T
     if not same_rows(a.rows, b.rows) or (padded and not same_rows(a.outputs, b.outputs)):
         return False
     return all(
-        bool(same(cache[first_slot:], b.caches[name][first_slot:]).all())
-        for name, cache in a.caches.items()
+        equal(cache[first_slot:], b.caches[name][first_slot:]) for name, cache in a.caches.items()
     )
 
 
@@ -115,10 +120,9 @@ def differences(rig: Rig, step: StepRecord, answer: Answer) -> list[Difference]:
                 f"{tuple(rows.shape)}",
             )
         ]
-    allowed = TOLERANCE[rig.config.dtype] * (1 + answer.rows.abs())
-    excess = ((rows.double() - answer.rows).abs() / allowed).nan_to_num(nan=float("inf"))
-    if excess.numel() and float(excess.max()) > 1:
-        token, column = divmod(int(excess.argmax()), excess.shape[1])
+    off = how_far(rig, rows, answer.rows)
+    if off.numel() and float(off.max()) > 1:
+        token, column = divmod(int(off.argmax()), off.shape[1])
         found.append(
             Difference(
                 "rows",

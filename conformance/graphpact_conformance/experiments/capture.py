@@ -11,6 +11,7 @@ import torch
 
 from graphpact.attention import kv_tensors
 from graphpact.buffers import PaddingPolicy
+from graphpact.tensors import same
 from graphpact_conformance.experiments.base import (
     Findings,
     spell,
@@ -19,7 +20,7 @@ from graphpact_conformance.experiments.base import (
 from graphpact_conformance.experiments.parity import TRACE_HELP, compare_traces, trace_of
 from graphpact_conformance.problems import Case, Drawn, Problem, of_size
 from graphpact_conformance.results import Finding
-from graphpact_conformance.rig import Rig, same
+from graphpact_conformance.rig import Rig
 from graphpact_conformance.subject import (
     CannotCaptureError,
     LaneUnderTest,

@@ -13,6 +13,7 @@ from graphpact.batch import ForwardBatch
 from graphpact.errors import GraphpactError
 from graphpact.pact import walk
 from graphpact.shapes import GraphShape
+from graphpact.tensors import same
 from graphpact_conformance.experiments.base import (
     Findings,
     matters,
@@ -21,7 +22,7 @@ from graphpact_conformance.experiments.base import (
 )
 from graphpact_conformance.experiments.refresh import hook_of
 from graphpact_conformance.problems import CONTEXT, VOCAB, Drawn, Problem
-from graphpact_conformance.rig import Rig, StepRecord, same
+from graphpact_conformance.rig import Rig, StepRecord
 from graphpact_conformance.subject import LaneUnderTest, Way
 from graphpact_tape.poison import poison_of
 

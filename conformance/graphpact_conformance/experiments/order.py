@@ -12,10 +12,11 @@ from dataclasses import replace
 
 import torch
 
-from graphpact.attention import kv_tensors
 from graphpact.batch import ForwardMode
 from graphpact.buffers import PaddingPolicy
 from graphpact.errors import PactBreach, PoisonError
+from graphpact.memory_map import MemoryMap
+from graphpact.tensors import storage_id
 from graphpact_conformance.experiments.base import (
     Findings,
     differences,
@@ -205,31 +206,21 @@ def _unarmed(
 
 def states(rig: Rig) -> dict[str, torch.Tensor]:
     """Return what graphs use besides the slots that every step writes, and their own memory, by name."""
-    known = {t.untyped_storage().data_ptr() for t in (*kv_tensors(rig.kv).values(), rig.table)}
-    known |= {w.untyped_storage().data_ptr() for layer in rig.weights for w in (*layer, rig.turns)}
+    memory = MemoryMap(rig.registry, rig.backend)
+    weights = {storage_id(w) for layer in rig.weights for w in (*layer, rig.turns)}
     found: dict[str, torch.Tensor] = {}
     for captured in rig.lane.captured.values():
         for at, tensor in enumerate(captured.graph.external_tensors() or ()):
-            if tensor.untyped_storage().data_ptr() in known:
+            if storage_id(tensor) in weights or memory.is_engines(tensor):
                 continue
-            slot = rig.registry.slot_of(tensor)
+            slot = memory.slot_of(tensor)
             if slot is None:
-                name, whole = _held(rig, tensor)
-                found[name or f"a tensor of {tensor.dtype} {tuple(tensor.shape)}, number {at}"] = (
-                    whole
-                )
+                number = f"a tensor of {tensor.dtype} {tuple(tensor.shape)}, number {at}"
+                name, whole = memory.attribute_of(tensor) or (number, tensor)
+                found[name] = whole
             elif slot.padding_policy is PaddingPolicy.FILL_ONCE and slot.buffer is not None:
                 found[slot.label] = slot.buffer
     return found
-
-
-def _held(rig: Rig, tensor: torch.Tensor) -> tuple[str | None, torch.Tensor]:
-    """Return the attribute of the backend in whose memory a tensor lies, and its value; else the tensor."""
-    address = tensor.untyped_storage().data_ptr()
-    for name, value in vars(rig.backend).items():
-        if isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() == address:
-            return f"{type(rig.backend).__name__}.{name}", value
-    return None, tensor
 
 
 def _copies(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -244,6 +235,8 @@ def life_goes_on(lane: LaneUnderTest, steps: Drawn) -> Findings:
     lane.rig()  # a lane that cannot be captured is told of once
     lane = lane.like(replace(lane.config, room=2))
     for strict in (True, False):
+        for clear in caches_of(lane):  # what graphs of another lane hold, nothing would take away
+            clear()
         rig = _guarded(lane, "graph") if strict else lane.build()
         if rig is None:
             continue

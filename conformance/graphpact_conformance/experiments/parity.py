@@ -17,14 +17,16 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from graphpact.attention import kv_tensors
 from graphpact.batch import ForwardBatch, ForwardMode
 from graphpact.errors import Breach
 from graphpact.graphs import Graph
+from graphpact.memory_map import MemoryMap
 from graphpact.pact import Promise, is_readable
 from graphpact.shapes import GraphShape
+from graphpact.tensors import equal, same, storage_id
 from graphpact_conformance.experiments.base import (
     Findings,
+    how_far,
     sides_of,
     spell,
     values_at,
@@ -32,18 +34,13 @@ from graphpact_conformance.experiments.base import (
 from graphpact_conformance.experiments.refresh import Before, hook_of, is_plan
 from graphpact_conformance.problems import Drawn, Problem, assorted
 from graphpact_conformance.results import Finding
-from graphpact_conformance.rig import TOLERANCE, Leaf, Rig, StepRecord, same
+from graphpact_conformance.rig import Leaf, Rig, StepRecord
 from graphpact_conformance.subject import LaneUnderTest, Way, reset_slot
 from graphpact_tape.poison import poison_of
 from graphpact_tape.recorder import TracedCall
 from graphpact_tape.tape import Tape
 
 __tracebackhide__ = True  # a traced call names the line of the plugin
-
-_OFFSETS = re.compile(r"indptr|cu_seq|seqlens_q|start_loc|offsets?$", re.IGNORECASE)
-"""Names of offsets: where the rows of each request begin."""
-_OF_KEYS = re.compile(r"kv|_k\b|mask", re.IGNORECASE)
-"""Names of what goes by keys, whose numbers are the batch's."""
 
 
 def captured_anew(lane: LaneUnderTest, steps: Drawn) -> Findings:
@@ -142,9 +139,7 @@ def _gives_the_same(rig: Rig, step: StepRecord, other: StepRecord) -> bool:
     if step.error is not None or step.outputs is None or other.outputs is None:
         return step.error is None and other.error is None
     rows = len(step.problem.tokens)
-    mine, theirs = step.outputs[:rows].double(), other.outputs[:rows].double()
-    off = (mine - theirs).abs() / (TOLERANCE[rig.config.dtype] * (1 + theirs.abs()))
-    return not bool((off.nan_to_num(nan=2.0) > 1).any())
+    return not bool((how_far(rig, step.outputs[:rows], other.outputs[:rows]) > 1).any())
 
 
 # -- the pact ----------------------------------------------------------------------------------------
@@ -308,14 +303,21 @@ def _rules_of(lane: LaneUnderTest, mine: Leaf, theirs: Leaf, differs: torch.Tens
         return ["GP05"]
     if is_plan(mine):
         return ["GP09"]
-    is_offsets = bool(_OFFSETS.search(mine.path))
-    if is_offsets and lane.config.case.width is not None and not _OF_KEYS.search(mine.path):
+    is_offsets = mine.slot is not None and mine.slot.role == "offsets"
+    if is_offsets and _is_strided(theirs.value, lane.config.case.width):
         return ["GP07"]  # as many queries of each request: no quantity of the batch is in it
     if _is_moved(mine.value, theirs.value):
         return ["GP07"]
     if is_offsets:
         return ["GP07", "GP02"]
     return ["GP02"] if bool((differs & ~mine.in_tail).any()) else ["GP05"]
+
+
+def _is_strided(offsets: torch.Tensor, width: int | None) -> bool:
+    """Return whether offsets are those of ``width`` queries of each request."""
+    if width is None or offsets.dim() != 1:
+        return False
+    return torch.equal(offsets.long(), torch.arange(len(offsets)) * width)
 
 
 def _is_moved(mine: torch.Tensor, theirs: torch.Tensor) -> bool:
@@ -364,7 +366,7 @@ def _compare_memory(
     ):
         if (mine.shape, mine.dtype) != (theirs.shape, theirs.dtype):
             return  # other work: told by the traces
-        if bool(same(mine, theirs).all()):
+        if equal(mine, theirs):
             continue
 
         def renew(
@@ -377,7 +379,7 @@ def _compare_memory(
         mine.copy_(kept)
         if not _gives_the_same(rig, renewed, seen):
             continue
-        is_held = mine.untyped_storage().data_ptr() in _held_by(rig.backend)
+        is_held = storage_id(mine) in _held_by(rig.backend)
         yield lane.finding(
             "GP02" if is_held else "GP01",
             hook="init_metadata_replay",
@@ -394,16 +396,13 @@ def _compare_memory(
 
 def _outside(rig: Rig, shape: GraphShape) -> list[torch.Tensor]:
     """Return what a graph reads and no slot, KV cache or page table has, in the order of its use."""
-    known = {t.untyped_storage().data_ptr() for t in (*kv_tensors(rig.kv).values(), rig.table)}
-    return [
-        t
-        for t in rig.lane.captured[shape].graph.external_tensors() or ()
-        if t.untyped_storage().data_ptr() not in known and rig.registry.slot_of(t) is None
-    ]
+    memory = MemoryMap(rig.registry, rig.backend)
+    graph = rig.lane.captured[shape].graph
+    return [t for t in graph.external_tensors() or () if not memory.is_declared(t)]
 
 
 def _held_by(backend: object) -> set[int]:
-    """Return the storages, by address, of the tensors that a backend has in its attributes, however deep."""
+    """Return the storages, by identity, of the tensors that a backend has in its attributes, however deep."""
     found, todo, seen = set(), [vars(backend)], set()
     while todo:
         value: Any = todo.pop()
@@ -411,7 +410,7 @@ def _held_by(backend: object) -> set[int]:
             continue
         seen.add(id(value))
         if isinstance(value, torch.Tensor):
-            found.add(value.untyped_storage().data_ptr())
+            found.add(storage_id(value))
         elif isinstance(value, Mapping):
             todo += value.values()
         elif isinstance(value, (list, tuple, set, frozenset)):

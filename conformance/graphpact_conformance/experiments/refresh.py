@@ -7,16 +7,17 @@ poison is put there, and has to show. A plan is also at fault where a step is ri
 Does not: know what should have been written; see `graphpact_conformance.experiments.parity`.
 """
 
-import re
 from collections.abc import Sequence
 
 import torch
 
 from graphpact.buffers import BoundSlot
+from graphpact.tensors import same
 from graphpact_conformance.experiments.base import (
     Findings,
     altered,
     differences,
+    how_far,
     put,
     same_step,
     spell,
@@ -24,20 +25,15 @@ from graphpact_conformance.experiments.base import (
 )
 from graphpact_conformance.problems import Drawn, Problem, assorted, corner, neighbours, steady
 from graphpact_conformance.results import Finding
-from graphpact_conformance.rig import TOLERANCE, Leaf, Rig, StepRecord, same
+from graphpact_conformance.rig import Leaf, Rig, StepRecord
 from graphpact_conformance.subject import LaneUnderTest, Way, poison_slot
 from graphpact_tape.guard import is_due
 from graphpact_tape.poison import poison_of
 
-_PLANNED = re.compile(
-    r"plan|sched|split|chunk|tile|partition|(?<![a-z])o_indptr|work_?item", re.IGNORECASE
-)
-"""Names of what is planned; FlashInfer's, FA3's and FlashMLA's words."""
-
 
 def is_plan(leaf: Leaf) -> bool:
-    """Return whether a tensor is what a kernel works by, by its name."""
-    return bool(_PLANNED.search(leaf.path) or (leaf.slot and _PLANNED.search(leaf.slot.name)))
+    """Return whether a tensor says how a kernel splits its work, as its slot declares."""
+    return leaf.slot is not None and leaf.slot.role == "plan"
 
 
 class Before:
@@ -277,8 +273,7 @@ def _is_off(lane: LaneUnderTest, rig: Rig, step: StepRecord) -> torch.Tensor:
     """Return where the rows of a step that ended are not the oracle's."""
     answer = lane.answer(rig, step.problem).rows
     assert step.rows is not None  # noqa: S101  it ended
-    allowed = TOLERANCE[rig.config.dtype] * (1 + answer.abs())
-    return ~((step.rows.double() - answer).abs() <= allowed)  # NaN is off
+    return how_far(rig, step.rows, answer) > 1
 
 
 def _help(lane: LaneUnderTest, leaf: Leaf, rule: str) -> str:

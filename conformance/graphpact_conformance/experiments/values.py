@@ -13,6 +13,7 @@ import torch
 
 from graphpact.attention import kv_tensors
 from graphpact.buffers import BoundSlot
+from graphpact.tensors import same
 from graphpact_conformance.experiments.base import (
     Difference,
     Findings,
@@ -36,7 +37,7 @@ from graphpact_conformance.problems import (
     next_id,
     of_size,
 )
-from graphpact_conformance.rig import NAN, Rig, StepRecord, same
+from graphpact_conformance.rig import NAN, Rig, StepRecord
 from graphpact_conformance.subject import LaneUnderTest, causes
 
 # -- eager -------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 import torch
 
 from graphpact.buffers.slots import GraphSlot
+from graphpact.tensors import storage_id
 
 _ROWS = 16  # of one allocation: enough for the slots of one width in every preset
 _MOST_ROWS_OF_A_SLOT = 4  # such as the 3 of ``mrope_positions``
@@ -112,7 +113,7 @@ class Arena:
 
         That is one that is not whole columns of rows, or whose rows were taken for another pad value.
         """
-        if view.untyped_storage().data_ptr() != self.memory.untyped_storage().data_ptr():
+        if storage_id(view) != storage_id(self.memory):
             return None
         if view.dim() == 1:
             view = view[None]
@@ -131,18 +132,6 @@ class Arena:
         """Return the memory at ``place``, and the template of it."""
         first, end, left, right = place
         return self.memory[first:end, left:right], self.template[first:end, left:right]
-
-
-def address_range(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the first address of ``tensor`` and the one behind its last element.
-
-    Gaps between the rows of a strided tensor are within it.
-    """
-    first = tensor.data_ptr()
-    if not tensor.numel():
-        return first, first
-    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return first, first + (last + 1) * tensor.element_size()
 
 
 def _suits(slot: GraphSlot, shape: tuple[int, ...]) -> bool:

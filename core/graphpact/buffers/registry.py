@@ -15,13 +15,14 @@ from typing import Any, TypeVar
 import torch
 
 from graphpact.batch import ForwardBatch
-from graphpact.buffers.arenas import Arena, Arenas, address_range
+from graphpact.buffers.arenas import Arena, Arenas
 from graphpact.buffers.description import RegistryDescription, SlotRow
 from graphpact.buffers.fills import FillPlan
 from graphpact.buffers.sharing import PROCESS_WIDE, SharedBuffers
 from graphpact.buffers.slots import BoundSlot, FillContext, GraphSlot, call
 from graphpact.errors import SlotError, UnknownSlotError, did_you_mean
 from graphpact.shapes import GraphShape
+from graphpact.tensors import address_range, storage_id
 
 _MAX_PLANS = 1024  # sets of counts whose plans are kept; the oldest is dropped
 
@@ -395,5 +396,4 @@ class CudaGraphBufferRegistry:
 
 def _begins(view: torch.Tensor, buffer: torch.Tensor) -> bool:
     """Return whether ``view`` is memory of ``buffer`` from its start."""
-    storages = [tensor.untyped_storage()._cdata for tensor in (view, buffer)]  # noqa: SLF001  identity
-    return storages[0] == storages[1] and view.storage_offset() == 0
+    return storage_id(view) == storage_id(buffer) and view.storage_offset() == 0

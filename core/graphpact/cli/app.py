@@ -19,7 +19,7 @@ import typer
 from typer.core import TyperGroup
 
 from graphpact.cli.plugins import distributions
-from graphpact.errors import GraphpactError
+from graphpact.errors import ConfigError, GraphpactError
 from graphpact.plugins import PluginCatalog
 
 _READER_GONE = 141  # what a shell reports for SIGPIPE
@@ -39,8 +39,14 @@ def _reader_may_leave() -> Iterator[None]:
 
 @functools.cache
 def _catalog() -> PluginCatalog:
-    """Return the installed commands; those that are disabled stay, so that one can say so."""
-    return PluginCatalog.scan()
+    """Return the installed commands; those that are disabled stay, so that one can say so.
+
+    A variable that disables what is not there is for the command to refuse, or to report.
+    """
+    try:
+        return PluginCatalog.scan()
+    except ConfigError:
+        return PluginCatalog.scan(env={})
 
 
 class _Group(TyperGroup):

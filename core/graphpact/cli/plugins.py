@@ -28,6 +28,8 @@ class KindOption(enum.StrEnum):
     attention_backend = "attention_backend"
     runner = "runner"
     graph_driver = "graph_driver"
+    observer = "observer"
+    command = "command"
 
 
 def plugins(

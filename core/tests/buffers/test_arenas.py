@@ -12,7 +12,8 @@ from graphpact.buffers import (
     SharedBuffers,
     fills,
 )
-from graphpact.buffers.arenas import Arenas, address_range
+from graphpact.buffers.arenas import Arenas
+from graphpact.tensors import address_range
 from support import fill, make_slot
 
 I64 = torch.int64

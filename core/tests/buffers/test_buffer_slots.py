@@ -2,12 +2,20 @@
 
 from dataclasses import FrozenInstanceError, fields
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 
-from graphpact.buffers import CudaGraphBufferRegistry, FillContext, GraphSlot, PaddingPolicy
+from graphpact.buffers import (
+    BoundSlot,
+    CudaGraphBufferRegistry,
+    FillContext,
+    GraphSlot,
+    PaddingPolicy,
+    SlotRole,
+    metadata_slot,
+)
 from graphpact.errors import SlotError, UnallocatedSlotError, UsageError
 
 P = PaddingPolicy
@@ -24,9 +32,12 @@ def _slot(**changes: Any) -> GraphSlot:
     return GraphSlot(**(declared | changes))
 
 
-def _registered(**changes: Any) -> GraphSlot:
-    registry = CudaGraphBufferRegistry(device="cpu", max_bs=4, max_num_tokens=8)
-    return registry.register_slot(_slot(**changes))
+def _registry(lane: str | None = None) -> CudaGraphBufferRegistry:
+    return CudaGraphBufferRegistry(device="cpu", max_bs=4, max_num_tokens=8, lane=lane)
+
+
+def _registered(**changes: Any) -> BoundSlot:
+    return _registry().register_slot(_slot(**changes))
 
 
 @pytest.mark.parametrize(
@@ -35,7 +46,7 @@ def _registered(**changes: Any) -> GraphSlot:
         ({"axis": "rows"}, "unknown axis 'rows'"),
         ({"padding_policy": P.FILL_SENTINEL}, "FILL_SENTINEL without a pad_value"),
         ({"padding_policy": P.FILL_ONCE}, "FILL_ONCE without a pad_value"),
-        ({"name": "lengths.of.it"}, "a dotted name is no batch field"),
+        ({"role": "lenghts"}, "unknown role 'lenghts'"),
     ],
 )
 def test_a_bad_declaration_is_refused(changes: dict[str, Any], says: str) -> None:
@@ -53,13 +64,14 @@ def test_a_bad_declaration_is_refused(changes: dict[str, Any], says: str) -> Non
     [
         {"padding_policy": P.FILL_SENTINEL, "pad_value": 0},
         {"padding_policy": P.FILL_ONCE, "pad_value": False},
+        {"name": "a.b"},
         {"name": "a.b", "copy_from_fb": False},
         {"name": "a.b", "source_fn": lambda *_: None},
         {"axis": "none"},
     ],
 )
 def test_what_is_allowed(changes: dict[str, Any]) -> None:
-    """A pad value that is false is one, and a dotted name stands where something else fills it."""
+    """A pad value that is false is one; a dotted name is copied from ``extra``, or filled otherwise."""
     _slot(**changes)
 
 
@@ -119,12 +131,13 @@ def test_slot_errors_are_value_errors() -> None:
 
 
 def test_a_slot_without_a_buffer_has_no_slices() -> None:
-    """A slot that no registry holds names itself instead of slicing nothing."""
+    """A slot that is not enabled names itself instead of slicing nothing."""
+    slot = _registered(enabled=False)
     with pytest.raises(UnallocatedSlotError, match=r"'lengths' of somebody has no buffer") as error:
-        _slot().slice_for(1, 1)
+        slot.slice_for(1, 1)
     assert isinstance(error.value, RuntimeError)
     assert isinstance(error.value, SlotError)
-    assert "help: register it" in str(error.value)
+    assert "help: declare it with enabled=True" in str(error.value)
 
 
 def test_the_defaults_are_the_originals() -> None:
@@ -132,11 +145,14 @@ def test_the_defaults_are_the_originals() -> None:
     slot = GraphSlot("input_ids", lambda _, max_tokens: (max_tokens,), torch.int64)
     assert (slot.axis, slot.padding_policy, slot.pad_value) == ("tokens", P.FOREACH_COPY, None)
     assert (slot.enabled, slot.copy_from_fb, slot.optional) == (True, True, False)
-    assert [slot.buffer, slot.device, slot.owner, slot.reason] == [None] * 4
+    assert [slot.role, slot.device, slot.owner, slot.reason] == [None] * 4
 
 
 def test_the_order_of_arguments_is_the_originals() -> None:
-    """What may be given by position comes in the original's order; what is ours goes by name."""
+    """What may be given by position comes in the original's order; what is ours goes by name.
+
+    The original's last, ``buffer``, is no part of a declaration: ``register_slot(bind=...)`` takes it.
+    """
     given = [f for f in fields(GraphSlot) if f.init]
     names = [f.name for f in given if not f.kw_only]
     assert names == [
@@ -152,9 +168,14 @@ def test_the_order_of_arguments_is_the_originals() -> None:
         "post_fill",
         "slice_fn",
         "source_fn",
-        "buffer",
     ]
-    assert {f.name for f in given if f.kw_only} == {"owner", "reason", "optional", "narrows"}
+    assert {f.name for f in given if f.kw_only} == {
+        "owner",
+        "reason",
+        "optional",
+        "role",
+        "narrows",
+    }
 
 
 @pytest.mark.parametrize(
@@ -286,12 +307,97 @@ def test_an_argument_of_another_kind_is_refused(changes: dict[str, Any], says: s
     ("name", "value"),
     [("buffer", torch.zeros(4, dtype=torch.int64)), ("pad_value", 3), ("enabled", False)],
 )
-def test_a_registered_slot_does_not_change(name: str, value: object) -> None:
-    """Graphs read a slot's memory and fills were made for it, so nothing of it can be replaced."""
-    registry = CudaGraphBufferRegistry(device="cpu", max_bs=4, max_num_tokens=8)
-    for enabled in (True, False):
-        slot = registry.register_slot(_slot(name=f"slot{enabled}", enabled=enabled))
-        before = getattr(slot, name)
-        with pytest.raises(SlotError, match=f"is registered, so its '{name}' cannot change"):
+def test_a_slot_does_not_change(name: str, value: object) -> None:
+    """Graphs read a slot's memory and fills are made for it, so nothing of it can be replaced."""
+    declared = _slot()
+    for slot in (declared, _registry().register_slot(declared)):
+        before = getattr(slot, name, None)
+        with pytest.raises(FrozenInstanceError):
             setattr(slot, name, value)
-        assert getattr(slot, name) is before
+        assert getattr(slot, name, None) is before
+
+
+def test_a_bound_slot_says_what_its_declaration_says() -> None:
+    """What a registry returns has every field of the declaration, and the buffer beside them."""
+    declared = _slot(padding_policy=P.FILL_SENTINEL, pad_value=7, reason="a test", role="lengths")
+    bound = _registry("decode").register_slot(declared)
+    assert {f.name: getattr(bound, f.name) for f in fields(GraphSlot)} == {
+        f.name: getattr(declared, f.name) for f in fields(GraphSlot)
+    }
+    assert bound.label == declared.label
+    assert bound.buffer is not None
+    assert bound.buffer.tolist() == [7] * 4
+
+
+# -- slots of a backend ----------------------------------------------------------------------------
+
+DEVICE_ROLES: list[SlotRole] = ["offsets", "lengths", "table", "plan", "mask"]
+
+
+def _rows(bs: int, _: int) -> tuple[int, ...]:
+    return (bs,)
+
+
+@pytest.mark.parametrize("role", get_args(SlotRole))
+def test_every_role_is_a_slot_that_its_owner_fills(role: SlotRole) -> None:
+    """A metadata slot has its role, the prefix of its name is its owner, and no fill writes it."""
+    slot = metadata_slot("acme.rows", _rows, torch.int32, role=role, axis="bs")
+    assert (slot.role, slot.owner, slot.name) == (role, "acme", "acme.rows")
+    assert not slot.copy_from_fb
+    assert (slot.post_fill, slot.source_fn) == (None, None)
+    registry = _registry("decode")  # a lane asks for an owner, and for reasons
+    buffer = registry.register_slot(slot).buffer
+    assert buffer is not None
+    buffer.fill_(7)
+    registry.fill_from(None, raw_bs=1, padded_bs=3, raw_num_tokens=1, padded_num_tokens=3)
+    assert buffer.tolist() == [7] * 4
+
+
+@pytest.mark.parametrize("role", DEVICE_ROLES)
+def test_a_backend_writes_every_row(role: SlotRole) -> None:
+    """What kernels read keeps its tail, with the reason: its owner writes every row in every step."""
+    slot = metadata_slot("acme.rows", _rows, torch.int32, role=role)
+    assert (slot.padding_policy, slot.device) == (P.KEEP_PAD, None)
+    assert slot.reason == "every row of the padded extent is written in every step"
+
+
+def test_a_workspace_is_filled_once() -> None:
+    """A workspace holds its pad value from the start, and owes no reason."""
+    slot = metadata_slot("acme.work", _rows, torch.float32, role="workspace", pad_value=-1.0)
+    assert (slot.padding_policy, slot.pad_value, slot.reason) == (P.FILL_ONCE, -1.0, None)
+    buffer = _registry("decode").register_slot(slot).buffer
+    assert buffer is not None
+    assert buffer.tolist() == [-1.0] * 4
+
+
+def test_staging_lies_on_the_host() -> None:
+    """Staging is host memory, whatever the registry's device, and has a role of its own."""
+    slot = metadata_slot("acme.staging", _rows, torch.int32, role="staging", axis="bs")
+    registry = CudaGraphBufferRegistry(device="meta", max_bs=4, max_num_tokens=8, lane="decode")
+    buffer = registry.register_slot(slot).buffer
+    assert buffer is not None
+    assert buffer.device.type == "cpu"
+
+
+@pytest.mark.parametrize("extra_rows", [0, 1, 2])
+def test_extra_rows_are_in_every_slice(extra_rows: int) -> None:
+    """A slice has that many rows more than its axis counts, from the start of the buffer."""
+    slot = metadata_slot(
+        "acme.indptr",
+        lambda bs, _: (bs + extra_rows,),
+        torch.int32,
+        role="offsets",
+        axis="bs",
+        extra_rows=extra_rows,
+    )
+    bound = _registry("decode").register_slot(slot)
+    assert bound.buffer is not None
+    assert [len(bound.slice_for(n, 8)) for n in (1, 4)] == [1 + extra_rows, 4 + extra_rows]
+    assert bound.slice_for(1, 8).data_ptr() == bound.buffer.data_ptr()
+
+
+@pytest.mark.parametrize("name", ["rows", ".rows", "acme.", ""])
+def test_a_metadata_slot_without_an_owner_is_refused(name: str) -> None:
+    """A name that is not ``owner.what`` is refused with the form that it has to have."""
+    with pytest.raises(SlotError, match=r"a metadata slot is named owner\.what"):
+        metadata_slot(name, _rows, torch.int32, role="table")

@@ -289,6 +289,6 @@ def test_bytes_in_words_are_near(nbytes: int) -> None:
 
 
 def test_a_row_says_nothing_of_memory_that_is_not_there() -> None:
-    """A slot that was never registered has a row without shape, device and bytes."""
-    row = SlotRow.of(GraphSlot("a", lambda bs, _: (bs,), torch.int8))
+    """A slot that has no memory has a row without shape, device and bytes."""
+    row = SlotRow.of(GraphSlot("a", lambda bs, _: (bs,), torch.int8).bound(None))
     assert (row.shape, row.device, row.nbytes, row.padding) == (None, None, None, "foreach_copy")

@@ -1,11 +1,12 @@
 """A program written against the original registry (SGLang PR 26742) works after changing its import.
 
 Here is such a program, part by part: a bare registry, slots given by position, and a batch that is any
-dataclass with a ``batch_size``.
+dataclass with a ``batch_size``. One thing differs: a declaration is frozen, and has its memory in what
+``register_slot`` returns.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -139,15 +140,13 @@ def test_what_raises_other_errors() -> None:
     with pytest.raises(KeyError):
         _registry().get_slot("input_ids")
     with pytest.raises(RuntimeError):
-        _ids().slice_for(1, 1)
+        _registry().register_slot(replace(_ids(), enabled=False)).slice_for(1, 1)
 
 
 def test_a_slot_that_is_switched_off() -> None:
     """It is not allocated, not listed, not filled and not in the view, but found by its name."""
     registry = _registry()
-    slot = _ids()
-    slot.enabled = False
-    registry.register_slot(slot)
+    slot = registry.register_slot(replace(_ids(), enabled=False))
     assert slot.buffer is None
     assert registry.slot_names() == []
     assert not registry.has_slot("input_ids")
@@ -228,9 +227,7 @@ def test_a_hook_after_the_copies() -> None:
         buffer[: context.raw_num_tokens] *= 2
 
     registry = _registry()
-    slot = _ids()
-    slot.post_fill = double
-    registry.register_slot(slot)
+    registry.register_slot(replace(_ids(), post_fill=double))
     batch = StepBatch(2, input_ids=torch.tensor([4, 5, 6]))
     _fill(registry, batch)
     assert _buffer(registry, "input_ids").tolist() == [8, 10, 12] + [0] * 7
@@ -360,11 +357,11 @@ def test_computed_slots_are_always_in_the_view() -> None:
         copy_from_fb=False,
         post_fill=lambda buffer, batch, context: buffer.fill_(context.padded_num_tokens),  # type: ignore[arg-type]
     )
-    registry.register_slot(slot)
+    bound = registry.register_slot(slot)
     batch = StepBatch(2)
     _fill(registry, batch)
     view = _view(registry, batch)
-    assert view.total is slot.buffer
+    assert view.total is bound.buffer
     assert view.total is not None
     assert view.total.tolist() == [8]
     assert batch.total is None

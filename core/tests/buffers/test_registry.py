@@ -78,16 +78,29 @@ def test_a_name_is_taken_once() -> None:
     assert registry.get_slot("lengths") is first
 
 
-def test_a_declaration_is_registered_once() -> None:
-    """A slot that has memory already is refused, so that no registry loses its buffer to another."""
+def test_one_declaration_has_memory_in_each_registry() -> None:
+    """A declaration, registered in two registries, has a buffer in each, and fills do not mix them."""
+    declared = make_slot()
+    first, second = _registry(), _registry(max_bs=3)
+    slots = [registry.register_slot(declared) for registry in (first, second)]
+    fill(first, 2, 4, lengths=torch.tensor([5, 6]))
+    fill(second, 1, 3, lengths=torch.tensor([7]))
+    assert [_bytes(registry)["lengths"] for registry in (first, second)] == [
+        [5, 6, 0, 0],
+        [7, 0, 0],
+    ]
+    assert slots[0].buffer is not slots[1].buffer
+    assert not hasattr(declared, "buffer")
+
+
+def test_a_bound_slot_is_a_declaration_too() -> None:
+    """What one registry returned may be registered in another, and gets memory of its own there."""
     first, second = _registry(), _registry()
     slot = first.register_slot(make_slot())
-    buffer = slot.buffer
-    with _refused(second, "slot 'lengths' of somebody is registered already"):
-        second.register_slot(slot)
-    with _refused(second, "is registered already"):
-        second.register_slot(make_slot("given", buffer=torch.zeros(4, dtype=I64)))
-    assert slot.buffer is buffer
+    other = second.register_slot(slot)
+    assert other == slot
+    assert other.buffer is not slot.buffer
+    assert first.get_slot("lengths").buffer is slot.buffer
 
 
 def test_a_disabled_slot_takes_its_name_and_nothing_else() -> None:
@@ -147,7 +160,6 @@ def test_a_tensor_of_another_kind_is_not_adopted(memory: torch.Tensor, says: str
     slot = make_slot()
     with _refused(registry, "'lengths' of somebody: declared ((4,), torch.int64", says):
         registry.register_slot(slot, bind=memory)
-    assert slot.buffer is None
     registry.register_slot(slot)
 
 
@@ -188,10 +200,8 @@ def test_a_lane_refuses_a_slot_that_says_too_little(changes: dict[str, Any], say
     """A lane's registry takes no slot without owner, or without the reason that its policy owes."""
     registry = _registry(lane="decode")
     registry.register_slot(make_slot("there"))
-    slot = make_slot(**changes)
     with _refused(registry, "slot 'lengths' of", says):
-        registry.register_slot(slot)
-    assert slot.buffer is None
+        registry.register_slot(make_slot(**changes))
 
 
 @pytest.mark.parametrize(("changes", "says"), UNHELD)

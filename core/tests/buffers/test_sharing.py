@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from graphpact.buffers import (
+    BoundSlot,
     CudaGraphBufferRegistry,
     GraphSlot,
     PaddingPolicy,
@@ -42,17 +43,16 @@ def _registry(
     )
 
 
-def _address(slot: GraphSlot) -> int:
+def _address(slot: BoundSlot) -> int:
     assert slot.buffer is not None
     return slot.buffer.data_ptr()
 
 
 def _pair(pool: SharedBuffers, one: GraphSlot, other: GraphSlot) -> tuple[int, int]:
     """Return where two lanes of one pool have these slots."""
-    return (
-        _address(_registry(pool, "decode").register_slot(one)),
-        _address(_registry(pool, "draft").register_slot(other)),
-    )
+    first = _registry(pool, "decode").register_slot(one)
+    second = _registry(pool, "draft").register_slot(other)
+    return _address(first), _address(second)  # of slots that are both still there
 
 
 # -- who -------------------------------------------------------------------------------------------
@@ -189,8 +189,9 @@ def test_joining_writes_nothing(policy: PaddingPolicy, pad_value: int | None) ->
     pool = SharedBuffers()
     slots = []
     for lane in ("decode", "draft", "prefill"):
-        slot = _slot(padding_policy=policy, pad_value=pad_value)
-        slots.append(_registry(pool, lane).register_slot(slot))
+        declared = _slot(padding_policy=policy, pad_value=pad_value)
+        slot = _registry(pool, lane).register_slot(declared)
+        slots.append(slot)
         assert slot.buffer is not None
         if lane == "decode":
             assert slot.buffer.tolist() == [pad_value or 0] * 4

@@ -104,7 +104,7 @@ def say_unknown(row: MemoryRow) -> tuple[str, str]:
     )
     return what, (
         "declare it as a GraphSlot, in AttentionBackend.declare_slots() or"
-        " GraphRunner.make_registry(), or register it as a buffer of the model's module; until then"
+        " GraphRunner.slots(), or register it as a buffer of the model's module; until then"
         " nothing notices when it is replaced, and graphs go on reading the old memory"
     )
 

@@ -34,7 +34,15 @@ ATTENTION_NAME = "graphpact"
 
 # Arguments that say nothing about how to attend.
 _INDIFFERENT = frozenset(
-    {"cache_position", "dropout", "is_causal", "position_ids", "use_cache", "logits_to_keep"}
+    {
+        "cache_position",
+        "dropout",
+        "is_causal",
+        "logits_to_keep",
+        "output_hidden_states",
+        "position_ids",
+        "use_cache",
+    }
 )
 
 # Layer types of transformers whose attention we know, and whether they come with a sliding window.

@@ -18,7 +18,8 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from graphpact.errors import CaptureError
-from graphpact_tape.host import extent_of, storage_id, tensors_of, written_by
+from graphpact.tensors import extent_of, storage_id
+from graphpact_tape.host import tensors_of, written_by
 from graphpact_tape.recorder import RecordedCall, Segment
 
 Place: TypeAlias = tuple[Any, ...]

@@ -22,8 +22,9 @@ from torch._subclasses import FakeTensorMode
 from graphpact.errors import CaptureError, EngineError
 from graphpact.graphs import Graph, GraphDriver
 from graphpact.graphs.segments import EagerCall
+from graphpact.tensors import storage_id
 from graphpact_cpu_graph.fx_graph import SegmentGraph
-from graphpact_tape.host import HostMemory, HostReadGuard, storage_id, tensors_of
+from graphpact_tape.host import HostMemory, HostReadGuard, tensors_of
 from graphpact_tape.recorder import Recorder, Recording
 
 __tracebackhide__ = True  # a message names the line of the region

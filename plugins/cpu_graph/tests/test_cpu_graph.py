@@ -1,4 +1,4 @@
-"""The compiled decode runner: its ladder, its padding, what it answers, and what it does uncompiled."""
+"""The compiled decode runner: its capture sizes, its padding, what it answers, and what it does uncompiled."""
 
 import json
 import logging
@@ -13,18 +13,19 @@ from hypothesis import strategies as st
 
 from graphpact import (
     BackendContext,
-    EagerReason,
     ForwardBatch,
     ForwardMode,
     GraphShape,
     Lane,
     LayerSpec,
     Limits,
+    StepOutputs,
 )
 from graphpact.cli import main
 from graphpact.errors import ConfigError
 from graphpact.runners import RunnerContext
-from graphpact_cpu_graph import CpuGraphRunner, inductor
+from graphpact.step import Attend
+from graphpact_cpu_graph import NO_COMPILER, CpuGraphRunner, inductor
 from graphpact_cpu_graph.inductor import InductorDriver
 from graphpact_engine import Engine, SamplingParams
 from graphpact_engine.config import EngineConfig
@@ -42,11 +43,12 @@ LAYER = LayerSpec(0, 1, 1, WIDTH, WIDTH, scaling=0.5)
 
 def runner(max_bs: int = 8, **context: Any) -> CpuGraphRunner:
     """Return a runner for steps of ``max_bs`` requests."""
-    return CpuGraphRunner(RunnerContext(CPU, FlashInferBackend.capabilities, max_bs, **context))
+    limits = Limits(max_bs, max_bs, CONTEXT, 1)
+    return CpuGraphRunner(RunnerContext(CPU, FlashInferBackend.capabilities, limits, **context))
 
 
 class Rig:
-    """A compiled lane of one bucket over a model of one attention layer, and batches for it."""
+    """A compiled lane of one capture size over a model of one attention layer, and batches for it."""
 
     def __init__(self) -> None:
         self.generator = torch.Generator().manual_seed(0)
@@ -65,19 +67,20 @@ class Rig:
             ),
             driver=InductorDriver(CPU),
         )
-        self.runner.capture(self.lane)
+        self.lane.capture_all()
 
     def _random(self, *shape: int) -> torch.Tensor:
         return torch.randn(shape, dtype=DTYPE, generator=self.generator)
 
-    def model(self, batch: ForwardBatch, backend: Any, metadata: Any) -> torch.Tensor:
+    def model(self, batch: ForwardBatch, metadata: Any, attend: Attend) -> StepOutputs:
         """Embed tokens and positions, attend, unembed."""
         at = batch.positions[:, None] * 0.1
         q, k, v = ((w[batch.input_ids] + at)[:, None] for w in self.weights[:3])
-        return backend.forward(q, k, v, LAYER, metadata)[:, 0] @ self.weights[3].t()
+        attended = attend(q, k, v, LAYER, metadata)[:, 0]
+        return StepOutputs(logits=(attended @ self.weights[3].t(), "bs"))
 
     def batch(self, lengths: list[int]) -> ForwardBatch:
-        """Return requests of ``lengths`` on the last rows; what nobody of them owns is poison."""
+        """Return requests of ``lengths`` on the last rows; all other memory is poison."""
         size, lens = len(lengths), torch.tensor(lengths)
         rows = torch.arange(ROWS, ROWS - size, -1)
         self.table[1:] = SLOTS + 1
@@ -107,16 +110,14 @@ def rig(compiler: None) -> Rig:
         return Rig()
 
 
-# -- the ladder ------------------------------------------------------------------------------------
+# -- capture sizes ---------------------------------------------------------------------------------
 
 
 @settings(derandomize=True, deadline=None, max_examples=60)
 @given(largest=st.integers(1, 300))
-def test_the_default_ladder_is_short_and_covers_every_step(largest: int) -> None:
-    """Left to itself it captures powers of two and the largest step: every step fits, few buckets."""
-    ladder = runner(largest).ladder
-    assert ladder is not None
-    sizes = [shape.batch_size for shape in ladder.shapes]
+def test_the_default_sizes_are_few_and_cover_every_step(largest: int) -> None:
+    """Left to itself it captures powers of two and the largest step: every step fits, few shapes."""
+    sizes = [shape.batch_size for shape in runner(largest).shapes()]
     assert sizes[-1] == largest
     assert all(size & (size - 1) == 0 for size in sizes[:-1])
     assert len(sizes) == (largest - 1).bit_length() + 1
@@ -128,18 +129,20 @@ def test_the_default_ladder_is_short_and_covers_every_step(largest: int) -> None
 @settings(derandomize=True, deadline=None, max_examples=60)
 @given(lengths=st.lists(st.integers(1, CONTEXT), min_size=1, max_size=ROWS))
 def test_replays_equal_eager_runs(lengths: list[int], rig: Rig) -> None:
-    """Every batch under the bucket, after any other, replays to what eager execution says."""
+    """Every batch that fits, after any other, replays to what eager execution says."""
     batch = rig.batch(lengths)
-    rig.lane.graphs()[0][1].outputs.fill_(float("nan"))
-    replayed = rig.lane.run(batch).clone()
-    torch.testing.assert_close(replayed, rig.lane.run_eager(batch), rtol=0, atol=1e-9)
+    (captured,) = rig.lane.captured.values()
+    captured.graph.outputs.logits.fill_(float("nan"))
+    replayed = rig.lane.run(batch).clone().logits
+    torch.testing.assert_close(replayed, rig.lane.run_eager(batch).logits, rtol=0, atol=1e-9)
 
 
 def test_the_tail_is_scratch_after_a_larger_batch(rig: Rig) -> None:
     """Rows that an earlier batch left behind are reset: row 0, slot 0, position 0, the fill length."""
     shape = GraphShape(ForwardMode.DECODE, ROWS, ROWS)
+    view = rig.lane.captured[shape].step.view
     for lengths in ([8, 7, 6, 5], [3]):
-        view = rig.runner.prepare_replay(rig.lane.registry, rig.batch(lengths), shape)
+        rig.lane.run(rig.batch(lengths))
     assert view.req_pool_indices.tolist() == [ROWS, 0, 0, 0]
     assert view.out_cache_loc[1:].tolist() == view.positions[1:].tolist() == [0, 0, 0]
     assert view.seq_lens.tolist() == view.seq_lens_cpu.tolist() == [3, 1, 1, 1]
@@ -208,9 +211,9 @@ def test_without_a_compiler_decode_runs_eagerly(
     with caplog.at_level(logging.WARNING), Engine(config, catalog=Catalog()) as engine:
         assert tokens(engine) == expected
         stats = engine.lanes[0].stats
-        assert stats.eager == {(ForwardMode.DECODE, EagerReason.NO_COMPILER): 13}
+        assert stats.eager == {(ForwardMode.DECODE, NO_COMPILER): 13}
         assert stats.replays == 0
-        assert EngineMemory.of(engine).lanes[0].absent == EagerReason.NO_COMPILER.value
+        assert EngineMemory.of(engine).lanes[0].absent == NO_COMPILER.text
     said = [r.getMessage() for r in caplog.records if r.name == "graphpact_engine.plans"]
     (said,) = [text for text in said if "eagerly" in text]
     for part in ("lanes.decode", "'cpu_graph'", "eagerly", "'inductor'", "install one"):
@@ -234,13 +237,11 @@ def test_another_device_is_an_error() -> None:
         plan_lanes(configure(), Catalog(), torch.device("cuda"))
 
 
-def test_an_eager_lane_still_refuses_impossible_buckets() -> None:
+def test_an_eager_lane_still_refuses_impossible_sizes(without_compiler: None) -> None:
     """A configuration that would be refused with a compiler is refused without one."""
+    sizes = "lanes.decode.batch_sizes=[9]"
     with pytest.raises(ConfigError, match="batch_sizes has 9"):
-        runner(8, batch_sizes=[9], eager_reason=EagerReason.NO_COMPILER)
-    eager = runner(8, eager_reason=EagerReason.NO_COMPILER)
-    assert eager.ladder is None
-    assert eager.make_registry() is None
+        Engine(configure(sizes), catalog=Catalog())
 
 
 def test_doctor_and_plugins_tell_of_it(

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
-from graphpact_tape.host import WeakTensor, storage_id, tensors_of
+from graphpact.tensors import storage_id
+from graphpact_tape.host import WeakTensor, tensors_of
 
 
 class ExternalsWatch(TorchDispatchMode):

@@ -1,4 +1,4 @@
-"""The runner of full decode graphs: its ladder, its dummy batches, what its capture touches."""
+"""The runner of full decode graphs: its capture sizes, its dummy batches, what its capture touches."""
 
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -21,10 +21,12 @@ from graphpact import (
     Lane,
     LayerSpec,
     Limits,
+    StepOutputs,
 )
 from graphpact.attention import GraphSupport, HeadLayout
 from graphpact.errors import CaptureError, ConfigError
 from graphpact.runners import RunnerContext
+from graphpact.step import Attend
 from graphpact_cuda_graph import CudaGraphRunner
 from graphpact_kernels import write_kv_cache
 from graphpact_tape.tape import TapeDriver
@@ -48,7 +50,10 @@ def _capabilities(fill: int = 1) -> Capabilities:
 def _runner(
     max_bs: int = 8, batch_sizes: list[int] | None = None, fill: int = 1
 ) -> CudaGraphRunner:
-    return CudaGraphRunner(RunnerContext(CPU, _capabilities(fill), max_bs, batch_sizes))
+    limits = Limits(max_bs, max_bs, CONTEXT, PAGE)
+    return CudaGraphRunner(
+        RunnerContext(CPU, _capabilities(fill), limits, batch_sizes=batch_sizes, lane="decode")
+    )
 
 
 class SumBackend(AttentionBackend):
@@ -85,7 +90,7 @@ class SumBackend(AttentionBackend):
 class Rig:
     """A lane of the runner over `SumBackend`."""
 
-    def __init__(self, batch_sizes: list[int], max_bs: int = 8) -> None:
+    def __init__(self, batch_sizes: list[int], max_bs: int = 8, fill: int = 1) -> None:
         num_slots = PAGE * (1 + max_bs * CONTEXT // PAGE)
         generator = torch.Generator().manual_seed(0)
 
@@ -99,7 +104,7 @@ class Rig:
         backend = SumBackend(
             BackendContext(CPU, torch.float32, [LAYER], limits, self.table, self.kv)
         )
-        self.runner = _runner(max_bs, batch_sizes)
+        self.runner = _runner(max_bs, batch_sizes, fill)
         self.lane = Lane(
             "decode",
             model=self.model,
@@ -109,10 +114,10 @@ class Rig:
         )
 
     @staticmethod
-    def model(batch: ForwardBatch, backend: Any, metadata: Any) -> torch.Tensor:
+    def model(batch: ForwardBatch, metadata: Any, attend: Attend) -> StepOutputs:
         """Attend with token ids and positions as queries, keys and values."""
         q = torch.stack([batch.input_ids, batch.positions], 1)[:, None].float()
-        return backend.forward(q, q * 2, q * 3, LAYER, metadata)[:, 0]
+        return StepOutputs(logits=(attend(q, q * 2, q * 3, LAYER, metadata)[:, 0], "bs"))
 
     def batch(self, *lengths: int) -> ForwardBatch:
         """Return requests of ``lengths`` on the first rows."""
@@ -136,41 +141,37 @@ def _inference() -> Iterator[None]:
         yield
 
 
-# -- the ladder ------------------------------------------------------------------------------------
+# -- capture sizes ---------------------------------------------------------------------------------
 
 
-def test_configured_buckets_are_taken_as_they_are() -> None:
+def test_configured_sizes_are_taken_as_they_are() -> None:
     """The runner captures the configured request counts, sorted, and no other."""
-    runner = _runner(8, [4, 1, 4])
-    assert runner.ladder is not None
-    assert runner.ladder.shapes == [
+    assert _runner(8, [4, 1, 4]).shapes() == (
         GraphShape(ForwardMode.DECODE, 1, 1),
         GraphShape(ForwardMode.DECODE, 4, 4),
-    ]
+    )
 
 
 @settings(derandomize=True, deadline=None, max_examples=40)
 @given(max_bs=st.integers(1, 600))
-def test_the_default_ladder_ends_at_the_largest_step(max_bs: int) -> None:
+def test_the_default_sizes_end_at_the_largest_step(max_bs: int) -> None:
     """Left to itself the runner captures up to exactly the largest step."""
-    ladder = _runner(max_bs).ladder
-    assert ladder is not None
-    assert ladder.largest == GraphShape(ForwardMode.DECODE, max_bs, max_bs)
+    assert _runner(max_bs).shapes()[-1] == GraphShape(ForwardMode.DECODE, max_bs, max_bs)
 
 
-def test_a_bucket_that_no_step_fills_is_refused() -> None:
-    """A bucket above the largest step is an error that names key, value and limit."""
+def test_a_size_that_no_step_fills_is_refused() -> None:
+    """A size above the largest step is an error that names key, value and limit."""
     with pytest.raises(ConfigError) as error:
-        _runner(8, [4, 9])
+        _runner(8, [4, 9]).shapes()
     for part in ("lanes.decode.batch_sizes has 9", "engine.max_num_seqs = 8", "help: "):
         assert part in str(error.value)
 
 
 @pytest.mark.parametrize("sizes", [[], [0], [-2, 4]])
-def test_impossible_buckets_are_refused(sizes: list[int]) -> None:
-    """No bucket, or one below 1, is an error that shows what was given."""
+def test_impossible_sizes_are_refused(sizes: list[int]) -> None:
+    """No size, or one below 1, is an error that shows what was given."""
     with pytest.raises(ConfigError) as error:
-        _runner(8, sizes)
+        _runner(8, sizes).shapes()
     assert str(sizes) in str(error.value)
 
 
@@ -179,13 +180,13 @@ def test_only_decode_is_served() -> None:
     assert CudaGraphRunner.modes == {ForwardMode.DECODE}
     assert CudaGraphRunner.needs is GraphSupport.UNIFORM_DECODE
     rig = Rig([2])
-    assert rig.runner.can_run(rig.batch(1)) is EagerReason.NOT_CAPTURED
-    rig.runner.capture(rig.lane)
+    assert rig.lane.fit(rig.batch(1)) is EagerReason.NOT_CAPTURED
+    rig.lane.capture_all()
     batch = rig.batch(1)
-    assert rig.runner.can_run(batch) == GraphShape(ForwardMode.DECODE, 2, 2)
+    assert rig.lane.fit(batch) == GraphShape(ForwardMode.DECODE, 2, 2)
     batch.forward_mode = ForwardMode.EXTEND
-    assert rig.runner.can_run(batch) is EagerReason.WRONG_MODE
-    assert rig.runner.can_run(rig.batch(1, 1, 1)) is EagerReason.OVER_LARGEST
+    assert rig.lane.fit(batch) is EagerReason.WRONG_MODE
+    assert rig.lane.fit(rig.batch(1, 1, 1)) is EagerReason.OVER_LARGEST
 
 
 # -- registry and dummies --------------------------------------------------------------------------
@@ -193,8 +194,9 @@ def test_only_decode_is_served() -> None:
 
 @pytest.mark.parametrize("fill", [0, 1, 5])
 def test_slots_are_padded_with_the_backends_length(fill: int) -> None:
-    """The registry is sized by the largest bucket, not the largest step, and pads as declared."""
-    registry = _runner(8, [2, 6], fill).make_registry()
+    """The registry is sized by the largest capture size, not the largest step, and pads as declared."""
+    registry = Rig([2, 6], fill=fill).lane.registry
+    assert registry is not None
     assert (registry.max_bs, registry.max_num_tokens) == (6, 6)
     for name in ("seq_lens", "seq_lens_cpu"):
         assert registry.get_slot(name).slice_for(6, 6).tolist() == [fill] * 6
@@ -206,11 +208,12 @@ def test_slots_are_padded_with_the_backends_length(fill: int) -> None:
 def test_a_dummy_is_a_batch_that_could_have_been(fill: int, size: int) -> None:
     """A dummy has the shape exactly, agrees with itself, and lives on row 0 and slot 0."""
     shape = GraphShape(ForwardMode.DECODE, size, size)
-    dummy = _runner(8, [8], fill).dummy_batch(shape)
+    dummy = _runner(8, [8], fill).dummy(shape)
+    length = max(fill, 1)  # its own token is one
     assert dummy.forward_mode is ForwardMode.DECODE
     assert dummy.batch_size == dummy.num_tokens == size
-    assert dummy.seq_lens.tolist() == dummy.seq_lens_cpu.tolist() == [fill] * size
-    assert dummy.positions.tolist() == [max(fill - 1, 0)] * size
+    assert dummy.seq_lens.tolist() == dummy.seq_lens_cpu.tolist() == [length] * size
+    assert dummy.positions.tolist() == [length - 1] * size
     for tensor in (dummy.out_cache_loc, dummy.req_pool_indices, dummy.input_ids):
         assert tensor.tolist() == [0] * size
         assert tensor.dtype is torch.int64
@@ -221,11 +224,11 @@ def test_a_dummy_is_a_batch_that_could_have_been(fill: int, size: int) -> None:
 
 
 def test_capture_writes_scratch_only() -> None:
-    """Capturing every bucket leaves the cache outside page 0 and the request table bit-equal."""
+    """Capturing every size leaves the cache outside page 0 and the request table bit-equal."""
     rig = Rig([1, 2, 8])
     before = [t.clone() for t in (rig.kv.k[0], rig.kv.v[0])]
     table = rig.table.clone()
-    rig.runner.capture(rig.lane)
+    rig.lane.capture_all()
     for cache, old in zip((rig.kv.k[0], rig.kv.v[0]), before, strict=True):
         assert torch.equal(cache[PAGE:], old[PAGE:])
         assert torch.equal(cache[1:PAGE], old[1:PAGE])
@@ -237,46 +240,49 @@ def test_capture_writes_scratch_only() -> None:
 def test_a_dummy_on_live_memory_is_caught_when_planted() -> None:
     """A dummy that names a live slot is refused by that slot, before it writes there."""
     rig = Rig([2])
-    honest = rig.runner.dummy_batch
+    honest = rig.runner.dummy
 
     def careless(shape: GraphShape) -> ForwardBatch:
         batch = honest(shape)
         batch.out_cache_loc += PAGE
         return batch
 
-    rig.runner.dummy_batch = careless  # type: ignore[method-assign]
+    rig.runner.dummy = careless  # type: ignore[method-assign]
     before = rig.kv.k[0].clone()
     with pytest.raises(CaptureError, match=f"writes KV slot {PAGE}, which a live request may own"):
-        rig.runner.capture(rig.lane)
+        rig.lane.capture_all()
     assert torch.equal(rig.kv.k[0], before)
-    assert rig.lane.graphs() == []
+    assert not rig.lane.captured
 
 
 def test_replays_of_every_size_equal_eager() -> None:
     """Batches of every size, growing and shrinking, replay to what eager execution says."""
     rig = Rig([1, 2, 4, 8])
-    rig.runner.capture(rig.lane)
+    rig.lane.capture_all()
     generator = torch.Generator().manual_seed(5)
     sizes = [8, 7, 3, 8, 1, 5, 2, 6, 4, 3]
     for size in sizes:
         lengths = torch.randint(1, CONTEXT + 1, (size,), generator=generator).tolist()
         batch = rig.batch(*lengths)
-        for captured in rig.lane._captured.values():
-            captured.graph.outputs.fill_(float("nan"))
-        replayed = rig.lane.run(batch).clone()
-        torch.testing.assert_close(replayed, rig.lane.run_eager(batch))
+        for captured in rig.lane.captured.values():
+            captured.graph.outputs.logits.fill_(float("nan"))
+        replayed = rig.lane.run(batch).clone().logits
+        torch.testing.assert_close(replayed, rig.lane.run_eager(batch).logits)
     assert rig.lane.stats.replays == len(sizes)
 
 
 def test_one_shape_is_one_view() -> None:
     """The view of a shape is the same object, in the same memory, at every replay."""
     rig = Rig([2, 4])
-    rig.runner.capture(rig.lane)
+    rig.lane.capture_all()
     shape = GraphShape(ForwardMode.DECODE, 4, 4)
-    views = [
-        rig.runner.prepare_replay(rig.lane.registry, rig.batch(*lengths), shape)
-        for lengths in ((1, 2, 3), (8, 8, 8, 8), (4,))
-    ]
+    captured = rig.lane.captured[shape]
+    assert rig.lane.registry is not None
+    views = [captured.step.view]
+    for lengths in ((1, 2, 3), (8, 8, 8, 8), (4, 4, 4)):
+        batch = rig.batch(*lengths)
+        rig.lane.run(batch)
+        views += [captured.step.view, rig.lane.registry.static_inputs(batch, shape)]
     assert all(view is views[0] for view in views)
-    assert views[0].seq_lens.tolist() == [4, 1, 1, 1]
+    assert views[0].seq_lens.tolist() == [4, 4, 4, 1]
     assert views[0].batch_size == 4

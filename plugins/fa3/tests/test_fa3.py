@@ -160,17 +160,12 @@ def replay_metadata(rig: Rig, problem: Problem) -> tuple[Any, GraphShape]:
     """Return what a replay of ``problem`` reads, where nothing that an earlier step left is of use."""
     rig.load(problem)
     lane = rig.lane
-    registry, batch = lane.registry, problem.batch()
-    shape = lane.runner.can_run(batch)
-    assert isinstance(shape, GraphShape)
-    view = lane.prepare_replay(registry=registry, batch=batch, shape=shape)
-    for slot in registry or ():
+    for slot in lane.registry or ():
         if slot.owner == "fa3" and slot.buffer is not None:
             slot.buffer.fill_(-9)
-    captured = lane._captured[shape].metadata
-    lane.init_metadata_replay(view=view, shape=shape, captured=captured)
-    lane._captured[shape].pact.check(view=view, metadata=captured)
-    return captured, shape
+    shape = lane.prepare(problem.batch()).fit
+    assert isinstance(shape, GraphShape)
+    return lane.captured[shape].step.metadata, shape
 
 
 @pytest.mark.parametrize("page_size", PAGE_SIZES)

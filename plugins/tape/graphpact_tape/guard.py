@@ -24,6 +24,7 @@ from graphpact.hookspecs import hookimpl
 from graphpact.lane import Lane
 from graphpact.shapes import GraphShape
 from graphpact.step import StepOutputs
+from graphpact.tensors import storage_id
 from graphpact_tape.host import tensors_of
 from graphpact_tape.poison import is_poison, poison
 
@@ -196,8 +197,7 @@ def _require_twins(batch: ForwardBatch) -> None:
 
 
 def _are_outputs(graph: Graph, tensor: torch.Tensor) -> bool:
-    address = tensor.untyped_storage().data_ptr()
-    return any(t.untyped_storage().data_ptr() == address for t in tensors_of(graph.outputs))
+    return storage_id(tensor) in map(storage_id, tensors_of(graph.outputs))
 
 
 def is_due(slot: GraphSlot) -> bool:

@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphpact.errors import ContractError
 from graphpact.graphs.lines import Line
+from graphpact.tensors import extent_of, storage_id
 
 __tracebackhide__ = True
 
@@ -82,20 +83,6 @@ _FROM_MEMORY = frozenset({torch.from_numpy, torch.frombuffer, torch.from_file})
 def tensors_of(tree: Any) -> list[torch.Tensor]:
     """Return the tensors in a tree of containers."""
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
-
-
-def storage_id(tensor: torch.Tensor) -> int:
-    """Return the identity of a tensor's storage, unique while anybody holds it, weakly or not."""
-    return int(tensor.untyped_storage()._cdata)  # noqa: SLF001  no public name
-
-
-def extent_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the first byte that ``tensor`` covers in its storage, and the byte after the last."""
-    size, begin = tensor.element_size(), int(tensor.storage_offset())
-    if not tensor.numel():
-        return begin * size, begin * size
-    last = begin + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-    return begin * size, (last + 1) * size
 
 
 class WeakTensor:

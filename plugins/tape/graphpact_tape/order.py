@@ -25,7 +25,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from graphpact.errors import CaptureError, ContractError, ReplayError
 from graphpact.graphs.driver import Event, Stream
 from graphpact.graphs.lines import Line
-from graphpact_tape.host import WeakTensor, extent_of, storage_id, tensors_of
+from graphpact.tensors import extent_of, storage_id
+from graphpact_tape.host import WeakTensor, tensors_of
 
 __tracebackhide__ = True
 

@@ -30,7 +30,8 @@ from torch.utils import _pytree as pytree
 from graphpact.graphs.driver import GraphDriver
 from graphpact.graphs.lines import Line
 from graphpact.graphs.segments import EagerCall
-from graphpact_tape.host import HostReadGuard, Watcher, storage_id, tensors_of
+from graphpact.tensors import storage_id
+from graphpact_tape.host import HostReadGuard, Watcher, tensors_of
 
 __tracebackhide__ = True  # a message names the line of the region
 

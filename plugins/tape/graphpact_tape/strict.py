@@ -27,6 +27,7 @@ from graphpact.errors import CaptureError, ContractError, EngineError, PoisonErr
 from graphpact.graphs.driver import DeclaredMemory, Graph
 from graphpact.graphs.lines import Line
 from graphpact.graphs.segments import EagerCall
+from graphpact.tensors import equal, storage_id
 from graphpact_tape.host import (
     DispatchMode,
     HostMemory,
@@ -34,7 +35,6 @@ from graphpact_tape.host import (
     Watcher,
     WeakTensor,
     followed,
-    storage_id,
     tensors_of,
     written_by,
 )
@@ -582,13 +582,13 @@ def _check_rearmed(
         moved = [
             memory.name_of(t) or "a workspace"
             for t, value in zip(state, armed, strict=True)
-            if not _same(t, value)
+            if not equal(t, value)
         ]
         for tensor, value in zip((*inputs, *given, *state), before, strict=True):
             tensor.copy_(value)
         generator.set_state(random)
         tape.spoil()
-    if not all(_same(a, b) for a, b in zip(*results, strict=True)):
+    if not all(equal(a, b) for a, b in zip(*results, strict=True)):
         where = f"; what a replay leaves changed: {', '.join(moved)}" if moved else ""
         raise CaptureError(
             f"a second replay on the same inputs gives another result{where}",
@@ -596,7 +596,3 @@ def _check_rearmed(
             " a replay does not",
             rule="GP18",
         )
-
-
-def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return torch.equal(a.nan_to_num(), b.nan_to_num()) and torch.equal(a.isnan(), b.isnan())

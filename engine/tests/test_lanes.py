@@ -1,0 +1,316 @@
+"""Lanes by name: which there are, in which order, what is refused, and which of them runs a batch."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from graphpact.batch import ForwardMode
+from graphpact.errors import ConfigError
+from graphpact.shapes import EagerReason, GraphShape
+from graphpact_engine import Engine
+from graphpact_engine.build import require_each_can_run
+from graphpact_engine.config import EngineConfig, LaneConfig, LanesConfig, config_keys
+
+NAMES = st.from_regex(r"[a-z][a-z0-9_]{0,9}", fullmatch=True).filter(
+    lambda name: name not in ("decode", "prefill")
+)
+TABLES = st.fixed_dictionaries(
+    {"mode": st.sampled_from(["decode", "prefill"])},
+    optional={"runner": st.sampled_from(["a", "b"]), "batch_sizes": st.just([1, 2])},
+)
+
+
+def load(*overrides: str, text: str = "", env: dict[str, str] | None = None) -> EngineConfig:
+    """Return the configuration of a file with ``text``, variables and overrides."""
+    document = Path("lanes.toml")
+    document.write_text(text, encoding="utf-8")
+    return EngineConfig.load(document, env=env or {}, overrides=overrides)
+
+
+def lanes(*overrides: str, text: str = "", env: dict[str, str] | None = None) -> list[str]:
+    """Return each lane of a configuration as ``name mode runner``."""
+    found = load(*overrides, text=text, env=env).lanes.items()
+    return [f"{name} {lane.mode} {lane.runner}" for name, lane in found]
+
+
+def refusal(*overrides: str, text: str = "", env: dict[str, str] | None = None) -> str:
+    """Return the message with which a configuration is refused."""
+    with pytest.raises(ConfigError) as refused:
+        load(*overrides, text=text, env=env)
+    return str(refused.value)
+
+
+@pytest.fixture(autouse=True)
+def empty_folder(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Write configuration files in a folder of the test's own."""
+    monkeypatch.chdir(tmp_path_factory.mktemp("lanes"))
+
+
+# -- which lanes there are -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", ["decode decode cuda_graph", "prefill prefill eager"]),
+        ("[lanes.decode]", ["decode decode cuda_graph", "prefill prefill eager"]),
+        ("[lanes]", ["decode decode cuda_graph", "prefill prefill eager"]),
+        ('[lanes.long]\nmode="decode"', ["long decode cuda_graph", "prefill prefill eager"]),
+        (
+            '[lanes.long]\nmode="decode"\n[lanes.decode]',
+            ["long decode cuda_graph", "decode decode cuda_graph", "prefill prefill eager"],
+        ),
+        (
+            '[lanes.decode]\n[lanes.long]\nmode="decode"\nrunner="eager"',
+            ["decode decode cuda_graph", "long decode eager", "prefill prefill eager"],
+        ),
+        (
+            '[lanes.b]\nmode="prefill"\n[lanes.z]\nmode="decode"\n[lanes.a]\nmode="prefill"',
+            ["z decode cuda_graph", "b prefill eager", "a prefill eager"],
+        ),
+    ],
+)
+def test_a_mode_has_the_lanes_that_are_written_and_else_its_default(
+    text: str, expected: list[str]
+) -> None:
+    """Lanes of one mode keep their order; a mode without a lane gets one that is called like it."""
+    assert lanes(text=text) == expected
+
+
+def test_lanes_come_in_the_order_in_which_the_sources_name_them() -> None:
+    """The file comes first, then the environment, then --set; a later source moves no lane."""
+    found = lanes(
+        'lanes.late.mode="decode"',
+        "lanes.second.batch_sizes=[3]",
+        text='[lanes.first]\nmode="decode"\n[lanes.second]\nmode="decode"',
+        env={"GRAPHPACT_LANES__MIDDLE__MODE": "decode", "GRAPHPACT_LANES__FIRST__RUNNER": "x"},
+    )
+    assert [lane.split()[0] for lane in found] == ["first", "second", "middle", "late", "prefill"]
+    assert found[0] == "first decode x"
+
+
+@given(tables=st.dictionaries(NAMES, TABLES, max_size=4))
+def test_every_source_makes_the_same_lanes(tables: dict[str, dict[str, Any]]) -> None:
+    """Lanes of any names mean the same in a file, in variables, in --set and as inline tables."""
+    keys = {
+        (name, key): json.dumps(value)
+        for name, table in tables.items()
+        for key, value in table.items()
+    }
+    text = "\n".join(f"lanes.{name}.{key} = {value}" for (name, key), value in keys.items())
+    from_file = load(text=text).lanes
+    assert [name for name, _ in from_file.items() if name in tables] == sorted(
+        tables, key=lambda name: tables[name]["mode"]
+    )
+    assert from_file == load(*(f"lanes.{n}.{k}={value}" for (n, k), value in keys.items())).lanes
+    variables = {f"GRAPHPACT_LANES__{n}__{k}".upper(): value for (n, k), value in keys.items()}
+    assert dict(from_file.items()) == dict(load(env=variables).lanes.items())
+    assert from_file == LanesConfig.model_validate(tables)
+    assert from_file == LanesConfig.model_validate(from_file.model_dump())
+
+
+def test_the_order_of_lanes_is_part_of_a_configuration() -> None:
+    """Two configurations with the same lanes in another order differ; equal ones have one hash."""
+    one, other = ({"mode": "decode", "batch_sizes": (size,)} for size in (1, 2))
+    ab, ba = (
+        LanesConfig.model_validate(t) for t in ({"a": one, "b": other}, {"b": other, "a": one})
+    )
+    assert ab != ba
+    assert ab == LanesConfig.model_validate({"a": one, "b": other})
+    assert hash(ab) == hash(LanesConfig.model_validate({"a": one, "b": other}))
+    assert LanesConfig({"a": LaneConfig(mode="decode", batch_sizes=(1,))})["a"] == ab["a"]
+
+
+def test_the_reference_lists_the_keys_of_a_lane_once() -> None:
+    """Without names of lanes, their keys come once, under a name that no lane can have."""
+    names = [key.name for key in config_keys() if key.name.startswith("lanes.")]
+    assert names == [f"lanes.NAME.{key}" for key in LaneConfig.model_fields]
+    of_two = [key.name for key in config_keys(["a", "b"]) if key.name.startswith("lanes.")]
+    assert of_two == [f"lanes.{lane}.{key}" for lane in "ab" for key in LaneConfig.model_fields]
+    assert "lanes.NAME (--set): not a name for a lane" in refusal("lanes.NAME.runner=x")
+
+
+# -- what is refused -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("setting", "says"),
+    [
+        ("lanes.long.runner=x", "lanes.long.mode (--set): not set; set it to decode or prefill"),
+        ("lanes.long={}", "lanes.long.mode (--set): not set; set it to decode or prefill"),
+        (
+            "lanes.decod.strict=true",
+            "not set; set it to decode or prefill; or did you mean lanes.decode?",
+        ),
+        (
+            "lanes.long.mode=decoed",
+            "lanes.long.mode = 'decoed' (--set): it takes decode or prefill; did you",
+        ),
+        (
+            "lanes.decode.mode=decoed",
+            "lanes.decode.mode = 'decoed' (--set): it takes decode or prefill; did",
+        ),
+        (
+            "lanes.decode.mode=prefill",
+            "lanes.decode.mode = 'prefill' (--set): a lane called decode has",
+        ),
+        ("lanes.decode.model=draft", "lanes.decode.model = 'draft' (--set): it takes target"),
+        (
+            "lanes.long.runer=x",
+            "lanes.long.runer (--set): there is no such key; did you mean lanes.long.runner?",
+        ),
+        (
+            'lanes.long={mode="decode", strikt=true}',
+            "lanes.long.strikt (--set): there is no such key; did you",
+        ),
+        (
+            "lanes.long.mode.x=1",
+            "lanes.long.mode.x (--set): there is no such key; did you mean lanes.long.mode?",
+        ),
+        (
+            "lanes.runner=eager",
+            "lanes.runner (--set): there is no such key; did you mean lanes.decode.runner?",
+        ),
+        (
+            "lanes.long=5",
+            "lanes.long (--set): a table and not a key; its keys are lanes.long.mode, lanes.long.mo",
+        ),
+        (
+            "lanes=5",
+            "lanes (--set): a table and not a key; its keys are lanes.NAME.mode, lanes.NAME.model",
+        ),
+        (
+            "lanes.Long.runner=x",
+            "lanes.Long (--set): not a name for a lane; a name begins with a letter",
+        ),
+        ("lanes.1.runner=x", "lanes.1 (--set): not a name for a lane"),
+        ("lanes.a-b={}", "lanes.a-b (--set): not a name for a lane"),
+        ("lanes..runner=x", "lanes. (--set): not a name for a lane"),
+    ],
+)
+def test_a_fault_of_a_lane_has_one_line_with_key_source_and_what_to_do(
+    setting: str, says: str
+) -> None:
+    """A lane's fault names key, value, source and the nearest key, also under a name not seen before."""
+    message = refusal(setting)
+    assert says in message
+    assert message.count("\n") == 1
+
+
+def test_a_variable_of_a_lane_is_compared_with_variables() -> None:
+    """A misspelt variable is answered with a variable of the same lane, whatever its name."""
+    message = refusal(env={"GRAPHPACT_LANES__MY_LANE__RUNER": "x"})
+    assert "did you mean GRAPHPACT_LANES__MY_LANE__RUNNER?" in message
+    assert lanes(env={"GRAPHPACT_LANES__A__B___MODE": "decode"})[0] == "a__b_ decode cuda_graph"
+
+
+def test_faults_of_several_lanes_are_listed_at_once() -> None:
+    """Every lane with a fault is named, with the source that it comes from."""
+    message = refusal(
+        "lanes.b.mode=x",
+        text="[lanes.a]\nrunner = 'x'\n[lanes.decode]\nbatch_sizes = [0]",
+        env={"GRAPHPACT_LANES__C": "{}"},
+    )
+    assert "lanes.a.mode (lanes.toml): not set" in message
+    assert "lanes.b.mode = 'x' (--set)" in message
+    assert "lanes.c.mode (environment variable GRAPHPACT_LANES__C): not set" in message
+    assert "lanes.decode.batch_sizes[0] = 0 (lanes.toml)" in message
+    assert message.count("\n") == 4
+
+
+def test_lanes_that_are_built_directly_are_held_to_the_same_rules() -> None:
+    """A bad name, a mode against the name and an unknown key are refused without a file, too."""
+    for tables in (
+        {"Long": {"mode": "decode"}},
+        {"decode": {"mode": "prefill"}},
+        {"long": {}},
+        {"decode": {"runer": "x"}},
+        {"decode": 5},
+        [],
+    ):
+        with pytest.raises(ValidationError):
+            EngineConfig.model_validate({"lanes": tables})
+
+
+# -- which lane runs -----------------------------------------------------------------------------
+
+
+class FakeLane:
+    """A lane that has shapes of some sizes, and counts how often it is asked."""
+
+    def __init__(self, name: str, sizes: Sequence[int]) -> None:
+        self.name = name
+        self.asked = 0
+        self._shapes = [GraphShape(ForwardMode.DECODE, size, size) for size in sizes]
+        self.runner = SimpleNamespace(shapes=lambda: self._shapes)
+
+    def fit(self, batch: Any) -> GraphShape | EagerReason:
+        """Return the smallest shape that is large enough."""
+        self.asked += 1
+        fits = (shape for shape in self._shapes if shape.batch_size >= batch.batch_size)
+        return next(fits, EagerReason.OVER_LARGEST)
+
+
+def engine_of(*fakes: FakeLane) -> Any:
+    """Return an engine that has these lanes for decode, and nothing else."""
+    engine: Any = object.__new__(Engine)
+    engine._lanes_of = {ForwardMode.DECODE: list(fakes)}
+    return engine
+
+
+def batch(size: int) -> Any:
+    """Return what a lane is chosen by."""
+    return SimpleNamespace(forward_mode=ForwardMode.DECODE, batch_size=size)
+
+
+def test_the_first_lane_with_a_shape_runs_and_else_the_first() -> None:
+    """Lanes are asked in their order until one has a shape; where none has, the first runs eagerly."""
+    small, large, other = FakeLane("small", [1, 2]), FakeLane("large", [4]), FakeLane("other", [8])
+    engine = engine_of(small, large, other)
+    chosen = [engine.lane_of(batch(size)).name for size in (1, 2, 3, 4, 5, 9)]
+    assert chosen == ["small", "small", "large", "large", "other", "small"]
+    assert (small.asked, large.asked, other.asked) == (6, 4, 2)
+
+
+def test_the_only_lane_of_a_mode_is_not_asked() -> None:
+    """Where there is no choice, choosing a lane costs no question to its runner."""
+    lane = FakeLane("decode", [1])
+    assert engine_of(lane).lane_of(batch(5)) is lane
+    assert lane.asked == 0
+
+
+@pytest.mark.parametrize(
+    ("sizes", "says"),
+    [
+        (
+            [[1, 2], [1, 2]],
+            r"lanes\.b, after lanes\.a of .* never runs: lanes\.a comes first and captures",
+        ),
+        (
+            [[1, 2, 4], [2]],
+            r"lanes\.b, after lanes\.a of .* never runs: lanes\.a comes first and captures",
+        ),
+        ([[1], [2], [2]], r"lanes\.c, after lanes\.b of the same mode, never runs"),
+        ([[1], []], r"lanes\.b, after lanes\.a of the same mode, never runs: it captures nothing"),
+        ([[], []], r"lanes\.b, after lanes\.a of the same mode, never runs: it captures nothing"),
+    ],
+)
+def test_a_lane_that_never_runs_is_refused(sizes: list[list[int]], says: str) -> None:
+    """A lane after one with all its shapes, or without any, is refused with both names."""
+    fakes: Any = [FakeLane(name, own) for name, own in zip("abc", sizes, strict=False)]
+    with pytest.raises(ConfigError, match=says):
+        require_each_can_run(fakes)
+
+
+@pytest.mark.parametrize("sizes", [[], [[]], [[1, 2], [1, 2, 4]], [[], [1]], [[2], [1], [4]]])
+def test_lanes_that_can_all_run_are_let_in(sizes: list[list[int]]) -> None:
+    """Each lane that has a shape of its own is accepted, and so is a first lane without any."""
+    fakes: Any = [FakeLane(name, own) for name, own in zip("abc", sizes, strict=False)]
+    require_each_can_run(fakes)

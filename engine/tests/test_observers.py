@@ -1,0 +1,129 @@
+"""Observers by name and by hand: which an engine gets, and what is refused."""
+
+from collections.abc import Generator
+from typing import Any
+
+import pytest
+from importlib_metadata import EntryPoint
+
+from graphpact.errors import ConfigError, PluginError, RejectedPluginError, UnknownPluginError
+from graphpact.hookspecs import hookimpl
+from graphpact.plugins import PluginCatalog, PluginInfo
+from graphpact.trace import HookTrace
+from graphpact_engine.build import build_observers
+from graphpact_engine.config import EngineConfig
+from graphpact_engine.plans import require_observers, select_observers
+
+TARGETS = {"trace": "graphpact.trace:HookTrace", "broken": "graphpact.trace:no_such_class"}
+
+
+@pytest.fixture(autouse=True)
+def no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take the variable of whoever runs the tests out of the environment."""
+    monkeypatch.delenv("GRAPHPACT_TRACE", raising=False)
+
+
+def select(*names: str) -> list[tuple[str, type[Any]]]:
+    """Return what a configuration selects that names these observers."""
+    listed = ", ".join(map(repr, names))
+    config = EngineConfig.load(env={}, overrides=[f"engine.observers=[{listed}]"])
+    group = "graphpact.observers"
+    catalog = PluginCatalog(
+        {
+            PluginInfo("observer", name, "acme", "1", target, "1"): EntryPoint(name, target, group)
+            for name, target in TARGETS.items()
+        }
+    )
+    return select_observers(config, catalog)
+
+
+class Steps:
+    """Observes steps."""
+
+    @hookimpl(wrapper=True)
+    def run_step(self) -> Generator[None, Any, Any]:
+        """Let the step pass."""
+        return (yield)
+
+
+class Answers:
+    """Would answer in the place of a runner."""
+
+    @hookimpl
+    def populate(self) -> None:
+        """Do nothing."""
+
+
+class Misspelt:
+    """Has a hook that the contract does not have."""
+
+    @hookimpl(wrapper=True)
+    def run_steps(self) -> Generator[None, Any, Any]:
+        """Never called."""
+        return (yield)
+
+
+def test_observers_are_selected_in_the_order_of_the_configuration() -> None:
+    """Every name gives its class, in order; without names there are none."""
+    assert select() == []
+    assert select("trace") == [("trace", HookTrace)]
+    assert [name for name, _ in select("trace", "trace")] == ["trace", "trace"]
+
+
+def test_names_of_observers_are_answered_like_those_of_other_plugins() -> None:
+    """An unknown name gets the nearest one, a broken plugin its reason."""
+    with pytest.raises(
+        UnknownPluginError, match=r"no observer is called 'trase'(.|\n)*mean 'trace'"
+    ):
+        select("trace", "trase")
+    with pytest.raises(
+        RejectedPluginError, match=r"observer broken \(acme 1\) was rejected: .*no_such"
+    ):
+        select("broken")
+
+
+def test_what_an_observer_raises_when_it_is_built_is_told_as_its_own() -> None:
+    """The message has kind, name and what was raised."""
+
+    class Raises:
+        def __init__(self) -> None:
+            raise OSError("no socket")
+
+    with pytest.raises(
+        PluginError, match="observer 'acme' cannot be had: it raised OSError: no socket"
+    ):
+        build_observers([("trace", HookTrace), ("acme", Raises)])
+
+
+def test_each_lane_has_observers_of_its_own() -> None:
+    """Observers are built anew every time, in the order of the selection."""
+    selected = [("trace", HookTrace), ("steps", Steps)]
+    once, again = build_observers(selected), build_observers(selected)
+    assert [type(observer) for observer in once] == [HookTrace, Steps]
+    assert not set(map(id, once)) & set(map(id, again))
+
+
+@pytest.mark.parametrize(("value", "traces"), [("1", 1), ("0", 0), ("", 0)])
+def test_the_variable_traces_once(value: str, traces: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """GRAPHPACT_TRACE puts a trace before other observers, and no second one where one is selected."""
+    monkeypatch.setenv("GRAPHPACT_TRACE", value)
+    kinds = [type(observer) for observer in build_observers([("steps", Steps)])]
+    assert kinds == [HookTrace] * traces + [Steps]
+    selected = [("steps", Steps), ("trace", HookTrace)]
+    assert [type(observer) for observer in build_observers(selected)] == [Steps, HookTrace]
+
+
+@pytest.mark.parametrize(
+    ("observer", "says"),
+    [
+        (Steps, "it is the class Steps, not an object of it"),
+        (object(), "object implements no hook"),
+        (Answers(), "populate lacks wrapper=True"),
+        (Misspelt(), "unknown hook 'run_steps'; did you mean 'run_step'"),
+    ],
+)
+def test_what_cannot_observe_is_refused(observer: object, says: str) -> None:
+    """Among the observers of a caller, what cannot observe is named by its place and its fault."""
+    require_observers([Steps(), HookTrace()])
+    with pytest.raises(ConfigError, match=rf"observers\[1\] cannot observe: .*{says}"):
+        require_observers([Steps(), observer])

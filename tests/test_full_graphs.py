@@ -1,0 +1,164 @@
+"""Full graphs of every mode by a runner that writes only its shapes: default slots, dummies, fit."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from graphpact import ForwardBatch, ForwardMode, GraphShape, Limits
+from graphpact.attention import DraftLimits
+from graphpact.errors import EngineError
+from graphpact.runners import RunnerContext, dummy_batch
+from graphpact_flashinfer import FlashInferBackend
+from mode_rig import CONTEXT, CPU, DRAFTS, MODES, PAGE, ROWS, STEPS, FullGraphs, ModeRig
+
+CASES = [(mode, 1) for mode in MODES] + [
+    (ForwardMode.TARGET_VERIFY, 2),
+    (ForwardMode.DRAFT_DECODE, 2),
+]
+NAMES = [f"{mode.value}-{topk}" for mode, topk in CASES]
+
+
+@pytest.fixture(autouse=True)
+def _inference() -> Iterator[None]:
+    """Outputs of graphs are read and cleared in these tests, which inference mode allows."""
+    with torch.inference_mode():
+        yield
+
+
+# -- dummies ---------------------------------------------------------------------------------------
+
+
+def _context(mode: ForwardMode, fill: int, width: int, topk: int, steps: int) -> RunnerContext:
+    capabilities = replace(FlashInferBackend.capabilities, seq_len_fill_value=fill)
+    limits = Limits(8, 64, 128, 4, DraftLimits(steps, topk, width))
+    return RunnerContext(CPU, capabilities, limits, mode=mode)
+
+
+def _new_tokens(dummy: ForwardBatch) -> list[int]:
+    if dummy.extend_seq_lens_cpu is not None:
+        return dummy.extend_seq_lens_cpu.tolist()
+    return [dummy.num_tokens // dummy.batch_size] * dummy.batch_size
+
+
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(
+    bs=st.integers(1, 6),
+    ragged_tokens=st.integers(1, 40),
+    fill=st.integers(0, 5),
+    width=st.integers(1, 4),
+    topk=st.integers(1, 3),
+    steps=st.integers(1, 3),
+)
+@pytest.mark.parametrize("mode", MODES)
+def test_a_dummy_is_a_batch_that_could_have_been(
+    mode: ForwardMode, bs: int, ragged_tokens: int, fill: int, width: int, topk: int, steps: int
+) -> None:
+    """A default dummy is of exactly its shape, on scratch alone, and its positions follow its lengths."""
+    context = _context(mode, fill, width, topk, steps)
+    each = context.tokens_per_request
+    tokens = ragged_tokens if each is None else bs * each
+    dummy = FullGraphs(context).dummy(GraphShape(mode, bs, tokens))
+    dummy.require_consistent()
+    assert (dummy.forward_mode, dummy.batch_size, dummy.num_tokens) == (mode, bs, tokens)
+    for name, tensor in dummy.tensors().items():
+        assert tensor.shape[0] == (tokens if name in _BY_TOKEN else bs), name
+    for scratch in (dummy.req_pool_indices, dummy.out_cache_loc, dummy.input_ids):
+        assert not scratch.any()
+    new, lens = _new_tokens(dummy), dummy.seq_lens.tolist()
+    assert dummy.seq_lens_cpu.tolist() == lens
+    assert sum(new) == tokens
+    assert max(new) - min(new) <= 1
+    expected = []
+    for length, count in zip(lens, new, strict=True):
+        if mode is ForwardMode.DRAFT_DECODE:
+            expected += [length] * count
+        elif mode is ForwardMode.TARGET_VERIFY:
+            expected += range(length, length + count)
+        else:
+            assert length >= count
+            expected += range(length - count, length)
+    assert dummy.positions.tolist() == expected
+    assert min(expected) >= 0
+    assert dummy.num_draft_steps == (steps if mode is ForwardMode.DRAFT_DECODE else 1)
+    assert (dummy.tree_mask is not None) == (mode is ForwardMode.TARGET_VERIFY and topk > 1)
+
+
+_BY_TOKEN = {"input_ids", "positions", "out_cache_loc", "tree_mask"}
+
+
+def test_a_dummy_counts_real_tokens_where_layers_ask() -> None:
+    """Where the number of real tokens has a slot, a dummy carries it, on the device and on the host."""
+    context = replace(_context(ForwardMode.DECODE, 1, 1, 1, 1), num_token_non_padded=True)
+    dummy = dummy_batch(GraphShape(ForwardMode.DECODE, 4, 4), context)
+    assert dummy.num_token_non_padded is not None
+    assert (dummy.num_token_non_padded.tolist(), dummy.num_token_non_padded_cpu) == ([4], 4)
+
+
+@pytest.mark.parametrize("mode", [mode for mode in MODES if not mode.is_ragged])
+def test_a_ragged_dummy_of_a_uniform_mode_is_refused(mode: ForwardMode) -> None:
+    """A shape without a whole number of tokens a request is an error that names it."""
+    shape = GraphShape(mode, 2, 5)
+    with pytest.raises(EngineError, match=r"\[bs=2, tokens=5\] has no whole number of tokens"):
+        dummy_batch(shape, _context(mode, 1, 1, 1, 1))
+
+
+# -- capture and replay ----------------------------------------------------------------------------
+
+
+def _lengths(data: st.DataObject, rig: ModeRig) -> tuple[list[int], list[int] | None]:
+    """Draw cached and new tokens of one to four requests, and room for what the step adds."""
+    bs = data.draw(st.integers(1, ROWS))
+    room = CONTEXT - max(DRAFTS, STEPS)
+    if not rig.mode.is_ragged:
+        return data.draw(st.lists(st.integers(1, room), min_size=bs, max_size=bs)), None
+    lengths = data.draw(st.lists(st.integers(0, room), min_size=bs, max_size=bs))
+    most = [min(CONTEXT - length, 16 // ROWS) for length in lengths]
+    return lengths, [data.draw(st.integers(1, n)) for n in most]
+
+
+@pytest.mark.parametrize(("mode", "topk"), CASES, ids=NAMES)
+def test_every_mode_is_captured_on_scratch_alone(mode: ForwardMode, topk: int) -> None:
+    """Capturing every shape of a mode writes no KV slot outside the scratch page, and not the page table."""
+    rig = ModeRig(mode, topk=topk, capture=False)
+    for cache in (rig.kv.k[0], rig.kv.v[0]):
+        cache[PAGE:] = 7.0
+    table = rig.table.clone()
+    rig.lane.capture_all()
+    assert set(rig.lane.captured) == set(rig.lane.shapes)
+    assert len(rig.lane.shapes) == 3
+    for cache in (rig.kv.k[0], rig.kv.v[0]):
+        assert bool((cache[PAGE:] == 7.0).all())
+        assert bool(cache[:1].any())  # the dummy did run
+    assert torch.equal(rig.table, table)
+
+
+@pytest.mark.parametrize(("mode", "topk"), CASES, ids=NAMES)
+def test_replays_of_every_mode_equal_eager_steps(mode: ForwardMode, topk: int) -> None:
+    """Over poison, a replay of any batch gives the outputs and the KV cache that an eager step gives."""
+    rig = ModeRig(mode, topk=topk)
+
+    @settings(derandomize=True, deadline=None, max_examples=12)
+    @given(data=st.data())
+    def steps(data: st.DataObject) -> None:
+        with torch.inference_mode():
+            batch = rig.batch(*_lengths(data, rig))
+            caches = (rig.kv.k[0], rig.kv.v[0])
+            before = [cache.clone() for cache in caches]
+            replayed = rig.lane.run(batch).clone()
+            after = [cache.clone() for cache in caches]
+            for cache, old in zip(caches, before, strict=True):
+                cache.copy_(old)
+            eager = rig.lane.run_eager(batch)
+            for name in ("logits", "hidden_states"):
+                assert len(replayed[name]) == batch.num_tokens
+                torch.testing.assert_close(replayed[name], eager[name], rtol=0, atol=1e-9)
+            for cache, written in zip(caches, after, strict=True):
+                torch.testing.assert_close(written[PAGE:], cache[PAGE:], equal_nan=True)
+
+    steps()
+    assert not rig.lane.stats.eager
+    assert rig.lane.stats.replays > 0

@@ -1,0 +1,93 @@
+"""Comparing and locating tensors: NaN, tolerances, extents; and what a tensor around a lane is."""
+
+import math
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import graphpact
+from graphpact.memory_map import MemoryMap
+from graphpact.tensors import (
+    address_range,
+    equal,
+    excess,
+    extent_of,
+    same,
+    storage_id,
+    tolerance_of,
+)
+from graphpact_conformance.problems import configs_of
+from graphpact_conformance.reference import ReferenceBackend
+from graphpact_conformance.rig import Rig
+
+NAN = float("nan")
+
+
+def test_nan_is_the_same_as_nan_and_infinity_is_no_large_number() -> None:
+    """Of numbers of every kind; the largest float is not infinite."""
+    a = torch.tensor([1.0, NAN, math.inf, NAN])
+    b = torch.tensor([1.0, NAN, torch.finfo(torch.float32).max, 0.0])
+    assert same(a, b).tolist() == [True, True, False, False]
+    assert equal(a, a.clone())
+    assert not equal(a, b)
+    assert not equal(a, a[:2])
+    assert same(torch.tensor([complex(NAN, 0)]), torch.tensor([complex(NAN, 0)])).all()
+    assert same(torch.tensor([1, 2]), torch.tensor([1, 3])).tolist() == [True, False]
+
+
+def test_excess_is_in_shares_of_what_is_allowed() -> None:
+    """It grows with the size of what is expected; NaN is infinitely far from everything."""
+    found = excess(torch.tensor([1.0, 9.02, NAN]), torch.tensor([1.0, 9.0, 1.0]), 1e-3)
+    assert found.tolist() == pytest.approx([0.0, 2.0, math.inf], rel=1e-4)
+
+
+@pytest.mark.parametrize("of", ["attention", "model"])
+def test_tolerances_follow_the_dtype(of: str) -> None:
+    """The coarser the dtype the more is allowed; one that is not known is allowed the most."""
+    order = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e5m2)
+    allowed = [tolerance_of(dtype, of) for dtype in order]  # type: ignore[arg-type]
+    assert allowed == sorted(allowed)
+
+
+def test_extents_and_addresses_of_strided_tensors() -> None:
+    """Gaps between rows count, an empty tensor covers nothing, and both go by one storage."""
+    whole = torch.zeros(6, 4)
+    column = whole[1:, 2:3]
+    assert extent_of(column) == (24, 24 + 4 * 4 * 4 + 4)
+    first, end = address_range(column)
+    assert (first - whole.data_ptr(), end - first) == (24, 68)
+    assert extent_of(whole[2:2]) == (32, 32)
+    assert storage_id(column) == storage_id(whole) != storage_id(whole.clone())
+
+
+def test_a_map_names_what_a_tensor_is() -> None:
+    """Slots by their label, the backend's own by the attribute, the engine's by what it is; a view too."""
+    config = next(c for c in configs_of(ReferenceBackend.capabilities) if c.case.width == 1)
+    rig = Rig(config, backend=ReferenceBackend, capture=False)
+    memory = MemoryMap(rig.registry, rig.backend)
+    rig.backend.counter = torch.zeros(3)  # type: ignore[attr-defined]
+    slot = next(s for s in rig.registry if s.buffer is not None)
+    named = {
+        slot.label: slot.buffer,
+        "ReferenceBackend.counter": rig.backend.counter[1:],  # type: ignore[attr-defined]
+        "req_to_token": rig.table[1:],
+        "the keys of layer 0": rig.kv.k[0][2:],
+    }
+    assert {name: memory.name_of(tensor) for name, tensor in named.items()} == {n: n for n in named}
+    assert memory.name_of(torch.zeros(1)) is None
+    assert memory.slot_of("no tensor") is None
+    assert MemoryMap(None, rig.backend).slot_of(slot.buffer) is None
+    declared = [memory.is_declared(tensor) for tensor in named.values()]
+    assert declared == [True, False, True, True]
+
+
+def test_storages_and_nan_are_compared_in_one_place() -> None:
+    """No module works out again whose storage a tensor is, or what is the same as NaN."""
+    again = re.compile(
+        r"untyped_storage\(\)\.(?:_cdata|data_ptr\(\) ==)|isnan\(\) & \w+\.isnan\(\)"
+    )
+    root = Path(graphpact.__file__).parent
+    modules = [p for p in root.rglob("*.py") if "museum" not in p.parts and p.name != "tensors.py"]
+    assert [str(p) for p in modules if again.search(p.read_text(encoding="utf-8"))] == []
