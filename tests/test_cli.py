@@ -10,6 +10,7 @@ from graphpact import errors
 from graphpact.cli import main
 from graphpact.plugins import PluginCatalog
 from graphpact_engine.config import EngineConfig
+from graphpact_engine.errors import RequestError, VerificationError
 
 CLI = (sys.executable, "-m", "graphpact.cli")
 
@@ -107,8 +108,8 @@ def test_no_command_is_answered_with_the_commands(capsys: pytest.CaptureFixture[
     ("error", "status"),
     [
         (errors.ConfigError("it is so", hint="do this"), 2),
-        (errors.RequestError("it is so", hint="do this"), 2),
-        (errors.VerificationError("it is so", hint="do this"), 1),
+        (RequestError("it is so", hint="do this"), 2),
+        (VerificationError("it is so", hint="do this"), 1),
         (errors.CaptureError("it is so", hint="do this"), 1),
         (errors.EngineError("it is so", hint="do this"), 3),
     ],

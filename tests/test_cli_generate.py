@@ -19,8 +19,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 from graphpact.batch import ForwardMode
 from graphpact.cli import main
-from graphpact.cli.console import capture_progress
 from graphpact.shapes import GraphShape
+from graphpact_engine.cli.progress import capture_progress
 from graphpact_engine.cli.writers import JsonWriter, TextWriter, Writer
 from graphpact_engine.engine import Delta, Engine
 from graphpact_engine.request import FinishReason

@@ -14,12 +14,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from graphpact import BackendContext, ForwardBatch, Lane, Limits
-from graphpact.attention import LayerSpec, require_capabilities
+from graphpact.attention import LayerSpec
 from graphpact.batch import ForwardMode
-from graphpact.errors import CheckpointError, UnsupportedModelError
 from graphpact.runners import EagerRunner, RunnerContext
 from graphpact_cuda_graph import CudaGraphRunner
 from graphpact_engine import models
+from graphpact_engine.capabilities import require_capabilities
+from graphpact_engine.errors import CheckpointError, UnsupportedModelError
 from graphpact_flashinfer import FlashInferBackend
 from graphpact_tape.tape import TapeDriver
 

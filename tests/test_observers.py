@@ -13,7 +13,7 @@ import torch
 from fake_site import Site, installed
 from graphpact.errors import RejectedPluginError
 from graphpact.plugins import Loaded, PluginCatalog, Rejected
-from graphpact.trace import HookTrace
+from graphpact_engine.trace import HookTrace
 from lane_rig import SHAPE_OF, Rig
 
 HOOKS = ["populate", "prepare_replay", "init_metadata_replay", "run_step"]

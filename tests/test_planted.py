@@ -24,18 +24,12 @@ from graphpact import (
     bounded,
     hookimpl,
 )
-from graphpact.errors import (
-    CaptureError,
-    ContractError,
-    PactBreach,
-    PoisonError,
-    ReplayError,
-    VerificationError,
-)
+from graphpact.errors import CaptureError, ContractError, PactBreach, PoisonError, ReplayError
 from graphpact.graphs import Stream
 from graphpact_cuda_graph import CudaGraphRunner
 from graphpact_engine import Engine, SamplingParams
 from graphpact_engine.config import EngineConfig
+from graphpact_engine.errors import VerificationError
 from graphpact_flashinfer import FlashInferBackend, FlashInferMetadata
 from support import Catalog
 

@@ -27,16 +27,17 @@ from graphpact.attention import (
     KernelProvider,
     LayerSpec,
     Limits,
-    require_capabilities,
 )
 from graphpact.attention.providers import choose_provider, require_provider
 from graphpact.batch import ForwardBatch, ForwardMode
 from graphpact.buffers import GraphSlot
-from graphpact.errors import ConfigError, PluginError, UnsupportedModelError
+from graphpact.errors import ConfigError, PluginError
 from graphpact.plugins import Kind, PluginCatalog, PluginInfo
 from graphpact.shapes import GraphShape
 from graphpact_engine import Engine, SamplingParams
+from graphpact_engine.capabilities import require_capabilities
 from graphpact_engine.config import EngineConfig
+from graphpact_engine.errors import UnsupportedModelError
 from graphpact_flashinfer import FlashInferBackend
 from support import Catalog
 

@@ -23,12 +23,13 @@ from graphpact import (
     bounded,
 )
 from graphpact.buffers import GraphSlot, build_decode_registry
-from graphpact.errors import EngineError, VerificationError
+from graphpact.errors import EngineError
 from graphpact.hookspecs import hookimpl
 from graphpact.runners import RunnerContext
 from graphpact.shapes import EagerReason, GraphShape
 from graphpact.step import Attend
 from graphpact_cuda_graph import CudaGraphRunner
+from graphpact_engine.errors import VerificationError
 from graphpact_engine.verify import Verifier
 from graphpact_flashinfer import FlashInferBackend, FlashInferMetadata
 from graphpact_tape.tape import TapeDriver

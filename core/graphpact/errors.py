@@ -7,18 +7,14 @@
     │   │   ├── UnknownPluginError     nothing offers that name
     │   │   ├── RejectedPluginError    something does, and was refused with a reason
     │   │   └── AmbiguousPluginError   two distributions do
-    │   ├── CheckpointError            no checkpoint, a broken one, an unsafe one
-    │   ├── UnsupportedModelError      the model asks for what the selected backend lacks
-    │   ├── RequestError               a prompt or a limit that can never be served
     │   └── SlotError                  a slot declared or filled against the registry's rules
     │       ├── UnknownSlotError       no slot of that name
     │       └── UnallocatedSlotError   a slot that has no memory
     ├── ContractError           1      a promise of the contract was broken
     │   ├── PactBreach                 replay does not agree with capture
     │   ├── CaptureError               work that no graph can hold was met while recording
-    │   ├── ReplayError                a replay read or left what it must not (strict lanes)
-    │   │   └── PoisonError            it read what nobody wrote or owns
-    │   └── VerificationError          a replay and its eager re-run differ
+    │   └── ReplayError                a replay read or left what it must not (strict lanes)
+    │       └── PoisonError            it read what no step wrote, or no request owns
     └── EngineError             3      the engine itself is at fault
 
 Does not: print, exit or translate anything; the command line does that in one place.
@@ -73,18 +69,6 @@ class RejectedPluginError(PluginError):
 
 class AmbiguousPluginError(PluginError):
     """Two distributions offer one name; the message names both."""
-
-
-class CheckpointError(UsageError):
-    """A model directory that is missing, broken, incomplete or unsafe."""
-
-
-class UnsupportedModelError(UsageError):
-    """A model asks of attention what the selected backend does not declare."""
-
-
-class RequestError(UsageError):
-    """A request that this engine can never serve, refused before anything is done for it."""
 
 
 class SlotError(UsageError, ValueError):
@@ -213,40 +197,6 @@ class ReplayError(ContractError):
 
 class PoisonError(ReplayError):
     """A replay, or what prepares it, fails on poison, or gives it: it read what nobody wrote or owns."""
-
-
-class VerificationError(ContractError):
-    """A replay and the eager run of the same batch gave different results.
-
-    Args:
-        message: What differs, by how much, and what first made it so, where that is known.
-        hint: What to do next.
-        lane: Whose replay it was.
-        shape: The `graphpact.GraphShape` that was replayed.
-        field: The first field whose real rows differ, such as ``"metadata.kv_indptr"``; None where all
-            agree.
-        suspects: Where all real rows agree, fields whose padded rows are not what capture had, and host
-            numbers that are not the batch's.
-        largest_difference: Of the logits or the cached keys and values that the message is about.
-    """
-
-    def __init__(
-        self,
-        message: str,
-        *,
-        hint: str | None = None,
-        lane: str | None = None,
-        shape: object | None = None,
-        field: str | None = None,
-        suspects: Sequence[str] = (),
-        largest_difference: float = 0.0,
-    ) -> None:
-        super().__init__(message, hint=hint)
-        self.lane = lane
-        self.shape = shape
-        self.field = field
-        self.suspects = tuple(suspects)
-        self.largest_difference = largest_difference
 
 
 class EngineError(GraphpactError):

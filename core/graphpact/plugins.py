@@ -56,33 +56,20 @@ _BASES: dict[Kind, type[Any]] = {
     "graph_driver": GraphDriver,
     "observer": object,
 }
-_FIRST_PARTY: dict[Kind, dict[str, str]] = {  # which distribution of ours offers a name
-    "attention_backend": {
-        "fa3": "graphpact-fa3",
-        "flashinfer": "graphpact-flashinfer",
-        "trtllm_mla": "graphpact-trtllm-mla",
-    },
-    "runner": {
-        "cpu_graph": "graphpact-cpu-graph",
-        "cuda_graph": "graphpact-cuda-graph",
-        "eager": "graphpact",
-    },
-    "graph_driver": {
-        "cuda": "graphpact-cuda-graph",
-        "inductor": "graphpact-cpu-graph",
-        "tape": "graphpact-tape",
-    },
-    "observer": {"trace": "graphpact"},
-    "command": {
-        "check": "graphpact-conformance",
-        "doctor": "graphpact-engine",
-        "explain": "graphpact-conformance",
-        "generate": "graphpact-engine",
-        "museum": "graphpact-conformance",
-        "pact": "graphpact-engine",
-        "plugins": "graphpact",
-        "report": "graphpact-conformance",
-    },
+_OURS: dict[str, dict[Kind, str]] = {  # what each distribution of ours offers
+    "graphpact": {"runner": "eager", "command": "plugins"},
+    "graphpact-tape": {"graph_driver": "tape"},
+    "graphpact-cuda-graph": {"runner": "cuda_graph", "graph_driver": "cuda"},
+    "graphpact-cpu-graph": {"runner": "cpu_graph", "graph_driver": "inductor"},
+    "graphpact-flashinfer": {"attention_backend": "flashinfer"},
+    "graphpact-fa3": {"attention_backend": "fa3"},
+    "graphpact-trtllm-mla": {"attention_backend": "trtllm_mla"},
+    "graphpact-engine": {"observer": "trace", "command": "doctor generate pact"},
+    "graphpact-conformance": {"command": "check explain museum report"},
+}
+_FIRST_PARTY: dict[Kind, dict[str, str]] = {
+    kind: {n: d for d, offers in _OURS.items() for n in offers.get(kind, "").split()}
+    for kind in KINDS
 }
 _GROUPS: dict[str, Kind] = {f"graphpact.{kind}s": kind for kind in KINDS}
 

@@ -20,11 +20,11 @@ from graphpact.lane import Lane
 from graphpact.runners import EagerRunner, RunnerContext
 from graphpact.shapes import GraphShape
 from graphpact.step import Forward
-from graphpact.trace import HookTrace
 from graphpact_engine.config import EngineConfig
 from graphpact_engine.ownership import EngineOwnership
 from graphpact_engine.plans import LanePlan, ModelSpec, call_plugin
 from graphpact_engine.pools import KVCache, KVLayerShape, PagePool, RequestPool
+from graphpact_engine.trace import HookTrace
 from graphpact_engine.verify import Verifier
 
 OnCapture = Callable[[str, GraphShape, int, int], None]

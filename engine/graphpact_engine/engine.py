@@ -15,7 +15,6 @@ from typing import Any, Self
 import torch
 
 from graphpact.batch import ForwardBatch, ForwardMode
-from graphpact.errors import CheckpointError, RequestError
 from graphpact.lane import Lane
 from graphpact.plugins import PluginCatalog
 from graphpact.shapes import GraphShape
@@ -29,6 +28,7 @@ from graphpact_engine.build import (
     require_each_can_run,
 )
 from graphpact_engine.config import EngineConfig
+from graphpact_engine.errors import CheckpointError, RequestError
 from graphpact_engine.plans import (
     ModelSpec,
     check_backends,

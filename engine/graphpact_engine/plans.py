@@ -21,17 +21,17 @@ from graphpact.attention import (
     LayerSpec,
     Limits,
     ProviderName,
-    require_capabilities,
 )
-from graphpact.attention.capabilities import say_others
 from graphpact.attention.providers import choose_provider, lacking, require_provider
 from graphpact.batch import ForwardMode
-from graphpact.errors import ConfigError, GraphpactError, PluginError, UnsupportedModelError
+from graphpact.errors import ConfigError, GraphpactError, PluginError
 from graphpact.graphs import GraphDriver
 from graphpact.plugins import Loaded, PluginCatalog, observer_fault
 from graphpact.runners import EagerRunner, GraphRunner
 from graphpact.shapes import EagerReason
+from graphpact_engine.capabilities import require_capabilities, say_others
 from graphpact_engine.config import EngineConfig, LaneConfig, LaneMode
+from graphpact_engine.errors import UnsupportedModelError
 
 _log = logging.getLogger(__name__)
 

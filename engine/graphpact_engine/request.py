@@ -11,7 +11,7 @@ from typing import Literal
 
 import torch
 
-from graphpact.errors import RequestError
+from graphpact_engine.errors import RequestError
 
 FinishReason = Literal["stop", "length", "abort"]
 """Why a request ended: a stop or end token, a length limit, or `Scheduler.abort`."""

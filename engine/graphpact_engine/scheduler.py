@@ -25,7 +25,8 @@ from dataclasses import dataclass
 import torch
 
 from graphpact.batch import ForwardBatch, ForwardMode
-from graphpact.errors import ConfigError, EngineError, RequestError
+from graphpact.errors import ConfigError, EngineError
+from graphpact_engine.errors import RequestError
 from graphpact_engine.pools import PagePool, RequestPool
 from graphpact_engine.request import FinishReason, Request, RequestState
 

@@ -24,13 +24,14 @@ import torch
 
 from graphpact.attention import AttentionBackend, KVBuffers, kv_tensors
 from graphpact.batch import ForwardBatch
-from graphpact.errors import EngineError, ReplayError, VerificationError
+from graphpact.errors import EngineError, ReplayError
 from graphpact.hookspecs import hookimpl
 from graphpact.lane import Lane
 from graphpact.shapes import GraphShape
 from graphpact.step import StepOutputs
 from graphpact.tensors import same, tolerance_of
 from graphpact_engine.diagnosis import Cause, Diagnosis, Replay
+from graphpact_engine.errors import VerificationError
 
 _Around = Generator[None, Any, Any]
 _ROWS = {"bs": "request", "tokens": "token", "none": "row"}

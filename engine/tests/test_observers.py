@@ -9,12 +9,15 @@ from importlib_metadata import EntryPoint
 from graphpact.errors import ConfigError, PluginError, RejectedPluginError, UnknownPluginError
 from graphpact.hookspecs import hookimpl
 from graphpact.plugins import PluginCatalog, PluginInfo
-from graphpact.trace import HookTrace
 from graphpact_engine.build import build_observers
 from graphpact_engine.config import EngineConfig
 from graphpact_engine.plans import require_observers, select_observers
+from graphpact_engine.trace import HookTrace
 
-TARGETS = {"trace": "graphpact.trace:HookTrace", "broken": "graphpact.trace:no_such_class"}
+TARGETS = {
+    "trace": "graphpact_engine.trace:HookTrace",
+    "broken": "graphpact_engine.trace:no_such_class",
+}
 
 
 @pytest.fixture(autouse=True)

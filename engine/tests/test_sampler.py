@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphpact.errors import EngineError, RequestError
+from graphpact.errors import EngineError
+from graphpact_engine.errors import RequestError
 from graphpact_engine.request import Request, SamplingParams
 from graphpact_engine.sampler import Sampler, _pick
 

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from graphpact.batch import ForwardMode
-from graphpact.errors import ConfigError, EngineError, RequestError
+from graphpact.errors import ConfigError, EngineError
+from graphpact_engine.errors import RequestError
 from graphpact_engine.pools import PagePool, RequestPool
 from graphpact_engine.request import Request, RequestState, SamplingParams
 from graphpact_engine.sampler import Sampler

@@ -1,7 +1,7 @@
-"""What somebody else has: two wheels in an environment without this repository, a command and a decorator.
+"""What a third party has: wheels in an environment without this repository, a command and a decorator.
 
-The wheels are built from `core` and `examples/third_party`, without a network. What they depend on is
-borrowed from the environment of the tests, graphpact and its plugins left out.
+The wheels are built from `examples/third_party` and from what its tests need of this repository, offline.
+What they depend on is borrowed from the environment of the tests, graphpact and its plugins left out.
 """
 
 import os
@@ -18,6 +18,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples/third_party"
+NEEDED = ("core", "plugins/tape", "conformance")
+"""What ``graphpact[conformance]`` installs."""
 
 RIGHT = "page_table.copy_(torch.where(first_key < view.seq_lens[:, None], pages, 0))"
 WRONG = (
@@ -63,7 +65,7 @@ def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Elsewhere:
     """Return an environment with the wheels of graphpact and of the example, and the example's tests."""
     root = tmp_path_factory.mktemp("elsewhere")
     wheels, borrowed, venv, work = (root / n for n in ("wheels", "borrowed", "venv", "work"))
-    for source in (ROOT / "core", EXAMPLE):
+    for source in (*(ROOT / folder for folder in NEEDED), EXAMPLE):
         _run("-m", "hatchling", "build", "-t", "wheel", "-d", str(wheels), cwd=source)
     _run("-m", "venv", "--without-pip", str(venv))
     python = str(venv / "bin/python")
@@ -90,12 +92,13 @@ def _run(*arguments: str, cwd: Path | None = None) -> None:
 
 
 def test_nothing_of_this_repository_is_there(elsewhere: Elsewhere) -> None:
-    """Both packages come from their wheels, and no other plugin of this repository is installed."""
+    """All packages come from their wheels, and no other plugin of this repository is installed."""
     code = """
         import sys, graphpact, my_attention
         from graphpact.plugins import PluginCatalog
+        there = {"graphpact", "graphpact-tape", "graphpact-conformance", "my-attention"}
         print(graphpact.__file__, my_attention.__file__, *sys.path)
-        print({info.distribution for info in PluginCatalog.scan().infos()} == {"graphpact", "my-attention"})
+        print({info.distribution for info in PluginCatalog.scan().infos()} == there)
     """
     paths, alone = elsewhere.run("python", "-c", textwrap.dedent(code)).splitlines()
     assert all(Path(file).is_relative_to(elsewhere.venv) for file in paths.split()[:2])

@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 
 from graphpact.attention import GraphSupport
 from graphpact.batch import ForwardMode
-from graphpact.errors import ConfigError, PluginError, RequestError, UnsupportedModelError
+from graphpact.errors import ConfigError, PluginError
 from graphpact_cuda_graph import CudaGraphRunner
 from graphpact_engine import Engine, SamplingParams
 from graphpact_engine.config import EngineConfig
+from graphpact_engine.errors import RequestError, UnsupportedModelError
 from graphpact_engine.text import TextStream
 from graphpact_flashinfer import FlashInferBackend
 from graphpact_tape.tape import TapeDriver

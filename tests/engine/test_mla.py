@@ -13,9 +13,9 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Atten
 from checkpoints import needs_seam
 from graphpact import ForwardBatch, ForwardMode, LayerSpec
 from graphpact.attention import HeadLayout
-from graphpact.errors import UnsupportedModelError
 from graphpact_engine import Engine, SamplingParams, models
 from graphpact_engine.config import EngineConfig
+from graphpact_engine.errors import UnsupportedModelError
 from graphpact_flashinfer import FlashInferBackend
 from support import Catalog
 

@@ -9,11 +9,12 @@ import torch
 
 from graphpact import Lane
 from graphpact.buffers import CudaGraphBufferRegistry
-from graphpact.errors import PluginError, VerificationError
+from graphpact.errors import PluginError
 from graphpact.hookspecs import hookimpl
-from graphpact.trace import HookTrace
 from graphpact_engine import Engine, SamplingParams
 from graphpact_engine.config import EngineConfig
+from graphpact_engine.errors import VerificationError
+from graphpact_engine.trace import HookTrace
 from graphpact_tape.poison import is_poison
 from support import Catalog
 

@@ -23,7 +23,6 @@ from graphpact.attention.capabilities import (
     HeadLayout,
     LayerSpec,
     Limits,
-    require_capabilities,
 )
 from graphpact.attention.context import BackendContext, KVBuffers, ProviderName, kv_tensors
 from graphpact.attention.providers import KernelProvider
@@ -46,5 +45,4 @@ __all__ = [
     "each_step",
     "kv_tensors",
     "new_kv",
-    "require_capabilities",
 ]

@@ -7,31 +7,18 @@ Does not: decide what is said, or end the process.
 """
 
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Sequence
 
 from rich import box
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-)
 from rich.table import Table
 from rich.text import Text
-
-from graphpact.shapes import GraphShape
 
 _CONTROLS = {
     code: f"\\x{code:02x}"
     for code in (*range(0x20), 0x7F, *range(0x80, 0xA0))
     if chr(code) not in "\n\t"
 }
-
-OnCapture = Callable[[str, GraphShape, int, int], None]
-"""What `graphpact_engine.engine.Engine` calls for each captured shape."""
 
 
 class _Console(Console):
@@ -127,39 +114,3 @@ def print_table(
     for row in rows:
         table.add_row(*(Text(clean(cell)) for cell in row))
     console.print(table)
-
-
-@contextmanager
-def capture_progress(what: str, *, quiet: bool = False) -> Iterator[OnCapture | None]:
-    """Show on a terminal that ``what`` is loaded, then a bar a lane while its shapes are captured.
-
-    Yields None where nobody looks: off a terminal, or ``quiet``.
-    """
-    console = talk()
-    if quiet or not console.is_interactive:
-        yield None
-        return
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        MofNCompleteColumn(),
-    )
-    loading = console.status(Text(f"loading {clean(what)}"))
-    progress = Progress(*columns, console=console, transient=True)
-    bars: dict[str, TaskID] = {}
-
-    def on_capture(lane: str, shape: GraphShape, done: int, total: int) -> None:
-        if not bars:  # one display at a time
-            loading.stop()
-            progress.start()
-        if lane not in bars:
-            bars[lane] = progress.add_task("", total=total)
-        description = f"capturing {clean(lane)}: {shape}"
-        progress.update(bars[lane], completed=done, description=description)
-
-    loading.start()
-    try:
-        yield on_capture
-    finally:
-        loading.stop()
-        progress.stop()

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from graphpact.buffers.description import draw, in_words
 from graphpact.cli.console import clean, print_table
 from graphpact.errors import UsageError
 from graphpact_engine.memory import EngineMemory, LaneMemory, MemoryRow
+from graphpact_engine.picture import draw, in_words
 
 _IN_GRAPH = {True: "graph", False: "preparation", None: "?"}
 _SLOTS = ("slot", "owner", "shape", "dtype", "device", "policy", "used by", "bytes", "reason")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
 
-from graphpact.cli.console import capture_progress
+from graphpact_engine.cli.progress import capture_progress
 
 if TYPE_CHECKING:
     from graphpact_engine.config import EngineConfig

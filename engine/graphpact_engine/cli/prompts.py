@@ -7,7 +7,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from graphpact.errors import RequestError, UsageError
+from graphpact.errors import UsageError
+from graphpact_engine.errors import RequestError
 
 _STDIN = Path("-")
 _WAYS = 'graphpact generate "a prompt" ..., --file FILE, or pipe one prompt a line'

@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from graphpact.errors import CheckpointError, UnsupportedModelError
+from graphpact_engine.errors import CheckpointError, UnsupportedModelError
 
 _TOKENIZER_FILES = (
     "tokenizer.json",

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import transformers
 
-from graphpact.errors import UnsupportedModelError
+from graphpact_engine.errors import UnsupportedModelError
 
 _EXPANDED = "an attention backend without MLA runs it expanded, with keys and values of every head"
 

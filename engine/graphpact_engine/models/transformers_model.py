@@ -21,8 +21,8 @@ from transformers import AttentionInterface
 from graphpact.attention import LayerSpec
 from graphpact.batch import ForwardBatch
 from graphpact.buffers import Axis
-from graphpact.errors import UnsupportedModelError
 from graphpact.step import Attend, StepOutputs
+from graphpact_engine.errors import UnsupportedModelError
 from graphpact_engine.models.latents import (
     LatentLayer,
     latent_layers,

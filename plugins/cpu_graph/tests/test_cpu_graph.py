@@ -1,4 +1,4 @@
-"""The compiled decode runner: its capture sizes, its padding, what it answers, and what it does uncompiled."""
+"""The compiled decode runner: its capture sizes, padding, answers, and what it does uncompiled."""
 
 import json
 import logging

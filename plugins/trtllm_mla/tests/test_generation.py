@@ -11,9 +11,10 @@ import transformers
 
 from checkpoints import needs_seam, save_random_checkpoint
 from graphpact.attention import HeadLayout
-from graphpact.errors import ConfigError, UnsupportedModelError
+from graphpact.errors import ConfigError
 from graphpact_engine import Engine, SamplingParams
 from graphpact_engine.config import EngineConfig
+from graphpact_engine.errors import UnsupportedModelError
 
 # Lengths from one token to several pages, in an order that makes batches grow and shrink.
 PROMPT_LENGTHS = (1, 5, 63, 64, 40, 3, 65, 2)

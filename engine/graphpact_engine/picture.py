@@ -1,0 +1,165 @@
+"""`draw`: a picture of registries, one bar for each slot.
+
+Does not: read what buffers hold.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from html import escape
+
+from graphpact.buffers.description import (
+    COLUMNS,
+    RegistryDescription,
+    SlotRow,
+    plain_text,
+    slot_cells,
+)
+
+_UNNAMED = "unnamed owner"
+
+# The picture. Each colour stands out from a white page and from a dark one.
+_COLOURS = (
+    "#3b82c4",
+    "#d0741c",
+    "#2f9868",
+    "#b55a9e",
+    "#8f8427",
+    "#cf5060",
+    "#2f95a3",
+    "#8b72c8",
+)
+_CHARACTER, _LINE, _MARGIN, _BAR = 7.3, 22, 24, 320  # pixels
+_LONGEST_NAME, _LONGEST_LABEL = 44, 96  # characters; all of them are in the bar's title
+_STYLE = """
+.gp-page{fill:#ffffff} .gp-word{fill:#0f172a} .gp-soft{fill:#526075} .gp-head{font-weight:600}
+.gp-gap{stroke:#ffffff;stroke-width:3}
+@media (prefers-color-scheme: dark){
+.gp-page{fill:#0f172a} .gp-word{fill:#f1f5f9} .gp-soft{fill:#9fb0c6} .gp-gap{stroke:#0f172a}
+}
+"""
+
+
+def draw(descriptions: Iterable[RegistryDescription]) -> str:
+    """Return one picture of registries: a bar a slot, coloured by owner, hatched where tails are kept.
+
+    An SVG document without scripts or outside resources. Bars are as long as the square root of their
+    bytes, on one scale for all registries; the bytes stand beside them.
+    """
+    descriptions = list(descriptions)
+    rows = [row for one in descriptions for row in one.slots]
+    owners = list(dict.fromkeys(plain_text(row.owner or _UNNAMED) for row in rows))
+    colours = {owner: _COLOURS[at % len(_COLOURS)] for at, owner in enumerate(owners)}
+    largest = max((row.nbytes or 0 for row in rows), default=0)
+    left = _MARGIN + _CHARACTER * max((len(_short(row.name)) for row in rows), default=0) + 12
+    captions = (
+        f"length: square root of bytes; the longest is {in_words(largest)}",
+        "hatched: rows of an earlier batch can be left in the tail",
+    )
+
+    body: list[str] = []
+    y = _MARGIN
+    widest = left + _BAR
+    for one in descriptions:
+        heading = f"{plain_text(one.label)}: {one.totals}"
+        body.append(_text(_MARGIN, y + 14, heading, "gp-word gp-head"))
+        widest = max(widest, _MARGIN + _CHARACTER * len(heading))
+        y += _LINE + 4
+        for row in one.slots:
+            colour = colours[plain_text(row.owner or _UNNAMED)]
+            label, length = _label(row), _length(row.nbytes, largest)
+            body.append(_bar(row, label, colour, left=left, y=y, length=length))
+            widest = max(widest, left + length + 8 + _CHARACTER * len(label))
+            y += _LINE
+        y += 10
+    for owner in owners:
+        body.append(_text(_MARGIN + 20, y + 14, _short(owner), "gp-soft"))
+        body.append(_rect(_MARGIN, y + 4, 12, 12, f'fill="{colours[owner]}"'))
+        y += _LINE
+    for caption in captions:
+        body.append(_text(_MARGIN, y + 14, caption, "gp-soft"))
+        widest = max(widest, _MARGIN + _CHARACTER * len(caption))
+        y += _LINE
+    return _document(descriptions, body, math.ceil(widest) + _MARGIN, y + _MARGIN)
+
+
+def in_words(nbytes: int) -> str:
+    """Return a number of bytes in words: ``512 B``, ``1.5 KiB``, ``2.0 GiB``."""
+    if nbytes < 1024:
+        return f"{nbytes} B"
+    size, units = nbytes / 1024, ["GiB", "MiB", "KiB"]
+    while len(units) > 1 and round(size, 1) >= 1024:
+        size /= 1024
+        units.pop()
+    return f"{size:,.1f} {units[-1]}"
+
+
+# -- the picture ---------------------------------------------------------------------------------
+
+
+def _short(name: str, most: int = _LONGEST_NAME) -> str:
+    name = plain_text(name)
+    return name if len(name) <= most else name[: most - 1] + "…"
+
+
+def _label(row: SlotRow) -> str:
+    size = "disabled" if row.nbytes is None else in_words(row.nbytes)
+    return _short(f"{size}, {row.padding}, {row.owner or _UNNAMED}", _LONGEST_LABEL)
+
+
+def _length(nbytes: int | None, largest: int) -> float:
+    if not nbytes:
+        return 0.0
+    return max(2.0, _BAR * math.sqrt(nbytes / largest))
+
+
+def _text(x: float, y: float, text: str, kind: str, anchor: str = "start") -> str:
+    return f'<text class="{kind}" x="{x:.1f}" y="{y}" text-anchor="{anchor}">{escape(text)}</text>'
+
+
+def _rect(x: float, y: float, width: float, height: float, more: str) -> str:
+    return f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{height}" {more}/>'
+
+
+def _bar(row: SlotRow, label: str, colour: str, *, left: float, y: float, length: float) -> str:
+    """Return a slot's line: its name, its bar, what the bar stands for, and all of it as a title."""
+    parts = [_text(left - 12, y + 14, _short(row.name), "gp-word", "end")]
+    if length:
+        parts.append(_rect(left, y + 3, length, 14, f'fill="{colour}"'))
+        if row.keeps_tail:
+            parts.append(_rect(left, y + 3, length, 14, 'fill="url(#gp-kept)"'))
+    parts.append(_text(left + length + 8, y + 14, label, "gp-soft"))
+    heads = dict(zip(COLUMNS, slot_cells(row), strict=True))
+    told = "; ".join(f"{name}: {value}" for name, value in heads.items() if value)
+    return f"<g><title>{escape(plain_text(told))}</title>{''.join(parts)}</g>"
+
+
+def _document(
+    descriptions: Sequence[RegistryDescription], body: Sequence[str], width: int, height: int
+) -> str:
+    def told() -> Iterator[str]:
+        for one in descriptions:
+            yield f"{plain_text(one.label)}: {one.totals}."
+        if not descriptions:
+            yield "No registry."
+
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}"'
+        f' width="{width}" height="{height}" role="img" aria-labelledby="gp-title gp-what"'
+        ' font-family="ui-monospace, Menlo, Consolas, monospace" font-size="12">'
+    )
+    hatching = (
+        '<defs><pattern id="gp-kept" width="7" height="7" patternUnits="userSpaceOnUse"'
+        ' patternTransform="rotate(45)"><path class="gp-gap" d="M0 0V7"/></pattern></defs>'
+    )
+    return "\n".join(
+        [
+            head,
+            '<title id="gp-title">Graph-resident buffers by owner, size and padding policy</title>',
+            f'<desc id="gp-what">{escape(" ".join(told()))}</desc>',
+            f"<style>{_STYLE}</style>",
+            hatching,
+            f'<rect class="gp-page" width="{width}" height="{height}"/>',
+            *body,
+            "</svg>\n",
+        ]
+    )
