@@ -23,6 +23,7 @@ from graphpact import (
     StepOutputs,
     bounded,
     hookimpl,
+    metadata_slot,
 )
 from graphpact.errors import CaptureError, ContractError, PactBreach, PoisonError, ReplayError
 from graphpact.graphs import Stream
@@ -322,16 +323,8 @@ class StagesAgain(FlashInferBackend):
 
     def declare_slots(self, limits: Limits) -> Sequence[GraphSlot]:
         """Declare the staging buffer."""
-        staging = GraphSlot(
-            "flashinfer.staging",
-            lambda bs, _: (bs,),
-            torch.int32,
-            axis="bs",
-            device=torch.device("cpu"),
-            padding_policy=PaddingPolicy.KEEP_PAD,
-            owner="flashinfer",
-            reason="written whole in every step",
-            copy_from_fb=False,
+        staging = metadata_slot(
+            "flashinfer.staging", lambda bs, _: (bs,), torch.int32, role="staging", axis="bs"
         )
         return [*super().declare_slots(limits), staging]
 

@@ -35,6 +35,7 @@ CPU = torch.device("cpu")
 def _slot(name: str, shape_fn: Any, dtype: torch.dtype = torch.int32, **more: Any) -> GraphSlot:
     declared: dict[str, Any] = {
         "axis": "none",
+        "role": "lengths",
         "padding_policy": PaddingPolicy.KEEP_PAD,
         "reason": "each step writes what it reads",
     }
@@ -114,7 +115,9 @@ class OnTheHost(Variant):
 
     def declare_slots(self, limits: Limits) -> Sequence[GraphSlot]:
         """Declare host memory for the lengths of the last pages."""
-        staging = _slot("variant.staging", lambda bs, _: (bs,), axis="bs", device=CPU)
+        staging = _slot(
+            "variant.staging", lambda bs, _: (bs,), axis="bs", role="staging", device=CPU
+        )
         return [*super().declare_slots(limits), staging]
 
     def make_more(self, buffers: Buffers) -> Any:
@@ -199,7 +202,11 @@ class KeepsAPlan(Variant):
     def declare_slots(self, limits: Limits) -> Sequence[GraphSlot]:
         """Declare the plan's tensor."""
         slot = _slot(
-            "variant.plan", lambda bs, _: (bs + 1,), axis="bs", slice_fn=lambda b, n: b[: n + 1]
+            "variant.plan",
+            lambda bs, _: (bs + 1,),
+            role="plan",
+            axis="bs",
+            slice_fn=lambda b, n: b[: n + 1],
         )
         return [*super().declare_slots(limits), slot]
 

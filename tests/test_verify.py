@@ -576,7 +576,7 @@ class Plain(FlashInferBackend):
 
     def declare_slots(self, limits: Limits) -> list[GraphSlot]:
         """Add a slot of floats."""
-        weights = make_slot("weights", dtype=torch.float32, copy_from_fb=False)
+        weights = make_slot("weights", dtype=torch.float32, copy_from_fb=False, role="plan")
         return [*super().declare_slots(limits), weights]
 
     def allocate_metadata(self, view: Any, shape: GraphShape, buffers: Any) -> Any:

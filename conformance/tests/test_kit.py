@@ -393,7 +393,7 @@ def test_a_planted_bug_is_caught(planted: type[ReferenceBackend], case: str, see
 class AnotherObject(ReferenceBackend):
     """Each replay hook returns another object than it was given, with a note in it."""
 
-    metadata_in_graph = None
+    fill_is_device_only = False
     given: ClassVar[list[ReferenceMetadata]] = []
 
     @hookimpl

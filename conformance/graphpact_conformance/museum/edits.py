@@ -11,7 +11,7 @@ import torch
 
 from graphpact.attention import LayerSpec, each_step
 from graphpact.batch import ForwardBatch
-from graphpact.buffers import GraphSlot, PaddingPolicy
+from graphpact.buffers import GraphSlot, metadata_slot
 from graphpact.hookspecs import hookimpl
 from graphpact.shapes import GraphShape
 from graphpact_conformance.museum.exhibit import Make
@@ -144,15 +144,8 @@ def workspace(
     name: str, *shape: int, value: float = 0, dtype: torch.dtype = torch.float32
 ) -> GraphSlot:
     """Return a slot that no step writes anew."""
-    return GraphSlot(
-        f"museum.{name}",
-        lambda _bs, _tokens: shape,
-        dtype,
-        axis="none",
-        owner="the museum",
-        padding_policy=PaddingPolicy.FILL_ONCE,
-        pad_value=value,
-        copy_from_fb=False,
+    return metadata_slot(
+        f"museum.{name}", lambda *_: shape, dtype, role="workspace", pad_value=value
     )
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from graphpact.buffers import GraphSlot, PaddingPolicy
+from graphpact.buffers import GraphSlot, metadata_slot
 from graphpact.hookspecs import hookimpl
 from graphpact_conformance.museum.edits import Attended, Then, after_attention, there, workspace
 from graphpact_conformance.museum.exhibit import Exhibit, Make
@@ -597,15 +597,12 @@ def _writes_by_dirty_indices(base: type[Any]) -> type[Any]:
 
         def declare_slots(self, limits: Any) -> Sequence[GraphSlot]:
             """Return one more, of write indices."""
-            slot = GraphSlot(
+            slot = metadata_slot(
                 "museum.write_indices",
                 lambda _, tokens: (tokens,),
                 torch.int64,
+                role="table",
                 axis="tokens",
-                owner="the museum",
-                padding_policy=PaddingPolicy.KEEP_PAD,
-                reason="every replay writes all rows",
-                copy_from_fb=False,
             )
             return [*super().declare_slots(limits), slot]
 

@@ -12,7 +12,7 @@ import torch
 
 from graphpact.attention import Limits, each_step
 from graphpact.batch import ForwardBatch
-from graphpact.buffers import GraphSlot, PaddingPolicy
+from graphpact.buffers import GraphSlot, metadata_slot
 from graphpact.graphs import Event
 from graphpact.hookspecs import hookimpl
 from graphpact.shapes import GraphShape
@@ -206,16 +206,8 @@ def _staged(
 
             def declare_slots(self, limits: Limits) -> Sequence[GraphSlot]:
                 """Declare host memory for them."""
-                staging = GraphSlot(
-                    "museum.staging",
-                    lambda bs, _: (bs,),
-                    torch.int32,
-                    axis="bs",
-                    device=torch.device("cpu"),
-                    padding_policy=PaddingPolicy.KEEP_PAD,
-                    owner="museum",
-                    reason="written whole before each copy",
-                    copy_from_fb=False,
+                staging = metadata_slot(
+                    "museum.staging", lambda bs, _: (bs,), torch.int32, role="staging", axis="bs"
                 )
                 return [*super().declare_slots(limits), staging]
 

@@ -24,9 +24,10 @@ CPU = torch.device("cpu")
 
 
 def _slot(name: str, *shape: Any, **more: Any) -> GraphSlot:
-    """Return a slot of a row for each request, or what ``more`` says."""
+    """Return a slot of a length for each request, or what ``more`` says."""
     declared: dict[str, Any] = {
         "axis": "bs",
+        "role": "lengths",
         "padding_policy": PaddingPolicy.KEEP_PAD,
         "reason": "every step writes what its kernels read",
         "owner": "variant",
@@ -176,6 +177,7 @@ def _with_two_bodies(base: type[Any]) -> type[Any]:
                 owner="variant",
                 reason="the same offsets for every batch of the lane",
                 copy_from_fb=False,
+                role="offsets",
             )
             return [*slots, constant]
 
@@ -203,7 +205,7 @@ def _on_the_host(base: type[Any]) -> type[Any]:
 
         def declare_slots(self, limits: Limits) -> Sequence[GraphSlot]:
             """Declare the host memory."""
-            staging = _slot("staging", lambda bs, _: (bs,), torch.int32, device=CPU)
+            staging = _slot("staging", lambda bs, _: (bs,), torch.int32, role="staging", device=CPU)
             return [*super().declare_slots(limits), staging]
 
         def plan_metadata(self, view: ForwardBatch, metadata: Any) -> None:
@@ -306,7 +308,7 @@ def _keeps_a_plan(base: type[Any]) -> type[Any]:
 
         def declare_slots(self, limits: Limits) -> Sequence[GraphSlot]:
             """Declare the plan's memory."""
-            plan = _slot("plan", lambda bs, _: (bs,), torch.int32)
+            plan = _slot("plan", lambda bs, _: (bs,), torch.int32, role="plan")
             return [*super().declare_slots(limits), plan]
 
         def allocate_metadata(
@@ -415,6 +417,7 @@ def _has_a_workspace(base: type[Any]) -> type[Any]:
                 axis="none",
                 padding_policy=PaddingPolicy.FILL_ONCE,
                 pad_value=0,
+                role="workspace",
             )
             return [*super().declare_slots(limits), work]
 
@@ -447,6 +450,7 @@ def _skips_padded_outputs(base: type[Any]) -> type[Any]:
                     axis="none",
                     padding_policy=PaddingPolicy.FILL_ONCE,
                     pad_value=0,
+                    role="workspace",
                 )
                 for at in self.context.layers
             ]
@@ -568,7 +572,7 @@ def _stages_inputs(base: type[Any]) -> type[Any]:
 
         def slots(self) -> Sequence[GraphSlot]:
             """Add the staging memory to the inputs."""
-            staging = _slot("lengths", lambda bs, _: (bs,), torch.int64, device=CPU)
+            staging = _slot("lengths", lambda bs, _: (bs,), torch.int64, role="staging", device=CPU)
             return [*super().slots(), staging]
 
         def compose(self, forward: Forward, step: Step) -> Region:

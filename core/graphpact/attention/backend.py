@@ -214,7 +214,7 @@ class AttentionBackend(abc.ABC):
 
         Raises:
             EngineError: Another lane has it already: its graphs read that lane's slots.
-            SlotError: A slot that a fill would write, or against the registry's rules.
+            SlotError: A slot that a fill would write, without a role, or against the registry's rules.
         """
         if self._registry is not None:
             raise EngineError(
@@ -235,6 +235,11 @@ class AttentionBackend(abc.ABC):
                     f"{slot.label}: a backend's slots are filled by its fill_metadata, in eager steps too,"
                     " where no registry copies or computes anything",
                     hint="declare it with copy_from_fb=False and without source_fn and post_fill",
+                )
+            if slot.role is None:
+                raise SlotError(
+                    f"{slot.label}: a backend's slot without a role",
+                    hint="declare it with metadata_slot(name, rows, dtype, role=...): tools go by the role",
                 )
             registry.register_slot(slot)
         self._registry = registry

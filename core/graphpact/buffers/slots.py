@@ -231,7 +231,7 @@ class GraphSlot:
     @property
     def is_workspace(self) -> bool:
         """Whether it is memory that kernels pass through: one serves every step, whatever it holds."""
-        return self.padding_policy is PaddingPolicy.FILL_ONCE and self.axis == "none"
+        return self.role == "workspace"
 
     @property
     def keeps_tail(self) -> bool:

@@ -205,8 +205,7 @@ def is_due(slot: GraphSlot) -> bool:
 
     Of host memory that its owner fills a copy may be in flight: the owner waits before it writes.
     """
-    is_staging = slot.device == torch.device("cpu") and not slot.copy_from_fb
-    return slot.padding_policy is not PaddingPolicy.FILL_ONCE and not is_staging
+    return slot.padding_policy is not PaddingPolicy.FILL_ONCE and slot.role != "staging"
 
 
 def _unwritten_of(slot: BoundSlot, shape: GraphShape, batch: ForwardBatch) -> _Unwritten | None:
