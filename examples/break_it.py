@@ -7,10 +7,11 @@ all the same, sometimes wrongly; the pact, a strict lane, or verification says w
 Does not: need a GPU, or change what is installed.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from graphpact import CudaGraphBufferRegistry, ForwardBatch, GraphShape, PaddingPolicy, hookimpl
+from graphpact import ForwardBatch, GraphShape, GraphSlot, PaddingPolicy, hookimpl
 from graphpact.errors import ContractError
 from graphpact.plugins import PluginCatalog
 from graphpact_cuda_graph import CudaGraphRunner
@@ -37,13 +38,16 @@ class RebuildsMetadata(FlashInferBackend):
 class KeepsRequestRows(CudaGraphRunner):
     """Padded requests keep the request rows of an earlier, larger batch (SGLang PR 26292)."""
 
-    def make_registry(self) -> CudaGraphBufferRegistry:
+    def slots(self) -> list[GraphSlot]:
         """Leave one tail as it is."""
-        registry = super().make_registry()
-        slot = registry.get_slot("req_pool_indices")
-        object.__setattr__(slot, "padding_policy", PaddingPolicy.KEEP_PAD)
-        object.__setattr__(slot, "reason", "an earlier row is a valid row")
-        return registry
+        kept: dict[str, Any] = {
+            "padding_policy": PaddingPolicy.KEEP_PAD,
+            "reason": "an earlier row is a valid row",
+        }
+        return [
+            replace(slot, **kept) if slot.name == "req_pool_indices" else slot
+            for slot in super().slots()
+        ]
 
 
 class PlansOnce(FlashInferBackend):

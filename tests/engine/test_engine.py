@@ -117,7 +117,7 @@ def test_a_closed_engine_goes_on_eagerly(tiny: Engine) -> None:
     tiny.close()
     assert tiny.generate(["The "], params)[0].token_ids == before
     assert tiny.lanes[0].stats.replays == replays
-    assert {reason.name for _, reason in tiny.lanes[0].stats.eager} == {"NOT_CAPTURED"}
+    assert {reason.name for _, reason in tiny.lanes[0].stats.eager} == {"not_captured"}
 
 
 def test_a_model_without_tokenizer_takes_token_ids(checkpoint: Callable[..., Path]) -> None:

@@ -3,6 +3,7 @@
 import gc
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from graphpact.buffers.description import draw
 from graphpact.cli import main
 from graphpact.lane import Lane
 from graphpact.plugins import PluginCatalog
+from graphpact.runners import RunnerContext
 from graphpact_cuda_graph import CudaGraphRunner
 from graphpact_engine import Engine
 from graphpact_engine.config import EngineConfig
@@ -35,6 +37,9 @@ class DecodesAnywhere(CudaGraphRunner):
     """Captures decode in a lane of any mode, so that two lanes have graphs."""
 
     modes = frozenset(ForwardMode)
+
+    def __init__(self, context: RunnerContext) -> None:
+        super().__init__(replace(context, mode=ForwardMode.DECODE))
 
 
 class Undeclared(FlashInferBackend):
@@ -71,7 +76,7 @@ def demo() -> Iterator[Engine]:
 
 def tapes(lane: Lane) -> dict[GraphShape, Tape]:
     """Return a lane's tapes."""
-    found = {shape: captured.graph for shape, captured in lane._captured.items()}
+    found = {shape: captured.graph for shape, captured in lane.captured.items()}
     return {shape: graph for shape, graph in found.items() if isinstance(graph, Tape)}
 
 
@@ -242,7 +247,9 @@ def test_the_command_warns_of_what_nobody_declared(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An undeclared tensor is a warning with shape, dtype and what to do; the status stays 0."""
-    monkeypatch.setattr(PluginCatalog, "scan", lambda **_: Catalog(flashinfer=Undeclared))
+    doctor: Any = PluginCatalog.scan(env={}).select("command", "doctor")
+    catalog = Catalog(flashinfer=Undeclared, doctor=doctor)
+    monkeypatch.setattr(PluginCatalog, "scan", lambda **_: catalog)
     command = ["doctor", "--memory", "-c", str(DEMO), "-s", 'engine.device="cpu"']
     assert main(command) == 0
     *_, warning, mend, verdict = capsys.readouterr().out.splitlines()

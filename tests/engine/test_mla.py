@@ -47,28 +47,26 @@ class Choosy(Versatile):
     capabilities = replace(Versatile.capabilities, page_sizes=frozenset({32}))
 
 
-class LoopBackend:
-    """Attends causally in a loop over requests, queries and heads; metadata is the requests' lengths."""
-
-    def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layer: LayerSpec,
-        lengths: list[int],
-    ) -> torch.Tensor:
-        """Return ``[T, heads, v_head_dim]``."""
-        out, group = q.new_empty(*q.shape[:2], v.shape[2]), q.shape[1] // k.shape[1]
-        start = 0
-        for length in lengths:
-            for at in range(start, start + length):
-                for head in range(q.shape[1]):
-                    keys = k[start : at + 1, head // group]
-                    weights = torch.softmax(keys @ q[at, head] * layer.scaling, 0)
-                    out[at, head] = weights @ v[start : at + 1, head // group]
-            start += length
-        return out
+def attend_in_a_loop(
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    v: torch.Tensor | None,
+    layer: LayerSpec,
+    metadata: list[int],
+) -> torch.Tensor:
+    """Attend causally, over requests, queries and heads; metadata is the requests' lengths."""
+    assert k is not None
+    assert v is not None
+    out, group = q.new_empty(*q.shape[:2], v.shape[2]), q.shape[1] // k.shape[1]
+    start = 0
+    for length in metadata:
+        for at in range(start, start + length):
+            for head in range(q.shape[1]):
+                keys = k[start : at + 1, head // group]
+                weights = torch.softmax(keys @ q[at, head] * layer.scaling, 0)
+                out[at, head] = weights @ v[start : at + 1, head // group]
+        start += length
+    return out
 
 
 def load(path: Path) -> Any:
@@ -97,7 +95,7 @@ def logits_of(model: models.TransformersModel, prompts: list[list[int]]) -> torc
         extend_seq_lens_cpu=lens,
     )
     with torch.inference_mode():
-        return model(batch, LoopBackend(), lengths)  # type: ignore[arg-type]
+        return model(batch, lengths, attend_in_a_loop).logits
 
 
 def prompt_of(length: int, seed: int) -> list[int]:

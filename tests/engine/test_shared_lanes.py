@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from graphpact import ForwardBatch, ForwardMode
-from graphpact.buffers import CudaGraphBufferRegistry
 from graphpact.errors import ConfigError, SlotError
+from graphpact.runners import RunnerContext
 from graphpact_cuda_graph import CudaGraphRunner
 from graphpact_engine import Engine, SamplingParams
 from graphpact_engine.config import EngineConfig
@@ -24,32 +24,21 @@ class DecodesAnywhere(CudaGraphRunner):
 
     modes = frozenset(ForwardMode)
 
+    def __init__(self, context: RunnerContext) -> None:
+        super().__init__(replace(context, mode=ForwardMode.DECODE))
+
 
 class OtherLength(DecodesAnywhere):
     """Pads with another length than the backend declares."""
 
-    def make_registry(self) -> CudaGraphBufferRegistry:
-        """Return the registry with a sentinel of its own."""
-        backend = replace(self.context.backend, seq_len_fill_value=7)
-        self.context = replace(self.context, backend=backend)
-        return super().make_registry()
-
-
-class SharesNothing(DecodesAnywhere):
-    """Makes its registry without the pool that it was given."""
-
-    def make_registry(self) -> CudaGraphBufferRegistry:
-        """Return a registry with memory of its own."""
-        self.context = replace(self.context, share_pool=None)
-        return super().make_registry()
+    def __init__(self, context: RunnerContext) -> None:
+        super().__init__(replace(context, backend=replace(context.backend, seq_len_fill_value=7)))
 
 
 def _engine(*overrides: str, prefill: str = "decodes_anywhere") -> Engine:
     always = [f'model.path="{TINY}"', 'engine.device="cpu"', f"lanes.prefill.runner={prefill}"]
     config = EngineConfig.load(None, env={}, overrides=[*always, *overrides])
-    catalog = Catalog(
-        decodes_anywhere=DecodesAnywhere, other_length=OtherLength, shares_nothing=SharesNothing
-    )
+    catalog = Catalog(decodes_anywhere=DecodesAnywhere, other_length=OtherLength)
     return Engine(config, catalog=catalog)
 
 
@@ -105,8 +94,9 @@ def test_lanes_that_share_take_turns_and_answer_as_alone() -> None:
         for step, size in enumerate((3, 8, 1, 5, 5, 2)):
             lane = engine.lanes[step % 2]
             batch = _batch(engine, size, seed=step)
-            replayed = lane.run(batch).clone()
-            torch.testing.assert_close(replayed, lane.run_eager(batch), rtol=1e-5, atol=1e-4)
+            replayed = lane.run(batch).clone().logits
+            eager = lane.run_eager(batch).logits
+            torch.testing.assert_close(replayed, eager, rtol=1e-5, atol=1e-4)
         assert [lane.stats.replays for lane in engine.lanes] == [3, 3]
 
 
@@ -125,14 +115,6 @@ def test_another_sentinel_is_refused_before_anything_is_captured() -> None:
     """A lane that would pad a shared slot with another value is refused, naming both lanes."""
     with pytest.raises(SlotError, match=r"in lane 'prefill' holds 7 .* in lane 'decode'"):
         _engine(*BOTH, prefill="other_length")
-
-
-def test_a_runner_that_shares_nothing_is_found_out() -> None:
-    """Where a lane is to share and its runner gives its registry no pool, the engine says so."""
-    with pytest.raises(
-        ConfigError, match=r"lanes\.prefill\.share_buffers = true, but the registry"
-    ):
-        _engine(*BOTH, prefill="shares_nothing")
 
 
 def test_a_runner_without_buffers_has_none_to_share() -> None:
