@@ -287,11 +287,11 @@ def _two_steps(copies: CopiesLengths) -> None:
     assert copies.driver is not None
     memory = copies.driver.memory
     copies.driver.declare(replace(memory, host=[*memory.host, copies.staging]))
-    rig.runner.capture(rig.lane)
+    rig.lane.capture_all()
     copies.driver.synchronize()
     for lengths in ((3, 2), (1, 4)):
         batch = rig.batch(*lengths)
-        rig.run(batch)
+        rig.lane.run(batch)
         batch.seq_lens_cpu.fill_(99)
     assert rig.lane.stats.replays == 2
 
@@ -319,7 +319,7 @@ def test_a_strict_tape_supplies_the_guard() -> None:
     guard = driver.guard(owner)
     assert isinstance(guard, StrictGuard)
     rig = Rig(driver=driver, observers=(guard,))
-    guard.around(rig.lane, rig.lane.run)(rig.batch(3, 2))
+    rig.lane.run(rig.batch(3, 2))
     assert owner.calls == ["poison", "check"]
     with pytest.raises(ConfigError, match="'tape' has no guard outside its strict mode"):
         TapeDriver(CPU).guard()

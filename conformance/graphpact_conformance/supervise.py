@@ -29,8 +29,8 @@ from typing import Any, Protocol, Self
 import torch
 from pydantic import TypeAdapter
 
+import graphpact
 from graphpact import errors
-from graphpact._version import __version__
 from graphpact.errors import ConfigError, GraphpactError, RejectedPluginError, UsageError
 from graphpact.plugins import PluginCatalog, PluginInfo
 from graphpact_conformance.results import (
@@ -162,7 +162,7 @@ def _plain(options: Options) -> dict[str, Any]:
 
 def _environment(device: str, device_name: str | None) -> Environment:
     return Environment(
-        graphpact=__version__,
+        graphpact=graphpact.__version__,
         python=platform.python_version(),
         torch=str(torch.__version__),
         platform=platform.platform(),

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphpact import AttentionBackend, ForwardMode, GraphShape, LayerSpec
-from graphpact.buffers.description import draw
 from graphpact.cli import main
 from graphpact.lane import Lane
 from graphpact.plugins import PluginCatalog
@@ -23,6 +22,7 @@ from graphpact_cuda_graph import CudaGraphRunner
 from graphpact_engine import Engine
 from graphpact_engine.config import EngineConfig
 from graphpact_engine.memory import EngineMemory, _extent, _outside, _Ranges
+from graphpact_engine.picture import draw
 from graphpact_flashinfer import FlashInferBackend
 from graphpact_flashinfer import FlashInferMetadata as Metadata
 from graphpact_tape.nodes import RunAndCopy

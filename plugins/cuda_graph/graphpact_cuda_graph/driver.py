@@ -20,9 +20,10 @@ from typing import Any, ClassVar, Self
 import torch
 
 from graphpact.errors import CaptureError, ReplayError
-from graphpact.graphs.driver import Event, Graph, GraphDriver, Stream
+from graphpact.graphs.driver import Event, Graph, GraphDriver, Ownership, Stream
 from graphpact.graphs.segments import EagerCall
 from graphpact_cuda_graph.externals import ExternalsWatch
+from graphpact_tape.guard import StrictGuard
 
 __tracebackhide__ = True
 
@@ -199,6 +200,14 @@ class CudaDriver(GraphDriver):
         if not torch.cuda.is_available():
             return "torch sees no CUDA device"
         return None
+
+    def guard(self, ownership: Ownership | None = None) -> object:
+        """Return the observer that poisons the slots of a strict lane.
+
+        Raises:
+            ConfigError: The driver is not strict.
+        """
+        return StrictGuard(self, ownership) if self.strict else super().guard(ownership)
 
     # -- recording -------------------------------------------------------------------------------
 
