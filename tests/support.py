@@ -84,6 +84,23 @@ class ListedCatalog(Catalog):
         ]
 
 
+def reference_tokens(path: Path, prompt: list[int], count: int) -> list[int]:
+    """Return what transformers' greedy generation writes after ``prompt``."""
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        path,
+        dtype=torch.float32,
+        attn_implementation="eager",  # the one that always honours a soft cap
+    ).eval()
+    ids = torch.tensor([prompt])
+    out = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False
+    )
+    tokens: list[int] = out[0, len(prompt) :].tolist()
+    return tokens
+
+
 def make_slot(name: str = "lengths", **changes: Any) -> GraphSlot:
     """Return a slot of ``[max_bs]`` int64 that is copied and zeroed, but for ``changes``."""
     declared: dict[str, Any] = {

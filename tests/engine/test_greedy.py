@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
 
 from graphpact_engine import Engine, SamplingParams
 from graphpact_engine.config import EngineConfig
+from support import reference_tokens
 
 # Lengths from one token to several pages, in an order that makes batches grow and shrink.
 PROMPT_LENGTHS = (1, 5, 16, 17, 40, 3, 60, 2)
@@ -31,21 +31,6 @@ def make_engine(path: Path, *overrides: str) -> Engine:
             ],
         )
     )
-
-
-def reference_tokens(path: Path, prompt: list[int], count: int) -> list[int]:
-    """Return what transformers' greedy generation writes after ``prompt``."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        path,
-        dtype=torch.float32,
-        attn_implementation="eager",  # the one that always honours a soft cap
-    ).eval()
-    ids = torch.tensor([prompt])
-    out = model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False
-    )
-    tokens: list[int] = out[0, len(prompt) :].tolist()
-    return tokens
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
