@@ -101,7 +101,7 @@ class CapturedShape:
     admitted: set[tuple[object, ...]] = field(default_factory=set)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PreparedStep:
     """A batch that is ready to be launched.
 
@@ -193,11 +193,11 @@ class Lane:
         outputs: StepOutputs = self._run_step(lane=self, batch=batch)
         return outputs
 
-    @torch.inference_mode()
     def prepare(self, batch: ForwardBatch) -> PreparedStep:
         """Make ``batch`` ready to be launched: everything of a step that comes before the replay.
 
-        A step may be prepared while an earlier one still runs on the device, once that was launched.
+        A step may be prepared while an earlier one still runs on the device, once that was launched. Like
+        `launch` it is called in `torch.inference_mode`, as `run` does.
         """
         self._require_consistent(batch)
         self._prepared += 1
@@ -215,7 +215,6 @@ class Lane:
                 captured.pact.check(view=view, metadata=meta, **_root(self.backend, captured.held))
         return PreparedStep(batch, fit, self._prepared)
 
-    @torch.inference_mode()
     def launch(self, prepared: PreparedStep) -> StepOutputs:
         """Replay or run what was prepared last, and return its outputs, cut to the live rows.
 

@@ -326,7 +326,7 @@ def test_the_schedule_is_one_node_a_step(
     monkeypatch.setattr(Recorder, "perform", count)
     config = make_config(case, 16, sliding_window=False)
     rig = Rig(config, backend=FA3Backend, in_graph=True)
-    graphs = len(rig.lane.graphs())
+    graphs = len(rig.lane.captured)
     assert sum("schedule_attention" in op for op, _ in calls) == nodes * graphs
     paged = [args for op, args in calls if "page_table_attention" in op and args[6] == 16]
     assert len(paged) == 2 * nodes * graphs
