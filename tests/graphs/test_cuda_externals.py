@@ -223,7 +223,7 @@ class HoldsLengths(FlashInferBackend):
 def test_the_pact_covers_what_the_backend_holds() -> None:
     """A tensor of the backend that the graph reads is promised, and its replacement is a breach."""
     rig = Rig(backend=HoldsLengths, driver=CudaDriver(CPU))
-    assert rig.lane.captured(SHAPE).held == ["lens"]
+    assert rig.lane.captured[SHAPE].held == ["lens"]
     assert rig.lane.stats.externals == "dispatched"
     with pytest.raises(PactBreach, match=r"backend\.lens"):
         rig.lane.run(rig.batch(3, 2))
