@@ -1,4 +1,4 @@
-"""The contract: four hooks between an engine's lane, its runner and its attention backend.
+"""The contract: four hooks between lane, runner and attention backend, and one for observers.
 
 Two belong to the runner (`populate`, `prepare_replay`), two to the backend (`init_metadata_capture`,
 `init_metadata_replay`). All four are ``firstresult``. Observers (verification, tracing, metrics) implement
