@@ -350,7 +350,7 @@ def test_too_many_pages_are_refused() -> None:
     out = torch.full((2,), -7, dtype=torch.int32)
     indptr = torch.tensor([0, 1, 3], dtype=torch.int32)
     table = torch.arange(8, dtype=torch.int32).view(2, 4)
-    with pytest.raises(RuntimeError, match="holds 2 pages, this batch needs 3"):
+    with pytest.raises(RuntimeError, match="has 2 entries, this batch needs 3 pages"):
         pack_kv_indices(table, torch.tensor([0, 1]), indptr, page_size=1, out=out)
     assert out.tolist() == [-7, -7]
 

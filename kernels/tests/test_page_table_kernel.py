@@ -263,17 +263,17 @@ def test_without_a_request_every_row_is_nobodys() -> None:
 _CONTRADICTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "more offsets than rows": ({"cu_seqlens_q": torch.tensor([0, 2, 5, 5], **INT)}, "2 rows"),
     "a length too many": ({"cache_seqlens": torch.tensor([6, 4, 1], **INT)}, "cache_seqlens 3"),
-    "offsets past the queries": ({"cu_seqlens_q": torch.tensor([0, 2, 6], **INT)}, "for 5 query"),
+    "offsets past the queries": ({"cu_seqlens_q": torch.tensor([0, 2, 6], **INT)}, "q has 5 rows"),
     "offsets that decrease": ({"cu_seqlens_q": torch.tensor([0, 3, 2], **INT)}, r"\[0, 3, 2\]"),
     "offsets that begin later": ({"cu_seqlens_q": torch.tensor([1, 2, 5], **INT)}, r"\[1, 2, 5\]"),
     "more queries than the bound": ({"max_seqlen_q": 2}, "request 1: 3 queries, max_seqlen_q is 2"),
-    "more keys than the table": ({"cache_seqlens": torch.tensor([7, 4], **INT)}, "holds 6"),
+    "more keys than the table": ({"cache_seqlens": torch.tensor([7, 4], **INT)}, "has room for 6"),
     "a negative length": ({"cache_seqlens": torch.tensor([6, -1], **INT)}, "request 1: -1 keys"),
     "a schedule too short": ({"scheduler_metadata": torch.zeros(16, **INT)}, "at least 17 numbers"),
-    "a semaphore that is set": ({"scheduler_metadata": torch.eye(17, **INT)[0]}, "begins with 0"),
+    "a semaphore that is set": ({"scheduler_metadata": torch.eye(17, **INT)[0]}, "begin with 0"),
     "a schedule with more requests": (
         {"scheduler_metadata": torch.eye(40, **INT)[30]},
-        "zeros after those of each request",
+        "zeros after those of the requests",
     ),
 }
 
