@@ -53,7 +53,7 @@ class StrictGuard:
     ) -> _Around:
         """Poison the slots, and refuse host reads while they are filled."""
         self._prepared = registry, shape, batch
-        _require_twins(batch)
+        _check_host_lengths(batch)
         for slot in registry:
             if slot.buffer is not None and is_due(slot):
                 poison(slot.buffer)
@@ -150,7 +150,7 @@ class StrictGuard:
         return f"; not written in this step: {rows}" if rows else ""
 
     def _rule(self) -> str | None:
-        """Return the rule that unwritten rows break: GP02 for live rows, GP03 for padding rows alone.
+        """Return the rule that unwritten rows break, if any: GP02 for live rows, GP03 for padding rows alone.
 
         Slots that were written in part decide first: a step that failed may not have reached the others.
         """
@@ -183,20 +183,20 @@ class _Unwritten(NamedTuple):
     has_live: bool
 
 
-def _require_twins(batch: ForwardBatch) -> None:
+def _check_host_lengths(batch: ForwardBatch) -> None:
     """Refuse a batch whose host lengths differ from its device lengths.
 
     Raises:
         ReplayError: Names the field, with both values.
     """
     tensors = batch.tensors()
-    for name, twin in tensors.items():
+    for name, on_host in tensors.items():
         other = tensors.get(name.removesuffix("_cpu"))
-        if other is None or other is twin:
+        if other is None or other is on_host:
             continue
-        if other.shape != twin.shape or not torch.equal(other.cpu(), twin):
+        if other.shape != on_host.shape or not torch.equal(other.cpu(), on_host):
             raise ReplayError(
-                f"{name} of the batch is {twin.tolist()}, {name.removesuffix('_cpu')} is {other.tolist()}",
+                f"{name} of the batch is {on_host.tolist()}, {name.removesuffix('_cpu')} is {other.tolist()}",
                 hint="kernels read one of them, plans are made from the other: set both to the same lengths",
                 rule="GP09",
             )

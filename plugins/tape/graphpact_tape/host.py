@@ -413,7 +413,7 @@ class Watcher(DispatchMode, abc.ABC):
 
 
 def _is_composite(func: Any) -> bool:
-    """Return whether ``func`` only calls other operations; without autograd it arrives whole."""
+    """Return whether ``func`` only calls other operations; without autograd torch does not decompose it."""
     if func is _aten.one_hot.default:  # its CPU version reads the argument in order to check it
         return False
     return not func._schema.is_mutable and torch._C._dispatch_has_kernel_for_dispatch_key(  # noqa: SLF001

@@ -69,7 +69,7 @@ def _out_variant(func: Any) -> tuple[Any, list[str]] | None:
 
 @dataclass(frozen=True, slots=True)
 class RunAndCopy:
-    """Runs an operation again, and copies its new tensors to the recorded ``outputs``.
+    """A callable that runs an operation again and copies its new tensors to the recorded ``outputs``.
 
     Args:
         op: The operation.

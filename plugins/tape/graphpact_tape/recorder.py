@@ -227,7 +227,8 @@ class Recorder(Watcher):
         """
         with driver.recorded_run(), self.guard, self:
             outputs = fn()
-        if self.guard.refused is not None:  # and caught: a capture does not recover
+        # The region caught the error, but a capture does not recover.
+        if self.guard.refused is not None:
             raise self.guard.refused
         own = self.allocated | self.results | self.constants
         return Recording(self.parts, outputs, own, self._trace)

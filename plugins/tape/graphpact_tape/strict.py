@@ -257,7 +257,7 @@ class StrictRecorder(Recorder):
         return self._known[place]
 
     def owns(self, tensor: torch.Tensor) -> bool:
-        """Return whether ``tensor`` lies in the graph's own memory."""
+        """Return whether ``tensor`` is in the graph's own memory."""
         storage = storage_id(tensor)
         return storage in self.allocated or storage in self.constants or storage in self.results
 
@@ -503,7 +503,10 @@ class StrictShared:
         host: Iterable[torch.Tensor],
         read_only: Iterable[torch.Tensor],
     ) -> Iterator[None]:
-        """Refuse host reads of device tensors, and writes to memory other than slots, in a preparation."""
+        """Refuse host reads of device tensors and writes to read-only memory in a preparation.
+
+        Read-only are ``read_only``, and memory that graphs use and that is neither refreshed nor a workspace.
+        """
         self._learn(memory, host)
         guard = HostReadGuard(self._host, "while a replay is prepared", ReplayError)
         protected = {

@@ -151,7 +151,7 @@ class TapeDriver(GraphDriver):
     def preparation(
         self, host: Iterable[torch.Tensor] = (), read_only: Iterable[torch.Tensor] = ()
     ) -> Iterator[None]:
-        """In strict mode refuse host reads of device tensors, and writes to memory other than slots."""
+        """In strict mode refuse host reads of device tensors, and writes to the batch and other inputs."""
         if self._shared is None:
             yield
             return
