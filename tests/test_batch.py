@@ -8,7 +8,7 @@ import torch
 
 from graphpact import ForwardBatch, ForwardMode
 from graphpact.errors import EngineError, ReplayError
-from graphpact_tape.guard import _require_twins
+from graphpact_tape.guard import _check_host_lengths
 from lane_rig import Rig
 from mode_rig import ModeRig
 
@@ -96,12 +96,12 @@ def test_a_sequence_longer_than_its_row_is_refused() -> None:
 def test_lengths_of_host_and_device_have_to_agree() -> None:
     """A strict lane refuses lengths on the host that are not the device's: a plan would be for others."""
     batch = _batch(ForwardMode.DECODE, 2, 2)
-    _require_twins(batch)
+    _check_host_lengths(batch)
     batch.seq_lens_cpu[1] = 4
     with pytest.raises(
         ReplayError, match=r"seq_lens_cpu of the batch is \[9, 4\], seq_lens is \[9, 9\]"
     ):
-        _require_twins(batch)
+        _check_host_lengths(batch)
 
 
 def test_a_tree_is_refused_by_a_lane_of_chains() -> None:

@@ -195,7 +195,7 @@ def test_a_hook_that_fails_on_poison_is_told_as_such() -> None:
     rig = StrictRig(backend=Fails)
     with pytest.raises(PoisonError) as error:
         rig.run(rig.batch(3, 2, 1))
-    assert error.value.message.startswith("init_metadata_replay fails on what a step has to write")
+    assert error.value.message.startswith("init_metadata_replay fails on poisoned slots: ")
     assert str(poison_of(torch.int32)) in error.value.message
     assert "slot 'flashinfer.kv_last_page_len' of flashinfer" in error.value.message
     assert isinstance(error.value.__cause__, IndexError)

@@ -1,9 +1,9 @@
-"""Portable kernels: torch only, one operator each, so that a graph holds each as one node.
+"""Portable kernels: torch alone, one operator each, so that a graph records each as one node.
 
     paged_attention         over FlashInfer's index tensors, mask and plan
     page_table_attention    over FlashAttention's page table and schedule, or latents
-    paged_cache, tree_mask  what fills caches, indices and masks
-    _library                how a kernel is made; plugins define theirs by it too
+    paged_cache, tree_mask  fill caches, indices and masks
+    _library                defines a kernel; plugins define theirs with it too
 
 Does not: know any backend's metadata object; arguments are plain tensors and numbers.
 """

@@ -1,12 +1,12 @@
-"""What the portable attention kernels share: dense attention over gathered keys, ragged and padded.
+"""Dense attention over gathered keys, ragged and padded: the shared part of the portable attention kernels.
 
-A kernel says where its keys lie (`Keys`) and which queries belong to which request, and calls
+A kernel passes the KV slots of its keys (`Keys`) and the query offsets to
 
-    attend_ragged   on a CPU: the offsets and lengths were read on the host, as a kernel may read its own;
-                    what is made of them is made once for all layers of a step (`Steps`)
-    attend_padded   elsewhere: nothing is read on the host, every request is padded to the bounds
+    attend_ragged   on a CPU: offsets and lengths are read on the host, and the layout that is computed from
+                    them is kept for all layers of a step (`Steps`)
+    attend_padded   on other devices: nothing is read on the host, every request is padded to the bounds
 
-Does not: know any library's index tensors; each kernel turns its own into slots.
+Does not: know any library's index tensors; each kernel turns its own into KV slots.
 """
 
 import functools
@@ -24,25 +24,25 @@ __tracebackhide__ = True  # a driver names the line that calls a kernel
 
 @dataclass(frozen=True, slots=True)
 class ScoreOptions:
-    """How scores are made and which keys a query sees."""
+    """Options of the scores, and of which keys a query sees."""
 
     scaling: float
     sliding_window: int = 0
-    """Keys that a query sees, itself included; 0 for all."""
+    """Keys that a query sees, its own included; 0 for all."""
     softcap: float = 0.0
     sinks: torch.Tensor | None = None
     is_causal: bool = True
-    """Whether the last query of a request stands at its last key; else every query sees every key."""
+    """Whether the last query of a request is at its last key's position; else each query sees all keys."""
 
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """Where the keys of every request lie.
+    """The KV slots of the keys of every request.
 
     Args:
-        slots: ``[bs, nk]``, ``nk`` at least 1: KV slot of each key; past a request's length any valid slot
-            of its own.
-        lens: ``[bs]``: keys of each request; its last query stands at the last of them.
+        slots: ``[bs, nk]``, ``nk`` at least 1: KV slot of each key; past a request's length any slot that the
+            request owns, or scratch.
+        lens: ``[bs]``: keys of each request; its last query is at the position of the last one.
         planned: ``[bs]``: how many of them a plan covers; None for all. The others are not attended.
     """
 
@@ -52,19 +52,19 @@ class Keys:
 
     @property
     def seen(self) -> torch.Tensor:
-        """``[bs]``: keys of each request that are attended at most."""
+        """``[bs]``: upper bound on the attended keys of each request."""
         return self.lens if self.planned is None else torch.minimum(self.lens, self.planned)
 
 
 @dataclass(frozen=True)
 class StepLayout:
-    """What a kernel on a CPU made of its index tensors: the same for every layer of a step.
+    """The layout of a step, from the index tensors of a kernel on a CPU; the same for every layer.
 
     Args:
         offsets: ``bs + 1`` numbers: where each request's queries begin.
         lengths: ``bs`` numbers: keys of each request.
-        keys: Where they lie.
-        masks: Of requests that bring as many queries each: which keys they see, by options, once made.
+        keys: Their KV slots.
+        masks: Cache of `mask`, by options.
     """
 
     offsets: list[int]
@@ -74,7 +74,7 @@ class StepLayout:
 
     @functools.cached_property
     def width(self) -> int:
-        """Queries of each request where all bring as many; 0 elsewhere."""
+        """The number of queries of each request if it is the same for all, else 0."""
         counts = {end - start for start, end in itertools.pairwise(self.offsets)}
         return counts.pop() if len(counts) == 1 else 0
 
@@ -83,7 +83,7 @@ class StepLayout:
         by = options.sliding_window, options.is_causal
         if by not in self.masks:
             keys, width = self.keys, self.width
-            if width == 1:  # it stands at the last key: no key is behind it
+            if width == 1:  # the query is at the last key: it sees all keys
                 options = replace(options, is_causal=False)
             at = (keys.lens - width)[:, None] + torch.arange(width)
             self.masks[by] = visible(at, keys.slots.shape[1], keys.seen, options)
@@ -91,10 +91,10 @@ class StepLayout:
 
 
 class Steps:
-    """The last few steps, by what their index tensors held.
+    """A cache of the last few step layouts, by the contents of their index tensors.
 
-    Layers ask for one step after another, so all but the first find it. Contents are compared and not
-    identities: what is found is what would be made again.
+    All layers of a step need the same layout, so all but the first find it here. Contents are compared, not
+    identities, so a layout that is found equals a new one.
     """
 
     def __init__(self) -> None:
@@ -103,12 +103,12 @@ class Steps:
     def find(
         self, numbers: Hashable, pages: torch.Tensor, make: Callable[[], StepLayout]
     ) -> StepLayout:
-        """Return the step of ``numbers`` and ``pages``; made where it is none of the last few."""
+        """Return the layout of ``numbers`` and ``pages``; make it if it is not cached."""
         for had, held, step in self._last:
             if had == numbers and torch.equal(held, pages):
                 return step
         step = make()
-        # Two sets of indices, and the two parts of a cascade.
+        # Four layouts: for two sets of indices, or the two parts of a cascade.
         self._last = [(numbers, pages.clone(), step), *self._last[:3]]
         return step
 
@@ -124,7 +124,7 @@ def gather(
 
     keys = take(k_cache)
     if storage_id(v_cache) == storage_id(k_cache):
-        return keys, keys[..., : v_cache.shape[2]]  # latents: a value is part of its key
+        return keys, keys[..., : v_cache.shape[2]]  # a latent's first part is its value
     return keys, take(v_cache)
 
 
@@ -133,9 +133,9 @@ Mask = Callable[[int], torch.Tensor]
 
 
 def own_slots(slots: torch.Tensor, lens: torch.Tensor) -> torch.Tensor:
-    """Return ``slots`` with every entry past a request's length replaced by its first, or by scratch.
+    """Return ``slots`` with every entry past a request's length replaced by its first slot, or by scratch.
 
-    No weight falls on such keys, and what nobody owns, which may be NaN, is not even multiplied by zero.
+    Such keys get weight zero. They must not be in unowned memory even so: NaN times zero is NaN.
     """
     column = torch.arange(slots.shape[1], device=slots.device)
     first = torch.where(lens[:, None] > 0, slots[:, :1], 0)
@@ -145,7 +145,7 @@ def own_slots(slots: torch.Tensor, lens: torch.Tensor) -> torch.Tensor:
 def visible(
     q_positions: torch.Tensor, num_keys: int, seen: torch.Tensor, options: ScoreOptions
 ) -> torch.Tensor:
-    """Return ``[b, nq, nk]``: which of ``seen`` ``[b]`` keys queries at ``[b, nq]`` positions see."""
+    """Return ``[b, nq, nk]``: which of the first ``seen`` ``[b]`` keys each query sees, by its position."""
     key = torch.arange(num_keys, device=q_positions.device)
     at = q_positions[:, :, None]
     allowed = (key < seen[:, None, None]).expand(*q_positions.shape, num_keys)
@@ -165,15 +165,15 @@ def dense(
     *,
     with_lse: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Attend densely. Of a query that sees no key the result is no number, its log-sum-exp minus infinity.
+    """Attend densely. For a query that sees no key the result is NaN, and its log-sum-exp is minus infinity.
 
     Args:
         q: ``[b, nq, hq, d]``.
         k: ``[b, nk, hkv, d]``.
         v: ``[b, nk, hkv, dv]``.
         allowed: ``[b, nq, nk]`` bool.
-        options: Scaling, cap, sinks.
-        with_lse: Whether the log-sum-exp of the scores is wanted.
+        options: Scaling, softcap, sinks.
+        with_lse: Whether to return the log-sum-exp of the scores.
 
     Returns:
         ``[b, nq, hq, dv]``, and ``[b, nq, hq]`` float32 (float64 of float64) or None.
@@ -181,7 +181,7 @@ def dense(
     batch, num_q, heads, _ = q.shape
     kv_heads = k.shape[2]
     group = heads // kv_heads
-    # Query heads that share a key head become more queries of it: no key is repeated.
+    # Query heads that share a key head become queries of that head, so that no key is repeated.
     grouped = q.view(batch, num_q, kv_heads, group, -1).permute(0, 2, 3, 1, 4)
     grouped = grouped.reshape(batch, kv_heads, group * num_q, -1)
     mask = allowed[:, None]
@@ -194,7 +194,7 @@ def dense(
             grouped, keys, values, attn_mask=mask, scale=options.scaling
         )
     else:
-        wide = lse_dtype(q)  # as a kernel accumulates: 16 bits are too few for scores
+        wide = lse_dtype(q)  # scores need more than 16 bits, as in a compiled kernel
         scores = grouped.to(wide) @ keys.to(wide).transpose(-1, -2) * options.scaling
         if options.softcap != 0.0:
             scores = options.softcap * torch.tanh(scores / options.softcap)
@@ -231,7 +231,7 @@ def attend_ragged(
     lse: torch.Tensor | None = None,
     mask: Mask | None = None,
 ) -> None:
-    """Attend with offsets and lengths known on the host; rows past the last offset are not written.
+    """Attend with offsets and lengths from the host; rows past the last offset are not written.
 
     Args:
         q: ``[T, hq, d]``.
@@ -240,14 +240,14 @@ def attend_ragged(
         step: Queries and keys.
         options: See `ScoreOptions`.
         out: ``[T, hq, dv]``, written.
-        lse: ``[T, hq]`` of `lse_dtype`, written where it is wanted.
-        mask: Instead of the causal rule.
+        lse: ``[T, hq]`` of `lse_dtype`, written; None to skip it.
+        mask: Replaces the causal rule.
     """
     keys, offsets = step.keys, step.offsets
     if mask is None and step.width:
         end = offsets[-1]
         rows = q[:end].view(-1, step.width, *q.shape[1:])
-        # Queries without any key are there only where a request has fewer keys than queries, or none.
+        # A query sees no key only if its request has fewer keys than queries, or none.
         fewest = min(step.lengths)
         is_blind = fewest < step.width if options.is_causal else fewest == 0
         part = None if lse is None else lse[:end]
@@ -286,7 +286,7 @@ def _write(
     *,
     is_blind: bool,
 ) -> None:
-    """Attend from ``q`` ``[b, nq, hq, d]`` to what is ``held`` and write all its rows."""
+    """Attend from ``q`` ``[b, nq, hq, d]`` to the keys and values ``held``, and write all rows of ``out``."""
     result, sums = dense(q, *held, allowed, options, with_lse=lse is not None)
     if is_blind:
         result = _without_blind(result, allowed)
@@ -313,21 +313,21 @@ def attend_padded(
     lse: torch.Tensor | None = None,
     mask: torch.Tensor | None = None,
 ) -> None:
-    """Attend without reading anything on the host: every request padded to ``max_q_len`` queries.
+    """Attend without host reads: every request is padded to ``max_q_len`` queries.
 
     Args:
         q: ``[T, hq, d]``.
         k_cache: ``[num_slots, hkv, d]``.
         v_cache: ``[num_slots, hkv, dv]``; may be a view of ``k_cache``.
         q_indptr: ``[bs + 1]``: where each request's queries begin; rows past the last one get zeros.
-        keys: Where they lie.
+        keys: The KV slots of the keys.
         max_q_len: Bound on a request's queries.
         options: See `ScoreOptions`.
         out: ``[T, hq, dv]``, written.
-        lse: ``[T, hq]`` of `lse_dtype`, written where it is wanted.
-        mask: ``[bs, max_q_len, nk]`` bool, instead of the causal rule.
+        lse: ``[T, hq]`` of `lse_dtype`, written; None to skip it.
+        mask: ``[bs, max_q_len, nk]`` bool, replaces the causal rule.
     """
-    if q_indptr.shape[0] == 1 or not q.shape[0]:  # no request: all rows are nobody's; or no row
+    if q_indptr.shape[0] == 1 or not q.shape[0]:  # no request, or no query
         out.zero_()
         if lse is not None:
             lse.fill_(float("-inf"))
@@ -335,7 +335,7 @@ def attend_padded(
     num_q = q_indptr[1:] - q_indptr[:-1]
     column = torch.arange(max_q_len, device=q.device)
     live = column < num_q[:, None]
-    # Rows that are not there repeat the first query of all, and are dropped.
+    # Padding queries repeat query 0, and their results are dropped.
     rows = torch.where(live, q_indptr[:-1, None] + column, 0)
     at = torch.where(live, (keys.lens - num_q)[:, None] + column, 0)
     k, v = gather(k_cache, v_cache, keys.slots)

@@ -1,9 +1,9 @@
-"""How a portable kernel becomes one operator of torch, and so one node of a graph.
+"""Define a portable kernel as one torch operator, which is one node of a graph.
 
-``Library.define`` and ``impl`` are used, and not the ``custom_op`` decorator, whose Python layer costs
-tens of microseconds a call.
+It uses ``Library.define`` and ``impl``, because the Python layer of the ``custom_op`` decorator costs tens of
+microseconds a call.
 
-Does not: hold any kernel.
+Does not: contain any kernel.
 """
 
 import functools
@@ -23,14 +23,14 @@ def define_kernel(
 ) -> Callable[..., Any]:
     """Define operator ``<namespace>::<schema>`` with one implementation for every device, and return it.
 
-    The implementation runs below the dispatcher's modes: what it does inside is not recorded, as the
-    inside of a kernel is not. A kernel returns nothing and writes its outputs, so to a compiler, which
-    knows shapes and no contents, it does nothing but what its schema says.
+    The implementation runs below the dispatch modes, so its own operations are not recorded, as with a
+    compiled kernel. A kernel returns nothing and writes its outputs, so its fake implementation, for
+    compilers, does nothing.
 
     Args:
-        schema: In torch's language, such as ``"double(Tensor x, Tensor(a!) out) -> ()"``.
+        schema: A torch schema, such as ``"double(Tensor x, Tensor(a!) out) -> ()"``.
         function: The implementation.
-        namespace: A plugin's own; the name of its package will do.
+        namespace: The plugin's own namespace, such as the name of its package.
     """
     name = schema.split("(", 1)[0]
     library = _library(namespace)
@@ -42,9 +42,9 @@ def define_kernel(
 
 
 def may_read(tensor: torch.Tensor) -> bool:
-    """Return whether a kernel may read ``tensor`` on the host: where the host is the device.
+    """Return whether a kernel may read ``tensor`` on the host: only if the tensor is on the CPU.
 
-    There a kernel works on the lengths that its index tensors hold, and checks them. Elsewhere it works on
-    the bounds that it was given, so that it never waits for the device.
+    On a CPU a kernel uses the lengths in its index tensors, and checks them. On other devices it uses the
+    given bounds, so that it never waits for the device.
     """
     return tensor.device.type == "cpu"

@@ -1,11 +1,11 @@
 """Attention over a page table, from FlashAttention's arguments, and the page table and schedule of a step.
 
 The arguments are those of ``flash_attn_with_kvcache`` (``cu_seqlens_q``, ``cache_seqlens``, ``page_table``,
-``scheduler_metadata``), with its semantics: the last query of a request stands at its last key; a query
-that sees no key, and a row past the last offset, yields zeros. On a CPU the kernel reads its own index
-tensors, as a kernel may, and makes the checks; elsewhere it works on the bounds that it was given.
+``scheduler_metadata``), with its semantics: the last query of a request is at the position of its last key,
+and the output is zero for a query that sees no key, and for a row past the last offset. On a CPU the kernel
+reads its index tensors on the host and checks them; on other devices it uses the given bounds.
 
-Latents are served too: one key head that all query heads share, whose first part is the value.
+It serves latents too: all query heads share one key head, and the value is the first part of the key.
 
 Does not: write the KV cache.
 """
@@ -28,13 +28,13 @@ from graphpact_kernels._library import define_kernel
 __tracebackhide__ = True  # a driver names the line that calls a kernel
 
 BLOCK = 16
-"""Queries, and keys, in one block of the schedule."""
+"""Queries, or keys, in one block of the schedule."""
 
 
 def schedule_size(batch_size: int) -> int:
     """Return how many numbers the schedule of ``batch_size`` requests has: ``1 + 4 * round4(bs)``.
 
-    FlashAttention-3's ``get_scheduler_metadata``: a semaphore, then vectors of a number a request.
+    As in FlashAttention-3's ``get_scheduler_metadata``: a semaphore, then vectors of one number per request.
     """
     return 1 + 4 * _round4(batch_size)
 
@@ -67,14 +67,14 @@ _schedule = define_kernel(
 def schedule_attention(
     cu_seqlens_q: torch.Tensor, cache_seqlens: torch.Tensor, *, out: torch.Tensor
 ) -> None:
-    """Write the schedule of a step into ``out``; device work alone.
+    """Write the schedule of a step into ``out``, on the device.
 
     Args:
         cu_seqlens_q: ``[bs + 1]`` int32: where each request's queries begin.
         cache_seqlens: ``[bs]`` int32: keys of each request.
-        out: ``[>= schedule_size(bs)]`` int32: the semaphore, which is 0; blocks of queries of each request;
-            blocks of keys of each request, both as long as ``bs`` rounded up to 4; zeros to the end, so
-            that no block of an earlier, larger step is left to work on.
+        out: ``[>= schedule_size(bs)]`` int32: the semaphore, 0; the number of query blocks of each request;
+            the number of key blocks of each request, both padded to a multiple of 4; zeros to the end, so
+            that no block of an earlier, larger step remains.
     """
     _schedule(cu_seqlens_q, cache_seqlens, out)
 
@@ -87,7 +87,7 @@ def _write_page_table(
     out: torch.Tensor,
 ) -> None:
     used = out
-    if _library.may_read(out):  # most of a long table is empty
+    if _library.may_read(out):  # compute only the columns in use
         longest = int(cache_seqlens.max()) if len(cache_seqlens) else 0
         width = -(-longest // page_size)
         used = out[:, :width]
@@ -112,15 +112,14 @@ def write_page_table(
     page_size: int,
     out: torch.Tensor,
 ) -> None:
-    """Write the pages of every request into its row of ``out``, and scratch behind them.
+    """Write the pages of every request to its row of ``out``, followed by page 0, scratch.
 
     Args:
         req_to_token: ``[rows, max_context_len]`` int32: KV slot of each position of each request row.
         req_pool_indices: ``[bs]`` int64: the row of each request.
         cache_seqlens: ``[bs]`` int32: keys of each request.
         page_size: KV slots in a page.
-        out: ``[bs, pages]`` int32, written whole: page numbers, 0 past the last page of a request, whatever
-            an earlier owner left in its row.
+        out: ``[bs, pages]`` int32, written whole: page numbers, 0 past the last page of a request.
     """
     _page_table_of(req_to_token, req_pool_indices, cache_seqlens, page_size, out)
 
@@ -134,7 +133,7 @@ def _keys(
     page_size: int,
     schedule: torch.Tensor | None,
 ) -> Keys:
-    """Return where the keys lie, as many columns as ``page_table`` has pages."""
+    """Return the KV slots of the keys, for all columns of ``page_table``."""
     lens = cache_seqlens.long()
     column = torch.arange(page_size, device=lens.device)
     slots = (page_table[:, :, None] * page_size + column).flatten(1)
@@ -154,10 +153,10 @@ def _step_of(
     max_seqlen_q: int,
     schedule: torch.Tensor | None,
 ) -> StepLayout:
-    """Return what the index tensors say, checked."""
+    """Return the layout of the checked index tensors."""
     offsets: list[int] = cu_seqlens_q.tolist()
     lengths: list[int] = cache_seqlens.tolist()
-    # One page where there is no key at all: queries that see nothing go the way of all others.
+    # At least one page, so that queries without keys need no code of their own.
     pages = page_table[:, : max(1, -(-max(lengths, default=0) // page_size))]
 
     def make() -> StepLayout:
@@ -181,17 +180,18 @@ def _check(
     max_seqlen_q: int,
     schedule: torch.Tensor | None,
 ) -> None:
-    """Make the checks of a CPU."""
+    """Check the index tensors against each other and the bounds."""
     bs, num_pages = page_table.shape
     if len(offsets) != bs + 1 or len(lengths) != bs:
         raise KernelRefusal(
             f"page_table has {bs} rows, cu_seqlens_q {len(offsets)} and cache_seqlens {len(lengths)}:"
-            " they go by requests, and the offsets have one more",
+            " each has one for each request, and the offsets have one more",
             rule="GP05",
         )
     if offsets[0] != 0 or offsets != sorted(offsets) or offsets[-1] > q.shape[0]:
         raise KernelRefusal(
-            f"cu_seqlens_q is {offsets}, for {q.shape[0]} query rows",
+            f"cu_seqlens_q is {offsets}, q has {q.shape[0]} rows: offsets begin at 0, do not decrease, and"
+            " end within q",
             rule="GP05",
         )
     for i, length in enumerate(lengths):
@@ -202,15 +202,15 @@ def _check(
             )
         if not 0 <= length <= num_pages * page_size:
             raise KernelRefusal(
-                f"request {i}: {length} keys, its row of page_table holds {num_pages * page_size}",
+                f"request {i}: {length} keys, its row of page_table has room for {num_pages * page_size}",
                 rule="GP13" if length > 0 else "GP04",
             )
     if schedule is not None:
         rest = schedule[1 + 2 * _round4(bs) :]
         if schedule.shape[0] < schedule_size(bs) or bool(schedule[0] != 0) or bool(rest.any()):
             raise KernelRefusal(
-                f"scheduler_metadata of {schedule.shape[0]} numbers for {bs} requests: it begins with 0,"
-                f" has at least {schedule_size(bs)} numbers, and zeros after those of each request",
+                f"scheduler_metadata has {schedule.shape[0]} numbers for {bs} requests: it must begin with 0,"
+                f" have at least {schedule_size(bs)} numbers, and zeros after those of the requests",
                 rule="GP09",
             )
 
@@ -282,27 +282,28 @@ def page_table_attention(
         k_cache: ``[num_slots, num_kv_heads, head_dim]``.
         v_cache: ``[num_slots, num_kv_heads, v_head_dim]``; may be a view of ``k_cache``.
         cu_seqlens_q: ``[bs + 1]`` int32: where each request's queries begin; rows of ``q`` past the last
-            one are nobody's and yield zeros.
+            one belong to no request, and their output is zero.
         cache_seqlens: ``[bs]`` int32: keys of each request, 0 for none.
-        page_table: ``[bs, pages]`` int32: page numbers; read as far as ``cache_seqlens`` says.
+        page_table: ``[bs, pages]`` int32: page numbers; read for ``cache_seqlens`` keys.
         page_size: KV slots in a page.
         max_seqlen_q: Bound on a request's queries.
         scaling: Factor on the scores.
-        causal: Whether the last query of a request stands at its last key; else every query sees every key.
-        sliding_window: Keys that a query sees, itself included; None sees all.
+        causal: Whether the last query of a request is at the position of its last key; else every query sees
+            every key.
+        sliding_window: Keys that a query sees, its own included; None for all.
         softcap: As in `graphpact.LayerSpec`.
         sinks: As in `graphpact.LayerSpec`.
         scheduler_metadata: ``[>= schedule_size(bs)]`` int32, from `schedule_attention`: keys in blocks
-            that it does not count are not attended, as in a kernel with a stale schedule. None: all are.
-        lse: ``[T, num_q_heads]`` float32 (float64 for float64 queries) to write the log-sum-exp of the
-            scores into, the sink's among them; minus infinity for a row that sees nothing, of which nothing
-            is promised where there are sinks. None where it is not wanted.
+            that it does not count are not attended, as in a kernel with a stale schedule. None attends all.
+        lse: ``[T, num_q_heads]`` float32 (float64 for float64 queries), written: the log-sum-exp of the
+            scores, including the sink; minus infinity for a row that sees no key, and unspecified for such a
+            row with sinks. None to skip it.
 
     Returns:
         ``[T, num_q_heads, v_head_dim]``.
 
     Raises:
-        RuntimeError: The index tensors contradict each other or the bounds (checked on a CPU).
+        KernelRefusal: The index tensors contradict each other or the bounds (checked on a CPU).
     """
     out = q.new_empty((q.shape[0], q.shape[1], v_cache.shape[2]))
     _page_table(
@@ -331,7 +332,7 @@ def merge_states(
 ) -> torch.Tensor:
     """Return the attention over two disjoint sets of keys, from the attention over each.
 
-    FlashInfer's ``merge_state``, SGLang's ``merge_state_v2``; cascade attention is made of it.
+    As FlashInfer's ``merge_state`` and SGLang's ``merge_state_v2``; cascade attention uses it.
 
     Args:
         out: ``[T, heads, dim]`` over the first set.

@@ -1,11 +1,10 @@
 """Attention over a paged KV cache, from FlashInfer's index tensors.
 
-The arguments are those of FlashInfer's paged wrappers (``qo_indptr``, ``kv_indptr``, ``kv_indices``,
-``kv_last_page_len``), and so are the checks: the last query offset must be the number of query rows,
-and a causal request must have at least as many keys as queries. The mask is FlashInfer's packed one; of
-a plan it reads what FlashInfer's kernels do: which chunks of keys were planned. On a CPU the kernel reads
-its own index tensors, as a kernel may, and works on the lengths that are really there; elsewhere it works
-on the bounds that it was given, so that it never waits for the device.
+Arguments and checks are those of FlashInfer's paged wrappers (``qo_indptr``, ``kv_indptr``, ``kv_indices``,
+``kv_last_page_len``): the last query offset must be the number of query rows, and a causal request must have
+at least as many keys as queries. The mask is FlashInfer's packed one. Like FlashInfer's kernels it reads the
+planned chunks of keys from a plan. On a CPU the kernel reads its index tensors on the host and uses the true
+lengths; on other devices it uses the given bounds, so that it never waits for the device.
 
 Does not: write the KV cache.
 """
@@ -32,7 +31,7 @@ __tracebackhide__ = True  # a driver names the line that calls a kernel
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """Where queries and keys lie, and the bounds; see `paged_attention`."""
+    """The index tensors of queries and keys, and the bounds; see `paged_attention`."""
 
     qo_indptr: torch.Tensor
     kv_indptr: torch.Tensor
@@ -59,9 +58,9 @@ class _Layout:
         return (self.o_indptr[1:] - self.o_indptr[:-1]) * self.kv_chunk_size
 
     def keys(self, kv_lens: torch.Tensor, num_keys: int, planned: torch.Tensor | None) -> Keys:
-        """Return the keys of every request; as many columns as ``num_keys``, in whole pages."""
+        """Return the keys of every request, in ``num_keys`` columns, rounded up to whole pages."""
         size, device = self.page_size, kv_lens.device
-        if not len(self.kv_indices):  # nobody has a key
+        if not len(self.kv_indices):  # no request has a key
             return Keys(kv_lens.new_zeros(len(kv_lens), size), kv_lens, planned)
         page = torch.arange(-(-num_keys // size), device=device)
         entry = (self.kv_indptr[:-1, None] + page).clamp_(max=self.kv_indices.shape[0] - 1)
@@ -74,7 +73,7 @@ _steps = Steps()
 
 
 def _step_of(q: torch.Tensor, layout: _Layout) -> StepLayout:
-    """Return what the index tensors say, checked."""
+    """Return the layout of the checked index tensors."""
     plan = layout.o_indptr, layout.kv_chunk_size
     qo_indptr: list[int] = layout.qo_indptr.tolist()
     kv_indptr: list[int] = layout.kv_indptr.tolist()
@@ -92,7 +91,7 @@ def _step_of(q: torch.Tensor, layout: _Layout) -> StepLayout:
         if planned is not None and all(
             most >= length for most, length in zip(planned.tolist(), lengths, strict=True)
         ):
-            planned = None  # the plan covers everything
+            planned = None  # the plan covers all keys
         keys = layout.keys(torch.tensor(lengths), max([1, *lengths]), planned)
         return StepLayout(qo_indptr, lengths, keys)
 
@@ -106,7 +105,7 @@ def _check(
     kv_indptr: list[int],
     last_page_len: list[int],
 ) -> list[int]:
-    """Make FlashInfer's checks, and those of the bounds; return key counts."""
+    """Make FlashInfer's checks, and those of the bounds; return the keys of each request."""
     capacity, page_size = layout.kv_indices.shape[0], layout.page_size
     if qo_indptr[0] != 0 or qo_indptr[-1] != q.shape[0]:
         raise KernelRefusal(
@@ -157,7 +156,7 @@ def _attend_ragged(
     options: ScoreOptions,
     out: torch.Tensor,
 ) -> None:
-    """Attend with the index tensors read on the host: every request at its own length."""
+    """Attend with the index tensors read on the host: every request has its own length."""
     step = _step_of(q, layout)
     if not q.shape[0]:
         return
@@ -184,7 +183,7 @@ def _attend_padded(
     options: ScoreOptions,
     out: torch.Tensor,
 ) -> None:
-    """Attend without reading anything on the host: every request padded to the bounds."""
+    """Attend without host reads: every request is padded to the bounds."""
     keys = layout.keys(layout.kv_lens(), layout.max_kv_len, layout.planned())
     mask = None
     if layout.mask is not None and layout.mask_indptr is not None:
@@ -280,22 +279,21 @@ def paged_attention(
         max_q_len: Bound on a request's queries.
         max_kv_len: Bound on a request's keys.
         scaling: Factor on the scores.
-        sliding_window: Keys that a query sees, itself included; None sees all. Of no account with a
-            mask.
+        sliding_window: Keys that a query sees, its own included; None for all. Ignored with a mask.
         softcap: As in `graphpact.LayerSpec`.
         sinks: As in `graphpact.LayerSpec`.
-        mask: ``[capacity]`` uint8: for each request its ``num_q * num_kv`` bits, a query's after
-            another's, lowest bit first: which keys it sees. FlashInfer's ``packed_custom_mask``.
+        mask: ``[capacity]`` uint8: ``num_q * num_kv`` bits of each request, query by query, lowest bit
+            first: which keys the query sees. FlashInfer's ``packed_custom_mask``.
         mask_indptr: ``[bs + 1]`` int32: where each request's bytes begin in ``mask``.
-        o_indptr: ``[bs + 1]`` int32, of a plan: where each request's chunks of keys begin in the list of
-            work. Keys that no chunk covers are not attended, as in a kernel whose plan is stale.
+        o_indptr: ``[bs + 1]`` int32, of a plan: where each request's chunks begin in the list of chunks.
+            Keys that no chunk covers are not attended, as in a kernel with a stale plan.
         kv_chunk_size: ``[1]`` int32, of a plan: keys in a chunk.
 
     Returns:
         ``[T, num_q_heads, v_head_dim]``.
 
     Raises:
-        RuntimeError: The index tensors contradict each other or the bounds (checked on a CPU).
+        KernelRefusal: The index tensors contradict each other or the bounds (checked on a CPU).
     """
     out = q.new_empty((q.shape[0], q.shape[1], v_cache.shape[2]))
     _paged(

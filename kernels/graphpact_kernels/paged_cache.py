@@ -21,17 +21,17 @@ def _pack_ragged(
     page_size: int,
     out: torch.Tensor,
 ) -> None:
-    """Pack with the offsets read on the host: only the pages in use are touched."""
+    """Pack with the offsets read on the host: only pages in use are read and written."""
     pages = kv_indptr[1:] - kv_indptr[:-1]
     total = int(kv_indptr[-1])
     if total > out.shape[0]:
         raise KernelRefusal(
-            f"kv_indices holds {out.shape[0]} pages, this batch needs {total}", rule="GP13"
+            f"kv_indices has {out.shape[0]} entries, this batch needs {total} pages", rule="GP13"
         )
     first = 0 if first_page is None else first_page[:, None]
     widest = int((pages + (0 if first_page is None else first_page)).max()) if len(pages) else 0
     table = req_to_token[:, : widest * page_size : page_size][req_pool_indices]
-    table = functional.pad(table, (0, widest - table.shape[1]))  # past a row's end lies scratch
+    table = functional.pad(table, (0, widest - table.shape[1]))  # scratch past the end of a row
     at = torch.arange(widest)
     taken = (at >= first) & (at < first + pages[:, None])
     torch.div(table[taken], page_size, rounding_mode="floor", out=out[:total])
@@ -45,7 +45,7 @@ def _pack_padded(
     page_size: int,
     out: torch.Tensor,
 ) -> None:
-    """Pack without reading anything on the host: every entry of ``out`` finds its own page."""
+    """Pack without host reads: every entry of ``out`` computes its own page."""
     if not len(req_pool_indices):
         return
     at = torch.arange(out.shape[0], dtype=kv_indptr.dtype, device=out.device)
@@ -95,13 +95,13 @@ def pack_kv_indices(
         req_pool_indices: ``[bs]`` int64: the row of each request.
         kv_indptr: ``[bs + 1]`` int32: where each request's pages begin in ``out``.
         page_size: KV slots in a page.
-        out: ``[capacity]`` int32, written up to ``kv_indptr[-1]``; on a GPU, which cannot know that
-            number without waiting, zeros are written behind it: page 0, scratch.
+        out: ``[capacity]`` int32, written up to ``kv_indptr[-1]``. On a GPU the host does not know that
+            number, so the rest is written too, with zeros: page 0, scratch.
         first_page: ``[bs]`` int: the page of its sequence that each request begins with; None for the
             first.
 
     Raises:
-        RuntimeError: ``out`` is too small (checked on a CPU).
+        KernelRefusal: ``out`` is too small (checked on a CPU).
     """
     _pack(req_to_token, req_pool_indices, kv_indptr, first_page, page_size, out)
 
@@ -131,7 +131,7 @@ def write_kv_cache(
         v: ``[T, num_kv_heads, v_head_dim]``.
         k_cache: ``[num_slots, num_kv_heads, head_dim]``.
         v_cache: ``[num_slots, num_kv_heads, v_head_dim]``.
-        out_cache_loc: ``[T]`` int64; padded tokens share scratch slot 0, where any of them may win.
+        out_cache_loc: ``[T]`` int64; padding tokens share scratch slot 0, and the last write wins.
     """
     k_cache.index_copy_(0, out_cache_loc, k)
     v_cache.index_copy_(0, out_cache_loc, v)

@@ -1,4 +1,4 @@
-"""FlashInfer's packed mask for drafts that are trees.
+"""FlashInfer's packed mask for drafts with branches (top-k > 1).
 
 Does not: attend.
 """
@@ -21,13 +21,13 @@ def _bits(
     request: torch.Tensor,
     bit: torch.Tensor,
 ) -> torch.Tensor:
-    """Return whether bit number ``bit`` of each ``request`` is set; bits past the last are not."""
+    """Return whether bit number ``bit`` of each ``request`` is set; bits past the last query are not."""
     width = tree_mask.shape[1]
     length = kv_lens[request].clamp(min=1)
     row = bit // length
     there = row < width
     query = request * width + row.clamp(max=width - 1)
-    draft = bit % length + first_key[request] - seq_lens[request]  # from 0; less in the sequence
+    draft = bit % length + first_key[request] - seq_lens[request]  # negative inside the sequence
     inside = draft.clamp(min=0, max=width - 1)
     seen = (draft < 0) | tree_mask[query, inside]
     if sliding_window:
@@ -56,7 +56,7 @@ def _pack_tree_mask(
         size = int(mask_indptr[-1])
         if size > out.shape[0]:
             raise KernelRefusal(
-                f"the mask holds {out.shape[0]} bytes, this batch needs {size}", rule="GP13"
+                f"the mask has {out.shape[0]} bytes, this batch needs {size}", rule="GP13"
             )
     byte = torch.arange(size, dtype=mask_indptr.dtype, device=out.device)
     request = torch.searchsorted(mask_indptr[1:], byte, right=True)
@@ -88,20 +88,20 @@ def pack_tree_mask(
 ) -> None:
     """Write which keys each draft token sees, as FlashInfer's ``packed_custom_mask``.
 
-    A draft token sees the whole sequence before the drafts, and of the drafts what ``tree_mask`` says.
-    Where there is a window it counts positions: a draft token stands as many positions after the sequence
-    as it sees drafts.
+    A draft token sees the whole sequence before the drafts, and the drafts that ``tree_mask`` allows. A
+    sliding window counts positions: the position of a draft token after the sequence is the number of drafts
+    that it sees.
 
     Args:
         tree_mask: ``[bs * w, w]`` bool: which drafts of its request each draft token sees, itself included.
         seq_lens: ``[bs]`` int64: keys of each sequence, without drafts.
-        first_key: ``[bs]`` int64: the position of the first key that the kernel is given.
-        kv_lens: ``[bs]`` int64: how many keys it is given, drafts included.
+        first_key: ``[bs]`` int64: the position of the first key that the kernel gets.
+        kv_lens: ``[bs]`` int64: how many keys it gets, drafts included.
         mask_indptr: ``[bs + 1]`` int32, written: where each request's bytes begin.
         out: ``[capacity]`` uint8, written: ``w * kv_lens`` bits of each request, lowest bit first.
-        sliding_window: Keys that a query sees, itself included; None sees all.
+        sliding_window: Keys that a query sees, its own included; None for all.
 
     Raises:
-        RuntimeError: ``out`` is too small (checked on a CPU).
+        KernelRefusal: ``out`` is too small (checked on a CPU).
     """
     _pack(tree_mask, seq_lens, first_key, kv_lens, sliding_window or 0, mask_indptr, out)

@@ -95,7 +95,7 @@ def _problem(
     num_kv = [n + p for n, p in zip(num_q, prefix, strict=True)]
     num_pages = [-(-n // page_size) for n in num_kv]
     total_pages = sum(num_pages)
-    # Page 0 is scratch; one page after the last belongs to nobody.
+    # Page 0 is scratch; one page after the last is unowned.
     order = torch.randperm(total_pages, generator=generator) + 1
     k_cache = torch.full((page_size * (total_pages + 2), heads[1], head_dim), NAN, dtype=dtype)
     v_cache = torch.full((page_size * (total_pages + 2), heads[1], v_head_dim), NAN, dtype=dtype)
@@ -232,7 +232,7 @@ def test_other_dtypes(dtype: torch.dtype, decode: bool, path: str) -> None:  # n
 
 @pytest.mark.parametrize("decode", [True, False])
 @pytest.mark.parametrize("path", ["cpu", "elsewhere"])
-def test_memory_of_nobody_is_caught_when_planted(decode: bool, path: str) -> None:  # noqa: FBT001
+def test_reads_of_unowned_memory_are_caught(decode: bool, path: str) -> None:  # noqa: FBT001
     """A last page that is one key longer than it is reads poison: the tests above can fail."""
     problem = _problem(
         num_q=[1, 1] if decode else [2, 1], prefix=[3, 4], page_size=16, decode=decode
@@ -327,7 +327,7 @@ def _tables(draw: st.DrawFn) -> tuple[torch.Tensor, list[int], list[int], int]:
 def test_packing_equals_a_loop(
     case: tuple[torch.Tensor, list[int], list[int], int], spare: int
 ) -> None:
-    """Pages are packed request after request, and a CPU writes nothing behind them."""
+    """Pages are packed request after request, and a CPU writes nothing after them."""
     table, rows, pages, page_size = case
     expected = [
         int(table[row, j * page_size]) // page_size
@@ -338,7 +338,7 @@ def test_packing_equals_a_loop(
     out = torch.full((sum(pages) + spare,), -7, dtype=torch.int32)
     pack_kv_indices(table, torch.tensor(rows), indptr, page_size=page_size, out=out)
     assert out.tolist() == expected + [-7] * spare
-    # The path of devices that cannot know the count: what it writes behind is page 0, scratch.
+    # On devices that do not know the count, the rest of the output is page 0, scratch.
     out = torch.full((sum(pages) + spare,), -7, dtype=torch.int32)
     _pack_padded(table, torch.tensor(rows), indptr, None, page_size, out)
     assert out[: sum(pages)].tolist() == expected
@@ -350,7 +350,7 @@ def test_too_many_pages_are_refused() -> None:
     out = torch.full((2,), -7, dtype=torch.int32)
     indptr = torch.tensor([0, 1, 3], dtype=torch.int32)
     table = torch.arange(8, dtype=torch.int32).view(2, 4)
-    with pytest.raises(RuntimeError, match="holds 2 pages, this batch needs 3"):
+    with pytest.raises(RuntimeError, match="has 2 entries, this batch needs 3 pages"):
         pack_kv_indices(table, torch.tensor([0, 1]), indptr, page_size=1, out=out)
     assert out.tolist() == [-7, -7]
 

@@ -118,11 +118,11 @@ def make_problem(
     softcap: float | None = None,
     sinks: bool = False,
     dtype: torch.dtype = torch.float64,
-    of_nobody: int = 0,
+    num_unowned: int = 0,
     spare: int = 0,
     seed: int = 0,
 ) -> PageTableCall:
-    """Return a random problem; every KV slot that no request owns, and page of nobody's, is poison."""
+    """Return a random problem; every unowned KV slot, and every unowned page, is poison."""
     generator = torch.Generator().manual_seed(seed)
 
     def random(*shape: int) -> torch.Tensor:
@@ -146,7 +146,7 @@ def make_problem(
         if not latent:
             v_cache[slots[-1]] = random(length, heads[1], v_head_dim)
     return PageTableCall(
-        q=random(sum(num_q) + of_nobody, heads[0], head_dim),
+        q=random(sum(num_q) + num_unowned, heads[0], head_dim),
         k_cache=k_cache,
         v_cache=v_cache,
         num_q=num_q,
@@ -191,7 +191,7 @@ def problems(draw: st.DrawFn, **fixed: Any) -> PageTableCall:
         "sliding_window": draw(st.sampled_from([None, None, 1, 2, 7, 100])),
         "softcap": draw(st.sampled_from([None, None, 0.5, 30.0])),
         "sinks": draw(st.booleans()),
-        "of_nobody": draw(st.integers(0, 2)),
+        "num_unowned": draw(st.integers(0, 2)),
         "spare": draw(st.integers(0, 2)),
         "seed": draw(st.integers(0, 99)),
     }
@@ -204,7 +204,7 @@ def problems(draw: st.DrawFn, **fixed: Any) -> PageTableCall:
 @EXAMPLES
 @given(problem=problems(), path=st.sampled_from(PATHS))
 def test_output_and_log_sum_exp_equal_a_plain_reference(problem: PageTableCall, path: str) -> None:
-    """Each query attends to the keys that its row and rule say; who sees none, or is nobody's, gets zeros."""
+    """Each query attends to the keys of its row and rule; without keys, or a request, its output is zero."""
     assert_same(problem.run(path), problem.reference(), **TIGHT)
 
 
@@ -221,7 +221,7 @@ def test_latents_equal_a_plain_reference(problem: PageTableCall, path: str) -> N
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("latent", [True, False])
 def test_a_request_without_any_query(path: str, latent: bool) -> None:  # noqa: FBT001  a parameter
-    """Where nobody brings a query, nothing is read and nothing fails."""
+    """Without any query, nothing is read and nothing fails."""
     problem = make_problem(num_q=[0], num_kv=[3], heads=(4, 1), latent=latent)
     assert_same(problem.run(path), problem.reference(), **TIGHT)
 
@@ -242,7 +242,7 @@ def test_other_dtypes(dtype: torch.dtype, path: str) -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_memory_of_nobody_is_caught_when_planted(path: str) -> None:
+def test_reads_of_unowned_memory_are_caught(path: str) -> None:
     """A length that is one too long reads poison: the tests above can fail."""
     problem = make_problem(num_q=[2, 1], num_kv=[5, 4], page_size=16)
     longer = problem.arguments["cache_seqlens"] + torch.tensor([0, 1], **INT)
@@ -251,9 +251,9 @@ def test_memory_of_nobody_is_caught_when_planted(path: str) -> None:
     assert not bool(out[:2].isnan().any())
 
 
-def test_without_a_request_every_row_is_nobodys() -> None:
-    """A batch of no request gives zeros, and minus infinity, for rows that are there all the same."""
-    problem = make_problem(num_q=[], num_kv=[], of_nobody=3)
+def test_without_a_request_every_row_is_zero() -> None:
+    """A batch without requests gives zeros, and minus infinity, for its query rows."""
+    problem = make_problem(num_q=[], num_kv=[], num_unowned=3)
     out, lse = problem.run()
     assert out.shape == (3, 2, 4)
     assert not out.any()
@@ -263,17 +263,17 @@ def test_without_a_request_every_row_is_nobodys() -> None:
 _CONTRADICTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "more offsets than rows": ({"cu_seqlens_q": torch.tensor([0, 2, 5, 5], **INT)}, "2 rows"),
     "a length too many": ({"cache_seqlens": torch.tensor([6, 4, 1], **INT)}, "cache_seqlens 3"),
-    "offsets past the queries": ({"cu_seqlens_q": torch.tensor([0, 2, 6], **INT)}, "for 5 query"),
+    "offsets past the queries": ({"cu_seqlens_q": torch.tensor([0, 2, 6], **INT)}, "q has 5 rows"),
     "offsets that decrease": ({"cu_seqlens_q": torch.tensor([0, 3, 2], **INT)}, r"\[0, 3, 2\]"),
     "offsets that begin later": ({"cu_seqlens_q": torch.tensor([1, 2, 5], **INT)}, r"\[1, 2, 5\]"),
     "more queries than the bound": ({"max_seqlen_q": 2}, "request 1: 3 queries, max_seqlen_q is 2"),
-    "more keys than the table": ({"cache_seqlens": torch.tensor([7, 4], **INT)}, "holds 6"),
+    "more keys than the table": ({"cache_seqlens": torch.tensor([7, 4], **INT)}, "has room for 6"),
     "a negative length": ({"cache_seqlens": torch.tensor([6, -1], **INT)}, "request 1: -1 keys"),
     "a schedule too short": ({"scheduler_metadata": torch.zeros(16, **INT)}, "at least 17 numbers"),
-    "a semaphore that is set": ({"scheduler_metadata": torch.eye(17, **INT)[0]}, "begins with 0"),
+    "a semaphore that is set": ({"scheduler_metadata": torch.eye(17, **INT)[0]}, "begin with 0"),
     "a schedule with more requests": (
         {"scheduler_metadata": torch.eye(40, **INT)[30]},
-        "zeros after those of each request",
+        "zeros after those of the requests",
     ),
 }
 

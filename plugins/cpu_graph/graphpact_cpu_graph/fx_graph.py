@@ -1,10 +1,10 @@
-"""FX graphs of a recording: a node for each recorded call, tensors of the outside as inputs.
+"""FX graphs of a recording: a node for each recorded call, and external tensors as inputs.
 
-What a node reads and no node made is an input, by its memory, never a constant: a replay reads it, and
-writes it, where it lies. So the numbers of Python stay what they were, and the contents of tensors do not.
+A tensor that a node reads and no node made is an input, never a constant: a replay reads and writes it in its
+own memory. Python numbers are constants, contents of tensors are not.
 
-What a segment made and something after it reads (the next segment, an eager call, the outputs) is copied,
-as the segment's last work, to where it lay when it was recorded.
+Tensors that a segment made and that are read after it (by the next segment, an eager call, the outputs) are
+copied to their recorded memory, as the segment's last work.
 
 Does not: record, which `graphpact_tape.recorder` does, or compile.
 """
@@ -30,11 +30,11 @@ _aten = torch.ops.aten
 
 @dataclass(slots=True)
 class SegmentGraph:
-    """One segment as an FX graph, and the memory around it that it reads and writes.
+    """One segment as an FX graph, with the inputs that it reads and writes.
 
     Attributes:
         graph: Its nodes write their arguments in place, and it returns nothing.
-        inputs: By place, the placeholders and the tensors that they stand for.
+        inputs: The placeholders and their tensors, by place.
     """
 
     graph: fx.Graph = field(default_factory=fx.Graph)
@@ -48,7 +48,7 @@ class SegmentGraph:
         """Return the graph of ``segment``.
 
         Args:
-            segment: Of a recording, which has to live until this graph is finished.
+            segment: A segment. Its recording has to stay alive until this graph is finished.
             outliving: The storages that it allocated and that are read after it.
         """
         made = cls()
@@ -71,7 +71,7 @@ class SegmentGraph:
         tensors = {id(node): tensor for node, tensor in self.inputs.values()}
         return [tensors[id(node)] for node in self.graph.find_nodes(op="placeholder")]
 
-    # -- inside ----------------------------------------------------------------------------------
+    # -- internal --------------------------------------------------------------------------------
 
     def _add(self, call: RecordedCall) -> None:
         given = tensors_of((call.args, call.kwargs))
@@ -87,7 +87,7 @@ class SegmentGraph:
         bases = self._fresh.get(storage_id(tensor))
         if bases is None:
             return self._input(tensor)
-        # A view of what this graph made that passed no dispatcher, such as ``tensor.data``.
+        # A view of a tensor of this graph that was not dispatched, such as ``tensor.data``.
         view = tensor.shape, tensor.stride(), tensor.storage_offset()
         return self.graph.call_function(_aten.as_strided.default, (bases[0][0], *view))
 
@@ -100,7 +100,7 @@ class SegmentGraph:
         return self.inputs[place][0]
 
     def _bind(self, node: fx.Node, result: Any, given: list[torch.Tensor]) -> None:
-        """Let ``node`` stand for ``result`` in the calls that follow."""
+        """Use ``node`` for ``result`` in later calls."""
         if isinstance(result, list | tuple):
             for i, part in enumerate(result):
                 item = self.graph.call_function(operator.getitem, (node, i))
@@ -113,7 +113,7 @@ class SegmentGraph:
             self._fresh.setdefault(storage_id(result), []).append((node, result))
 
     def _join_overlaps(self) -> None:
-        """Make one input of those that share written memory: a compiler takes inputs for disjoint."""
+        """Join inputs that share written memory to one: a compiler assumes that inputs are disjoint."""
         ranges = {place: _addresses(tensor) for place, (_, tensor) in self.inputs.items()}
         for group in _overlapping(ranges):
             begin, end = ranges[group[0]][0], max(ranges[place][1] for place in group)
@@ -124,8 +124,8 @@ class SegmentGraph:
             if len(kinds) > 1:
                 dtypes = " and as ".join(sorted(dtype for dtype, _ in kinds))
                 raise CaptureError(
-                    f"a region writes memory that it has in several storages or dtypes: as {dtypes}",
-                    hint='the graph driver "tape" can record it',
+                    f"a region writes memory that it uses through several storages or dtypes: as {dtypes}",
+                    hint='use the graph driver "tape", which can record it',
                 )
             origin, size = int(lowest.storage_offset()), (end - begin) // lowest.itemsize
             base = self._input(lowest.as_strided((size,), (1,), origin))
@@ -145,7 +145,7 @@ class SegmentGraph:
         return first
 
     def _view(self, base: fx.Node, tensor: torch.Tensor, offset: int) -> fx.Node:
-        """Return ``tensor`` as a view of the flat ``base``; compilers understand slices best."""
+        """Return ``tensor`` as a view of the flat ``base``; compilers optimize slices best."""
         call = self.graph.call_function
         if not tensor.is_contiguous():
             strided: fx.Node = call(
@@ -165,12 +165,12 @@ def _addresses(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _overlapping(ranges: dict[Place, tuple[int, int]]) -> list[list[Place]]:
-    """Return the places in groups whose ranges of addresses overlap, each in rising order."""
+    """Return groups of places whose address ranges overlap, each in ascending order."""
     groups: list[list[Place]] = []
     reach = 0
     for place, (begin, end) in sorted(ranges.items(), key=lambda item: item[1]):
         if begin == end:
-            continue  # no element, no memory
+            continue  # an empty tensor has no memory
         if groups and begin < reach:
             groups[-1].append(place)
         else:

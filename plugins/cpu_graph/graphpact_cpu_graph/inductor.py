@@ -1,10 +1,9 @@
-"""The ``inductor`` driver: a region recorded once and compiled for the CPU by torch's inductor.
+"""The ``inductor`` driver: records a region once and compiles it for the CPU with torch's inductor.
 
-A replay runs what was compiled: none of the region's Python, and fewer, fused kernels. Its inputs are
-the recorded tensors themselves, written in place; what the region returned is written to the same
-memory every time.
+A replay runs the compiled code: none of the region's Python, and fewer, fused kernels. Its inputs are the
+recorded tensors themselves, written in place. Every replay writes the outputs to the same memory.
 
-Does not: run on a GPU, freeze weights into code, or look for wrong use (the tape's strict mode does).
+Does not: run on a GPU, freeze weights into code, or detect wrong use (the tape's strict mode does).
 """
 
 import functools
@@ -29,15 +28,15 @@ from graphpact_tape.recorder import Recorder, Recording
 
 __tracebackhide__ = True  # a message names the line of the region
 
-# Random numbers come from torch's generator, as in an eager run, and not from inductor's.
+# Random numbers come from torch's generator, as in an eager run, not from inductor's.
 _OPTIONS = {"fallback_random": True}
 
 
 @functools.cache
 def missing_compiler() -> str | None:
-    """Return what torch's compiler for CPUs lacks on this machine, or None; found out once a process.
+    """Return what torch's CPU compiler lacks on this machine, or None; checked once in a process.
 
-    The C++ compiler is the one that torch takes: what ``CXX`` names, else ``g++``.
+    The C++ compiler is the one that torch uses: the one that ``CXX`` names, else ``g++``.
     """
     from torch._inductor import config, cpp_builder, exc  # noqa: PLC0415  heavy to import
 
@@ -54,10 +53,10 @@ def missing_compiler() -> str | None:
 
 
 class InductorGraph(Graph):
-    """Compiled segments, the eager calls between them, and what the region returned.
+    """A graph of compiled segments and the eager calls between them, with the outputs of the region.
 
-    ``num_nodes`` counts the recorded operations, before they are fused. ``pool_nbytes`` is what is kept
-    between replays; what a segment needs only while it runs is allocated then.
+    ``num_nodes`` counts the recorded operations, before they are fused. ``pool_nbytes`` is the memory that is
+    kept between replays; each replay allocates and frees temporary memory of its segments.
     """
 
     def __init__(self, recording: Recording) -> None:
@@ -97,12 +96,12 @@ class InductorGraph(Graph):
         self.pool_nbytes = 0
 
     def external_tensors(self) -> list[torch.Tensor]:
-        """Return the tensors of the recorded operations, and of the outputs, that are not the graph's own."""
+        """Return the external tensors: those of operations and outputs in memory not the graph's own."""
         return list(self._external)
 
 
 class InductorDriver(GraphDriver):
-    """Compiles what it records. The memory of a graph is its own; graphs of one driver do not overlap."""
+    """A driver that compiles recorded regions. Each graph has memory of its own: graphs do not overlap."""
 
     name: ClassVar[str] = "inductor"
 
@@ -112,17 +111,17 @@ class InductorDriver(GraphDriver):
 
     @classmethod
     def unavailable(cls, device: torch.device) -> str | None:
-        """Return that ``device`` is no CPU, or what the compiler lacks; None where it can compile."""
+        """Return why it cannot compile for ``device``, or None."""
         if device.type != "cpu":
             return f"it compiles for the CPU, not for {device.type}"
         return missing_compiler()
 
     def capture(self, fn: Callable[[], Any], *, warmup: int = 1) -> InductorGraph:
-        """Run ``fn`` ``warmup`` times and once more, recorded, and compile what was recorded.
+        """Run ``fn`` ``warmup`` times, then once more recorded, and compile the recording.
 
         Raises:
-            CaptureError: A host read, a tensor that changes its shape, a capture inside another one, or
-                what inductor cannot compile.
+            CaptureError: A host read, a change of shape in place, a capture inside another one, or code that
+                inductor cannot compile.
         """
         self.refuse_nested_capture()
         with torch.inference_mode():
@@ -148,7 +147,7 @@ class InductorDriver(GraphDriver):
 
 
 def _compile(segment: SegmentGraph, inputs: list[torch.Tensor]) -> Callable[[], object]:
-    """Return what runs ``segment`` on its inputs.
+    """Return a function that runs ``segment``, compiled, on its inputs.
 
     Raises:
         CaptureError: Inductor cannot compile it.
@@ -156,8 +155,8 @@ def _compile(segment: SegmentGraph, inputs: list[torch.Tensor]) -> Callable[[], 
     module = fx.GraphModule(torch.nn.Module(), segment.graph)
     from torch import _inductor  # noqa: PLC0415  heavy to import
 
-    # Of the inputs the compiler sees shapes and strides, no two of one memory: those that overlap and
-    # are written were made one.
+    # The compiler sees shapes and strides of the inputs, each in its own memory. That holds: inputs that
+    # overlap and are written were joined to one.
     with torch.inference_mode(mode=False), torch.no_grad():
         with FakeTensorMode():
             examples: list[Any] = [
@@ -170,7 +169,7 @@ def _compile(segment: SegmentGraph, inputs: list[torch.Tensor]) -> Callable[[], 
             raise CaptureError(
                 f"inductor cannot compile the region: {type(error).__name__}:"
                 f" {str(error).strip().partition(chr(10))[0]}",
-                hint='runner = "cuda_graph" needs no compiler: on a CPU its driver is the tape',
+                hint='use runner = "cuda_graph", which needs no compiler: on a CPU its driver is the tape',
             ) from error
     return functools.partial(compiled, *inputs)
 

@@ -138,7 +138,7 @@ def test_replays_equal_eager_runs(lengths: list[int], rig: Rig) -> None:
 
 
 def test_the_tail_is_scratch_after_a_larger_batch(rig: Rig) -> None:
-    """Rows that an earlier batch left behind are reset: row 0, slot 0, position 0, the fill length."""
+    """Rows of an earlier batch are reset: row 0, slot 0, position 0, the fill length."""
     shape = GraphShape(ForwardMode.DECODE, ROWS, ROWS)
     view = rig.lane.captured[shape].step.view
     for lengths in ([8, 7, 6, 5], [3]):

@@ -173,7 +173,7 @@ def test_one_memory_of_two_dtypes_is_refused(interpreted: None) -> None:
     integers = floats.view(torch.int32)
     with pytest.raises(CaptureError, match=r"as torch\.float32 and as torch\.int32"):
         capture(lambda: (floats.add_(1), integers + 1))
-    assert capture(lambda: (floats + 1, integers + 1)).num_nodes == 2  # unless nobody writes it
+    assert capture(lambda: (floats + 1, integers + 1)).num_nodes == 2  # not written: no refusal
 
 
 def test_outputs_of_the_outside_stay_outside(interpreted: None) -> None:
@@ -320,7 +320,7 @@ def test_a_swallowed_refusal_is_raised_all_the_same(interpreted: None) -> None:
 
 
 def test_what_inductor_cannot_compile_is_a_capture_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error of the compiler is told as one, with its first line and another driver."""
+    """An error of the compiler is a CaptureError with its first line and the name of another driver."""
 
     def fail(*_: object) -> None:
         raise RuntimeError("a kernel is beyond me\nand here is why")

@@ -1,6 +1,6 @@
-"""The ``cuda_graph`` runner: one full graph for each decode bucket, on whatever driver the lane has.
+"""The ``cuda_graph`` runner: one full graph for each decode capture size, with the lane's driver.
 
-The name is the field's; on a CPU the lane's driver is the tape.
+The name is the one that engines use. On a CPU the lane's driver is the tape.
 
 Does not: serve prefill, or capture a part of a step.
 """
@@ -10,8 +10,8 @@ from graphpact.shapes import default_decode_batch_sizes
 
 
 class CudaGraphRunner(DecodeRunner):
-    """Captures decode for dense sizes: a capture costs little, padding costs in every step."""
+    """The decode runner with dense capture sizes: a capture is cheap, padding rows cost in every step."""
 
     def default_batch_sizes(self) -> list[int]:
-        """Return the default capture sizes up to the largest step."""
+        """Return the default capture sizes, up to the largest batch size."""
         return default_decode_batch_sizes(self.context.limits.max_bs)

@@ -1,12 +1,13 @@
 """The ``cuda`` driver: CUDA graphs through `torch.cuda.CUDAGraph`.
 
 All graphs of a driver share one memory pool and one capture stream. An eager call inside a region ends
-one graph and begins the next; what the call reads is computed by replaying the part before it.
+one graph and begins the next. During the capture the driver replays the graph before the call, so that the
+call reads computed values.
 
-Strict, the preparation of a replay runs in torch's sync debug mode, where a wait for the device is an
-error, and a graph is asked before each replay whether its inputs are still alive (torch 2.13; not 2.11).
+In strict mode the preparation of a replay runs in torch's sync debug mode, where a wait for the device is an
+error. A replay also checks that the graph's inputs are alive, if this torch can (2.13 can, 2.11 cannot).
 
-Does not: emulate anything. Where there is no CUDA device it says so and is not selected.
+Does not: emulate anything. Without a CUDA device the driver is unavailable.
 """
 
 import contextlib
@@ -31,14 +32,14 @@ _LIVENESS = "check_input_liveness"
 
 
 class CudaGraph(Graph):
-    """Captured CUDA graphs, one a segment, and the tensors that their region returned.
+    """Captured CUDA graphs, one for each segment, with the outputs of the region.
 
-    Which tensors they read is in their kernels' arguments, where torch does not look. It is known of the
-    operations that torch dispatched while the region was recorded.
+    The tensors that a graph reads are arguments of its kernels, which torch does not report. The driver knows
+    them only for operations that torch dispatched during the capture.
     """
 
     sees = "dispatched"
-    num_nodes = -1  # the runtime knows, torch does not say
+    num_nodes = -1  # torch does not report it
 
     def __init__(
         self,
@@ -57,7 +58,7 @@ class CudaGraph(Graph):
         self._calls = [s if isinstance(s, EagerCall) else s.replay for s in steps]
         self._watches_inputs = watches_inputs
         if len(self._calls) == 1 and not watches_inputs:
-            self.replay = self._calls[0]  # type: ignore[method-assign]  # one call less per step
+            self.replay = self._calls[0]  # type: ignore[method-assign]  # saves one call in each step
 
     def replay(self) -> None:
         """Launch the graphs on the current stream, and make the eager calls between them."""
@@ -70,21 +71,21 @@ class CudaGraph(Graph):
                     raise
                 raise ReplayError(
                     f"a replay is refused: {error}",
-                    hint="keep what a graph reads for as long as the graph, and copy into it",
+                    hint="keep the tensors that a graph reads for as long as the graph, and copy into them",
                     rule="GP14",
                 ) from error
 
     def release(self) -> None:
-        """Free the executable graphs; their pool lives on with its neighbours."""
+        """Free the executable graphs; the pool stays, because other graphs share it."""
         self.outputs = self._externals = None
         self.pool_nbytes = 0
         for graph in self._graphs:
             graph.reset()
 
     def external_tensors(self) -> list[torch.Tensor]:
-        """Return what the region's operations took of others' memory, as far as it is alive.
+        """Return the external tensors of the region's dispatched operations that are still alive.
 
-        What kernels read that were launched below torch's dispatcher is not among it.
+        Tensors of kernels that were launched below torch's dispatcher are not among them.
         """
         return [] if self._externals is None else self._externals.tensors()
 
@@ -111,17 +112,17 @@ class CudaStream(Stream):
         self._entered.pop().__exit__(kind, error, traceback)
 
     def wait_event(self, event: Event) -> None:
-        """Let later work of this stream wait for what ``event`` marked."""
-        assert isinstance(event, CudaEvent)  # noqa: S101  a driver's streams know its own events
+        """Make later work of this stream wait for the work that ``event`` marks."""
+        assert isinstance(event, CudaEvent)  # noqa: S101  streams take events of their own driver
         self.stream.wait_event(event.event)
 
     def wait_stream(self, stream: Stream) -> None:
-        """Let later work of this stream wait for all that ``stream`` was given."""
+        """Make later work of this stream wait for all work that ``stream`` was given so far."""
         assert isinstance(stream, CudaStream)  # noqa: S101  as above
         self.stream.wait_stream(stream.stream)
 
     def synchronize(self) -> None:
-        """Wait, on the host, for all work of this stream."""
+        """Make the host wait for all work of this stream."""
         self.stream.synchronize()
 
 
@@ -134,17 +135,17 @@ class CudaEvent(Event):
 
     def record(self, stream: Stream | None = None) -> None:
         """Mark the work that ``stream`` was given so far."""
-        assert stream is None or isinstance(stream, CudaStream)  # noqa: S101  one of this driver's
+        assert stream is None or isinstance(stream, CudaStream)  # noqa: S101  as above
         current = torch.cuda.current_stream(self._device)
         self.event.record(current if stream is None else stream.stream)
 
     def synchronize(self) -> None:
-        """Wait, on the host, for the marked work."""
+        """Make the host wait for the marked work."""
         self.event.synchronize()
 
 
 class _Capture:
-    """A capture under way: graphs begun and ended on the driver's stream, into its pool."""
+    """The state of one capture: its segments are captured on the driver's stream, into its pool."""
 
     def __init__(self, pool: Any, options: dict[str, Any], device: torch.device) -> None:
         self._pool = pool
@@ -168,19 +169,19 @@ class _Capture:
             self._graph = None
 
     def abandon(self) -> None:
-        """End the segment of a region that failed; nothing of it is kept."""
-        with contextlib.suppress(RuntimeError):  # the capture is invalid, which is known
+        """End the capture of a region that failed, and keep no graph of it."""
+        with contextlib.suppress(RuntimeError):  # the capture is invalid: that is expected here
             self.end()
-        for step in (*self.steps, self._graph):  # reset, torch stops watching its inputs
+        for step in (*self.steps, self._graph):  # until reset, torch watches its inputs
             if isinstance(step, torch.cuda.CUDAGraph):
                 step.reset()
 
 
 class CudaDriver(GraphDriver):
-    """Captures CUDA graphs that share one memory pool, on one side stream.
+    """A driver that captures CUDA graphs into one shared memory pool, on one side stream.
 
-    Bytes of a graph's pool are what the allocator reserved while it was captured: a graph that fits into
-    what earlier ones left adds none.
+    ``pool_nbytes`` of a graph is the memory that the allocator reserved during its capture. It is 0 for a
+    graph that fits into free memory of the pool.
     """
 
     name: ClassVar[str] = "cuda"
@@ -194,7 +195,7 @@ class CudaDriver(GraphDriver):
 
     @classmethod
     def unavailable(cls, device: torch.device) -> str | None:
-        """Return why CUDA graphs cannot be had on ``device``, or None."""
+        """Return why CUDA graphs are unavailable on ``device``, or None."""
         if device.type != "cuda":
             return f"CUDA graphs record work on a CUDA device, not on {device.type}"
         if not torch.cuda.is_available():
@@ -235,8 +236,8 @@ class CudaDriver(GraphDriver):
                     self._abandon(capture)
                     raise CaptureError(
                         f"the region cannot be captured as a CUDA graph: {error}",
-                        hint="host reads, allocations of the driver and synchronisation are not allowed in"
-                        " it; the strict tape names the line",
+                        hint="a region must not read on the host, synchronise, or call cudaMalloc; capture it"
+                        " on the strict tape, which names the line",
                         rule="GP20",
                     ) from error
                 except BaseException:
@@ -247,7 +248,7 @@ class CudaDriver(GraphDriver):
                 reserved = torch.cuda.memory_reserved(self.device) - reserved
         current.wait_stream(self._stream)
         watches = bool(capture.options)
-        # Out of memory, the allocator gives up segments of others: that is no memory of the graph.
+        # When memory is short the allocator frees other segments, so the difference can be negative.
         return CudaGraph(
             capture.steps,
             outputs,
@@ -257,21 +258,21 @@ class CudaDriver(GraphDriver):
         )
 
     def _abandon(self, capture: _Capture) -> None:
-        """End a capture that failed, and its pool: torch takes that for recorded into still."""
+        """End a capture that failed, and replace the pool: torch treats it as still in capture."""
         capture.abandon()
         self._pool = torch.cuda.graph_pool_handle()
 
     def _options(self) -> dict[str, Any]:
-        """Return what a strict driver asks of torch's capture, where this torch has it (not 2.11)."""
+        """Return options of torch's capture for strict mode; empty where this torch lacks them (2.11)."""
         known = inspect.signature(torch.cuda.CUDAGraph.capture_begin).parameters
         return {_LIVENESS: True} if self.strict and _LIVENESS in known else {}
 
     def break_graph(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """End a graph before ``fn(*args)``, and begin another after it."""
+        """End a graph, call ``fn(*args)``, begin another graph, and return the call's result."""
         capture = self._capture
         assert capture is not None  # noqa: S101  it is capturing
         capture.end()
-        for step in capture.steps[-1:]:  # what the call reads was recorded, and not yet computed
+        for step in capture.steps[-1:]:  # the inputs of the call were recorded, but not computed
             if isinstance(step, torch.cuda.CUDAGraph):
                 step.replay()
         with capture.externals.paused():
@@ -288,7 +289,7 @@ class CudaDriver(GraphDriver):
     def preparation(
         self, host: Iterable[torch.Tensor] = (), read_only: Iterable[torch.Tensor] = ()
     ) -> Iterator[None]:
-        """Strict: a wait for the device is an error in it."""
+        """In strict mode, turn a wait of the host for the device into an error."""
         del host, read_only
         if not self.strict:
             yield
@@ -304,7 +305,7 @@ class CudaDriver(GraphDriver):
                 raise
             raise ReplayError(
                 f"the host waits for the device while a replay is prepared: {error}",
-                hint="keep the value in a tensor, or take it from the host's copy, such as seq_lens_cpu",
+                hint="keep the value in a tensor, or read a host copy of it, such as seq_lens_cpu",
                 rule="GP20",
             ) from error
         finally:
@@ -315,7 +316,7 @@ class CudaDriver(GraphDriver):
         return CudaStream(torch.cuda.Stream(self.device))
 
     def current_stream(self) -> CudaStream:
-        """Return the stream that work is given to now."""
+        """Return the stream that new work goes to."""
         return CudaStream(torch.cuda.current_stream(self.device))
 
     def event(self) -> CudaEvent:
@@ -327,13 +328,13 @@ class CudaDriver(GraphDriver):
         target.copy_(source, non_blocking=True)
 
     def synchronize(self) -> None:
-        """Wait, on the host, for all work that the device was given."""
+        """Make the host wait for all work of the device."""
         torch.cuda.synchronize(self.device)
 
 
 @contextlib.contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """Collect now, and nothing that is alive now before the end: to free some things ends a capture."""
+    """Collect garbage now and not inside: freeing some objects, such as CUDA graphs, breaks a capture."""
     gc.collect()
     enabled = gc.isenabled()
     frozen_by_others = gc.get_freeze_count()

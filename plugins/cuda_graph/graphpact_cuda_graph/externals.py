@@ -1,10 +1,10 @@
-"""`ExternalsWatch`: which tensors of others a region uses, seen from the operations that torch dispatches.
+"""`ExternalsWatch`: finds the external tensors of a region, from the operations that torch dispatches.
 
-For drivers whose graphs do not tell, such as CUDA graphs: their kernels have the addresses in their
-arguments, where torch does not look. A custom operator is one dispatch, so its tensor arguments are seen.
+For drivers whose graphs do not report them, such as CUDA graphs: the addresses are arguments of kernels,
+which torch does not inspect. A custom operator is dispatched once, so its tensor arguments are seen.
 
-Does not: see what is launched below torch's dispatcher: a Triton kernel launched by itself, the inside of
-compiled code, a library's function that is no operator of torch.
+Does not: see work launched below torch's dispatcher: a Triton kernel launched directly, kernels inside
+compiled code, a library function that is no torch operator.
 """
 
 import contextlib
@@ -19,13 +19,13 @@ from graphpact_tape.host import WeakTensor, tensors_of
 
 
 class ExternalsWatch(TorchDispatchMode):
-    """Notes, while it is entered, the tensors that operations take and no operation of the region made.
+    """A dispatch mode that collects the tensors which operations take and no operation of the region made.
 
-    Tensors are held weakly: a graph keeps no memory of others alive.
+    Tensors are held weakly, because a graph does not keep external memory alive.
 
     Args:
-        device: Where the recorded work runs. Of host tensors a number without dimensions is left out: an
-            operation takes it by value.
+        device: The device of the recorded work. Host tensors without dimensions are left out: operations take
+            them by value.
     """
 
     supports_higher_order_operators = True
@@ -33,14 +33,14 @@ class ExternalsWatch(TorchDispatchMode):
     def __init__(self, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch has no annotation there
         self._device = device
-        # By identity. That of a freed storage goes to none but a later one of the region.
+        # By storage id. Only a later storage of the region can reuse the id of a freed one.
         self._made: set[int] = set()
         self._found: dict[tuple[Any, ...], WeakTensor] = {}
         self._is_paused = False
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Return True: torch.compile works as without this mode, and what is recorded is what will run."""
+        """Return True: torch.compile works as without this mode."""
         return True
 
     def __torch_dispatch__(
@@ -50,17 +50,16 @@ class ExternalsWatch(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run ``func``, and note what it takes and what it makes."""
+        """Run ``func``, and note its external inputs and its new tensors."""
         kwargs = kwargs or {}
         if self._is_paused:
             return func(*args, **kwargs)
         result = func(*args, **kwargs)
         given, results = _plain((args, kwargs)), _plain(result)
         made = self._new(results, given)
-        schema = getattr(func, "_schema", None)  # of an operator; a higher-order one has none
-        if (
-            made or not results or schema is None or schema.is_mutable
-        ):  # else a view, which reads nothing
+        schema = getattr(func, "_schema", None)  # a higher-order operator has none
+        is_view = not made and results and schema is not None and not schema.is_mutable
+        if not is_view:  # a view reads nothing
             self.note(given)
         self._made |= made
         return result
@@ -78,7 +77,7 @@ class ExternalsWatch(TorchDispatchMode):
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Note nothing inside: work that the graph does not hold."""
+        """Note nothing for the duration of the context: the graph does not record its work."""
         self._is_paused = True
         try:
             yield
@@ -86,22 +85,22 @@ class ExternalsWatch(TorchDispatchMode):
             self._is_paused = False
 
     def takes_over(self, result: Any, args: Any) -> None:
-        """Count what an eager call made as the graph's own: the graph keeps it."""
+        """Treat new tensors of an eager call's result as the graph's own: the graph keeps them."""
         self._made |= self._new(_plain(result), _plain(args))
 
     def tensors(self) -> list[torch.Tensor]:
-        """Return the tensors that were noted and are alive, in the order of their first use."""
+        """Return the noted tensors that are still alive, in the order of their first use."""
         revived = (weak.revive() for weak in self._found.values())
         return [t for t in revived if t is not None]
 
     @staticmethod
     def _new(results: Iterable[torch.Tensor], given: Iterable[torch.Tensor]) -> set[int]:
-        """Return the storages of ``results`` that are none of ``given``."""
+        """Return the storages of ``results`` that are not storages of ``given``."""
         return {storage_id(t) for t in results} - {storage_id(t) for t in given}
 
 
 def _plain(tree: Any) -> list[torch.Tensor]:
-    """Return the strided tensors of a tree, and of a wrapper (such as DTensor) those inside it."""
+    """Return the strided tensors of a tree, with those inside wrappers such as DTensor."""
     found: list[torch.Tensor] = []
     tensors: list[Any] = [*tensors_of(tree)]
     for t in tensors:

@@ -1,11 +1,11 @@
 """The ``fa3`` attention backend: FlashAttention-3's page tables and schedule, for every mode.
 
-    metadata    what a step's kernels read
-    tree        index tensors of drafts that are trees
-    kernels     portable ones, and FlashAttention's own
-    backend     fills the one and calls the other
+    metadata    the tensors and host numbers that kernels read
+    tree        index tensors of drafts with branches (top-k > 1)
+    kernels     portable kernels, and FlashAttention's own
+    backend     fills the metadata and calls the kernels
 
-Does not: serve latents (MLA).
+Does not: serve MLA.
 """
 
 from graphpact_fa3.backend import FA3Backend

@@ -1,11 +1,11 @@
-"""`FA3Backend`: FlashAttention's page tables, filled by one body at capture, at replay and in eager steps.
+"""`FA3Backend`: FlashAttention's page tables, filled by one function at capture, replay and eager steps.
 
-Everything is made by the device alone, so a graph can record it, and a replay then prepares nothing. The
-schedule is made once a step, in one buffer, and every layer without a window is given it.
+All metadata is computed on the device, so a graph can record that work, and a replay then prepares nothing.
+The schedule is made once a step, in one buffer, for all layers without a window.
 
-Drafts that are trees are attended in two parts, merged by their log-sum-exp: what all queries of a request
-share, and one row a token for the drafts that it sees. A layer with a window has one row a token for
-both, since a window of a tree begins at another key for every depth.
+With top-k > 1, attention has two parts, merged by their log-sum-exp: the sequence, which all queries of a
+request share, and the drafts that each token sees, one row for each token. A layer with a sliding window has
+one row for each token with both, because the window begins at another key for every depth.
 
 Does not: attend; see `graphpact_fa3.kernels`.
 """
@@ -41,7 +41,7 @@ from graphpact_kernels import (
 
 
 class FA3Backend(AttentionBackend):
-    """FlashAttention-3's metadata, on its own kernels or on portable ones."""
+    """The attention backend with FlashAttention-3's metadata, on native or portable kernels."""
 
     capabilities = Capabilities(
         modes=frozenset(ForwardMode),
@@ -55,7 +55,7 @@ class FA3Backend(AttentionBackend):
         sinks=True,
         trees=True,
     )
-    # Its kernels take latents as a second part of the query, which metadata here has no part in.
+    # FlashAttention's kernels for MLA take a second query tensor, which this backend does not pass.
     claims = {"heads mla": "not_implemented"}  # noqa: RUF012  a ClassVar there
     providers = (NativeKernels, PortableKernels)
     fill_is_device_only = True
@@ -69,7 +69,7 @@ class FA3Backend(AttentionBackend):
     # -- memory ----------------------------------------------------------------------------------
 
     def declare_slots(self, limits: Limits) -> Sequence[GraphSlot]:
-        """Return the index tensors, int32; those of trees only where drafts have branches."""
+        """Return the slots of the index tensors, int32; those of trees only with top-k > 1."""
         pages = limits.max_pages_per_request
         slots = [
             _slot("cu_seqlens_q", lambda bs, _: (bs + 1,), "offsets"),
@@ -90,7 +90,7 @@ class FA3Backend(AttentionBackend):
         return slots
 
     def _declare_tree(self, window: int | None, limits: Limits) -> list[GraphSlot]:
-        """Return the slots of one row a token: of drafts, and before them of a window's keys."""
+        """Return the slots with one row for each token: its window's keys, if any, then its drafts."""
         width = max(limits.draft.num_draft_tokens, limits.draft.num_steps)
         if window is not None:
             width += min(window, limits.max_context_len)
@@ -102,13 +102,13 @@ class FA3Backend(AttentionBackend):
     def allocate_metadata(
         self, view: ForwardBatch, shape: GraphShape, buffers: Buffers
     ) -> FA3Metadata:
-        """Return the metadata of ``shape``, its tensors slices of the declared slots.
+        """Return the metadata of ``shape``; its tensors are slices of the declared slots.
 
-        Of a graph the bounds are those of every replay. In an eager step they are the batch's own, from
-        the lengths on the host, since what a GPU computes grows with them.
+        The bounds of a graph hold for every replay. An eager step has bounds of its own, from the host
+        lengths, because the work of a GPU grows with them.
 
         Raises:
-            EngineError: A ragged batch without its lengths.
+            EngineError: A ragged batch lacks its lengths.
         """
         limits, in_tree = self.context.limits, view.is_tree
         max_q, max_k = view.tokens_per_request, limits.max_context_len
@@ -132,7 +132,7 @@ class FA3Backend(AttentionBackend):
         )
 
     def _allocate_tree(self, buffers: Buffers) -> TreeMetadata:
-        # Asked for once: in an eager step each call makes another.
+        # Taken once: in an eager step each call allocates another tensor.
         cu_seqlens_q = buffers("fa3.tree.cu_seqlens_q")
 
         def rows(window: int | None) -> KeyRows:
@@ -148,14 +148,14 @@ class FA3Backend(AttentionBackend):
 
         return TreeMetadata(drafts=rows(None), windows={w: rows(w) for w in self._windows})
 
-    # -- the body --------------------------------------------------------------------------------
+    # -- the fill --------------------------------------------------------------------------------
 
     def fill_metadata(self, view: ForwardBatch, metadata: FA3Metadata) -> None:
-        """Derive index tensors and schedule from lengths, request rows and the tree, on the device."""
+        """Fill index tensors and schedule from lengths, request rows and the tree, on the device."""
         if view.forward_mode.is_ragged:
             write_indptr(view.required_extend_lens()[0], out=metadata.cu_seqlens_q)
         else:
-            # The same stride for every request, whatever it accepted: what was captured has no other.
+            # The same stride for every request, as at capture, whatever number of drafts it accepted.
             width = view.tokens_per_request
             torch.arange(0, view.num_tokens + width, width, out=metadata.cu_seqlens_q)
         drafts = 0 if metadata.tree is not None else view.uncounted_keys
@@ -183,7 +183,7 @@ class FA3Backend(AttentionBackend):
         layer: LayerSpec,
         metadata: FA3Metadata,
     ) -> torch.Tensor:
-        """Write keys and values, where there are new ones, to their slots; then attend over the pages."""
+        """Write new keys and values to their KV slots, if any, and return the attention over the pages."""
         cache = self.context.kv_cache
         k_cache, v_cache = cache.k[layer.cache_layer], cache.v[layer.cache_layer]
         new = new_kv(k, v, layer)
@@ -210,7 +210,7 @@ class FA3Backend(AttentionBackend):
             out, lse = self.kernels.attend(*inputs, rows, layer, causal=False, with_lse=with_lse)
         if sinks is None or lse is None:
             return out
-        # A sink takes its share of the weights once, of all keys: no part of a cascade is given it.
+        # A sink takes its share of the weights of all keys once, so it is not passed to parts of a cascade.
         return (out * torch.sigmoid(lse - sinks)[..., None]).to(out.dtype)
 
     def _attend_cascade(
@@ -220,7 +220,7 @@ class FA3Backend(AttentionBackend):
         metadata: FA3Metadata,
         tree: TreeMetadata,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the attention over the sequence and over what each draft sees of the drafts, as one."""
+        """Return the attention over the sequence and the visible drafts, with its log-sum-exp."""
         attend = self.kernels.attend
         shared, lse = attend(
             *inputs,
@@ -231,19 +231,19 @@ class FA3Backend(AttentionBackend):
             with_lse=True,
         )
         own, own_lse = attend(*inputs, tree.drafts, layer, causal=False, with_lse=True)
-        assert lse is not None  # noqa: S101  asked for
+        assert lse is not None  # noqa: S101  with_lse is True
         assert own_lse is not None  # noqa: S101
         return merge_states(shared, lse, own, own_lse), torch.logaddexp(lse, own_lse)
 
 
 def _schedule_of(metadata: FA3Metadata) -> torch.Tensor | None:
-    """Return the part of the schedule that kernels take; None where they take none."""
+    """Return the part of the schedule that kernels take, or None if they take none."""
     size = metadata.schedule_len
     return metadata.scheduler_metadata[:size] if size else None
 
 
 def _slot(name: str, rows: Callable[[int, int], tuple[int, ...]], role: SlotRole) -> GraphSlot:
-    """Return an int32 slot of a row a request, or of a tree a row a token; offsets have one more."""
+    """Return an int32 slot, a row for each request, or of a tree for each token; offsets have one more."""
     return metadata_slot(
         f"fa3.{name}",
         rows,
@@ -255,10 +255,10 @@ def _slot(name: str, rows: Callable[[int, int], tuple[int, ...]], role: SlotRole
 
 
 def _of_tree(name: str, window: int | None) -> str:
-    """Return the name of a tensor of a tree's rows: of the drafts, or of one window."""
+    """Return the name of a tensor of a tree: for the drafts, or for one window."""
     return f"tree.{name}" if window is None else f"tree.window{window}.{name}"
 
 
 def _most(lengths: torch.Tensor) -> int:
-    """Return the largest of lengths on the host, 1 where there are none."""
+    """Return the largest of host lengths, 1 if there are none."""
     return max(lengths.tolist(), default=1)

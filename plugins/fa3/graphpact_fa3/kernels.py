@@ -1,12 +1,12 @@
-"""The kernels of the ``fa3`` backend, which read the same tensors.
+"""The kernel providers of the ``fa3`` backend, which read the same tensors.
 
-    portable   graphpact's own, on any device
-    native     FlashAttention's, on a CUDA device: the first of `NativeKernels.sources` that can be had and
-               has what the model asks for
+    portable   graphpact's own kernels, on any device
+    native     FlashAttention's kernels, on a CUDA device: the first of `NativeKernels.sources` that is
+               available and has what the model needs
 
-No GPU has run the native ones here: tests hold their calls to the libraries' signatures, by fake modules.
-That a library's schedule fits its kernel, that a graph holds both, and what ``sgl_kernel`` asks of the
-arguments of its ``get_scheduler_metadata``, is read from sources and otherwise unproven.
+No GPU has run the native kernels yet. Tests check the calls against the libraries' signatures, with fake
+modules. Three things are known from sources alone: that a library's schedule fits its kernel, that a graph
+can record both, and which arguments ``get_scheduler_metadata`` of ``sgl_kernel`` takes.
 
 Does not: fill metadata.
 """
@@ -25,22 +25,22 @@ from graphpact.attention import GraphSupport, HeadLayout, KernelProvider
 from graphpact_fa3.metadata import FA3Metadata, KeyRows
 from graphpact_kernels import page_table_attention, schedule_attention
 
-_WIDTHS = frozenset(range(8, 257, 8))  # of a head
+_HEAD_DIMS = frozenset(range(8, 257, 8))
 
 
 class FA3Kernels(KernelProvider, abc.ABC):
-    """What a provider of this backend's kernels does."""
+    """A kernel provider of this backend."""
 
     @abc.abstractmethod
     def schedule(self, rows: FA3Metadata, *, causal: bool) -> int:
-        """Write the schedule of a step into ``rows.scheduler_metadata``, zeros to its end. Device work alone.
+        """Write the schedule of a step into ``rows.scheduler_metadata``, zeros to its end, on the device.
 
         Args:
-            rows: Whose offsets and lengths are written already.
+            rows: The metadata, with offsets and lengths filled.
             causal: As in `attend`.
 
         Returns:
-            How many of its numbers `attend` is to be given; for one shape the same every time.
+            How many of its numbers `attend` takes; always the same for one shape.
         """
 
     @abc.abstractmethod
@@ -60,29 +60,30 @@ class FA3Kernels(KernelProvider, abc.ABC):
         """Attend from the queries of each row to its keys, without sinks.
 
         Args:
-            q: ``[T, num_q_heads, head_dim]``; those past the last offset yield zeros.
+            q: ``[T, num_q_heads, head_dim]``; the output of queries past the last offset is zero.
             k_cache: ``[num_slots, num_kv_heads, head_dim]``.
             v_cache: ``[num_slots, num_kv_heads, v_head_dim]``.
             rows: Queries and keys.
             layer: Heads, scaling and softcap.
-            causal: Whether the last query of a row stands at its last key; else every query sees every key.
-            window: Keys that a query sees, itself included; None sees all.
-            schedule: What `schedule` wrote for these rows; None where there is none.
-            with_lse: Whether the log-sum-exp is wanted.
+            causal: Whether the last query of a row is at the position of its last key; else every query sees
+                every key.
+            window: Keys that a query sees, its own included; None for all.
+            schedule: The schedule from `schedule` for these rows, or None.
+            with_lse: Whether to return the log-sum-exp.
 
         Returns:
-            ``[T, num_q_heads, v_head_dim]``; and ``[T, num_q_heads]`` float32 (float64 of float64), the
-            log-sum-exp of the scores, minus infinity where there are none, or None.
+            ``[T, num_q_heads, v_head_dim]``; and the log-sum-exp of the scores, ``[T, num_q_heads]`` float32
+            (float64 of float64), minus infinity for a query without keys; or None.
         """
 
 
 class PortableKernels(FA3Kernels):
-    """graphpact's own: torch alone, on any device."""
+    """graphpact's own kernels: torch alone, on any device."""
 
     name = "portable"
 
     def schedule(self, rows: FA3Metadata, *, causal: bool) -> int:
-        """Write blocks of queries and of keys; the whole buffer is what `attend` is given."""
+        """Write the counts of query blocks and key blocks; `attend` takes the whole buffer."""
         del causal
         schedule_attention(rows.cu_seqlens_q, rows.cache_seqlens, out=rows.scheduler_metadata)
         return len(rows.scheduler_metadata)
@@ -100,7 +101,7 @@ class PortableKernels(FA3Kernels):
         schedule: torch.Tensor | None = None,
         with_lse: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Attend by `graphpact_kernels.page_table_attention`."""
+        """Attend with `graphpact_kernels.page_table_attention`."""
         lse = None
         if with_lse:
             lse = q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
@@ -129,33 +130,33 @@ _FLASH_ATTENTION = Capabilities(
     dtypes=frozenset({torch.bfloat16, torch.float16}),
     devices=frozenset({"cuda"}),
     head_layouts=frozenset({HeadLayout.MHA, HeadLayout.GQA}),
-    head_dims=_WIDTHS,
+    head_dims=_HEAD_DIMS,
     seq_len_fill_value=1,
     sliding_window=True,
     softcap=True,
-    sinks=True,  # made of the log-sum-exp
+    sinks=True,  # applied by the backend, with the log-sum-exp
     trees=True,
 )
 
 
 class LibraryKernels(FA3Kernels):
-    """A library's kernels: where it is looked for, and what it needs."""
+    """A provider with the kernels of one library: its module, and the devices that it needs."""
 
     name = "native"
     module: ClassVar[str]
     install: ClassVar[str]
-    """The command that installs it."""
+    """The command that installs the library."""
     compute_capability: ClassVar[str]
-    """Of the devices that it runs on, in words."""
+    """The compute capabilities that it runs on, for messages."""
 
     @classmethod
     @abc.abstractmethod
     def runs_on(cls, major: int) -> bool:
-        """Return whether its kernels were built for devices of compute capability ``major``."""
+        """Return whether its kernels are built for compute capability ``major``."""
 
     @classmethod
     def unavailable(cls, device: torch.device) -> str | None:
-        """Return why it cannot run on ``device``: no such device, or no such library."""
+        """Return why it cannot run on ``device``: no such device, no such library; or None."""
         if device.type != "cuda":
             return "FlashAttention's kernels need a CUDA device"
         if not torch.cuda.is_available():
@@ -169,26 +170,26 @@ class LibraryKernels(FA3Kernels):
 
     @classmethod
     def refusal(cls, context: BackendContext) -> str | None:
-        """Return also what it lacks for the width of values, of which nothing is declared."""
+        """Return why it cannot serve ``context``; checks v_head_dim too, which is no declared capability."""
         reason = super().refusal(context)
         if reason is not None:
             return reason
         for layer in context.layers:
             if not cls.has_widths(layer.head_dim, layer.v_head_dim):
-                return f"they lack values of {layer.v_head_dim} for keys of {layer.head_dim}"
+                return f"they lack v_head_dim {layer.v_head_dim} with head_dim {layer.head_dim}"
         return None
 
     @classmethod
     def has_widths(cls, head_dim: int, v_head_dim: int) -> bool:
-        """Return whether values may be ``v_head_dim`` wide where keys are ``head_dim``."""
+        """Return whether it has kernels for ``v_head_dim`` with ``head_dim``."""
         return head_dim == v_head_dim
 
 
 class FlashAttention3(LibraryKernels):
     """FlashAttention-3: ``flash_attn_with_kvcache`` and ``get_scheduler_metadata``.
 
-    Its own test of a schedule is that of its length, which depends on whether the call is causal; the
-    library makes it for one geometry of heads, so layers of another one are given none.
+    The library makes a schedule for one head geometry, so layers of another one get none. Its kernel checks
+    only the length of a schedule, which depends on ``causal``.
     """
 
     capabilities = _FLASH_ATTENTION
@@ -209,12 +210,12 @@ class FlashAttention3(LibraryKernels):
 
     @classmethod
     def runs_on(cls, major: int) -> bool:
-        """Return whether this is Hopper."""
+        """Return whether ``major`` is Hopper's."""
         return major == 9
 
     @classmethod
     def has_widths(cls, head_dim: int, v_head_dim: int) -> bool:
-        """Return whether both are equal, or a pair that was built in."""
+        """Return whether both are equal, or a pair that the library is built with."""
         if head_dim == v_head_dim:
             return True
         if v_head_dim % 8:
@@ -233,7 +234,7 @@ class FlashAttention3(LibraryKernels):
         made = self._make_schedule(
             len(rows.cache_seqlens),
             rows.max_seqlen_q,
-            rows.page_table.shape[1] * rows.page_size,  # as the kernel derives it from its table
+            rows.page_table.shape[1] * rows.page_size,  # the kernel computes it in the same way
             num_q_heads,
             num_kv_heads,
             head_dim,
@@ -263,7 +264,7 @@ class FlashAttention3(LibraryKernels):
         schedule: torch.Tensor | None = None,
         with_lse: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Attend by ``flash_attn_with_kvcache``, whose log-sum-exp is ``[heads, T]``."""
+        """Attend with ``flash_attn_with_kvcache``, whose log-sum-exp is ``[heads, T]``."""
         result = self._attend(
             q,
             _paged(k_cache, rows.page_size),
@@ -285,7 +286,7 @@ class FlashAttention3(LibraryKernels):
 
 
 class SglKernel(FlashAttention3):
-    """The FlashAttention-3 of SGLang's kernel library: the same calls; a schedule where it has one."""
+    """FlashAttention-3 from SGLang's kernel library: the same calls, with a schedule if it has one."""
 
     module = "sgl_kernel.flash_attn"
     install = "pip install sgl-kernel"
@@ -294,9 +295,9 @@ class SglKernel(FlashAttention3):
 class TorchVarlen(LibraryKernels):
     """torch's own variable-length attention over a block table: FlashAttention-2, without a schedule.
 
-    Its pages are multiples of 256 slots, which rules trees out; it has no softcap, and its log-sum-exp, whose
-    layout differs from what is documented, is not used, so there are no sinks. Keys are never split
-    among blocks: with packed queries its combination of the parts is wrong (pytorch issue 194167).
+    Page sizes are multiples of 256, so there are no trees, and there is no softcap. The layout of its
+    log-sum-exp differs from the documented one, so it is not used, and there are no sinks. Keys are never
+    split among blocks: with packed queries the merge of the parts is wrong (pytorch issue 194167).
     """
 
     capabilities = replace(
@@ -316,15 +317,15 @@ class TorchVarlen(LibraryKernels):
 
     @classmethod
     def runs_on(cls, major: int) -> bool:
-        """Return whether this is Ampere or later."""
+        """Return whether ``major`` is that of Ampere or later."""
         return major >= 8
 
     @classmethod
     def unavailable(cls, device: torch.device) -> str | None:
-        """Return also whether torch is too old: before 2.13 it can be told nothing of splits."""
+        """Return why it cannot run on ``device``; torch before 2.13 has no ``num_splits``."""
         reason = super().unavailable(device)
         if reason is None and torch.__version__ < "2.13":
-            reason = f"torch {torch.__version__} has no block table there; `{cls.install}`"
+            reason = f"varlen_attn of torch {torch.__version__} has no block table; `{cls.install}`"
         return reason
 
     def schedule(self, rows: FA3Metadata, *, causal: bool) -> int:
@@ -346,8 +347,8 @@ class TorchVarlen(LibraryKernels):
         schedule: torch.Tensor | None = None,
         with_lse: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Attend by ``varlen_attn``; only trees are not causal, and only they and sinks need more of it."""
-        assert isinstance(rows, FA3Metadata)  # noqa: S101  one row a request
+        """Attend with ``varlen_attn``: causal and without log-sum-exp, since there are no trees or sinks."""
+        assert isinstance(rows, FA3Metadata)  # noqa: S101  one row for each request
         assert causal  # noqa: S101
         assert not with_lse  # noqa: S101
         del schedule
@@ -370,7 +371,7 @@ class TorchVarlen(LibraryKernels):
 
 
 class NativeKernels(FA3Kernels):
-    """FlashAttention's own kernels, from the first library that does."""
+    """FlashAttention's own kernels, from the first library that can serve the model."""
 
     name = "native"
     sources: ClassVar[Sequence[type[LibraryKernels]]] = (FlashAttention3, SglKernel, TorchVarlen)
@@ -381,16 +382,16 @@ class NativeKernels(FA3Kernels):
 
     @classmethod
     def unavailable(cls, device: torch.device) -> str | None:
-        """Return why none of the libraries can run on ``device``, or None where one can."""
+        """Return why no library can run on ``device``, or None if one can."""
         return _unless_one([(s, s.unavailable(device)) for s in cls.sources])
 
     @classmethod
     def refusal(cls, context: BackendContext) -> str | None:
-        """Return why none of the libraries can do what ``context`` asks, or None where one can."""
+        """Return why no library can serve ``context``, or None if one can."""
         return _unless_one([(s, s.refusal(context)) for s in cls.sources])
 
     def schedule(self, rows: FA3Metadata, *, causal: bool) -> int:
-        """Write the library's schedule; no library makes one of no requests."""
+        """Write the library's schedule; zeros for an empty batch, which no library takes."""
         if len(rows.cache_seqlens):
             return self.source.schedule(rows, causal=causal)
         rows.scheduler_metadata.zero_()
@@ -409,7 +410,7 @@ class NativeKernels(FA3Kernels):
         schedule: torch.Tensor | None = None,
         with_lse: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Attend by the library's kernel, and clear what it leaves unwritten: queries of no row."""
+        """Attend with the library's kernel, and clear its unwritten output: queries that belong to no row."""
         if len(rows.cache_seqlens) == 0:
             out = q.new_zeros((*q.shape[:2], layer.v_head_dim))
             none = q.new_full(q.shape[:2], float("-inf"), dtype=torch.float32)
@@ -422,14 +423,14 @@ class NativeKernels(FA3Kernels):
             with_lse=with_lse,
         )
         if rows.is_ragged:
-            of_nobody = torch.arange(len(q), device=q.device) >= rows.cu_seqlens_q[-1]
-            out = out.masked_fill(of_nobody[:, None, None], 0)
-            lse = None if lse is None else lse.masked_fill(of_nobody[:, None], float("-inf"))
+            unowned = torch.arange(len(q), device=q.device) >= rows.cu_seqlens_q[-1]
+            out = out.masked_fill(unowned[:, None, None], 0)
+            lse = None if lse is None else lse.masked_fill(unowned[:, None], float("-inf"))
         return out, lse
 
 
 def _unless_one(reasons: Sequence[tuple[type[LibraryKernels], str | None]]) -> str | None:
-    """Return all reasons in one line, or None where there is a library without one."""
+    """Return all reasons in one line, or None if a library has none."""
     if any(reason is None for _, reason in reasons):
         return None
     different = dict.fromkeys(reason for _, reason in reasons)
@@ -439,7 +440,7 @@ def _unless_one(reasons: Sequence[tuple[type[LibraryKernels], str | None]]) -> s
 
 
 def _geometry(layer: LayerSpec) -> tuple[int, int, int, int, bool]:
-    """Return what a schedule is made for."""
+    """Return the head geometry that a schedule is made for."""
     heads = layer.num_q_heads, layer.num_kv_heads, layer.head_dim, layer.v_head_dim
     return *heads, layer.softcap is not None
 

@@ -1,6 +1,6 @@
-"""What the kernels of one step read.
+"""The metadata of FlashAttention's kernels for one step.
 
-Does not: fill it.
+Does not: fill it; `graphpact_fa3.backend` does.
 """
 
 from dataclasses import dataclass, field
@@ -12,16 +12,16 @@ from graphpact import bounded
 
 @dataclass(slots=True, kw_only=True)
 class KeyRows:
-    """Queries, and the keys that each row of them sees: what one call of a kernel takes.
+    """The index tensors of one kernel call: the queries of each row, and the keys that they see.
 
     Args:
         cu_seqlens_q: ``[rows + 1]`` int32: where each row's queries begin.
         cache_seqlens: ``[rows]`` int32: keys of each row.
-        page_table: ``[rows, pages]`` int32: its pages; 0, scratch, past its last.
+        page_table: ``[rows, pages]`` int32: the pages of each row; 0, scratch, past its last.
         page_size: KV slots in a page.
         max_seqlen_q: Bound on the queries of a row.
         max_seqlen_k: Bound on its keys.
-        is_ragged: Whether queries can be there that belong to no row, past the last offset.
+        is_ragged: Whether there may be queries past the last offset, which belong to no row.
     """
 
     cu_seqlens_q: torch.Tensor
@@ -35,12 +35,12 @@ class KeyRows:
 
 @dataclass(slots=True, kw_only=True)
 class TreeMetadata:
-    """What each draft token of a tree sees beyond, or instead of, what its request shares.
+    """The rows of a tree's draft tokens, one for each token.
 
     Args:
-        drafts: One row a token: the drafts that it sees. The other part of the cascade is the request's
-            row, which is the sequence before the drafts.
-        windows: By window: one row a token, the keys of the sequence and the drafts within its window.
+        drafts: The drafts that each token sees. The other part of the cascade is the request's row, which is
+            the sequence before the drafts.
+        windows: By window: the keys of the sequence and the drafts within the token's window.
     """
 
     drafts: KeyRows
@@ -53,12 +53,12 @@ class FA3Metadata(KeyRows):
 
     Args:
         out_cache_loc: ``[T]`` int64: KV slot of each new token; 0 is scratch.
-        cu_seqlens_k: ``[bs + 1]`` int32: where each request's keys would begin, one after another.
+        cu_seqlens_k: ``[bs + 1]`` int32: offsets of each request's keys, if they were packed.
         scheduler_metadata: ``[schedule_size(max_bs)]`` int32: the schedule, made once a step for all layers
             without a window; zeros past ``schedule_len``.
-        schedule_len: How many of its numbers the kernels take; 0 where they take none.
-        tree: Where drafts are a tree. The request's row is then its sequence without drafts, of which every
-            query sees all; otherwise the last query stands at the last key.
+        schedule_len: How many of its numbers the kernels take; 0 if they take none.
+        tree: The rows of a tree's drafts, with top-k > 1. A request's row is then its sequence without
+            drafts, and every query sees all of it. Without a tree, the last query is at the last key.
     """
 
     out_cache_loc: torch.Tensor

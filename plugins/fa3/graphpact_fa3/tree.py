@@ -1,13 +1,13 @@
-"""Index tensors of drafts that are trees: for each draft token a row of the slots that it sees.
+"""Index tensors of drafts with branches (top-k > 1): one row for each draft token, the KV slots that it sees.
 
-A window counts positions. A draft token stands as many positions after the sequence as it has drafts before
-it on its branch, so two branches have tokens at one position, and no row of slots in which all of them stand
-is in the order of positions. The rows made here leave out what is not seen instead; kernels then see
-all of a row, whatever its order.
+A sliding window counts positions. The position of a draft token is the end of the sequence plus the number
+of drafts before it on its branch. So tokens of two branches share a position, and one row of slots for all of
+them cannot be in the order of positions. Each row made here therefore has only the slots that its token sees.
+A kernel then sees all keys of a row, in any order.
 
-Device work alone: nothing is read on the host, and every number of the output is written.
+All work is on the device: the host reads nothing, and every element of the output is written.
 
-Does not: know slots' names or sizes; what is written is as wide as it was allocated.
+Does not: know slots' names or sizes; it fills tensors of any width.
 """
 
 from dataclasses import dataclass
@@ -20,13 +20,13 @@ from graphpact_fa3.metadata import KeyRows, TreeMetadata
 
 @dataclass(frozen=True, slots=True)
 class _Drafts:
-    """The drafts of a step, ``n`` to choose from for each of ``T`` tokens.
+    """The drafts of a step: ``n`` candidates for each of ``T`` tokens.
 
     Args:
         slots: ``[T, n]``: their KV slots.
         sees: ``[T, n]`` bool: which of them the token sees.
-        depths: ``[T, n]`` or ``[n]``: positions between the end of the sequence and each of them.
-        depth: ``[T]``, or a number for all: the same of the token itself.
+        depths: ``[T, n]`` or ``[n]``: their positions, relative to the end of the sequence.
+        depth: ``[T]``, or one number for all: the position of the token itself, relative to the same.
     """
 
     slots: torch.Tensor
@@ -41,12 +41,12 @@ def _drafts_of(view: ForwardBatch) -> _Drafts:
         depths = torch.arange(view.draft_step + 1, device=view.device)
         return _Drafts(slots, torch.ones_like(slots, dtype=torch.bool), depths, view.draft_step)
     sees = view.tree_mask
-    assert sees is not None  # noqa: S101  of a verify with a tree
+    assert sees is not None  # noqa: S101  target verify with a tree has a mask
     width = sees.shape[1]
     depth = sees.sum(dim=1) - 1
 
     def of_request(by_token: torch.Tensor) -> torch.Tensor:
-        """Return ``[T, width]``: for each token what the tokens of its request have."""
+        """Return ``[T, width]``: for each token the values of all tokens of its request."""
         return by_token.view(-1, width).repeat_interleave(width, dim=0)
 
     return _Drafts(of_request(view.out_cache_loc), sees, of_request(depth), depth)
@@ -58,7 +58,7 @@ def fill_tree(view: ForwardBatch, req_to_token: torch.Tensor, tree: TreeMetadata
     Args:
         view: The batch, or one step of a draft.
         req_to_token: ``[rows, max_context_len]`` int32: KV slot of each position of each request row.
-        tree: Written.
+        tree: The index tensors to write.
     """
     drafts = _drafts_of(view)
     torch.arange(view.num_tokens + 1, out=tree.drafts.cu_seqlens_q)
@@ -69,7 +69,7 @@ def fill_tree(view: ForwardBatch, req_to_token: torch.Tensor, tree: TreeMetadata
     lens = view.seq_lens.repeat_interleave(per_request)
     rows = view.req_pool_indices.repeat_interleave(per_request)
     for window, out in tree.windows.items():
-        # Slots of the sequence that the token's window may reach, and of the drafts.
+        # Columns for the sequence come first, then those of the drafts.
         context = out.page_table.shape[1] - tree.drafts.page_table.shape[1]
         first = (lens + (drafts.depth - window + 1)).clamp_(min=0)
         position = first[:, None] + torch.arange(context, device=view.device)
@@ -84,7 +84,7 @@ def fill_tree(view: ForwardBatch, req_to_token: torch.Tensor, tree: TreeMetadata
 
 
 def _pack(slots: torch.Tensor, sees: torch.Tensor, out: KeyRows) -> None:
-    """Write the slots that each row sees to the front of its row of the table, and zeros behind them.
+    """Write the slots that each row sees to the front of its row of the table, followed by zeros.
 
     Args:
         slots: ``[T, n]``.
@@ -93,7 +93,7 @@ def _pack(slots: torch.Tensor, sees: torch.Tensor, out: KeyRows) -> None:
     """
     torch.sum(sees, dim=1, out=out.cache_seqlens, dtype=out.cache_seqlens.dtype)
     width = out.page_table.shape[1]
-    # One column more takes what is not seen.
+    # One more column takes the slots that are not seen.
     table = out.page_table.new_zeros(len(slots), width + 1)
     place = torch.where(sees, sees.cumsum(dim=1) - 1, width)
     table.scatter_(1, place, slots.to(table.dtype))

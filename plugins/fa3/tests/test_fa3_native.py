@@ -43,7 +43,7 @@ def _flat(cache: torch.Tensor) -> torch.Tensor:
     return cache.flatten(0, 1)
 
 
-def _of_nobody(q: torch.Tensor, cu_seqlens_q: torch.Tensor) -> torch.Tensor:
+def _unowned_rows(q: torch.Tensor, cu_seqlens_q: torch.Tensor) -> torch.Tensor:
     """Return which rows of ``q`` belong to no request: a library leaves them unwritten."""
     return torch.arange(len(q), device=q.device) >= cu_seqlens_q[-1]
 
@@ -136,7 +136,7 @@ class FakeFlashAttention(ModuleType):
         sm_margin: int = 0,
         return_softmax_lse: bool = False,
     ) -> Any:
-        """Attend; the log-sum-exp is ``[heads, T]``, and rows of nobody are what memory held."""
+        """Attend; the log-sum-exp is ``[heads, T]``, and rows that belong to no request are not written."""
         assert k is None
         assert v is None
         assert cache_seqlens is not None
@@ -167,9 +167,9 @@ class FakeFlashAttention(ModuleType):
             softcap=softcap or None,
             lse=lse,
         )
-        nobody = _of_nobody(q, cu_seqlens_q)
-        out.masked_fill_(nobody[:, None, None], NAN)
-        lse.masked_fill_(nobody[:, None], NAN)
+        unowned = _unowned_rows(q, cu_seqlens_q)
+        out.masked_fill_(unowned[:, None, None], NAN)
+        lse.masked_fill_(unowned[:, None], NAN)
         return (out, lse.t().contiguous(), None, None) if return_softmax_lse else out
 
 
@@ -193,7 +193,7 @@ def fake_varlen_attn(*args: Any, **kwargs: Any) -> torch.Tensor:
         scaling=a.scale,
         sliding_window=None if a.window_size[0] < 0 else a.window_size[0] + 1,
     )
-    return out.masked_fill_(_of_nobody(a.query, a.cu_seq_q)[:, None, None], NAN)
+    return out.masked_fill_(_unowned_rows(a.query, a.cu_seq_q)[:, None, None], NAN)
 
 
 def on_cpu(library: type[LibraryKernels]) -> type[LibraryKernels]:
@@ -292,7 +292,7 @@ def _decode(lengths: list[int]) -> Any:
 
 @pytest.mark.parametrize("library", [FlashAttention3, None])
 @pytest.mark.parametrize("sinks", [None, torch.zeros(4)])
-def test_tokens_of_nobody_yield_zeros(
+def test_tokens_of_no_request_yield_zeros(
     library: type[LibraryKernels] | None,
     sinks: torch.Tensor | None,
     flash_attention: FakeFlashAttention,
@@ -318,7 +318,7 @@ def test_tokens_of_nobody_yield_zeros(
 def test_the_library_schedules_once_a_step_for_its_own_layers(
     flash_attention: FakeFlashAttention,
 ) -> None:
-    """One schedule a step, in the buffer's head with zeros behind; layers of another kind take none."""
+    """One schedule a step, in the buffer's head, followed by zeros; layers of another kind take none."""
     backend, layers = make_backend()
     metadata = backend.init_metadata_eager(_decode([9, 5]), fill=77)
     (made,) = flash_attention.schedules
@@ -388,7 +388,7 @@ def _taken(context: BackendContext) -> str | None:
 
 
 def test_native_kernels_are_refused_with_the_reason(machine: SimpleNamespace) -> None:
-    """No CUDA device, too old a one, or no library: each is told, the last with the command."""
+    """No CUDA device, too old, or no library: each gives its own reason, the last with the command."""
     assert NativeKernels.unavailable(CPU) == "FlashAttention's kernels need a CUDA device"
     machine.capability = (7, 5)
     reason = NativeKernels.unavailable(CUDA)
@@ -408,7 +408,7 @@ def test_native_kernels_are_refused_with_the_reason(machine: SimpleNamespace) ->
 def test_an_older_torch_is_refused(
     machine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A torch whose kernel cannot be told how to split is not used."""
+    """A torch whose kernel has no ``num_splits`` is not used."""
     monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.12.1"))
     assert "torch 2.12.1 has no block table" in (TorchVarlen.unavailable(CUDA) or "")
     monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.13.0+cu130"))
@@ -444,7 +444,7 @@ def test_the_first_library_that_has_it_all_is_taken(machine: SimpleNamespace) ->
     ],
 )
 def test_what_no_library_has_is_refused(machine: SimpleNamespace, lacks: dict[str, Any]) -> None:
-    """Wide floats, and widths of heads that were not built, are told as lacking."""
+    """Wide floats, and head_dims that were not built, are refused with the missing feature."""
     machine.installed |= {"sgl_kernel", "flash_attn_interface"}
     reason = NativeKernels.refusal(_context(page_size=256, **lacks))
     assert reason is not None

@@ -1,12 +1,12 @@
 """The ``flashinfer`` attention backend: FlashInfer's paged metadata for every mode.
 
-    backend    the index tensors, and what fills them
-    metadata   what the kernels read
-    rows       what is counted on the host, the fake request of an extend among it
-    kernels    what a provider does, and the portable one
+    backend    declares and fills the index tensors
+    metadata   the tensors and host numbers that kernels read
+    rows       queries and keys counted on the host, with the fake request of an extend
+    kernels    the interface of a kernel provider, and the portable one
     native     FlashInfer's own kernels
 
-Does not: capture anything; a runner does.
+Does not: capture anything; a lane does.
 """
 
 from graphpact_flashinfer.backend import FlashInferBackend

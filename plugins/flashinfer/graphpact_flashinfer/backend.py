@@ -1,7 +1,7 @@
-"""`FlashInferBackend`: FlashInfer's index tensors, filled by one body at capture, replay and in eager steps.
+"""`FlashInferBackend`: FlashInfer's index tensors, filled by one function at capture, replay and eager steps.
 
-Index tensors and masks are made by the device alone, so a graph can record that. Plans are made on the host
-before every replay, from lengths that lie there.
+Index tensors and masks are computed on the device alone, so a graph can record that work. Plans are made on
+the host before every replay, from host lengths.
 
 Does not: attend; see `graphpact_flashinfer.kernels`.
 """
@@ -32,7 +32,7 @@ from graphpact_kernels import pack_kv_indices, pack_tree_mask, write_indptr, wri
 
 
 class FlashInferBackend(AttentionBackend):
-    """FlashInfer's metadata, on its own kernels or on portable ones."""
+    """The attention backend with FlashInfer's metadata, on native or portable kernels."""
 
     capabilities = Capabilities(
         modes=frozenset(ForwardMode),
@@ -40,8 +40,8 @@ class FlashInferBackend(AttentionBackend):
         dtypes=frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16}),
         devices=frozenset({"cpu", "cuda"}),
         head_layouts=frozenset({HeadLayout.MHA, HeadLayout.GQA}),
-        # A padded row has one key, in scratch: FlashInfer refuses a causal row with fewer keys than
-        # queries, so 0 is not an empty row for it.
+        # A padding row has one key, in scratch: FlashInfer refuses a causal row with fewer keys than
+        # queries, so length 0 is no empty row for it.
         seq_len_fill_value=1,
         sliding_window=True,
         softcap=True,
@@ -49,7 +49,7 @@ class FlashInferBackend(AttentionBackend):
         trees=True,
         needs_host_plan=True,
     )
-    # Its kernels for latents are a wrapper of its own, with other index tensors.
+    # FlashInfer serves MLA through another wrapper, with other index tensors.
     claims = {"heads mla": "not_implemented"}  # noqa: RUF012  a ClassVar there
     providers = (NativeKernels, PortableKernels)
     fill_is_device_only = True
@@ -58,20 +58,20 @@ class FlashInferBackend(AttentionBackend):
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
         self._layer_of = {layer.sliding_window: layer for layer in reversed(context.layers)}
-        """A layer for each set of indices; all of one set are planned alike."""
+        """One layer for each set of indices; all layers of a set have the same plan."""
         self._windows = sorted(window for window in self._layer_of if window is not None)
 
     # -- memory ----------------------------------------------------------------------------------
 
     def declare_slots(self, limits: Limits) -> Sequence[GraphSlot]:
-        """Return the index tensors, int32 as FlashInfer requires, and the memory of the plans."""
+        """Return the slots of the index tensors, int32 as FlashInfer requires, and of the plans."""
         slots = [self._by_row(_name("qo_indptr"), limits, extra=1)]
         for window in (None, *self._windows):
             slots += self._declare_set(window, limits)
         return slots
 
     def _by_row(self, name: str, limits: Limits, *, extra: int = 0) -> GraphSlot:
-        """Return a slot of one int32 a row, and ``extra`` more."""
+        """Return a slot of one int32 for each row, and ``extra`` more."""
         topk, mode = limits.draft.topk, self.context.mode
 
         def rows(bs: int) -> int:
@@ -92,7 +92,7 @@ class FlashInferBackend(AttentionBackend):
         """Return the slots of one set of indices."""
         page_size, topk = limits.page_size, limits.draft.topk
         context = _most_keys(limits)
-        if window is not None:  # as far back as a request's first query sees, in whole pages
+        if window is not None:  # the keys that a request's first query sees, in whole pages
             context = min(context, window + limits.max_num_tokens + page_size)
         pages = -(-context // page_size)
 
@@ -118,10 +118,10 @@ class FlashInferBackend(AttentionBackend):
     def allocate_metadata(
         self, view: ForwardBatch, shape: GraphShape, buffers: Buffers
     ) -> FlashInferMetadata:
-        """Return the metadata of ``shape``, its tensors slices of the declared slots.
+        """Return the metadata of ``shape``; its tensors are slices of the declared slots.
 
-        The bounds are those of every batch of the shape; of an eager extend they are its own, from the
-        lengths on the host, since what a GPU computes grows with them.
+        The bounds hold for every batch of the shape. An eager extend has bounds of its own, from the host
+        lengths, because the work of a GPU grows with them.
         """
         page_size = 1 if view.is_branched else self.context.limits.page_size
         is_own = view.forward_mode.is_ragged and not buffers.in_graph
@@ -180,10 +180,10 @@ class FlashInferBackend(AttentionBackend):
         if window is not None:
             queries = shape.num_tokens if is_ragged else view.tokens_per_request
             most = min(most, window + queries + limits.page_size)
-        return max(most, shape.num_tokens) if is_ragged else most  # the fake request's
+        return max(most, shape.num_tokens) if is_ragged else most  # for the fake request
 
     def _arguments(self, view: ForwardBatch, window: int | None, page_size: int) -> PlanArguments:
-        """Return what a plan of this view is made for."""
+        """Return the host numbers of a plan for this view."""
         layer = self._layer_of.get(window) or self.context.layers[0]
         rows = num_rows(view)
         is_masked = view.tree_mask is not None
@@ -202,14 +202,14 @@ class FlashInferBackend(AttentionBackend):
         )
 
     def fill_metadata(self, view: ForwardBatch, metadata: FlashInferMetadata) -> None:
-        """Derive index tensors and masks from lengths, rows and the tree, on the device."""
+        """Fill index tensors and masks from lengths, request rows and the tree, on the device."""
         width = view.tokens_per_request
         lens = view.seq_lens + view.uncounted_keys
         requests = view.req_pool_indices
         num_q: torch.Tensor | int = width
         if view.forward_mode.is_ragged:
             num_q = self._fill_ragged_queries(view, metadata)
-            # The fake request: as many keys as queries; of row 0, all of whose slots are scratch.
+            # The fake request has as many keys as queries, all of them in scratch.
             lens = torch.cat([lens, num_q[-1:]])
         elif view.is_branched:
             num_q = 1
@@ -217,7 +217,7 @@ class FlashInferBackend(AttentionBackend):
             lens = lens.repeat_interleave(width, output_size=view.num_tokens)
             requests = requests.repeat_interleave(width, output_size=view.num_tokens)
         else:
-            # Uniform, whatever was accepted: what was captured (SGLang PR 19807).
+            # Uniform as at capture, whatever number of drafts was accepted (SGLang PR 19807).
             torch.arange(0, view.num_tokens + width, width, out=metadata.qo_indptr)
         self._fill_set(view, metadata, metadata, None, requests, lens, num_q)
         for window, indices in metadata.windows.items():
@@ -226,7 +226,7 @@ class FlashInferBackend(AttentionBackend):
     def _fill_ragged_queries(
         self, view: ForwardBatch, metadata: FlashInferMetadata
     ) -> torch.Tensor:
-        """Fill ``qo_indptr`` of an extend and return ``[bs + 1]`` queries, the fake request's last."""
+        """Fill ``qo_indptr`` of an extend; return ``[bs + 1]`` query counts, with the fake request's last."""
         num_q, _ = view.required_extend_lens()
         offsets = metadata.qo_indptr
         write_indptr(num_q, out=offsets[:-1])
@@ -243,14 +243,14 @@ class FlashInferBackend(AttentionBackend):
         lens: torch.Tensor,
         num_q: torch.Tensor | int,
     ) -> None:
-        """Fill one set of indices: the pages that the ``num_q`` last of ``lens`` tokens look at."""
+        """Fill one set of indices: the pages that the last ``num_q`` of ``lens`` tokens see."""
         size = metadata.page_size
         first = None if window is None else (lens - num_q + 1 - window).clamp_(min=0) // size
         held = lens if first is None else lens - first * size
         write_indptr((held + (size - 1)) // size, out=indices.kv_indptr)
         indices.kv_last_page_len.copy_((held - 1) % size + 1)
         real = len(requests)
-        if view.forward_mode.is_ragged:  # behind the real pages lie the fake request's: scratch
+        if view.forward_mode.is_ragged:  # the fake request's pages come last: page 0, scratch
             indices.kv_indices.zero_()
         pack_kv_indices(
             self.context.req_to_token,
@@ -268,13 +268,13 @@ class FlashInferBackend(AttentionBackend):
                 seq_lens=view.seq_lens,
                 first_key=torch.zeros_like(lens) if first is None else first * size,
                 kv_lens=held,
-                mask_indptr=_there(indices.mask_indptr),
+                mask_indptr=_required(indices.mask_indptr),
                 out=indices.mask,
                 sliding_window=window,
             )
 
     def plan_metadata(self, view: ForwardBatch, metadata: FlashInferMetadata) -> None:
-        """Make every plan anew, from the lengths on the host."""
+        """Make every plan again, from the host lengths."""
         rows = Rows.of(view, metadata.page_size)
         self._plan(view, metadata, None, rows, metadata.page_size)
         for window, indices in metadata.windows.items():
@@ -301,7 +301,7 @@ class FlashInferBackend(AttentionBackend):
         layer: LayerSpec,
         metadata: FlashInferMetadata,
     ) -> torch.Tensor:
-        """Write keys and values, where there are new ones, to their slots; then attend over the pages."""
+        """Write new keys and values to their KV slots, if any, and return the attention over the pages."""
         cache = self.context.kv_cache
         k_cache, v_cache = cache.k[layer.cache_layer], cache.v[layer.cache_layer]
         new = new_kv(k, v, layer)
@@ -313,26 +313,26 @@ class FlashInferBackend(AttentionBackend):
 
 
 def _most_keys(limits: Limits) -> int:
-    """Return the most keys of a row: a branch stands behind its sequence, not in the request's row."""
+    """Return the most keys of a row: with top-k > 1, a branch adds its drafts to its sequence."""
     return limits.max_context_len + (limits.draft.num_steps if limits.draft.topk > 1 else 0)
 
 
 def _name(name: str, window: int | None = None) -> str:
-    """Return the name of a slot; those of a window's set have names of their own."""
+    """Return the name of a slot; each window has slots of its own."""
     return f"flashinfer.{name}" if window is None else f"flashinfer.window{window}.{name}"
 
 
 def _put_branches(view: ForwardBatch, indices: PagedIndices, window: int | None) -> None:
-    """Write the slots of each branch behind those of its sequence; pages are slots here."""
+    """Write the KV slots of each branch after those of its sequence; the page size is 1 here."""
     slots = view.draft_cache_loc
     steps = view.uncounted_keys
     seen = steps if window is None else min(window, steps)
-    mine = _there(slots)[:, steps - seen : steps]
+    mine = _required(slots)[:, steps - seen : steps]
     at = indices.kv_indptr[1:, None] - seen + torch.arange(seen, device=mine.device)
     indices.kv_indices.index_copy_(0, at.flatten().long(), mine.flatten().to(torch.int32))
 
 
-def _there(tensor: torch.Tensor | None) -> torch.Tensor:
+def _required(tensor: torch.Tensor | None) -> torch.Tensor:
     if tensor is None:
-        raise EngineError("a draft's metadata was made for another kind of batch")
+        raise EngineError("a draft's metadata or batch lacks a tensor: made for another mode")
     return tensor

@@ -1,6 +1,6 @@
-"""The kernels of the ``flashinfer`` backend: what both providers do with its metadata.
+"""The kernel providers of the ``flashinfer`` backend: their interface, and the portable one.
 
-    portable   graphpact's own, on any device; its plan is two small tensors
+    portable   graphpact's own kernels, on any device; a plan is two small tensors
     native     FlashInfer's wrappers, on a CUDA device; see `graphpact_flashinfer.native`
 
 Does not: fill index tensors; the backend does, in the same way for both.
@@ -25,11 +25,11 @@ _CHUNKS_PER_REQUEST = 4
 
 
 class FlashInferKernels(KernelProvider, abc.ABC):
-    """What a provider of this backend's kernels does: plan on the host, attend on the device."""
+    """A kernel provider of this backend: it plans on the host and attends on the device."""
 
     @abc.abstractmethod
     def declare_slots(self, prefix: str, limits: Limits) -> Sequence[GraphSlot]:
-        """Return the memory of the plans for the set of indices whose slots begin with ``prefix``."""
+        """Return the slots of the plans for the set of indices with the slot name prefix ``prefix``."""
 
     @abc.abstractmethod
     def make_plan(
@@ -39,23 +39,23 @@ class FlashInferKernels(KernelProvider, abc.ABC):
         buffers: Buffers,
         tensors: Mapping[str, torch.Tensor],
     ) -> Plan:
-        """Return a plan of ``arguments``, in memory of its own, that says nothing yet.
+        """Return a plan for ``arguments``, in memory of its own; `plan` fills it.
 
         Args:
-            prefix: With which the names of the set's slots begin.
-            arguments: What it is made for.
-            buffers: The declared slots' memory.
-            tensors: What the kernels will read beside the plan, by the names of the metadata's fields.
+            prefix: The prefix of the set's slot names.
+            arguments: The host numbers of the plan.
+            buffers: The memory of the declared slots.
+            tensors: The other tensors that the kernels will read, by the names of the metadata's fields.
         """
 
     @abc.abstractmethod
     def plan(self, plan: Plan, rows: Rows, driver: GraphDriver | None) -> None:
-        """Make ``plan`` anew, in place, for ``rows``. Host work; copies are given to the device's stream.
+        """Fill ``plan`` in place for ``rows``. Host work; copies go to the device's current stream.
 
         Args:
-            plan: What `make_plan` returned; its arguments are those of this step already.
+            plan: A plan from `make_plan`, with the arguments of this step.
             rows: Queries and keys of every row.
-            driver: The lane's; None outside a lane.
+            driver: The lane's driver; None outside a lane.
         """
 
     @abc.abstractmethod
@@ -73,11 +73,11 @@ class FlashInferKernels(KernelProvider, abc.ABC):
 
 @dataclass(slots=True)
 class PortablePlan(Plan):
-    """A plan of the portable kernel: which chunks of keys of each request there are.
+    """A plan of the portable kernel: the chunks of keys of each request.
 
     Args:
         kv_chunk_size: ``[1]`` int32: keys in a chunk.
-        o_indptr: ``[rows + 1]`` int32: where each request's chunks begin in the list of work.
+        o_indptr: ``[rows + 1]`` int32: where each request's chunks begin in the list of chunks.
     """
 
     kv_chunk_size: torch.Tensor
@@ -86,7 +86,7 @@ class PortablePlan(Plan):
 
 @dataclass(slots=True)
 class _Staged:
-    """Host memory that a graph's plan is copied from, and what tells when the last copy is done."""
+    """Staging memory of a graph's plan, with the event of the last copy from it."""
 
     source: torch.Tensor
     target: torch.Tensor
@@ -94,17 +94,17 @@ class _Staged:
 
 
 class PortableKernels(FlashInferKernels):
-    """graphpact's kernel, which reads the tensors that FlashInfer's read and makes the same checks."""
+    """graphpact's kernel: it reads the same tensors as FlashInfer's kernels and makes the same checks."""
 
     name = "portable"
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
         self._staged: dict[int, _Staged] = {}
-        """By the address of the plan in the graph's memory."""
+        """By the address of the plan's slot."""
 
     def declare_slots(self, prefix: str, limits: Limits) -> Sequence[GraphSlot]:
-        """Return the plan's tensor, and the host memory that it is copied from."""
+        """Return the slot of the plan, and the staging memory that it is copied from."""
 
         def rows(bs: int, _: int) -> tuple[int]:
             return (max(bs + 1, bs * limits.draft.topk) + 2,)
@@ -122,7 +122,7 @@ class PortableKernels(FlashInferKernels):
         tensors: Mapping[str, torch.Tensor],
     ) -> PortablePlan:
         """Return a plan in the slots of ``prefix``."""
-        del tensors  # the kernel is given them
+        del tensors  # `attend` reads them from the metadata
         size = arguments.num_requests + 2
         tensor = buffers(prefix + "plan")[:size]
         if buffers.in_graph:
@@ -131,9 +131,9 @@ class PortableKernels(FlashInferKernels):
         return PortablePlan(arguments, tensor[:1], tensor[1:])
 
     def plan(self, plan: Plan, rows: Rows, driver: GraphDriver | None) -> None:
-        """Divide every request's keys into chunks: the smallest that are not too many in all.
+        """Split every request's keys into chunks, of the smallest size that gives at most ``max_chunks``.
 
-        FlashInfer's own rule under graphs: the grid is fixed, so the chunk grows with the work.
+        FlashInfer's own rule under graphs: the grid is fixed, so the chunk size grows with the work.
         """
         assert isinstance(plan, PortablePlan)  # noqa: S101  make_plan returned it
         size = _SMALLEST_CHUNK
@@ -144,7 +144,7 @@ class PortableKernels(FlashInferKernels):
             size *= 2
         numbers = [size, *itertools.accumulate(chunks, initial=0)]
         staged = self._staged.get(plan.kv_chunk_size.data_ptr())
-        if staged is None or driver is None:  # an eager step's, in memory of its own
+        if staged is None or driver is None:  # a plan of an eager step has memory of its own
             made = torch.tensor(numbers, dtype=torch.int32, device=plan.o_indptr.device)
             plan.kv_chunk_size.copy_(made[:1])
             plan.o_indptr.copy_(made[1:])
@@ -153,7 +153,7 @@ class PortableKernels(FlashInferKernels):
             staged.copied = driver.event()
         else:
             staged.copied.synchronize()  # the last step's copy may still read the staging memory
-        count = len(numbers)  # shapes share this memory
+        count = len(numbers)  # all shapes share this memory, so it may be longer
         staged.source[:count].copy_(torch.tensor(numbers, dtype=torch.int32))
         driver.copy_async(staged.target[:count], staged.source[:count])
         staged.copied.record()
@@ -193,5 +193,5 @@ class PortableKernels(FlashInferKernels):
 
 
 def max_chunks(num_requests: int) -> int:
-    """Return the pieces of work that a grid for ``num_requests`` rows has."""
+    """Return the most chunks of a plan for ``num_requests`` rows: the fixed size of the grid."""
     return num_requests * _CHUNKS_PER_REQUEST

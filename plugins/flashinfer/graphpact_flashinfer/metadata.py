@@ -1,4 +1,4 @@
-"""What FlashInfer's kernels read for one step: index tensors, masks and plans.
+"""The metadata of FlashInfer's kernels for one step: index tensors, masks and plans.
 
 Does not: fill anything; the backend and its kernels do.
 """
@@ -12,7 +12,7 @@ from graphpact import bounded
 
 @dataclass(frozen=True, slots=True)
 class PlanArguments:
-    """The host numbers that a plan is made for. A graph holds them, so they never change for its shape.
+    """The host numbers of a plan. A graph freezes them, so they are fixed for its shape.
 
     Args:
         num_requests: Rows of the plan, the fake request included.
@@ -24,8 +24,8 @@ class PlanArguments:
         window_left: Keys before its own that a query sees; -1 for all.
         scaling: Factor on the scores.
         softcap: Cap of the scores; 0 for none.
-        is_masked: Whether a mask says what each query sees, instead of the causal rule.
-        max_chunks: Pieces of work that the plan may have at most, which the grid is made for.
+        is_masked: Whether a mask replaces the causal rule.
+        max_chunks: The most chunks that the plan may have: the fixed size of the grid.
     """
 
     num_requests: int
@@ -43,10 +43,10 @@ class PlanArguments:
 
 @dataclass(slots=True)
 class Plan:
-    """How the work of one set of indices is divided; made anew, in place, before every replay.
+    """The split of the work of one set of indices; made again, in place, before every replay.
 
     Args:
-        arguments: What it was made for.
+        arguments: Its host numbers.
     """
 
     arguments: PlanArguments
@@ -54,14 +54,14 @@ class Plan:
 
 @dataclass(slots=True, kw_only=True)
 class PagedIndices:
-    """One set of indices: the pages of every request, as far back as its layers look.
+    """One set of indices: the pages of every request that its layers read.
 
     Args:
         kv_indptr: ``[rows + 1]`` int32: where each request's pages begin in ``kv_indices``.
         kv_indices: ``[capacity]`` int32: page numbers, read up to ``kv_indptr[-1]``.
         kv_last_page_len: ``[rows]`` int32: keys in each request's last page, 1 to the page size.
-        plan: How the kernel divides the work.
-        mask: ``[capacity]`` uint8: packed bits, which keys each query sees; None where a causal rule says.
+        plan: How the kernel splits the work.
+        mask: ``[capacity]`` uint8: packed bits, which keys each query sees; None with the causal rule.
         mask_indptr: ``[rows + 1]`` int32: where each request's bytes begin in ``mask``.
         max_kv_len: Bound on the keys of a request.
     """
@@ -77,15 +77,15 @@ class PagedIndices:
 
 @dataclass(slots=True, kw_only=True)
 class FlashInferMetadata(PagedIndices):
-    """What FlashInfer's kernels read for one step: one set of indices for all that a query may see.
+    """The metadata of one step, with the set of indices of layers without a window.
 
-    Rows are the batch's requests; in an extend one more, the fake request that owns the padded tokens; in
-    a draft decode with branches the branches.
+    Rows are the batch's requests. An extend has one more, the fake request that owns the padding tokens. In a
+    draft decode with top-k > 1, rows are the branches.
 
     Args:
         out_cache_loc: ``[T]`` int64: KV slot of each new token; 0 is scratch.
         qo_indptr: ``[rows + 1]`` int32: where each request's queries begin.
-        windows: Another set of indices for layers that see no more than a window, by its length.
+        windows: The sets of indices of layers with a sliding window, by its length.
         max_q_len: Bound on the queries of a request.
         page_size: KV slots in a page of the indices.
     """

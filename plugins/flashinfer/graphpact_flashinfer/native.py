@@ -1,15 +1,16 @@
 """FlashInfer's own kernels: one paged wrapper for each set of indices and captured shape.
 
 ``BatchPrefillWithPagedKVCacheWrapper`` serves every mode; decode is an append of one query, as FlashInfer
-itself runs it on tensor cores. The wrapper is given this backend's tensors as its graph buffers, so that what
-it reads is what `fill_metadata` writes, and is planned from host tensors, for which it waits for nothing.
+itself runs it on tensor cores. The backend's tensors are the wrapper's graph buffers, so the wrapper reads
+exactly the tensors that `fill_metadata` writes. It is planned from host tensors, so it never waits for the
+device.
 
-Eager steps use wrappers that are not in graph mode. Each set of indices has one, which is planned anew for
+Eager steps use wrappers that are not in graph mode. Each set of indices has one, which is planned again for
 every step. A second one is built only while the metadata of two steps is alive at once.
 
-Written against flashinfer-python 0.7.2; tests hold its calls to that signature, and no GPU has run them.
+Written against flashinfer-python 0.7.2. Tests check the calls against that signature; no GPU has run them.
 
-Does not: import FlashInfer before a backend is built on it.
+Does not: import FlashInfer before a backend is built with it.
 """
 
 import importlib
@@ -41,15 +42,15 @@ _FLOAT_WORKSPACE = "flashinfer.float_workspace"
 _FLOAT_BYTES, _INT_BYTES = (
     128 * 2**20,
     8 * 2**20,
-)  # what FlashInfer recommends, and allocates itself
+)  # the sizes that FlashInfer recommends and allocates itself
 
 
 @dataclass(slots=True)
 class NativePlan(Plan):
-    """A plan of FlashInfer's.
+    """A plan of a FlashInfer wrapper.
 
     Args:
-        wrapper: What was planned, and runs.
+        wrapper: The planned wrapper, which runs the kernel.
         info: FlashInfer's ``plan_info``: offsets and sizes that its launches take as host numbers.
     """
 
@@ -58,12 +59,12 @@ class NativePlan(Plan):
 
 
 class _EagerWrapper:
-    """A wrapper of eager steps, as one step has it; the next step may take it when this step's is gone.
+    """A wrapper in use by one eager step; when this object is freed, another step may use the wrapper.
 
     Args:
-        wrapper: FlashInfer's, not in graph mode.
-        tensors: What the step's kernels read, by the names of the metadata's fields.
-        free: Where the wrapper goes back to.
+        wrapper: FlashInfer's wrapper, not in graph mode.
+        tensors: The tensors that the step's kernels read, by the names of the metadata's fields.
+        free: The list of unused wrappers that the wrapper returns to.
     """
 
     def __init__(self, wrapper: Any, tensors: Mapping[str, torch.Tensor], free: list[Any]) -> None:
@@ -73,7 +74,7 @@ class _EagerWrapper:
 
     @property
     def _plan_info(self) -> Any:
-        return self.wrapper._plan_info  # noqa: SLF001  as of the wrapper itself
+        return self.wrapper._plan_info  # noqa: SLF001  no public name
 
     def plan(
         self,
@@ -84,7 +85,7 @@ class _EagerWrapper:
         *numbers: int,
         **more: Any,
     ) -> None:
-        """Plan with the step's own indices, and its mask where it has one."""
+        """Plan with the step's own indices, and its mask if it has one."""
         tensors, mask = self._tensors, self._tensors.get("mask")
         if mask is not None:
             size = numbers[-1]
@@ -95,11 +96,11 @@ class _EagerWrapper:
             qo_indptr, kv_indptr, tensors["kv_indices"], last_page_len, *numbers, **more
         )
         if mask is not None:
-            # For a packed mask FlashInfer counts offsets in bits; its kernel reads them in bytes.
+            # With a packed mask FlashInfer computes offsets in bits, but its kernel takes bytes.
             self.wrapper._mask_indptr_buf = tensors["mask_indptr"]  # noqa: SLF001
 
     def run(self, *args: Any) -> torch.Tensor:
-        """Attend as planned."""
+        """Return the attention, as planned."""
         out: torch.Tensor = self.wrapper.run(*args)
         return out
 
@@ -118,7 +119,7 @@ class NativeKernels(FlashInferKernels):
         seq_len_fill_value=1,
         sliding_window=True,
         softcap=True,
-        sinks=False,  # they need a kernel variant compiled for them
+        sinks=False,  # FlashInfer needs a kernel variant compiled for them
         trees=True,
         needs_host_plan=True,
     )
@@ -128,13 +129,13 @@ class NativeKernels(FlashInferKernels):
         flashinfer: Any = importlib.import_module("flashinfer")
         self._wrapper: Any = flashinfer.BatchPrefillWithPagedKVCacheWrapper
         self._copied: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-        """Tells when a wrapper's last copy to the device is done."""
+        """The event of a wrapper's last copy to the device."""
         self._free: dict[tuple[str, bool], list[Any]] = {}
-        """Wrappers that no eager step has now, by the prefix of their indices and whether there is a mask."""
+        """Wrappers that no eager step uses now, by slot name prefix and whether there is a mask."""
 
     @classmethod
     def unavailable(cls, device: torch.device) -> str | None:
-        """Return why FlashInfer cannot run on ``device``: no CUDA device, too old a one, not installed."""
+        """Return why FlashInfer cannot run on ``device``: no CUDA device, too old, not installed; or None."""
         if device.type != "cuda":
             return "FlashInfer's kernels need a CUDA device"
         if importlib.util.find_spec("flashinfer") is None:
@@ -148,7 +149,7 @@ class NativeKernels(FlashInferKernels):
 
     @classmethod
     def refusal(cls, context: BackendContext) -> str | None:
-        """Return besides why layers of one set of indices cannot be served by one plan."""
+        """Return why it cannot serve ``context``; also where layers of one set of indices need two plans."""
         reason = super().refusal(context)
         plans: dict[int | None, set[tuple[Any, ...]]] = {}
         for layer in context.layers:
@@ -156,14 +157,14 @@ class NativeKernels(FlashInferKernels):
             asked = (*shape, layer.scaling, layer.softcap)
             plans.setdefault(layer.sliding_window, set()).add(asked)
         if reason is None and any(layer.v_head_dim != layer.head_dim for layer in context.layers):
-            return "they lack values of another width than keys"
+            return "they lack v_head_dim other than head_dim"
         if reason is None and any(len(asked) > 1 for asked in plans.values()):
-            return "one plan serves all layers, and they differ in heads, widths, scaling or cap"
+            return "one plan serves all layers, but the layers differ in heads, head_dim, scaling or softcap"
         return reason
 
     def declare_slots(self, prefix: str, limits: Limits) -> Sequence[GraphSlot]:
         """Return an int workspace for each set of indices, and one workspace for partial results."""
-        del limits  # FlashInfer sizes its workspaces by itself
+        del limits  # FlashInfer's workspaces have a fixed size
 
         planned = metadata_slot(
             prefix + "int_workspace", lambda *_: (_INT_BYTES,), torch.uint8, role="plan"
@@ -182,7 +183,7 @@ class NativeKernels(FlashInferKernels):
         buffers: Buffers,
         tensors: Mapping[str, torch.Tensor],
     ) -> NativePlan:
-        """Return a wrapper on these tensors; of a graph it never puts others in their place."""
+        """Return a plan with a wrapper on these tensors; in a graph the wrapper keeps using them."""
         workspace = buffers(_FLOAT_WORKSPACE)
         if not buffers.in_graph:
             free = self._free.setdefault((prefix, "mask" in tensors), [])
@@ -203,7 +204,7 @@ class NativeKernels(FlashInferKernels):
         return NativePlan(arguments, wrapper)
 
     def plan(self, plan: Plan, rows: Rows, driver: GraphDriver | None) -> None:
-        """Plan from host tensors. The wrapper copies them over what the metadata says, which is the same."""
+        """Plan from host tensors. The wrapper copies them over the metadata, which has the same contents."""
         assert isinstance(plan, NativePlan)  # noqa: S101  make_plan returned it
         wrapper = plan.wrapper.wrapper if isinstance(plan.wrapper, _EagerWrapper) else plan.wrapper
         copied = self._copied.get(wrapper)
@@ -221,7 +222,7 @@ class NativeKernels(FlashInferKernels):
             host([*itertools.accumulate(pages, initial=0)]),
             torch.empty(
                 0, dtype=torch.int32, device=self.context.device
-            ),  # they lie in their buffer
+            ),  # the page numbers are in their buffer already
             host([(keys - 1) % size + 1 for keys in rows.num_kv]),
             arguments.num_qo_heads,
             arguments.num_kv_heads,
@@ -241,7 +242,7 @@ class NativeKernels(FlashInferKernels):
         copied.record()
 
     def _event(self, driver: GraphDriver | None) -> Any:
-        """Return a new event; a lane without graphs has no driver, and its device runs behind it too."""
+        """Return a new event; without a driver, in a lane without graphs, one of the device itself."""
         if driver is not None:
             return driver.event()
         return torch.cuda.Event() if self.context.device.type == "cuda" else Event()
@@ -255,8 +256,8 @@ class NativeKernels(FlashInferKernels):
         metadata: FlashInferMetadata,
         indices: PagedIndices,
     ) -> torch.Tensor:
-        """Run the wrapper of this set of indices on the cache in pages."""
-        del layer  # planned for
+        """Run the wrapper of this set of indices on the paged cache."""
+        del layer  # the plan was made for it
         plan, size = indices.plan, metadata.page_size
         assert isinstance(plan, NativePlan)  # noqa: S101  make_plan returned it
         pages = (

@@ -1,9 +1,8 @@
-"""The rows that FlashInfer's kernels see of a batch, counted on the host.
+"""The rows of a batch in FlashInfer's kernels, counted on the host.
 
-A kernel is planned on the host, from ``seq_lens_cpu`` and ``extend_seq_lens_cpu``: no tensor of the
-device is read for it.
+A kernel is planned on the host, from ``seq_lens_cpu`` and ``extend_seq_lens_cpu``.
 
-Does not: touch a tensor of the device.
+Does not: read a device tensor.
 """
 
 from dataclasses import dataclass
@@ -13,13 +12,13 @@ from graphpact import ForwardBatch
 
 @dataclass(frozen=True, slots=True)
 class FakeRequest:
-    """The request after the last that owns the padded tokens of an extend (SGLang PR 21452).
+    """The row after the last request that owns the padding tokens of an extend (SGLang PR 21452).
 
-    FlashInfer wants ``qo_indptr[-1] == q.shape[0]``, and a causal request has no fewer keys than queries.
-    Its pages are all page 0, which is scratch. The real requests are as they would be without it.
+    FlashInfer requires ``qo_indptr[-1] == q.shape[0]``, and at least as many keys as queries in a causal
+    request. All its pages are page 0, scratch. The rows of live requests do not change.
 
     Args:
-        pad_tokens: Its queries: static tokens without the batch's.
+        pad_tokens: Its queries: the static token count minus the batch's.
         extra_kv: Its keys, as many.
         num_dummy_pages: Its pages.
     """
@@ -30,14 +29,14 @@ class FakeRequest:
 
     @classmethod
     def of(cls, static_num_tokens: int, num_tokens: int, page_size: int) -> "FakeRequest":
-        """Return the one that ``num_tokens`` tokens of a batch need; host numbers, no device is asked."""
+        """Return the fake request for a batch of ``num_tokens`` tokens, from host numbers alone."""
         pad = static_num_tokens - num_tokens
         return cls(pad, pad, -(-pad // page_size))
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Queries and keys of every row, on the host.
+    """The numbers of queries and keys of every row, on the host.
 
     Args:
         num_q: Queries of each row.
@@ -52,7 +51,7 @@ class Rows:
         """Return the rows of ``view``.
 
         Raises:
-            EngineError: An extend without its lengths on the host.
+            EngineError: An extend lacks its host lengths.
         """
         keys = [length + view.uncounted_keys for length in view.seq_lens_cpu.tolist()]
         if view.forward_mode.is_ragged:
@@ -65,7 +64,7 @@ class Rows:
         return cls([width] * len(keys), keys)
 
     def within(self, window: int | None, page_size: int) -> "Rows":
-        """Return the rows without the pages that lie before every query's window."""
+        """Return the rows without the pages before the window of every query."""
         if window is None:
             return self
         first = [
@@ -77,7 +76,7 @@ class Rows:
 
 
 def num_rows(view: ForwardBatch) -> int:
-    """Return how many rows the kernels see of ``view``."""
+    """Return how many rows ``view`` has in the kernels."""
     if view.forward_mode.is_ragged:
         return view.batch_size + 1
     return view.num_tokens if view.is_branched else view.batch_size

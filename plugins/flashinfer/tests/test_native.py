@@ -413,5 +413,5 @@ def test_layers_that_one_plan_cannot_serve_are_refused() -> None:
     object.__setattr__(context, "layers", layers)
     reason = OnACPU.refusal(context)
     assert reason is not None
-    assert "they differ in heads" in reason
+    assert "layers differ in heads" in reason
     assert OnACPU.refusal(_context(None, 5)) is None

@@ -1,12 +1,51 @@
-"""The distribution of the driver ``tape``: the rules of CUDA graphs on any device that runs eager torch.
+"""The driver ``tape``: the rules of CUDA graphs on any device that runs eager torch.
 
     tape        the driver, fast and strict
-    recorder    dispatched operations, kept for replay
-    strict      the strict tape: every replay over poison
-    order       streams, events and copies, held to their waits
-    host        which memory is the host's, and what may read it
-    poison      what invalid memory holds
-    guard       the strict guard around the hooks and steps of a lane
+    recorder    records dispatched operations for replay
+    nodes       runs a recorded call again
+    strict      the strict tape: every replay runs over poison
+    order       streams, events and copies, with a check for missing waits
+    host        tells host tensors from device tensors, and refuses host reads
+    poison      values for memory that no step may read
+    guard       the strict guard of a lane's hooks and steps
 
-Does not: import any of these by itself.
+A library for other drivers, the engine and the suite too: its public names may be imported from here.
+
+Does not: import more than torch and the core.
 """
+
+from graphpact_tape.guard import StrictGuard, is_due
+from graphpact_tape.host import HostMemory, HostReadGuard, WeakTensor, tensors_of, written_by
+from graphpact_tape.nodes import RunAndCopy, make_node
+from graphpact_tape.order import Order, TapeEvent, TapeStream
+from graphpact_tape.poison import is_poison, poison, poison_of
+from graphpact_tape.recorder import RecordedCall, Recorder, Recording, Segment, TracedCall
+from graphpact_tape.strict import StrictRecorder, StrictTape
+from graphpact_tape.tape import Tape, TapeDriver
+
+__all__ = [
+    "HostMemory",
+    "HostReadGuard",
+    "Order",
+    "RecordedCall",
+    "Recorder",
+    "Recording",
+    "RunAndCopy",
+    "Segment",
+    "StrictGuard",
+    "StrictRecorder",
+    "StrictTape",
+    "Tape",
+    "TapeDriver",
+    "TapeEvent",
+    "TapeStream",
+    "TracedCall",
+    "WeakTensor",
+    "is_due",
+    "is_poison",
+    "make_node",
+    "poison",
+    "poison_of",
+    "tensors_of",
+    "written_by",
+]

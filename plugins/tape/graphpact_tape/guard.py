@@ -1,14 +1,14 @@
-"""`StrictGuard`: poisons what a replay must not read, so that reading it cannot go unseen.
+"""`StrictGuard`: poisons memory that a replay must not read, so that every read of it is detected.
 
-A stale row is usually a valid address and a plausible value: read by mistake, it changes nothing that
-anybody would notice. In a strict lane it is poison instead. Before a replay is prepared, every slot that
-the preparation has to write is poisoned whole; what is still poison afterwards, nobody wrote in this
-step. And what no live request owns (`Ownership`) is poison all the time.
+A stale row usually holds a valid address or a plausible value. A kernel that reads it by mistake gives no
+error and often the same output. A strict lane holds poison there instead. Before a replay is prepared, the
+guard poisons all slots that the preparation has to write. Rows that are still poison afterwards were not
+written in this step. Unowned memory (see `Ownership`) is poison all the time.
 
-An observer of the hooks that prepare a replay, and of the whole step. The driver does its own part, see
-`graphpact_tape.strict`.
+The guard observes the hooks that prepare a replay, and the whole step. `graphpact_tape.strict` has the
+checks that the driver makes itself.
 
-Does not: say what a tensor should hold; verification does.
+Does not: know the correct contents of a tensor; verification compares contents.
 """
 
 from collections.abc import Generator, Sequence
@@ -36,8 +36,8 @@ class StrictGuard:
     """The observer of a strict lane: ``Lane(..., driver=driver, observers=[driver.guard()])``.
 
     Args:
-        driver: The lane's, in its strict mode.
-        ownership: Who owns the memory outside the lane; None where nobody tells.
+        driver: The lane's driver, in its strict mode.
+        ownership: Which memory outside the lane is unowned; None where that is not known.
     """
 
     def __init__(self, driver: GraphDriver, ownership: Ownership | None = None) -> None:
@@ -53,7 +53,7 @@ class StrictGuard:
     ) -> _Around:
         """Poison the slots, and refuse host reads while they are filled."""
         self._prepared = registry, shape, batch
-        _require_twins(batch)
+        _check_host_lengths(batch)
         for slot in registry:
             if slot.buffer is not None and is_due(slot):
                 poison(slot.buffer)
@@ -61,7 +61,7 @@ class StrictGuard:
 
     @hookimpl(wrapper=True)
     def prepare_replay(self, batch: ForwardBatch) -> _Around:
-        """Refuse host reads while the view is made."""
+        """Refuse host reads while the static inputs are made."""
         return (yield from self._guarded("prepare_replay", batch, [*batch.tensors().values()]))
 
     @hookimpl(wrapper=True)
@@ -79,10 +79,10 @@ class StrictGuard:
             if isinstance(error, ContractError) or (
                 isinstance(error, GraphpactError) and error.__cause__ is None
             ):
-                raise  # an error of ours that was not made of another one
+                raise  # graphpact's own error, which no other error caused
             raise PoisonError(
-                f"{hook} fails on what a step has to write first: {error}{self._unwritten()}",
-                hint="slots are poisoned before each step of a strict lane: write a row before it is read",
+                f"{hook} fails on poisoned slots: {error}{self._unwritten()}",
+                hint="a strict lane poisons slots before each step: write a row before reading it",
                 rule=self._rule(),
             ) from error
 
@@ -118,9 +118,9 @@ class StrictGuard:
             if line is not None:
                 raise ReplayError(
                     f"lane {lane.name!r}: a copy from {name} of the batch is in flight at the end of the"
-                    f" step, begun at {line}",
+                    f" step; it began at {line}",
                     hint="host tensors of a batch may be rewritten once the step has returned: copy them into"
-                    " pinned memory of your own first, or synchronize() an event recorded after the copy",
+                    " your own pinned memory first, or synchronize() an event recorded after the copy",
                     rule="GP16",
                 )
 
@@ -131,37 +131,37 @@ class StrictGuard:
             graph = captured.graph
             if not graph.outputs_stand and _are_outputs(graph, output):
                 raise ReplayError(
-                    f"lane {lane.name!r}: the {name} are outputs of the graph of {shape}, read after another"
-                    " graph of the driver was replayed",
+                    f"lane {lane.name!r}: the {name} are outputs of the graph of {shape}, read after the"
+                    " driver replayed another graph",
                     hint="copy outputs out before the next replay",
                     rule="GP15",
                 )
         first = int(output.isnan().reshape(output.shape[0], -1).any(dim=1).nonzero()[0])
         raise PoisonError(
             f"lane {lane.name!r}: the {name} of {row} {first} are NaN after a replay{self._unwritten()}",
-            hint="memory that the step does not own or did not write is NaN in a strict lane; where an"
-            " eager run gives NaN too, it is the model",
+            hint="in a strict lane, memory that the step does not own or did not write is NaN; if an eager"
+            " run gives NaN too, the cause is the model",
             rule=self._rule(),
         )
 
     def _unwritten(self) -> str:
-        """Return, for messages, which rows of the slots are still poison."""
+        """Return the part of a message that names the slot rows that are still poison; may be empty."""
         rows = ", ".join(rows.text for rows in self._poisoned())
-        return f"; nobody wrote, in this step: {rows}" if rows else ""
+        return f"; not written in this step: {rows}" if rows else ""
 
     def _rule(self) -> str | None:
-        """Return which rule unwritten rows break: real ones, or padded ones alone; None for none.
+        """Return the rule that unwritten rows break, if any: GP02 for live rows, GP03 for padding rows alone.
 
-        Slots that were written in part tell first: a step that failed may not have come to the others.
+        Slots that were written in part decide first: a step that failed may not have reached the others.
         """
         found = self._poisoned()
         parts = [rows for rows in found if rows.is_part] or found
         if not parts:
             return None
-        return "GP02" if any(rows.has_real for rows in parts) else "GP03"
+        return "GP02" if any(rows.has_live for rows in parts) else "GP03"
 
     def _poisoned(self) -> list["_Unwritten"]:
-        """Return what is still poison, slot by slot."""
+        """Return the rows that are still poison, slot by slot."""
         if self._prepared is None:
             return []
         registry, shape, batch = self._prepared
@@ -170,28 +170,34 @@ class StrictGuard:
 
 
 class _Unwritten(NamedTuple):
-    """What a step left unwritten of a slot, in words; whether it wrote others, and real rows are among it."""
+    """The rows of one slot that a step did not write.
+
+    Args:
+        text: The rows, for messages.
+        is_part: Whether the step wrote other rows of the slot.
+        has_live: Whether live rows are among them.
+    """
 
     text: str
     is_part: bool
-    has_real: bool
+    has_live: bool
 
 
-def _require_twins(batch: ForwardBatch) -> None:
-    """Refuse a batch whose lengths on the host are not those on the device: plans are made from one of them.
+def _check_host_lengths(batch: ForwardBatch) -> None:
+    """Refuse a batch whose host lengths differ from its device lengths.
 
     Raises:
-        ReplayError: Names the field, and both.
+        ReplayError: Names the field, with both values.
     """
     tensors = batch.tensors()
-    for name, twin in tensors.items():
+    for name, on_host in tensors.items():
         other = tensors.get(name.removesuffix("_cpu"))
-        if other is None or other is twin:
+        if other is None or other is on_host:
             continue
-        if other.shape != twin.shape or not torch.equal(other.cpu(), twin):
+        if other.shape != on_host.shape or not torch.equal(other.cpu(), on_host):
             raise ReplayError(
-                f"{name} of the batch is {twin.tolist()}, {name.removesuffix('_cpu')} is {other.tolist()}",
-                hint="kernels read the one, plans are made from the other: set both to the same lengths",
+                f"{name} of the batch is {on_host.tolist()}, {name.removesuffix('_cpu')} is {other.tolist()}",
+                hint="kernels read one of them, plans are made from the other: set both to the same lengths",
                 rule="GP09",
             )
 
@@ -201,9 +207,9 @@ def _are_outputs(graph: Graph, tensor: torch.Tensor) -> bool:
 
 
 def is_due(slot: GraphSlot) -> bool:
-    """Return whether every step writes ``slot``: all do, but workspaces, constants and staging.
+    """Return whether every step has to write ``slot``: not for workspaces, constants and staging memory.
 
-    Of host memory that its owner fills a copy may be in flight: the owner waits before it writes.
+    A copy from staging memory may be in flight, so the guard must not write it: its owner waits first.
     """
     return slot.padding_policy is not PaddingPolicy.FILL_ONCE and slot.role != "staging"
 
@@ -212,10 +218,10 @@ def _unwritten_of(slot: BoundSlot, shape: GraphShape, batch: ForwardBatch) -> _U
     if slot.buffer is None or not is_due(slot):
         return None
     if slot.dtype.itemsize == 1 and not slot.dtype.is_floating_point:
-        return None  # poison is a value like any other there
+        return None  # in one byte, poison is also a valid value
     poisoned = is_poison(slot.slice_for(shape.batch_size, shape.num_tokens))
     is_whole = bool(poisoned.all())
-    # Memory of no axis is a capacity, read as far as each step writes it.
+    # A slot without an axis is a capacity: each step writes a part of it, and reads that part alone.
     if not (is_whole if slot.axis == "none" else bool(poisoned.any())):
         return None
     text = slot.label
@@ -224,5 +230,5 @@ def _unwritten_of(slot: BoundSlot, shape: GraphShape, batch: ForwardBatch) -> _U
         kept = f" (kept: {slot.reason})" if slot.reason and slot.copy_from_fb else ""
         text = f"rows {int(at[0])}:{int(at[-1]) + 1} of {text}{kept}"
     raw = {"bs": batch.batch_size, "tokens": batch.num_tokens}.get(slot.axis, 1)
-    has_real = bool(is_poison(slot.slice_for(raw, raw)).any())
-    return _Unwritten(text, is_part=not is_whole, has_real=has_real)
+    has_live = bool(is_poison(slot.slice_for(raw, raw)).any())
+    return _Unwritten(text, is_part=not is_whole, has_live=has_live)

@@ -1,17 +1,17 @@
-"""Whose memory a tensor is, the host's or the device's, and the refusal of host reads.
+"""Tell host tensors from device tensors on a CPU, and refuse host reads of device tensors.
 
-On a CPU both lie in the same memory, so torch cannot tell them apart. Here they are told apart by how
-they came to be: host tensors are declared, or computed from host tensors alone. Everything else is the
-device's, and reading it on the host is refused, as it would stall a GPU or end a capture.
+On a CPU both have the same ``device``, so torch cannot tell them apart. This module does it by origin: host
+tensors are declared, or computed from host tensors alone. All others are device tensors. Reading them on the
+host is refused, because on a GPU it would stall the host or break a capture.
 
-With ``strict`` the tensors that a GPU program would find on the host count as the host's too (made
-without ``device=``, from Python objects, by numpy), and so what mixes the two is seen: a copy from host
-memory, an index on the host.
+With ``strict``, tensors that a GPU program would have on the host are host tensors too: made without
+``device=``, from Python objects, or by numpy. Operations that mix host and device tensors are then refused:
+a copy from host memory, an index on the host.
 
-A read reaches the dispatcher (``_local_scalar_dense``), or, as ``tolist`` and ``numpy`` do on a CPU, never
-does; a `TorchFunctionMode` sees those. Both are needed.
+Most host reads reach the dispatcher (``_local_scalar_dense``), where a `TorchDispatchMode` sees them. On a
+CPU some do not, such as ``tolist`` and ``numpy``, so a `TorchFunctionMode` is needed as well.
 
-Does not: record anything, or see a read that goes around torch (a raw pointer, a storage).
+Does not: record anything, or see a read that bypasses torch (a raw pointer, a storage).
 """
 
 import abc
@@ -34,7 +34,7 @@ __tracebackhide__ = True
 
 _aten = torch.ops.aten
 
-# These read a tensor's memory on the host, on a CPU without passing the dispatcher.
+# These read a tensor's memory on the host. On a CPU they do not reach the dispatcher.
 _READS = {
     torch.Tensor.tolist: "Tensor.tolist()",
     torch.Tensor.numpy: "Tensor.numpy()",
@@ -47,7 +47,7 @@ _READS = {
 
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd  # noqa: SLF001  no public name
 
-# These pass the dispatcher, but torch does not tag them: bool(tensor), and a split by a tensor.
+# These reach the dispatcher, but torch has no tag for them: bool(tensor), a split by a tensor.
 _UNTAGGED_READS = frozenset(
     {_aten.is_nonzero.default, _aten.tensor_split.tensor_indices_or_sections}
 )
@@ -55,7 +55,7 @@ _UNTAGGED_READS = frozenset(
 _INDEX_PUTS = frozenset({_aten.index_put_.default, _aten.index_put.default})
 _MASKED_FILLS = frozenset({_aten.masked_fill_.Tensor, _aten.masked_fill.Tensor})
 
-# These make a tensor on the host unless ``device=`` says where.
+# These make a tensor on the host unless ``device=`` is given.
 _FACTORIES = frozenset(
     getattr(torch, name)
     for name in (
@@ -81,12 +81,12 @@ _FROM_MEMORY = frozenset({torch.from_numpy, torch.frombuffer, torch.from_file})
 
 
 def tensors_of(tree: Any) -> list[torch.Tensor]:
-    """Return the tensors in a tree of containers."""
+    """Return the tensors in a tree of containers, in order."""
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 class WeakTensor:
-    """What makes a tensor again, without keeping its memory."""
+    """A weak reference to a tensor's memory, with the layout that makes the tensor again."""
 
     __slots__ = ("_device", "_dtype", "_flips", "_layout", "storage")
 
@@ -110,24 +110,24 @@ class WeakTensor:
 
 
 class HostMemory:
-    """Knows which tensors are the host's.
+    """The set of host memory: a tensor is ``in`` it if it is a host tensor.
 
     Args:
-        declared: Host tensors, by storage.
-        strict: Whether tensors made without ``device=`` are the host's.
+        declared: Tensors that are declared to be on the host.
+        strict: Whether tensors made without ``device=`` are host tensors.
     """
 
     def __init__(self, declared: Iterable[torch.Tensor] = (), *, strict: bool = False) -> None:
         self.strict = strict
-        self.depth = 0  # inside a call that makes host tensors
-        self.given: frozenset[int] = frozenset()  # storages that the current call was handed
-        # Bytes of storages: on a CPU, a host tensor may lie beside those of the device. The weak
-        # references keep a storage's identity from being taken again.
+        self.depth = 0  # nesting of calls that make host tensors
+        self.given: frozenset[int] = frozenset()  # storages of the current call's arguments
+        # Byte ranges of storages: on a CPU, one storage may hold host and device tensors. The weak references
+        # keep a storage's id from being reused.
         self._host: dict[int, tuple[StorageWeakRef, list[tuple[int, int]]]] = {}
         self.add(declared)
 
     def add(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Count the memory of ``tensors`` as the host's."""
+        """Declare the memory of ``tensors`` as host memory."""
         for tensor in tensors:
             reference = StorageWeakRef(tensor.untyped_storage())
             _, extents = self._host.setdefault(storage_id(tensor), (reference, []))
@@ -136,7 +136,7 @@ class HostMemory:
                 extents.append(extent)
 
     def prune(self) -> None:
-        """Forget memory that is gone."""
+        """Drop storages that were freed."""
         self._host = {key: known for key, known in self._host.items() if not known[0].expired()}
 
     def __contains__(self, tensor: torch.Tensor) -> bool:
@@ -150,18 +150,18 @@ class HostMemory:
         """Return whether ``tensor`` is a host number, which a kernel takes by value."""
         if tensor.dim():
             return False
-        # What torch made of a Python number on the way was handed in by nobody.
+        # torch made it from a Python number if it is not among the caller's arguments.
         return tensor in self or storage_id(tensor) not in self.given
 
 
 def _has_default_device() -> bool:
-    """Return whether the caller stands in ``with device:``, which is asked after our own mode."""
+    """Return whether ``with device:`` is active; that mode runs after this module's own."""
     return any(isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack())
 
 
 def reads_on_host(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether ``func`` needs a tensor's contents on the host: for a number or for a shape."""
-    if func is _aten.index.Tensor:  # of unknown length only where a mask picks the rows
+    """Return whether ``func`` reads a tensor's contents on the host, for a number or for a shape."""
+    if func is _aten.index.Tensor:  # its length depends on contents only for a mask
         return _has_mask(args[1])
     if func is _aten.repeat_interleave.Tensor:
         return kwargs.get("output_size") is None
@@ -189,12 +189,12 @@ def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list
 
 
 def _is_placed(kwargs: dict[str, Any]) -> bool:
-    """Return whether a call is told where the tensor that it makes is to lie."""
+    """Return whether a call has a device for the tensor that it makes."""
     return kwargs.get("device") is not None or _has_default_device()
 
 
 def _is_made_on_host(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether a call makes a tensor on the host, of nothing that lies on a device."""
+    """Return whether a call makes a tensor on the host, from no device tensor."""
     return func in _FROM_MEMORY or (
         (func in _FACTORIES or func in _FROM_PYTHON)
         and not _is_placed(kwargs)
@@ -204,17 +204,17 @@ def _is_made_on_host(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 class HostReadGuard(TorchFunctionMode):
-    """Refuses the host reads, and the traffic between host and device, that only Python sees.
+    """A function mode that refuses host reads and host-device copies which do not reach the dispatcher.
 
     Args:
-        host: What is free to be read.
+        host: The host memory, which may be read.
         when: For messages, such as ``"while a graph is recorded"``.
-        error: What is raised.
+        error: The class of the error to raise.
 
     Attributes:
-        refused: The first error that was raised here, should the caller have swallowed it.
-        paused: Whether everything is let through: inside an eager call.
-        copying: Whether a copy from host memory is let through: one of the driver's own.
+        refused: The first error that was raised, in case the caller caught it.
+        paused: Whether all calls are allowed, as inside an eager call.
+        copying: Whether a copy from host memory is allowed: the driver makes one itself.
     """
 
     def __init__(self, host: HostMemory, when: str, error: type[ContractError]) -> None:
@@ -238,7 +238,7 @@ class HostReadGuard(TorchFunctionMode):
             return func(*args, **kwargs)
         if func in _READS and args[0] not in self.host:
             raise self.host_read(_READS[func])
-        if func is torch.Tensor.__deepcopy__:  # swaps storages below the dispatcher
+        if func is torch.Tensor.__deepcopy__:  # replaces storages below the dispatcher
             func, args = torch.clone, args[:1]
         if func is torch.Tensor.__setitem__:
             self._check_masked_write(args[1], args[2])
@@ -249,25 +249,25 @@ class HostReadGuard(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _strictly(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call ``func`` with what it makes on the host counted as the host's."""
+        """Call ``func``, and add the tensors that it makes on the host to the host memory."""
         host = self.host
         device = kwargs.get("device")
         placed = _is_placed(kwargs)
         if kwargs.get("pin_memory") or func is torch.Tensor.pin_memory:
-            raise self.refusal("allocates pinned memory", "allocate it before")
+            raise self.refusal("allocates pinned memory", "allocate it earlier")
         made_on_host = _is_made_on_host(func, args, kwargs)
         if func is torch.Tensor.new_tensor or (
             func in _FROM_PYTHON and placed and not tensors_of(args[:1])
         ):
             raise self.refusal(
-                "copies Python numbers to the device, which waits for it",
-                "make the tensor before, or use torch.full or torch.arange, which run on the device",
+                "copies Python numbers to the device, which makes the host wait,",
+                "make the tensor earlier, or use torch.full or torch.arange, which run on the device",
             )
         if func is torch.Tensor.to:
             self._check_to(args, device)
         is_type = func is torch.Tensor.type and args[1:] and not isinstance(args[1], torch.dtype)
         if is_type and args[0] not in host:
-            raise self.host_read("Tensor.type() with a class of host tensors")
+            raise self.host_read("Tensor.type() with a host tensor type")
         host.depth += made_on_host
         try:
             result = func(*args, **kwargs)
@@ -281,12 +281,12 @@ class HostReadGuard(TorchFunctionMode):
         if device is None:
             device = next((a for a in args[1:] if isinstance(a, (str, torch.device))), None)
         if args[0] not in self.host:
-            if device == "cpu":  # a torch.device may be the lane's own, where that is a CPU
+            if device == "cpu":  # a torch.device may be the lane's own device, which may be a CPU
                 raise self.host_read('Tensor.to("cpu")')
         elif isinstance(device, torch.device) or device not in (None, "cpu"):
             raise self.refusal(
-                "copies host memory to the device, which waits for it",
-                "use driver.copy_async() from a buffer that stays",
+                "copies host memory to the device, which makes the host wait,",
+                "use driver.copy_async() from a buffer that lives as long as the lane",
             )
 
     def _check_masked_write(self, key: Any, value: Any) -> None:
@@ -295,34 +295,34 @@ class HostReadGuard(TorchFunctionMode):
             raise self.host_read("an assignment by a mask")
 
     def refusal(self, what: str, hint: str, rule: str = "GP20") -> ContractError:
-        """Return the error for ``what`` the caller's line does."""
+        """Return the error for an action ``what`` of the caller's line."""
         error = self.error(f"{what} {self.when}, at {Line()}", hint=hint, rule=rule)
         self.refused = self.refused or error
         return error
 
     def host_read(self, what: str) -> ContractError:
-        """Return the error for a host read."""
+        """Return the error for a host read by ``what``."""
         return self.refusal(
             f"{what} needs a tensor's contents on the host",
             "a graph replays device work only: keep the value in a tensor, or pass a host number that"
-            " is fixed for the shape; host tensors that were declared may be read",
+            " is fixed for the shape; declared host tensors may be read",
         )
 
 
 class DispatchMode(TorchDispatchMode):
-    """A dispatch mode that leaves torch's compiler unimported."""
+    """A dispatch mode that does not make torch import its compiler."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Return False: torch would import its compiler, seconds of work, to keep it out of here."""
+        """Return False: with True, torch imports its compiler to disable it here, which takes seconds."""
         return False
 
 
 class Watcher(DispatchMode, abc.ABC):
-    """Sees every dispatched operation, refuses what the host may not do, and `perform`s the others.
+    """A dispatch mode that refuses host reads and host-device copies, and `perform`s all other device work.
 
     Args:
-        guard: The function mode that stands beside it.
+        guard: The function mode that is active together with it.
     """
 
     def __init__(self, guard: HostReadGuard) -> None:
@@ -332,7 +332,7 @@ class Watcher(DispatchMode, abc.ABC):
 
     @abc.abstractmethod
     def perform(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run device work: an operation that is not made of others."""
+        """Run one operation of device work; it is not composite."""
 
     def __torch_dispatch__(
         self,
@@ -342,7 +342,7 @@ class Watcher(DispatchMode, abc.ABC):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        # detach_ is how torch.tensor() ends.
+        # torch.tensor() ends with a detach_.
         if self.guard.paused or func is _aten.detach_.default:
             return func(*args, **kwargs)
         given = tensors_of((args, kwargs))
@@ -353,7 +353,7 @@ class Watcher(DispatchMode, abc.ABC):
         if reads_on_host(func, args, kwargs):
             raise self.guard.host_read(str(func))
         if _is_composite(func):
-            # What it is made of is seen instead.
+            # Decompose it; the parts are dispatched here again.
             with self:
                 return func._op_dk(_COMPOSITE, *args, **kwargs)  # noqa: SLF001  no public name
         if func in _INDEX_PUTS:
@@ -366,20 +366,20 @@ class Watcher(DispatchMode, abc.ABC):
     def _is_host_work(self, func: Any, given: list[torch.Tensor]) -> bool:
         if not given:
             return self.host.depth > 0
-        if func is _aten.lift_fresh.default:  # how torch makes a tensor of Python objects
+        if func is _aten.lift_fresh.default:  # torch makes a tensor from Python objects with it
             return self.host.strict
         return all(t in self.host for t in given)
 
     def _check_index_put(self, func: Any, args: tuple[Any, ...]) -> None:
         is_number = self.host.is_number(args[2])
         if _has_mask(args[1]):
-            # torch makes a masked_fill of a number; a tensor is spread over as many rows as the mask has.
+            # With a number torch runs masked_fill. With a tensor it needs the count of true elements.
             if not is_number:
                 raise self.guard.host_read(f"{func} by a mask")
         elif is_number and self.host.strict:
             raise self.guard.refusal(
-                f"{func} of a number copies it to the device, which waits for it",
-                "use index_fill_(), or a tensor that was made before",
+                f"{func} of a number copies it to the device, which makes the host wait,",
+                "use index_fill_(), or a tensor that was made earlier",
             )
 
     def _check_traffic(
@@ -389,10 +389,10 @@ class Watcher(DispatchMode, abc.ABC):
         kwargs: dict[str, Any],
         given: list[torch.Tensor],
     ) -> None:
-        """Refuse device work that moves memory to the host, or from it without the driver."""
+        """Refuse device work that copies to the host, or from the host without `GraphDriver.copy_async`."""
         if func is _aten._foreach_copy_.default:
             for target, source in zip(*args[:2], strict=True):
-                # One number spread over many rows is no copy.
+                # A single number that is expanded to many rows is passed by value.
                 if source.untyped_storage().nbytes() != source.element_size():
                     self._check_traffic(_aten.copy_.default, (target, source), {}, [target, source])
             return
@@ -406,15 +406,15 @@ class Watcher(DispatchMode, abc.ABC):
             return
         if is_copy or any(t.dim() for t in on_host):
             raise self.guard.refusal(
-                f"{func} takes a tensor of the host",
-                "give it device=, or copy it with driver.copy_async(); a single number may be filled in"
-                " with fill_()",
+                f"{func} takes a host tensor",
+                "make the tensor with device=, or copy it with driver.copy_async(); for a single number, use"
+                " fill_()",
             )
 
 
 def _is_composite(func: Any) -> bool:
-    """Return whether ``func`` only calls other operations; outside autograd it arrives undivided."""
-    if func is _aten.one_hot.default:  # on a CPU alone it reads its argument, to check it
+    """Return whether ``func`` only calls other operations; without autograd torch does not decompose it."""
+    if func is _aten.one_hot.default:  # its CPU version reads the argument in order to check it
         return False
     return not func._schema.is_mutable and torch._C._dispatch_has_kernel_for_dispatch_key(  # noqa: SLF001
         func.name(), _COMPOSITE
@@ -426,7 +426,7 @@ def _is_composite(func: Any) -> bool:
 
 @contextlib.contextmanager
 def followed(host: HostMemory) -> Iterator[None]:
-    """Count as the host's what is made on the host, or computed from host tensors alone; refuse nothing."""
+    """Add tensors made on the host, or computed from host tensors alone, to ``host``; refuse nothing."""
     with _Factories(host), _HostWork(host):
         yield
 

@@ -1,8 +1,8 @@
-"""Nodes: how the tape runs a recorded call again.
+"""Nodes: run a recorded call again, into the memory of its recorded results.
 
-- an operation that writes its arguments is run as it is;
-- an operation that makes new tensors is run as its out-variant, into the recorded tensors, where its
-  schema has one; otherwise it is run and its results are copied into the recorded tensors.
+- An operation that writes its arguments is run unchanged.
+- An operation that makes new tensors is run as its out-variant, into the recorded tensors. If its schema has
+  no out-variant, the operation is run and its results are copied into the recorded tensors.
 
 Does not: record, or decide which calls a replay has to run; `graphpact_tape.recorder` does.
 """
@@ -23,18 +23,18 @@ Node: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 _aten = torch.ops.aten
 
-# What an out-variant does not take because its output already has it.
+# Options that an out-variant does not take: its output already has them.
 _OUTPUT_OPTIONS = frozenset({"dtype", "layout", "device", "pin_memory"})
 
 
 def make_node(call: RecordedCall) -> Node:
-    """Return what runs ``call`` again, into the tensors that it made."""
+    """Return the node that runs ``call`` again, into the tensors that it made."""
     op, args, kwargs = call.op, call.args, call.kwargs
     outputs = [t for t in call.made if t is not None]
     writes_arguments = op._schema.is_mutable  # noqa: SLF001
     if writes_arguments and not outputs:
         return op._op, args, kwargs  # noqa: SLF001  without a Python layer
-    if op is _aten.clone.default:  # its out-variant makes a copy and copies that
+    if op is _aten.clone.default:  # its out-variant copies twice
         return _aten.copy_.default._op, (outputs[0], args[0]), {}  # noqa: SLF001
     variant = None if writes_arguments or len(outputs) < len(call.made) else _out_variant(op)
     if variant is None or len(variant[1]) != len(outputs):
@@ -47,7 +47,7 @@ def make_node(call: RecordedCall) -> Node:
 
 
 def _out_variant(func: Any) -> tuple[Any, list[str]] | None:
-    """Return the overload that writes ``func``'s results into given tensors, and their names."""
+    """Return the out-variant of ``func`` and the names of its output arguments, or None."""
     wanted = {a.name: str(a.type) for a in func._schema.arguments}  # noqa: SLF001  no public way
     bare = {n: t for n, t in wanted.items() if n not in _OUTPUT_OPTIONS}
     packet = func.overloadpacket
@@ -58,7 +58,7 @@ def _out_variant(func: Any) -> tuple[Any, list[str]] | None:
         for a in candidate._schema.arguments:  # noqa: SLF001
             if a.kwarg_only and a.alias_info is not None and a.alias_info.is_write:
                 if str(a.type) != "Tensor":
-                    break  # a list of outputs is run and copied
+                    break  # operations with a list of outputs are run and copied
                 outs.append(a.name)
             else:
                 rest[a.name] = str(a.type)
@@ -69,18 +69,18 @@ def _out_variant(func: Any) -> tuple[Any, list[str]] | None:
 
 @dataclass(frozen=True, slots=True)
 class RunAndCopy:
-    """Runs an operation again, and copies its new tensors to the recorded ``outputs``.
+    """A callable that runs an operation again and copies its new tensors to the recorded ``outputs``.
 
     Args:
         op: The operation.
-        outputs: As `RecordedCall.made`: None for a result that lies in the memory of an argument.
+        outputs: As `RecordedCall.made`: None for a result in the memory of an argument.
     """
 
     op: Callable[..., Any]
     outputs: tuple[torch.Tensor | None, ...]
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
-        """Run it on these arguments."""
+        """Run the operation on these arguments."""
         results = tensors_of(self.op(*args, **kwargs))
         for target, new in zip(self.outputs, results, strict=True):
             if target is not None:

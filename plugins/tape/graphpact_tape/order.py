@@ -1,14 +1,14 @@
-"""`Order`: which work waits for which, on streams that a CPU does not have.
+"""`Order`: streams, events and asynchronous copies on a CPU, with a check for missing waits.
 
-Each stream has a clock: what of every stream its next work comes after. Work that touches memory
-is held against earlier work on the same memory; where one of the two writes and neither waits for the
-other, a device may run them in either order, and that is an error at once, whatever order they ran in
-here. So a missing wait needs no luck to be seen.
+Each stream has a vector clock: the work of every stream that its next work waits for. Work on memory is
+compared with earlier work on the same memory. If one of the two writes, and neither waits for the other, a
+device may run them in either order. That is an error at once, in whatever order they ran here, so a missing
+wait is always detected.
 
-An asynchronous copy from host memory is carried out as late as a device may: when work that is ordered
-after it begins. Until the host has waited for it, the host memory has to stay as it was.
+An asynchronous copy from host memory is carried out as late as a device may: when work that waits for it
+begins. The host memory must not change until the host has waited for the copy.
 
-Does not: run work in another order than it was given.
+Does not: change the order of work.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ from graphpact_tape.host import WeakTensor, tensors_of
 __tracebackhide__ = True
 
 _Clock = dict[int, int]
-_MANY = 1024  # storages, before those that are gone are forgotten
+_PRUNE_ABOVE = 1024  # tracked storages; above it, freed ones are dropped
 _VERB = {False: "reads", True: "writes"}
 
 
@@ -60,24 +60,24 @@ class TapeStream(Stream):
 
     @property
     def count(self) -> int:
-        """How much work the stream was given."""
+        """How many pieces of work the stream was given."""
         return self.clock[self.number]
 
     def wait_event(self, event: Event) -> None:
-        """Let later work of this stream come after what ``event`` marked."""
-        assert isinstance(event, TapeEvent)  # noqa: S101  a driver's streams know its own events
+        """Make later work of this stream wait for the work that ``event`` marks."""
+        assert isinstance(event, TapeEvent)  # noqa: S101  streams take events of their own driver
         self._order.check_event(event)
         for number, count in event.clock.items():
             self.clock[number] = max(self.clock.get(number, 0), count)
 
     def wait_stream(self, stream: Stream) -> None:
-        """Let later work of this stream come after all that ``stream`` was given."""
+        """Make later work of this stream wait for all work that ``stream`` was given so far."""
         event = self._order.event()
         event.record(stream)
         self.wait_event(event)
 
     def synchronize(self) -> None:
-        """Wait, on the host, for all work of this stream."""
+        """Make the host wait for all work of this stream."""
         event = self._order.event()
         event.record(self)
         event.synchronize()
@@ -92,13 +92,13 @@ class TapeEvent(Event):
         self._order = order
 
     def record(self, stream: Stream | None = None) -> None:
-        """Mark what ``stream`` was given so far."""
+        """Mark the work that ``stream`` was given so far."""
         stream = stream or self._order.current
         assert isinstance(stream, TapeStream)  # noqa: S101  as above
         self.clock, self.capture = dict(stream.clock), self._order.capture
 
     def synchronize(self) -> None:
-        """Wait, on the host, for what was marked."""
+        """Make the host wait for the marked work."""
         self._order.synchronize(self.clock)
 
 
@@ -109,19 +109,19 @@ class _Access:
     begin: int
     end: int
     writes: bool
-    view: torch.Tensor  # on no device: the elements, in bytes
+    view: torch.Tensor  # the bytes of its elements, on the meta device
     what: str
     line: Line
 
 
 class _Copy:
-    """A copy from host memory, until the host has waited for it.
+    """A copy from host memory that the host has not waited for.
 
     Args:
-        source: What is read; held weakly, as a device does.
-        target: What is written when the copy is carried out; None for one that was.
-        stream: The stream that was given it.
-        line: Where it was asked for.
+        source: The tensor to read; held weakly, as a device does.
+        target: The tensor to write when the copy is carried out; None if it was carried out already.
+        stream: The stream that the copy was given to.
+        line: The caller's line.
     """
 
     def __init__(
@@ -144,22 +144,23 @@ class _Copy:
         return self._source.storage.cdata == storage_id(tensor) and first < end and begin < last
 
     def check(self, name_of: Callable[[torch.Tensor], str | None]) -> None:
-        """Raise where the source is not what it was when the copy was asked for."""
+        """Raise if the contents of the source changed since the copy began."""
         source = self._source.revive()
-        # Freed pinned memory is given to nobody before the copy is done: torch's allocator waits.
+        # torch's allocator does not reuse freed pinned memory before the copy is done.
         if source is None or torch.equal(_bytes(source), _bytes(self._snapshot)):
             return
         name = name_of(source) or f"of {source.dtype} {tuple(source.shape)}"
         raise ReplayError(
-            f"host memory {name} was rewritten while a copy from it was in flight, begun at {self.line}",
+            f"host memory {name} was rewritten while a copy from it was in flight; the copy began at"
+            f" {self.line}",
             hint="record an event after copy_async() and synchronize() it before writing the memory again,"
-            " or take turns between two buffers",
+            " or alternate between two buffers",
             rule="GP16",
         )
 
     def carry_out(self) -> None:
         if self._target is not None:
-            self._target.copy_(self._snapshot)  # which the source still is: that was checked
+            self._target.copy_(self._snapshot)  # equal to the source: `check` ran before
             self._target = None
 
 
@@ -171,11 +172,11 @@ class Order:
     """The streams of one driver, the work that they were given, and the copies in flight.
 
     Attributes:
-        current: The stream that work is given to.
-        capture: The number of the capture under way, 0 outside.
-        is_broken: Whether an eager call is made between two segments of it.
-        name_of: What messages call a tensor.
-        unwatched: What stands around work of this class's own, so that nobody takes it for the caller's.
+        current: The stream that new work goes to.
+        capture: The number of the current capture, 0 outside a capture.
+        is_broken: Whether an eager call runs between two segments of the capture.
+        name_of: Returns the name of a tensor for messages, or None.
+        unwatched: Returns a context for work of this class itself, in which the guard allows all calls.
     """
 
     def __init__(self) -> None:
@@ -183,10 +184,10 @@ class Order:
         self._main = TapeStream(self, 0)
         self.current: Stream = self._main
         self._side: list[TapeStream] = []
-        # The weak references keep a storage's identity from being taken again.
+        # The weak references keep a storage's id from being reused.
         self._accesses: dict[int, tuple[StorageWeakRef, list[_Access]]] = {}
         self._copies: list[_Copy] = []
-        self._begun: int | None = None  # the main stream's count at the begin of a capture
+        self._begun: int | None = None  # the main stream's count at the beginning of the capture
         self.is_broken = False
         self._captures = itertools.count(1)
         self.capture = 0
@@ -206,35 +207,36 @@ class Order:
     # -- captures --------------------------------------------------------------------------------
 
     def begin_capture(self) -> None:
-        """Forget what is past: a capture begins with nothing pending."""
+        """Begin a capture, with no earlier work on any memory."""
         self._accesses.clear()
         self._main.clock[0] += 1
         self._begun = self._main.count
         self.capture = next(self._captures)
 
     def end_capture(self) -> None:
-        """Forget the capture, whatever became of it."""
+        """End the capture, successful or not, and drop its work."""
         self._accesses.clear()
         self._begun = None
         self.capture = 0
 
     def check_event(self, event: "TapeEvent") -> None:
-        """Raise where a capture would wait for an event that is not of its own."""
+        """Raise if a capture waits for an event that it did not record."""
         if self.capture and event.clock and event.capture != self.capture:
             raise CaptureError(
-                f"a capture waits for an event of before it, or of another one, at {Line()}",
-                hint="wait before the capture; inside it, streams wait for what the capture recorded",
+                f"a capture waits for an event that was recorded outside it, at {Line()}",
+                hint="wait for the event before the capture; inside a capture, streams wait only for events"
+                " of that capture",
                 rule="GP20",
             )
 
     def check_joined(self) -> None:
-        """Raise where a side stream was given work that the main stream does not wait for."""
+        """Raise if a side stream was given work that the main stream does not wait for."""
         for stream in self._side:
             if self._has_joined(stream) and self._main.clock.get(stream.number, 0) < stream.count:
                 raise CaptureError(
                     "a side stream was given work and is not joined at the end of the region; its last"
                     f" work was at {stream.last_line}",
-                    hint="let driver.current_stream() wait_stream(side) before the region returns",
+                    hint="call driver.current_stream().wait_stream(side) before the region returns",
                     rule="GP20",
                 )
 
@@ -251,24 +253,25 @@ class Order:
         line: Line,
         error: type[ContractError],
     ) -> None:
-        """Give the current stream work on ``read`` and ``written``.
+        """Give the current stream work that reads ``read`` and writes ``written``.
 
         Raises:
-            ContractError: Of the class ``error``, where other work on that memory is not ordered with it.
+            ContractError: Of the class ``error``: the work conflicts with work of another stream on the same
+                memory, and neither waits for the other.
         """
         stream = self.current
-        assert isinstance(stream, TapeStream)  # noqa: S101  it is one of ours
+        assert isinstance(stream, TapeStream)  # noqa: S101  all streams of a tape are
         if self._begun is not None and stream is not self._main and not self._has_joined(stream):
             raise error(
-                f"{what} runs on a stream that is no part of the capture, at {line}",
-                hint="let the side stream wait_stream(driver.current_stream()) before it is given work",
+                f"{what} runs on a stream that is not part of the capture, at {line}",
+                hint="call side.wait_stream(driver.current_stream()) before the side stream is given work",
                 rule="GP10",
             )
         stream.clock[stream.number] += 1
         stream.last_line = line
         if not self._side:
             return
-        if len(self._accesses) > _MANY:
+        if len(self._accesses) > _PRUNE_ABOVE:
             self._accesses = {k: a for k, a in self._accesses.items() if not a[0].expired()}
         for writes, tensors in ((False, read), (True, written)):
             for tensor in tensors:
@@ -284,7 +287,7 @@ class Order:
         line: Line,
         error: type[ContractError],
     ) -> None:
-        """Give the current stream what ``func`` did; one that only made views is no work."""
+        """Give the current stream the work of ``func``; an operation that only makes views is none."""
         known = {storage_id(t) for t in given}
         made = [t for t in tensors_of(result) if storage_id(t) not in known]
         if written or made:
@@ -304,7 +307,7 @@ class Order:
         begin, end = extent_of(tensor)
         reference = StorageWeakRef(tensor.untyped_storage())
         _, earlier = self._accesses.setdefault(storage_id(tensor), (reference, []))
-        view = _bytes_on_no_device(tensor)
+        view = _meta_bytes(tensor)
         for a in earlier:
             if (
                 (writes or a.writes)
@@ -317,7 +320,7 @@ class Order:
                 raise error(
                     f"two streams use {name} in no order: {a.what} {_VERB[a.writes]} it at {a.line},"
                     f" and {what} {_VERB[writes]} it at {line}",
-                    hint="let one stream wait for the other: wait_stream(), or an event between them",
+                    hint="make one stream wait for the other, with wait_stream() or an event",
                     rule="GP16",
                 )
         same = (stream.number, writes, *_layout(view))
@@ -327,31 +330,31 @@ class Order:
     # -- copies and waits ------------------------------------------------------------------------
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Begin a copy on the current stream; it is carried out when it has to be."""
+        """Begin a copy on the current stream; it is carried out as late as a device may."""
         line = Line()
         stream = self.current
-        assert isinstance(stream, TapeStream)  # noqa: S101  it is one of ours
+        assert isinstance(stream, TapeStream)  # noqa: S101  all streams of a tape are
         with self.unwatched():
             self._check_copies()
             self.work("an asynchronous copy", (), (target,), line, ReplayError)
             self._add(_Copy(source, target, stream, line))
 
     def keep_in_flight(self, source: torch.Tensor, line: Line) -> None:
-        """Count ``source`` as read by what the current stream was given last, until the host waits."""
+        """Treat ``source`` as read by the current stream's last work, until the host waits for that work."""
         stream = self.current
-        assert isinstance(stream, TapeStream)  # noqa: S101  it is one of ours
+        assert isinstance(stream, TapeStream)  # noqa: S101  all streams of a tape are
         self._add(_Copy(source, None, stream, line))
 
     def _add(self, copy: _Copy) -> None:
-        """Keep a copy, in the place of earlier ones of the same memory on its stream, which it follows."""
+        """Add a copy. It replaces earlier ones from the same memory on its stream, which finish before it."""
         for earlier in self._copies:
             if earlier.place == copy.place:
                 earlier.carry_out()
         self._copies = [c for c in self._copies if c.place != copy.place] + [copy]
 
     def carry_out(self) -> None:
-        """Carry out the copies that come before the current stream's next work."""
-        assert isinstance(self.current, TapeStream)  # noqa: S101  it is one of ours
+        """Carry out the copies that the current stream's next work waits for."""
+        assert isinstance(self.current, TapeStream)  # noqa: S101  all streams of a tape are
         with self.unwatched():
             self._check_copies()
             for copy in self._copies:
@@ -359,11 +362,11 @@ class Order:
                     copy.carry_out()
 
     def synchronize(self, clock: _Clock | None = None) -> None:
-        """Let the host wait for the work before ``clock``, or for all there is."""
+        """Make the host wait for the work before ``clock``, or for all work."""
         if self._begun is not None and not self.is_broken:
             raise CaptureError(
                 f"the host waits for the device while a graph is recorded, at {Line()}",
-                hint="wait before or after the replay; inside a graph, streams wait for each other",
+                hint="wait before or after the replay; inside a graph, only streams wait for each other",
                 rule="GP20",
             )
         with self.unwatched():
@@ -374,18 +377,18 @@ class Order:
         self._copies = [c for c in self._copies if not (clock is None or c.is_before(clock))]
 
     def copy_in_flight(self, source: torch.Tensor) -> Line | None:
-        """Return where a copy from ``source`` began that the host has not waited for, or None."""
+        """Return the line of a copy from ``source`` that the host has not waited for, or None."""
         return next((copy.line for copy in self._copies if copy.reads(source)), None)
 
     def _check_copies(self) -> None:
-        copies, self._copies = self._copies, []  # an error is told once
+        copies, self._copies = self._copies, []  # each error is raised once
         for copy in copies:
             copy.check(self.name_of)
         self._copies = copies
 
 
-def _bytes_on_no_device(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor without memory that covers the bytes that ``tensor`` does."""
+def _meta_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a meta tensor that covers the same bytes of the storage as ``tensor``."""
     size = tensor.element_size()
     shape = (*tensor.shape, size)
     stride = (*(s * size for s in tensor.stride()), 1)
@@ -398,7 +401,7 @@ def _layout(view: torch.Tensor) -> tuple[object, ...]:
 
 
 def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Return whether two views of one memory have a byte in common; exact, columns and rows alike."""
+    """Return whether two views of one storage share a byte; exact for any strides."""
     begin = min(a.storage_offset(), b.storage_offset())
     end = max(t.untyped_storage().nbytes() for t in (a, b))
     marks = torch.zeros(end - begin, dtype=torch.bool)

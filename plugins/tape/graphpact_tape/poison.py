@@ -1,11 +1,12 @@
-"""Poison: what memory holds that nobody may read, so that whoever reads it is found out.
+"""Poison: values for memory that no step may read. They make reads of invalid memory detectable.
 
-Does not: choose what is poisoned.
+Does not: choose which memory is poisoned.
 """
 
 import torch
 
-# Far below every index, and times a page size still so in 32 bits; odd, so that no power of two undoes it.
+# The poison of indices is far below every index. Multiplied by a page size it stays so in 32 bits, and since
+# it is odd, a factor that is a power of two does not turn it into an index.
 _BY_DTYPE: dict[torch.dtype, int] = {
     torch.int64: -(2**24) - 43,
     torch.int32: -(2**24) - 43,
@@ -29,6 +30,6 @@ def poison(tensor: torch.Tensor) -> None:
 
 
 def is_poison(tensor: torch.Tensor) -> torch.Tensor:
-    """Return where ``tensor`` holds poison, as a bool tensor of its shape."""
+    """Return a bool tensor of the shape of ``tensor``, true where it holds poison."""
     value = poison_of(tensor.dtype)
     return tensor.isnan() if isinstance(value, float) else tensor == value

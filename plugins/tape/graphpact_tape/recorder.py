@@ -1,23 +1,23 @@
-"""`Recorder`: runs every dispatched operation of a region and keeps it. The record is a `Recording`.
+"""`Recorder`: runs every dispatched operation of a region and keeps it, as a `Recording`.
 
-A library for drivers: the tape makes calls of a recording, ``inductor`` a graph that it compiles. Its rules
-hold for both:
+A library for drivers: the tape turns a recording into calls, ``inductor`` into a graph that it compiles. The
+rules are the same for both:
 
-- memory is recorded, not names: the record holds an alias of each tensor, one for each place (storage,
-  offset, shape, stride, dtype). A tensor object that is given other memory later moves nothing;
-- host numbers that a device operation takes are kept by value, and containers are copied;
-- an operation on host tensors alone is host work, which a replay does not repeat;
-- an operation that only calls others (``linear``, ``reshape``) is recorded as those, so that a host read
-  inside it is seen;
-- a constant made from Python numbers is restored in every replay: it is a clone of a copy that is kept;
-- uninitialised memory (``empty``) is memory of the graph; it is recorded, and there is no work to repeat;
-- a tensor that the region made may change its shape in place, which is no work: calls before and after it
-  hold two places of one memory. Of other memory it is refused;
-- an eager call ends a segment, is made unrecorded, and its new results are memory of the graph;
-- what a region allocated, its eager calls returned, and its constants hold is the graph's own memory; all
-  other memory is external.
+- Memory is recorded, not Python objects: the record holds one alias for each place (storage, offset, shape,
+  stride, dtype). If a tensor object is given other memory later, the record does not change.
+- Host numbers that a device operation takes are kept by value. Containers are copied.
+- An operation on host tensors alone is host work. A replay does not repeat it.
+- A composite operation (``linear``, ``reshape``) is recorded as the operations that it calls, so that a host
+  read inside it is seen.
+- A constant made from Python numbers is restored in every replay, as a clone of a copy that is kept.
+- Uninitialised memory (``empty``) is memory of the graph. It is recorded, with no work to repeat.
+- A tensor that the region made may change its shape in place. That is no work: calls before and after it hold
+  two places in one storage. For all other tensors a change of shape in place is refused.
+- An eager call ends a segment and runs unrecorded. Its new results are memory of the graph.
+- The graph's own memory is: allocations of the region, results of its eager calls, its constants. All other
+  memory is external.
 
-Does not: replay, compile, or hold the work to rules beyond those of recording; the strict tape does.
+Does not: replay, compile, or check rules beyond those of recording; the strict tape does.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -50,18 +50,18 @@ UNINITIALISED = frozenset(
         "new_empty_strided",
     )
 )
-"""Operations that return memory without content; a replay need not run them."""
+"""Operations that return uninitialised memory; a replay need not run them."""
 
 _RESIZES = frozenset({_aten.resize_, _aten.resize_as_, _aten.set_})
 
 
 class TracedCall(NamedTuple):
-    """One dispatched operation, without the memory that it worked on.
+    """One dispatched operation, without its memory.
 
     Args:
         op: Its name, with the overload.
-        arguments: Its arguments, flattened: of a tensor dtype, shape and stride, of others the value.
-        line: Where the caller's code asked for it.
+        arguments: Its arguments, flattened: dtype, shape and stride of a tensor, else the value.
+        line: The caller's line.
     """
 
     op: str
@@ -83,18 +83,18 @@ class TracedCall(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RecordedCall:
-    """One operation that was run while a region was recorded.
+    """One operation that ran while a region was recorded.
 
-    A tensor in it is an alias of the recorded one, the same object wherever the same place is meant. A
-    recorder may hold something else in the place of an external tensor: see `Recorder.held`.
+    Its tensors are aliases of the caller's tensors, one object for each place. A recorder may keep a
+    placeholder instead of an external tensor: see `Recorder.held`.
 
     Args:
         op: The operation, an overload.
         args: Its arguments; containers are copies, host numbers are values.
         kwargs: Its arguments by name.
-        result: What it returned.
-        made: Of each tensor in the result, in order: the tensor where it lies in new memory, else None.
-        line: The caller's line that asked for it.
+        result: Its result.
+        made: For each tensor in the result, in order: the tensor if it has new memory, else None.
+        line: The caller's line.
     """
 
     op: Any
@@ -106,19 +106,19 @@ class RecordedCall:
 
     @property
     def is_work(self) -> bool:
-        """Whether a replay has to repeat it: it computes or writes. Views and ``empty`` do not."""
+        """Whether a replay has to repeat the call: it computes or writes. Views and ``empty`` do not."""
         makes = any(t is not None for t in self.made)
         is_mutable: bool = self.op._schema.is_mutable  # noqa: SLF001  no public way
         return (makes or is_mutable) and self.op.overloadpacket not in UNINITIALISED
 
     def tensors(self) -> list[torch.Tensor]:
-        """Return the tensors that it was given or made."""
+        """Return the tensors among its arguments, and those that it made."""
         return [*tensors_of((self.args, self.kwargs)), *tensors_of(self.made)]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Segment:
-    """What was recorded between two eager calls."""
+    """The recorded calls between two eager calls."""
 
     calls: list[RecordedCall] = field(default_factory=list)
 
@@ -133,10 +133,10 @@ class Recording:
     """A recorded region.
 
     Args:
-        parts: Segments, and between each two of them an eager call.
-        outputs: What the region returned.
-        own: By `storage_id`, the memory that belongs to the graph: what the region allocated, what its
-            eager calls returned, and its constants.
+        parts: Segments, with an eager call between each two of them.
+        outputs: The outputs that the region returned.
+        own: The graph's own memory, by `storage_id`: allocations of the region, results of its eager calls,
+            its constants.
         trace: Every operation that was dispatched, views too; None unless the recorder was ``traced``.
     """
 
@@ -164,7 +164,7 @@ class Recording:
         yield from tensors_of(self.outputs)
 
     def external_tensors(self) -> list[torch.Tensor]:
-        """Return the tensors of `tensors` whose memory is external, each place once."""
+        """Return the `tensors` whose memory is external, each place once."""
         external: dict[Place, torch.Tensor] = {}
         for t in self.tensors():
             if storage_id(t) not in self.own and t.numel():
@@ -172,14 +172,14 @@ class Recording:
         return list(external.values())
 
     def used_memory(self) -> dict[int, torch.UntypedStorage]:
-        """Return the graph's own memory that work or outputs use, by `storage_id`."""
+        """Return the part of `own` that work or outputs use."""
         used = {storage_id(t) for t in self.tensors()}
         return {storage: memory for storage, memory in self.own.items() if storage in used}
 
     def outliving(self) -> list[set[int]]:
         """Return, for each segment, the storages that it allocated and that are read after it.
 
-        A later segment reads them, an eager call is given them, or they are returned.
+        Reads after a segment are those of later segments, of eager calls, and of the region's outputs.
         """
         read = {storage_id(t) for t in tensors_of(self.outputs)}
         found: list[set[int]] = []
@@ -194,24 +194,24 @@ class Recording:
 
 
 class Recorder(Watcher):
-    """Keeps the operations of one region; see the module for its rules.
+    """A dispatch mode that records the operations of one region, by the rules of this module.
 
     Args:
-        guard: The function mode that is active beside it; it knows which tensors are the host's.
-        traced: Whether to keep a trace of everything that is dispatched.
+        guard: The function mode that is active together with it. It has the host memory.
+        traced: Whether to keep a trace of every dispatched operation.
 
     Attributes:
-        parts: What was recorded so far: segments, and the eager calls between them.
+        parts: The record so far: segments, and the eager calls between them.
         allocated: The storages that the region allocated, by `storage_id`.
         results: The storages that its eager calls returned.
         constants: The storages of host numbers and of copies of constants.
-        line: The caller's line that asked for the operation under way.
+        line: The caller's line of the current operation.
     """
 
     def __init__(self, guard: HostReadGuard, *, traced: bool = False) -> None:
         super().__init__(guard)
         self.parts: list[Segment | EagerCall] = [Segment()]
-        # Held until the end, so that no later storage is taken for one that was freed.
+        # Kept until the end, so that no later storage gets the id of a freed one.
         self.allocated: dict[int, torch.UntypedStorage] = {}
         self.results: dict[int, torch.UntypedStorage] = {}
         self.constants: dict[int, torch.UntypedStorage] = {}
@@ -220,14 +220,15 @@ class Recorder(Watcher):
         self._aliases: dict[Place, torch.Tensor] = {}
 
     def record(self, driver: GraphDriver, fn: Callable[[], Any]) -> Recording:
-        """Run ``fn`` as the region that ``driver`` captures, and return what was recorded.
+        """Run ``fn`` as the region that ``driver`` captures, and return its recording.
 
         Raises:
-            CaptureError: The region did what a graph cannot hold, even if it went on afterwards.
+            CaptureError: The region did something that a graph cannot record, even if it caught the error.
         """
         with driver.recorded_run(), self.guard, self:
             outputs = fn()
-        if self.guard.refused is not None:  # and swallowed: a capture does not recover
+        # The region caught the error, but a capture does not recover.
+        if self.guard.refused is not None:
             raise self.guard.refused
         own = self.allocated | self.results | self.constants
         return Recording(self.parts, outputs, own, self._trace)
@@ -250,7 +251,7 @@ class Recorder(Watcher):
         return result
 
     def eager_call(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """Run ``fn(*args)`` unrecorded, and begin another segment after it."""
+        """Run ``fn(*args)`` unrecorded, begin another segment, and return the result."""
         self.guard.paused = True
         try:
             result = fn(*args)
@@ -266,28 +267,28 @@ class Recorder(Watcher):
         return result
 
     def constant(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a copy of ``tensor``, which the graph keeps and does not write."""
+        """Return a copy of ``tensor``; the graph keeps the copy and does not write it."""
         value = tensor.clone()
         self.constants[storage_id(value)] = value.untyped_storage()
         return value
 
-    # -- what a strict recorder does otherwise ---------------------------------------------------
+    # -- overridden by the strict recorder -------------------------------------------------------
 
     def kept(self, leaf: Any) -> Any:
-        """Return the leaf of an argument as the operation takes it: host numbers by value."""
+        """Return the leaf of an argument for the operation to use: a copy if it is a host number."""
         if not isinstance(leaf, torch.Tensor) or leaf.dim() or leaf not in self.host:
             return leaf
         return self.constant(leaf)
 
     def held(self, tensor: torch.Tensor) -> Any:
-        """Return what the record holds for ``tensor``: an alias that keeps its memory."""
+        """Return an alias of ``tensor`` for the record; it keeps the memory alive."""
         place = place_of(tensor)
         if place not in self._aliases:
             self._aliases[place] = tensor.detach()
         return self._aliases[place]
 
     def add(self, call: RecordedCall) -> None:
-        """Add a call, on the caller's tensors, to the record."""
+        """Add a call to the record. ``call`` has the caller's tensors, the record has aliases."""
         args, kwargs, result, made = pytree.tree_map_only(
             torch.Tensor, self.held, (call.args, call.kwargs, call.result, call.made)
         )
@@ -296,13 +297,13 @@ class Recorder(Watcher):
         segment.calls.append(RecordedCall(call.op, args, kwargs, result, made, call.line))
 
     def allocates(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Count the storages of ``tensors`` as allocated by the region."""
+        """Note that the region allocated the storages of ``tensors``."""
         self.allocated.update((storage_id(t), t.untyped_storage()) for t in tensors)
 
-    # -- inside ----------------------------------------------------------------------------------
+    # -- internal --------------------------------------------------------------------------------
 
     def _check_reshape(self, func: Any, tensor: torch.Tensor) -> None:
-        """Refuse a change of shape in place that resizes memory, or that the caller would see."""
+        """Refuse a change of shape in place that resizes memory, or of a tensor from outside the region."""
         if func.overloadpacket in _RESIZES or storage_id(tensor) not in self.allocated:
             raise self.guard.refusal(
                 f"{func} changes a tensor's shape in place",
@@ -319,7 +320,7 @@ class Recorder(Watcher):
 
 
 def place_of(tensor: torch.Tensor) -> Place:
-    """Return where ``tensor`` lies in which storage, and how it reads it."""
+    """Return the storage of ``tensor`` and its layout in it."""
     return (
         storage_id(tensor),
         tensor.storage_offset(),

@@ -1,17 +1,17 @@
-"""The strict tape: wrong use that a GPU leaves unseen is made to show.
+"""The strict tape: detects wrong use of graphs that a GPU does not report.
 
-- What a graph allocated is poisoned before each of its replays, and when another graph of the driver
-  replays; its outputs too.
-- Memory of others is held weakly, as a CUDA graph holds it: where it died, moved or shrank, a replay
-  raises instead of reading what is left.
-- A write to memory that the lane did not declare is refused at capture, and so is memory that another
+- Memory that a graph allocated, its outputs too, is poisoned before each of its replays, and when another
+  graph of the driver replays.
+- External memory is held weakly, as a CUDA graph holds it. If it was freed, moved or shrank, a replay raises
+  instead of reading invalid memory.
+- A capture refuses writes to memory that the lane did not declare, and any use of memory that another
   graph's capture allocated.
-- What capture wrote outside is undone, since a capture on a GPU records and does not run.
-- Each graph is replayed twice at capture, on the same inputs: a counter that nothing re-arms makes the
-  second replay differ. Eager calls between its segments are made in both.
-- Streams and asynchronous copies are held to their waits: see `graphpact_tape.order`.
+- Writes of a capture to external memory are undone, because a capture on a GPU records and does not run.
+- Each graph is replayed twice at capture, on the same inputs. The results differ if a counter or a flag is
+  not reset inside the graph. Eager calls between its segments run in both replays.
+- Streams and asynchronous copies are checked for missing waits: see `graphpact_tape.order`.
 
-Does not: look at what tensors should hold; that is verification's work.
+Does not: know the correct contents of a tensor; verification compares contents.
 """
 
 import contextlib
@@ -52,11 +52,12 @@ from graphpact_tape.recorder import (
 
 __tracebackhide__ = True
 
-_NOBODYS_SEED = 0x6772_6170_6870_6163
+_UNOWNED_SEED = 0x6772_6170_6870_6163
+"""Seed of the default generator during a capture; if it is another one afterwards, the region set it."""
 
 
 class _External:
-    """A tensor of others: a weak hold on its storage, and what makes the tensor again."""
+    """A weakly held external tensor, with the address and size of its storage at capture."""
 
     def __init__(self, tensor: torch.Tensor, name: str | None, first_use: str) -> None:
         storage = tensor.untyped_storage()
@@ -69,7 +70,7 @@ class _External:
         """Return the tensor.
 
         Raises:
-            ReplayError: Its memory died, moved or changed its size.
+            ReplayError: Its memory was freed, moved or shrank.
         """
         tensor = self.tensor.revive()
         if tensor is None:
@@ -82,36 +83,36 @@ class _External:
         return tensor
 
     def gone(self, how: str, error: type[ContractError] = ReplayError) -> ContractError:
-        """Return the error for memory that the graph still uses."""
+        """Return the error for memory that the graph uses and that ``how`` describes, such as "was freed"."""
         return error(
-            f"{self.name} {how}, and the graph uses it where it was: {self.first_use}",
-            hint="keep the tensor for as long as the graph, make it at its largest size before capture, and"
-            " copy into it",
+            f"{self.name} {how}, but the graph uses its captured address: {self.first_use}",
+            hint="keep the tensor for as long as the graph, allocate it at its largest size before capture,"
+            " and copy into it",
             rule="GP14",
         )
 
 
 @dataclass(frozen=True, slots=True)
 class _Borrowed:
-    """Stands in the record for a tensor of others, which is held weakly."""
+    """A placeholder in the record for an external tensor, which is held weakly."""
 
-    which: int  # of the external tensors
+    which: int  # index of the external tensor
 
 
 @dataclass(slots=True)
 class _StrictNode:
-    """A call that a replay makes, with the tensors of others left out until then."""
+    """A call that a replay makes; its external tensors are filled in at the replay."""
 
     op: Callable[..., Any]
     leaves: list[Any]
     spec: pytree.TreeSpec
-    borrowed: list[tuple[int, int]]  # position among the leaves, and which external tensor
+    borrowed: list[tuple[int, int]]  # index among the leaves, and index of the external tensor
     what: str
     line: Line
 
     @classmethod
     def of(cls, call: RecordedCall) -> "_StrictNode":
-        """Return what runs ``call`` again."""
+        """Return the node that runs ``call`` again."""
         op, args, kwargs = make_node(call)
         leaves, spec = pytree.tree_flatten((args, kwargs))
         borrowed = [
@@ -131,13 +132,13 @@ class _StrictNode:
         except Exception as error:
             raise PoisonError(
                 f"{self.what}, recorded at {self.line}, fails at replay: {error}",
-                hint="it was recorded with other contents; poison shows as NaN or as numbers around"
+                hint="it was recorded with other contents of its tensors; poison is NaN, or a number near"
                 f" {poison_of(torch.int32)}",
             ) from error
 
 
 class StrictRecorder(Recorder):
-    """Records calls that hold the memory of others weakly, and refuses what is not declared."""
+    """A recorder that holds external memory weakly and refuses writes to memory that was not declared."""
 
     def __init__(
         self, guard: HostReadGuard, shared: "StrictShared", memory: DeclaredMemory
@@ -146,13 +147,12 @@ class StrictRecorder(Recorder):
         self.shared = shared
         self.memory = memory
         self.external: list[_External] = []
-        self.changed: set[int] = set()  # which external tensors
-        self.copied: list[
-            tuple[int, Line]
-        ] = []  # external tensors of the host, and who copies them
-        self.pool: dict[int, torch.Tensor] = {}  # each storage whole, as its first tensor's dtype
+        self.changed: set[int] = set()  # indices of external tensors that the region writes
+        # Indices of host tensors that `driver.copy_async` reads, and the caller's lines.
+        self.copied: list[tuple[int, Line]] = []
+        self.pool: dict[int, torch.Tensor] = {}  # each storage as one flat tensor
         self._known: dict[Place, int] = {}
-        self._func: object = None  # the operation under way
+        self._func: object = None  # the current operation
         self._pools = shared.pools()
         self._undo: dict[int, tuple[WeakTensor, torch.Tensor]] = {}
         self._writable = {
@@ -161,17 +161,17 @@ class StrictRecorder(Recorder):
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """Hold the region to the rules that only its whole tells, and undo what it wrote outside."""
+        """Check the rules that need the end of the region, and undo its writes to external memory."""
         self.shared.order.begin_capture()
         generator = self.shared.generator
         state = generator.get_state()
         try:
-            generator.manual_seed(_NOBODYS_SEED)
+            generator.manual_seed(_UNOWNED_SEED)
             yield
             self.shared.order.check_joined()
-            if generator.initial_seed() != _NOBODYS_SEED:
+            if generator.initial_seed() != _UNOWNED_SEED:
                 raise CaptureError(
-                    "the region seeded the random numbers, which a replay does not repeat",
+                    "the region seeds the random generator, which a replay does not repeat",
                     hint="seed before the replay",
                     rule="GP18",
                 )
@@ -187,12 +187,12 @@ class StrictRecorder(Recorder):
                     tensor.copy_(before)
 
     def perform(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Check what ``func`` reads and writes, then run it and keep what runs it again."""
+        """Check the memory that ``func`` reads and writes, then run and record it."""
         self.line, self._func = Line(), func
         for leaf in pytree.tree_leaves((args, kwargs)):
             if isinstance(leaf, torch.Generator):
                 raise self.guard.refusal(
-                    f"{func} draws from a generator of its own",
+                    f"{func} draws from a generator other than the default",
                     "use the device's default generator: a graph advances no other",
                     "GP18",
                 )
@@ -209,7 +209,7 @@ class StrictRecorder(Recorder):
         return result
 
     def kept(self, leaf: Any) -> Any:
-        """Return the leaf as the graph keeps it: by value what a kernel takes by value."""
+        """Return the leaf of an argument for the operation to use: a copy if a kernel takes it by value."""
         if not isinstance(leaf, torch.Tensor) or self.owns(leaf) or not self.host.is_number(leaf):
             return leaf
         if any(storage_id(leaf) == storage for storage, *_ in self._known):
@@ -217,18 +217,18 @@ class StrictRecorder(Recorder):
         return self.constant(leaf)
 
     def held(self, tensor: torch.Tensor) -> Any:
-        """Return what the record holds for ``tensor``: of others, nothing that keeps their memory."""
+        """Return an alias of ``tensor`` for the record, or a placeholder if it is external."""
         if self.owns(tensor) or not tensor.numel():
             return super().held(tensor)
         return _Borrowed(self.borrow(tensor))
 
     def add(self, call: RecordedCall) -> None:
-        """Add a call to the record, unless a replay need not repeat it."""
+        """Add a call to the record if a replay has to repeat it."""
         if call.is_work:
             super().add(call)
 
     def eager_call(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """Run ``fn(*args)`` outside the graph, where the host may wait for the device."""
+        """Run ``fn(*args)`` outside the graph and return its result; the host may wait in it."""
         self.shared.order.is_broken = True
         try:
             return super().eager_call(fn, args)
@@ -236,14 +236,19 @@ class StrictRecorder(Recorder):
             self.shared.order.is_broken = False
 
     def allocates(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Count the storages of ``tensors`` as the graph's, to be poisoned."""
+        """Add the storages of ``tensors`` to the graph's pool, which is poisoned."""
         tensors = list(tensors)
         super().allocates(tensors)
         for t in tensors:
             self.pool.setdefault(storage_id(t), _whole(t.untyped_storage(), t.dtype, t.device))
 
     def borrow(self, tensor: torch.Tensor, first_use: str | None = None) -> int:
-        """Return which external tensor ``tensor`` is; the operation under way uses it by default."""
+        """Return the index of the external tensor ``tensor``; add it if it is new.
+
+        Args:
+            tensor: The tensor.
+            first_use: For messages; the current operation by default.
+        """
         place = place_of(tensor)
         if place not in self._known:
             self._known[place] = len(self.external)
@@ -252,7 +257,7 @@ class StrictRecorder(Recorder):
         return self._known[place]
 
     def owns(self, tensor: torch.Tensor) -> bool:
-        """Return whether ``tensor`` lies in memory that the graph holds itself."""
+        """Return whether ``tensor`` is in the graph's own memory."""
         storage = storage_id(tensor)
         return storage in self.allocated or storage in self.constants or storage in self.results
 
@@ -264,9 +269,9 @@ class StrictRecorder(Recorder):
                 self.memory.name_of(tensor) or f"a tensor of {tensor.dtype} {tuple(tensor.shape)}"
             )
             raise self.guard.refusal(
-                f"{func} writes {name}, which nobody declared as written,",
-                "a graph writes slots of its registry, the KV cache, and what it allocates itself: make the"
-                " memory a slot",
+                f"{func} writes {name}, which is not declared as written,",
+                "a graph may write slots of its registry, the KV cache, and memory that it allocates: make"
+                " this memory a slot",
                 "GP19",
             )
         if storage not in self._undo:
@@ -278,7 +283,7 @@ class StrictRecorder(Recorder):
             if storage_id(tensor) in self._pools:
                 raise self.guard.refusal(
                     f"{func} uses memory that another graph's capture allocated",
-                    "the pool may give it away and every replay may overwrite it: allocate what graphs"
+                    "the pool may reuse it, and every replay may overwrite it: allocate memory that graphs"
                     " share before the first capture, or copy outputs out",
                     "GP15",
                 )
@@ -291,7 +296,7 @@ def _whole(storage: torch.UntypedStorage, dtype: torch.dtype, device: torch.devi
 
 
 class StrictTape(Graph):
-    """A recorded region whose every replay is looked at."""
+    """A graph of recorded operations that checks external memory, and poisons its own, at every replay."""
 
     def __init__(self, recorder: StrictRecorder, recording: Recording) -> None:
         self.outputs = recording.outputs
@@ -321,19 +326,19 @@ class StrictTape(Graph):
         self.spoil()
 
     def replay(self) -> None:
-        """Run every recorded operation once, in order, over poison.
+        """Poison the pool, then run every recorded operation once, in order.
 
         Raises:
-            ReplayError: Memory of the graph's is not where it was; a copy or a stream that did not
-                wait; an operation that fails on what it is given now.
+            ReplayError: External memory was freed, moved or shrank, or a wait is missing.
+            PoisonError: An operation fails on its inputs.
         """
         self._run(contextlib.nullcontext())
 
     def rehearse(self) -> None:
-        """Replay with uninitialised memory of the eager calls poisoned, so that it is the same every time."""
+        """Replay with uninitialised memory of the eager calls poisoned, so that replays are comparable."""
         self._run(_PoisonedEmpty())  # type: ignore[no-untyped-call]  # torch has no annotation here
 
-    def _run(self, around_calls: contextlib.AbstractContextManager[object]) -> None:
+    def _run(self, call_context: contextlib.AbstractContextManager[object]) -> None:
         if self._released:
             raise EngineError("a released tape was replayed", hint="capture the shape again")
         with torch.inference_mode():
@@ -341,7 +346,7 @@ class StrictTape(Graph):
             self._shared.begin_replay(self, external)
             for node in self._nodes:
                 if isinstance(node, EagerCall):
-                    with around_calls:
+                    with call_context:
                         node()
                 else:
                     node.run(external)
@@ -350,19 +355,19 @@ class StrictTape(Graph):
                 self._shared.order.keep_in_flight(external[which], line)
 
     def spoil(self) -> None:
-        """Poison everything that the graph allocated."""
+        """Poison all memory that the graph allocated."""
         for flat in self.pool.values():
             poison(flat)
         self.outputs_stand = False
 
     def given(self) -> list[torch.Tensor]:
-        """Return the tensors of others that its eager calls are given, and may write."""
+        """Return the external tensors among the arguments of its eager calls, which may write them."""
         calls = [node for node in self._nodes if isinstance(node, EagerCall)]
         own = self.pool.keys() | self._results.keys()
         return [t for t in tensors_of([c.args for c in calls]) if storage_id(t) not in own]
 
     def writes(self, tensor: torch.Tensor) -> bool:
-        """Return whether the graph writes the storage of ``tensor``, which is none of its own."""
+        """Return whether the graph writes the storage of the external tensor ``tensor``."""
         changed = (self.external[at].tensor.storage.cdata for at in self.changed)
         return storage_id(tensor) in changed
 
@@ -375,12 +380,12 @@ class StrictTape(Graph):
         self.pool_nbytes = 0
 
     def external_tensors(self) -> list[torch.Tensor]:
-        """Return the tensors of the recorded operations, and of the outputs, that are not the tape's."""
+        """Return the external tensors: those of operations and outputs in memory that is not the tape's."""
         return [external.revive() for external in self.external]
 
 
 class _PoisonedEmpty(DispatchMode):
-    """Poisons memory without content where it is made."""
+    """A dispatch mode that poisons uninitialised memory when it is allocated."""
 
     def __torch_dispatch__(
         self,
@@ -396,7 +401,13 @@ class _PoisonedEmpty(DispatchMode):
 
 
 class _PreparationWatch(Watcher):
-    """Sees the work that prepares a replay: it may read no device tensor, and it has an order too."""
+    """A dispatch mode for the preparation of a replay: refuses writes to protected memory, and orders work.
+
+    Args:
+        guard: The function mode that is active together with it.
+        order: The streams of the driver.
+        protected: Names of the tensors that the preparation may only read, by storage.
+    """
 
     def __init__(
         self,
@@ -406,16 +417,16 @@ class _PreparationWatch(Watcher):
     ) -> None:
         super().__init__(guard)
         self._order = order
-        self._protected = protected  # storages, and what they are called
+        self._protected = protected
 
     def perform(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run ``func`` in the order of the current stream."""
+        """Run ``func`` as work of the current stream."""
         written = written_by(func, args, kwargs)
         for tensor in written:
             if (name := self._protected.get(storage_id(tensor))) is not None:
                 raise self.guard.refusal(
-                    f"{func} writes {name}, which the preparation of a replay only reads,",
-                    "write slots: what graphs read besides them, and the batch, belongs to others",
+                    f"{func} writes {name}, which the preparation of a replay may only read,",
+                    "write slots alone: the batch, and other memory that graphs read, are read-only here",
                     "GP19",
                 )
         given = tensors_of((args, kwargs))
@@ -426,7 +437,7 @@ class _PreparationWatch(Watcher):
 
 
 class StrictShared:
-    """What the strict tapes of one driver share: their pools, and the order of all work."""
+    """The shared state of one driver's strict tapes: their pools, and the order of all work."""
 
     def __init__(self, device: torch.device) -> None:
         self.order = Order()
@@ -436,22 +447,22 @@ class StrictShared:
             self.generator = torch.cuda.default_generators[device.index or 0]
         self._tapes: weakref.WeakSet[StrictTape] = weakref.WeakSet()
         self._guard: HostReadGuard | None = None
-        # What hooks made on the host is the host's in later preparations too.
+        # Tensors that hooks made on the host stay host tensors in later preparations.
         self._host = HostMemory(strict=True)
 
     def pools(self) -> set[int]:
-        """Return the storages of all pools."""
+        """Return the storages that all captures allocated."""
         return {storage for tape in self._tapes for storage in tape.pool}
 
     def keep(
         self, tape: StrictTape, memory: DeclaredMemory, armed: list[torch.Tensor]
     ) -> StrictTape:
-        """Count ``tape`` in, once it is known to give the same result twice.
+        """Register ``tape``, check that two replays of it give the same result, and return it.
 
         Args:
-            tape: What was captured.
-            memory: What the lane declared.
-            armed: What the workspaces held before the region was ever run.
+            tape: The captured graph.
+            memory: The memory that the lane declared.
+            armed: The contents of the workspaces before the first run of the region.
 
         Raises:
             CaptureError: Its second replay differs from its first.
@@ -462,7 +473,7 @@ class StrictShared:
         return tape
 
     def begin_replay(self, tape: StrictTape, external: list[torch.Tensor]) -> None:
-        """Order a replay after what was done, and spoil what it may overwrite."""
+        """Order a replay after earlier work, and poison the pools that it may overwrite."""
         self.order.carry_out()
         self.order.work(
             "a replay",
@@ -478,7 +489,7 @@ class StrictShared:
 
     @contextlib.contextmanager
     def watching(self, guard: HostReadGuard) -> Iterator[None]:
-        """Say which guard stands around the work now."""
+        """Make ``guard`` the active guard for the duration of the context."""
         self._guard = guard
         try:
             yield
@@ -492,7 +503,10 @@ class StrictShared:
         host: Iterable[torch.Tensor],
         read_only: Iterable[torch.Tensor],
     ) -> Iterator[None]:
-        """Refuse host reads of device tensors in what prepares a replay, and stray writes."""
+        """Refuse host reads of device tensors and writes to read-only memory in a preparation.
+
+        Read-only are ``read_only``, and memory that graphs use and that is neither refreshed nor a workspace.
+        """
         self._learn(memory, host)
         guard = HostReadGuard(self._host, "while a replay is prepared", ReplayError)
         protected = {
@@ -506,12 +520,12 @@ class StrictShared:
         watch = _PreparationWatch(guard, self.order, protected)
         with self.watching(guard), guard, watch:
             yield
-        if guard.refused is not None:  # and swallowed
+        if guard.refused is not None:  # the hook caught the error
             raise guard.refused
 
     @contextlib.contextmanager
     def unprepared(self, memory: DeclaredMemory, host: Iterable[torch.Tensor]) -> Iterator[None]:
-        """Learn what is made on the host, for later preparations."""
+        """Note which tensors are made on the host, for later preparations."""
         self._learn(memory, host)
         with followed(self._host):
             yield
@@ -521,7 +535,7 @@ class StrictShared:
         self._host.add([*memory.host, *host])
 
     def copy_async(self, target: torch.Tensor, source: torch.Tensor, *, capturing: bool) -> None:
-        """Copy as late as may be; in a capture, at the copy's place in every replay."""
+        """Copy as late as a device may; in a capture, record the copy as a part of the graph."""
         guard = self._guard
         if capturing and guard is not None:
             guard.host.add([source])
@@ -535,7 +549,7 @@ class StrictShared:
 
     @contextlib.contextmanager
     def unwatched(self) -> Iterator[None]:
-        """Let everything pass."""
+        """Allow all calls for the duration of the context."""
         guard = self._guard
         if guard is None or guard.paused:
             yield
@@ -553,13 +567,13 @@ def _check_rearmed(
     armed: list[torch.Tensor],
     generator: torch.Generator,
 ) -> None:
-    """Replay twice on the same inputs, from workspaces as they were at first, and undo both.
+    """Replay twice on the same inputs, from workspaces as before the first run, and undo both replays.
 
-    Inputs are what the graph writes and is given anew in every step. Eager calls may write all that was
-    declared, and what they are given.
+    Inputs are the memory that the graph writes and that every step refreshes. Eager calls may write all
+    declared memory, and their arguments.
 
     Raises:
-        CaptureError: The results differ: some state is advanced by a replay and armed by none.
+        CaptureError: The results differ: replays advance some state, and none resets it.
     """
     is_broken = tape.num_segments > 1
     inputs = [t for t in (*memory.refreshed, *memory.caches) if is_broken or tape.writes(t)]
@@ -589,10 +603,10 @@ def _check_rearmed(
         generator.set_state(random)
         tape.spoil()
     if not all(equal(a, b) for a, b in zip(*results, strict=True)):
-        where = f"; what a replay leaves changed: {', '.join(moved)}" if moved else ""
+        where = f"; a replay leaves changed: {', '.join(moved)}" if moved else ""
         raise CaptureError(
             f"a second replay on the same inputs gives another result{where}",
             hint="reset counters and flags inside the graph, before their first use: the host set them once,"
-            " a replay does not",
+            " and a replay does not repeat that",
             rule="GP18",
         )

@@ -1,11 +1,11 @@
-"""The ``tape`` driver: the semantics of CUDA graphs on any device that runs eager torch, CPUs above all.
+"""The ``tape`` driver: the semantics of CUDA graphs on any device that runs eager torch, such as a CPU.
 
-While recording, every dispatched operation is kept with its tensors by identity and its numbers by
-value. A replay runs those operations, in order, on those tensors, and none of the Python between them.
-So a tape forgets what a CUDA graph forgets: a new tensor, a changed host number, a branch not taken.
+A capture keeps every dispatched operation, with its tensors by identity and its numbers by value. A replay
+runs those operations, in order, on those tensors, and none of the Python between them. Like a CUDA graph, it
+does not see a new tensor, a changed host number or another branch.
 
-It has two modes. The fast one is a quick CPU graph. The strict one makes wrong use show that on a GPU
-would go unseen, whatever it costs: see `graphpact_tape.strict`.
+It has two modes. Fast mode is a quick CPU graph. Strict mode detects wrong use that a GPU would not report,
+and is slow: see `graphpact_tape.strict`.
 
 Does not: record by itself; `graphpact_tape.recorder` does.
 """
@@ -36,10 +36,10 @@ def _replay_of_released() -> None:
 
 
 class Tape(Graph):
-    """Recorded operations, and the tensors that the recorded region returned.
+    """A graph of recorded operations, with the outputs of the recorded region.
 
     Attributes:
-        trace: What was dispatched while it was recorded; None unless the driver was asked for it.
+        trace: Every operation that was dispatched during the capture; None unless the driver is ``traced``.
     """
 
     def __init__(self, recording: Recording) -> None:
@@ -70,20 +70,21 @@ class Tape(Graph):
         self.pool_nbytes = 0
 
     def external_tensors(self) -> list[torch.Tensor]:
-        """Return the tensors of the recorded operations, and of the outputs, that are not the tape's."""
+        """Return the external tensors: those of operations and outputs in memory that is not the tape's."""
         return list(self._external)
 
 
 class TapeDriver(GraphDriver):
-    """Records tapes.
+    """A driver that records tapes.
 
-    Fast, the memory of a tape is its own, and streams are one: all work is done at once, in order.
-    Strict, tapes of one driver spoil each other's memory, and streams are held to their waits.
+    In fast mode each tape has memory of its own, and all streams are one: work is done at once, in order. In
+    strict mode the replay of a tape poisons the memory of the driver's other tapes, and a missing wait
+    between streams is an error.
 
     Args:
         device: See `GraphDriver`.
         strict: See `GraphDriver`.
-        traced: Keep what is dispatched in each capture, as `Tape.trace`; not in strict mode.
+        traced: Whether `Tape.trace` keeps every operation that a capture dispatches; not in strict mode.
     """
 
     name: ClassVar[str] = "tape"
@@ -98,17 +99,17 @@ class TapeDriver(GraphDriver):
 
     @classmethod
     def unavailable(cls, device: torch.device) -> str | None:  # noqa: ARG003  it runs anywhere
-        """Return None: eager torch is all that a tape needs."""
+        """Return None: a tape needs eager torch alone."""
         return None
 
     def declare(self, memory: DeclaredMemory) -> None:
-        """Say what the memory around the graphs is for."""
+        """Declare the lane's memory, before the first capture."""
         super().declare(memory)
         if self._shared is not None:
             self._shared.order.name_of = memory.name_of
 
     def capture(self, fn: Callable[[], Any], *, warmup: int = 1) -> Graph:
-        """Run ``fn`` ``warmup`` times, then once more while every operation is kept."""
+        """Run ``fn`` ``warmup`` times, then once more and record every operation."""
         self.refuse_nested_capture()
         with torch.inference_mode():
             armed = [t.clone() for t in self.memory.workspaces] if self.strict else []
@@ -142,7 +143,7 @@ class TapeDriver(GraphDriver):
         """Return a `StrictGuard`.
 
         Raises:
-            ConfigError: The driver is fast.
+            ConfigError: The driver is in fast mode.
         """
         return StrictGuard(self, ownership) if self.strict else super().guard(ownership)
 
@@ -150,7 +151,7 @@ class TapeDriver(GraphDriver):
     def preparation(
         self, host: Iterable[torch.Tensor] = (), read_only: Iterable[torch.Tensor] = ()
     ) -> Iterator[None]:
-        """Strict: refuse host reads of device tensors and stray writes; fast: let everything pass."""
+        """In strict mode refuse host reads of device tensors, and writes to the batch and other inputs."""
         if self._shared is None:
             yield
             return
@@ -159,7 +160,7 @@ class TapeDriver(GraphDriver):
 
     @contextlib.contextmanager
     def unprepared(self, host: Iterable[torch.Tensor] = ()) -> Iterator[None]:
-        """Strict: learn what is made on the host; let everything pass."""
+        """In strict mode note which tensors are made on the host; refuse nothing."""
         if self._shared is None:
             yield
             return
@@ -167,11 +168,11 @@ class TapeDriver(GraphDriver):
             yield
 
     def stream(self) -> Stream:
-        """Return a new stream: strict, one whose work is held to its waits."""
+        """Return a new stream; in strict mode its work is checked for missing waits."""
         return super().stream() if self._shared is None else self._shared.order.stream()
 
     def current_stream(self) -> Stream:
-        """Return the stream that work is given to now."""
+        """Return the stream that new work goes to."""
         return super().current_stream() if self._shared is None else self._shared.order.current
 
     def event(self) -> Event:
@@ -179,17 +180,17 @@ class TapeDriver(GraphDriver):
         return super().event() if self._shared is None else self._shared.order.event()
 
     def copy_async(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy host memory: fast, at once; strict, as late as a device may."""
+        """Copy host memory to ``target``: at once, or in strict mode as late as a device may."""
         if self._shared is None:
             target.copy_(source)
         else:
             self._shared.copy_async(target, source, capturing=self.is_capturing)
 
     def copy_in_flight(self, source: torch.Tensor) -> Line | None:
-        """Return, strict, where a copy from ``source`` began that the host has not waited for."""
+        """Return the line of a copy from ``source`` that the host has not waited for; None in fast mode."""
         return None if self._shared is None else self._shared.order.copy_in_flight(source)
 
     def synchronize(self) -> None:
-        """Strict: end every copy in flight; fast: nothing is in flight."""
+        """Wait for every copy in flight; fast mode has none."""
         if self._shared is not None:
             self._shared.order.synchronize()

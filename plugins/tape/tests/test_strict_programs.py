@@ -168,9 +168,9 @@ def test_a_default_device_places_what_names_none() -> None:
 
 # A mask of four dimensions: from one of two, or of none, transformers reads on the host.
 _REFUSED = {
-    "falcon": "takes a tensor of the host",  # fused_qkv[..., [-1], :]
+    "falcon": "takes a host tensor",  # fused_qkv[..., [-1], :]
     # The frequencies are chosen anew in each forward: on the device, or by an if in older transformers.
-    "longrope": "nobody declared as written|contents on the host",
+    "longrope": "not declared as written|contents on the host",
     "dynamic_rope": "needs a tensor's contents on the host",  # if seq_len > max_seq_len_cached
 }
 

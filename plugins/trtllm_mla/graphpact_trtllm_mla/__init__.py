@@ -1,11 +1,11 @@
 """The ``trtllm_mla`` attention backend: TensorRT-LLM's latent attention (MLA) over a compressed KV cache.
 
-    backend     fills metadata, one body for every mode
-    metadata    what a step reads
+    backend     fills the metadata, with one function for every mode
+    metadata    the tensors and host numbers that kernels read
     providers   the kernels: TensorRT-LLM's through FlashInfer, and portable ones
-    operators   what the portable kernels are made of
+    operators   the operators of the portable kernels
 
-Does not: import a heavy library before its kernels are in use.
+Does not: import a heavy library before its kernels are used.
 """
 
 from graphpact_trtllm_mla.backend import TRTLLMMLABackend

@@ -1,9 +1,9 @@
 """`TRTLLMMLABackend`: the metadata of TensorRT-LLM's latent attention, for every mode.
 
-Where every request brings as many tokens (decode, target verify, draft decode, draft extend), queries lie
-at a uniform stride, at replay as at capture: never packed by the lengths that were accepted.
+In uniform modes (decode, target verify, draft decode, draft extend), queries have a uniform stride at capture
+and at replay. They are never packed by the number of accepted tokens.
 
-Does not: serve drafts that branch, or models whose latents are expanded.
+Does not: serve drafts with top-k > 1, or models with expanded latents.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ from graphpact_trtllm_mla.providers import WORKSPACE, NativeKernels, PortableKer
 
 
 class TRTLLMMLABackend(AttentionBackend):
-    """TRT-LLM-shaped metadata on native or portable kernels."""
+    """The attention backend with TensorRT-LLM's MLA metadata, on native or portable kernels."""
 
     capabilities = Capabilities(
         modes=frozenset(ForwardMode),
@@ -38,16 +38,16 @@ class TRTLLMMLABackend(AttentionBackend):
         devices=frozenset({"cpu", "cuda"}),
         head_layouts=frozenset({HeadLayout.MLA}),
         page_sizes=frozenset({32, 64}),
-        # A padded row has one key, in scratch.
+        # A padding row has one key, in scratch.
         seq_len_fill_value=1,
     )
-    # TensorRT-LLM's kernels take no other pages; that portable ones would, is of use to nobody.
+    # TensorRT-LLM's kernels take no other page sizes; the portable kernels do, but that has no use.
     claims = {"page_size 1": "unsupported", "page_size 16": "unsupported"}  # noqa: RUF012  a ClassVar there
     providers = (NativeKernels, PortableKernels)
     fill_is_device_only = True
 
     def declare_slots(self, limits: Limits) -> Sequence[GraphSlot]:
-        """Return the three index tensors, int32 as TRT-LLM requires, and what the kernels need."""
+        """Return the slots of the index tensors, int32 as TRT-LLM requires, and of the kernels."""
         blocks = -(-limits.max_context_len // BLOCK_KEYS) * (BLOCK_KEYS // limits.page_size)
 
         return [
@@ -75,10 +75,10 @@ class TRTLLMMLABackend(AttentionBackend):
     def allocate_metadata(
         self, view: ForwardBatch, shape: GraphShape, buffers: Buffers
     ) -> TRTLLMMLAMetadata:
-        """Return the metadata of ``shape``, its tensors slices of the declared slots.
+        """Return the metadata of ``shape``; its tensors are slices of the declared slots.
 
-        The bounds of what a graph reads hold for every batch of its shape; those of an eager batch are its
-        own, from the lengths on the host.
+        The bounds of a graph hold for every batch of its shape. An eager batch has bounds of its own, from
+        the host lengths.
         """
         max_q, max_k = view.tokens_per_request, self.context.limits.max_context_len
         if shape.mode.is_ragged:
@@ -100,7 +100,7 @@ class TRTLLMMLABackend(AttentionBackend):
         )
 
     def fill_metadata(self, view: ForwardBatch, metadata: TRTLLMMLAMetadata) -> None:
-        """Derive all index tensors from lengths and request rows, on the device."""
+        """Fill all index tensors from lengths and request rows, on the device."""
         offsets, stride = metadata.cu_seqlens_q, metadata.max_seq_len_q
         if metadata.is_uniform:
             torch.arange(0, offsets.shape[0] * stride, stride, out=offsets)
@@ -123,10 +123,10 @@ class TRTLLMMLABackend(AttentionBackend):
         layer: LayerSpec,
         metadata: TRTLLMMLAMetadata,
     ) -> torch.Tensor:
-        """Write the latents, where there are new ones, to their slots; then attend over the pages."""
+        """Write new latents to their KV slots, if any, and return the attention over the pages."""
         latents = self.context.kv_cache.k[layer.cache_layer]
         new = new_kv(k, v, layer)
-        if new is not None:  # the value is a part of the key
+        if new is not None:  # the value is the first part of the key
             latents.index_copy_(0, metadata.out_cache_loc, new[0])
         if q.shape[0] == 0:  # an idle batch
             return q.new_empty((0, q.shape[1], layer.v_head_dim))

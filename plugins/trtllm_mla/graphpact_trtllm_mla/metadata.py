@@ -10,18 +10,18 @@ import torch
 
 @dataclass(slots=True)
 class TRTLLMMLAMetadata:
-    """What TRT-LLM's kernels read for one step of ``bs`` requests.
+    """The metadata of TRT-LLM's kernels for one step of ``bs`` requests.
 
     Args:
         out_cache_loc: ``[T]`` int64: KV slot of each new token; 0 is scratch.
-        block_kv_indices: ``[bs, blocks]`` int32: page numbers, 0 past a request's keys; room for a multiple
-            of 128 keys.
+        block_kv_indices: ``[bs, blocks]`` int32: page numbers, 0 past a request's keys; its capacity in keys
+            is a multiple of 128.
         seq_lens_k: ``[bs]`` int32: keys of each request, drafts included.
         cu_seqlens_q: ``[bs + 1]`` int32: where each request's queries begin.
-        max_seq_len_q: Queries of each request; a bound on them where requests differ.
+        max_seq_len_q: Queries of each request; a bound on them in ragged modes.
         sum_seq_lens_q: Rows of queries.
         max_seq_len_k: Bound on the keys of a request.
-        is_uniform: Whether every request brings ``max_seq_len_q`` queries.
+        is_uniform: Whether every request has ``max_seq_len_q`` queries.
         workspace: The native kernels' memory; None for portable ones.
     """
 

@@ -1,6 +1,6 @@
 """The portable operators: attention over latents, and the block table that it reads.
 
-Each is one operator of torch, so that a graph holds it as one node, as it holds a kernel's launch.
+Each is one torch operator, so that a graph records it as one node, like the launch of a kernel.
 
 Does not: know the metadata object; arguments are plain tensors and numbers.
 """
@@ -15,7 +15,7 @@ from graphpact_kernels import define_kernel, may_read, page_table_attention
 __tracebackhide__ = True  # a driver names the line that calls a kernel
 
 BLOCK_KEYS = 128
-"""TRT-LLM's block constraint: the keys that a row of the block table has room for are a multiple of it."""
+"""TRT-LLM's block constraint: the capacity of a block table row, in keys, is a multiple of it."""
 
 _define = functools.partial(define_kernel, namespace="graphpact_trtllm_mla")
 
@@ -39,9 +39,9 @@ pack_block_table = _define(
     " Tensor(a!) out) -> ()",
     _pack_block_table,
 )
-"""``(req_to_token, req_pool_indices, seq_lens_k, page_size, out)``: write each request's pages in a row of
-``out`` ``[bs, blocks]`` int32, and page 0 past the end of it. ``req_to_token`` is read where a page begins;
-what it holds past a request's keys is not looked at."""
+"""``(req_to_token, req_pool_indices, seq_lens_k, page_size, out)``: write each request's pages to its row of
+``out`` ``[bs, blocks]`` int32, followed by page 0. ``req_to_token`` is read at the first slot of each page;
+its entries past a request's keys are not used."""
 
 
 def _check(
@@ -53,7 +53,7 @@ def _check(
     max_q_len: int,
     is_uniform: bool,  # noqa: FBT001  operators are called by position
 ) -> None:
-    """Make the checks of TRT-LLM's kernels; what a tensor holds is looked at on a CPU only."""
+    """Make the checks of TRT-LLM's kernels; contents of tensors are checked on a CPU only."""
     (bs, blocks), page_size = block_tables.shape, kv_cache.shape[1]
     if blocks * page_size % BLOCK_KEYS:
         raise KernelRefusal(
@@ -75,8 +75,8 @@ def _check(
         return
     if q.shape[0] != bs * max_q_len:
         raise KernelRefusal(
-            f"q has {q.shape[0]} rows for {bs} requests of {max_q_len} queries: the decode kernel takes as"
-            " many of each",
+            f"q has {q.shape[0]} rows for {bs} requests of {max_q_len} queries: the decode kernel takes"
+            f" {max_q_len} of each",
             rule="GP05",
         )
     if may_read(q):
@@ -125,4 +125,4 @@ attend_latents = _define(
 )
 """``(q, kv_cache, block_tables, seq_lens, cum_seq_lens_q, max_q_len, max_seq_len, bmm1_scale, is_uniform,
 out)``: FlashInfer's ``trtllm_batch_decode_with_kv_cache_mla`` with compact queries, causal, and its checks.
-``is_uniform`` says that every request brings ``max_q_len`` queries, which the decode kernel relies on."""
+``is_uniform``: every request has ``max_q_len`` queries, as the decode kernel requires."""

@@ -1,4 +1,4 @@
-"""The kernels of the backend: TensorRT-LLM's, as FlashInfer ships them, and portable ones.
+"""The kernel providers of the backend: TensorRT-LLM's kernels, from FlashInfer, and portable ones.
 
 Both read the same tensors of the metadata: block table, keys of each request, query offsets.
 
@@ -21,13 +21,13 @@ _RAGGED = frozenset({ForwardMode.EXTEND, ForwardMode.MIXED})
 
 
 class PortableKernels(KernelProvider):
-    """Torch only, on every device, for any widths."""
+    """graphpact's own kernels: torch alone, on any device, for any head_dim."""
 
     name = "portable"
     has_workspace = False
 
     def declare_slots(self) -> list[GraphSlot]:
-        """Return nothing: these kernels need no memory of their own."""
+        """Return an empty list: these kernels need no slots."""
         return []
 
     def attend(
@@ -79,14 +79,14 @@ class NativeKernels(KernelProvider):
         self._decode: Callable[..., torch.Tensor] = trtllm_batch_decode_with_kv_cache_mla
 
     def declare_slots(self) -> list[GraphSlot]:
-        """Return the workspace: semaphores lie in it, which every launch leaves at 0."""
+        """Return the slot of the workspace, with semaphores that every launch resets to 0."""
         return [
             metadata_slot(WORKSPACE, lambda *_: (WORKSPACE_BYTES,), torch.uint8, role="workspace")
         ]
 
     @classmethod
     def unavailable(cls, device: torch.device) -> str | None:
-        """Return what is missing on ``device``: a GPU, its compute capability, or the library."""
+        """Return why they cannot run on ``device``: no such GPU, no library; or None."""
         if device.type != "cuda" or not torch.cuda.is_available():
             return "TensorRT-LLM's kernels need a CUDA device"
         major, minor = torch.cuda.get_device_capability(device)
@@ -98,7 +98,7 @@ class NativeKernels(KernelProvider):
 
     @classmethod
     def refusal(cls, context: BackendContext) -> str | None:
-        """Return what base says, or why these heads are not to be had."""
+        """Return why they cannot serve ``context``; checks kv_lora_rank and the number of query heads too."""
         reason = super().refusal(context)
         if reason is not None:
             return reason
@@ -122,7 +122,7 @@ class NativeKernels(KernelProvider):
             q: ``[T, heads, rank + rope]``, ``max_seq_len_q`` of each request.
             kv_cache: ``[pages, page_size, rank + rope]``.
             layer: The scaling.
-            metadata: Where keys and queries are.
+            metadata: The index tensors of keys and queries.
 
         Returns:
             ``[T, heads, rank]``.
@@ -131,7 +131,7 @@ class NativeKernels(KernelProvider):
             query=q,
             kv_cache=kv_cache,
             workspace_buffer=metadata.workspace,
-            qk_nope_head_dim=128,  # of the expanded form; the kernels do not look at it
+            qk_nope_head_dim=128,  # of the expanded form; the kernels do not use it
             kv_lora_rank=_RANK,
             qk_rope_head_dim=_ROPE,
             block_tables=metadata.block_kv_indices,

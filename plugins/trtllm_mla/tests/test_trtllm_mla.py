@@ -651,7 +651,7 @@ def test_eager_steps_of_a_lane_without_graphs_have_one_workspace(
 
 
 def test_native_kernels_say_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No GPU, another GPU, no library: each is told, the last with the command that installs it."""
+    """No GPU, another GPU, no library: each gives its own reason, the last with the install command."""
     cuda = torch.device("cuda")
     assert "need a CUDA device" in str(NativeKernels.unavailable(CPU))
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
