@@ -85,7 +85,7 @@ def test_a_stream_nobody_reads_on_leaves_nothing_behind(tiny: Engine) -> None:
     [
         ("", "empty prompt"),
         ([], "empty prompt"),
-        ([258], "token id 258; the model knows 0 to 257"),
+        ([258], "token id 258; the vocabulary of the model is 0 to 257"),
         ([-1], "token id -1"),
         ("x" * 2000, "2000 tokens"),
     ],
@@ -258,7 +258,7 @@ def test_a_strict_lane_without_anything_strict_is_refused(
 
 def test_limits_that_do_not_fit_are_refused() -> None:
     """More positions than the model's, and more KV cache than memory, are refused with the numbers."""
-    with pytest.raises(ConfigError, match="max_model_len is 5000; the model knows 1024"):
+    with pytest.raises(ConfigError, match="max_model_len is 5000; the model has 1024"):
         Engine(configure(TINY, "engine.max_model_len=5000"))
     with pytest.raises(ConfigError, match="GiB may be used"):
         Engine(configure(TINY, "engine.kv_cache_memory_gib=0.001", "engine.num_pages=1000"))
