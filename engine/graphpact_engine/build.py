@@ -102,7 +102,7 @@ def lay_out_memory(config: EngineConfig, spec: ModelSpec) -> Memory:
         raise ConfigError(
             f"a KV cache of {num_pages} pages of {engine.page_size} tokens needs"
             f" {(num_pages + 1) * per_slot * engine.page_size / 2**30:.2f} GiB;"
-            f" {budget / 2**30:.2f} GiB are available to it on {device}",
+            f" {budget / 2**30:.2f} GiB are available for it on {device}",
             hint="lower engine.num_pages, or raise engine.kv_cache_memory_gib",
         )
     pages = PagePool(num_pages, engine.page_size)
