@@ -198,7 +198,7 @@ class Diagnosis:
         if found:
             return _first(
                 found,
-                hint="init_metadata_replay() must refresh every tensor in place; a graph keeps the host numbers"
+                hint="init_metadata_replay() must refresh every tensor in place; a graph keeps host numbers"
                 " of its capture: make a number valid for every batch, or put it in a tensor",
             )
         text = (
