@@ -338,7 +338,7 @@ def no_tokenizer(model: Path) -> None:
     [
         (no_directory, "no such directory"),
         (no_config, "config.json"),
-        (truncate, "not a whole safetensors file"),
+        (truncate, "not a complete safetensors file"),
         (pickle_weights, "pickle"),
         (no_tokenizer, "tokenizer"),
     ],

@@ -148,7 +148,7 @@ class EngineMemory:
         return sorted(rows, key=lambda row: _SHARED.index(row.kind))
 
     def lanes_of(self, row: MemoryRow) -> list[str]:
-        """Return the lanes whose graphs use the memory of ``row``, or may use it if the driver cannot report it."""
+        """Return the lanes whose graphs use the memory of ``row``, or may use it as far as is known."""
         return [
             lane.lane
             for lane in self.lanes

@@ -230,7 +230,7 @@ def require_target(path: Path, *, overwrite: bool = False) -> None:
 
 
 def _unwritable(path: Path, why: str) -> UsageError:
-    hint = "name a writable file"
+    hint = "name a file that can be written"
     return UsageError(f"pacts cannot be written to {path}: {why}", hint=hint)
 
 

@@ -1,7 +1,7 @@
 """``graphpact doctor``: checks whether this machine can generate text.
 
-With ``--memory`` it lists the memory that the graphs of an engine read and write, and checks that all of it is
-declared.
+With ``--memory`` it lists the memory that the graphs of an engine read and write, and checks that all of it
+is declared.
 
 Does not: generate text, or write anything except the file of ``--picture``.
 """
@@ -214,7 +214,7 @@ def _cuda(problems: list[Fault]) -> dict[str, Any]:
     problems += [Fault("warning", " ".join(str(one.message).split())) for one in caught]
     built: str | None = torch.version.cuda
     if built is not None and not count:
-        what = f"torch is built for CUDA {built} but finds no CUDA device"
+        what = f"torch is built for CUDA {built} but sees no CUDA device"
         problems.append(
             Fault(
                 "warning",

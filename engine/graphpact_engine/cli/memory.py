@@ -82,18 +82,18 @@ def verdict(memory: EngineMemory) -> str:
     unreported = sorted({str(lane.driver) for lane in memory.lanes if not lane.knows_externals})
     if unreported:
         return (
-            f"Undeclared memory cannot be detected: driver {', '.join(unreported)} does not report what graphs"
-            " read; the tape does."
+            f"Undeclared memory cannot be detected: driver {', '.join(unreported)} does not report what"
+            " graphs read; the tape does."
         )
     if not any(lane.rows for lane in memory.lanes):
         return "No lane has graphs."
     partial = sorted({str(lane.driver) for lane in memory.lanes if lane.externals == "dispatched"})
     if partial:
         return (
-            f"All memory that torch operations read and write is declared. Driver {', '.join(partial)} does not"
-            " report what kernels launched below torch's dispatcher read; the tape reports everything else."
+            f"Everything that torch operations read and write is declared. Driver {', '.join(partial)} does"
+            " not report what kernels launched below torch's dispatcher read; the tape reports the rest."
         )
-    return "All memory that graphs read and write is declared."
+    return "Everything that graphs read and write is declared."
 
 
 def undeclared_problem(row: MemoryRow) -> tuple[str, str]:
@@ -140,7 +140,7 @@ def write_picture(file: Path, memory: EngineMemory) -> None:
     except OSError as error:
         raise UsageError(
             f"the picture cannot be written to {file}: {error.strerror or error}",
-            hint="name a writable file: --picture FILE.svg",
+            hint="name a file that can be written: --picture FILE.svg",
         ) from error
 
 
