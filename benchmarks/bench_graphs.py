@@ -48,7 +48,7 @@ STEPS = ("batch", "variant", "step ms", "tokens/s", "x eager", "x generate")
 PARTS = ("part of a step", "us", "of tape's replay", "of cpu_graph's replay")
 GRAPHS = ("variant", "shape", "nodes", "memory KiB", "capture ms")
 
-PACT = ("off", "sampled", "alvariants")
+PACT = ("off", "sampled", "always")
 REPLAYED = ("tape", "cpu_graph")
 FILL, HOST = "registry fill", "Lane.replay without the graph"
 IN_GRAPH, BEFORE = "metadata hook, work in the graph", "metadata hook, work before the graph"
