@@ -1,12 +1,12 @@
-"""What one fill of the registry costs on the host, against one fill and one copy for each slot.
+"""Measure the host time of one fill of the registry, against one fill and one copy per slot.
 
     python benchmarks/bench_fill.py [--quick] [--device cuda]
 
-Both sides do the same to equal registries in one process, in turn, and the best of many rounds counts,
-so that a busy machine disturbs both alike. Torch operations are counted by a dispatch mode, kernels on
-a GPU by the profiler.
+Both sides do the same work on equal registries, alternating in one process. The best of many rounds is
+reported, so that load on the machine affects both alike. Torch operations are counted by a dispatch mode,
+kernels on a GPU by the profiler.
 
-Does not: measure what the kernels themselves take on a GPU; launches are waited for between rounds.
+Does not: measure the GPU time of kernels; the device is synchronized between rounds.
 """
 
 import argparse
@@ -42,7 +42,7 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Case:
-    """A preset and the counts of one fill; ``tokens`` follow the requests unless given."""
+    """A registry preset and the counts of one fill; ``tokens`` default to the request counts."""
 
     name: str
     build: Callable[[torch.device], CudaGraphBufferRegistry]
@@ -107,7 +107,7 @@ CASES = (
 
 
 def make_batch(registry: CudaGraphBufferRegistry, case: Case) -> ForwardBatch:
-    """Return a batch with a field for every slot that is copied."""
+    """Return a batch with a field for every copied slot."""
     fields: dict[str, Any] = {}
     for slot in registry:
         if slot.copy_from_fb:
@@ -124,7 +124,7 @@ def make_batch(registry: CudaGraphBufferRegistry, case: Case) -> ForwardBatch:
 def fill_slot_by_slot(
     registry: CudaGraphBufferRegistry, batch: ForwardBatch, context: FillContext
 ) -> None:
-    """Do what a fill does as the declarations say it: one fill and one copy a slot, nothing checked."""
+    """Do the work of a fill slot by slot: one fill and one copy per slot, without checks."""
     for slot in registry:
         buffer, rows = slot.buffer, context.rows(slot.axis)
         if buffer is None:
@@ -145,7 +145,7 @@ def fill_slot_by_slot(
 
 
 class CountOps(TorchDispatchMode):
-    """Counts operations that do something; a view is none."""
+    """A dispatch mode that counts operations that write; views are not counted."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch has no annotation here
@@ -158,19 +158,19 @@ class CountOps(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Count and run."""
+        """Count the operation and run it."""
         self.count += func._schema.is_mutable  # noqa: SLF001  no public name
         return func(*args, **(kwargs or {}))
 
 
 def count_ops(fill: Callable[[], None], device: torch.device) -> int:
-    """Return how many operations write; on a GPU, how many kernels and copies are launched there."""
+    """Return the number of operations that write; on a GPU, the number of kernels and copies launched."""
     fill()
     if device.type == "cpu":
         with CountOps() as counted:
             fill()
         return counted.count
-    from torch.profiler import ProfilerActivity, profile  # noqa: PLC0415  only where it is used
+    from torch.profiler import ProfilerActivity, profile  # noqa: PLC0415  only on a GPU
 
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiled:
@@ -182,7 +182,7 @@ def count_ops(fill: Callable[[], None], device: torch.device) -> int:
 def best_seconds(
     fills: list[Callable[[], None]], device: torch.device, *, rounds: int, calls: int
 ) -> list[float]:
-    """Return the host seconds of one call of each, the best of ``rounds`` taken in turn."""
+    """Return the host seconds of one call of each fill, the best of ``rounds`` alternating rounds."""
     best = [float("inf")] * len(fills)
     for _ in range(rounds):
         for i, fill in enumerate(fills):
@@ -204,7 +204,7 @@ def measure(case: Case, device: torch.device, *, rounds: int, calls: int) -> tup
     raw_bs, padded_bs = counts["raw_bs"], counts["padded_bs"]
     raw_tokens, padded_tokens = counts["raw_num_tokens"], counts["padded_num_tokens"]
 
-    def fill() -> None:  # spelled out: to unpack a dict would be measured too
+    def fill() -> None:  # arguments spelled out, so that unpacking a dict is not measured
         registry.fill_from(
             batch,
             raw_bs=raw_bs,
@@ -220,7 +220,7 @@ def measure(case: Case, device: torch.device, *, rounds: int, calls: int) -> tup
     for ours, theirs in zip(registry, plain, strict=True):
         whole = (registry.max_bs, registry.max_num_tokens)
         if not torch.equal(ours.slice_for(*whole), theirs.slice_for(*whole)):
-            raise SystemExit(f"{case.name}: the two sides leave different rows in {ours.name!r}")
+            raise SystemExit(f"{case.name}: the two sides write different rows to {ours.name!r}")
     ours_s, plain_s = best_seconds([fill, slot_by_slot], device, rounds=rounds, calls=calls)
     return (
         case.name,
@@ -238,7 +238,9 @@ def measure(case: Case, device: torch.device, *, rounds: int, calls: int) -> tup
 def main() -> None:
     """Measure every case and print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="few rounds: a look, no measurement")
+    parser.add_argument(
+        "--quick", action="store_true", help="few rounds: a smoke test, not a measurement"
+    )
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     options = parser.parse_args()
     device = torch.device(options.device)
@@ -248,7 +250,7 @@ def main() -> None:
     what = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     console.print(f"host time of one fill, {what}, torch {torch.__version__}")
     print_table(console, COLUMNS, rows, numbers=COLUMNS[1:])
-    console.print("aim for the decode lane, padded: ratio at most 0.20")
+    console.print("target for the decode lane, padded: ratio at most 0.20")
 
 
 if __name__ == "__main__":

@@ -1,15 +1,15 @@
-"""What a decode step takes through captured graphs, against eager runs and transformers' ``generate``.
+"""Measure a decode step through captured graphs, against eager runs and transformers' ``generate``.
 
     python benchmarks/bench_graphs.py [--quick] [--threads N]
 
-A Llama of 4 layers, 128 wide, with random weights over bytes, is saved and then loaded by every way from
-its files. All ways write the same greedy tokens after the same prompts, which is checked in every round;
-they take turns in one process, and the median over all decode steps counts. A step is everything from one
-token to the next: scheduling, the forward pass, the choice of the token.
+A Llama with 4 layers, hidden size 128 and random weights over bytes is saved, and every variant loads it from
+the files. All variants must generate the same greedy tokens for the same prompts, which every round checks.
+They alternate in one process; the median over all decode steps is reported. A step is everything from one
+token to the next: scheduling, forward pass, sampling.
 
-Then the parts of a step of 7 requests in a bucket of 8: what the host does before a replay, what the pact
-costs, and the replay by itself. What costs microseconds is measured around graphs that do nothing, since a
-replay varies by more.
+Then the parts of a step of 7 requests at capture size 8: host work before a replay, the pact check, and the
+replay itself. Parts of a few microseconds are measured with graphs that do nothing, because the time of a
+replay varies by more than that.
 
 Does not: run on a GPU, or measure prefill.
 """
@@ -42,11 +42,11 @@ from graphpact_engine.sampler import Sampler
 CPU = torch.device("cpu")
 VOCAB = 256
 BATCH_SIZES = (1, 8, 32)
-LIVE, BUCKET = 7, 8
+LIVE, SIZE = 7, 8
 
-STEPS = ("batch", "way", "step ms", "tokens/s", "x eager", "x generate")
+STEPS = ("batch", "variant", "step ms", "tokens/s", "x eager", "x generate")
 PARTS = ("part of a step", "us", "of tape's replay", "of cpu_graph's replay")
-GRAPHS = ("way", "shape", "nodes", "memory KiB", "capture ms")
+GRAPHS = ("variant", "shape", "nodes", "memory KiB", "capture ms")
 
 PACT = ("off", "sampled", "always")
 REPLAYED = ("tape", "cpu_graph")
@@ -58,20 +58,20 @@ Tokens = list[list[int]]
 
 
 class Scale(NamedTuple):
-    """How much is measured."""
+    """The size of the measurement."""
 
     layers: int
     prompt: int
     """Tokens of each prompt."""
     new: int
-    """Tokens that are written after it, the first of them by the prefill."""
+    """Tokens generated per prompt, the first of them by the prefill."""
     rounds: int
     compiled: tuple[int, ...]
-    """Batch sizes that are compiled."""
+    """Batch sizes for cpu_graph, which compiles each."""
     calls: int
-    """Calls of a part that are timed together."""
+    """Calls of a part per timing."""
     turns: int
-    """How often that is done."""
+    """Timings per part."""
 
 
 FULL = Scale(layers=4, prompt=32, new=65, rounds=9, compiled=BATCH_SIZES, calls=100, turns=101)
@@ -79,7 +79,7 @@ QUICK = Scale(layers=1, prompt=4, new=5, rounds=1, compiled=(1,), calls=3, turns
 
 
 def save_model(path: Path, layers: int) -> None:
-    """Write the checkpoint: random weights, wide enough that no two logits come near each other."""
+    """Write a checkpoint with random weights, large enough that no two logits are close."""
     config = transformers.LlamaConfig(
         vocab_size=VOCAB,
         hidden_size=128,
@@ -101,11 +101,11 @@ def save_model(path: Path, layers: int) -> None:
     model.save_pretrained(path)
 
 
-# -- the ways --------------------------------------------------------------------------------------
+# -- the variants ----------------------------------------------------------------------------------
 
 
-class Way(ABC):
-    """One way to continue prompts greedily."""
+class Variant(ABC):
+    """Base class of the variants: one way to continue prompts greedily."""
 
     def __init__(self, name: str, sizes: Sequence[int], rounds: int) -> None:
         self.name = name
@@ -114,11 +114,11 @@ class Way(ABC):
 
     @abstractmethod
     def write(self, prompts: Tokens, count: int) -> tuple[Tokens, list[float]]:
-        """Return ``count`` tokens after each prompt, and the seconds of each decode step."""
+        """Generate ``count`` tokens per prompt; return them, and the seconds of each decode step."""
 
 
-class EngineWay(Way):
-    """graphpact's engine, by its configuration."""
+class EngineVariant(Variant):
+    """The graphpact engine with a configuration."""
 
     def __init__(
         self, name: str, path: Path, sizes: Sequence[int], rounds: int, *overrides: str
@@ -127,19 +127,19 @@ class EngineWay(Way):
         self.engine = make_engine(path, max(sizes), *overrides)
 
     def write(self, prompts: Tokens, count: int) -> tuple[Tokens, list[float]]:
-        """Step the engine until all are done; the first step is the prefill."""
+        """Step the engine until all requests finish; the first step is the prefill."""
         sampling = SamplingParams(max_new_tokens=count, ignore_eos=True)
         requests = [self.engine.add(prompt, sampling) for prompt in prompts]
         times = [time.perf_counter()]
         while self.engine.scheduler.has_work:
             if len(self.engine.step()) != len(prompts):
-                raise SystemExit(f"{self.name}: a step left a request out")
+                raise SystemExit(f"{self.name}: a step did not include every request")
             times.append(time.perf_counter())
         return [request.output_token_ids for request in requests], _differences(times[1:])
 
 
 class _Clock(transformers.StoppingCriteria):  # type: ignore[misc]  # transformers' types are partial
-    """Notes when each token is there; stops nothing."""
+    """A stopping criterion that records the time of each token and never stops."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -149,15 +149,15 @@ class _Clock(transformers.StoppingCriteria):  # type: ignore[misc]  # transforme
         return torch.zeros(input_ids.shape[0], dtype=torch.bool)
 
 
-class TransformersWay(Way):
-    """``generate`` of transformers as it comes: its own attention and cache."""
+class TransformersVariant(Variant):
+    """``generate`` of transformers with its default attention and cache."""
 
     def __init__(self, path: Path, rounds: int) -> None:
         super().__init__("generate", BATCH_SIZES, rounds)
         self.model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
 
     def write(self, prompts: Tokens, count: int) -> tuple[Tokens, list[float]]:
-        """Generate; the steps end when the stopping criteria are asked."""
+        """Generate; a step ends when the stopping criteria are called."""
         clock, ids = _Clock(), torch.tensor(prompts)
         written = self.model.generate(
             ids,
@@ -190,82 +190,82 @@ def make_engine(path: Path, largest: int, *overrides: str) -> Engine:
     )
 
 
-def make_ways(path: Path, scale: Scale, compiled: Sequence[int]) -> list[Way]:
-    """Return every way; of cpu_graph's batch sizes there may be few, or none."""
-    rounds, buckets = scale.rounds, f"lanes.decode.batch_sizes={list(BATCH_SIZES)}"
-    tape = 'lanes.decode.runner="cuda_graph"', buckets
-    ways: list[Way] = [
-        EngineWay("eager", path, BATCH_SIZES, rounds, 'lanes.decode.runner="eager"'),
-        EngineWay("tape", path, BATCH_SIZES, rounds, *tape),
-        EngineWay("tape, strict", path, BATCH_SIZES, 1, *tape, "lanes.decode.strict=true"),
+def make_variants(path: Path, scale: Scale, compiled: Sequence[int]) -> list[Variant]:
+    """Return every variant; cpu_graph only for the batch sizes ``compiled``."""
+    rounds, sizes = scale.rounds, f"lanes.decode.batch_sizes={list(BATCH_SIZES)}"
+    tape = 'lanes.decode.runner="cuda_graph"', sizes
+    variants: list[Variant] = [
+        EngineVariant("eager", path, BATCH_SIZES, rounds, 'lanes.decode.runner="eager"'),
+        EngineVariant("tape", path, BATCH_SIZES, rounds, *tape),
+        EngineVariant("tape, strict", path, BATCH_SIZES, 1, *tape, "lanes.decode.strict=true"),
     ]
     if compiled:
-        buckets = f"lanes.decode.batch_sizes={list(compiled)}"
+        sizes = f"lanes.decode.batch_sizes={list(compiled)}"
         runner = 'lanes.decode.runner="cpu_graph"'
-        ways.append(EngineWay("cpu_graph", path, compiled, rounds, runner, buckets))
-    return [*ways, TransformersWay(path, rounds)]
+        variants.append(EngineVariant("cpu_graph", path, compiled, rounds, runner, sizes))
+    return [*variants, TransformersVariant(path, rounds)]
 
 
 # -- whole steps -----------------------------------------------------------------------------------
 
 
-def measure_steps(ways: Sequence[Way], scale: Scale) -> list[tuple[object, ...]]:
+def measure_steps(variants: Sequence[Variant], scale: Scale) -> list[tuple[object, ...]]:
     """Return the rows of the table.
 
     Raises:
-        SystemExit: Two ways write different tokens.
+        SystemExit: Two variants generate different tokens.
     """
     rows: list[tuple[object, ...]] = []
     for size in BATCH_SIZES:
         generator = torch.Generator().manual_seed(size)
         prompts = torch.randint(VOCAB, (size, scale.prompt), generator=generator).tolist()
-        here = [way for way in ways if size in way.sizes]
+        here = [variant for variant in variants if size in variant.sizes]
         expected, _ = here[0].write(prompts, scale.new)
-        for way in here[1:]:  # the check, and the warm-up
-            require_equal(expected, way.write(prompts, scale.new)[0], here[0], way)
-        seconds: dict[str, list[float]] = {way.name: [] for way in here}
+        for variant in here[1:]:  # the check, and the warm-up
+            require_equal(expected, variant.write(prompts, scale.new)[0], here[0], variant)
+        seconds: dict[str, list[float]] = {variant.name: [] for variant in here}
         for turn in range(scale.rounds):
-            for way in here:
-                if turn < way.rounds:
-                    written, times = way.write(prompts, scale.new)
-                    require_equal(expected, written, here[0], way)
-                    seconds[way.name] += times
+            for variant in here:
+                if turn < variant.rounds:
+                    written, times = variant.write(prompts, scale.new)
+                    require_equal(expected, written, here[0], variant)
+                    seconds[variant.name] += times
         median = {name: statistics.median(times) for name, times in seconds.items()}
-        for way in ways:
-            taken = median.get(way.name)
+        for variant in variants:
+            taken = median.get(variant.name)
             if taken is None:
-                rows.append((size, way.name, *"----"))
+                rows.append((size, variant.name, *"----"))
                 continue
             faster = [f"{median[other] / taken:.2f}" for other in ("eager", "generate")]
-            rows.append((size, way.name, f"{taken * 1e3:.3f}", f"{size / taken:.0f}", *faster))
+            rows.append((size, variant.name, f"{taken * 1e3:.3f}", f"{size / taken:.0f}", *faster))
     return rows
 
 
-def require_equal(expected: Tokens, written: Tokens, reference: Way, way: Way) -> None:
-    """Refuse to compare the times of ways that do not do the same.
+def require_equal(expected: Tokens, written: Tokens, reference: Variant, variant: Variant) -> None:
+    """Check that two variants generate the same tokens.
 
     Raises:
-        SystemExit: A row differs; the message has both.
+        SystemExit: A row differs; the message has both rows.
     """
     for row, (theirs, ours) in enumerate(zip(expected, written, strict=True)):
         if theirs != ours:
             raise SystemExit(
-                f"batch {len(expected)}, row {row}: {way.name!r} writes {ours}, {reference.name!r}"
+                f"batch {len(expected)}, row {row}: {variant.name!r} writes {ours}, {reference.name!r}"
                 f" writes {theirs}"
             )
 
 
-def describe_graphs(ways: Sequence[Way]) -> list[tuple[object, ...]]:
+def describe_graphs(variants: Sequence[Variant]) -> list[tuple[object, ...]]:
     """Return a row for each captured shape, in the order of capture."""
     rows: list[tuple[object, ...]] = []
-    for way in ways:
-        if not isinstance(way, EngineWay):
+    for variant in variants:
+        if not isinstance(variant, EngineVariant):
             continue
-        lane = way.engine.lanes[0]
+        lane = variant.engine.lanes[0]
         for shape, captured in lane.captured.items():
             graph, seconds = captured.graph, captured.stats.capture_seconds
             size = f"{graph.pool_nbytes / 1024:.1f}"
-            rows.append((way.name, shape, graph.num_nodes, size, f"{seconds * 1e3:.0f}"))
+            rows.append((variant.name, shape, graph.num_nodes, size, f"{seconds * 1e3:.0f}"))
     return rows
 
 
@@ -273,14 +273,14 @@ def describe_graphs(ways: Sequence[Way]) -> list[tuple[object, ...]]:
 
 
 class BareStep:
-    """One decode step of `LIVE` requests in a bucket of `BUCKET`, which can be done again and again.
+    """A decode step of `LIVE` requests at capture size `SIZE`, which can be repeated.
 
-    Doing it again writes the same keys and values to the same slots, and nothing is committed.
+    A repetition writes the same keys and values to the same slots; the step is never committed.
     """
 
     def __init__(self, path: Path, scale: Scale, *overrides: str) -> None:
-        bucket = f"lanes.decode.batch_sizes=[{BUCKET}]"
-        self.engine = make_engine(path, BUCKET, bucket, *overrides)
+        sizes = f"lanes.decode.batch_sizes=[{SIZE}]"
+        self.engine = make_engine(path, SIZE, sizes, *overrides)
         generator = torch.Generator().manual_seed(0)
         sampling = SamplingParams(max_new_tokens=64, ignore_eos=True)
         for prompt in torch.randint(VOCAB, (LIVE, scale.prompt), generator=generator).tolist():
@@ -289,7 +289,7 @@ class BareStep:
             self.engine.step()
         scheduled = self.engine.scheduler.schedule()
         if scheduled is None or not scheduled.batch.forward_mode.is_decode:
-            raise SystemExit(f"the third step of {LIVE} new requests is no decode")
+            raise SystemExit(f"the third step of {LIVE} new requests is not a decode")
         self.requests, self.batch = scheduled.requests, scheduled.batch
         self.lane: Lane = self.engine.lanes[0]
         ((self.shape, self.captured),) = self.lane.captured.items()
@@ -297,21 +297,21 @@ class BareStep:
         self.logits = self.replay().logits
 
     def replay(self) -> StepOutputs:
-        """Do all that the lane does for the step."""
+        """Run the step through the lane."""
         return self.lane.run(self.batch)
 
     def refresh(self) -> None:
-        """Call the backend's hook for the metadata."""
+        """Call the metadata hook of the backend."""
         step = self.captured.step
         self.lane.backend.init_metadata_replay(step.view, self.shape, step.metadata)
 
     def fill(self) -> None:
-        """Call the runner's hook that fills the registry."""
+        """Call the hook of the runner that fills the registry."""
         if self.lane.registry is not None:
             self.lane.runner.populate(self.lane.registry, self.batch, self.shape)
 
     def spell_out(self) -> Callable[[ForwardBatch], StepOutputs]:
-        """Return what `Lane.run` does for a replay, written without a word of pacts."""
+        """Return a copy of the replay path of `Lane.run`, without pact checks."""
         lane, graph, captured = self.lane, self.graph, self.captured
         populate, prepare = lane.runner.populate, lane.runner.prepare_replay
         refresh, registry = lane.backend.init_metadata_replay, lane.registry
@@ -326,7 +326,7 @@ class BareStep:
                 raise SystemExit("a sequence is too long")
             shape = lane.fit(batch)
             if not isinstance(shape, GraphShape) or batch.kind not in captured.admitted:
-                raise SystemExit("the step is no replay")
+                raise SystemExit("the step is not a replay")
             populate(registry, batch, shape)
             view = prepare(registry, batch, shape)
             captured.step.live = batch
@@ -379,29 +379,29 @@ def measure_parts(path: Path, scale: Scale, *, compiled: bool) -> list[tuple[obj
     parts |= {name: statistics.median(taken[name]) for name in (SCHEDULE, SAMPLE)}
 
     def share(part: float) -> list[str]:
-        return [f"{part / bare[way]:.1%}" if way in bare else "-" for way in REPLAYED]
+        return [f"{part / bare[variant]:.1%}" if variant in bare else "-" for variant in REPLAYED]
 
     rows: list[tuple[object, ...]] = [
         (name, f"{part:.1f}", *share(part)) for name, part in parts.items()
     ]
     rows += [
-        (f"{way} replay by itself", f"{bare[way]:.0f}" if way in bare else "-", "", "")
-        for way in REPLAYED
+        (f"{variant} replay by itself", f"{bare[variant]:.0f}" if variant in bare else "-", "", "")
+        for variant in REPLAYED
     ]
     return rows
 
 
 @contextlib.contextmanager
 def doing_nothing(graphs: Sequence[Graph]) -> Iterator[None]:
-    """Let the replays of ``graphs`` do nothing for a while."""
+    """Make the replays of ``graphs`` do nothing inside the context."""
     before = [graph.replay for graph in graphs]
     for graph in graphs:
-        graph.replay = _nothing  # type: ignore[method-assign]  # for the while
+        graph.replay = _nothing  # type: ignore[method-assign]  # restored below
     try:
         yield
     finally:
         for graph, replay in zip(graphs, before, strict=True):
-            graph.replay = replay  # type: ignore[method-assign]  # as it was
+            graph.replay = replay  # type: ignore[method-assign]  # restore
 
 
 def _nothing() -> None:
@@ -411,7 +411,7 @@ def _nothing() -> None:
 def take_turns(
     parts: Mapping[str, Callable[[], object]], scale: Scale, *, calls: int
 ) -> dict[str, list[float]]:
-    """Return the microseconds of one call of each, once a turn; a turn is ``calls`` calls."""
+    """Return the microseconds of one call of each part, per turn; a turn is ``calls`` calls."""
     taken: dict[str, list[float]] = {name: [] for name in parts}
     for _ in range(scale.turns):
         for name, part in parts.items():
@@ -425,8 +425,10 @@ def take_turns(
 def main() -> None:
     """Measure everything and print the tables."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="one layer, one round: a look")
-    parser.add_argument("--threads", type=int, help="torch's threads; its own choice by default")
+    parser.add_argument("--quick", action="store_true", help="one layer, one round: a smoke test")
+    parser.add_argument(
+        "--threads", type=int, help="number of torch threads; torch's default if not given"
+    )
     options = parser.parse_args()
     if options.threads is not None:
         torch.set_num_threads(options.threads)
@@ -442,19 +444,19 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
         save_model(path, scale.layers)
-        ways = make_ways(path, scale, compiled)
-        rows = measure_steps(ways, scale)
-        parts = measure_parts(path, scale, compiled=BUCKET in compiled)
+        variants = make_variants(path, scale, compiled)
+        rows = measure_steps(variants, scale)
+        parts = measure_parts(path, scale, compiled=SIZE in compiled)
     console.print(
-        f"all ways write the same tokens: {scale.new} after each prompt of {scale.prompt}\n"
+        f"all variants generate the same tokens: {scale.new} per prompt of {scale.prompt}\n"
     )
     print_table(console, STEPS, rows, numbers=(STEPS[0], *STEPS[2:]))
     if no_compiler:
-        console.print(f"cpu_graph is left out: {no_compiler}")
-    console.print("aim for batch 8: at least 2 x generate\n")
+        console.print(f"cpu_graph is skipped: {no_compiler}")
+    console.print("target for batch 8: at least 2 x generate\n")
     print_table(console, PARTS, parts, numbers=PARTS[1:])
-    console.print("aims: the pact at most 20 us; host work at most 5% of the replay\n")
-    print_table(console, GRAPHS, describe_graphs(ways), numbers=GRAPHS[2:])
+    console.print("targets: the pact at most 20 us; host work at most 5% of the replay\n")
+    print_table(console, GRAPHS, describe_graphs(variants), numbers=GRAPHS[2:])
 
 
 if __name__ == "__main__":

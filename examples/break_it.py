@@ -1,10 +1,11 @@
-"""Three real bugs, planted in copies of the shipped plugins: silent unchecked, named where checked.
+"""Three real bugs in copies of the shipped plugins, run first without checks and then with a check.
 
     python examples/break_it.py
 
-Each breaks the agreement between capture and replay in a way that engines have shipped. The model answers
-all the same, sometimes wrongly; the pact, a strict lane, or verification says what broke.
-Does not: need a GPU, or change what is installed.
+Each bug breaks the agreement between capture and replay, as bugs of released engines did. Without checks the
+model still generates text, sometimes wrong text. The pact, a strict lane, or verification names the bug.
+
+Does not: need a GPU, or change the installed plugins.
 """
 
 from dataclasses import replace
@@ -24,19 +25,19 @@ PROMPTS = ["Return the ", "A", "The value of a graph is "]
 
 
 class RebuildsMetadata(FlashInferBackend):
-    """Replay makes new tensors, and the graph goes on reading the old ones."""
+    """A backend whose replay creates new tensors, while the graph keeps reading the old ones."""
 
     fill_is_device_only = False
 
     @hookimpl
     def init_metadata_replay(self, view: ForwardBatch, shape: GraphShape, captured: Any) -> Any:
-        """Return fresh metadata instead of refreshing what was captured."""
+        """Return new metadata instead of refreshing the captured metadata."""
         del shape, captured
         return self.init_metadata_eager(view)
 
 
 class KeepsRequestRows(CudaGraphRunner):
-    """Padded requests keep the request rows of an earlier, larger batch (SGLang PR 26292)."""
+    """A runner whose padding rows keep request rows of an earlier, larger batch (SGLang PR 26292)."""
 
     def slots(self) -> list[GraphSlot]:
         """Leave one tail as it is."""
@@ -51,14 +52,14 @@ class KeepsRequestRows(CudaGraphRunner):
 
 
 class PlansOnce(FlashInferBackend):
-    """What the kernel works by is made when there is none yet, and never again."""
+    """A backend that plans for the first step only, and reuses that plan in later steps."""
 
     fill_is_device_only = False
     planned = False
 
     @hookimpl
     def init_metadata_replay(self, view: ForwardBatch, shape: GraphShape, captured: Any) -> Any:
-        """Plan for the first step only."""
+        """Refresh the metadata in the first step only."""
         if not self.planned:
             self.planned = True
             return super().init_metadata_replay(view, shape, captured)
@@ -66,19 +67,19 @@ class PlansOnce(FlashInferBackend):
 
 
 class Replaced(PluginCatalog):
-    """The installed plugins, with one class in the place of another."""
+    """The installed plugins, with one class replaced."""
 
     def __init__(self, name: str, plugin: type[Any]) -> None:
         self._installed = PluginCatalog.scan()
         self._name, self._plugin = name, plugin
 
     def select(self, kind: Any, name: str) -> Any:
-        """Return the class of that name."""
+        """Return the class with this name."""
         return self._plugin if name == self._name else self._installed.select(kind, name)
 
 
 def generate(name: str, plugin: type[Any], *settings: str) -> list[str]:
-    """Return what the demo's model says to the prompts, with ``plugin`` in the place of ``name``."""
+    """Return the completions of the demo model, with the plugin ``name`` replaced by ``plugin``."""
     config = EngineConfig.load(
         HERE / "demo.toml",
         overrides=[
@@ -90,12 +91,12 @@ def generate(name: str, plugin: type[Any], *settings: str) -> list[str]:
     )
     sampling = SamplingParams(max_new_tokens=24, temperature=0.0)
     with Engine(config, catalog=Replaced(name, plugin)) as engine:
-        engine.generate(PROMPTS[:1] * 4, SamplingParams(max_new_tokens=2))  # a larger batch before
+        engine.generate(PROMPTS[:1] * 4, SamplingParams(max_new_tokens=2))  # a larger batch first
         return [completion.text for completion in engine.generate(PROMPTS, sampling)]
 
 
 def main() -> None:
-    """Run each bug unchecked, and then with one check on."""
+    """Run each bug without checks, and then with one check."""
     right = generate("flashinfer", FlashInferBackend)
     for name, plugin, check in (
         ("flashinfer", RebuildsMetadata, "verify.pact=always"),

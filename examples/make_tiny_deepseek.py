@@ -1,8 +1,8 @@
-"""Write a tiny DeepSeek-V3 with random weights: the architecture at its smallest, to run latents on.
+"""Write a tiny DeepSeek-V3 with random weights, as an example of MLA.
 
-What it generates is noise: nothing was trained. It shows that a model of compressed keys and values loads
-and runs through captured graphs, in absorbed form, token for token as transformers runs it. A seed fixes the
-weights, so the file can be made again. The tokenizer, of bytes, is that of ``tiny-llama``.
+The model is not trained, so its text is noise. It shows that an MLA model loads and runs through captured
+graphs in absorbed form, with the same tokens as transformers. A seed fixes the weights, so the file can be
+reproduced. The byte tokenizer is that of ``tiny-llama``.
 
 Does not: train, or need more than torch and transformers.
 
@@ -52,7 +52,7 @@ def main() -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
-                parameter.normal_(0, 0.2)  # wide enough that no two logits tie
+                parameter.normal_(0, 0.2)  # large enough that no two logits are equal
     model.generation_config = GenerationConfig(bos_token_id=256, eos_token_id=256, pad_token_id=257)
     model.bfloat16().save_pretrained(folder)
     (folder / "model.safetensors").chmod(0o644)

@@ -6,11 +6,10 @@ a tokenizer whose 256 byte tokens have ids equal to the byte values, trains a
 directory that ``AutoModelForCausalLM.from_pretrained`` and ``AutoTokenizer.from_pretrained``
 load: config, generation config, bfloat16 safetensors, tokenizer files and a model card.
 
-What it does not do: it does not make a useful assistant. The model has seen under two megabytes
-of text; it continues a prompt in the style of Python's documentation, with readable words and
-mostly readable sentences, and what those sentences say is often wrong. Nor is a run repeatable
-bit for bit: the seed fixes the data, the split and the first weights, but the learning rate
-follows the share of ``--minutes`` gone by, so a faster machine takes more steps.
+Does not: make a useful assistant. The model is trained on less than two megabytes of text. It continues
+a prompt in the style of Python's documentation, in mostly readable sentences that are often wrong.
+A run is not reproducible bit for bit: the seed fixes the data, the split and the initial weights, but the
+learning rate depends on the elapsed share of ``--minutes``, so a faster machine takes more steps.
 
 Needs: torch >= 2.9 (for ``torch.optim.Muon``), transformers, tokenizers, safetensors.
 
@@ -104,7 +103,7 @@ def module_strings(path: Path) -> Iterator[str]:
 
 
 def reflow(paragraph: str) -> str:
-    """Join wrapped lines with a space; keep the breaks before list items and after short lines."""
+    """Join wrapped lines with a space; keep line breaks before list items and after short lines."""
     out = ""
     last_length = 0
     for raw in paragraph.split("\n"):
@@ -123,7 +122,7 @@ def reflow(paragraph: str) -> str:
 
 
 def is_prose(paragraph: str) -> bool:
-    """Tell running text from tables, grammar rules, doctests and source code."""
+    """Return whether a paragraph is prose, not a table, grammar rule, doctest or source code."""
     if any(CODE_LINE.match(line) for line in paragraph.split("\n")):
         return False
     if len(re.findall(r"[A-Za-z]{2,}", paragraph)) < 3:
@@ -132,7 +131,7 @@ def is_prose(paragraph: str) -> bool:
 
 
 def clean(text: str) -> list[str]:
-    """Turn one documentation string into documents: its prose, in pieces of a limited length."""
+    """Return the prose of one documentation string as documents of limited length."""
     text = ROLE.sub(r"`\1`", text.translate(ASCII_PUNCTUATION))
     if not all(" " <= c <= "~" or c == "\n" for c in text):
         return []
@@ -151,7 +150,7 @@ def clean(text: str) -> list[str]:
 
 
 def collect_documents(seed: int) -> list[str]:
-    """Return the distinct documents of the standard library, in an order fixed by the seed."""
+    """Return the distinct documents of the standard library, shuffled by ``seed``."""
     root = Path(sysconfig.get_paths()["stdlib"])
     found: dict[str, None] = {}
     for path in sorted(root.rglob("*.py")):
@@ -167,7 +166,7 @@ def collect_documents(seed: int) -> list[str]:
 
 
 def byte_symbols() -> list[str]:
-    """Return, for each byte, the visible character that byte-level tokenizers write it as."""
+    """Return the visible character of each byte in byte-level tokenizers."""
     visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     symbols: list[str] = []
     hidden = 0
@@ -207,17 +206,17 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def to_ids(document: str) -> list[int]:
-    """Encode one document and close it with the end-of-text token."""
+    """Return the tokens of one document, followed by the end-of-text token."""
     return [*document.encode(), END_OF_TEXT_ID]
 
 
 def batches(
     documents: list[list[int]], batch_tokens: int, length: list[int], rng: random.Random
 ) -> Iterator[torch.Tensor]:
-    """Yield batches of ``length[0] + 1`` ids for ever, reshuffling the documents each epoch.
+    """Yield batches of ``length[0] + 1`` ids without end, shuffling the documents in each epoch.
 
-    Every second window starts at the start of a document, without a token before it, so that a
-    prompt needs no token in front; the others start wherever the last one ended. The caller
+    About half of the windows start at the start of a document, without a token before it, so that
+    a prompt needs no begin token. The others start at the end of the previous window. The caller
     may change ``length[0]`` between batches.
     """
     while True:
@@ -275,7 +274,7 @@ def bits_per_byte(model: nn.Module, documents: list[list[int]], length: int = 51
 
 
 def build_model(dropout: float) -> LlamaForCausalLM:
-    """Return the untrained model; dropout acts on what each block adds, in training only."""
+    """Return the untrained model; in training, dropout applies to the output of each block."""
     config = LlamaConfig(
         vocab_size=VOCAB_SIZE,
         hidden_size=192,
@@ -303,14 +302,14 @@ def build_model(dropout: float) -> LlamaForCausalLM:
 
 
 def rate(progress: float, warm_up: float = 0.01) -> float:
-    """Return the learning rate's factor: a linear rise, then a linear fall to zero."""
+    """Return the factor of the learning rate: linear warm-up, then linear decay to zero."""
     if progress < warm_up:
         return max(progress / warm_up, 0.02)
     return max(1.0 - (progress - warm_up) / (1.0 - warm_up), 0.0)
 
 
 class Optimizers:
-    """Muon for the matrices of the layers, AdamW at a fifth of its rate for the other weights."""
+    """Two optimizers: Muon for the layer matrices, AdamW at a fifth of its rate for other weights."""
 
     def __init__(self, model: nn.Module, lr: float) -> None:
         named = dict(model.named_parameters())
@@ -323,7 +322,7 @@ class Optimizers:
         ]
 
     def step(self, factor: float) -> None:
-        """Update the weights at the given factor of the peak rates, and drop the gradients."""
+        """Update the weights with ``factor`` times the peak rates, and clear the gradients."""
         nn.utils.clip_grad_norm_(self.parameters, 1.0)
         for optimizer, peak in self.members:
             for group in optimizer.param_groups:
@@ -348,7 +347,7 @@ class Corpus:
 
 @dataclass
 class Result:
-    """What the model card says about a run."""
+    """The results of a run, for the model card."""
 
     steps: int
     tokens: int
@@ -359,7 +358,7 @@ class Result:
 def save(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path
 ) -> LlamaForCausalLM:
-    """Write a bfloat16 copy of the model and the tokenizer; return the copy as it loads."""
+    """Write a bfloat16 copy of the model and the tokenizer; return the copy loaded from the files."""
     folder.mkdir(parents=True, exist_ok=True)
     copy = LlamaForCausalLM(model.config)
     copy.load_state_dict(model.state_dict())
@@ -368,7 +367,7 @@ def save(
     )
     copy.bfloat16().save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    config = folder / "tokenizer_config.json"  # under the class name that older releases know, too
+    config = folder / "tokenizer_config.json"  # use the class name of older releases
     text = config.read_text(encoding="utf-8")
     config.write_text(
         text.replace('"TokenizersBackend"', '"PreTrainedTokenizerFast"'), encoding="utf-8"
@@ -378,7 +377,7 @@ def save(
 
 
 def train(args: argparse.Namespace) -> None:
-    """Collect the text, train for the budget, and write the model directory."""
+    """Collect the text, train for the time budget, and write the model directory."""
     begin = time.monotonic()
     budget = 60 * args.minutes
     torch.set_num_threads(args.threads)
@@ -506,15 +505,15 @@ def main() -> None:
     add("--threads", type=int, default=2, help="CPU threads")
     add("--seed", type=int, default=1, help="seed of the data order, split and first weights")
     add("--lr", type=float, default=0.02, help="Muon's peak learning rate (AdamW: a fifth)")
-    add("--dropout", type=float, default=0.1, help="dropout on what each block adds")
+    add("--dropout", type=float, default=0.1, help="dropout on the output of each block")
     add("--length", type=int, default=256, help="sequence length; doubled near the end")
     add("--long-share", type=float, default=0.3, help="share of the time at double length")
     add("--batch-tokens", type=int, default=4096, help="tokens in a step")
-    add("--autocast", action="store_true", help="bfloat16 products (weights stay float32)")
+    add("--autocast", action="store_true", help="bfloat16 matrix products (weights stay float32)")
     add("--compile", action="store_true", help="use torch.compile (needs a C++ compiler)")
     add("--report-minutes", type=float, default=2.0, help="minutes between reports")
-    add("--checkpoints", type=Path, help="folder for models saved on the way")
-    add("--save-minutes", type=float, default=8.0, help="minutes between those")
+    add("--checkpoints", type=Path, help="folder for models saved during training")
+    add("--save-minutes", type=float, default=8.0, help="minutes between saved models")
     train(parser.parse_args())
 
 

@@ -38,21 +38,21 @@ def test_a_fill_is_one_operation_on_a_cpu(
 
 
 @pytest.mark.parametrize("fault", [None, "no C++ compiler here"])
-def test_every_way_writes_the_same_tokens(
+def test_every_variant_generates_the_same_tokens(
     fault: str | None,
     request: pytest.FixtureRequest,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """All ways agree at every batch size, and every row is there; what cannot be compiled says why."""
+    """All variants agree at every batch size, every row is printed, and a skipped variant has a reason."""
     compiled = fault is None
     if compiled:
         request.getfixturevalue("compiler")
     else:
         monkeypatch.setattr(inductor, "missing_compiler", lambda: fault)
     lines = run_quick("bench_graphs.py", monkeypatch, capsys)
-    assert any("all ways write the same tokens: 5 after each prompt of 4" in line for line in lines)
-    assert (f"cpu_graph is left out: {fault}" in lines) is not compiled
+    assert any("all variants generate the same tokens: 5 per prompt of 4" in line for line in lines)
+    assert (f"cpu_graph is skipped: {fault}" in lines) is not compiled
     for size in (1, 8, 32):
         rows = [line for line in lines if re.match(rf" +{size}  [a-z]", line)]
         names = [re.split(r" {2,}", row.strip())[1] for row in rows]

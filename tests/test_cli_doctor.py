@@ -242,7 +242,7 @@ def test_a_driver_that_cannot_tell_is_named(
     monkeypatch.setattr(Tape, "external_tensors", lambda _: None)
     assert main(MEMORY) == 0
     last = capsys.readouterr().out.splitlines()[-1]
-    assert last.startswith("What is undeclared cannot be seen: tape does not tell")
+    assert last.startswith("Undeclared memory cannot be detected: driver tape does not report")
 
 
 def test_a_driver_that_sees_a_part_says_which(
@@ -253,7 +253,7 @@ def test_a_driver_that_sees_a_part_says_which(
     assert main(MEMORY) == 0
     last = capsys.readouterr().out.splitlines()[-1]
     assert last.startswith(
-        "Everything that operations of torch read and write is declared. tape does"
+        "Everything that torch operations read and write is declared. Driver tape does"
     )
     assert "kernels launched below torch's dispatcher" in last
     assert main([*MEMORY, "--json"]) == 0

@@ -338,7 +338,7 @@ def no_tokenizer(model: Path) -> None:
     [
         (no_directory, "no such directory"),
         (no_config, "config.json"),
-        (truncate, "not a whole safetensors file"),
+        (truncate, "not a complete safetensors file"),
         (pickle_weights, "pickle"),
         (no_tokenizer, "tokenizer"),
     ],
@@ -534,7 +534,7 @@ def test_set_has_the_last_word_on_the_share(generate: Generate) -> None:
     status, _, err = generate("--verify", *share, "x")
     assert status == 0
     assert "0 of 5 replays verified" in err
-    assert "warning: nothing was verified: a share of 1e-12 picked none of 5 replays" in err
+    assert "warning: no replay was verified: a share of 1e-12 selected none of 5 replays" in err
 
 
 @pytest.mark.parametrize("quiet", [(), ("--quiet",)])
@@ -543,7 +543,7 @@ def test_nothing_verified_is_not_passed_over(quiet: tuple[str, ...], generate: G
     status, out, err = generate("--verify", "--set", "lanes.decode.runner=eager", *quiet, "x")
     assert status == 0
     assert out
-    assert "warning: nothing was verified: nothing was replayed" in err
+    assert "warning: no replay was verified: all steps ran eagerly" in err
     assert "this lane captures nothing" in err
 
 

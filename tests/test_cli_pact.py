@@ -114,8 +114,11 @@ def test_a_target_that_cannot_be_written_is_refused_before_anything_is_built(
 @pytest.mark.parametrize(
     ("sees", "says"),
     [
-        ("dispatched", "lane decode: of the tensors that the backend holds its pacts cover"),
-        ("unknown", "lane decode: its driver does not tell what graphs read"),
+        ("dispatched", "tensors of the backend that torch operations read, but not"),
+        (
+            "unknown",
+            "lane decode: each pact covers view and metadata, but no tensors of the backend",
+        ),
         ("all", None),
     ],
 )
@@ -135,6 +138,12 @@ def test_what_pacts_do_not_cover_is_said(
     err = capsys.readouterr().err
     assert ("lane decode: " in err) == (says is not None)
     assert says is None or says in " ".join(err.split())
+    assert {pact.externals for pact in SavedPacts.load(tmp_path / "pacts.json").pacts} == {sees}
+    assert main(["pact", "show", str(tmp_path / "pacts.json")]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert (
+        says or "promises; covers view, metadata, and tensors of the backend that the graph"
+    ).removeprefix("lane decode: each pact ") in shown
 
 
 def test_force_writes_over_a_file(saved: Path, tmp_path: Path) -> None:
@@ -217,7 +226,7 @@ def test_a_file_without_pacts_is_said_to_have_none(
     """An empty document is no error: nothing on stdout, a sentence on stderr."""
     file = edited(lambda document: document.update(pacts=[]))
     assert main(["pact", "show", str(file)]) == 0
-    assert capsys.readouterr() == ("", f"{file} has no pact\n")
+    assert capsys.readouterr() == ("", f"{file} contains no pact\n")
 
 
 def test_shown_as_json_it_is_the_document(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -238,7 +247,7 @@ def _mutate(document: dict[str, Any]) -> None:
 def test_equal_files_end_with_0(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A file compared with itself has no difference, for people and as JSON."""
     assert main(["pact", "diff", str(saved), str(saved)]) == 0
-    assert capsys.readouterr() == ("Both promise the same.\n", "")
+    assert capsys.readouterr() == ("All promises are equal.\n", "")
     assert main(["pact", "diff", "--json", str(saved), str(saved)]) == 0
     assert json.loads(capsys.readouterr().out) == {"equal": True, "changes": []}
 
@@ -296,7 +305,7 @@ def test_a_file_that_is_none_of_ours_ends_with_2(
     """A file that is missing, foreign or newer is named on stderr with what to do; stdout is empty."""
     file = tmp_path / "bad.json"
     if content == "newer":
-        content = saved.read_text(encoding="utf-8").replace('"format": 1', '"format": 2')
+        content = saved.read_text(encoding="utf-8").replace('"format": 2', '"format": 3')
     if content is not None:
         file.write_text(content, encoding="utf-8")
     others = [str(saved)] if command == ["diff"] else []

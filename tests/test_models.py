@@ -54,15 +54,15 @@ def test_layers_are_what_the_model_asks_of_attention(checkpoint: Callable[..., P
 @pytest.mark.parametrize(
     ("architecture", "reason"),
     [
-        ("bloom", "0 attend through"),
-        ("falcon", "does not attend through"),
+        ("bloom", "0 use transformers' attention"),
+        ("falcon", "does not use transformers' attention"),
         ("llama4", "chunked_attention"),
-        ("longrope", "scaled by the longest sequence"),
-        ("dynamic_rope", "scaled by the longest sequence"),
-        ("bart", "positions, or a mixing of tokens, of its own"),
-        ("phimoe", "a sliding window of 16 that its attention is not told of"),
-        ("mpt", "without masks and caches|0 attend through"),
-        ("lfm2", "a state besides keys and values|1 attend through"),
+        ("longrope", "depends on the longest sequence"),
+        ("dynamic_rope", "depends on the longest sequence"),
+        ("bart", "queries, keys or values that depend on other tokens"),
+        ("phimoe", "a sliding window of 16 that is not passed to its attention"),
+        ("mpt", "without masks and caches|0 use transformers' attention"),
+        ("lfm2", "state besides keys and values|1 use transformers' attention"),
     ],
 )
 def test_models_that_need_more_than_attention_are_refused(

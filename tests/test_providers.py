@@ -554,10 +554,10 @@ def test_a_model_that_a_backend_cannot_run_is_told_who_can(
     message = refused.value.message
     assert lacks in message
     if would_do is None:
-        assert message.endswith("; no other attention backend that is installed would do")
+        assert message.endswith("; no other installed attention backend fits")
         assert "install an attention backend" in str(refused.value.hint)
     else:
-        assert message.endswith(f"; attention backends that would do: {would_do}")
+        assert message.endswith(f"; attention backends that fit: {would_do}")
         assert "select another engine.attention_backend" in str(refused.value.hint)
     assert captured == []
 
@@ -577,7 +577,7 @@ def test_a_backend_that_cannot_be_captured_is_told_who_can(
     config = configure(NOWHERE, "engine.attention_backend=no_graphs", *overrides)
     with pytest.raises(ConfigError, match=r"captures uniform_decode batches.*: never; ") as refused:
         Engine(config, catalog=installed(**OTHERS, only_acme=NativeEverywhere))
-    assert refused.value.message.endswith(f"; attention backends that would do: {would_do}")
+    assert refused.value.message.endswith(f"; attention backends that fit: {would_do}")
 
 
 class Everywhere(Portable):

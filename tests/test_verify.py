@@ -249,7 +249,7 @@ def test_what_observers_make_of_outputs_is_verified_too() -> None:
     """Rows that come back in another order, or not at all, raise though the graph is right."""
     with pytest.raises(VerificationError, match="logits of request"):
         Rig(observers=(Swaps(),)).run(3, 2, 4)
-    message = r"3 requests came back with logits \(2, 7\), an eager run gives logits \(3, 7\)"
+    message = r"3 requests returned logits \(2, 7\), an eager run returned logits \(3, 7\)"
     with pytest.raises(VerificationError, match=message):
         Rig(observers=(Shortens(),)).run(3, 2, 4)
 
@@ -454,7 +454,7 @@ def test_a_metadata_tensor_is_named(field: str, at: int, value: int, eager: int)
         f"first field that differs: metadata.{field}[{at}]: replay {value}, eager {eager}"
         f" (slot 'flashinfer.{field}' of flashinfer)"
     )
-    assert "init_metadata_replay() refreshes" in str(error)
+    assert "init_metadata_replay() must refresh" in str(error)
 
 
 def test_all_fields_that_differ_are_named_after_the_first() -> None:
@@ -704,9 +704,9 @@ def test_a_padded_row_that_writes_is_the_suspect() -> None:
     error = rig.failure(3, 3, 3)
     assert error.field is None
     assert error.suspects == ("view.out_cache_loc",)
-    assert "every field agrees in its real rows" in error.message
+    assert "every field agrees in its live rows" in error.message
     assert error.message.endswith(
-        f"suspects: view.out_cache_loc[3]: replay {SLOTS - 1}, capture had 0"
+        f"suspects: view.out_cache_loc[3]: replay {SLOTS - 1}, at capture 0"
         " (slot 'out_cache_loc' of decode inputs)"
     )
     assert "padding policy" in str(error)
@@ -732,7 +732,7 @@ def test_stale_rows_of_metadata_are_suspects(name: str, at: int, value: int) -> 
     _wrong_outputs(rig)
     error = rig.failure(3, 3, 3)
     assert (error.field, error.suspects) == (None, (f"metadata.{name}",))
-    assert f"metadata.{name}[{at}]: replay {value}, from this view " in error.message
+    assert f"metadata.{name}[{at}]: replay {value}, derived from the view " in error.message
 
 
 class Loose(CudaGraphRunner):
@@ -760,7 +760,7 @@ def test_suspects_that_a_policy_explains_come_last() -> None:
     _wrong_outputs(rig)
     error = rig.failure(3, 3, 3)
     assert error.suspects == ("view.req_pool_indices", "view.positions", "view.input_ids")
-    assert "view.positions[3]: replay 0, its pad value, capture had 3" in error.message
+    assert "view.positions[3]: replay 0, its pad value, at capture 3" in error.message
     assert "view.input_ids[3]: replay 5, kept because any token is a token" in error.message
 
 
@@ -813,9 +813,9 @@ def test_right_fields_are_never_named(
     rig.slot("flashinfer.kv_indices").fill_(garbage)
     error = rig.failure(*lengths)
     assert (error.field, error.suspects) == (None, ())
-    assert "which leaves padded rows, what the cache held, and the recorded work" in error.message
+    assert "padding rows, in the contents of the cache, or in the recorded work" in error.message
     if backend is not DevicePacking:
-        assert "padding, and not the replay" not in error.message
+        assert "changed by padding" not in error.message
 
 
 @functools.cache
@@ -889,7 +889,7 @@ def test_what_padding_changes_is_said_beside_the_suspects() -> None:
     rig = Rig(backend=DevicePacking)
     _wrong_outputs(rig)
     error = rig.failure(3, 3, 3)
-    assert "padding, and not the replay, changes metadata.kv_indices" in error.message
+    assert "changed by padding, not by the replay: metadata.kv_indices" in error.message
     assert (error.field, error.suspects) == (None, ())
 
 
@@ -931,7 +931,7 @@ def test_a_replay_may_not_change_the_page_table() -> None:
 def test_a_verifier_belongs_to_the_one_lane_that_it_observes() -> None:
     """It has no lane before its first step, and refuses the step of a second lane."""
     rig = Rig()
-    with pytest.raises(EngineError, match=r"seen no step of a lane\n.*observers=\[verifier\]"):
+    with pytest.raises(EngineError, match=r"observed no step of a lane\n.*observers=\[verifier\]"):
         _ = rig.verifier.lane
     rig.run(1)
     assert rig.verifier.lane is rig.lane
@@ -945,7 +945,7 @@ def test_a_verifier_belongs_to_the_one_lane_that_it_observes() -> None:
         observers=[rig.verifier],
     )
     with pytest.raises(
-        EngineError, match="verifier of lane 'decode' cannot be that of 'draft' too"
+        EngineError, match="verifier of lane 'decode' cannot also verify lane 'draft'"
     ):
         other.run(rig.batch(1))
 
@@ -975,4 +975,4 @@ def test_an_unverified_step_keeps_nothing() -> None:
     with pytest.raises(ZeroDivisionError):
         rig.run(3, 2)
     assert rig.verifier._replay is None
-    assert rig.verifier._looking is None
+    assert rig.verifier._verifying is None

@@ -1,6 +1,6 @@
-"""An engine: KV pools, a scheduler, a sampler, and the loop that feeds lanes.
+"""An engine: KV pools, a scheduler, a sampler, and the loop that runs lanes.
 
-Does not: import transformers until an `Engine` is built.
+Does not: import transformers before an `Engine` is built.
 """
 
 from graphpact_engine.engine import Completion, Delta, Engine

@@ -1,6 +1,6 @@
-"""From what was chosen to the parts of an engine: memory laid out, lanes built.
+"""Builds the parts of an engine from its plans: memory, observers and lanes.
 
-Does not: choose (`graphpact_engine.plans` does), capture (the engine lets the lanes do it), or run anything.
+Does not: choose plugins (`graphpact_engine.plans` does), capture (the lanes do), or run anything.
 """
 
 import functools
@@ -28,16 +28,17 @@ from graphpact_engine.trace import HookTrace
 from graphpact_engine.verify import Verifier
 
 OnCapture = Callable[[str, GraphShape, int, int], None]
-"""Called after each capture with lane name, shape, how many are done, how many there are."""
+"""Called after each capture with lane name, shape, number of captured shapes, and total number of shapes."""
 
-_MEMORY_SHARE = {"cuda": 0.8, "cpu": 0.5}  # of the free memory, for the KV cache, by default
+_MEMORY_SHARE = {"cuda": 0.8, "cpu": 0.5}  # default share of free memory for the KV cache
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """What all lanes share; of the buffers, those lanes whose configuration says so.
+    """The memory that all lanes share.
 
-    ``shadow`` is the cache on which verified steps run again; None where none are verified.
+    ``buffers`` is for lanes with ``share_buffers``. ``shadow`` is the cache on which verification runs
+    steps again; None without verification.
     """
 
     limits: Limits
@@ -52,7 +53,7 @@ def model_path(config: EngineConfig) -> Path:
     """Return the directory of the checkpoint.
 
     Raises:
-        ConfigError: None is configured.
+        ConfigError: ``model.path`` is not set.
     """
     if config.model.path is None:
         raise ConfigError(
@@ -66,19 +67,19 @@ def lay_out_memory(config: EngineConfig, spec: ModelSpec) -> Memory:
     """Allocate request rows, KV pages and the KV cache.
 
     Raises:
-        ConfigError: A limit above the model's, or a KV cache that does not fit in memory.
+        ConfigError: A limit exceeds that of the model, or the KV cache does not fit in memory.
     """
     engine, device = config.engine, spec.device
     context = engine.max_model_len or spec.max_model_len
     if context > spec.max_model_len:
         raise ConfigError(
-            f"engine.max_model_len is {context}; the model knows {spec.max_model_len} positions",
+            f"engine.max_model_len is {context}; the model has {spec.max_model_len} positions",
             hint=f"set it to {spec.max_model_len} or less, or leave it out",
         )
     if engine.max_num_batched_tokens < engine.max_num_seqs:
         raise ConfigError(
             f"engine.max_num_batched_tokens is {engine.max_num_batched_tokens}, engine.max_num_seqs is"
-            f" {engine.max_num_seqs}; a decode brings one token a request",
+            f" {engine.max_num_seqs}; a decode step has one token per request",
             hint=f"set engine.max_num_batched_tokens to {engine.max_num_seqs} or more",
         )
     limits = Limits(
@@ -101,7 +102,7 @@ def lay_out_memory(config: EngineConfig, spec: ModelSpec) -> Memory:
         raise ConfigError(
             f"a KV cache of {num_pages} pages of {engine.page_size} tokens needs"
             f" {(num_pages + 1) * per_slot * engine.page_size / 2**30:.2f} GiB;"
-            f" {budget / 2**30:.2f} GiB may be used on {device}",
+            f" {budget / 2**30:.2f} GiB are available for it on {device}",
             hint="lower engine.num_pages, or raise engine.kv_cache_memory_gib",
         )
     pages = PagePool(num_pages, engine.page_size)
@@ -124,14 +125,14 @@ def build_observers(selected: Sequence[tuple[str, type[Any]]]) -> list[object]:
         selected: Names and classes, the outermost first.
 
     Returns:
-        Observers, the outermost first; with ``GRAPHPACT_TRACE=1`` a trace before all that are selected.
+        Observers, the outermost first. With ``GRAPHPACT_TRACE=1`` a trace comes first unless one is selected.
 
     Raises:
         PluginError: An observer cannot be built.
     """
     observers = [call_plugin("observer", name, observer) for name, observer in selected]
-    is_asked = os.environ.get("GRAPHPACT_TRACE", "0") not in {"", "0"}
-    if is_asked and HookTrace not in map(type, observers):
+    is_traced = os.environ.get("GRAPHPACT_TRACE", "0") not in {"", "0"}
+    if is_traced and HookTrace not in map(type, observers):
         observers.insert(0, HookTrace())
     return observers
 
@@ -146,16 +147,15 @@ def build_lane(
     observers: Sequence[object] = (),
     on_capture: OnCapture | None = None,
 ) -> tuple[Lane, Verifier | None]:
-    """Build one lane. It has captured nothing yet.
+    """Build one lane, without capturing.
 
-    The guard of a strict lane is its outermost observer, then comes the one that verifies replays, then
-    ``observers``.
+    The order of its observers, the outermost first: the guard of a strict lane, the verifier, ``observers``.
 
     Returns:
-        The lane, and the observer that verifies its replays, if any.
+        The lane, and the verifier of its replays or None.
 
     Raises:
-        ConfigError: A setting that the lane's runner or backend cannot have.
+        ConfigError: The runner or the backend does not support a setting of the lane.
         PluginError: A plugin of the lane cannot be built.
     """
 
@@ -178,11 +178,11 @@ def build_lane(
         functools.partial(plan.driver, strict=True) if plan.config.strict else plan.driver,
         spec.device,
     )
-    around: list[object] = []
+    outer: list[object] = []
     verifier = None
     if plan.config.strict:
         ownership = EngineOwnership(memory.requests, memory.pages, memory.kv_cache)
-        around.append(driver.guard(ownership))
+        outer.append(driver.guard(ownership))
     if memory.shadow is not None and plan.runner is not EagerRunner:
         verifier = Verifier(
             make_backend=make_backend,
@@ -192,7 +192,7 @@ def build_lane(
             page_size=memory.limits.page_size,
             seed=config.engine.seed,
         )
-        around.append(verifier)
+        outer.append(verifier)
     lane = Lane(
         plan.name,
         model=model,
@@ -204,13 +204,12 @@ def build_lane(
         metadata_in_graph=plan.config.metadata_in_graph,
         share_pool=memory.buffers if plan.config.share_buffers else None,
         eager_reason=plan.eager_reason,
-        observers=[*around, *observers],
+        observers=[*outer, *observers],
     )
     if plan.config.share_buffers and plan.eager_reason is None and lane.registry is None:
         raise ConfigError(
-            f"lanes.{plan.name}.share_buffers = true for the runner {plan.config.runner!r}, which has no"
-            " buffers",
-            hint="leave share_buffers out, or select a runner that captures",
+            f"lanes.{plan.name}.share_buffers = true, but runner {plan.config.runner!r} has no buffers",
+            hint="remove share_buffers, or select a runner that captures",
         )
     if on_capture is not None:
         lane.on_capture = _count_captures(lane, on_capture)
@@ -218,13 +217,13 @@ def build_lane(
 
 
 def require_each_can_run(lanes: Sequence[Lane]) -> None:
-    """Refuse a lane that never runs, because those before it take all its batches.
+    """Refuse a lane that never runs because an earlier lane of its mode takes all its batches.
 
     Args:
-        lanes: All of one mode, in their order.
+        lanes: All lanes of one mode, in their order.
 
     Raises:
-        ConfigError: Names the lane and the earlier one.
+        ConfigError: Names both lanes.
     """
     for earlier, lane in itertools.combinations(lanes, 2):
         shapes, taken = set(lane.runner.shapes()), set(earlier.runner.shapes())
@@ -233,29 +232,23 @@ def require_each_can_run(lanes: Sequence[Lane]) -> None:
             why = (
                 "it captures nothing, and of several lanes of one mode only the first runs eagerly"
             )
-            what_to_do = "write it first, or leave it out"
+            hint = "put it first, or remove it"
         elif shapes == taken:
-            why, what_to_do = (
-                f"{first} the same shapes",
-                "give it other batch_sizes, or leave it out",
-            )
+            why, hint = f"{first} the same shapes", "give it other batch_sizes, or remove it"
         elif shapes < taken:
-            why, what_to_do = (
-                f"{first} all its shapes",
-                "write it first, or give it other batch_sizes",
-            )
+            why, hint = f"{first} all its shapes", "put it first, or give it other batch_sizes"
         else:
             continue
         raise ConfigError(
             f"lanes.{lane.name}, after lanes.{earlier.name} of the same mode, never runs: {why}",
-            hint=what_to_do,
+            hint=hint,
         )
 
 
 def backend_context(
     plan: LanePlan, spec: ModelSpec, memory: Memory, kv_cache: KVBuffers
 ) -> BackendContext:
-    """Return what the backend of a lane is built with, on ``kv_cache``."""
+    """Return the context for building the backend of a lane on ``kv_cache``."""
     return BackendContext(
         spec.device,
         spec.dtype,
@@ -288,8 +281,8 @@ def _kv_budget(gib: float | None, device: torch.device) -> int:
 
 
 def _free_host_memory() -> int:
-    """Return the bytes of memory that are free; all there are, or 8 GiB, where that is not told."""
-    for name in ("SC_AVPHYS_PAGES", "SC_PHYS_PAGES"):  # the second for macOS
+    """Return the bytes of free host memory; all host memory, or 8 GiB, if the system does not report it."""
+    for name in ("SC_AVPHYS_PAGES", "SC_PHYS_PAGES"):  # macOS has only the second
         if name in getattr(os, "sysconf_names", {}):
             return os.sysconf(name) * os.sysconf("SC_PAGE_SIZE")
     return 8 * 2**30  # Windows has neither

@@ -1,6 +1,6 @@
-"""`require_capabilities`: whether an attention backend can run a model, and which others could.
+"""`require_capabilities`: refuses a model that an attention backend cannot run, and names alternatives.
 
-Does not: know what a backend can do; it declares that, see `graphpact.attention.Capabilities`.
+Does not: define what a backend can do; the backend declares that, see `graphpact.attention.Capabilities`.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,22 +25,22 @@ def require_capabilities(
     topk: int = 1,
     others: Callable[[], list[str]] | None = None,
 ) -> None:
-    """Refuse a model that asks of backend ``name`` what it does not declare.
+    """Refuse a model that needs what backend ``name`` does not declare.
 
     Args:
-        name: What the backend is selected by.
-        capabilities: What it declares.
-        layers: What the model asks for.
-        mode: What the lane's batches are.
-        dtype: Of queries and KV cache.
-        device: The lane's.
-        page_size: KV slots in a page.
+        name: The name of the backend in the configuration.
+        capabilities: The declared capabilities of the backend.
+        layers: The attention layers of the model.
+        mode: The forward mode of the lane's batches.
+        dtype: Dtype of queries and KV cache.
+        device: Device of the lane.
+        page_size: KV slots per page.
         topk: Branches of a request in a draft decode.
-        others: Finds the names of the installed backends that would do in its place; called where it is
-            refused. None where nobody knows.
+        others: Returns the names of the installed backends that could replace it; called only on refusal.
+            None to name no alternatives.
 
     Raises:
-        UnsupportedModelError: Lists everything that is missing, and who has it all.
+        UnsupportedModelError: Lists every missing capability, and the backends that have them all.
     """
     missing = capabilities.missing(
         layers, mode=mode, dtype=dtype, device=device, page_size=page_size, topk=topk
@@ -53,20 +53,20 @@ def require_capabilities(
         if names == []
         else "select another engine.attention_backend"
     )
-    hint += "; `graphpact plugins` lists what each has"
+    hint += "; `graphpact plugins` lists the capabilities of each"
     sizes = capabilities.page_sizes
     if len(missing) == 1 and sizes is not None and page_size not in sizes:
         hint = f"set engine.page_size = {' or '.join(in_words(sizes))}, or {hint}"
     raise UnsupportedModelError(
         f"attention backend {name!r} cannot run this model's {mode.value}: it lacks "
         + "; ".join(missing)
-        + ("" if names is None else f"; {say_others(names)}"),
+        + ("" if names is None else f"; {list_alternatives(names)}"),
         hint=hint,
     )
 
 
-def say_others(names: Sequence[str]) -> str:
-    """Return in words which other attention backends would do."""
+def list_alternatives(names: Sequence[str]) -> str:
+    """Return the part of an error that lists the attention backends that fit."""
     if not names:
-        return "no other attention backend that is installed would do"
-    return f"attention backends that would do: {', '.join(names)}"
+        return "no other installed attention backend fits"
+    return f"attention backends that fit: {', '.join(names)}"

@@ -1,13 +1,13 @@
 """The configuration of an engine: `EngineConfig`, read from TOML, the environment and ``--set``.
 
 Later sources win: defaults, the file, variables ``GRAPHPACT_<TABLE>__<KEY>``, ``--set key=value``.
-Types are not guessed: in a file the text ``"8"`` is no number. What comes from the environment and
-from ``--set`` is read as a TOML value, and as text where it is none: ``8``, ``[1]``, ``fa3``.
+Types are not guessed: in a file the string ``"8"`` is not a number. A value from the environment or
+from ``--set`` is parsed as TOML (``8``, ``[1]``); a value that is not valid TOML is a string (``fa3``).
 
-Lanes have names: every table ``[lanes.NAME]`` is one. The keys of the configuration therefore depend on which
-lanes are named in it; the reference lists those of a lane once, as ``lanes.NAME.*``.
+Lanes have names: every table ``[lanes.NAME]`` is a lane. So the set of keys depends on the lanes that the
+configuration names. The reference lists the keys of a lane once, as ``lanes.NAME.*``.
 
-Does not: look plugins up, or ask whether a device is there; the engine does, when it is built.
+Does not: look up plugins or check devices; the engine does both when it is built.
 """
 
 import functools
@@ -49,11 +49,11 @@ RESERVED_VARIABLES = frozenset(
 KeyPath = tuple[str, ...]
 LaneMode = Literal["decode", "prefill"]
 LANE_MODES: tuple[LaneMode, ...] = get_args(LaneMode)
-"""The modes of lanes. A lane that is called like one of them has that mode."""
+"""The modes of lanes. A lane named after a mode has that mode."""
 _DEFAULT_RUNNERS: dict[LaneMode, str] = {"decode": "cuda_graph", "prefill": "eager"}
 _LANE_NAME = r"^[a-z][a-z0-9_]*$"
-_ANY_LANE = "NAME"  # in the reference; no lane can have that name
-_TEXT = "a text that is not empty"
+_ANY_LANE = "NAME"  # placeholder in the reference; not a valid lane name
+_TEXT = "a string that is not empty"
 
 
 def _power_of_two(value: int) -> int:
@@ -84,131 +84,134 @@ Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class _Section(BaseModel):
-    """One table of the configuration: unknown keys are refused, and it does not change."""
+    """Base class of one table of the configuration: frozen, and unknown keys are refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 class ModelConfig(_Section):
-    """``[model]``: which model, and in what arithmetic."""
+    """``[model]``: the checkpoint and its dtype."""
 
     path: Name | None = Field(
         default=None,
-        description="Directory of the checkpoint. In a file, a relative path is taken from the"
-        " file's folder where it exists there, and from the working directory otherwise.",
+        description="Directory of the checkpoint. In a file, a relative path is resolved against the file's"
+        " folder if it exists there, otherwise against the working directory.",
     )
     dtype: Literal["auto", "float32", "float64", "bfloat16", "float16"] = Field(
         default="auto",
-        description="Of weights and computation; auto takes the checkpoint's, on a CPU float32.",
+        description="Dtype of weights and computation. auto: float32 on a CPU, else the checkpoint's dtype.",
     )
     trust_remote_code: bool = Field(
-        default=False, description="Whether Python files of the checkpoint may be run."
+        default=False, description="Whether to run Python files that the checkpoint contains."
     )
 
 
 class EngineSection(_Section):
-    """``[engine]``: the limits of the engine and what its lanes share."""
+    """``[engine]``: the limits of the engine, and defaults for all lanes."""
 
     attention_backend: Name = Field(
-        default="flashinfer", description="The attention backend of every lane that names none."
+        default="flashinfer",
+        description="The attention backend of every lane that does not set its own.",
     )
     kernel_provider: ProviderName = Field(
         default="auto",
-        description="Whose kernels the attention backends run, in every lane that names none: native is the"
-        " vendor's library, portable torch alone, auto the first of them that can run here. One that is"
-        " named is never replaced.",
+        description="The kernels of the attention backends, for every lane that does not set its own. native:"
+        " the vendor's library; portable: torch only; auto: native if it can run here, otherwise portable."
+        " native and portable are never replaced by the other.",
     )
     device: Device = Field(
-        default="auto", description="Where the model runs; auto takes a GPU where there is one."
+        default="auto",
+        description="Device of the model. auto: a GPU if there is one, otherwise the CPU.",
     )
     max_num_seqs: int = Field(
-        default=8, ge=1, le=2**16, description="Requests that one step may have."
+        default=8, ge=1, le=2**16, description="Maximum number of requests in one step."
     )
     max_num_batched_tokens: int = Field(
         default=2048,
         ge=1,
         le=2**24,
-        description="New tokens that one step may have; no fewer than max_num_seqs.",
+        description="Maximum number of new tokens in one step; at least max_num_seqs.",
     )
     max_model_len: int | None = Field(
         default=None,
         ge=2,
-        description="Longest sequence, prompt and answer; the model's own limit by default.",
+        description="Maximum sequence length, prompt and output. Default: the model's limit.",
     )
-    page_size: PageSize = Field(default=16, description="Tokens in one page of the KV cache.")
+    page_size: PageSize = Field(default=16, description="Tokens per page of the KV cache.")
     num_pages: int | None = Field(
         default=None,
         ge=1,
-        description="Pages that requests can have, without page 0, which is scratch; by default"
-        " what max_num_seqs sequences of full length need, or what fits.",
+        description="Pages of the KV cache, not counting page 0, which is scratch. Default: enough for"
+        " max_num_seqs sequences of max_model_len, or as many as fit in memory.",
     )
     kv_cache_memory_gib: float | None = Field(
         default=None,
         gt=0,
-        description="Memory that the KV cache may take; a share of what is free by default.",
+        description="Maximum memory of the KV cache. Default: a share of the free memory.",
     )
     seed: int = Field(
-        default=0, ge=0, lt=2**63, description="Seed of every random choice without its own."
+        default=0,
+        ge=0,
+        lt=2**63,
+        description="Seed of every request without its own, and of verification.",
     )
     observers: Names = Field(
         default=(),
-        description="Plugins that observe every lane's hooks and steps, such as trace; the first is the"
-        " outermost. Verification and the guard of strict lanes are outside of them.",
+        description="Plugins that observe the hooks and steps of every lane, such as trace; the first is the"
+        " outermost. Verification and the guard of a strict lane wrap all of them.",
     )
 
 
 class LaneConfig(_Section):
-    """``[lanes.NAME]``: one lane, and how it runs the batches of its mode."""
+    """``[lanes.NAME]``: one lane."""
 
     mode: LaneMode = Field(
-        description="Which batches it runs: decode, steps of one token a request, or prefill, steps that"
-        " read prompts. By default the name, for the lanes decode and prefill; others have to say it."
+        description="The batches that the lane runs. decode: one new token per request; prefill: prompts. A"
+        " lane named decode or prefill has that mode; any other lane must set it."
     )
-    model: Literal["target"] = Field(
-        default="target", description="Which of the engine's models it runs."
-    )
+    model: Literal["target"] = Field(default="target", description="The model that the lane runs.")
     runner: Name = Field(
         default_factory=lambda lane: _DEFAULT_RUNNERS.get(lane.get("mode"), "eager"),
-        description="The runner; eager captures nothing. By default cuda_graph for decode and eager for"
-        " prefill.",
+        description="The runner; eager captures nothing. Default: cuda_graph for decode, eager for prefill.",
     )
     attention_backend: Name | None = Field(
-        default=None, description="The attention backend; engine.attention_backend by default."
+        default=None, description="The attention backend. Default: engine.attention_backend."
     )
     kernel_provider: ProviderName | None = Field(
         default=None,
-        description="Whose kernels it runs; engine.kernel_provider by default.",
+        description="The kernels of the attention backend. Default: engine.kernel_provider.",
     )
     graph_driver: Name = Field(
         default="auto",
-        description="What records the graphs; auto is what the runner asks for (cpu_graph: inductor), else"
-        " tape on a CPU and cuda on a GPU.",
+        description="The driver that records the graphs. auto: the runner's own choice (cpu_graph: inductor),"
+        " otherwise tape on a CPU and cuda on a GPU.",
     )
     batch_sizes: BatchSizes | None = Field(
-        default=None, description="Request counts to capture; the runner's own ladder by default."
+        default=None,
+        description="The request counts to capture. Default: the runner's capture sizes.",
     )
     metadata_in_graph: bool | None = Field(
         default=None,
-        description="Whether the graph computes the attention backend's metadata as its first work; by"
-        " default where the backend can have it so.",
+        description="Whether the graph computes the attention backend's metadata in its first nodes. Default:"
+        " true if the backend supports it.",
     )
     strict: bool = Field(
         default=False,
-        description="Whether replays run over poison: memory that a step does not own or did not write is"
-        " no valid input, and wrong use of graphs is refused. Slow; needs a driver with a strict mode.",
+        description="Whether to poison memory that a step does not own or did not write, and to refuse wrong"
+        " use of graphs. Slow; needs a driver with a strict mode.",
     )
     share_buffers: bool = Field(
         default=False,
-        description="Whether the lane's inputs lie in the same memory as inputs of the same size in other"
-        " lanes that say so. Lanes run one at a time, so each finds what its own fill wrote.",
+        description="Whether the lane's static inputs share memory with those of other lanes with this key."
+        " Safe because lanes run one at a time and each fill writes every input again.",
     )
 
 
 class LanesConfig(RootModel[dict[LaneName, LaneConfig]]):
     """``[lanes]``: the lanes by name.
 
-    Lanes of one mode stand together, in the order in which they are written. A mode without a lane gets one
-    that is called like it.
+    Lanes are sorted by mode and keep their order within a mode. A mode without a lane gets a default lane
+    with the name of the mode.
     """
 
     model_config = ConfigDict(frozen=True, strict=True)
@@ -229,7 +232,7 @@ class LanesConfig(RootModel[dict[LaneName, LaneConfig]]):
     @model_validator(mode="before")
     @classmethod
     def _complete(cls, tables: Any) -> Any:
-        """Set the modes that lanes have by their names, add the lanes that are missing, and sort by mode."""
+        """Set the modes that follow from names, add the missing default lanes, and sort by mode."""
         if not isinstance(tables, dict):
             return tables
         lanes = {
@@ -241,7 +244,7 @@ class LanesConfig(RootModel[dict[LaneName, LaneConfig]]):
             if name in LANE_MODES and mode in LANE_MODES and mode != name:
                 raise PydanticCustomError(
                     "lane_mode",
-                    "a lane called {name} has the mode {name}; give the lane another name",
+                    "a lane named {name} must have the mode {name}; give the lane another name",
                     {"name": name, "path": ("lanes", name, "mode"), "value": mode},
                 )
         for mode in LANE_MODES:
@@ -256,17 +259,19 @@ def _mode_of(lane: Any) -> Any:
 
 
 class VerifyConfig(_Section):
-    """``[verify]``: how closely replays are watched."""
+    """``[verify]``: the checks of replays."""
 
     pact: Literal["always", "sampled", "off"] = Field(
-        default="always", description="Which replays are checked against what was captured."
+        default="always", description="The replays whose pact is checked."
     )
     pact_sample_every: int = Field(
-        default=100, ge=1, description="With pact = sampled: one replay in this many is checked."
+        default=100,
+        ge=1,
+        description="Sampling interval for pact = sampled: one replay in this many.",
     )
     replay_against_eager: Share = Field(
         default=0.0,
-        description="Share of the replays that are run again without a graph and compared.",
+        description="Share of the replays that are also run eagerly and compared.",
     )
 
 
@@ -289,17 +294,17 @@ class EngineConfig(_Section):
     ) -> "EngineConfig":
         """Read a configuration; later sources win: file, environment, options, overrides.
 
-        A relative ``model.path`` in the file is taken from the file's folder where it exists there,
-        and from the working directory otherwise.
+        A relative ``model.path`` in the file is resolved against the file's folder if it exists there,
+        otherwise against the working directory.
 
         Args:
             path: A TOML file.
-            env: Environment variables; the process's where none are given.
-            overrides: ``key=value`` texts, as ``engine.max_num_seqs=8``.
-            options: Such texts too, each under the name of the option that it came from.
+            env: Environment variables; by default those of the process.
+            overrides: ``key=value`` strings, such as ``engine.max_num_seqs=8``.
+            options: More such strings, by the command-line option that they come from.
 
         Raises:
-            ConfigError: Lists everything that is wrong, each with its source and what is allowed.
+            ConfigError: Lists every fault with its source and the allowed values.
         """
         faults: list[str] = []
         found = [
@@ -338,12 +343,12 @@ class ConfigKey:
     """One key, for error messages and for the reference.
 
     Args:
-        name: Dotted, as in ``--set``.
-        variable: Its environment variable.
-        default: Its default.
-        allowed: The values that it takes, in words.
-        description: What it means.
-        choices: The values that it takes, where they are few and named.
+        name: The dotted name, as in ``--set``.
+        variable: The environment variable.
+        default: The default value.
+        allowed: A description of the allowed values.
+        description: The meaning of the key.
+        choices: The allowed values of an enumerated key; empty for any other.
     """
 
     name: str
@@ -358,14 +363,14 @@ def config_keys(lanes: Sequence[str] = (_ANY_LANE,)) -> list[ConfigKey]:
     """Return every key of the configuration, in the order of its tables.
 
     Args:
-        lanes: The names of the lanes whose keys are meant; by default the keys of a lane come once, as
+        lanes: Names of lanes whose keys to return; by default the keys of a lane are returned once, as
             ``lanes.NAME.*``.
     """
     return [key for path, model in _tables(lanes).items() for key in _keys_of(path, model)]
 
 
 def _tables(lanes: Sequence[str]) -> dict[KeyPath, type[_Section]]:
-    """Return the tables that hold keys."""
+    """Return the tables that have keys, by path."""
     tables: dict[KeyPath, type[_Section]] = {}
     for name, field in EngineConfig.model_fields.items():
         model = field.annotation
@@ -397,38 +402,38 @@ def _schemas(model: type[_Section]) -> dict[str, Any]:
 
 
 def _keys_for(settings: Sequence["_Setting"]) -> dict[KeyPath, ConfigKey]:
-    """Return the keys of a configuration that has these settings: those of every lane that they name."""
+    """Return the keys of a configuration with these settings, including the lanes that they name."""
     lanes = dict.fromkeys((*LANE_MODES, *(s.lane for s in settings if s.lane is not None)))
     return {tuple(key.name.split(".")): key for key in config_keys([*lanes])}
 
 
 def _is_table(path: KeyPath) -> bool:
-    """Return whether ``path`` is a table of the configuration, which ``[lanes.NAME]`` is for every name."""
+    """Return whether ``path`` is a table of the configuration, for ``[lanes.NAME]`` with any valid name."""
     if len(path) == 2 and path[0] == "lanes":
         return re.fullmatch(_LANE_NAME, path[1]) is not None
     return len(path) < 2 and (not path or path[0] in EngineConfig.model_fields)
 
 
 def _choices(annotation: Any) -> tuple[str, ...]:
-    """Return the values of a literal, also of one that may be None."""
+    """Return the values of a ``Literal``, also of ``Literal | None``."""
     if get_origin(annotation) is Literal:
         return get_args(annotation)
     return next((get_args(a) for a in get_args(annotation) if get_origin(a) is Literal), ())
 
 
 def _allowed(schema: Mapping[str, Any]) -> str:
-    """Return in words what a JSON schema allows."""
+    """Return a description of the values that a JSON schema allows."""
     if "allowed" in schema:
         return str(schema["allowed"])
     if "anyOf" in schema:
-        return _allowed(schema["anyOf"][0])  # the other one is null, the default
+        return _allowed(schema["anyOf"][0])  # the other branch is null, the default
     if "enum" in schema:
         return ", ".join(schema["enum"][:-1]) + f" or {schema['enum'][-1]}"
     if "const" in schema:
         return str(schema["const"])
     if schema["type"] == "array":
-        what = "a list of one or more" if schema.get("minItems") else "a list"
-        return f"{what}, each {_allowed(schema['items'])}"
+        kind = "a list of one or more" if schema.get("minItems") else "a list"
+        return f"{kind}, each {_allowed(schema['items'])}"
     words = {"integer": "a whole number", "number": "a number", "boolean": "true or false"}
     text = words.get(schema["type"], _TEXT)
     if "minimum" in schema:
@@ -442,7 +447,7 @@ def _allowed(schema: Mapping[str, Any]) -> str:
 
 
 def _number(bound: float) -> str:
-    """Return a bound in words; pydantic's versions differ in whether they give 0 or 0.0."""
+    """Return a bound as a string; some versions of pydantic give 0 and others 0.0."""
     return str(int(bound)) if bound == int(bound) else str(bound)
 
 
@@ -458,21 +463,21 @@ class _Setting:
 
     @property
     def lane(self) -> str | None:
-        """The lane that it names, by one of its keys or by its table where that is empty; None for none."""
+        """The lane that the setting belongs to, by a key or as an empty table; None if there is none."""
         if len(self.path) < 2 or self.path[0] != "lanes" or not _is_table(self.path[:2]):
             return None
         return self.path[1] if len(self.path) > 2 or self.is_empty else None
 
     @property
     def is_empty(self) -> bool:
-        """Whether it is the table of a lane that has no key: the lane is there all the same."""
+        """Whether it is the empty table of a lane, which still declares the lane."""
         return len(self.path) == 2 and _is_table(self.path) and self.value == {}
 
 
 def _flatten(
     path: KeyPath, value: Any, source: str, variable: str | None = None
 ) -> Iterator[_Setting]:
-    """Yield a setting for every key in ``value``; a table that is not known counts as one key."""
+    """Yield a setting for every key in ``value``; an unknown table counts as one key."""
     if isinstance(value, dict) and _is_table(path) and (value or len(path) < 2):
         for key, inner in value.items():
             yield from _flatten((*path, key), inner, source, variable)
@@ -500,7 +505,7 @@ def _from_file(path: Path | None) -> Iterator[_Setting]:
         value = setting.value
         if setting.path == ("model", "path") and isinstance(value, str):
             here = path.parent / value
-            if value and os.path.exists(here):  # noqa: PTH110  Path.exists raises where it may not look
+            if value and os.path.exists(here):  # noqa: PTH110  Path.exists raises without permission
                 yield _Setting(setting.path, str(here), setting.source)
                 continue
         yield setting
@@ -517,7 +522,7 @@ def _from_env(env: Mapping[str, str], faults: list[str]) -> Iterator[_Setting]:
                 f"{variable} and {seen[name]} are both set (environment): keep one of them"
             )
         seen[name] = variable
-        # A lane's name may have two underscores in a row: between the first and the last two it is one part.
+        # A lane name may contain "__": the part between the first and the last "__" is the name.
         table, _, key = name.removeprefix(ENV_PREFIX).lower().rpartition("__")
         path = (*table.split("__", 1), key) if table else (key,)
         yield from _flatten(path, _parse(text), f"environment variable {variable}", variable)
@@ -534,7 +539,7 @@ def _from_overrides(overrides: Sequence[str], source: str, faults: list[str]) ->
 
 
 def _tree(settings: Mapping[KeyPath, _Setting]) -> dict[str, Any]:
-    """Return the settings as nested tables, lanes in the order in which they were named."""
+    """Return the settings as nested tables, with lanes in the order of their first mention."""
     tree: dict[str, Any] = {}
     for path, setting in settings.items():
         table = tree
@@ -546,7 +551,7 @@ def _tree(settings: Mapping[KeyPath, _Setting]) -> dict[str, Any]:
 
 
 def _parse(text: str) -> Any:
-    """Return ``text`` as the TOML value that it is, or as itself where it is none."""
+    """Return ``text`` parsed as a TOML value, or the stripped text if it is not valid TOML."""
     try:
         document = tomllib.loads(f"value = {text}")
     except (ValueError, RecursionError):
@@ -558,21 +563,21 @@ def _parse(text: str) -> Any:
 
 
 def _unknown(setting: _Setting, keys: Mapping[KeyPath, ConfigKey]) -> str:
-    """Return the line for a setting that is none of ``keys``."""
+    """Return the error line for a setting that is not in ``keys``."""
     path, name = setting.path, ".".join(setting.path)
     known = [key.name for key in keys.values()]
     tables = sorted({key.rpartition(".")[0] for key in known})
     same_tail = [key for key in known if key.rpartition(".")[2] == path[-1]]
     if path[0] == "lanes" and len(path) > 1 and not _is_table(path[:2]):
         return (
-            f"lanes.{path[1]} ({setting.source}): not a name for a lane; a name begins with a letter and"
-            " has only letters of a to z, digits and underscores"
+            f"lanes.{path[1]} ({setting.source}): not a valid lane name; a name begins with a letter and"
+            " contains only the letters a to z, digits and underscores"
         )
-    is_lane = len(path) == 2 and not same_tail  # lanes.runner lacks a lane's name
+    is_lane = len(path) == 2 and not same_tail  # lanes.runner has no lane name
     if _is_table(path) and (is_lane or len(path) < 2):
         lanes = path[1:] or (_ANY_LANE,)
         own = ", ".join(k.name for k in config_keys(lanes) if k.name.startswith(f"{name}."))
-        return f"{name} ({setting.source}): a table and not a key; its keys are {own}"
+        return f"{name} ({setting.source}): a table, not a key; its keys are {own}"
     if setting.variable is not None:
         variables = {key.variable for key in keys.values()} | RESERVED_VARIABLES
         near = did_you_mean(setting.variable.upper(), sorted(variables))
@@ -581,7 +586,7 @@ def _unknown(setting: _Setting, keys: Mapping[KeyPath, ConfigKey]) -> str:
         near = did_you_mean(name, same_tail or names) or next(iter(same_tail), None)
     all_tables = ", ".join(".".join(table) for table in sorted(_tables([_ANY_LANE])))
     hint = f"did you mean {near}?" if near else f"the tables are {all_tables}"
-    return f"{name} ({setting.source}): there is no such key; {hint}"
+    return f"{name} ({setting.source}): unknown key; {hint}"
 
 
 def _render(
@@ -589,14 +594,14 @@ def _render(
     settings: Mapping[KeyPath, _Setting],
     keys: Mapping[KeyPath, ConfigKey],
 ) -> Iterator[str]:
-    """Yield one line for each of pydantic's errors: key, value, source, what is allowed."""
+    """Yield one line for each error of pydantic: key, value, source, allowed values."""
     for fault in error.errors(include_url=False):
         if fault["type"] == "too_short" and fault["input"]:
-            continue  # not short: its items, which have a line of their own, were not counted
+            continue  # pydantic does not count invalid items; they have lines of their own
         if fault["type"] == "default_factory_not_called":
-            continue  # the fault is in what the default depends on
+            continue  # the fault is in the key that the default depends on
         if fault["type"] == "missing":
-            yield _say_missing(fault["loc"][1], settings)
+            yield _missing_mode(fault["loc"][1], settings)
             continue
         context = fault.get("ctx", {})
         loc = context.get("path", fault["loc"])
@@ -605,7 +610,7 @@ def _render(
         inner = "".join(f"[{index}]" for index in loc[len(path) :])
         value = context.get("value", fault["input"])
         near = did_you_mean(value, key.choices) if isinstance(value, str) else None
-        takes = f"it takes {key.allowed}" + (f"; did you mean {near}?" if near else "")
+        takes = f"expected {key.allowed}" + (f"; did you mean {near}?" if near else "")
         if key.allowed == _TEXT and not isinstance(value, str):
             takes += "; put it in quotes"
         if fault["type"] == "lane_mode":
@@ -613,8 +618,8 @@ def _render(
         yield f"{key.name}{inner} = {_show(value)} ({settings[path].source}): {takes}"
 
 
-def _say_missing(lane: Any, settings: Mapping[KeyPath, _Setting]) -> str:
-    """Return the line for a lane without a mode, the one key that has to be set."""
+def _missing_mode(lane: Any, settings: Mapping[KeyPath, _Setting]) -> str:
+    """Return the error line for a lane without a mode, the only required key."""
     source = next(s.source for path, s in settings.items() if path[:2] == ("lanes", lane))
     near = did_you_mean(lane, LANE_MODES)
     hint = f"; or did you mean lanes.{near}?" if near else ""
@@ -622,11 +627,11 @@ def _say_missing(lane: Any, settings: Mapping[KeyPath, _Setting]) -> str:
 
 
 def _show(value: Any) -> str:
-    """Return a value as one short text, as TOML spells it where Python differs."""
+    """Return a value as one short string, with booleans as TOML spells them."""
     if isinstance(value, bool):
         return str(value).lower()
     try:
         text = repr(value) if isinstance(value, str) else reprlib.repr(value)
-    except ValueError:  # a whole number of more digits than Python prints
+    except ValueError:  # an int with more digits than Python converts
         return f"a very large {type(value).__name__}"
     return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,14 +1,14 @@
-"""`Diagnosis`: what differs first between a replay and an eager run of the same batch, field by field.
+"""`Diagnosis`: finds the first field that differs between a replay and an eager run of the same batch.
 
-It is made after the replay, since a graph may write its own metadata, and only of one that went wrong:
+It runs after a wrong replay, because a graph may write its own metadata. It compares in this order:
 
-    view           the real rows, against the batch
-    metadata       against what the backend derives eagerly, from the batch and from the padded view: what
-                   agrees with either is right, and what the backend leaves unwritten is not compared
-    padded rows    suspects, where all of that agrees: what capture did not have there, or what the
-                   backend does not derive from the view
+    view            the live rows with the batch
+    metadata        with the metadata that the backend derives eagerly from the batch and from the padded
+                    view: an element that agrees with either is right; unwritten elements are not compared
+    padding rows    only if all of the above agrees; suspects are rows that differ from those at capture, or
+                    from the metadata that the backend derives from the view
 
-Does not: decide that something went wrong; the verifier does.
+Does not: decide whether a replay is wrong; the verifier does.
 """
 
 import enum
@@ -27,12 +27,12 @@ from graphpact.pact import Pact, walk
 from graphpact.shapes import GraphShape
 from graphpact.tensors import storage_id, tolerance_of
 
-_MANY = 4  # of more fields, the others are counted
+_MAX_LISTED = 4  # further fields are only counted
 
 _ABSENT = object()
-_TYPE = ": type"  # of a container, among its parts
-_PADDED_COUNT = "view.batch_size"  # the one field that is padded by its value
-# What is compared by value; any other object is one run's own, such as a plan.
+_TYPE = ": type"  # path suffix of the type of a container
+_PADDED_COUNT = "view.batch_size"  # padding changes the value of this field only
+# Types compared by value. Any other object, such as a plan, belongs to one run and is not compared.
 _VALUES = (
     *(bool, int, float, complex, str, bytes, enum.Enum),
     *(type, type(None), torch.dtype, torch.device, torch.Size),
@@ -41,19 +41,19 @@ _VALUES = (
 
 @dataclass(slots=True)
 class Replay:
-    """What was seen of one replay."""
+    """The batch, view and metadata of one replay."""
 
     batch: ForwardBatch
     shape: GraphShape
     view: ForwardBatch
     view_before: ForwardBatch
-    """A copy of the view as it was when it was made: the graph may write its slots."""
+    """A copy of the view before the replay: the graph may write its slots."""
     metadata: Any = None
 
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """The end of an error's message, and its attributes."""
+    """The last part of an error message, and the attributes of the error."""
 
     text: str
     hint: str
@@ -63,23 +63,23 @@ class Cause:
 
 @dataclass(frozen=True, slots=True)
 class _Finding:
-    """A field that differs, and a phrase that says where, and what both sides hold."""
+    """A field that differs, and a text with the index and both values."""
 
     field: str
     text: str
 
 
 class _Reference:
-    """What a leaf should hold.
+    """The expected value of a leaf.
 
     Args:
-        value: The leaf of an eager run; none, by default.
-        again: The same leaf, derived once more in memory that held something else.
-        bounded: Whether a larger number is as good.
+        value: The leaf of an eager run; absent by default.
+        again: The same leaf, derived again in memory with other initial contents.
+        bounded: Whether a larger number is also right.
 
     Attributes:
-        written: Of a tensor, the elements in which ``value`` and ``again`` agree: no others were
-            written, and no others are compared.
+        written: For a tensor, a mask of the elements in which ``value`` and ``again`` agree. Only these were
+            written, and only these are compared.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class _Reference:
                 self.written = _is_close(self.value, again.cpu())
 
     def holds(self, replayed: Any) -> bool:
-        """Return whether ``replayed`` is as it should be."""
+        """Return whether ``replayed`` agrees with the expected value."""
         value = self.value
         if isinstance(value, torch.Tensor):
             return isinstance(replayed, torch.Tensor) and not bool(self.wrong(replayed).any())
@@ -103,11 +103,11 @@ class _Reference:
             return False
         if self.bounded:
             return bool(replayed >= value)
-        is_nan = isinstance(value, float) and value != value  # noqa: PLR0124  NaN stays NaN
+        is_nan = isinstance(value, float) and value != value  # noqa: PLR0124  true for NaN
         return is_nan or not isinstance(value, _VALUES) or bool(replayed == value)
 
     def wrong(self, replayed: torch.Tensor) -> torch.Tensor:
-        """Return, in the shape of ``value``, what the leading block of ``replayed`` does not hold."""
+        """Return a mask, in the shape of ``value``, of the elements that differ in ``replayed``."""
         wrong = self.written.clone()
         if replayed.dim() == wrong.dim():
             both = _common(replayed, wrong)
@@ -115,7 +115,7 @@ class _Reference:
         return wrong
 
     def first_wrong(self, replayed: torch.Tensor, unless: "_Reference") -> tuple[int, ...] | None:
-        """Return the first index at which ``replayed`` holds neither this nor ``unless``, or None."""
+        """Return the first index at which ``replayed`` agrees with neither this nor ``unless``, or None."""
         wrong = self.wrong(replayed)
         if isinstance(unless.value, torch.Tensor) and unless.value.dim() == wrong.dim():
             right = unless.written & ~unless.wrong(replayed)
@@ -129,7 +129,7 @@ _NOTHING = _Reference()
 
 
 class _Derived:
-    """What a backend derives eagerly from one batch, leaf by leaf."""
+    """The metadata that a backend derives eagerly from one batch, by leaf."""
 
     def __init__(self, backend: AttentionBackend, batch: ForwardBatch, shape: GraphShape) -> None:
         once, again = (
@@ -148,13 +148,13 @@ class _Derived:
 
 
 class Diagnosis:
-    """Finds what differs first, of one replay that went wrong.
+    """The diagnosis of one wrong replay.
 
     Args:
-        lane: Whose replay it was.
-        backend: The lane's kind of backend, on the shadow cache.
-        replay: What was seen of it.
-        caches: Tensors whose content is no metadata, whoever refers to them.
+        lane: The lane of the replay.
+        backend: A backend like the lane's, on the shadow cache.
+        replay: The batch, view and metadata of the replay.
+        caches: Tensors of the KV caches, which are not compared as metadata.
     """
 
     def __init__(
@@ -175,10 +175,12 @@ class Diagnosis:
         self._memory = MemoryMap(lane.registry, lane.backend)
 
     def cause(self) -> Cause:
-        """Return what to say of it."""
+        """Return the cause of the wrong replay."""
         found = list(self._wrong_in_view())
         if found:
-            return _first(found, hint="see what fills the slot, and what writes it after the fill")
+            return _first(
+                found, hint="check the fill of the slot, and any write to it after the fill"
+            )
         replay = self._replay
         try:
             eager = _Derived(self._backend, replay.batch, replay.shape)
@@ -186,9 +188,9 @@ class Diagnosis:
             metadata = {
                 path: value for path, (value, _) in _leaves(replay.metadata, replay.shape).items()
             }
-        except Exception as error:  # noqa: BLE001  the difference is told, whatever a plugin raises now
+        except Exception as error:  # noqa: BLE001  a plugin error must not hide the difference
             return _rest(
-                "the view agrees in its real rows; metadata could not be compared:"
+                "the view agrees in its live rows; metadata could not be compared:"
                 f" {type(error).__name__}: {error}",
                 self._padded_view(),
             )
@@ -196,20 +198,20 @@ class Diagnosis:
         if found:
             return _first(
                 found,
-                hint="init_metadata_replay() refreshes every tensor in place; a host number stays what"
-                " it was at capture: make that hold for every batch, or put it in a tensor",
+                hint="init_metadata_replay() must refresh every tensor in place; a graph keeps host numbers"
+                " of its capture: make a number valid for every batch, or put it in a tensor",
             )
         text = (
-            "every field agrees in its real rows, which leaves padded rows, what the cache held, and the"
-            " recorded work itself"
+            "every field agrees in its live rows; the cause is in the padding rows, in the contents of the"
+            " cache, or in the recorded work itself"
         )
-        by_padding = [  # a host number goes by the shape: that padding changes it says nothing
+        by_padding = [  # host numbers depend on the shape, so padding changes them anyway
             other.field
             for other in self._wrong_in_metadata(metadata, eager, None)
             if isinstance(metadata.get(other.field), torch.Tensor)
         ]
         if by_padding:
-            text += f"; padding, and not the replay, changes {_list(by_padding, ', ')}"
+            text += f"; changed by padding, not by the replay: {_list(by_padding, ', ')}"
         return _rest(
             text,
             [
@@ -219,39 +221,39 @@ class Diagnosis:
             ],
         )
 
-    # -- real rows -------------------------------------------------------------------------------
+    # -- live rows -------------------------------------------------------------------------------
 
     def _wrong_in_view(self) -> Iterator[_Finding]:
-        """Yield the fields whose real rows are not the batch's."""
+        """Yield the fields whose live rows differ from the batch."""
         for path, value in self._batch.items():
             replayed = self._view.get(path, _ABSENT)
             if not isinstance(value, torch.Tensor) and not isinstance(replayed, torch.Tensor):
                 continue
             slot = self._memory.slot_of(replayed)
             if slot is not None and (slot.is_computed or slot.source_fn is not None):
-                continue  # it is more than a copy of the field
+                continue  # its value is not a copy of the field
             if slot is not None and slot.optional and value is None:
-                continue  # it holds its initial value then
+                continue  # the slot keeps its initial value
             yield from self._differs(path, replayed, _Reference(value, value))
 
     def _wrong_in_metadata(
         self, metadata: Mapping[str, Any], eager: _Derived, padded: _Derived | None
     ) -> Iterator[_Finding]:
-        """Yield the fields that are neither what the batch makes them nor what the padded view does.
+        """Yield the fields that agree with the metadata of neither the batch nor the padded view.
 
-        Padding may change what a right replay holds: a count of rows, or elements that nobody reads.
+        Padding may change fields of a right replay: a count of rows, or elements that no kernel reads.
         """
         for path in dict.fromkeys([*eager, *metadata]):
             replayed = metadata.get(path, _ABSENT)
             unless = _NOTHING if padded is None else padded[path]
             yield from self._differs(path, replayed, eager[path], unless=unless)
 
-    # -- padded rows -----------------------------------------------------------------------------
+    # -- padding rows ----------------------------------------------------------------------------
 
     def _padded_view(self) -> list[_Finding]:
-        """Return the fields whose padded rows are not what capture had there.
+        """Return the fields whose padding rows differ from those at capture.
 
-        What no policy explains comes first.
+        Rows that no padding policy explains come first.
         """
         dummy = dict(walk({"view": self._lane.runner.dummy(self._replay.shape)}))
         found = []
@@ -261,30 +263,30 @@ class Diagnosis:
                 continue
             batch = self._batch.get(path, _ABSENT)
             real = _Reference(batch, batch)
-            rank, why = 0, "capture had"
+            rank, than = 0, "at capture"
             if slot.keeps_tail:
-                rank, why = 2, f"kept because {slot.reason}, capture had"
+                rank, than = 2, f"kept because {slot.reason}, at capture"
             elif _holds_pad_value(replayed, real, slot):
-                rank, why = 1, "its pad value, capture had"
+                rank, than = 1, "its pad value, at capture"
             reference = _Reference(captured, captured)
             found += [
                 (rank, finding)
-                for finding in self._differs(path, replayed, reference, unless=real, than=why)
+                for finding in self._differs(path, replayed, reference, unless=real, than=than)
             ]
         return [finding for _, finding in sorted(found, key=lambda pair: pair[0])]
 
     def _padded_metadata(
         self, metadata: Mapping[str, Any], eager: _Derived, padded: _Derived
     ) -> Iterator[_Finding]:
-        """Yield the fields that are not what the backend derives from the view, padded rows and all."""
+        """Yield the fields that differ from the metadata that the backend derives from the padded view."""
         for path in padded:
             replayed = metadata.get(path, _ABSENT)
             yield from self._differs(
-                path, replayed, padded[path], unless=eager[path], than="from this view"
+                path, replayed, padded[path], unless=eager[path], than="derived from the view"
             )
 
     def _frozen(self) -> Iterator[_Finding]:
-        """Yield the host numbers of the view that are not the batch's: recorded work has capture's."""
+        """Yield the host numbers of the view that differ from the batch: a graph keeps those of capture."""
         for path, value in self._batch.items():
             replayed = self._view.get(path, _ABSENT)
             if not isinstance(value, torch.Tensor) and not isinstance(replayed, torch.Tensor):
@@ -301,7 +303,7 @@ class Diagnosis:
         unless: _Reference = _NOTHING,
         than: str = "eager",
     ) -> Iterator[_Finding]:
-        """Yield what is to be said where ``replayed`` holds neither the reference nor ``unless``."""
+        """Yield a finding if ``replayed`` agrees with neither ``reference`` nor ``unless``."""
         slot, at = self._memory.slot_of(replayed), None
         if isinstance(replayed, torch.Tensor) and isinstance(reference.value, torch.Tensor):
             if storage_id(replayed) in self._caches:
@@ -314,15 +316,15 @@ class Diagnosis:
         elif reference.holds(replayed) or unless.holds(replayed):
             return
         where = path if not at else f"{path}{list(at)}"
-        whose = f" ({slot.label})" if slot is not None else ""
+        owner = f" ({slot.label})" if slot is not None else ""
         yield _Finding(
             path.removesuffix(_TYPE),
-            f"{where}: replay {_show(replayed, at)}, {than} {_show(reference.value, at)}{whose}",
+            f"{where}: replay {_show(replayed, at)}, {than} {_show(reference.value, at)}{owner}",
         )
 
 
 def _leaves(metadata: Any, shape: GraphShape) -> dict[str, tuple[Any, bool]]:
-    """Return what metadata holds by path, types of containers too, and whether each is `bounded`."""
+    """Return the leaves of metadata by path, and the types of its containers; each with its ``bounded``."""
     values = dict(walk({"metadata": metadata}))
     return {
         f"{promise.path}{_TYPE}" if promise.form else promise.path: (
@@ -334,23 +336,21 @@ def _leaves(metadata: Any, shape: GraphShape) -> dict[str, tuple[Any, bool]]:
 
 
 def _rest(text: str, suspects: Sequence[_Finding]) -> Cause:
-    """Return the cause where no real row tells what it is."""
+    """Return the cause if all live rows agree."""
     if suspects:
         text += f"; suspects: {_list([finding.text for finding in suspects], '; ')}"
-        hint = (
-            "is what a suspect holds harmless to every kernel? Its owner and padding policy say why"
-        )
+        hint = "check that no kernel depends on the value of a suspect; see its owner and padding policy"
     else:
         hint = (
-            "the graph read something that its replay did not refresh, or recorded another path. What the"
-            ' graph reads: `graphpact doctor --memory`; verify.pact = "always" tells of moved tensors,'
-            " strict = true in the lane's table of rows that nobody wrote"
+            "the graph read memory that the replay did not refresh, or recorded another code path."
+            ' `graphpact doctor --memory` lists what graphs read; verify.pact = "always" detects moved'
+            " tensors; strict = true for the lane detects rows that were not written"
         )
     return Cause(text, hint, suspects=tuple(finding.field for finding in suspects))
 
 
 def _first(found: Sequence[_Finding], *, hint: str) -> Cause:
-    """Return the cause that names the first of ``found``, and the others less loudly."""
+    """Return the cause with the first finding in full, and the fields of the others."""
     text = f"first field that differs: {found[0].text}"
     if len(found) > 1:
         text += f"; also {_list([finding.field for finding in found[1:]], ', ')}"
@@ -358,17 +358,17 @@ def _first(found: Sequence[_Finding], *, hint: str) -> Cause:
 
 
 def _list(words: Sequence[str], between: str) -> str:
-    more = f"{between}and {len(words) - _MANY} more" if len(words) > _MANY else ""
-    return between.join(words[:_MANY]) + more
+    more = f"{between}and {len(words) - _MAX_LISTED} more" if len(words) > _MAX_LISTED else ""
+    return between.join(words[:_MAX_LISTED]) + more
 
 
 def _common(a: torch.Tensor, b: torch.Tensor) -> tuple[slice, ...]:
-    """Return the leading block that both have."""
+    """Return the index of the leading block that both tensors have."""
     return tuple(slice(min(m, n)) for m, n in zip(a.shape, b.shape, strict=True))
 
 
 def _is_close(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Return which elements are equal; of floats, as equal as two kernels make them."""
+    """Return a mask of the elements that are equal; floats within the tolerance of their dtype."""
     if not (a.is_floating_point() and b.is_floating_point()):
         return a == b
     tolerance = max(tolerance_of(dtype) for dtype in (a.dtype, b.dtype))
@@ -376,7 +376,7 @@ def _is_close(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def _holds_pad_value(replayed: torch.Tensor, real: _Reference, slot: GraphSlot) -> bool:
-    """Return whether the padded rows of a slot hold what its policy says."""
+    """Return whether the padding rows of a slot hold its pad value."""
     value = torch.full(replayed.shape, slot.initial_value, dtype=replayed.dtype)
     return _Reference(value, value).first_wrong(replayed, real) is None
 

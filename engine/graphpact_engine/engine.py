@@ -50,7 +50,7 @@ Prompt = str | Sequence[int]
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What became of one prompt. ``text`` is empty where the checkpoint has no tokenizer."""
+    """The result of one prompt. ``text`` is empty if the checkpoint has no tokenizer."""
 
     index: int
     prompt: Prompt
@@ -61,7 +61,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """One token of one prompt, as it is generated. ``text`` may lag behind by an unfinished character."""
+    """One generated token of one prompt. ``text`` is empty while a character is incomplete."""
 
     index: int
     token_id: int
@@ -73,15 +73,15 @@ class Engine:
     """A model, the lanes that run it, and the loop that feeds them.
 
     Args:
-        config: Everything that can be chosen.
-        catalog: Where plugins are looked up; the installed ones by default.
-        on_capture: Told of each captured shape.
-        observers: Hook wrappers that every lane gets, the first outermost. They are outside of those of the
-            configuration, inside of verification and of the guard of strict lanes.
+        config: The configuration.
+        catalog: The plugins to select from; by default the installed ones.
+        on_capture: Called after each captured shape.
+        observers: Hook wrappers for every lane, the outermost first. They wrap the observers of the
+            configuration; verification and the guard of a strict lane wrap them.
 
     Raises:
-        UsageError: A name, value, checkpoint or model that cannot be had; nothing was captured.
-        CaptureError: A shape could not be recorded.
+        UsageError: A name, value, checkpoint or model cannot be used; nothing was captured.
+        CaptureError: Capturing a shape failed.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Engine:
         require_observers(observers)
         path = model_path(config)
 
-        from graphpact_engine import models  # noqa: PLC0415  an extra, and seconds to import
+        from graphpact_engine import models  # noqa: PLC0415  an extra that takes seconds to import
 
         dtype = config.model.dtype
         checkpoint = models.load_checkpoint(
@@ -114,8 +114,8 @@ class Engine:
             models.load_tokenizer, path, trust_remote_code=config.model.trust_remote_code
         )
         self._tokenizer: Any = None
-        without = lane_without_latents(plans)
-        self.model = models.TransformersModel(checkpoint.model, absorb=without is None)
+        expanding = lane_without_latents(plans)
+        self.model = models.TransformersModel(checkpoint.model, absorb=expanding is None)
         self.vocab_size = checkpoint.vocab_size
         self.eos_token_ids = checkpoint.eos_token_ids
         spec = ModelSpec(
@@ -123,9 +123,9 @@ class Engine:
             self.model.dtype,
             self.device,
             checkpoint.max_model_len,
-            expanded_for=without if self.model.has_latents else None,
+            expanded_for=expanding if self.model.has_latents else None,
             expanded_layers=(lambda: models.TransformersModel(checkpoint.model).layers)
-            if self.model.has_latents and without is None
+            if self.model.has_latents and expanding is None
             else None,
         )
         self.memory = lay_out_memory(config, spec)
@@ -167,17 +167,17 @@ class Engine:
 
     @property
     def tokenizer(self) -> Any:
-        """The checkpoint's tokenizer, loaded when it is first asked for.
+        """The tokenizer of the checkpoint, loaded on first access.
 
         Raises:
-            CheckpointError: The checkpoint has none.
+            CheckpointError: The checkpoint has no tokenizer, or a broken one.
         """
         if self._tokenizer is None:
             self._tokenizer = self._load_tokenizer()
         return self._tokenizer
 
     def close(self) -> None:
-        """Release the graphs of every lane. What is asked of the engine afterwards runs eagerly."""
+        """Release the graphs of every lane. Later steps of the engine run eagerly."""
         for lane in self.lanes:
             lane.close()
 
@@ -192,15 +192,15 @@ class Engine:
     def add(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Request:
         """Queue one prompt.
 
-        A request without a seed of its own takes ``engine.seed`` plus its number, so that equal
-        prompts differ and a run can be repeated.
+        A request without a seed uses ``engine.seed`` plus its number: equal prompts get different
+        outputs, and a run can be repeated.
 
         Raises:
-            RequestError: An empty prompt, a token that the model does not know, or more tokens than
-                this engine can hold; nothing was queued.
+            RequestError: The prompt is empty, has a token id outside the vocabulary, or is too long for
+                this engine; nothing was queued.
         """
         number = self._num_requests
-        if prompt == "":  # some tokenizers would make a begin token of it
+        if prompt == "":  # some tokenizers turn it into a single begin token
             raise RequestError(
                 f"request '{number}' has an empty prompt", hint="give at least one character"
             )
@@ -208,7 +208,7 @@ class Engine:
         for token in token_ids:
             if not 0 <= token < self.vocab_size:
                 raise RequestError(
-                    f"request '{number}' has token id {token}; the model knows 0 to"
+                    f"request '{number}' has token id {token}; the vocabulary of the model is 0 to"
                     f" {self.vocab_size - 1}",
                 )
         request = Request(
@@ -222,7 +222,7 @@ class Engine:
         return request
 
     def step(self) -> list[Request]:
-        """Run one batch and return the requests that got a token."""
+        """Run one batch and return the requests that received a token."""
         scheduled = self.scheduler.schedule()
         if scheduled is None:
             return []
@@ -236,9 +236,9 @@ class Engine:
         )
 
     def lane_of(self, batch: ForwardBatch) -> Lane:
-        """Return the lane that runs ``batch``: of several of its mode the first that has a shape for it.
+        """Return the lane that runs ``batch``: the first lane of its mode with a shape that fits.
 
-        If none has one, the first, which then runs it eagerly.
+        If no shape fits, return the first lane of the mode, which runs the batch eagerly.
         """
         lanes = self._lanes_of[batch.forward_mode]
         if len(lanes) == 1:
@@ -250,10 +250,10 @@ class Engine:
     def stream(
         self, prompts: Sequence[Prompt], sampling: SamplingParams | None = None
     ) -> Iterator[Delta]:
-        """Continue all prompts together and yield each token as it comes.
+        """Continue all prompts together and yield each token as it is generated.
 
         Raises:
-            RequestError: A prompt that can never be served; none of them was started.
+            RequestError: A prompt can never be served; no prompt was started.
         """
         return self._stream(self._add_all(prompts, sampling))
 
@@ -263,7 +263,7 @@ class Engine:
         """Continue all prompts together and return the completions in the prompts' order.
 
         Raises:
-            RequestError: A prompt that can never be served; none of them was started.
+            RequestError: A prompt can never be served; no prompt was started.
         """
         texts = [""] * len(prompts)
         token_ids: list[list[int]] = [[] for _ in prompts]
@@ -295,23 +295,23 @@ class Engine:
         return requests
 
     def _stream(self, requests: list[Request]) -> Iterator[Delta]:
-        places = {id(request): i for i, request in enumerate(requests)}
+        index_of = {id(request): i for i, request in enumerate(requests)}
         texts = [TextStream(self._decoder()) for _ in requests]
         try:
             while any(not request.is_finished for request in requests):
                 for request in self.step():
-                    index = places.get(id(request))
+                    index = index_of.get(id(request))
                     if index is None:
-                        continue  # somebody else's, queued with add()
+                        continue  # not of this call: queued with add()
                     token = request.output_token_ids[-1]
                     text = texts[index].push(token, last=request.is_finished)
                     yield Delta(index, token, text, request.finish_reason)
-        finally:  # a caller who stops listening leaves no request behind
+        finally:  # the caller may stop iterating early
             for request in requests:
                 self.scheduler.abort(request.request_id)
 
     def _decoder(self) -> Any:
-        """Return the tokenizer, or None where token ids are all there is."""
+        """Return the tokenizer, or None if the checkpoint has none."""
         try:
             return self.tokenizer
         except CheckpointError:

@@ -1,11 +1,11 @@
 """The errors of an engine, in the tree of `graphpact.errors`.
 
-    UsageError                 2      the caller can mend it
-    ├── CheckpointError               no checkpoint, a broken one, an unsafe one
-    ├── UnsupportedModelError         the model asks for what the selected backend lacks
+    UsageError                 2      the caller can fix it
+    ├── CheckpointError               a missing, broken or unsafe checkpoint
+    ├── UnsupportedModelError         the model needs what the selected backend lacks
     └── RequestError                  a prompt or a limit that can never be served
-    ContractError              1      a promise of the contract was broken
-    └── VerificationError             a replay and its eager re-run differ
+    ContractError              1      a rule of the contract was broken
+    └── VerificationError             a replay and its eager run differ
 
 Does not: print, exit or translate anything; the command line does that in one place.
 """
@@ -20,26 +20,25 @@ class CheckpointError(UsageError):
 
 
 class UnsupportedModelError(UsageError):
-    """A model asks of attention what the selected backend does not declare."""
+    """A model that needs what the selected attention backend does not declare."""
 
 
 class RequestError(UsageError):
-    """A request that this engine can never serve, refused before anything is done for it."""
+    """A request that this engine can never serve, refused before it is queued."""
 
 
 class VerificationError(ContractError):
     """A replay and the eager run of the same batch gave different results.
 
     Args:
-        message: What differs, by how much, and what first made it so, where that is known.
+        message: What differs, by how much, and the first cause if it is known.
         hint: What to do next.
-        lane: Whose replay it was.
+        lane: Name of the lane.
         shape: The `graphpact.GraphShape` that was replayed.
-        field: The first field whose real rows differ, such as ``"metadata.kv_indptr"``; None where all
-            agree.
-        suspects: Where all real rows agree, fields whose padded rows are not what capture had, and host
-            numbers that are not the batch's.
-        largest_difference: Of the logits or the cached keys and values that the message is about.
+        field: The first field whose live rows differ, such as ``"metadata.kv_indptr"``; None if all agree.
+        suspects: If all live rows agree: fields whose padding rows differ from those at capture, and host
+            numbers that differ from those of the batch.
+        largest_difference: Largest difference in the logits or cached keys and values of the message.
     """
 
     def __init__(

@@ -1,22 +1,22 @@
-"""`EngineMemory`: the memory that the graphs of every lane are bound to, and whose it is.
+"""`EngineMemory`: the memory that the graphs of every lane read and write, and its owners.
 
-A captured graph goes on reading the addresses that it was captured with. What lies there is one of
+A captured graph always reads and writes the addresses of its capture. The memory at an address is one of
 
     slot            a buffer that the lane's registry declares
-    pool            what the recorded region allocated: intermediates and outputs
+    pool            memory that the recorded region allocated: intermediates and outputs
     weight          a parameter or a buffer of the model
     kv_cache        keys or values of one layer
     request_table   ``req_to_token``
 
-or it is ``unknown``: memory of which nobody promised that it stays, is refreshed, or is padded.
+or ``unknown``: not declared, so that nothing guarantees that it stays allocated, is refreshed, or is padded.
 
-A tensor is known by its range of addresses, so a view of a slot is that slot; gaps between the rows of
-a strided tensor count as its own. Where a driver cannot tell what its graphs touch, every weight is listed
-and nothing is found unknown. Where it tells a part (CUDA graphs: the tensors of dispatched operations), what
-is unknown is among that part, and every weight is listed. Slots and the request table are listed whether
-a graph touches them or only what prepares a replay does.
+A tensor is identified by its range of addresses, so a view of a slot is that slot. Gaps between the rows of
+a strided tensor belong to the tensor. If a driver cannot report the memory of its graphs, every weight is
+listed and no memory is ``unknown``. If it reports a part (CUDA graphs: tensors of dispatched operations),
+``unknown`` memory is found in that part, and every weight is listed. Slots and the request table are listed
+also if only the preparation of a replay uses them.
 
-Does not: free, move or read any of it, or list the weights that no graph touches.
+Does not: free, move or read the memory, or list weights that no graph uses.
 """
 
 import bisect
@@ -36,10 +36,10 @@ from graphpact.tensors import address_range
 from graphpact_engine.engine import Engine
 
 Kind = Literal["slot", "pool", "weight", "kv_cache", "request_table", "unknown"]
-"""What a row is; the module says what each means."""
+"""The kind of a row; see the module docstring."""
 
 Extent: TypeAlias = tuple[str, int, int]
-"""Device, first address, the address behind the last element."""
+"""Device, first address, and the address after the last element."""
 
 _SHARED: tuple[Kind, ...] = ("weight", "kv_cache", "request_table")
 
@@ -49,21 +49,21 @@ class MemoryRow:
     """One piece of graph-resident memory.
 
     Args:
-        lane: Whose graphs are bound to it.
-        kind: What it is.
-        name: Of a slot, a weight or a layer's cache; the captured shape of a pool; a number for what
-            is unknown.
-        owner: Who declared or allocated it; None for what is unknown.
+        lane: Name of the lane.
+        kind: The kind of memory.
+        name: Name of a slot, a weight or a layer's cache; the captured shape of a pool; a number for
+            unknown memory.
+        owner: The part that declared or allocated it; None for unknown memory.
         policy: Padding policy and pad value of a slot.
-        reason: Of a slot: why earlier rows in its tail mislead nobody.
-        shape: Of the whole tensor; None for a pool.
-        dtype: Element type without ``torch.``; None for a pool.
-        device: Where it lies.
-        nbytes: How large it is; None where the driver cannot tell. Of CUDA graphs, which share one
-            pool, what capture of this shape added.
-        in_graph: Whether recorded work of the lane touches it; False where only what prepares a replay
-            does. None where the driver cannot tell.
-        extent: Where it lies; None for a pool.
+        reason: For a slot, why stale padding is safe.
+        shape: Shape of the whole tensor; None for a pool.
+        dtype: Dtype without ``torch.``; None for a pool.
+        device: The device.
+        nbytes: Size in bytes; None if the driver cannot report it. For CUDA graphs, which share one pool,
+            the memory that the capture of this shape added.
+        in_graph: Whether recorded work of the lane uses it; False if only the preparation of a replay
+            does. None if the driver cannot report it.
+        extent: Device and addresses; None for a pool.
     """
 
     lane: str
@@ -80,23 +80,22 @@ class MemoryRow:
     extent: Extent | None = field(default=None, repr=False, compare=False)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it, ready for JSON, without addresses, which differ from run to run."""
+        """Return the row for JSON, without addresses, which differ between runs."""
         return {name: value for name, value in asdict(self).items() if name != "extent"}
 
 
 @dataclass(frozen=True, slots=True)
 class LaneMemory:
-    """What the graphs of one lane are bound to.
+    """The memory that the graphs of one lane read and write.
 
     Args:
-        lane: Its name.
-        driver: What recorded its graphs; None for a lane without.
-        metadata_in_graph: Whether the graphs compute the attention backend's metadata; None for a lane
-            without.
-        absent: Why there is no graph-resident memory; None where there is.
-        externals: How much the driver can tell of what its graphs touch.
-        registry: The slots, those that are not enabled too; None for a lane without a registry.
-        rows: Slots, pools, weights, KV cache, request table, and what is unknown, in this order.
+        lane: Name of the lane.
+        driver: Name of the driver of its graphs; None without graphs.
+        metadata_in_graph: Whether the graphs compute the attention backend's metadata; None without graphs.
+        absent: Why there is no graph-resident memory; None if there is.
+        externals: How much the driver reports of the memory that its graphs use.
+        registry: All slots, including disabled ones; None for a lane without a registry.
+        rows: Slots, pools, weights, KV cache, request table and unknown memory, in this order.
     """
 
     lane: str
@@ -109,7 +108,7 @@ class LaneMemory:
 
     @property
     def knows_externals(self) -> bool:
-        """Whether the driver can tell anything of what its graphs touch."""
+        """Whether the driver reports any of the memory that its graphs use."""
         return self.externals != "unknown"
 
     def of_kind(self, *kinds: Kind) -> list[MemoryRow]:
@@ -119,37 +118,37 @@ class LaneMemory:
 
 @dataclass(frozen=True, slots=True)
 class EngineMemory:
-    """What the graphs of all lanes are bound to, and how much that is.
+    """The memory that the graphs of all lanes read and write, with totals.
 
     Args:
-        lanes: Every lane of the engine, those without graphs too.
+        lanes: Every lane of the engine, including lanes without graphs.
     """
 
     lanes: tuple[LaneMemory, ...]
 
     @classmethod
     def of(cls, engine: Engine) -> "EngineMemory":
-        """Look at the lanes of ``engine``."""
+        """Return the memory of the lanes of ``engine``."""
         return cls(tuple(_lane_memory(lane, engine) for lane in engine.lanes))
 
     @property
     def rows(self) -> list[MemoryRow]:
-        """The rows of all lanes; what lanes share comes once for each."""
+        """The rows of all lanes; shared memory is listed once per lane."""
         return [row for lane in self.lanes for row in lane.rows]
 
     @property
     def unknown(self) -> list[MemoryRow]:
-        """What graphs touch and nobody declared."""
+        """Undeclared memory that graphs use."""
         return [row for row in self.rows if row.kind == "unknown"]
 
     @property
     def shared(self) -> list[MemoryRow]:
-        """What the graphs of all lanes may be bound to, each once: weights, KV cache, request table."""
+        """The memory that all lanes share, each row once: weights, KV cache, request table."""
         rows = _once(row for lane in self.lanes for row in lane.of_kind(*_SHARED))
         return sorted(rows, key=lambda row: _SHARED.index(row.kind))
 
     def lanes_of(self, row: MemoryRow) -> list[str]:
-        """Return the lanes whose graphs touch the memory of ``row``, or might where nobody can tell."""
+        """Return the lanes whose graphs use the memory of ``row``, or may use it as far as is known."""
         return [
             lane.lane
             for lane in self.lanes
@@ -158,7 +157,7 @@ class EngineMemory:
 
     @property
     def own_nbytes(self) -> dict[str, int]:
-        """Bytes of slots and pools by lane; slots that share memory with another lane's are in neither."""
+        """Bytes of slots and pools by lane, without slots that share memory with another lane."""
         common = {row.extent for row in self.common_slots}
         return {
             lane.lane: _nbytes(lane.of_kind("pool"))
@@ -168,7 +167,7 @@ class EngineMemory:
 
     @property
     def common_slots(self) -> list[MemoryRow]:
-        """Slots that share memory with another lane's, each once."""
+        """Slots that share memory with another lane, each once."""
         slots = [row for lane in self.lanes for row in _once(lane.of_kind("slot"))]
         extents = [row.extent for row in slots]
         return _once(row for row in slots if extents.count(row.extent) > 1)
@@ -180,11 +179,11 @@ class EngineMemory:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of everything that is declared, each counted once."""
+        """Bytes of all declared memory, each counted once."""
         return sum(self.own_nbytes.values()) + self.shared_nbytes
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all of it, ready for JSON; what lanes share comes once for each of them."""
+        """Return everything for JSON; shared memory is listed once per lane."""
         own = self.own_nbytes
         return {
             "lanes": [
@@ -206,7 +205,7 @@ class EngineMemory:
 
 
 class _Ranges:
-    """Ranges of addresses, put together where they touch."""
+    """A set of address ranges; adjacent ranges are merged."""
 
     def __init__(self, extents: Iterable[Extent]) -> None:
         self._ranges: list[Extent] = []
@@ -217,14 +216,14 @@ class _Ranges:
             else:
                 self._ranges.append((device, first, end))
 
-    def holds(self, extent: Extent) -> bool:
-        """Return whether all of ``extent`` lies in them."""
+    def contains(self, extent: Extent) -> bool:
+        """Return whether the ranges contain all of ``extent``."""
         device, first, end = extent
         at = bisect.bisect_right(self._ranges, (device, first, math.inf)) - 1
         return at >= 0 and self._ranges[at][0] == device and end <= self._ranges[at][2]
 
-    def meets(self, extent: Extent) -> bool:
-        """Return whether some of ``extent`` lies in them."""
+    def overlaps(self, extent: Extent) -> bool:
+        """Return whether the ranges overlap ``extent``."""
         device, first, end = extent
         at = bisect.bisect_left(self._ranges, (device, end, -1)) - 1
         return at >= 0 and self._ranges[at][0] == device and first < self._ranges[at][2]
@@ -241,13 +240,13 @@ def _lane_memory(lane: Lane, engine: Engine) -> LaneMemory:
             lane.name, None, None, reason, externals="all", registry=registry, rows=()
         )
     external = _external_tensors(graphs.values())
-    told = max((graph.externals for graph in graphs.values()), key=get_args(Externals).index)
-    touched = _Ranges(_extent(t) for t in external or ())
+    externals = max((graph.externals for graph in graphs.values()), key=get_args(Externals).index)
+    used = _Ranges(_extent(t) for t in external or ())
 
     def in_graph(where: Extent) -> bool | None:
-        if touched.meets(where):
+        if used.overlaps(where):
             return True
-        return False if told == "all" else None
+        return False if externals == "all" else None
 
     def row(
         kind: Kind, name: str, owner: str | None, tensor: torch.Tensor, slot: SlotRow | None = None
@@ -290,7 +289,7 @@ def _lane_memory(lane: Lane, engine: Engine) -> LaneMemory:
         lane.driver.name,
         lane.records_metadata,
         None,
-        externals=told,
+        externals=externals,
         registry=registry,
         rows=(*slots, *pools, *shared, *unknown),
     )
@@ -313,7 +312,7 @@ def _pool(lane: Lane, driver: str, device: str, shape: GraphShape, graph: Graph)
 
 
 def _external_tensors(graphs: Iterable[Graph]) -> list[torch.Tensor] | None:
-    """Return what the graphs touch and did not allocate; None where one cannot tell."""
+    """Return the tensors that the graphs use but did not allocate; None if the driver cannot report them."""
     found: list[torch.Tensor] = []
     for graph in graphs:
         tensors = graph.external_tensors()
@@ -324,11 +323,11 @@ def _external_tensors(graphs: Iterable[Graph]) -> list[torch.Tensor] | None:
 
 
 def _outside(known: _Ranges, tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Yield the tensors that are not all in ``known``, and of views of one memory only the largest."""
+    """Yield the tensors that are not entirely in ``known``; of views of one memory only the largest."""
     kept: list[Extent] = []
     for tensor in sorted(tensors, key=lambda t: -t.nbytes):
         where = _extent(tensor)
-        if not known.holds(where) and not _Ranges(kept).holds(where):
+        if not known.contains(where) and not _Ranges(kept).contains(where):
             kept.append(where)
             yield tensor
 
@@ -338,7 +337,7 @@ def _extent(tensor: torch.Tensor) -> Extent:
 
 
 def _once(rows: Iterable[MemoryRow]) -> list[MemoryRow]:
-    """Return ``rows`` without those whose memory an earlier one has."""
+    """Return ``rows`` without those that have the memory of an earlier row."""
     first: dict[Extent | None, MemoryRow] = {}
     for row in rows:
         first.setdefault(row.extent, row)

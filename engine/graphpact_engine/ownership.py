@@ -1,10 +1,10 @@
-"""`EngineOwnership`: request rows and KV pages that no live request owns, held poisoned.
+"""`EngineOwnership`: poisons unowned memory (request rows and KV pages) and detects writes to it.
 
-A replay that reads a row of a request that is gone finds slots that do not exist; one that reads a freed
-KV slot finds NaN; one that writes there, as a stale ``out_cache_loc`` does, is found by what is poison no
-longer. Nothing of it needs a kernel's help.
+A replay that reads a freed request row finds invalid slot numbers. A replay that reads a freed KV slot
+finds NaN. A replay that writes to one, for example through a stale ``out_cache_loc``, overwrites the poison
+and is detected. Kernels need no change for this.
 
-Does not: hand out or take back; the pools do.
+Does not: allocate or free; the pools do.
 """
 
 import torch
@@ -16,11 +16,11 @@ from graphpact_tape.poison import is_poison, poison_of
 
 
 class EngineOwnership:
-    """Poisons what the pools of an engine have to give away.
+    """The unowned request rows and KV pages of an engine.
 
     Args:
-        requests: Who owns which row of ``req_to_token``. Row 0 is nobody's and stays zero.
-        pages: Who owns which KV page. Page 0 is scratch and free to be written.
+        requests: The pool of request rows. Row 0 of ``req_to_token`` has no owner and stays zero.
+        pages: The pool of KV pages. Page 0 is scratch and may be written.
         kv_cache: The keys and values of all pages.
     """
 
@@ -40,7 +40,7 @@ class EngineOwnership:
     def poison_free(self) -> None:
         """Poison every row and page that no live request owns.
 
-        Those of the last call too: another lane may have had them since, and given them back.
+        Rows and pages of the last call are poisoned again: another lane may have used and freed them since.
         """
         rows = frozenset(range(1, self._requests.max_requests + 1)) - self._requests.in_use
         pages = frozenset(range(1, self._pages.num_pages + 1)) - self._pages.in_use
@@ -55,25 +55,26 @@ class EngineOwnership:
 
     @torch.inference_mode()
     def check_free(self) -> None:
-        """Look whether a step wrote what no live request owns.
+        """Verify that a step did not write to unowned memory.
 
         Raises:
-            ReplayError: Names the row or the KV slot.
+            ReplayError: A step wrote to an unowned row or KV slot; names it.
         """
         if bool(self._table[0].any()):
             raise ReplayError(
-                "a step wrote row 0 of req_to_token, which padded requests read as all zeros",
+                "a step wrote row 0 of req_to_token, which padding rows read and which must stay zero",
                 hint="only the scheduler writes the table, and never row 0",
             )
         rows = sorted(self._poisoned_rows)
-        spoilt = ~is_poison(self._table[rows]).all(dim=1) if rows else torch.zeros(0)
-        if bool(spoilt.any()):
+        written = ~is_poison(self._table[rows]).all(dim=1) if rows else torch.zeros(0)
+        if bool(written.any()):
+            row = rows[int(written.nonzero()[0])]
             raise ReplayError(
-                f"a step wrote row {rows[int(spoilt.nonzero()[0])]} of req_to_token, which no request has",
+                f"a step wrote row {row} of req_to_token, which no live request owns",
                 hint="only the scheduler writes the table",
             )
         pages = sorted(self._poisoned_pages)
-        for what, cache in self._caches.items():
+        for name, cache in self._caches.items():
             if not pages:
                 return
             written = ~is_poison(cache[pages]).flatten(2).all(dim=2)
@@ -81,7 +82,7 @@ class EngineOwnership:
                 page, offset = (int(at) for at in written.nonzero()[0])
                 slot = pages[page] * self._pages.page_size + offset
                 raise ReplayError(
-                    f"a step wrote {what} in KV slot {slot}, which no live request owns",
-                    hint="padded tokens write slot 0, which is scratch: reset the tail of out_cache_loc",
+                    f"a step wrote {name} in KV slot {slot}, which no live request owns",
+                    hint="padding tokens write slot 0 (scratch): reset the padding rows of out_cache_loc",
                     rule="GP04",
                 )

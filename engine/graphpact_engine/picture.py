@@ -1,6 +1,6 @@
-"""`draw`: a picture of registries, one bar for each slot.
+"""`draw`: a picture of registries with one bar for each slot.
 
-Does not: read what buffers hold.
+Does not: read the contents of buffers.
 """
 
 import math
@@ -17,7 +17,7 @@ from graphpact.buffers.description import (
 
 _UNNAMED = "unnamed owner"
 
-# The picture. Each colour stands out from a white page and from a dark one.
+# Colours with contrast on a light and on a dark background.
 _COLOURS = (
     "#3b82c4",
     "#d0741c",
@@ -29,7 +29,7 @@ _COLOURS = (
     "#8b72c8",
 )
 _CHARACTER, _LINE, _MARGIN, _BAR = 7.3, 22, 24, 320  # pixels
-_LONGEST_NAME, _LONGEST_LABEL = 44, 96  # characters; all of them are in the bar's title
+_LONGEST_NAME, _LONGEST_LABEL = 44, 96  # characters; the bar's title has the full text
 _STYLE = """
 .gp-page{fill:#ffffff} .gp-word{fill:#0f172a} .gp-soft{fill:#526075} .gp-head{font-weight:600}
 .gp-gap{stroke:#ffffff;stroke-width:3}
@@ -40,10 +40,10 @@ _STYLE = """
 
 
 def draw(descriptions: Iterable[RegistryDescription]) -> str:
-    """Return one picture of registries: a bar a slot, coloured by owner, hatched where tails are kept.
+    """Return one picture of registries: a bar per slot, coloured by owner, hatched if its tail is kept.
 
-    An SVG document without scripts or outside resources. Bars are as long as the square root of their
-    bytes, on one scale for all registries; the bytes stand beside them.
+    The picture is an SVG document without scripts or external resources. The length of a bar is the square
+    root of its bytes, on one scale for all registries; the bytes are printed beside it.
     """
     descriptions = list(descriptions)
     rows = [row for one in descriptions for row in one.slots]
@@ -83,7 +83,7 @@ def draw(descriptions: Iterable[RegistryDescription]) -> str:
 
 
 def in_words(nbytes: int) -> str:
-    """Return a number of bytes in words: ``512 B``, ``1.5 KiB``, ``2.0 GiB``."""
+    """Return a number of bytes with its unit: ``512 B``, ``1.5 KiB``, ``2.0 GiB``."""
     if nbytes < 1024:
         return f"{nbytes} B"
     size, units = nbytes / 1024, ["GiB", "MiB", "KiB"]
@@ -121,7 +121,7 @@ def _rect(x: float, y: float, width: float, height: float, more: str) -> str:
 
 
 def _bar(row: SlotRow, label: str, colour: str, *, left: float, y: float, length: float) -> str:
-    """Return a slot's line: its name, its bar, what the bar stands for, and all of it as a title."""
+    """Return the line of a slot: name, bar and label, with all columns as a title."""
     parts = [_text(left - 12, y + 14, _short(row.name), "gp-word", "end")]
     if length:
         parts.append(_rect(left, y + 3, length, 14, f'fill="{colour}"'))
@@ -129,14 +129,14 @@ def _bar(row: SlotRow, label: str, colour: str, *, left: float, y: float, length
             parts.append(_rect(left, y + 3, length, 14, 'fill="url(#gp-kept)"'))
     parts.append(_text(left + length + 8, y + 14, label, "gp-soft"))
     heads = dict(zip(COLUMNS, slot_cells(row), strict=True))
-    told = "; ".join(f"{name}: {value}" for name, value in heads.items() if value)
-    return f"<g><title>{escape(plain_text(told))}</title>{''.join(parts)}</g>"
+    title = "; ".join(f"{name}: {value}" for name, value in heads.items() if value)
+    return f"<g><title>{escape(plain_text(title))}</title>{''.join(parts)}</g>"
 
 
 def _document(
     descriptions: Sequence[RegistryDescription], body: Sequence[str], width: int, height: int
 ) -> str:
-    def told() -> Iterator[str]:
+    def lines() -> Iterator[str]:
         for one in descriptions:
             yield f"{plain_text(one.label)}: {one.totals}."
         if not descriptions:
@@ -155,7 +155,7 @@ def _document(
         [
             head,
             '<title id="gp-title">Graph-resident buffers by owner, size and padding policy</title>',
-            f'<desc id="gp-what">{escape(" ".join(told()))}</desc>',
+            f'<desc id="gp-what">{escape(" ".join(lines()))}</desc>',
             f"<style>{_STYLE}</style>",
             hatching,
             f'<rect class="gp-page" width="{width}" height="{height}"/>',

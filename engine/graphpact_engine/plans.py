@@ -1,7 +1,7 @@
-"""What was chosen for each lane: plugins looked up by name, and held to each other and to the model.
+"""The choice of plugins for each lane, checked against each other and against the model.
 
-Cheap refusals come first: every name is looked up, and every driver and kernel asked whether it can run here,
-before a weight is read; a model that its backends cannot run is refused before anything is captured.
+Cheap checks come first: before any weight is read, every name is looked up, and every driver and kernel
+provider is asked whether it can run here. A model that a backend cannot run is refused before any capture.
 
 Does not: build anything; `graphpact_engine.build` does.
 """
@@ -29,7 +29,7 @@ from graphpact.graphs import GraphDriver
 from graphpact.plugins import Loaded, PluginCatalog, observer_fault
 from graphpact.runners import EagerRunner, GraphRunner
 from graphpact.shapes import EagerReason
-from graphpact_engine.capabilities import require_capabilities, say_others
+from graphpact_engine.capabilities import list_alternatives, require_capabilities
 from graphpact_engine.config import EngineConfig, LaneConfig, LaneMode
 from graphpact_engine.errors import UnsupportedModelError
 
@@ -45,7 +45,7 @@ _FORWARD_MODES: dict[LaneMode, ForwardMode] = {
 
 @dataclass(frozen=True, slots=True)
 class LanePlan:
-    """What was chosen for one lane, before anything heavy was done."""
+    """The plugins and settings of one lane, before anything is built."""
 
     name: str
     mode: ForwardMode
@@ -56,11 +56,11 @@ class LanePlan:
     driver: type[GraphDriver]
     provider: ProviderName
     eager_reason: EagerReason | None = None
-    """Why it runs eagerly though its runner captures; None where it captures."""
+    """Why the lane runs eagerly although its runner captures; None if it captures."""
 
     @property
-    def whose_kernels(self) -> str:
-        """Lane, key, value and backend: how an error about kernels begins."""
+    def provider_setting(self) -> str:
+        """The beginning of an error about kernels: lane, key, value and backend."""
         inherited = self.config.kernel_provider is None
         key = ": engine.kernel_provider" if inherited else ".kernel_provider"
         return f'lanes.{self.name}{key} = "{self.provider}", but attention backend {self.backend_name!r}'
@@ -68,23 +68,23 @@ class LanePlan:
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """What the loaded model asks of everything around it."""
+    """The properties of the loaded model that lanes and memory depend on."""
 
     layers: Sequence[LayerSpec]
     dtype: torch.dtype
     device: torch.device
     max_model_len: int
     expanded_for: "LanePlan | None" = None
-    """The lane for whose backend the model's MLA layers are expanded; None where none are."""
+    """The lane whose backend makes the model's MLA layers run expanded; None if none are expanded."""
     expanded_layers: Callable[[], Sequence[LayerSpec]] | None = None
-    """Tells what ``layers`` would be if they were expanded; None where they keep no latents."""
+    """Returns ``layers`` in expanded form; None if the model caches no latents."""
 
 
 def resolve_device(name: str) -> torch.device:
-    """Return the device that ``engine.device`` names; ``auto`` is a GPU where there is one.
+    """Return the device that ``engine.device`` names; ``auto`` is a GPU if there is one.
 
     Raises:
-        ConfigError: No such device here.
+        ConfigError: The device does not exist.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -103,9 +103,9 @@ def plan_lanes(
     """Look up the plugins of every lane, in the order of the lanes.
 
     Raises:
-        PluginError: A name that is unknown, rejected or ambiguous.
-        ConfigError: A runner in a lane of a mode that it does not serve, a driver that cannot record on
-            ``device``, or kernels that cannot run there.
+        PluginError: A name is unknown, rejected or ambiguous.
+        ConfigError: A runner does not serve the mode of its lane, or a driver or kernels cannot run on
+            ``device``.
     """
     plans = []
     for name, lane in config.lanes.items():
@@ -126,24 +126,25 @@ def plan_lanes(
             )
         support = backend.capabilities.graph_support
         if not support.covers(runner.needs):
-            would_do = functools.partial(_serves, mode, runner, provider, device)
+            fits = functools.partial(_serves, mode, runner, provider, device)
             raise ConfigError(
                 f"lanes.{name}: runner {lane.runner!r} captures {runner.needs.value} batches;"
-                f" attention backend {backend_name!r} can be captured: {support.value};"
-                f" {say_others(_backends_that(would_do, catalog))}",
+                f" the graph support of attention backend {backend_name!r} is {support.value};"
+                f" {list_alternatives(_backends_that(fits, catalog))}",
                 hint='select another attention backend for the lane, or the runner "eager"',
             )
         if lane.strict and (runner is EagerRunner or not driver.has_strict_mode):
-            what = "captures nothing" if runner is EagerRunner else f"records with {driver_name!r}"
+            eager = runner is EagerRunner
+            no_strict = f"graph driver {driver_name!r} has no strict mode"
+            fault = f"runner {lane.runner!r} captures nothing" if eager else no_strict
             raise ConfigError(
-                f"lanes.{name}.strict = true, but runner {lane.runner!r} {what}, where nothing strict is"
-                " known",
-                hint='the driver "tape" has a strict mode, on any device',
+                f"lanes.{name}.strict = true, but {fault}",
+                hint='the graph driver "tape" has a strict mode, on any device',
             )
         if lane.metadata_in_graph and runner is EagerRunner:
             raise ConfigError(
                 f"lanes.{name}.metadata_in_graph = true, but runner {lane.runner!r} captures nothing",
-                hint="leave metadata_in_graph out, or select a runner that captures",
+                hint="remove metadata_in_graph, or select a runner that captures",
             )
         reason = call_plugin("graph_driver", driver_name, driver.unavailable, device)
         eager_reason = None
@@ -160,7 +161,7 @@ def plan_lanes(
             name, mode, lane, runner, backend, backend_name, driver, provider, eager_reason
         )
         require = functools.partial(
-            require_provider, plan.whose_kernels, backend.providers, provider
+            require_provider, plan.provider_setting, backend.providers, provider
         )
         call_plugin("attention_backend", backend_name, require, device)
         plans.append(plan)
@@ -168,35 +169,36 @@ def plan_lanes(
 
 
 def select_observers(config: EngineConfig, catalog: PluginCatalog) -> list[tuple[str, type[Any]]]:
-    """Look up the observers that the configuration names, by name, the outermost first.
+    """Look up the observers of the configuration; return names and classes, the outermost first.
 
     Raises:
-        PluginError: A name that is unknown, rejected or ambiguous.
+        PluginError: A name is unknown, rejected or ambiguous.
     """
     return [(name, catalog.select("observer", name)) for name in config.engine.observers]
 
 
 def require_observers(observers: Sequence[object]) -> None:
-    """Refuse what cannot observe a lane, among the observers of a caller.
+    """Refuse an object that cannot observe a lane, among observers that a caller passes.
 
     Raises:
-        ConfigError: Says which, and what is wrong with it.
+        ConfigError: Names the object and its fault.
     """
     for at, observer in enumerate(observers):
         reason = observer_fault(type(observer))
         if isinstance(observer, type):
-            reason = f"it is the class {observer.__name__}, not an object of it"
+            reason = f"it is the class {observer.__name__}, not an instance of it"
         if reason is not None:
             raise ConfigError(
-                f"observers[{at}] cannot observe: {reason}",
+                f"observers[{at}] is not an observer: {reason}",
                 hint="an observer is an object with hook wrappers: @graphpact.hookimpl(wrapper=True)",
             )
 
 
 def lane_without_latents(plans: Sequence[LanePlan]) -> LanePlan | None:
-    """Return the first lane whose backend has no MLA; None where a model with MLA may keep its latents.
+    """Return the first lane whose backend has no MLA; None if every backend has MLA.
 
-    All lanes share one KV cache, so one of them is enough to have every head's keys and values kept.
+    All lanes share one KV cache: one backend without MLA makes the cache hold keys and values of every head
+    instead of latents.
     """
     return next(
         (p for p in plans if HeadLayout.MLA not in p.backend.capabilities.head_layouts), None
@@ -209,41 +211,41 @@ def check_backends(
     catalog: PluginCatalog,
     spec: ModelSpec,
 ) -> None:
-    """Refuse a model that a lane's backend, or its kernels, cannot run; nothing is captured before.
+    """Refuse a model that the backend of a lane or its kernels cannot run, before any capture.
 
-    Warns in the log, once for all lanes, where kernels run because better ones cannot.
+    Logs one warning for each backend whose preferred kernels cannot run.
 
     Raises:
-        UnsupportedModelError: The model asks for what a backend lacks; names those that have it.
-        ConfigError: Whose kernels were named, and they cannot run it.
+        UnsupportedModelError: The model needs what a backend lacks; names the backends that have it.
+        ConfigError: The kernel provider of the configuration cannot run the model.
     """
-    told: dict[str, None] = {}
+    warnings: dict[str, None] = {}
     for plan, context in zip(plans, contexts, strict=True):
-        would_do = functools.partial(_can_run, plan.runner, context, spec)
-        others = functools.partial(_backends_that, would_do, catalog)
+        fits = functools.partial(_can_run, plan.runner, context, spec)
+        others = functools.partial(_backends_that, fits, catalog)
         _require_backend_fits(plan, spec, context.limits, others)
-        choose = functools.partial(choose_provider, plan.whose_kernels, plan.backend.providers)
+        choose = functools.partial(choose_provider, plan.provider_setting, plan.backend.providers)
         chosen, passed_over = call_plugin("attention_backend", plan.backend_name, choose, context)
         if chosen is not None and passed_over:
             why = "; ".join(f"{name}: {reason}" for name, reason in passed_over.items())
             line = f"attention backend {plan.backend_name!r} runs {chosen.name} kernels; {why}"
-            told[line] = None
-    for line in told:
+            warnings[line] = None
+    for line in warnings:
         _log.warning("%s", line)
 
 
 def _backends_that(
-    would_do: Callable[[type[AttentionBackend]], bool], catalog: PluginCatalog
+    fits: Callable[[type[AttentionBackend]], bool], catalog: PluginCatalog
 ) -> list[str]:
-    """Return the names of the installed attention backends that would do.
+    """Return the names of the installed attention backends that ``fits`` accepts.
 
-    One that is broken would not, and neither would one that raises when it is asked.
+    Broken backends, and those for which ``fits`` raises, are left out.
     """
 
     def ask(backend: type[AttentionBackend]) -> bool:
         try:
-            return would_do(backend)
-        except Exception:  # noqa: BLE001  anybody's code; and a provider that is refused raises
+            return fits(backend)
+        except Exception:  # noqa: BLE001  third-party code; a refused provider raises too
             return False
 
     return [
@@ -260,7 +262,7 @@ def _serves(
     device: torch.device,
     backend: type[AttentionBackend],
 ) -> bool:
-    """Return whether ``backend`` would do for a lane, as far as that is known without a model."""
+    """Return whether ``backend`` fits a lane, checked without a model."""
     can = backend.capabilities
     require_provider(backend.__name__, backend.providers, provider, device)
     return (
@@ -274,7 +276,7 @@ def _can_run(
     spec: ModelSpec,
     backend: type[AttentionBackend],
 ) -> bool:
-    """Return whether ``backend`` would do for a lane of ``runner`` with this model."""
+    """Return whether ``backend`` fits a lane of ``runner`` with this model."""
     can = backend.capabilities
     if spec.expanded_layers is not None and HeadLayout.MLA not in can.head_layouts:
         context = replace(context, layers=spec.expanded_layers())
@@ -285,7 +287,7 @@ def _can_run(
 def _require_backend_fits(
     plan: LanePlan, spec: ModelSpec, limits: Limits, others: Callable[[], list[str]]
 ) -> None:
-    """Refuse a model that asks for what the lane's backend lacks, and say who expanded its latents."""
+    """Refuse a model that needs what the lane's backend lacks; name the lane that made MLA run expanded."""
     try:
         require_capabilities(
             plan.backend_name,
@@ -304,21 +306,21 @@ def _require_backend_fits(
         if other is None or fits or HeadLayout.MLA not in layouts:
             raise
         raise UnsupportedModelError(
-            f"{error.message}; the model has MLA, which runs expanded here, because all lanes share one KV"
+            f"{error.message}; the model has MLA, which runs in expanded form, because all lanes share one KV"
             f" cache and the attention backend of lanes.{other.name}, {other.backend_name!r}, has no MLA",
-            hint=f'set lanes.{other.name}.attention_backend = "{plan.backend_name}", or leave'
-            f" {plan.backend_name!r} out",
+            hint=f'set lanes.{other.name}.attention_backend = "{plan.backend_name}", or do not select'
+            f" {plan.backend_name!r}",
         ) from error
 
 
 def call_plugin(kind: str, name: str, make: Callable[..., T], *args: Any) -> T:
-    """Call into a plugin; whatever it raises, but an error of ours, is told as the plugin's."""
+    """Call into a plugin; raise `PluginError` with its name for any exception that is no `GraphpactError`."""
     try:
         return make(*args)
     except GraphpactError:
         raise
     except Exception as error:
         raise PluginError(
-            f"{kind} {name!r} cannot be had: it raised {type(error).__name__}: {error}",
-            hint="select another one, or set GRAPHPACT_TRACEBACK=1 to see where it fails",
+            f"{kind} {name!r} cannot be used: it raised {type(error).__name__}: {error}",
+            hint="select another one, or set GRAPHPACT_TRACEBACK=1 to see the traceback",
         ) from error

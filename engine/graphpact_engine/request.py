@@ -1,7 +1,7 @@
-"""One request: what was asked, what was answered so far, and what it owns.
+"""One request: its prompt, sampling parameters, output so far, and memory.
 
-Does not: move itself from state to state or own memory by itself; the scheduler does both. Does not
-know text: prompts and outputs are token ids.
+Does not: change its own state or allocate memory (the scheduler does both), or handle text: prompts and
+outputs are token ids.
 """
 
 import enum
@@ -20,40 +20,40 @@ _MAX_SEED = 2**64 - 1
 
 
 class RequestState(enum.Enum):
-    """Where a request stands."""
+    """The state of a request."""
 
     WAITING = "waiting"
     """Owns no memory: new, or preempted."""
     PREFILLING = "prefilling"
-    """Owns memory; some of its known tokens are not in the KV cache yet."""
+    """Owns memory; some of its known tokens are not yet in the KV cache."""
     RUNNING = "running"
-    """All known tokens but the newest are in the KV cache; the next step is a decode."""
+    """All known tokens except the newest are in the KV cache; its next step is a decode."""
     FINISHED = "finished"
     """Ended; owns no memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How the tokens of one request are chosen, and when it ends.
+    """The parameters by which the tokens of one request are chosen, and by which it ends.
 
     Raises:
-        RequestError: A value out of its range; the message names field, value and range.
+        RequestError: A value is out of its range; the message names field, value and range.
     """
 
     max_new_tokens: int = 128
-    """Tokens to generate at most; 1 or more."""
+    """Maximum number of tokens to generate; 1 or more."""
     temperature: float = 0.0
-    """0 takes the likeliest token; above 0 logits are divided by it before the draw."""
+    """0: greedy. Above 0: logits are divided by it before a token is drawn."""
     top_p: float = 1.0
-    """Draw from the fewest likeliest tokens whose probability reaches this; above 0, at most 1."""
+    """Draw from the smallest set of likeliest tokens with at least this probability; above 0, at most 1."""
     top_k: int = 0
     """Draw from this many likeliest tokens; 0 for all."""
     seed: int | None = None
-    """Of the request's own random numbers, 0 to 2**64 - 1; None takes the engine's."""
+    """Seed of the request's random numbers, 0 to 2**64 - 1; None uses the seed of the engine."""
     stop_token_ids: frozenset[int] = frozenset()
-    """Tokens that end the request, besides the model's end tokens. The token is kept as output."""
+    """Tokens that end the request, in addition to the model's end tokens. The token is part of the output."""
     ignore_eos: bool = False
-    """Whether the model's end tokens are ordinary tokens to this request."""
+    """Whether the model's end tokens do not end this request."""
 
     def __post_init__(self) -> None:
         _require(_is_int(self.max_new_tokens, 1), "max_new_tokens", self.max_new_tokens, ">= 1")
@@ -80,25 +80,25 @@ class SamplingParams:
 
 
 def _is_int(value: object, at_least: int) -> bool:
-    """Whether ``value`` is a whole number (and no bool) from ``at_least`` up."""
+    """Return whether ``value`` is an int, not a bool, of at least ``at_least``."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= at_least
 
 
-def _require(valid: bool, field_name: str, value: object, allowed: str) -> None:  # noqa: FBT001  a verdict, not a mode
-    """Raise RequestError where a sampling parameter is not valid."""
+def _require(valid: bool, field_name: str, value: object, allowed: str) -> None:  # noqa: FBT001  a result, not a mode
+    """Raise RequestError if a sampling parameter is not valid."""
     if not valid:
         raise RequestError(f"sampling parameter {field_name} must be {allowed}; got {value!r}")
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One sequence of tokens under way.
+    """One prompt with its output so far.
 
     Args:
-        request_id: The caller's name for it, unique among the requests alive.
-        prompt_token_ids: What to continue.
-        sampling: How tokens are chosen, and when to end.
-        default_seed: Seeds the random numbers where ``sampling.seed`` is None.
+        request_id: The caller's name of the request, unique among alive requests.
+        prompt_token_ids: The prompt.
+        sampling: The sampling parameters and end conditions.
+        default_seed: Seed of the random numbers if ``sampling.seed`` is None.
     """
 
     request_id: str
@@ -109,18 +109,18 @@ class Request:
     """Tokens generated so far; preemption keeps them."""
     state: RequestState = field(default=RequestState.WAITING, init=False)
     row: int | None = field(default=None, init=False)
-    """Its row in the request pool; None while it owns none."""
+    """Its row in the request pool; None if it owns none."""
     pages: list[int] = field(default_factory=list, init=False)
-    """Its KV pages, in the order of its positions."""
+    """Its KV pages, in order of position."""
     num_computed: int = field(default=0, init=False)
-    """How many of its tokens, from the first, have their keys and values in the cache."""
+    """Number of leading tokens whose keys and values are in the cache."""
     finish_reason: FinishReason | None = field(default=None, init=False)
     num_preemptions: int = field(default=0, init=False)
-    """How often its memory was taken back and its tokens had to be computed again."""
+    """How often it was preempted: its memory freed, its tokens computed again."""
     arrival: int = field(default=-1, init=False)
-    """Its place in the order of arrival; the scheduler sets it."""
+    """Its index in the order of arrival; set by the scheduler."""
     generator: torch.Generator = field(init=False, repr=False)
-    """Its own random numbers, on the host, seeded once; preemption keeps their state."""
+    """Its random number generator on the host, seeded once; preemption keeps its state."""
 
     def __post_init__(self, default_seed: int) -> None:
         seed = self.sampling.seed
@@ -129,12 +129,12 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """Known tokens: prompt and output."""
+        """Number of known tokens: prompt and output."""
         return len(self.prompt_token_ids) + len(self.output_token_ids)
 
     @property
     def is_finished(self) -> bool:
-        """Whether it ended, for whatever reason."""
+        """Whether it ended, for any reason."""
         return self.state is RequestState.FINISHED
 
     def token_ids(self, start: int, end: int) -> list[int]:

@@ -1,13 +1,13 @@
-"""From logits to tokens: greedy, or drawn by temperature, top-k and top-p.
+"""`Sampler`: logits to tokens, greedy or by temperature, top-k and top-p.
 
-What a request draws depends on its own logits, parameters and random numbers alone: the same seed
-and logits give the same token alone or in any batch. Float sums would break that, as their rounding
-follows the shape of the batch, and a sum near ``top_p`` would then keep one token more or fewer. So
-probabilities are whole numbers here, relative to the likeliest token's `_ONE`, and their sums are
-exact in any order. One uniform number a token, from the request's own generator, picks among them.
+The token of a request depends only on its own logits, parameters and random numbers: the same seed and
+logits give the same token in any batch. Float sums would break this: their rounding depends on the shape
+of the batch, and a sum near ``top_p`` would keep one token more or fewer. Therefore probabilities are
+integers here, relative to `_ONE` for the likeliest token, and their sums are exact in any order. One uniform
+number per token, from the request's own generator, picks a token.
 
 Does not: choose the rows that yield a token (the scheduler does), append tokens to requests, or
-give probabilities or logprobs back.
+return probabilities or logprobs.
 """
 
 from collections.abc import Sequence
@@ -18,34 +18,35 @@ from graphpact.errors import EngineError
 from graphpact_engine.request import Request
 
 _ONE = 2**36
-"""The weight of the likeliest token. A token below 2**-36 of its probability is never drawn; a
+"""The weight of the likeliest token. A token with less than 2**-36 of its probability is never drawn; a
 vocabulary of up to 2**27 tokens cannot overflow int64."""
 
 
 class Sampler:
-    """Chooses one token for each row of logits."""
+    """A sampler of one token per row of logits."""
 
     def sample(self, logits: torch.Tensor, requests: Sequence[Request]) -> list[int]:
-        """Choose a token for each row; one transfer to the host, after all device work.
+        """Return a token for each row, with one transfer to the host after all device work.
 
-        Each request with a temperature above 0 takes exactly one number from its generator. Among
-        equal logits the lower token id ranks first.
+        Each request with a temperature above 0 takes exactly one number from its generator. Of equal
+        logits the lower token id ranks first.
 
         Args:
             logits: ``[bs, V]``, any float dtype and device; not written to.
             requests: The request of each row.
 
         Raises:
-            EngineError: As many requests as rows were expected; or a row holds NaN or has no finite
-                maximum, the message names its request. Draws are spent then.
+            EngineError: The number of requests is not the number of rows; or a row contains NaN or has no
+                finite maximum. Then the message names its request, and the random numbers are used up.
         """
         if logits.dim() != 2 or logits.shape[0] != len(requests):
             raise EngineError(
-                f"{len(requests)} requests to sample for; got logits {list(logits.shape)}"
+                f"cannot sample for {len(requests)} requests: expected logits [{len(requests)}, vocab], got"
+                f" {list(logits.shape)}"
             )
         if not requests:
             return []
-        likeliest = logits.argmax(dim=-1)  # a NaN wins, so the winner tells of it
+        likeliest = logits.argmax(dim=-1)  # argmax returns a NaN if there is one
         best = logits.gather(1, likeliest.unsqueeze(1))
         tokens = likeliest
         filtered = [at for at, request in enumerate(requests) if _is_filtered(request)]
@@ -65,20 +66,21 @@ class Sampler:
         if min(chosen) < 0:
             bad = [requests[at].request_id for at, token in enumerate(chosen) if token < 0]
             raise EngineError(
-                f"logits of request {', '.join(map(repr, bad))} hold NaN or no finite maximum",
-                hint="the model or a kernel computed them wrongly: rerun the batch eagerly to see",
+                f"logits of request {', '.join(map(repr, bad))} contain NaN or have no finite maximum",
+                hint="the model or a kernel computed them wrongly: set verify.replay_against_eager = 1 to"
+                " compare replays with eager runs",
             )
         return chosen
 
 
 def _is_filtered(request: Request) -> bool:
-    """Whether the request draws from fewer than all tokens."""
+    """Return whether top-k or top-p restrict the tokens of the request."""
     sampling = request.sampling
     return sampling.temperature > 0 and (sampling.top_k > 0 or sampling.top_p < 1)
 
 
 def _params(requests: Sequence[Request], vocab: int, device: torch.device) -> torch.Tensor:
-    """Return ``[4, n, 1]`` float64: temperature, top_p, top_k, a fresh uniform of [0, 1)."""
+    """Return ``[4, n, 1]`` float64: temperature, top_p, top_k, and a new uniform number in [0, 1)."""
     rows = [
         (
             request.sampling.temperature,
@@ -92,34 +94,34 @@ def _params(requests: Sequence[Request], vocab: int, device: torch.device) -> to
 
 
 def _weights(scores: torch.Tensor, best: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
-    """Return ``[n, V]`` int64: tempered probabilities, the likeliest token's is `_ONE`."""
+    """Return ``[n, V]`` int64: probabilities at ``temperature``, scaled so that the largest is `_ONE`."""
     relative = ((scores.double() - best.double()) / temperature).exp_()
     return relative.mul_(_ONE).long()
 
 
 def _draw_any(_scores: torch.Tensor, weights: torch.Tensor, params: torch.Tensor) -> torch.Tensor:
-    """Return ``[n]`` int64: a token by weight."""
+    """Return ``[n]`` int64: a token drawn by weight."""
     return _pick(weights, params[3]).squeeze(1)
 
 
 def _draw_filtered(
     scores: torch.Tensor, weights: torch.Tensor, params: torch.Tensor
 ) -> torch.Tensor:
-    """Return ``[n]`` int64: a token by weight among the top-k, then the top-p of those."""
+    """Return ``[n]`` int64: a token drawn by weight from the top-p of the top-k tokens."""
     _, top_p, top_k, uniform = params
     order = scores.sort(dim=-1, descending=True, stable=True).indices
     ranks = torch.arange(scores.shape[1], device=scores.device)
     ranked = weights.gather(1, order).masked_fill_(ranks >= top_k, 0)
     upto = ranked.cumsum(dim=-1)
-    likelier = upto - ranked  # the likeliest token has none before it, so it always stays
+    likelier = upto - ranked  # 0 for the likeliest token, so it is always kept
     ranked.masked_fill_(likelier >= top_p * upto[:, -1:], 0)
     return order.gather(1, _pick(ranked, uniform)).squeeze(1)
 
 
 def _pick(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """Return ``[n, 1]`` int64: the column where the running sum passes its uniform share.
+    """Return ``[n, 1]`` int64: the column at which the cumulative weight exceeds the uniform share.
 
-    Always a column that exists, even where NaN in the logits made the weights meaningless.
+    The column is always valid, even if NaN in the logits made the weights meaningless.
     """
     upto = weights.cumsum(dim=-1)
     total = upto[:, -1:]

@@ -1,10 +1,10 @@
-"""Pacts as plain data: what a pact promised, kept in a file and compared across processes.
+"""Pacts as plain data, which can be saved to a file and compared across processes.
 
-`SavedPacts` is a JSON document in which a tensor's place is a slot and an offset, so that two engines,
-two machines or two versions of a plugin can be compared by `diff`. A file is checked as it is read,
-and nothing in it is executed or imported.
+`SavedPacts` is a JSON document. The location of a tensor is a slot and an offset, not an address, so that two
+engines, two machines or two versions of a plugin can be compared by `diff`. A file is validated when it is
+read, and nothing in it is executed or imported.
 
-Does not: hold a replay to anything: addresses and live objects are for `graphpact.pact`.
+Does not: check replays; `graphpact.pact` does, with addresses and live objects.
 """
 
 import dataclasses
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, TypeAlias, Type
 
 from graphpact.batch import ForwardMode
 from graphpact.errors import UsageError
+from graphpact.graphs import Externals
 from graphpact.pact import Pact, Promise, TensorFacts, is_readable, type_name
 from graphpact.shapes import GraphShape
 
@@ -28,8 +29,8 @@ Scalar: TypeAlias = bool | int | float | str | None
 K = TypeVar("K")
 V = TypeVar("V")
 
-FORMAT = 1
-"""The version of the document that `SavedPacts` writes, and the only one that it reads."""
+FORMAT = 2
+"""The version of the document that `SavedPacts` writes. Version 1, without ``externals``, is also read."""
 
 _DOCUMENT: Final = "graphpact pacts"
 _STRICT: Any = {"extra": "forbid", "strict": True, "allow_inf_nan": False}  # pydantic's ConfigDict
@@ -39,15 +40,15 @@ _STRICT: Any = {"extra": "forbid", "strict": True, "allow_inf_nan": False}  # py
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SavedTensor:
-    """What a tensor promises in every process.
+    """The properties of a tensor that are the same in every process.
 
     Args:
-        shape: Its sizes.
-        stride: In elements.
-        dtype: Element type without ``torch.``.
-        device: Where it lies.
-        slot: Label of the slot in whose memory it begins; None where it is no slot's.
-        offset: Bytes from the start of that slot's buffer; None where there is none.
+        shape: The sizes.
+        stride: The strides in elements.
+        dtype: The dtype without ``torch.``.
+        device: The device.
+        slot: Label of the slot in whose memory the tensor begins; None if it is in no slot.
+        offset: Bytes from the start of that slot's buffer; None if it is in no slot.
     """
 
     __pydantic_config__: ClassVar[Any] = _STRICT
@@ -65,11 +66,11 @@ class SavedPromise:
     """One container or leaf of a saved pact.
 
     Args:
-        path: Where it is.
-        type: Name of its type, with its module but for Python's own.
-        tensor: What a tensor promises; None for all else.
-        value: A host number, a bool or None itself; every other host value in words, and so is a number
-            that JSON lacks. None for a container, and for an object whose identity was promised.
+        path: The path of the field.
+        type: Name of its type, with the module unless it is a builtin.
+        tensor: The properties of a tensor; None for anything else.
+        value: A host number or bool as it is; any other host value, and a number that JSON lacks, as a
+            string. None for None, for a container, and for an object that is compared by identity.
         bounded: Whether a replay may have a smaller number.
     """
 
@@ -84,7 +85,18 @@ class SavedPromise:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SavedPact:
-    """What one captured shape of one lane promised, as plain data."""
+    """The pact of one captured shape of one lane, as plain data.
+
+    Args:
+        lane: Name of the lane.
+        mode: Forward mode of the shape.
+        batch_size: Padded request count of the shape.
+        num_tokens: Padded token count of the shape.
+        variant: Variant of the shape.
+        promises: The promises, in the order of the pact.
+        externals: How much the driver knows of the memory that the graph reads: the pact covers what the
+            backend holds of it. None if the file does not say, because it has format 1.
+    """
 
     __pydantic_config__: ClassVar[Any] = _STRICT
 
@@ -94,6 +106,7 @@ class SavedPact:
     num_tokens: int
     variant: str
     promises: tuple[SavedPromise, ...]
+    externals: Externals | None = None
 
     @property
     def shape(self) -> GraphShape:
@@ -101,25 +114,30 @@ class SavedPact:
         return GraphShape(self.mode, self.batch_size, self.num_tokens, self.variant)
 
     @classmethod
-    def of(cls, lane: str, pact: Pact) -> "SavedPact":
-        """Return what of ``pact`` can be compared with a pact of another process.
+    def of(cls, lane: str, pact: Pact, externals: Externals | None = None) -> "SavedPact":
+        """Return the part of ``pact`` that can be compared with a pact of another process.
 
         Args:
             lane: The name of the lane that captured the shape.
-            pact: What the capture promised.
+            pact: The pact of the shape.
+            externals: How much the driver knows of the memory that the graph reads; None if that is unknown.
         """
         shape, promises = pact.shape, tuple(map(_save, pact.promises))
-        return cls(lane, shape.mode, shape.batch_size, shape.num_tokens, shape.variant, promises)
+        return cls(
+            *(lane, shape.mode, shape.batch_size, shape.num_tokens, shape.variant),
+            promises,
+            externals,
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SavedPacts:
-    """The pacts of an engine as plain data: what is written to a file, and compared by `diff`.
+    """The pacts of an engine as plain data, to be saved to a file and compared by `diff`.
 
     Args:
-        document: What tells such a file from another one.
+        document: Marks the file as a document of pacts.
         format: The version of the document.
-        pacts: In the order of lanes and captures; one for each lane and shape.
+        pacts: One pact for each lane and shape, in the order of lanes and captures.
     """
 
     __pydantic_config__: ClassVar[Any] = _STRICT
@@ -130,7 +148,7 @@ class SavedPacts:
 
     @classmethod
     def of(cls, pacts: Iterable[tuple[str, Pact]]) -> "SavedPacts":
-        """Return ``pacts``, each with the name of its lane, as plain data."""
+        """Return pacts, each given with the name of its lane, as plain data."""
         return cls(pacts=tuple(SavedPact.of(lane, pact) for lane, pact in pacts))
 
     def to_dict(self) -> dict[str, Any]:
@@ -142,11 +160,11 @@ class SavedPacts:
         """Write the document to ``path``.
 
         Args:
-            path: Where to.
-            overwrite: Whether a file that is there may be replaced.
+            path: The file to write.
+            overwrite: Whether to replace an existing file.
 
         Raises:
-            UsageError: The file is there, or cannot be written.
+            UsageError: The file exists, or cannot be written.
         """
         require_target(path, overwrite=overwrite)
         text = json.dumps(self.to_dict(), indent=1) + "\n"
@@ -161,7 +179,7 @@ class SavedPacts:
         """Read a document that `save` wrote. Nothing in it is executed or imported.
 
         Raises:
-            UsageError: The file cannot be read, is something else, is of another format, or is broken.
+            UsageError: The file cannot be read, is no document of pacts, has a newer format, or is invalid.
         """
         try:
             content = path.read_bytes()
@@ -171,44 +189,44 @@ class SavedPacts:
 
     @classmethod
     def from_json(cls, content: bytes | str, source: str = "the document") -> "SavedPacts":
-        """Read a document from memory; ``source`` is what messages call it.
+        """Read a document from memory; error messages call it ``source``.
 
         Raises:
-            UsageError: It is something else, of another format, or broken.
+            UsageError: It is no document of pacts, has a newer format, or is invalid.
         """
-        from pydantic import ValidationError  # noqa: PLC0415  only who loads pacts waits for it
+        from pydantic import ValidationError  # noqa: PLC0415  slow import, needed only to load
 
         _require_ours(content, source)
         try:
             saved = _adapter().validate_json(content)
         except ValidationError as error:
             first, *more = error.errors(include_url=False, include_context=False)
-            where = ".".join(map(str, first["loc"])) or "the whole"
+            where = ".".join(map(str, first["loc"])) or "the document"
             tail = f" and {len(more)} more" if more else ""
             raise _broken(source, f"{where}: {first['msg']}{tail}") from error
         _require_unique(saved, source)
-        return saved
+        return dataclasses.replace(saved, format=FORMAT)
 
 
 def require_target(path: Path, *, overwrite: bool = False) -> None:
-    """See whether pacts can be written to ``path``, as far as that can be told without writing.
+    """Check, without writing, that pacts can be written to ``path``.
 
-    For who has long work to do before there is something to save.
+    To be called before long work whose result is to be saved.
 
     Args:
-        path: Where to.
-        overwrite: Whether a file that is there may be replaced.
+        path: The file to write.
+        overwrite: Whether to replace an existing file.
 
     Raises:
-        UsageError: It is a directory, lies in none, or is there and may not be replaced.
+        UsageError: It is a directory, is in no existing directory, or exists and may not be replaced.
     """
     if path.is_dir():
         raise _unwritable(path, "it is a directory")
     if not path.parent.is_dir():
         raise _unwritable(path, f"there is no directory {path.parent}")
     if path.exists() and not overwrite:
-        hint = "name another file, or ask to write over it (--force)"
-        raise UsageError(f"{path} is there already", hint=hint)
+        hint = "name another file, or pass --force to replace it"
+        raise UsageError(f"{path} already exists", hint=hint)
 
 
 def _unwritable(path: Path, why: str) -> UsageError:
@@ -221,10 +239,10 @@ def _foreign(what: str) -> UsageError:
 
 
 def _require_ours(content: bytes | str, source: str) -> None:
-    """See that a document says that it is ours, and of a format that is known."""
+    """Check the ``document`` and ``format`` entries of a document."""
 
     def refuse(constant: str) -> None:
-        raise ValueError(f"{constant} is no number of JSON")
+        raise ValueError(f"{constant} is not a JSON number")
 
     try:
         document = json.loads(content, parse_constant=refuse)
@@ -232,38 +250,38 @@ def _require_ours(content: bytes | str, source: str) -> None:
         raise _foreign(f"{source} is not JSON: {error}") from error
     if not isinstance(document, dict) or document.get("document") != _DOCUMENT:
         raise _foreign(
-            f'{source} is JSON and no document of pacts: it lacks "document": "{_DOCUMENT}"'
+            f'{source} is JSON but not a document of pacts: it lacks "document": "{_DOCUMENT}"'
         )
     found = document.get("format")
     if not isinstance(found, int) or isinstance(found, bool) or found < 1:
-        raise _broken(source, f"format: {found!r} is no version")
-    if found != FORMAT:
+        raise _broken(source, f"format: {found!r} is not a version")
+    if found > FORMAT:
         raise UsageError(
-            f"{source} has format {found}; this graphpact reads format {FORMAT}",
+            f"{source} has format {found}; this graphpact reads formats up to {FORMAT}",
             hint="update graphpact, or save the pacts again with this one",
         )
 
 
 def _require_unique(saved: SavedPacts, source: str) -> None:
-    """See that no pact and no promise is there twice: which of them counts?"""
+    """Check that no pact and no promise occurs twice."""
     seen: set[Hashable] = set()
     for pact in saved.pacts:
         whose = (pact.lane, pact.shape)
         for key in (whose, *((*whose, promise.path) for promise in pact.promises)):
             if key in seen:
-                raise _broken(source, f"{' '.join(map(str, key))} is there twice")
+                raise _broken(source, f"{' '.join(map(str, key))} occurs twice")
             seen.add(key)
 
 
-def _broken(source: str, what: str) -> UsageError:
+def _broken(source: str, fault: str) -> UsageError:
     return UsageError(
-        f"{source} is a broken document of pacts: {what}",
+        f"{source} is an invalid document of pacts: {fault}",
         hint="save the pacts again: graphpact pact save FILE --model DIR",
     )
 
 
 def _adapter() -> "TypeAdapter[SavedPacts]":
-    from pydantic import TypeAdapter  # noqa: PLC0415  only who saves or loads pacts waits for it
+    from pydantic import TypeAdapter  # noqa: PLC0415  slow import, needed only to save or load
 
     return TypeAdapter(SavedPacts)
 
@@ -280,7 +298,7 @@ def _save(promise: Promise) -> SavedPromise:
 
 
 def _scalar(value: Any) -> Scalar:
-    """Return a host value as JSON has it; in words where JSON lacks it, None where only identity counts."""
+    """Return a host value for JSON: as a string if JSON lacks its type, None if only its identity counts."""
     if isinstance(value, enum.Enum):
         return str(value.name)
     if value is None or isinstance(value, bool):
@@ -302,13 +320,13 @@ class Change:
     """One difference between two documents of pacts.
 
     Args:
-        lane: In which lane.
-        shape: Of which captured shape, in words; None where the whole lane came or went.
-        path: Of which field; None where the whole shape came or went.
-        what: What differs: ``lane``, ``shape`` or ``field`` where it came or went, else an attribute of
-            `SavedPromise` or of `SavedTensor`.
-        old: What it was; None where it came.
-        new: What it is; None where it went.
+        lane: Name of the lane.
+        shape: The captured shape; None if the whole lane was added or removed.
+        path: The field; None if the whole shape was added or removed.
+        what: ``lane``, ``shape`` or ``field`` if that was added or removed; otherwise the attribute of
+            `SavedPromise` or of `SavedTensor` that differs.
+        old: The old value; None if it was added.
+        new: The new value; None if it was removed.
     """
 
     lane: str
@@ -320,7 +338,7 @@ class Change:
 
 
 def diff(old: SavedPacts, new: SavedPacts) -> tuple[Change, ...]:
-    """Return what changed from ``old`` to ``new``, by lane, shape and field; empty where nothing did."""
+    """Return the changes from ``old`` to ``new`` by lane, shape and field; ``externals`` is not compared."""
     return tuple(_diff(old, new))
 
 
@@ -343,7 +361,7 @@ def _diff(old: SavedPacts, new: SavedPacts) -> Iterator[Change]:
 def _changes(
     old: SavedPromise | None, new: SavedPromise | None
 ) -> Iterator[tuple[str, Scalar | tuple[int, ...], Scalar | tuple[int, ...]]]:
-    """Yield what differs between two promises of one path: what, old, new."""
+    """Yield the differences between two promises of one path: attribute, old, new."""
     if old is None or new is None:
         yield "field", None if old is None else old.type, None if new is None else new.type
         return
@@ -352,7 +370,7 @@ def _changes(
         if a != b or type(a) is not type(b):  # 1 == True
             yield name, a, b
     if old.tensor is None or new.tensor is None:
-        return  # another type, which is said
+        return  # the type differs, which was yielded
     for field in dataclasses.fields(SavedTensor):
         if (a := getattr(old.tensor, field.name)) != (b := getattr(new.tensor, field.name)):
             yield field.name, a, b
@@ -371,6 +389,6 @@ def _count(found: Mapping[Any, Any] | None, what: str) -> str | None:
 
 
 def _pairs(old: Mapping[K, V], new: Mapping[K, V]) -> Iterator[tuple[K, V | None, V | None]]:
-    """Yield every key of both, those of ``old`` first, with what each has there."""
+    """Yield every key of both, those of ``old`` first, with both values."""
     for key in {**old, **new}:
         yield key, old.get(key), new.get(key)

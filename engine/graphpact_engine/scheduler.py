@@ -1,20 +1,20 @@
-"""Which requests are computed in the next step, and in which memory.
+"""`Scheduler`: chooses the requests of each step and allocates their memory.
 
 Continuous batching with chunked prefill, first come first served:
 
-- A step is an extend (prefill) batch or a decode batch. An extend is followed by a decode whenever
-  something decodes, so a decoding request waits for one extend at most between its tokens.
-- A request is admitted when all pages of its known tokens can be had at once, one token more fits,
-  and a page is left for every admitted request that will yet need one (else it would soon be
-  preempted again). Nobody overtakes the head of the queue.
-- A decode that finds no free page preempts the youngest admitted request, which gives up its
-  memory, waits at the front of the queue, and is computed again from prompt and output. The oldest
-  is never preempted and always fits alone (`Scheduler.add` sees to it), so it always advances.
+- A step is an extend (prefill) batch or a decode batch. While any request decodes, two extends never
+  follow each other, so a decoding request waits for at most one extend between its tokens.
+- A request is admitted when the free pages hold all its known tokens and one more token, and one page is
+  left for every admitted request that can still grow (otherwise it would soon be preempted again).
+  Requests are admitted in queue order.
+- A decode that finds no free page preempts the youngest admitted request. That request frees its memory,
+  returns to the front of the queue, and is computed again from prompt and output. The oldest request is
+  never preempted and always fits alone (`Scheduler.add` checks this), so it always advances.
 
-Admitted requests are older than all waiting ones, always: admission takes from the front of the
-queue, preemption takes the youngest and puts it there.
+All admitted requests are older than all waiting requests: admission takes from the front of the queue,
+and preemption returns the youngest to the front.
 
-Does not: run the model, choose tokens, know text or vocabulary, or lock: one thread calls it.
+Does not: run the model, choose tokens, handle text or vocabulary, or lock: one thread calls it.
 """
 
 from array import array
@@ -33,19 +33,19 @@ from graphpact_engine.request import FinishReason, Request, RequestState
 
 @dataclass(frozen=True, slots=True)
 class ScheduledBatch:
-    """One step's work: run ``batch``, sample where ``samples`` says so, then `Scheduler.commit`."""
+    """The work of one step: a batch to run, and which of its requests yield a token."""
 
     batch: ForwardBatch
     requests: list[Request]
     """In batch order, oldest first."""
     samples: list[bool]
-    """Whether each request's last row yields a token; not where more of its prompt is to come."""
+    """Whether each request yields a token; False while part of its prompt remains."""
     step: int
-    """Number of the step; only the newest can be committed."""
+    """Number of the step; only the newest step can be committed."""
 
     @property
     def sampled_indices(self) -> list[int]:
-        """Places in the batch of the requests that yield a token."""
+        """Batch indices of the requests that yield a token."""
         return [at for at, yields in enumerate(self.samples) if yields]
 
     @property
@@ -55,20 +55,20 @@ class ScheduledBatch:
 
 
 class Scheduler:
-    """Owns the queue, and the memory of requests from admission to their end.
+    """The queue of requests, and the owner of their memory from admission to finish.
 
     Args:
-        request_pool: Rows; nobody else takes from it.
-        page_pool: KV pages; nobody else takes from it.
-        max_num_seqs: Requests admitted at once, at most.
-        max_num_batched_tokens: New tokens in one batch, at most.
-        max_model_len: Tokens of one sequence, prompt and output, at most.
-        eos_token_ids: Tokens that end every request that does not ignore them.
-        device: Of the batches and of ``request_pool``.
+        request_pool: The pool of request rows, used by this scheduler only.
+        page_pool: The pool of KV pages, used by this scheduler only.
+        max_num_seqs: Maximum number of admitted requests.
+        max_num_batched_tokens: Maximum number of new tokens in one batch.
+        max_model_len: Maximum length of a sequence, prompt and output.
+        eos_token_ids: Tokens that end every request without ``ignore_eos``.
+        device: Device of the batches and of ``request_pool``.
 
     Raises:
-        ConfigError: A limit below 1, fewer batched tokens than requests, or a ``max_model_len``
-            that a row cannot hold.
+        ConfigError: A limit is below 1, ``max_num_batched_tokens`` is below ``max_num_seqs``, or
+            ``max_model_len`` exceeds the length of a request row.
     """
 
     def __init__(
@@ -86,8 +86,8 @@ class Scheduler:
             raise ConfigError(f"max_num_seqs must be 1 or more; got {max_num_seqs}")
         if max_num_batched_tokens < max_num_seqs:
             raise ConfigError(
-                f"max_num_batched_tokens must be at least max_num_seqs, {max_num_seqs}, as a "
-                f"decode brings one token a request; got {max_num_batched_tokens}"
+                f"max_num_batched_tokens must be at least max_num_seqs, {max_num_seqs}, because a "
+                f"decode step has one token per request; got {max_num_batched_tokens}"
             )
         if not 2 <= max_model_len <= request_pool.max_context_len:
             raise ConfigError(
@@ -103,7 +103,7 @@ class Scheduler:
         self._pages = page_pool
         self._device = torch.device(device)
         self._waiting: deque[Request] = deque()  # oldest first
-        self._admitted: list[Request] = []  # oldest first, all older than the waiting ones
+        self._admitted: list[Request] = []  # oldest first, all older than _waiting
         self._alive: dict[str, Request] = {}
         self._num_added = 0
         self._step = 0
@@ -117,32 +117,32 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        """Requests admitted: those that own memory, prefilling ones included."""
+        """Number of admitted requests, which own memory; includes prefilling requests."""
         return len(self._admitted)
 
     @property
     def num_waiting(self) -> int:
-        """Requests in the queue, preempted ones included."""
+        """Number of requests in the queue, including preempted ones."""
         return len(self._waiting)
 
     def add(self, request: Request) -> None:
         """Queue a request.
 
         Raises:
-            RequestError: Nothing was done: no prompt, a prompt that leaves no room for a token,
-                more pages than there are, or the id of a request that is alive.
+            RequestError: The prompt is empty or leaves no room for a new token, the request may need more
+                pages than exist, or its id is that of an alive request. Nothing was queued.
         """
         prompt_len = len(request.prompt_token_ids)
         name = f"request {request.request_id!r}"
         if request.request_id in self._alive:
-            raise RequestError(f"{name} is alive already", hint="give each request its own id")
+            raise RequestError(f"{name} is already alive", hint="give each request a unique id")
         if prompt_len == 0:
             raise RequestError(f"{name} has an empty prompt", hint="give at least one token")
         if prompt_len > self.max_model_len - 1:
             raise RequestError(
                 f"{name} has a prompt of {prompt_len} tokens; at most {self.max_model_len - 1} "
                 f"leave room for a new one within max_model_len {self.max_model_len}",
-                hint="shorten the prompt, or raise engine.max_model_len where the model knows more",
+                hint="shorten the prompt, or raise engine.max_model_len up to the limit of the model",
             )
         longest = self._longest(request)
         needed = self._pages.pages_for(longest)
@@ -158,50 +158,50 @@ class Scheduler:
         self._waiting.append(request)
 
     def schedule(self) -> ScheduledBatch | None:
-        """Plan the next step; None where no request is alive.
+        """Return the next step, or None if no request is alive.
 
-        A step that is never committed (the model failed) is simply planned anew.
+        A step that is never committed, because the model failed, is planned again by the next call.
 
         Raises:
-            EngineError: Requests are alive and none can advance: somebody else took from the pools.
+            EngineError: Requests are alive and none can advance, because other code took from the pools.
         """
         self._step += 1
         decoding = bool(self._in_state(RequestState.RUNNING))
         plans = [self._plan_extend, self._plan_decode]
         if self._last_was_extend and decoding:
-            plans.reverse()  # a decode comes out empty where all gave way to an older prefill
+            plans.reverse()  # the decode is empty if an older prefill preempted every running request
         self._to_commit = next((step for step in (plan() for plan in plans) if step), None)
         if self._to_commit is None:
             if self.has_work:
                 raise EngineError(
-                    f"none of {len(self._alive)} requests can advance; free are "
+                    f"none of {len(self._alive)} requests can advance; free: "
                     f"{self._pages.num_free} of {self._pages.num_pages} KV pages and "
                     f"{self._rows.num_free} of {self._rows.max_requests} rows",
-                    hint="only one scheduler may take from a pool",
+                    hint="use a pool in one scheduler only",
                 )
             return None
         self._last_was_extend = not self._to_commit.batch.forward_mode.is_decode
         return self._to_commit
 
     def commit(self, scheduled: ScheduledBatch, token_ids: Sequence[int | None]) -> list[Request]:
-        """Take the tokens of a step; finish the requests that end, and free their memory.
+        """Append the tokens of a step; finish the requests that end, and free their memory.
 
         Args:
             scheduled: The newest result of `schedule`.
-            token_ids: For each request of the batch its token; None where it yields none.
+            token_ids: The token of each request of the batch; None for a request that yields none.
 
         Returns:
-            The requests that got a token, in batch order; ``is_finished`` tells which ended.
-            Requests that were aborted since `schedule` are passed over.
+            The requests that received a token, in batch order; those that ended have ``is_finished``.
+            Requests that were aborted since `schedule` are skipped.
 
         Raises:
-            EngineError: Nothing was done: not the newest step, committed already, or tokens that do
-                not agree with ``scheduled.samples``.
+            EngineError: The step is not the newest, was already committed, or ``token_ids`` does not
+                match ``scheduled.samples``. Nothing was changed.
         """
         if scheduled is not self._to_commit:
             raise EngineError(
-                f"step {scheduled.step} was committed; step {self._step} is the newest, and a step "
-                f"is committed once"
+                f"cannot commit step {scheduled.step}: step {self._step} is the newest, and a step is "
+                f"committed once"
             )
         if [token is not None for token in token_ids] != scheduled.samples:
             raise EngineError(
@@ -228,7 +228,7 @@ class Scheduler:
         return got
 
     def abort(self, request_id: str) -> bool:
-        """End a request and free its memory; False where none of that id is alive."""
+        """End a request and free its memory; return False if no alive request has this id."""
         request = self._alive.get(request_id)
         if request is None:
             return False
@@ -236,26 +236,26 @@ class Scheduler:
         return True
 
     def check_invariants(self) -> None:
-        """Hold every page and row to its one owner, and the queue to its order.
+        """Check that every page and row has at most one owner, and that the queue is in order.
 
-        For tests and debugging; takes time in proportion to the pools.
+        For tests and debugging; the time is proportional to the size of the pools.
 
         Raises:
-            EngineError: A rule that is broken, the first of them.
+            EngineError: Names the first broken rule.
         """
         pages = [page for request in self._admitted for page in request.pages]
         rows = [request.row for request in self._admitted]
-        everyone = [*self._admitted, *self._waiting]
+        in_order = [*self._admitted, *self._waiting]
         size = self._pages.page_size
         rules = {
             "each page has one owner": len(set(pages)) == len(pages),
             "owned and free pages are all pages": set(pages) == self._pages.in_use
             and len(pages) + self._pages.num_free == self._pages.num_pages,
-            "page 0 is nobody's": 0 not in pages,
+            "page 0 has no owner": 0 not in pages,
             "each row has one owner": len(set(rows)) == len(rows),
             "owned and free rows are all rows": set(rows) == self._rows.in_use
             and len(rows) + self._rows.num_free == self._rows.max_requests,
-            "row 0 is nobody's": 0 not in rows,
+            "row 0 has no owner": 0 not in rows,
             "admitted requests are at most max_num_seqs": len(rows) <= self.max_num_seqs,
             "waiting requests own nothing": all(
                 at.row is None and not at.pages and at.num_computed == 0 for at in self._waiting
@@ -266,27 +266,27 @@ class Scheduler:
             "a running request has one token to compute": all(
                 at.num_computed == at.num_tokens - 1 for at in self._in_state(RequestState.RUNNING)
             ),
-            "requests stand in the order of arrival": everyone
-            == sorted(everyone, key=lambda at: at.arrival),
-            "alive requests are admitted or waiting": set(map(id, everyone))
+            "requests are in the order of arrival": in_order
+            == sorted(in_order, key=lambda at: at.arrival),
+            "alive requests are admitted or waiting": set(map(id, in_order))
             == set(map(id, self._alive.values())),
         }
         for rule, holds in rules.items():
             if not holds:
-                raise EngineError(f"the scheduler broke its rule that {rule}")
+                raise EngineError(f"the scheduler violates the rule: {rule}")
 
     def _in_state(self, state: RequestState) -> list[Request]:
         """Return the admitted requests of one state, oldest first."""
         return [request for request in self._admitted if request.state is state]
 
     def _longest(self, request: Request) -> int:
-        """Return how many tokens the request may grow to."""
+        """Return the maximum number of tokens of the request."""
         return min(
             len(request.prompt_token_ids) + request.sampling.max_new_tokens, self.max_model_len
         )
 
     def _plan_extend(self) -> ScheduledBatch | None:
-        """Continue prefills under way, oldest first, then admit while tokens and memory last."""
+        """Continue started prefills, oldest first, then admit requests while tokens and memory last."""
         budget = self.max_num_batched_tokens
         chunks: list[tuple[Request, int]] = []
         prefilling = iter(self._in_state(RequestState.PREFILLING))
@@ -297,21 +297,22 @@ class Scheduler:
         return self._extend_batch(chunks) if chunks else None
 
     def _plan_decode(self) -> ScheduledBatch | None:
-        """Give each running request the slot of its next token, oldest first; may preempt."""
+        """Give each running request the slot of its next token, oldest first; preempt if needed."""
         requests = [
             request
             for request in self._in_state(RequestState.RUNNING)
-            if request.state is RequestState.RUNNING and self._grow(request)  # or gave way just now
+            if request.state is RequestState.RUNNING
+            and self._grow(request)  # an older one may preempt it
         ]
         return self._decode_batch(requests) if requests else None
 
     def _admit(self) -> Request | None:
-        """Give the head of the queue its row and pages, or nobody anything."""
+        """Admit the head of the queue with its row and pages; return None, and do nothing, without them."""
         if not self._waiting or len(self._admitted) >= self.max_num_seqs:
             return None
         request = self._waiting[0]
         pages_for = self._pages.pages_for
-        margin = sum(  # the admitted requests that will yet need a page
+        margin = sum(  # the number of admitted requests that can still need a page
             self._longest(other) > len(other.pages) * self._pages.page_size
             for other in self._admitted
         )
@@ -328,7 +329,7 @@ class Scheduler:
         return request
 
     def _grow(self, request: Request) -> bool:
-        """Own the slot of the next token, at the cost of the younger; False: gave way itself."""
+        """Allocate the slot of the next token, preempting from the youngest; False if preempted itself."""
         if request.num_computed < len(request.pages) * self._pages.page_size:
             return True
         while (pages := self._pages.alloc(1)) is None:
@@ -349,7 +350,7 @@ class Scheduler:
         self._waiting.appendleft(request)
 
     def _release(self, request: Request) -> None:
-        """Take an admitted request's memory back."""
+        """Free the memory of an admitted request."""
         self._admitted.remove(request)
         self._pages.free(request.pages)
         request.pages = []
@@ -358,7 +359,7 @@ class Scheduler:
         request.row = None
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
-        """End a request wherever it stands."""
+        """End a request in any state."""
         if request.state is RequestState.WAITING:
             self._waiting.remove(request)
         else:
@@ -368,7 +369,7 @@ class Scheduler:
         del self._alive[request.request_id]
 
     def _reason_to_finish(self, request: Request, token: int) -> FinishReason | None:
-        """Return why the request ends with ``token``, its newest, or None."""
+        """Return why the request ends with its newest token, ``token``; None if it does not end."""
         sampling = request.sampling
         if token in sampling.stop_token_ids:
             return "stop"
@@ -379,7 +380,7 @@ class Scheduler:
         return "length" if request.num_tokens >= self.max_model_len else None
 
     def _decode_batch(self, requests: list[Request]) -> ScheduledBatch:
-        """Build the batch that computes the newest token of each request."""
+        """Build the batch whose input is the newest token of each request."""
         size = self._pages.page_size
         positions = [request.num_computed for request in requests]
         fields = [
@@ -408,7 +409,7 @@ class Scheduler:
         return ScheduledBatch(batch, requests, [True] * len(requests), self._step)
 
     def _extend_batch(self, chunks: list[tuple[Request, int]]) -> ScheduledBatch:
-        """Build the batch that computes the next tokens, as many as given, of each request."""
+        """Build the batch whose input is the next ``length`` tokens of each request."""
         requests = [request for request, _ in chunks]
         input_ids: list[int] = []
         positions: list[int] = []
@@ -450,21 +451,20 @@ class Scheduler:
 def _row(request: Request) -> int:
     """Return the row of an admitted request."""
     if request.row is None:
-        raise EngineError(f"request {request.request_id!r} is in a batch and owns no row")
+        raise EngineError(f"request {request.request_id!r} is in a batch but owns no row")
     return request.row
 
 
 def _move(
     fields: list[list[int]], device: torch.device
 ) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
-    """Return the fields as int64 tensors on the host and on ``device``: one copy for all of them.
+    """Return the fields as int64 tensors on the host and on ``device``, moved by one copy.
 
-    Memory of host and device is never shared, not on a CPU either, so that nobody who writes one
-    writes the other.
+    Host and device tensors never share memory, even on a CPU: a write to one does not change the other.
     """
     sizes = [len(field) for field in fields]
     flat = array("q", [number for field in fields for number in field])
-    host = torch.frombuffer(flat, dtype=torch.int64)  # half the time of torch.tensor
+    host = torch.frombuffer(flat, dtype=torch.int64)  # twice as fast as torch.tensor
     on_gpu = device.type == "cuda"
     if on_gpu:
         host = host.pin_memory()

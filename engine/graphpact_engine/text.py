@@ -1,8 +1,8 @@
-"""`TextStream`: token ids to text, one token at a time, whole characters only.
+"""`TextStream`: token ids to text, one token at a time, in complete characters.
 
-A character may be spread over several tokens, and a tokenizer may write a token differently after
-another one. So a window of tokens is decoded twice, without and with the new ones, and what the second
-adds is given out once it does not end in the middle of a character.
+One character may take several tokens, and the text of a token may depend on the token before it. So a
+window of tokens is decoded twice, without and with the new tokens, and the difference is returned once it
+does not end inside a character.
 
 Does not: encode.
 """
@@ -13,20 +13,20 @@ _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 
 
 class TextStream:
-    """The text of one request.
+    """The text of one request, decoded incrementally.
 
     Args:
-        tokenizer: A transformers tokenizer; None gives out no text.
+        tokenizer: A transformers tokenizer; with None all text is empty.
     """
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._token_ids: list[int] = []
-        self._window = 0  # where decoding starts
-        self._given = 0  # tokens whose text is out
+        self._window = 0  # first token that is decoded
+        self._given = 0  # number of tokens whose text was returned
 
     def push(self, token_id: int, *, last: bool = False) -> str:
-        """Return the text that ``token_id`` completes; on the last token, all that is left."""
+        """Return the text that ``token_id`` completes; for the last token, all remaining text."""
         if self._tokenizer is None:
             return ""
         self._token_ids.append(token_id)

@@ -1,9 +1,8 @@
-"""`HookTrace`: prints every hook call of a lane.
+"""`HookTrace`: an observer that prints every hook call of a lane.
 
-An observer like any other, found by the name ``trace``: ``wrapper=True`` implementations of the hooks.
-``GRAPHPACT_TRACE=1`` puts one into every lane of an engine.
+Its plugin name is ``trace``. ``GRAPHPACT_TRACE=1`` adds one to every lane of an engine.
 
-Does not: read a tensor's contents, so tracing does not change what it shows.
+Does not: read the contents of tensors, so that tracing causes no synchronization.
 """
 
 import sys
@@ -20,10 +19,10 @@ _Around = Generator[None, Any, Any]
 
 
 class HookTrace:
-    """Writes one line a call: the hook, its shape, the batch's size, and what came back.
+    """Prints one line per hook call: hook, shape, batch size, and result.
 
     Args:
-        file: Where to; standard error by default.
+        file: The stream to write to; standard error by default.
     """
 
     def __init__(self, file: TextIO | None = None) -> None:
@@ -51,7 +50,7 @@ class HookTrace:
 
     @hookimpl(wrapper=True)
     def run_step(self, lane: Any, batch: ForwardBatch) -> _Around:
-        """Trace a step, an eager one too."""
+        """Trace a step, replayed or eager."""
         outputs = yield
         mode, count = batch.forward_mode.value, batch.batch_size
         self._print(f"step of lane {lane.name!r}: {mode} of {count} requests -> {outputs!r}")

@@ -1,18 +1,18 @@
 """`Verifier`: runs a share of a lane's replays again, eagerly, on a copy of the KV cache.
 
-The copy matters: an eager run on the live cache would write the right keys over what a wrong replay
-wrote, and so hide it. After both runs the logits of the real rows must agree, and so must the whole
-KV cache outside the scratch page: a replay that writes to another slot is found there. The page table
-must be as it was before the replay.
+The copy is needed: an eager run on the live cache would overwrite wrong keys of the replay with right ones.
+After both runs the outputs of the live rows must agree, and so must the whole KV cache outside the scratch
+page, which also detects writes to a wrong slot. The page table must not have changed.
 
-Where a driver's replays run the kernels of eager runs, as the tape's do, a replay is held to the bit to an
-eager run of the same padded rows first; other kernels round otherwise, and have a tolerance.
+If the replays of a driver run the same kernels as eager runs (the tape's do), a replay is first compared bit
+for bit with an eager run of the same padded rows. Other kernels round differently and are compared within a
+tolerance.
 
-It is an observer of the lane's hooks and of its steps: it sees the view and the metadata that a replay was
-prepared with, from which `graphpact_engine.diagnosis` names what differs first. Observers that may change
-what they see come after it in the lane's list, so that it sees what the lane gets.
+The verifier is an observer of the hooks and steps of a lane: it keeps the view and the metadata of a replay,
+from which `graphpact_engine.diagnosis` names the first difference. Observers that change the results of hooks
+must come after it in the lane's list, so that it receives what the lane receives.
 
-Does not: repair anything, or look at batches that ran eagerly anyway.
+Does not: repair anything, or verify batches that ran eagerly.
 """
 
 import math
@@ -38,19 +38,19 @@ _ROWS = {"bs": "request", "tokens": "token", "none": "row"}
 
 
 class Verifier:
-    """Holds a share of a lane's replays to an eager run: ``Lane(..., observers=[verifier])``.
+    """An observer that compares a share of replays with eager runs: ``Lane(..., observers=[verifier])``.
 
     Args:
-        make_backend: ``(kv_cache) -> backend``: builds the lane's kind of backend on another cache.
+        make_backend: ``(kv_cache) -> backend``: builds a backend like the lane's on another cache.
         kv_cache: The live cache.
-        shadow: A cache of the same shape; overwritten for each verified step.
-        share: Of the replays, 0 to 1.
-        page_size: KV slots in a page; page 0 is scratch and not compared.
-        seed: Of the choice of steps.
+        shadow: A cache of the same shape; overwritten in each verified step.
+        share: Share of the replays to verify, 0 to 1.
+        page_size: KV slots per page; page 0 is scratch and not compared.
+        seed: Seed of the choice of steps.
 
     Attributes:
-        verified: Replays that were held to an eager run so far.
-        largest_difference: Of all logits, keys and values that were compared so far.
+        verified: Number of verified replays.
+        largest_difference: Largest difference of the logits, keys and values compared so far.
     """
 
     def __init__(
@@ -70,9 +70,9 @@ class Verifier:
         self._shadow = kv_tensors(shadow)
         self._backend = make_backend(shadow)
         self._page_size = page_size
-        self._random = random.Random(seed)  # noqa: S311  it picks steps, it keeps no secret
+        self._random = random.Random(seed)  # noqa: S311  not for cryptography
         self._lane: Lane | None = None
-        self._looking: tuple[ForwardBatch, ForwardBatch] | None = None  # a batch, and its copy
+        self._verifying: tuple[ForwardBatch, ForwardBatch] | None = None  # the batch and its copy
         self._replay: Replay | None = None
 
     @property
@@ -80,12 +80,12 @@ class Verifier:
         """The lane whose replays are verified.
 
         Raises:
-            EngineError: It has run no step yet.
+            EngineError: The lane has run no step yet.
         """
         if self._lane is None:
             raise EngineError(
-                "the verifier has seen no step of a lane",
-                hint="give it to the lane: Lane(..., observers=[verifier]), and run the lane",
+                "the verifier has observed no step of a lane",
+                hint="pass it to the lane, Lane(..., observers=[verifier]), and run the lane",
             )
         return self._lane
 
@@ -93,37 +93,37 @@ class Verifier:
 
     @hookimpl(wrapper=True)
     def prepare_replay(self, batch: ForwardBatch, shape: GraphShape) -> _Around:
-        """See the view of a verified step."""
+        """Keep the view of a verified step."""
         view = yield
-        if self._looking is not None:
-            given, kept = self._looking
+        if self._verifying is not None:
+            given, kept = self._verifying
             seen = kept if batch is given else batch
             self._replay = Replay(seen, shape, view, _copy_of(view))
         return view
 
     @hookimpl(wrapper=True)
     def init_metadata_replay(self) -> _Around:
-        """See the metadata of a verified step."""
+        """Keep the metadata of a verified step."""
         metadata = yield
         if self._replay is not None:
             self._replay.metadata = metadata
         return metadata
 
-    # -- the step: in the order of the observers, inside a guard that poisons unowned memory first ---
+    # -- the step: inside the guard of a strict lane, which poisons unowned memory first --------------
 
     @hookimpl(wrapper=True)
     def run_step(self, lane: Lane, batch: ForwardBatch) -> _Around:
         """Compare the outputs of a replay with those of an eager run.
 
         Raises:
-            VerificationError: Names the request row or the KV slot that differs most, by how much, and
-                the first field of view or metadata that differs; or the entry of the page table that
-                the replay changed.
-            EngineError: It observes another lane already.
+            VerificationError: The replay differs. Names the request row or KV slot with the largest
+                difference, and the first field of view or metadata that differs; or the entry of the
+                page table that the replay changed.
+            EngineError: The verifier already observes another lane.
         """
         if self._lane not in (None, lane):
             raise EngineError(
-                f"the verifier of lane {self.lane.name!r} cannot be that of {lane.name!r} too",
+                f"the verifier of lane {self.lane.name!r} cannot also verify lane {lane.name!r}",
                 hint="build one verifier for each lane",
             )
         self._lane = lane
@@ -132,28 +132,30 @@ class Verifier:
         torch._foreach_copy_([*self._shadow.values()], [*self._live.values()])
         table = lane.backend.context.req_to_token
         table_before = table.clone()
-        kept = _copy_of(batch)  # should a hook write into the batch
+        kept = _copy_of(batch)  # a hook may write into the batch
         eager_runs = lane.stats.eager.total()
-        self._looking = batch, kept
+        self._verifying = batch, kept
         try:
             outputs: StepOutputs = yield
         except (RuntimeError, IndexError, ReplayError) as error:
-            # Kernels make checks of their own, and know no field's name.
+            # An error raised by a kernel does not name the field.
             if self._replay is None or self._replay.metadata is None:
                 raise
-            what = error.message if isinstance(error, ReplayError) else f"{error!r}"
-            found = self._error(f"the replay of {self._replay.shape} fails: {what}", self._replay)
+            reason = error.message if isinstance(error, ReplayError) else f"{error!r}"
+            found = self._error(
+                f"the replay of {self._replay.shape} failed: {reason}", self._replay
+            )
             if found.field is None and not found.suspects and isinstance(error, ReplayError):
                 found.hint = error.hint or found.hint
             raise found from error
         finally:
-            replay, self._replay, self._looking = self._replay, None, None
+            replay, self._replay, self._verifying = self._replay, None, None
         if replay is None and lane.stats.eager.total() > eager_runs:
             return outputs
         self._compare_table(table_before, table, replay)
         if replay is not None and lane.driver.repeats_eager_kernels:
-            # The same kernels on the same rows: other work of the graph shows down to the last bit,
-            # which no tolerance for other kernels could tell from their rounding.
+            # The same kernels on the same rows give the same bits. So a difference too small for the
+            # tolerance, which allows for rounding of other kernels, is detected here.
             padded = lane.forward_eager(replay.view_before, self._backend)
             padded = padded.rows(batch.batch_size, batch.num_tokens)
             if _shapes(padded) == _shapes(outputs):
@@ -162,9 +164,9 @@ class Verifier:
         self.verified += 1
         if _shapes(outputs) != _shapes(expected):
             raise VerificationError(
-                f"lane {lane.name!r}: {batch.batch_size} requests came back with {_say(outputs)}, an eager"
-                f" run gives {_say(expected)}",
-                hint="a step returns the rows of the batch's requests, and no padded ones",
+                f"lane {lane.name!r}: a replay of {batch.batch_size} requests returned {_list(outputs)}, an"
+                f" eager run returned {_list(expected)}",
+                hint="a step must return the live rows of the batch, without padding rows",
                 lane=lane.name,
                 shape=None if replay is None else replay.shape,
             )
@@ -179,14 +181,14 @@ class Verifier:
         *,
         exactly: bool = False,
     ) -> None:
-        """Compare every output, and both KV caches outside the scratch page."""
-        how: dict[str, Any] = {"replay": replay, "exactly": exactly}
+        """Compare every output, and the KV caches outside the scratch page."""
+        options: dict[str, Any] = {"replay": replay, "exactly": exactly}
         for name, output in outputs.items():
-            what = f"{name} of {_ROWS[outputs.axes[name]]}"
-            self._compare(what, output, expected[name], first=0, **how)
+            label = f"{name} of {_ROWS[outputs.axes[name]]}"
+            self._compare(label, output, expected[name], first=0, **options)
         for name, live in self._live.items():
-            what = f"{name.removeprefix('the ')} in KV slot"
-            self._compare(what, live, self._shadow[name], first=self._page_size, **how)
+            label = f"{name.removeprefix('the ')} in KV slot"
+            self._compare(label, live, self._shadow[name], first=self._page_size, **options)
 
     def _compare_table(
         self, before: torch.Tensor, after: torch.Tensor, replay: Replay | None
@@ -196,9 +198,9 @@ class Verifier:
         row, position = (before != after).nonzero()[0].tolist()
         was, is_now = int(before[row, position]), int(after[row, position])
         raise VerificationError(
-            f"lane {self.lane.name!r}: replay changed the page table: {_what(replay)}:"
+            f"lane {self.lane.name!r}: replay changed the page table: {_shape_of(replay)}:"
             f" req_to_token[{row}, {position}] was {was} and is {is_now}",
-            hint="the table is the engine's: recorded work and metadata hooks only read it",
+            hint="only the engine writes req_to_token; recorded work and metadata hooks must only read it",
             lane=self.lane.name,
             shape=None if replay is None else replay.shape,
             field="req_to_token",
@@ -206,7 +208,7 @@ class Verifier:
 
     def _compare(
         self,
-        what: str,
+        label: str,
         replayed: torch.Tensor,
         eager: torch.Tensor,
         *,
@@ -214,14 +216,14 @@ class Verifier:
         replay: Replay | None,
         exactly: bool = False,
     ) -> None:
-        # Most rows of a cache are equal to the bit, and only the others are worth a closer look.
+        # Most rows of a cache are equal bit for bit; only the others are compared in float64.
         unequal = (replayed[first:] != eager[first:]).flatten(1).any(dim=1)
         rows = unequal.nonzero().squeeze(1) + first
         if not len(rows):
             return
         a, b = replayed[rows].double(), eager[rows].double()
-        # A difference to NaN is NaN, which no comparison of the maximum would see.
-        # Poison that neither run touched agrees.
+        # A difference to NaN is NaN, which a maximum does not detect: it becomes inf below.
+        # Poison that neither run wrote is equal.
         off = torch.where(same(a, b), 0.0, (a - b).abs()).flatten(1).amax(dim=1)
         off = off.nan_to_num(nan=float("inf"), posinf=float("inf"))
         scale = b.abs().nan_to_num(nan=0.0, posinf=0.0).amax().item()
@@ -231,24 +233,24 @@ class Verifier:
         tolerance = tolerance_of(eager.dtype) * max(1.0, scale)
         if worst <= (0.0 if exactly else tolerance):
             return
-        rows_of = "an eager run of the same padded rows" if exactly else "eager run"
+        other = "an eager run of the same padded rows" if exactly else "eager run"
         raise self._error(
-            f"replay and {rows_of} differ: {_what(replay)}: {what} {int(rows[off.argmax()])} by {worst:.3g}"
-            f" (values up to {scale:.3g})",
+            f"replay and {other} differ: {_shape_of(replay)}: {label} {int(rows[off.argmax()])} by"
+            f" {worst:.3g} (values up to {scale:.3g})",
             replay,
             largest_difference=worst,
         )
 
     def _error(
-        self, what: str, replay: Replay | None, *, largest_difference: float = math.inf
+        self, fault: str, replay: Replay | None, *, largest_difference: float = math.inf
     ) -> VerificationError:
-        """Return the error for ``what`` went wrong, with what made it so."""
+        """Return the error for ``fault``, with the diagnosis of its cause."""
         caches = [*self._live.values(), *self._shadow.values()]
-        cause = _AROUND
+        cause = _NO_REPLAY
         if replay is not None:
             cause = Diagnosis(self.lane, self._backend, replay, caches).cause()
         return VerificationError(
-            f"lane {self.lane.name!r}: {what}; {cause.text}",
+            f"lane {self.lane.name!r}: {fault}; {cause.text}",
             hint=cause.hint,
             lane=self.lane.name,
             shape=None if replay is None else replay.shape,
@@ -258,13 +260,13 @@ class Verifier:
         )
 
 
-_AROUND = Cause(
-    "no hook prepared a replay for it, and the lane counted no eager run",
-    "an observer of run_step returns what it was given, and runs nothing in its place",
+_NO_REPLAY = Cause(
+    "no hook prepared a replay for this step, and the lane counted no eager run",
+    "an observer of run_step must return the outputs of the step, and must not run other work instead",
 )
 
 
-def _what(replay: Replay | None) -> str:
+def _shape_of(replay: Replay | None) -> str:
     return "a step without a replay" if replay is None else str(replay.shape)
 
 
@@ -272,10 +274,10 @@ def _shapes(outputs: StepOutputs) -> dict[str, torch.Size]:
     return {name: output.shape for name, output in outputs.items()}
 
 
-def _say(outputs: StepOutputs) -> str:
+def _list(outputs: StepOutputs) -> str:
     return ", ".join(f"{name} {tuple(output.shape)}" for name, output in outputs.items())
 
 
 def _copy_of(batch: ForwardBatch) -> ForwardBatch:
-    """Return the batch with tensors of its own."""
+    """Return the batch with cloned tensors."""
     return batch.with_tensors({name: tensor.clone() for name, tensor in batch.tensors().items()})

@@ -105,7 +105,7 @@ def file(tmp_path: Path) -> Path:
 
 
 def test_every_key_is_tested_and_described() -> None:
-    """Each key has a description, words for what it takes, and a strategy in this file."""
+    """Each key has a description, words for what it allows, and a strategy in this file."""
     assert list(KEYS) == list(VALUES)
     assert all(key.description.endswith(".") and key.allowed for key in config_keys())
     assert KEYS["engine.max_num_seqs"] == ConfigKey(
@@ -113,7 +113,7 @@ def test_every_key_is_tested_and_described() -> None:
         "GRAPHPACT_ENGINE__MAX_NUM_SEQS",
         8,
         "a whole number from 1 to 65536",
-        "Requests that one step may have.",
+        "Maximum number of requests in one step.",
         (),
     )
 
@@ -235,42 +235,42 @@ def test_a_relative_model_path_is_taken_from_the_file_where_it_exists(
 
 # What is set, and what the refusal says about the value and what is allowed in its place.
 INVALID = [
-    ('engine.max_num_seqs="8"', "'8'", "it takes a whole number from 1 to 65536"),
-    ("engine.max_num_seqs=0", "0", "it takes a whole number from 1 to 65536"),
-    ("engine.max_num_seqs=true", "true", "it takes a whole number from 1 to 65536"),
-    ("engine.max_num_seqs=8.0", "8.0", "it takes a whole number from 1 to 65536"),
-    ("engine.max_model_len=1", "1", "it takes a whole number from 2 up"),
-    ("engine.page_size=12", "12", "it takes a power of two, from 1 to 65536"),
-    ("engine.page_size=0", "0", "it takes a power of two, from 1 to 65536"),
-    ("engine.num_pages=none", "'none'", "it takes a whole number from 1 up"),
-    ("engine.num_pages={}", "{}", "it takes a whole number from 1 up"),
-    ("engine.kv_cache_memory_gib=0", "0", "it takes a number above 0"),
-    ("engine.kv_cache_memory_gib=inf", "inf", "it takes a number above 0"),
-    ("engine.seed=-1", "-1", "it takes a whole number from 0 up, below 9223372036854775808"),
-    ("engine.seed=9223372036854775808", "9223372036854775808", "it takes a whole number from 0 up"),
-    ("engine.seed=0x" + "f" * 9000, "a very large int", "it takes a whole number from 0 up"),
-    ("engine.seed=1\nx = 2", "'1\\nx = 2'", "it takes a whole number from 0 up"),
-    ("engine.device=cuda:-1", "'cuda:-1'", "it takes auto, cpu, cuda or cuda:N"),
-    ("engine.device=cuda:01", "'cuda:01'", "it takes auto, cpu, cuda or cuda:N"),
-    ("engine.device=gpu", "'gpu'", "it takes auto, cpu, cuda or cuda:N"),
-    ("engine.attention_backend=", "''", "it takes a text that is not empty"),
-    ("model.path=2024", "2024", "it takes a text that is not empty; put it in quotes"),
-    ("model.path=2024-01-01", "datetime.date(2024, 1, 1)", "it takes a text that is not empty;"),
-    ("model.trust_remote_code=1", "1", "it takes true or false"),
+    ('engine.max_num_seqs="8"', "'8'", "expected a whole number from 1 to 65536"),
+    ("engine.max_num_seqs=0", "0", "expected a whole number from 1 to 65536"),
+    ("engine.max_num_seqs=true", "true", "expected a whole number from 1 to 65536"),
+    ("engine.max_num_seqs=8.0", "8.0", "expected a whole number from 1 to 65536"),
+    ("engine.max_model_len=1", "1", "expected a whole number from 2 up"),
+    ("engine.page_size=12", "12", "expected a power of two, from 1 to 65536"),
+    ("engine.page_size=0", "0", "expected a power of two, from 1 to 65536"),
+    ("engine.num_pages=none", "'none'", "expected a whole number from 1 up"),
+    ("engine.num_pages={}", "{}", "expected a whole number from 1 up"),
+    ("engine.kv_cache_memory_gib=0", "0", "expected a number above 0"),
+    ("engine.kv_cache_memory_gib=inf", "inf", "expected a number above 0"),
+    ("engine.seed=-1", "-1", "expected a whole number from 0 up, below 9223372036854775808"),
+    ("engine.seed=9223372036854775808", "9223372036854775808", "expected a whole number from 0 up"),
+    ("engine.seed=0x" + "f" * 9000, "a very large int", "expected a whole number from 0 up"),
+    ("engine.seed=1\nx = 2", "'1\\nx = 2'", "expected a whole number from 0 up"),
+    ("engine.device=cuda:-1", "'cuda:-1'", "expected auto, cpu, cuda or cuda:N"),
+    ("engine.device=cuda:01", "'cuda:01'", "expected auto, cpu, cuda or cuda:N"),
+    ("engine.device=gpu", "'gpu'", "expected auto, cpu, cuda or cuda:N"),
+    ("engine.attention_backend=", "''", "expected a string that is not empty"),
+    ("model.path=2024", "2024", "expected a string that is not empty; put it in quotes"),
+    ("model.path=2024-01-01", "datetime.date(2024, 1, 1)", "expected a string that is not empty;"),
+    ("model.trust_remote_code=1", "1", "expected true or false"),
     ("model.dtype=bf16", "'bf16'", "bfloat16 or float16; did you mean bfloat16?"),
     ("verify.pact=allways", "'allways'", "always, sampled or off; did you mean always?"),
-    ("verify.pact=7", "7", "it takes always, sampled or off"),
-    ("verify.replay_against_eager=1.01", "1.01", "it takes a number from 0 to 1"),
-    ("verify.replay_against_eager=nan", "nan", "it takes a number from 0 to 1"),
+    ("verify.pact=7", "7", "expected always, sampled or off"),
+    ("verify.replay_against_eager=1.01", "1.01", "expected a number from 0 to 1"),
+    ("verify.replay_against_eager=nan", "nan", "expected a number from 0 to 1"),
     ("engine.kernel_provider=nativ", "'nativ'", "native or portable; did you mean native?"),
     (
         "lanes.decode.kernel_provider=flashinfer",
         "'flashinfer'",
-        "it takes auto, native or portable",
+        "expected auto, native or portable",
     ),
     ("lanes.prefill.kernel_provider=portabel", "'portabel'", "portable; did you mean portable?"),
-    ("lanes.prefill.batch_sizes=[]", "[]", "it takes a list of one or more, each a whole number"),
-    ("lanes.prefill.batch_sizes=4", "4", "it takes a list of one or more, each a whole number"),
+    ("lanes.prefill.batch_sizes=[]", "[]", "expected a list of one or more, each a whole number"),
+    ("lanes.prefill.batch_sizes=4", "4", "expected a list of one or more, each a whole number"),
 ]
 
 
@@ -310,12 +310,10 @@ def test_the_element_of_a_list_is_named() -> None:
 )
 def test_an_unknown_key_is_answered_with_the_nearest(file: Path, key: str, near: str) -> None:
     """A key that does not exist is refused with its source and the nearest key that does."""
-    assert f"\n  {key} (--set): there is no such key; did you mean {near}?" in refusal(f"{key}=1")
+    assert f"\n  {key} (--set): unknown key; did you mean {near}?" in refusal(f"{key}=1")
     if key not in ("engine.seed.x", "decode.batch_sizes"):  # in a file these are tables
         file.write_text(f"{key} = 1")
-        assert f"\n  {key} ({file}): there is no such key; did you mean {near}?" in refusal(
-            path=file
-        )
+        assert f"\n  {key} ({file}): unknown key; did you mean {near}?" in refusal(path=file)
 
 
 def test_unknown_tables_and_variables_are_answered_in_their_own_words(file: Path) -> None:
@@ -323,12 +321,10 @@ def test_unknown_tables_and_variables_are_answered_in_their_own_words(file: Path
     file.write_text("[lanes.decod]\nrunner = 'x'\n[zzz]\na = 1\n")
     message = refusal("engine=5", path=file, env={"GRAPHPACT_ENGINE__MAX_NUM_SEQ": "3"})
     assert f"lanes.decod.mode ({file}): not set; set it to decode or prefill; or did you" in message
-    assert (
-        f"zzz ({file}): there is no such key; the tables are engine, lanes.NAME, model" in message
-    )
-    assert "GRAPHPACT_ENGINE__MAX_NUM_SEQ): there is no such key; did you mean" in message
+    assert f"zzz ({file}): unknown key; the tables are engine, lanes.NAME, model" in message
+    assert "GRAPHPACT_ENGINE__MAX_NUM_SEQ): unknown key; did you mean" in message
     assert "did you mean GRAPHPACT_ENGINE__MAX_NUM_SEQS?" in message
-    assert "engine (--set): a table and not a key; its keys are engine.attention_ba" in message
+    assert "engine (--set): a table, not a key; its keys are engine.attention_ba" in message
     misspelt = refusal(env={"GRAPHPACT_DISABLE_PLUGIN": "x"})
     assert misspelt.endswith(f"did you mean {DISABLE_VARIABLE}?")
 

@@ -134,7 +134,7 @@ def test_the_reference_lists_the_keys_of_a_lane_once() -> None:
     assert names == [f"lanes.NAME.{key}" for key in LaneConfig.model_fields]
     of_two = [key.name for key in config_keys(["a", "b"]) if key.name.startswith("lanes.")]
     assert of_two == [f"lanes.{lane}.{key}" for lane in "ab" for key in LaneConfig.model_fields]
-    assert "lanes.NAME (--set): not a name for a lane" in refusal("lanes.NAME.runner=x")
+    assert "lanes.NAME (--set): not a valid lane name" in refusal("lanes.NAME.runner=x")
 
 
 # -- what is refused -----------------------------------------------------------------------------
@@ -151,48 +151,48 @@ def test_the_reference_lists_the_keys_of_a_lane_once() -> None:
         ),
         (
             "lanes.long.mode=decoed",
-            "lanes.long.mode = 'decoed' (--set): it takes decode or prefill; did you",
+            "lanes.long.mode = 'decoed' (--set): expected decode or prefill; did you",
         ),
         (
             "lanes.decode.mode=decoed",
-            "lanes.decode.mode = 'decoed' (--set): it takes decode or prefill; did",
+            "lanes.decode.mode = 'decoed' (--set): expected decode or prefill; did",
         ),
         (
             "lanes.decode.mode=prefill",
-            "lanes.decode.mode = 'prefill' (--set): a lane called decode has",
+            "lanes.decode.mode = 'prefill' (--set): a lane named decode must have",
         ),
-        ("lanes.decode.model=draft", "lanes.decode.model = 'draft' (--set): it takes target"),
+        ("lanes.decode.model=draft", "lanes.decode.model = 'draft' (--set): expected target"),
         (
             "lanes.long.runer=x",
-            "lanes.long.runer (--set): there is no such key; did you mean lanes.long.runner?",
+            "lanes.long.runer (--set): unknown key; did you mean lanes.long.runner?",
         ),
         (
             'lanes.long={mode="decode", strikt=true}',
-            "lanes.long.strikt (--set): there is no such key; did you",
+            "lanes.long.strikt (--set): unknown key; did you",
         ),
         (
             "lanes.long.mode.x=1",
-            "lanes.long.mode.x (--set): there is no such key; did you mean lanes.long.mode?",
+            "lanes.long.mode.x (--set): unknown key; did you mean lanes.long.mode?",
         ),
         (
             "lanes.runner=eager",
-            "lanes.runner (--set): there is no such key; did you mean lanes.decode.runner?",
+            "lanes.runner (--set): unknown key; did you mean lanes.decode.runner?",
         ),
         (
             "lanes.long=5",
-            "lanes.long (--set): a table and not a key; its keys are lanes.long.mode, lanes.long.mo",
+            "lanes.long (--set): a table, not a key; its keys are lanes.long.mode, lanes.long.mo",
         ),
         (
             "lanes=5",
-            "lanes (--set): a table and not a key; its keys are lanes.NAME.mode, lanes.NAME.model",
+            "lanes (--set): a table, not a key; its keys are lanes.NAME.mode, lanes.NAME.model",
         ),
         (
             "lanes.Long.runner=x",
-            "lanes.Long (--set): not a name for a lane; a name begins with a letter",
+            "lanes.Long (--set): not a valid lane name; a name begins with a letter",
         ),
-        ("lanes.1.runner=x", "lanes.1 (--set): not a name for a lane"),
-        ("lanes.a-b={}", "lanes.a-b (--set): not a name for a lane"),
-        ("lanes..runner=x", "lanes. (--set): not a name for a lane"),
+        ("lanes.1.runner=x", "lanes.1 (--set): not a valid lane name"),
+        ("lanes.a-b={}", "lanes.a-b (--set): not a valid lane name"),
+        ("lanes..runner=x", "lanes. (--set): not a valid lane name"),
     ],
 )
 def test_a_fault_of_a_lane_has_one_line_with_key_source_and_what_to_do(

@@ -93,7 +93,7 @@ def test_what_an_observer_raises_when_it_is_built_is_told_as_its_own() -> None:
             raise OSError("no socket")
 
     with pytest.raises(
-        PluginError, match="observer 'acme' cannot be had: it raised OSError: no socket"
+        PluginError, match="observer 'acme' cannot be used: it raised OSError: no socket"
     ):
         build_observers([("trace", HookTrace), ("acme", Raises)])
 
@@ -119,7 +119,7 @@ def test_the_variable_traces_once(value: str, traces: int, monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("observer", "says"),
     [
-        (Steps, "it is the class Steps, not an object of it"),
+        (Steps, "it is the class Steps, not an instance of it"),
         (object(), "object implements no hook"),
         (Answers(), "populate lacks wrapper=True"),
         (Misspelt(), "unknown hook 'run_steps'; did you mean 'run_step'"),
@@ -128,5 +128,5 @@ def test_the_variable_traces_once(value: str, traces: int, monkeypatch: pytest.M
 def test_what_cannot_observe_is_refused(observer: object, says: str) -> None:
     """Among the observers of a caller, what cannot observe is named by its place and its fault."""
     require_observers([Steps(), HookTrace()])
-    with pytest.raises(ConfigError, match=rf"observers\[1\] cannot observe: .*{says}"):
+    with pytest.raises(ConfigError, match=rf"observers\[1\] is not an observer: .*{says}"):
         require_observers([Steps(), observer])

@@ -1,4 +1,4 @@
-"""What no live request owns is poison, and a write to it is found, whoever made it."""
+"""Unowned memory is poisoned, and a write to it is detected."""
 
 from collections.abc import Iterator
 
@@ -23,7 +23,7 @@ def _inference() -> Iterator[None]:
 
 
 class Rig:
-    """Pools, a cache of two layers, and who owns what."""
+    """Pools, a cache of two layers, and their `EngineOwnership`."""
 
     def __init__(self) -> None:
         self.requests = RequestPool(ROWS, 6, "cpu")
@@ -33,7 +33,7 @@ class Rig:
         self.ownership = EngineOwnership(self.requests, self.pages, self.cache)
 
     def take(self, kind: str) -> list[int]:
-        """Hand out a row or a page, if there is one, and write its number all over it."""
+        """Allocate a row or a page, if one is free, and fill it with its number."""
         row = self.requests.alloc() if kind == "row" else None
         taken = ([] if row is None else [row]) if kind == "row" else self.pages.alloc(1) or []
         for number in taken:
@@ -42,28 +42,28 @@ class Rig:
         return taken
 
     def give_back(self, kind: str, number: int) -> None:
-        """Take a row or a page back."""
+        """Free a row or a page."""
         if kind == "row":
             self.requests.free(number)
         else:
             self.pages.free([number])
 
     def memory(self, kind: str, number: int) -> list[torch.Tensor]:
-        """Return what a row or a page is."""
+        """Return the memory of a row or a page."""
         if kind == "row":
             return [self.requests.req_to_token[number]]
         caches = (*self.cache.k, *self.cache.v)
         return [t.view(PAGES + 1, PAGE, *t.shape[1:])[number] for t in caches]
 
     def slots(self) -> dict[str, torch.Tensor]:
-        """Return, of every tensor of the cache, which slots are poison all over."""
+        """Return for every tensor of the cache which slots are entirely poison."""
         named = {f"k{i}": t for i, t in enumerate(self.cache.k)}
         named |= {f"v{i}": t for i, t in enumerate(self.cache.v)}
         return {name: is_poison(t).flatten(1).all(dim=1) for name, t in named.items()}
 
 
-def test_everything_but_scratch_is_poison_before_anybody_comes() -> None:
-    """At first no row and no page has an owner; row 0 and page 0 are as they were."""
+def test_everything_except_scratch_is_poison_at_first() -> None:
+    """At first no row and no page has an owner; row 0 and page 0 are unchanged."""
     rig = Rig()
     rig.ownership.poison_free()
     for poisoned in rig.slots().values():
@@ -80,10 +80,10 @@ def test_everything_but_scratch_is_poison_before_anybody_comes() -> None:
         st.tuples(st.sampled_from(["row", "page"]), st.booleans(), st.integers(0, 9)), max_size=14
     )
 )
-def test_what_is_owned_is_never_touched_and_what_is_not_is_poison(
+def test_owned_memory_is_unchanged_and_unowned_memory_is_poison(
     history: list[tuple[str, bool, int]],
 ) -> None:
-    """Whatever is handed out and taken back, owners keep what they wrote, and nobody's memory is poison."""
+    """After any sequence of alloc and free, owners keep what they wrote, and unowned memory is poison."""
     rig = Rig()
     owned: dict[str, list[int]] = {"row": [], "page": []}
     for kind, takes, which in history:
@@ -102,7 +102,7 @@ def test_what_is_owned_is_never_touched_and_what_is_not_is_poison(
 
 
 def test_a_write_to_a_free_page_is_named_by_slot() -> None:
-    """A key or a value in a slot that no request has is found, in any layer, down to one element."""
+    """A write of one element to an unowned slot is detected in any layer."""
     for kind, layer, slot in (("k", 0, 3), ("v", 1, 8), ("k", 1, 9)):
         rig = Rig()
         taken = rig.pages.alloc(1)
@@ -119,7 +119,7 @@ def test_a_write_to_a_free_page_is_named_by_slot() -> None:
 
 
 def test_scratch_may_be_written() -> None:
-    """Page 0 takes what padded tokens write."""
+    """Page 0 may be written by padding tokens."""
     rig = Rig()
     rig.ownership.poison_free()
     for cache in (*rig.cache.k, *rig.cache.v):
@@ -129,7 +129,7 @@ def test_scratch_may_be_written() -> None:
 
 @pytest.mark.parametrize("row", [0, 2])
 def test_a_write_to_the_table_is_named_by_row(row: int) -> None:
-    """Row 0, and a row that no request has, are not written by a step."""
+    """A write to row 0 or to an unowned row is detected."""
     rig = Rig()
     rig.ownership.poison_free()
     rig.requests.req_to_token[row, 3] = 5

@@ -1,4 +1,4 @@
-"""Rows, pages and the KV cache: what is handed out, what comes back, what is refused."""
+"""Rows, pages and the KV cache: allocation, free, and refusals."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ MACHINE = settings(
 
 
 class PageMachine(RuleBasedStateMachine):
-    """A page pool against the plainest model of one: who has which pages."""
+    """A page pool against the simplest model of one: a list of owners and their pages."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class PageMachine(RuleBasedStateMachine):
 
     @rule(n=st.integers(0, 6))
     def alloc(self, n: int) -> None:
-        """All pages come or none, and none only where too few are free."""
+        """Either all pages are allocated or none, and none only if too few are free."""
         free = self.pool.num_free
         pages = self.pool.alloc(n)
         if pages is None:
@@ -40,14 +40,14 @@ class PageMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def free(self, data: st.DataObject) -> None:
-        """Pages that were had go back once; a second time is refused and changes nothing."""
+        """Allocated pages can be freed once; a second free is refused and changes nothing."""
         if not self.held:
             return
         pages = self.held.pop(data.draw(st.integers(0, len(self.held) - 1)))
         self.pool.free(pages)
         free = self.pool.num_free
         if pages:
-            with pytest.raises(EngineError, match="not handed out"):
+            with pytest.raises(EngineError, match="not allocated"):
                 self.pool.free(pages)
         assert self.pool.num_free == free
 
@@ -83,7 +83,7 @@ def test_slots_follow_the_positions_through_the_pages() -> None:
 
 @pytest.mark.parametrize("pages", [[0], [3], [1, 1], [1, 0], [-1]])
 def test_a_wrong_free_changes_nothing(pages: list[int]) -> None:
-    """Freeing page 0, a page that nobody has, or one twice, is refused as a whole."""
+    """Freeing page 0, a page without an owner, or a page twice frees nothing."""
     pool = PagePool(num_pages=3, page_size=1)
     assert pool.alloc(2) == [1, 2]
     with pytest.raises(EngineError, match="page 0 is reserved"):
@@ -92,8 +92,8 @@ def test_a_wrong_free_changes_nothing(pages: list[int]) -> None:
     assert pool.in_use == {1, 2}
 
 
-def test_rows_are_handed_out_once_and_never_row_0() -> None:
-    """Rows 1 to max_requests are handed out, then None; a freed row comes back."""
+def test_rows_are_allocated_once_and_never_row_0() -> None:
+    """Rows 1 to max_requests are allocated, then None; a freed row can be allocated again."""
     pool = RequestPool(3, 8, "cpu")
     assert {pool.alloc() for _ in range(3)} == {1, 2, 3}
     assert pool.alloc() is None
@@ -104,13 +104,13 @@ def test_rows_are_handed_out_once_and_never_row_0() -> None:
 
 
 @pytest.mark.parametrize("row", [0, 1, 4, -1])
-def test_a_row_that_is_not_out_cannot_be_freed(row: int) -> None:
+def test_a_row_that_is_not_allocated_cannot_be_freed(row: int) -> None:
     """Row 0, a row freed before and rows that do not exist are refused."""
     pool = RequestPool(3, 8, "cpu")
     first = pool.alloc()
     assert first == 1
     pool.free(first)
-    with pytest.raises(EngineError, match=f"row {row} was freed"):
+    with pytest.raises(EngineError, match=f"row {row}: it is not allocated"):
         pool.free(row)
     assert pool.num_free == 3
 
@@ -149,7 +149,7 @@ def test_a_cloned_kv_cache_is_equal_and_apart() -> None:
     assert bool((other.v[0][3] == 2).all())
 
 
-def test_latents_hold_their_values() -> None:
+def test_values_of_latents_are_views_of_keys() -> None:
     """Values that lie in keys are a view of them, in a clone too, and are counted once."""
     layers = [KVLayerShape(1, 6, 4, value_in_key=True), KVLayerShape(2, 3, 5)]
     cache = KVCache(8, layers, torch.float32, "cpu")

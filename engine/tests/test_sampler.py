@@ -1,4 +1,4 @@
-"""What is drawn, from which tokens, how often, and independent of whom."""
+"""The sampler: support, frequencies, and independence of the batch."""
 
 import math
 from collections import Counter
@@ -71,8 +71,8 @@ SAMPLING = st.builds(
 
 @settings(derandomize=True, deadline=None, max_examples=60)
 @given(params=st.lists(SAMPLING, min_size=1, max_size=7), rng=st.randoms(use_true_random=False))
-def test_a_draw_does_not_depend_on_the_neighbours(params: list[SamplingParams], rng: Any) -> None:
-    """Over five steps, each request draws alone what it draws in a batch, in any place of it."""
+def test_a_draw_does_not_depend_on_the_batch(params: list[SamplingParams], rng: Any) -> None:
+    """Over five steps, a request draws the same tokens alone and at any place of a batch."""
     source = torch.Generator().manual_seed(rng.randrange(1000))
     steps = torch.randn(5, len(params), VOCAB, generator=source) * 3
     sampler = Sampler()
@@ -179,7 +179,7 @@ def test_a_large_vocabulary_is_drawn_from_end_to_end() -> None:
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0}, {"temperature": 1.0, "top_k": 2}])
 @pytest.mark.parametrize("bad", [[0.0, math.nan, 9.0], [-math.inf] * 3, [math.inf, 0.0, 0.0]])
-def test_a_row_that_is_no_distribution_names_its_request(
+def test_the_error_for_invalid_logits_names_the_request(
     sampling: dict[str, Any], bad: list[float]
 ) -> None:
     """NaN, all minus infinity, or plus infinity raise EngineError naming that request only."""
@@ -191,7 +191,7 @@ def test_a_row_that_is_no_distribution_names_its_request(
 
 def test_rows_and_requests_must_agree() -> None:
     """More logits than requests is a defect and raises; no rows at all gives no tokens."""
-    with pytest.raises(EngineError, match="1 requests"):
+    with pytest.raises(EngineError, match="for 1 requests"):
         Sampler().sample(torch.zeros(2, 3), [request()])
     assert Sampler().sample(torch.zeros(0, 3), []) == []
 

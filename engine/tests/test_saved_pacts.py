@@ -18,7 +18,7 @@ from graphpact.buffers import CudaGraphBufferRegistry, GraphSlot
 from graphpact.errors import UsageError
 from graphpact.pact import Pact, bounded
 from graphpact.shapes import GraphShape
-from graphpact_engine.saved_pacts import Change, SavedPacts, diff
+from graphpact_engine.saved_pacts import Change, SavedPact, SavedPacts, diff
 
 SHAPE = GraphShape(ForwardMode.DECODE, 2, 2)
 
@@ -129,7 +129,7 @@ def test_a_file_is_not_overwritten_unasked(tmp_path: Path) -> None:
     """Saving twice is refused and leaves the file, unless overwriting was asked for."""
     file, saved = tmp_path / "pacts.json", _saved([1])
     saved.save(file)
-    with pytest.raises(UsageError, match="is there already"):
+    with pytest.raises(UsageError, match="already exists"):
         _saved([2]).save(file)
     assert SavedPacts.load(file) == saved
     _saved([2]).save(file, overwrite=True)
@@ -138,6 +138,28 @@ def test_a_file_is_not_overwritten_unasked(tmp_path: Path) -> None:
         saved.save(tmp_path / "missing" / "pacts.json")
     with pytest.raises(UsageError, match="cannot be read"):
         SavedPacts.load(tmp_path)
+
+
+def test_a_file_says_how_much_of_external_memory_is_known() -> None:
+    """``externals`` survives a file, and a value that does not exist is refused."""
+    pact = Pact.of(SHAPE, None, metadata=[1])
+    for externals in ("all", "dispatched", "unknown", None):
+        saved = SavedPacts(pacts=(SavedPact.of("decode", pact, externals),))
+        document = saved.to_dict()
+        assert document["pacts"][0]["externals"] == externals
+        assert SavedPacts.from_json(json.dumps(document)) == saved
+    document["pacts"][0]["externals"] = "some"
+    with pytest.raises(UsageError, match=r"pacts\.0\.externals: "):
+        SavedPacts.from_json(json.dumps(document))
+
+
+def test_a_file_of_format_1_is_read() -> None:
+    """Format 1 lacks ``externals``: the pacts are the same, and that entry is None."""
+    document = _document()
+    document["format"] = 1
+    for pact in document["pacts"]:
+        del pact["externals"]
+    assert SavedPacts.from_json(json.dumps(document)).to_dict() == _document()
 
 
 def _edit(change: Callable[[dict[str, Any]], object]) -> str:
@@ -151,14 +173,14 @@ def _edit(change: Callable[[dict[str, Any]], object]) -> str:
     [
         ("", "is not JSON"),
         ("PK\x03\x04", "is not JSON"),
-        ('{"a": NaN}', "NaN is no number of JSON"),
+        ('{"a": NaN}', "NaN is not a JSON number"),
         ("[" * 100_000, "is not JSON"),
         (b"\xff\xfe\x00", "is not JSON"),
-        ("[]", "no document of pacts"),
-        ('{"format": 1}', "no document of pacts"),
-        (_edit(lambda d: d.update(format=2)), "format 2; this graphpact reads format 1"),
-        (_edit(lambda d: d.update(format=True)), "format: True is no version"),
-        (_edit(lambda d: d.pop("format")), "format: None is no version"),
+        ("[]", "not a document of pacts"),
+        ('{"format": 1}', "not a document of pacts"),
+        (_edit(lambda d: d.update(format=3)), "format 3; this graphpact reads formats up to 2"),
+        (_edit(lambda d: d.update(format=True)), "format: True is not a version"),
+        (_edit(lambda d: d.pop("format")), "format: None is not a version"),
         (_edit(lambda d: d.pop("pacts")), "pacts: "),
         (_edit(lambda d: d.update(more=1)), "more: "),
         (_edit(lambda d: d["pacts"][0].update(mode="dream")), "pacts.0.mode: "),
@@ -167,12 +189,12 @@ def _edit(change: Callable[[dict[str, Any]], object]) -> str:
             _edit(lambda d: d["pacts"][1]["promises"][0].pop("bounded")),
             "pacts.1.promises.0.bounded",
         ),
-        (_edit(lambda d: d["pacts"].append(d["pacts"][0])), "is there twice"),
+        (_edit(lambda d: d["pacts"].append(d["pacts"][0])), "occurs twice"),
         (_edit(lambda d: d["pacts"][0]["promises"].append(d["pacts"][0]["promises"][0])), "twice"),
     ],
 )
-def test_what_is_no_document_of_pacts_is_refused(content: str | bytes, says: str) -> None:
-    """A foreign, broken or newer file is a usage error that names the file, the place and the way out."""
+def test_a_file_that_is_no_document_of_pacts_is_refused(content: str | bytes, says: str) -> None:
+    """A foreign, invalid or newer file is a usage error that names the file, the place and what to do."""
     with pytest.raises(UsageError) as error:
         SavedPacts.from_json(content, "some.json")
     assert str(error.value).startswith("some.json ")

@@ -133,7 +133,7 @@ class Bench:
         return scheduled
 
     def poison_free_slots(self) -> None:
-        """Spoil every slot that nobody owns, so that reading one shows."""
+        """Poison every slot without an owner, so that a read of one is detected."""
         owned = torch.zeros(self.pages.num_pages + 1, dtype=torch.bool)
         owned[list(self.pages.in_use)] = True
         self.cache.view(-1, self.pages.page_size)[~owned] = -1
@@ -192,7 +192,7 @@ def test_a_thousand_requests_in_a_pool_too_small(page_size: int, num_pages: int)
         assert one.output_token_ids == expected(one.prompt_token_ids, one.sampling, 40)
 
 
-def test_preemption_keeps_what_was_drawn() -> None:
+def test_preemption_keeps_the_drawn_tokens() -> None:
     """Requests that sample draw the same tokens with and without preemption in between."""
 
     def draw(seen: Sequence[int], request: Request) -> int:
@@ -256,8 +256,8 @@ def test_prompts_share_an_extend() -> None:
     bench.drain()
 
 
-def test_nobody_overtakes_the_head_of_the_queue() -> None:
-    """A small request behind a large one that does not fit yet waits for its turn."""
+def test_requests_are_admitted_in_queue_order() -> None:
+    """A small request waits while the large request before it does not fit."""
     bench = Bench(30, model_len=30)
     bench.add("old", range(10), max_new_tokens=5, ignore_eos=True)
     bench.step()
@@ -304,7 +304,7 @@ def test_max_num_seqs_binds_before_the_rows_do() -> None:
     bench.drain()
 
 
-def test_the_youngest_gives_way_and_returns_in_the_order_of_arrival() -> None:
+def test_the_youngest_is_preempted_and_returns_in_the_order_of_arrival() -> None:
     """With three growing requests, the oldest is never preempted, and they finish in order."""
     bench = Bench(16, model_len=16)
     requests = [
@@ -320,8 +320,8 @@ def test_the_youngest_gives_way_and_returns_in_the_order_of_arrival() -> None:
     assert finished == ["0", "1", "2"]
 
 
-def test_a_partly_prefilled_request_can_give_way() -> None:
-    """A decode takes the pages of a younger request amid its prompt, which then starts over."""
+def test_a_partly_prefilled_request_can_be_preempted() -> None:
+    """A decode preempts a younger request in the middle of its prompt, which then starts again."""
     bench = Bench(44, tokens=4, seqs=3, model_len=44)
     old = bench.add("old", [1], max_new_tokens=43, ignore_eos=True)
     bench.step()
@@ -397,7 +397,7 @@ def test_end_and_stop_tokens_end_a_request(
         (range(9), 99, ["20 tokens", "5 KV pages", "there are 3"]),
     ],
 )
-def test_what_can_never_be_served_is_refused(
+def test_a_request_that_can_never_be_served_is_refused(
     prompt: Iterable[int], max_new: int, words: list[str]
 ) -> None:
     """Add refuses prompts that are empty, too long or too big for the pool; none is queued."""
@@ -409,18 +409,18 @@ def test_what_can_never_be_served_is_refused(
     assert bench.scheduler.schedule() is None
 
 
-def test_an_id_is_unique_among_the_living() -> None:
+def test_an_id_is_unique_among_alive_requests() -> None:
     """The id of a request alive is refused; once it has ended, the id can be used again."""
     bench = Bench(64)
     bench.add("a", [1], max_new_tokens=1)
-    with pytest.raises(RequestError, match="'a' is alive already"):
+    with pytest.raises(RequestError, match="'a' is already alive"):
         bench.add("a", [2])
     bench.drain()
     bench.add("a", [2], max_new_tokens=1)
     bench.drain()
 
 
-def test_abort_frees_a_request_wherever_it_stands() -> None:
+def test_abort_frees_a_request_in_any_state() -> None:
     """A waiting, a half prefilled, a running and an in-flight request give all memory back."""
     bench = Bench(40, tokens=8, seqs=3, model_len=40)
     running = bench.add("running", [1], max_new_tokens=30, ignore_eos=True)
@@ -467,8 +467,8 @@ def test_a_step_is_committed_once_and_only_the_newest() -> None:
     assert request.output_token_ids == [3]
 
 
-def test_memory_taken_by_others_is_an_error_and_not_a_standstill() -> None:
-    """Where somebody else empties the pool, schedule raises instead of standing still."""
+def test_memory_taken_by_other_code_is_an_error() -> None:
+    """If other code empties the pool, schedule raises instead of returning no step."""
     bench = Bench(8, model_len=8)
     bench.add("a", range(4), ignore_eos=True)
     bench.step()
@@ -488,7 +488,7 @@ def test_memory_taken_by_others_is_an_error_and_not_a_standstill() -> None:
         ({"max_model_len": 1}, "max_model_len"),
     ],
 )
-def test_limits_that_contradict_are_refused(limits: dict[str, int], word: str) -> None:
+def test_contradicting_limits_are_refused(limits: dict[str, int], word: str) -> None:
     """Limits out of range, or that the pools or each other cannot hold, raise ConfigError."""
     valid = {"max_num_seqs": 4, "max_num_batched_tokens": 4, "max_model_len": 64}
     with pytest.raises(ConfigError, match=word):
@@ -555,7 +555,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @invariant()
     def owners(self) -> None:
-        """Every page and row has one owner at most, none is lost, and scratch is nobody's."""
+        """Every page and row has one owner at most, none is lost, and scratch has no owner."""
         if hasattr(self, "bench"):
             self.bench.scheduler.check_invariants()
 

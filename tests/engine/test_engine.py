@@ -85,7 +85,7 @@ def test_a_stream_nobody_reads_on_leaves_nothing_behind(tiny: Engine) -> None:
     [
         ("", "empty prompt"),
         ([], "empty prompt"),
-        ([258], "token id 258; the model knows 0 to 257"),
+        ([258], "token id 258; the vocabulary of the model is 0 to 257"),
         ([-1], "token id -1"),
         ("x" * 2000, "2000 tokens"),
     ],
@@ -178,7 +178,7 @@ def test_a_backend_that_cannot_be_captured_is_refused() -> None:
         capabilities = replace(FlashInferBackend.capabilities, graph_support=GraphSupport.NEVER)
 
     config = configure(Path("nowhere"), "engine.attention_backend=eager_only")
-    with pytest.raises(ConfigError, match=r"captures uniform_decode batches.*: never"):
+    with pytest.raises(ConfigError, match=r"captures uniform_decode batches.* is never"):
         Engine(config, catalog=Catalog(eager_only=Eager))
     # The same backend serves a lane whose runner captures nothing.
     config = configure(TINY, "engine.attention_backend=eager_only", "lanes.decode.runner=eager")
@@ -244,10 +244,10 @@ class Lenient(TapeDriver):
     ("lane", "overrides", "says"),
     [
         ("prefill", [], "runner 'eager' captures nothing"),
-        ("decode", ["lanes.decode.graph_driver=lenient"], "records with 'lenient'"),
+        ("decode", ["lanes.decode.graph_driver=lenient"], "graph driver 'lenient' has no strict mode"),
     ],
 )
-def test_a_strict_lane_without_anything_strict_is_refused(
+def test_a_strict_lane_without_a_strict_driver_is_refused(
     lane: str, overrides: list[str], says: str
 ) -> None:
     """``strict`` for a lane without graphs, or of a driver without a strict mode, is a mistake."""
@@ -258,9 +258,9 @@ def test_a_strict_lane_without_anything_strict_is_refused(
 
 def test_limits_that_do_not_fit_are_refused() -> None:
     """More positions than the model's, and more KV cache than memory, are refused with the numbers."""
-    with pytest.raises(ConfigError, match="max_model_len is 5000; the model knows 1024"):
+    with pytest.raises(ConfigError, match="max_model_len is 5000; the model has 1024"):
         Engine(configure(TINY, "engine.max_model_len=5000"))
-    with pytest.raises(ConfigError, match="GiB may be used"):
+    with pytest.raises(ConfigError, match="GiB are available"):
         Engine(configure(TINY, "engine.kv_cache_memory_gib=0.001", "engine.num_pages=1000"))
 
 

@@ -252,13 +252,13 @@ def test_the_command_warns_of_what_nobody_declared(
     monkeypatch.setattr(PluginCatalog, "scan", lambda **_: catalog)
     command = ["doctor", "--memory", "-c", str(DEMO), "-s", 'engine.device="cpu"']
     assert main(command) == 0
-    *_, warning, mend, verdict = capsys.readouterr().out.splitlines()
+    *_, warning, fix, verdict = capsys.readouterr().out.splitlines()
     assert warning == (
         "warning: lane 'decode': its graphs read or write a float32 tensor [8, 1, 1] on cpu,"
-        " 32 bytes, that nothing declares"
+        " 32 bytes"
     )
-    assert mend.startswith("  help: declare it as a GraphSlot")
-    assert verdict == "Graphs read or write 1 tensor that nothing declares."
+    assert fix.startswith("  help: declare it as a GraphSlot")
+    assert verdict == "Graphs read or write 1 undeclared tensor."
     assert main([*command, "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     (problem,) = report["problems"]

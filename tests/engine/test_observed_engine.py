@@ -138,7 +138,7 @@ def test_an_observer_that_cannot_be_built_is_named() -> None:
             raise OSError("no socket")
 
     with pytest.raises(
-        PluginError, match="observer 'acme' cannot be had: it raised OSError: no socket"
+        PluginError, match="observer 'acme' cannot be used: it raised OSError: no socket"
     ):
         run('engine.observers=["acme"]', catalog=Catalog(acme=Raises))
 

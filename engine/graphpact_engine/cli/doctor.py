@@ -1,8 +1,9 @@
-"""``graphpact doctor``: what this machine has, and whether text can be generated on it.
+"""``graphpact doctor``: checks whether this machine can generate text.
 
-With ``--memory``: what the graphs of an engine read and write, and whether all of it is declared.
+With ``--memory`` it lists the memory that the graphs of an engine read and write, and checks that all of it
+is declared.
 
-Does not: generate anything, or change anything but the file of ``--picture``.
+Does not: generate text, or write anything except the file of ``--picture``.
 """
 
 import json
@@ -41,7 +42,7 @@ _EXTRAS = {
 _PACKAGES = dict.fromkeys(
     ("torch", "pluggy", "pydantic", *(name for names in _EXTRAS.values() for name in names))
 )
-_VARIABLES = (  # that change what torch does, besides those of graphpact
+_VARIABLES = (  # reported in addition to the variables of graphpact
     "CUDA_VISIBLE_DEVICES",
     "OMP_NUM_THREADS",
     "MKL_NUM_THREADS",
@@ -51,12 +52,12 @@ _VARIABLES = (  # that change what torch does, besides those of graphpact
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Something to mend.
+    """A problem of this machine.
 
     Args:
-        severity: ``error`` where no text can be generated before it is mended.
-        what: What was found.
-        help: What to do.
+        severity: ``error`` if no text can be generated until it is fixed.
+        what: The problem.
+        help: The fix.
     """
 
     severity: Literal["error", "warning"]
@@ -70,8 +71,8 @@ def doctor(
         bool,
         typer.Option(
             "--memory",
-            help="Build the engine instead, and list what its graphs read and write: slots, pools,"
-            " weights, KV cache, and what nothing declares.",
+            help="Build the engine, and list the memory that its graphs read and write: slots, pools,"
+            " weights, KV cache, and undeclared tensors.",
         ),
     ] = False,
     model: ModelOption = None,
@@ -80,15 +81,17 @@ def doctor(
     picture: Annotated[
         Path | None,
         typer.Option(
-            "--picture", metavar="FILE", help="With --memory: draw the slots of all lanes, as SVG."
+            "--picture",
+            metavar="FILE",
+            help="With --memory: draw the slots of all lanes to an SVG file.",
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Write one JSON object.")] = False,
 ) -> None:
-    """Say what this machine has, and what keeps it from generating text.
+    """List what is installed on this machine, and what prevents it from generating text.
 
-    Ends with status 0 where nothing does, else with 3. With --memory, say what the graphs of an engine
-    read and write instead; what nothing declares is a warning.
+    Exit status: 0 if text can be generated, otherwise 3. With --memory, list the memory that the graphs of
+    an engine read and write instead; undeclared memory is a warning.
     """
     if memory:
         _examine_memory(model, config, sets, picture, as_json=as_json)
@@ -97,8 +100,8 @@ def doctor(
     given = [name for name, value in options.items() if value is not None]
     if given:
         raise UsageError(
-            f"{' and '.join(given)} without --memory: no engine is built that this could be about",
-            hint="add --memory, or leave it out",
+            f"{' and '.join(given)} without --memory: doctor builds an engine only with --memory",
+            hint="add --memory, or remove the option",
         )
     report = examine()
     if as_json:
@@ -117,32 +120,32 @@ def _examine_memory(
     *,
     as_json: bool,
 ) -> None:
-    """Build the engine and show what its graphs are bound to; what nothing declares is a problem."""
+    """Build the engine and show the memory of its graphs, with undeclared memory as problems."""
     settings = load_settings(config, model, sets)
-    from graphpact_engine.cli import memory as shown  # noqa: PLC0415  the engine behind it
+    from graphpact_engine.cli import memory as output  # noqa: PLC0415  slow: imports the engine
     from graphpact_engine.memory import EngineMemory  # noqa: PLC0415
 
     if picture is not None:
-        shown.check_picture(picture)
+        output.check_picture(picture)
     with build_engine(settings) as engine:
         memory = EngineMemory.of(engine)
     if picture is not None:
-        shown.write_picture(picture, memory)
-        note(f"the slots are drawn in {picture}")
-    problems = [asdict(Fault("warning", *shown.say_unknown(row))) for row in memory.unknown]
+        output.write_picture(picture, memory)
+        note(f"picture of the slots written to {picture}")
+    problems = [asdict(Fault("warning", *output.undeclared_problem(row))) for row in memory.unknown]
     if as_json:
         report = {"usable": True, "memory": memory.to_dict(), "problems": problems}
         sys.stdout.write(json.dumps(report, indent=2) + "\n")
         return
     console = data()
-    shown.print_memory(console, memory)
+    output.print_memory(console, memory)
     console.print()
     _show_problems(problems)
-    console.print(shown.verdict(memory), soft_wrap=True)
+    console.print(output.verdict(memory), soft_wrap=True)
 
 
 def examine() -> dict[str, Any]:
-    """Return what was found, ready for JSON."""
+    """Return everything that was found, for JSON."""
     problems: list[Fault] = []
     versions = {name: _version(name) for name in _PACKAGES}
     cuda = _cuda(problems)
@@ -151,7 +154,7 @@ def examine() -> dict[str, Any]:
     for plugin in found:
         if not isinstance(plugin, Loaded):
             what = f"{plugin.info.kind} {plugin.info} was rejected: {plugin.reason}"
-            problems.append(Fault("warning", what, "update or uninstall it, or do not select it"))
+            problems.append(Fault("warning", what, "update it, uninstall it, or do not select it"))
     _try_models(problems)
     _try_defaults(catalog, problems)
     return {
@@ -204,17 +207,19 @@ def _version(name: str) -> str | None:
 
 
 def _cuda(problems: list[Fault]) -> dict[str, Any]:
-    """Return what torch sees of CUDA; what it warns of when it looks is a problem to show."""
-    with warnings.catch_warnings(record=True) as said:
+    """Return the CUDA devices of torch; add its warnings to ``problems``."""
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    problems += [Fault("warning", " ".join(str(one.message).split())) for one in said]
+    problems += [Fault("warning", " ".join(str(one.message).split())) for one in caught]
     built: str | None = torch.version.cuda
     if built is not None and not count:
-        what = f"torch is built for CUDA {built} and sees no CUDA device"
+        what = f"torch is built for CUDA {built} but sees no CUDA device"
         problems.append(
             Fault(
-                "warning", what, "graphs are recorded on the tape; see the driver with nvidia-smi"
+                "warning",
+                what,
+                "graphs are recorded on the tape; check the GPU driver with nvidia-smi",
             )
         )
     devices = []
@@ -240,16 +245,16 @@ def _catalog(problems: list[Fault]) -> PluginCatalog:
 
 def _try_models(problems: list[Fault]) -> None:
     try:
-        import graphpact_engine.models  # noqa: F401, PLC0415  to see whether it can be imported
+        import graphpact_engine.models  # noqa: F401, PLC0415  only to check that it can be imported
     except GraphpactError as error:
         problems.append(Fault("error", error.message, error.hint))
-    except Exception as error:  # noqa: BLE001  whatever a broken installation raises
+    except Exception as error:  # noqa: BLE001  a broken installation can raise anything
         what = f"transformers cannot be imported: {type(error).__name__}: {error}"
         problems.append(Fault("error", what, 'pip install --upgrade "graphpact[engine]"'))
 
 
 def _try_defaults(catalog: PluginCatalog, problems: list[Fault]) -> None:
-    """See whether what is selected by default, or by the environment, can be had here."""
+    """Check that the plugins selected by default or by the environment can be used here."""
     from graphpact_engine.plans import plan_lanes, resolve_device, select_observers  # noqa: PLC0415
 
     try:
@@ -263,9 +268,9 @@ def _try_defaults(catalog: PluginCatalog, problems: list[Fault]) -> None:
         select_observers(config, catalog)
     except GraphpactError as error:
         problems.append(Fault("error", error.message, error.hint))
-    except Exception as error:  # noqa: BLE001  a plugin's own code may be asked
+    except Exception as error:  # noqa: BLE001  plugin code can raise anything
         what = f"the lanes cannot be planned: {type(error).__name__}: {error}"
-        problems.append(Fault("error", what, "select other plugins, or mend the one that raised"))
+        problems.append(Fault("error", what, "select other plugins, or fix the one that raised"))
 
 
 def _show(report: dict[str, Any]) -> None:

@@ -1,6 +1,6 @@
-"""``graphpact generate``: prompts in, their continuations out, every step through a lane.
+"""``graphpact generate``: continues prompts with an engine.
 
-Does not: choose or run anything itself; it makes a configuration of options; the engine runs it.
+Does not: select plugins or run steps; it turns options into a configuration, which the engine runs.
 """
 
 import time
@@ -26,7 +26,7 @@ _DEFAULT_NEW_TOKENS = 128
 def generate(
     prompts: Annotated[
         list[str] | None,
-        typer.Argument(help="Texts to continue.", show_default=False),
+        typer.Argument(help="Prompts to continue.", show_default=False),
     ] = None,
     *,
     file: Annotated[
@@ -35,36 +35,44 @@ def generate(
             "--file",
             "-f",
             metavar="FILE",
-            help="Take one prompt from each line of FILE that is not blank; - is stdin.",
+            help="Read one prompt from each non-blank line of FILE; - is stdin.",
         ),
     ] = None,
     model: ModelOption = None,
     config: ConfigOption = None,
     sets: SetOption = None,
     max_new_tokens: Annotated[
-        int, typer.Option("--max-new-tokens", "-n", help="Tokens to generate at most, each prompt.")
+        int,
+        typer.Option(
+            "--max-new-tokens", "-n", help="Maximum number of tokens to generate per prompt."
+        ),
     ] = _DEFAULT_NEW_TOKENS,
     temperature: Annotated[
-        float, typer.Option(help="0 takes the likeliest token; above 0, tokens are drawn.")
+        float, typer.Option(help="0: greedy. Above 0: tokens are sampled at this temperature.")
     ] = 0.0,
     top_p: Annotated[
-        float, typer.Option(help="Draw from the likeliest tokens of this probability together.")
+        float,
+        typer.Option(
+            help="Sample from the smallest set of likeliest tokens with at least this probability."
+        ),
     ] = 1.0,
     top_k: Annotated[
-        int, typer.Option(help="Draw from this many likeliest tokens; 0 for all.")
+        int, typer.Option(help="Sample from this many likeliest tokens; 0 for all.")
     ] = 0,
     seed: Annotated[
         int | None,
-        typer.Option(help="Seed of the run: engine.seed. Equal prompts still differ."),
+        typer.Option(
+            help="Seed of the run; sets engine.seed. Equal prompts still get different outputs."
+        ),
     ] = None,
     ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos", help="Go on past the model's end tokens.")
+        bool, typer.Option("--ignore-eos", help="Do not stop at the model's end tokens.")
     ] = False,
     as_json: Annotated[
         bool,
         typer.Option(
             "--json",
-            help="Write one object a line for each prompt, in order:"
+            help="Write one JSON object per line and prompt, in order:"
             " prompt, text, token_ids, finish_reason.",
         ),
     ] = False,
@@ -72,9 +80,9 @@ def generate(
         bool | None,
         typer.Option(
             "--stream/--no-stream",
-            help="Write tokens as they come, or each answer when it is whole. On a terminal they"
-            " are streamed by default. Answers come in the order of the prompts either way: the"
-            " first that is not finished is streamed, the others wait for their turn.",
+            help="Write each token at once, or each answer when it is complete. Default: stream on a"
+            " terminal. Answers are in the order of the prompts: the first unfinished answer is"
+            " streamed, later answers are written after it.",
             show_default=False,
         ),
     ] = None,
@@ -82,20 +90,20 @@ def generate(
         bool,
         typer.Option(
             "--verify",
-            help="Run every replay again without a graph and compare. For a share of them:"
+            help="Run every replay again eagerly and compare. For a share of the replays:"
             " --set verify.replay_against_eager=0.1.",
         ),
     ] = False,
     quiet: Annotated[
-        bool, typer.Option("--quiet", "-q", help="No progress, and no table after the run.")
+        bool, typer.Option("--quiet", "-q", help="Show no progress, and no table after the run.")
     ] = False,
 ) -> None:
-    """Continue prompts: those given, those of a file, or one from each line of stdin.
+    """Continue prompts: from arguments, from a file, or one from each line of stdin.
 
-    Texts go to stdout. Progress and, after the run, a table of what was replayed, what ran eagerly
-    and why go to stderr.
+    Texts are written to stdout. Progress, and a table of replays and eager runs with their reasons, are
+    written to stderr.
     """
-    from graphpact_engine.cli.report import print_report  # noqa: PLC0415  pydantic and the engine behind it
+    from graphpact_engine.cli.report import print_report  # noqa: PLC0415  slow: imports the engine
     from graphpact_engine.cli.writers import JsonWriter, TextWriter, Writer  # noqa: PLC0415
     from graphpact_engine.request import SamplingParams  # noqa: PLC0415
 
@@ -109,7 +117,7 @@ def generate(
     settings = load_settings(config, model, sets, _options(seed=seed, verify=verify))
     texts = read_prompts(prompts or [], file)
     if temperature == 0 and (top_p != 1 or top_k != 0):
-        warning("--top-p and --top-k change nothing at --temperature 0")
+        warning("--top-p and --top-k have no effect at --temperature 0")
 
     engine = build_engine(settings, quiet=quiet)
     writer: Writer
@@ -127,7 +135,7 @@ def generate(
     try:
         for delta in engine.stream(texts, sampling):
             writer.push(delta)
-    except ContractError:  # what the run did until then tells where it went wrong
+    except ContractError:  # the report helps to find the fault
         writer.close()
         report()
         raise
@@ -137,7 +145,7 @@ def generate(
 
 
 def _options(*, seed: int | None, verify: bool) -> dict[str, str]:
-    """Return the options that are keys of the configuration as ``key=value`` texts, by option."""
+    """Return the options that set configuration keys as ``key=value`` strings, by option."""
     options = {}
     if seed is not None:
         options["--seed"] = f"engine.seed={seed}"

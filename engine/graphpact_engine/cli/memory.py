@@ -1,6 +1,6 @@
-"""What ``graphpact doctor --memory`` shows: the graph-resident memory of an engine, for people.
+"""The output of ``graphpact doctor --memory``: the graph-resident memory of an engine.
 
-Does not: find any of it; `graphpact_engine.memory` does.
+Does not: find the memory; `graphpact_engine.memory` does.
 """
 
 from collections.abc import Iterable
@@ -19,7 +19,7 @@ _SHARED = ("shared", "name", "shape", "dtype", "device", "lanes", "bytes")
 
 
 def print_memory(console: Console, memory: EngineMemory) -> None:
-    """Print slots and pools of each lane, then what lanes share, then the totals."""
+    """Print slots and pools of each lane, then shared memory, then totals."""
     for lane in memory.lanes:
         _print_lane(console, lane)
     if memory.shared:
@@ -75,50 +75,50 @@ def _print_lane(console: Console, lane: LaneMemory) -> None:
 
 
 def verdict(memory: EngineMemory) -> str:
-    """Return in one sentence whether graphs touch only what is declared."""
+    """Return one sentence on whether graphs use declared memory only."""
     unknown = len(memory.unknown)
     if unknown:
-        return f"Graphs read or write {unknown} tensor{'' if unknown == 1 else 's'} that nothing declares."
-    blind = sorted({str(lane.driver) for lane in memory.lanes if not lane.knows_externals})
-    if blind:
+        return f"Graphs read or write {unknown} undeclared tensor{'' if unknown == 1 else 's'}."
+    unreported = sorted({str(lane.driver) for lane in memory.lanes if not lane.knows_externals})
+    if unreported:
         return (
-            f"What is undeclared cannot be seen: {', '.join(blind)} does not tell what graphs read;"
-            " the tape does."
+            f"Undeclared memory cannot be detected: driver {', '.join(unreported)} does not report what"
+            " graphs read; the tape does."
         )
     if not any(lane.rows for lane in memory.lanes):
         return "No lane has graphs."
     partial = sorted({str(lane.driver) for lane in memory.lanes if lane.externals == "dispatched"})
     if partial:
         return (
-            f"Everything that operations of torch read and write is declared. {', '.join(partial)} does not"
-            " see what kernels launched below torch's dispatcher read; the tape checks all but those."
+            f"Everything that torch operations read and write is declared. Driver {', '.join(partial)} does"
+            " not report what kernels launched below torch's dispatcher read; the tape reports the rest."
         )
     return "Everything that graphs read and write is declared."
 
 
-def say_unknown(row: MemoryRow) -> tuple[str, str]:
-    """Return what is to be said of a tensor that nothing declares, and what to do."""
-    what = (
-        f"lane {row.lane!r}: its graphs read or write a {row.dtype} tensor {_shape(row)} on"
-        f" {row.device}, {_bytes(row)} bytes, that nothing declares"
+def undeclared_problem(row: MemoryRow) -> tuple[str, str]:
+    """Return the problem of an undeclared tensor, and its fix."""
+    problem = (
+        f"lane {row.lane!r}: its graphs read or write an undeclared {row.dtype} tensor {_shape(row)} on"
+        f" {row.device}, {_bytes(row)} bytes"
     )
-    return what, (
+    return problem, (
         "declare it as a GraphSlot, in AttentionBackend.declare_slots() or"
-        " GraphRunner.slots(), or register it as a buffer of the model's module; until then"
-        " nothing notices when it is replaced, and graphs go on reading the old memory"
+        " GraphRunner.slots(), or register it as a buffer of the model's module; otherwise"
+        " its replacement is not detected, and graphs keep reading the old memory"
     )
 
 
 def check_picture(file: Path) -> None:
-    """See early whether ``file`` can be written, as far as that can be told without writing.
+    """Check, without writing, that ``file`` can be written.
 
     Raises:
-        UsageError: It is a directory, or lies in none.
+        UsageError: It is a directory, is in no existing directory, or does not end in ``.svg``.
     """
     if file.is_dir():
         reason = "it is a directory"
     elif file.suffix.lower() != ".svg":
-        reason = "it is drawn as SVG, and that is no name of one"
+        reason = "the picture is SVG, and the name does not end in .svg"
     elif not file.parent.is_dir():
         reason = f"there is no directory {file.parent}"
     else:

@@ -1,4 +1,4 @@
-"""What commands share: options, the configuration and the engine of them, the extras that they need.
+"""Options that several commands share, and the configuration and engine that they make.
 
 Does not: read the environment or files itself; `graphpact_engine.config` does.
 """
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 ModelOption: TypeAlias = Annotated[
     str | None,
-    typer.Option("--model", "-m", metavar="DIR", help="Checkpoint directory: model.path."),
+    typer.Option("--model", "-m", metavar="DIR", help="Checkpoint directory; sets model.path."),
 ]
 ConfigOption: TypeAlias = Annotated[
     Path | None,
-    typer.Option("--config", "-c", metavar="FILE", help="Configuration in TOML."),
+    typer.Option("--config", "-c", metavar="FILE", help="Configuration file in TOML."),
 ]
 SetOption: TypeAlias = Annotated[
     list[str] | None,
@@ -33,7 +33,7 @@ SetOption: TypeAlias = Annotated[
         "--set",
         "-s",
         metavar="KEY=VALUE",
-        help="Set one key of the configuration; repeatable. It has the last word.",
+        help="Set one key of the configuration; repeatable. Overrides all other sources.",
         show_default=False,
     ),
 ]
@@ -45,46 +45,46 @@ def load_settings(
     sets: Sequence[str] | None,
     more: Mapping[str, str] | None = None,
 ) -> "EngineConfig":
-    """Return the configuration that the options ask for.
+    """Return the configuration that the options select.
 
     Args:
-        config: ``--config``.
-        model: ``--model``.
-        sets: ``--set``.
-        more: ``key=value`` texts of other options that are keys of the configuration, by option.
+        config: The value of ``--config``.
+        model: The value of ``--model``.
+        sets: The values of ``--set``.
+        more: ``key=value`` strings of other options that set configuration keys, by option.
 
     Raises:
-        ConfigError: A key, a value or a file that is not valid.
+        ConfigError: A key, a value or a file is not valid.
     """
-    from graphpact_engine.config import EngineConfig  # noqa: PLC0415  pydantic
+    from graphpact_engine.config import EngineConfig  # noqa: PLC0415  slow: pydantic
 
     options = {} if model is None else {"--model": f"model.path={_toml_string(model)}"}
     return EngineConfig.load(config, options={**options, **(more or {})}, overrides=sets or [])
 
 
 def build_engine(settings: "EngineConfig", *, quiet: bool = False) -> "Engine":
-    """Build the engine of ``settings``, capture included, and show on a terminal how far it is.
+    """Build the engine of ``settings`` and capture its shapes, with progress on a terminal.
 
     Raises:
-        GraphpactError: It cannot be built.
+        GraphpactError: The engine cannot be built.
     """
     _silence_transformers()
-    from graphpact_engine.engine import Engine  # noqa: PLC0415  pydantic and all behind it
+    from graphpact_engine.engine import Engine  # noqa: PLC0415  slow: pydantic and transformers
 
     with (
         capture_progress(str(settings.model.path), quiet=quiet) as on_capture,
-        contextlib.redirect_stdout(sys.stderr),  # what plugins print when they are imported
+        contextlib.redirect_stdout(sys.stderr),  # plugins may print when they are imported
     ):
         return Engine(settings, on_capture=on_capture)
 
 
 def _toml_string(text: str) -> str:
-    """Return ``text`` as a TOML string: JSON's escapes are TOML's, and DEL needs one too."""
+    """Return ``text`` as a TOML string: with the escapes of JSON, and one for DEL."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _silence_transformers() -> None:
-    """Keep the bars and the log of transformers out of ours; it reads these when it is imported."""
+    """Turn off progress bars and log messages of transformers, which reads these when it is imported."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")

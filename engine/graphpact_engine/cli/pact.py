@@ -1,10 +1,10 @@
-"""``graphpact pact``: what the graphs of an engine promise, as a file to keep, to read and to compare.
+"""``graphpact pact``: saves, shows and compares the pacts of an engine.
 
     graphpact pact save before.json --config engine.toml
     graphpact pact show before.json
     graphpact pact diff before.json after.json
 
-Does not: replay anything, or import what a file names.
+Does not: replay anything, or import types that a file names.
 """
 
 import json
@@ -36,15 +36,17 @@ from graphpact_engine.saved_pacts import (
 
 _DIFFERENT = 1
 
-_PARTIAL = {
-    "unknown": "lane {}: its driver does not tell what graphs read, so its pacts cover view and metadata, and"
-    " no tensor that the backend holds besides",
-    "dispatched": "lane {}: of the tensors that the backend holds its pacts cover those that operations of"
-    " torch read, and not those of kernels launched below torch's dispatcher",
+_COVERAGE = {
+    "all": "covers view, metadata, and tensors of the backend that the graph reads",
+    "dispatched": "covers view, metadata, and tensors of the backend that torch operations read, but not"
+    " those that only kernels launched below torch's dispatcher read",
+    "unknown": "covers view and metadata, but no tensors of the backend, because the driver does not report"
+    " what graphs read",
+    None: "the file does not say which tensors of the backend it covers",
 }
 
 pact = typer.Typer(
-    help="Save, show and compare what the graphs of an engine promise.",
+    help="Save, show and compare the pacts of an engine.",
     no_args_is_help=True,
     rich_markup_mode="markdown",  # joins the lines of a paragraph
 )
@@ -54,36 +56,36 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Write one JSON object.
 
 @pact.command()
 def save(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="Where to write, in JSON.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="JSON file to write.")],
     *,
     model: ModelOption = None,
     config: ConfigOption = None,
     sets: SetOption = None,
-    force: Annotated[
-        bool, typer.Option("--force", help="Write over a file that is there already.")
-    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
 ) -> None:
-    """Build an engine, which captures, and write what each captured shape promised to FILE.
+    """Build an engine, and write the pact of each captured shape to FILE.
 
-    In the file a tensor's place is its slot and the bytes from the slot's start, and no address, so that
-    files of two processes can be compared.
+    The location of a tensor in the file is a slot and an offset in bytes, not an address, so that files of
+    two processes can be compared.
     """
     settings = load_settings(config, model, sets)
     require_target(file, overwrite=force)
     with build_engine(settings) as engine:
-        saved = SavedPacts.of(
-            (lane.name, captured.pact)
-            for lane in engine.lanes
-            for captured in lane.captured.values()
+        saved = SavedPacts(
+            pacts=tuple(
+                SavedPact.of(lane.name, captured.pact, captured.stats.externals)
+                for lane in engine.lanes
+                for captured in lane.captured.values()
+            )
         )
         partial = [
-            _PARTIAL[e].format(lane.name)
+            f"lane {lane.name}: each pact {_COVERAGE[lane.stats.externals]}"
             for lane in engine.lanes
-            if (e := lane.stats.externals) in _PARTIAL
+            if lane.stats.externals != "all"
         ]
     if not saved.pacts:
         raise UsageError(
-            "no lane captured a shape, so there is no pact to save",
+            "no lane captured a shape: there is no pact to save",
             hint="select a runner that captures: --set lanes.decode.runner=cuda_graph",
         )
     saved.save(file, overwrite=force)
@@ -94,20 +96,22 @@ def save(
 
 @pact.command()
 def show(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="What `graphpact pact save` wrote.")],
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="A file written by `graphpact pact save`.")
+    ],
     *,
     as_json: JsonOption = False,
 ) -> None:
-    """Show the promises of a saved file, one table for each lane and shape.
+    """Show the pacts of a saved file, one table for each lane and shape.
 
-    `<= 512` is a host number that may be smaller in a replay; `= 512` may not.
+    `<= 512` is a host number that may be smaller in a replay; `= 512` must be equal.
     """
     saved = SavedPacts.load(file)
     if as_json:
         sys.stdout.write(json.dumps(saved.to_dict(), indent=2) + "\n")
         return
     if not saved.pacts:
-        note(f"{file} has no pact")
+        note(f"{file} contains no pact")
     console = data()
     for at, held in enumerate(saved.pacts):
         if at:
@@ -122,15 +126,16 @@ def show(
 
 @pact.command(name="diff")
 def compare(
-    old: Annotated[Path, typer.Argument(metavar="OLD", help="A file of `graphpact pact save`.")],
-    new: Annotated[Path, typer.Argument(metavar="NEW", help="Another one.")],
+    old: Annotated[
+        Path, typer.Argument(metavar="OLD", help="A file written by `graphpact pact save`.")
+    ],
+    new: Annotated[Path, typer.Argument(metavar="NEW", help="The file to compare it with.")],
     *,
     as_json: JsonOption = False,
 ) -> None:
     """Compare two saved files by lane, shape and field.
 
-    Ends with status 0 where both promise the same, with 1 where they differ, and with 2 where a file
-    cannot be read.
+    Exit status: 0 if all promises are equal, 1 if they differ, 2 if a file cannot be read.
     """
     changes = diff(SavedPacts.load(old), SavedPacts.load(new))
     if as_json:
@@ -143,7 +148,8 @@ def compare(
 
 
 def _heading(held: SavedPact) -> str:
-    return f"lane {held.lane}, {held.shape}: {_how_many(len(held.promises), 'promise')}"
+    count = _how_many(len(held.promises), "promise")
+    return f"lane {held.lane}, {held.shape}: {count}; {_COVERAGE[held.externals]}"
 
 
 def _promised(promise: SavedPromise) -> str:
@@ -153,7 +159,7 @@ def _promised(promise: SavedPromise) -> str:
             f"{tensor.dtype} {list(tensor.shape)}, stride {list(tensor.stride)}, on {tensor.device}"
         )
     if promise.value is None:
-        return ""  # the type says all there is
+        return ""  # the type is the promise
     return f"{'<=' if promise.bounded else '='} {promise.value}"
 
 
@@ -165,10 +171,10 @@ def _place(promise: SavedPromise) -> str:
 
 
 def _print_changes(changes: Sequence[Change]) -> None:
-    """Print a row for each change, and how many there are."""
+    """Print a row for each change, and their number."""
     console = data()
     if not changes:
-        console.print("Both promise the same.")
+        console.print("All promises are equal.")
         return
     rows = [
         (c.lane, c.shape or "", c.path or "", c.what, _word(c.old), _word(c.new)) for c in changes

@@ -1,6 +1,6 @@
-"""`capture_progress`: what a terminal shows while an engine is built.
+"""`capture_progress`: progress on a terminal while an engine is built.
 
-Does not: show anything off a terminal.
+Does not: print anything if stderr is not a terminal.
 """
 
 from collections.abc import Iterator
@@ -15,10 +15,10 @@ from graphpact_engine.build import OnCapture
 
 
 @contextmanager
-def capture_progress(what: str, *, quiet: bool = False) -> Iterator[OnCapture | None]:
-    """Show on a terminal that ``what`` is loaded, then a bar a lane while its shapes are captured.
+def capture_progress(name: str, *, quiet: bool = False) -> Iterator[OnCapture | None]:
+    """Show that ``name`` is loading, then a progress bar per lane while its shapes are captured.
 
-    Yields None where nobody looks: off a terminal, or ``quiet``.
+    Yields None, and shows nothing, if ``quiet`` or not on a terminal.
     """
     console = talk()
     if quiet or not console.is_interactive:
@@ -29,7 +29,7 @@ def capture_progress(what: str, *, quiet: bool = False) -> Iterator[OnCapture | 
         BarColumn(),
         MofNCompleteColumn(),
     )
-    loading = console.status(Text(f"loading {clean(what)}"))
+    loading = console.status(Text(f"loading {clean(name)}"))
     progress = Progress(*columns, console=console, transient=True)
     bars: dict[str, TaskID] = {}
 

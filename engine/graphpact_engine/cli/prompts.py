@@ -1,6 +1,6 @@
-"""Where prompts come from: arguments, a file, or stdin.
+"""Reads prompts from arguments, a file, or stdin.
 
-Does not: tokenize, or judge lengths; the engine does.
+Does not: tokenize, or check lengths; the engine does.
 """
 
 import sys
@@ -11,17 +11,17 @@ from graphpact.errors import UsageError
 from graphpact_engine.errors import RequestError
 
 _STDIN = Path("-")
-_WAYS = 'graphpact generate "a prompt" ..., --file FILE, or pipe one prompt a line'
+_HINT = 'graphpact generate "a prompt" ..., --file FILE, or pipe one prompt per line'
 
 
 def read_prompts(arguments: Sequence[str], file: Path | None) -> list[str]:
-    """Return the prompts of the command line, then those of ``file``; of stdin where both lack.
+    """Return the prompts of the command line, then those of ``file``; without either, those of stdin.
 
-    A file and stdin hold one prompt a line; blank lines are skipped, other blanks are kept.
+    A file and stdin have one prompt per line. Blank lines are skipped; other whitespace is kept.
 
     Raises:
-        UsageError: No prompt at all, or a file that cannot be read as UTF-8.
-        RequestError: An argument that is empty or is no text.
+        UsageError: There is no prompt, or a file cannot be read as UTF-8.
+        RequestError: An argument is empty or is not text.
     """
     for number, prompt in enumerate(arguments, 1):
         _check_argument(number, prompt)
@@ -30,7 +30,7 @@ def read_prompts(arguments: Sequence[str], file: Path | None) -> list[str]:
         prompts += _lines(file)
     elif not prompts:
         if sys.stdin is None or sys.stdin.isatty():
-            raise UsageError("there is no prompt", hint=_WAYS)
+            raise UsageError("there is no prompt", hint=_HINT)
         prompts = _lines(_STDIN)
     return prompts
 
@@ -40,7 +40,9 @@ def _check_argument(number: int, prompt: str) -> None:
         raise RequestError(f"prompt {number} is empty", hint="give at least one character")
     try:
         prompt.encode()
-    except UnicodeEncodeError as error:  # bytes that are no text reach us as lone surrogates
+    except (
+        UnicodeEncodeError
+    ) as error:  # Python decodes invalid bytes of arguments as lone surrogates
         raise RequestError(f"prompt {number} is not UTF-8 text: {prompt!r}") from error
 
 
@@ -55,10 +57,10 @@ def _lines(file: Path) -> list[str]:
         line = raw.count(b"\n", 0, error.start) + 1
         raise UsageError(
             f"{name}: line {line} is not UTF-8 text: byte 0x{raw[error.start]:02x}",
-            hint="prompts are read as UTF-8, one a line",
+            hint="prompts are read as UTF-8, one per line",
         ) from error
     lines = [line.removesuffix("\r") for line in text.split("\n")]
     prompts = [line for line in lines if line.strip()]
     if not prompts:
-        raise UsageError(f"there is no prompt in {name}", hint=_WAYS)
+        raise UsageError(f"there is no prompt in {name}", hint=_HINT)
     return prompts

@@ -1,4 +1,4 @@
-"""What a run did, for people: a table of replays and eager runs, and a line of totals.
+"""The report after a run: a table of replays and eager runs, and a line of totals.
 
 Does not: count anything; lanes, verifiers and the scheduler do.
 """
@@ -13,21 +13,21 @@ from graphpact_engine.engine import Engine
 
 _COLUMNS = ("lane", "shape", "runs", "tokens", "padding", "capture", "nodes", "")
 _NUMBERS = ("runs", "tokens", "padding", "capture", "nodes")
-_BAR = 10  # characters of a bar that is all padding
-_MANY = 8  # of more shapes in a lane, those that were never replayed share a row
+_BAR = 10  # length of the bar for 100% padding, in characters
+_MAX_SHAPES = 8  # if a lane has more shapes, those that were never replayed share a row
 
 
 def print_report(
     console: Console, engine: Engine, *, tokens: int, seconds: float, quiet: bool = False
 ) -> None:
-    """Print what a run did.
+    """Print the report of a run.
 
     Args:
-        console: Where to.
-        engine: What ran.
-        tokens: Tokens that were generated.
-        seconds: How long that took, prefill included.
-        quiet: Print only what must not be missed: that nothing was verified, where asked for.
+        console: The console to print to.
+        engine: The engine that ran.
+        tokens: Number of generated tokens.
+        seconds: Duration of the run, including prefill.
+        quiet: Print only the warning that no replay was verified although verification is on.
     """
     if not quiet:
         rows = [row for lane in engine.lanes for row in _rows(lane, bars=console.is_terminal)]
@@ -35,15 +35,15 @@ def print_report(
             console.print()
             print_table(console, _COLUMNS, rows, numbers=_NUMBERS)
         note(_totals(engine, tokens, seconds))
-    _admit_nothing_verified(engine)
+    _warn_if_unverified(engine)
 
 
 def _rows(lane: Lane, *, bars: bool) -> Iterator[tuple[object, ...]]:
-    """Yield a row for each shape of a lane, smallest first, and for each reason of eager runs."""
+    """Yield a row for each shape of a lane, smallest first, and for each eager reason."""
     stats = lane.stats
     shapes = sorted(stats.shapes, key=lambda s: (s.mode.value, s.num_tokens, s.variant))
     unused = [shape for shape in shapes if not stats.shapes[shape].replays]
-    if len(shapes) <= _MANY or len(unused) == 1:
+    if len(shapes) <= _MAX_SHAPES or len(unused) == 1:
         unused = []
     for shape in shapes:
         if shape in unused:
@@ -54,7 +54,7 @@ def _rows(lane: Lane, *, bars: bool) -> Iterator[tuple[object, ...]]:
             lane.name,
             shape,
             s.replays,
-            s.raw_rows,
+            s.raw_tokens,
             f"{waste:.1%}" if s.replays else "",
             _milliseconds(s.capture_seconds),
             s.num_nodes if s.num_nodes >= 0 else "",
@@ -62,8 +62,8 @@ def _rows(lane: Lane, *, bars: bool) -> Iterator[tuple[object, ...]]:
         )
     if unused:
         seconds = sum(stats.shapes[shape].capture_seconds for shape in unused)
-        what = f"{len(unused)} more shapes"
-        yield lane.name, what, 0, 0, "", _milliseconds(seconds), "", "never replayed"
+        label = f"{len(unused)} more shapes"
+        yield lane.name, label, 0, 0, "", _milliseconds(seconds), "", "never replayed"
     for (mode, reason), count in sorted(stats.eager.items(), key=str):
         yield lane.name, f"{mode.value}, eager", count, "", "", "", "", reason.text
 
@@ -94,25 +94,25 @@ def _totals(engine: Engine, tokens: int, seconds: float) -> str:
     return "; ".join(parts)
 
 
-def _admit_nothing_verified(engine: Engine) -> None:
+def _warn_if_unverified(engine: Engine) -> None:
     share = engine.config.verify.replay_against_eager
     if not share or any(verifier.verified for verifier in engine.verifiers):
         return
     replays = sum(lane.stats.replays for lane in engine.lanes)
     if replays:
         warning(
-            f"nothing was verified: a share of {share:g} picked none of"
+            f"no replay was verified: a share of {share:g} selected none of"
             f" {_count(replays, 'replay')}",
-            "raise verify.replay_against_eager, or give --verify",
+            "raise verify.replay_against_eager, or pass --verify",
         )
         return
     reasons = sorted({reason.text for lane in engine.lanes for _, reason in lane.stats.eager})
     why = f" (eager runs: {'; '.join(reasons)})" if reasons else ""
-    warning(f"nothing was verified: nothing was replayed through a graph{why}")
+    warning(f"no replay was verified: all steps ran eagerly{why}")
 
 
-def _count(number: int, what: str) -> str:
-    return f"{number:,} {what}{'' if number == 1 else 's'}"
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def _milliseconds(seconds: float) -> str:

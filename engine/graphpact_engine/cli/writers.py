@@ -1,9 +1,9 @@
-"""Completions as they come, written one after another in the order of their prompts.
+"""Writers of completions to stdout, one after another in the order of their prompts.
 
-Prompts run together, and their tokens arrive interleaved. A writer lets only the first prompt that
-is not finished speak; what the later ones say waits, so nothing is mixed or comes out of order.
+Prompts run together, so their tokens arrive interleaved. A writer writes only the output of the first
+unfinished prompt and buffers that of later prompts, so that outputs are not mixed and are in order.
 
-Does not: open files; stdout is where data goes.
+Does not: open files.
 """
 
 import abc
@@ -18,7 +18,7 @@ from graphpact_engine.engine import Delta
 
 @dataclass(slots=True)
 class GeneratedText:
-    """What one prompt has got so far."""
+    """The output of one prompt so far."""
 
     prompt: str
     text: str = ""
@@ -27,18 +27,18 @@ class GeneratedText:
 
 
 class Writer(abc.ABC):
-    """Collects what the prompts get and writes the first unfinished one.
+    """Base class: collects the output of all prompts, and writes that of the first unfinished one.
 
     Args:
-        prompts: In the order in which they are written.
+        prompts: The prompts, in the order of output.
     """
 
     def __init__(self, prompts: Sequence[str]) -> None:
         self.answers = [GeneratedText(prompt) for prompt in prompts]
-        self._at = 0  # the answers before it are written
+        self._at = 0  # index of the first answer that is not complete
 
     def push(self, delta: Delta) -> None:
-        """Take one token, and write what can be written now."""
+        """Add one token, and write the output that is next in order."""
         answer = self.answers[delta.index]
         answer.text += delta.text
         answer.token_ids.append(delta.token_id)
@@ -53,16 +53,16 @@ class Writer(abc.ABC):
             self._at += 1
         sys.stdout.flush()
 
-    def close(self) -> None:  # noqa: B027  most have nothing to do
-        """End the line that an interrupted run may have begun."""
+    def close(self) -> None:  # noqa: B027  optional
+        """End the line of an interrupted run."""
 
     @abc.abstractmethod
     def _write(self, answer: GeneratedText) -> None:
-        """Write what is new of the first answer that is not written to its end."""
+        """Write the new part of the first incomplete answer."""
 
 
 class JsonWriter(Writer):
-    """One JSON object a line for each finished prompt."""
+    """A writer of one line per finished prompt, a JSON object."""
 
     def _write(self, answer: GeneratedText) -> None:
         if answer.finish_reason is None:
@@ -79,21 +79,23 @@ class JsonWriter(Writer):
 
 
 class TextWriter(Writer):
-    """The prompt, marked on a terminal, and its continuation; a blank line between two prompts.
+    """A writer of prompts (bold on a terminal) and continuations, separated by blank lines.
 
     Args:
-        prompts: In the order in which they are written.
-        live: Write each token as it comes, and not only whole answers.
+        prompts: The prompts, in the order of output.
+        live: Whether to write each token at once instead of complete answers.
     """
 
     def __init__(self, prompts: Sequence[str], *, live: bool) -> None:
         super().__init__(prompts)
         self._live = live
         self._console = data()
-        self._written: int | None = None  # characters of the answer under way; None: not its prompt
+        self._written: int | None = (
+            None  # characters of the answer; None if its prompt is not written yet
+        )
 
     def close(self) -> None:
-        """End the line that an interrupted run may have begun."""
+        """End the line of an interrupted run."""
         if self._written is not None:
             sys.stdout.write("\n")
             self._written = None

@@ -1,14 +1,14 @@
-"""Transformers models on graphpact attention: loading a checkpoint, and the forward pass of a batch.
+"""Transformers models on graphpact attention: loads checkpoints, and runs the forward pass of a batch.
 
-Does not: contain model code. Needs the extra ``graphpact[engine]``; importing this package without it
-raises an error that says so.
+Does not: contain model code. It needs the extra ``graphpact[engine]``; without it, importing this package
+raises a `UsageError`.
 """
 
 from graphpact.errors import UsageError
 
 try:
-    import safetensors as _safetensors  # noqa: F401  only to see whether it is there
-    import transformers as _transformers  # noqa: F401  only to see whether it is there
+    import safetensors as _safetensors  # noqa: F401  only to check that it is installed
+    import transformers as _transformers  # noqa: F401  only to check that it is installed
 except ImportError as error:
     raise UsageError(
         f"running a model needs the package {error.name!r}, which is not installed",

@@ -1,7 +1,7 @@
-"""Reading a checkpoint directory: config, safetensors and tokenizer, as ``save_pretrained`` writes them.
+"""Loads a checkpoint directory as ``save_pretrained`` writes it: config, safetensors and tokenizer.
 
-Everything is checked before anything is built. Weights come from safetensors files only: a pickle can
-run code when it is read. Code that a checkpoint brings along is run only where it was asked for.
+All files are checked before the model is built. Weights are read from safetensors files only, because reading
+a pickle can run code. Python files of a checkpoint are run only with ``trust_remote_code``.
 
 Does not: download anything.
 """
@@ -32,14 +32,14 @@ _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """What a checkpoint directory held.
+    """A loaded checkpoint.
 
     Args:
         path: The directory.
         model: The transformers model, in evaluation mode, on its device.
-        eos_token_ids: Tokens that end a text, by the checkpoint's generation config.
-        max_model_len: Positions that the model knows.
-        vocab_size: Token ids that the model knows.
+        eos_token_ids: The end tokens of the generation config.
+        max_model_len: Number of positions of the model.
+        vocab_size: Number of token ids of the model.
     """
 
     path: Path
@@ -61,15 +61,15 @@ def load_checkpoint(
 
     Args:
         path: The directory.
-        dtype: Of weights and computation; None takes the checkpoint's, on a CPU float32.
-        device: Where the weights go.
+        dtype: Dtype of weights and computation; None: float32 on a CPU, else the checkpoint's dtype.
+        device: Device of the weights.
         attention: Name of the registered attention function that the model calls.
-        trust_remote_code: Whether Python files of the checkpoint may be run.
+        trust_remote_code: Whether to run Python files of the checkpoint.
 
     Raises:
-        CheckpointError: The directory is missing, is no checkpoint, has no safetensors weights, or
-            they are broken or do not fit the config.
-        UnsupportedModelError: The architecture is not a decoder that transformers knows.
+        CheckpointError: The directory is missing, is no checkpoint, or has no safetensors weights, or the
+            weights are broken or do not match the config.
+        UnsupportedModelError: The architecture is not a decoder of transformers.
     """
     _check_directory(path)
     for file in _weight_files(path):
@@ -78,7 +78,7 @@ def load_checkpoint(
     try:
         config = AutoConfig.from_pretrained(path, **quiet)
     except Exception as error:
-        raise _not_loaded(path, "its config.json", error) from error
+        raise _not_loaded(path, "config.json", error) from error
     if config.is_encoder_decoder:
         raise UnsupportedModelError(
             f"{path}: {config.model_type} is an encoder-decoder model; graphpact runs decoders"
@@ -86,7 +86,7 @@ def load_checkpoint(
     if dtype is None:
         own = config.get_text_config().dtype
         dtype = torch.float32 if own is None or device.type == "cpu" else own
-    # transformers reports what it found through its log; we report it as an error instead.
+    # transformers logs mismatches between weights and config; they are raised as errors below instead.
     log = logging.getLogger("transformers")
     level = log.level
     log.setLevel(logging.ERROR)
@@ -98,25 +98,24 @@ def load_checkpoint(
             use_safetensors=True,
             attn_implementation=attention,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # they are refused below, by name
+            ignore_mismatched_sizes=True,  # refused below, by name
             **quiet,
         )
     except Exception as error:
         if isinstance(error, KeyError) and error.args == (attention,):
             raise UnsupportedModelError(
-                f"{path}: model type {config.model_type!r} does not attend through transformers'"
-                " attention interface",
-                hint="graphpact attends for a model where transformers lets it",
+                f"{path}: model type {config.model_type!r} does not use transformers' attention interface",
+                hint="graphpact runs models whose attention uses that interface",
             ) from error
-        raise _not_loaded(path, "its weights", error) from error
+        raise _not_loaded(path, "the weights", error) from error
     finally:
         log.setLevel(level)
-    for what in ("missing_keys", "mismatched_keys", "unexpected_keys", "error_msgs"):
-        if found.get(what):
-            listed = sorted(map(str, found[what]))
+    for kind in ("missing_keys", "mismatched_keys", "unexpected_keys", "error_msgs"):
+        if found.get(kind):
+            listed = sorted(map(str, found[kind]))
             more = f" and {len(listed) - 3} more" if len(listed) > 3 else ""
             raise CheckpointError(
-                f"{path}: the weights do not fit config.json: {what.replace('_', ' ')}"
+                f"{path}: the weights do not match config.json: {kind.replace('_', ' ')}"
                 f" {', '.join(listed[:3])}{more}",
                 hint="save config and weights of one model together with save_pretrained",
             )
@@ -134,13 +133,13 @@ def load_tokenizer(path: Path, *, trust_remote_code: bool = False) -> Any:
     """Load the tokenizer of a checkpoint directory.
 
     Raises:
-        CheckpointError: The directory has none, or it is broken.
+        CheckpointError: The directory has no tokenizer, or a broken one.
     """
-    hint = "save it there with tokenizer.save_pretrained, or pass token ids instead of text"
+    hint = "save one with tokenizer.save_pretrained, or pass token ids instead of text"
     if not trust_remote_code and not any((path / name).is_file() for name in _TOKENIZER_FILES):
-        # transformers makes an empty tokenizer of nothing, in some versions
+        # some versions of transformers return an empty tokenizer without files
         raise CheckpointError(
-            f"{path}: there is no tokenizer: none of {', '.join(_TOKENIZER_FILES)}", hint=hint
+            f"{path}: no tokenizer: there is none of {', '.join(_TOKENIZER_FILES)}", hint=hint
         )
     try:
         return AutoTokenizer.from_pretrained(
@@ -148,7 +147,7 @@ def load_tokenizer(path: Path, *, trust_remote_code: bool = False) -> Any:
         )
     except Exception as error:
         raise CheckpointError(
-            f"{path}: its tokenizer cannot be loaded: {_one_line(error)}", hint=hint
+            f"{path}: the tokenizer cannot be loaded: {_one_line(error)}", hint=hint
         ) from error
 
 
@@ -161,7 +160,7 @@ def _check_directory(path: Path) -> None:
     config = path / "config.json"
     if not config.is_file():
         raise CheckpointError(
-            f"{path}: no checkpoint: there is no config.json",
+            f"{path}: not a checkpoint: there is no config.json",
             hint="give the directory that save_pretrained wrote: config.json and *.safetensors",
         )
     try:
@@ -169,11 +168,11 @@ def _check_directory(path: Path) -> None:
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{config}: not readable as JSON: {_one_line(error)}") from error
     if not isinstance(content, dict):
-        raise CheckpointError(f"{config}: not a configuration: a JSON object is needed")
+        raise CheckpointError(f"{config}: not a configuration: expected a JSON object")
 
 
 def _weight_files(path: Path) -> list[Path]:
-    """Return the safetensors files that the checkpoint says it consists of."""
+    """Return the safetensors files of the checkpoint: those of its index, or the single file."""
     index = path / "model.safetensors.index.json"
     if index.is_file():
         try:
@@ -191,9 +190,9 @@ def _weight_files(path: Path) -> list[Path]:
     pickles = sorted(p.name for pattern in _PICKLES for p in path.glob(pattern))
     if pickles and not index.is_file():
         raise CheckpointError(
-            f"{path}: its weights are pickle files ({', '.join(pickles[:3])}), which are never read:"
+            f"{path}: the weights are pickle files ({', '.join(pickles[:3])}), which are never read:"
             " reading a pickle can run code",
-            hint="convert them where you trust them: model.save_pretrained(..) writes safetensors",
+            hint="if you trust them, convert them: model.save_pretrained(..) writes safetensors",
         )
     raise CheckpointError(
         f"{path}: weights are missing: {', '.join(missing[:3])}",
@@ -202,13 +201,13 @@ def _weight_files(path: Path) -> list[Path]:
 
 
 def _check_safetensors(file: Path) -> None:
-    """Read the header, which also holds the file to the length that the header promises."""
+    """Read the header, which also checks that the file has the length that the header declares."""
     try:
         with safe_open(file, framework="pt") as opened:
             opened.keys()
     except (SafetensorError, OSError, ValueError) as error:
         raise CheckpointError(
-            f"{file}: not a whole safetensors file ({file.stat().st_size:,} bytes):"
+            f"{file}: not a complete safetensors file ({file.stat().st_size:,} bytes):"
             f" {_one_line(error)}",
             hint="copy or download the file again",
         ) from error
@@ -220,15 +219,15 @@ def _eos_token_ids(path: Path, config: Any) -> frozenset[int]:
         try:
             ids = GenerationConfig.from_pretrained(path).eos_token_id
         except Exception as error:
-            raise _not_loaded(path, "its generation_config.json", error) from error
+            raise _not_loaded(path, "generation_config.json", error) from error
     if ids is None:
         return frozenset()
     return frozenset([ids] if isinstance(ids, int) else ids)
 
 
-def _not_loaded(path: Path, what: str, error: Exception) -> CheckpointError:
+def _not_loaded(path: Path, part: str, error: Exception) -> CheckpointError:
     return CheckpointError(
-        f"{path}: transformers cannot load {what}: {_one_line(error)}",
+        f"{path}: transformers cannot load {part}: {_one_line(error)}",
         hint="remote code is run only with model.trust_remote_code = true"
         if "trust_remote_code" in str(error)
         else None,

@@ -1,12 +1,11 @@
-"""Multi-head latent attention (MLA) in absorbed form: heads that all attend over one cached latent.
+"""Multi-head latent attention (MLA) in absorbed form: all heads attend over one cached latent.
 
-An MLA layer of transformers keeps a latent of each token and multiplies it by ``kv_b_proj`` into keys and
-values of every head before it attends. Absorbed, the two halves of that weight move to the other side: a
-query is multiplied by the keys' half before it meets the latents, and what comes back of the latents by
-the values' half after. Scores and outputs are the same; the cache holds a latent instead of all heads.
+In expanded form, an MLA layer of transformers multiplies the latent of each token by ``kv_b_proj`` to get the
+keys and values of every head, then attends. In absorbed form, the query is multiplied by the key half of that
+weight before attention over the latents, and the output by the value half afterwards. Scores and outputs are
+the same; the cache holds one latent per token instead of keys and values of all heads.
 
-The seam is the layers' own method ``expand_kv``, which transformers has since 5.15; it is replaced while a
-forward pass runs and stands as it was afterwards.
+The method ``expand_kv`` of the layers (transformers >= 5.15) is replaced while a forward pass runs.
 
 Does not: attend, or copy weights.
 """
@@ -21,16 +20,16 @@ import transformers
 
 from graphpact_engine.errors import UnsupportedModelError
 
-_EXPANDED = "an attention backend without MLA runs it expanded, with keys and values of every head"
+_EXPANDED = "use an attention backend without MLA, which runs the model in expanded form"
 
 
 @dataclass(frozen=True, slots=True)
 class LatentLayer:
-    """The halves of the weight with which an MLA layer expands latents.
+    """The two halves of the up-projection ``kv_b_proj`` of an MLA layer.
 
     Args:
-        key_up: ``[heads, qk_nope_head_dim, kv_lora_rank]``: from the latent to the keys.
-        value_up: ``[heads, v_head_dim, kv_lora_rank]``: from the latent to the values.
+        key_up: ``[heads, qk_nope_head_dim, kv_lora_rank]``: latent to keys.
+        value_up: ``[heads, v_head_dim, kv_lora_rank]``: latent to values.
     """
 
     key_up: torch.Tensor
@@ -42,13 +41,13 @@ class LatentLayer:
         return self.key_up.shape[2]
 
     def absorb_query(self, q: torch.Tensor) -> torch.Tensor:
-        """Return ``[T, heads, rank + rope]``, which meets latents, of ``[T, heads, nope + rope]``."""
+        """Return the query for latents ``[T, heads, rank + rope]`` from ``q`` ``[T, heads, nope + rope]``."""
         width = self.key_up.shape[1]
         latent = torch.einsum("thn,hnr->thr", q[..., :width], self.key_up)
         return torch.cat((latent, q[..., width:]), dim=-1)
 
     def expand_output(self, out: torch.Tensor) -> torch.Tensor:
-        """Return ``[T, heads, v_head_dim]`` of ``[T, heads, rank]``."""
+        """Return the output ``[T, heads, v_head_dim]`` from ``out`` ``[T, heads, rank]``."""
         return torch.einsum("thr,hvr->thv", out, self.value_up)
 
 
@@ -58,20 +57,20 @@ def latent_modules(model: Any) -> list[Any]:
 
 
 def latent_layers(model: Any) -> dict[Any, LatentLayer]:
-    """Return every MLA layer of ``model`` by its attention module; none for a model without MLA.
+    """Return every MLA layer of ``model`` by its attention module; empty for a model without MLA.
 
     Raises:
-        UnsupportedModelError: The installed transformers has no seam in this model, or a layer's
-            ``kv_b_proj`` is no plain linear map, so that it has no halves to move.
+        UnsupportedModelError: The installed transformers has no ``expand_kv`` in this model, or the
+            ``kv_b_proj`` of a layer is not a plain linear map.
     """
     return {module: _latent_layer(module) for module in latent_modules(model)}
 
 
 @contextmanager
 def latents_as_keys(modules: Iterable[Any]) -> Iterator[None]:
-    """Have MLA ``modules`` attend over latents while the context is open.
+    """Make MLA ``modules`` attend over latents inside the context.
 
-    Their one key head is then ``[1, 1, T, rank + rope]``, its value the first ``rank`` of it.
+    They then have one key head ``[1, 1, T, rank + rope]``, whose first ``rank`` elements are the value.
     """
     modules = list(modules)
     for module in modules:
@@ -84,7 +83,7 @@ def latents_as_keys(modules: Iterable[Any]) -> Iterator[None]:
 
 
 def _join(kv_nope: torch.Tensor, k_rot: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Stand for a module's ``expand_kv``: the latent and the rotated key are one key."""
+    """Replace ``expand_kv``: return latent and rotated key as one key, and the latent as its value."""
     key = torch.cat((kv_nope, k_rot), dim=-1)
     return key, key[..., : kv_nope.shape[-1]]
 
@@ -93,8 +92,7 @@ def _latent_layer(module: Any) -> LatentLayer:
     name = type(module).__name__
     if not hasattr(module, "expand_kv"):
         raise UnsupportedModelError(
-            f"{name} of transformers {transformers.__version__} has no expand_kv, without which its latents"
-            " cannot be attended over",
+            f"{name} of transformers {transformers.__version__} has no expand_kv, which absorbed MLA needs",
             hint=f'pip install "transformers>=5.15", or: {_EXPANDED}',
         )
     up = module.kv_b_proj

@@ -1,11 +1,11 @@
 """A transformers decoder whose attention is a graphpact backend.
 
-The model calls attention through transformers' ``AttentionInterface``, under a name for which no mask
-is registered, so no mask is built; tokens of all requests come as one flat sequence, told apart by the
-metadata of the backend. What each layer asks of attention is seen by running two tokens at one position
-once. Layers with latents (MLA) attend over them on request, see `graphpact_engine.models.latents`.
+The model calls attention through transformers' ``AttentionInterface``, under a name without a registered
+mask function, so no mask is built. The tokens of all requests are one flat sequence; the backend's metadata
+separates requests. The attention parameters of each layer are found by a probe: one forward pass of two
+tokens at one position. MLA layers can attend over latents, see `graphpact_engine.models.latents`.
 
-Does not: change a model's code, keep a cache of its own, or pick a backend.
+Does not: change a model's code, have a cache of its own, or select a backend.
 """
 
 import inspect
@@ -32,8 +32,8 @@ from graphpact_engine.models.latents import (
 
 ATTENTION_NAME = "graphpact"
 
-# Arguments that say nothing about how to attend.
-_INDIFFERENT = frozenset(
+# Arguments that do not change the result of attention.
+_IGNORED = frozenset(
     {
         "cache_position",
         "dropout",
@@ -45,19 +45,20 @@ _INDIFFERENT = frozenset(
     }
 )
 
-# Layer types of transformers whose attention we know, and whether they come with a sliding window.
+# Supported layer types of transformers, and whether they have a sliding window.
 _WINDOWED = {"full_attention": False, "sliding_attention": True}
 
 _SUPPORTED = (
-    "decoders run whose every layer attends causally through transformers' attention interface"
+    "supported are decoders in which every layer attends causally through transformers' attention"
+    " interface"
 )
 
-# These choose their frequencies by the longest sequence: a request's neighbours would change its text.
+# Their frequencies depend on the longest sequence of a batch, so other requests would change the output.
 _BATCH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 
 
 class _Attention(Protocol):
-    """What the registered attention function hands its call to."""
+    """The implementation that the registered attention function calls."""
 
     def attend(
         self, module: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, asked: dict[str, Any]
@@ -75,7 +76,7 @@ def _attention_function(
     attention_mask: torch.Tensor | None,
     **asked: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend over ``[1, heads, T, dim]``; the signature is transformers'."""
+    """Attend over ``[1, heads, T, dim]``; the signature is defined by transformers."""
     asked["attention_mask"] = attention_mask
     if asked.get("scaling") is None:
         asked["scaling"] = query.shape[-1] ** -0.5
@@ -98,7 +99,7 @@ def _attending(attention: _Attention) -> Iterator[None]:
 
 @dataclass(slots=True)
 class _Probe:
-    """Notes what every layer asks of attention, and answers with zeros."""
+    """An attention implementation that records the parameters of every layer and returns zeros."""
 
     layers: dict[int, LayerSpec] = field(default_factory=dict)
     refused: dict[str, None] = field(default_factory=dict)
@@ -108,12 +109,14 @@ class _Probe:
     ) -> torch.Tensor:
         layer_id = getattr(module, "layer_idx", None)
         if layer_id is None or layer_id in self.layers:
-            self.refused["attention layers without an index of their own"] = None
+            self.refused["attention layers without a unique index"] = None
         if asked.get("is_causal") is False or getattr(module, "is_causal", True) is False:
             self.refused["attention that is not causal"] = None
         if not all(torch.allclose(t[0], t[1], rtol=2e-2, atol=1e-4) for t in (q, k, v)):
-            self.refused["positions, or a mixing of tokens, of its own"] = None
-        known = {"scaling", "sliding_window", "softcap", "s_aux", "kv_lora_rank"} | _INDIFFERENT
+            self.refused[
+                "queries, keys or values that depend on other tokens or on positions besides position_ids"
+            ] = None
+        known = {"scaling", "sliding_window", "softcap", "s_aux", "kv_lora_rank"} | _IGNORED
         for name, value in asked.items():
             if name not in known and value is not None and value is not False:
                 self.refused[f"attention argument {name!r}"] = None
@@ -134,7 +137,7 @@ class _Probe:
 
 @dataclass(slots=True)
 class _LaneAttention:
-    """Hands every layer's attention to the lane's, with the metadata of one forward pass."""
+    """An attention implementation that calls the lane's attention with the metadata of one forward pass."""
 
     attend_with: Attend
     metadata: Any
@@ -143,13 +146,13 @@ class _LaneAttention:
     def attend(
         self, module: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, asked: dict[str, Any]
     ) -> torch.Tensor:
-        del asked  # seen by the probe, and part of the layer's spec
+        del asked  # recorded by the probe in the layer's spec
         return self.attend_with(q, k, v, self.layers[module.layer_idx], self.metadata)
 
 
 @dataclass(slots=True)
 class _Absorbed:
-    """Hands the attention of layers with latents on in absorbed form, and that of others as it is."""
+    """An attention implementation that absorbs MLA layers and passes other layers to ``inner`` unchanged."""
 
     inner: _Attention
     latents: dict[Any, LatentLayer]
@@ -165,22 +168,22 @@ class _Absorbed:
 
 
 class TransformersModel:
-    """The forward pass of a lane: a batch in, logits out, and hidden states where they are asked for.
+    """The forward pass of a lane: returns logits, and optionally hidden states, of a batch.
 
     Args:
         model: A transformers model for causal language modelling, loaded with the attention
             implementation `ATTENTION_NAME`.
-        hidden_states: Whether a step also gives ``hidden_states``, ``[T, hidden_size]``: what the last layer
-            leaves of each token, before the head.
-        absorb: Whether its MLA layers, if it has any, attend over latents (absorbed form), for which every
-            backend needs `HeadLayout.MLA`; otherwise each head has keys and values of its own.
+        hidden_states: Whether a step also returns ``hidden_states``, ``[T, hidden_size]``: the output of the
+            last layer for each token, before the head.
+        absorb: Whether MLA layers attend over latents (absorbed form), which needs `HeadLayout.MLA` in every
+            backend; otherwise they run expanded, with keys and values of each head.
 
     Attributes:
-        has_latents: Whether the model has MLA layers, in whichever form.
+        has_latents: Whether the model has MLA layers, in either form.
 
     Raises:
-        UnsupportedModelError: The model keeps state besides keys and values, asks of attention what no
-            graphpact backend can be told (the message lists it all), or has MLA layers that cannot be
+        UnsupportedModelError: The model has state besides keys and values, needs attention that a
+            `LayerSpec` cannot express (the message lists everything), or has MLA layers that cannot be
             absorbed.
     """
 
@@ -195,19 +198,19 @@ class TransformersModel:
 
     @property
     def layers(self) -> list[LayerSpec]:
-        """What every attention layer asks, by ``layer_id``."""
+        """The attention layers, by ``layer_id``."""
         return list(self._layers.values())
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield every parameter and buffer by its name in the model; what is tied comes once."""
+        """Yield every parameter and buffer with its name in the model; tied weights once."""
         yield from self.model.named_parameters()
         yield from self.model.named_buffers()
 
     def __call__(self, batch: ForwardBatch, metadata: Any, attend: Attend) -> StepOutputs:
-        """Return ``logits``, and ``hidden_states`` where they are asked for.
+        """Return ``logits``, and ``hidden_states`` if enabled.
 
-        Logits are ``[bs, vocab]``, of each request's last token, in a ragged batch and in decode; in other
-        modes ``[T, vocab]``, of every token.
+        In decode and for a ragged batch, logits are ``[bs, vocab]``, of the last token of each request. In
+        other modes they are ``[T, vocab]``, of every token.
         """
         last = None
         if batch.extend_seq_lens is not None:
@@ -248,50 +251,52 @@ class TransformersModel:
         config = self.model.config.get_text_config()
         name = config.model_type
         probe = _Probe()
-        # One token twice, at one position: what tells them apart is no position_ids.
+        # The same token twice at the same position: any difference comes from something else.
         tokens = torch.zeros(2, dtype=torch.int64, device=self.model.device)
         try:
             with torch.inference_mode():
                 self._forward(probe, tokens, tokens, None)
         except Exception as error:
             raise UnsupportedModelError(
-                f"model type {name!r} cannot run: without masks and caches of transformers its forward pass"
-                f" in {self.dtype} raised {type(error).__name__}: {error}",
+                f"model type {name!r} cannot run: its forward pass in {self.dtype} without masks and caches"
+                f" of transformers raised {type(error).__name__}: {error}",
                 hint=_SUPPORTED,
             ) from error
         refused = list(probe.refused)
         if getattr(self.model, "_is_stateful", False):
-            refused.append("a state besides keys and values")
+            refused.append("state besides keys and values")
         if len(probe.layers) != config.num_hidden_layers:
             refused.append(
-                f"{config.num_hidden_layers} layers of which {len(probe.layers)} attend through"
-                " transformers' attention interface"
+                f"{config.num_hidden_layers} layers, of which {len(probe.layers)} use transformers' attention"
+                " interface"
             )
         kinds = getattr(config, "layer_types", None) or []
         for kind, layer in zip(kinds, probe.layers.values(), strict=False):
-            # Of what is done by masks alone the attention function is not told.
+            # The attention function receives no mask, so a layer that relies on its mask cannot run.
             if kind not in _WINDOWED or _WINDOWED[kind] is not (layer.sliding_window is not None):
-                refused.append(f"layers of type {kind!r} that ask for no more than plain attention")
+                refused.append(
+                    f"layers of type {kind!r}, whose attention arguments are those of plain attention"
+                )
                 break
         window = getattr(config, "sliding_window", None)
         if window and not kinds and all(s.sliding_window is None for s in probe.layers.values()):
-            refused.append(f"a sliding window of {window} that its attention is not told of")
+            refused.append(f"a sliding window of {window} that is not passed to its attention")
         if getattr(config, "use_bidirectional_attention", None):
             refused.append("attention that is not causal")
         refused += [
-            f"rotary embedding {kind!r}, which is scaled by the longest sequence of a batch"
+            f"rotary embedding {kind!r}, which depends on the longest sequence of a batch"
             for kind in sorted(_rope_types(config) & _BATCH_DEPENDENT_ROPE)
         ]
         if refused:
             raise UnsupportedModelError(
-                f"model type {name!r} has what graphpact cannot run: {'; '.join(refused)}",
+                f"model type {name!r} is not supported, because it has: {'; '.join(refused)}",
                 hint=_SUPPORTED,
             )
         return probe.layers
 
 
 def _rope_types(config: Any) -> set[str]:
-    """Return the kinds of rotary embedding that a config names, for all layers or by layer type."""
+    """Return the rotary embedding types of a config, for all layers or by layer type."""
     parameters = getattr(config, "rope_parameters", None) or {}
     tables = [parameters, *(table for table in parameters.values() if isinstance(table, dict))]
     return {str(table["rope_type"]) for table in tables if table.get("rope_type")}
