@@ -345,11 +345,11 @@ def test_a_shape_with_as_many_tokens_as_requests_is_captured() -> None:
 @pytest.mark.parametrize(
     ("outputs", "says"),
     [
-        (lambda o: o.logits, r"decode\[bs=4, tokens=4\] gave a Tensor, not StepOutputs"),
-        (lambda o: None, "gave a NoneType, not StepOutputs"),
+        (lambda o: o.logits, r"decode\[bs=4, tokens=4\] returned a Tensor, not StepOutputs"),
+        (lambda o: None, "returned a NoneType, not StepOutputs"),
         (
             lambda o: StepOutputs(logits=(o.logits, "bs"), hidden=(o.logits[:-1], "tokens")),
-            "output 'hidden' has 3 rows; by its axis 'tokens' it has to have 4",
+            "output 'hidden' has 3 rows; its axis 'tokens' has 4",
         ),
         (lambda o: StepOutputs(hidden=(o.logits.sum(), "bs")), "output 'hidden' is .* no rows"),
         (lambda o: StepOutputs(hidden=(o.logits, "rows")), "output 'hidden' has the axis 'rows'"),

@@ -627,7 +627,7 @@ def test_branches_count_among_what_is_missing() -> None:
             topk=4,
         )
 
-    with pytest.raises(UnsupportedModelError, match="drafts with 4 branches"):
+    with pytest.raises(UnsupportedModelError, match="drafts with top-k 4"):
         require(Plain.capabilities)
     require(replace(Plain.capabilities, trees=True))
 

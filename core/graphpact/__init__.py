@@ -1,7 +1,7 @@
 """graphpact: a contract between what a captured graph recorded and what its replay prepares.
 
-This module re-exports the words that plugins and engines share. It does not import transformers, any
-plugin, the command line, or what `conformance` needs.
+This module re-exports the names that plugins and engines share. It imports no transformers, no plugin, no
+command line, and `conformance` only on access.
 """
 
 import importlib
@@ -27,7 +27,7 @@ from graphpact.shapes import CaptureSizes, EagerReason, GraphShape
 from graphpact.step import Step, StepOutputs
 
 conformance: Callable[..., Callable[[Callable[..., None]], Callable[..., None]]]
-"""`graphpact_conformance.conformance`, of another distribution: imported when it is asked for."""
+"""`graphpact_conformance.conformance`, of another distribution; imported on access."""
 
 __all__ = [
     "CONTRACT_VERSION",
@@ -64,7 +64,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
-        from graphpact._version import __version__  # noqa: PLC0415  read only when asked for
+        from graphpact._version import __version__  # noqa: PLC0415  lazy
 
         return __version__
     if name == "conformance":

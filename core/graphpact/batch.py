@@ -1,8 +1,7 @@
-"""The words for one step's work: `ForwardMode` and `ForwardBatch`.
+"""The work of one step: `ForwardMode` and `ForwardBatch`.
 
-A batch is flat: the tokens of all requests lie one after another in one axis ``T``, the requests in
-another axis ``bs``. The same type serves the live batch, a dummy batch for capture, and the padded
-view of a batch that a graph sees.
+A batch is flat: the tokens of all requests are packed in one axis ``T``, the requests in another axis ``bs``.
+The same type is used for the live batch, the dummy batch of a capture, and the padded view of a graph.
 
 Does not: build batches (the scheduler does) or pad them (the registry does).
 """
@@ -19,32 +18,32 @@ from graphpact.errors import EngineError
 
 
 class ForwardMode(enum.Enum):
-    """What kind of step a batch is; a graph is captured for one of these."""
+    """The kind of a step. A graph is captured for one mode."""
 
     DECODE = "decode"
-    """One new token a request."""
+    """One new token per request."""
     EXTEND = "extend"
-    """One or more new tokens a request, after a cached prefix of zero or more: prefill, or a chunk of it."""
+    """One or more new tokens per request after a cached prefix of zero or more: prefill, or a chunk of it."""
     MIXED = "mixed"
-    """An extend in which some requests decode: each of those brings one token."""
+    """An extend in which some requests decode, with one token each."""
     TARGET_VERIFY = "target_verify"
     """The target model reads the drafts of every request, the same number of tokens each."""
     DRAFT_DECODE = "draft_decode"
-    """The draft model decodes several steps on end, one token a branch in each."""
+    """The draft model decodes several steps in a row, one token per branch in each."""
     DRAFT_EXTEND = "draft_extend"
-    """The draft model reads what was verified: the same number of tokens a request, accepted or not."""
+    """The draft model reads the verified tokens: the same number per request, accepted or not."""
     IDLE = "idle"
-    """No request at all: a rank that steps along because others have work. Its batch has the fields that
-    its lane's batches have, without rows."""
+    """No request: a rank that runs the step because other ranks have work. Its batch has the fields of its
+    lane's batches, without rows."""
 
     @property
     def is_decode(self) -> bool:
-        """Whether this is decode proper: one new token a request."""
+        """Whether this is plain decode: one new token per request."""
         return self is ForwardMode.DECODE
 
     @property
     def is_ragged(self) -> bool:
-        """Whether requests bring different numbers of tokens, as ``extend_seq_lens`` says."""
+        """Whether requests have different numbers of tokens, given by ``extend_seq_lens``."""
         return self in (ForwardMode.EXTEND, ForwardMode.MIXED)
 
 
@@ -52,25 +51,25 @@ class ForwardMode(enum.Enum):
 class ForwardBatch:
     """The tensors of one step.
 
-    Shapes: ``bs`` requests, ``T`` tokens. All tensors lie on the engine's device unless they end in
-    ``_cpu``; those lie on the host and may be read there at any time.
+    Shapes: ``bs`` requests, ``T`` tokens. Tensors lie on the engine's device, except those whose names end in
+    ``_cpu``: they lie on the host and may be read at any time.
     """
 
     forward_mode: ForwardMode
     batch_size: int
-    """Requests in the batch; in a padded view, the bucket's."""
+    """Requests in the batch; in a padded view, those of the shape."""
     input_ids: torch.Tensor
     """``[T]`` int64: token ids."""
     positions: torch.Tensor
     """``[T]`` int64: position of each token in its sequence, from 0."""
     out_cache_loc: torch.Tensor
-    """``[T]`` int64: KV slot that each token's key and value are written to; 0 is scratch. Draft decode,
-    whose ``T`` tokens are the branches: ``[T, num_steps]``, the slot of each branch in each step."""
+    """``[T]`` int64: KV slot of each token's key and value; 0 is scratch. In draft decode, whose ``T`` tokens
+    are the branches: ``[T, num_steps]``, the KV slot of each branch in each step."""
     req_pool_indices: torch.Tensor
-    """``[bs]`` int64: row of each request in the request pool; 0 is the reserved row."""
+    """``[bs]`` int64: row of each request in the request pool; 0 is scratch."""
     seq_lens: torch.Tensor
-    """``[bs]`` int64: tokens of each sequence that have a KV slot after this step, new ones included; but
-    for target verify and draft decode those before it, since drafts are no part of a sequence yet."""
+    """``[bs]`` int64: tokens of each sequence with a KV slot after this step, new ones included. In target
+    verify and draft decode: before this step, since drafts are not yet part of the sequence."""
     seq_lens_cpu: torch.Tensor
     """``[bs]`` int64 on the host: the same numbers."""
     extend_seq_lens: torch.Tensor | None = None
@@ -78,44 +77,44 @@ class ForwardBatch:
     extend_seq_lens_cpu: torch.Tensor | None = None
     """``[bs]`` int64 on the host: the same numbers."""
     tree_mask: torch.Tensor | None = None
-    """``[T, T // bs]`` bool: whether each draft token sees each draft token of its request, where drafts
-    are a tree; target verify only. Without it they are a chain, each seeing those before it."""
+    """``[T, T // bs]`` bool: whether each draft token sees each draft token of its request; target verify of
+    draft trees only. Without it drafts are a chain: each sees itself and those before it."""
     num_correct_drafts: torch.Tensor | None = None
-    """``[bs]`` int32: drafts of each request that the target accepted, 0 and more; draft extend only. Its
-    queries are as many for every request, whatever was accepted."""
+    """``[bs]`` int32: accepted drafts of each request, 0 or more; draft extend only. The number of queries
+    does not depend on it."""
     draft_step: int | None = None
-    """Which step of a draft, from 0, this batch stands for; see `at_draft_step`."""
+    """Index of the draft step of this batch, from 0; see `at_draft_step`."""
     draft_cache_loc: torch.Tensor | None = None
-    """``[T, num_steps]`` int64: the slots of all steps; see `at_draft_step`."""
+    """``[T, num_steps]`` int64: the KV slots of all steps; see `at_draft_step`."""
 
     mrope_positions: torch.Tensor | None = None
     """``[3, T]`` int64: temporal, height and width position of each token, for multimodal rope."""
     input_embeds: torch.Tensor | None = None
-    """``[T, hidden_size]``: embeddings that stand for ``input_ids``."""
+    """``[T, hidden_size]``: embeddings instead of ``input_ids``."""
     encoder_lens: torch.Tensor | None = None
     """``[bs]`` int32: tokens of each request's encoder input, for cross attention."""
     mamba_track_indices: torch.Tensor | None = None
-    """``[bs]`` int64: where each request's recurrent state is kept for reuse."""
+    """``[bs]`` int64: index at which each request's recurrent state is kept for reuse."""
     mamba_track_mask: torch.Tensor | None = None
-    """``[bs]`` bool: whose state is kept in this step."""
+    """``[bs]`` bool: whether the request's state is kept in this step."""
     mamba_track_seqlens: torch.Tensor | None = None
-    """``[bs]`` int32: tokens of each sequence that the kept state has seen."""
+    """``[bs]`` int32: tokens of each sequence in the kept state."""
     num_token_non_padded: torch.Tensor | None = None
     """``[1]`` int32: real tokens, for layers that must not touch padding."""
     num_token_non_padded_cpu: int | None = None
-    """The same on the host, over all attention-TP ranks, never cut down to one of them."""
+    """Real tokens of all attention-TP ranks, on the host."""
     global_num_tokens_gpu: torch.Tensor | None = None
     """``[1]`` or ``[dp_size]`` int32: tokens of each DP rank in the gathered buffer."""
     global_num_tokens_cpu: tuple[int, ...] | None = None
-    """Tokens of each DP rank in this step, on the host, where layers gather over ranks: all of them then
-    replay the bucket of the largest."""
+    """Tokens of each DP rank in this step, on the host, if layers gather over ranks: all ranks then replay
+    the shape of the largest."""
     global_num_tokens_for_logprob_gpu: torch.Tensor | None = None
-    """``[1]`` or ``[dp_size]`` int32: the same for the tokens whose log probabilities are asked for."""
+    """``[1]`` or ``[dp_size]`` int32: the same for tokens with requested log probabilities."""
     ngram_embedding_info: Any = None
-    """What an n-gram embedding reads: an object with ``column_starts`` and ``req_lens``, ``[bs]`` int32."""
+    """Input of an n-gram embedding: an object with ``column_starts`` and ``req_lens``, ``[bs]`` int32."""
     extra: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """A plugin's own fields by dotted names, such as ``eagle.hidden_states``. Like any other field, each has
-    a slot of its name or is refused by a lane with graphs."""
+    """A plugin's own fields by dotted names, such as ``eagle.hidden_states``. A lane with graphs refuses
+    fields without a slot, as all others."""
 
     @property
     def num_tokens(self) -> int:
@@ -124,12 +123,12 @@ class ForwardBatch:
 
     @property
     def tokens_per_request(self) -> int:
-        """Tokens that each request brings where all bring as many; 1 where there is no request."""
+        """Tokens of each request, if all have the same number; 1 without requests."""
         return self.num_tokens // self.batch_size if self.batch_size else 1
 
     @property
     def uncounted_keys(self) -> int:
-        """Keys that each query's request has in this step beyond ``seq_lens``: drafts."""
+        """Keys of each request in this step that ``seq_lens`` does not count: drafts."""
         if self.forward_mode is ForwardMode.TARGET_VERIFY:
             return self.tokens_per_request
         return 0 if self.draft_step is None else self.draft_step + 1
@@ -143,16 +142,12 @@ class ForwardBatch:
         if self.extend_seq_lens is None or self.extend_seq_lens_cpu is None:
             raise EngineError(
                 f"the {self.forward_mode.value} batch must carry extend_seq_lens and extend_seq_lens_cpu",
-                hint="set both to the new tokens of each request",
+                hint="set both to the number of new tokens of each request",
             )
         return self.extend_seq_lens, self.extend_seq_lens_cpu
 
     def require_consistent(self) -> None:
-        """Refuse fields that contradict each other, which no kernel can see. Host work only.
-
-        Raises:
-            EngineError: Names the field, what it has and what it should have.
-        """
+        """Raise `EngineError` for conflicting fields, which no kernel can detect. Host work only."""
         mode, bs, tokens = self.forward_mode, self.batch_size, self.num_tokens
         if mode is ForwardMode.IDLE:
             return
@@ -161,13 +156,13 @@ class ForwardBatch:
             if new != tokens:
                 _contradiction(self, f"extend_seq_lens_cpu adds up to {new}", f"{tokens} tokens")
         elif tokens != bs * self.tokens_per_request or (mode.is_decode and tokens != bs):
-            _contradiction(self, f"{tokens} tokens", f"as many of each of {bs} requests")
+            _contradiction(self, f"{tokens} tokens", f"the same number for each of {bs} requests")
         if (self.out_cache_loc.dim() == 2) is not (mode is ForwardMode.DRAFT_DECODE):
             asked = "[T, num_steps]" if mode is ForwardMode.DRAFT_DECODE else "[T]"
             _contradiction(self, f"out_cache_loc {list(self.out_cache_loc.shape)}", asked)
         if self.tree_mask is not None:
             if mode is not ForwardMode.TARGET_VERIFY:
-                _contradiction(self, "a tree_mask", "none: target verify alone has one")
+                _contradiction(self, "a tree_mask", "none: only target verify has one")
             shape = [tokens, self.tokens_per_request]
             if list(self.tree_mask.shape) != shape or self.tree_mask.dtype is not torch.bool:
                 has = f"tree_mask {list(self.tree_mask.shape)} {self.tree_mask.dtype}"
@@ -175,10 +170,10 @@ class ForwardBatch:
 
     @property
     def drafts_in_rows(self) -> int:
-        """Drafts of a request whose slots its row of ``req_to_token`` has too, behind its sequence.
+        """Drafts of a request whose KV slots follow the sequence in its row of ``req_to_token``.
 
-        Those of a verify, and of a draft without branches; the slots of branches are in ``out_cache_loc``
-        alone.
+        These are the drafts of a target verify, and of a draft decode with top-k = 1. KV slots of branches
+        are only in ``out_cache_loc``.
         """
         if self.forward_mode is ForwardMode.TARGET_VERIFY:
             return self.tokens_per_request
@@ -192,7 +187,7 @@ class ForwardBatch:
 
     @property
     def is_tree(self) -> bool:
-        """Whether drafts are a tree: what a draft token sees is then no range of positions."""
+        """Whether drafts are a tree: the keys that a draft token sees are then no range of positions."""
         return self.tree_mask is not None or self.is_branched
 
     @property
@@ -201,9 +196,9 @@ class ForwardBatch:
         return self.out_cache_loc.shape[1] if self.out_cache_loc.dim() > 1 else 1
 
     def at_draft_step(self, step: int) -> "ForwardBatch":
-        """Return what one step of a draft decode sees: it writes its own slots, ``out_cache_loc`` ``[T]``.
+        """Return the batch of one step of a draft decode, with ``out_cache_loc`` ``[T]``.
 
-        Its queries attend ``seq_lens + step + 1`` keys: the sequence, and their branch up to themselves.
+        Its queries attend to ``seq_lens + step + 1`` keys: the sequence, and their branch up to themselves.
         """
         return replace(
             self,
@@ -218,39 +213,36 @@ class ForwardBatch:
         return self.input_ids.device
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the fields that are tensors, by name; those of ``extra`` by their dotted names."""
+        """Return the tensors of the batch by field name, those of ``extra`` by their dotted names."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return {n: v for n, v in (values | dict(self.extra)).items() if isinstance(v, torch.Tensor)}
 
     def with_tensors(self, tensors: Mapping[str, torch.Tensor]) -> "ForwardBatch":
-        """Return the batch with other tensors in the place of some: by name, as `tensors` gives them."""
+        """Return the batch with some tensors replaced, by the names of `tensors`."""
         extra = {name: tensors.get(name, tensor) for name, tensor in self.extra.items()}
         changes: dict[str, Any] = {n: t for n, t in tensors.items() if n not in self.extra}
         return replace(self, **changes, extra=extra)
 
     def to(self, device: torch.device) -> "ForwardBatch":
-        """Return the batch on ``device``, but for what lies on the host."""
+        """Return the batch on ``device``; host tensors stay on the host."""
         tensors = self.tensors().items()
         return self.with_tensors({n: t.to(device) for n, t in tensors if not n.endswith("_cpu")})
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """What the batch carries: its mode, which optional fields it has, the names of ``extra``."""
+        """The set of fields: the mode, the types of the optional fields, the names of ``extra``."""
         return (self.forward_mode, *map(type, _OPTIONAL(self)), *self.extra)
 
     def host_tensors(self) -> list[torch.Tensor]:
-        """Return the tensors that lie on the host, as the name of their field says (``_cpu``)."""
+        """Return the tensors on the host, those whose field names end in ``_cpu``."""
         return [tensor for name, tensor in self.tensors().items() if name.endswith("_cpu")]
 
 
-_OPTIONAL = operator.attrgetter(
-    *(each.name for each in fields(ForwardBatch) if each.default is None),
-)
+_OPTIONAL = operator.attrgetter(*(f.name for f in fields(ForwardBatch) if f.default is None))
 
 
-def _contradiction(batch: ForwardBatch, has: str, asked: str) -> NoReturn:
+def _contradiction(batch: ForwardBatch, has: str, expected: str) -> NoReturn:
     raise EngineError(
-        f"the {batch.forward_mode.value} batch of {batch.batch_size} requests has {has}, where it should have"
-        f" {asked}",
-        hint="graphpact.ForwardBatch says what each mode carries",
+        f"the {batch.forward_mode.value} batch of {batch.batch_size} requests has {has}; expected {expected}",
+        hint="graphpact.ForwardBatch documents the fields of each mode",
     )

@@ -1,23 +1,23 @@
-"""The errors of graphpact: one tree, every message says what was asked, what is there, what to do next.
+"""The errors of graphpact. Every message says what was asked, what is there, what to do next.
 
-    GraphpactError                     .code  the exit status of the command line
-    ├── UsageError              2      the caller can mend it
-    │   ├── ConfigError                an unknown key, a value out of range, an unreadable file
-    │   ├── PluginError                a plugin that cannot be had under the name that was asked for
-    │   │   ├── UnknownPluginError     nothing offers that name
-    │   │   ├── RejectedPluginError    something does, and was refused with a reason
-    │   │   └── AmbiguousPluginError   two distributions do
-    │   └── SlotError                  a slot declared or filled against the registry's rules
+    GraphpactError                     .code: the exit status of the command line
+    ├── UsageError              2      the caller can fix it
+    │   ├── ConfigError                unknown key, value out of range, unreadable file
+    │   ├── PluginError                a plugin cannot be provided under the requested name
+    │   │   ├── UnknownPluginError     no distribution offers the name
+    │   │   ├── RejectedPluginError    the plugin was refused, with a reason
+    │   │   └── AmbiguousPluginError   two distributions offer the name
+    │   └── SlotError                  a slot is declared or filled against the registry's rules
     │       ├── UnknownSlotError       no slot of that name
-    │       └── UnallocatedSlotError   a slot that has no memory
+    │       └── UnallocatedSlotError   the slot has no memory
     ├── ContractError           1      a promise of the contract was broken
-    │   ├── PactBreach                 replay does not agree with capture
-    │   ├── CaptureError               work that no graph can hold was met while recording
-    │   └── ReplayError                a replay read or left what it must not (strict lanes)
-    │       └── PoisonError            it read what no step wrote, or no request owns
-    └── EngineError             3      the engine itself is at fault
+    │   ├── PactBreach                 the replay does not agree with the capture
+    │   ├── CaptureError               the region does work that a graph cannot hold
+    │   └── ReplayError                a replay read, wrote or kept wrong memory (strict lanes)
+    │       └── PoisonError            it read memory not written in this step, or unowned memory
+    └── EngineError             3      a defect in the engine or a plugin
 
-Does not: print, exit or translate anything; the command line does that in one place.
+Does not: print or exit; the command line does.
 """
 
 import difflib
@@ -46,17 +46,17 @@ class GraphpactError(Exception):
 
 
 class UsageError(GraphpactError):
-    """The caller asked for something that cannot be had; nothing was done."""
+    """The request is invalid; nothing was done."""
 
     code = 2
 
 
 class ConfigError(UsageError):
-    """A configuration key or value that is not valid."""
+    """A configuration key or value is not valid."""
 
 
 class PluginError(UsageError):
-    """A plugin cannot be had under the name that was asked for."""
+    """A plugin cannot be provided under the requested name."""
 
 
 class UnknownPluginError(PluginError):
@@ -64,7 +64,7 @@ class UnknownPluginError(PluginError):
 
 
 class RejectedPluginError(PluginError):
-    """A distribution offers the name and was refused; the message carries the reason."""
+    """The plugin of that name was refused; the message gives the reason."""
 
 
 class AmbiguousPluginError(PluginError):
@@ -74,15 +74,15 @@ class AmbiguousPluginError(PluginError):
 class SlotError(UsageError, ValueError):
     """A slot was declared, bound or filled against the registry's rules; nothing was written.
 
-    A `ValueError` too, and the two below what the original registry raises (PR 26742), so that a program
-    written for it catches ours.
+    Also a `ValueError`; its two subclasses too are what the original registry raises (PR 26742), so that
+    programs written for it catch ours.
     """
 
 
 class UnknownSlotError(SlotError, KeyError):
     """No slot has that name; the message names the nearest."""
 
-    __str__ = UsageError.__str__  # KeyError would quote it
+    __str__ = UsageError.__str__  # KeyError quotes the message
 
 
 class UnallocatedSlotError(SlotError, RuntimeError):
@@ -95,8 +95,7 @@ class ContractError(GraphpactError):
     Args:
         message: See `GraphpactError`.
         hint: See `GraphpactError`.
-        rule: Id of the rule that was broken, such as ``"GP03"``; None where that is not known.
-            `graphpact explain` tells about each.
+        rule: Id of the broken rule, such as ``"GP03"``, or None if unknown; see `graphpact explain`.
     """
 
     code = 1
@@ -106,11 +105,11 @@ class ContractError(GraphpactError):
         self.rule = rule
 
 
-class KernelRefusal(RuntimeError):  # noqa: N818  it is no error of the kernel's
-    """A kernel's own check refuses what it was given, before it reads or writes anything.
+class KernelRefusal(RuntimeError):  # noqa: N818  the caller's error, not the kernel's
+    """A kernel refuses its arguments before it reads or writes anything.
 
     Args:
-        message: What was given, and what the kernel takes.
+        message: The arguments, and what the kernel takes.
         rule: Id of the rule that the caller broke.
     """
 
@@ -122,9 +121,9 @@ class KernelRefusal(RuntimeError):  # noqa: N818  it is no error of the kernel's
 BreachKind = Literal[
     "address", "shape", "stride", "dtype", "device", "value", "bound", "type", "fields", "length"
 ]
-"""What a replay can break. ``fields`` is also a mapping's keys; ``length`` is a list's or a tuple's."""
+"""Kinds of difference. ``fields``: of an object or the keys of a mapping; ``length``: of a list or tuple."""
 
-_BROKEN: dict[BreachKind, str] = {  # which rule of the contract a difference breaks
+_BROKEN: dict[BreachKind, str] = {  # the rule of the contract that a difference breaks
     "address": "GP01",
     "device": "GP01",
     "shape": "GP07",
@@ -144,10 +143,10 @@ class Breach:
 
     Args:
         path: The field, such as ``metadata.kv_indptr``.
-        rule: What of it differs.
-        captured: What was promised, in words.
-        replayed: What is there now, in words.
-        owner: Label of the slot whose memory was captured; None where it was no slot's.
+        rule: The kind of difference.
+        captured: The promised value, in words.
+        replayed: The value at replay, in words.
+        owner: Label of the slot in whose memory the captured tensor lies, or None.
         advice: What to do.
     """
 
@@ -160,24 +159,24 @@ class Breach:
 
     @property
     def broken(self) -> str:
-        """Id of the contract's rule that it breaks."""
+        """Id of the contract's rule that is broken."""
         return _BROKEN[self.rule]
 
     @property
     def text(self) -> str:
-        """What differs, and both values, in words."""
+        """The difference and both values, in words."""
         if self.rule == "fields":
             return f"fields: {self.captured}, {self.replayed}"
         return f"{self.rule} captured {self.captured}, got {self.replayed}"
 
 
-class PactBreach(ContractError):  # noqa: N818  the field's word for it
-    """What prepares a replay does not agree with what was captured.
+class PactBreach(ContractError):  # noqa: N818  a breach of the pact is the established name
+    """The view or metadata of a replay does not agree with the capture.
 
     Args:
         message: Shape and first field in one line, then a table of all fields that differ.
-        hint: What to do about the first.
-        breaches: Every difference that was found, in the order of the walk; the first names the rule.
+        hint: What to do about the first difference.
+        breaches: Every difference in the order of the walk; the first names the rule.
     """
 
     def __init__(
@@ -188,22 +187,22 @@ class PactBreach(ContractError):  # noqa: N818  the field's word for it
 
 
 class CaptureError(ContractError):
-    """Work that no graph can hold was met while recording; no graph was kept."""
+    """A region does work that a graph cannot hold; no graph was kept."""
 
 
 class ReplayError(ContractError):
-    """A replay read, wrote or outlived memory that it must not: what a strict lane looks for."""
+    """A replay read, wrote or outlived memory that it must not; strict lanes detect it."""
 
 
 class PoisonError(ReplayError):
-    """A replay, or what prepares it, fails on poison, or gives it: it read what nobody wrote or owns."""
+    """A replay or its preparation read poison: memory not written in this step, or unowned memory."""
 
 
 class EngineError(GraphpactError):
-    """The engine broke a rule of its own: a defect of graphpact or of a plugin."""
+    """The engine broke one of its own rules: a defect of graphpact or of a plugin."""
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str | None:
-    """Return the known word nearest to ``word``, or None where none is near."""
+    """Return the known word nearest to ``word``, or None."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
     return close[0] if close else None

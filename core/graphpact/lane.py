@@ -1,17 +1,17 @@
-"""`Lane`: one runner, backend, driver, registry and model, and the one place where a step happens.
+"""`Lane`: one runner, backend, driver, registry and model. It runs every step.
 
-    run       launch(prepare(batch)), observed by `run_step`
-    prepare   fit, then the four hooks in their order, then the pact: all that a replay needs
-    launch    the graph's replay, or an eager run, and the live rows of the outputs
-    capture   a prepared dummy batch, plus binding: metadata bound, region recorded, pact written
+    run       launch(prepare(batch)), wrapped by observers of `run_step`
+    prepare   fit, the hooks in their order, the pact check
+    launch    the graph's replay, or an eager run; then the live rows of the outputs
+    capture   the same for a dummy batch, plus binding: metadata bound, region recorded, pact written
 
-Hooks are resolved once, when the lane is built: to the plugin's bound method where nothing else
-implements the hook, to pluggy's caller where something observes it.
+Hooks are resolved once, when the lane is built: to the plugin's bound method, or to pluggy's caller where an
+observer wraps the hook.
 
-Outputs of a replay live until the next replay of the lane's driver; copy what is needed longer. The host
-tensors of a batch belong to the engine and are read until `run` returns, never after it.
+Outputs of a replay are valid until the next replay of the lane's driver; copy what is needed longer. The
+host tensors of a batch belong to the engine; the lane reads them only until `run` returns.
 
-Does not: schedule, sample, or know what the model is.
+Does not: schedule, sample, or know the kind of model.
 """
 
 import time
@@ -43,18 +43,18 @@ PactMode = Literal["always", "sampled", "off"]
 
 @dataclass(slots=True)
 class ShapeStats:
-    """What happened to one captured shape. Times in seconds."""
+    """Statistics of one captured shape. Times in seconds."""
 
     capture_seconds: float = 0.0
     num_nodes: int = 0
     externals: Externals = "all"
-    """How much is known of the memory that the graph reads: the pact covers what the backend holds of it."""
+    """How completely the driver reports the memory that the graph reads; see `graphpact.graphs.Externals`."""
     replays: int = 0
     raw_rows: int = 0
     raw_tokens: int = 0
 
     def padding_waste(self, shape: GraphShape) -> float:
-        """Return the share of replayed tokens that were padding, 0 where nothing was replayed."""
+        """Return the share of padding among the replayed tokens; 0 without replays."""
         return 1 - self.raw_tokens / (self.replays * shape.num_tokens) if self.replays else 0.0
 
 
@@ -68,7 +68,7 @@ class LaneStats:
 
     @property
     def externals(self) -> Externals:
-        """How much is known of the memory that the graphs read: of all shapes the least."""
+        """The least complete `ShapeStats.externals` of all shapes."""
         order: tuple[Externals, ...] = get_args(Externals)
         return max((s.externals for s in self.shapes.values()), key=order.index, default="all")
 
@@ -80,16 +80,16 @@ class LaneStats:
 
 @dataclass(slots=True)
 class CapturedShape:
-    """One captured shape: all that a replay needs of it.
+    """The record of one captured shape.
 
     Args:
-        step: Static inputs, metadata and live batch, as the recorded work sees them.
-        metadata: What the capture hook returned: every replay refreshes that, whatever the last one returned.
-        graph: What was recorded, and its outputs.
-        pact: What the capture promised.
-        stats: What happened to it.
-        held: Attributes of the backend that the graph reads; by name, since a graph keeps no memory alive.
-        admitted: The kinds of batch whose every field is known to have a slot.
+        step: Static inputs, metadata and live batch, for the recorded work.
+        metadata: The metadata of the capture hook. Every replay refreshes it, whatever the last one returned.
+        graph: The recorded graph with its outputs.
+        pact: The pact of the capture.
+        stats: Its statistics.
+        held: Names of the backend's attributes that the graph reads; names, since they keep no memory alive.
+        admitted: Kinds of batch whose every field has a slot.
     """
 
     step: Step
@@ -108,7 +108,7 @@ class PreparedStep:
     Args:
         batch: The live batch.
         fit: The shape that it replays, or why it runs eagerly.
-        number: Which preparation of its lane it is; the next one overwrites the slots.
+        number: Index of the preparation in its lane; the next one overwrites the slots.
     """
 
     batch: ForwardBatch
@@ -117,21 +117,20 @@ class PreparedStep:
 
 
 class Lane:
-    """One way from a batch to outputs.
+    """Runs batches through captured graphs, or eagerly.
 
     Args:
         name: For reports, such as ``"decode"``.
         model: The forward pass.
-        runner: Decides shapes, views, and what a graph holds.
+        runner: Decides shapes, views, and what a graph records.
         backend: Derives metadata and attends.
-        driver: Records graphs. A lane that captures nothing runs beside it.
+        driver: Records graphs. Eager lanes have one too and do not use it.
         pact: Check every replay, one in ``pact_sample_every``, or none.
         pact_sample_every: The interval of ``"sampled"``.
-        metadata_in_graph: Whether the graphs record the backend's `fill_metadata`; None records it where
-            the backend declares ``fill_is_device_only``.
-        share_pool: Where the static inputs get their memory, so that lanes share it; None for memory of
-            the lane's own.
-        eager_reason: Why this lane captures nothing although its runner has shapes; None where it captures.
+        metadata_in_graph: Whether the graphs record the backend's `fill_metadata`; None: as the backend
+            declares by ``fill_is_device_only``.
+        share_pool: Memory for static inputs that lanes share; None: the lane allocates its own.
+        eager_reason: Why this lane captures nothing although its runner has shapes; None if it captures.
         observers: Hook wrappers, each a plugin object of pluggy; the first is the outermost.
 
     Attributes:
@@ -139,7 +138,7 @@ class Lane:
 
     Raises:
         EngineError: A hook that a graph needs has no implementation.
-        ConfigError: Metadata work is to be recorded that the backend cannot; an observer that is none.
+        ConfigError: ``metadata_in_graph`` is True and the backend's metadata work cannot be recorded.
     """
 
     def __init__(
@@ -166,11 +165,9 @@ class Lane:
         self.stats = LaneStats()
         self.on_capture: Callable[[GraphShape], None] | None = None
         """Called with each shape after it was captured."""
-        shapes = tuple(
-            runner.shapes()
-        )  # asked in any case: impossible ones are refused on every machine
+        shapes = tuple(runner.shapes())  # called in eager lanes too: it refuses impossible sizes
         self.shapes = () if eager_reason is not None else shapes
-        """What is captured, or will be."""
+        """The shapes to capture."""
         self.registry = self._make_registry(share_pool) if self.shapes else None
         self._captured: dict[GraphShape, CapturedShape] = {}
         self._pact_every = {"always": 1, "sampled": pact_sample_every, "off": 0}[pact]
@@ -186,18 +183,17 @@ class Lane:
 
     @torch.inference_mode()
     def run(self, batch: ForwardBatch) -> StepOutputs:
-        """Return the outputs of ``batch``, cut to its live rows, through a graph where one fits.
+        """Return the outputs of ``batch``, cut to its live rows; through a graph if a shape fits.
 
-        They live until the next replay of the lane's driver.
+        They are valid until the next replay of the lane's driver.
         """
         outputs: StepOutputs = self._run_step(lane=self, batch=batch)
         return outputs
 
     def prepare(self, batch: ForwardBatch) -> PreparedStep:
-        """Make ``batch`` ready to be launched: everything of a step that comes before the replay.
+        """Prepare ``batch`` for `launch`; an earlier step may still run on the device.
 
-        A step may be prepared while an earlier one still runs on the device, once that was launched. Like
-        `launch` it is called in `torch.inference_mode`, as `run` does.
+        Only one prepared step may wait for its launch. Both are called in `torch.inference_mode`, as `run` does.
         """
         self._require_consistent(batch)
         self._prepared += 1
@@ -216,7 +212,7 @@ class Lane:
         return PreparedStep(batch, fit, self._prepared)
 
     def launch(self, prepared: PreparedStep) -> StepOutputs:
-        """Replay or run what was prepared last, and return its outputs, cut to the live rows.
+        """Run the step that was prepared last and return its outputs, cut to the live rows.
 
         Raises:
             EngineError: Another step was prepared since, or this one was launched already.
@@ -224,7 +220,7 @@ class Lane:
         if prepared.number != self._prepared:
             raise EngineError(
                 f"lane {self.name!r}: a step is launched that was not the last to be prepared",
-                hint="launch each step once, before the next is prepared: they share their slots",
+                hint="launch each step once, before the next is prepared: steps share their slots",
             )
         self._prepared += 1
         batch, fit = prepared.batch, prepared.fit
@@ -241,18 +237,18 @@ class Lane:
 
     @torch.inference_mode()
     def run_eager(self, batch: ForwardBatch) -> StepOutputs:
-        """Return the outputs of ``batch`` without any graph, from metadata in new memory. Not counted."""
+        """Return the outputs of ``batch`` without a graph, with metadata in new memory. Not counted."""
         self._require_consistent(batch)
         return self.forward_eager(batch)
 
     def forward_eager(
         self, batch: ForwardBatch, backend: AttentionBackend | None = None
     ) -> StepOutputs:
-        """Do what a graph of ``batch`` would record, without a graph and without looking at the batch first.
+        """Run the region of ``batch`` without a graph, and without checking the batch.
 
         Args:
-            batch: Live, or a padded view.
-            backend: What derives metadata and attends; the lane's own by default.
+            batch: A live batch, or a padded view.
+            backend: Derives metadata and attends; by default the lane's.
         """
         backend = backend or self.backend
         with self.driver.unprepared(batch.host_tensors()):
@@ -262,7 +258,7 @@ class Lane:
         return self.runner.compose(self.model, step)()
 
     def fit(self, batch: ForwardBatch) -> GraphShape | EagerReason:
-        """Return the captured shape that ``batch`` replays, or why there is none."""
+        """Return the captured shape that ``batch`` replays, or the reason why there is none."""
         if not self.shapes:
             return self.eager_reason or EagerReason.NO_GRAPHS
         fit = self.runner.fit(batch)
@@ -273,11 +269,7 @@ class Lane:
     # -- capture ---------------------------------------------------------------------------------
 
     def capture_all(self) -> None:
-        """Capture every shape, the largest first: a memory pool then fits the smaller ones.
-
-        Raises:
-            CaptureError: See `capture`.
-        """
+        """Capture every shape, the largest first, whose memory pool the smaller ones reuse; see `capture`."""
         for shape in sorted(self.shapes, key=lambda s: (s.num_tokens, s.batch_size), reverse=True):
             self.capture(shape)
 
@@ -285,13 +277,13 @@ class Lane:
         """Record the graph of ``shape`` and write its pact.
 
         Args:
-            shape: What is captured.
-            batch: What is captured in the place of the runner's dummy. It is really run, on the memory that
-                it names: for who owns that memory, such as a suite that compares captures.
+            shape: The shape to capture.
+            batch: Captured instead of the runner's dummy. It runs on the memory that it names, so the caller
+                has to own it; the conformance suite compares captures this way.
 
         Raises:
-            CaptureError: The model or the backend did what no graph can hold.
-            EngineError: The lane captures nothing, or an output has other rows than its axis says.
+            CaptureError: The model or the backend does work that a graph cannot hold.
+            EngineError: The lane has no graphs, or an output's rows do not agree with its axis.
         """
         driver, registry = self.driver, self.registry
         if registry is None:
@@ -339,15 +331,15 @@ class Lane:
 
     @property
     def records_metadata(self) -> bool:
-        """Whether the graphs compute the backend's metadata, or its replay hook does."""
+        """Whether the graphs compute the backend's metadata, instead of its replay hook."""
         return self.backend.records_metadata
 
     def held_by_backend(self, shape: GraphShape) -> dict[str, Any]:
-        """Return, as the root ``backend`` of the pact of ``shape``, what of the backend its graph reads."""
+        """Return the pact's root ``backend`` of ``shape``: the backend's attributes that its graph reads."""
         return _root(self.backend, self._captured[shape].held)
 
     def close(self) -> None:
-        """Release every graph and its memory; batches run eagerly from here on."""
+        """Release every graph and its memory; later batches run eagerly."""
         for captured in self._captured.values():
             captured.graph.release()
         self._captured.clear()
@@ -377,70 +369,54 @@ class Lane:
         return True
 
     def _require_consistent(self, batch: ForwardBatch) -> None:
-        """Refuse a batch that contradicts itself, or whose keys go past the rows of ``req_to_token``.
-
-        Raises:
-            EngineError: Names the field, or the length.
-        """
+        """Raise `EngineError` if fields of ``batch`` conflict or a row of ``req_to_token`` is too short."""
         batch.require_consistent()
         limit = self.backend.context.limits.max_context_len
         longest = max(batch.seq_lens_cpu.tolist(), default=0)
         if longest + batch.drafts_in_rows > limit:
             raise EngineError(
-                f"lane {self.name!r}: a sequence of {longest} tokens and {batch.drafts_in_rows} drafts behind"
-                f" it; a row of req_to_token holds {limit}",
-                hint="draft less near the end, or lay the lane out for sequences longer by a draft",
+                f"lane {self.name!r}: a sequence of {longest} tokens plus {batch.drafts_in_rows} drafts;"
+                f" a row of req_to_token holds {limit}",
+                hint="draft fewer tokens near the end, or raise max_context_len by one draft",
             )
 
     def _admit(
         self, batch: ForwardBatch, kind: tuple[object, ...], captured: CapturedShape
     ) -> None:
-        """Let batches of ``kind`` in, once it is known that each of their tensors has a slot.
-
-        Raises:
-            EngineError: Names the fields that a graph would silently ignore.
-        """
+        """Admit batches of ``kind``; raise `EngineError` for tensors that a graph would silently ignore."""
         registry, view = self.registry, captured.step.view.tensors()
         names = list(batch.tensors())
         if batch.ngram_embedding_info is not None:
             names.append("ngram_embedding_info.req_lens")
         plain = [n for n in batch.extra if "." not in n]  # a slot would copy the field of that name
         missing = [n for n in names if registry is None or not registry.has_slot(n) or n in plain]
-        unseen = [n for n in batch.tensors() if n not in view and n not in missing]
-        if missing or unseen:
-            what = ", ".join(map(repr, missing or unseen))
+        not_in_view = [n for n in batch.tensors() if n not in view and n not in missing]
+        if missing or not_in_view:
+            fields = ", ".join(map(repr, missing or not_in_view))
             why = "has no slot for" if missing else "was captured without"
             raise EngineError(
-                f"lane {self.name!r}: the batch carries {what}, which {captured.step.shape} {why}",
-                hint="declare a slot of that name in the runner's slots(), and give its dummy the field; or"
+                f"lane {self.name!r}: the batch carries {fields}, which {captured.step.shape} {why}",
+                hint="declare a slot of that name in the runner's slots(), and give its dummy() the field; or"
                 " leave the field out of the lane's batches",
             )
         captured.admitted.add(kind)
 
     def _require_scratch(self, shape: GraphShape, dummy: ForwardBatch) -> None:
-        """Refuse a dummy batch that writes where a live request may have its keys: a warm-up really runs.
-
-        Raises:
-            CaptureError: Names the KV slot.
-        """
+        """Raise `CaptureError` for a dummy batch that writes KV slots of live requests: a warm-up runs."""
         slot = int(dummy.out_cache_loc.max()) if dummy.num_tokens else 0
         if slot >= self.backend.context.limits.page_size:
             raise CaptureError(
                 f"lane {self.name!r}: the dummy batch of {shape} writes KV slot {slot}, which a live request"
                 " may own",
-                hint="a dummy batch lies on scratch: request row 0, KV slot 0",
+                hint="let dummy() use scratch memory only: request row 0, KV slot 0",
                 rule="GP19",
             )
 
     def _require_outputs(self, outputs: object, shape: GraphShape) -> None:
-        """Refuse what is no `StepOutputs`, and rows that do not agree with their axis.
-
-        Raises:
-            EngineError: Says what the region returned.
-        """
+        """Raise `EngineError` unless ``outputs`` are `StepOutputs` with as many rows as their axes say."""
         if not isinstance(outputs, StepOutputs):
             raise EngineError(
-                f"lane {self.name!r}: {shape} gave a {type(outputs).__name__}, not StepOutputs",
+                f"lane {self.name!r}: {shape} returned a {type(outputs).__name__}, not StepOutputs",
                 hint='return StepOutputs(logits=(logits, "bs")) from the forward pass',
             )
         outputs.require_rows(shape)
@@ -448,13 +424,7 @@ class Lane:
     def _require_slots(
         self, shape: GraphShape, metadata: Any, memory: MemoryMap, used: set[int]
     ) -> None:
-        """Refuse metadata in storages that a graph has ``used``, outside the registry.
-
-        No step refreshes such memory, and no strict lane poisons it.
-
-        Raises:
-            CaptureError: Names the field.
-        """
+        """Raise `CaptureError` for metadata that lies in storages ``used`` by the graph and in no slot."""
         for path, value in walk({"metadata": metadata}):
             if (
                 isinstance(value, torch.Tensor)
@@ -463,28 +433,28 @@ class Lane:
             ):
                 raise CaptureError(
                     f"lane {self.name!r}: {shape}: the graph reads {path}, which is no slot's memory",
-                    hint="declare it in declare_slots() and take it from buffers(name): what is no slot,"
-                    " no report shows and no strict lane poisons",
+                    hint="declare it in declare_slots() and take it from buffers(name): reports show and"
+                    " strict lanes poison slots only",
                     rule="GP01",
                 )
 
-    def _records_metadata(self, asked: bool | None) -> bool:  # noqa: FBT001  a setting, handed on
+    def _records_metadata(self, setting: bool | None) -> bool:  # noqa: FBT001  passed through
         can = self.backend.fill_is_device_only
-        if asked and not can:
+        if setting and not can:
             raise ConfigError(
                 f"lanes.{self.name}.metadata_in_graph = true, but {type(self.backend).__name__} has no"
                 " metadata work that a graph can record",
-                hint="leave the key out: its metadata is then made by its replay hook",
+                hint="leave the key out: the replay hook then computes the metadata",
             )
-        return can if asked is None else asked
+        return can if setting is None else setting
 
     # -- hooks -----------------------------------------------------------------------------------
 
     def _resolve_hooks(self, observers: Sequence[object]) -> None:
-        """Resolve every hook to what a step calls."""
+        """Resolve every hook to the callable that a step calls."""
         self.plugin_manager = pluggy.PluginManager(hookspecs.PROJECT)
         self.plugin_manager.add_hookspecs(hookspecs)
-        # pluggy calls what was registered last first.
+        # pluggy calls plugins in reverse order of registration.
         for plugin in (_OwnStep(), self.runner, self.backend, *reversed(observers)):
             self.plugin_manager.register(plugin)
             self.plugin_manager.check_pending()
@@ -495,7 +465,7 @@ class Lane:
         self._run_step = self._resolve("run_step")
 
     def _resolve(self, name: str) -> Callable[..., Any]:
-        """Return what a step calls for hook ``name``: a bound method, or pluggy where it is observed."""
+        """Return the callable of hook ``name``: a bound method, or pluggy's caller if it is wrapped."""
         caller: pluggy.HookCaller = getattr(self.plugin_manager.hook, name)
         implementations = caller.get_hookimpls()
         plain = [i for i in implementations if not (i.wrapper or i.hookwrapper)]
@@ -516,7 +486,7 @@ class Lane:
 
 
 class _OwnStep:
-    """The step itself: what observers of `run_step` wrap."""
+    """The implementation of `run_step` that observers wrap."""
 
     @hookimpl
     def run_step(self, lane: Lane, batch: ForwardBatch) -> StepOutputs:
@@ -525,18 +495,14 @@ class _OwnStep:
 
 
 def _root(backend: AttentionBackend, held: Sequence[str]) -> dict[str, Any]:
-    """Return the root of the pact for what a backend holds, and none where it holds nothing."""
+    """Return the pact's root ``backend`` with the attributes ``held``; empty without any."""
     if not held:
         return {}
     return {"backend": SimpleNamespace(**{name: getattr(backend, name, None) for name in held})}
 
 
 def declared_memory(registry: CudaGraphBufferRegistry, backend: AttentionBackend) -> DeclaredMemory:
-    """Return what the memory around a lane's graphs is for.
-
-    Slots are written anew by the preparation of every replay, but for those that are filled once and for
-    all: workspaces.
-    """
+    """Return the memory around a lane's graphs, by its use. Slots that are filled once are workspaces."""
     caches = kv_tensors(backend.context.kv_cache)
     slots = {slot.name: slot.buffer for slot in registry if slot.buffer is not None}
     once = {slot.name for slot in registry if slot.padding_policy is PaddingPolicy.FILL_ONCE}

@@ -1,4 +1,4 @@
-"""`MemoryMap`: what a tensor around a lane's graphs is: a slot, a KV cache, the page table, the backend's.
+"""`MemoryMap`: finds the slot, KV cache, ``req_to_token`` or backend attribute that a tensor belongs to.
 
 Does not: list memory, or know weights and pools; see `graphpact_engine.memory`.
 """
@@ -17,9 +17,8 @@ class MemoryMap:
     """Names and owners of the memory that the graphs of one lane use.
 
     Args:
-        registry: Of the lane's slots; None for a lane without.
-        backend: The lane's. What it holds is looked up anew each time: a name may be bound to another
-            tensor later.
+        registry: The lane's registry, or None.
+        backend: The lane's backend. Its attributes are read at every call, since they may be rebound.
     """
 
     def __init__(self, registry: CudaGraphBufferRegistry | None, backend: AttentionBackend) -> None:
@@ -29,21 +28,21 @@ class MemoryMap:
         self._engines[storage_id(backend.context.req_to_token)] = "req_to_token"
 
     def slot_of(self, tensor: Any) -> BoundSlot | None:
-        """Return the slot in whose memory a tensor begins; None for another one, or no tensor."""
+        """Return the slot in whose memory ``tensor`` begins, or None."""
         if self._registry is None or not isinstance(tensor, torch.Tensor):
             return None
         return self._registry.slot_of(tensor)
 
     def is_engines(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor is memory of the KV cache or the page table."""
+        """Return whether ``tensor`` is memory of the KV cache or ``req_to_token``."""
         return storage_id(tensor) in self._engines
 
     def is_declared(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor is memory of a slot, the KV cache or the page table."""
+        """Return whether ``tensor`` is memory of a slot, the KV cache or ``req_to_token``."""
         return self.is_engines(tensor) or self.slot_of(tensor) is not None
 
     def attributes(self, storages: Collection[int]) -> dict[str, torch.Tensor]:
-        """Return the tensors in attributes of the backend that lie in storages, given by identity."""
+        """Return the backend's attributes that are tensors in ``storages``, which are given by identity."""
         return {
             name: value
             for name, value in vars(self._backend).items()
@@ -51,14 +50,13 @@ class MemoryMap:
         }
 
     def attribute_of(self, tensor: torch.Tensor) -> tuple[str, torch.Tensor] | None:
-        """Return name and value of the first attribute of the backend in the storage of a tensor."""
-        found = self.attributes({storage_id(tensor)})
-        for name, value in found.items():
+        """Return name and value of the backend's first attribute in the storage of ``tensor``, or None."""
+        for name, value in self.attributes({storage_id(tensor)}).items():
             return f"{type(self._backend).__name__}.{name}", value
         return None
 
     def name_of(self, tensor: torch.Tensor) -> str | None:
-        """Return what messages call a tensor; None where nothing declares or holds it."""
+        """Return the name of ``tensor`` for messages, or None for undeclared memory."""
         slot = self.slot_of(tensor)
         if slot is not None:
             return slot.label

@@ -1,14 +1,12 @@
-"""The pact: what a capture promised, and the check that a replay keeps it.
+"""The pact: the promises of a capture, and the check that a replay keeps them.
 
-A pact is a walk over the view and the metadata of one captured shape. For a tensor it holds address,
-shape, stride, dtype and device; for a host number its value, or where its field is `bounded` the most
-that it may be; for every object its exact type and fields. `Pact.check` holds a replay to it: by one
-expression that was compiled at capture, since it runs in every step, and where that fails by the same
-walk again, which finds every field that differs.
+A pact records a walk over the view and the metadata of one captured shape: address, shape, stride, dtype and
+device of tensors; values of host numbers, or the maximum for `bounded` fields; exact types and fields of
+objects. `Pact.check` runs in every step, so it is one expression that is compiled at capture. If it is False,
+the walk is repeated and finds every field that differs.
 
-Equal addresses are necessary and not sufficient: what the tensors hold is not looked at here.
-Does not: read any tensor's contents, so it never waits for a device; or outlive its process
-(`graphpact_engine.saved_pacts` does).
+Does not: read the contents of tensors, so it never waits for a device, and equal addresses do not prove equal
+contents; or outlive its process (`graphpact_engine.saved_pacts` does).
 """
 
 import dataclasses
@@ -25,36 +23,33 @@ from graphpact.buffers import CudaGraphBufferRegistry
 from graphpact.errors import Breach, BreachKind, EngineError, PactBreach
 from graphpact.shapes import GraphShape
 
-_BOUNDED = "graphpact.bounded"  # the key of the mark in a field's metadata
-_MOST_ROWS = 12  # of the table of breaches
+_BOUNDED = "graphpact.bounded"  # key in a dataclass field's metadata
+_MAX_ROWS = 12  # of the table of breaches
 _TENSOR_RULES: tuple[BreachKind, ...] = ("address", "shape", "stride", "dtype", "device")
 _ADVICE: dict[BreachKind, str] = {
     "address": "copy into the captured tensor instead of making a new one",
-    "shape": "take the slice that capture took: recorded kernels read the captured extent",
-    "stride": "copy into the captured tensor: recorded kernels step through memory as it did",
-    "dtype": "copy into the captured tensor: recorded kernels read elements of its type",
+    "shape": "use the slice of the capture: recorded kernels read the captured extent",
+    "stride": "copy into the captured tensor: recorded kernels use its strides",
+    "dtype": "copy into the captured tensor: recorded kernels read elements of its dtype",
     "device": "copy into the captured tensor, on its device",
     "value": "a host number is frozen into the graph: keep it constant for the shape, put it in a"
-    " tensor, or declare it bounded() where every smaller one is as good",
+    " tensor, or declare it bounded() if smaller values are valid",
     "bound": "capture with the largest number that a replay may have; the graph serves no larger one",
     "type": "the graph was recorded with the captured type; refresh it in place",
     "fields": "return the captured metadata object, refreshed in place, with the same fields",
-    "length": "keep one entry for each that was captured",
+    "length": "keep one entry for each captured one",
 }
 
 
 def bounded(**field_kwargs: Any) -> Any:
-    """Declare a host number of metadata whose replayed value may be smaller than the captured one.
+    """Return a dataclass field for a host number whose replayed value may be smaller than the captured one.
 
-    For what a recorded kernel takes as a limit: ``max_kv_len: int = bounded()``. The field is an int or
-    a float, or a list or tuple of them, whose length must stay. What is None or a bool at capture, or
-    NaN, is no bound and refused there.
-
-    Type checkers take ``bounded()`` for a default: let no field without one follow, or make the
-    dataclass ``kw_only``.
+    It is for limits of recorded kernels: ``max_kv_len: int = bounded()``. The field is an int or a float, or
+    a list or tuple of them with constant length; None, a bool or NaN is refused at capture. Type checkers
+    treat ``bounded()`` as a default: place such fields last, or make the dataclass ``kw_only``.
 
     Args:
-        field_kwargs: What `dataclasses.field` takes: ``default``, ``kw_only``, ``metadata``.
+        field_kwargs: Arguments of `dataclasses.field`: ``default``, ``kw_only``, ``metadata``.
     """
     metadata = {**(field_kwargs.pop("metadata", None) or {}), _BOUNDED: True}
     return dataclasses.field(metadata=metadata, **field_kwargs)
@@ -66,24 +61,24 @@ _Form = Literal["fields", "keys", "items"]
 
 
 class _Parts(NamedTuple):
-    """What a container holds: attributes by name, values by key, or items by index."""
+    """The parts of a container: attributes by name, values by key, or items by index."""
 
     form: _Form
     items: dict[Hashable, Any]
 
     def path(self, path: str, key: Hashable) -> str:
-        """Return the path of a part from the container's."""
+        """Return the path of a part; ``path`` is the container's."""
         return f"{path}.{key}" if self.form == "fields" else f"{path}[{key!r}]"
 
 
 def walk(parts: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield every leaf under ``parts`` with its path, such as ``metadata.kv_indptr``.
 
-    Dataclasses, named tuples, mappings, lists and tuples are gone into, and so is a plain object that is
-    itself one of ``parts``; everything else is a leaf. A container that holds nothing yields nothing.
+    Containers are dataclasses, named tuples, mappings, lists, tuples, and plain objects that are themselves
+    roots; everything else is a leaf. An empty container yields nothing.
 
     Args:
-        parts: The roots of the walk by name, as `Pact.of` takes them.
+        parts: The roots of the walk by name, as for `Pact.of`.
     """
     for name, root in parts.items():
         yield from _walk(name, root, root=True)
@@ -99,7 +94,7 @@ def _walk(path: str, value: Any, *, root: bool = False) -> Iterator[tuple[str, A
 
 
 def _parts(value: Any, *, root: bool = False) -> _Parts | None:
-    """Return what a container holds, or None for a leaf."""
+    """Return the parts of a container, or None for a leaf."""
     names = _attributes(value, root=root)
     if names is not None:
         return _Parts("fields", {name: getattr(value, name) for name in names})
@@ -111,9 +106,9 @@ def _parts(value: Any, *, root: bool = False) -> _Parts | None:
 
 
 def _attributes(value: Any, *, root: bool) -> list[str] | None:
-    """Return the attributes that are set and are fields of ``value``, or None where it has no fields.
+    """Return the names of the fields of ``value`` that are set, or None if it has no fields.
 
-    Metadata of a plain class, at a root of the walk, has its attributes for fields.
+    The fields of an object of a plain class, at a root of the walk, are its attributes.
     """
     kind: Any = type(value)
     if isinstance(value, (type, torch.Tensor, enum.Enum)):
@@ -130,14 +125,14 @@ def _attributes(value: Any, *, root: bool) -> list[str] | None:
 
 
 def _declared_fields(kind: Any) -> Sequence[str] | None:
-    """Return the fields of a dataclass or a named tuple, or None of another type."""
+    """Return the fields of a dataclass or a named tuple, or None for another type."""
     if dataclasses.is_dataclass(kind):
         return [field.name for field in dataclasses.fields(kind)]
     return getattr(kind, "_fields", None) if issubclass(kind, tuple) else None
 
 
 def _slot_names(kind: type) -> Iterator[str]:
-    """Yield the names in ``__slots__`` of a class and its bases, as attributes have them."""
+    """Yield the attribute names in ``__slots__`` of a class and its bases, private ones mangled."""
     for base in kind.__mro__:
         names = base.__dict__.get("__slots__", ())
         for name in (names,) if isinstance(names, str) else names:
@@ -147,11 +142,11 @@ def _slot_names(kind: type) -> Iterator[str]:
                 yield name
 
 
-# -- what is promised ----------------------------------------------------------------------------------
+# -- promises ------------------------------------------------------------------------------------------
 
 
 class TensorFacts(NamedTuple):
-    """What a tensor promises. ``stride`` is in elements."""
+    """The promised properties of a tensor. ``stride`` is in elements."""
 
     address: int
     shape: torch.Size
@@ -161,22 +156,22 @@ class TensorFacts(NamedTuple):
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> "TensorFacts":
-        """Return the facts of ``tensor``."""
+        """Return the properties of ``tensor``."""
         return cls(tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Promise:
-    """What a container or a leaf promised: a node of the tree that was walked.
+    """The promise of a container or a leaf: a node of the tree that was walked.
 
     Args:
-        path: Where it is.
+        path: Its path.
         type: Its exact type.
-        value: Of a leaf: `TensorFacts`, or the host value. None for a container.
-        owner: Label of the slot in whose memory a tensor lies; None elsewhere.
+        value: The `TensorFacts` or the host value of a leaf; None for a container.
+        owner: Label of the slot in whose memory a tensor lies, or None.
         offset: Bytes from the start of that slot's buffer to the tensor.
         bounded: Whether a replay may have a smaller number.
-        form: How a container holds its parts; None for a leaf.
+        form: The form of a container; None for a leaf.
         parts: The promises of a container's parts.
     """
 
@@ -196,12 +191,12 @@ class Promise:
 
 
 class Pact:
-    """What one captured shape promised.
+    """The promises of one captured shape.
 
     Args:
         shape: The captured shape.
         roots: The promises by root of the walk.
-        registry: Where given, breaches say in which slot a replayed tensor lies.
+        registry: If given, breaches name the slot of a replayed tensor.
     """
 
     def __init__(
@@ -219,11 +214,11 @@ class Pact:
     def of(
         cls, shape: GraphShape, registry: CudaGraphBufferRegistry | None = None, **parts: Any
     ) -> "Pact":
-        """Walk the named ``parts`` (``view=..., metadata=...``) and keep what they promise.
+        """Return the pact of the named ``parts``: ``view=..., metadata=...``.
 
         Args:
             shape: The captured shape.
-            registry: Where given, promises and breaches name the slot and the owner of a tensor.
+            registry: If given, promises and breaches name the slot and the owner of a tensor.
             parts: The roots of the walk.
 
         Raises:
@@ -240,26 +235,25 @@ class Pact:
         return [promise for root in self._roots.values() for promise in root]
 
     def check(self, **parts: Any) -> None:
-        """Hold the same named ``parts`` of a replay to the pact.
+        """Check the same named ``parts`` of a replay.
 
         Raises:
-            PactBreach: They differ. It has every difference: which field, what was captured, what is
-                there now, whose it is, and what to do.
+            PactBreach: They differ. It has every difference with field, both values, owner and advice.
         """
         try:
             if self._holds(parts):
                 return
-        except (AttributeError, LookupError):  # something that was captured is gone
+        except (AttributeError, LookupError):  # a captured part is missing
             pass
         found = self.breaches(**parts)
         if found:
-            raise PactBreach(_tell(self.shape, found), hint=found[0].advice, breaches=found)
+            raise PactBreach(_message(self.shape, found), hint=found[0].advice, breaches=found)
 
     def breaches(self, **parts: Any) -> tuple[Breach, ...]:
         """Return every difference between the named ``parts`` of a replay and the pact.
 
-        What `check` asks where its compiled expression says no, and the authority: that expression may
-        be too strict (it compares no NaN), never too lax.
+        `check` calls it if its compiled expression is False. That expression may be too strict (NaN is not
+        equal to NaN there), never too lax.
         """
         return tuple(self._breaches(parts))
 
@@ -310,7 +304,7 @@ class Pact:
             yield _breach(promise, "value", _show(promise.value), _show(value))
 
     def _place(self, promise: Promise, tensor: torch.Tensor) -> str:
-        """Return the address of a replayed tensor, and its slot where that is not the captured one."""
+        """Return the address of a replayed tensor, with its slot if that is not the captured one."""
         slot = None if self._registry is None else self._registry.slot_of(tensor)
         where = "" if slot is None or slot.label == promise.owner else f" in {slot.label}"
         return f"{tensor.data_ptr():#x}{where}"
@@ -325,7 +319,7 @@ def _promise(
     root: bool = False,
     is_bounded: bool = False,
 ) -> Promise:
-    """Return what ``value`` and everything in it promise."""
+    """Return the promises of ``value`` and its parts."""
     kind: Any = type(value)
     if is_bounded:
         _require_numbers(path, value, shape)
@@ -348,14 +342,14 @@ def _promise(
 
 
 def _require_numbers(path: str, value: Any, shape: GraphShape) -> None:
-    """See that a bounded field is a number, or a list or tuple of numbers."""
+    """Raise `EngineError` unless a bounded field is a number, or a list or tuple of numbers."""
     of_items = isinstance(value, (list, tuple)) and not hasattr(value, "_fields")
     for number in value if of_items else (value,):
         is_number = isinstance(number, (int, float)) and not isinstance(number, (bool, enum.Enum))
         if not is_number or number != number:  # noqa: PLR0124  NaN
             raise EngineError(
-                f"{shape}: {path} is declared bounded() and is {_show(value)} at capture, which is no"
-                " number, nor a list or tuple of numbers",
+                f"{shape}: {path} is declared bounded() and is {_show(value)} at capture; it must be a"
+                " number, or a list or tuple of numbers",
                 hint="give it the largest number that a replay may have, or leave out bounded()",
             )
 
@@ -366,11 +360,7 @@ _BY_VALUE = (numbers.Number, str, bytes, range, slice, torch.device)
 
 
 def _is_same(captured: Any, now: Any) -> bool:
-    """Return whether a host value of the captured type is as captured.
-
-    What is no value (a plan, a function) is compared by identity: the graph holds its state and no
-    other's.
-    """
+    """Return whether a host value equals the captured one. Objects such as plans are compared by identity."""
     if captured is now:
         return True
     if not isinstance(captured, _BY_VALUE) or isinstance(captured, enum.Enum):
@@ -379,11 +369,10 @@ def _is_same(captured: Any, now: Any) -> bool:
 
 
 def _compile(roots: Mapping[str, Promise]) -> Callable[[Mapping[str, Any]], bool]:
-    """Return a function that tells whether the parts of a replay promise all that ``roots`` do.
+    """Return a function ``parts -> bool`` that checks the promises ``roots``.
 
-    It is one chain of comparisons in source code, as `dataclasses` makes methods: no calls but those
-    into torch. What was captured is never spelled in it but as a plain name; all else is a constant
-    that a name stands for.
+    It is one chain of comparisons in generated source code, as `dataclasses` generates methods, and calls
+    only torch. Captured values are constants in its namespace; the source contains only plain names.
     """
     source = _Source()
     terms = [f"len(parts) == {len(roots)}"]
@@ -391,29 +380,29 @@ def _compile(roots: Mapping[str, Promise]) -> Callable[[Mapping[str, Any]], bool
         terms += source.terms(promise, f"parts[{source.constant(name)}]")
     chain = "\n        and ".join(terms)
     code = f"def holds(parts):\n    return (\n        {chain}\n    )\n"
-    exec(code, source.names)  # noqa: S102  made of our own words and plain names only, see above
+    exec(code, source.names)  # noqa: S102  the source has plain names only, see above
     holds: Callable[[Mapping[str, Any]], bool] = source.names["holds"]
     return holds
 
 
 class _Source:
-    """Spells the comparisons of a pact, and keeps what the names in them stand for."""
+    """The source code of a pact's comparisons, and its constants by name."""
 
     def __init__(self) -> None:
         self.names: dict[str, Any] = {}
 
     def constant(self, value: Any) -> str:
-        """Return a name for ``value``."""
+        """Return a new name for the constant ``value``."""
         name = f"c{len(self.names)}"
         self.names[name] = value
         return name
 
     def terms(self, promise: Promise, expression: str) -> Iterator[str]:
-        """Yield what ``expression`` must be to keep ``promise``."""
+        """Yield the conditions under which ``expression`` keeps ``promise``."""
         if _is_singleton(promise):
             yield f"{expression} is {self.constant(promise.value)}"
             return
-        v = f"v{len(self.names)}"  # no other's: the type takes the next name
+        v = f"v{len(self.names)}"  # unique, since the type takes the next constant
         yield f"type({v} := {expression}) is {self.constant(promise.type)}"
         if promise.form == "items":
             yield f"len({v}) == {len(promise.parts)}"
@@ -442,7 +431,7 @@ class _Source:
 
 
 def _is_singleton(promise: Promise) -> bool:
-    """Return whether it is a leaf's promise that only the very object keeps."""
+    """Return whether ``promise`` is of a leaf that is compared by identity."""
     value = promise.value
     if promise.form is not None or promise.bounded or isinstance(value, TensorFacts):
         return False
@@ -450,20 +439,20 @@ def _is_singleton(promise: Promise) -> bool:
 
 
 def _is_complete(promise: Promise) -> bool:
-    """Return whether all fields that the type declares are set, so that none can be added."""
+    """Return whether all fields that the type declares are set, so that no field can be added."""
     declared = _declared_fields(promise.type)
     return declared is not None and len(declared) == len(promise.parts)
 
 
-# -- telling -------------------------------------------------------------------------------------------
+# -- messages ------------------------------------------------------------------------------------------
 
 
 def _breach(promise: Promise, rule: BreachKind, captured: str, replayed: str) -> Breach:
     advice = _ADVICE[rule]
     if rule == "value" and not isinstance(promise.value, numbers.Number):
-        advice = "the graph was recorded with the captured one; hand the same to every replay"
+        advice = "the graph was recorded with the captured one; pass the same to every replay"
     elif rule == "type" and type(None) is promise.type:
-        advice = "the graph was recorded without it: give it at capture too, or leave it None"
+        advice = "the graph was recorded without it: set it at capture too, or leave it None"
     elif rule == "type" and replayed == "NoneType":
         advice = "the graph was recorded with it: keep the captured one, refreshed in place"
     return Breach(promise.path, rule, captured, replayed, promise.owner, advice)
@@ -486,39 +475,37 @@ def _show(value: Any) -> str:
 
 
 def is_readable(value: Any) -> bool:
-    """Return whether a host value is told by its ``repr``; of any other one only identity counts."""
+    """Return whether a host value has a readable ``repr``; others are compared by identity."""
     return isinstance(value, (*_BY_VALUE, enum.Enum, torch.dtype, type(None)))
 
 
 def type_name(kind: type) -> str:
-    """Return the name of a type with its module, but for Python's own."""
+    """Return the name of a type with its module; without it for builtins."""
     module = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
     return f"{module}{kind.__qualname__}"
 
 
 def _type_names(captured: type, replayed: type) -> tuple[str, str]:
-    """Return short names of two types, or long ones where the short are equal."""
+    """Return the names of two types, with modules if the names are equal."""
     if captured.__name__ == replayed.__name__:
         return type_name(captured), type_name(replayed)
     return captured.__name__, replayed.__name__
 
 
-def _tell(shape: GraphShape, breaches: Sequence[Breach]) -> str:
-    """Return the message of an error: one line for the first field, then a table of all."""
+def _message(shape: GraphShape, breaches: Sequence[Breach]) -> str:
+    """Return the message of a breach: one line for the first field, then a table of all."""
     first = breaches[0]
-    here = [breach.text for breach in breaches if breach.path == first.path]
-    whose = f" ({first.owner})" if first.owner else ""
-    more = len(breaches) - len(here)
+    of_first = [breach.text for breach in breaches if breach.path == first.path]
+    owner = f" ({first.owner})" if first.owner else ""
+    more = len(breaches) - len(of_first)
     tail = f"; and {more} more in other fields" if more else ""
-    lines = [f"{shape}: {first.path}{whose}: {'; '.join(here)}{tail}"]
+    lines = [f"{shape}: {first.path}{owner}: {'; '.join(of_first)}{tail}"]
     rows = [("field", "rule", "captured", "replayed", "owner")]
-    rows += [
-        (b.path, b.rule, b.captured, b.replayed, b.owner or "-") for b in breaches[:_MOST_ROWS]
-    ]
+    rows += [(b.path, b.rule, b.captured, b.replayed, b.owner or "-") for b in breaches[:_MAX_ROWS]]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
         lines.append(f"  {'  '.join(cells).rstrip()}")
-    if len(breaches) > _MOST_ROWS:
-        lines.append(f"  ... and {len(breaches) - _MOST_ROWS} more")
+    if len(breaches) > _MAX_ROWS:
+        lines.append(f"  ... and {len(breaches) - _MAX_ROWS} more")
     return "\n".join(lines)

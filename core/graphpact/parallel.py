@@ -1,8 +1,8 @@
-"""Which rank of an attention tensor-parallel group this process is, and what share of tokens is its.
+"""The rank of this process in its attention tensor-parallel group, and its share of the tokens.
 
-With attention TP under DP, activations are gathered and scattered between layers, so that each rank
-holds ``bucket / attn_tp_size`` rows of the padded batch. Layers that must not touch padding (MoE
-routing) need the number of real tokens among them.
+With attention TP under DP, activations are gathered and scattered between layers. Each rank holds
+``padded tokens / attn_tp_size`` rows of the padded batch. Layers that must not touch padding (MoE routing)
+need the number of real tokens among them.
 
 Does not: communicate.
 """
@@ -18,7 +18,7 @@ from graphpact.errors import ConfigError
 
 @dataclass(slots=True)
 class ParallelContext:
-    """The place of this process.
+    """The rank of this process.
 
     Args:
         attn_tp_rank: Rank in the attention tensor-parallel group.
@@ -39,10 +39,10 @@ class ParallelContext:
     def override(
         self, *, attn_tp_rank: int | None = None, attn_tp_size: int | None = None
     ) -> Iterator["ParallelContext"]:
-        """Be another rank within a ``with`` block: for tests, and for ranks that are simulated.
+        """Return a context in which this process is another rank, for tests and simulated ranks.
 
         Raises:
-            ConfigError: No such rank.
+            ConfigError: The rank is not below the size.
         """
         before = replace(self)
         now = ParallelContext(
@@ -60,20 +60,20 @@ _CONTEXT = ParallelContext()
 
 
 def get_parallel() -> ParallelContext:
-    """Return the context of this process: rank 0 of 1 unless something set it."""
+    """Return the context of this process; by default rank 0 of 1."""
     return _CONTEXT
 
 
 def local_num_token_non_padded(global_count: int, num_tokens_per_dp: int) -> int:
     """Return how many of ``global_count`` real tokens are among the rows of this attention-TP rank.
 
-    Padding moves the boundary between ranks, so it is drawn in the padded count: with a bucket of 1024,
-    two ranks and 1018 real tokens, rank 0 has 512 and rank 1 has 506 (SGLang PR 22404).
+    Ranks split the padded count: with 1024 padded tokens, two ranks and 1018 real tokens, rank 0 has 512 and
+    rank 1 has 506 (SGLang PR 22404).
 
     Args:
-        global_count: Real tokens of all ranks of this DP rank.
-        num_tokens_per_dp: Padded tokens: the bucket's, never the batch's. Of a bucket that the size
-            does not divide, the last rows are no rank's.
+        global_count: Real tokens of all attention-TP ranks of this DP rank.
+        num_tokens_per_dp: Padded tokens of the captured shape, not of the batch. If the size does not divide
+            it, the last rows belong to no rank.
     """
     first, rows = _rows_of_this_rank(num_tokens_per_dp)
     return min(max(global_count - first, 0), rows)
@@ -82,14 +82,14 @@ def local_num_token_non_padded(global_count: int, num_tokens_per_dp: int) -> int
 def compute_local_num_token_non_padded(
     global_num_token_non_padded: torch.Tensor | int, num_tokens_per_dp: int
 ) -> torch.Tensor:
-    """Return the same on the device: no host read.
+    """Return `local_num_token_non_padded` as a tensor, computed without a host read.
 
     Args:
         global_num_token_non_padded: ``[1]`` int32, or a host number.
         num_tokens_per_dp: See `local_num_token_non_padded`.
 
     Returns:
-        A tensor like the one that was given; ``[1]`` int32 on the CPU for a host number.
+        A tensor like ``global_num_token_non_padded``; ``[1]`` int32 on the CPU for a host number.
     """
     if isinstance(global_num_token_non_padded, int):
         local = local_num_token_non_padded(global_num_token_non_padded, num_tokens_per_dp)
@@ -99,6 +99,6 @@ def compute_local_num_token_non_padded(
 
 
 def _rows_of_this_rank(num_tokens_per_dp: int) -> tuple[int, int]:
-    """Return the first of this rank's rows, and how many there are."""
+    """Return the first row of this rank and its number of rows."""
     rows = num_tokens_per_dp // _CONTEXT.attn_tp_size
     return _CONTEXT.attn_tp_rank * rows, rows

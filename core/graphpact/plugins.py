@@ -1,13 +1,13 @@
-"""Finding and choosing plugins by entry point: `PluginCatalog`.
+"""`PluginCatalog`: finds, checks and selects plugins by entry point, in three stages.
 
-    metadata   what is installed and which contract it was written for; nothing is imported
-    import     the class that the entry point refers to, which derives from its kind's base class
-    hooks      what the base class and pluggy say about the class; nothing is built
+    metadata   names, versions and contract version of installed plugins; imports nothing
+    import     loads the class of the entry point, which derives from its kind's base class
+    hooks      checks abstract methods, attributes and hooks of the class; builds nothing
 
-A plugin that fails a stage is `Rejected`, with the reason; the others are not touched by it.
-graphpact's own plugins come through the same door as anybody's.
+A plugin that fails a stage is `Rejected` with the reason, without effect on the others. First-party plugins
+are found in the same way.
 
-Does not: build plugins (the engine does), or put another one in the place of one that was named.
+Does not: build plugins (the engine does), or replace a plugin that was named.
 """
 
 import inspect
@@ -41,14 +41,14 @@ from graphpact.hookspecs import CONTRACT_VERSION, PROJECT
 from graphpact.runners import GraphRunner
 
 Kind = Literal["attention_backend", "runner", "graph_driver", "observer", "command"]
-"""What a plugin is; each kind has an entry-point group. The first three have a base class, an observer is a
-class of hook wrappers, a command is what typer takes: a function, or a group of them."""
+"""The kinds of plugins; each has an entry-point group. The first three have a base class, an observer is a
+class of hook wrappers, a command is a function or a `typer.Typer`."""
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
 CONTRACT_GROUP = "graphpact.contract"
-"""The entry-point group in which a distribution names the contract version it was written for."""
+"""The entry-point group in which a distribution declares the contract version it was written for."""
 DISABLE_VARIABLE = "GRAPHPACT_DISABLE_PLUGINS"
-"""Environment variable: plugins to leave out, ``name`` or ``kind:name``, commas between them."""
+"""Environment variable: plugins to disable, ``name`` or ``kind:name``, separated by commas."""
 
 _BASES: dict[Kind, type[Any]] = {
     "attention_backend": AttentionBackend,
@@ -56,7 +56,7 @@ _BASES: dict[Kind, type[Any]] = {
     "graph_driver": GraphDriver,
     "observer": object,
 }
-_OURS: dict[str, dict[Kind, str]] = {  # what each distribution of ours offers
+_OFFERS: dict[str, dict[Kind, str]] = {  # plugins of the first-party distributions
     "graphpact": {"runner": "eager", "command": "plugins"},
     "graphpact-tape": {"graph_driver": "tape"},
     "graphpact-cuda-graph": {"runner": "cuda_graph", "graph_driver": "cuda"},
@@ -68,7 +68,7 @@ _OURS: dict[str, dict[Kind, str]] = {  # what each distribution of ours offers
     "graphpact-conformance": {"command": "check explain museum report"},
 }
 _FIRST_PARTY: dict[Kind, dict[str, str]] = {
-    kind: {n: d for d, offers in _OURS.items() for n in offers.get(kind, "").split()}
+    kind: {n: d for d, offers in _OFFERS.items() for n in offers.get(kind, "").split()}
     for kind in KINDS
 }
 _GROUPS: dict[str, Kind] = {f"graphpact.{kind}s": kind for kind in KINDS}
@@ -78,15 +78,15 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class PluginInfo:
-    """What the metadata of an installed distribution says about one plugin.
+    """The metadata of one installed plugin.
 
     Args:
-        kind: What it is.
-        name: What it is selected by; unique within its kind.
+        kind: Its kind.
+        name: Its name, unique within the kind.
         distribution: The distribution that offers it.
         version: The version of that distribution.
-        target: The class, of a command the function, as ``module:attribute``.
-        contract: The contract version that the distribution declares; None where it has none.
+        target: The class or command as ``module:attribute``.
+        contract: The contract version that the distribution declares, or None.
     """
 
     kind: Kind
@@ -102,7 +102,7 @@ class PluginInfo:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A plugin that passed every stage: ``cls`` may be built, or called where it is a command."""
+    """A plugin that passed every stage; ``cls`` is its class or command."""
 
     info: PluginInfo
     cls: Any
@@ -120,10 +120,10 @@ Plugin = Loaded | Rejected
 
 
 class PluginCatalog:
-    """The plugins that are installed. Each is imported once, when it is selected or checked.
+    """The installed plugins. Each is imported once, when it is selected or checked.
 
     Args:
-        entry_points: What was found, by what its metadata says.
+        entry_points: The entry point of each plugin.
         disabled: Entries of `DISABLE_VARIABLE`.
 
     Raises:
@@ -137,20 +137,20 @@ class PluginCatalog:
         self._disabled = disabled
         self._decided: dict[PluginInfo, Plugin] = {}
         spellings = {spelling for info in self._entry_points for spelling in _spellings(info)}
-        if strangers := sorted(disabled - spellings):
-            near = did_you_mean(strangers[0], spellings)
+        if unknown := sorted(disabled - spellings):
+            near = did_you_mean(unknown[0], spellings)
             names = ", ".join(dict.fromkeys(info.name for info in self._entry_points))
             raise ConfigError(
-                f"{DISABLE_VARIABLE}: {strangers[0]!r} matches no installed plugin",
+                f"{DISABLE_VARIABLE}: {unknown[0]!r} matches no installed plugin",
                 hint=f"did you mean {near!r}?" if near else f"unset it, or name some of: {names}",
             )
 
     @classmethod
     def scan(cls, *, env: Mapping[str, str] | None = None) -> "PluginCatalog":
-        """Read the metadata of what is installed. Imports nothing.
+        """Return the catalog of installed distributions, from metadata; imports nothing.
 
         Args:
-            env: Environment variables; the process's where none are given.
+            env: Environment variables; by default those of the process.
 
         Raises:
             ConfigError: An entry of ``GRAPHPACT_DISABLE_PLUGINS`` matches no plugin.
@@ -159,11 +159,11 @@ class PluginCatalog:
         return cls(_installed(), frozenset(e.strip() for e in entries if e.strip()))
 
     def infos(self, kind: Kind | None = None) -> list[PluginInfo]:
-        """Return what is installed, by kind and name; all kinds where none is given."""
+        """Return the installed plugins of ``kind``, or all, sorted by kind and name."""
         return [info for info in self._entry_points if kind in (None, info.kind)]
 
     def check(self, kind: Kind | None = None) -> list[Plugin]:
-        """Try every plugin, by kind and name; a broken one does not keep others from loading."""
+        """Load every plugin of ``kind``, or all, and return the results, sorted by kind and name."""
         return [self._decide(info) for info in self.infos(kind)]
 
     @overload
@@ -177,11 +177,11 @@ class PluginCatalog:
     @overload
     def select(self, kind: Literal["command"], name: str) -> Any: ...
     def select(self, kind: Kind, name: str) -> Any:
-        """Return the plugin that is called ``name``; imports that one and no other.
+        """Return the class or command of the plugin ``name``; imports no other plugin.
 
         Raises:
-            UnknownPluginError: Nothing installed offers the name.
-            RejectedPluginError: The plugin failed a stage, or is disabled; the message says which.
+            UnknownPluginError: No installed distribution offers the name.
+            RejectedPluginError: The plugin failed a stage, or is disabled; the message gives the reason.
             AmbiguousPluginError: Two distributions offer the name.
         """
         offers = [info for info in self.infos(kind) if info.name == name]
@@ -196,7 +196,7 @@ class PluginCatalog:
             )
         raise RejectedPluginError(
             f"{kind} {plugin.info} was rejected: {plugin.reason}",
-            hint="nothing takes its place unasked; `graphpact plugins` lists what there is",
+            hint="fix it or name another one; `graphpact plugins` lists what is installed",
         )
 
     # -- inside ----------------------------------------------------------------------------------
@@ -221,38 +221,38 @@ class PluginCatalog:
             names = " and ".join(f"{o.distribution} {o.version} ({o.target})" for o in offers)
             return f"offered by {names}"
         if info.contract is None:
-            return f"{info.distribution} names no contract version in the group {CONTRACT_GROUP}"
+            return f"{info.distribution} declares no contract version in the group {CONTRACT_GROUP}"
         if not re.fullmatch("[0-9]+", info.contract):
-            return f"its contract version {info.contract!r} is not a whole number"
+            return f"its contract version {info.contract!r} is not an integer"
         if not 1 <= int(info.contract) <= CONTRACT_VERSION:
             versions = "version 1" if CONTRACT_VERSION == 1 else f"versions 1 to {CONTRACT_VERSION}"
-            return f"written for contract version {info.contract}; this graphpact keeps {versions}"
+            return f"written for contract version {info.contract}; this graphpact has {versions}"
         return None
 
     def _unknown(self, kind: Kind, name: str) -> UnknownPluginError:
-        """Return the error for a name that nothing offers; imports nothing to say it."""
-        there, refused = [], []
+        """Return the error for a name that no plugin has; imports nothing."""
+        available, rejected = [], []
         for info in self.infos(kind):
             known = self._decided.get(info)
             reason = known.reason if isinstance(known, Rejected) else self._metadata_fault(info)
             if reason is None:
-                there.append(info)
+                available.append(info)
             else:
-                refused.append(f"\n  rejected: {info}: {reason}")
-        listing = ", ".join(map(str, there)) or "none"
-        elsewhere = [f"\n  note: {i} is a {i.kind}" for i in self.infos() if i.name == name]
+                rejected.append(f"\n  rejected: {info}: {reason}")
+        listing = ", ".join(map(str, available)) or "none"
+        other_kinds = [f"\n  note: {i} is a {i.kind}" for i in self.infos() if i.name == name]
         wheels = _FIRST_PARTY.get(kind, {})
-        near = did_you_mean(name, [info.name for info in there] + list(wheels))
-        hint = "`graphpact plugins` lists what there is"
+        names = [info.name for info in available]
+        near = did_you_mean(name, [*names, *wheels])
+        hint = "`graphpact plugins` lists what is installed"
         if name in wheels:
             hint = f"pip install {wheels[name]}"
         elif near is not None:
-            installed = near in {info.name for info in there}
-            hint = f"did you mean {near!r}?" + ("" if installed else f" pip install {wheels[near]}")
-        return UnknownPluginError(
-            f"no {kind} is called {name!r}\n  available: {listing}" + "".join(refused + elsewhere),
-            hint=hint,
-        )
+            hint = f"did you mean {near!r}?" + (
+                "" if near in names else f" pip install {wheels[near]}"
+            )
+        message = f"no {kind} is called {name!r}\n  available: {listing}"
+        return UnknownPluginError("".join([message, *rejected, *other_kinds]), hint=hint)
 
 
 def _order(info: PluginInfo) -> tuple[str, ...]:
@@ -264,10 +264,10 @@ def _spellings(info: PluginInfo) -> set[str]:
 
 
 def _installed() -> dict[PluginInfo, EntryPoint]:
-    """Return every plugin that the metadata on ``sys.path`` offers.
+    """Return every plugin of the distributions on ``sys.path``.
 
-    A distribution that lies there twice counts once, as the one that is found by its name. One
-    whose metadata cannot be read is left out, with a warning in the log.
+    A distribution that is installed twice counts once, as the first of its name. One with unreadable metadata
+    is skipped with a warning in the log.
     """
     found: dict[PluginInfo, EntryPoint] = {}
     for any_dist in distributions():
@@ -281,24 +281,24 @@ def _installed() -> dict[PluginInfo, EntryPoint]:
                 if kind := _GROUPS.get(e.group):
                     info = PluginInfo(kind, e.name, dist.name, dist.version, e.value, contract)
                     found[info] = e
-        except Exception as error:  # noqa: BLE001  what is installed beside us is not ours to trust
-            _log.warning("a distribution's metadata cannot be read: %s", _say(error))
+        except Exception as error:  # noqa: BLE001  third-party metadata
+            _log.warning("a distribution's metadata cannot be read: %s", _describe_error(error))
     return found
 
 
 def _first_of_its_name(dist: Any) -> Any:
-    """Return the distribution that is found first by the name of ``dist``; itself where none is."""
+    """Return the first distribution of the name of ``dist``, or ``dist`` itself."""
     try:
         return distribution(dist.name)
-    except PackageNotFoundError:  # its folder is not named as its metadata is
+    except PackageNotFoundError:  # its folder has another name than its metadata
         return dist
 
 
 def _load(info: PluginInfo, entry_point: EntryPoint) -> Plugin:
-    doing = "importing"
+    stage = "importing"
     try:
         cls = entry_point.load()
-        doing = "looking at"
+        stage = "checking"
         if info.kind == "command":
             reason = None if callable(cls) else f"refers to {cls!r}, which cannot be called"
         else:
@@ -310,70 +310,57 @@ def _load(info: PluginInfo, entry_point: EntryPoint) -> Plugin:
         raise
     except BaseException as error:  # noqa: BLE001  SystemExit; the panics of Rust extensions
         reason = (
-            f"{doing} {info.target} raised {_say(error)};"
-            f" {DISABLE_VARIABLE}={info.kind}:{info.name} leaves it out"
+            f"{stage} {info.target} raised {_describe_error(error)};"
+            f" {DISABLE_VARIABLE}={info.kind}:{info.name} disables it"
         )
     return Loaded(info, cls) if reason is None else Rejected(info, reason)
 
 
 def _class_fault(cls: Any, base: type[Any]) -> str | None:
-    """Return what keeps ``cls`` from being built as a ``base``, or None."""
+    """Return why ``cls`` cannot be built as a ``base``, or None."""
     if not isinstance(cls, type) or not issubclass(cls, base):
         what = f"class {cls.__name__}" if isinstance(cls, type) else type(cls).__name__
         return f"refers to a {what}, not to a class derived from {base.__module__}.{base.__name__}"
     lacks: frozenset[str] = getattr(cls, "__abstractmethods__", frozenset())
     if lacks:
         return f"{cls.__name__} is abstract: it lacks {', '.join(sorted(lacks))}"
-    owed = [n for n, a in inspect.get_annotations(base).items() if "ClassVar" in str(a)]
-    unset = [name for name in owed if not hasattr(cls, name)]
-    if issubclass(cls, AttentionBackend) and (bad := _no_providers(cls)):
-        return (
-            f"{cls.__name__}.providers has {bad[0]!r}, no KernelProvider called native or portable"
-        )
+    required = [n for n, a in inspect.get_annotations(base).items() if "ClassVar" in str(a)]
+    unset = [name for name in required if not hasattr(cls, name)]
+    for each in (issubclass(cls, AttentionBackend) and cls.providers) or ():
+        is_provider = isinstance(each, type) and issubclass(each, KernelProvider)
+        if not is_provider or getattr(each, "name", None) not in ("native", "portable"):
+            return f"{cls.__name__}.providers has {each!r}, no KernelProvider called native or portable"
     return f"{cls.__name__} does not set {', '.join(unset)}" if unset else None
 
 
-def _no_providers(cls: type[AttentionBackend]) -> list[Any]:
-    """Return what stands among the kernel providers of a backend and is none."""
-
-    def is_one(provider: Any) -> bool:
-        return (
-            isinstance(provider, type)
-            and issubclass(provider, KernelProvider)
-            and getattr(provider, "name", None) in ("native", "portable")
-        )
-
-    return [provider for provider in cls.providers or () if not is_one(provider)]
-
-
 def _hook_fault(cls: type[Any], base: type[Any]) -> str | None:
-    """Return what is wrong with the hooks that ``cls`` implements, or None."""
+    """Return the fault of the hooks that ``cls`` implements, or None."""
     manager = pluggy.PluginManager(PROJECT)
     manager.add_hookspecs(hookspecs)
-    hooks = {name: caller for name, caller in vars(manager.hook).items() if name[0] != "_"}
-    ours, theirs = _Unbuilt(base), _Unbuilt(cls)
+    hooks = [name for name in vars(manager.hook) if name[0] != "_"]
+    of_base, of_cls = _Unbuilt(base), _Unbuilt(cls)
     try:
-        manager.register(ours, name=base.__qualname__)
-        manager.register(theirs, name=f"{cls.__module__}.{cls.__qualname__}")
+        manager.register(of_base, name=base.__qualname__)
+        manager.register(of_cls, name=f"{cls.__module__}.{cls.__qualname__}")
         manager.check_pending()
     except pluggy.PluginValidationError as error:
-        for caller in manager.get_hookcallers(theirs) or ():
+        for caller in manager.get_hookcallers(of_cls) or ():
             if not caller.has_spec():
                 near = did_you_mean(caller.name, hooks)
-                hint = f"did you mean {near!r}" if near else f"there are {', '.join(hooks)}"
+                hint = f"did you mean {near!r}" if near else f"hooks: {', '.join(hooks)}"
                 return f"{cls.__name__} implements an unknown hook {caller.name!r}; {hint}"
         return " ".join(str(error).split())
-    owed = {caller.name for caller in manager.get_hookcallers(ours) or ()}
-    owed -= {caller.name for caller in manager.get_hookcallers(theirs) or ()}
-    if owed:
-        return f"{cls.__name__} overrides {', '.join(sorted(owed))} without @graphpact.hookimpl"
+    unmarked = {caller.name for caller in manager.get_hookcallers(of_base) or ()}
+    unmarked -= {caller.name for caller in manager.get_hookcallers(of_cls) or ()}
+    if unmarked:
+        return f"{cls.__name__} overrides {', '.join(sorted(unmarked))} without @graphpact.hookimpl"
     return None
 
 
 def observer_fault(cls: type[Any]) -> str | None:
-    """Return what keeps objects of ``cls`` from observing a lane, or None.
+    """Return why objects of ``cls`` cannot observe a lane, or None.
 
-    It is a hook that the contract does not have, no hook at all, or one that would answer for a plugin.
+    The class implements a hook that the contract does not have, no hook, or a hook without ``wrapper=True``.
     """
     if reason := _hook_fault(cls, object):
         return reason
@@ -391,9 +378,9 @@ def observer_fault(cls: type[Any]) -> str | None:
 
 
 class _Unbuilt:
-    """The methods of a class bound as an instance would bind them, so that pluggy sees no ``self``.
+    """The methods of a class, bound to the class, so that pluggy sees no ``self``.
 
-    The class will not do: pluggy strips ``self`` only from functions defined in a class body.
+    The class itself does not work: pluggy strips ``self`` only from functions defined in a class body.
     """
 
     def __init__(self, cls: type[Any]) -> None:
@@ -405,10 +392,10 @@ class _Unbuilt:
                 vars(self)[name] = types.MethodType(method, cls)
 
 
-def _say(error: BaseException) -> str:
-    """Return an exception's type and message in one line, even where its message cannot be had."""
+def _describe_error(error: BaseException) -> str:
+    """Return an exception's type and message in one line, even if its ``__str__`` raises."""
     try:
         message = " ".join(str(error).split())
-    except Exception:  # noqa: BLE001  a foreign __str__
-        message = "(its message cannot be had)"
+    except Exception:  # noqa: BLE001  a third party's __str__
+        message = "(its message cannot be read)"
     return f"{type(error).__name__}: {message}" if message else type(error).__name__

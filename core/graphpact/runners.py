@@ -1,10 +1,10 @@
-"""The runner's side of the contract: which shapes are captured, how a batch is padded, what a graph holds.
+"""The runner's side of the contract: captured shapes, padding, and the region that a graph records.
 
 A runner is policy. It holds no graph, no lane and no tensor: the lane captures and replays, the registry has
-the memory. `GraphRunner` has ready what full graphs of any mode need; a subclass says which shapes there are.
-`EagerRunner`, which captures nothing, is the runner of a lane without graphs.
+the memory. `GraphRunner` implements full graphs of every mode; a subclass chooses the shapes. `EagerRunner`
+captures nothing.
 
-Does not: record, check or replay; `graphpact.lane` does that in one place for all runners.
+Does not: record, check or replay; `graphpact.lane` does.
 """
 
 import abc
@@ -26,19 +26,19 @@ from graphpact.step import Forward, Region, Step
 
 @dataclass(frozen=True, slots=True)
 class RunnerContext:
-    """What a runner is built with.
+    """The constructor argument of a runner.
 
     Args:
         device: The lane's device.
-        backend: What the lane's attention backend declares.
-        limits: The largest of everything: shapes are sized by it.
-        mode: What the lane's batches are.
-        batch_sizes: Request counts to capture, or None for the runner's own.
+        backend: Capabilities of the lane's attention backend.
+        limits: The largest counts; they bound the shapes.
+        mode: Forward mode of the lane's batches.
+        batch_sizes: Request counts to capture; None: the runner's default.
         lane: The lane's name, for messages.
-        num_token_non_padded: Whether layers ask for the number of real tokens, and so for a slot of that
-            name: those that must not route padding.
-        require_gathered_buffer: Whether activations are gathered over ranks, so that this number is a
-            rank's share of the padded shape; see `graphpact.parallel`.
+        num_token_non_padded: Whether layers that must not route padding need the number of real tokens, and
+            so a slot of that name.
+        require_gathered_buffer: Whether activations are gathered over ranks. Then this number is a rank's
+            share of the padded shape; see `graphpact.parallel`.
     """
 
     device: torch.device
@@ -52,7 +52,7 @@ class RunnerContext:
 
     @property
     def tokens_per_request(self) -> int | None:
-        """Tokens that each request of the mode brings; None where requests bring different numbers."""
+        """Tokens of each request in this mode; None if the mode is ragged."""
         draft = self.limits.draft
         if self.mode.is_ragged:
             return None
@@ -64,14 +64,14 @@ class RunnerContext:
 
     @property
     def padded_seq_len(self) -> int:
-        """``seq_lens`` of a padded request."""
+        """``seq_lens`` of a padding request."""
         return self.backend.padded_seq_len(self.mode, self.tokens_per_request or 1)
 
     def require_batch_sizes(self, default: Sequence[int]) -> Sequence[int]:
         """Return the configured request counts, or ``default``.
 
         Raises:
-            ConfigError: A count that no step can have.
+            ConfigError: A count is above ``limits.max_bs``.
         """
         sizes = default if self.batch_sizes is None else self.batch_sizes
         if max(sizes, default=0) > self.limits.max_bs:
@@ -86,27 +86,27 @@ class RunnerContext:
 class GraphRunner(abc.ABC):
     """Base class of runner plugins.
 
-    A subclass sets `modes` and `needs`, and writes `shapes`. The rest serves full graphs of every mode as it
-    is: the whole forward pass in one graph, requests and tokens padded.
+    A subclass sets `modes` and `needs`, and writes `shapes`. The defaults are for full graphs of every mode:
+    the whole forward pass in one graph, with padded requests and tokens.
 
-    A runner may keep events and host state of its own, never graphs, lanes or tensors.
+    A runner may keep events and host state, never graphs, lanes or tensors.
     """
 
     modes: ClassVar[frozenset[ForwardMode]]
     needs: ClassVar[GraphSupport]
-    """What it asks of the backend that it captures."""
+    """The graph support that it needs from the backend."""
     driver: ClassVar[str | None] = None
-    """The graph driver that ``auto`` means for it; None for the device's own."""
+    """The graph driver for ``auto``; None: the default driver of the device."""
 
     def __init__(self, context: RunnerContext) -> None:
         self.context = context
 
     @classmethod
     def eager_reason(cls, device: torch.device) -> EagerReason | None:
-        """Return why a lane may run eagerly where `driver` cannot record on ``device``.
+        """Return the reason why a lane may run eagerly if `driver` cannot record on ``device``.
 
-        None, which is what most runners say: it may not, and the driver's reason is an error at start.
-        A driver that was named in the configuration is never given up.
+        None, as for most runners: it may not, and an unavailable driver is an error at start. A driver that
+        the configuration names is always required.
         """
         del device
         return None
@@ -115,9 +115,9 @@ class GraphRunner(abc.ABC):
 
     @abc.abstractmethod
     def shapes(self) -> Sequence[GraphShape]:
-        """Return the shapes to capture; none for a runner that captures nothing.
+        """Return the shapes to capture, the same at every call; empty for a runner that captures nothing.
 
-        Asked anew it returns the same; `CaptureSizes` makes shapes of sizes.
+        `CaptureSizes` makes shapes from sizes.
         """
 
     def fit(self, batch: ForwardBatch) -> GraphShape | EagerReason:
@@ -125,41 +125,41 @@ class GraphRunner(abc.ABC):
         return EagerReason.NO_GRAPHS if self._sizes is None else self._sizes.fit(batch)
 
     def slots(self) -> Sequence[GraphSlot]:
-        """Return the declarations of the static inputs: a slot for each field that a batch has."""
-        context = self.context
+        """Return the declarations of the static inputs: a slot for each field of a batch."""
+        context, draft = self.context, self.context.limits.draft
         return input_slots(
             context.mode,
             seq_len_fill_value=context.padded_seq_len,
-            num_draft_steps=context.limits.draft.num_steps,
-            num_draft_tokens=context.limits.draft.num_draft_tokens,
-            trees=context.limits.draft.topk > 1,
+            num_draft_steps=draft.num_steps,
+            num_draft_tokens=draft.num_draft_tokens,
+            trees=draft.topk > 1,
             num_token_non_padded=context.num_token_non_padded,
             require_gathered_buffer=context.require_gathered_buffer,
         )
 
     def dummy(self, shape: GraphShape) -> ForwardBatch:
-        """Return a batch of exactly ``shape`` that a live one could have been, on scratch memory only."""
+        """Return a valid batch of exactly ``shape`` that uses scratch memory only."""
         return dummy_batch(shape, self.context)
 
     def compose(self, forward: Forward, step: Step) -> Region:
-        """Return what the graph of a shape records: by default one forward pass.
+        """Return the region that the graph of a shape records: by default one forward pass.
 
         Args:
-            forward: The model. Called as often as the runner needs, each time with a batch, its metadata, and
-                how its layers attend.
-            step: The captured shape. Recorded work reads ``step.view`` and ``step.metadata`` as they are now;
-                an eager call (``step.driver.eager_call``) may read ``step.live`` and ``step.metadata`` in
-                every replay.
+            forward: The model, called as often as the runner needs, with a batch, its metadata, and the
+                function that its layers attend with.
+            step: The captured shape. The region reads ``step.view`` and ``step.metadata`` at capture; an
+                eager call (``step.driver.eager_call``) may read ``step.live`` and ``step.metadata`` in every
+                replay.
         """
         return lambda: forward(step.view, step.metadata, step.backend.forward)
 
-    # -- the two hooks ---------------------------------------------------------------------------
+    # -- hooks -----------------------------------------------------------------------------------
 
     @hookimpl
     def populate(
         self, registry: CudaGraphBufferRegistry, batch: ForwardBatch, shape: GraphShape
     ) -> None:
-        """Fill the slots from ``batch`` and pad them to ``shape`` by their policies."""
+        """Copy ``batch`` into the slots and pad them to ``shape`` by their policies."""
         registry.fill_from(
             batch,
             raw_bs=batch.batch_size,
@@ -172,7 +172,7 @@ class GraphRunner(abc.ABC):
     def prepare_replay(
         self, registry: CudaGraphBufferRegistry, batch: ForwardBatch, shape: GraphShape
     ) -> ForwardBatch:
-        """Return the static inputs of ``shape``, the same object every time."""
+        """Return the static inputs of ``shape``, always the same object."""
         return registry.static_inputs(batch, shape)
 
     # -- inside ----------------------------------------------------------------------------------
@@ -184,14 +184,14 @@ class GraphRunner(abc.ABC):
 
 
 class DecodeRunner(GraphRunner):
-    """Captures decode for every size of `default_batch_sizes`, or for those that are configured."""
+    """A runner that captures decode for `default_batch_sizes`, or for the configured sizes."""
 
     modes = frozenset({ForwardMode.DECODE})
     needs = GraphSupport.UNIFORM_DECODE
 
     @abc.abstractmethod
     def default_batch_sizes(self) -> list[int]:
-        """Return the request counts to capture where none are configured."""
+        """Return the request counts to capture if none are configured."""
 
     def shapes(self) -> Sequence[GraphShape]:
         """Return a shape for each request count."""
@@ -200,17 +200,13 @@ class DecodeRunner(GraphRunner):
 
 
 class EagerRunner(GraphRunner):
-    """Captures nothing: every batch of its lane runs eagerly, and that is its reason."""
+    """A runner that captures nothing: every batch of its lane runs eagerly."""
 
     modes = frozenset(ForwardMode)
     needs = GraphSupport.NEVER
 
     def shapes(self) -> Sequence[GraphShape]:
-        """Return none: there is nothing to capture.
-
-        Raises:
-            ConfigError: Sizes to capture were configured all the same.
-        """
+        """Return no shapes; raise `ConfigError` if capture sizes are configured."""
         if self.context.batch_sizes is not None:
             raise ConfigError(
                 f"lanes.{self.context.lane}.batch_sizes = {list(self.context.batch_sizes)} for the runner"
@@ -223,15 +219,15 @@ class EagerRunner(GraphRunner):
 def dummy_batch(shape: GraphShape, context: RunnerContext) -> ForwardBatch:
     """Return a batch of exactly ``shape`` on scratch memory: request row 0, KV slot 0, token 0.
 
-    Its lengths are those of padded requests, or as many as the new tokens of a request where that is more.
-    Its positions agree with them.
+    Its lengths are those of padding requests, or the new tokens of a request if those are more; its positions
+    agree with them.
 
     Args:
-        shape: What is captured.
-        context: Of the runner: mode, draft widths, the backend's lengths, whether real tokens are counted.
+        shape: The shape to capture.
+        context: The runner's context.
 
     Raises:
-        EngineError: A token count that is no whole number of tokens a request, in a mode that is not ragged.
+        EngineError: The mode is not ragged and the token count is no multiple of the request count.
     """
     mode, bs, tokens, device = shape.mode, shape.batch_size, shape.num_tokens, context.device
     draft: DraftLimits = context.limits.draft
@@ -240,48 +236,41 @@ def dummy_batch(shape: GraphShape, context: RunnerContext) -> ForwardBatch:
     else:
         if tokens % bs:
             raise EngineError(
-                f"{shape} has no whole number of tokens a request",
-                hint="only extend and mixed batches are ragged",
+                f"{shape} has no whole number of tokens per request",
+                hint="make the token count a multiple of the request count: the mode is not ragged",
             )
         new = torch.full((bs,), tokens // bs)
     lens = torch.full((bs,), context.padded_seq_len)
-    counted = mode not in (ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_DECODE)
-    if counted:
-        lens = lens.maximum(new)
-    positions = _positions(mode, lens, new)
-    zeros = torch.zeros(tokens, dtype=torch.int64)
-    loc = zeros
-    if mode is ForwardMode.DRAFT_DECODE:
-        loc = torch.zeros(tokens, draft.num_steps, dtype=torch.int64)
-    tree = mode is ForwardMode.TARGET_VERIFY and draft.topk > 1
+    if mode not in (ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_DECODE):
+        lens = lens.maximum(new)  # they count the new tokens
+    steps = (draft.num_steps,) if mode is ForwardMode.DRAFT_DECODE else ()
     batch = ForwardBatch(
         forward_mode=mode,
         batch_size=bs,
-        input_ids=zeros,
-        positions=positions,
-        out_cache_loc=loc,
+        input_ids=torch.zeros(tokens, dtype=torch.int64),
+        positions=_positions(mode, lens, new),
+        out_cache_loc=torch.zeros(tokens, *steps, dtype=torch.int64),
         req_pool_indices=torch.zeros(bs, dtype=torch.int64),
         seq_lens=lens,
         seq_lens_cpu=lens.clone(),
-        extend_seq_lens=new if mode.is_ragged else None,
-        extend_seq_lens_cpu=new.clone() if mode.is_ragged else None,
-        tree_mask=torch.ones(tokens, tokens // bs, dtype=torch.bool) if tree else None,
-        num_correct_drafts=torch.zeros(bs, dtype=torch.int32)
-        if mode is ForwardMode.DRAFT_EXTEND
-        else None,
-        num_token_non_padded=torch.tensor([tokens], dtype=torch.int32)
-        if context.num_token_non_padded
-        else None,
-        num_token_non_padded_cpu=tokens if context.num_token_non_padded else None,
     )
+    if mode.is_ragged:
+        batch.extend_seq_lens, batch.extend_seq_lens_cpu = new, new.clone()
+    if mode is ForwardMode.TARGET_VERIFY and draft.topk > 1:
+        batch.tree_mask = torch.ones(tokens, tokens // bs, dtype=torch.bool)
+    if mode is ForwardMode.DRAFT_EXTEND:
+        batch.num_correct_drafts = torch.zeros(bs, dtype=torch.int32)
+    if context.num_token_non_padded:
+        batch.num_token_non_padded = torch.tensor([tokens], dtype=torch.int32)
+        batch.num_token_non_padded_cpu = tokens
     return batch.to(device)
 
 
 def _positions(mode: ForwardMode, lens: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-    """Return ``[T]``: where each request's new tokens are; branches of a draft all at its first place."""
+    """Return ``[T]``: positions of the new tokens; all branches of a draft have the first position."""
     if mode is ForwardMode.DRAFT_DECODE:
         return lens.repeat_interleave(new)
     first = lens if mode is ForwardMode.TARGET_VERIFY else lens - new
     begins = new.cumsum(0) - new
-    place = torch.arange(int(new.sum())) - begins.repeat_interleave(new)
-    return first.repeat_interleave(new) + place
+    index = torch.arange(int(new.sum())) - begins.repeat_interleave(new)
+    return first.repeat_interleave(new) + index

@@ -1,8 +1,8 @@
-"""The words for what is captured: `GraphShape`, the key of one graph, and `CaptureSizes`, all of a mode.
+"""`GraphShape`, the key of one graph, and `CaptureSizes`, the shapes that are captured for one mode.
 
-A batch takes the smallest captured shape that fits, or none, with the reason: a value with a stable name.
+A batch takes the smallest captured shape that fits, or runs eagerly with an `EagerReason`.
 
-Does not: decide what a shape's graph holds (the runner does) or how it is recorded (the driver does).
+Does not: decide what the graph of a shape records (the runner does) or record it (the driver does).
 """
 
 import bisect
@@ -16,10 +16,10 @@ from graphpact.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class GraphShape:
-    """The key of one captured graph: everything that a recorded kernel depends on.
+    """The key of one captured graph: everything that recorded kernels depend on.
 
     Args:
-        mode: The forward mode that was recorded.
+        mode: The recorded forward mode.
         batch_size: Padded request count.
         num_tokens: Padded token count.
         variant: Anything else that the recorded work depends on (a LoRA set, a length tier).
@@ -37,11 +37,11 @@ class GraphShape:
 
 @dataclass(frozen=True, slots=True)
 class EagerReason:
-    """Why a batch runs without a graph. Statistics count by it; plugins add reasons of their own.
+    """The reason why a batch runs without a graph. Statistics count by it; plugins add their own reasons.
 
     Args:
-        name: Stable, such as ``"over_largest"``.
-        text: For people.
+        name: A stable name, such as ``"over_largest"``.
+        text: The reason in words.
     """
 
     name: str
@@ -50,13 +50,13 @@ class EagerReason:
     NO_GRAPHS: ClassVar["EagerReason"]
     """The lane captures nothing."""
     NOT_CAPTURED: ClassVar["EagerReason"]
-    """The shape that fits is not captured (yet, or any more)."""
+    """The shape that fits is not captured (yet, or no longer)."""
     WRONG_MODE: ClassVar["EagerReason"]
     """The lane's runner does not capture this mode."""
     OVER_LARGEST: ClassVar["EagerReason"]
     """No captured shape is large enough."""
     OTHER_WIDTH: ClassVar["EagerReason"]
-    """Its requests bring another number of tokens than was captured."""
+    """Its requests have another number of tokens than the captured shapes."""
 
     def __str__(self) -> str:
         return self.text
@@ -66,24 +66,22 @@ EagerReason.NO_GRAPHS = EagerReason("no_graphs", "this lane captures nothing")
 EagerReason.NOT_CAPTURED = EagerReason("not_captured", "nothing is captured yet")
 EagerReason.WRONG_MODE = EagerReason("wrong_mode", "the lane's runner does not serve this mode")
 EagerReason.OVER_LARGEST = EagerReason("over_largest", "larger than the largest captured shape")
-EagerReason.OTHER_WIDTH = EagerReason(
-    "other_width", "its requests bring another number of tokens than was captured"
-)
+EagerReason.OTHER_WIDTH = EagerReason("other_width", "another number of tokens per request")
 
 
 @dataclass(frozen=True)
 class CaptureSizes:
-    """The shapes that are captured for one mode, and which of them a batch takes.
+    """The shapes that are captured for one mode.
 
-    Requests that bring the same number of tokens each (decode, verify, drafts) go by their number. Ragged
-    batches (extend, mixed) take the smallest shape that has as many requests and as many tokens, or more.
+    A batch takes the smallest shape with at least its requests and its tokens. In modes that are not ragged
+    (decode, target verify, drafts) all requests have the same number of tokens.
 
     Args:
-        shapes: All of one mode; sorted and made unique. Of a mode that is not ragged, all with the same
-            number of tokens a request.
+        shapes: Shapes of one mode; sorted and made unique. If the mode is not ragged, all with the same
+            number of tokens per request.
 
     Raises:
-        ConfigError: No shape, one without requests or tokens, shapes of several modes or widths.
+        ConfigError: No shape, a shape without requests or tokens, or shapes of several modes or widths.
     """
 
     shapes: tuple[GraphShape, ...]
@@ -105,8 +103,8 @@ class CaptureSizes:
         uneven = [s for s in shapes if s.num_tokens != s.batch_size * self._width(shapes[0])]
         if uneven and not shapes[0].mode.is_ragged:
             raise ConfigError(
-                f"{uneven[0]} has another number of tokens a request than {shapes[0]}",
-                hint="all requests of this mode bring as many tokens: capture one number of them",
+                f"{uneven[0]} has another number of tokens per request than {shapes[0]}",
+                hint="requests of this mode all have the same number of tokens: capture shapes of one number",
             )
         object.__setattr__(self, "shapes", tuple(shapes))
         object.__setattr__(self, "_sizes", [s.num_tokens for s in shapes])
@@ -137,19 +135,19 @@ class CaptureSizes:
 
     @property
     def max_batch_size(self) -> int:
-        """The most requests that a shape has."""
+        """The largest request count."""
         return max(shape.batch_size for shape in self.shapes)
 
     @property
     def max_num_tokens(self) -> int:
-        """The most tokens that a shape has."""
+        """The largest token count."""
         return self._sizes[-1]
 
     def fit(self, batch: ForwardBatch, variant: str = "") -> GraphShape | EagerReason:
         """Return the smallest shape of ``variant`` that holds ``batch``, or why none does. Host work only.
 
-        An idle batch, which has no request, fits the smallest shape. Where layers gather over DP ranks, all
-        ranks take the shape of the largest (``global_num_tokens_cpu``).
+        An idle batch fits the smallest shape. If layers gather over DP ranks, all ranks take the shape of the
+        largest rank (``global_num_tokens_cpu``).
         """
         if batch.forward_mode not in (self.mode, ForwardMode.IDLE):
             return EagerReason.WRONG_MODE
@@ -167,10 +165,10 @@ class CaptureSizes:
 
 
 def default_decode_batch_sizes(max_batch_size: int) -> list[int]:
-    """Return the default capture sizes of decode: dense where padding hurts most, then ever sparser.
+    """Return the default capture sizes of decode, denser for small batches, where padding costs most.
 
-    Steps of 1, 2, 4, 8 up to 8; of 8 up to 256; of 16 up to 512; of 32 beyond; always with
-    ``max_batch_size`` itself, so that no admissible batch is larger than the largest graph.
+    They are 1, 2, 4, 8; then every 8 up to 256, every 16 up to 512, every 32 beyond; and ``max_batch_size``,
+    so that no admissible batch is larger than the largest graph.
     """
     sizes = [1, 2, 4, *range(8, 257, 8), *range(272, 513, 16), *range(544, max_batch_size + 1, 32)]
     return sorted({size for size in sizes if size <= max_batch_size} | {max_batch_size})

@@ -1,12 +1,12 @@
-"""What a step gives and what a graph is made of: `StepOutputs`, `Step`, and the types of a forward pass.
+"""The types of a step: `StepOutputs`, `Step`, and those of a forward pass.
 
     forward(batch, metadata, attend) -> StepOutputs       one forward pass of a model
-    runner.compose(forward, step) -> () -> StepOutputs    what a graph records of it
+    runner.compose(forward, step) -> () -> StepOutputs    the region that a graph records
 
 Does not: run a step; `graphpact.lane` does.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
@@ -22,16 +22,16 @@ from graphpact.shapes import GraphShape
 
 
 class StepOutputs(Mapping[str, torch.Tensor]):
-    """What a forward pass gives: named tensors, each with the axis of its rows.
+    """The outputs of a forward pass: named tensors, each with the axis of its rows.
 
         StepOutputs(logits=(logits, "bs"), hidden_states=(hidden, "tokens"))
 
     Args:
-        tensors: By name, a tensor and its axis: ``"bs"`` for a row a request, ``"tokens"`` for a row a token,
-            ``"none"`` for what follows neither and is never cut.
+        tensors: A tensor and its axis by name: ``"bs"`` for one row per request, ``"tokens"`` for one row per
+            token, ``"none"`` for neither; such a tensor is never cut.
 
     Raises:
-        EngineError: No tensor in the place of one, an unknown axis, or rows without a first dimension.
+        EngineError: A value is no tensor, has an unknown axis, or has an axis and no first dimension.
     """
 
     __slots__ = ("_axes", "_tensors")
@@ -59,11 +59,7 @@ class StepOutputs(Mapping[str, torch.Tensor]):
 
     @property
     def logits(self) -> torch.Tensor:
-        """The output ``logits``.
-
-        Raises:
-            EngineError: The forward pass gave none.
-        """
+        """The output ``logits``; an `EngineError` if the forward pass returned none."""
         return self["logits"]
 
     def __getitem__(self, name: str) -> torch.Tensor:
@@ -72,7 +68,7 @@ class StepOutputs(Mapping[str, torch.Tensor]):
         except KeyError:
             raise EngineError(
                 f"the step has no output {name!r}; it has {', '.join(self._tensors) or 'none'}",
-                hint="the model decides what it gives: see its documentation",
+                hint="the model defines its outputs: see its documentation",
             ) from None
 
     def __contains__(self, name: object) -> bool:
@@ -85,64 +81,52 @@ class StepOutputs(Mapping[str, torch.Tensor]):
         return len(self._tensors)
 
     def __repr__(self) -> str:
-        said = (f"{n}={tuple(t.shape)} {t.dtype} by {self._axes[n]}" for n, t in self.items())
-        return f"StepOutputs({', '.join(said)})"
+        parts = (f"{n}={tuple(t.shape)} {t.dtype} by {self._axes[n]}" for n, t in self.items())
+        return f"StepOutputs({', '.join(parts)})"
 
     def rows(self, batch_size: int, num_tokens: int) -> "StepOutputs":
         """Return the first rows of each output: as many as requests or tokens, by its axis. No copy."""
         counts: dict[Axis, int] = {"bs": batch_size, "tokens": num_tokens}
-        return self._like(
-            {
-                name: tensor if (axis := self._axes[name]) == "none" else tensor[: counts[axis]]
-                for name, tensor in self._tensors.items()
-            }
-        )
+        axes = self._axes.items()
+        cut = (self._tensors[n] if a == "none" else self._tensors[n][: counts[a]] for n, a in axes)
+        return _unflatten(cut, axes)
 
     def require_rows(self, shape: GraphShape) -> None:
-        """Refuse outputs that have another number of rows than their axis says.
-
-        Raises:
-            EngineError: Names the output, its rows and the shape.
-        """
-        due = {"bs": shape.batch_size, "tokens": shape.num_tokens}
+        """Raise `EngineError` for an output whose number of rows is not that of its axis in ``shape``."""
+        counts = {"bs": shape.batch_size, "tokens": shape.num_tokens}
         for name, tensor in self._tensors.items():
             axis = self._axes[name]
-            if axis != "none" and tensor.shape[0] != due[axis]:
+            if axis != "none" and tensor.shape[0] != counts[axis]:
                 raise EngineError(
-                    f"output {name!r} has {tensor.shape[0]} rows; by its axis {axis!r} it has to have"
-                    f" {due[axis]} in {shape}",
+                    f"output {name!r} has {tensor.shape[0]} rows; its axis {axis!r} has {counts[axis]}"
+                    f" in {shape}",
                     hint="declare the axis that its rows follow, or 'none'",
                 )
 
     def clone(self) -> "StepOutputs":
-        """Return a copy in memory of its own, for who reads it after the driver's next replay."""
-        return self._like({name: tensor.clone() for name, tensor in self._tensors.items()})
-
-    def _like(self, tensors: dict[str, torch.Tensor]) -> "StepOutputs":
-        made = object.__new__(StepOutputs)
-        made._tensors, made._axes = tensors, self._axes
-        return made
+        """Return a copy that stays valid after the driver's next replay."""
+        return _unflatten((tensor.clone() for tensor in self.values()), self._axes.items())
 
 
 def _flatten(outputs: StepOutputs) -> tuple[list[torch.Tensor], tuple[tuple[str, Axis], ...]]:
     return list(outputs.values()), tuple(outputs.axes.items())
 
 
-def _unflatten(leaves: Any, names: tuple[tuple[str, Axis], ...]) -> StepOutputs:
-    made = object.__new__(StepOutputs)
-    made._tensors = {name: leaf for (name, _), leaf in zip(names, leaves, strict=True)}
-    made._axes = dict(names)
-    return made
+def _unflatten(leaves: Iterable[Any], axes: Iterable[tuple[str, Axis]]) -> StepOutputs:
+    """Return outputs of ``leaves``, unchecked: while drivers map them as a tree, leaves may be no tensors."""
+    outputs = object.__new__(StepOutputs)
+    outputs._axes = dict(axes)
+    outputs._tensors = dict(zip(outputs._axes, leaves, strict=True))
+    return outputs
 
 
-# Drivers walk what a region returns as a tree, which may hold other leaves than tensors on the way.
 pytree.register_pytree_node(
     StepOutputs, _flatten, _unflatten, serialized_type_name="graphpact.StepOutputs"
 )
 
 
 class Attend(Protocol):
-    """Attention as a forward pass calls it: `AttentionBackend.forward`, or what a runner replaces it by."""
+    """Attention as a forward pass calls it: `AttentionBackend.forward`, or a runner's replacement."""
 
     def __call__(
         self,
@@ -163,22 +147,22 @@ class Forward(Protocol):
 
 
 Region: TypeAlias = Callable[[], StepOutputs]
-"""What a graph records."""
+"""A callable that a graph records."""
 
 
 @dataclass(slots=True)
 class Step:
-    """One captured shape as the recorded work, and the eager calls between its segments, see it.
+    """A captured shape, for the recorded work and the eager calls between its segments.
 
-    It exists once per captured shape. The lane sets `live` and `metadata` before each replay.
+    There is one per captured shape. The lane sets `live` and `metadata` before each replay.
 
     Args:
-        shape: What is captured; `num_tokens` is its static count.
+        shape: The captured shape; `num_tokens` is its static count.
         view: The static inputs.
-        driver: The lane's: breaks a graph by `GraphDriver.eager_call`.
-        backend: The lane's.
-        metadata: What the backend made for the view.
-        live: The batch of this replay; that of the capture until there is one.
+        driver: The lane's driver; `GraphDriver.eager_call` breaks a graph.
+        backend: The lane's backend.
+        metadata: The backend's metadata for the view.
+        live: The batch of this replay; before the first one, the batch of the capture.
     """
 
     shape: GraphShape
@@ -190,7 +174,7 @@ class Step:
 
     @property
     def num_tokens(self) -> int:
-        """The static token count: rows of every tensor by token, padding included."""
+        """The static token count, padding included."""
         return self.shape.num_tokens
 
     def attend(
@@ -200,5 +184,5 @@ class Step:
         v: torch.Tensor | None,
         layer: LayerSpec,
     ) -> torch.Tensor:
-        """Attend with the metadata of this replay: what an eager call between two segments does."""
+        """Attend with the metadata of this replay; eager calls between two segments use it."""
         return self.backend.forward(q, k, v, layer, self.metadata)

@@ -1,10 +1,10 @@
-"""Tensors compared, and where they lie: one place for what many modules ask.
+"""Comparison and memory location of tensors.
 
-    same, equal            NaN is the same as NaN
-    tolerance_of, excess   by how much rounding may part two results, and by how much two are apart
-    storage_id             whose memory it is
-    extent_of              which bytes of its storage a tensor covers
-    address_range          at which addresses
+    same, equal            comparison; NaN equals NaN
+    tolerance_of, excess   allowed rounding error, and the error in units of it
+    storage_id             identity of the storage
+    extent_of              byte range within the storage
+    address_range          address range
 
 Does not: know slots, owners or names; see `graphpact.memory_map`.
 """
@@ -13,18 +13,17 @@ from typing import Literal
 
 import torch
 
-_TOLERANCE = {
-    # of one attention against float64, inputs of scale 1; of a whole model on two kernels
+_TOLERANCE = {  # (one attention against float64 with inputs of scale 1, a whole model on two kernels)
     torch.float64: (1e-9, 1e-10),
     torch.float32: (1e-5, 1e-4),
     torch.bfloat16: (4 * torch.finfo(torch.bfloat16).eps, 3e-2),
     torch.float16: (4 * torch.finfo(torch.float16).eps, 5e-3),
 }
-_COARSEST = 1e-1  # of any other dtype
+_DEFAULT_TOLERANCE = 1e-1  # of any other dtype
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Return where two tensors hold the same value; NaN is the same as NaN."""
+    """Return a bool tensor: where two tensors hold the same value; NaN equals NaN."""
     equal_values = a == b
     if a.dtype.is_floating_point or a.dtype.is_complex:
         equal_values |= a.isnan() & b.isnan()
@@ -32,41 +31,35 @@ def same(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Return whether two tensors have one shape and hold the same values; NaN is the same as NaN."""
+    """Return whether two tensors have the same shape and values; NaN equals NaN."""
     return a.shape == b.shape and bool(same(a, b).all())
 
 
 def tolerance_of(dtype: torch.dtype, of: Literal["attention", "model"] = "model") -> float:
-    """Return by what share of its size a result of ``dtype`` may be off.
+    """Return the allowed relative error of a result of ``dtype``.
 
     Args:
-        dtype: Of the result that is looked at.
-        of: ``attention``, one or two layers against float64; ``model``, a whole model on other kernels,
-            whose sums are in another order.
+        dtype: Dtype of the result.
+        of: ``attention``: one or two layers against float64. ``model``: a whole model on other kernels,
+            which sum in another order.
     """
-    return _TOLERANCE.get(dtype, (_COARSEST, _COARSEST))[of == "model"]
+    return _TOLERANCE.get(dtype, (_DEFAULT_TOLERANCE,) * 2)[of == "model"]
 
 
 def excess(actual: torch.Tensor, expected: torch.Tensor, tolerance: float) -> torch.Tensor:
-    """Return how far two tensors are apart, in shares of what is allowed; infinite where one is NaN.
-
-    Allowed is the tolerance, of one more than the size of what is expected.
-    """
+    """Return ``|actual - expected|`` divided by ``tolerance * (1 + |expected|)``; inf where one is NaN."""
     wide = expected.double()
-    apart = (actual.double() - wide).abs() / (tolerance * (1 + wide.abs()))
-    return apart.nan_to_num(nan=float("inf"))
+    ratio = (actual.double() - wide).abs() / (tolerance * (1 + wide.abs()))
+    return ratio.nan_to_num(nan=float("inf"))
 
 
 def storage_id(tensor: torch.Tensor) -> int:
-    """Return the identity of a tensor's storage, unique for as long as it is held, weakly or not."""
+    """Return the identity of a tensor's storage, unique while a strong or weak reference holds it."""
     return int(tensor.untyped_storage()._cdata)  # noqa: SLF001  no public name
 
 
 def extent_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the first byte that a tensor covers in its storage, and the byte behind the last.
-
-    Gaps between the rows of a strided tensor are within it.
-    """
+    """Return the byte range ``[begin, end)`` of a tensor in its storage, gaps between rows included."""
     size, begin = tensor.element_size(), int(tensor.storage_offset())
     if not tensor.numel():
         return begin * size, begin * size
@@ -75,7 +68,7 @@ def extent_of(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def address_range(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the first address of a tensor, and the address behind its last element."""
+    """Return the address range ``[begin, end)`` of a tensor."""
     begin, end = extent_of(tensor)
     first = tensor.data_ptr()
     return first, first + end - begin

@@ -90,11 +90,11 @@ def test_what_the_metadata_says_is_in_the_info(site: Site) -> None:
 @pytest.mark.parametrize(
     ("contract", "says"),
     [
-        (None, "fake-old names no contract version"),
-        ("two", "contract version 'two' is not a whole number"),
-        ("2", "written for contract version 2; this graphpact keeps version 1"),
-        ("-1", "contract version '-1' is not a whole number"),
-        ("²", "contract version '²' is not a whole number"),
+        (None, "fake-old declares no contract version"),
+        ("two", "contract version 'two' is not an integer"),
+        ("2", "written for contract version 2; this graphpact has version 1"),
+        ("-1", "contract version '-1' is not an integer"),
+        ("²", "contract version '²' is not an integer"),
     ],
 )
 def test_another_contract_is_refused_before_import(
@@ -153,7 +153,7 @@ BROKEN = {
             def __getattribute__(cls, name): raise RuntimeError(name)
         class Runner(metaclass=Meta): pass
         """,
-        "looking at fake_hostile:Runner raised",
+        "checking fake_hostile:Runner raised",
     ),
 }
 

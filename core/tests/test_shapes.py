@@ -177,9 +177,9 @@ def test_impossible_sizes_are_refused(sizes: list[int]) -> None:
                 GraphShape(ForwardMode.TARGET_VERIFY, 2, 6),
                 GraphShape(ForwardMode.TARGET_VERIFY, 4, 8),
             ],
-            r"target_verify\[bs=4, tokens=8\] has another number of tokens a request",
+            r"target_verify\[bs=4, tokens=8\] has another number of tokens per request",
         ),
-        ([GraphShape(ForwardMode.DRAFT_EXTEND, 2, 5)], "another number of tokens a request"),
+        ([GraphShape(ForwardMode.DRAFT_EXTEND, 2, 5)], "another number of tokens per request"),
     ],
 )
 def test_shapes_that_no_lane_captures_together_are_refused(

@@ -77,9 +77,7 @@ def test_another_number_of_rows_is_refused(axis: Axis, due: int, rows: int) -> N
     """Another number of rows than the axis has is refused with the name, both counts and the shape."""
     shape = GraphShape(ForwardMode.TARGET_VERIFY, 2, 6)
     outputs = StepOutputs(logits=(torch.zeros(due), axis), hidden=(torch.zeros(rows), axis))
-    message = (
-        rf"output 'hidden' has {rows} rows; by its axis '{axis}' it has to have {due} in target"
-    )
+    message = rf"output 'hidden' has {rows} rows; its axis '{axis}' has {due} in target"
     with pytest.raises(EngineError, match=message):
         outputs.require_rows(shape)
     StepOutputs(hidden=(torch.zeros(rows), "none")).require_rows(shape)

@@ -193,8 +193,8 @@ def test_keys_without_values_are_refused(backend: type[AttentionBackend]) -> Non
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"kv_layer": 7}, "the cache of layer 7 is not there"),
-        ({"kv_layer": -1}, "the cache of layer -1 is not there"),
+        ({"kv_layer": 7}, "the cache of layer 7 does not exist"),
+        ({"kv_layer": -1}, "the cache of layer -1 does not exist"),
         (
             {"kv_layer": 0, "num_kv_heads": 1},
             r"the cache of layer 0 has keys and values \[\(2, 8\)",

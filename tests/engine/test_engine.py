@@ -244,7 +244,11 @@ class Lenient(TapeDriver):
     ("lane", "overrides", "says"),
     [
         ("prefill", [], "runner 'eager' captures nothing"),
-        ("decode", ["lanes.decode.graph_driver=lenient"], "graph driver 'lenient' has no strict mode"),
+        (
+            "decode",
+            ["lanes.decode.graph_driver=lenient"],
+            "graph driver 'lenient' has no strict mode",
+        ),
     ],
 )
 def test_a_strict_lane_without_a_strict_driver_is_refused(

@@ -1,9 +1,9 @@
 """The attention backend's side of the contract.
 
-    capabilities   what a backend declares, and what a model and an engine ask of it
-    context        what a backend is built with, the KV cache among it
-    providers      where a backend's kernels come from: the vendor's library, or torch alone
-    backend        the base class: what it binds, refreshes and computes
+    capabilities   a backend's declaration, and the demands of models and engines
+    context        the constructor argument of a backend, with the KV cache
+    providers      sets of kernels: the vendor's library, or torch only
+    backend        the base class
 
 Does not: choose shapes, pad batches or record graphs.
 """

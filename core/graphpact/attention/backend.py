@@ -1,11 +1,11 @@
-"""`AttentionBackend`, the base class of attention plugins: what it binds, refreshes and computes.
+"""`AttentionBackend`, the base class of attention plugins.
 
-A backend writes one body, `AttentionBackend.fill_metadata`, from a view to the tensors of its
-metadata. The base class makes both hooks of it, and the eager path too, so that capture and replay
-cannot disagree about what a tensor holds. A backend that really needs two bodies overrides the hooks.
+A backend writes one body, `AttentionBackend.fill_metadata`, which computes the tensors of its metadata from
+a view. The base class implements both hooks and the eager path with it, so that capture and replay agree. A
+backend that needs two bodies overrides the hooks.
 
-A draft decode is several steps in one graph. Its metadata is a `DraftMetadata`, one entry a step, each
-made by the same body from what that step sees, `ForwardBatch.at_draft_step`.
+A draft decode has several steps in one graph. Its metadata is a `DraftMetadata`, one entry per step, each
+made by the same body from `ForwardBatch.at_draft_step`.
 
 Does not: choose shapes, pad batches or record graphs.
 """
@@ -31,10 +31,10 @@ from graphpact.shapes import GraphShape
 def new_kv(
     k: torch.Tensor | None, v: torch.Tensor | None, layer: LayerSpec
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return the keys and values that `AttentionBackend.forward` writes, or None where it only attends.
+    """Return the keys and values that `AttentionBackend.forward` writes, or None if it only attends.
 
     Raises:
-        EngineError: One of them without the other.
+        EngineError: One of them is given without the other.
     """
     if k is not None and v is not None:
         return k, v
@@ -43,7 +43,7 @@ def new_kv(
     given, missing = ("keys", "values") if v is None else ("values", "keys")
     raise EngineError(
         f"layer {layer.layer_id}: forward got {given} and no {missing}",
-        hint="pass k and v to write them, or None for both to attend to what the cache holds",
+        hint="pass k and v to write them, or None for both to attend to the cache as it is",
     )
 
 
@@ -52,18 +52,18 @@ class DraftMetadata:
     """The metadata of a draft decode.
 
     Args:
-        steps: What `AttentionBackend.forward` takes in each step, the first step first.
+        steps: The metadata of each step, the first step first.
     """
 
     steps: tuple[Any, ...]
 
 
 class Buffers(Protocol):
-    """Where a backend's metadata takes its tensors from: ``name -> tensor`` for the declared slots."""
+    """The memory of a backend's declared slots: ``name -> tensor``."""
 
     in_graph: bool
-    """Whether a graph will read them. Then host numbers of the metadata have to hold for every batch of the
-    shape; else for this batch alone."""
+    """Whether a graph will read them. Then host numbers of the metadata must be valid for every batch of the
+    shape, otherwise for this batch only."""
 
     def __call__(self, name: str) -> torch.Tensor:
         """Return the slot's memory, sliced for the shape."""
@@ -71,7 +71,7 @@ class Buffers(Protocol):
 
 @dataclass(slots=True)
 class SlotBuffers:
-    """The slots of a registry, as a graph of ``shape`` reads them."""
+    """Slots of a registry, sliced for graphs of ``shape``."""
 
     registry: CudaGraphBufferRegistry
     shape: GraphShape
@@ -79,17 +79,17 @@ class SlotBuffers:
     in_graph: bool = True
 
     def __call__(self, name: str) -> torch.Tensor:
-        """Return the slot's memory, sliced for the shape; of a workspace the one that all steps use."""
-        twin = _at_step(name, self.draft_step)
-        slot = self.registry.get_slot(twin if self.registry.has_slot(twin) else name)
+        """Return the slot's memory, sliced for the shape. All draft steps use the same workspace."""
+        of_step = _at_step(name, self.draft_step)
+        slot = self.registry.get_slot(of_step if self.registry.has_slot(of_step) else name)
         return slot.slice_for(self.shape.batch_size, self.shape.num_tokens)
 
 
 @dataclass(slots=True)
 class EagerBuffers:
-    """Buffers for metadata that no graph reads: made when asked for, sized for one batch.
+    """Newly allocated buffers of one batch, for metadata that no graph reads.
 
-    Workspaces are not made anew: ``workspace`` returns the one that all steps of the backend use.
+    Workspaces are not allocated anew: ``workspace`` returns the one that all steps of the backend use.
     """
 
     slots: Mapping[str, GraphSlot]
@@ -100,7 +100,7 @@ class EagerBuffers:
     in_graph: bool = False
 
     def __call__(self, name: str) -> torch.Tensor:
-        """Return a new buffer for the slot called ``name``, holding its initial value, or ``fill``."""
+        """Return a new buffer for the slot ``name``, filled with its initial value or ``fill``."""
         slot = self.slots[name]
         if slot.is_workspace:
             return self.workspace(slot)
@@ -119,60 +119,59 @@ class AttentionBackend(abc.ABC):
     capabilities: ClassVar[Capabilities]
 
     providers: ClassVar[Sequence[type[KernelProvider]]] = ()
-    """Sets of kernels to choose from, the best first; none for a backend with one set of its own."""
+    """Sets of kernels to choose from, the best first; empty for a backend with one set of its own."""
 
     claims: ClassVar[Mapping[str, str]] = {}
-    """More than yes and no about capabilities, for `graphpact check`: of one that is declared
-    ``"since 1.2"``; of one that is not, ``"not_implemented"`` or ``"unknown"``. Keys are such as ``"mode
-    mixed"``, ``"page_size 1"``, ``"heads mla"``, ``"dtype bfloat16"``, ``"feature sinks"``."""
+    """Details about capabilities, for `graphpact check`: ``"since 1.2"`` for a declared one,
+    ``"not_implemented"`` or ``"unknown"`` for another one. Keys are, for example, ``"mode mixed"``,
+    ``"page_size 1"``, ``"heads mla"``, ``"dtype bfloat16"``, ``"feature sinks"``."""
 
     fill_is_device_only: ClassVar[bool] = False
-    """Whether `fill_metadata` is device work alone, without a host number that changes between replays. A
-    lane may then record it as the first nodes of a graph, and a replay hook need not do it."""
+    """Whether `fill_metadata` is device work only, without host numbers that change between replays. A lane
+    may then record it as the first nodes of a graph, instead of running it in the replay hook."""
 
     records_metadata: bool = False
     """Whether the lane records `fill_metadata` in its graphs. The lane sets it."""
 
     plan_metadata: Callable[[ForwardBatch, Any], None] | None = None
-    """A method ``(view, metadata) -> None``, where a backend has one: work of the host that no graph holds,
-    such as a kernel's plan, made from ``seq_lens_cpu``. Done after `fill_metadata`, and before each replay
-    also where the graph does the rest. Reads no device tensor."""
+    """An optional method ``(view, metadata) -> None`` for host work, such as a kernel's plan, made from
+    ``seq_lens_cpu``. It runs after `fill_metadata`, and before every replay even if the graph fills the
+    metadata. It reads no device tensor."""
 
     def __init__(self, context: BackendContext) -> None:
         _require_caches(context)
         self.context = context
         provider, self.passed_over = choose_provider(type(self).__name__, self.providers, context)
-        """Why kernels better than those in use were not taken, by the name of their provider."""
+        """The reasons against better kernels than those in use, by the name of their provider."""
         self.kernels: Any = None if provider is None else provider(context)
-        """An instance of one of `providers`; None where there are none."""
+        """An instance of one of `providers`; None without providers."""
         self.driver: GraphDriver | None = None
-        """The lane's driver, from which streams and copies from host memory are had; None before
-        `attach`."""
+        """The lane's driver, for streams and copies from host memory; None before `attach`."""
         self._registry: CudaGraphBufferRegistry | None = None
         self._workspaces: dict[str, torch.Tensor] = {}
-        """Of eager steps, by slot; empty where a registry has them."""
+        """Workspaces of eager steps by slot; empty if a registry has them."""
 
-    # -- what a backend writes -------------------------------------------------------------------
+    # -- written by a subclass -------------------------------------------------------------------
 
     @abc.abstractmethod
     def declare_slots(self, limits: Limits) -> Sequence[GraphSlot]:
-        """Return every buffer that the backend's metadata needs, sized by ``limits``."""
+        """Return the declaration of every buffer that the metadata needs, sized by ``limits``."""
 
     @abc.abstractmethod
     def allocate_metadata(self, view: ForwardBatch, shape: GraphShape, buffers: Buffers) -> Any:
         """Return a metadata object for ``shape`` whose tensors come from ``buffers`` or ``view``.
 
         Args:
-            view: The batch as the kernels will see it; its tensors may be kept.
+            view: The batch of the kernels; its tensors may be kept.
             shape: The padded counts.
-            buffers: The declared slots' memory, already sliced for ``shape``.
+            buffers: The declared slots' memory, sliced for ``shape``.
         """
 
     @abc.abstractmethod
     def fill_metadata(self, view: ForwardBatch, metadata: Any) -> None:
-        """Write what ``view`` says into the tensors of ``metadata``, in place.
+        """Compute the tensors of ``metadata`` from ``view``, in place.
 
-        Reads no device tensor on the host. Rebinds nothing.
+        Reads no device tensor on the host and rebinds no field.
         """
 
     @abc.abstractmethod
@@ -184,37 +183,36 @@ class AttentionBackend(abc.ABC):
         layer: LayerSpec,
         metadata: Any,
     ) -> torch.Tensor:
-        """Write ``k`` and ``v``, where they are given, to the KV cache of ``layer.cache_layer``, and attend.
+        """Write ``k`` and ``v``, if given, to the KV cache of ``layer.cache_layer``, and attend.
 
-        Without them the cache is read as it is (frozen KV, cross attention). `new_kv` tells the two cases
-        apart.
+        Without them the cache is only read (frozen KV, cross attention); `new_kv` tells both cases apart.
 
         Args:
             q: ``[T, num_q_heads, head_dim]``.
-            k: ``[T, num_kv_heads, head_dim]``, rotated already; None writes nothing.
-            v: ``[T, num_kv_heads, v_head_dim]``; None where ``k`` is.
-            layer: Whose attention it is.
-            metadata: What the hooks made for this step.
+            k: ``[T, num_kv_heads, head_dim]``, after rope, or None.
+            v: ``[T, num_kv_heads, v_head_dim]``, or None; both or neither.
+            layer: The layer.
+            metadata: The metadata of this step.
 
         Returns:
             ``[T, num_q_heads, v_head_dim]``.
 
         Raises:
-            EngineError: One of ``k`` and ``v`` without the other.
+            EngineError: One of ``k`` and ``v`` is given without the other.
         """
 
-    # -- what the base class makes of it ---------------------------------------------------------
+    # -- the base class --------------------------------------------------------------------------
 
     def attach(self, registry: CudaGraphBufferRegistry, driver: GraphDriver | None = None) -> None:
         """Register the backend's slots in the registry of the lane that will capture it.
 
         Args:
-            registry: The lane's.
-            driver: The lane's.
+            registry: The lane's registry.
+            driver: The lane's driver.
 
         Raises:
-            EngineError: Another lane has it already: its graphs read that lane's slots.
-            SlotError: A slot that a fill would write, without a role, or against the registry's rules.
+            EngineError: It is attached already: the graphs of that lane read its slots.
+            SlotError: A slot that a fill would write, one without a role, or one against the registry's rules.
         """
         if self._registry is not None:
             raise EngineError(
@@ -232,8 +230,8 @@ class AttentionBackend(abc.ABC):
         for slot in slots:
             if slot.copy_from_fb or slot.post_fill is not None:
                 raise SlotError(
-                    f"{slot.label}: a backend's slots are filled by its fill_metadata, in eager steps too,"
-                    " where no registry copies or computes anything",
+                    f"{slot.label}: a backend's slots are filled by its fill_metadata; eager steps have no"
+                    " registry that copies a batch field or calls post_fill",
                     hint="declare it with copy_from_fb=False and without source_fn and post_fill",
                 )
             if slot.role is None:
@@ -259,25 +257,25 @@ class AttentionBackend(abc.ABC):
 
     @hookimpl
     def init_metadata_replay(self, view: ForwardBatch, shape: GraphShape, captured: Any) -> Any:
-        """Refill the captured metadata: the same body as at capture, unless the graph does it."""
-        del shape  # the captured metadata was bound for it
+        """Refill the captured metadata with the body of the capture, unless the graph does it."""
+        del shape  # the captured metadata is bound to it
         self._refresh_metadata(view, captured, fill=not self.records_metadata)
         return captured
 
     def record_metadata(self, view: ForwardBatch, metadata: Any) -> None:
-        """Fill the metadata where the graph does that work; a lane calls it inside the capture."""
+        """Fill the metadata if the graph does that work; a lane calls it inside the capture."""
         if self.records_metadata:
             for at, part in each_step(view, metadata):
                 self.fill_metadata(at, part)
 
     def init_metadata_eager(self, batch: ForwardBatch, *, fill: int | None = None) -> Any:
-        """Return metadata for a batch that runs without a graph: the same body, in new memory.
+        """Return metadata in new memory for a batch that runs without a graph, filled by the same body.
 
         Args:
             batch: The batch; its tensors may be kept.
-            fill: What the new memory holds before the body writes it; the slots' initial values by
-                default. What differs between two fills is what the body leaves unwritten. Workspaces are
-                not new memory: every step has the same.
+            fill: Initial contents of the new memory, by default the slots' initial values. Two calls with
+                different values show which elements the body leaves unwritten. Workspaces are not new
+                memory.
         """
         shape = GraphShape(batch.forward_mode, batch.batch_size, batch.num_tokens)
         slots = {slot.name: slot for slot in self.declare_slots(self.context.limits)}
@@ -287,7 +285,7 @@ class AttentionBackend(abc.ABC):
     # -- inside ----------------------------------------------------------------------------------
 
     def _workspace(self, slot: GraphSlot) -> torch.Tensor:
-        """Return the workspace of ``slot``: the registry's, or one that lives as long as the backend."""
+        """Return the workspace of ``slot``: the registry's, or one that the backend keeps."""
         if self._registry is not None and self._registry.has_slot(slot.name):
             return self._registry.get_slot(slot.name).slice_for(0, 0)
         if slot.name not in self._workspaces:
@@ -307,10 +305,10 @@ class AttentionBackend(abc.ABC):
         shape: GraphShape,
         buffers: Callable[[int], Buffers],
     ) -> Any:
-        """Bind and fill metadata; ``buffers`` gives those of a step."""
+        """Return metadata, bound and filled; ``buffers`` returns the buffers of a draft step."""
         if view.is_tree:
             self._require_trees()
-        if view.out_cache_loc.dim() > 1:  # of a draft decode, or of an idle rank in one
+        if view.out_cache_loc.dim() > 1:  # a draft decode, or an idle rank of one
             metadata: Any = DraftMetadata(
                 tuple(
                     self.allocate_metadata(view.at_draft_step(step), shape, buffers(step))
@@ -323,20 +321,15 @@ class AttentionBackend(abc.ABC):
         return metadata
 
     def _require_trees(self) -> None:
-        """Refuse drafts that are a tree where the kernels, or the slots, are for chains.
-
-        Raises:
-            EngineError: Says which.
-        """
+        """Raise `EngineError` for draft trees if the kernels or the slots are for chains only."""
         if not self.capabilities.trees:
             raise EngineError(
-                f"the batch's drafts are a tree, and {type(self).__name__} serves chains alone",
-                hint="draft without branches, or select an attention backend whose capabilities have trees",
+                f"the batch's drafts are a tree; {type(self).__name__} supports chains only",
+                hint="draft with top-k = 1, or select an attention backend whose capabilities have trees",
             )
         if self.context.limits.draft.topk == 1:
             raise EngineError(
-                "the batch's drafts are a tree, and the lane was laid out for chains: its"
-                " limits.draft.topk is 1",
+                "the batch's drafts are a tree; the lane is sized for chains: its limits.draft.topk is 1",
                 hint="build the backend with Limits(draft=DraftLimits(topk=...)) of the draft",
             )
 
@@ -352,38 +345,34 @@ class AttentionBackend(abc.ABC):
 
 
 def _require_caches(context: BackendContext) -> None:
-    """Refuse layers that name the KV cache of another layer where there is none that fits them.
-
-    Raises:
-        EngineError: Names the layer, the cache and both shapes.
-    """
+    """Raise `EngineError` for a layer whose ``kv_layer`` has no KV cache, or one of other head shapes."""
     caches = context.kv_cache
     for layer in context.layers:
         at = layer.kv_layer
         if at is None:
             continue
-        asked = [(layer.num_kv_heads, layer.head_dim), (layer.num_kv_heads, layer.v_head_dim)]
-        there = [tuple(t[at].shape[1:]) for t in (caches.k, caches.v) if 0 <= at < len(t)]
-        if asked != there:
-            have = f"has keys and values {there}" if there else "is not there"
+        needed = [(layer.num_kv_heads, layer.head_dim), (layer.num_kv_heads, layer.v_head_dim)]
+        present = [tuple(t[at].shape[1:]) for t in (caches.k, caches.v) if 0 <= at < len(t)]
+        if needed != present:
+            have = f"has keys and values {present}" if present else "does not exist"
             raise EngineError(
-                f"layer {layer.layer_id} has kv_layer={at} and needs keys and values {asked}; the cache of"
+                f"layer {layer.layer_id} has kv_layer={at} and needs keys and values {needed}; the cache of"
                 f" layer {at} {have}",
-                hint="name a layer whose heads have the same widths, or leave kv_layer out",
+                hint="name a layer of the same num_kv_heads, head_dim, v_head_dim, or leave kv_layer out",
             )
 
 
 def _at_step(name: str, step: int) -> str:
-    """Return the name of a declared slot's twin for a later step of a draft."""
+    """Return the name of a declared slot in step ``step`` of a draft."""
     return f"{name}.step{step}" if step else name
 
 
 def each_step(view: ForwardBatch, metadata: Any) -> Iterator[tuple[ForwardBatch, Any]]:
-    """Yield what each step of a draft sees, and its metadata; the whole of any other batch.
+    """Yield the view and the metadata of each step of a draft; of any other batch, both as they are.
 
     Args:
-        view: Of the whole batch.
-        metadata: `DraftMetadata`, or that of a batch of one step.
+        view: The view of the whole batch.
+        metadata: A `DraftMetadata`, or the metadata of a batch of one step.
     """
     if not isinstance(metadata, DraftMetadata):
         yield view, metadata

@@ -1,4 +1,4 @@
-"""What an attention backend declares that it can do, and what a model and an engine ask of it.
+"""Capabilities of attention backends, and the demands of models and engines: `LayerSpec`, `Limits`.
 
 Does not: attend, or choose a backend.
 """
@@ -14,20 +14,20 @@ from graphpact.batch import ForwardMode
 
 
 class GraphSupport(enum.Enum):
-    """Which batches a graph can hold: a backend declares what it can, a runner what it needs.
+    """The batches that graphs can hold, as a backend supports or a runner needs it.
 
     In rising order; each includes the ones before it.
     """
 
     NEVER = "never"
     UNIFORM_DECODE = "uniform_decode"
-    """One query token a request."""
+    """One query token per request."""
     UNIFORM = "uniform"
-    """The same number of query tokens a request."""
+    """The same number of query tokens for every request."""
     ALWAYS = "always"
 
     def covers(self, needed: "GraphSupport") -> bool:
-        """Return whether this is as much as ``needed``, or more."""
+        """Return whether this includes ``needed``."""
         order = list(GraphSupport)
         return order.index(self) >= order.index(needed)
 
@@ -36,31 +36,31 @@ class HeadLayout(enum.Enum):
     """How the query heads of a layer share keys and values."""
 
     MHA = "mha"
-    """Each has its own."""
+    """Each query head has its own key head."""
     GQA = "gqa"
-    """Groups of them share one."""
+    """Groups of query heads share a key head."""
     MLA = "mla"
-    """All share one compressed latent, which is what the cache holds."""
+    """All query heads share one compressed latent, which the cache stores."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """What one layer of a model asks of attention.
+    """The attention of one layer of a model.
 
     Args:
         layer_id: Index of the layer.
         num_q_heads: Query heads.
         num_kv_heads: Key and value heads; divides ``num_q_heads``.
-        head_dim: Width of a query and a key head.
+        head_dim: Width of a query head and of a key head.
         v_head_dim: Width of a value head.
         scaling: Factor on the scores.
-        sliding_window: A query sees this many keys, itself included; None sees all.
-        softcap: Scores become ``softcap * tanh(score / softcap)``; None leaves them.
+        sliding_window: Number of keys that a query sees, its own included; None: all.
+        softcap: Scores become ``softcap * tanh(score / softcap)``; None: unchanged.
         sinks: ``[num_q_heads]`` logits of a virtual key without value (GPT-OSS), or None.
-        kv_lora_rank: Width of the latent that all query heads share (MLA in absorbed form), None for other
-            layers. A key is the latent and the rotated part after it, one head of ``head_dim``; the value
-            is the latent again, the first ``v_head_dim == kv_lora_rank`` of the key.
-        kv_layer: Index of the layer whose KV cache this layer reads and writes; None for its own.
+        kv_lora_rank: Width of the latent that all query heads share (MLA in absorbed form); None for other
+            layers. A key is the latent followed by the rope part, one head of ``head_dim``; the value is the
+            latent: the first ``v_head_dim == kv_lora_rank`` elements of the key.
+        kv_layer: Index of the layer whose KV cache this layer reads and writes; None: its own.
     """
 
     layer_id: int
@@ -90,10 +90,10 @@ class LayerSpec:
 
 @dataclass(frozen=True, slots=True)
 class DraftLimits:
-    """The largest draft of a lane that drafts or verifies; all 1 for a lane that does neither.
+    """The largest draft of a lane that drafts or verifies; all 1 for other lanes.
 
     Args:
-        num_steps: Steps that one draft decode has.
+        num_steps: Steps of one draft decode.
         topk: Branches of a request in a draft decode.
         num_draft_tokens: Tokens of a request in target verify and draft extend.
     """
@@ -105,7 +105,7 @@ class DraftLimits:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The largest of everything that a lane can meet; slots and bounds are sized by it.
+    """The largest counts of a lane; slots are sized by them.
 
     Args:
         max_bs: Requests in a step.
@@ -123,29 +123,28 @@ class Limits:
 
     @property
     def max_pages_per_request(self) -> int:
-        """Pages of the longest sequence."""
+        """Pages of a sequence of ``max_context_len`` tokens."""
         return -(-self.max_context_len // self.page_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
-    """What a backend declares that it can do. None for a set means: any.
+    """The declaration of what a backend supports. None for a set means: any.
 
     Args:
-        modes: Forward modes it serves.
-        graph_support: Which of them can be captured.
-        dtypes: Of queries and KV cache.
+        modes: Forward modes.
+        graph_support: Batches that can be captured.
+        dtypes: Dtypes of queries and KV cache.
         devices: Device types, such as ``"cpu"`` and ``"cuda"``.
-        head_layouts: How its kernels let query heads share keys.
+        head_layouts: Ways in which query heads share keys.
         page_sizes: KV page sizes.
         head_dims: Widths of a query head.
-        sliding_window: Whether a layer may have one.
-        softcap: Whether a layer may have one.
-        sinks: Whether a layer may have them.
-        trees: Whether a draft may have branches: top-k above 1 in draft decode, and a tree mask in target
-            verify.
-        needs_host_plan: Whether a replay hook reads ``seq_lens_cpu``.
-        seq_len_fill_value: The length of a padded row that its kernels read as harmless.
+        sliding_window: Whether layers may have a sliding window.
+        softcap: Whether layers may have a softcap.
+        sinks: Whether layers may have sinks.
+        trees: Whether drafts may have branches: top-k > 1 in draft decode, a tree mask in target verify.
+        needs_host_plan: Whether the replay hook reads ``seq_lens_cpu``.
+        seq_len_fill_value: ``seq_lens`` of a padding row, such that the kernels accept it.
     """
 
     modes: frozenset[ForwardMode]
@@ -172,7 +171,7 @@ class Capabilities:
         page_size: int,
         topk: int = 1,
     ) -> list[str]:
-        """Return what a model and an engine ask for that is not declared, one phrase each."""
+        """Return the demands of a model and an engine that are not declared, one phrase each."""
         found: dict[str, None] = {}
 
         def need(name: str, value: Any, declared: Any) -> None:
@@ -186,7 +185,7 @@ class Capabilities:
         need("page size", page_size, self.page_sizes)
         for layer in layers:
             need("head layout", layer.head_layout, self.head_layouts)
-            need("head width", layer.head_dim, self.head_dims)
+            need("head_dim", layer.head_dim, self.head_dims)
             for name, asked in (
                 ("sliding_window", layer.sliding_window),
                 ("softcap", layer.softcap),
@@ -195,13 +194,13 @@ class Capabilities:
                 if asked is not None and not getattr(self, name):
                     found[f"attention feature {name}"] = None
         if topk > 1 and not self.trees:
-            found[f"drafts with {topk} branches"] = None
+            found[f"drafts with top-k {topk}"] = None
         return list(found)
 
     def padded_seq_len(self, mode: ForwardMode, tokens_per_request: int = 1) -> int:
-        """Return the ``seq_lens`` of a padded row in a batch of ``mode``.
+        """Return the ``seq_lens`` of a padding row in a batch of ``mode``.
 
-        Where ``seq_lens`` counts the new tokens it is no less than them: a causal query needs its own key.
+        It is at least the number of new tokens if ``seq_lens`` counts them: a causal query sees its own key.
         """
         if mode is ForwardMode.DRAFT_EXTEND:
             return max(self.seq_len_fill_value, tokens_per_request)
@@ -209,6 +208,6 @@ class Capabilities:
 
 
 def in_words(declared: Iterable[Any]) -> list[str]:
-    """Return declared values in words, in order; numbers by their size."""
+    """Return declared values as text, sorted; numbers by size."""
     values = [getattr(value, "value", value) for value in declared]
     return [str(v) for v in sorted(values, key=lambda v: v if isinstance(v, int) else str(v))]

@@ -1,4 +1,4 @@
-"""`BackendContext`: what a backend and its kernels are built with; `KVBuffers`, the KV cache.
+"""`BackendContext`, the constructor argument of backends and kernels; `KVBuffers`, the KV cache.
 
 Does not: allocate any of it; engines do.
 """
@@ -13,15 +13,15 @@ from graphpact.attention.capabilities import LayerSpec, Limits
 from graphpact.batch import ForwardMode
 
 ProviderName = Literal["auto", "native", "portable"]
-"""What can be asked for."""
+"""The values of ``kernel_provider``."""
 
 
 class KVBuffers(Protocol):
-    """The KV cache as a backend sees it: one key and one value tensor a layer.
+    """The KV cache: one key and one value tensor per layer.
 
-    ``k[i]`` is ``[num_slots, num_kv_heads, head_dim]``, ``v[i]`` ``[num_slots, num_kv_heads,
-    v_head_dim]``; slot 0 is scratch, page ``p`` is slots ``p * page_size`` and on. Where a layer keeps
-    latents (MLA), ``v[i]`` is a view of ``k[i]``: the first ``kv_lora_rank`` of each key.
+    ``k[i]`` is ``[num_slots, num_kv_heads, head_dim]``, ``v[i]`` is ``[num_slots, num_kv_heads,
+    v_head_dim]``. KV slot 0 is scratch; page ``p`` is the KV slots from ``p * page_size`` on. For a layer
+    with latents (MLA) ``v[i]`` is a view of ``k[i]``: the first ``kv_lora_rank`` elements of each key.
     """
 
     k: list[torch.Tensor]
@@ -29,10 +29,7 @@ class KVBuffers(Protocol):
 
 
 def kv_tensors(kv_cache: KVBuffers) -> dict[str, torch.Tensor]:
-    """Return the memory of a KV cache, each tensor once, by a name for messages.
-
-    A value that is a view of its key is no memory of its own.
-    """
+    """Return the tensors of a KV cache by a name for messages, without values that are views of keys."""
     found: dict[str, torch.Tensor] = {}
     for i, (k, v) in enumerate(zip(kv_cache.k, kv_cache.v, strict=True)):
         shared = k.untyped_storage().data_ptr() == v.untyped_storage().data_ptr()
@@ -44,18 +41,18 @@ def kv_tensors(kv_cache: KVBuffers) -> dict[str, torch.Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class BackendContext:
-    """What a backend is built with.
+    """The constructor argument of a backend.
 
     Args:
         device: The lane's device.
-        dtype: Of queries, keys, values and the KV cache.
-        layers: Every layer's demands, by ``layer_id``.
-        limits: The largest of everything.
+        dtype: Dtype of queries, keys, values and the KV cache.
+        layers: The model's layers, by ``layer_id``.
+        limits: The largest counts.
         req_to_token: ``[max_requests + 1, max_context_len]`` int32: KV slot of each position of each
             request row. Row 0 is all zeros.
         kv_cache: The KV cache.
-        mode: What the lane's batches are.
-        provider: Which of the backend's kernels: see `graphpact.attention.providers`.
+        mode: Forward mode of the lane's batches.
+        provider: The requested kernels; see `graphpact.attention.providers`.
     """
 
     device: torch.device

@@ -1,10 +1,10 @@
-"""Kernel providers: where a backend's kernels come from.
+"""Kernel providers: the sets of kernels of a backend.
 
-A backend has one body of metadata and, as a rule, two sets of kernels that read it: ``native``, the
-vendor's library on the hardware that it supports, and ``portable``, torch only, on every device. Which one
-a backend uses is chosen once, when it is built: the one that was named, or with ``auto`` the first of
-`AttentionBackend.providers` that can run here, and why those before it cannot is kept and told. One that
-was named is never replaced.
+A backend has one metadata body and usually two sets of kernels that read it: ``native``, the vendor's
+library on the hardware that it supports, and ``portable``, torch only, on every device. The provider is
+chosen once, when the backend is built: the named one, or with ``auto`` the first of
+`AttentionBackend.providers` that can run here; the reasons against earlier ones are kept and reported. A
+named provider is never replaced.
 
 Does not: hold kernels; plugins and `graphpact_kernels` do.
 """
@@ -20,31 +20,31 @@ from graphpact.errors import ConfigError
 
 
 class KernelProvider:
-    """Base class of a backend's sets of kernels; a subclass adds the kernels themselves.
+    """Base class of a backend's sets of kernels; a subclass adds the kernels.
 
     Args:
-        context: What the backend is built with.
+        context: The context of the backend.
     """
 
     name: ClassVar[Literal["native", "portable"]]
     capabilities: ClassVar[Capabilities | None] = None
-    """What these kernels can do, where it is less than what the backend declares; None where it is all."""
+    """Capabilities of these kernels; None if they are those of the backend."""
 
     def __init__(self, context: BackendContext) -> None:
         self.context = context
 
     @classmethod
     def unavailable(cls, device: torch.device) -> str | None:
-        """Return why these kernels cannot run on ``device``, or None where they can.
+        """Return why these kernels cannot run on ``device``, or None if they can.
 
-        May look for libraries and at the device; imports nothing heavy and runs no kernel.
+        May look for libraries and query the device; imports no heavy library and runs no kernel.
         """
         del device
         return None
 
     @classmethod
     def refusal(cls, context: BackendContext) -> str | None:
-        """Return why these kernels cannot do what ``context`` asks, or None where they can."""
+        """Return why these kernels cannot serve ``context``, or None if they can."""
         reason = why_unavailable(cls.unavailable, context.device)
         if reason is not None or cls.capabilities is None:
             return reason
@@ -55,19 +55,16 @@ class KernelProvider:
 def why_unavailable(
     unavailable: Callable[[torch.device], str | None], device: torch.device
 ) -> str | None:
-    """Return in one line what ``unavailable`` says of ``device``: a reason, or None.
-
-    What it raises is its reason: it may be anybody's.
-    """
+    """Return ``unavailable(device)`` in one line, or None. An exception is the reason: it is plugin code."""
     try:
         reason = unavailable(device)
-    except Exception as error:  # noqa: BLE001  anybody's code
+    except Exception as error:  # noqa: BLE001  plugin code
         reason = f"{type(error).__name__}: {error}"
     return None if reason is None else " ".join(reason.split())
 
 
 def lacking(capabilities: Capabilities, context: BackendContext) -> list[str]:
-    """Return what ``context`` asks for that is not declared, one phrase each."""
+    """Return the demands of ``context`` that are not declared, one phrase each."""
     return capabilities.missing(
         context.layers,
         mode=context.mode,
@@ -81,19 +78,19 @@ def lacking(capabilities: Capabilities, context: BackendContext) -> list[str]:
 def choose_provider(
     owner: str, providers: Sequence[type[KernelProvider]], context: BackendContext
 ) -> tuple[type[KernelProvider] | None, dict[str, str]]:
-    """Return the provider that ``context`` asks for, and the reason of each that was passed over.
+    """Return the provider for ``context``, and the reasons against those that were passed over.
 
     Args:
-        owner: Whose providers they are, for the message.
-        providers: The best first; none for a backend that has no choice.
-        context: What the backend is built with; ``context.provider`` is what is asked for.
+        owner: The backend's name for the message.
+        providers: The best first; empty for a backend without a choice.
+        context: The context of the backend; ``context.provider`` is the request.
 
     Returns:
-        The class, None where there is no choice; and by name why the ones before it were not taken, which
-        is empty where one was named.
+        The class, or None without a choice; and by name the reasons against the providers before it (empty
+        if one was named).
 
     Raises:
-        ConfigError: What was named is not there or cannot run here, or nothing can.
+        ConfigError: The named provider does not exist or cannot run here, or no provider can.
     """
     return _choose(
         owner, providers, context.provider, context.device, lambda each: each.refusal(context)
@@ -106,11 +103,7 @@ def require_provider(
     asked: ProviderName,
     device: torch.device,
 ) -> None:
-    """Refuse what `choose_provider` will refuse for any model, before there is one.
-
-    Raises:
-        ConfigError: What was named is not there or cannot run on ``device``, or nothing can.
-    """
+    """Raise the `ConfigError` that `choose_provider` would raise for any model, before a model is loaded."""
     _choose(owner, providers, asked, device, lambda each: why_unavailable(each.unavailable, device))
 
 
@@ -143,6 +136,5 @@ def _choose(
         what = f"has no {asked} kernels: " + (f"it has {have}" if have else "it offers no choice")
     raise ConfigError(
         f"{owner} {what}",
-        hint='kernel_provider = "auto" takes what can run here; `graphpact plugins` lists the kernels of'
-        " each attention backend",
+        hint='kernel_provider = "auto" takes what can run here; `graphpact plugins` lists the kernels',
     )

@@ -2,11 +2,11 @@
 
     slots.py         `GraphSlot`: one declaration; `BoundSlot`: with its memory
     registry.py      `CudaGraphBufferRegistry`: the slots of one lane, and the fill of a step
-    fills.py         what a fill does for one set of counts, compiled
-    arenas.py        where slots lie, so that their tails are one copy
+    fills.py         `FillPlan`: the work of a fill for one set of counts, compiled
+    arenas.py        `Arenas`: slots in one allocation, so that one copy resets their padding rows
     sharing.py       memory that lanes share
-    presets.py       the inputs of decode and prefill, ready declared
-    description.py   what a registry holds, as a table, JSON or a picture
+    presets.py       the declared inputs of every mode
+    description.py   a registry's contents as a table or JSON
 
 Does not: know what the numbers in a slot mean; owners do.
 """

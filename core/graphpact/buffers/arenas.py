@@ -1,13 +1,13 @@
-"""`Arena`: slots as the rows of one allocation, so that their tails are one strided copy.
+"""`Arena`: slots as rows of one allocation, so that one strided copy resets their padding rows (tails).
 
     row 0   input_ids          | h h h h h . . . |     raw = 5 of padded = 8: the columns 5 to 8 of
     row 1   positions          | h h h h h . . . |     all rows are written at once, from the same
     row 2   out_cache_loc      | h h h h h . . . |     columns of a template that holds the pad value
     row 3   req_pool_indices   | h h h h h . . . |     of each row
 
-Only slots whose tails are reset lie here; any other has memory of its own.
+Only slots whose tails are reset lie in arenas; other slots have their own allocations.
 
-Does not: read policies at run time or know batches; `graphpact.buffers.fills` puts tails together.
+Does not: read policies at run time or know batches; `graphpact.buffers.fills` groups tails.
 """
 
 import math
@@ -19,19 +19,19 @@ from graphpact.buffers.slots import GraphSlot
 from graphpact.tensors import storage_id
 
 _ROWS = 16  # of one allocation: enough for the slots of one width in every preset
-_MOST_ROWS_OF_A_SLOT = 4  # such as the 3 of ``mrope_positions``
-_MOST_BYTES_OF_A_ROW = 2**18  # 32768 tokens; beyond, fifteen rows in reserve would be a waste
-_ALIGNMENT = 512  # bytes: what a device's allocator gives, and what kernels are specialised for
+_MAX_ROWS_OF_A_SLOT = 4  # such as the 3 of ``mrope_positions``
+_MAX_BYTES_OF_A_ROW = 2**18  # 32768 tokens; for wider rows, 15 spare rows waste too much memory
+_ALIGNMENT = 512  # bytes: alignment of device allocators, for which kernels are specialised
 
 Place = tuple[int, int, int, int]
 """First row, end row, first column, end column."""
 
 
 class Arenas:
-    """Allocates slots: rows of an arena where their tails are columns, memory of their own elsewhere.
+    """An allocator of slots: rows of an arena if their tails are columns, own allocations otherwise.
 
     Args:
-        pins: Whether host memory is pinned, so that a GPU copies from it without a wait.
+        pins: Whether to pin host memory, for asynchronous copies to a GPU.
 
     Attributes:
         nbytes: Bytes allocated so far, unused rows of arenas included.
@@ -71,13 +71,13 @@ class Arena:
 
     Args:
         dtype: Element type.
-        device: Where it lies.
-        width: Elements of a row that are used; each row begins at a multiple of 512 bytes.
+        device: Device of the memory.
+        width: Used elements of a row; each row begins at a multiple of 512 bytes.
         pin: Whether the memory is pinned.
 
     Attributes:
         memory: ``[16, aligned width]``.
-        template: The same shape: what the tail of each row is reset to.
+        template: The same shape, filled with the pad value of each row.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Arena:
 
     @property
     def free(self) -> int:
-        """Rows that are not taken."""
+        """Unused rows."""
         return _ROWS - len(self._pad_values)
 
     @property
@@ -109,9 +109,9 @@ class Arena:
         return self.memory[first : first + rows, : self._width].fill_(pad_value)
 
     def place(self, view: torch.Tensor, pad_value: float) -> Place | None:
-        """Return where in this arena ``view`` lies, or None for a view that cannot be reset by template.
+        """Return the place of ``view`` in this arena, or None if the template cannot reset it.
 
-        That is one that is not whole columns of rows, or whose rows were taken for another pad value.
+        The template can reset whole columns of rows that were taken for this pad value.
         """
         if storage_id(view) != storage_id(self.memory):
             return None
@@ -129,24 +129,24 @@ class Arena:
         return (row, end, column, right) if same else None
 
     def block(self, place: Place) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the memory at ``place``, and the template of it."""
+        """Return the memory and the template at ``place``."""
         first, end, left, right = place
         return self.memory[first:end, left:right], self.template[first:end, left:right]
 
 
 def _suits(slot: GraphSlot, shape: tuple[int, ...]) -> bool:
-    """Return whether a slot's tails are columns of one row, or of a few, as of ``[3, max_num_tokens]``.
+    """Return whether a slot's tails are columns of one row, or of a few rows as in ``[3, max_num_tokens]``.
 
-    A few rows lie in an arena only where they are contiguous there, as memory of their own would be.
+    A few rows must be contiguous in the arena, as in an allocation of their own.
     """
     if slot.axis == "none" or not slot.padding_policy.resets_tail or not shape:
         return False
     nbytes = shape[-1] * slot.dtype.itemsize
-    if nbytes > _MOST_BYTES_OF_A_ROW:
+    if nbytes > _MAX_BYTES_OF_A_ROW:
         return False
     if len(shape) == 1:
         return True
-    if len(shape) != 2 or shape[0] > _MOST_ROWS_OF_A_SLOT or slot.slice_fn is None:
+    if len(shape) != 2 or shape[0] > _MAX_ROWS_OF_A_SLOT or slot.slice_fn is None:
         return False
     if nbytes % _ALIGNMENT:
         return False

@@ -1,10 +1,9 @@
-"""`RegistryDescription`: what a registry holds, as a table or JSON.
+"""`RegistryDescription`: the contents of a registry, as a table or JSON.
 
-    print(registry.describe())              which slots, whose, how large, which policy
+    print(registry.describe())              slots, owners, sizes, policies
     json.dumps(registry.describe().to_dict())
 
-Does not: read what buffers hold. `graphpact_engine.memory` looks for undeclared memory,
-`graphpact_engine.picture` draws.
+Does not: read buffers. `graphpact_engine.memory` finds undeclared memory, `graphpact_engine.picture` draws.
 """
 
 import math
@@ -18,21 +17,21 @@ COLUMNS = ("slot", "owner", "shape", "dtype", "device", "axis", "policy", "bytes
 
 @dataclass(frozen=True, slots=True)
 class SlotRow:
-    """What there is to say about one slot.
+    """The description of one slot.
 
     Args:
         name: The slot's name.
-        owner: Who declared it, if that was said.
-        enabled: Whether it has memory; all that depends on it is None where it has none.
-        shape: Of the whole buffer.
+        owner: Its owner, or None.
+        enabled: Whether it has memory; without it ``shape``, ``device`` and ``nbytes`` are None.
+        shape: Shape of the whole buffer.
         dtype: Element type, without ``torch.``.
-        device: Where it lies.
-        axis: Which count its rows follow.
-        policy: What unused rows hold: a value of `PaddingPolicy`.
-        pad_value: The value that the policy is about; None for a policy that is about none. A number
-            that JSON lacks is spelled: ``"-inf"``.
-        keeps_tail: Whether rows of an earlier batch can be left in the tail.
-        reason: Why they mislead nobody, if that was said.
+        device: Its device.
+        axis: The count that its rows follow.
+        policy: A value of `PaddingPolicy`.
+        pad_value: The pad value, or None if the policy has none. Numbers that JSON lacks are strings:
+            ``"-inf"``.
+        keeps_tail: Whether rows of an earlier batch can stay in the padding rows.
+        reason: Why stale padding is safe, or None.
         nbytes: Bytes of the buffer.
     """
 
@@ -81,16 +80,16 @@ class SlotRow:
 
 @dataclass(frozen=True, slots=True)
 class RegistryDescription:
-    """What a registry held when it was looked at.
+    """The description of a registry at one point in time.
 
     Args:
-        lane: Whose registry it is, if a lane's.
-        device: Where slots lie unless they say otherwise.
-        max_bs: Most requests that a captured shape may have.
-        max_num_tokens: Most tokens that a captured shape may have.
-        slots: Every slot in the order of registration, those that are not enabled too.
+        lane: The name of its lane, or None.
+        device: Default device of its slots.
+        max_bs: Largest request count of a captured shape.
+        max_num_tokens: Largest token count of a captured shape.
+        slots: Every slot in the order of registration, disabled ones included.
         nbytes: Bytes of all buffers.
-        allocated_nbytes: Bytes that the registry allocated itself: not what it adopted or shares.
+        allocated_nbytes: Bytes that the registry allocated, without adopted and shared buffers.
     """
 
     lane: str | None
@@ -103,7 +102,7 @@ class RegistryDescription:
 
     @property
     def label(self) -> str:
-        """Whose registry it is, in words."""
+        """The lane in words."""
         return "registry of no lane" if self.lane is None else f"lane {self.lane}"
 
     def __str__(self) -> str:
@@ -126,7 +125,7 @@ class RegistryDescription:
 
     @property
     def totals(self) -> str:
-        """How many slots have how many bytes, and how many were allocated for them."""
+        """The counts of slots, their bytes, and the allocated bytes, in words."""
         enabled = sum(row.enabled for row in self.slots)
         disabled = len(self.slots) - enabled
         return (
@@ -136,7 +135,7 @@ class RegistryDescription:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all of it, ready for JSON."""
+        """Return the description as a dict for JSON."""
         return asdict(self)
 
 
@@ -159,7 +158,7 @@ def slot_cells(row: SlotRow) -> tuple[str, ...]:
 
 
 def plain_text(text: str) -> str:
-    """Return ``text`` with everything that does not print spelled out, so that a line stays one."""
+    """Return ``text`` with non-printable characters escaped, so that it stays one line."""
     return "".join(
         c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text
     )

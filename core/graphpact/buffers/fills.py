@@ -1,13 +1,14 @@
-"""`FillPlan`: what a fill does for one set of counts, worked out once and run in every step.
+"""`FillPlan`: the work of a fill for one set of counts, compiled once and run in every step.
 
-A fill is on the path of every step, so all that does not depend on a batch's content is kept: which
-views are heads and tails, how they are grouped, and how the batch looked when last it was checked.
+A fill runs in every step. So a plan keeps all that does not depend on the contents of a batch: the views of
+the heads (live rows) and tails (padding rows), their groups, and the signature (shapes and dtypes) of the
+last batch that was checked.
 
-    tails      one strided copy for slots that lie together in an arena, from a column of pad values
-    heads      one grouped copy for each pair of dtypes
-    on a host  a grouped copy is a loop in C++ whatever its members, so tails and heads share one
+    tails       one strided copy of pad values for slots that lie together in an arena
+    heads       one grouped copy for each pair of dtypes
+    on the CPU  a grouped copy is a C++ loop over any tensors, so tails and heads share one
 
-Whatever a batch can get wrong is found before anything is written.
+Errors in a batch are found before anything is written.
 
 Does not: allocate, or decide the counts.
 """
@@ -24,7 +25,7 @@ from graphpact.buffers.arenas import Arena, Place
 from graphpact.buffers.slots import BoundSlot, FillContext, GraphSlot, SourceFn, call
 from graphpact.errors import SlotError
 
-_MAX_LOOKS = 16  # ways in which the batches of one plan look; more than any engine has
+_MAX_SIGNATURES = 16  # of batches of one plan; more than any engine has
 _MAX_EXACT_INT = {
     torch.float16: 2**11,
     torch.bfloat16: 2**8,
@@ -32,12 +33,13 @@ _MAX_EXACT_INT = {
     torch.complex32: 2**11,
     torch.complex64: 2**24,
 }
+_OPTIONAL = "{}, leave the slot out, or declare it optional: it then holds its initial value"
 _MISSING = object()
 
 _Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 """Target and source of a copy."""
 _Fields: TypeAlias = Callable[[Any], tuple[Any, ...]]
-"""From a batch to some of its fields."""
+"""Returns some fields of a batch."""
 _Copy: TypeAlias = tuple[list[torch.Tensor], _Fields, tuple[torch.Tensor, ...]]
 """Targets of one grouped copy, and their sources: fields of the batch first, then fixed tensors."""
 
@@ -46,7 +48,7 @@ _grouped_copy = torch._foreach_copy_
 
 @functools.cache
 def converts_exactly(source: torch.dtype, target: torch.dtype) -> bool:
-    """Return whether every value of ``source`` is one of ``target``, so that a copy loses nothing."""
+    """Return whether ``target`` represents every value of ``source`` exactly."""
     if source is target or source is torch.bool:
         return True
     if source.is_floating_point or source.is_complex:
@@ -59,21 +61,21 @@ def converts_exactly(source: torch.dtype, target: torch.dtype) -> bool:
 
 
 def _copied_one_by_one(device: torch.device) -> bool:
-    """Return whether a grouped copy is a loop on ``device``, which then takes any mixture of tensors.
+    """Return whether a grouped copy is a loop on ``device``, so that any tensors can be grouped.
 
-    Elsewhere it is one kernel for dense tensors of one pair of dtypes, and a loop for all others.
+    On other devices it is one kernel for dense tensors of one pair of dtypes, otherwise a slow loop.
     """
     return device.type == "cpu"
 
 
 class FillPlan:
-    """What a fill does for one set of counts.
+    """The compiled work of a fill for one set of counts.
 
     Args:
         context: The counts.
         slots: The enabled slots.
-        arenas: Where some of them lie.
-        strict: Whether a batch must have every field of a slot that is not optional.
+        arenas: The arenas in which some of them lie.
+        strict: Whether a batch must have the fields of all slots that are not optional.
     """
 
     def __init__(
@@ -100,37 +102,37 @@ class FillPlan:
         self._computed = [slot for slot in slots if slot.post_fill is not None]
         self._resets, self._fixed = _plan_tails(slots, context, arenas)
         self._only_copies = not (self._sourced or self._computed or self._resets)
-        self._looks: dict[tuple[object, ...], _Look] = {}
-        self._look = _Look(lambda _: (), (None,), ())  # no batch looks like it
+        self._compiled: dict[tuple[object, ...], _Copies] = {}
+        self._last = _Copies(lambda _: (), (None,), ())  # matches no batch
 
     def run(self, batch: Any, pp_proxy_tensors: Any = None) -> None:
-        """Reset the tails, copy the heads, call the hooks.
+        """Reset the tails, copy the heads, call the ``post_fill`` functions.
 
         Raises:
-            SlotError: A field of the batch, or what a ``source_fn`` returned, does not fit. Nothing is
-                written then.
+            SlotError: A field of the batch or the result of a ``source_fn`` does not fit; then nothing is
+                written.
         """
-        look = self._look
+        last = self._last
         try:
-            known = look.describe(batch) == look.seen
-        except AttributeError:  # what was a tensor is None now
+            known = last.signature_of(batch) == last.signature
+        except AttributeError:  # a field that was a tensor is None
             known = False
         if not known:
-            look = self._look_at(batch)
+            last = self._check(batch)
         if self._only_copies:
-            for targets, fields, fixed in look.copies:
+            for targets, fields, fixed in last.copies:
                 _grouped_copy(targets, fields(batch) + fixed)
         else:
-            self._run_all(batch, look, pp_proxy_tensors)
+            self._run_all(batch, last, pp_proxy_tensors)
 
-    def _run_all(self, batch: Any, look: "_Look", pp_proxy_tensors: Any) -> None:
+    def _run_all(self, batch: Any, compiled: "_Copies", pp_proxy_tensors: Any) -> None:
         context = self._context
         if pp_proxy_tensors is not None:
             context = replace(context, pp_proxy_tensors=pp_proxy_tensors)
         pairs = [pair for slot in self._sourced if (pair := slot.pair(batch, context)) is not None]
         for reset in self._resets:
             reset()
-        for targets, fields, fixed in look.copies:
+        for targets, fields, fixed in compiled.copies:
             _grouped_copy(targets, fields(batch) + fixed)
         for group in _by_kernel(pairs):
             _grouped_copy([target for target, _ in group], [source for _, source in group])
@@ -138,31 +140,31 @@ class FillPlan:
             if slot.post_fill is not None:
                 call(slot, "the post_fill of {}", slot.post_fill, slot.buffer, batch, context)
 
-    def _look_at(self, batch: Any) -> "_Look":
-        """Check the batch's fields one by one, and return what is copied of a batch that looks so."""
+    def _check(self, batch: Any) -> "_Copies":
+        """Check the batch's fields one by one, and return the copies for batches of its signature."""
         sources = [head.source(batch) for head in self._heads]
         key = tuple(
             source.dtype if source is not None else head.kind(batch)
             for head, source in zip(self._heads, sources, strict=True)
         )
-        look = self._looks.get(key)
-        if look is None:
-            if len(self._looks) == _MAX_LOOKS:
-                self._looks.clear()
-            look = self._looks[key] = self._compile(batch, sources)
-        self._look = look
-        return look
+        compiled = self._compiled.get(key)
+        if compiled is None:
+            if len(self._compiled) == _MAX_SIGNATURES:
+                self._compiled.clear()
+            compiled = self._compiled[key] = self._compile(batch, sources)
+        self._last = compiled
+        return compiled
 
-    def _compile(self, batch: Any, sources: Sequence[torch.Tensor | None]) -> "_Look":
+    def _compile(self, batch: Any, sources: Sequence[torch.Tensor | None]) -> "_Copies":
         heads = list(zip(self._heads, sources, strict=True))
-        there = [head for head, source in heads if source is not None]
+        present = [head for head, source in heads if source is not None]
         absent = [head for head, source in heads if source is None]
-        fields = _getter([f"{h.slot.name}.{what}" for h in there for what in ("shape", "dtype")])
+        fields = _getter([f"{h.slot.name}.{what}" for h in present for what in ("shape", "dtype")])
 
-        def describe(batch: Any) -> tuple[Any, ...]:
+        def with_absent(batch: Any) -> tuple[Any, ...]:
             return (fields(batch), *(head.kind(batch) for head in absent))
 
-        names = {id(head.view): head.slot.name for head in there}
+        names = {id(head.view): head.slot.name for head in present}
         pairs = [(head.view, source) for head, source in heads if source is not None]
         empty = [
             (head.view, _everywhere(head.slot, head.view)) for head in absent if head.is_strict
@@ -172,21 +174,21 @@ class FillPlan:
             of_batch = [names[id(target)] for target, _ in group if id(target) in names]
             fixed = tuple(source for target, source in group if id(target) not in names)
             copies.append(([target for target, _ in group], _getter(of_batch), fixed))
-        chosen = describe if absent else fields
-        return _Look(chosen, chosen(batch), tuple(copies))
+        signature_of = with_absent if absent else fields
+        return _Copies(signature_of, signature_of(batch), tuple(copies))
 
 
 @dataclass(frozen=True, slots=True)
-class _Look:
-    """How a batch looked, field by field, and what is copied of a batch that looks so."""
+class _Copies:
+    """The copies for batches of one signature: the shapes and dtypes of their fields."""
 
-    describe: _Fields
-    seen: tuple[Any, ...]
+    signature_of: _Fields
+    signature: tuple[Any, ...]
     copies: tuple[_Copy, ...]
 
 
 def _source_of(slot: GraphSlot) -> SourceFn | None:
-    """Return what gives the slot's content; None where that is the batch field of its name."""
+    """Return the slot's ``source_fn``; for a dotted name that of ``extra``; None for a batch field."""
     if slot.source_fn is None and "." in slot.name:
         return functools.partial(_from_extra, slot.name)
     return slot.source_fn
@@ -198,7 +200,7 @@ def _from_extra(name: str, batch: Any, _: FillContext) -> torch.Tensor | None:
 
 
 class _Head:
-    """A slot that is copied from the batch field of its name, and the view that takes it."""
+    """A slot that is copied from the batch field of its name, and the view of its live rows."""
 
     def __init__(self, slot: BoundSlot, context: FillContext, *, strict: bool) -> None:
         self.slot = slot
@@ -211,11 +213,7 @@ class _Head:
         return type(getattr(batch, self.slot.name, _MISSING))
 
     def source(self, batch: Any) -> torch.Tensor | None:
-        """Return the batch's field, having checked that it can be copied; None where it has none.
-
-        Raises:
-            SlotError: The field does not fit, or is missing where it must not be.
-        """
+        """Return the batch's field, checked, or None; raise `SlotError` if it does not fit or is required."""
         slot = self.slot
         field = getattr(batch, slot.name, None)
         if isinstance(field, torch.Tensor):
@@ -224,14 +222,13 @@ class _Head:
             what = "no" if field is None else f"a {type(field).__name__} and no tensor for"
             raise SlotError(
                 f"the batch has {what} {slot.name!r}, which {slot.label} copies",
-                hint="set the field, leave the slot out, or declare it optional: without the field it then"
-                " holds its initial value",
+                hint=_OPTIONAL.format("set the field"),
             )
         return None
 
 
 class _Sourced:
-    """A slot that is copied from what its ``source_fn`` returns."""
+    """A slot that is copied from the result of its ``source_fn``."""
 
     def __init__(
         self, slot: BoundSlot, source_fn: SourceFn, context: FillContext, *, strict: bool
@@ -239,18 +236,14 @@ class _Sourced:
         self._slot = slot
         self._source_fn = source_fn
         self._target = slot.slice_for(context.raw_bs, context.raw_num_tokens)
-        # Of a lane's slot that follows an axis, all rows are due; otherwise as many as the source has.
+        # In a lane, a slot that follows an axis needs all rows; otherwise the source may have fewer.
         self._is_exact = slot.slice_fn is not None or (strict and slot.axis != "none")
         if not self._is_exact:
             self._target = slot.slice_for(context.padded_bs, context.padded_num_tokens)
         self._strict = strict
 
     def pair(self, batch: Any, context: FillContext) -> _Pair | None:
-        """Return the rows that are written and what is written there, or None for nothing.
-
-        Raises:
-            SlotError: What was returned does not fit, or nothing was where something must be.
-        """
+        """Return target and source of the copy, or None; raise `SlotError` if the source does not fit."""
         slot = self._slot
         source: Any = call(slot, "the source_fn of {}", self._source_fn, batch, context)
         target = self._target
@@ -263,8 +256,7 @@ class _Sourced:
         what = "nothing" if source is None else f"a {type(source).__name__} and no tensor"
         raise SlotError(
             f"the source_fn of {slot.label} found {what} in this batch",
-            hint="give what it copies, leave the slot out, or declare it optional: without a source it"
-            " then holds its initial value",
+            hint=_OPTIONAL.format("give the batch its source"),
         )
 
 
@@ -277,16 +269,16 @@ def _everywhere(slot: GraphSlot, view: torch.Tensor) -> torch.Tensor:
 def _fitting(
     slot: GraphSlot, target: torch.Tensor, source: torch.Tensor, *, strict: bool
 ) -> torch.Tensor:
-    """Return ``source``, having checked that it fills ``target`` and loses nothing.
+    """Return ``source``, checked to fill ``target``.
 
     Raises:
-        SlotError: Another shape, a dtype that does not convert exactly (but int64 into a slot that
-            narrows), memory that cannot be read, or (in a lane) that of another device.
+        SlotError: Another shape, a dtype that does not convert exactly (int64 into a slot that narrows is
+            allowed), a meta tensor, or (in a lane) another device.
     """
     if source.device != target.device and (strict or source.is_meta):
         raise SlotError(
             f"{slot.label} lies on {target.device}, and this batch has it on {source.device}",
-            hint="move the field before the step: a copy between devices would wait for it",
+            hint="move the field before the step: a copy between devices blocks the host",
         )
     fits = source.shape == target.shape or (not source.dim() and target.numel() == 1)
     if fits and (
@@ -312,7 +304,7 @@ def _getter(names: Sequence[str]) -> _Fields:
 
 
 def _by_kernel(pairs: Iterable[_Pair]) -> Iterator[list[_Pair]]:
-    """Yield the pairs that one grouped copy takes together, in the order of their first members."""
+    """Yield the groups of pairs that one grouped copy can take, in the order of their first members."""
     groups: dict[Hashable, list[_Pair]] = {}
     for target, source in pairs:
         key: Hashable = target.device
@@ -328,7 +320,7 @@ def _by_kernel(pairs: Iterable[_Pair]) -> Iterator[list[_Pair]]:
 def _plan_tails(
     slots: Iterable[BoundSlot], context: FillContext, arenas: Sequence[Arena]
 ) -> tuple[list[Callable[[], object]], list[_Pair]]:
-    """Return the calls that reset tails, and the copies that do on devices that copy one by one."""
+    """Return the calls that reset tails; for devices that copy one by one, the copies instead."""
     loose: list[tuple[BoundSlot, torch.Tensor]] = []
     placed: dict[int, list[Place]] = {}
     for slot in slots:
@@ -359,13 +351,12 @@ def _plan_tails(
 
 
 def _reset_loose(tails: Iterable[tuple[BoundSlot, torch.Tensor]]) -> list[Callable[[], object]]:
-    """Return what resets tails outside arenas: all zeros of a device at once, any other by itself."""
+    """Return the calls that reset tails outside arenas: one for all zeros of a device, one for each other."""
     resets: list[Callable[[], object]] = []
     zeroed: dict[torch.device, list[torch.Tensor]] = {}
     for slot, tail in tails:
-        if (
-            slot.initial_value == 0 and tail.is_contiguous() and tail.stride(-1) == 1
-        ):  # seen as bytes
+        dense = tail.is_contiguous() and tail.stride(-1) == 1  # can be viewed as bytes
+        if slot.initial_value == 0 and dense:
             zeroed.setdefault(tail.device, []).append(tail.view(torch.uint8))
         else:
             resets.append(functools.partial(tail.fill_, slot.initial_value))
@@ -373,39 +364,39 @@ def _reset_loose(tails: Iterable[tuple[BoundSlot, torch.Tensor]]) -> list[Callab
 
 
 def _reset_blocks(blocks: Sequence[_Pair]) -> list[Callable[[], object]]:
-    """Return what resets tails in arenas: one strided copy, or one of bytes for several blocks."""
+    """Return the call that resets tails in arenas: a strided copy, or a grouped copy of bytes."""
     if len(blocks) == 1:
         target, template = blocks[0]
         return [functools.partial(target.copy_, template)]
     if not blocks:
         return []
-    # Of several dtypes or extents, rows as bytes are dense and of one type.
+    # Rows as bytes are dense and of one dtype, for any dtypes and extents.
     rows, values = ([row.view(torch.uint8) for b in blocks for row in b[side]] for side in (0, 1))
     return [functools.partial(_grouped_copy, rows, values)]
 
 
 def _tail(slot: BoundSlot, context: FillContext) -> torch.Tensor | None:
-    """Return what a fill of these counts resets of ``slot``; None for nothing."""
+    """Return the padding rows of ``slot`` that a fill of these counts resets, or None."""
     rows = context.rows(slot.axis)
     if rows is None or rows[0] == rows[1] or not slot.padding_policy.resets_tail:
         return None
     whole = slot.slice_for(context.padded_bs, context.padded_num_tokens)
     head = slot.slice_for(context.raw_bs, context.raw_num_tokens)
-    # The rows' axis is the one along which head and whole differ.
+    # Head and whole differ along the axis of the rows.
     cut = [i for i, (a, b) in enumerate(zip(head.shape, whole.shape, strict=True)) if a != b]
     if not cut:
         return None
     if len(cut) > 1:
         raise SlotError(
             f"{slot.label}: its slice_fn cuts {len(cut)} axes between {rows[0]} and {rows[1]} rows",
-            hint="a slice_fn keeps the first rows of one axis",
+            hint="let slice_fn return the first rows along one axis",
         )
     axis = cut[0]
     return whole.narrow(axis, head.shape[axis], whole.shape[axis] - head.shape[axis])
 
 
 def _merged(places: Iterable[Place]) -> list[Place]:
-    """Join places in one arena that are one above the other over the same columns."""
+    """Return the places of one arena, with adjacent rows of the same columns joined."""
     joined: list[Place] = []
     for place in sorted(places):
         if joined and joined[-1][1:] == (place[0], *place[2:]):

@@ -1,11 +1,11 @@
-"""Ready registries: the inputs that lanes need, with the pad values that kernels expect.
+"""Declared inputs of lanes, and registries with them, with the pad values that kernels expect.
 
 Names, arguments, policies and values follow SGLang's ``build_decode_registry`` and
-``build_prefill_registry`` (PRs 26742, 26292, 22404, issue 24361). What padded rows come to: request
-row 0, whose table is all scratch; KV slot 0, which is scratch; position 0; the length that the
-attention backend declares.
+``build_prefill_registry`` (PRs 26742, 26292, 22404, issue 24361). Padding rows are request row 0, whose row
+of ``req_to_token`` is all scratch; KV slot 0, which is scratch; position 0; the length that the attention
+backend declares.
 
-Does not: hold what a backend derives; backends declare their own slots.
+Does not: declare the metadata of backends; they declare their own slots.
 """
 
 from collections.abc import Callable, Iterable
@@ -23,7 +23,7 @@ from graphpact.parallel import compute_local_num_token_non_padded, local_num_tok
 
 _DECODE, _PREFILL = "decode inputs", "prefill inputs"
 _HOST = torch.device("cpu")
-_CUT_OFF = "what padded rows compute from it is finite and cut off"
+_CUT_OFF = "the outputs that padding rows compute from it are finite and cut off"
 _ONLY_REAL = "the number of requests is not padded"
 
 
@@ -59,41 +59,37 @@ def build_decode_registry(
     zero_input_ids: bool = False,
     lane: str | None = None,
 ) -> CudaGraphBufferRegistry:
-    """Return a registry with the inputs of decode, and of everything else that pads requests.
+    """Return a registry with the inputs of decode and of other modes whose requests are padded.
 
     Args:
-        device: Where the slots lie; ``seq_lens_cpu`` lies on the host.
-        max_bs: Largest request bucket.
-        max_num_token: Largest token bucket.
-        seq_len_fill_value: Length of a padded row, declared by the attention backend.
-        cache_loc_dtype: Of ``out_cache_loc``.
+        device: Device of the slots; ``seq_lens_cpu`` lies on the host.
+        max_bs: Largest captured request count.
+        max_num_token: Largest captured token count.
+        seq_len_fill_value: ``seq_lens`` of a padding row, declared by the attention backend.
+        cache_loc_dtype: Dtype of ``out_cache_loc``.
         enable_mamba_track: Add ``mamba_track_indices`` and ``mamba_track_mask``.
         is_encoder_decoder: Add ``encoder_lens``.
-        encoder_len_fill_value: What it holds from the start: the encoder's longest input.
+        encoder_len_fill_value: Its initial value: the encoder's longest input.
         encoder_lens_dtype: Its dtype.
         enable_num_token_non_padded: Add ``num_token_non_padded``.
-        require_gathered_buffer: Whether activations are gathered over DP ranks: then that count is this
-            rank's share of the padded shape, and ``global_num_tokens_*`` are the padded count.
-        nsa_enable_prefill_cp: Whether context parallelism splits the tokens itself: then the count
-            stays the batch's.
-        enable_prefill_cp: Its later name in the original.
+        require_gathered_buffer: Whether activations are gathered over DP ranks. Then that count is this
+            rank's share of the padded shape, and ``global_num_tokens_*`` hold the padded count.
+        nsa_enable_prefill_cp: Whether context parallelism splits the tokens. Then the count is the batch's.
+        enable_prefill_cp: The later name of ``nsa_enable_prefill_cp`` in the original.
         require_mlp_tp_gather: Whether ``global_num_tokens_*`` hold a count for each DP rank.
         dp_size: DP ranks.
-        register_global_num_tokens: Add ``global_num_tokens_gpu`` and its twin for log probabilities.
-        share_pool: See `CudaGraphBufferRegistry`. The original shares by default; here sharing is
-            asked for.
-        source: An object with a tensor for each slot, which are adopted instead of allocated. A tensor of
-            another dtype of the same kind (integer for integer, float for float) brings its dtype. An
-            int32 tensor for an int64 slot takes int64 batch fields too (`GraphSlot.narrows`): ids and
-            lengths are below 2**31. ``ngram_embedding_info`` and ``pp_proxy_tensors`` of the source,
-            where it has them, become slots too.
-        enable_mrope: Add ``mrope_positions``. A lane whose model has none saves its memory and launch.
-        zero_input_ids: Zero the tail of ``input_ids``; the original keeps earlier tokens there.
+        register_global_num_tokens: Add ``global_num_tokens_gpu`` and ``global_num_tokens_for_logprob_gpu``.
+        share_pool: See `CudaGraphBufferRegistry`. The original shares by default.
+        source: An object with a tensor for each slot, adopted instead of allocated. A tensor of another dtype
+            of the same kind (integer, float) sets the slot's dtype. An int32 tensor for an int64 slot takes
+            int64 batch fields too (`GraphSlot.narrows`): ids and lengths are below 2**31. Its
+            ``ngram_embedding_info`` and ``pp_proxy_tensors``, if present, become slots too.
+        enable_mrope: Add ``mrope_positions``; a model without them saves its memory and copy.
+        zero_input_ids: Zero the padding rows of ``input_ids``; the original keeps earlier tokens there.
         lane: See `CudaGraphBufferRegistry`.
 
     Raises:
-        SlotError: ``source`` lacks a tensor, or one has another shape or device, or a dtype of another
-            kind.
+        SlotError: ``source`` lacks a tensor, or has one of another shape, device or kind of dtype.
     """
     registry = CudaGraphBufferRegistry(
         device=device,
@@ -104,19 +100,16 @@ def build_decode_registry(
     )
     slot = _declarer(_DECODE)
     slots = [
-        slot("input_ids", _tokens)
-        if zero_input_ids
-        else slot(
+        *_token_slots(slot, cache_loc_dtype),  # an earlier position may lie outside a rope table
+        *_request_slots(slot, seq_len_fill_value),
+    ]
+    if not zero_input_ids:
+        slots[0] = slot(
             "input_ids",
             _tokens,
             policy=PaddingPolicy.FOREACH_COPY,
             reason="any token of an earlier batch is in the vocabulary; " + _CUT_OFF,
-        ),
-        slot("positions", _tokens),  # an earlier one may lie outside a rope table
-        slot("out_cache_loc", _tokens, cache_loc_dtype),
-        slot("req_pool_indices", _requests, axis="bs"),
-        *_lengths(slot, seq_len_fill_value),
-    ]
+        )
     if enable_mrope:
         slots.append(_mrope(slot))
     if enable_mamba_track:
@@ -133,17 +126,16 @@ def build_decode_registry(
                 axis="bs",
                 policy=PaddingPolicy.FILL_ONCE,
                 pad_value=encoder_len_fill_value,
-                reason="padded rows are request row 0, all scratch whatever length of it is read",
+                reason="padding rows are request row 0, all scratch at any length",
             )
         )
-    gathered = require_gathered_buffer
     if enable_num_token_non_padded:
-        is_local = gathered and not (nsa_enable_prefill_cp or enable_prefill_cp)
+        is_local = require_gathered_buffer and not (nsa_enable_prefill_cp or enable_prefill_cp)
         slots.append(num_token_non_padded_slot(_DECODE, is_local=is_local))
     if register_global_num_tokens:
         count = dp_size if require_mlp_tp_gather else 1
         slots += [
-            _global_num_tokens(slot, name, count, is_padded=gathered)
+            _global_num_tokens(slot, name, count, is_padded=require_gathered_buffer)
             for name in ("global_num_tokens_gpu", "global_num_tokens_for_logprob_gpu")
         ]
     _register(registry, slots, source)
@@ -152,15 +144,15 @@ def build_decode_registry(
         _register_proxies(registry, slot, source, by_token=False)
         for name in ("rids_int", "bootstrap_room_ids_int"):
             if (backing := getattr(source, name, None)) is not None:
-                adopted = slot(
+                _adopt(
+                    registry,
+                    slot,
                     name,
-                    _shape_of(backing),
-                    backing.dtype,
+                    backing,
                     axis="bs",
                     policy=PaddingPolicy.FOREACH_COPY,
                     reason="a trace reads it, and no kernel",
                 )
-                registry.register_slot(adopted, bind=backing)
     return registry
 
 
@@ -185,20 +177,19 @@ def build_prefill_registry(
 ) -> CudaGraphBufferRegistry:
     """Return a registry with the inputs of prefill graphs, which pad tokens and not requests.
 
-    Padded tokens run through the graph as all others, so the tail of every token slot is zeroed.
+    Graphs compute padding tokens too, so the padding rows of every token slot are zeroed.
 
     Args:
-        device: Where the slots lie.
-        max_bs: Most requests of a batch.
-        max_num_token: Largest token bucket.
-        cache_loc_dtype: Of ``out_cache_loc``.
+        device: Device of the slots.
+        max_bs: Largest request count of a batch.
+        max_num_token: Largest captured token count.
+        cache_loc_dtype: Dtype of ``out_cache_loc``.
         is_multimodal: Add ``mrope_positions`` and ``input_embeds``.
         hidden_size: Width of ``input_embeds``.
-        embed_dtype: Its dtype; torch's default if None.
-        enable_mamba_track: Add ``mamba_track_indices``, ``mamba_track_mask`` and
-            ``mamba_track_seqlens``.
-        register_input_embeds: Whether ``input_embeds`` is graph-resident. It is not copied: the model
-            writes it. False where it is an input, carried from the batch.
+        embed_dtype: Its dtype; None: torch's default.
+        enable_mamba_track: Add ``mamba_track_indices``, ``mamba_track_mask`` and ``mamba_track_seqlens``.
+        register_input_embeds: Whether ``input_embeds`` is graph-resident: the model writes it, no fill copies
+            it. False if it is an input of the batch.
         enable_num_token_non_padded: See `build_decode_registry`.
         require_gathered_buffer: See `build_decode_registry`.
         nsa_enable_prefill_cp: See `build_decode_registry`.
@@ -208,8 +199,7 @@ def build_prefill_registry(
         lane: See `CudaGraphBufferRegistry`.
 
     Raises:
-        SlotError: ``source`` lacks a tensor, or one has another shape or device, or a dtype of another
-            kind.
+        SlotError: See `build_decode_registry`.
     """
     registry = CudaGraphBufferRegistry(
         device=device,
@@ -219,11 +209,7 @@ def build_prefill_registry(
         lane=lane,
     )
     slot = _declarer(_PREFILL)
-    slots = [
-        slot("input_ids", _tokens),
-        slot("positions", _tokens),
-        slot("out_cache_loc", _tokens, cache_loc_dtype),
-    ]
+    slots = _token_slots(slot, cache_loc_dtype)
     if is_multimodal:
         slots.append(_mrope(slot))
         if register_input_embeds:
@@ -272,13 +258,13 @@ def input_slots(
 ) -> list[GraphSlot]:
     """Return the inputs of full graphs of ``mode``, whose requests and tokens are padded.
 
-    Padded requests: row 0 of ``req_to_token``, all scratch, at the length that the backend declares; in a
-    ragged batch they bring no token. Padded tokens: token 0 at position 0, written to KV slot 0. Of a tree, a
-    padded token sees all draft tokens of its request, so that no row of its scores is empty.
+    Padding requests are row 0 of ``req_to_token``, all scratch, with the length that the backend declares; in
+    a ragged batch they have no tokens. Padding tokens are token 0 at position 0, written to KV slot 0. In a
+    tree they see all draft tokens of their request, so that no row of scores is fully masked.
 
     Args:
-        mode: What the lane's batches are.
-        seq_len_fill_value: ``seq_lens`` of a padded request, declared by the attention backend; see
+        mode: Forward mode of the lane's batches.
+        seq_len_fill_value: ``seq_lens`` of a padding request, declared by the attention backend; see
             `Capabilities.padded_seq_len`.
         num_draft_steps: Steps of a draft decode.
         num_draft_tokens: Tokens of a request in target verify.
@@ -286,35 +272,22 @@ def input_slots(
         num_token_non_padded: Add the slot of that name.
         require_gathered_buffer: See `build_decode_registry`.
     """
-    slot = _declarer(f"{mode.value} inputs")
-    drafts = mode is ForwardMode.DRAFT_DECODE
-    slots = [
-        slot("input_ids", _tokens),
-        slot("positions", _tokens),
-        slot("out_cache_loc", lambda _, tokens: (tokens, num_draft_steps) if drafts else (tokens,)),
-        slot("req_pool_indices", _requests, axis="bs"),
-        *_lengths(slot, seq_len_fill_value),
-    ]
+    owner = f"{mode.value} inputs"
+    slot = _declarer(owner)
+    steps = num_draft_steps if mode is ForwardMode.DRAFT_DECODE else None
+    slots = [*_token_slots(slot, steps=steps), *_request_slots(slot, seq_len_fill_value)]
     if mode.is_ragged:
         slots += [
             slot("extend_seq_lens", _requests, axis="bs"),
             slot("extend_seq_lens_cpu", _requests, axis="bs", device=_HOST),
         ]
     if mode is ForwardMode.TARGET_VERIFY and trees:
-        slots.append(
-            slot(
-                "tree_mask",
-                lambda _, tokens: (tokens, num_draft_tokens),
-                torch.bool,
-                pad_value=True,
-            )
-        )
+        mask = slot("tree_mask", lambda _, n: (n, num_draft_tokens), torch.bool, pad_value=True)
+        slots.append(mask)
     if mode is ForwardMode.DRAFT_EXTEND:
         slots.append(slot("num_correct_drafts", _requests, torch.int32, axis="bs"))
     if num_token_non_padded:
-        slots.append(
-            num_token_non_padded_slot(f"{mode.value} inputs", is_local=require_gathered_buffer)
-        )
+        slots.append(num_token_non_padded_slot(owner, is_local=require_gathered_buffer))
     return slots
 
 
@@ -324,7 +297,7 @@ _Declarer = Callable[..., GraphSlot]
 
 
 def _declarer(owner: str) -> _Declarer:
-    """Return what declares slots of ``owner``: reset to ``pad_value`` unless another policy is given."""
+    """Return a function that declares slots of ``owner``, by default with padding rows of ``pad_value``."""
 
     def declare(
         name: str,
@@ -352,16 +325,28 @@ def _declarer(owner: str) -> _Declarer:
     return declare
 
 
-def _lengths(slot: _Declarer, fill_value: int) -> list[GraphSlot]:
-    """``[max_bs]`` int64, on the device and on the host: sequence lengths."""
+def _token_slots(
+    slot: _Declarer, cache_loc_dtype: torch.dtype = torch.int64, steps: int | None = None
+) -> list[GraphSlot]:
+    """Return the slots by token: ids, positions, KV slots; ``[max_num_tokens, steps]`` for a draft decode."""
     return [
+        slot("input_ids", _tokens),
+        slot("positions", _tokens),
+        slot("out_cache_loc", lambda _, n: (n, steps) if steps else (n,), cache_loc_dtype),
+    ]
+
+
+def _request_slots(slot: _Declarer, fill_value: int) -> list[GraphSlot]:
+    """Return the slots ``[max_bs]`` int64: request rows, and lengths on the device and on the host."""
+    return [
+        slot("req_pool_indices", _requests, axis="bs"),
         slot("seq_lens", _requests, axis="bs", pad_value=fill_value),
         slot("seq_lens_cpu", _requests, axis="bs", pad_value=fill_value, device=_HOST),
     ]
 
 
 def _mrope(slot: _Declarer) -> GraphSlot:
-    """``[3, max_num_tokens]``: temporal, height and width positions; tokens are the last axis."""
+    """Return ``[3, max_num_tokens]`` int64: temporal, height and width positions."""
     return slot(
         "mrope_positions",
         lambda _, max_num_tokens: (3, max_num_tokens),
@@ -370,10 +355,7 @@ def _mrope(slot: _Declarer) -> GraphSlot:
 
 
 def num_token_non_padded_slot(owner: str, *, is_local: bool) -> GraphSlot:
-    """``[1]`` int32: real tokens, of this rank's rows where ``is_local``; one rule for every fill.
-
-    Capture fills it as replay does, so both hold this rank's share of the padded shape.
-    """
+    """Return ``[1]`` int32: real tokens; with ``is_local`` those of this rank, at capture as at replay."""
 
     def post_fill(buffer: torch.Tensor, batch: Any, context: FillContext) -> None:
         if not is_local:
@@ -386,7 +368,7 @@ def num_token_non_padded_slot(owner: str, *, is_local: bool) -> GraphSlot:
         count = getattr(batch, "num_token_non_padded", None)
         if count is None:
             raise SlotError(
-                "the batch has neither num_token_non_padded_cpu nor num_token_non_padded, and slot"
+                "the batch has neither num_token_non_padded_cpu nor num_token_non_padded; slot"
                 " 'num_token_non_padded' is computed from them",
                 hint="set num_token_non_padded_cpu to the real tokens of all attention-TP ranks",
             )
@@ -403,7 +385,7 @@ def num_token_non_padded_slot(owner: str, *, is_local: bool) -> GraphSlot:
 
 
 def _global_num_tokens(slot: _Declarer, name: str, count: int, *, is_padded: bool) -> GraphSlot:
-    """``[count]`` int32: tokens of each DP rank; all run the padded shape where ``is_padded``."""
+    """Return ``[count]`` int32: tokens of each DP rank; with ``is_padded`` the padded count for all."""
 
     def post_fill(buffer: torch.Tensor, _: Any, context: FillContext) -> None:
         buffer.fill_(context.padded_num_tokens)
@@ -421,7 +403,7 @@ def _global_num_tokens(slot: _Declarer, name: str, count: int, *, is_padded: boo
 def _register(
     registry: CudaGraphBufferRegistry, slots: Iterable[GraphSlot], source: Any | None
 ) -> None:
-    """Register ``slots``, each bound to the tensor of ``source`` that has its name."""
+    """Register ``slots``, each bound to the tensor of its name in ``source`` if there is one."""
     slots = list(slots)
     missing = [
         s.label for s in slots if source is not None and getattr(source, s.name, None) is None
@@ -429,7 +411,7 @@ def _register(
     if missing:
         raise SlotError(
             f"the source lacks {', '.join(missing)}; nothing was adopted",
-            hint="give a tensor for each, or leave source out to have them allocated",
+            hint="give a tensor for each, or leave source out to allocate them",
         )
     for slot in slots:
         if source is None:
@@ -440,20 +422,27 @@ def _register(
 
 
 def _with_dtype_of(tensor: torch.Tensor, slot: GraphSlot) -> GraphSlot:
-    """Return ``slot`` as it is declared for ``tensor``; as it is where the dtypes are of two kinds."""
-    if tensor.dtype is slot.dtype or _kind_of(tensor.dtype) != _kind_of(slot.dtype):
+    """Return ``slot`` with the dtype of ``tensor`` if both are of one kind, otherwise unchanged."""
+    kinds = [
+        (d is torch.bool, d.is_complex, d.is_floating_point) for d in (tensor.dtype, slot.dtype)
+    ]
+    if tensor.dtype is slot.dtype or kinds[0] != kinds[1]:
         return slot
     narrows = slot.dtype is torch.int64 and tensor.dtype is torch.int32
     return replace(slot, dtype=tensor.dtype, narrows=narrows)
 
 
-def _kind_of(dtype: torch.dtype) -> str:
-    """Return what numbers ``dtype`` holds."""
-    if dtype is torch.bool:
-        return "bool"
-    if dtype.is_complex:
-        return "complex"
-    return "float" if dtype.is_floating_point else "integer"
+def _adopt(
+    registry: CudaGraphBufferRegistry,
+    slot: _Declarer,
+    name: str,
+    tensor: torch.Tensor,
+    **declaration: Any,
+) -> None:
+    """Register a slot called ``name`` in the memory of ``tensor``, with its shape and dtype."""
+    shape = tuple(tensor.shape)
+    declared = slot(name, lambda *_: shape, tensor.dtype, **declaration)
+    registry.register_slot(declared, bind=tensor)
 
 
 def _register_ngram(registry: CudaGraphBufferRegistry, slot: _Declarer, source: Any) -> None:
@@ -462,35 +451,33 @@ def _register_ngram(registry: CudaGraphBufferRegistry, slot: _Declarer, source: 
     if nested is None:
         return
     for name in ("column_starts", "req_lens"):
-        backing = getattr(nested, name)
-        adopted = slot(
+        _adopt(
+            registry,
+            slot,
             f"ngram_embedding_info.{name}",
-            _shape_of(backing),
-            backing.dtype,
+            getattr(nested, name),
             axis="none",
             policy=PaddingPolicy.KEEP_PAD,
             source_fn=_ngram(name),
-            reason="columns and lengths of an earlier batch are inside the token table; "
-            + _CUT_OFF,
+            reason="columns and lengths of an earlier batch are in the token table; " + _CUT_OFF,
         )
-        registry.register_slot(adopted, bind=backing)
 
 
 def _register_proxies(
     registry: CudaGraphBufferRegistry, slot: _Declarer, source: Any, *, by_token: bool
 ) -> None:
-    """Adopt what pipeline stages pass on: a dict of ``[rows, ...]`` tensors."""
+    """Adopt the tensors ``[rows, ...]`` that pipeline stages pass on, from a dict."""
     for name, backing in (getattr(source, "pp_proxy_tensors", None) or {}).items():
-        adopted = slot(
+        _adopt(
+            registry,
+            slot,
             f"pp_proxy_tensors.{name}",
-            _shape_of(backing),
-            backing.dtype,
+            backing,
             axis="tokens" if by_token else "none",
             policy=PaddingPolicy.ZERO if by_token else PaddingPolicy.KEEP_PAD,
             source_fn=_proxy(name),
             reason=None if by_token else _CUT_OFF,
         )
-        registry.register_slot(adopted, bind=backing)
 
 
 def _ngram(name: str) -> SourceFn:
@@ -510,14 +497,9 @@ def _proxy(name: str) -> SourceFn:
             raise SlotError(
                 f"pp_proxy_tensors has no {name!r}, which slot 'pp_proxy_tensors.{name}' copies; it has"
                 f" {', '.join(proxies.tensors) or 'none'}",
-                hint="send all that the stage declares, or declare what is sent",
+                hint="send every declared tensor, or declare the ones that are sent",
             )
         tensor: torch.Tensor = proxies.tensors[name]
         return tensor
 
     return source_fn
-
-
-def _shape_of(tensor: torch.Tensor) -> ShapeFn:
-    shape = tuple(tensor.shape)
-    return lambda *_: shape

@@ -1,8 +1,8 @@
-"""`CudaGraphBufferRegistry`: the graph-resident memory of one lane, and the fill of one step.
+"""`CudaGraphBufferRegistry`: the graph-resident memory of one lane, and the fill of a step.
 
-A bare registry behaves as the original does (SGLang PR 26742): what a batch lacks is skipped. The
-registry of a lane is held to the contract: every slot names its owner, says why a tail that it keeps
-misleads nobody, and refuses a batch without its field unless it is optional.
+A registry without a lane behaves as the original (SGLang PR 26742): it skips fields that a batch lacks. A
+registry of a lane enforces the contract: every slot has an owner, stale padding has a reason, and a batch
+without a slot's field is refused unless the slot is optional.
 
 Does not: decide the raw and padded counts (the runner does) or write a batch.
 """
@@ -24,7 +24,7 @@ from graphpact.errors import SlotError, UnknownSlotError, did_you_mean
 from graphpact.shapes import GraphShape
 from graphpact.tensors import address_range, storage_id
 
-_MAX_PLANS = 1024  # sets of counts whose plans are kept; the oldest is dropped
+_MAX_PLANS = 1024  # plans that are kept; the oldest is dropped
 
 _SHAPE = "a shape_fn takes (max_bs, max_num_tokens) and returns a tuple of sizes"
 _SLICE = "a slice_fn takes (buffer, n) and returns a view of the first n rows along one axis"
@@ -36,12 +36,12 @@ class CudaGraphBufferRegistry:
     """The declared buffers of one lane.
 
     Args:
-        device: Where slots lie unless they say otherwise.
-        max_bs: Most requests that a captured shape may have.
-        max_num_tokens: Most tokens that a captured shape may have.
-        share_pool: Where slots that a fill refreshes get their memory, so that other registries with
-            the same pool use the same: True for the process-wide one, or a `SharedBuffers`.
-        lane: The lane that it belongs to, if any; see `join_lane`.
+        device: Default device of slots.
+        max_bs: Largest request count of a captured shape.
+        max_num_tokens: Largest token count of a captured shape.
+        share_pool: Memory that registries share for slots that every fill refreshes: True for the
+            process-wide pool, or a `SharedBuffers`.
+        lane: The lane that it belongs to, or None; see `join_lane`.
     """
 
     def __init__(
@@ -55,12 +55,12 @@ class CudaGraphBufferRegistry:
     ) -> None:
         for what, most in (("max_bs", max_bs), ("max_num_tokens", max_num_tokens)):
             if not isinstance(most, int) or most < 0:
-                raise SlotError(f"{what} is {most!r}", hint="give a whole number, 0 or more")
+                raise SlotError(f"{what} is {most!r}", hint="give an integer, 0 or more")
         if not isinstance(share_pool, (bool, SharedBuffers, type(None))):
             raise SlotError(
                 f"share_pool is {share_pool!r}", hint="give True, False or a SharedBuffers"
             )
-        self.device = torch.empty(0, device=device).device  # with its index, as tensors have it
+        self.device = torch.empty(0, device=device).device  # with an index, as tensors have
         self.max_bs = max_bs
         self.max_num_tokens = max_num_tokens
         self.share_pool = PROCESS_WIDE if share_pool is True else share_pool or None
@@ -73,16 +73,15 @@ class CudaGraphBufferRegistry:
     # -- declaring -------------------------------------------------------------------------------
 
     def register_slot(self, slot: GraphSlot, bind: torch.Tensor | None = None) -> BoundSlot:
-        """Return ``slot`` with a buffer: a new one, or ``bind`` where an existing tensor is adopted.
+        """Return ``slot`` with a buffer: a new one, or the existing tensor ``bind``.
 
-        A new buffer holds the slot's initial value; an adopted one keeps what it holds. A slot that is
-        not enabled is kept as a declaration only. The declaration itself is not written, and may be
-        registered elsewhere too.
+        A new buffer holds the slot's initial value; ``bind`` keeps its contents. A disabled slot gets no
+        buffer. The declaration is not written and may be registered elsewhere too.
 
         Raises:
-            SlotError: The name is taken, or ``bind`` has another shape, dtype or device than
-                declared, or the lane's contract is broken, or another lane's slot of that name means
-                something else. The registry is as it was.
+            SlotError: The name is taken, ``bind`` has another shape, dtype or device than declared, the slot
+                breaks the lane's contract, or it conflicts with the shared slot of another lane. The registry
+                is unchanged.
         """
         if slot.name in self._slots:
             owner = self._slots[slot.name].owner or "an unnamed owner"
@@ -94,7 +93,7 @@ class CudaGraphBufferRegistry:
         if slot.enabled:
             shape = self._shape(slot)
             if self.lane is not None:
-                self._hold_to_contract(slot, shape, self.lane)
+                self._require_contract(slot, shape, self.lane)
             self._check_slices(slot, shape)
             buffer = self._allocate(slot, shape) if bind is None else self._adopt(slot, shape, bind)
             self._plans.clear()
@@ -103,10 +102,10 @@ class CudaGraphBufferRegistry:
         return bound
 
     def join_lane(self, lane: str) -> None:
-        """Become the registry of ``lane``: from here on its slots and batches are held to the contract.
+        """Make this the registry of ``lane``, and enforce the contract for its slots and batches.
 
         Raises:
-            SlotError: It is another lane's, or a slot lacks its owner or its reason.
+            SlotError: It belongs to another lane, or a slot breaks the contract.
         """
         if self.lane not in (None, lane):
             raise SlotError(
@@ -114,7 +113,7 @@ class CudaGraphBufferRegistry:
                 hint="build one registry for each lane; share_pool= shares memory between them",
             )
         for slot in self:
-            self._hold_to_contract(slot, self._shape(slot), lane)
+            self._require_contract(slot, self._shape(slot), lane)
         self.lane = lane
         self._plans.clear()
 
@@ -122,7 +121,7 @@ class CudaGraphBufferRegistry:
         """Return the slot called ``name``, enabled or not.
 
         Raises:
-            UnknownSlotError: There is none; the message names the nearest.
+            UnknownSlotError: No slot has that name; the hint names the nearest.
         """
         try:
             return self._slots[name]
@@ -138,7 +137,7 @@ class CudaGraphBufferRegistry:
         return name in self._slots and self._slots[name].enabled
 
     def slot_names(self) -> list[str]:
-        """Return the names of all enabled slots in the order of their registration."""
+        """Return the names of all enabled slots in the order of registration."""
         return [slot.name for slot in self]
 
     def __iter__(self) -> Iterator[BoundSlot]:
@@ -156,7 +155,7 @@ class CudaGraphBufferRegistry:
         padded_num_tokens: int,
         pp_proxy_tensors: Any = None,
     ) -> None:
-        """Reset the tails by policy, copy the batch's fields into the heads, then call ``post_fill``.
+        """Reset the padding rows by policy, copy the batch's fields into the live rows, call ``post_fill``.
 
         Args:
             batch: The live batch, usually a `graphpact.ForwardBatch`; not written.
@@ -164,11 +163,11 @@ class CudaGraphBufferRegistry:
             padded_bs: Requests in the captured shape, ``raw_bs <= padded_bs <= max_bs``.
             raw_num_tokens: Tokens in the batch.
             padded_num_tokens: Tokens in the captured shape.
-            pp_proxy_tensors: What the previous pipeline stage sent; see `FillContext`.
+            pp_proxy_tensors: Tensors of the previous pipeline stage; see `FillContext`.
 
         Raises:
-            SlotError: Counts out of order, or a field that has too few or too many rows, or a dtype
-                that does not convert exactly, or (in a lane) is missing. Nothing is written then.
+            SlotError: Counts out of order, or a field with another number of rows, with a dtype that does not
+                convert exactly, or (in a lane) missing. Nothing is written then.
         """
         try:
             plan = self._plans[raw_bs, padded_bs, raw_num_tokens, padded_num_tokens]
@@ -179,11 +178,11 @@ class CudaGraphBufferRegistry:
     def extract_buffer(
         self, *, padded_bs: int, padded_num_tokens: int, forward_batch_template: B
     ) -> B:
-        """Return the view for a shape: the template with slotted fields replaced by their slices.
+        """Return the view of a shape: the template with the fields that have slots replaced by slices.
 
-        A field that the template lacks is carried as it is, unless its slot is computed: the view shows
-        nothing that was not copied. Slots with dotted names replace entries of the template's ``extra``; a
-        slot that is no field of the template (a backend's own) is not part of the view.
+        A field that is None in the template stays None, unless its slot is computed. Slots with dotted names
+        replace entries of the template's ``extra``. Slots that are no field of the template (those of a
+        backend) are not part of the view.
 
         Args:
             padded_bs: Requests in the captured shape.
@@ -197,7 +196,7 @@ class CudaGraphBufferRegistry:
                 continue
             field = getattr(forward_batch_template, slot.name)
             if not isinstance(field, (torch.Tensor, type(None))):
-                continue  # a mode or a count: no tensor stands for it
+                continue  # a mode or a count, which no tensor replaces
             if field is not None or slot.is_computed or slot.source_fn is not None:
                 fields[slot.name] = slot.slice_for(padded_bs, padded_num_tokens)
         extra = getattr(forward_batch_template, "extra", None)
@@ -211,11 +210,11 @@ class CudaGraphBufferRegistry:
         return dataclasses.replace(forward_batch_template, **fields)  # type: ignore[type-var]
 
     def static_inputs(self, batch: ForwardBatch, shape: GraphShape) -> ForwardBatch:
-        """Return the view of ``shape``: for one shape the same object, and so the same memory, every time.
+        """Return the view of ``shape``, for one shape always the same object.
 
         Args:
-            batch: What the view is made of when the shape is seen first. Host numbers of later batches do not
-                reach the view: a graph could not read them either.
+            batch: Template of the view when the shape is new. Host numbers of later batches do not reach the
+                view, since a graph cannot read them.
             shape: The padded counts.
         """
         view = self._static_inputs.get(shape)
@@ -231,20 +230,17 @@ class CudaGraphBufferRegistry:
     # -- inspection ------------------------------------------------------------------------------
 
     def declared(self) -> list[BoundSlot]:
-        """Return every slot in the order of registration, those that are not enabled too."""
+        """Return every slot in the order of registration, disabled ones included."""
         return list(self._slots.values())
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all buffers, wherever they lie."""
+        """Bytes of all buffers on all devices."""
         return sum(slot.buffer.nbytes for slot in self if slot.buffer is not None)
 
     @property
     def allocated_nbytes(self) -> int:
-        """Bytes that the registry allocated itself, alignment and unused rows of arenas included.
-
-        What it adopted, or shares by ``share_pool``, is not among them.
-        """
+        """Bytes that the registry allocated, alignment and unused rows of arenas included."""
         return self._memory.nbytes
 
     def slot_of(self, tensor: torch.Tensor) -> BoundSlot | None:
@@ -258,7 +254,7 @@ class CudaGraphBufferRegistry:
         return None
 
     def template_of(self, slot: BoundSlot) -> torch.Tensor | None:
-        """Return what the tails of ``slot`` are copied from, or None for a slot outside arenas."""
+        """Return the template of the padding rows of ``slot``, or None for a slot outside arenas."""
         if slot.buffer is None:
             return None
         for arena in self._arenas():
@@ -268,7 +264,7 @@ class CudaGraphBufferRegistry:
         return None
 
     def describe(self) -> RegistryDescription:
-        """Return what the registry holds; it prints as a table, and gives JSON and a picture."""
+        """Return the registry's contents, for a table or JSON."""
         return RegistryDescription(
             lane=self.lane,
             device=str(self.device),
@@ -288,16 +284,12 @@ class CudaGraphBufferRegistry:
         return self.device if slot.device is None else torch.empty(0, device=slot.device).device
 
     def _shape(self, slot: GraphSlot) -> tuple[int, ...]:
-        """Return what the slot's ``shape_fn`` says, having checked that a buffer can have it."""
-        said = "{}: its shape_fn"
-        shape = call(slot, said, slot.shape_fn, self.max_bs, self.max_num_tokens, hint=_SHAPE)
-        if not isinstance(shape, (tuple, list)) or not all(
-            isinstance(n, int) and n >= 0 for n in shape
-        ):
-            raise SlotError(
-                f"{slot.label}: its shape_fn returned {shape!r}",
-                hint=_SHAPE,
-            )
+        """Return the result of the slot's ``shape_fn``, checked."""
+        what, counts = "{}: its shape_fn", (self.max_bs, self.max_num_tokens)
+        shape = call(slot, what, slot.shape_fn, *counts, hint=_SHAPE)
+        is_sequence = isinstance(shape, (tuple, list))
+        if not is_sequence or not all(isinstance(n, int) and n >= 0 for n in shape):
+            raise SlotError(f"{slot.label}: its shape_fn returned {shape!r}", hint=_SHAPE)
         return tuple(shape)
 
     def _adopt(self, slot: GraphSlot, shape: tuple[int, ...], bind: torch.Tensor) -> torch.Tensor:
@@ -309,14 +301,11 @@ class CudaGraphBufferRegistry:
                 hint="bind a tensor of the declared shape, dtype and device",
             )
         for other in self:
-            if (
-                other.buffer is not None
-                and bind.numel()
-                and other.buffer.data_ptr() == bind.data_ptr()
-            ):
+            overlaps = other.buffer is not None and other.buffer.data_ptr() == bind.data_ptr()
+            if overlaps and bind.numel():
                 raise SlotError(
-                    f"{slot.label} would lie where {other.label} does, and each fill would write both",
-                    hint="bind memory that no other slot of the registry has",
+                    f"{slot.label} is bound to the memory of {other.label}: each fill would write both",
+                    hint="bind memory that no other slot of the registry uses",
                 )
         return bind
 
@@ -327,24 +316,24 @@ class CudaGraphBufferRegistry:
         return self._memory.allocate(slot, shape, device)
 
     def _most(self, slot: GraphSlot) -> int:
-        """Return how many of what the slot's rows follow there can be."""
+        """Return the largest count of the slot's axis."""
         return self.max_bs if slot.axis == "bs" else self.max_num_tokens
 
     def _check_slices(self, slot: GraphSlot, shape: tuple[int, ...]) -> None:
-        """See that the slot's slices are its own memory, from its start, cut along one axis."""
+        """Raise `SlotError` unless the slot's slices begin at its buffer's start and cut one axis."""
         if slot.slice_fn is None or slot.axis == "none":
             return
-        buffer = torch.empty(shape, dtype=slot.dtype, device="meta")  # of it, slices have no cost
+        buffer = torch.empty(shape, dtype=slot.dtype, device="meta")  # slices of it cost nothing
         most = self._most(slot)
         slices = []
         for n in (most, min(1, most)):
             view = call(slot, "{}: its slice_fn", slot.slice_fn, buffer, n, hint=_SLICE)
             if not isinstance(view, torch.Tensor):
                 raise SlotError(f"{slot.label}: its slice_fn returned {view!r}", hint=_SLICE)
-            if view.numel() and not _begins(view, buffer):
+            own = storage_id(view) == storage_id(buffer) and view.storage_offset() == 0
+            if view.numel() and not own:
                 raise SlotError(
-                    f"{slot.label}: what its slice_fn returns for {n} rows does not begin where its"
-                    " buffer does",
+                    f"{slot.label}: its slice_fn for {n} rows does not begin where its buffer does",
                     hint=_SLICE,
                 )
             slices.append(view.shape)
@@ -355,24 +344,22 @@ class CudaGraphBufferRegistry:
                 hint=_SLICE,
             )
 
-    def _hold_to_contract(self, slot: GraphSlot, shape: tuple[int, ...], lane: str) -> None:
-        """See that a slot of a lane says what a lane asks, and has a row for all there can be."""
+    def _require_contract(self, slot: GraphSlot, shape: tuple[int, ...], lane: str) -> None:
+        """Raise `SlotError` for a slot of a lane without owner, without a required reason, or too small."""
         if not (slot.owner or "").strip():
             raise SlotError(
-                f"{slot.label}: lane {lane!r} asks every slot for its owner",
+                f"{slot.label}: lane {lane!r} requires an owner for every slot",
                 hint="declare it with owner=, the name of the runner or backend",
             )
         if slot.keeps_tail and not (slot.reason or "").strip():
             raise SlotError(
-                f"{slot.label}: {slot.padding_policy.name} without a reason, which lane {lane!r} asks for",
-                hint="say with reason= why rows of an earlier batch in its tail mislead nobody, or have"
-                " them reset: ZERO, FILL_SENTINEL",
+                f"{slot.label}: {slot.padding_policy.name} without a reason, which lane {lane!r} requires",
+                hint="say with reason= why stale padding is safe, or reset it by ZERO or FILL_SENTINEL",
             )
         rows, most = (shape or (0,))[0], self._most(slot)
         if slot.axis != "none" and slot.slice_fn is None and rows < most:
             raise SlotError(
-                f"{slot.label}: it follows {slot.axis!r}, of which lane {lane!r} has up to {most}, and has"
-                f" {rows} rows",
+                f"{slot.label} has {rows} rows; its axis {slot.axis!r} has up to {most} in lane {lane!r}",
                 hint='size it by shape_fn\'s arguments, give a slice_fn, or axis="none"',
             )
 
@@ -392,8 +379,3 @@ class CudaGraphBufferRegistry:
             del self._plans[next(iter(self._plans))]
         self._plans[counts] = plan
         return plan
-
-
-def _begins(view: torch.Tensor, buffer: torch.Tensor) -> bool:
-    """Return whether ``view`` is memory of ``buffer`` from its start."""
-    return storage_id(view) == storage_id(buffer) and view.storage_offset() == 0

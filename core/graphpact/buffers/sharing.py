@@ -1,9 +1,9 @@
 """Memory that registries share: `SharedBuffers`, and the original's `share_input_buffer`.
 
-Lanes that never run at the same time may use one buffer for the same input, because each fill writes
-all that its replay reads. That holds only for slots that every fill refreshes, and only if nobody's
-sentinel is another's content; so a pool says which lanes may take part, takes no slot that keeps rows
-between fills, never writes memory that is there already, and refuses a slot that would have to.
+Lanes that never run at the same time may use one buffer for the same input: each fill writes everything that
+its replay reads. This is safe only for slots that every fill refreshes, and only with equal pad values. So a
+pool names its lanes, excludes slots that keep rows between fills, never writes existing memory, and refuses
+a slot that would need other contents.
 
 Does not: share anything by itself; a registry is given a pool.
 """
@@ -24,19 +24,19 @@ _Key = tuple[str, int, torch.dtype, torch.device]
 @dataclass(frozen=True, slots=True)
 class _Shared:
     buffer: torch.Tensor
-    whose: str
+    owner: str
     content: tuple[bool, int | float | bool] | None
-    """Whether it is written once, and what with; None where `share_input_buffer` gave it."""
+    """Whether it is written only once, and the value; None for a buffer of `share_input_buffer`."""
 
 
 class SharedBuffers:
-    """Buffers by (name, numel, dtype, device), for the registries that are given this pool.
+    """A pool of buffers by (name, numel, dtype, device), for the registries that are given it.
 
-    Registries that ask with the same key get the same memory, whoever asks first. A request that
-    differs in size has a key, and memory, of its own: no buffer ever grows or moves.
+    Requests with the same key get the same memory, in any order. Requests of different sizes have different
+    keys and memory: no buffer grows or moves.
 
     Args:
-        lanes: The lanes whose registries may take part; None for any, and for registries of no lane.
+        lanes: The lanes whose registries may use the pool; None: all registries, also without a lane.
     """
 
     def __init__(self, lanes: Collection[str] | None = None) -> None:
@@ -49,10 +49,11 @@ class SharedBuffers:
     def buffer_for(
         self, slot: GraphSlot, shape: tuple[int, ...], device: torch.device, lane: str | None
     ) -> torch.Tensor:
-        """Return the memory of ``slot``: a sharer's where there is one, else new and initialised.
+        """Return the memory of ``slot``: the shared buffer of its key, or a new one with its initial value.
 
         Raises:
-            SlotError: The lane may not take part, or the slot's empty rows are not the sharer's.
+            SlotError: The lane may not use the pool, or the slot has another pad value or shape than the
+                shared buffer.
         """
         if self.lanes is not None and lane not in self.lanes:
             raise SlotError(
@@ -63,40 +64,38 @@ class SharedBuffers:
             )
         content = (slot.padding_policy is PaddingPolicy.FILL_ONCE, slot.initial_value)
         if isinstance(content[1], float) and math.isnan(content[1]):
-            content = (content[0], math.nan)  # one object, which is its own equal
-        whose = slot.label if lane is None else f"{slot.label} in lane {lane!r}"
+            content = (content[0], math.nan)  # one object: NaN differs from other NaN objects
+        owner = slot.label if lane is None else f"{slot.label} in lane {lane!r}"
         key = (slot.name, math.prod(shape), slot.dtype, device)
         shared = self._buffers.get(key)
         if shared is None:
             buffer = self.arenas.allocate(slot, shape, device)
-            self._buffers[key] = _Shared(buffer, whose, content)
+            self._buffers[key] = _Shared(buffer, owner, content)
             return buffer
         if shared.content is not None:
-            differs, holds = content != shared.content, _say(shared.content)
-        else:  # only what is written once has to be there by now
+            differs, holds = content != shared.content, _in_words(shared.content)
+        else:  # a value that is written only once must be in the buffer already
             once, value = content
             differs, holds = once and bool((shared.buffer != value).any()), "other values"
         if differs:
             raise SlotError(
-                f"{whose} holds {_say(content)} where no row is, but shares its memory with"
-                f" {shared.whose}, which holds {holds}",
+                f"{owner} holds {_in_words(content)} in padding rows, but shares its memory with"
+                f" {shared.owner}, which holds {holds}",
                 hint="give both the same pad value, or one of the registries no pool",
             )
         if tuple(shared.buffer.shape) != shape:
             raise SlotError(
-                f"{whose} is {shape}, but shares its memory with {shared.whose},"
+                f"{owner} is {shape}, but shares its memory with {shared.owner},"
                 f" which is {tuple(shared.buffer.shape)}",
                 hint="declare one shape, or give one of the registries no pool",
             )
         return shared.buffer
 
     def adopt(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the buffer called ``name`` that is as large as ``tensor``; ``tensor`` if there is none.
-
-        What is there is returned in the shape of ``tensor``.
+        """Return the buffer ``name`` of the size of ``tensor``, in its shape; ``tensor`` if there is none.
 
         Raises:
-            SlotError: What is there cannot be seen in that shape.
+            SlotError: The buffer has another shape and is not contiguous.
         """
         key = (name, tensor.numel(), tensor.dtype, tensor.device)
         shared = self._buffers.get(key)
@@ -107,31 +106,31 @@ class SharedBuffers:
             return shared.buffer
         if not shared.buffer.is_contiguous():
             raise SlotError(
-                f"{name!r} as {tuple(tensor.shape)} cannot share the memory of {shared.whose},"
+                f"{name!r} as {tuple(tensor.shape)} cannot share the memory of {shared.owner},"
                 f" which is {tuple(shared.buffer.shape)} and not contiguous",
-                hint="ask for the shape that is there",
+                hint="use the shape of the shared buffer",
             )
         return shared.buffer.as_strided(tensor.size(), tensor.stride())
 
     def clear(self) -> None:
-        """Forget every buffer; who has one keeps it."""
+        """Remove every buffer from the pool; registries keep theirs."""
         self._buffers.clear()
         self.arenas = Arenas()
 
 
-def _say(content: tuple[bool, int | float | bool]) -> str:
+def _in_words(content: tuple[bool, int | float | bool]) -> str:
     once, value = content
     return f"{value!r} from the start" if once else f"{value!r}"
 
 
 PROCESS_WIDE = SharedBuffers()
-"""What ``share_pool=True`` and `share_input_buffer` use."""
+"""The pool of ``share_pool=True`` and `share_input_buffer`."""
 
 
 def share_input_buffer(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Share ``tensor`` process-wide by (name, numel, dtype, device), and return what is shared.
+    """Share ``tensor`` process-wide by (name, numel, dtype, device), and return the shared buffer.
 
-    The first tensor of a key is everybody's; a later one comes back as a view of it. The outcome does
-    not depend on the order in which sizes are asked for (SGLang PR 26742).
+    The first tensor of a key is shared; later calls return a view of it. The result does not depend on the
+    order of sizes (SGLang PR 26742).
     """
     return PROCESS_WIDE.adopt(name, tensor)

@@ -1,11 +1,11 @@
 """One declared buffer: `GraphSlot`, its `PaddingPolicy`, and the `FillContext` of one fill.
 
-The names and meanings follow SGLang's buffer registry (PR 26742). A slot says what lies in the rows
-that a padded batch does not use, because "empty row" is spelled differently by every kernel: the pad
-value belongs to the tensor and its consumer, not to the runner.
+Names and meanings follow SGLang's buffer registry (PR 26742). A slot declares the contents of its padding
+rows, because kernels mark an empty row by different values: the pad value belongs to the tensor and its
+consumer, not to the runner.
 
-A `GraphSlot` is frozen data, and may be registered in any number of registries. A registry answers with a
-`BoundSlot`: the same declaration, with the memory that it got there.
+A `GraphSlot` is frozen data and may be registered in several registries. A registry returns a `BoundSlot`:
+the same declaration with memory.
 
 Does not: allocate or write; `graphpact.buffers.registry` does.
 """
@@ -15,66 +15,65 @@ import math
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field, fields
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NoReturn, get_args
 
 import torch
 
 from graphpact.errors import GraphpactError, SlotError, UnallocatedSlotError
 
 Axis = Literal["bs", "tokens", "none"]
-"""Which count a slot's rows follow: requests, tokens, or neither (then it is never padded)."""
-
+"""The count that a slot's rows follow: requests, tokens, or neither (then it is never padded)."""
 
 SlotRole = Literal["offsets", "lengths", "table", "plan", "mask", "workspace", "staging"]
-"""What a backend's slot is to its kernels, so that no tool guesses from names.
+"""The use of a backend's slot by its kernels, so that tools need not guess from names.
 
-offsets    where each request's part of a packed axis begins: ``cu_seqlens``, ``indptr``
-lengths    a count a request or token: keys, pages
-table      which KV slots or pages, or which request, rows stand for
-plan       how a kernel splits its work, made from lengths, often on the host
-mask       which keys a query sees
+offsets    begin of each request's part of a packed axis: ``cu_seqlens``, ``indptr``
+lengths    a count for each request or token: keys, pages
+table      KV slots, pages or requests by row
+plan       a kernel's split of its work, made from lengths, often on the host
+mask       the keys that each query sees
 workspace  memory that kernels write before they read it; no step prepares it
 staging    host memory from which an asynchronous copy fills another slot
 """
 
 
 class PaddingPolicy(enum.Enum):
-    """What the rows between the raw and the padded count hold after a fill."""
+    """The contents of padding rows, those between the raw and the padded count, after a fill."""
 
     KEEP_PAD = "keep_pad"
-    """Whatever was there. A lane asks for the reason why stale padding is safe."""
+    """Not written. A lane requires the reason why stale padding is safe."""
     FILL_SENTINEL = "fill_sentinel"
     """``pad_value``."""
     ZERO = "zero"
     """Zero."""
     FOREACH_COPY = "foreach_copy"
-    """Whatever was there, as KEEP_PAD; the original's default for inputs. A lane asks why, too."""
+    """Not written, as KEEP_PAD; the original's default for inputs. A lane requires a reason too."""
     FILL_ONCE = "fill_once"
-    """``pad_value`` from the start. A fill never writes it again, so a head that is copied leaves
-    its rows to the tails of smaller batches; a lane asks why that is harmless."""
+    """``pad_value`` in a new buffer, not written later. If live rows are copied, they stay in the padding
+    rows of smaller batches, and a lane requires the reason why that is safe."""
 
     @property
     def resets_tail(self) -> bool:
-        """Whether every padded fill writes the tail."""
+        """Whether every padded fill writes the padding rows (the tail)."""
         return self in (PaddingPolicy.FILL_SENTINEL, PaddingPolicy.ZERO)
 
     @property
     def has_pad_value(self) -> bool:
-        """Whether the policy is about ``pad_value``, so that one must be given."""
+        """Whether the policy requires a ``pad_value``."""
         return self in (PaddingPolicy.FILL_SENTINEL, PaddingPolicy.FILL_ONCE)
 
 
 @dataclass(frozen=True, slots=True)
 class FillContext:
-    """The counts of one fill: raw ones are the batch's, padded ones the captured shape's.
+    """The counts of one fill.
 
     Args:
         raw_bs: Requests in the batch.
-        padded_bs: Requests in the shape.
+        padded_bs: Requests in the captured shape.
         raw_num_tokens: Tokens in the batch.
-        padded_num_tokens: Tokens in the shape.
-        pp_proxy_tensors: What the previous pipeline stage sent, for the ``source_fn`` of a slot: an
-            object whose ``tensors`` maps names to tensors. It is no field of a batch.
+        padded_num_tokens: Tokens in the captured shape.
+        pp_proxy_tensors: Tensors of the previous pipeline stage, for the ``source_fn`` of a slot: an object
+            whose ``tensors`` maps names to tensors. It is no field of a batch.
     """
 
     raw_bs: int
@@ -105,30 +104,29 @@ class GraphSlot:
     Args:
         name: Unique in its registry: the batch field that it is copied from, if any. A dotted name
             (``flashinfer.kv_indptr``, ``eagle.hidden_states``) is taken from `ForwardBatch.extra`, unless the
-            slot has a ``source_fn``, or an owner that fills it (``copy_from_fb=False``).
+            slot has a ``source_fn``, or its owner fills it (``copy_from_fb=False``).
         shape_fn: ``(max_bs, max_num_tokens) -> shape`` of the whole buffer.
         dtype: Element type.
-        axis: Which count its rows follow.
-        device: Where it lies; None means the registry's device.
-        padding_policy: What unused rows hold after a fill.
+        axis: The count that its rows follow.
+        device: Its device; None: the registry's.
+        padding_policy: The contents of padding rows after a fill.
         pad_value: Required by FILL_SENTINEL and FILL_ONCE.
-        enabled: False keeps the declaration and nothing else: no memory, no fill, no view.
-        copy_from_fb: Whether a fill copies the batch field of the same name into the head.
-        post_fill: ``(buffer, batch, context)``, called after all copies: computes what is no copy.
+        enabled: False keeps the declaration only: no memory, no fill, no view.
+        copy_from_fb: Whether a fill copies the batch field of the same name into the live rows.
+        post_fill: ``(buffer, batch, context)``, called after all copies, for contents that are computed.
         slice_fn: ``(buffer, n) -> view`` for buffers whose rows are not the first axis, or not ``n``.
-        source_fn: ``(batch, context) -> tensor or None``: what is copied instead of the batch field,
-            as many rows as it has (in a lane, as many as the batch's along its axis); None copies
-            nothing this time.
-        owner: Who declared it; shown in errors and reports. A lane asks for it.
-        reason: Why stale padding is safe. A lane asks for it where `keeps_tail`.
-        optional: Whether a batch of a lane may lack the field; the head then holds the initial value.
-        role: What it is to kernels; None for the inputs of a model. See `metadata_slot`.
-        narrows: Whether a fill may copy int64 into this int32 slot. The owner knows that every value is one
-            of int32; a value that is not wraps. The presets set it for int32 memory that they adopt.
+        source_fn: ``(batch, context) -> tensor or None``: copied instead of the batch field, all its rows (in
+            a lane, as many as the batch has along the axis); None copies nothing.
+        owner: The runner or backend that declares it, for errors and reports. A lane requires it.
+        reason: Why stale padding is safe. A lane requires it where `keeps_tail`.
+        optional: Whether a batch of a lane may lack the field; the live rows then hold the initial value.
+        role: Its use by kernels; None for the inputs of a model. See `metadata_slot`.
+        narrows: Whether a fill may copy int64 into this int32 slot. The owner guarantees that the values fit;
+            others wrap. The presets set it for int32 memory that they adopt.
 
     Raises:
-        SlotError: An unknown axis or role, a pad value that is missing or is none of the dtype's, a source_fn
-            that nothing calls, narrows of another dtype than int32, or an argument of another type.
+        SlotError: An unknown axis or role, a missing pad value or one that the dtype cannot hold, a source_fn
+            that is never called, narrows for another dtype than int32, or an argument of another type.
     """
 
     name: str
@@ -152,39 +150,37 @@ class GraphSlot:
 
     def __post_init__(self) -> None:
         self._check_types()
-        if self.axis not in ("bs", "tokens", "none"):
-            raise SlotError(
-                f"{self.label}: unknown axis {self.axis!r}",
-                hint="an axis is 'bs', 'tokens' or 'none'",
-            )
+        roles = get_args(SlotRole)
+        if self.axis not in get_args(Axis):
+            self._refuse(f"unknown axis {self.axis!r}", "an axis is 'bs', 'tokens' or 'none'")
         if self.padding_policy.has_pad_value and self.pad_value is None:
-            raise SlotError(
-                f"{self.label}: {self.padding_policy.name} without a pad_value",
-                hint="give the value that the consumer reads as an empty row",
+            self._refuse(
+                f"{self.padding_policy.name} without a pad_value",
+                "give the value that the consumer reads as an empty row",
             )
         if self.pad_value is not None and not _is_value_of(self.dtype, self.pad_value):
-            raise SlotError(
-                f"{self.label}: {self.dtype} cannot hold its pad_value {self.pad_value!r}",
-                hint="give a value that the dtype holds, or another dtype",
+            self._refuse(
+                f"{self.dtype} cannot hold its pad_value {self.pad_value!r}",
+                "give a value that the dtype holds, or another dtype",
             )
-        if self.role is not None and self.role not in get_args(SlotRole):
-            raise SlotError(
-                f"{self.label}: unknown role {self.role!r}",
-                hint=f"a role is one of {', '.join(get_args(SlotRole))}",
-            )
+        if self.role is not None and self.role not in roles:
+            self._refuse(f"unknown role {self.role!r}", f"a role is one of {', '.join(roles)}")
         if self.narrows and self.dtype is not torch.int32:
-            raise SlotError(
-                f"{self.label}: narrows=True, and its dtype is {self.dtype}",
-                hint="only int64 into int32 is narrowed; give dtype=torch.int32, or leave narrows out",
+            self._refuse(
+                f"narrows=True, and its dtype is {self.dtype}",
+                "only int64 into int32 is narrowed; give dtype=torch.int32, or leave narrows out",
             )
         if self.source_fn is not None and not self.copy_from_fb:
-            raise SlotError(
-                f"{self.label}: its source_fn would never be called, with copy_from_fb=False",
-                hint="leave copy_from_fb out, or the source_fn",
+            self._refuse(
+                "copy_from_fb=False, so its source_fn is never called",
+                "leave out copy_from_fb or the source_fn",
             )
 
+    def _refuse(self, fault: str, hint: str) -> NoReturn:
+        raise SlotError(f"{self.label}: {fault}", hint=hint)
+
     def _check_types(self) -> None:
-        """Refuse arguments of a kind that would be noticed late, or never."""
+        """Raise `SlotError` for arguments of a wrong type, which would fail late or silently."""
         for what, value, kind in (
             ("name", self.name, str),
             ("dtype", self.dtype, torch.dtype),
@@ -201,10 +197,7 @@ class GraphSlot:
                     hint=f"give a {wanted}",
                 )
         if not self.name:
-            raise SlotError(
-                f"{self.label}: a slot without a name",
-                hint="give the batch field that it is copied from, or a dotted name of its owner's",
-            )
+            self._refuse("without a name", "give the batch field that it copies, or a dotted name")
 
     @property
     def label(self) -> str:
@@ -213,31 +206,31 @@ class GraphSlot:
 
     @property
     def initial_value(self) -> int | float | bool:
-        """What a new buffer holds everywhere, and what a tail that is reset holds again."""
+        """The value of every element of a new buffer, and of padding rows that are reset."""
         if self.padding_policy.has_pad_value and self.pad_value is not None:
             return self.pad_value
         return 0
 
     @property
     def is_computed(self) -> bool:
-        """Whether its content is more than a copy, so that views show it whatever the batch has."""
+        """Whether its contents are not only copied, so that views contain it even if the batch lacks it."""
         return self.post_fill is not None or not self.copy_from_fb
 
     @property
     def is_refreshed(self) -> bool:
-        """Whether every fill of a lane writes its head, so that another lane may use it in between."""
+        """Whether every fill of a lane writes its live rows, so that another lane may share its memory."""
         return (self.copy_from_fb and not self.optional) or self.post_fill is not None
 
     @property
     def is_workspace(self) -> bool:
-        """Whether it is memory that kernels pass through: one serves every step, whatever it holds."""
+        """Whether it is scratch memory of kernels, shared by all steps."""
         return self.role == "workspace"
 
     @property
     def keeps_tail(self) -> bool:
-        """Whether rows of an earlier batch can be left in the tail, so that a reason is owed."""
+        """Whether rows of an earlier batch can stay in the padding rows, so that a lane requires a reason."""
         if self.axis == "none":
-            return self.source_fn is not None  # a source may be shorter than the one before
+            return self.source_fn is not None  # a source may be shorter than the previous one
         if self.padding_policy.resets_tail:
             return False
         return self.copy_from_fb or self.padding_policy is not PaddingPolicy.FILL_ONCE
@@ -251,16 +244,16 @@ class GraphSlot:
 
 @dataclass(frozen=True)
 class BoundSlot(GraphSlot):
-    """A slot of one registry: a declaration, and the memory that it has there.
+    """A slot of one registry: a declaration with memory.
 
     Args:
-        buffer: The memory; None for a slot that is not enabled.
+        buffer: The memory; None if the slot is not enabled.
     """
 
     buffer: torch.Tensor | None = field(default=None, repr=False, compare=False, kw_only=True)
 
     def slice_for(self, padded_bs: int, padded_num_tokens: int) -> torch.Tensor:
-        """Return the view of this slot that a graph of the given padded counts reads.
+        """Return the view of this slot for graphs of the given padded counts.
 
         Raises:
             UnallocatedSlotError: The slot is not enabled, so it has no buffer.
@@ -278,9 +271,6 @@ class BoundSlot(GraphSlot):
         return self.buffer if self.axis == "none" else self.buffer[:n]
 
 
-_WRITTEN = "every row of the padded extent is written in every step"
-
-
 def metadata_slot(
     name: str,
     rows: ShapeFn,
@@ -292,24 +282,24 @@ def metadata_slot(
     slice_fn: SliceFn | None = None,
     pad_value: float | bool = 0,
 ) -> GraphSlot:
-    """Return the declaration of a slot that a backend fills: of its metadata, or a workspace.
+    """Return the declaration of a slot that a backend fills: metadata, or a workspace.
 
-    The backend writes every row of the padded extent in every step, so no fill resets a tail. Two roles
-    differ: a workspace is written by kernels alone, and staging lies on the host.
+    The backend writes every row of the padded extent in every step; fills do not touch it. Two roles differ:
+    only kernels write a workspace, and staging lies on the host.
 
     Args:
         name: ``owner.what``: the part before the first dot is the owner.
-        rows: ``(bs, num_tokens) -> shape``: of the whole buffer for the largest counts, of an eager step for
-            its own.
+        rows: ``(bs, num_tokens) -> shape``: called with the largest counts for the whole buffer, and with
+            those of the batch for an eager step.
         dtype: Element type.
-        role: What it is to kernels.
-        axis: Which count its rows follow; ``"none"`` for packed indices, plans and workspaces.
+        role: Its use by kernels.
+        axis: The count that its rows follow; ``"none"`` for packed indices, plans and workspaces.
         extra_rows: Rows beyond that count: 1 for offsets.
         slice_fn: See `GraphSlot`; instead of ``extra_rows``.
-        pad_value: What a new buffer holds.
+        pad_value: Initial value of a workspace.
 
     Raises:
-        SlotError: A name without an owner, or what `GraphSlot` refuses.
+        SlotError: The name has no owner, or `GraphSlot` refuses an argument.
     """
     owner, dot, what = name.partition(".")
     if not (owner and dot and what):
@@ -331,7 +321,7 @@ def metadata_slot(
         copy_from_fb=False,
         slice_fn=slice_fn,
         owner=owner,
-        reason=None if once else _WRITTEN,
+        reason=None if once else "every row of the padded extent is written in every step",
         role=role,
     )
 
@@ -343,17 +333,17 @@ def _head(extra_rows: int, buffer: torch.Tensor, n: int) -> torch.Tensor:
 def call(
     slot: GraphSlot, what: str, function: Callable[..., Any], *args: Any, hint: str | None = None
 ) -> Any:
-    """Call what the slot's owner wrote; whatever it raises, but an error of ours, is told as the slot's.
+    """Call a function of the slot's owner and return its result.
 
     Args:
-        slot: Whose it is.
-        what: For the message; ``{}`` is the slot's label.
-        function: What is called.
+        slot: The slot.
+        what: The function in words; ``{}`` is the slot's label.
+        function: The function.
         args: Its arguments.
-        hint: What to do; by default, where to look.
+        hint: The hint of the error.
 
     Raises:
-        SlotError: ``function`` raised.
+        SlotError: ``function`` raised an exception that is no `GraphpactError`.
     """
     try:
         return function(*args)
@@ -362,12 +352,12 @@ def call(
     except Exception as error:
         raise SlotError(
             f"{what.format(slot.label)} raised {type(error).__name__}: {error}",
-            hint=hint or "mend it; GRAPHPACT_TRACEBACK=1 shows where it fails",
+            hint=hint or "fix the callback; GRAPHPACT_TRACEBACK=1 shows where it fails",
         ) from error
 
 
 def _is_value_of(dtype: torch.dtype, value: float) -> bool:
-    """Return whether ``dtype`` holds ``value``; a float rounds, as always, but does not overflow."""
+    """Return whether ``dtype`` can hold ``value``; floats may be rounded and may not overflow."""
     if dtype is torch.bool:
         return value in (0, 1)
     if dtype.is_floating_point:

@@ -1,8 +1,8 @@
-"""The command line: `main`, the one place where an error becomes words and an exit status.
+"""The command line: `main` prints errors and returns the exit status.
 
-    0  done                     2    usage: what was asked for cannot be had, nothing was done
-    1  the contract was broken  3    the engine, or this machine, is at fault
-    130  interrupted            141  the reader of the output went away
+    0    done                     2    usage: the request is invalid, nothing was done
+    1    the contract was broken  3    a defect of the engine, or a fault of this machine
+    130  interrupted              141  the reader of the output closed the pipe
 
 Does not: import typer and rich before `main` is called; they are the extra ``graphpact[cli]``.
 """
@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status.
 
     Args:
-        arguments: What follows the command's name; the process's own where none are given.
+        arguments: Arguments after the command's name; by default those of the process.
     """
     try:
         from graphpact.cli import app, console  # noqa: PLC0415  an extra
@@ -43,9 +43,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _show_traceback()
         console.error(error.message, error.hint)
         return error.code
-    except Exception as error:  # noqa: BLE001  nothing may leave as a traceback
+    except Exception as error:  # noqa: BLE001  users see no traceback by default
         _show_traceback()
-        console.internal_error(error, f"{TRACEBACK_VARIABLE}=1 shows where it came from")
+        console.internal_error(error, f"{TRACEBACK_VARIABLE}=1 prints the traceback")
         return _INTERNAL_ERROR
 
 

@@ -1,11 +1,10 @@
-"""The command line as typer sees it: one group, whose commands are plugins.
+"""The typer application: one group, whose commands are plugins.
 
-What is installed contributes the commands, in the entry-point group ``graphpact.commands``: a function, or a
+Installed distributions offer commands in the entry-point group ``graphpact.commands``: a function, or a
 `typer.Typer` for a command with subcommands. A command is imported when it is run, or listed with its help.
 
-Does not: turn graphpact's errors into words; they pass through to `graphpact.cli.main`. Mistakes in
-the shape of a command line (an unknown option, a number that is none) are typer's to explain, with
-status 2.
+Does not: print graphpact's errors; `graphpact.cli.main` does. typer reports wrong command lines (an unknown
+option, an invalid number) with status 2.
 """
 
 import functools
@@ -22,26 +21,30 @@ from graphpact.cli.plugins import distributions
 from graphpact.errors import ConfigError, GraphpactError
 from graphpact.plugins import PluginCatalog
 
-_READER_GONE = 141  # what a shell reports for SIGPIPE
-_CONTEXT = {"help_option_names": ["-h", "--help"]}
+_SIGPIPE_STATUS = 141  # the status that a shell reports for SIGPIPE
+_OPTIONS: dict[str, Any] = {
+    "rich_markup_mode": "markdown",  # joins the lines of a paragraph
+    "pretty_exceptions_enable": False,
+    "context_settings": {"help_option_names": ["-h", "--help"]},
+}
 
 
 @contextmanager
-def _reader_may_leave() -> Iterator[None]:
-    """See the output out of the door while it can still be told that nobody reads on."""
+def _exit_on_broken_pipe() -> Iterator[None]:
+    """Return a context that flushes stdout, and exits with status 141 if its reader closed the pipe."""
     try:
         yield
         sys.stdout.flush()
     except BrokenPipeError:
-        _forget_stdout()
-        raise typer.Exit(_READER_GONE) from None
+        _discard_stdout()
+        raise typer.Exit(_SIGPIPE_STATUS) from None
 
 
 @functools.cache
 def _catalog() -> PluginCatalog:
-    """Return the installed commands; those that are disabled stay, so that one can say so.
+    """Return the catalog, disabled commands included, to report them.
 
-    A variable that disables what is not there is for the command to refuse, or to report.
+    The command reports a variable that disables unknown plugins; here it is ignored.
     """
     try:
         return PluginCatalog.scan()
@@ -50,23 +53,23 @@ def _catalog() -> PluginCatalog:
 
 
 class _Group(TyperGroup):
-    """The group of installed commands. It ends quietly where the reader of its output went away."""
+    """The group of installed commands."""
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command."""
-        with _reader_may_leave():
+        """Run the command; exit without an error if the reader of its output closed the pipe."""
+        with _exit_on_broken_pipe():
             return super().invoke(ctx)
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """Return the names of the commands, from metadata alone."""
+        """Return the names of the commands, from metadata only."""
         del ctx
         return [info.name for info in _catalog().infos("command")]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Return the command called ``cmd_name``; of one that cannot be loaded, one that says why.
+        """Return the command ``cmd_name``; if it cannot be loaded, a command that raises the reason.
 
         Raises:
-            UnknownPluginError: No installed distribution offers it; names the one that does.
+            UnknownPluginError: No installed distribution offers it; the hint names the one to install.
         """
         try:
             target = _catalog().select("command", cmd_name)
@@ -77,30 +80,25 @@ class _Group(TyperGroup):
         return _command(cmd_name, target)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Return name, command and arguments; an option in the place of a command is typer's to refuse."""
+        """Return name, command and arguments; typer refuses an option in place of a command."""
         if args[0].startswith("-"):
             ctx.fail(f"No such option: {args[0]}")
         return args[0], self.get_command(ctx, args[0]), args[1:]
 
 
 def _command(name: str, target: Any) -> Any:
-    """Return what typer makes of ``target``, a function or a `typer.Typer`."""
+    """Return the command of ``target``, a function or a `typer.Typer`."""
     if isinstance(target, typer.Typer):
         group = typer.main.get_group(target)
         group.name = name
         return group
-    single = typer.Typer(
-        add_completion=False,
-        rich_markup_mode="markdown",
-        pretty_exceptions_enable=False,
-        context_settings=_CONTEXT,
-    )
+    single = typer.Typer(add_completion=False, **_OPTIONS)
     single.command(name)(target)
     return typer.main.get_command(single)
 
 
 def _refusing(name: str, error: GraphpactError) -> Any:
-    """Return a command that raises ``error``, and says in its help that it cannot be loaded."""
+    """Return a command that raises ``error`` and has it in its help."""
 
     def refuse() -> None:
         raise error
@@ -131,7 +129,7 @@ def _main(
 def _show_versions(*, wanted: bool) -> None:
     if not wanted:
         return
-    with _reader_may_leave():
+    with _exit_on_broken_pipe():
         for name, version in distributions().items():
             sys.stdout.write(f"{name} {version}\n")
     raise typer.Exit
@@ -139,13 +137,7 @@ def _show_versions(*, wanted: bool) -> None:
 
 def _app() -> Callable[..., Any]:
     app = typer.Typer(
-        name="graphpact",
-        cls=_Group,
-        help="Run language models through captured graphs, with plugins chosen by name.",
-        no_args_is_help=True,
-        rich_markup_mode="markdown",  # joins the lines of a paragraph
-        pretty_exceptions_enable=False,
-        context_settings=_CONTEXT,
+        name="graphpact", cls=_Group, help=_main.__doc__, no_args_is_help=True, **_OPTIONS
     )
     app.callback()(_main)
     return typer.main.get_command(app)
@@ -155,7 +147,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status.
 
     Raises:
-        GraphpactError: What the command could not do.
+        GraphpactError: The command failed.
     """
     given = sys.argv[1:] if arguments is None else list(arguments)
     _catalog.cache_clear()
@@ -166,11 +158,11 @@ def run(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _forget_stdout() -> None:
-    """Send what is still buffered nowhere: the interpreter's last flush must not fail."""
+def _discard_stdout() -> None:
+    """Redirect stdout to the null device: the interpreter's last flush must not fail."""
     try:
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())
-        os.close(nowhere)
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, sys.stdout.fileno())
+        os.close(null)
     except (OSError, ValueError):
-        pass  # not a file of the process: nothing to flush
+        pass  # stdout is no file: nothing to flush

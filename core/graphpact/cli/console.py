@@ -1,9 +1,9 @@
-"""Where the command line writes: data to stdout, talk to stderr; tables and progress by rich.
+"""The output of the command line: results to stdout, messages to stderr; tables and progress by rich.
 
-Strings that come from elsewhere (names, messages, what a model wrote) are never read as markup, and
-their control characters never reach a terminal.
+Strings from elsewhere (names, messages, generated text) are never interpreted as markup, and their control
+characters never reach a terminal.
 
-Does not: decide what is said, or end the process.
+Does not: choose the messages, or end the process.
 """
 
 import sys
@@ -22,15 +22,15 @@ _CONTROLS = {
 
 
 class _Console(Console):
-    """A console that leaves it to `graphpact.cli.app` what happens when nobody reads on."""
+    """A console that leaves broken pipes to `graphpact.cli.app`."""
 
     def on_broken_pipe(self) -> None:
-        """Let the error through; rich would end the process."""
+        """Raise the error; rich would end the process."""
         raise BrokenPipeError
 
 
 def clean(text: object) -> str:
-    """Return ``text`` with every control character but newline and tab spelled out."""
+    """Return ``text`` with control characters except newline and tab escaped."""
     return str(text).translate(_CONTROLS)
 
 
@@ -40,7 +40,7 @@ def data() -> Console:
 
 
 def talk() -> Console:
-    """Return the console of everything else: stderr."""
+    """Return the console of messages: stderr."""
     return _console(stderr=True)
 
 
@@ -48,8 +48,8 @@ def _console(*, stderr: bool) -> Console:
     on_terminal = (sys.stderr if stderr else sys.stdout).isatty()
     return _Console(
         stderr=stderr,
-        force_terminal=on_terminal,  # not what FORCE_COLOR and its like have rich believe
-        width=None if on_terminal else 10_000,  # no line is to be broken there
+        force_terminal=on_terminal,  # ignores FORCE_COLOR
+        width=None if on_terminal else 10_000,  # no line breaks in files and pipes
         markup=False,
         emoji=False,
         highlight=False,
@@ -57,28 +57,28 @@ def _console(*, stderr: bool) -> Console:
 
 
 def error(message: str, hint: str | None = None) -> None:
-    """Say on stderr what went wrong and what to do next."""
-    _say("error: ", "bold red", message, hint)
+    """Print an error and its hint on stderr."""
+    _print("error: ", "bold red", message, hint)
 
 
 def warning(message: str, hint: str | None = None) -> None:
-    """Say on stderr what is odd and yet goes on."""
-    _say("warning: ", "bold yellow", message, hint)
+    """Print a warning and its hint on stderr."""
+    _print("warning: ", "bold yellow", message, hint)
 
 
 def note(message: str) -> None:
-    """Say something on stderr."""
-    talk().print(Text(clean(message)), soft_wrap=True)
+    """Print a message on stderr."""
+    _print("", "", message, None)
 
 
 def internal_error(error: Exception, hint: str) -> None:
-    """Say on stderr what nobody foresaw."""
+    """Print an unexpected exception on stderr."""
     message = f"internal error: {type(error).__name__}: {' '.join(str(error).split())}"
-    _say("", "", message, hint)
+    _print("", "", message, hint)
 
 
-def _say(what: str, style: str, message: str, hint: str | None) -> None:
-    text = Text.assemble((what, style), clean(message))
+def _print(label: str, style: str, message: str, hint: str | None) -> None:
+    text = Text.assemble((label, style), clean(message))
     if hint is not None:
         text.append("\n  help: ", "bold cyan").append(clean(hint))
     talk().print(text, soft_wrap=True)
@@ -91,13 +91,13 @@ def print_table(
     *,
     numbers: Collection[str] = (),
 ) -> None:
-    """Print a table: under a ruled heading on a terminal, plain aligned columns elsewhere.
+    """Print a table: with a ruled heading on a terminal, as plain aligned columns elsewhere.
 
     Args:
-        console: Where to.
+        console: The console to print on.
         columns: The headings.
-        rows: One cell a column.
-        numbers: The columns that are set to the right.
+        rows: The rows, one cell per column.
+        numbers: The columns that are aligned to the right.
     """
     table = Table(
         box=box.SIMPLE_HEAD if console.is_terminal else None,
@@ -107,7 +107,7 @@ def print_table(
         show_edge=False,
     )
     for column in columns:
-        if column in numbers:  # stay whole; text folds where a terminal is narrow
+        if column in numbers:  # numbers are not wrapped; text is, on a narrow terminal
             table.add_column(column, justify="right", no_wrap=True)
         else:
             table.add_column(column, overflow="fold")

@@ -1,6 +1,6 @@
-"""`need_extra`: what a command needs beyond its own distribution.
+"""`need_extra`: checks that the packages of an extra are installed.
 
-Does not: import what it looks for.
+Does not: import them.
 """
 
 from importlib.util import find_spec
@@ -9,19 +9,17 @@ from graphpact.errors import UsageError
 
 
 def need_extra(extra: str, *packages: str, of: str = "graphpact") -> None:
-    """See that what an extra of graphpact brings is there.
+    """Check that packages of an extra are installed.
 
     Args:
-        extra: Its name.
-        packages: Those of its packages that are needed now.
+        extra: The name of the extra.
+        packages: The packages that are needed.
         of: The distribution that has the extra.
 
     Raises:
-        UsageError: One is missing.
+        UsageError: A package is not installed.
     """
     for package in packages:
         if find_spec(package) is None:
-            raise UsageError(
-                f"this needs {package}, which is not installed",
-                hint=f'pip install "{of}[{extra}]"',
-            )
+            what = f"this needs {package}, which is not installed"
+            raise UsageError(what, hint=f'pip install "{of}[{extra}]"')

@@ -1,6 +1,6 @@
-"""``graphpact plugins``: what is installed, what of it can be used, and what each backend can do.
+"""``graphpact plugins``: lists the installed plugins, their availability, and capabilities of backends.
 
-Does not: fail because of a plugin that does; a rejected one is a row with its reason.
+Does not: fail because of a broken plugin; a rejected plugin is a row with its reason.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ _FEATURES = ("sliding_window", "softcap", "sinks", "trees")
 
 
 class KindOption(enum.StrEnum):
-    """`graphpact.plugins.Kind`, as typer reads choices."""
+    """`graphpact.plugins.Kind` as an enum, for typer."""
 
     attention_backend = "attention_backend"
     runner = "runner"
@@ -50,11 +50,8 @@ def plugins(
         note("no plugin is installed" if kind is None else f"no {kind.value} is installed")
         return
     console = data()
-    print_table(
-        console,
-        ("kind", "name", "distribution", "status", ""),
-        [_row(plugin) for plugin in found],
-    )
+    headings = ("kind", "name", "distribution", "status", "")
+    print_table(console, headings, [_row(plugin) for plugin in found])
     capabilities = [row for plugin in found for row in _capability_rows(plugin)]
     if capabilities:
         console.print()
@@ -62,7 +59,7 @@ def plugins(
 
 
 def check(catalog: PluginCatalog, kind: Kind | None = None) -> list[Plugin]:
-    """Try every plugin of ``catalog``; what one prints when it is imported is no data of ours."""
+    """Return the results of loading every plugin of ``catalog``; what plugins print goes to stderr."""
     with contextlib.redirect_stdout(sys.stderr):
         return catalog.check(kind)
 
@@ -75,19 +72,16 @@ def distributions() -> dict[str, str]:
 
 
 def unavailable(plugin: Plugin) -> dict[str, str | None]:
-    """Return, by device of this machine, why a driver cannot record there, or None where it can.
-
-    Empty for what is no driver.
-    """
+    """Return, for each device, why a driver cannot record on it, or None if it can; empty for other kinds."""
     if not isinstance(plugin, Loaded) or plugin.info.kind != "graph_driver":
         return {}
     return _by_device(plugin.cls.unavailable)
 
 
 def kernels(plugin: Plugin) -> dict[str, dict[str, str | None]]:
-    """Return, by kernel provider of a backend and by device, why it cannot run there, or None where it can.
+    """Return, for each kernel provider and device, why it cannot run there, or None if it can.
 
-    The best provider first. Empty for what has no choice of kernels.
+    The best provider comes first. Empty for plugins without providers.
     """
     if not isinstance(plugin, Loaded) or plugin.info.kind != "attention_backend":
         return {}
@@ -95,7 +89,7 @@ def kernels(plugin: Plugin) -> dict[str, dict[str, str | None]]:
 
 
 def describe(plugin: Plugin) -> dict[str, Any]:
-    """Return what there is to say about a plugin, ready for JSON."""
+    """Return the description of a plugin, ready for JSON."""
     info = plugin.info
     can = _capabilities(plugin)
     return {
@@ -134,7 +128,7 @@ def _row(plugin: Plugin) -> tuple[str, ...]:
         modes = _modes(plugin)
         status, more = "loaded", f"serves {', '.join(modes)}" if modes else ""
         if info.kind == "graph_driver":
-            more = _say_devices(unavailable(plugin))
+            more = _devices_text(unavailable(plugin))
         elif driver := getattr(plugin.cls, "driver", None):
             more += f"; records with {driver} unless another is named"
     else:
@@ -144,21 +138,14 @@ def _row(plugin: Plugin) -> tuple[str, ...]:
 
 def _capability_rows(plugin: Plugin) -> Iterator[tuple[str, str, str]]:
     about = describe(plugin)
-    words = {
-        key.replace("_", " "): _say_declared(value)
-        for key, value in (about["capabilities"] or {}).items()
-    }
-    words |= {
-        f"{provider} kernels": _say_devices(found)
-        for provider, found in (about["providers"] or {}).items()
-    }
-    name = plugin.info.name
-    for key, text in words.items():
-        yield name, key, text
-        name = ""  # once is enough
+    declared, providers = about["capabilities"] or {}, about["providers"] or {}
+    rows = [(key.replace("_", " "), _declared_text(value)) for key, value in declared.items()]
+    rows += [(f"{name} kernels", _devices_text(found)) for name, found in providers.items()]
+    for number, (key, text) in enumerate(rows):
+        yield "" if number else plugin.info.name, key, text
 
 
-def _say_declared(value: Any) -> str:
+def _declared_text(value: Any) -> str:
     if value is None:
         return "any"
     if isinstance(value, list):
@@ -166,12 +153,12 @@ def _say_declared(value: Any) -> str:
     return str(value).lower()
 
 
-def _say_devices(found: Mapping[str, str | None]) -> str:
+def _devices_text(found: Mapping[str, str | None]) -> str:
     return "; ".join(f"{device}: {reason or 'available'}" for device, reason in found.items())
 
 
 def _by_device(unavailable: Callable[[torch.device], str | None]) -> dict[str, str | None]:
-    """Ask about each device of this machine; what a plugin prints is no data of ours."""
+    """Return ``unavailable`` for each device of this machine; what plugins print goes to stderr."""
     devices = ("cpu", *(f"cuda:{number}" for number in range(torch.cuda.device_count())))
     with contextlib.redirect_stdout(sys.stderr):
         return {device: why_unavailable(unavailable, torch.device(device)) for device in devices}
@@ -183,7 +170,7 @@ def _capabilities(plugin: Plugin) -> Capabilities | None:
 
 
 def _modes(plugin: Plugin) -> list[str] | None:
-    """Return the modes that a runner or a backend serves; None for what knows no modes."""
+    """Return the modes that a runner or a backend serves; None for plugins without modes."""
     if not isinstance(plugin, Loaded):
         return None
     can = _capabilities(plugin)
@@ -192,5 +179,5 @@ def _modes(plugin: Plugin) -> list[str] | None:
 
 
 def _words(values: Iterable[Any]) -> list[str]:
-    """Return set members in words: modes by value, dtypes without ``torch.``, sorted."""
+    """Return set members as sorted text: enum members by value, dtypes without ``torch.``."""
     return sorted(str(getattr(value, "value", value)).removeprefix("torch.") for value in values)

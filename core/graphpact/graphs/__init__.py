@@ -1,8 +1,8 @@
 """The driver contract: recording a region of work and replaying it.
 
-For those who write a driver: `EagerCall` is a call between two segments, `Line` names the caller's line.
+Helpers for drivers: `EagerCall` is a call between two segments, `Line` names the caller's line.
 
-Does not: choose what is recorded. Drivers are found by entry point like every other plugin.
+Does not: choose what is recorded, or find drivers; they are plugins with entry points.
 """
 
 from graphpact.graphs.driver import (

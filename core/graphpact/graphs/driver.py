@@ -1,13 +1,12 @@
-"""The driver contract: `GraphDriver` records a callable once, `Graph` replays what was recorded.
+"""The driver contract: `GraphDriver` records a callable once, `Graph` replays it.
 
-What every driver promises: a replay repeats the recorded device work on the tensors, by address, that
-it was recorded with, with the Python numbers that it was recorded with, and runs no Python of the
-recorded callable, but for the calls that it was asked to make eagerly (`GraphDriver.eager_call`). Work
-that cannot be recorded raises `CaptureError`, and no graph is kept.
+Every driver promises: a replay repeats the recorded device work on the recorded addresses with the recorded
+Python numbers, and runs no Python of the recorded callable except its eager calls
+(`GraphDriver.eager_call`). Work that cannot be recorded raises `CaptureError`, and no graph is kept.
 
-What every driver asks in return: outputs are read, or copied, before another graph of the same driver
-replays; memory that a graph reads stays where it is; other streams, events and copies from host memory
-are had from the driver and joined as on a CUDA device.
+Every driver requires: outputs are read or copied before another graph of the same driver replays; memory
+that a graph reads stays in place; streams, events and copies from host memory come from the driver and are
+joined as on a CUDA device.
 
 Does not: order shapes or bind metadata; the lane and its runner do.
 """
@@ -29,23 +28,22 @@ __tracebackhide__ = True
 T = TypeVar("T")
 
 Externals = Literal["all", "dispatched", "unknown"]
-"""How much `Graph.external_tensors` tells, the least last. ``dispatched``: the arguments of operations that
-torch dispatched, and not what kernels read that were launched below its dispatcher."""
+"""How complete `Graph.external_tensors` is, the least complete last. ``dispatched``: arguments of operations
+that torch dispatched; memory read by kernels that were launched below the dispatcher is missing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeclaredMemory:
-    """The memory around a lane's graphs, by what a graph may do with it.
+    """The memory around a lane's graphs, by its use.
 
-    A strict driver holds graphs to it: a write to anything else, but memory that the graph itself
-    allocated, is refused.
+    A strict driver refuses writes to other memory, except memory that the graph itself allocated.
 
     Args:
         refreshed: Written by the preparation of every replay; the graph may write it too.
-        caches: Live from replay to replay and written for live requests: the KV cache.
-        workspaces: Written freely, and no replay may depend on what an earlier one left there.
-        host: Host memory, free to be read at any time.
-        name_of: What messages call a tensor, or None where it has no name.
+        caches: The KV cache: kept from replay to replay and written for live requests.
+        workspaces: Written freely; no replay may depend on the contents that an earlier one left.
+        host: Host memory, readable at any time.
+        name_of: Returns the name of a tensor for messages, or None.
     """
 
     refreshed: Sequence[torch.Tensor] = ()
@@ -56,32 +54,31 @@ class DeclaredMemory:
 
 
 class Ownership(Protocol):
-    """Memory outside the lanes, of which live requests own a part: request rows and KV pages."""
+    """Memory outside the lanes that live requests own in part: request rows and KV pages."""
 
     def poison_free(self) -> None:
-        """Poison what no live request owns."""
+        """Poison unowned memory."""
 
     def check_free(self) -> None:
-        """Raise `ReplayError` where memory that no live request owns was written."""
+        """Raise `ReplayError` if unowned memory was written."""
 
 
 class Graph(abc.ABC):
     """One recorded region.
 
     Attributes:
-        outputs: What the recorded callable returned. Its tensors belong to the graph: each replay
-            overwrites them, and so may a replay of another graph of the same driver. Before the first
-            replay they hold nothing.
-        num_nodes: Recorded operations (kernel launches, for CUDA), or -1 where the driver cannot tell.
+        outputs: The result of the recorded callable. Its tensors belong to the graph: undefined before the
+            first replay, overwritten by each replay, possibly by one of another graph of the same driver.
+        num_nodes: Recorded operations (for CUDA: kernel launches), or -1 if unknown.
         num_segments: Recorded pieces: one more than the eager calls between them.
-        outputs_stand: Whether outputs are those of the last replay; False where a strict driver knows that
-            they are not, since another graph was replayed.
-        pool_nbytes: Bytes of memory that the recorded region allocated and the graph keeps: its outputs
-            and what lies between them and its inputs; 0 once released. -1 where the driver cannot tell.
+        outputs_stand: Whether the outputs are those of this graph's last replay. False if a strict driver
+            knows that another graph was replayed since.
+        pool_nbytes: Bytes that the recorded region allocated and the graph keeps (outputs and intermediate
+            tensors); 0 once released, -1 if unknown.
     """
 
     sees: ClassVar[Literal["all", "dispatched"]] = "all"
-    """How much `external_tensors` tells, of a graph that tells something; see `Externals`."""
+    """How complete `external_tensors` is where it is not None; see `Externals`."""
 
     outputs: Any
     num_nodes: int
@@ -94,41 +91,41 @@ class Graph(abc.ABC):
         """Run the recorded work once.
 
         Raises:
-            ReplayError: A strict driver found that the replay reads or leaves what it must not.
+            ReplayError: A strict driver found that the replay read, wrote or kept wrong memory.
         """
 
     @abc.abstractmethod
     def release(self) -> None:
-        """Give up the recorded work and its memory; the graph cannot be replayed afterwards."""
+        """Free the recorded work and its memory; the graph cannot be replayed afterwards."""
 
     def external_tensors(self) -> list[torch.Tensor] | None:
-        """Return the tensors of recorded work whose memory the graph did not allocate.
+        """Return the tensors of recorded work whose memory the graph did not allocate, or None if unknown.
 
-        They must stay where they are for as long as the graph is replayed. Equal views come once; once
-        released there are none. None where the driver cannot tell. `externals` says how much this is.
+        They must stay in place as long as the graph is replayed. Equal views are listed once; a released
+        graph has none. `externals` says how complete the list is.
         """
         return None
 
     @property
     def externals(self) -> Externals:
-        """How much `external_tensors` tells: checks that need it are as complete as that."""
+        """How complete `external_tensors` is, and so the checks that use it."""
         return "unknown" if self.external_tensors() is None else self.sees
 
 
 class Event:
-    """A point in a stream's work that others can wait for. This one is of a driver without streams."""
+    """A point in a stream's work to wait for. This class is for drivers without streams."""
 
     def record(self, stream: "Stream | None" = None) -> None:
-        """Mark the work that ``stream`` (the current one by default) has been given so far."""
+        """Mark the work submitted so far to ``stream``, by default the current one."""
 
     def synchronize(self) -> None:
-        """Wait, on the host, for the marked work."""
+        """Block the host until the marked work is done."""
 
 
 class Stream:
-    """An order of work beside the current one; ``with stream:`` gives it what is done inside.
+    """A queue of device work; ``with stream:`` makes it the current one.
 
-    This one is of a driver without streams: all work is done at once, in order.
+    This class is for drivers without streams: all work runs at once, in order.
     """
 
     def __enter__(self) -> Self:
@@ -143,41 +140,41 @@ class Stream:
         pass
 
     def wait_event(self, event: Event) -> None:
-        """Let later work of this stream wait for what ``event`` marked."""
+        """Make later work of this stream wait for the work that ``event`` marked."""
 
     def wait_stream(self, stream: "Stream") -> None:
-        """Let later work of this stream wait for all that ``stream`` was given so far."""
+        """Make later work of this stream wait for all work submitted so far to ``stream``."""
 
     def synchronize(self) -> None:
-        """Wait, on the host, for all work of this stream."""
+        """Block the host until all work of this stream is done."""
 
 
 class GraphDriver(abc.ABC):
-    """Records graphs on one device. One instance is one memory pool, and belongs to one lane.
+    """Base class of graph drivers. One instance has one memory pool and belongs to one lane.
 
     Args:
-        device: Where the recorded work runs.
-        strict: Look for wrong use at every replay, as far as the driver can, whatever it costs.
+        device: The device of the recorded work.
+        strict: Detect wrong use at every replay, as far as the driver can, at any cost.
 
     Attributes:
-        memory: What the lane declared; see `declare`.
+        memory: The lane's declaration; see `declare`.
 
     Raises:
-        ConfigError: ``strict`` of a driver that has no strict mode.
+        ConfigError: ``strict``, and the driver has no strict mode.
     """
 
     name: ClassVar[str]
     _capturing: "ClassVar[GraphDriver | None]" = None
-    _calling: ClassVar[bool] = False  # eagerly, between two segments of what is captured
+    _calling: ClassVar[bool] = False  # inside an eager call of the region that is captured
     has_strict_mode: ClassVar[bool] = False
     repeats_eager_kernels: ClassVar[bool] = False
-    """Whether a replay runs the kernels of an eager run of the same shapes, and so gives the same bits."""
+    """Whether a replay runs the same kernels as an eager run of the same shapes, with bit-equal results."""
 
     def __init__(self, device: torch.device, *, strict: bool = False) -> None:
         if strict and not self.has_strict_mode:
             raise ConfigError(
                 f"graph driver {self.name!r} has no strict mode",
-                hint='the driver "tape" has one, on any device',
+                hint='use the driver "tape", which has one on any device',
             )
         self.device = device
         self.strict = strict
@@ -186,51 +183,47 @@ class GraphDriver(abc.ABC):
     @classmethod
     @abc.abstractmethod
     def unavailable(cls, device: torch.device) -> str | None:
-        """Return why this driver cannot record on ``device`` here, or None where it can."""
+        """Return why this driver cannot record on ``device`` of this machine, or None if it can."""
 
     # -- recording -------------------------------------------------------------------------------
 
     def declare(self, memory: DeclaredMemory) -> None:
-        """Say what the memory around the graphs is for; asked before the first capture."""
+        """Set the memory around the graphs; the lane calls it before the first capture."""
         self.memory = memory
 
     @abc.abstractmethod
     def capture(self, fn: Callable[[], Any], *, warmup: int = 1) -> Graph:
         """Run ``fn`` ``warmup`` times, then record one more run of it.
 
-        Whether the recorded run is also carried out depends on the driver: what it computes counts from
-        the first replay on.
+        Some drivers execute the recorded run and some do not: results are valid after the first replay.
 
         Args:
-            fn: The region. It must do the same device work in every run, and nothing else that matters.
+            fn: The region. It must do the same device work in every run, and have no other side effects.
             warmup: Runs before the recorded one, so that lazy set-up work is not recorded.
 
         Raises:
-            CaptureError: ``fn`` did something that a graph cannot hold; the message names the line.
+            CaptureError: ``fn`` does work that a graph cannot hold; the message names the line.
         """
 
     @property
     def is_capturing(self) -> bool:
-        """Whether this driver is recording a region now; not inside an eager call."""
+        """Whether this driver is recording a region now; False inside an eager call."""
         return GraphDriver._capturing is self and not GraphDriver._calling
 
     def refuse_nested_capture(self) -> None:
-        """Refuse to capture while a region is recorded: a process records one at a time.
+        """Raise `CaptureError` if a region is being recorded: a process records one at a time.
 
-        For the beginning of `capture`.
-
-        Raises:
-            CaptureError: Names the line that began the second one.
+        Drivers call it at the beginning of `capture`. The message names the line.
         """
         if GraphDriver._capturing is not None:
             raise CaptureError(
                 f"a capture was begun inside another one, at {Line()}",
-                hint="capture one region after the other, or make the inner one a part of the outer",
+                hint="capture the regions one after the other, or record the inner one in the outer",
             )
 
     @contextlib.contextmanager
     def recorded_run(self) -> Iterator[None]:
-        """Stand around the run that `capture` records, and no warm-up: `is_capturing` in it."""
+        """Return a context for the run that `capture` records, not for warm-up: it sets `is_capturing`."""
         GraphDriver._capturing = self
         try:
             yield
@@ -240,10 +233,9 @@ class GraphDriver(abc.ABC):
     def eager_call(self, fn: Callable[..., T], *args: Any) -> T:
         """Call ``fn(*args)`` and return its result; inside a region, break the graph there.
 
-        In a region the work before the call and the work after it become two segments, and every replay
-        calls ``fn`` again between them, with the same ``args``: tensors that the segments keep in place.
-        Tensors that it returns are copied to where they lay at capture, which is where the next segment
-        reads them.
+        The work before the call and the work after it become two segments. Every replay calls ``fn`` again
+        between them, with the same ``args``, whose tensors the segments keep in place. Tensors that it
+        returns are copied to their captured addresses, where the next segment reads them.
 
         Raises:
             ReplayError: A replayed call returned another structure, shape or dtype.
@@ -259,20 +251,18 @@ class GraphDriver(abc.ABC):
 
     @abc.abstractmethod
     def break_graph(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """End a segment of the region that is recorded, call ``fn(*args)`` unrecorded, begin another.
+        """End a segment, call ``fn(*args)`` unrecorded, begin the next segment; return the result.
 
-        What `eager_call` does inside a region; a call inside such a call is a part of it.
+        `eager_call` calls it inside a region; nested eager calls are part of the outer call.
         """
 
     # -- around the replay -----------------------------------------------------------------------
 
     def guard(self, ownership: Ownership | None = None) -> object:
-        """Return an observer of the lane that looks for wrong use around its hooks and steps.
-
-        A strict driver supplies it. One guard belongs to one lane.
+        """Return an observer that detects wrong use around the hooks and steps of one lane.
 
         Args:
-            ownership: Of the memory outside the lane; None where it is not known.
+            ownership: Ownership of the memory outside the lane; None if unknown.
 
         Raises:
             ConfigError: The driver is not strict, or its strict mode has no guard.
@@ -281,32 +271,34 @@ class GraphDriver(abc.ABC):
         raise ConfigError(
             f"graph driver {self.name!r} has no guard"
             + ("" if self.strict else " outside its strict mode"),
-            hint='TapeDriver(device, strict=True), the driver "tape" of a strict lane, has one',
+            hint='use the driver "tape" in a strict lane, TapeDriver(device, strict=True)',
         )
 
     @contextlib.contextmanager
     def preparation(
         self, host: Iterable[torch.Tensor] = (), read_only: Iterable[torch.Tensor] = ()
     ) -> Iterator[None]:
-        """Stand around the work that prepares a replay.
+        """Return a context for the work that prepares a replay.
 
-        A strict driver refuses host reads in it, and writes to memory that is not for it to write.
+        A strict driver refuses host reads of device tensors in it, and writes to memory that it may not
+        write.
 
         Args:
-            host: Host tensors besides those that were declared, such as those of a batch.
-            read_only: What it may not write besides what graphs use and no slot is: the batch.
+            host: Readable host tensors besides the declared ones, such as those of a batch.
+            read_only: Tensors that it may not write, such as the batch. Memory that graphs use and that is no
+                slot's is read-only too.
         """
         del host, read_only
         yield
 
     @contextlib.contextmanager
     def unprepared(self, host: Iterable[torch.Tensor] = ()) -> Iterator[None]:
-        """Stand around hooks that prepare no replay: an eager step's, a capture's.
+        """Return a context for hooks that prepare no replay: those of eager steps and captures.
 
-        A strict driver refuses nothing in them, and learns what lies on the host: they may keep it for later.
+        A strict driver refuses nothing in them. It notes ``host``, since hooks may keep these tensors.
 
         Args:
-            host: As of `preparation`.
+            host: As in `preparation`.
         """
         del host
         yield
@@ -316,7 +308,7 @@ class GraphDriver(abc.ABC):
         return Stream()
 
     def current_stream(self) -> Stream:
-        """Return the stream that work is given to now."""
+        """Return the stream that work is submitted to now."""
         return Stream()
 
     def event(self) -> Event:
@@ -324,24 +316,24 @@ class GraphDriver(abc.ABC):
         return Event()
 
     def copy_async(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy host memory to the device in the order of the current stream, without waiting.
+        """Copy host memory to the device on the current stream, without waiting.
 
-        ``source`` may not be written before the host has waited, by `Event.synchronize` or
-        `synchronize`, for the copy: the device may read it at any time until then.
+        Do not write ``source`` before the host has waited for the copy (`Event.synchronize` or
+        `synchronize`): until then the device may read it.
 
         Args:
             target: On the driver's device.
-            source: Host memory of the same shape and dtype, pinned where the device is a GPU.
+            source: Host memory of the same shape and dtype, pinned for a GPU.
         """
         target.copy_(source)
 
     def copy_in_flight(self, source: torch.Tensor) -> Line | None:
-        """Return where a copy from the memory of ``source`` began that the host has not waited for.
+        """Return the line of a `copy_async` from the memory of ``source`` that the host has not waited for.
 
-        A strict driver knows the copies of `copy_async`. None where there is none, or the driver cannot tell.
+        None if there is none, or if the driver is not strict and does not know.
         """
         del source
         return None
 
-    def synchronize(self) -> None:  # noqa: B027  nothing to wait for where work is done at once
-        """Wait, on the host, for all work that the device was given."""
+    def synchronize(self) -> None:  # noqa: B027  no asynchronous work by default
+        """Block the host until the device has done all its work."""

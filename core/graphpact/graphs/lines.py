@@ -13,15 +13,15 @@ __tracebackhide__ = True
 class Line:
     """The innermost line of the caller's own code, formatted when it is printed.
 
-    A module that sets ``__tracebackhide__ = True`` is not the caller's code; pytest leaves its frames out of
-    tracebacks for the same reason. Every module of a driver sets it.
+    Modules that set ``__tracebackhide__ = True`` are not the caller's code; pytest hides their frames too.
+    Every module of a driver sets it.
     """
 
     __slots__ = ("_file", "_number")
 
     def __init__(self) -> None:
-        frame = sys._getframe(1)  # noqa: SLF001  a traceback of every operation would cost too much
-        while frame.f_back is not None and _is_machinery(frame):
+        frame = sys._getframe(1)  # noqa: SLF001  a traceback for every operation costs too much
+        while frame.f_back is not None and _is_internal(frame):
             frame = frame.f_back
         self._file, self._number = frame.f_code.co_filename, frame.f_lineno
 
@@ -30,8 +30,8 @@ class Line:
         return f"{self._file}:{self._number}: {text}"
 
 
-def _is_machinery(frame: FrameType) -> bool:
-    """Return whether ``frame`` is torch's or a driver's."""
+def _is_internal(frame: FrameType) -> bool:
+    """Return whether ``frame`` belongs to torch or a driver."""
     filename = frame.f_code.co_filename
     return (
         "/torch/" in filename

@@ -1,6 +1,6 @@
 """`EagerCall`: a call that a replay makes eagerly, between two segments of a graph.
 
-Every driver has segments: `graphpact.graphs.GraphDriver.eager_call` ends one and begins the next.
+`graphpact.graphs.GraphDriver.eager_call` ends a segment and begins the next.
 
 Does not: record or replay the segments.
 """
@@ -20,9 +20,9 @@ class EagerCall:
     """A call that a replay makes eagerly, between two segments.
 
     Args:
-        fn: What is called.
-        args: Its arguments; tensors among them lie where the segments leave them.
-        result: What it returned at capture; the next segment reads its tensors there.
+        fn: The function.
+        args: Its arguments; the segments keep tensors among them in place.
+        result: The result at capture; the next segment reads its tensors there.
     """
 
     def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...], result: Any) -> None:
@@ -32,27 +32,27 @@ class EagerCall:
         self._leaves, self._spec = pytree.tree_flatten(result)
 
     def __call__(self) -> None:
-        """Call again, and copy the result to where the next segment reads it.
+        """Call the function again and copy the result to where the next segment reads it.
 
         Raises:
             ReplayError: It returned another structure, or a tensor of another shape or dtype.
         """
         leaves, spec = pytree.tree_flatten(self.fn(*self.args))
         if spec != self._spec:
-            raise self._other(f"a result of the form {self._spec}", spec)
+            raise self._mismatch(f"a result of the form {self._spec}", spec)
         for target, new in zip(self._leaves, leaves, strict=True):
             if _describe(new) != _describe(target):
-                raise self._other(_describe(target), _describe(new))
+                raise self._mismatch(_describe(target), _describe(new))
             if not isinstance(target, torch.Tensor):
                 continue
             if new.data_ptr() != target.data_ptr() or new.stride() != target.stride():
                 target.copy_(new)
 
-    def _other(self, captured: object, now: object) -> ReplayError:
+    def _mismatch(self, captured: object, now: object) -> ReplayError:
         name = getattr(self.fn, "__qualname__", repr(self.fn))
         return ReplayError(
             f"the eager call {name} between two segments returned {captured} at capture and {now} now",
-            hint="the next segment was recorded with the captured one: return the same shapes, padded",
+            hint="return the captured structure, shapes and dtypes, padded: the next segment reads them",
             rule="GP07",
         )
 

@@ -292,7 +292,7 @@ def test_a_context_is_its_counts() -> None:
         ({"name": ""}, "without a name"),
         (
             {"source_fn": lambda *_: None, "copy_from_fb": False},
-            "its source_fn would never be called",
+            "its source_fn is never called",
         ),
     ],
 )

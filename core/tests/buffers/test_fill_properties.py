@@ -583,9 +583,9 @@ def test_planted_heads_in_another_slot(grouping: Grouping) -> None:
     compile_ = fills.FillPlan._compile
 
     def crosswise(self: fills.FillPlan, batch: Any, sources: Any) -> Any:
-        look = compile_(self, batch, sources)
-        copies = tuple((targets[::-1], fields, rest) for targets, fields, rest in look.copies)
-        return dataclasses.replace(look, copies=copies)
+        compiled = compile_(self, batch, sources)
+        copies = tuple((targets[::-1], fields, rest) for targets, fields, rest in compiled.copies)
+        return dataclasses.replace(compiled, copies=copies)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fills.FillPlan, "_compile", crosswise)
@@ -598,8 +598,8 @@ def _looking_once() -> Iterator[None]:
     compile_ = fills.FillPlan._compile
 
     def stale(self: fills.FillPlan, batch: Any, sources: Any) -> Any:
-        look = compile_(self, batch, sources)
-        return dataclasses.replace(look, describe=lambda _: look.seen)
+        compiled = compile_(self, batch, sources)
+        return dataclasses.replace(compiled, signature_of=lambda _: compiled.signature)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fills.FillPlan, "_compile", stale)
@@ -670,14 +670,14 @@ def test_planted_field_that_changes() -> None:
 
 def test_a_batch_may_look_in_more_ways_than_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Looks that come in turn, more than are kept, are each copied as they are."""
-    monkeypatch.setattr(fills, "_MAX_LOOKS", 2)
+    monkeypatch.setattr(fills, "_MAX_SIGNATURES", 2)
     dtypes = (torch.int64, torch.int32, torch.int16, torch.int8)
     registry = _hundred_good_fills()
     for step, dtype in enumerate(dtypes * 3):
         _fill(registry, a=torch.tensor([step, 1], dtype=dtype), b=torch.tensor([2, step]))
         assert [s.slice_for(4, 4).tolist() for s in registry] == [[step, 1, 0, 0], [2, step, 0, 0]]
         for plan in registry._plans.values():
-            assert len(plan._looks) <= 2
+            assert len(plan._compiled) <= 2
 
 
 def test_planted_write_to_the_batch() -> None:

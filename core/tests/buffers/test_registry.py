@@ -185,9 +185,9 @@ def test_a_slot_may_lie_on_another_device() -> None:
 # -- the contract of a lane ------------------------------------------------------------------------
 
 UNHELD: list[tuple[dict[str, Any], str]] = [
-    ({"owner": None}, "lane 'decode' asks every slot for its owner"),
-    ({"owner": ""}, "lane 'decode' asks every slot for its owner"),
-    ({"padding_policy": P.KEEP_PAD}, "KEEP_PAD without a reason, which lane 'decode' asks for"),
+    ({"owner": None}, "lane 'decode' requires an owner for every slot"),
+    ({"owner": ""}, "lane 'decode' requires an owner for every slot"),
+    ({"padding_policy": P.KEEP_PAD}, "KEEP_PAD without a reason, which lane 'decode' requires"),
     ({"padding_policy": P.FOREACH_COPY}, "FOREACH_COPY without a reason"),
     ({"padding_policy": P.FOREACH_COPY, "reason": ""}, "FOREACH_COPY without a reason"),
     ({"padding_policy": P.FILL_ONCE, "pad_value": 1}, "FILL_ONCE without a reason"),
@@ -603,11 +603,13 @@ def test_a_slot_that_is_refused_leaves_no_memory(changes: dict[str, Any]) -> Non
 def test_a_lanes_slot_has_a_row_for_all_there_can_be() -> None:
     """A slot that follows requests and is too short for them is refused by a lane, early or late."""
     slots = [make_slot(shape_fn=lambda *_: (3,)) for _ in range(2)]
-    with _refused(_registry(lane="decode"), "of which lane 'decode' has up to 4, and has 3 rows"):
+    with _refused(
+        _registry(lane="decode"), "has 3 rows; its axis 'bs' has up to 4 in lane 'decode'"
+    ):
         _registry(lane="decode").register_slot(slots[0])
     registry = _registry()
     registry.register_slot(slots[1])
-    with _refused(registry, "of which lane 'decode' has up to 4, and has 3 rows"):
+    with _refused(registry, "has 3 rows; its axis 'bs' has up to 4 in lane 'decode'"):
         registry.join_lane("decode")
 
 
@@ -616,7 +618,7 @@ def test_two_slots_do_not_lie_in_one_place() -> None:
     registry = _registry()
     first = registry.register_slot(make_slot())
     with _refused(
-        registry, "slot 'other' of somebody would lie where slot 'lengths' of somebody does"
+        registry, "slot 'other' of somebody is bound to the memory of slot 'lengths' of somebody"
     ):
         registry.register_slot(make_slot("other"), bind=first.buffer)
     columns = torch.zeros(4, 2, dtype=I64)  # interleaved, and yet apart
@@ -1070,13 +1072,13 @@ def test_planted_write_before_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None
     registry = _registry()
     registry.register_slot(make_slot("first"))
     registry.register_slot(make_slot())
-    look_at: Callable[..., Any] = fills.FillPlan._look_at
+    look_at: Callable[..., Any] = fills.FillPlan._check
 
     def write_first(self: fills.FillPlan, batch: Any) -> Any:
         registry.get_slot("first").slice_for(1, 1).fill_(5)
         return look_at(self, batch)
 
-    monkeypatch.setattr(fills.FillPlan, "_look_at", write_first)
+    monkeypatch.setattr(fills.FillPlan, "_check", write_first)
     with pytest.raises(AssertionError), _refused(registry, "'lengths'"):
         fill(registry, 1, 2, first=torch.tensor([1]), lengths=torch.tensor([1.5]))
 

@@ -136,27 +136,27 @@ def test_equal_empty_rows_share(one: dict[str, Any], other: dict[str, Any]) -> N
         (
             {"padding_policy": P.FILL_SENTINEL, "pad_value": 5},
             {"padding_policy": P.FILL_SENTINEL, "pad_value": 6},
-            ("holds 6 where no row is", "which holds 5"),
+            ("holds 6 in padding rows", "which holds 5"),
         ),
         (
             {"padding_policy": P.FILL_SENTINEL, "pad_value": 5},
             {},
-            ("holds 0 where no row is", "which holds 5"),
+            ("holds 0 in padding rows", "which holds 5"),
         ),
         (
             {"padding_policy": P.KEEP_PAD},
             {"padding_policy": P.FILL_SENTINEL, "pad_value": 5},
-            ("holds 5 where no row is", "which holds 0"),
+            ("holds 5 in padding rows", "which holds 0"),
         ),
         (
             {"padding_policy": P.FILL_SENTINEL, "pad_value": 5},
             {"padding_policy": P.FILL_ONCE, "pad_value": 5},
-            ("holds 5 from the start where no row is", "which holds 5\n"),
+            ("holds 5 from the start in padding rows", "which holds 5\n"),
         ),
         (
             {"padding_policy": P.FILL_ONCE, "pad_value": 0},
             {},
-            ("holds 0 where no row is", "which holds 0 from the start"),
+            ("holds 0 in padding rows", "which holds 0 from the start"),
         ),
     ],
 )

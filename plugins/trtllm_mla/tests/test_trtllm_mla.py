@@ -433,7 +433,7 @@ def test_drafts_that_branch_are_refused(mode: ForwardMode) -> None:
         seq_lens_cpu=tokens[:1] + 5,
         tree_mask=torch.ones(2, 2, dtype=torch.bool) if is_verify else None,
     )
-    with pytest.raises(EngineError, match="TRTLLMMLABackend serves chains alone"):
+    with pytest.raises(EngineError, match="TRTLLMMLABackend supports chains only"):
         RIGS[32].make().init_metadata_eager(batch)
 
 
@@ -457,7 +457,7 @@ def test_declared_capabilities() -> None:
         "attention feature sliding_window",
         "attention feature softcap",
         "attention feature sinks",
-        "drafts with 2 branches",
+        "drafts with top-k 2",
     ]
 
 
@@ -673,7 +673,7 @@ def test_native_kernels_say_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"layers": [replace(BIG, num_q_heads=65)]}, "65 query heads"),
         ({"layers": [replace(BIG, num_q_heads=127)]}, "127 query heads"),
         ({"layers": [replace(BIG, kv_lora_rank=448)]}, "kv_lora_rank 448"),
-        ({"layers": [replace(BIG, head_dim=320)]}, "head width 320"),
+        ({"layers": [replace(BIG, head_dim=320)]}, "head_dim 320"),
     ],
 )
 def test_what_native_kernels_lack_is_left_to_portable_ones(
