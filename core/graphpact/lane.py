@@ -193,7 +193,7 @@ class Lane:
     def prepare(self, batch: ForwardBatch) -> PreparedStep:
         """Prepare ``batch`` for `launch`; an earlier step may still run on the device.
 
-        Only one prepared step may wait for its launch. Both are called in `torch.inference_mode`, as `run` does.
+        Only one prepared step may wait for its launch. Call both in `torch.inference_mode`, as `run` does.
         """
         self._require_consistent(batch)
         self._prepared += 1

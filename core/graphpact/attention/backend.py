@@ -212,7 +212,7 @@ class AttentionBackend(abc.ABC):
 
         Raises:
             EngineError: It is attached already: the graphs of that lane read its slots.
-            SlotError: A slot that a fill would write, one without a role, or one against the registry's rules.
+            SlotError: A slot that a fill would write, without a role, or against the registry's rules.
         """
         if self._registry is not None:
             raise EngineError(
