@@ -8,10 +8,12 @@ model still generates text, sometimes wrong text. The pact, a strict lane, or ve
 Does not: need a GPU, or change the installed plugins.
 """
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from graphpact import CudaGraphBufferRegistry, ForwardBatch, GraphShape, PaddingPolicy, hookimpl
+from graphpact import ForwardBatch, GraphShape, GraphSlot, PaddingPolicy, hookimpl
 from graphpact.errors import ContractError
 from graphpact.plugins import PluginCatalog
 from graphpact_cuda_graph import CudaGraphRunner
@@ -38,13 +40,16 @@ class RebuildsMetadata(FlashInferBackend):
 class KeepsRequestRows(CudaGraphRunner):
     """A runner whose padding rows keep request rows of an earlier, larger batch (SGLang PR 26292)."""
 
-    def make_registry(self) -> CudaGraphBufferRegistry:
-        """Return a registry with one slot whose padding rows are never reset."""
-        registry = super().make_registry()
-        slot = registry.get_slot("req_pool_indices")
-        object.__setattr__(slot, "padding_policy", PaddingPolicy.KEEP_PAD)
-        object.__setattr__(slot, "reason", "an earlier row is a valid row")
-        return registry
+    def slots(self) -> Sequence[GraphSlot]:
+        """Return the slots, one of them with padding rows that are never reset."""
+        kept: dict[str, Any] = {
+            "padding_policy": PaddingPolicy.KEEP_PAD,
+            "reason": "an earlier row is a valid row",
+        }
+        return [
+            replace(slot, **kept) if slot.name == "req_pool_indices" else slot
+            for slot in super().slots()
+        ]
 
 
 class PlansOnce(FlashInferBackend):

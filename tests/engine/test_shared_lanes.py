@@ -137,5 +137,5 @@ def test_a_runner_that_shares_nothing_is_found_out() -> None:
 
 def test_a_runner_without_buffers_has_none_to_share() -> None:
     """Sharing the buffers of a runner that captures nothing is a mistake in the configuration."""
-    with pytest.raises(ConfigError, match=r"lanes\.prefill\.share_buffers = true for"):
+    with pytest.raises(ConfigError, match=r"lanes\.prefill\.share_buffers = true, but"):
         _engine(*BOTH, prefill="eager")
