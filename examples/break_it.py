@@ -8,6 +8,7 @@ model still generates text, sometimes wrong text. The pact, a strict lane, or ve
 Does not: need a GPU, or change the installed plugins.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,8 +40,8 @@ class RebuildsMetadata(FlashInferBackend):
 class KeepsRequestRows(CudaGraphRunner):
     """A runner whose padding rows keep request rows of an earlier, larger batch (SGLang PR 26292)."""
 
-    def slots(self) -> list[GraphSlot]:
-        """Leave one tail as it is."""
+    def slots(self) -> Sequence[GraphSlot]:
+        """Return the slots, one of them with padding rows that are never reset."""
         kept: dict[str, Any] = {
             "padding_policy": PaddingPolicy.KEEP_PAD,
             "reason": "an earlier row is a valid row",

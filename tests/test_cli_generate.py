@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,8 +20,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 from graphpact.batch import ForwardMode
 from graphpact.cli import main
+from graphpact.lane import LaneStats, ShapeStats
 from graphpact.shapes import GraphShape
 from graphpact_engine.cli.progress import capture_progress
+from graphpact_engine.cli.report import _rows
 from graphpact_engine.cli.writers import JsonWriter, TextWriter, Writer
 from graphpact_engine.engine import Delta, Engine
 from graphpact_engine.request import FinishReason
@@ -451,6 +454,15 @@ def test_the_table_counts_replays_and_padding(generate: Generate) -> None:
     assert "verified" not in last
 
 
+def test_the_table_counts_tokens_of_prefills() -> None:
+    """The column of tokens has the live tokens of a prefill shape, not its requests."""
+    shape = GraphShape(ForwardMode.EXTEND, 4, 16)
+    stats = LaneStats({shape: ShapeStats(replays=1, raw_rows=2, raw_tokens=12)})
+    lane: Any = SimpleNamespace(name="prefill", stats=stats)
+    ((_, printed, replays, tokens, padding, *_),) = _rows(lane, bars=False)
+    assert (printed, replays, tokens, padding) == (shape, 1, 12, "25.0%")
+
+
 def test_the_table_says_why_a_decode_ran_eagerly(generate: Generate) -> None:
     """A batch over the largest graph is counted under that reason."""
     _, _, err = generate("a", "b", "c", "--set", "lanes.decode.batch_sizes=[1, 2]")
@@ -458,8 +470,8 @@ def test_the_table_says_why_a_decode_ran_eagerly(generate: Generate) -> None:
     assert table_of(err)["decode: decode, eager"] == ["5", reason]
 
 
-def test_shapes_that_nobody_used_share_a_row(generate: Generate) -> None:
-    """A long ladder does not bury the shapes that were replayed."""
+def test_unused_shapes_share_a_row(generate: Generate) -> None:
+    """Shapes that were never replayed share one row if a lane has many shapes."""
     sizes = list(range(1, 12))
     _, _, err = generate(
         "a", "--set", "engine.max_num_seqs=11", "--set", f"lanes.decode.batch_sizes={sizes}"
@@ -529,7 +541,7 @@ def test_verify_compares_every_replay(generate: Generate) -> None:
 
 
 def test_set_has_the_last_word_on_the_share(generate: Generate) -> None:
-    """``--set verify.replay_against_eager`` wins over ``--verify``; picking none is told."""
+    """``--set verify.replay_against_eager`` overrides ``--verify``; a share that selects none is reported."""
     share = ("--set", "verify.replay_against_eager=1e-12")
     status, _, err = generate("--verify", *share, "x")
     assert status == 0
@@ -539,11 +551,11 @@ def test_set_has_the_last_word_on_the_share(generate: Generate) -> None:
 
 @pytest.mark.parametrize("quiet", [(), ("--quiet",)])
 def test_nothing_verified_is_not_passed_over(quiet: tuple[str, ...], generate: Generate) -> None:
-    """Where ``--verify`` met no replay it says so and why, even quietly, with status 0."""
+    """If no step was replayed, ``--verify`` warns and gives the reason, also with ``--quiet``; status 0."""
     status, out, err = generate("--verify", "--set", "lanes.decode.runner=eager", *quiet, "x")
     assert status == 0
     assert out
-    assert "warning: no replay was verified: all steps ran eagerly" in err
+    assert "warning: no replay was verified: no step was replayed" in err
     assert "this lane captures nothing" in err
 
 

@@ -575,7 +575,9 @@ def test_a_backend_that_cannot_be_captured_is_told_who_can(
 ) -> None:
     """Before a model is read: those with the mode, the device, kernels that run, and graphs."""
     config = configure(NOWHERE, "engine.attention_backend=no_graphs", *overrides)
-    with pytest.raises(ConfigError, match=r"captures uniform_decode batches.*: never; ") as refused:
+    with pytest.raises(
+        ConfigError, match=r"captures uniform_decode batches.* is never; "
+    ) as refused:
         Engine(config, catalog=installed(**OTHERS, only_acme=NativeEverywhere))
     assert refused.value.message.endswith(f"; attention backends that fit: {would_do}")
 

@@ -266,8 +266,8 @@ def _require_unique(saved: SavedPacts, source: str) -> None:
     """Check that no pact and no promise occurs twice."""
     seen: set[Hashable] = set()
     for pact in saved.pacts:
-        whose = (pact.lane, pact.shape)
-        for key in (whose, *((*whose, promise.path) for promise in pact.promises)):
+        owner = (pact.lane, pact.shape)
+        for key in (owner, *((*owner, promise.path) for promise in pact.promises)):
             if key in seen:
                 raise _broken(source, f"{' '.join(map(str, key))} occurs twice")
             seen.add(key)

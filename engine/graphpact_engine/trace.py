@@ -19,7 +19,7 @@ _Around = Generator[None, Any, Any]
 
 
 class HookTrace:
-    """Prints one line per hook call: hook, shape, batch size, and result.
+    """An observer that prints one line per hook call: hook, shape, batch size, and result.
 
     Args:
         file: The stream to write to; standard error by default.

@@ -119,5 +119,5 @@ def test_another_sentinel_is_refused_before_anything_is_captured() -> None:
 
 def test_a_runner_without_buffers_has_none_to_share() -> None:
     """Sharing the buffers of a runner that captures nothing is a mistake in the configuration."""
-    with pytest.raises(ConfigError, match=r"lanes\.prefill\.share_buffers = true for"):
+    with pytest.raises(ConfigError, match=r"lanes\.prefill\.share_buffers = true, but"):
         _engine(*BOTH, prefill="eager")

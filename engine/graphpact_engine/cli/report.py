@@ -108,7 +108,7 @@ def _warn_if_unverified(engine: Engine) -> None:
         return
     reasons = sorted({reason.text for lane in engine.lanes for _, reason in lane.stats.eager})
     why = f" (eager runs: {'; '.join(reasons)})" if reasons else ""
-    warning(f"no replay was verified: all steps ran eagerly{why}")
+    warning(f"no replay was verified: no step was replayed{why}")
 
 
 def _count(number: int, noun: str) -> str:
