@@ -54,14 +54,14 @@ MASK = torch.ones(6, 3, dtype=torch.bool)
     ("mode", "tokens", "changes", "words"),
     [
         (ForwardMode.DECODE, 6, {}, "has 6 tokens"),
-        (ForwardMode.TARGET_VERIFY, 5, {}, "as many of each of 2 requests"),
+        (ForwardMode.TARGET_VERIFY, 5, {}, "the same number for each of 2 requests"),
         (ForwardMode.EXTEND, 6, {"extend_seq_lens_cpu": torch.tensor([9, 9])}, "adds up to 18"),
         (ForwardMode.MIXED, 6, {"extend_seq_lens_cpu": None}, "must carry extend_seq_lens"),
         (ForwardMode.DRAFT_DECODE, 6, {"out_cache_loc": torch.zeros(6)}, r"\[T, num_steps\]"),
-        (ForwardMode.DRAFT_EXTEND, 6, {"out_cache_loc": torch.zeros(6, 1)}, r"should have \[T\]"),
-        (ForwardMode.TARGET_VERIFY, 6, {"tree_mask": MASK[:, :2]}, r"should have \[6, 3\]"),
+        (ForwardMode.DRAFT_EXTEND, 6, {"out_cache_loc": torch.zeros(6, 1)}, r"expected \[T\]"),
+        (ForwardMode.TARGET_VERIFY, 6, {"tree_mask": MASK[:, :2]}, r"expected \[6, 3\]"),
         (ForwardMode.TARGET_VERIFY, 6, {"tree_mask": MASK.int()}, r"\[6, 3\] torch.bool"),
-        (ForwardMode.DRAFT_EXTEND, 6, {"tree_mask": MASK}, "target verify alone has one"),
+        (ForwardMode.DRAFT_EXTEND, 6, {"tree_mask": MASK}, "only target verify has one"),
     ],
 )
 def test_contradictions_are_refused(

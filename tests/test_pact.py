@@ -565,7 +565,7 @@ def test_none_and_an_object_are_told_apart_both_ways() -> None:
             None,
             inner,
             ["type captured NoneType, got Inner", "fields: missing none, new indptr, window"],
-            "give it at capture too",
+            "set it at capture too",
         ),
         (
             inner,

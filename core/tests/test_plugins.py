@@ -123,7 +123,7 @@ BROKEN = {
     ),
     "mute": (
         "class Mute(Exception):\n    def __str__(self): raise ValueError\nraise Mute",
-        "raised Mute: (its message cannot be had)",
+        "raised Mute: (its message cannot be read)",
     ),
     "no_attribute": ("", "raised AttributeError: module 'fake_no_attribute' has no attribute"),
     "not_a_class": ("def Runner(): pass", "refers to a function, not to a class derived from"),
