@@ -1,4 +1,4 @@
-"""graphpact: a contract between what a captured graph recorded and what its replay prepares.
+"""graphpact: the agreement between the capture of a graph and the preparation of its replays.
 
 This module re-exports the names that plugins and engines share. It imports no transformers, no plugin, no
 command line, and `conformance` only on access.

@@ -23,7 +23,7 @@ _DEFAULT_TOLERANCE = 1e-1  # of any other dtype
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Return a bool tensor: where two tensors hold the same value; NaN equals NaN."""
+    """Return elementwise whether two tensors hold the same value; NaN equals NaN."""
     equal_values = a == b
     if a.dtype.is_floating_point or a.dtype.is_complex:
         equal_values |= a.isnan() & b.isnan()

@@ -274,8 +274,7 @@ class AttentionBackend(abc.ABC):
         Args:
             batch: The batch; its tensors may be kept.
             fill: Initial contents of the new memory, by default the slots' initial values. Two calls with
-                different values show which elements the body leaves unwritten. Workspaces are not new
-                memory.
+                different values show the elements that the body leaves unwritten. Workspaces are kept.
         """
         shape = GraphShape(batch.forward_mode, batch.batch_size, batch.num_tokens)
         slots = {slot.name: slot for slot in self.declare_slots(self.context.limits)}

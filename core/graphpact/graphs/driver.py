@@ -280,13 +280,12 @@ class GraphDriver(abc.ABC):
     ) -> Iterator[None]:
         """Return a context for the work that prepares a replay.
 
-        A strict driver refuses host reads of device tensors in it, and writes to memory that it may not
-        write.
+        A strict driver refuses host reads of device tensors in it, and writes to read-only memory.
 
         Args:
             host: Readable host tensors besides the declared ones, such as those of a batch.
-            read_only: Tensors that it may not write, such as the batch. Memory that graphs use and that is no
-                slot's is read-only too.
+            read_only: Tensors that are read-only, such as the batch; so is memory that graphs use outside
+                slots.
         """
         del host, read_only
         yield
