@@ -125,6 +125,7 @@ def _python(
     return done
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", PROJECTS)
 def test_a_wheel_imports_with_what_it_declares(name: str, environment: Callable[..., Path]) -> None:
     """Every module of the distribution is imported from its wheel, beside declared dependencies alone."""

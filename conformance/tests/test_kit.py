@@ -380,6 +380,7 @@ PLANTED: list[tuple[type[ReferenceBackend], str, str]] = [
 ]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("planted", "case", "seen"), PLANTED, ids=[f"{p.__name__}-{case}" for p, case, _ in PLANTED]
 )

@@ -11,6 +11,8 @@ from graphpact_kernels import _library
 from graphpact_trtllm_mla import TRTLLMMLABackend
 from oracle_kit import hold_to_oracle
 
+pytestmark = pytest.mark.sweep
+
 LANES = [
     pytest.param(backend, config, id=f"{backend.__name__}-{config}")
     for backend in (FlashInferBackend, FA3Backend, TRTLLMMLABackend)

@@ -150,6 +150,7 @@ def test_a_layer_uses_the_cache_that_it_names(
     each_problem(rig, check)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize(("backend", "config"), LANES)
 def test_a_graph_attends_to_a_shared_cache(

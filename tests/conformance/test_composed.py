@@ -109,6 +109,7 @@ def test_inductor_records_what_a_runner_composes(
     _is_composed(_replays(name, mode, InductorDriver), name)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", [SEGMENTS, PASSES])
 @pytest.mark.usefixtures("compiler")
 def test_inductor_compiles_what_a_runner_composes(name: str) -> None:

@@ -17,6 +17,8 @@ from graphpact_conformance.museum.gallery import OPTIONS, planted, right_class
 from graphpact_conformance.reference import ReferenceBackend, ReferenceRunner
 from graphpact_conformance.suite import Options, PlannedLane
 
+pytestmark = pytest.mark.sweep
+
 CHOSEN = {
     "trtllm-mla-table-not-populated": {
         "answers_replayed",

@@ -10,6 +10,8 @@ from graphpact.cli import main
 from graphpact_conformance.results import Report
 from graphpact_conformance.rules import RULES
 
+pytestmark = pytest.mark.sweep
+
 PLUGINS = ("flashinfer", "fa3", "trtllm_mla", "cuda_graph", "cpu_graph")
 
 
