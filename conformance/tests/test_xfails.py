@@ -230,7 +230,7 @@ BAD = {
     "no rule": ('[[xfail]]\nreason = "r"\n', "entry 1 has no rule"),
     "an unknown rule": (
         '[[xfail]]\nrule = "GP77"\nreason = "r"\n',
-        "entry 1: no rule is called 'GP77'",
+        "entry 1: unknown rule 'GP77'",
     ),
     "an unknown key": (
         GOOD + 'lanes = "x"\n',
