@@ -150,7 +150,7 @@ def test_lanes_of_plugins_are_listed(suite: Suite, capsys: pytest.CaptureFixture
         (["x", "--quick", "--thorough"], "contradict"),
         (["x", "--device", "tpu"], "--device"),
         (["x", "--examples", "0"], "--examples"),
-        (["x", "--list"], "no attention backend and no runner is called 'x'"),
+        (["x", "--list"], "no attention backend or runner 'x'"),
     ],
 )
 def test_what_cannot_be_asked_is_a_usage_error(
