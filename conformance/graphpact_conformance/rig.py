@@ -23,6 +23,7 @@ from graphpact.attention import (
     BackendContext,
     Capabilities,
     DraftMetadata,
+    GraphSupport,
     ProviderName,
     kv_tensors,
 )
@@ -246,7 +247,10 @@ class Rig:
         self.observer = Observer()
         records = driver(device)
         self.guard = records.guard() if guarded else None
-        self.runner = runner(runner_context(config, self.backend.capabilities, device))
+        context = runner_context(config, self.backend.capabilities, device)
+        if runner.needs is GraphSupport.NEVER:
+            context = replace(context, batch_sizes=None)
+        self.runner = runner(context)
         self.lane = Lane(
             mode.value,
             model=self.model,

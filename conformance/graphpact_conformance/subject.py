@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import torch
 
-from graphpact.attention import AttentionBackend, ProviderName
+from graphpact.attention import AttentionBackend, GraphSupport, ProviderName
 from graphpact.buffers import BoundSlot
 from graphpact.errors import GraphpactError
 from graphpact.graphs import GraphDriver
@@ -26,7 +26,7 @@ from graphpact.shapes import GraphShape
 from graphpact_conformance.problems import Config, Problem
 from graphpact_conformance.reference import ReferenceBackend, ReferenceRunner
 from graphpact_conformance.results import Finding
-from graphpact_conformance.rig import CPU, Answer, Rig, StepRecord
+from graphpact_conformance.rig import CPU, Answer, Rig, StepRecord, runner_context
 from graphpact_conformance.rules import RULES
 from graphpact_tape.guard import is_due
 from graphpact_tape.host import tensors_of
@@ -171,6 +171,27 @@ class LaneUnderTest:
             self.driver,
             self.listed,
         )
+
+    @property
+    def captures_nothing(self) -> bool:
+        """Whether the runner has no shape to capture; False if it cannot be asked for its shapes."""
+        if self.runner.needs is GraphSupport.NEVER:
+            return True
+        context = runner_context(self.config, self.backend.capabilities, self.device)
+        try:
+            return not self.runner(context).shapes()
+        except (Exception, SystemExit):  # noqa: BLE001  the capture of the lane reports the error
+            return False
+
+    @property
+    def no_graphs_declared(self) -> str | None:
+        """The declaration that excludes graphs of this lane; None if graphs are declared."""
+        support, needed = self.backend.capabilities.graph_support, self.config.case.needs
+        if self.runner.needs is GraphSupport.NEVER:
+            return f"{self.runner.__name__} declares that it captures nothing"
+        if not support.covers(needed):
+            return f"{self.config.case} needs graph support {needed.value!r}, declared is {support.value!r}"
+        return None
 
     @property
     def ways(self) -> tuple[Way, ...]:

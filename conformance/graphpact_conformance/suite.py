@@ -520,7 +520,11 @@ def examine_lane(
         experiments: The experiments.
     """
     done: list[_Done] = []
-    for experiment in experiments_of(plan, options, experiments):
+    chosen = experiments_of(plan, options, experiments)
+    captures_nothing = plan.lane.captures_nothing
+    for experiment in chosen:
+        if captures_nothing and experiment.needs_graphs:
+            continue
         work = f"{plan} :: {experiment.name}"
         if work in skip:
             continue
@@ -529,7 +533,10 @@ def examine_lane(
         tried = f"{work} :: smaller batches"
         on_trial = None if tried in skip else partial(begins or _ignore_work, tried)
         done.append(_run(experiment, plan, options, on_trial))
-    yield from _by_rule(plan, options, done)
+    results = list(_by_rule(plan, options, done))
+    if captures_nothing:
+        results = list(_without_graphs(plan, options, chosen, results))
+    yield from results
 
 
 def experiments_of(
@@ -651,6 +658,31 @@ def _by_rule(plan: PlannedLane, options: Options, done: Sequence[_Done]) -> Iter
             findings=[_with_line(f, plan, options) for f in _distinct(findings)],
             examples=sum(d.examples for d in mine),
             seconds=sum(d.seconds / (len(d.experiment.examines) or 1) for d in mine),
+        )
+
+
+def _without_graphs(
+    plan: PlannedLane, options: Options, chosen: Sequence[Experiment], results: Sequence[Result]
+) -> Iterator[Result]:
+    """Yield the results of a lane that captures nothing, with one for each rule that needs graphs.
+
+    A rule without a finding is unsupported if the declarations exclude graphs, otherwise not run.
+    """
+    declared = plan.lane.no_graphs_declared
+    found = {r.rule: r for r in results if r.rule is None or r.outcome is not Outcome.PASS}
+    if None in found:
+        yield found[None]
+    for rule in RULES.values():
+        names = [e.name for e in chosen if rule.id in e.examines]
+        if not names or (options.only and rule.id not in options.only):
+            continue
+        yield found.get(rule.id) or Result(
+            rule=rule.id,
+            check=", ".join(names),
+            lane=str(plan),
+            outcome=Outcome.UNSUPPORTED if declared else Outcome.NOT_RUN,
+            level=rule.level,
+            reason=declared or "the runner has no shape to capture",
         )
 
 

@@ -306,6 +306,19 @@ def test_the_evidence_names_what_happened(report: Report, name: str, check: str)
     assert EVIDENCE[name, check] in evidence(of(report, name), check)
 
 
+@pytest.mark.parametrize("name", ["prints", "writes", "warns", "misled"])
+def test_output_of_a_plugin_is_a_should_that_counts_under_strict(report: Report, name: str) -> None:
+    """A plugin that prints or warns is conformant, except under --strict."""
+    found = of(report, name)
+    (noise,) = [result for result in found.results if result.check == "quiet"]
+    assert (noise.level, noise.outcome, noise.counts_against) == ("SHOULD", Outcome.FAIL, False)
+    assert found.is_conformant
+    alone = report.model_copy(update={"plugins": [found]})
+    assert alone.exit_code is ExitCode.CONFORMANT
+    strict = alone.model_copy(update={"options": {**alone.options, "strict": True}})
+    assert strict.exit_code is ExitCode.NOT_CONFORMANT
+
+
 def test_a_hang_shows_the_frames_that_do_not_move(report: Report) -> None:
     """The stack of a hang ends in the function that hangs, and a crash shows its stack and last words."""
     hang = evidence(of(report, "hangs"), "ends").splitlines()

@@ -196,8 +196,8 @@ def test_on_a_machine_without_the_device_all_is_skipped(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ('"flashinfr"', "no attention backend and no runner is called 'flashinfr'"),
-        ('"driver:tape"', "'driver:tape': a 'driver' is not checked"),
+        ('"flashinfr"', "no attention backend or runner 'flashinfr'"),
+        ('"driver:tape"', "'driver:tape': plugins of kind 'driver' cannot be checked"),
         ("", "there is nothing to check"),
         ('"flashinfer", size="fast"', "size is 'fast'"),
         ('"flashinfer", device="gpu"', "device is 'gpu'"),

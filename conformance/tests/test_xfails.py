@@ -256,7 +256,7 @@ TWO = ("fake_one", "runner:fake_run")
 
 def test_a_wheel_of_two_plugins_says_which(read: Read) -> None:
     """Where a distribution offers two plugins, an entry that names neither is refused, naming both."""
-    with pytest.raises(UsageError, match="say one of attention_backend:fake_one, runner:fake_run"):
+    with pytest.raises(UsageError, match="use one of attention_backend:fake_one, runner:fake_run"):
         read(GOOD, *TWO)
 
 

@@ -38,7 +38,14 @@ EXPERIMENTS: tuple[Experiment, ...] = (
         tuple(rule for rule in RULES if rule not in _NOT_IN_CAPTURES),
         capture.captures,
     ),
-    Experiment("answers_eagerly", (), values.answers_eagerly, repeats=True, depth="lightest"),
+    Experiment(
+        "answers_eagerly",
+        (),
+        values.answers_eagerly,
+        repeats=True,
+        depth="lightest",
+        needs_graphs=False,
+    ),
     Experiment(
         "answers_replayed",
         ("GP02", "GP04", "GP05", "GP06", "GP07", "GP08", "GP09", "GP10", "GP12", "GP13", "GP19"),
@@ -79,7 +86,14 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     Experiment("capture_side_effects", ("GP19",), capture.capture_side_effects),
     Experiment("cold_and_warm", ("GP10",), capture.cold_and_warm),
     Experiment("graph_choice", ("GP08", "GP10", "GP12", "GP20"), dispatch.graph_choice),
-    Experiment("declared_graph_support", ("GP12",), dispatch.declared_graph_support),
+    Experiment(
+        "declared_graph_support",
+        ("GP12",),
+        dispatch.declared_graph_support,
+        depth="lightest",
+        in_pairs=True,
+        needs_graphs=False,
+    ),
     Experiment("ranks_agree", ("GP04", "GP05", "GP06", "GP11", "GP17"), dispatch.ranks_agree),
 )
 """All experiments. Their names are unique and appear in reports."""

@@ -36,6 +36,7 @@ class Experiment:
         depth: The lanes that it runs in: ``lightest`` in all; ``light`` in all but the lanes of a quick run
             that differ from a full lane only in sizes; ``full`` in no lane that differs only in sizes.
         in_pairs: Whether it runs for a pair of a backend and a runner.
+        needs_graphs: Whether it runs only in lanes that capture.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Experiment:
     repeats: bool = False
     depth: Literal["lightest", "light", "full"] = "full"
     in_pairs: bool = False
+    needs_graphs: bool = True
 
     @property
     def about(self) -> str:

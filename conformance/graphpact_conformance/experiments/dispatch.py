@@ -13,7 +13,6 @@ from itertools import zip_longest
 
 import torch
 
-from graphpact.attention import GraphSupport
 from graphpact.batch import ForwardBatch, ForwardMode
 from graphpact.parallel import get_parallel
 from graphpact.runners import RunnerContext
@@ -264,18 +263,17 @@ def _other_kinds(lane: LaneUnderTest, rig: Rig) -> Findings:
 
 
 def declared_graph_support(lane: LaneUnderTest, _: Drawn) -> Findings:
-    """Check that a mode is captured if the backend declares graph support for it."""
-    support = lane.backend.capabilities.graph_support
-    if not isinstance(support, GraphSupport) or not support.covers(lane.config.case.needs):
-        return
-    rig = lane.rig()
-    if not planned_shapes(rig.runner):
+    """Check that a lane captures shapes unless its backend or its runner declares no graphs of the mode."""
+    if lane.captures_nothing and lane.no_graphs_declared is None:
+        support = lane.backend.capabilities.graph_support
         yield lane.finding(
             "GP12",
-            field="capabilities.graph_support",
+            field="shapes()" if lane.kind == "runner" else "capabilities.graph_support",
             expected=f"graphs of {lane.config.case}: declared graph support is {support.value!r}",
-            actual="the lane captures nothing",
-            help="declare only the graph support that the kernels have",
+            actual="the runner has no shape to capture",
+            help="return the shapes to capture from shapes(), or declare needs = GraphSupport.NEVER"
+            if lane.kind == "runner"
+            else "declare only the graph support that the kernels have",
         )
 
 
