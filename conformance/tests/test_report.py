@@ -370,7 +370,7 @@ def test_a_page_shows_claims_hints_and_what_was_not_run() -> None:
     for said in ("trees", "a hint", "native kernels: no GPU", "2.13.0", "3.11.4", "quick"):
         assert said in text
     plain_page = Page(to_html(report())).text
-    assert not [word for word in ("Claims", "Hints", "To mend") if word in plain_page]
+    assert not [word for word in ("Claims", "Hints", "To fix") if word in plain_page]
 
 
 # -- files ---------------------------------------------------------------------------------------

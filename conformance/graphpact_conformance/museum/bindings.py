@@ -62,7 +62,7 @@ def _reassign_offsets(_: Any, view: ForwardBatch, metadata: Any) -> None:
 
 def _eager_at_replay(base: type[Any]) -> type[Any]:
     class EagerAtReplay(base):  # type: ignore[misc]
-        """One entry point makes metadata for eager steps and for replays: in new memory."""
+        """A backend that makes metadata for eager steps and replays by one function, in new memory."""
 
         fill_is_device_only = False
 

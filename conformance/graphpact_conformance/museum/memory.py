@@ -22,11 +22,11 @@ from graphpact_conformance.museum.exhibit import Exhibit, Make
 
 
 def _sizes(resize: Callable[[Any, str, tuple[int, ...]], tuple[int, ...]]) -> Make:
-    """Return what declares slots of other shapes: ``resize(limits, name, shape)``."""
+    """Return a factory of backends with slots of other shapes: ``resize(limits, name, shape)``."""
 
     def make(base: type[Any]) -> type[Any]:
         class Sizes(base):  # type: ignore[misc]
-            """Sizes slots by another formula."""
+            """A backend that sizes slots by another formula."""
 
             def declare_slots(self, limits: Any) -> Sequence[GraphSlot]:
                 """Return the same slots, of other sizes."""
@@ -81,7 +81,7 @@ def _clamps_keys(base: type[Any]) -> type[Any]:
 
 
 def _clamps_tokens(backend: Any, call: Attended) -> torch.Tensor:
-    """Send rows through a workspace that has one draft less for each request, and take the last for more."""
+    """Copy rows through a workspace with one draft less per request, clamped to its last row."""
     limits = backend.context.limits
     rows = limits.max_bs * (limits.draft.num_draft_tokens - 1)
     at = torch.arange(len(call.out), device=call.out.device).clamp_(max=rows - 1)
@@ -184,7 +184,7 @@ def _grows(backend: Any, call: Attended) -> torch.Tensor:
 
 
 def _for_all_keys(scale: Then) -> Make:
-    """Return what needs as much of a workspace as a batch has keys.
+    """Return a factory of backends with a workspace of one element per key.
 
     Args:
         scale: Scales by ``backend.workspace``, of at least ``backend.needed`` ones.

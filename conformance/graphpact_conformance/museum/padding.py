@@ -37,7 +37,7 @@ def _itself(metadata: Any) -> Any:
 
 
 def _skips_padded(*names: str, part: Callable[[Any], Any] = _itself) -> Make:
-    """Return what leaves the rows of requests that are not there as they are, of the named tensors."""
+    """Return a factory of backends that do not write the padding rows of the named tensors."""
 
     def make(base: type[Any]) -> type[Any]:
         class SkipsPadded(base):  # type: ignore[misc]
@@ -62,7 +62,7 @@ def _with_new_tokens(view: Any) -> int:
 
 
 def _copies_the_head(*names: str) -> Make:
-    """Return what writes, at replay, as many rows of the named tensors as the host counts requests."""
+    """Return a factory of backends whose replay writes only the live rows of the named tensors."""
 
     def make(base: type[Any]) -> type[Any]:
         class CopiesTheHead(base):  # type: ignore[misc]
@@ -105,7 +105,7 @@ def _keeps_pages_of_the_fake_request(base: type[Any]) -> type[Any]:
 
 def _keeps_owners_of_padded_tokens(base: type[Any]) -> type[Any]:
     class KeepsOwnersOfPaddedTokens(base):  # type: ignore[misc]
-        """Whose a token is, is written for the tokens that requests bring."""
+        """A backend that writes the request index only for live tokens."""
 
         def fill_request(self, view: Any, request: torch.Tensor) -> None:
             """Fill, and put back what was behind the last request's tokens."""
@@ -197,7 +197,7 @@ _STALE = [
 
 
 def _writes(to: Callable[[Any, torch.Tensor], torch.Tensor]) -> Make:
-    """Return what lets padded tokens, which are those of KV slot 0, write another slot."""
+    """Return a factory of backends in which padding tokens, those of KV slot 0, write another slot."""
 
     def make(base: type[Any]) -> type[Any]:
         class WritesElsewhere(base):  # type: ignore[misc]
@@ -226,7 +226,7 @@ def _first_token_s(backend: Any, slots: torch.Tensor) -> torch.Tensor:
 
 
 def _reads(of: Callable[[Any, Any, torch.Tensor], torch.Tensor], name: str) -> Make:
-    """Return what gives padded requests another row of a table."""
+    """Return a factory of backends that give padding requests another row of a table."""
 
     def make(base: type[Any]) -> type[Any]:
         class ReadsElsewhere(base):  # type: ignore[misc]
@@ -424,7 +424,7 @@ def _counts_live_queries(base: type[Any]) -> type[Any]:
 
 
 def _cut_by_the_batch(name: str, more: int = 0) -> Make:
-    """Return what gives, at replay, as many rows of a tensor as the batch has."""
+    """Return a factory of backends that slice a tensor at replay to the rows of the batch."""
 
     def make(base: type[Any]) -> type[Any]:
         class CutByTheBatch(base):  # type: ignore[misc]
@@ -445,7 +445,7 @@ def _cut_by_the_batch(name: str, more: int = 0) -> Make:
 
 
 def _padding_is_the_last_request_s(name: str) -> Make:
-    """Return what counts all padded tokens as the last request's."""
+    """Return a factory of backends that count all padding tokens as tokens of the last request."""
 
     def make(base: type[Any]) -> type[Any]:
         class PaddingIsTheLastRequests(base):  # type: ignore[misc]
@@ -463,7 +463,7 @@ def _padding_is_the_last_request_s(name: str) -> Make:
 
 def _positions_from_the_last_row(base: type[Any]) -> type[Any]:
     class PositionsFromTheLastRow(base):  # type: ignore[misc]
-        """How far a token sees is counted back from the last row of the graph."""
+        """A backend that counts visible positions back from the last row of the graph."""
 
         def last_of(self, view: Any, request: torch.Tensor) -> torch.Tensor:
             """Let the last request end at the last row."""

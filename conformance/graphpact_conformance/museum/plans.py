@@ -190,7 +190,7 @@ _STALE = [
 def _staged(
     name: str, copy: Callable[[Any, torch.Tensor, torch.Tensor, torch.Tensor], None]
 ) -> Make:
-    """Return what makes a backend that copies its lengths from host memory at replay.
+    """Return a factory of backends that copies its lengths from host memory at replay.
 
     Args:
         name: The field of the metadata that has them.
@@ -295,7 +295,7 @@ class _Unwaiting:
 
 
 def _on_a_side_stream(*, forks: bool, joins: bool) -> Make:
-    """Return what makes a backend that refreshes metadata on a stream of its own."""
+    """Return a factory of backends that refreshes metadata on a stream of its own."""
 
     def make(base: type[Any]) -> type[Any]:
         class Sided(base):  # type: ignore[misc]
@@ -396,7 +396,7 @@ _RACES = [
 
 
 def _before_forward(check: Callable[[Any, Any], None]) -> Make:
-    """Return what makes a backend that looks at its metadata before it attends."""
+    """Return a factory of backends that looks at its metadata before it attends."""
 
     def make(base: type[Any]) -> type[Any]:
         class Checked(base):  # type: ignore[misc]
@@ -413,7 +413,7 @@ def _before_forward(check: Callable[[Any, Any], None]) -> Make:
 
 
 def _after_fill(edit: Callable[[Any, ForwardBatch, Any], None]) -> Make:
-    """Return what makes a backend that does more in the body that every path goes through."""
+    """Return a factory of backends that does more in the body that every path goes through."""
 
     def make(base: type[Any]) -> type[Any]:
         class More(base):  # type: ignore[misc]

@@ -24,7 +24,7 @@ def _longest(view: ForwardBatch) -> int:
 
 
 def _own_bound(field: str) -> Make:
-    """Return what makes a backend whose bound of the keys is that of the batch at hand."""
+    """Return a factory of backends whose bound of the keys is that of the batch at hand."""
 
     def make(base: type[Any]) -> type[Any]:
         class OwnBound(base):  # type: ignore[misc]
@@ -42,7 +42,7 @@ def _own_bound(field: str) -> Make:
 
 
 def _kept_longest(forward: Callable[[Any, Any, int], Any]) -> Make:
-    """Return what makes a backend that attends by a host number of the batch that was bound.
+    """Return a factory of backends that attends by a host number of the batch that was bound.
 
     Args:
         forward: ``(backend, metadata, longest)`` to what the kernels are given.

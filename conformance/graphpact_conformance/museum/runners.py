@@ -37,7 +37,7 @@ def _populating(
         [Any, Callable[[], None], CudaGraphBufferRegistry, ForwardBatch, GraphShape], None
     ],
 ) -> Make:
-    """Return what gives a runner another ``populate``.
+    """Return a factory of runners with another ``populate``.
 
     Args:
         edit: Called with the runner, what fills the slots as they should be, the registry, the batch and the
@@ -46,13 +46,13 @@ def _populating(
 
     def make(base: type[Any]) -> type[Any]:
         class Populates(base):  # type: ignore[misc]
-            """Fills its slots otherwise."""
+            """A runner with an edited `populate`."""
 
             @hookimpl
             def populate(
                 self, registry: CudaGraphBufferRegistry, batch: ForwardBatch, shape: GraphShape
             ) -> None:
-                """Fill, with the edit."""
+                """Fill the slots, with the edit."""
 
                 def fill(source: ForwardBatch = batch) -> None:
                     base.populate(self, registry=registry, batch=source, shape=shape)
@@ -75,7 +75,7 @@ def _rows(
 
 
 def _keeps_tails(*names: str) -> Make:
-    """Return what leaves in the padded rows of slots whatever is there."""
+    """Return a factory of runners that do not reset the padding rows of some slots."""
 
     def edit(_: Any, fill: Any, registry: Any, batch: Any, shape: Any) -> None:
         tails = [_rows(registry, name, batch, shape)[1] for name in names]
@@ -96,7 +96,7 @@ def _is_new(runner: Any, shape: GraphShape) -> bool:
 
 
 def _keeps(name: str) -> Make:
-    """Return what never writes a slot after its capture."""
+    """Return a factory of runners that write a slot only at capture."""
 
     def edit(runner: Any, fill: Any, registry: Any, batch: Any, shape: Any) -> None:
         real, _ = _rows(registry, name, batch, shape)
@@ -109,7 +109,7 @@ def _keeps(name: str) -> Make:
 
 
 def _pads(name: str, value: Callable[[Any, torch.Tensor], torch.Tensor | int]) -> Make:
-    """Return what pads a slot with another value, made of the runner and the real rows."""
+    """Return a factory of runners that pad a slot with another value, from the runner and the live rows."""
 
     def edit(runner: Any, fill: Any, registry: Any, batch: Any, shape: Any) -> None:
         fill()
@@ -124,7 +124,9 @@ def _pads(name: str, value: Callable[[Any, torch.Tensor], torch.Tensor | int]) -
 
 
 def _at_capture(edit: Callable[[Any, ForwardBatch, GraphShape], None]) -> Make:
-    """Return what calls ``edit`` with the registry, the batch and the shape after the fill of a capture."""
+    """Return a factory of runners that call ``edit`` with registry, batch and shape after the fill of a
+    capture.
+    """
 
     def at_capture(runner: Any, fill: Any, registry: Any, batch: Any, shape: Any) -> None:
         fill()
@@ -135,11 +137,11 @@ def _at_capture(edit: Callable[[Any, ForwardBatch, GraphShape], None]) -> Make:
 
 
 def _viewing(edit: Callable[[ForwardBatch, ForwardBatch], ForwardBatch]) -> Make:
-    """Return what gives a runner another view, made of the right one and the batch."""
+    """Return a factory of runners with another view, made from the right one and the batch."""
 
     def make(base: type[Any]) -> type[Any]:
         class Views(base):  # type: ignore[misc]
-            """Shows its graphs another view."""
+            """A runner with an edited view."""
 
             @hookimpl
             def prepare_replay(
@@ -155,14 +157,14 @@ def _viewing(edit: Callable[[ForwardBatch, ForwardBatch], ForwardBatch]) -> Make
 
 
 def _fitting(edit: Callable[[Any, ForwardBatch, _Fit], _Fit]) -> Make:
-    """Return what gives a runner another answer, made of the runner, the batch and the right answer."""
+    """Return a factory of runners with another answer, made from the runner, the batch and the right answer."""
 
     def make(base: type[Any]) -> type[Any]:
         class Chooses(base):  # type: ignore[misc]
-            """Takes another graph."""
+            """A runner with an edited `fit`."""
 
             def fit(self, batch: ForwardBatch) -> _Fit:
-                """Answer otherwise."""
+                """Return the edited answer."""
                 return edit(self, batch, super().fit(batch))
 
         return Chooses
@@ -171,7 +173,7 @@ def _fitting(edit: Callable[[Any, ForwardBatch, _Fit], _Fit]) -> Make:
 
 
 def _sizing(edit: Callable[[list[int]], list[int]]) -> Make:
-    """Return what gives a runner other default capture sizes, made of the right ones."""
+    """Return a factory of runners with other default capture sizes, made from the right ones."""
 
     def make(base: type[Any]) -> type[Any]:
         class Sizes(base):  # type: ignore[misc]
@@ -187,7 +189,7 @@ def _sizing(edit: Callable[[list[int]], list[int]]) -> Make:
 
 
 def _dummies(edit: Callable[[Any, ForwardBatch], ForwardBatch]) -> Make:
-    """Return what gives a runner other dummy batches, made of the runner and the right one."""
+    """Return a factory of runners with other dummy batches, made from the runner and the right one."""
 
     def make(base: type[Any]) -> type[Any]:
         class Captures(base):  # type: ignore[misc]
@@ -203,14 +205,14 @@ def _dummies(edit: Callable[[Any, ForwardBatch], ForwardBatch]) -> Make:
 
 
 def _composing(edit: Callable[[Any, Step, Region], Region]) -> Make:
-    """Return what gives a runner another region, made of the runner, the step and the right region."""
+    """Return a factory of runners with another region, made from the runner, the step and the right region."""
 
     def make(base: type[Any]) -> type[Any]:
         class Composes(base):  # type: ignore[misc]
-            """Records something else."""
+            """A runner with an edited `compose`."""
 
             def compose(self, forward: Forward, step: Step) -> Region:
-                """Compose otherwise."""
+                """Return the edited region."""
                 return edit(self, step, super().compose(forward, step))
 
         return Composes
@@ -219,7 +221,7 @@ def _composing(edit: Callable[[Any, Step, Region], Region]) -> Make:
 
 
 def _giving(edit: Callable[[Any, Step, torch.Tensor], torch.Tensor]) -> Make:
-    """Return what gives a runner other outputs, each made of the runner, the step and the right one."""
+    """Return a factory of runners with other outputs, each made from the runner, the step and the right one."""
 
     def compose(runner: Any, step: Step, region: Region) -> Region:
         def edited() -> StepOutputs:
@@ -233,7 +235,7 @@ def _giving(edit: Callable[[Any, Step, torch.Tensor], torch.Tensor]) -> Make:
 
 
 def _slotting(edit: Callable[[Any, list[GraphSlot]], Sequence[GraphSlot]]) -> Make:
-    """Return what gives a runner other slots, made of the runner and the right ones."""
+    """Return a factory of runners with other slots, made from the runner and the right ones."""
 
     def make(base: type[Any]) -> type[Any]:
         class Declares(base):  # type: ignore[misc]
@@ -252,7 +254,7 @@ def _slotting(edit: Callable[[Any, list[GraphSlot]], Sequence[GraphSlot]]) -> Ma
 
 
 def _method(owner: type[Any], name: str, edit: Callable[..., Any]) -> Around:
-    """Return what replaces a method by ``edit``, which gets the right one and then its arguments."""
+    """Return a context that replaces a method by ``edit``, called with the original and its arguments."""
     right = getattr(owner, name)
 
     def edited(*args: Any, **more: Any) -> Any:
@@ -262,7 +264,7 @@ def _method(owner: type[Any], name: str, edit: Callable[..., Any]) -> Around:
 
 
 def _batches(edit: Callable[[ForwardBatch, Problem], ForwardBatch]) -> Around:
-    """Return what lets a scheduler make other batches."""
+    """Return a context in which the suite makes other batches."""
     return _method(
         Problem, "batch", lambda right, problem, **more: edit(right(problem, **more), problem)
     )
@@ -1081,7 +1083,7 @@ _GP06 = [
 
 
 def _first_batch_alone(right: Any, names: Sequence[str]) -> Any:
-    """Return what remembers the fields of the first batch that looks as this one does."""
+    """Return a function that returns the fields of the first batch with the same shapes and dtypes."""
     getter = right(names)
     seen: dict[object, Any] = {}
 

@@ -41,7 +41,7 @@ def _slot(name: str, *shape: Any, **more: Any) -> GraphSlot:
 
 def _as_plain_object(base: type[Any]) -> type[Any]:
     class Plain:
-        """What the base's metadata has, as attributes of no dataclass."""
+        """The fields of the base's metadata as attributes of a plain object."""
 
         def __init__(self, made: Any) -> None:
             for field in fields(made):
@@ -285,7 +285,7 @@ def _leaves_all_to_the_graph(base: type[Any]) -> type[Any]:
 
 
 class _Plan:
-    """What a planner keeps from step to step; its tensor is a slot's."""
+    """The state of a planner, with a tensor of a slot."""
 
     def __init__(self, keys: torch.Tensor) -> None:
         self.keys = keys
