@@ -124,9 +124,7 @@ def _pads(name: str, value: Callable[[Any, torch.Tensor], torch.Tensor | int]) -
 
 
 def _at_capture(edit: Callable[[Any, ForwardBatch, GraphShape], None]) -> Make:
-    """Return a factory of runners that call ``edit`` with registry, batch and shape after the fill of a
-    capture.
-    """
+    """Return a factory of runners that call ``edit`` after the fill of a capture."""
 
     def at_capture(runner: Any, fill: Any, registry: Any, batch: Any, shape: Any) -> None:
         fill()
@@ -157,7 +155,7 @@ def _viewing(edit: Callable[[ForwardBatch, ForwardBatch], ForwardBatch]) -> Make
 
 
 def _fitting(edit: Callable[[Any, ForwardBatch, _Fit], _Fit]) -> Make:
-    """Return a factory of runners with another answer, made from the runner, the batch and the right answer."""
+    """Return a factory of runners with another answer, from runner, batch and the right answer."""
 
     def make(base: type[Any]) -> type[Any]:
         class Chooses(base):  # type: ignore[misc]
@@ -205,7 +203,7 @@ def _dummies(edit: Callable[[Any, ForwardBatch], ForwardBatch]) -> Make:
 
 
 def _composing(edit: Callable[[Any, Step, Region], Region]) -> Make:
-    """Return a factory of runners with another region, made from the runner, the step and the right region."""
+    """Return a factory of runners with another region, from runner, step and the right region."""
 
     def make(base: type[Any]) -> type[Any]:
         class Composes(base):  # type: ignore[misc]
@@ -221,7 +219,7 @@ def _composing(edit: Callable[[Any, Step, Region], Region]) -> Make:
 
 
 def _giving(edit: Callable[[Any, Step, torch.Tensor], torch.Tensor]) -> Make:
-    """Return a factory of runners with other outputs, each made from the runner, the step and the right one."""
+    """Return a factory of runners with other outputs, from runner, step and the right one."""
 
     def compose(runner: Any, step: Step, region: Region) -> Region:
         def edited() -> StepOutputs:
@@ -342,7 +340,7 @@ def _skips_largest(base: type[Any]) -> type[Any]:
         """Plans with all sizes, and captures all but the largest."""
 
         def shapes(self) -> Sequence[GraphShape]:
-            """Return what is below an upper bound."""
+            """Return the shapes below an upper bound."""
             return super().shapes()[:-1]  # type: ignore[no-any-return]
 
         def fit(self, batch: ForwardBatch) -> _Fit:
@@ -518,7 +516,7 @@ def _fewer_on_rank_1(base: type[Any]) -> type[Any]:
         """Captures fewer shapes on one rank."""
 
         def shapes(self) -> Sequence[GraphShape]:
-            """Return what this rank has the memory for."""
+            """Return fewer shapes on rank 1."""
             shapes: Sequence[GraphShape] = super().shapes()
             return shapes[get_parallel().attn_tp_rank :]
 
@@ -1097,7 +1095,7 @@ def _first_batch_alone(right: Any, names: Sequence[str]) -> Any:
 
 
 def _outputs_of_the_graph_before(runner: Any, step: Step, rows: torch.Tensor) -> torch.Tensor:
-    """Return what the graph that was recorded before gives, where it has as many rows."""
+    """Return the output of the previously recorded graph, if it has enough rows."""
     if not step.driver.is_capturing:
         return rows
     before: torch.Tensor = vars(runner).get("outputs", rows)
