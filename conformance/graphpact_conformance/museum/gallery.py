@@ -111,12 +111,12 @@ def visit_all(
         workers: Number of processes; 1 uses this process.
         quick: Whether to check exhibits only against their own rule.
     """
-    told = on_visit or (lambda _: None)
+    report = on_visit or (lambda _: None)
     if workers == 1:
         visits = []
         for piece in pieces:
             visits.append(visit(piece, _options(piece, quick=quick)))
-            told(visits[-1])
+            report(visits[-1])
         return visits
     context = multiprocessing.get_context("spawn")
     done: dict[str, Visit] = {}
@@ -126,7 +126,7 @@ def visit_all(
         for future in as_completed(futures):
             name, findings, lanes, missing, errors = future.result()
             done[name] = Visit(by_name[name], findings, lanes, missing, errors)
-            told(done[name])
+            report(done[name])
     return [done[piece.name] for piece in pieces]
 
 

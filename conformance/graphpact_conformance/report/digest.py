@@ -117,7 +117,7 @@ def rows(plugin: PluginResults) -> list[Row]:
 
 def evidence(finding: Finding) -> list[tuple[str, str]]:
     """Return the parts of a finding with their names, in the order of the output."""
-    told = (
+    parts = (
         ("hook", finding.hook),
         ("field", finding.field),
         ("expected", finding.expected),
@@ -127,7 +127,7 @@ def evidence(finding: Finding) -> list[tuple[str, str]]:
         ("help", finding.help),
         ("reproduce", finding.reproduce),
     )
-    return [(name, text) for name, text in told if text]
+    return [(name, text) for name, text in parts if text]
 
 
 def verdict(plugin: PluginResults, *, strict: bool = False) -> str:

@@ -66,13 +66,13 @@ def _case(class_name: str, requirement: str, result: Result) -> ET.Element:
         time=f"{result.seconds:.3f}",
     )
     if result.outcome in _ELEMENTS:
-        told = ET.SubElement(
+        element = ET.SubElement(
             case,
             _ELEMENTS[result.outcome],
             type=result.outcome.value,
             message=plain(_message(result)),
         )
-        told.text = plain(_body(requirement, result))
+        element.text = plain(_body(requirement, result))
     return case
 
 
