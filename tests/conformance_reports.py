@@ -35,7 +35,7 @@ words = st.one_of(st.sampled_from(HOSTILE), st.text(max_size=20))
 
 def finding(rule: str | None = "GP03", **changes: Any) -> Finding:
     """Return a finding with something to say in every field."""
-    told = {
+    fields = {
         "hook": "prepare_replay",
         "field": "view.req_pool_indices[3:4]",
         "expected": "0, scratch",
@@ -45,21 +45,21 @@ def finding(rule: str | None = "GP03", **changes: Any) -> Finding:
         "help": "declare PaddingPolicy.ZERO",
         "reproduce": "graphpact check flashinfer --only GP03 --lane 'decode, page 16' --seed 0",
     }
-    return Finding(rule=rule, **{**told, **changes})
+    return Finding(rule=rule, **{**fields, **changes})
 
 
 def result(outcome: Outcome | str = Outcome.PASS, rule: str | None = "GP03", **more: Any) -> Result:
     """Return a result; a failure has one finding unless it is given others."""
     outcome = Outcome(outcome)
-    told: dict[str, Any] = {"check": "shrink_after_grow", "lane": "decode, page 16"}
+    fields: dict[str, Any] = {"check": "shrink_after_grow", "lane": "decode, page 16"}
     if outcome is Outcome.FAIL:
-        told["findings"] = [finding(rule)]
-    return Result(rule=rule, outcome=outcome, **{**told, **more})
+        fields["findings"] = [finding(rule)]
+    return Result(rule=rule, outcome=outcome, **{**fields, **more})
 
 
 def plugin(results: Sequence[Result] = (), **changes: Any) -> PluginResults:
     """Return a backend's results."""
-    told: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "kind": "attention_backend",
         "name": "flashinfer",
         "distribution": "graphpact-flashinfer",
@@ -68,12 +68,12 @@ def plugin(results: Sequence[Result] = (), **changes: Any) -> PluginResults:
         "drivers": ["tape"],
         "provider": "portable",
     }
-    return PluginResults(results=list(results), **{**told, **changes})
+    return PluginResults(results=list(results), **{**fields, **changes})
 
 
 def report(*plugins: PluginResults, **changes: Any) -> Report:
     """Return a report; one of a single pass where no plugins are given."""
-    told: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "environment": Environment(
             graphpact="0.1.0", python="3.11.4", torch="2.13.0", platform="Linux", device="cpu"
         ),
@@ -82,14 +82,14 @@ def report(*plugins: PluginResults, **changes: Any) -> Report:
         "started": "2026-11-21T10:04:05+00:00",
         "seconds": 1.5,
     }
-    return Report(plugins=list(plugins or [plugin([result()])]), **{**told, **changes})
+    return Report(plugins=list(plugins or [plugin([result()])]), **{**fields, **changes})
 
 
 def full_report(text: str = "x") -> Report:
     """Return a report of two plugins that has all there can be, with ``text`` wherever text may stand."""
-    told = dict.fromkeys(("field", "expected", "actual", "batch", "shape", "help"), text)
+    fields = dict.fromkeys(("field", "expected", "actual", "batch", "shape", "help"), text)
     place = {"check": text, "lane": text}
-    broken = finding(None, hook=text, reproduce=text, **told)
+    broken = finding(None, hook=text, reproduce=text, **fields)
     results = [
         result(outcome, rule, reason=text, findings=[broken, broken], examples=2, **place)
         for rule in (None, "GP03", "GP20")

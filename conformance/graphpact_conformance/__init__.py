@@ -1,4 +1,4 @@
-"""The conformance suite: does a backend or a runner keep the pact, on a laptop, without a GPU?
+"""The conformance suite: checks backends and runners against the contract, also without a GPU.
 
 Does not: import pytest or hypothesis before `conformance` is called.
 """

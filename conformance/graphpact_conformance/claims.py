@@ -1,10 +1,10 @@
-"""What a backend declares, against what was shown: `claims_of`.
+"""Declared capabilities of a backend against the results of the run: `claims_of`.
 
-A capability has one of five values. What is in the backend's `Capabilities` is ``full``, or ``since`` a
-version; what is not is ``unsupported``, ``not_implemented`` or ``unknown``. The backend's ``claims`` say
-which, where it is more than yes and no.
+A capability has one of five values. It is ``full``, or ``since`` a version, if the backend's `Capabilities`
+include it; otherwise ``unsupported``, ``not_implemented`` or ``unknown``. The backend's ``claims`` select the
+value where `Capabilities` do not.
 
-Does not: show anything; lanes do.
+Does not: run lanes (see `graphpact_conformance.suite`).
 """
 
 import re
@@ -32,15 +32,15 @@ def claims_of(
     shown: Sequence[tuple[Config, bool]],
     probed: Sequence[tuple[str, bool]] = (),
 ) -> list[Claim]:
-    """Return every capability as declared and as shown.
+    """Return every capability with its declared value and the result of the run.
 
     Args:
         cls: The backend.
-        shown: Each lane's configuration, and whether nothing failed in it.
-        probed: Capabilities that are not declared, and whether they work.
+        shown: Each lane's configuration, and whether the lane had no failure.
+        probed: Undeclared capabilities, and whether they work.
 
     Raises:
-        ConfigError: The backend's ``claims`` has an entry that says nothing known.
+        ConfigError: The backend's ``claims`` has an unknown capability or value.
     """
     _require_known(cls)
     works = dict(probed)
@@ -55,7 +55,7 @@ def claims_of(
             state = "pass" if works[capability] else "fail"
         hint = None
         if not is_declared and state == "pass":
-            hint = "it works, and is not declared: declare it, or say in `claims` why not"
+            hint = "it works and is not declared: declare it, or give it a value in `claims`"
         found.append(
             Claim(capability=capability, declared=declared, since=since, shown=state, hint=hint)
         )
@@ -63,9 +63,9 @@ def claims_of(
 
 
 def undeclared(cls: type[AttentionBackend]) -> Iterator[tuple[str, Config]]:
-    """Yield capabilities that a backend does not declare, each with a lane that needs it and little else.
+    """Yield undeclared capabilities of a backend, each with a simple lane that needs it.
 
-    Not those of which its ``claims`` speak: it knows of them.
+    Capabilities with an entry in its ``claims`` are left out.
     """
     can = cls.capabilities
     declared = list(configs_of(can))
@@ -133,22 +133,22 @@ def _require_known(cls: type[AttentionBackend]) -> None:
     for capability, said in cls.claims.items():
         if capability not in there:
             raise ConfigError(
-                f"{cls.__name__}.claims speaks of {capability!r}, which is no capability",
-                hint=f"there are: {', '.join(there)}",
+                f"{cls.__name__}.claims: unknown capability {capability!r}",
+                hint=f"the capabilities are {', '.join(there)}",
             )
         allowed = ["full", "since VERSION"] if there[capability] else ["unknown", "unsupported"]
         allowed += [] if there[capability] else ["not_implemented"]
         if said not in allowed and not (there[capability] and _SINCE.fullmatch(said)):
             state = "declared" if there[capability] else "not declared"
             raise ConfigError(
-                f"{cls.__name__}.claims: {capability!r} is {state} in its capabilities, and said to be"
+                f"{cls.__name__}.claims: {capability!r} is {state} in its capabilities, and its claim is"
                 f" {said!r}",
-                hint=f"say {' or '.join(allowed)}",
+                hint=f"use {' or '.join(allowed)}",
             )
 
 
 def _wider(can: Capabilities, kind: str, value: str) -> Capabilities:
-    """Return what is declared and one capability more."""
+    """Return the declared capabilities and one more."""
     more: dict[str, Any] = {}
     if kind == "mode":
         more["modes"] = can.modes | {ForwardMode(value)}
@@ -164,7 +164,7 @@ def _wider(can: Capabilities, kind: str, value: str) -> Capabilities:
 
 
 def _distance(config: Config, plain: Config) -> tuple[bool, ...]:
-    """Return how far a lane is from a plain one, decode first."""
+    """Return a sort key: the differences of a lane from a plain one."""
     return (
         config.case not in (Case(ForwardMode.DECODE), plain.case),
         config.dtype is not plain.dtype,

@@ -1,6 +1,6 @@
-"""Attention in float64, one token and one head at a time, from the requests' own lists of slots.
+"""Attention in float64, one token and one head at a time, from the requests' lists of slots.
 
-Does not: look at a batch, a page table or metadata.
+Does not: read a batch, a page table or metadata.
 """
 
 import torch
@@ -16,11 +16,11 @@ def attend(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
 ) -> list[torch.Tensor]:
-    """Write the new keys and values of a layer, step by step, and return what every query sees of them.
+    """Write the new keys and values of a layer, step by step, and return the attention outputs.
 
     Args:
-        requests: Of the batch, in its order.
-        layer: Whose attention it is.
+        requests: The requests of the batch, in its order.
+        layer: The layer.
         steps: Queries ``[T, num_q_heads, head_dim]``, keys ``[T, num_kv_heads, head_dim]`` and values
             ``[T, num_kv_heads, v_head_dim]`` of the new tokens, in each step.
         k_cache: ``[num_slots, num_kv_heads, head_dim]``; written.
@@ -50,7 +50,7 @@ def attend(
 
 
 def keys_of(request: ProblemRequest, token: int, step: int) -> list[int]:
-    """Return the slots that a new token sees: the cached ones, those of its path, its own so far."""
+    """Return the slots that a new token sees: the cached ones, those of its path, its own up to ``step``."""
     *before, own = request.path(token)
     path = [slot for j in before for slot in request.tokens[j].slots]
     return request.cached + path + request.tokens[own].slots[: step + 1]
@@ -59,7 +59,7 @@ def keys_of(request: ProblemRequest, token: int, step: int) -> list[int]:
 def _attend_one(
     q: torch.Tensor, head: int, layer: LayerSpec, k: torch.Tensor, v: torch.Tensor
 ) -> torch.Tensor:
-    """Return ``[v_head_dim]``: what one head of one query, ``[heads, head_dim]``, sees of all of ``k``."""
+    """Return ``[v_head_dim]``: attention of one head of a query ``[heads, head_dim]`` over all of ``k``."""
     shared = head * layer.num_kv_heads // layer.num_q_heads
     scores = k[:, shared].double() @ q[head].double() * layer.scaling
     if layer.softcap is not None:

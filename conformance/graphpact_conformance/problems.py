@@ -1,10 +1,10 @@
-"""Random attention problems in every mode: who owns which KV slots, and which tokens come.
+"""Random attention problems in every mode: KV slots of requests, and new tokens.
 
-A problem says everything twice. `Problem.requests` says it in plain lists, from which the oracle works: the
-slots of the cached keys in order, and the new tokens, each with the slot it is written to and the token
-it follows. `Problem.batch` and `Problem.page_table` say it as an engine does, for the code under test.
+A problem has two forms. `Problem.requests` has plain lists for the oracle: the slots of the cached keys in
+order, and the new tokens, each with its slot and the token that it follows. `Problem.batch` and
+`Problem.page_table` are the tensors of an engine, for the code under test.
 
-Does not: compute attention, or know a backend but by what it declares.
+Does not: compute attention, or use more of a backend than its declared capabilities.
 """
 
 import random
@@ -22,9 +22,9 @@ from graphpact.attention import DraftLimits, GraphSupport
 VOCAB, CONTEXT, WINDOW = 29, 80, 9
 NUM_STEPS, DRAFT_WIDTH = 3, 4
 SPARE_ROWS = 3
-"""Request rows that no batch fills: row 0, and two more."""
+"""Request rows that no batch uses: row 0, and two more."""
 STATIC_TOKENS = {2: 10, 4: 24}
-"""Request slots of a ragged bucket, and its tokens."""
+"""Requests and tokens of the capture sizes of ragged modes."""
 PAGE_SIZES = (1, 16, 64)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 CPU = torch.device("cpu")
@@ -32,10 +32,10 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Case:
-    """What the steps of a lane are: a mode, and for drafts whether they branch.
+    """The kind of the steps of a lane: a mode, and for drafts tree or top-k.
 
     Args:
-        mode: Of the batches. Idle batches run in a lane that decodes.
+        mode: Forward mode of the batches. Idle batches run in a decode lane.
         tree: Whether drafts are a tree, in target verify.
         topk: Branches, in draft decode.
     """
@@ -49,17 +49,17 @@ class Case:
 
     @property
     def lane_mode(self) -> ForwardMode:
-        """What the lane captures."""
+        """The mode that the lane captures."""
         return ForwardMode.DECODE if self.mode is ForwardMode.IDLE else self.mode
 
     @property
     def num_steps(self) -> int:
-        """Steps of one batch."""
+        """Draft steps of one batch."""
         return NUM_STEPS if self.mode is ForwardMode.DRAFT_DECODE else 1
 
     @property
     def width(self) -> int | None:
-        """Tokens that every request brings, None where each brings its own number."""
+        """Tokens per request; None for ragged modes."""
         if self.mode.is_ragged:
             return None
         if self.mode in (ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND):
@@ -68,14 +68,14 @@ class Case:
 
     @property
     def needs(self) -> GraphSupport:
-        """What a graph of it asks of a backend."""
+        """The graph support that a capture of it needs."""
         if self.width is None:
             return GraphSupport.ALWAYS
         return GraphSupport.UNIFORM_DECODE if self.width == 1 else GraphSupport.UNIFORM
 
     @property
     def branches(self) -> int:
-        """The factor of a tree: 1 where drafts are chains."""
+        """Branches of a draft tree: 1 for chains."""
         return 2 if self.tree else self.topk
 
 
@@ -93,7 +93,7 @@ CASES = (
 
 
 def static_shapes(case: Case) -> list[GraphShape]:
-    """Return the buckets that lanes of the kit capture, the smallest first."""
+    """Return the shapes that the suite's own lanes capture, the smallest first."""
     return [
         GraphShape(case.lane_mode, bs, tokens if case.width is None else bs * case.width)
         for bs, tokens in STATIC_TOKENS.items()
@@ -118,19 +118,19 @@ class Heads:
 
 @dataclass(frozen=True)
 class Config:
-    """What a lane is built for.
+    """The configuration of a lane.
 
     Args:
-        case: Its steps.
-        page_size: KV slots in a page.
-        heads: Of its layers.
-        dtype: Of queries, keys and values.
-        sliding_window: Whether the backend has windows: then the second layer has one.
-        softcap: The same for capped scores.
-        sinks: The same for sinks.
-        counts: Whether layers ask for the number of real tokens, ``num_token_non_padded``.
-        ladder: The shapes that the runner captures; those of the case by default.
-        room: Requests that a step may have beyond the largest shape; such a step runs eagerly.
+        case: The kind of its steps.
+        page_size: KV slots per page.
+        heads: Heads of its layers.
+        dtype: Dtype of queries, keys and values.
+        sliding_window: Whether the second layer has a sliding window.
+        softcap: Whether the second layer has a softcap.
+        sinks: Whether the second layer has sinks.
+        counts: Whether layers need the count of live tokens, ``num_token_non_padded``.
+        capture_shapes: The shapes that the runner captures; those of the case by default.
+        room: Requests of a step beyond the largest shape; such a step runs eagerly.
     """
 
     case: Case
@@ -141,7 +141,7 @@ class Config:
     softcap: bool
     sinks: bool
     counts: bool = False
-    ladder: tuple[GraphShape, ...] = ()
+    capture_shapes: tuple[GraphShape, ...] = ()
     room: int = 0
 
     def __str__(self) -> str:
@@ -151,8 +151,8 @@ class Config:
 
     @property
     def shapes(self) -> Sequence[GraphShape]:
-        """The buckets that are captured, the smallest first."""
-        return self.ladder or static_shapes(self.case)
+        """The captured shapes, the smallest first."""
+        return self.capture_shapes or static_shapes(self.case)
 
     @property
     def num_rows(self) -> int:
@@ -161,7 +161,7 @@ class Config:
 
     @property
     def layers(self) -> list[LayerSpec]:
-        """A plain layer, and one with all that the backend has."""
+        """A plain layer, and one with window, softcap and sinks as configured."""
         heads = self.heads
         plain = LayerSpec(
             0,
@@ -184,7 +184,7 @@ class Config:
 
     @property
     def limits(self) -> Limits:
-        """The largest of everything."""
+        """The limits of the lane."""
         largest, case = self.shapes[-1], self.case
         tokens = DRAFT_WIDTH if case.width == DRAFT_WIDTH else 1
         draft = DraftLimits(case.num_steps, case.branches, tokens)
@@ -194,13 +194,13 @@ class Config:
 
     @property
     def num_pages(self) -> int:
-        """Pages of the KV cache: scratch, all that the longest requests may own, one of nobody."""
+        """Pages of the KV cache: scratch, the pages of the longest requests, one unowned page."""
         own = CONTEXT + self.case.branches * NUM_STEPS
         return 1 + self.shapes[-1].batch_size * -(-own // self.page_size) + 1
 
 
 def configs_of(capabilities: Capabilities, device: torch.device = CPU) -> Iterator[Config]:
-    """Yield every lane that a backend is to be held to, by what it declares."""
+    """Yield the configuration of every lane that a backend's capabilities allow."""
     pages = capabilities.page_sizes
     page_sizes = sorted(PAGE_SIZES if pages is None else pages)
     dtypes = [d for d in DTYPES if d in capabilities.dtypes] or [*capabilities.dtypes][:1]
@@ -210,7 +210,7 @@ def configs_of(capabilities: Capabilities, device: torch.device = CPU) -> Iterat
     rotated = 64 if latent > 64 else 8
     layouts = (
         Heads("mha", 4, 4, dim),
-        Heads("gqa", 16, 2, dim),  # two key heads: with one, a wrong grouping could not show
+        Heads("gqa", 16, 2, dim),  # with one key head a wrong grouping would have no effect
         Heads("mla", 4, 1, latent, latent - rotated),
     )
     for case, page_size, heads, dtype in product(CASES, page_sizes, layouts, dtypes):
@@ -239,11 +239,11 @@ def configs_of(capabilities: Capabilities, device: torch.device = CPU) -> Iterat
 
 @dataclass(frozen=True)
 class Token:
-    """A new token; of a draft decode a branch, which has a token in every step.
+    """A new token; in draft decode a branch, which has a token in every step.
 
     Args:
-        token_id: Of the first step; `next_id` says the others.
-        slots: Where its key is written, in each step.
+        token_id: Id in the first step; `next_id` gives the others.
+        slots: KV slot of its key, in each step.
         parent: The new token of its request that it follows; None where it follows the cached ones.
         depth: New tokens before it on its path.
     """
@@ -259,11 +259,11 @@ class ProblemRequest:
     """One request.
 
     Args:
-        row: In the request pool.
-        cached: KV slots of the keys that are there already, in the order of their positions.
-        tokens: The new ones.
-        table: KV slots by position, as its row of the page table has them.
-        accepted: Drafts that the target accepted, in draft extend.
+        row: Its request row.
+        cached: KV slots of the cached keys, in the order of their positions.
+        tokens: The new tokens.
+        table: KV slots by position, as in its row of the page table.
+        accepted: Accepted drafts, in draft extend.
     """
 
     row: int
@@ -273,7 +273,7 @@ class ProblemRequest:
     accepted: int = 0
 
     def path(self, token: int | None) -> list[int]:
-        """Return the new tokens that ``token`` follows, the first one first, itself last."""
+        """Return the path to a new token: the tokens that it follows, then itself."""
         found = []
         while token is not None:
             found.append(token)
@@ -294,9 +294,9 @@ class Problem:
     """One batch.
 
     Args:
-        case: What it is.
-        requests: In the order of the batch; none for an idle one.
-        seed: Of what the cache holds.
+        case: The kind of step.
+        requests: The requests in order; empty for an idle batch.
+        seed: Seed of the contents of the cache.
     """
 
     case: Case
@@ -311,7 +311,7 @@ class Problem:
         )
         return f"<{self.case}: {requests or 'idle'}; seed {self.seed}>"
 
-    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:  # noqa: ARG002, FBT001  hypothesis calls it
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:  # noqa: ARG002, FBT001  called by hypothesis
         printer.text(repr(self))
 
     @property
@@ -321,21 +321,21 @@ class Problem:
 
     @property
     def mode(self) -> ForwardMode:
-        """The batch's."""
+        """The forward mode of the batch."""
         return self.case.mode if self.requests else ForwardMode.IDLE
 
     def page_table(self, config: Config) -> torch.Tensor:
-        """Return ``[num_rows, CONTEXT]`` int32; what is no position of a request is out of range."""
+        """Return ``[num_rows, CONTEXT]`` int32; unused entries are out of range."""
         slots = config.num_pages * config.page_size
-        nobodys = slots + config.page_size + 1
-        table = torch.full((config.num_rows, CONTEXT), nobodys, dtype=torch.int32)
+        unowned = slots + config.page_size + 1
+        table = torch.full((config.num_rows, CONTEXT), unowned, dtype=torch.int32)
         table[0] = 0
         for r in self.requests:
             table[r.row, : len(r.table)] = torch.tensor(r.table, dtype=torch.int32)
         return table
 
     def batch(self, *, counts: bool = False) -> ForwardBatch:
-        """Return the batch, in tensors of its own; with the number of its tokens where ``counts``."""
+        """Return the batch in new tensors; with the count of its tokens if ``counts``."""
         case, steps = self.case, self.case.num_steps
         new = [len(r.tokens) for r in self.requests]
         counted = case.mode not in (ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_DECODE)
@@ -379,13 +379,13 @@ def _int64(values: Sequence[object]) -> torch.Tensor:
 
 
 class Drawn(NamedTuple):
-    """What one lane is given, one batch after the other; an idle lane has four idle batches.
+    """A sequence of batches for one lane; for an idle lane four idle batches.
 
     Args:
-        exact: It fills the largest shape.
-        small: It leaves padded rows in the smallest shape, where that has room for any.
-        idle: It has no request.
-        padded: It leaves padded rows in the largest shape.
+        exact: A batch that fills the largest shape.
+        small: A batch with padding rows in the smallest shape, if that shape can have any.
+        idle: A batch without requests.
+        padded: A batch with padding rows in the largest shape.
     """
 
     exact: "Problem"
@@ -397,19 +397,19 @@ class Drawn(NamedTuple):
 def draw(config: Config, count: int, base: int) -> list[Drawn]:
     """Return ``count`` sequences of batches for a lane.
 
-    They follow from the arguments alone: hypothesis would also draw numbers that it finds in the source of
-    whatever is imported, and other ones in other versions.
+    They depend only on the arguments. Hypothesis would also draw constants from the source of imported
+    modules, and other values in other versions.
 
     Args:
-        config: The lane's.
-        count: How many; the first of more are those of fewer.
-        base: A seed: equal ones give equal sequences.
+        config: Configuration of the lane.
+        count: Number of sequences. A larger number keeps the first ones.
+        base: A seed: equal seeds give equal sequences.
     """
-    return [_drawn(random.Random(f"{base}:{at}"), config) for at in range(count)]  # noqa: S311  it draws tests
+    return [_drawn(random.Random(f"{base}:{at}"), config) for at in range(count)]  # noqa: S311  test data
 
 
 def sequences(config: Config) -> st.SearchStrategy[Drawn]:
-    """Return a strategy of what one lane is given, for property tests."""
+    """Return a strategy of sequences for one lane, for property tests."""
     return st.randoms(use_true_random=False).map(lambda rng: _drawn(rng, config))
 
 
@@ -425,17 +425,17 @@ def _drawn(rng: random.Random, config: Config) -> Drawn:
     )
 
 
-def _problem(rng: random.Random, config: Config, bucket: int, *, exact: bool) -> Problem:
-    """Draw a batch that the ``bucket``-th shape of the lane is the smallest to hold.
+def _problem(rng: random.Random, config: Config, index: int, *, exact: bool) -> Problem:
+    """Draw a batch whose smallest fitting shape is the one at ``index``.
 
     Args:
-        rng: What draws.
-        config: What the lane is built for.
-        bucket: Which of its shapes.
-        exact: Whether it fills the shape, or leaves padded rows where it can.
+        rng: The random generator.
+        config: Configuration of the lane.
+        index: Index of the shape.
+        exact: Whether the batch fills the shape; otherwise it leaves padding rows if possible.
     """
     case = config.case
-    counts = _counts(rng, config, bucket, exact=exact)
+    counts = _counts(rng, config, index, exact=exact)
     prefixes = [_prefix(rng, case, config.page_size, count) for count in counts]
     parents = [
         [rng.randint(0, j - 1) if case.tree else j - 1 for j in range(1, count)] for count in counts
@@ -454,14 +454,14 @@ def _lay_out(
     """Return a batch whose requests have rows and pages in random order.
 
     Args:
-        config: What the lane is built for.
-        prefixes: Cached keys of each request.
-        parents: Of each request, which token each new one but the first follows.
+        config: Configuration of the lane.
+        prefixes: Number of cached keys of each request.
+        parents: For each request, the parents of its new tokens except the first.
         accepted: Accepted drafts of each request.
-        seed: Of all that is random here.
+        seed: Seed of rows, pages and tokens.
     """
     case = config.case
-    rng = random.Random(seed)  # noqa: S311  it draws tests
+    rng = random.Random(seed)  # noqa: S311  test data
     rows = rng.sample(range(1, config.num_rows), len(prefixes))
     pages = rng.sample(range(1, config.num_pages), config.num_pages - 1)
     drafts = case.mode is ForwardMode.DRAFT_DECODE
@@ -491,10 +491,10 @@ def _lay_out(
     return Problem(case, requests, rng.randrange(1000))
 
 
-def _counts(rng: random.Random, config: Config, bucket: int, *, exact: bool) -> list[int]:
-    """Draw how many new tokens each request brings."""
+def _counts(rng: random.Random, config: Config, index: int, *, exact: bool) -> list[int]:
+    """Draw the number of new tokens of each request."""
     case = config.case
-    shape = config.shapes[bucket]
+    shape = config.shapes[index]
     fewer = [
         s
         for s in config.shapes
@@ -510,7 +510,7 @@ def _counts(rng: random.Random, config: Config, bucket: int, *, exact: bool) -> 
     left, counts = shape.num_tokens - bs, [1] * bs
     for i in range(bs):
         least = 0
-        if i == 0 and bs <= smaller.batch_size:  # then it is the tokens that ask for this bucket
+        if i == 0 and bs <= smaller.batch_size:  # then the tokens must exceed the smaller shape
             least = smaller.num_tokens + 1 - bs
         one = case.mode is ForwardMode.MIXED and i % 2 == 1
         more = 0 if one else rng.randint(least, max(least, left - (not exact)))
@@ -523,7 +523,7 @@ def _counts(rng: random.Random, config: Config, bucket: int, *, exact: bool) -> 
 
 
 def _prefix(rng: random.Random, case: Case, page_size: int, count: int) -> int:
-    """Draw how many keys are cached: about the ends of pages as often as anywhere."""
+    """Draw the number of cached keys, half of the time near the end of a page or a limit."""
     drafted = case.mode in (ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_DECODE)
     least = 1 if drafted or (case.mode is ForwardMode.MIXED and count == 1) else 0
     most = CONTEXT - max(count, case.num_steps)
@@ -533,18 +533,18 @@ def _prefix(rng: random.Random, case: Case, page_size: int, count: int) -> int:
 
 
 def corner(config: Config) -> Problem:
-    """Return the largest batch that the limits allow: every request at the longest, the last bucket full."""
+    """Return the largest batch that the limits allow: the longest requests, the largest shape full."""
     return _largest(config, config.shapes[-1].batch_size, CONTEXT)
 
 
 def of_size(config: Config, num_requests: int) -> Problem:
-    """Return a batch of that many short requests, each with as few new tokens as can be."""
+    """Return a batch of short requests, each with as few new tokens as possible."""
     parents = [range((config.case.width or 1) - 1)] * num_requests
     return _lay_out(config, [1] * num_requests, parents, [0] * num_requests, 0)
 
 
-def nearly(config: Config) -> Problem:
-    """Return a batch that comes near the largest in nothing: half as many requests, half as long."""
+def half_size_batch(config: Config) -> Problem:
+    """Return a batch of half the largest size: half as many requests, half as long."""
     return _largest(config, max(config.shapes[-1].batch_size // 2, 1), CONTEXT // 2)
 
 
@@ -562,9 +562,9 @@ def _largest(config: Config, num_requests: int, context: int) -> Problem:
 
 
 def neighbours(config: Config, problem: Problem) -> list[Problem]:
-    """Return batches that differ from one in one thing: a length within its page, pages and rows, the order.
+    """Return batches that differ from ``problem`` in one thing: a length, the pages and rows, the order.
 
-    What is kept from step to step under a key that leaves that thing out, is stale after them.
+    A cached plan is stale after them if its key leaves this thing out.
     """
     if not problem.requests:
         return []
@@ -585,9 +585,9 @@ def neighbours(config: Config, problem: Problem) -> list[Problem]:
 
 
 def assorted(config: Config) -> Problem:
-    """Return a batch of requests of different lengths that leaves a padded row.
+    """Return a batch of requests of different lengths that leaves a padding row.
 
-    None is near the longest, so that a plan of the largest batch has room for what this one's leaves out.
+    All requests are shorter than the longest, so that a plan of the largest batch covers their work.
     """
     whole = corner(config)
     requests = whole.requests[:-1] or whole.requests
@@ -600,7 +600,7 @@ def assorted(config: Config) -> Problem:
 
 
 def shortened(request: ProblemRequest, length: int) -> ProblemRequest:
-    """Return a request with so many cached keys; slots go by position, so new tokens move forward."""
+    """Return a request with ``length`` cached keys; the slots of its new tokens move with the positions."""
     owned, gone = request.table, len(request.cached) - length
     tokens = [
         replace(t, slots=[owned[owned.index(s) - gone] if s in owned else s for s in t.slots])
@@ -610,11 +610,11 @@ def shortened(request: ProblemRequest, length: int) -> ProblemRequest:
 
 
 def steady(config: Config) -> tuple[Problem, list[Problem]]:
-    """Return a batch in the middle of decoding, and two that it could follow, each request one key shorter.
+    """Return a batch in the middle of decoding, and two possible previous batches, one key shorter.
 
-    It leaves no padded row, and no request is at the beginning of a page. The first of the two is the same
-    requests one step before, the second others of those lengths: what is kept as long as nothing but a length
-    by one changes is stale in one of them.
+    It has no padding row, and no request begins a page. The first previous batch has the same requests one
+    step before, the second other requests of these lengths. Data that is kept while lengths only grow by one
+    is stale after one of them.
     """
     bs, width = config.shapes[-1].batch_size, config.case.width or 1
     prefixes = [max(config.page_size // 2, 2) + i for i in range(bs)]

@@ -1,12 +1,11 @@
-"""A backend and a runner that keep the pact in every mode, for whatever is checked to be paired with.
+"""A correct backend and a correct runner for every mode, as partners of the checked plugin.
 
-`ReferenceBackend` is attention in plain torch operations, unlike any kernel library's: its metadata is a
-table of the slots of all positions of every request, and for each token whose it is and how far it sees; what
-drafts see beyond that comes in columns of their own. How many chunks of keys are looked at is planned on the
-host: a runner's lengths there are read, too. No custom kernel, no pages. `ReferenceRunner`
-captures the shapes of one mode and pads as every runner of it has to.
+`ReferenceBackend` is attention in plain torch operations. Its metadata has a table of KV slots by position
+for every request, the request and the last visible position of every token, and extra columns for drafts. The
+number of key chunks is planned on the host, so that lengths on the host are read too. It has no custom kernel
+and no pages. `ReferenceRunner` captures the shapes of one mode and pads them.
 
-Does not: run fast: every query looks at a whole context.
+Does not: run fast: every query reads a whole context.
 """
 
 from collections.abc import Sequence
@@ -36,22 +35,22 @@ from graphpact_conformance.problems import Case, static_shapes
 
 CPU = torch.device("cpu")
 CHUNK = 16
-"""Keys that are looked at together: so many chunks of them as the host plans, and no more."""
+"""Keys of a chunk. The host plans the number of chunks."""
 
 
 @dataclass(slots=True)
 class ReferenceMetadata:
-    """What one step reads.
+    """The metadata of one step.
 
     Args:
-        out_cache_loc: ``[T]`` int64: where each token's key is written.
+        out_cache_loc: ``[T]`` int64: the KV slot that each token writes.
         table: ``[bs, max_context_len]`` int64: slot of each position of each request.
-        request: ``[T]`` int64: whose token it is.
+        request: ``[T]`` int64: index of each token's request.
         last: ``[T]`` int64: the last position of the table that the token sees.
-        drafts: ``[T, n]`` int64: slots of drafts that it may see too.
-        draft_mask: ``[T, n]`` bool: which of them it sees; None for all.
-        most: ``[bs]`` int64: keys of each request, drafts included, as the host counts them.
-        staging: The same on the host, from where it is copied; None in an eager step.
+        drafts: ``[T, n]`` int64: slots of drafts that it may also see.
+        draft_mask: ``[T, n]`` bool: the drafts that it sees; None for all.
+        most: ``[bs]`` int64: number of keys of each request, including drafts, from the host.
+        staging: Host memory that is copied to `most`; None in an eager step.
     """
 
     out_cache_loc: torch.Tensor
@@ -65,7 +64,7 @@ class ReferenceMetadata:
 
 
 class ReferenceBackend(AttentionBackend):
-    """Every mode, every head layout, trees and windows."""
+    """A backend for every mode and head layout, with trees, windows, softcap and sinks."""
 
     capabilities = Capabilities(
         modes=frozenset(ForwardMode),
@@ -85,10 +84,10 @@ class ReferenceBackend(AttentionBackend):
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
         self._copied: dict[int, Event] = {}
-        """By the address of host memory, what tells that the last copy from it is done."""
+        """Events of the last copies, by the address of their host memory."""
 
     def declare_slots(self, limits: Limits) -> Sequence[GraphSlot]:
-        """Return the five index tensors, and host memory for one."""
+        """Return slots of the five index tensors, and host memory for one."""
         width = max(limits.draft.num_steps, limits.draft.num_draft_tokens)
 
         def slot(name: str, role: SlotRole, *row: int, by_request: bool = False) -> GraphSlot:
@@ -112,8 +111,8 @@ class ReferenceBackend(AttentionBackend):
     def allocate_metadata(
         self, view: ForwardBatch, shape: GraphShape, buffers: Buffers
     ) -> ReferenceMetadata:
-        """Return the slots' slices, as many columns of drafts as the step has."""
-        del shape  # the slices are its own
+        """Return the slices of the slots, with the draft columns of the step."""
+        del shape  # the slices have it
         columns = 0
         if view.draft_step is not None:
             columns = view.draft_step + 1
@@ -131,7 +130,7 @@ class ReferenceBackend(AttentionBackend):
         )
 
     def fill_metadata(self, view: ForwardBatch, metadata: ReferenceMetadata) -> None:
-        """Derive all tensors but `most` on the device."""
+        """Derive all tensors except `most` on the device."""
         metadata.table.copy_(self.context.req_to_token[view.req_pool_indices])
         self.fill_request(view, metadata.request)
         metadata.last.copy_(self.last_of(view, metadata.request))
@@ -139,7 +138,7 @@ class ReferenceBackend(AttentionBackend):
             metadata.drafts.copy_(self.drafts_of(view))
 
     def fill_request(self, view: ForwardBatch, request: torch.Tensor) -> None:
-        """Write whose every token is; what no request brought is one's behind the last, on scratch."""
+        """Write the request of every token; padding tokens get an additional request on scratch."""
         torch.arange(view.num_tokens, out=request)
         if view.extend_seq_lens is None:
             request.div_(view.tokens_per_request, rounding_mode="floor")
@@ -162,11 +161,11 @@ class ReferenceBackend(AttentionBackend):
         return lens + view.uncounted_keys - width + at % width
 
     def drafts_of(self, view: ForwardBatch) -> torch.Tensor:
-        """Return ``[T, n]``: the slots of a branch so far, or of all drafts of a request."""
+        """Return ``[T, n]``: the slots of a branch up to this step, or of all drafts of a request."""
         if view.draft_cache_loc is not None and view.draft_step is not None:
             return view.draft_cache_loc[:, : view.draft_step + 1]
         assert view.tree_mask is not None  # noqa: S101  there are no other drafts
-        width = view.tree_mask.shape[1]  # an idle batch has no tokens to tell it by
+        width = view.tree_mask.shape[1]  # an idle batch has no tokens to derive it from
         return view.out_cache_loc.view(-1, width).repeat_interleave(width, dim=0)
 
     def plan_metadata(self, view: ForwardBatch, metadata: ReferenceMetadata) -> None:
@@ -190,7 +189,7 @@ class ReferenceBackend(AttentionBackend):
         layer: LayerSpec,
         metadata: ReferenceMetadata,
     ) -> torch.Tensor:
-        """Write new keys and values, gather what every token sees, attend in float32."""
+        """Write new keys and values, gather the visible keys of every token, and attend in float32."""
         cache = self.context.kv_cache
         k_cache, v_cache = cache.k[layer.cache_layer], cache.v[layer.cache_layer]
         new = new_kv(k, v, layer)
@@ -204,9 +203,7 @@ class ReferenceBackend(AttentionBackend):
         group = layer.num_q_heads // layer.num_kv_heads
 
         def gather(cache: torch.Tensor) -> torch.Tensor:
-            rows = cache[
-                torch.where(seen, slots, 0)
-            ]  # scratch may hold NaN, which a weight of 0 keeps
+            rows = cache[torch.where(seen, slots, 0)]  # scratch may hold NaN, and 0 * NaN is NaN
             rows = rows.masked_fill(~seen[:, :, None, None], 0)
             return rows.float().repeat_interleave(group, dim=2)
 
@@ -222,7 +219,7 @@ class ReferenceBackend(AttentionBackend):
         return torch.einsum("thk,tkhd->thd", weights, values).to(q.dtype)
 
     def keys_of(self, metadata: ReferenceMetadata) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return ``[T, n]`` twice: the slots of all keys in their order, and whether a token sees them."""
+        """Return two ``[T, n]``: the slots of all keys in order, and whether the token sees them."""
         position = torch.arange(metadata.table.shape[1], device=metadata.table.device)
         chunks = (_with_one_more(metadata.most, 1)[metadata.request] + CHUNK - 1) // CHUNK
         seen = (position <= metadata.last[:, None]) & (position < (chunks * CHUNK)[:, None])
@@ -235,7 +232,7 @@ class ReferenceBackend(AttentionBackend):
 
 
 def _with_one_more(rows: torch.Tensor, value: int) -> torch.Tensor:
-    """Return rows of requests, and behind them that of the tokens that no request brought."""
+    """Return rows of requests, with an additional row for padding tokens."""
     return torch.cat([rows, rows.new_full((1, *rows.shape[1:]), value)])
 
 
@@ -244,7 +241,7 @@ def _with_one_more(rows: torch.Tensor, value: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class ReferenceSizes:
-    """Shapes of one mode, which a batch fits by its requests and its tokens; the kit's own `CaptureSizes`.
+    """The shapes of one mode; an implementation of `CaptureSizes` that is independent of the core's.
 
     Args:
         shapes: The smallest first.
@@ -253,7 +250,7 @@ class ReferenceSizes:
     shapes: tuple[GraphShape, ...]
 
     def fit(self, batch: ForwardBatch) -> GraphShape | EagerReason:
-        """Return the smallest shape with as many requests and tokens, or more."""
+        """Return the smallest shape with room for the requests and tokens."""
         mode = self.shapes[0].mode
         if batch.forward_mode not in (mode, ForwardMode.IDLE):
             return EagerReason.WRONG_MODE
@@ -270,11 +267,12 @@ class ReferenceSizes:
 
 
 class ReferenceRunner(GraphRunner):
-    """Captures the shapes of one mode, and pads as every runner of it has to.
+    """A runner that captures the shapes of one mode, with its own padding.
 
-    A padded request lies on request row 0 with the length that the backend declares, and brings no token
-    in a ragged batch; a padded token writes KV slot 0. Of a tree, a padded token sees all draft tokens of
-    its request, itself among them: no row of its scores is empty, and all that it sees is scratch.
+    A padding request has request row 0 and the length that the backend declares, and no token in a ragged
+    batch. A padding token writes KV slot 0. In a tree, a padding token sees all draft tokens of its request,
+    including
+    itself: no row of its scores is empty, and it sees only scratch.
     """
 
     modes: ClassVar = frozenset(ForwardMode)
@@ -282,16 +280,16 @@ class ReferenceRunner(GraphRunner):
 
     @property
     def case(self) -> Case:
-        """What the lane's steps are."""
+        """The kind of the lane's steps."""
         topk, mode = self.context.limits.draft.topk, self.context.mode
         if mode is ForwardMode.TARGET_VERIFY:
             return Case(mode, tree=topk > 1)
         return Case(mode, topk=topk if mode is ForwardMode.DRAFT_DECODE else 1)
 
     def shapes(self) -> Sequence[GraphShape]:
-        """Return the request counts that are asked for; else the kit's shapes, up to the largest step.
+        """Return the configured batch sizes, otherwise the default shapes up to the largest step.
 
-        None where the backend cannot be captured in the mode.
+        Empty if the backend cannot be captured in the mode.
         """
         case, limits = self.case, self.context.limits
         if not self.context.backend.graph_support.covers(case.needs):
@@ -306,7 +304,7 @@ class ReferenceRunner(GraphRunner):
         return tuple(GraphShape(case.lane_mode, size, size * case.width) for size in sizes)
 
     def fit(self, batch: ForwardBatch) -> GraphShape | EagerReason:
-        """Return the smallest shape that holds the batch, or why none does."""
+        """Return the smallest shape that holds the batch, or an eager reason."""
         shapes = self.shapes()
         return ReferenceSizes(tuple(shapes)).fit(batch) if shapes else EagerReason.NO_GRAPHS
 
@@ -315,7 +313,7 @@ class ReferenceRunner(GraphRunner):
         return self.context.backend.padded_seq_len(self.case.lane_mode, self.case.width or 1)
 
     def slots(self) -> Sequence[GraphSlot]:
-        """Return a slot for every field that a batch of the mode has."""
+        """Return a slot for every field of the mode's batches."""
         case, declared = self.case, []
 
         def add(
@@ -357,7 +355,7 @@ class ReferenceRunner(GraphRunner):
         return declared
 
     def dummy(self, shape: GraphShape) -> ForwardBatch:
-        """Return requests on scratch alone: padding, every row; of a ragged batch one has all it can."""
+        """Return a batch of padding rows on scratch; in a ragged mode the first request has most tokens."""
         case, bs, tokens = self.case, shape.batch_size, shape.num_tokens
         lens = torch.full((bs,), self._padded_seq_len)
         extend = None

@@ -1,10 +1,10 @@
-"""What a run of the suite found, as data: `Report`, and what it is made of.
+"""The results of a run of the suite, as data: `Report` and its parts.
 
-These models are the format of ``results.json``; its schema is checked in
-(``graphpact/conformance/results.schema.json``). Two runs with one seed differ in times alone, which
+These models are the format of ``results.json``. Its schema is checked in
+(``graphpact_conformance/results.schema.json``). Two runs with the same seed differ only in times, which
 `Report.timeless` leaves out.
 
-Does not: run anything, or draw a report (`graphpact_conformance.report` does).
+Does not: run anything, or render a report (see `graphpact_conformance.report`).
 """
 
 import enum
@@ -21,29 +21,29 @@ SCHEMA_VERSION = 1
 
 
 class Outcome(enum.StrEnum):
-    """How one requirement came out in one lane."""
+    """The result of one requirement in one lane."""
 
     PASS = "pass"  # noqa: S105  no secret
     FAIL = "fail"
     XFAIL = "xfail"
-    """It failed, as the plugin's ``xfails.toml`` says it does."""
+    """It failed, and the plugin's ``xfails.toml`` lists the failure."""
     XPASS = "xpass"
-    """It passed, against what ``xfails.toml`` says: strict, so no pass."""
+    """It passed although ``xfails.toml`` lists a failure; this counts as a failure."""
     UNSUPPORTED = "unsupported"
-    """The plugin does not declare what it would need."""
+    """It needs a capability that the plugin does not declare."""
     NOT_RUN = "not_run"
-    """It needs a machine that this is not, or a lane that could not be captured."""
+    """It needs another machine, or a lane that could not be captured."""
     ERROR = "error"
-    """The suite itself is at fault, or could not go on."""
+    """The suite itself has a fault, or could not continue."""
 
     @property
     def ran(self) -> bool:
-        """Whether the requirement was put to the plugin at all."""
+        """Whether the requirement was checked."""
         return self not in (Outcome.UNSUPPORTED, Outcome.NOT_RUN)
 
     @property
     def is_failure(self) -> bool:
-        """Whether something has to be mended: the plugin, its ``xfails.toml`` or the suite."""
+        """Whether something must be fixed: the plugin, its ``xfails.toml`` or the suite."""
         return self in (Outcome.FAIL, Outcome.XPASS, Outcome.ERROR)
 
 
@@ -56,16 +56,16 @@ WORST_FIRST = (
     Outcome.NOT_RUN,
     Outcome.UNSUPPORTED,
 )
-"""Outcomes in the order in which one of them stands for several."""
+"""Outcomes from the worst to the best; the worst one stands for several."""
 
 
 def worst(outcomes: Iterable[Outcome]) -> Outcome:
-    """Return the outcome that stands for all: the worst that ran, if one did; unsupported where none is."""
+    """Return one outcome for all: the worst that ran, otherwise the worst; unsupported if there are none."""
     return min(outcomes, key=WORST_FIRST.index, default=Outcome.UNSUPPORTED)
 
 
 class ExitCode(enum.IntEnum):
-    """What ``graphpact check`` ends with."""
+    """Exit codes of ``graphpact check``."""
 
     CONFORMANT = 0
     NOT_CONFORMANT = 1
@@ -75,12 +75,12 @@ class ExitCode(enum.IntEnum):
 
 
 def _storable(text: str) -> str:
-    """Spell out what UTF-8 lacks: messages of plugins may hold undecodable bytes of a path."""
+    """Return text without characters that UTF-8 lacks: messages may contain undecodable bytes of a path."""
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def _as_read_back(options: dict[str, Any]) -> dict[str, Any]:
-    """Return options as a file has them: tuples are lists there, and globs may be undecodable too."""
+    """Return options as read back from a file: tuples become lists, undecodable characters are replaced."""
     read: dict[str, Any] = json.loads(
         json.dumps(options, ensure_ascii=False).encode(errors="replace")
     )
@@ -89,7 +89,7 @@ def _as_read_back(options: dict[str, Any]) -> dict[str, Any]:
 
 def _known(rule: str) -> str:
     if rule not in RULES:
-        raise ValueError(f"this version knows no rule {rule!r}")
+        raise ValueError(f"unknown rule {rule!r} in this version")
     return rule
 
 
@@ -97,7 +97,7 @@ Text: TypeAlias = Annotated[str, AfterValidator(_storable)]
 Options: TypeAlias = Annotated[
     dict[str, Any],
     AfterValidator(_as_read_back),
-    # what pydantic 2.11 and later say by themselves
+    # the default of pydantic 2.11 and later
     WithJsonSchema({"additionalProperties": True, "type": "object"}),
 ]
 RuleId: TypeAlias = Annotated[str, AfterValidator(_known)]
@@ -113,46 +113,48 @@ class Finding(_Model):
     """One breach of a requirement, and its evidence."""
 
     rule: RuleId | None = Field(
-        description="Id of the rule, such as GP03; null for what is no rule's."
+        description="Id of the rule, such as GP03; null for findings without a rule."
     )
-    hook: Text | None = Field(description="The hook that is at fault, where that is known.")
-    field: Text | None = Field(description="What differs, such as view.req_pool_indices[3:4].")
-    expected: Text = Field(description="What the requirement asks for.")
-    actual: Text = Field(description="What is there.")
+    hook: Text | None = Field(description="The hook at fault, where it is known.")
+    field: Text | None = Field(
+        description="The field that differs, such as view.req_pool_indices[3:4]."
+    )
+    expected: Text = Field(description="The expected value or behaviour.")
+    actual: Text = Field(description="The actual value or behaviour.")
     batch: Text | None = Field(
         default=None, description="The smallest failing batch that was found."
     )
-    shape: Text | None = Field(default=None, description="The captured shape that was replayed.")
-    help: Text | None = Field(default=None, description="What to do next.")
-    reproduce: Text | None = Field(default=None, description="The command that shows it again.")
+    shape: Text | None = Field(default=None, description="The replayed shape.")
+    help: Text | None = Field(default=None, description="How to fix it.")
+    reproduce: Text | None = Field(default=None, description="The command that reproduces it.")
 
 
 class Result(_Model):
     """One requirement in one lane of one plugin."""
 
-    rule: RuleId | None = Field(description="Id of the rule; null for what is no rule's.")
-    check: Text = Field(
-        description="What was done: names of experiments, or of a question of the door."
-    )
+    rule: RuleId | None = Field(description="Id of the rule; null for results without a rule.")
+    check: Text = Field(description="Names of the experiments, or of a general check.")
     lane: Text = Field(
-        description="Mode, page size, head layout, dtype; or what else was looked at."
+        description="Mode, page size, head layout and dtype; or another name for the checked part."
     )
     outcome: Outcome
     level: Level = "MUST"
-    reason: Text | None = Field(default=None, description="Why it is no plain pass or fail.")
+    reason: Text | None = Field(
+        default=None, description="The reason of an outcome other than pass and fail."
+    )
     findings: list[Finding] = Field(default_factory=list)
-    examples: int = Field(default=0, description="Sequences of batches that were drawn.")
-    seconds: float = Field(default=0.0, description="Wall time; of no meaning to a comparison.")
+    examples: int = Field(default=0, description="Number of drawn sequences of batches.")
+    seconds: float = Field(default=0.0, description="Wall time; ignored in comparisons.")
 
     @property
     def counts_against(self) -> bool:
-        """Whether a plugin with this result is not conformant."""
+        """Whether this result makes the plugin non-conformant."""
         level = RULES[self.rule].level if self.rule else self.level
         return self.outcome.is_failure and level == "MUST"
 
 
 class Claim(_Model):
-    """One capability, as declared and as shown."""
+    """One capability: its declared value and the result of the run."""
 
     capability: Text = Field(description="Such as 'mode decode' or 'page size 16'.")
     declared: Literal["unknown", "unsupported", "not_implemented", "since", "full"]
@@ -162,17 +164,17 @@ class Claim(_Model):
 
     @property
     def is_made(self) -> bool:
-        """Whether the plugin says that it can."""
+        """Whether the plugin declares the capability."""
         return self.declared in ("since", "full")
 
     @property
     def disagrees(self) -> bool:
-        """Whether what was declared and what was shown contradict each other, either way."""
+        """Whether the declared value and the result contradict each other."""
         return self.shown == ("fail" if self.is_made else "pass")
 
 
 class PluginResults(_Model):
-    """Everything about one plugin, alone or with a partner."""
+    """All results of one plugin, alone or with a partner."""
 
     kind: Text
     name: Text
@@ -186,33 +188,34 @@ class PluginResults(_Model):
     claims: list[Claim] = Field(default_factory=list)
     hints: list[Text] = Field(default_factory=list)
     not_shown: list[Text] = Field(
-        default_factory=list, description="What this machine could not exercise, with the reason."
+        default_factory=list,
+        description="Parts that this machine could not exercise, with the reason.",
     )
     results: list[Result] = Field(default_factory=list)
 
     @property
     def label(self) -> str:
-        """What reports call it."""
+        """Its name in reports."""
         return self.name if self.partner is None else f"{self.name} + {self.partner}"
 
     def of_rule(self, rule: str | None) -> list[Result]:
-        """Return the results of one rule; of None, those that are no rule's."""
+        """Return the results of one rule; for None, the results without a rule."""
         return [result for result in self.results if result.rule == rule]
 
     def outcome_of(self, rule: str | None) -> Outcome:
-        """Return one outcome for all lanes: the worst; unsupported only where no lane has another."""
+        """Return one outcome for all lanes, the worst; unsupported only if all lanes are."""
         return worst(result.outcome for result in self.of_rule(rule))
 
     @property
     def is_conformant(self) -> bool:
-        """Whether no MUST failed and something passed."""
+        """Whether no MUST failed and at least one requirement passed."""
         return not any(result.counts_against for result in self.results) and any(
             result.outcome is Outcome.PASS for result in self.results
         )
 
     @property
     def shortfalls(self) -> list[str]:
-        """What keeps a plugin whose MUSTs hold from a strict pass, one phrase for each kind."""
+        """The missing parts of a strict pass, besides failed MUSTs; one phrase per kind."""
         not_run = self._rules_with(lambda result: result.outcome is Outcome.NOT_RUN)
         should = self._rules_with(
             lambda result: result.outcome.is_failure and not result.counts_against
@@ -235,7 +238,7 @@ class PluginResults(_Model):
 
 
 class Environment(_Model):
-    """Where a run took place."""
+    """The environment of a run."""
 
     graphpact: Text
     python: Text
@@ -252,19 +255,19 @@ class Report(_Model):
     environment: Environment
     seed: int
     examples: int
-    options: Options = Field(default_factory=dict, description="What was asked for.")
-    started: Text = Field(description="ISO 8601; of no meaning to a comparison.")
+    options: Options = Field(default_factory=dict, description="The options of the run.")
+    started: Text = Field(description="ISO 8601; ignored in comparisons.")
     seconds: float
     plugins: list[PluginResults]
 
     @property
     def strict(self) -> bool:
-        """Whether a claim is asked for: what was not shown counts as if it had failed."""
+        """Whether the run is strict: requirements that were not shown count as failures."""
         return bool(self.options.get("strict"))
 
     @property
     def exit_code(self) -> ExitCode:
-        """What the command ends with."""
+        """The exit code of the command."""
         results = [result for plugin in self.plugins for result in plugin.results]
         if any(result.outcome is Outcome.ERROR for result in results):
             return ExitCode.SUITE_ERROR
@@ -278,13 +281,13 @@ class Report(_Model):
 
     @property
     def counts(self) -> Counter[Outcome]:
-        """How many results of each outcome there are."""
+        """Number of results of each outcome."""
         return Counter(result.outcome for plugin in self.plugins for result in plugin.results)
 
     def timeless(self) -> dict[str, Any]:
-        """Return all of it but times, ready for JSON: the same for two runs with one seed."""
-        told = self.model_dump(mode="json", exclude={"started", "seconds"})
-        for plugin in told["plugins"]:
+        """Return the report without times, ready for JSON: equal for two runs with the same seed."""
+        dumped = self.model_dump(mode="json", exclude={"started", "seconds"})
+        for plugin in dumped["plugins"]:
             for result in plugin["results"]:
                 del result["seconds"]
-        return told
+        return dumped

@@ -1,14 +1,14 @@
-"""`Rig`: one lane of a backend and a runner, the memory around it, and what one step of it leaves.
+"""`Rig`: one lane of a backend and a runner, its memory, and a record of each step.
 
-The lane is driven as an engine drives it, through `Lane.run`; an observer of the hooks sees view and
-metadata, and can put something in between. Around it, all is poison that no live request owns: request rows
-that are gone hold slots out of range, free KV slots hold NaN. So a stale row shows.
+The lane runs as in an engine, through `Lane.run`. An observer of the hooks sees view and metadata, and may
+edit them before the replay. Unowned memory is poisoned: freed request rows hold slots out of range, free KV
+slots hold NaN. This makes reads of stale rows visible.
 
-The model is two layers of attention. Whatever field of a batch its runner has a slot for, it reads: token
-ids and positions index tables, the accepted drafts pick rows, the number of real tokens masks a sum over
-rows. So a wrong row of any of them shows, too.
+The model has two layers of attention. It reads every field of the batch with a slot: token ids and positions
+index tables, accepted drafts select rows, the count of live tokens masks a sum over rows. So a wrong value in
+any of these fields changes the outputs.
 
-Does not: judge. What a step leaves is compared by `graphpact_conformance.experiments`.
+Does not: check anything; `graphpact_conformance.experiments` compares the records.
 """
 
 from collections.abc import Callable, Generator, Mapping
@@ -23,6 +23,7 @@ from graphpact.attention import (
     BackendContext,
     Capabilities,
     DraftMetadata,
+    GraphSupport,
     ProviderName,
     kv_tensors,
 )
@@ -51,11 +52,11 @@ _Around = Generator[None, Any, Any]
 
 
 class Observer:
-    """Sees view and metadata of each step.
+    """An observer that keeps view and metadata of each step.
 
     Attributes:
-        before: Called with registry and shape before a step is prepared; None for nothing.
-        ready: Called with view and metadata when all is prepared and nothing replayed; None for nothing.
+        before: Called with registry and shape before a step is prepared; may be None.
+        ready: Called with view and metadata after preparation and before the replay; may be None.
     """
 
     def __init__(self) -> None:
@@ -64,7 +65,7 @@ class Observer:
         self.forget()
 
     def forget(self) -> None:
-        """Forget what was seen."""
+        """Drop shape, view and metadata of the last step."""
         self.shape: GraphShape | None = None
         self.view: ForwardBatch | None = None
         self.metadata: Any = None
@@ -72,7 +73,7 @@ class Observer:
 
     @hookimpl(wrapper=True, tryfirst=True)
     def populate(self, registry: CudaGraphBufferRegistry, shape: GraphShape) -> _Around:
-        """Begin a step."""
+        """Note the shape of a new step."""
         self.forget()
         self.shape = shape
         if self.before is not None:
@@ -81,20 +82,20 @@ class Observer:
 
     @hookimpl(wrapper=True, tryfirst=True)
     def prepare_replay(self) -> _Around:
-        """See the view of a step."""
+        """Keep the view of a step."""
         view = yield
         self.view = view
         return view
 
     @hookimpl(wrapper=True, tryfirst=True)
     def init_metadata_capture(self, view: ForwardBatch) -> _Around:
-        """See the metadata of a capture."""
+        """Keep the metadata of a capture."""
         self.at_capture = True
         return (yield from self._see(view))
 
     @hookimpl(wrapper=True, tryfirst=True)
     def init_metadata_replay(self, view: ForwardBatch) -> _Around:
-        """See the metadata of a replay."""
+        """Keep the metadata of a replay."""
         return (yield from self._see(view))
 
     def _see(self, view: ForwardBatch) -> _Around:
@@ -110,13 +111,13 @@ class Leaf:
     """A copy of one tensor of view or metadata.
 
     Args:
-        path: Where it is, such as ``metadata.kv_indptr``.
-        value: What it held.
-        slot: The slot in whose memory it lies; None outside the registry.
-        tail: The first index of its padded rows along `dim`; None where it has none.
+        path: Its path, such as ``metadata.kv_indptr``.
+        value: Its contents.
+        slot: The slot of its memory; None outside the registry.
+        tail: The first index of its padding rows along `dim`; None if it has none.
         dim: The axis of its rows.
         is_due: Whether every step has to write it.
-        is_alias: Whether it is memory that stands under another path already.
+        is_alias: Whether an earlier path has the same memory.
     """
 
     path: str
@@ -129,12 +130,12 @@ class Leaf:
 
     @property
     def is_resident(self) -> bool:
-        """Whether it lies in a slot, and that memory stands under no earlier path."""
+        """Whether it lies in a slot, and no earlier path has the same memory."""
         return self.slot is not None and not self.is_alias
 
     @property
     def is_written(self) -> bool:
-        """Whether every step has to write it, and that memory stands under no earlier path."""
+        """Whether every step has to write it, and no earlier path has the same memory."""
         return self.is_due and not self.is_alias
 
     @property
@@ -144,7 +145,7 @@ class Leaf:
 
     @property
     def in_tail(self) -> torch.Tensor:
-        """Bool tensor of the shape of `value`: where it belongs to padded rows."""
+        """Bool tensor of the shape of `value`, set for padding rows."""
         mask = torch.zeros(self.value.shape, dtype=torch.bool)
         if self.tail is not None:
             mask.narrow(self.dim, self.tail, self.value.shape[self.dim] - self.tail).fill_(1)
@@ -153,22 +154,22 @@ class Leaf:
 
 @dataclass
 class StepRecord:
-    """What one run of one batch left.
+    """The record of one run of one batch.
 
     Args:
         problem: The batch.
-        error: What was raised; None for a step that ended.
-        stage: How far it came: ``prepare``, ``metadata``, ``replay`` or ``done``.
-        shape: What was replayed; None for an eager run.
-        replays: How many replays the lane counted.
+        error: The raised error; None for a step without error.
+        stage: The last stage: ``prepare``, ``metadata``, ``replay`` or ``done``.
+        shape: The replayed shape; None for an eager run.
+        replays: Number of replays that the lane counted.
         leaves: The tensors of view and metadata, by path.
         numbers: The host values of view and metadata, by path.
-        breaches: What the pact says of them.
-        rows: What the lane returned: real rows.
-        outputs: All that the graph gave, padded rows too; None for an eager run.
-        caches: The KV cache afterwards.
-        table: The page table afterwards.
-        batch: Fields of the batch that the step changed.
+        breaches: Breaches of the pact.
+        rows: The outputs of the lane, live rows only.
+        outputs: The outputs of the graph, including padding rows; None for an eager run.
+        caches: The KV cache after the step.
+        table: The page table after the step.
+        changed_fields: Fields of the batch that the step changed.
     """
 
     problem: Problem
@@ -188,11 +189,11 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a batch has to leave.
+    """The right results of a batch.
 
     Args:
-        rows: ``[T, columns]`` float64: what the model returns.
-        caches: The memory of the KV cache afterwards, by name; the scratch page may hold anything.
+        rows: ``[T, columns]`` float64: the outputs of the model.
+        caches: The KV cache after the step, by name; the scratch page is undefined.
     """
 
     rows: torch.Tensor
@@ -200,17 +201,17 @@ class Answer:
 
 
 class Rig:
-    """One lane, and the memory around it.
+    """One lane and its memory.
 
     Args:
-        config: What the lane is built for.
-        backend: The class.
-        runner: The class.
+        config: The configuration of the lane.
+        backend: The backend class.
+        runner: The runner class.
         driver: Makes the lane's driver from a device.
-        guarded: Whether a `StrictGuard` observes the lane, whose driver is then strict.
+        guarded: Whether a `StrictGuard` observes the lane; its driver is strict then.
         in_graph: As ``Lane(metadata_in_graph=...)``.
-        provider: Of the backend's kernels.
-        device: Of all but the oracle.
+        provider: Kernel provider of the backend.
+        device: The device of everything but the oracle.
         pact: As ``Lane(pact=...)``.
         capture: Whether the runner captures its shapes.
     """
@@ -246,7 +247,10 @@ class Rig:
         self.observer = Observer()
         records = driver(device)
         self.guard = records.guard() if guarded else None
-        self.runner = runner(runner_context(config, self.backend.capabilities, device))
+        context = runner_context(config, self.backend.capabilities, device)
+        if runner.needs is GraphSupport.NEVER:
+            context = replace(context, batch_sizes=None)
+        self.runner = runner(context)
         self.lane = Lane(
             mode.value,
             model=self.model,
@@ -267,7 +271,7 @@ class Rig:
 
     @property
     def registry(self) -> CudaGraphBufferRegistry:
-        """The lane's registry; there is one, for a lane that captures."""
+        """The lane's registry. Only lanes that capture have one."""
         assert self.lane.registry is not None  # noqa: S101  lanes with graphs have one
         return self.lane.registry
 
@@ -301,7 +305,7 @@ class Rig:
         return w_q[ids] * turn, k, w_v[ids]
 
     def model(self, batch: ForwardBatch, metadata: Any, attend: Attend) -> StepOutputs:
-        """Return ``rows``, ``[T, columns]``: of every layer in every step of a draft, and what rows share."""
+        """Return ``rows``, ``[T, columns]``: all layers of all draft steps, then work across rows."""
         steps = metadata.steps if isinstance(metadata, DraftMetadata) else [metadata]
         ids, positions, columns = batch.input_ids, batch.positions, []
         for step, part in enumerate(steps):
@@ -315,7 +319,7 @@ class Rig:
         return StepOutputs(rows=(rows, "tokens"))
 
     def _shared(self, batch: ForwardBatch, out: torch.Tensor) -> list[torch.Tensor]:
-        """Return what rows give to each other, as columns: pooling, and the row of the last right draft."""
+        """Return columns of work across rows: pooling, and the row of the last accepted draft."""
         shared = []
         if self.config.case.mode is ForwardMode.DRAFT_EXTEND and batch.batch_size:
             if batch.num_correct_drafts is not None:
@@ -340,7 +344,7 @@ class Rig:
 
     @staticmethod
     def _own_rows(num_tokens: int) -> tuple[int, int]:
-        """Return the first of the rows that this rank pools, and how many they are."""
+        """Return the first row that this rank pools, and the number of its rows."""
         parallel = get_parallel()
         rows = num_tokens // parallel.attn_tp_size
         return parallel.attn_tp_rank * rows, rows
@@ -367,7 +371,7 @@ class Rig:
         self._fill_cache(empty)
 
     def load(self, problem: Problem) -> None:
-        """Set page table and KV cache to what is there before ``problem``; the rest is poison."""
+        """Set page table and KV cache to the state before ``problem``, with poison in unowned memory."""
         self.table.copy_(problem.page_table(self.config))
         self._fill_cache(problem)
 
@@ -381,7 +385,7 @@ class Rig:
             cache[live] = random.to(self.device, cache.dtype)
 
     def batch_of(self, problem: Problem) -> ForwardBatch:
-        """Return the batch of a problem, as this lane is given it."""
+        """Return the batch of a problem for this lane."""
         return problem.batch(counts=self.config.counts).to(self.device)
 
     # -- a step ----------------------------------------------------------------------------------
@@ -397,15 +401,15 @@ class Rig:
         after_load: Callable[[], None] | None = None,
         batch: ForwardBatch | None = None,
     ) -> StepRecord:
-        """Run one batch, and return what it leaves, its error too.
+        """Run one batch, and return its record, including an error.
 
         Args:
-            problem: The batch, and what memory holds before it.
-            eagerly: Run it without a graph.
-            fill: Called before the step is prepared, with every slot that it has to write.
+            problem: The batch, and the memory before it.
+            eagerly: Whether to run without a graph.
+            fill: Called before the step is prepared, with every slot that the step has to write.
             ready: Called between the hooks and the replay.
-            after_load: Called when memory is as the problem says.
-            batch: What is run instead of the problem's own batch.
+            after_load: Called after memory is loaded.
+            batch: A batch to run instead of the problem's own one.
         """
         self.load(problem)
         if after_load is not None:
@@ -422,7 +426,7 @@ class Rig:
         try:
             outputs = self.lane.run_eager(batch) if eagerly else self.lane.run(batch)
             step.rows, step.stage = outputs["rows"].detach().clone().cpu(), "done"
-        except (Exception, SystemExit) as error:  # noqa: BLE001  anybody's code runs here
+        except (Exception, SystemExit) as error:  # noqa: BLE001  the plugin's code may raise anything
             step.error = error
         finally:
             self.observer.ready = self.observer.before = None
@@ -438,7 +442,7 @@ class Rig:
         return step
 
     def _see(self, step: StepRecord) -> None:
-        """Copy what the observer saw into ``step``."""
+        """Copy the observed view and metadata into ``step``."""
         seen = self.observer
         if seen.shape is None:
             return
@@ -459,9 +463,9 @@ class Rig:
             step.outputs = captured.graph.outputs["rows"].detach().clone().cpu()
 
     def prepared(self, problem: Problem) -> tuple[dict[str, Leaf], dict[str, Any]]:
-        """Return copies of what was prepared last: tensors and host values of view and metadata, by path."""
+        """Return copies of tensors and host values of the last view and metadata, by path."""
         seen = self.observer
-        assert seen.shape is not None  # noqa: S101  something was prepared
+        assert seen.shape is not None  # noqa: S101  set by the last step
         return self._snapshot({"view": seen.view, "metadata": seen.metadata}, problem, seen.shape)
 
     def _snapshot(
@@ -485,7 +489,7 @@ class Rig:
         return leaves, numbers
 
     def _slot_at(self, tensor: torch.Tensor) -> BoundSlot | None:
-        """Return the slot in whose memory a tensor begins; slots stay where they are."""
+        """Return the slot in whose memory a tensor begins; the addresses of slots do not change."""
         address = tensor.data_ptr()
         if address not in self._slots:
             slot = self.registry.slot_of(tensor)
@@ -494,10 +498,10 @@ class Rig:
             self._slots[address] = slot
         return self._slots[address]
 
-    # -- what has to be there --------------------------------------------------------------------
+    # -- the oracle ------------------------------------------------------------------------------
 
     def answer(self, problem: Problem) -> Answer:
-        """Return what the oracle says; it holds for every lane of the same configuration."""
+        """Return the oracle's answer; it is valid for every lane of the same configuration."""
         self.load(problem)
         k_caches = [cache.cpu().clone() for cache in self.kv.k]
         v_caches = [cache.cpu().clone() for cache in self.kv.v]
@@ -528,7 +532,7 @@ class Rig:
         return Answer(rows, kv_tensors(SimpleNamespace(k=k_caches, v=v_caches)))
 
     def _shared_of(self, problem: Problem, out: torch.Tensor) -> list[torch.Tensor]:
-        """Return the columns of `_shared`, from the requests' own lists."""
+        """Return the columns of `_shared`, computed from the lists of the requests."""
         shared = []
         if self.config.case.mode is ForwardMode.DRAFT_EXTEND:
             column, first = out[:, :1].clone(), 0
@@ -544,18 +548,18 @@ class Rig:
         return shared
 
     def padded_tokens(self, problem: Problem) -> int:
-        """Return the tokens of the shape that a batch replays; its own for one that runs eagerly."""
+        """Return the tokens of the shape that a batch replays; for an eager batch its own tokens."""
         fit = self.lane.fit(self.batch_of(problem))
         return fit.num_tokens if isinstance(fit, GraphShape) else len(problem.tokens)
 
     def where(self, column: int) -> str:
-        """Return, in words, what a column of the model's output is."""
+        """Return the meaning of an output column, in words."""
         heads = self.config.heads
         width = heads.num_q_heads * heads.v_head_dim
         part, column = divmod(column, width)
         step, layer = divmod(part, len(self.layers))
         if step >= self.config.case.num_steps:
-            return "what rows share"
+            return "work across rows"
         at = f"layer {layer}, head {column // heads.v_head_dim}"
         return f"step {step}, {at}" if self.config.case.num_steps > 1 else at
 
@@ -563,7 +567,7 @@ class Rig:
 def runner_context(
     config: Config, capabilities: Capabilities, device: torch.device
 ) -> RunnerContext:
-    """Return what the runner of a lane is built with; only ragged ones choose their shapes."""
+    """Return the context of a lane's runner; only runners of ragged modes choose their shapes."""
     mode, limits = config.case.lane_mode, config.limits
     return RunnerContext(
         device,
@@ -591,9 +595,9 @@ def _each_due(
 def _tail_of(
     value: torch.Tensor, slot: BoundSlot | None, raw: tuple[int, int], shape: GraphShape
 ) -> tuple[int | None, int]:
-    """Return where the padded rows of a tensor begin, and along which axis; None where it has none.
+    """Return the first padding row of a tensor, and the axis of its rows; None if it has none.
 
-    Rows go by requests or tokens, a whole number of them for each, and of offsets there is one more.
+    A tensor has a whole number of rows per request or token, and offsets have one more.
     """
     if slot is None or slot.axis == "none":
         return None, 0

@@ -1,10 +1,10 @@
 """The twenty rules of capture/replay alignment: one for each class of real bug.
 
-A rule's requirement is one sentence, and the same one wherever it is said: here, in errors, in reports and
-in `graphpact explain`. Ids are never reused.
+A rule's requirement is one sentence. It has the same words here, in errors, in reports and in
+`graphpact explain`. Ids are never reused.
 
-Does not: check anything (`graphpact_conformance.experiments` does), or tell stories
-(`graphpact_conformance.stories` does).
+Does not: check anything (see `graphpact_conformance.experiments`), or describe real bugs
+(see `graphpact_conformance.stories`).
 """
 
 from collections.abc import Iterable
@@ -28,11 +28,11 @@ class Rule:
 
     Args:
         id: ``GP01`` to ``GP20``.
-        name: In one or three words.
-        level: Whether conformance needs it.
-        requirement: What holds, in one sentence.
-        hooks: The hooks that it concerns.
-        since: The contract version that has it first; plugins of earlier ones are not held to it.
+        name: One to three words, joined by hyphens.
+        level: ``MUST`` where conformance requires it, ``SHOULD`` elsewhere.
+        requirement: The requirement, in one sentence.
+        hooks: The hooks that it applies to.
+        since: The first contract version with this rule. Plugins for earlier versions are not checked for it.
     """
 
     id: str
@@ -51,94 +51,93 @@ _RULES = (
         "GP01",
         "rebound-tensor",
         "MUST",
-        "What a graph reads at replay lies in the memory that capture bound: it is copied into, and never"
-        " replaced by a new tensor.",
+        "A graph reads its inputs from the memory that capture bound: every replay copies into that memory"
+        " and never replaces it by a new tensor.",
         _ALL,
     ),
     Rule(
         "GP02",
         "missed-refresh",
         "MUST",
-        "Every replay writes, for the rows of its batch, all that the graph reads of this step, with what"
-        " capture would have written for that batch.",
+        "Every replay writes all data of this step that the graph reads for live rows, with the values that"
+        " a capture of the same batch would write.",
         _REPLAY,
     ),
     Rule(
         "GP03",
         "stale-pad-tail",
         "MUST",
-        "No padded row that a graph reads holds what an earlier batch left there.",
+        "A padding row that a graph reads is reset in every step and holds no value of an earlier batch.",
         _REPLAY,
     ),
     Rule(
         "GP04",
         "bad-pad-sentinel",
         "MUST",
-        "Padded rows hold what their consumer reads as empty: they read and write scratch alone, request row"
-        " 0 and the page of KV slot 0.",
+        "Padding rows hold the values that their consumer reads as empty. They read and write only scratch:"
+        " request row 0 and the page of KV slot 0.",
         _REPLAY,
     ),
     Rule(
         "GP05",
         "pad-extent",
         "MUST",
-        "All that describes one step counts the same rows: padded ones where the graph has padded rows, real"
-        " ones where a count says that it counts real ones.",
+        "All sizes, offsets and counts of one step agree on its rows: they include padding rows where the"
+        " graph has them, and only live rows where a count is declared to count live rows.",
         _ALL,
     ),
     Rule(
         "GP06",
         "pad-leak",
         "MUST",
-        "What padded rows hold or compute changes no bit of what real rows give.",
+        "Padding rows, by their contents or by their results, change no bit of the results of live rows.",
         _REPLAY,
     ),
     Rule(
         "GP07",
         "layout-drift",
         "MUST",
-        "Replay lays out what capture laid out: the same shape, stride, dtype, packing and offsets of every"
-        " field.",
+        "Every field has the same layout at replay as at capture: shape, stride, dtype, packing and offsets.",
         _BACKEND,
     ),
     Rule(
         "GP08",
         "baked-host-value",
         "MUST",
-        "A host number that a graph has frozen holds for every batch of its shape: it is equal at replay, or"
-        " declared a bound that replay keeps.",
+        "A host number that is frozen in a graph is valid for every batch of its shape: it is equal at"
+        " replay, or it is a declared bound that no replay exceeds.",
         _BACKEND,
     ),
     Rule(
         "GP09",
         "stale-plan",
         "MUST",
-        "Whatever is planned on the host is planned anew before every replay, from that batch alone and for"
-        " the kernels that will read it.",
+        "A host plan is made anew before every replay, from that batch only and for the kernels that read"
+        " it.",
         ("init_metadata_replay",),
     ),
     Rule(
         "GP10",
         "wrong-recorded-path",
         "MUST",
-        "What is recorded is what every batch of the shape needs, whatever ran before capture; metadata has"
-        " one type and the same fields at capture and at replay.",
+        "A graph records the work that every batch of its shape needs, independent of what ran before"
+        " capture. Metadata has the same type and fields at capture and at replay.",
         _BACKEND,
     ),
     Rule(
         "GP11",
         "bad-capture-inputs",
         "MUST",
-        "Capture goes the way of a replay: its dummy batch is one that could be live, and the hooks write for"
-        " it what they would write at replay.",
+        "Capture runs the same path as replay: its dummy batch is a possible live batch, and the hooks"
+        " write for it what they write for it at replay.",
         _ALL,
     ),
     Rule(
         "GP12",
         "wrong-graph",
         "MUST",
-        "A batch replays the smallest captured graph that holds it and was recorded for its kind, or runs"
-        " eagerly for a reason that is counted.",
+        "A batch replays the smallest captured graph that holds it and was recorded for its kind, or it"
+        " runs eagerly with a counted reason.",
         _RUNNER,
     ),
     Rule(
@@ -152,54 +151,55 @@ _RULES = (
         "GP14",
         "freed-storage",
         "MUST",
-        "Memory that a graph uses lives, and stays where and as large as it was, for as long as the graph.",
+        "Memory that a graph uses stays allocated, at the same address and of the same size, for the"
+        " lifetime of the graph.",
         _ALL,
     ),
     Rule(
         "GP15",
         "pool-aliasing",
         "MUST",
-        "No graph uses memory that another one's capture allocated, and outputs are read before another"
-        " graph replays.",
+        "A graph uses no memory that the capture of another graph allocated, and outputs are read before"
+        " another graph replays.",
         _ALL,
     ),
     Rule(
         "GP16",
         "staging-race",
         "MUST",
-        "Host memory is rewritten only once the copy from it is done, and streams that share memory wait for"
-        " each other.",
+        "Host memory is rewritten only after the copy from it has finished, and streams that share memory"
+        " wait for each other.",
         _REPLAY,
     ),
     Rule(
         "GP17",
         "collective-mismatch",
         "MUST",
-        "All ranks of a group capture and replay the same collectives in the same order, idle, uneven and"
-        " padded ranks too.",
+        "All ranks of a group capture and replay the same collectives in the same order, including idle,"
+        " uneven and padded ranks.",
         _ALL,
     ),
     Rule(
         "GP18",
         "unarmed-state",
         "MUST",
-        "A replay finds every counter, flag and random state as the one before it did: two on the same inputs"
-        " give the same.",
+        "Every replay starts from the same counters, flags and random state as the replay before it: two"
+        " replays on the same inputs give the same results.",
         _BACKEND,
     ),
     Rule(
         "GP19",
         "capture-side-effect",
         "MUST",
-        "A capture changes nothing that live requests own, and nothing that a later step reads.",
+        "A capture changes no memory that live requests own, and none that a later step reads.",
         _ALL,
     ),
     Rule(
         "GP20",
         "illegal-work-in-capture",
         "MUST",
-        "No device value is read on the host, and nothing else that a graph cannot hold is done, while a"
-        " graph is recorded or a replay prepared.",
+        "While a graph is recorded or a replay is prepared, no device value is read on the host, and no"
+        " other work runs that a graph cannot hold.",
         _ALL,
     ),
 )
@@ -209,27 +209,27 @@ RULES: dict[str, Rule] = {rule.id: rule for rule in _RULES}
 
 
 _CAUSES_FIRST = (
-    *("GP16", "GP15", "GP14", "GP01"),  # whose memory it is
-    *("GP19", "GP12", "GP18"),  # in which state a step finds it, and which graph
-    *("GP03", "GP09", "GP08", "GP10", "GP05", "GP04", "GP07", "GP02"),  # what is in it
-    *("GP20", "GP11", "GP13", "GP06", "GP17"),  # what comes of that
+    *("GP16", "GP15", "GP14", "GP01"),  # memory: its address, owner and lifetime
+    *("GP19", "GP12", "GP18"),  # state from before the step, and the choice of the graph
+    *("GP03", "GP09", "GP08", "GP10", "GP05", "GP04", "GP07", "GP02"),  # contents
+    *("GP20", "GP11", "GP13", "GP06", "GP17"),  # consequences
 )
 
 
 def causes_first(rules: Iterable[str]) -> list[str]:
-    """Return ids of broken rules, the likeliest cause of the others first.
+    """Return the ids of broken rules, the most likely cause of the others first.
 
-    One bug breaks several rules: a padded row that is left stale is read, leaks, and differs between ranks.
-    The order is the museum's experience: its page says how often the first is the rule that was broken.
+    One bug breaks several rules: a stale padding row is read, leaks into live rows, and differs between
+    ranks. The order comes from the museum. Its page says how often the first rule is the rule of the exhibit.
     """
     return sorted(rules, key=_CAUSES_FIRST.index)
 
 
 def find_rule(text: str) -> Rule:
-    """Return the rule that ``text`` names, by id in any case or by name.
+    """Return the rule with the id or name ``text``, in any case.
 
     Raises:
-        UsageError: None is called so; the message names the nearest.
+        UsageError: There is no such rule. The message names the closest one.
     """
     wanted = text.strip()
     for rule in _RULES:
@@ -238,7 +238,7 @@ def find_rule(text: str) -> Rule:
     names = [name for rule in _RULES for name in (rule.id, rule.name)]
     near = did_you_mean(wanted.upper(), names) or did_you_mean(wanted.lower(), names)
     raise UsageError(
-        f"no rule is called {text!r}; there are GP01 to GP{len(_RULES):02}",
+        f"unknown rule {text!r}; the rules are GP01 to GP{len(_RULES):02}",
         hint=f"did you mean {near}? `graphpact check --list` lists all"
         if near
         else "`graphpact check --list` lists all",

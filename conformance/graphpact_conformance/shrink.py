@@ -1,9 +1,9 @@
-"""Smaller batches that show the same: `shrunk`.
+"""Smaller batches with the same findings: `shrunk`.
 
-The search ends after a number of trials and never by the clock, so that two runs with one seed tell the same
+The search ends after a number of trials and not by the clock, so that two runs with one seed report the same
 batch.
 
-Does not: draw; it leaves out requests, and shortens what is cached, as long as the same rules are broken.
+Does not: draw new batches. It drops requests and shortens prefixes as long as the same rules are broken.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -14,7 +14,7 @@ from graphpact_conformance.results import Finding
 from graphpact_conformance.subject import LaneUnderTest
 
 TRIALS = 16
-"""How many smaller sequences of batches are tried for one failure."""
+"""Number of smaller sequences of batches that are tried for one failure."""
 
 
 def shrunk(
@@ -24,13 +24,13 @@ def shrunk(
     found: list[Finding],
     on_trial: Callable[[], object] = lambda: None,
 ) -> list[Finding]:
-    """Return what an experiment finds in the smallest batches that were found to break the same rules.
+    """Return the findings of an experiment for the smallest batches that break the same rules.
 
     Args:
-        lane: Where.
-        experiment: What is done again.
-        steps: The batches that showed something.
-        found: What they showed.
+        lane: The lane.
+        experiment: The experiment to repeat.
+        steps: The batches with findings.
+        found: Their findings.
         on_trial: Called before each trial.
     """
     rules = {finding.rule for finding in found}
@@ -51,18 +51,18 @@ def shrunk(
 
 
 def _found_in(lane: LaneUnderTest, experiment: Experiment, steps: Drawn) -> list[Finding]:
-    """Return what an experiment finds in a lane without a past; nothing where it does not come to its end."""
+    """Return the findings of an experiment in a new lane; empty if it raises."""
     try:
         return list(experiment.run(lane.anew(), steps))
-    except Exception:  # noqa: BLE001  what fails otherwise in these batches is not what is looked for
+    except Exception:  # noqa: BLE001  an error of other batches is another failure
         return []
 
 
-# -- smaller sequences, those that leave out the most first ------------------------------------------
+# -- smaller sequences, the smallest first -----------------------------------------------------------
 
 
 def _alone(steps: Drawn) -> Iterator[Drawn]:
-    """Yield batches of one request each: the first of all, the second of all."""
+    """Yield batches of one request each: the first requests, then the second ones."""
     for i in range(max(len(problem.requests) for problem in steps)):
         yield Drawn(
             *(_of(p, [p.requests[i % len(p.requests)]] if p.requests else []) for p in steps)
@@ -70,7 +70,7 @@ def _alone(steps: Drawn) -> Iterator[Drawn]:
 
 
 def _without_one(steps: Drawn) -> Iterator[Drawn]:
-    """Yield the same with one request less in one batch."""
+    """Yield the sequence with one request less in one batch."""
     for at, problem in enumerate(steps):
         requests = problem.requests
         for i in range(len(requests) if len(requests) > 1 else 0):
@@ -78,12 +78,12 @@ def _without_one(steps: Drawn) -> Iterator[Drawn]:
 
 
 def _halved(steps: Drawn) -> Iterator[Drawn]:
-    """Yield the same with half as many cached keys of every request."""
+    """Yield the sequence with half as many cached keys in every request."""
     yield Drawn(*(_of(problem, map(_shorter, problem.requests)) for problem in steps))
 
 
 def _with_one_halved(steps: Drawn) -> Iterator[Drawn]:
-    """Yield the same with half as many cached keys of one request in one batch."""
+    """Yield the sequence with half as many cached keys in one request of one batch."""
     for at, problem in enumerate(steps):
         for i, request in enumerate(problem.requests):
             others = problem.requests
@@ -91,7 +91,7 @@ def _with_one_halved(steps: Drawn) -> Iterator[Drawn]:
 
 
 def _shorter(request: ProblemRequest) -> ProblemRequest:
-    """Return a request with half as many cached keys; one with few as it is."""
+    """Return a request with half as many cached keys; unchanged if it has one or two."""
     few = len(request.cached) <= 2
     return request if few else shortened(request, len(request.cached) // 2)
 

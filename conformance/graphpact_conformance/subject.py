@@ -1,6 +1,6 @@
-"""`LaneUnderTest`: what is checked, in one configuration, and what experiments need to judge it.
+"""`LaneUnderTest`: the checked backend and runner in one configuration, with the tools of experiments.
 
-Does not: draw batches, or run experiments in turn (`graphpact_conformance.suite` does).
+Does not: draw batches, or run all experiments (see `graphpact_conformance.suite`).
 """
 
 import gc
@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import torch
 
-from graphpact.attention import AttentionBackend, ProviderName
+from graphpact.attention import AttentionBackend, GraphSupport, ProviderName
 from graphpact.buffers import BoundSlot
 from graphpact.errors import GraphpactError
 from graphpact.graphs import GraphDriver
@@ -26,7 +26,7 @@ from graphpact.shapes import GraphShape
 from graphpact_conformance.problems import Config, Problem
 from graphpact_conformance.reference import ReferenceBackend, ReferenceRunner
 from graphpact_conformance.results import Finding
-from graphpact_conformance.rig import CPU, Answer, Rig, StepRecord
+from graphpact_conformance.rig import CPU, Answer, Rig, StepRecord, runner_context
 from graphpact_conformance.rules import RULES
 from graphpact_tape.guard import is_due
 from graphpact_tape.host import tensors_of
@@ -34,7 +34,7 @@ from graphpact_tape.poison import is_poison, poison
 from graphpact_tape.tape import TapeDriver
 
 Way = Literal["graph", "hook"]
-"""Who makes metadata: the lane's own choice, which is the graph where the backend can, or the replay hook."""
+"""The producer of metadata: the graph, where the backend supports it, or the replay hook."""
 
 
 _HERE = Path(__file__).parent
@@ -42,30 +42,30 @@ _KITS = {ReferenceBackend, ReferenceRunner, *ReferenceBackend.__mro__, *Referenc
 
 
 _ADDRESS = re.compile(r"0x[0-9a-f]{6,}")
-"""What differs from run to run, and tells a reader nothing."""
+"""Addresses, which differ from run to run."""
 
 
 class CannotCaptureError(Exception):
-    """A lane could not be captured, so that what needs its graphs cannot be looked at."""
+    """A lane could not be captured, so experiments that need its graphs cannot run."""
 
     def __init__(self, error: BaseException) -> None:
-        super().__init__(tell(error))
+        super().__init__(message_of(error))
         self.error = error
 
 
 @dataclass
 class LaneUnderTest:
-    """A backend and a runner in one configuration; one of them may be the kit's own.
+    """A backend and a runner in one configuration; one of them may be the suite's own.
 
     Args:
-        config: What the lane is built for.
-        backend: The class.
-        runner: The class.
-        kind: Whose fault it is where nothing tells: what is checked.
-        provider: Of the backend's kernels.
-        device: Where the lane runs.
-        driver: What records its graphs; None for the tape, which experiments take as strict as they need.
-        listed: The rules that the experiment at hand lists; None for every rule.
+        config: The configuration of the lane.
+        backend: The backend class.
+        runner: The runner class.
+        kind: The kind of the checked plugin.
+        provider: Kernel provider of the backend.
+        device: The device of the lane.
+        driver: Graph driver; None for the tape, fast or strict as experiments need it.
+        listed: The rules that the current experiment lists; None for every rule.
     """
 
     config: Config
@@ -93,8 +93,8 @@ class LaneUnderTest:
         """Return a new rig.
 
         Args:
-            way: Who makes metadata.
-            guarded: See `Rig`; its tape is strict then, and otherwise fast and traced.
+            way: The producer of metadata.
+            guarded: See `Rig`; the tape is strict if set, otherwise fast and traced.
             pact: See `Rig`.
             capture: See `Rig`.
         """
@@ -117,18 +117,18 @@ class LaneUnderTest:
         )
 
     def rig(self, way: Way = "graph") -> Rig:
-        """Return a rig on a fast tape that looks at nothing; one for each experiment of the lane.
+        """Return the experiment's rig on a fast tape without checks; built once.
 
         Raises:
-            CannotCaptureError: It cannot be captured.
+            CannotCaptureError: The lane cannot be captured.
         """
         return self._kept(way, guarded=False)
 
     def guarded(self, way: Way = "graph") -> Rig:
-        """Return a strict rig, every replay of which is held to its pact; one for each experiment.
+        """Return the experiment's strict rig, with a pact check of every replay; built once.
 
         Raises:
-            CannotCaptureError: It cannot be captured.
+            CannotCaptureError: The lane cannot be captured.
         """
         return self._kept(way, guarded=True)
 
@@ -144,23 +144,23 @@ class LaneUnderTest:
         return self._rigs[key]
 
     def anew(self, listed: Iterable[str] | None = None) -> "LaneUnderTest":
-        """Return the same lane with nothing built yet: an experiment finds no trace of another one.
+        """Return the same lane without rigs, so that an experiment sees no state of another one.
 
-        What functions of the plugin keep in caches is cleared too.
+        Caches of the plugin's functions are cleared too.
 
         Args:
-            listed: The rules that the next experiment lists; those of this lane where it is left out.
+            listed: The rules that the next experiment lists; this lane's by default.
         """
         for clear in caches_of(self):
             clear()
         lane = self.like(self.config)
-        lane._ways = self._ways  # noqa: SLF001  no history changes them
+        lane._ways = self._ways  # noqa: SLF001  the same for every experiment
         if listed is not None:
             lane.listed = frozenset(listed)
         return lane
 
     def like(self, config: Config) -> "LaneUnderTest":
-        """Return the same in another configuration, with nothing built yet."""
+        """Return a lane of the same plugins in another configuration, without rigs."""
         return LaneUnderTest(
             config,
             self.backend,
@@ -173,10 +173,31 @@ class LaneUnderTest:
         )
 
     @property
-    def ways(self) -> tuple[Way, ...]:
-        """Who can make metadata: the graph, and the replay hook where that writes anything then.
+    def captures_nothing(self) -> bool:
+        """Whether the runner has no shape to capture; False if it cannot be asked for its shapes."""
+        if self.runner.needs is GraphSupport.NEVER:
+            return True
+        context = runner_context(self.config, self.backend.capabilities, self.device)
+        try:
+            return not self.runner(context).shapes()
+        except (Exception, SystemExit):  # noqa: BLE001  the capture of the lane reports the error
+            return False
 
-        A backend that leaves all of it to the graph may have a hook that does nothing.
+    @property
+    def no_graphs_declared(self) -> str | None:
+        """The declaration that excludes graphs of this lane; None if graphs are declared."""
+        support, needed = self.backend.capabilities.graph_support, self.config.case.needs
+        if self.runner.needs is GraphSupport.NEVER:
+            return f"{self.runner.__name__} declares that it captures nothing"
+        if not support.covers(needed):
+            return f"{self.config.case} needs graph support {needed.value!r}, declared is {support.value!r}"
+        return None
+
+    @property
+    def ways(self) -> tuple[Way, ...]:
+        """The possible producers of metadata: the graph, and the replay hook if it writes any slot.
+
+        A backend that records all metadata work may have a replay hook without work.
         """
         if self._ways is None:
             both = self.rig().lane.records_metadata and self._hook_writes()
@@ -186,8 +207,8 @@ class LaneUnderTest:
         return self._ways
 
     def _hook_writes(self) -> bool:
-        """Return whether a replay hook alone writes a slot of the backend's."""
-        self.rig("hook")  # a lane that cannot be captured is told of once
+        """Return whether the replay hook writes any slot of the backend."""
+        self.rig("hook")  # raises where the lane cannot be captured
         rig = self.build("hook")
         batch = rig.runner.dummy(rig.config.shapes[0])
         rig.step(Problem(self.config.case, [], 0), batch=batch, fill=poison_slot)
@@ -199,14 +220,14 @@ class LaneUnderTest:
 
     @torch.inference_mode()
     def answer(self, rig: Rig, problem: Problem) -> Answer:
-        """Return the oracle's answer, made once for a batch."""
+        """Return the oracle's answer for a batch, computed once."""
         known = self._answers.get(id(problem))
         if known is None or known[0] is not problem:
             known = self._answers[id(problem)] = problem, rig.answer(problem)
         return known[1]
 
     def raised(self, error: BaseException) -> bool:
-        """Return whether code of what is checked raised an error: the last of its frames and the kit's."""
+        """Return whether the checked plugin raised an error: its frame comes after the suite's last one."""
         checked = self.runner if self.kind == "runner" else self.backend
         files = {
             inspect.getsourcefile(cls)
@@ -220,7 +241,7 @@ class LaneUnderTest:
                 last = file
         return last in files
 
-    # -- words -----------------------------------------------------------------------------------
+    # -- findings --------------------------------------------------------------------------------
 
     def finding(
         self,
@@ -232,7 +253,7 @@ class LaneUnderTest:
         hook: str | None = None,
         step: StepRecord | None = None,
         problem: Problem | None = None,
-        help: str | None = None,  # noqa: A002  it is what reports call it
+        help: str | None = None,  # noqa: A002  the field of reports
     ) -> Finding:
         """Return a finding about this lane."""
         if step is not None:
@@ -258,11 +279,11 @@ class LaneUnderTest:
         step: StepRecord | None = None,
         problem: Problem | None = None,
         hook: str | None = None,
-        help: str | None = None,  # noqa: A002  it is what reports call it
+        help: str | None = None,  # noqa: A002  the field of reports
     ) -> Finding:
-        """Return a finding about an error; the rule and the help are its own, else those that are given.
+        """Return a finding about an error, with the error's own rule and hint, otherwise with the given ones.
 
-        A rule that the experiment at hand does not list is left to those that do: they look for it.
+        A rule that the current experiment does not list is ignored; other experiments check it.
         """
         own = next((e.hint for e in causes(error) if isinstance(e, GraphpactError)), None)
         named = rule_of(error)
@@ -271,7 +292,7 @@ class LaneUnderTest:
         return self.finding(
             named or rule,
             expected=expected,
-            actual=tell(error),
+            actual=message_of(error),
             step=step,
             problem=problem,
             hook=hook or _hook_of(step),
@@ -280,7 +301,7 @@ class LaneUnderTest:
 
 
 def caches_of(lane: LaneUnderTest) -> Iterator[Callable[[], object]]:
-    """Yield what clears each cache of tensors in the packages of the plugin, or in reach of its classes."""
+    """Yield a function that clears it, for each cache of tensors in the plugin's packages and classes."""
     classes = [c for cls in (lane.backend, lane.runner) for c in cls.__mro__]
     packages = {c.__module__.partition(".")[0] for c in classes} - {
         "graphpact",
@@ -303,12 +324,12 @@ def caches_of(lane: LaneUnderTest) -> Iterator[Callable[[], object]]:
 
 
 def _holds_tensors(cached: Any) -> bool:
-    """Return whether a `functools.lru_cache` has returned tensors; what else it keeps is nobody's memory."""
+    """Return whether a `functools.lru_cache` holds tensors; other values use no device memory."""
     return any(tensors_of(each) for each in gc.get_referents(cached))
 
 
 def planned_shapes(runner: GraphRunner) -> tuple[GraphShape, ...]:
-    """Return the shapes that a runner captures, the smallest first; none where it captures nothing."""
+    """Return the shapes that a runner captures, the smallest first; empty if it captures nothing."""
     return tuple(sorted(runner.shapes(), key=lambda s: (s.num_tokens, s.batch_size, s.variant)))
 
 
@@ -319,13 +340,13 @@ def poison_slot(slot: BoundSlot) -> None:
 
 
 def reset_slot(slot: BoundSlot) -> None:
-    """Give a slot what it held before anything was written: no past can come through it."""
+    """Reset a slot to its initial value, so that it holds nothing of earlier steps."""
     if slot.buffer is not None:
         slot.buffer.fill_(slot.initial_value)
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield ``error`` and what it was made of, the last first."""
+    """Yield ``error`` and its chain of causes, the last first."""
     seen: BaseException | None = error
     while seen is not None:
         yield seen
@@ -333,7 +354,7 @@ def causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def rule_of(error: BaseException) -> str | None:
-    """Return the rule that an error, or what it was made of, names; None where that is no rule."""
+    """Return the rule that an error or one of its causes names; None if there is none."""
     for each in causes(error):
         rule = getattr(each, "rule", None)
         if rule in RULES:
@@ -341,8 +362,8 @@ def rule_of(error: BaseException) -> str | None:
     return None
 
 
-def tell(error: BaseException) -> str:
-    """Return an error in one line, the first of its message; its type where that is no error of ours."""
+def message_of(error: BaseException) -> str:
+    """Return the first line of an error's message, with the type for errors outside graphpact."""
     if isinstance(error, GraphpactError):
         return error.message.strip().splitlines()[0]
     lines = str(error).strip().splitlines()

@@ -1,9 +1,9 @@
-"""The suite: which lanes a plugin is held to, and every experiment in each of them.
+"""The suite: the lanes of a plugin, and the experiments in each lane.
 
-`examine` does it for one plugin, in this process; `graphpact_conformance.supervise` gives each plugin a
-process of its own, from which it may not take the suite along.
+`examine` runs it for one plugin, in this process. `graphpact_conformance.supervise` runs each plugin in its
+own process, so that a crash does not end the suite.
 
-Does not: know what an experiment does, or write reports.
+Does not: implement experiments, or write reports.
 """
 
 import time
@@ -31,7 +31,12 @@ from graphpact_conformance.results import Claim, Finding, Outcome, PluginResults
 from graphpact_conformance.rig import runner_context
 from graphpact_conformance.rules import RULES, Rule
 from graphpact_conformance.shrink import shrunk
-from graphpact_conformance.subject import CannotCaptureError, LaneUnderTest, planned_shapes, tell
+from graphpact_conformance.subject import (
+    CannotCaptureError,
+    LaneUnderTest,
+    message_of,
+    planned_shapes,
+)
 
 Size = Literal["quick", "normal", "thorough"]
 TargetKind = Literal["attention_backend", "runner"]
@@ -39,17 +44,17 @@ TargetKind = Literal["attention_backend", "runner"]
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How a run is made.
+    """Options of a run.
 
     Args:
-        seed: Of all that is drawn.
+        seed: Seed of all random batches.
         examples: Sequences of batches for each experiment in each lane.
-        size: How many lanes.
+        size: Number of lanes: quick, normal or thorough.
         only: Ids of rules; empty for all.
-        lanes: Patterns of lane names, as `fnmatch` knows them; empty for all.
+        lanes: `fnmatch` patterns of lane names; empty for all.
         device: ``"cpu"`` or ``"cuda"``.
-        strict: Whether a claim is asked for; see `graphpact_conformance.results.Report`.
-        shrink: Whether a smaller failing batch is looked for.
+        strict: Whether missing proof counts as a failure; see `graphpact_conformance.results.Report`.
+        shrink: Whether to search for a smaller failing batch.
     """
 
     seed: int = 0
@@ -64,12 +69,12 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What is checked.
+    """A plugin to check, alone or with a partner.
 
     Args:
-        kind: What the plugin is.
-        name: Its name.
-        partner: The runner that a backend is paired with; None for a plugin alone.
+        kind: Kind of the plugin.
+        name: Name of the plugin.
+        partner: The runner of a pair; None for a plugin alone.
     """
 
     kind: TargetKind
@@ -81,28 +86,28 @@ class Target:
 
 
 class Listener(Protocol):
-    """Who is told how a run goes."""
+    """Callbacks of a run."""
 
     def begins(self, work: str) -> None:
-        """Hear which piece of work is about to be done."""
+        """Called before each piece of work."""
 
     def found(self, result: Result) -> None:
-        """Hear how a requirement came out."""
+        """Called with each result."""
 
 
-# -- what is checked ---------------------------------------------------------------------------------
+# -- targets -----------------------------------------------------------------------------------------
 
 
 def targets(names: Sequence[str], catalog: PluginCatalog) -> list[Target]:
-    """Return what ``names`` stand for: backends, runners, and every pair among them.
+    """Return the backends and runners with the given names, and every pair of them.
 
     Args:
-        names: Of plugins, ``name`` or ``kind:name``.
-        catalog: Of what is installed.
+        names: Names of plugins, ``name`` or ``kind:name``.
+        catalog: The installed plugins.
 
     Raises:
-        UnknownPluginError: Nothing that can be checked has that name.
-        PluginError: It is rejected, or two distributions offer it.
+        UnknownPluginError: No backend and no runner has that name.
+        PluginError: The plugin is rejected, or two distributions offer it.
     """
     found: list[Target] = []
     for name in dict.fromkeys(names):
@@ -129,23 +134,23 @@ def _kind_of(name: str, catalog: PluginCatalog) -> tuple[TargetKind, str]:
             if asked == kind:
                 return kind, bare
         raise UsageError(
-            f"{name!r}: a {asked!r} is not checked",
-            hint=f"give {' or '.join(kinds)}, a colon, a name",
+            f"{name!r}: plugins of kind {asked!r} cannot be checked",
+            hint=f"write KIND:NAME, with the kind {' or '.join(kinds)}",
         )
     offers = [kind for kind in kinds if any(i.name == name for i in catalog.infos(kind))]
     if len(offers) == 1:
         return offers[0], name
     if offers:
         raise UsageError(
-            f"{name!r} is an attention backend and a runner",
-            hint=f"say attention_backend:{name} or runner:{name}",
+            f"{name!r} is the name of an attention backend and of a runner",
+            hint=f"write attention_backend:{name} or runner:{name}",
         )
     there = [info for kind in kinds for info in catalog.infos(kind)]
     near = did_you_mean(name, [info.name for info in there])
     raise UnknownPluginError(
-        f"no attention backend and no runner is called {name!r}; installed: "
+        f"no attention backend or runner {name!r}; installed: "
         + (", ".join(str(info) for info in there) or "none"),
-        hint=f"did you mean {near!r}?" if near else "`graphpact plugins` lists what is installed",
+        hint=f"did you mean {near!r}?" if near else "`graphpact plugins` lists all",
     )
 
 
@@ -163,11 +168,11 @@ class PlannedLane:
     """One lane of a run.
 
     Args:
-        lane: What is built.
-        is_full: Whether every experiment is made in it, or those of values alone.
-        suffix: What its name has after the configuration.
-        names: Of the plugins, as the command line takes them.
-        contract: The contract version that it is held to: what the plugin was written for.
+        lane: The lane to build.
+        is_full: Whether all experiments run in it, or only those of outputs.
+        suffix: Suffix of its name, after the configuration.
+        names: Names of the plugins for the command line.
+        contract: The contract version of the plugin.
     """
 
     lane: LaneUnderTest
@@ -181,11 +186,11 @@ class PlannedLane:
 
 
 _PROBES = "undeclared capabilities"
-"""The piece of work that tries what is not declared."""
+"""Name of the work that tries undeclared capabilities."""
 
 
 def lanes_of(target: Target, options: Options, catalog: PluginCatalog) -> list[PlannedLane]:
-    """Return the lanes that a plugin is held to, by what it declares."""
+    """Return the lanes in which a plugin is checked, from its declared capabilities."""
     device = torch.device(options.device)
     if target.kind == "attention_backend":
         backend = catalog.select("attention_backend", target.name)
@@ -220,17 +225,17 @@ def plan_lanes(
     is_pair: bool = False,
     drivers: PluginCatalog | None = None,
 ) -> list[PlannedLane]:
-    """Return the lanes of two classes, one of which may be the kit's own.
+    """Return the lanes of a backend and a runner, one of which may be the suite's own.
 
     Args:
         backend: The backend.
         runner: The runner.
-        options: How many.
-        device: Where.
-        kind: Which of the two is checked.
-        is_pair: Whether both are.
-        drivers: Where drivers are found: the one that a checked runner records with by itself, and CUDA's
-            on a GPU; None for the tape alone.
+        options: Options of the run.
+        device: Device of the lanes.
+        kind: The kind that is checked.
+        is_pair: Whether both are checked.
+        drivers: Catalog of drivers, for the default driver of a checked runner and for CUDA graphs on a GPU;
+            None for the tape only.
     """
     modes = runner.modes & backend.capabilities.modes
     configs = [
@@ -270,21 +275,21 @@ def _with_shapes_of(
     backend: type[AttentionBackend],
     device: torch.device,
 ) -> Config:
-    """Return a configuration with the shapes that a runner captures by itself, where it is not told which."""
+    """Return a configuration with the shapes that a runner captures by default."""
     context = runner_context(config, backend.capabilities, device)
     try:
         shapes = planned_shapes(runner(context))
-    except Exception:  # noqa: BLE001  anybody's code; capturing it will tell
+    except Exception:  # noqa: BLE001  the capture of the lane reports the error
         return config
-    return config if list(shapes) == list(config.shapes) else replace(config, ladder=shapes)
+    return config if list(shapes) == list(config.shapes) else replace(config, capture_shapes=shapes)
 
 
 def _choose(configs: Sequence[Config], size: Size, *, few: bool) -> list[tuple[Config, bool]]:
-    """Return the configurations of a run, and which of them are looked at in full.
+    """Return the configurations of a run, each with whether all experiments run in it.
 
-    One in full for each kind of step (in a quick run, of values alone for mixed and idle batches and trees),
-    and then, each the first that brings something new, those that together have every page size, head layout
-    and dtype with every kind of step.
+    Each kind of step has one full configuration; in a quick run only outputs are checked for mixed and idle
+    batches and trees. Further configurations cover every page size, head layout and dtype with every kind of
+    step.
     """
     by_case: dict[Any, list[Config]] = {}
     for config in configs:
@@ -306,7 +311,7 @@ def _choose(configs: Sequence[Config], size: Size, *, few: bool) -> list[tuple[C
 
 
 def _is_of_its_own(config: Config) -> bool:
-    """Return whether a kind of step shares neither shape nor layout of metadata with another kind."""
+    """Return whether no other kind of step has the same shapes or metadata layout."""
     case = config.case
     return case.branches == 1 and case.mode not in (ForwardMode.MIXED, ForwardMode.IDLE)
 
@@ -331,20 +336,20 @@ def examine(
     skip: Collection[str] = (),
     part: tuple[int, int] = (0, 1),
 ) -> PluginResults:
-    """Hold a plugin to every rule, in every lane, and tell the listener how each came out.
+    """Check a plugin against every rule in every lane, and pass each result to the listener.
 
     Args:
         target: The plugin.
-        options: How.
-        listener: Who is told.
-        skip: Pieces of work, as `Listener.begins` names them, that are not done.
-        part: Which part of the lanes, of how many; `merged` makes one of all parts.
+        options: Options of the run.
+        listener: Receives work and results.
+        skip: Names of work, as in `Listener.begins`, that are left out.
+        part: Index of a part of the lanes, and number of parts; `merged` joins them.
 
     Returns:
-        What there is to say besides results.
+        The results object without its list of results.
 
     Raises:
-        PluginError: It cannot be had.
+        PluginError: The plugin cannot be loaded.
     """
     catalog = PluginCatalog.scan()
     info = _info(catalog, target)
@@ -354,7 +359,7 @@ def examine(
         replace(plan, names=names, contract=_contract_of(target, catalog))
         for plan in lanes_of(target, options, catalog)
     ]
-    every.sort(key=lambda plan: not plan.is_full)  # so that parts take about as long
+    every.sort(key=lambda plan: not plan.is_full)  # so that parts take about the same time
     plans = every[first::parts]
     shown: list[tuple[Config, bool]] = []
     for plan in plans:
@@ -396,7 +401,7 @@ def examine(
 
 
 def merged(parts: Sequence[PluginResults]) -> PluginResults:
-    """Return one of what `examine` returned for every part, with results in the order of the lanes."""
+    """Return the joined results of all parts, in the order of the lanes."""
     if len(parts) == 1:
         return parts[0]
     by_lane = [
@@ -411,7 +416,7 @@ def merged(parts: Sequence[PluginResults]) -> PluginResults:
     kept: list[Result] = []
     for result in results:
         if all(_timeless(result) != _timeless(other) for other in kept):
-            kept.append(result)  # what every part met is told once
+            kept.append(result)  # one copy of results that all parts have
     results = kept
     claims = [_all_of(claims) for claims in zip(*(part.claims for part in parts), strict=True)]
     if claims:
@@ -432,7 +437,7 @@ def _timeless(result: Result) -> Result:
 
 
 def _all_of(claims: Sequence[Claim]) -> Claim:
-    """Return one capability as all parts have shown it."""
+    """Return one claim from the claims of all parts."""
     shown = {claim.shown for claim in claims}
     hints = [claim.hint for claim in claims if claim.hint]
     state = next((s for s in ("fail", "pass") if s in shown), "not_run")
@@ -448,7 +453,7 @@ def _modes_of(target: Target, catalog: PluginCatalog) -> Collection[ForwardMode]
 def _unsupported(
     target: Target, modes: Collection[ForwardMode], plans: Sequence[PlannedLane]
 ) -> Iterator[Result]:
-    """Yield each kind of step without a lane: it would need a capability that is not declared."""
+    """Yield a result for each kind of step without a lane, with the undeclared capability."""
     there = {plan.lane.config.case for plan in plans}
     for case in CASES:
         if case not in there:
@@ -470,7 +475,7 @@ def _info(catalog: PluginCatalog, target: Target) -> PluginInfo:
 
 
 def _contract_of(target: Target, catalog: PluginCatalog) -> int:
-    """Return the contract version that a target is held to: of a pair, the earlier one."""
+    """Return the contract version of a target; for a pair the earlier one."""
     infos = [_info(catalog, target)]
     if target.partner is not None:
         infos.append(_info(catalog, Target("runner", target.partner)))
@@ -483,7 +488,7 @@ def _declares_nothing(info: PluginInfo) -> Result:
         check="declares",
         lane="capabilities",
         outcome=Outcome.FAIL,
-        reason="it declares no mode",
+        reason="no mode is declared",
         findings=[
             Finding(
                 rule=None,
@@ -491,7 +496,7 @@ def _declares_nothing(info: PluginInfo) -> Result:
                 field="modes",
                 expected="the forward modes that the plugin serves",
                 actual="none",
-                help=f"set them on the class that {info.target} names: what is not declared is not shown",
+                help=f"set them on the class {info.target}: only declared modes are checked",
             )
         ],
     )
@@ -505,32 +510,39 @@ def examine_lane(
     skip: Collection[str] = (),
     experiments: Sequence[Experiment] = EXPERIMENTS,
 ) -> Iterator[Result]:
-    """Make every experiment in one lane, and yield how each rule came out.
+    """Run all experiments in one lane, and yield a result for each rule.
 
     Args:
         plan: The lane.
-        options: How.
-        begins: Called with each piece of work before it is done; None to tell nobody.
-        skip: Pieces of work that are not done.
-        experiments: What is done.
+        options: Options of the run.
+        begins: Called with the name of each piece of work before it runs; may be None.
+        skip: Names of work that are left out.
+        experiments: The experiments.
     """
     done: list[_Done] = []
-    for experiment in experiments_of(plan, options, experiments):
+    chosen = experiments_of(plan, options, experiments)
+    captures_nothing = plan.lane.captures_nothing
+    for experiment in chosen:
+        if captures_nothing and experiment.needs_graphs:
+            continue
         work = f"{plan} :: {experiment.name}"
         if work in skip:
             continue
         if begins is not None:
             begins(work)
         tried = f"{work} :: smaller batches"
-        on_trial = None if tried in skip else partial(begins or _tell_nobody, tried)
+        on_trial = None if tried in skip else partial(begins or _ignore_work, tried)
         done.append(_run(experiment, plan, options, on_trial))
-    yield from _by_rule(plan, options, done)
+    results = list(_by_rule(plan, options, done))
+    if captures_nothing:
+        results = list(_without_graphs(plan, options, chosen, results))
+    yield from results
 
 
 def experiments_of(
     plan: PlannedLane, options: Options, experiments: Sequence[Experiment] = EXPERIMENTS
 ) -> list[Experiment]:
-    """Return which of the experiments are made in a lane."""
+    """Return the experiments that run in a lane."""
     is_pair = plan.lane.runner is not ReferenceRunner and plan.lane.kind == "attention_backend"
     depths = {"lightest"} if options.size == "quick" else {"lightest", "light"}
     return [
@@ -559,13 +571,13 @@ def _run(
     options: Options,
     on_trial: Callable[[], object] | None,
 ) -> _Done:
-    """Make one experiment, with as many sequences as are asked for, until one shows something.
+    """Run one experiment, with the requested number of sequences, until one has findings.
 
     Args:
-        experiment: What is done.
-        plan: The lane; the experiment gets one of its own.
-        options: How.
-        on_trial: Called before each search for smaller batches; None to look for none.
+        experiment: The experiment.
+        plan: The lane; the experiment gets a new copy.
+        options: Options of the run.
+        on_trial: Called before each trial of smaller batches; None for no trials.
     """
     start = time.perf_counter()
     done = _Done(experiment, [])
@@ -583,36 +595,36 @@ def _run(
                 done.findings = [f for f in found if f.rule in (None, *experiment.examines)]
                 if unlisted := {str(f.rule) for f in found if f not in done.findings}:
                     done.error = (
-                        f"{experiment.name} finds {', '.join(unlisted)} and does not list it"
+                        f"{experiment.name} reports {', '.join(unlisted)}, which it does not list"
                     )
                 break
     except CannotCaptureError as error:
         done.not_run = f"the lane cannot be captured: {error}"
-    except Exception as error:  # noqa: BLE001  the plugin's code runs here, and the suite's own
+    except Exception as error:  # noqa: BLE001  of the plugin or of the suite
         if lane.raised(error):
-            expected = "what the suite calls of a plugin comes back"
+            expected = "the plugin's methods return without an error"
             done.findings = [lane.of_error(error, expected=expected)]
         else:
-            done.error = f"{experiment.name}: {tell(error)}"
+            done.error = f"{experiment.name}: {message_of(error)}"
     done.seconds = time.perf_counter() - start
     return done
 
 
 @contextmanager
 def _seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Give an experiment random numbers that no other one has changed, and put them back."""
+    """Seed the random numbers of an experiment, and restore their state."""
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(seed)
         yield
 
 
-def _tell_nobody(_: str) -> None:
-    """Hear which work begins, and do nothing."""
+def _ignore_work(_: str) -> None:
+    """Ignore the name of the work."""
 
 
 def _by_rule(plan: PlannedLane, options: Options, done: Sequence[_Done]) -> Iterator[Result]:
-    """Yield one result for each rule about which something was done, and one for what is no rule's."""
+    """Yield one result for each checked rule, and one for findings without a rule."""
     ids: list[str | None] = [rule for rule in RULES if not options.only or rule in options.only]
     if not options.only:
         ids = [None, *ids]
@@ -649,6 +661,31 @@ def _by_rule(plan: PlannedLane, options: Options, done: Sequence[_Done]) -> Iter
         )
 
 
+def _without_graphs(
+    plan: PlannedLane, options: Options, chosen: Sequence[Experiment], results: Sequence[Result]
+) -> Iterator[Result]:
+    """Yield the results of a lane that captures nothing, with one for each rule that needs graphs.
+
+    A rule without a finding is unsupported if the declarations exclude graphs, otherwise not run.
+    """
+    declared = plan.lane.no_graphs_declared
+    found = {r.rule: r for r in results if r.rule is None or r.outcome is not Outcome.PASS}
+    if None in found:
+        yield found[None]
+    for rule in RULES.values():
+        names = [e.name for e in chosen if rule.id in e.examines]
+        if not names or (options.only and rule.id not in options.only):
+            continue
+        yield found.get(rule.id) or Result(
+            rule=rule.id,
+            check=", ".join(names),
+            lane=str(plan),
+            outcome=Outcome.UNSUPPORTED if declared else Outcome.NOT_RUN,
+            level=rule.level,
+            reason=declared or "the runner has no shape to capture",
+        )
+
+
 def _not_in_force(rule: Rule, plan: PlannedLane, done: Sequence[_Done]) -> Result:
     return Result(
         rule=rule.id,
@@ -656,12 +693,12 @@ def _not_in_force(rule: Rule, plan: PlannedLane, done: Sequence[_Done]) -> Resul
         lane=str(plan),
         outcome=Outcome.UNSUPPORTED,
         level=rule.level,
-        reason=f"written for contract version {plan.contract}; the rule holds since {rule.since}",
+        reason=f"the plugin has contract version {plan.contract}; the rule is in force since {rule.since}",
     )
 
 
 def _distinct(findings: Sequence[Finding]) -> list[Finding]:
-    """Return findings without those that say again what of the same field was said."""
+    """Return the first finding of each rule, hook and field."""
     first: dict[tuple[str | None, str | None, str | None], Finding] = {}
     for finding in sorted(findings, key=lambda f: (f.field is None, f.help is None)):
         key = (finding.rule, finding.hook, (finding.field or "").partition("[")[0])
@@ -676,13 +713,13 @@ def _with_line(finding: Finding, plan: PlannedLane, options: Options) -> Finding
 
 
 def reproduce_line(names: str, only: Iterable[str], lane: str, options: Options) -> str:
-    """Return the command that shows a finding again.
+    """Return the command that reproduces a finding.
 
     Args:
-        names: Of the plugins.
-        only: Ids of rules; none for all.
-        lane: The lane.
-        options: How the run was made.
+        names: Names of the plugins.
+        only: Ids of rules; empty for all.
+        lane: Name of the lane.
+        options: Options of the run.
     """
     line = f"graphpact check {names}" + "".join(f" --only {rule}" for rule in only)
     line += f" --lane '{lane}' --seed {options.seed} --examples {options.examples}"
@@ -695,7 +732,7 @@ def reproduce_line(names: str, only: Iterable[str], lane: str, options: Options)
 
 
 def _probe(cls: type[AttentionBackend], options: Options) -> list[tuple[str, bool]]:
-    """Return capabilities that are not declared, and whether they work all the same."""
+    """Return undeclared capabilities, and whether they work."""
     found = []
     experiments = [e for e in EXPERIMENTS if e.depth == "lightest"]
     few = replace(options, examples=1, shrink=False, only=frozenset())
@@ -707,12 +744,12 @@ def _probe(cls: type[AttentionBackend], options: Options) -> list[tuple[str, boo
 
 
 def hints_of(claims: Sequence[Claim]) -> list[str]:
-    """Return what claims advise; `--strict` asks for an answer."""
+    """Return the hints of claims; open hints fail under `--strict`."""
     return [f"{claim.capability}: {claim.hint}" for claim in claims if claim.hint]
 
 
 def of_claims(claims: Sequence[Claim]) -> Result:
-    """Return how the claims of a backend came out: what is declared has to be shown."""
+    """Return the result of a backend's claims: every declared capability must pass."""
     wrong = [c for c in claims if c.is_made and c.shown == "fail"]
     return Result(
         rule=None,
@@ -724,9 +761,9 @@ def of_claims(claims: Sequence[Claim]) -> Result:
                 rule=None,
                 hook=None,
                 field=claim.capability,
-                expected=f"what is declared ({claim.declared}) is shown",
+                expected=f"the declared capability ({claim.declared}) works",
                 actual="a lane that needs it fails",
-                help="mend it, or do not declare it",
+                help="fix it, or do not declare it",
             )
             for claim in wrong
         ],
@@ -744,7 +781,7 @@ def _provider(plans: Sequence[PlannedLane], target: Target) -> str | None:
 
 
 def _not_shown(target: Target, catalog: PluginCatalog, device: torch.device) -> list[str]:
-    """Return what a run on this device cannot exercise, each with the reason."""
+    """Return the parts that a run on this device cannot exercise, each with the reason."""
     found = []
     if target.kind == "attention_backend":
         for provider in catalog.select("attention_backend", target.name).providers:
@@ -752,5 +789,5 @@ def _not_shown(target: Target, catalog: PluginCatalog, device: torch.device) -> 
             if reason is not None:
                 found.append(f"{provider.name} kernels, all rules: {reason}")
     if device.type != "cuda":
-        found.append("graph driver cuda, all rules: it records on a CUDA device alone")
+        found.append("graph driver cuda, all rules: it needs a CUDA device")
     return found

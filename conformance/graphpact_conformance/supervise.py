@@ -1,10 +1,10 @@
-"""Examining plugins that may hang, exit, crash or print, and living to tell of it: `check`.
+"""`check`: examine plugins that may hang, exit, crash or print, in separate processes.
 
-Each target is examined in a process of its own (`graphpact_conformance.worker`). One that is lost, or
-that is stopped because nothing in it ended for too long, is a failure of the work that it was at; the
-examination then goes again without that work. This process imports no plugin.
+Each target runs in its own process (`graphpact_conformance.worker`). If the process ends, or is stopped after
+a timeout, the current work has failed. The examination then restarts without that work. This process imports
+no plugin.
 
-Does not: know any rule or experiment (`graphpact_conformance.suite` does), or draw a report.
+Does not: implement rules or experiments (see `graphpact_conformance.suite`), or render a report.
 """
 
 import dataclasses
@@ -46,19 +46,19 @@ from graphpact_conformance.worker import short, tail
 from graphpact_conformance.xfails import Xfails, plugin_home
 
 TIMEOUT_VARIABLE = "GRAPHPACT_CHECK_TIMEOUT"
-"""Environment variable: seconds that one piece of work may take before it counts as hung."""
+"""Environment variable: timeout of one piece of work, in seconds."""
 TIMEOUT = 120.0
 RESTARTS = 3
-"""How often the examination of one target goes again without the work that ended it."""
+"""Number of restarts of one target without the work that failed."""
 WORKER = (sys.executable, "-B", "-P", "-u", "-m", "graphpact_conformance.worker")
-"""Command line of the worker. ``-B``: warnings of the compiler come in every run, or in none."""
+"""Command line of the worker. ``-B``: warnings of the compiler then do not depend on caches."""
 
-_START_BOUND = 300.0  # seconds for the import of graphpact itself, which is not the plugin's time
+_START_BOUND = 300.0  # seconds for the import of graphpact, before the plugin's timeout starts
 _MOST_WORKERS = 8
-_MOST_WRITTEN = 64 << 20  # bytes of stdout or stderr: more is a loop that prints
-_TICK = 0.05  # seconds between two looks at processes that say nothing
-_SAMPLES = 10  # looks at the stack of a process that hangs
-_SAMPLE_PAUSE = 0.02  # seconds between two of them
+_MOST_WRITTEN = 64 << 20  # bytes of stdout or stderr; a plugin with more is stopped
+_TICK = 0.05  # seconds between two polls of processes without events
+_SAMPLES = 10  # stack samples of a hanging process
+_SAMPLE_PAUSE = 0.02  # seconds between two samples
 _START, _END = "start", "end of the process"
 
 OnResult = Callable[[Target, Result], None]
@@ -75,53 +75,50 @@ def check(
     timeout: float | None = None,
     command: Sequence[str] = WORKER,
 ) -> Report:
-    """Examine the plugins that are called ``names``, alone and as pairs, and return what was found.
+    """Examine plugins, alone and as pairs, and return the report.
 
-    The report has the targets in the suite's order, and of each the results in the order in which it
-    came to them, however the processes took turns.
+    The order of targets and results does not depend on the timing of processes.
 
     Args:
-        names: As the command line takes them, such as ``flashinfer`` or ``runner:cuda_graph``.
-        options: How, and how much.
-        on_result: Called with each result as it comes; again for one that the whole run turns into an
-            xpass.
+        names: Names as on the command line, such as ``flashinfer`` or ``runner:cuda_graph``.
+        options: Options of the run.
+        on_result: Called with each result; called again for a result that the whole run turns into an xpass.
         on_begin: Called with each piece of work before it runs.
-        workers: Processes at once; as many as there are cores where none is given, and one on a GPU.
-        timeout: Seconds for one piece of work; what ``GRAPHPACT_CHECK_TIMEOUT`` says, or 120, where
-            none is given.
-        command: The worker's command line, to which the job is added.
+        workers: Number of parallel processes; default: one per core, and one on a GPU.
+        timeout: Seconds for one piece of work; default: ``GRAPHPACT_CHECK_TIMEOUT``, or 120.
+        command: The worker's command line, to which the job is appended.
 
     Raises:
-        UsageError: A name that is unknown, or a plugin that was rejected, that ends or hangs the process
-            that imports it; a list of known failures that cannot be read; a bad timeout.
-        GraphpactError: The targets cannot be found, for a fault of the suite or of the machine.
+        UsageError: A name is unknown; a plugin is rejected, or ends or hangs the process that imports it; a
+            list of known failures cannot be read; the timeout is invalid.
+        GraphpactError: The targets cannot be found because of a fault of the suite or the machine.
     """
     started, clock = datetime.now(UTC), time.monotonic()
     bound = _bound(timeout)
     catalog = PluginCatalog.scan()
-    door = _Door(names, options.device)
-    _run([door], 1, bound, command)
-    xfails = Xfails.read(door.targets, catalog)
+    resolved = _NameResolution(names, options.device)
+    _run([resolved], 1, bound, command)
+    xfails = Xfails.read(resolved.targets, catalog)
     workers = workers or _default_workers(options.device)
-    parts = max(1, workers // max(len(door.targets), 1))  # of a target, where there are few
+    parts = max(1, workers // max(len(resolved.targets), 1))  # per target, if there are few targets
     examinations = [
         [
             _Examination(target, options, catalog, xfails, on_result, on_begin, (first, parts))
             for first in range(parts)
         ]
-        for target in door.targets
+        for target in resolved.targets
     ]
     _run([part for target in examinations for part in target], workers, bound, command)
 
     found = [merged([part.results() for part in target]) for target in examinations]
     plugins = xfails.judge(found, options)
     if on_result is not None:
-        for target, before, after in zip(door.targets, found, plugins, strict=True):
+        for target, before, after in zip(resolved.targets, found, plugins, strict=True):
             for result in after.results:
                 if result not in before.results:
                     on_result(target, result)
     return Report(
-        environment=_environment(options.device, door.device_name),
+        environment=_environment(options.device, resolved.device_name),
         seed=options.seed,
         examples=options.examples,
         options={"names": list(names), **_plain(options), "timeout": bound},
@@ -140,7 +137,7 @@ def _bound(timeout: float | None) -> float:
     if not 0 < bound < math.inf:
         source = TIMEOUT_VARIABLE if timeout is None else "timeout"
         raise ConfigError(
-            f"{source} is {said!r}, no number of seconds", hint=f"the default is {TIMEOUT:g}"
+            f"{source} is {said!r}, not a number of seconds", hint=f"the default is {TIMEOUT:g}"
         )
     return bound
 
@@ -148,16 +145,16 @@ def _bound(timeout: float | None) -> float:
 def _default_workers(device: str) -> int:
     if device != "cpu":
         return 1
-    ours = hasattr(os, "sched_getaffinity")  # where it is, a container's share is seen
+    ours = hasattr(os, "sched_getaffinity")  # respects the share of a container
     cores = len(os.sched_getaffinity(0)) if ours else os.cpu_count() or 1
     return min(cores, _MOST_WORKERS)
 
 
 def _plain(options: Options) -> dict[str, Any]:
-    """Return ``options`` as JSON has them, sets in order."""
-    told = TypeAdapter(Options).dump_python(options, mode="json")
-    sets = [name for name in told if isinstance(getattr(options, name), frozenset)]
-    return {**told, **{name: sorted(told[name]) for name in sets}}
+    """Return ``options`` as JSON values, with sorted sets."""
+    dumped = TypeAdapter(Options).dump_python(options, mode="json")
+    sets = [name for name in dumped if isinstance(getattr(options, name), frozenset)]
+    return {**dumped, **{name: sorted(dumped[name]) for name in sets}}
 
 
 def _environment(device: str, device_name: str | None) -> Environment:
@@ -176,16 +173,16 @@ def _environment(device: str, device_name: str | None) -> Environment:
 
 @dataclass(frozen=True, slots=True)
 class _Ending:
-    """How a process came to its end.
+    """The end of a process.
 
     Args:
-        fault: What was wrong with it, as a sentence; empty for a good end.
-        work: What it was at.
-        evidence: Lines: where in Python it was, and the last that it wrote to stderr.
-        ready: Whether it came to be the plugin's at all.
-        hung: Whether it was stopped for going on too long.
-        printed: The work in which it first wrote to stdout, and that line.
-        seconds: How long it was at ``work``.
+        fault: The fault, as a sentence; empty for a normal end.
+        work: The last piece of work.
+        evidence: Lines: the Python stack, and the last lines of stderr.
+        ready: Whether the process finished the import of graphpact.
+        hung: Whether it was stopped after the timeout.
+        printed: The work that first wrote to stdout, and its first line.
+        seconds: Time spent in ``work``.
     """
 
     fault: str
@@ -198,17 +195,17 @@ class _Ending:
 
 
 class _Task(Protocol):
-    """What a process is started for, as often as it takes."""
+    """The task of a process, and of its restarts."""
 
     def job(self) -> dict[str, Any]: ...
     def hear(self, event: dict[str, Any]) -> None: ...
     def ends(self, ending: _Ending) -> bool:
-        """Take note of the end of the process; return whether another is to be started."""
+        """Note the end of the process; return whether to start another one."""
         ...
 
 
 def _run(tasks: Iterable[_Task], workers: int, bound: float, command: Sequence[str]) -> None:
-    """Run ``tasks``, each in processes of its own, ``workers`` of them at once; leave none behind."""
+    """Run ``tasks`` in separate processes, ``workers`` of them in parallel; kill all on exit."""
     waiting = deque(tasks)
     running: list[_Process] = []
     try:
@@ -230,7 +227,7 @@ def _run(tasks: Iterable[_Task], workers: int, bound: float, command: Sequence[s
 
 
 class _Process:
-    """One process of a worker: its events, its time, its end."""
+    """A worker process: its events, timeout and end."""
 
     def __init__(self, task: _Task, bound: float, command: Sequence[str]) -> None:
         self.task = task
@@ -239,7 +236,7 @@ class _Process:
         self._buffer = b""
         self._fault = ""
         self._is_ready = self._is_done = self._is_hung = False
-        self._works: list[tuple[str, int]] = [(_START, 0)]  # and what was on stdout before each
+        self._works: list[tuple[str, int]] = [(_START, 0)]  # with the bytes on stdout before each
         with ExitStack() as stack:
             files = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(3)]
             self._out, self._err, self._stack = (file.fileno() for file in files)
@@ -270,24 +267,24 @@ class _Process:
         self._files.close()
 
     def has_ended(self) -> bool:
-        """Take what it has said, and return whether it is over, by itself or for taking too long."""
+        """Read its events, and return whether it has ended or was stopped."""
         self._listen()
         if self._process.poll() is None:
             self._look_for_faults()
         if self._process.poll() is None:
             return False
-        self.kill()  # what it has started and left
+        self.kill()  # its remaining child processes
         self._listen()
         return True
 
     def kill(self) -> None:
-        """End it, and what it has started."""
+        """Kill it and its child processes."""
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
     def ending(self) -> _Ending:
-        """Return how it ended."""
+        """Return the description of its end."""
         fault = self._fault or (
             "" if self._is_done and not self._process.returncode else self._status()
         )
@@ -314,12 +311,12 @@ class _Process:
 
     def _hear(self, line: bytes) -> None:
         if self._fault:
-            return  # on its way out: nothing after the fault counts
+            return  # events after a fault do not count
         try:
             event = json.loads(line)
             name = event["event"]
         except (ValueError, TypeError, KeyError):
-            self._fault = "it wrote into the suite's own pipe"
+            self._fault = "it wrote into the suite's pipe"
             return
         self._is_ready = True
         self._is_done |= name in ("done", "refused", "raised")
@@ -335,7 +332,7 @@ class _Process:
     def _look_for_faults(self) -> None:
         if time.monotonic() > self._deadline:
             bound = self._bound if self._is_ready else _START_BOUND
-            self._fault = f"it went on for {bound:g} s without an end"
+            self._fault = f"it did not finish within {bound:g} s"
             self._is_hung = True
             self._sample_stack()
         elif max(os.fstat(fd).st_size for fd in (self._out, self._err)) > _MOST_WRITTEN:
@@ -344,9 +341,9 @@ class _Process:
             self.kill()
 
     def _sample_stack(self) -> None:
-        """Have the process write down where it is, some times over."""
+        """Have the process write its stack several times."""
         if not self._is_ready:
-            return  # it would die of the signal
+            return  # the signal handler is not installed yet
         for _ in range(_SAMPLES):
             self._process.send_signal(signal.SIGUSR1)
             time.sleep(_SAMPLE_PAUSE)
@@ -371,17 +368,16 @@ class _Process:
 
 
 def _child_environment() -> dict[str, str]:
-    """Return the environment of a worker: it finds what this process finds, with one thread."""
+    """Return the environment of a worker: the import path of this process, and one thread."""
     path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)  # noqa: PTH109  text to text
     ours = {"PYTHONPATH": path, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
     return {**os.environ, **ours}
 
 
 def _steady_frames(dumps: str) -> list[str]:
-    """Return what `faulthandler` wrote of one thread, innermost frame last.
+    """Return the frames of a `faulthandler` dump of one thread, innermost frame last.
 
-    Of several dumps, only the frames that did not move: a loop is found where it is, and not where it
-    happened to be.
+    With several dumps, return only the frames that all have, so that a loop is named and not a line in it.
     """
     stacks = []
     for dump in re.split(r"most recent call first\):\n", dumps)[1:]:
@@ -400,8 +396,8 @@ def _steady_frames(dumps: str) -> list[str]:
 # -- tasks ---------------------------------------------------------------------------------------
 
 
-class _Door:
-    """Finds what names mean. The plugins are imported there, and not in this process."""
+class _NameResolution:
+    """The task that resolves names to targets. Its worker imports the plugins."""
 
     def __init__(self, names: Sequence[str], device: str) -> None:
         self._names, self._device = list(names), device
@@ -410,11 +406,11 @@ class _Door:
         self.device_name: str | None = None
 
     def job(self) -> dict[str, Any]:
-        """Return what the worker is told."""
+        """Return the job of the worker."""
         return {"names": self._names, "device": self._device, "homes": []}
 
     def hear(self, event: dict[str, Any]) -> None:
-        """Take the answer, or raise what kept the worker from one."""
+        """Take the answer, or raise the error of the worker."""
         if event["event"] == "done":
             answer = event["answer"]
             self.targets = TypeAdapter(list[Target]).validate_python(answer["targets"])
@@ -425,22 +421,22 @@ class _Door:
             _raise_if_refused(event)
 
     def ends(self, ending: _Ending) -> bool:
-        """Raise what no end of this process excuses."""
-        told = "\n  ".join(["", *ending.evidence])
+        """Raise an error unless the process ended normally."""
+        details = "\n  ".join(["", *ending.evidence])
         if self._raised or not ending.ready:
             raise GraphpactError(
-                f"the suite cannot find its targets: {self._raised or ending.fault + told}"
+                f"the suite cannot find its targets: {self._raised or ending.fault + details}"
             )
         if ending.fault:
             raise RejectedPluginError(
-                f"{ending.work}: {ending.fault}{told}",
-                hint="a plugin does its work when it is built and called, not when it is imported",
+                f"{ending.work}: {ending.fault}{details}",
+                hint="do the work when the plugin is built or called, not at import",
             )
         return False
 
 
 class _Examination:
-    """One target, or a part of its lanes, from the first process to the last."""
+    """The task that examines a target, or a part of its lanes, with restarts."""
 
     def __init__(
         self,
@@ -462,20 +458,20 @@ class _Examination:
         homes = (plugin_home(info.target) for info in infos)
         self._homes = [str(home) for home in homes if home is not None]
         self._skip: list[str] = []
-        self._told: set[tuple[str | None, str, str]] = set()
+        self._reported: set[tuple[str | None, str, str]] = set()
         self._ends: list[Result] = []
-        self._noise: dict[str, Result] = {}  # by where it came from
+        self._noise: dict[str, Result] = {}  # by source
         self._forget()
 
     def _forget(self) -> None:
-        """Begin anew: a process that goes again comes to the results of the one before it."""
+        """Drop results: a restarted process repeats those of the process before it."""
         self._work = _START
         self._found: list[Result] = []
         self._plugin: PluginResults | None = None
         self._raised: dict[str, Any] | None = None
 
     def results(self) -> PluginResults:
-        """Return all that was found, in an order that no timing changes."""
+        """Return all results, in an order that does not depend on timing."""
         plugin = self._plugin or PluginResults(
             kind=self._target.kind,
             name=self._target.name,
@@ -489,7 +485,7 @@ class _Examination:
         return plugin.model_copy(update={"results": results})
 
     def job(self) -> dict[str, Any]:
-        """Return what the worker is told."""
+        """Return the job of the worker."""
         self._forget()
         return {
             "target": dataclasses.asdict(self._target),
@@ -500,7 +496,7 @@ class _Examination:
         }
 
     def hear(self, event: dict[str, Any]) -> None:
-        """Take one event of the worker."""
+        """Handle one event of the worker."""
         match event:
             case {"event": "begins", "work": work}:
                 self._work = work
@@ -509,9 +505,9 @@ class _Examination:
             case {"event": "found", "result": fields}:
                 result = self._xfails.expect(self._target, Result.model_validate(fields))
                 self._found.append(result)
-                self._tell(result)
+                self._report(result)
             case {"event": "warned", "at": at, "kind": kind, "text": text}:
-                self._note_noise(at, self._work, "no warning of its own", f"{kind}: {text}")
+                self._note_noise(at, self._work, "no warning from the plugin", f"{kind}: {text}")
             case {"event": "done", "answer": answer}:
                 self._plugin = PluginResults.model_validate(answer)
             case {"event": "raised"}:
@@ -520,10 +516,10 @@ class _Examination:
                 _raise_if_refused(event)
 
     def ends(self, ending: _Ending) -> bool:
-        """Take note of how a process ended; return whether another goes on without its last work."""
+        """Note the end of a process; return whether to restart without its last work."""
         if ending.printed is not None:
             work, line = ending.printed
-            expected = "nothing on stdout, which belongs to whoever uses the plugin"
+            expected = "nothing on stdout, which belongs to the program that uses the plugin"
             self._note_noise("stdout", work, expected, f"first: {line!r}")
         if self._raised is not None and not self._raised["by_plugin"]:
             self._note_end(self._error(ending, self._raised["text"]))
@@ -537,7 +533,7 @@ class _Examination:
         work = ending.work if self._raised is None else self._work
         self._note_end(self._failure(ending, work, fault))
         if self._plugin is not None or work == _START:
-            return False  # there is nothing to leave out
+            return False  # no work can be left out
         if len(self._skip) == RESTARTS:
             self._note_end(self._given_up(ending))
             return False
@@ -551,11 +547,9 @@ class _Examination:
             rule=rule,
             hook=None,
             field=None,
-            expected="whatever is called comes back, and the process goes on",
+            expected="every call returns, and the process continues",
             actual="\n".join([fault, *ending.evidence]),
-            help=f"if it is only slow, {TIMEOUT_VARIABLE}=SECONDS gives it longer"
-            if ending.hung
-            else None,
+            help=f"if it is only slow, set {TIMEOUT_VARIABLE}=SECONDS" if ending.hung else None,
             reproduce=self._reproduce(work),
         )
         return Result(
@@ -568,13 +562,13 @@ class _Examination:
         )
 
     def _given_up(self, ending: _Ending) -> Result:
-        """Return that the rest was not looked at; what was lost has failed already."""
+        """Return a result for the remaining work, which did not run."""
         return Result(
             rule=None,
             check="ends",
             lane="the rest",
             outcome=Outcome.NOT_RUN,
-            reason=f"given up: {RESTARTS + 1} processes were lost",
+            reason=f"given up after {RESTARTS + 1} lost processes",
             seconds=ending.seconds,
         )
 
@@ -589,7 +583,7 @@ class _Examination:
         )
 
     def _reproduce(self, work: str) -> str:
-        """Return the command line that comes to ``work`` again: with the rules that were asked for."""
+        """Return the command that reproduces ``work``, with the selected rules."""
         target = self._target
         names = target.name if target.partner is None else f"{target.name} {target.partner}"
         lane, separator, _ = work.partition(" :: ")
@@ -607,16 +601,16 @@ class _Examination:
             findings=[finding],
         )
         if self._noise.setdefault(source, result) is result:
-            self._tell(result)
+            self._report(result)
 
     def _note_end(self, result: Result) -> None:
         self._ends.append(result)
-        self._tell(result)
+        self._report(result)
 
-    def _tell(self, result: Result) -> None:
+    def _report(self, result: Result) -> None:
         key = (result.rule, result.check, result.lane)
-        if self._on_result is not None and (result.check == "quiet" or key not in self._told):
-            self._told.add(key)
+        if self._on_result is not None and (result.check == "quiet" or key not in self._reported):
+            self._reported.add(key)
             self._on_result(self._target, result)
 
 
@@ -625,7 +619,7 @@ def _info(catalog: PluginCatalog, kind: str, name: str) -> PluginInfo:
 
 
 def _raise_if_refused(event: dict[str, Any]) -> None:
-    """Raise the usage error that a worker met, as if it had been met here."""
+    """Raise the usage error of a worker in this process."""
     if event["event"] == "refused":
         kind = getattr(errors, event["type"], UsageError)
         raise kind(event["message"], hint=event["hint"])

@@ -1,4 +1,4 @@
-"""The suite in anybody's pytest: `conformance`, which makes a test of each rule.
+"""The suite as pytest tests: `conformance` makes one test per rule.
 
     import graphpact
 
@@ -6,10 +6,10 @@
     def test_keeps_the_pact(check):
         check()
 
-The first of these tests has the plugin examined, in the process of the tests; the others look up what came of
-it.
+The first of these tests runs the suite on the plugin, in the process of the tests. The other tests look up
+the results.
 
-Does not: outlive a plugin that crashes or hangs; `graphpact check` does.
+Does not: survive a plugin that crashes or hangs; `graphpact check` does.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -31,7 +31,7 @@ from graphpact_conformance.xfails import Xfails
 
 Device = Literal["cpu", "cuda"]
 
-_MOST = 3  # failing lanes of a rule that are told in full
+_MOST = 3  # failing lanes of a rule that are shown in full
 
 
 def conformance(
@@ -42,23 +42,23 @@ def conformance(
     lanes: Collection[str] = (),
     device: Device = "cpu",
 ) -> pytest.MarkDecorator:
-    """Return a decorator: the test gets ``check`` for each rule, and for the answers, which are no rule's.
+    """Return a decorator that parametrizes a test with ``check``: one per rule, and one for general checks.
 
-    ``check()`` passes where the rule holds, and fails with what `graphpact check` says where it does not. It
-    skips what could not be looked at, and is an xfail where the plugin's ``xfails.toml`` says so.
+    ``check()`` passes if the rule holds, and fails with the findings of `graphpact check` if not. It skips a
+    rule that could not be checked, and is an xfail if the plugin's ``xfails.toml`` lists the failure.
 
     Args:
-        names: Of plugins, as `graphpact check` takes them: each is examined, and each pair of a backend and
-            a runner among them.
-        seed: Of all that is drawn.
+        names: Names of plugins, as for `graphpact check`: each is checked, and each pair of a backend and a
+            runner among them.
+        seed: Seed of all random batches.
         examples: Sequences of batches for each experiment in each lane.
-        size: How many lanes: ``"quick"``, ``"normal"`` or ``"thorough"``.
-        lanes: Patterns of lane names; none for all lanes.
-        device: Where; ``check()`` skips where torch sees no such device.
+        size: Number of lanes: ``"quick"``, ``"normal"`` or ``"thorough"``.
+        lanes: Patterns of lane names; empty for all lanes.
+        device: The device; ``check()`` skips if torch has no such device.
 
     Raises:
-        pytest.Collector.CollectError: A name that is unknown, a plugin that is rejected, a list of known
-            failures that cannot be read, or an option that is none.
+        pytest.Collector.CollectError: A name is unknown, a plugin is rejected, a list of known failures
+        cannot be read, or an option is invalid.
     """
     patterns = (lanes,) if isinstance(lanes, str) else tuple(lanes)
     options = Options(seed=seed, examples=examples, size=size, lanes=patterns, device=device)
@@ -76,12 +76,12 @@ def conformance(
 
 @dataclass(frozen=True, repr=False)
 class Check:
-    """One rule and one plugin; a test calls it.
+    """The check of one rule for one plugin; a test calls it.
 
     Args:
-        examination: What the plugin is a part of.
+        examination: The examination of the plugin.
         target: The plugin.
-        rule: The rule; None for what is no rule's.
+        rule: The rule; None for general checks.
     """
 
     examination: "Examination"
@@ -93,27 +93,27 @@ class Check:
 
     @property
     def id(self) -> str:
-        """What pytest calls it: the rule, and behind others the plugin, where there are several."""
+        """Its id for pytest: the rule, after the plugin if there are several."""
         rule = "answers" if self.rule is None else f"{self.rule.id}-{self.rule.name}"
         several = len(self.examination.targets) > 1
         return f"{str(self.target).replace(' ', '')}-{rule}" if several else rule
 
     def __call__(self) -> None:
-        """Examine the plugin unless that was done, and tell how the rule came out, as pytest hears it.
+        """Run the suite on the plugin, once, and report the result of the rule to pytest.
 
         Raises:
-            AssertionError: It does not hold; or it does, against the plugin's list of known failures; or the
-                suite is at fault.
+            AssertionError: The rule fails, or passes against the plugin's list of known failures, or the
+                suite has a fault.
         """
         __tracebackhide__ = True
         row = self.examination.row(self.target, self.rule)
         if row is None:
-            pytest.skip(f"{self.target} has no lane in which {self.rule or 'this'} is looked at")
+            pytest.skip(f"{self.target} has no lane that checks {self.rule or 'this'}")
         known = [result for result in row.results if result.outcome is Outcome.XFAIL]
         if row.outcome is Outcome.XFAIL:
-            pytest.xfail(_reasons(known))  # with --runxfail it is nothing, and the failure counts
+            pytest.xfail(_reasons(known))  # with --runxfail it does nothing, and the failure counts
         if broken := row.failures or known:
-            raise AssertionError("\n".join(_tell(row, broken)))
+            raise AssertionError("\n".join(_lines_of(row, broken)))
         if not row.outcome.ran:
             pytest.skip(_reasons(row.results))
 
@@ -122,36 +122,38 @@ class Examination:
     """Plugins that are examined together, once.
 
     Args:
-        names: As `conformance` takes them.
-        options: How.
+        names: Names of plugins, as for `conformance`.
+        options: Options of the run.
 
     Raises:
-        UsageError: As `conformance` tells.
+        UsageError: A name or an option is invalid.
     """
 
     def __init__(self, names: tuple[str, ...], options: Options) -> None:
         _require_choice("size", options.size, get_args(Size))
         _require_choice("device", options.device, get_args(Device))
         if not names:
-            raise UsageError("there is nothing to check", hint='name it: conformance("my_backend")')
+            raise UsageError(
+                "there is nothing to check", hint='give a name: conformance("my_backend")'
+            )
         catalog = PluginCatalog.scan()
         self.targets = tuple(targets(names, catalog))
         self._options = options
         self._xfails = Xfails.read(self.targets, catalog)
         if options.lanes and not any(lanes_of(t, options, catalog) for t in self.targets):
             raise UsageError(
-                f"no lane of {', '.join(map(str, self.targets))} is called {' or '.join(options.lanes)}",
-                hint=f"there are {_lanes(self.targets, options, catalog)}",
+                f"no lane of {', '.join(map(str, self.targets))} matches {' or '.join(options.lanes)}",
+                hint=f"the lanes are {_lanes(self.targets, options, catalog)}",
             )
 
     def row(self, target: Target, rule: Rule | None) -> digest.Row | None:
-        """Return how a rule came out for one of the plugins; None where nothing was asked about it."""
+        """Return the results of a rule for one of the plugins; None if it was not checked."""
         return self._rows[target].get(rule)
 
     @cached_property
     def _rows(self) -> dict[Target, dict[Rule | None, digest.Row]]:
         if self._options.device == "cuda" and not torch.cuda.is_available():
-            pytest.skip("device cuda: torch sees none on this machine")
+            pytest.skip("device cuda: torch has no such device on this machine")
         with _one_thread():
             plugins = [self._results(target) for target in self.targets]
         judged = self._xfails.judge(plugins, self._options)
@@ -171,13 +173,13 @@ _examination = cache(Examination)
 
 
 class _Listener:
-    """Keeps what the suite tells."""
+    """A listener that keeps the results."""
 
     def __init__(self) -> None:
         self.results: list[Result] = []
 
     def begins(self, work: str) -> None:
-        """Hear what is about to be done, which nobody waits for."""
+        """Ignore the name of the work."""
 
     def found(self, result: Result) -> None:
         """Keep a result."""
@@ -186,7 +188,7 @@ class _Listener:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Compute as `graphpact check` does: tensors are tiny, and threads would wait for each other."""
+    """Compute with one thread, as `graphpact check` does: tensors are too small for several."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -197,7 +199,7 @@ def _one_thread() -> Iterator[None]:
 
 def _require_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
-        raise UsageError(f"{name} is {value!r}", hint=f"say one of {', '.join(choices)}")
+        raise UsageError(f"{name} is {value!r}", hint=f"use one of {', '.join(choices)}")
 
 
 def _lanes(found: Iterable[Target], options: Options, catalog: PluginCatalog) -> str:
@@ -205,15 +207,15 @@ def _lanes(found: Iterable[Target], options: Options, catalog: PluginCatalog) ->
     return ", ".join(str(plan) for target in found for plan in lanes_of(target, every, catalog))
 
 
-# -- words ---------------------------------------------------------------------------------------
+# -- messages ------------------------------------------------------------------------------------
 
 
 def _reasons(results: Iterable[Result]) -> str:
     return "; ".join(dict.fromkeys(r.reason or digest.say(r.outcome) for r in results))
 
 
-def _tell(row: digest.Row, broken: Sequence[Result]) -> Iterator[str]:
-    """Yield the lines of a failure, as `graphpact check` tells it."""
+def _lines_of(row: digest.Row, broken: Sequence[Result]) -> Iterator[str]:
+    """Yield the lines of a failure, as `graphpact check` prints it."""
     yield f"{row.label}: {row.requirement}"
     for result in broken[:_MOST]:
         yield f"{digest.GLYPHS[result.outcome]} {result.lane}  {result.check}"

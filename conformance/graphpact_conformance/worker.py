@@ -1,17 +1,17 @@
-"""The process that a plugin is examined in: ``python -m graphpact_conformance.worker JOB``.
+"""The process that examines a plugin: ``python -m graphpact_conformance.worker JOB``.
 
-`graphpact_conformance.supervise` starts it and may lose it. What it finds goes, one JSON object a line,
-through a pipe of its own: what a plugin writes to stdout and stderr never mixes with it.
+`graphpact_conformance.supervise` starts it and handles its end. Events go through a separate pipe, one JSON
+object per line, so that output of a plugin on stdout and stderr does not mix with them.
 
-    ready                       graphpact is imported; what follows is the plugin's time
+    ready                       graphpact is imported; the plugin's timeout starts
     begins, work, printed       a piece of work; bytes on stdout so far
     found, result               a `Result`
-    warned, kind, at, text      a warning whose origin is the plugin
-    done, answer, printed       all is done
-    refused, type, message, hint   a usage error: nothing was examined
-    raised, by_plugin, text     an exception that ended it all
+    warned, kind, at, text      a warning from the plugin
+    done, answer, printed       the job is done
+    refused, type, message, hint   a usage error; nothing was examined
+    raised, by_plugin, text     an exception that ended the job
 
-Does not: decide what an end without ``done`` means, or bound its own time; the supervisor does.
+Does not: judge an end without ``done``, or limit its own time; the supervisor does.
 """
 
 import dataclasses
@@ -37,9 +37,7 @@ from graphpact_conformance import suite
 from graphpact_conformance.results import Outcome, Result
 
 _SUITE = Path(__file__).resolve().parent
-_ORPHANED = (
-    30.0  # seconds past the bound after which a process whose supervisor is gone ends itself
-)
+_ORPHANED = 30.0  # seconds after the timeout until a process without a supervisor ends itself
 _TAIL_LINES, _TAIL_BYTES = 5, 4096
 _RESTLESS = re.compile(
     r"0x[0-9a-fA-F]+"  # addresses
@@ -48,27 +46,27 @@ _RESTLESS = re.compile(
 
 
 def tail(fd: int, start: int = 0) -> str:
-    """Return the last lines of a file from ``start`` on, without what differs from run to run."""
+    """Return the last lines of a file from ``start`` on, without addresses and times."""
     end = os.fstat(fd).st_size
     data = os.pread(fd, _TAIL_BYTES, max(start, end - _TAIL_BYTES))
     return steady("\n".join(data.decode(errors="replace").splitlines()[-_TAIL_LINES:]))
 
 
 def steady(text: str) -> str:
-    """Return ``text`` without addresses and times of day, which differ from run to run."""
+    """Return ``text`` without addresses and times of day, which differ between runs."""
     return _RESTLESS.sub("…", text)
 
 
 def short(file: str) -> str:
-    """Return the last two parts of a path: enough to find it, and the same on every machine."""
+    """Return the last two parts of a path, which are the same on every machine."""
     return "/".join(Path(file).parts[-2:])
 
 
 class Reporter:
-    """What the suite tells its listener, and all else, as events in the pipe.
+    """A listener of the suite that writes events into the pipe.
 
     Args:
-        job: As `main` takes it.
+        job: The job, as for `main`.
     """
 
     def __init__(self, job: dict[str, Any]) -> None:
@@ -76,41 +74,41 @@ class Reporter:
         self._stack: int = job["stack"]
         self._patience = job["bound"] + _ORPHANED
         os.set_inheritable(self._pipe, False)  # noqa: FBT003  positional only
-        # A plugin may turn stdout and stderr elsewhere; these stay what the supervisor reads.
+        # A plugin may redirect stdout and stderr; these stay the files that the supervisor reads.
         self._out, self._err = os.dup(1), os.dup(2)
-        self._err_told, self._has_told = 0, True
+        self._err_reported, self._has_reported = 0, True
         self.work: str | None = None
 
     def begins(self, work: str) -> None:
-        """Tell that ``work`` is about to run."""
+        """Report that ``work`` is about to run."""
         faulthandler.dump_traceback_later(self._patience, exit=True, file=self._stack)
         self.work = work
-        if self._has_told:  # results come when several pieces of work are done
-            self._err_told = os.fstat(self._err).st_size
-            self._has_told = False
+        if self._has_reported:  # results follow after several pieces of work
+            self._err_reported = os.fstat(self._err).st_size
+            self._has_reported = False
         self.say("begins", work=work, printed=self._printed())
 
     def found(self, result: Result) -> None:
-        """Tell a result; the first failure takes along what its work has written to stderr."""
+        """Report a result; the first failure includes the stderr output of its work."""
         if result.outcome is Outcome.FAIL and result.findings:
             result = self._with_stderr(result)
-        self._has_told = True
+        self._has_reported = True
         self.say("found", result=result.model_dump(mode="json"))
 
     def _with_stderr(self, result: Result) -> Result:
-        said = tail(self._err, self._err_told)
-        self._err_told = os.fstat(self._err).st_size
+        said = tail(self._err, self._err_reported)
+        self._err_reported = os.fstat(self._err).st_size
         first, *others = result.findings
         if said:
             first = first.model_copy(update={"actual": f"{first.actual}\non stderr:\n{said}"})
         return result.model_copy(update={"findings": [first, *others]})
 
     def done(self, answer: Any) -> None:
-        """Tell that all is done, with what came of it."""
+        """Report the end of the job, with the answer."""
         self.say("done", answer=answer, printed=self._printed())
 
     def say(self, event: str, **fields: Any) -> None:
-        """Write one event; where nobody can hear it, there is nothing left to do."""
+        """Write one event; exit if the pipe is closed."""
         data = json.dumps({"event": event, **fields}).encode() + b"\n"
         try:
             while data:
@@ -124,17 +122,17 @@ class Reporter:
 
 
 class _Homes:
-    """Which code is the plugin's: what lies in its package, and not in one of the suite's inside it."""
+    """The packages of the plugin, which decide whether a file is the plugin's code."""
 
     def __init__(self, homes: Sequence[str]) -> None:
         self._homes = [Path(home).resolve() for home in homes]
 
     def own(self, file: str) -> bool:
-        """Whether ``file`` is the plugin's."""
+        """Whether ``file`` is code of the plugin."""
         return self._nearest(file) not in (None, _SUITE)
 
     def raised(self, error: BaseException) -> bool:
-        """Whether the plugin raised ``error``: its code, and not the suite's, was the last to go on."""
+        """Whether the plugin raised ``error``: its last frame comes after the suite's last one."""
         last = None
         for frame, _ in traceback.walk_tb(error.__traceback__):
             last = self._nearest(frame.f_code.co_filename) or last
@@ -148,10 +146,11 @@ class _Homes:
 
 @contextmanager
 def _noticing_warnings(homes: _Homes, reporter: Reporter) -> Iterator[None]:
-    """Report every warning that names a line of the plugin as its origin.
+    """Report every warning with a line of the plugin as its origin.
 
-    What others warn of, torch above all, is no fault of the plugin, even where it called them: whoever
-    means the caller says so with ``stacklevel``.
+    A warning with its origin in torch or another library is no fault of the plugin that called it. Libraries
+    use
+    ``stacklevel`` for warnings about the caller.
     """
 
     def show(
@@ -173,12 +172,12 @@ def _noticing_warnings(homes: _Homes, reporter: Reporter) -> Iterator[None]:
 
 
 def _name_targets(job: dict[str, Any], reporter: Reporter) -> dict[str, Any]:
-    """Return the targets that the names of a job mean; the plugins are imported to find them."""
+    """Return the targets of the names of a job; this imports the plugins."""
     catalog = PluginCatalog.scan()
     for name in job["names"]:
         reporter.begins(
             f"looking for {name}"
-        )  # imports it: what is lost here is lost for this name
+        )  # imports the plugin; a crash here is attributed to this name
         suite.targets([name], catalog)
     targets = suite.targets(job["names"], catalog)
     return {
@@ -191,7 +190,9 @@ def _device_name(device: str) -> str | None:
     if device != "cuda":
         return None
     if not torch.cuda.is_available():
-        raise UsageError("device cuda: torch sees none on this machine", hint="leave --device out")
+        raise UsageError(
+            "device cuda: torch has no such device on this machine", hint="leave --device out"
+        )
     return str(torch.cuda.get_device_name())
 
 
@@ -206,11 +207,11 @@ def _examine(job: dict[str, Any], reporter: Reporter) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Do one job, given as JSON on the command line.
+    """Run one job, given as JSON on the command line.
 
-    ``names`` and ``device``: find the targets. Otherwise ``target``, ``options``, ``skip`` and ``part``:
-    examine one. With both, ``homes``: where the plugin's code lies; ``events`` and ``stack``: descriptors;
-    ``bound``: the supervisor's, in seconds.
+    With ``names`` and ``device``, find the targets. With ``target``, ``options``, ``skip`` and ``part``,
+    examine one. Both have ``homes``, the locations of the plugin's code; ``events`` and ``stack``,
+    descriptors; and ``bound``, the timeout of the supervisor in seconds.
     """
     job = json.loads(sys.argv[1])
     torch.set_num_threads(1)
@@ -221,9 +222,7 @@ def main() -> None:
     try:
         with _noticing_warnings(homes, reporter):
             answer = (_name_targets if "names" in job else _examine)(job, reporter)
-    except (
-        SystemExit
-    ):  # an end like any other that nobody asked for: the supervisor sees its status
+    except SystemExit:  # not requested: the supervisor sees the exit status
         raise
     except BaseException as error:  # noqa: BLE001  KeyboardInterrupt; the panics of Rust extensions
         by_plugin = homes.raised(error)

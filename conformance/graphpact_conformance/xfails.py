@@ -1,18 +1,18 @@
-"""Failures that a plugin's author knows: ``xfails.toml`` in the plugin's package, shipped in its wheel.
+"""Known failures of a plugin: ``xfails.toml`` in the plugin's package, shipped in its wheel.
 
     [[xfail]]
     rule = "GP07"                                # id or name of a rule
     reason = "the draft stride is packed anew"   # required
-    lane = "draft_extend*"                       # a pattern; left out: every lane
-    plugin = "my_backend"                        # or "runner:my_runner"; left out: the only one
-    issue = "https://example.org/issues/7"       # may be left out
+    lane = "draft_extend*"                       # a pattern; optional: every lane
+    plugin = "my_backend"                        # or "runner:my_runner"; optional: the only one
+    issue = "https://example.org/issues/7"       # optional
 
-The list is strict: a failure that it names is an xfail, a rule that passes in every lane that an entry
-covers is an xpass, and an entry that covers nothing is a failure of its own. The last two are judged
-only by a run that looked wherever the entry could have failed.
+The list is strict: a listed failure is an xfail, a rule that passes in all lanes of an entry is an xpass, and
+an entry without results is a failure. The last two are judged only by a run that includes all lanes of the
+entry.
 
-Does not: excuse what is no rule's failure (a crash, a hang, noise), or take a list from anywhere but
-the plugin's package.
+Does not: excuse failures without a rule (a crash, a hang, output), or read a list outside the plugin's
+package.
 """
 
 import importlib.util
@@ -37,16 +37,16 @@ _REQUIRED = ("rule", "reason")
 
 @dataclass(frozen=True, slots=True)
 class Xfail:
-    """One entry: a rule that a plugin is known to fail.
+    """An entry: a rule that a plugin is known to fail.
 
     Args:
-        kind: What the plugin is.
-        name: Its name.
+        kind: Kind of the plugin.
+        name: Name of the plugin.
         rule: Id of the rule.
         lane: A pattern (`fnmatch.fnmatchcase`) of lane names.
         reason: Why it fails.
-        issue: Where that is followed up.
-        entry: Which entry of which file it is, for messages.
+        issue: Address of the issue.
+        entry: File and number of the entry, for messages.
     """
 
     kind: str
@@ -58,20 +58,20 @@ class Xfail:
     entry: str
 
     def concerns(self, target: Target | PluginResults) -> bool:
-        """Whether the plugin is what was examined, or its partner."""
+        """Whether the plugin is the target or its partner."""
         sides = {(target.kind, target.name), ("runner", target.partner)}
         return (self.kind, self.name) in sides
 
     def covers(self, result: Result) -> bool:
-        """Whether the entry speaks of the rule and the lane of ``result``."""
+        """Whether the entry has the rule and the lane of ``result``."""
         return result.rule == self.rule and fnmatchcase(result.lane, self.lane)
 
 
 class Xfails:
-    """What the plugins of one run are known to fail.
+    """The known failures of the plugins of one run.
 
     Args:
-        entries: In the order of the plugins and of their files.
+        entries: The entries, in the order of plugins and files.
     """
 
     def __init__(self, entries: Iterable[Xfail]) -> None:
@@ -79,10 +79,10 @@ class Xfails:
 
     @classmethod
     def read(cls, targets: Iterable[Target], catalog: PluginCatalog) -> "Xfails":
-        """Return what the packages of ``targets`` list of the plugins that are targets. Imports nothing.
+        """Return the known failures of ``targets``, from their packages, without an import.
 
         Raises:
-            UsageError: A list that is no TOML, or an entry that is not as the module's docstring says.
+            UsageError: A file is not valid TOML, or an entry is invalid.
         """
         asked = {(target.kind, target.name) for target in targets}
         infos = [info for info in catalog.infos() if (info.kind, info.name) in asked]
@@ -95,7 +95,7 @@ class Xfails:
         return cls(entry for entry in entries if (entry.kind, entry.name) in asked)
 
     def expect(self, target: Target, result: Result) -> Result:
-        """Return ``result``, as an xfail where it is a failure that is listed."""
+        """Return ``result``, as an xfail if it is a listed failure."""
         if result.outcome is not Outcome.FAIL:
             return result
         for entry in self._entries:
@@ -108,9 +108,9 @@ class Xfails:
         """Return the results of a whole run, with xpasses and with a failure for each stale entry.
 
         Args:
-            plugins: As `expect` left them.
-            options: What was asked for: a run that was narrowed to lanes makes no xpass, and one that
-                was narrowed at all calls no entry stale.
+            plugins: Results after `expect`.
+            options: Options of the run. A run of selected lanes has no xpass, and a narrowed run reports no
+                stale entry.
         """
         narrowed = bool(options.only or options.lanes) or options.size == "quick"
         judged = list(plugins)
@@ -119,34 +119,34 @@ class Xfails:
             results = [result for i in where for result in plugins[i].results]
             covered = [result for result in results if entry.covers(result)]
             if any(result.outcome is Outcome.ERROR or result.check == "ends" for result in results):
-                continue  # not all was looked at
+                continue  # the run was incomplete
             fails = any(result.outcome is Outcome.XFAIL for result in covered)
             if not covered and not narrowed:
                 first = judged[where[0]]
-                told = [*first.results, _stale(entry)]
-                judged[where[0]] = first.model_copy(update={"results": told})
+                updated = [*first.results, _stale(entry)]
+                judged[where[0]] = first.model_copy(update={"results": updated})
             elif not fails and not options.lanes:
                 for i in where:
-                    told = [_xpass(entry, result) for result in judged[i].results]
-                    judged[i] = judged[i].model_copy(update={"results": told})
+                    updated = [_xpass(entry, result) for result in judged[i].results]
+                    judged[i] = judged[i].model_copy(update={"results": updated})
         return judged
 
 
 def plugin_home(target: str) -> Path | None:
-    """Return where the code of a plugin lies: its outermost package, or its module where it has none.
+    """Return the location of a plugin's code: its outermost package, or its module outside packages.
 
-    A namespace package, which many distributions may share, is passed over. Imports nothing.
+    Namespace packages, which distributions may share, are skipped. No import.
 
     Args:
-        target: What its entry point refers to, as ``module:attribute``.
+        target: Value of its entry point, ``module:attribute``.
 
     Returns:
-        A folder, or the file of a module that is in no package; None where none can be found.
+        A folder, or the file of a module outside packages; None if not found.
     """
     parts = target.partition(":")[0].strip().split(".")
     try:
         spec = importlib.util.find_spec(parts[0])
-    except ValueError:  # a module that somebody made by hand
+    except ValueError:  # a module object without a spec
         return None
     for end in range(2, len(parts) + 1):
         if spec is None or spec.origin is not None:
@@ -161,7 +161,7 @@ def plugin_home(target: str) -> Path | None:
 def _xpass(entry: Xfail, result: Result) -> Result:
     if not entry.covers(result) or result.outcome is not Outcome.PASS:
         return result
-    reason = f"passes, though {entry.entry} says that it fails ({entry.reason}): remove the entry"
+    reason = f"passes, but {entry.entry} lists it as a failure ({entry.reason}): remove the entry"
     return result.model_copy(update={"outcome": Outcome.XPASS, "reason": reason})
 
 
@@ -170,9 +170,9 @@ def _stale(entry: Xfail) -> Result:
         rule=None,
         hook=None,
         field=entry.entry,
-        expected="each entry names a rule and a lane that the suite looks at",
-        actual=f"{entry.rule} is looked at in no lane of {entry.name} that is called {entry.lane!r}",
-        help="remove the entry, or mend its lane",
+        expected="each entry names a rule and a lane that the suite checks",
+        actual=f"no lane of {entry.name} that matches {entry.lane!r} checks {entry.rule}",
+        help="remove the entry, or fix its lane",
     )
     return Result(
         rule=None, check="xfails", lane=entry.lane, outcome=Outcome.FAIL, findings=[finding]
@@ -186,14 +186,12 @@ def _read(file: Path, info: PluginInfo, catalog: PluginCatalog) -> list[Xfail]:
     try:
         document = tomllib.loads(file.read_bytes().decode())
     except (OSError, ValueError, RecursionError) as error:
-        raise UsageError(f"{file} is no TOML that can be read: {error}") from None
+        raise UsageError(f"{file} is not valid TOML: {error}") from None
     tables = document.pop("xfail", [])
     if document:
-        raise UsageError(
-            f"{file}: unknown key {next(iter(document))!r}", hint="use [[xfail]] alone"
-        )
+        raise UsageError(f"{file}: unknown key {next(iter(document))!r}", hint="use only [[xfail]]")
     if not isinstance(tables, list):
-        raise UsageError(f"{file}: xfail is no array of tables", hint="write [[xfail]]")
+        raise UsageError(f"{file}: xfail is not an array of tables", hint="write [[xfail]]")
     wheel = [
         other
         for other in catalog.infos()
@@ -205,14 +203,14 @@ def _read(file: Path, info: PluginInfo, catalog: PluginCatalog) -> list[Xfail]:
 def _entry(file: Path, number: int, table: Any, wheel: Sequence[PluginInfo]) -> Xfail:
     at = f"{file}, entry {number}"
     if not isinstance(table, dict):
-        raise UsageError(f"{at} is no table", hint="write [[xfail]]")
+        raise UsageError(f"{at} is not a table", hint="write [[xfail]]")
     for key, value in table.items():
         if key not in _KEYS:
             near = did_you_mean(key, _KEYS)
             hint = f"did you mean {near!r}?" if near else f"the keys are {', '.join(_KEYS)}"
             raise UsageError(f"{at}: unknown key {key!r}", hint=hint)
         if not isinstance(value, str) or not value.strip():
-            raise UsageError(f"{at}: {key} = {value!r} is no text, or an empty one")
+            raise UsageError(f"{at}: {key} = {value!r} is not a string, or empty")
     for key in _REQUIRED:
         if key not in table:
             raise UsageError(f"{at} has no {key}", hint=f'write {key} = "..."')
@@ -233,15 +231,15 @@ def _entry(file: Path, number: int, table: Any, wheel: Sequence[PluginInfo]) -> 
 
 
 def _plugin(named: str | None, wheel: Sequence[PluginInfo]) -> PluginInfo:
-    """Return the plugin of the distribution that an entry speaks of."""
+    """Return the plugin of an entry, among those of its distribution."""
     spellings = {f"{info.kind}:{info.name}": info for info in wheel}
     fit = [i for s, i in spellings.items() if named is None or named in (s, i.name)]
     if len(fit) == 1:
         return fit[0]
     near = did_you_mean(named or "", [info.name for info in wheel])
     raise UsageError(
-        "names no plugin" if named is None else f"plugin = {named!r} is none, or not the only one",
+        "plugin is missing" if named is None else f"plugin = {named!r} is unknown or ambiguous",
         hint=f"did you mean {near!r}?"
         if near and not fit
-        else f"say one of {', '.join(spellings)}",
+        else f"use one of {', '.join(spellings)}",
     )

@@ -146,11 +146,11 @@ def test_lanes_of_plugins_are_listed(suite: Suite, capsys: pytest.CaptureFixture
         ([], "there is nothing to check"),
         ([], "flashinfer"),
         ([], "cuda_graph"),
-        (["x", "--only", "GP21"], "no rule is called 'GP21'"),
+        (["x", "--only", "GP21"], "unknown rule 'GP21'"),
         (["x", "--quick", "--thorough"], "contradict"),
         (["x", "--device", "tpu"], "--device"),
         (["x", "--examples", "0"], "--examples"),
-        (["x", "--list"], "no attention backend and no runner is called 'x'"),
+        (["x", "--list"], "no attention backend or runner 'x'"),
     ],
 )
 def test_what_cannot_be_asked_is_a_usage_error(
@@ -279,11 +279,11 @@ def test_every_rule_is_explained(rule: Any, capsys: pytest.CaptureFixture[str]) 
         *rule.hooks,
     ):
         assert said in text
-    for said in (story.story, story.seen, story.mended, story.thread, story.url):
+    for said in (story.story, story.detection, story.fix, story.thread, story.url):
         assert said in text
     assert main(["explain", rule.name, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
-    assert (told["id"], told["url"], told["seen"]) == (rule.id, story.url, story.seen)
+    assert (told["id"], told["url"], told["detection"]) == (rule.id, story.url, story.detection)
 
 
 def test_an_unknown_rule_is_not_explained(capsys: pytest.CaptureFixture[str]) -> None:

@@ -145,7 +145,7 @@ VERDICTS = [
     (
         plugin([result("fail"), result("error", "GP05")]),
         False,
-        "no verdict: the suite could not go on with GP05 pad-extent",
+        "no verdict: the suite could not continue with GP05 pad-extent",
     ),
     (plugin([result("unsupported")]), False, "no verdict: nothing passed, nothing failed"),
 ]
@@ -252,7 +252,7 @@ def test_progress_counts_and_tells_failures_at_once() -> None:
         shown.begins("flashinfer", "decode :: three_replays")
     text = file.getvalue()
     assert "GP03  verify\\x1b[2J\n" in re.sub(r"\x1b\[[\d;]*m", "", text)
-    assert "2 results, 1 to mend  flashinfer: decode :: three_replays" in text
+    assert "2 results, 1 failed  flashinfer: decode :: three_replays" in text
 
 
 # -- JUnit XML -----------------------------------------------------------------------------------
@@ -370,7 +370,7 @@ def test_a_page_shows_claims_hints_and_what_was_not_run() -> None:
     for said in ("trees", "a hint", "native kernels: no GPU", "2.13.0", "3.11.4", "quick"):
         assert said in text
     plain_page = Page(to_html(report())).text
-    assert not [word for word in ("Claims", "Hints", "To mend") if word in plain_page]
+    assert not [word for word in ("Claims", "Hints", "To fix") if word in plain_page]
 
 
 # -- files ---------------------------------------------------------------------------------------
@@ -396,16 +396,16 @@ def _changed(**changes: object) -> bytes:
     ("content", "says"),
     [
         (None, "cannot be read: No such file or directory"),
-        (b"", "is no JSON"),
-        (b"\xff\xfe", "is no JSON"),
-        (report().model_dump_json().encode()[:-9], "is no JSON"),
-        (b"[" * 100_000, "is no JSON"),
-        (b"[]", "is no report: it has no schema_version"),
-        (b'{"promises": []}', "is no report: it has no schema_version"),
+        (b"", "is not JSON"),
+        (b"\xff\xfe", "is not JSON"),
+        (report().model_dump_json().encode()[:-9], "is not JSON"),
+        (b"[" * 100_000, "is not JSON"),
+        (b"[]", "is not a report: it has no schema_version"),
+        (b'{"promises": []}', "is not a report: it has no schema_version"),
         (_changed(schema_version=2), "has schema version 2; this graphpact reads 1"),
-        (_changed(seed="many"), "is no report: seed: "),
-        (_changed(colour="red"), "is no report: colour: "),
-        (_changed(plugins=[{}]), "is no report: plugins.0.kind: Field required, and 4 more"),
+        (_changed(seed="many"), "is not a report: seed: "),
+        (_changed(colour="red"), "is not a report: colour: "),
+        (_changed(plugins=[{}]), "is not a report: plugins.0.kind: Field required, and 4 more"),
     ],
 )
 def test_what_is_no_report_is_refused(tmp_path: Path, content: bytes | None, says: str) -> None:

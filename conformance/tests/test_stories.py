@@ -46,11 +46,11 @@ def test_a_story_is_told_in_full(story: Story) -> None:
         assert text
         assert text == " ".join(text.split())
     assert 3 <= len(SENTENCE_END.findall(story.story)) <= 6
-    for text in (story.story, story.seen, story.mended):
+    for text in (story.story, story.detection, story.fix):
         assert text.endswith(".")
         assert text.count("`") % 2 == 0
         assert len(SENTENCE_END.findall(text)) >= 2
-    assert "finding" in story.seen  # what its message names
+    assert "finding" in story.detection  # what its message names
 
 
 @of_every_rule
@@ -61,7 +61,7 @@ def test_what_is_to_be_changed_exists(story: Story) -> None:
         path.read_text(encoding="utf-8") for path in sources if path.name != "stories.py"
     )
     words = set(re.findall(r"\w+", code))
-    shown = CODE.findall(story.mended)
+    shown = CODE.findall(story.fix)
     assert shown
     names = {name for span in shown for name in re.findall(r"[A-Za-z_]\w*", span)}
     assert names - words <= {"acme"}  # a plugin of the reader's

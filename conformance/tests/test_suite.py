@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from graphpact import ForwardBatch, ForwardMode, GraphShape, hookimpl
-from graphpact.attention import AttentionBackend
+from graphpact.attention import AttentionBackend, GraphSupport
 from graphpact.buffers import CudaGraphBufferRegistry
 from graphpact.errors import ConfigError, ContractError, UnknownPluginError, UsageError
 from graphpact_conformance import suite
@@ -62,8 +62,8 @@ def test_every_name_is_a_target_and_so_is_every_pair() -> None:
     ("name", "error", "says"),
     [
         ("mein", UnknownPluginError, "did you mean 'mine'"),
-        ("graph_driver:tape", UsageError, "a 'graph_driver' is not checked"),
-        ("tape", UnknownPluginError, "no attention backend and no runner"),
+        ("graph_driver:tape", UsageError, "plugins of kind 'graph_driver' cannot be checked"),
+        ("tape", UnknownPluginError, "no attention backend or runner"),
     ],
 )
 def test_what_cannot_be_checked_is_refused(name: str, error: type[UsageError], says: str) -> None:
@@ -210,6 +210,63 @@ def test_faults_of_the_suite_are_errors_and_lanes_without_graphs_did_not_run() -
     }
     assert "ZeroDivisionError: ours" in str(found["GP01"].reason)
     assert "theirs" in str(found["GP04"].reason)
+
+
+class NoShapes(CudaGraphRunner):
+    """A runner without a shape to capture."""
+
+    def shapes(self) -> list[GraphShape]:
+        """Return no shape."""
+        return []
+
+
+class DeclaresNoGraphs(NoShapes):
+    """A runner that declares that it captures nothing."""
+
+    needs = GraphSupport.NEVER
+
+
+class UniformDecode(ReferenceBackend):
+    """A backend whose graphs hold decode only."""
+
+    capabilities = replace(ReferenceBackend.capabilities, graph_support=GraphSupport.UNIFORM_DECODE)
+
+
+@pytest.mark.parametrize(
+    ("plan", "expected", "reason"),
+    [
+        (LaneUnderTest(DECODE, runner=NoShapes, kind="runner"), Outcome.NOT_RUN, "no shape"),
+        (LaneUnderTest(DECODE, runner=NoShapes), Outcome.NOT_RUN, "no shape"),
+        (
+            LaneUnderTest(DECODE, runner=DeclaresNoGraphs, kind="runner"),
+            Outcome.UNSUPPORTED,
+            "declares that it captures nothing",
+        ),
+        (
+            LaneUnderTest(config_of("target_verify-page16-gqa-float32"), UniformDecode),
+            Outcome.UNSUPPORTED,
+            "needs graph support 'uniform', declared is 'uniform_decode'",
+        ),
+    ],
+    ids=["a runner", "a pair", "a runner that declares it", "a backend that declares it"],
+)
+def test_a_lane_that_captures_nothing_is_a_finding_unless_it_is_declared(
+    plan: LaneUnderTest, expected: Outcome, reason: str
+) -> None:
+    """Eager outputs are checked, GP12 fails where graphs are declared, other rules need graphs."""
+    results = {r.rule: r for r in suite.examine_lane(PlannedLane(plan, is_full=True), QUICK)}
+    eager = results.pop(None, None)  # pairs have no check of eager outputs
+    assert eager is None or eager.outcome is Outcome.PASS
+    gp12 = results.pop("GP12")
+    assert {r.outcome for r in results.values()} == {expected}
+    assert all(reason in (r.reason or "") for r in results.values())
+    if expected is Outcome.UNSUPPORTED:
+        assert gp12.outcome is expected
+        return
+    (finding,) = gp12.findings
+    assert gp12.outcome is Outcome.FAIL
+    assert finding.actual == "the runner has no shape to capture"
+    assert finding.reproduce
 
 
 def test_what_a_plugin_raises_is_its_failure() -> None:
@@ -363,7 +420,7 @@ def test_a_rule_holds_for_plugins_of_its_contract_version(monkeypatch: pytest.Mo
         plan = PlannedLane(lane(), is_full=True, contract=contract)
         (_, told[contract]) = suite.examine_lane(plan, QUICK, experiments=(finds,))
     assert told[1].outcome is Outcome.UNSUPPORTED
-    assert told[1].reason == "written for contract version 1; the rule holds since 2"
+    assert told[1].reason == "the plugin has contract version 1; the rule is in force since 2"
     assert told[2].outcome is Outcome.FAIL
 
 
@@ -473,9 +530,9 @@ def test_a_capability_is_what_is_declared_and_what_was_shown() -> None:
 @pytest.mark.parametrize(
     ("said", "says"),
     [
-        ({"page_size 3": "unknown"}, "no capability"),
-        ({"heads gqa": "unknown"}, "say full or since VERSION"),
-        ({"heads gqa": "sinse 3"}, "say full or since VERSION"),
+        ({"page_size 3": "unknown"}, "unknown capability"),
+        ({"heads gqa": "unknown"}, "use full or since VERSION"),
+        ({"heads gqa": "sinse 3"}, "use full or since VERSION"),
     ],
 )
 def test_claims_that_say_nothing_known_are_refused(said: dict[str, str], says: str) -> None:

@@ -285,7 +285,7 @@ def test_each_way_to_end_has_its_results(report: Report, name: str) -> None:
 
 
 EVIDENCE = {
-    ("hangs", "ends"): f"it went on for {BOUND:g} s without an end",
+    ("hangs", "ends"): f"it did not finish within {BOUND:g} s",
     ("leaves", "ends"): "it ended the process: exit status 0",
     ("exits", "ends"): "it ended the process: exit status 3",
     ("crashes", "ends"): f"signal {signal.SIGSEGV.value} (SIGSEGV) ended the process",
@@ -304,6 +304,19 @@ EVIDENCE = {
 def test_the_evidence_names_what_happened(report: Report, name: str, check: str) -> None:
     """A failure says the status, the signal, the bound, the line, the warning or the exception."""
     assert EVIDENCE[name, check] in evidence(of(report, name), check)
+
+
+@pytest.mark.parametrize("name", ["prints", "writes", "warns", "misled"])
+def test_output_of_a_plugin_is_a_should_that_counts_under_strict(report: Report, name: str) -> None:
+    """A plugin that prints or warns is conformant, except under --strict."""
+    found = of(report, name)
+    (noise,) = [result for result in found.results if result.check == "quiet"]
+    assert (noise.level, noise.outcome, noise.counts_against) == ("SHOULD", Outcome.FAIL, False)
+    assert found.is_conformant
+    alone = report.model_copy(update={"plugins": [found]})
+    assert alone.exit_code is ExitCode.CONFORMANT
+    strict = alone.model_copy(update={"options": {**alone.options, "strict": True}})
+    assert strict.exit_code is ExitCode.NOT_CONFORMANT
 
 
 def test_a_hang_shows_the_frames_that_do_not_move(report: Report) -> None:
@@ -386,7 +399,7 @@ AT_THE_DOOR: Mapping[str, tuple[str, str]] = {
     ),
     "hangs_early": (
         "import time; time.sleep(60)",
-        "looking for hangs_early: it went on for",
+        "looking for hangs_early: it did not finish within",
     ),
 }
 
@@ -494,7 +507,7 @@ def test_what_is_no_event_is_a_failure(bench: Bench) -> None:
     bench.add("spoils", body)
     report = bench.check("spoils")
     assert outcomes(of(report, "spoils")) == [("ends", "work_1", "fail")]
-    assert "the suite's own pipe" in evidence(of(report, "spoils"), "ends")
+    assert "the suite's pipe" in evidence(of(report, "spoils"), "ends")
 
 
 def test_a_worker_that_does_not_start_is_no_fault_of_a_plugin() -> None:

@@ -101,9 +101,9 @@ def test_each_rule_is_a_test_that_comes_out_as_the_rule_does(run: Run, examined:
         ("GP02", "failed", "GP02 missed-refresh: Every replay writes"),
         ("GP03", "skipped", "it takes a GPU"),
         ("GP04", "skipped", "xfail: known"),
-        ("GP05", "failed", "x, entry 2, says that it fails (mended): remove the entry"),
+        ("GP05", "failed", "x, entry 2, lists it as a failure (mended): remove the entry"),
         ("GP07", "skipped", "unsupported"),
-        ("GP20", "skipped", "no lane in which GP20 illegal-work-in-capture is looked at"),
+        ("GP20", "skipped", "no lane that checks GP20 illegal-work-in-capture"),
     ):
         assert told[rule][0] == outcome
         assert text in told[rule][1]
@@ -187,7 +187,8 @@ def test_on_a_machine_without_the_device_all_is_skipped(
     reports = run('"flashinfer", device="cuda"')
     assert len(reports) == 1 + len(RULES)
     assert all(
-        r.skipped and "torch sees none on this machine" in r.longreprtext for r in reports.values()
+        r.skipped and "torch has no such device on this machine" in r.longreprtext
+        for r in reports.values()
     )
     assert not examined
 
@@ -195,12 +196,12 @@ def test_on_a_machine_without_the_device_all_is_skipped(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ('"flashinfr"', "no attention backend and no runner is called 'flashinfr'"),
-        ('"driver:tape"', "'driver:tape': a 'driver' is not checked"),
+        ('"flashinfr"', "no attention backend or runner 'flashinfr'"),
+        ('"driver:tape"', "'driver:tape': plugins of kind 'driver' cannot be checked"),
         ("", "there is nothing to check"),
         ('"flashinfer", size="fast"', "size is 'fast'"),
         ('"flashinfer", device="gpu"', "device is 'gpu'"),
-        ('"flashinfer", lanes=["decod"]', "no lane of flashinfer is called decod"),
+        ('"flashinfer", lanes=["decod"]', "no lane of flashinfer matches decod"),
     ],
 )
 def test_what_cannot_be_checked_is_an_error_of_collection(

@@ -1,6 +1,7 @@
-"""``graphpact check``: whether plugins keep the contract, each rule in each lane, in processes of their own.
+"""``graphpact check``: check plugins against the contract, each rule in each lane, in separate processes.
 
-Does not: judge (`graphpact_conformance` does), or draw (`graphpact_conformance.cli.results` does).
+Does not: run experiments (see `graphpact_conformance.suite`), or format results
+(see `graphpact_conformance.cli.results`).
 """
 
 import contextlib
@@ -28,7 +29,7 @@ _RULE_COLUMNS = ("rule", "level", "since", "requirement", "hooks")
 
 
 class DeviceOption(enum.StrEnum):
-    """Devices that plugins are checked on, as typer reads choices."""
+    """The choices of `--device`."""
 
     cpu = "cpu"
     cuda = "cuda"
@@ -39,39 +40,43 @@ def check(
         list[str] | None,
         typer.Argument(
             metavar="NAME...",
-            help="Backends and runners; `runner:NAME` where both have one of that name. Each is checked,"
-            " and each pair of a named backend and a named runner.",
+            help="Backends and runners to check, alone and in pairs. Use `runner:NAME` if a backend has the"
+            " same name.",
             show_default=False,
         ),
     ] = None,
     *,
     only: Annotated[
         list[str] | None,
-        typer.Option("--only", metavar="RULE", help="Only this rule, such as GP03; repeatable."),
+        typer.Option(
+            "--only", metavar="RULE", help="Check only this rule, such as GP03; repeatable."
+        ),
     ] = None,
     lane: Annotated[
         list[str] | None,
-        typer.Option("--lane", metavar="GLOB", help="Only lanes of such names; repeatable."),
+        typer.Option(
+            "--lane", metavar="GLOB", help="Check only lanes with matching names; repeatable."
+        ),
     ] = None,
     list_rules: Annotated[
         bool,
-        typer.Option(
-            "--list", help="List the rules instead, or the lanes of NAMEs; nothing is run."
-        ),
+        typer.Option("--list", help="List the rules, or the lanes of NAMEs, without a run."),
     ] = False,
-    device: Annotated[DeviceOption, typer.Option("--device", help="Where.")] = DeviceOption.cpu,
+    device: Annotated[
+        DeviceOption, typer.Option("--device", help="Device of the lanes.")
+    ] = DeviceOption.cpu,
     strict: Annotated[
         bool,
         typer.Option(
             "--strict",
-            help="Ask for a claim: SHOULDs that failed, hints, what did not run and declared capabilities"
-            " that were not shown count as failures too.",
+            help="Also fail for failed SHOULDs, open hints, requirements that did not run, and declared"
+            " capabilities without a passing lane.",
         ),
     ] = False,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer lanes.")] = False,
     thorough: Annotated[bool, typer.Option("--thorough", help="More lanes.")] = False,
     seed: Annotated[
-        int | None, typer.Option("--seed", min=0, help="Of all that is random.")
+        int | None, typer.Option("--seed", min=0, help="Seed of random batches.")
     ] = None,
     examples: Annotated[
         int | None,
@@ -80,20 +85,23 @@ def check(
         ),
     ] = None,
     workers: Annotated[
-        int | None, typer.Option("--workers", min=1, help="Plugins that are checked at once.")
+        int | None,
+        typer.Option("--workers", min=1, help="Number of plugins that are checked in parallel."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Write the report as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
     report: Annotated[
         Path | None,
         typer.Option(
-            "--report", metavar="DIR", help="Write results.json, junit.xml and report.html there."
+            "--report",
+            metavar="DIR",
+            help="Write results.json, junit.xml and report.html into DIR.",
         ),
     ] = None,
 ) -> None:
     """Check that plugins keep the contract between capture and replay.
 
-    Ends with status 0 where they are conformant, 1 where not, 2 where the check cannot be made as asked,
-    3 where the suite itself is at fault, 5 where nothing ran.
+    Exit status: 0 conformant, 1 not conformant, 2 usage error, 3 error of the suite or the environment, 5
+    nothing ran.
     """
     rules = {rule.id: rule for rule in (find_rule(text) for text in only or [])}
     if list_rules and not names:
@@ -102,7 +110,7 @@ def check(
     if quick and thorough:
         raise UsageError("--quick and --thorough contradict each other", hint="give one of them")
     if not names:
-        raise UsageError("there is nothing to check", hint=_say_installed())
+        raise UsageError("there is nothing to check", hint=_installed_hint())
     need_extra("conformance", "hypothesis", *(["jinja2"] if report else []))
     if report is not None:
         from graphpact_conformance.report.files import make_directory  # noqa: PLC0415  pydantic
@@ -123,12 +131,12 @@ def check(
         _print_lanes(names, options, as_json=as_json)
         return
     found = _run(names, options, workers, quiet=as_json)
-    _tell(found, report, as_json=as_json)
+    _write(found, report, as_json=as_json)
     raise typer.Exit(found.exit_code)
 
 
 def _run(names: Sequence[str], options: "Options", workers: int | None, *, quiet: bool) -> "Report":
-    """Run the suite; what plugins print is no data of ours."""
+    """Run the suite, with the output of plugins on stderr."""
     from graphpact_conformance import supervise  # noqa: PLC0415  all that the suite needs
     from graphpact_conformance.cli.results import progress  # noqa: PLC0415  pydantic
 
@@ -149,7 +157,7 @@ def _listeners(shown: "Progress | None") -> dict[str, Any]:
     return {"on_begin": on_begin, "on_result": on_result}
 
 
-def _tell(found: "Report", directory: Path | None, *, as_json: bool) -> None:
+def _write(found: "Report", directory: Path | None, *, as_json: bool) -> None:
     from graphpact_conformance.cli.results import print_report  # noqa: PLC0415  pydantic
 
     if as_json:
@@ -167,7 +175,7 @@ def _tell(found: "Report", directory: Path | None, *, as_json: bool) -> None:
 
 
 def _print_lanes(names: Sequence[str], options: "Options", *, as_json: bool) -> None:
-    """Print in which lanes plugins would be checked, and what would be done there."""
+    """Print the lanes of plugins, with the experiments in each."""
     from graphpact.plugins import PluginCatalog  # noqa: PLC0415  torch
     from graphpact_conformance import suite  # noqa: PLC0415  all that the suite needs
 
@@ -184,8 +192,8 @@ def _print_lanes(names: Sequence[str], options: "Options", *, as_json: bool) -> 
     ]
     if as_json:
         keys = ("plugin", "lane", "experiments")
-        told = [dict(zip(keys, row, strict=True)) for row in rows]
-        sys.stdout.write(json.dumps(told, indent=2) + "\n")
+        listed = [dict(zip(keys, row, strict=True)) for row in rows]
+        sys.stdout.write(json.dumps(listed, indent=2) + "\n")
         return
     cells = [(name, lane, ", ".join(done)) for name, lane, done in rows]
     print_table(data(), ("plugin", "lane", "experiments"), cells)
@@ -200,10 +208,14 @@ def print_rules(rules: Collection[Rule], *, as_json: bool) -> None:
     print_table(data(), _RULE_COLUMNS, cells, numbers=("since",))
 
 
-def _say_installed() -> str:
+def _installed_hint() -> str:
     from graphpact.plugins import PluginCatalog  # noqa: PLC0415  torch
 
     catalog = PluginCatalog.scan()
     infos = [*catalog.infos("attention_backend"), *catalog.infos("runner")]
     names = dict.fromkeys(info.name for info in infos)
-    return f"name some of: {', '.join(names)}" if names else "no backend and no runner is installed"
+    return (
+        f"give one or more of: {', '.join(names)}"
+        if names
+        else "no backend and no runner is installed"
+    )

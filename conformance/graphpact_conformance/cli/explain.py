@@ -1,6 +1,6 @@
-"""``graphpact explain``: a rule in words, and the real bug behind it.
+"""``graphpact explain``: a rule, a real bug that breaks it, and the fix.
 
-Does not: look at any plugin.
+Does not: load any plugin.
 """
 
 import json
@@ -31,9 +31,9 @@ def explain(
     *,
     as_json: Annotated[bool, typer.Option("--json", help="Write JSON.")] = False,
 ) -> None:
-    """Say what a rule asks for, the real bug behind it, how it is seen and how it is mended.
+    """Show a rule, a real bug that breaks it, how the suite detects it, and the fix.
 
-    Without a rule, list all.
+    Without a rule, list all rules.
     """
     if rule is None:
         print_rules(RULES.values(), as_json=as_json)
@@ -54,8 +54,8 @@ def _print(console: Console, rule: Rule, story: "Story") -> None:
     _paragraph(console, rule.requirement, "italic")
     for heading, text in (
         ("A real bug", story.story),
-        ("How it is seen", story.seen),
-        ("How it is mended", story.mended),
+        ("Detection", story.detection),
+        ("Fix", story.fix),
     ):
         console.print(Text(f"\n{heading}", "bold cyan"))
         _paragraph(console, text)

@@ -1,6 +1,6 @@
-"""``graphpact museum``: the suite against real bugs, and against right plugins in other styles.
+"""``graphpact museum``: the suite against plugins with real bugs, and against correct plugins.
 
-Does not: hold exhibits; `graphpact_conformance.museum` does.
+Does not: contain exhibits; see `graphpact_conformance.museum`.
 """
 
 import contextlib
@@ -22,53 +22,58 @@ if TYPE_CHECKING:
     from graphpact_conformance.museum import Exhibit, Variant, Visit
 
 ROOMS = ("bindings", "recordings", "plans", "padding", "memory", "runners", "variants")
-"""The modules of `graphpact_conformance.museum` that hold pieces."""
+"""The modules of `graphpact_conformance.museum` with exhibits or variants."""
 
 
 def museum(
     names: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[NAME...]", help="Exhibits and variants; all by default.", show_default=False
+            metavar="[NAME...]",
+            help="Names of exhibits and variants; default: all.",
+            show_default=False,
         ),
     ] = None,
     *,
     room: Annotated[
         list[str] | None,
         typer.Option(
-            "--room", metavar="ROOM", help=f"Only this room: {', '.join(ROOMS)}; repeatable."
+            "--room", metavar="ROOM", help=f"Run only this room: {', '.join(ROOMS)}; repeatable."
         ),
     ] = None,
     only: Annotated[
         list[str] | None,
         typer.Option(
-            "--only", metavar="RULE", help="Only exhibits of this rule, such as GP03; repeatable."
+            "--only",
+            metavar="RULE",
+            help="Run only exhibits of this rule, such as GP03; repeatable.",
         ),
     ] = None,
     list_pieces: Annotated[
-        bool, typer.Option("--list", help="List what there is; nothing is run.")
+        bool, typer.Option("--list", help="List exhibits and variants without a run.")
     ] = False,
     quick: Annotated[
         bool,
-        typer.Option("--quick", help="Hold each exhibit to its own rule alone, and not to all."),
+        typer.Option("--quick", help="Check each exhibit only against its own rule."),
     ] = False,
     workers: Annotated[
-        int | None, typer.Option("--workers", min=1, help="Processes; one a core by default.")
+        int | None,
+        typer.Option("--workers", min=1, help="Number of processes; default: one per core."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Write JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Plant real bugs in plugins that are right, and see whether the suite catches each under its own rule.
+    """Run the suite against plugins with real bugs (exhibits) and correct plugins (variants).
 
-    Right plugins in other styles have to pass. All of it takes minutes; parts of it are run by name, room
-    or rule:
+    The suite must catch each exhibit under its own rule, and pass each variant. A full run takes
+    minutes. Select parts by name, room or rule:
 
-    - `graphpact museum --list` says what there is
-    - `graphpact museum fa3-lengths-cast plan-object` runs one exhibit and one right plugin
-    - `graphpact museum --room padding --quick` runs a room, each exhibit against its own rule alone
+    - `graphpact museum --list` lists all exhibits and variants
+    - `graphpact museum fa3-lengths-cast plan-object` runs one exhibit and one variant
+    - `graphpact museum --room padding --quick` runs a room, each exhibit only against its own rule
     - `graphpact museum --only GP03` runs the exhibits of a rule
 
-    Ends with status 0 where all exhibits are caught and all right plugins pass, 1 where not, 2 for an unknown
-    name, 5 where there was nothing to run.
+    Exit status: 0 all exhibits are caught and all variants pass, 1 otherwise, 2 unknown name,
+    5 nothing to run.
     """
     need_extra("conformance", "hypothesis")
     need_extra("museum", "graphpact_kernels", of="graphpact-conformance")
@@ -88,7 +93,7 @@ def museum(
 
 
 def describe(visit: "Visit") -> dict[str, Any]:
-    """Return what there is to say about a visit, ready for JSON."""
+    """Return a visit as a dict, ready for JSON."""
     piece = visit.piece
     rule = getattr(piece, "rule", None)
     return {
@@ -109,7 +114,7 @@ def describe(visit: "Visit") -> dict[str, Any]:
 
 
 def print_matrix(visits: Sequence["Visit"]) -> None:
-    """Print exhibits by rules, what caught each, and then the variants."""
+    """Print the matrix of exhibits by rules, then the variants."""
     console = data()
     exhibits = [v for v in visits if hasattr(v.piece, "rule")]
     variants = [v for v in visits if not hasattr(v.piece, "rule")]
@@ -163,15 +168,15 @@ def _choose(
 
 
 def _names_in(room: str) -> set[str]:
-    """Return the names of what is in a room.
+    """Return the names of the exhibits or variants of a room.
 
     Raises:
-        UsageError: There is no such room.
+        UsageError: The room is unknown.
     """
     if room not in ROOMS:
         near = did_you_mean(room, ROOMS)
         raise UsageError(
-            f"the museum has no room {room!r}; it has {', '.join(ROOMS)}",
+            f"the museum has no room {room!r}; its rooms are {', '.join(ROOMS)}",
             hint=f"did you mean {near!r}?" if near else "`graphpact museum --help` lists them",
         )
     module = importlib.import_module(f"graphpact_conformance.museum.{room}")
@@ -199,7 +204,7 @@ def _run(
 
 
 def _print_list(pieces: Sequence["Exhibit | Variant"], *, as_json: bool) -> None:
-    columns = ("name", "rule", "in", "thread", "what is planted, or done otherwise")
+    columns = ("name", "rule", "in", "thread", "bug or style")
     rows = [
         (
             p.name,
@@ -212,8 +217,8 @@ def _print_list(pieces: Sequence["Exhibit | Variant"], *, as_json: bool) -> None
     ]
     if as_json:
         keys = ("name", "rule", "base", "thread", "what")
-        told = [dict(zip(keys, row, strict=True)) for row in rows]
-        sys.stdout.write(json.dumps(told, indent=2) + "\n")
+        listed = [dict(zip(keys, row, strict=True)) for row in rows]
+        sys.stdout.write(json.dumps(listed, indent=2) + "\n")
         return
     print_table(data(), columns, rows)
     note(f"{len(rows)} pieces")
@@ -245,5 +250,5 @@ def _caught_by(visit: "Visit") -> str:
 
 
 def _alarms(visit: "Visit") -> str:
-    told = [f"{rule or 'general'}: {f.field or f.actual}" for rule, f in visit.findings.items()]
-    return "; ".join(told) or visit.missing or "; ".join(visit.errors)
+    alarms = [f"{rule or 'general'}: {f.field or f.actual}" for rule, f in visit.findings.items()]
+    return "; ".join(alarms) or visit.missing or "; ".join(visit.errors)

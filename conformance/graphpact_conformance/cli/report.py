@@ -1,6 +1,6 @@
-"""``graphpact report``: a saved report of the conformance suite shown again, or two compared.
+"""``graphpact report``: show a saved report of the conformance suite, or compare two.
 
-Does not: run anything, or tell of a run of ``generate``; that is `graphpact_engine.cli.report`.
+Does not: run anything, or show a report of ``generate`` (see `graphpact_engine.cli.report`).
 """
 
 import json
@@ -19,23 +19,25 @@ _WORSE = 1
 
 def report(
     file: Annotated[
-        Path, typer.Argument(metavar="A.json", help="What `graphpact check --report DIR` wrote.")
+        Path,
+        typer.Argument(metavar="A.json", help="A results.json of `graphpact check --report DIR`."),
     ],
     other: Annotated[
         Path | None,
-        typer.Argument(metavar="B.json", help="A later one: say what changed.", show_default=False),
+        typer.Argument(
+            metavar="B.json", help="A later report to compare with.", show_default=False
+        ),
     ] = None,
     *,
     html: Annotated[
         Path | None,
-        typer.Option("--html", metavar="FILE", help="Write it as one HTML page as well."),
+        typer.Option("--html", metavar="FILE", help="Also write it as one HTML page."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Write one JSON object.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Show a saved report, or what became better, worse, appeared or vanished in a later one.
+    """Show a saved report, or the differences of a later one: better, worse, appeared, vanished.
 
-    Showing one ends with status 0, whatever it says. Comparing two ends with 1 where something became
-    worse or a new failure appeared.
+    Exit status: 0 for one report. For two, 1 if a result became worse or a new failure appeared, otherwise 0.
     """
     from graphpact_conformance import report as made  # noqa: PLC0415  pydantic
     from graphpact_conformance.cli import results  # noqa: PLC0415  pydantic

@@ -1,6 +1,6 @@
-"""How results of the conformance suite look in a terminal: a tree for each plugin, a table of changes.
+"""Results of the conformance suite in a terminal: a tree for each plugin, a table of changes.
 
-Does not: find or judge anything; `graphpact_conformance.report` says what is said.
+Does not: compute results or texts; see `graphpact_conformance.report`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -44,7 +44,7 @@ _STYLES = {
     Outcome.ERROR: "bold bright_red",
 }
 _WHATS = {"worse": "bold red", "appeared": "blue", "vanished": "dim", "better": "green"}
-_MOST = 3  # failures of one rule that are told in full
+_MOST = 3  # failures of one rule that are shown in full
 _GUIDE, _CORNER, _BAR, _BLANK = "├── ", "└── ", "│   ", "    "
 
 
@@ -57,8 +57,8 @@ def print_report(console: Console, report: Report) -> None:
         _print_plugin(console, plugin, strict=report.strict)
         console.print()
     colour = "bold green" if report.exit_code is ExitCode.CONFORMANT else "bold red"
-    told = Text.assemble((VERDICTS[report.exit_code], colour), f": {summary(report)}")
-    console.print(told, soft_wrap=True)
+    text = Text.assemble((VERDICTS[report.exit_code], colour), f": {summary(report)}")
+    console.print(text, soft_wrap=True)
 
 
 def _print_plugin(console: Console, plugin: PluginResults, *, strict: bool) -> None:
@@ -88,9 +88,9 @@ def _print_row(console: Console, row: Row, width: int, *, last: bool) -> None:
     line.append(f" {row.label:<{width}}  ")
     for at, (outcome, number) in enumerate(row.counts.items()):
         line.append(", " if at else "").append(f"{number} {say(outcome)}", _STYLES[outcome])
-    told = [reason for (outcome, reason) in row.others if reason and outcome is row.outcome]
-    if told:
-        line.append(f": {_line('; '.join(told))}", "dim")
+    reasons = [reason for (outcome, reason) in row.others if reason and outcome is row.outcome]
+    if reasons:
+        line.append(f": {_line('; '.join(reasons))}", "dim")
     console.print(line, soft_wrap=True)
     if row.failures:
         _print_failures(console, row, _BLANK if last else _BAR)
@@ -116,31 +116,31 @@ def _print_failures(console: Console, row: Row, guide: str) -> None:
 
 
 def _print_finding(console: Console, finding: Finding, guide: str) -> None:
-    told = dict(evidence(finding))
-    command = told.pop("reproduce", None)
+    parts = dict(evidence(finding))
+    command = parts.pop("reproduce", None)
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(style="dim", no_wrap=True, min_width=len("reproduce"))
     grid.add_column(overflow="fold")
-    for name, text in told.items():
+    for name, text in parts.items():
         grid.add_row(name, Text(clean(text), {"expected": "green", "actual": "red"}.get(name, "")))
     _print_under(console, guide, grid)
-    if command:  # never broken into lines: it is there to be copied
+    if command:  # never wrapped, so that it can be copied
         line = Text.assemble((f"{guide}reproduce  ", "dim"), (_line(command), "cyan"))
         console.print(line, soft_wrap=True)
 
 
 def _print_under(console: Console, guide: str, what: RenderableType) -> None:
-    """Print ``what`` behind ``guide``, each of its lines."""
+    """Print ``what`` with ``guide`` before each line."""
     options = console.options.update(width=max(20, console.width - len(guide)))
     for segments in console.render_lines(what, options, pad=False):
-        told = ((segment.text, segment.style or "") for segment in segments)
-        line = Text.assemble((guide, "dim"), *told)
+        pieces = ((segment.text, segment.style or "") for segment in segments)
+        line = Text.assemble((guide, "dim"), *pieces)
         line.rstrip()
         console.print(line, soft_wrap=True)
 
 
 def _notes(plugin: PluginResults) -> list[tuple[str, Sequence[str]]]:
-    """Return what follows the rules, under its headings."""
+    """Return the notes after the rules, by heading."""
     found = (
         ("claims that disagree", [_say_claim(c) for c in plugin.claims if c.disagrees]),
         ("hints", plugin.hints),
@@ -159,7 +159,7 @@ def _sign(outcome: Outcome) -> tuple[str, str]:
 
 
 def _line(text: str) -> str:
-    """Return foreign text that is to stay on its line."""
+    """Return text from plugins on one line, with newlines and tabs escaped."""
     return clean(text).replace("\n", "\\n").replace("\t", "\\t")
 
 
@@ -167,7 +167,7 @@ def _line(text: str) -> str:
 
 
 def print_comparison(console: Console, comparison: Comparison) -> None:
-    """Print what changed from one report to another, then what was different when they were made."""
+    """Print the changes from one report to another, then the differences of their setup."""
     if comparison.changes:
         print_table(
             console,
@@ -184,7 +184,7 @@ def print_comparison(console: Console, comparison: Comparison) -> None:
 
 def _change(change: OutcomeChange) -> tuple[str, ...]:
     before, after = (
-        "not there" if outcome is None else f"{GLYPHS[outcome]} {say(outcome)}"
+        "absent" if outcome is None else f"{GLYPHS[outcome]} {say(outcome)}"
         for outcome in (change.before, change.after)
     )
     first, more = change.lanes[0], len(change.lanes) - 1
@@ -196,7 +196,7 @@ def _change(change: OutcomeChange) -> tuple[str, ...]:
 
 
 class Progress:
-    """One line that says what runs and how it went so far; failures stand above it as they come."""
+    """A status line with the current work and counts; failures are printed above it."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -204,29 +204,29 @@ class Progress:
         self._done = self._failed = 0
 
     def begins(self, plugin: str, work: str) -> None:
-        """Say that ``work`` begins."""
-        failed = f", {self._failed} to mend" if self._failed else ""
+        """Show that ``work`` begins."""
+        failed = f", {self._failed} failed" if self._failed else ""
         line = f"{self._done} results{failed}  {_line(plugin)}: {_line(work)}"
         self._status.update(Text(line, no_wrap=True, overflow="ellipsis"))
 
     def found(self, plugin: str, result: Result) -> None:
-        """Count a result, and say so where something is to be mended."""
+        """Count a result, and print it if it is a failure."""
         self._done += 1
         if result.outcome.is_failure:
             self._failed += 1
-            told = f" {_line(plugin)}  {result.rule or _line(result.check)}  {_line(result.lane)}"
-            self._console.print(Text.assemble(_sign(result.outcome), told))
+            text = f" {_line(plugin)}  {result.rule or _line(result.check)}  {_line(result.lane)}"
+            self._console.print(Text.assemble(_sign(result.outcome), text))
 
     @contextmanager
     def shown(self) -> Iterator[None]:
-        """Show the line for as long as the context lasts."""
+        """Show the line inside the context."""
         with self._status:
             yield
 
 
 @contextmanager
 def progress(*, quiet: bool = False) -> Iterator[Progress | None]:
-    """Show progress on a terminal; yields None where nobody looks: off one, or ``quiet``."""
+    """Show progress on a terminal. Yields None without a terminal, or if ``quiet``."""
     console = talk()
     if quiet or not console.is_interactive:
         yield None

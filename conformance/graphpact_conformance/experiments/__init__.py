@@ -1,20 +1,20 @@
-"""What the suite does with a lane: every experiment, in the order in which they are run.
+"""All experiments of the suite, in the order in which they run.
 
-    values    what steps give, against attention in float64; what padded rows do to it
-    refresh   what a replay leaves unwritten, or writes from the past
-    parity    what a replay prepared, against a capture of the very same batch
-    capture   what captures change and record
-    dummies   what captures are given
-    order     batches in other orders, over poison, after what happens to an engine
-    dispatch  which graph a batch takes; ranks
+    values    outputs and KV cache against attention in float64; effects of padding rows
+    refresh   entries that a replay does not write, or writes from earlier batches
+    parity    the inputs of a replay against those of a capture of the same batch
+    capture   side effects of captures, and the recorded work
+    dummies   the dummy batches of the runner
+    order     other orders of batches, poisoned memory, eager activity between replays
+    dispatch  the choice of the graph; ranks
 
-A rule is judged by every experiment that lists it, and passes where none of them finds anything. An
-experiment finds breaches of the rules that it lists, and of no other: where kernels or the tape refuse a step
-by another rule, the finding is of the rule that the experiment gives, or is no rule's.
+A rule is checked by every experiment that lists it. It passes if none of them has a finding. An experiment
+reports only rules that it lists: if kernels or the tape refuse a step by another rule, the finding has the
+rule that the experiment gives, or none.
 
-Each experiment gets a lane of its own: none sees what another one left.
+Each experiment gets a new lane, without state of other experiments.
 
-Does not: run them; see `graphpact_conformance.suite`.
+Does not: run experiments; see `graphpact_conformance.suite`.
 """
 
 from graphpact_conformance.experiments import (
@@ -30,7 +30,7 @@ from graphpact_conformance.experiments.base import Experiment
 from graphpact_conformance.rules import RULES
 
 _NOT_IN_CAPTURES = ("GP06", "GP17")
-"""What answers alone can show, and what ranks."""
+"""Rules that need outputs or several ranks."""
 
 EXPERIMENTS: tuple[Experiment, ...] = (
     Experiment(
@@ -38,7 +38,14 @@ EXPERIMENTS: tuple[Experiment, ...] = (
         tuple(rule for rule in RULES if rule not in _NOT_IN_CAPTURES),
         capture.captures,
     ),
-    Experiment("answers_eagerly", (), values.answers_eagerly, repeats=True, depth="lightest"),
+    Experiment(
+        "answers_eagerly",
+        (),
+        values.answers_eagerly,
+        repeats=True,
+        depth="lightest",
+        needs_graphs=False,
+    ),
     Experiment(
         "answers_replayed",
         ("GP02", "GP04", "GP05", "GP06", "GP07", "GP08", "GP09", "GP10", "GP12", "GP13", "GP19"),
@@ -55,9 +62,9 @@ EXPERIMENTS: tuple[Experiment, ...] = (
         in_pairs=True,
     ),
     Experiment(
-        "captured_anew",
+        "replay_against_capture",
         ("GP01", "GP02", "GP04", "GP05", "GP07", "GP08", "GP09", "GP10", "GP11", "GP13", "GP20"),
-        parity.captured_anew,
+        parity.replay_against_capture,
         repeats=True,
         in_pairs=True,
     ),
@@ -73,17 +80,22 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     Experiment("guarded", order.GUARDED, order.guarded, repeats=True, in_pairs=True),
     Experiment("interleaved", ("GP09", "GP15", "GP18"), order.interleaved),
     Experiment("repeated", ("GP18",), order.repeated),
-    Experiment("life_goes_on", ("GP14",), order.life_goes_on),
+    Experiment("survives_eager_activity", ("GP14",), order.survives_eager_activity),
     Experiment("smallest_first", ("GP15",), order.smallest_first),
     Experiment("dummies", ("GP10", "GP11", "GP12"), dummies.dummies),
-    Experiment("leaves_no_trace", ("GP19",), capture.leaves_no_trace),
+    Experiment("capture_side_effects", ("GP19",), capture.capture_side_effects),
     Experiment("cold_and_warm", ("GP10",), capture.cold_and_warm),
+    Experiment("graph_choice", ("GP08", "GP10", "GP12", "GP20"), dispatch.graph_choice),
     Experiment(
-        "takes_the_right_graph", ("GP08", "GP10", "GP12", "GP20"), dispatch.takes_the_right_graph
+        "declared_graph_support",
+        ("GP12",),
+        dispatch.declared_graph_support,
+        depth="lightest",
+        in_pairs=True,
+        needs_graphs=False,
     ),
-    Experiment("declares_what_it_can", ("GP12",), dispatch.declares_what_it_can),
     Experiment("ranks_agree", ("GP04", "GP05", "GP06", "GP11", "GP17"), dispatch.ranks_agree),
 )
-"""Each by a name of its own."""
+"""All experiments. Their names are unique and appear in reports."""
 
 __all__ = ["EXPERIMENTS", "Experiment"]

@@ -1,6 +1,6 @@
-"""What an experiment is, and how what two steps left is compared.
+"""`Experiment`, and the comparison of the results of two steps.
 
-Does not: know a rule.
+Does not: check a rule.
 """
 
 from collections.abc import Callable, Iterator
@@ -25,17 +25,18 @@ Findings = Iterator[Finding]
 
 @dataclass(frozen=True)
 class Experiment:
-    """One thing that is done with a lane.
+    """One procedure of the suite on a lane.
 
     Args:
-        name: What reports call it.
-        examines: Ids of the rules about which it can tell. Its findings are of these, or of no rule.
-        run: ``(lane, steps) -> findings``: what it does, with batches in a row.
-        scopes: Of which plugins it tells anything.
-        repeats: Whether it sees more in more batches; one that does not is made once in a lane.
-        depth: In which lanes it is made: ``lightest`` in all; ``light`` not in those of a quick run that
-            differ from a full one in sizes alone; ``full`` in no lane that does.
-        in_pairs: Whether it is made where a backend and a runner are checked together.
+        name: Its name in reports.
+        examines: Ids of the rules that it checks. Its findings have one of these rules, or none.
+        run: ``(lane, steps) -> findings``: the procedure, for a sequence of batches.
+        scopes: The kinds of plugins that it checks.
+        repeats: Whether more batches show more. An experiment without `repeats` runs once per lane.
+        depth: The lanes that it runs in: ``lightest`` in all; ``light`` in all but the lanes of a quick run
+            that differ from a full lane only in sizes; ``full`` in no lane that differs only in sizes.
+        in_pairs: Whether it runs for a pair of a backend and a runner.
+        needs_graphs: Whether it runs only in lanes that capture.
     """
 
     name: str
@@ -45,10 +46,11 @@ class Experiment:
     repeats: bool = False
     depth: Literal["lightest", "light", "full"] = "full"
     in_pairs: bool = False
+    needs_graphs: bool = True
 
     @property
     def about(self) -> str:
-        """The first line of what it says of itself."""
+        """The first line of its docstring."""
         return (self.run.__doc__ or "").strip().splitlines()[0]
 
 
@@ -56,25 +58,25 @@ class Experiment:
 
 
 def same_rows(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
-    """Return whether two results are the same, both missing included."""
+    """Return whether two results are bitwise equal, or both None."""
     if a is None or b is None:
         return a is b
     return equal(a, b)
 
 
 def how_far(rig: Rig, rows: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-    """Return how far rows of a lane's output are off, in shares of what rounding may make of them."""
+    """Return the error of output rows as a multiple of the rounding tolerance."""
     return excess(rows, expected, tolerance_of(rig.config.dtype, "attention"))
 
 
 def same_step(a: StepRecord, b: StepRecord, *, first_slot: int, padded: bool = True) -> bool:
-    """Return whether two steps of one batch left the same, scratch aside.
+    """Return whether two steps of one batch have the same outputs and KV cache, except in scratch.
 
     Args:
-        a: One.
-        b: The other.
+        a: The first step.
+        b: The second step.
         first_slot: The first KV slot after scratch.
-        padded: Whether what padded rows gave counts.
+        padded: Whether to compare the outputs of padding rows.
     """
     if (a.error is None) is not (b.error is None):
         return False
@@ -89,13 +91,13 @@ def same_step(a: StepRecord, b: StepRecord, *, first_slot: int, padded: bool = T
 
 @dataclass(frozen=True)
 class Difference:
-    """How a step differs from what it should have left.
+    """A difference between the results of a step and the oracle.
 
     Args:
-        kind: ``rows`` for real rows, ``cache`` for the KV cache, ``extent`` for how many rows there are.
-        what: What differs, in words.
-        expected: What should be there.
-        actual: What is.
+        kind: ``rows`` for live rows, ``cache`` for the KV cache, ``extent`` for the number of rows.
+        what: The differing part, in words.
+        expected: The right value.
+        actual: The value of the step.
         slots: KV slots that differ.
     """
 
@@ -107,7 +109,7 @@ class Difference:
 
 
 def differences(rig: Rig, step: StepRecord, answer: Answer) -> list[Difference]:
-    """Return how a step that ended differs from the oracle's answer."""
+    """Return the differences between a step without error and the oracle's answer."""
     found = []
     rows = step.rows
     assert rows is not None  # noqa: S101  it ended
@@ -115,8 +117,8 @@ def differences(rig: Rig, step: StepRecord, answer: Answer) -> list[Difference]:
         return [
             Difference(
                 "extent",
-                "the rows that the lane returns",
-                f"{tuple(answer.rows.shape)}, one row for each real token",
+                "the returned rows",
+                f"{tuple(answer.rows.shape)}, one row for each live token",
                 f"{tuple(rows.shape)}",
             )
         ]
@@ -127,7 +129,7 @@ def differences(rig: Rig, step: StepRecord, answer: Answer) -> list[Difference]:
             Difference(
                 "rows",
                 f"token {token} of the batch, {rig.where(column)}",
-                f"{float(answer.rows[token, column]):.6g}, as attention in float64",
+                f"{float(answer.rows[token, column]):.6g}, the result of float64 attention",
                 f"{float(rows[token, column]):.6g}",
             )
         )
@@ -140,7 +142,7 @@ def differences(rig: Rig, step: StepRecord, answer: Answer) -> list[Difference]:
                 Difference(
                     "cache",
                     f"{name} in KV slots {slots[:8]}",
-                    "what the batch's own tokens write, and nothing else",
+                    "only the tokens of the batch write the KV cache",
                     "other values",
                     tuple(slots),
                 )
@@ -154,7 +156,7 @@ TensorEdit = Callable[[torch.Tensor], None]
 
 
 def altered(changes: dict[str, TensorEdit]) -> Callable[[ForwardBatch, Any], None]:
-    """Return what, between hooks and replay, changes tensors of view and metadata by their paths."""
+    """Return a callback that edits tensors of view and metadata, by path, between hooks and replay."""
 
     def ready(view: ForwardBatch, metadata: Any) -> None:
         for path, value in walk({"view": view, "metadata": metadata}):
@@ -165,7 +167,7 @@ def altered(changes: dict[str, TensorEdit]) -> Callable[[ForwardBatch, Any], Non
 
 
 def put(mask: torch.Tensor, value: torch.Tensor | float) -> TensorEdit:
-    """Return what writes ``value`` where ``mask`` is set: a number, or a tensor of the same shape."""
+    """Return an edit that writes ``value`` where ``mask`` is set: a number, or a tensor of the same shape."""
 
     def change(tensor: torch.Tensor) -> None:
         at = mask.to(tensor.device)
@@ -178,7 +180,7 @@ def put(mask: torch.Tensor, value: torch.Tensor | float) -> TensorEdit:
 
 
 def is_read(rig: Rig, base: StepRecord, leaf: Leaf, mask: torch.Tensor) -> bool:
-    """Return whether the replay of ``base`` reads a tensor where ``mask`` is set: poison there shows."""
+    """Return whether poison in a tensor, where ``mask`` is set, changes the results of a replay."""
     changed = rig.step(
         base.problem, ready=altered({leaf.path: put(mask, poison_of(leaf.value.dtype))})
     )
@@ -194,15 +196,15 @@ def matters(
     *,
     batch: ForwardBatch | None = None,
 ) -> bool:
-    """Return whether the replay of ``base`` gives anything else with ``other`` where ``mask`` is set.
+    """Return whether ``other``, where ``mask`` is set, changes the results of the replay of ``base``.
 
     Args:
-        rig: Whose step it was.
+        rig: The rig of the step.
         base: The step.
-        leaf: The tensor that is changed.
-        mask: Where.
-        other: What is there instead; of the tensor's shape.
-        batch: What was run instead of the problem's own batch.
+        leaf: The tensor to edit.
+        mask: The entries to edit.
+        other: The new values, in the tensor's shape.
+        batch: The batch that was run instead of the problem's own one.
     """
     changed = rig.step(base.problem, ready=altered({leaf.path: put(mask, other)}), batch=batch)
     return not same_step(base, changed, first_slot=rig.config.page_size)
@@ -212,14 +214,14 @@ def matters(
 
 
 def sides_of(breach: Breach) -> tuple[str, str]:
-    """Return what was captured and what is there, in words; of two addresses that they are two."""
+    """Return the captured and the replayed value in words, and for addresses only that they differ."""
     if breach.rule == "address":
-        return "the address that was captured", "another address"
+        return "the captured address", "another address"
     return f"{breach.rule} as captured: {breach.captured}", breach.replayed
 
 
 def spell(mask: torch.Tensor) -> str:
-    """Return which entries a mask has, as an index: the range of the first axis, or the first few."""
+    """Return the entries of a mask as an index: the range of the first axis, or the first entry."""
     at = mask.nonzero()
     if mask.dim() == 1:
         first, last = int(at[0]), int(at[-1])
@@ -229,7 +231,7 @@ def spell(mask: torch.Tensor) -> str:
 
 
 def values_at(tensor: torch.Tensor, mask: torch.Tensor, most: int = 8) -> str:
-    """Return the values of a tensor where ``mask`` is set, as many as are worth reading."""
+    """Return the first values of a tensor where ``mask`` is set."""
     values = tensor[mask].flatten()[: most + 1].tolist()
-    told = ", ".join(f"{v:.6g}" if isinstance(v, float) else str(v) for v in values[:most])
-    return f"{told}, ..." if len(values) > most else told
+    text = ", ".join(f"{v:.6g}" if isinstance(v, float) else str(v) for v in values[:most])
+    return f"{text}, ..." if len(values) > most else text

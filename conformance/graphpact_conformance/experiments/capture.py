@@ -1,8 +1,8 @@
-"""Captures: that they succeed, what they change, what they record, and what they are given.
+"""Captures: whether they succeed, their side effects, and the recorded work.
 
-GP10, GP11, GP12, GP13, GP18, GP19, GP20, and what else a strict capture refuses by name.
+GP10, GP11, GP12, GP13, GP18, GP19, GP20, and every other rule that an error of a strict capture names.
 
-Does not: replay batches but to compare.
+Does not: replay batches, except to compare.
 """
 
 from dataclasses import replace
@@ -44,7 +44,7 @@ def captures(lane: LaneUnderTest, steps: Drawn) -> Findings:
     except CannotCaptureError as stopped:
         found += _of_failure(lane, stopped.error, steps.exact)
     can_capture = not found
-    for clear in caches_of(lane):  # what graphs of other lanes hold, none of these shall find
+    for clear in caches_of(lane):  # other lanes' graphs may hold them
         clear()
     for way in ways:
         try:
@@ -59,17 +59,17 @@ def captures(lane: LaneUnderTest, steps: Drawn) -> Findings:
 
 
 def _of_strict_failure(lane: LaneUnderTest, error: BaseException) -> Finding:
-    """Return a finding about a lane that is captured where nobody looks, and not over poison."""
+    """Return a finding about a lane that is captured on a fast tape and not over poison."""
     return lane.of_error(
         error,
-        expected="every shape is captured over poison, which all memory holds that hooks have to write",
+        expected="every shape is captured with poison in all memory that hooks have to write",
         hook="init_metadata_capture",
         help=_UNWRITTEN,
     )
 
 
 _UNWRITTEN = (
-    "write every row that the kernels read, at capture too: see what GP02 and GP03 say of this lane"
+    "write every row that the kernels read, also at capture: see GP02 and GP03 in this lane"
 )
 
 
@@ -84,20 +84,18 @@ def _of_failure(lane: LaneUnderTest, error: BaseException, live: Problem) -> lis
 
 
 _FAILED = {
-    "GP04": "a dummy batch is padding in every row, request row 0 and KV slot 0: its kernels have to take"
-    " what padded rows hold, and to read no other row and no other page for it",
-    "GP11": "a live batch is captured, and the runner's dummy is not: make dummies as live batches are made",
+    "GP04": "a dummy batch is padding in every row, request row 0 and KV slot 0: the kernels must accept"
+    " padding rows, and read no other row and no other page for them",
+    "GP11": "a live batch can be captured, and the runner's dummy cannot: make dummies like live batches",
     "GP13": "size buffers by Limits, and by the shape's own counts",
 }
-_SUPPORT = "declare in capabilities.graph_support what graphs can hold, and no more"
+_SUPPORT = "declare in capabilities.graph_support only the support that the kernels have"
 
 
 def _rule_of_dummy(lane: LaneUnderTest, live: Problem) -> str | None:
-    """Return the rule of dummies, or of padding, which they are all through, if a live batch is captured."""
+    """Return the rule of dummies or of padding if a live batch can be captured; None elsewhere."""
     config = lane.config
-    if (
-        not live.requests
-    ):  # of an idle rank all is padding: its lane is captured for batches of others
+    if not live.requests:  # an idle lane is captured for decode batches
         lane = lane.like(replace(config, case=Case(config.case.lane_mode)))
         live = of_size(lane.config, lane.config.shapes[-1].batch_size)
     try:
@@ -105,13 +103,13 @@ def _rule_of_dummy(lane: LaneUnderTest, live: Problem) -> str | None:
             rig = lane.build(capture=False)
             rig.load(live)
             rig.lane.capture(rig.config.shapes[-1], rig.batch_of(live))
-    except (Exception, SystemExit):  # noqa: BLE001  anybody's code runs here
+    except (Exception, SystemExit):  # noqa: BLE001  the plugin's code may raise anything
         return None
     return "GP11" if lane.kind == "runner" else "GP04"
 
 
 def _rule_of_size(lane: LaneUnderTest) -> str | None:
-    """Return GP13 where smaller shapes are captured and the largest is not, None elsewhere."""
+    """Return GP13 if smaller shapes can be captured and the largest cannot, None elsewhere."""
     try:
         with torch.inference_mode():
             rig = lane.build(capture=False)
@@ -119,20 +117,20 @@ def _rule_of_size(lane: LaneUnderTest) -> str | None:
             if len(shapes) < 2:
                 return None
             rig.lane.capture(shapes[0])
-    except (Exception, SystemExit):  # noqa: BLE001  anybody's code runs here
+    except (Exception, SystemExit):  # noqa: BLE001  the plugin's code may raise anything
         return None
     return "GP13"
 
 
 _SEED = 0x6772_6170
-"""What no plugin seeds random numbers with."""
+"""A seed that no plugin uses."""
 
-# -- what a capture changes --------------------------------------------------------------------------
+# -- side effects ------------------------------------------------------------------------------------
 
 
-def leaves_no_trace(lane: LaneUnderTest, steps: Drawn) -> Findings:
-    """Capture again while requests live and index buffers hold their rows: nothing of theirs changes."""
-    lane.rig()  # a lane that cannot be captured is told of once
+def capture_side_effects(lane: LaneUnderTest, steps: Drawn) -> Findings:
+    """Capture again with live requests in the index buffers: their memory must not change."""
+    lane.rig()  # raises where the lane cannot be captured
     problem = steps.exact
     rig = lane.build()
     rig.step(problem)
@@ -152,10 +150,10 @@ def leaves_no_trace(lane: LaneUnderTest, steps: Drawn) -> Findings:
             "GP19",
             hook="init_metadata_capture",
             field="the seed of the default generator",
-            expected="a capture leaves random numbers as they were",
-            actual="it seeds them",
+            expected="a capture does not seed random numbers",
+            actual="the capture seeded it",
             problem=problem,
-            help="draw from the default generator, and leave its seed to whoever samples",
+            help="draw from the default generator, and do not seed it",
         )
     first = rig.config.page_size
     for name, cache in kv_tensors(rig.kv).items():
@@ -165,8 +163,8 @@ def leaves_no_trace(lane: LaneUnderTest, steps: Drawn) -> Findings:
                 "GP19",
                 hook="init_metadata_capture",
                 field=f"{name} in KV slot {int(differs.nonzero()[0]) + first}",
-                expected="a capture, which really runs, writes scratch alone",
-                actual="it is overwritten",
+                expected="a capture writes only scratch",
+                actual="the capture overwrote it",
                 problem=problem,
                 help="capture a dummy batch on request row 0 and KV slot 0, and write all index buffers for"
                 " it before the region runs",
@@ -175,11 +173,11 @@ def leaves_no_trace(lane: LaneUnderTest, steps: Drawn) -> Findings:
         yield lane.finding(
             "GP19",
             field="req_to_token" + spell((table != rig.table).cpu()),
-            expected="the page table is read and never written",
+            expected="the page table is read-only",
             actual=values_at(rig.table, table != rig.table),
             problem=problem,
-            help="the table is the scheduler's: take rows and slots of your own from nobody's, row 0 and"
-            " slot 0",
+            help="do not write it: the scheduler owns the page table; for rows and slots of your own use"
+            " scratch, row 0 and slot 0",
         )
     for name, state in once.items():
         if name not in twice or not bool(same(state, twice[name]).all()):
@@ -187,18 +185,18 @@ def leaves_no_trace(lane: LaneUnderTest, steps: Drawn) -> Findings:
                 "GP19",
                 hook="init_metadata_capture",
                 field=name,
-                expected="captured once or twice, what steps read later is the same",
-                actual="every capture advances it",
+                expected="the same contents after one capture and after two",
+                actual="every capture changes it",
                 problem=problem,
-                help="keep state that live requests have out of warm-up and capture: save and restore it"
-                " around the capture, or let the dummy's rows of it be scratch",
+                help="protect the state of live requests from warm-up and capture: save and restore it"
+                " around the capture, or use scratch rows of it for the dummy",
             )
 
 
 def _state_of(rig: Rig) -> dict[str, torch.Tensor]:
-    """Return copies of what outlives a step: tensors that the backend holds, and slots filled once.
+    """Return copies of state that outlives a step: tensors of the backend, and slots that are filled once.
 
-    What has a row for each request row, or each KV slot, is given without those of scratch.
+    A tensor with a row per request row or per KV slot is returned without its scratch rows.
     """
     scratch = {
         rig.config.num_rows: 1,
@@ -222,11 +220,11 @@ def _state_of(rig: Rig) -> dict[str, torch.Tensor]:
     return slots | held
 
 
-# -- what a capture records --------------------------------------------------------------------------
+# -- recorded work -----------------------------------------------------------------------------------
 
 
 def cold_and_warm(lane: LaneUnderTest, steps: Drawn) -> Findings:
-    """Capture cold, after eager steps, and after replays: the same work is recorded."""
+    """Capture cold, after eager steps, and after replays: the recorded work must be the same."""
     cold = lane.rig()
     warm = lane.build(capture=False)
     for problem in steps:
@@ -235,7 +233,7 @@ def cold_and_warm(lane: LaneUnderTest, steps: Drawn) -> Findings:
         try:
             with torch.inference_mode():
                 warm.capture()
-        except (Exception, SystemExit) as error:  # noqa: BLE001  anybody's code runs here
+        except (Exception, SystemExit) as error:  # noqa: BLE001  the plugin's code may raise anything
             yield lane.of_error(
                 error,
                 expected=f"shapes can be captured {when}",
@@ -250,7 +248,7 @@ def cold_and_warm(lane: LaneUnderTest, steps: Drawn) -> Findings:
                     "GP10",
                     hook="init_metadata_capture",
                     field=found["field"],
-                    expected=f"what a cold capture of {shape} records: {found['there']}",
+                    expected=f"as in a cold capture of {shape}: {found['there']}",
                     actual=f"{when}: {found['here']}",
                     problem=steps.exact,
                     help=TRACE_HELP["GP10"],
@@ -261,7 +259,7 @@ def cold_and_warm(lane: LaneUnderTest, steps: Drawn) -> Findings:
             if step.error is not None and cold.step(problem, fill=reset_slot).error is None:
                 yield lane.of_error(
                     step.error,
-                    expected=f"what was captured {when} replays as what was captured cold",
+                    expected=f"a graph captured {when} replays like one captured cold",
                     rule="GP10",
                     step=step,
                 )

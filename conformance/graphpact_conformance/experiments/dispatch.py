@@ -1,7 +1,7 @@
-"""Which graph a batch replays, and that all ranks agree: GP05, GP06, GP11, GP12, GP17, GP20.
+"""The choice of the graph for a batch, and the agreement of ranks: GP05, GP06, GP11, GP12, GP17, GP20.
 
-Ranks are simulated: one after another in this process, each as the rank that `graphpact.parallel` says it is.
-What they would wait for each other in is the sequence of what they record and of the rows that they gather.
+Ranks are simulated: they run one after another in this process, with the rank set by `graphpact.parallel`.
+Real ranks would synchronise in collectives, so the recorded operations and the gathered rows must be equal.
 
 Does not: communicate.
 """
@@ -13,7 +13,6 @@ from itertools import zip_longest
 
 import torch
 
-from graphpact.attention import GraphSupport
 from graphpact.batch import ForwardBatch, ForwardMode
 from graphpact.parallel import get_parallel
 from graphpact.runners import RunnerContext
@@ -21,7 +20,7 @@ from graphpact.shapes import EagerReason, GraphShape
 from graphpact_conformance.experiments.base import Findings, differences
 from graphpact_conformance.experiments.parity import compare_with_capture, trace_of
 from graphpact_conformance.experiments.values import pads_leak
-from graphpact_conformance.problems import Config, Drawn, Problem, corner, nearly, of_size
+from graphpact_conformance.problems import Config, Drawn, Problem, corner, half_size_batch, of_size
 from graphpact_conformance.results import Finding
 from graphpact_conformance.rig import Rig
 from graphpact_conformance.subject import CannotCaptureError, LaneUnderTest, planned_shapes
@@ -30,32 +29,32 @@ from graphpact_tape.tape import TapeDriver
 
 _RANKS = 2
 _RANK_HELP = (
-    "as the only rank it does not fail: look at what takes its size from attn_tp_size or its place from"
+    "with one rank it does not fail: check sizes that depend on attn_tp_size and offsets that depend on"
     " attn_tp_rank"
 )
 _GATHER_HELP = (
-    "without other ranks it does not fail: look at what goes by global_num_tokens_cpu, and at what a rank"
-    " without requests has no rows for"
+    "without other ranks it does not fail: check the use of global_num_tokens_cpu, and ranks without"
+    " requests and rows"
 )
 _COUNT = "num_token_non_padded"
 _COUNT_HELP = (
-    "declare the slot wherever layers ask for it (RunnerContext.num_token_non_padded), and fill it by"
-    " graphpact.parallel.local_num_token_non_padded(count, padded tokens): the boundary between ranks is"
-    " drawn in the padded count"
+    "declare the slot whenever layers need it (RunnerContext.num_token_non_padded), and fill it with"
+    " graphpact.parallel.local_num_token_non_padded(count, padded tokens): ranks split the padded tokens"
 )
 _MOST = (1, 3, 5, 7, 13, 42, 100, 301)
-"""The largest steps for which runners are asked for their shapes; no rhythm of sizes ends at all of them."""
+"""Values of max_bs for which runners are asked for their shapes. No regular step of sizes ends at all of
+them."""
 
 
 # -- which graph -------------------------------------------------------------------------------------
 
 
-def takes_the_right_graph(lane: LaneUnderTest, _: Drawn) -> Findings:
-    """Ask for, and replay, batches of every size: each takes the smallest captured shape that holds it."""
+def graph_choice(lane: LaneUnderTest, _: Drawn) -> Findings:
+    """Fit and replay batches of every size: each takes the smallest captured shape that holds it."""
     rig = lane.rig()
     shapes = list(rig.lane.captured)
     yield from _planned(lane, rig, shapes)
-    for problem in (*_sizes(lane.config), nearly(lane.config), corner(lane.config)):
+    for problem in (*_sizes(lane.config), half_size_batch(lane.config), corner(lane.config)):
         batch = rig.batch_of(problem)
         asked, refused = _ask(lane, rig, batch, problem)
         if refused is not None:
@@ -68,11 +67,11 @@ def takes_the_right_graph(lane: LaneUnderTest, _: Drawn) -> Findings:
                 hook="prepare_replay",
                 field="fit()",
                 expected=" or ".join(map(str, held_by))
-                or "a reason to run eagerly: no captured shape holds it",
+                or "an EagerReason: no captured shape holds it",
                 actual=str(asked),
                 problem=problem,
-                help="let bucket and eligibility follow from the batch alone: the smallest captured shape"
-                " with room for its requests and tokens, of its mode",
+                help="let fit() depend only on the batch: return the smallest captured shape of its mode"
+                " with room for its requests and tokens",
             )
             continue
         best = asked if isinstance(asked, GraphShape) else None
@@ -80,13 +79,13 @@ def takes_the_right_graph(lane: LaneUnderTest, _: Drawn) -> Findings:
         eager = rig.lane.stats.eager.total()
         step = rig.step(problem)
         if step.error is not None:
-            if best is None:  # what fails in a replay, others tell
+            if best is None:  # a failing replay is a finding of other experiments
                 yield lane.of_error(
                     step.error,
                     expected="a batch that no captured shape holds runs eagerly",
                     rule="GP12",
                     step=step,
-                    help="Lane.run() serves it; fit() has to give a reason for it",
+                    help="return an EagerReason from fit(); Lane.run() then runs the batch eagerly",
                 )
             continue
         replayed = [
@@ -104,7 +103,7 @@ def takes_the_right_graph(lane: LaneUnderTest, _: Drawn) -> Findings:
                 else "one eager run, counted with its reason",
                 actual=f"replays of {', '.join(map(str, replayed)) or 'none'}, {counted} eager runs",
                 step=step,
-                help="let fit() answer with a captured shape, or with the reason why there is none",
+                help="return a captured shape from fit(), or an EagerReason",
             )
         wrong = differences(rig, step, lane.answer(rig, problem))
         if wrong and _is_recorded_otherwise(lane, rig, problem):
@@ -114,8 +113,8 @@ def takes_the_right_graph(lane: LaneUnderTest, _: Drawn) -> Findings:
                 expected=wrong[0].expected,
                 actual=wrong[0].actual,
                 step=step,
-                help="a graph serves what it was recorded for, and a capture of this batch records other"
-                " work: put all that recorded kernels depend on into the shape",
+                help="a capture of this batch records other work than the graph that replayed it: put"
+                " everything that recorded kernels depend on into the shape",
             )
     yield from _other_kinds(lane, rig)
 
@@ -123,31 +122,31 @@ def takes_the_right_graph(lane: LaneUnderTest, _: Drawn) -> Findings:
 def _ask(
     lane: LaneUnderTest, rig: Rig, batch: ForwardBatch, problem: Problem
 ) -> tuple[GraphShape | EagerReason | None, Finding | None]:
-    """Return what ``fit`` answers while the host may not wait for the device, or why it answers nothing."""
+    """Return the result of ``fit``, called without host syncs, or a finding about its error."""
     guard = TapeDriver(lane.device, strict=True)
     host = batch.host_tensors() if lane.device.type == "cpu" else [*batch.tensors().values()]
     try:
         with guard.preparation(host, read_only=[*batch.tensors().values()]):
             return rig.lane.fit(batch), None
-    except (Exception, SystemExit) as error:  # noqa: BLE001  anybody's code runs here
+    except (Exception, SystemExit) as error:  # noqa: BLE001  the plugin's code may raise anything
         return None, lane.of_error(
             error,
-            expected="fit() answers for any batch, from what lies on the host",
+            expected="fit() returns a shape or an EagerReason for any batch, from host data",
             rule="GP12",
             problem=problem,
             hook="prepare_replay",
-            help="answer with an EagerReason where no shape holds the batch, and raise nothing",
+            help="return an EagerReason where no shape holds the batch, and raise no error",
         )
 
 
 def _is_recorded_otherwise(lane: LaneUnderTest, rig: Rig, problem: Problem) -> bool:
-    """Return whether a capture of the batch itself records other work, or other host numbers."""
+    """Return whether a capture of this batch records other work or other host numbers."""
     found = compare_with_capture(lane, rig, "graph", problem)
     return any(f.rule in ("GP08", "GP10") for f in found)
 
 
 def _sizes(config: Config) -> list[Problem]:
-    """Return a small batch of each number of requests, one more than the largest shape has, and none."""
+    """Return batches of short requests: every small size, the largest shape, one more, and an idle batch."""
     most = config.shapes[-1].batch_size
     sizes = [*range(1, min(most, 9) + 1), most, most + 1]
     if config.case.mode is ForwardMode.IDLE:
@@ -156,9 +155,9 @@ def _sizes(config: Config) -> list[Problem]:
 
 
 def _smallest(shapes: Sequence[GraphShape], batch: ForwardBatch) -> list[GraphShape]:
-    """Return the captured shapes that hold a batch, and of which no other one is smaller.
+    """Return the smallest captured shapes that hold a batch.
 
-    There is more than one where they differ in more than one size, or in their variant.
+    There are several if shapes differ in two sizes, or in their variant.
     """
     fits = [
         shape
@@ -178,7 +177,7 @@ def _smallest(shapes: Sequence[GraphShape], batch: ForwardBatch) -> list[GraphSh
 
 
 def _planned(lane: LaneUnderTest, rig: Rig, shapes: Sequence[GraphShape]) -> Findings:
-    """Verify that the runner's shapes are captured, and reach the largest step."""
+    """Check that the runner's shapes are captured and cover the largest step."""
     planned = planned_shapes(rig.runner)
     if set(planned) != set(shapes) or len(set(shapes)) != len(shapes):
         yield lane.finding(
@@ -186,14 +185,14 @@ def _planned(lane: LaneUnderTest, rig: Rig, shapes: Sequence[GraphShape]) -> Fin
             field="shapes()",
             expected=f"every shape captured once: {', '.join(map(str, planned))}",
             actual=", ".join(map(str, shapes)),
-            help="shapes() gives the same shapes whenever it is asked, each once",
+            help="return the same shapes from every call of shapes(), each once",
         )
     if lane.kind == "runner" and not lane.config.case.mode.is_ragged:
         yield from _default_shapes(lane, rig)
 
 
 def _default_shapes(lane: LaneUnderTest, rig: Rig) -> Findings:
-    """Verify that the runner's own shapes reach the largest step, or one cap whatever that is."""
+    """Check that the runner's default shapes cover the largest step, or end at one fixed cap."""
     capture_sizes: dict[int, list[int]] = {}
     for most in _MOST:
         limits = replace(lane.config.limits, max_bs=most, max_num_tokens=most * 8)
@@ -205,12 +204,12 @@ def _default_shapes(lane: LaneUnderTest, rig: Rig) -> Findings:
         )
         try:
             own = planned_shapes(lane.runner(context))
-        except (Exception, SystemExit) as error:  # noqa: BLE001  anybody's code runs here
+        except (Exception, SystemExit) as error:  # noqa: BLE001  the plugin's code may raise anything
             yield lane.of_error(
                 error,
                 expected=f"shapes for steps of {most} requests",
                 rule="GP12",
-                help="shapes() is asked for any limits.max_bs from 1 up",
+                help="support every limits.max_bs from 1 up in shapes()",
             )
             return
         if own:
@@ -222,15 +221,15 @@ def _default_shapes(lane: LaneUnderTest, rig: Rig) -> Findings:
             yield lane.finding(
                 "GP12",
                 field=f"the default capture sizes for max_bs = {most}",
-                expected=f"buckets from 1 up, the largest {reach}: every step can be replayed",
+                expected=f"sizes from 1 up, the largest {reach}: every step can be replayed",
                 actual=str(sizes),
-                help="append max_bs to the capture sizes, whatever their steps are",
+                help="append max_bs to the capture sizes",
             )
             return
 
 
 def _other_kinds(lane: LaneUnderTest, rig: Rig) -> Findings:
-    """Ask for batches of other modes, of other widths, with other fields: none may take this graph."""
+    """Fit batches of other modes and widths: none may take this graph."""
     problem = of_size(lane.config, 1)
     batch = rig.batch_of(problem)
     others = [
@@ -243,9 +242,7 @@ def _other_kinds(lane: LaneUnderTest, rig: Rig) -> Findings:
             name: getattr(batch, name).repeat_interleave(2, dim=0)
             for name in ("input_ids", "positions", "out_cache_loc")
         }
-        others.append(
-            ("a batch with twice as many tokens of each request", replace(batch, **twice))
-        )
+        others.append(("a batch with twice as many tokens per request", replace(batch, **twice)))
     for what, other in others:
         asked, refused = _ask(lane, rig, other, problem)
         if refused is not None:
@@ -257,27 +254,26 @@ def _other_kinds(lane: LaneUnderTest, rig: Rig) -> Findings:
             yield lane.finding(
                 "GP12",
                 field="fit()",
-                expected=f"a reason, for {what}: {asked} was recorded for another kind",
+                expected=f"an EagerReason for {what}: {asked} was recorded for another kind",
                 actual=str(asked),
                 problem=problem,
-                help="compare the mode, the tokens of each request, and all else that recorded kernels"
+                help="compare the mode, the tokens per request, and everything else that recorded kernels"
                 " depend on, before the size",
             )
 
 
-def declares_what_it_can(lane: LaneUnderTest, _: Drawn) -> Findings:
-    """A backend that declares that a graph holds this mode is captured in it."""
-    support = lane.backend.capabilities.graph_support
-    if not isinstance(support, GraphSupport) or not support.covers(lane.config.case.needs):
-        return
-    rig = lane.rig()
-    if not planned_shapes(rig.runner):
+def declared_graph_support(lane: LaneUnderTest, _: Drawn) -> Findings:
+    """Check that a lane captures shapes unless its backend or its runner declares no graphs of the mode."""
+    if lane.captures_nothing and lane.no_graphs_declared is None:
+        support = lane.backend.capabilities.graph_support
         yield lane.finding(
             "GP12",
-            field="capabilities.graph_support",
-            expected=f"graphs of {lane.config.case}: it declares {support.value!r}",
-            actual="the lane captures nothing",
-            help="declare what graphs can hold, and no more",
+            field="shapes()" if lane.kind == "runner" else "capabilities.graph_support",
+            expected=f"graphs of {lane.config.case}: declared graph support is {support.value!r}",
+            actual="the runner has no shape to capture",
+            help="return the shapes to capture from shapes(), or declare needs = GraphSupport.NEVER"
+            if lane.kind == "runner"
+            else "declare only the graph support that the kernels have",
         )
 
 
@@ -285,7 +281,7 @@ def declares_what_it_can(lane: LaneUnderTest, _: Drawn) -> Findings:
 
 
 def ranks_agree(lane: LaneUnderTest, steps: Drawn) -> Findings:
-    """Capture and step as each of two ranks: the same shapes, the same work, the same rows gathered."""
+    """Capture and step as each of two ranks: shapes, recorded work and gathered rows must be equal."""
     counted = lane.like(replace(lane.config, counts=True))
     rigs: list[Rig] = []
     for rank in range(_RANKS):
@@ -296,12 +292,12 @@ def ranks_agree(lane: LaneUnderTest, steps: Drawn) -> Findings:
                     yield _without_count(counted, steps[0])
                     return
                 yield from _captured_counts(counted, rank, rigs[-1])
-            except (Exception, SystemExit) as error:  # noqa: BLE001  anybody's code runs here
+            except (Exception, SystemExit) as error:  # noqa: BLE001  the plugin's code may raise anything
                 if not _captures_alone(lane):
-                    return  # it is no matter of ranks
+                    return  # the error does not depend on ranks
                 yield lane.of_error(
                     error,
-                    expected=f"rank {rank} of {_RANKS} captures as any other",
+                    expected=f"rank {rank} of {_RANKS} captures like a single rank",
                     rule="GP17",
                     help=_RANK_HELP,
                 )
@@ -326,7 +322,7 @@ def _captures_alone(lane: LaneUnderTest) -> bool:
 
 @torch.inference_mode()
 def _captured_counts(lane: LaneUnderTest, rank: int, rig: Rig) -> Findings:
-    """Capture, and see that the number of real tokens is that of a replay of the same dummy."""
+    """Capture, and check that the count of live tokens is that of a replay of the same dummy."""
     counts: dict[GraphShape, torch.Tensor | None] = {}
 
     def see(view: ForwardBatch, _: object) -> None:
@@ -346,10 +342,12 @@ def _captured_counts(lane: LaneUnderTest, rank: int, rig: Rig) -> Findings:
                 "GP11",
                 hook="populate",
                 field=f"view.num_token_non_padded at the capture of {shape}, on rank {rank} of {_RANKS}",
-                expected=f"{rows}, as at replay: no row of a dummy is padding, and so many are this rank's",
+                expected=f"{rows}, as at replay: all rows of a dummy are live, and this rank has {rows} of"
+                f" them",
                 actual=str(int(count)),
-                help="count at capture as at replay: graphpact.parallel.local_num_token_non_padded(count,"
-                " padded tokens), of a dummy that says that all its tokens are real",
+                help="compute the count at capture as at replay:"
+                " graphpact.parallel.local_num_token_non_padded(count, padded tokens); all tokens of a"
+                " dummy are live",
             )
             return
 
@@ -359,7 +357,7 @@ def _without_count(lane: LaneUnderTest, problem: Problem) -> Finding:
         "GP05",
         hook="populate",
         field=f"view.{_COUNT}",
-        expected="a slot of that name where layers ask for the number of real tokens",
+        expected="a slot of that name where layers need the number of live tokens",
         actual="slots() declares none, and Lane.run() refuses the batch",
         problem=problem,
         help=_COUNT_HELP,
@@ -372,9 +370,9 @@ def _same_captures(lane: LaneUnderTest, rigs: Sequence[Rig]) -> Findings:
         yield lane.finding(
             "GP17",
             field="captured shapes",
-            expected=f"the same on all ranks, in one order: {', '.join(map(str, orders[0]))}",
+            expected=f"the same shapes in the same order on all ranks: {', '.join(map(str, orders[0]))}",
             actual=f"on rank 1: {', '.join(map(str, orders[1]))}",
-            help="let nothing about shapes depend on the rank",
+            help="do not let shapes depend on the rank",
         )
         return
     for shape in orders[0]:
@@ -384,11 +382,11 @@ def _same_captures(lane: LaneUnderTest, rigs: Sequence[Rig]) -> Findings:
             yield lane.finding(
                 "GP17",
                 hook="init_metadata_capture",
-                field=f"{shape}: operation {at} of what is recorded",
+                field=f"{shape}: recorded operation {at}",
                 expected=f"the same on all ranks; rank 0 has {first}",
                 actual=f"rank 1 has {second}",
-                help="record the same operations, on tensors of the same shapes, on all ranks: what differs"
-                " by rank is what tensors hold",
+                help="record the same operations, on tensors of the same shapes, on all ranks: only the"
+                " contents of tensors may differ",
             )
             return
 
@@ -396,13 +394,13 @@ def _same_captures(lane: LaneUnderTest, rigs: Sequence[Rig]) -> Findings:
 def _other_work(
     first: Sequence[TracedCall], second: Sequence[TracedCall]
 ) -> tuple[int, str, str] | None:
-    """Return where two ranks record other operations, or tensors of other shapes, and both in words.
+    """Return the first recorded operation that differs between two ranks, and both in words.
 
-    Host numbers may differ: where a rank's rows begin is one.
+    Operations and tensor shapes count. Host numbers may differ, such as the first row of a rank.
     """
     for at, (one, two) in enumerate(zip_longest(first, second)):
-        told = [_work_of(call) for call in (one, two)]
-        if told[0] != told[1]:
+        shown = [_work_of(call) for call in (one, two)]
+        if shown[0] != shown[1]:
             words = [
                 "nothing more" if call is None else f"{call.op}{_sizes_of(call)} at {call.line}"
                 for call in (one, two)
@@ -425,7 +423,7 @@ def _sizes_of(call: TracedCall) -> str:
 def _same_steps(
     plain: LaneUnderTest, lane: LaneUnderTest, rigs: Sequence[Rig], problem: Problem
 ) -> Findings:
-    """All ranks of a tensor-parallel group have one batch, and each its share of the padded rows."""
+    """Step all ranks of a tensor-parallel group with one batch: each rank has a share of the padded rows."""
     shapes = []
     for rank, rig in enumerate(rigs):
         with _as_rank(rank):
@@ -435,7 +433,7 @@ def _same_steps(
                 if plain.rig().step(problem).error is None:
                     yield lane.of_error(
                         step.error,
-                        expected=f"rank {rank} replays as any other",
+                        expected=f"rank {rank} replays like a single rank",
                         rule="GP17",
                         step=step,
                         help=_RANK_HELP,
@@ -453,23 +451,23 @@ def _same_steps(
                     expected=wrong[0].expected,
                     actual=wrong[0].actual,
                     step=step,
-                    help="each rank pools the real tokens among its own rows of the padded shape",
+                    help="pool on each rank the live tokens among its rows of the padded shape",
                 )
             if step.outputs is not None:
                 yield from pads_leak(lane, rig, step)
     if len(set(shapes)) > 1:
         yield lane.finding(
             "GP17",
-            field="the shape that is replayed",
-            expected=f"one for all ranks: {shapes[0]}",
+            field="the replayed shape",
+            expected=f"the same on all ranks: {shapes[0]}",
             actual=", ".join(f"rank {rank}: {shape}" for rank, shape in enumerate(shapes)),
             problem=problem,
-            help="let fit() answer by what all ranks know: the batch, and global_num_tokens_cpu",
+            help="let fit() depend only on data that all ranks have: the batch, and global_num_tokens_cpu",
         )
 
 
 def _is_wrong_alone(lane: LaneUnderTest, problem: Problem) -> bool:
-    """Return whether a batch is answered wrong without any ranks."""
+    """Return whether the outputs of a batch are wrong with a single rank."""
     rig = lane.rig()
     step = rig.step(problem)
     return step.error is not None or bool(differences(rig, step, lane.answer(rig, problem)))
@@ -485,7 +483,7 @@ def _share(
             "GP05",
             hook="populate",
             field=f"view.num_token_non_padded on rank {rank} of {_RANKS}",
-            expected=f"{real}: the real tokens among its {rows} rows of {shape}",
+            expected=f"{real}: the live tokens among its {rows} rows of {shape}",
             actual="the view has no such field" if count is None else str(count),
             problem=problem,
             help=_COUNT_HELP,
@@ -493,7 +491,7 @@ def _share(
 
 
 def _uneven(lane: LaneUnderTest, rigs: Sequence[Rig]) -> Findings:
-    """Data-parallel ranks with more, fewer and no requests replay the bucket of the largest."""
+    """Step data-parallel ranks with unequal batches: all replay the shape of the largest."""
     config = lane.config
     width = config.case.width
     if width is None or config.case.mode is ForwardMode.IDLE:
@@ -507,7 +505,7 @@ def _uneven(lane: LaneUnderTest, rigs: Sequence[Rig]) -> Findings:
             batch = replace(rig.batch_of(problem), global_num_tokens_cpu=together)
             asked, refused = _ask(lane, rig, batch, problem)
             if refused is not None:
-                return  # told already
+                return  # a finding of `graph_choice`
             if isinstance(asked, GraphShape):
                 step = rig.step(problem, batch=batch)
                 if step.error is not None:
@@ -524,15 +522,15 @@ def _uneven(lane: LaneUnderTest, rigs: Sequence[Rig]) -> Findings:
                 asked = step.shape if step.replays == 1 else None
             answers.append(asked)
         if answers[0] != answers[1] and any(isinstance(a, GraphShape) for a in answers):
-            told = [
+            shown = [
                 f"rank {rank} with {size} requests: {answer or 'no graph'}"
                 for rank, (size, answer) in enumerate(zip(sizes, answers, strict=True))
             ]
             yield lane.finding(
                 "GP17",
-                field="the shape that is replayed",
-                expected=f"one on all ranks for global_num_tokens_cpu = {together}",
-                actual="; ".join(told),
-                help="where layers gather over ranks, all take the bucket of the largest: CaptureSizes.fit()"
-                " looks at global_num_tokens_cpu",
+                field="the replayed shape",
+                expected=f"the same on all ranks for global_num_tokens_cpu = {together}",
+                actual="; ".join(shown),
+                help="where layers gather over ranks, all take the shape of the largest: CaptureSizes.fit()"
+                " uses global_num_tokens_cpu",
             )

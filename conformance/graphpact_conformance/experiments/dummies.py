@@ -1,4 +1,4 @@
-"""What a capture is given: the runner's dummy batches, looked at as live ones are. GP10, GP11, GP12.
+"""The dummy batches of the runner, checked like live batches: GP10, GP11, GP12.
 
 Does not: capture live batches; see `graphpact_conformance.experiments.parity`.
 """
@@ -28,7 +28,7 @@ from graphpact_tape.poison import poison_of
 
 
 class _Asked(NamedTuple):
-    """One thing that is asked of a dummy batch."""
+    """One requirement on a dummy batch."""
 
     field: str
     holds: bool
@@ -37,7 +37,7 @@ class _Asked(NamedTuple):
 
 
 def dummies(lane: LaneUnderTest, steps: Drawn) -> Findings:
-    """Look at the runner's dummy batches as at live ones, and replay each right after its capture."""
+    """Check the runner's dummy batches like live batches, and replay each right after its capture."""
     rig = lane.rig()
     live = rig.batch_of(steps.exact)
     for shape in rig.config.shapes:
@@ -51,7 +51,7 @@ def dummies(lane: LaneUnderTest, steps: Drawn) -> Findings:
                     field=f"the dummy batch of {shape}: {each.field}",
                     expected=each.expected,
                     actual=str(each.actual),
-                    help="make dummies as live batches are made, on scratch: request row 0, KV slot 0",
+                    help="make dummies like live batches, on scratch: request row 0, KV slot 0",
                 )
     for way in lane.ways:
         for shape in rig.config.shapes:
@@ -59,16 +59,16 @@ def dummies(lane: LaneUnderTest, steps: Drawn) -> Findings:
 
 
 def _form(shape: GraphShape, dummy: ForwardBatch, live: ForwardBatch) -> Iterator[_Asked]:
-    """Ask for the fields of a live batch, in the shape's sizes."""
+    """Require the fields of a live batch, in the shape's sizes."""
     for name, count, asked in (
         ("batch_size", dummy.batch_size, shape.batch_size),
         ("input_ids", dummy.num_tokens, shape.num_tokens),
     ):
-        yield _Asked(name, count == asked, f"{asked}, the shape's", count)
+        yield _Asked(name, count == asked, f"{asked}, as in the shape", count)
     try:
         dummy.require_consistent()
     except GraphpactError as error:
-        yield _Asked("its fields", False, "fields that do not contradict each other", error.message)  # noqa: FBT003
+        yield _Asked("its fields", False, "consistent fields", error.message)  # noqa: FBT003
     for each in fields(ForwardBatch):
         mine, theirs = getattr(dummy, each.name), getattr(live, each.name)
         if (mine is None) is not (theirs is None):
@@ -80,7 +80,7 @@ def _form(shape: GraphShape, dummy: ForwardBatch, live: ForwardBatch) -> Iterato
 
 
 def _lengths(rig: Rig, dummy: ForwardBatch) -> Iterator[_Asked]:
-    """Ask for lengths that a live batch, or a padded row, can have; on the host as on the device."""
+    """Require lengths that are valid for live or padding rows, equal on host and device."""
     case = rig.config.case
     padded = rig.backend.capabilities.padded_seq_len(case.lane_mode, case.width or 1)
     most = CONTEXT - dummy.drafts_in_rows
@@ -88,21 +88,21 @@ def _lengths(rig: Rig, dummy: ForwardBatch) -> Iterator[_Asked]:
     yield _Asked(
         "seq_lens",
         all(n == padded or 1 <= n <= most for n in lens),
-        f"{padded}, the length of a padded row, or from 1 up to {most}, drafts not counted",
+        f"{padded}, the length of a padding row, or 1 to {most}, without drafts",
         lens,
     )
     twin = dummy.seq_lens_cpu.tolist()
     yield _Asked("seq_lens_cpu", twin == lens, f"the lengths on the device, {lens}", twin)
     if dummy.extend_seq_lens is not None and dummy.extend_seq_lens_cpu is not None:
         new, twin = dummy.extend_seq_lens.tolist(), dummy.extend_seq_lens_cpu.tolist()
-        yield _Asked("extend_seq_lens", all(n >= 1 for n in new), "1 and more", new)
+        yield _Asked("extend_seq_lens", all(n >= 1 for n in new), "1 or more", new)
         held = all(n <= length for n, length in zip(new, lens, strict=False))
-        yield _Asked("extend_seq_lens", held, f"no more than seq_lens, {lens}", new)
+        yield _Asked("extend_seq_lens", held, f"at most seq_lens, {lens}", new)
         yield _Asked("extend_seq_lens_cpu", twin == new, f"the lengths on the device, {new}", twin)
 
 
 def _values(rig: Rig, shape: GraphShape, dummy: ForwardBatch) -> Iterator[_Asked]:
-    """Ask for rows on scratch, tokens and positions that there are, and a count of all tokens."""
+    """Require rows on scratch, valid tokens and positions, and a count of all tokens."""
     for name, most in (
         ("req_pool_indices", 1),
         ("out_cache_loc", rig.config.page_size),
@@ -113,16 +113,16 @@ def _values(rig: Rig, shape: GraphShape, dummy: ForwardBatch) -> Iterator[_Asked
         if isinstance(values, torch.Tensor) and values.numel():
             low, high = int(values.min()), int(values.max())
             holds = low >= 0 and high < most
-            yield _Asked(name, holds, f"from 0 up to {most - 1}", f"{low} to {high}")
+            yield _Asked(name, holds, f"0 to {most - 1}", f"{low} to {high}")
     real, all_ = dummy.num_token_non_padded_cpu, shape.num_tokens
     if real is not None:
-        expected = f"{all_}: of a dummy no token is padding"
+        expected = f"{all_}: all tokens of a dummy are live"
         yield _Asked("num_token_non_padded_cpu", real == all_, expected, real)
 
 
 @torch.inference_mode()
 def _dummy_replayed(lane: LaneUnderTest, way: Way, shape: GraphShape) -> Findings:
-    """Capture one shape, replay its own dummy, and compare what the hooks wrote for both."""
+    """Capture one shape, replay its dummy, and compare what the hooks wrote for both."""
     rig = lane.build(way, capture=False)
     problem = Problem(lane.config.case, [], 0)
     rig.load(problem)
@@ -156,7 +156,7 @@ def _dummy_replayed(lane: LaneUnderTest, way: Way, shape: GraphShape) -> Finding
             expected=f"{shape} for its own dummy batch",
             actual=str(step.shape or "an eager run"),
             step=step,
-            help="a shape holds the batch that it was captured with",
+            help="return for the dummy of a shape that shape from fit()",
         )
         return
     if type_now is not type_then:
@@ -164,10 +164,10 @@ def _dummy_replayed(lane: LaneUnderTest, way: Way, shape: GraphShape) -> Finding
             "GP10",
             hook="init_metadata_replay",
             field="metadata",
-            expected=f"the type that capture returned, {type_then.__name__}",
+            expected=f"{type_then.__name__}, the type at capture",
             actual=type_now.__name__,
             step=step,
-            help="return one type from both hooks, and upgrade it in neither or in both",
+            help="return the same type from both hooks; upgrade it in both or in neither",
         )
         return
     yield from _compare_with_dummy(lane, rig, step, kept)
@@ -196,17 +196,17 @@ def _compare_with_dummy(
             "GP11",
             hook="populate" if hook_of(leaf) == "populate" else "init_metadata_capture",
             field=f"{path}{spell(differs)} ({leaf.slot.label})",
-            expected=f"at capture what a replay of the same batch writes: {values_at(leaf.value, differs)}",
+            expected=f"the values that a replay of the same batch writes: {values_at(leaf.value, differs)}",
             actual=values_at(then, differs),
             step=step,
-            help="write it one way for both: capture is a replay of a dummy batch",
+            help="write it by the same code for capture and replay",
         )
 
 
 def _has_effect(
     rig: Rig, step: StepRecord, path: str, differs: torch.Tensor, then: torch.Tensor
 ) -> bool:
-    """Return whether the graph gives anything else with what capture wrote."""
+    """Return whether the values that capture wrote change the results of the graph."""
     batch = rig.runner.dummy(step.shape) if step.shape is not None else None
     problem = step.problem
     base = rig.step(problem, batch=batch)
@@ -214,5 +214,5 @@ def _has_effect(
     if leaf is None or base.error is not None:
         return False
     if leaf.slot is not None and leaf.slot.axis == "none" and leaf.value.numel() == 1:
-        return True  # a count: what it changes may change nothing on scratch
+        return True  # a count may have no effect on a dummy, whose rows are all on scratch
     return matters(rig, base, leaf, differs, then, batch=batch)

@@ -1,8 +1,8 @@
-"""Batches in other orders, over poison, and after what happens to an engine: GP06, GP14 to GP18, and more.
+"""Other orders of batches, poisoned memory, and eager activity between replays: GP06, GP14 to GP18, and more.
 
-A guarded lane runs on the strict tape: whatever it refuses names its rule.
+A guarded lane runs on the strict tape, whose errors name their rule.
 
-Does not: compare with attention in float64, but where nothing else could tell.
+Does not: compare with attention in float64, except where no other comparison is possible.
 """
 
 import functools
@@ -55,11 +55,11 @@ GUARDED = (
     "GP19",
     "GP20",
 )
-"""The rules that a strict lane, with its pact, and kernels can name."""
+"""The rules that errors of a strict lane, its pact and kernels can name."""
 
 
 def guarded(lane: LaneUnderTest, steps: Drawn) -> Findings:
-    """Replay batches in a strict lane, over poison, every replay held to its pact."""
+    """Replay batches in a strict lane, over poison, with a pact check of every replay."""
     exact, small, idle, padded = steps
     for way in lane.ways:
         rig = _guarded(lane, way)
@@ -71,7 +71,10 @@ def guarded(lane: LaneUnderTest, steps: Drawn) -> Findings:
                 continue
             rule = "GP06" if problem is not exact and _spreads(step.error) else None
             found = lane.of_error(
-                step.error, expected="a strict lane finds nothing to refuse", rule=rule, step=step
+                step.error,
+                expected="a strict lane runs the batch without an error",
+                rule=rule,
+                step=step,
             )
             if rule is not None and found.rule == rule:
                 found = found.model_copy(update={"help": _SPREAD_HELP})
@@ -82,28 +85,28 @@ def guarded(lane: LaneUnderTest, steps: Drawn) -> Findings:
 
 
 def _is_dropped(error: BaseException) -> bool:
-    """Return whether the backend has something else, or nothing, where it had a tensor that a graph reads."""
+    """Return whether an attribute of the backend was a tensor that a graph reads, and no longer is one."""
     breaches = error.breaches if isinstance(error, PactBreach) else ()
     return any(b.path.startswith("backend.") and b.rule == "type" for b in breaches)
 
 
 def _spreads(error: BaseException) -> bool:
-    """Return whether nothing failed, and all that was prepared was written, but real rows are NaN.
+    """Return whether no call failed and all slots were written, but live rows are NaN.
 
-    Where a batch without padding passes, they have it from padded rows: those may be left unwritten, in
-    memory without content, which is NaN here.
+    If a batch without padding passes, the NaN comes from padding rows: kernels may leave them unwritten, and
+    uninitialised memory is NaN here.
     """
     return isinstance(error, PoisonError) and error.__cause__ is None and error.rule is None
 
 
 _SPREAD_HELP = (
-    "batches without padding pass: a padded row is NaN, and is read by real ones. Let kernels write every"
-    " output row, zeros where there is no key, and mask padded rows where rows meet (scales, routing)"
+    "batches without padding pass: a padding row is NaN, and live rows read it. Write every output row in"
+    " kernels, zeros for rows without keys, and mask padding rows in work across rows (scales, routing)"
 )
 
 
 def _guarded(lane: LaneUnderTest, way: Way) -> Rig | None:
-    """Return a strict lane, None where it cannot be captured: that is told once, by ``captures``."""
+    """Return a strict lane; None if it cannot be captured, which is a finding of ``captures``."""
     try:
         return lane.guarded(way)
     except CannotCaptureError:
@@ -111,19 +114,19 @@ def _guarded(lane: LaneUnderTest, way: Way) -> Rig | None:
 
 
 def interleaved(lane: LaneUnderTest, steps: Drawn) -> Findings:
-    """Replay a batch cold, after another of its bucket, and after one of another bucket: the same bits."""
+    """Replay a batch cold, after one of the same shape, and after one of another shape: equal bits."""
     exact, small, _, padded = steps
     rig = lane.rig()
-    rig.step(exact, eagerly=True)  # which engines do between replays, too
+    rig.step(exact, eagerly=True)  # as engines do between replays
     cold, armed = {}, {}
     for problem in (padded, small):
         fresh = lane.build()
         armed[id(problem)] = _copies(states(fresh))
         cold[id(problem)] = fresh.step(problem)
     for problem, before, rule, after in (
-        (padded, exact, "GP09", "another batch of its bucket"),
-        (padded, small, "GP15", "a batch of another bucket"),
-        (small, padded, "GP15", "a batch of another bucket"),
+        (padded, exact, "GP09", "another batch of its shape"),
+        (padded, small, "GP15", "a batch of another shape"),
+        (small, padded, "GP15", "a batch of another shape"),
     ):
         first = cold[id(problem)]
         if first.error is not None or first.shape is None:
@@ -135,7 +138,7 @@ def interleaved(lane: LaneUnderTest, steps: Drawn) -> Findings:
         if _same_real(rig, first, step):
             continue
         if not _same_real(rig, step, rig.step(problem)):
-            return  # nothing is the same twice, which ``repeated`` tells
+            return  # not deterministic, a finding of `repeated`
         now = states(rig)
         changed = [n for n, v in armed[id(problem)].items() if not same_rows(v, now.get(n))]
         for name in changed:
@@ -147,17 +150,17 @@ def interleaved(lane: LaneUnderTest, steps: Drawn) -> Findings:
             continue
         yield lane.finding(
             rule,
-            field="what the lane returns, or the KV cache",
-            expected=f"what the first replay after capture gives, also after {after}",
-            actual="something else" if step.error is None else f"{step.error}",
+            field="the outputs, or the KV cache",
+            expected=f"the results of the first replay after capture, also after {after}",
+            actual="other results" if step.error is None else f"{step.error}",
             step=step,
-            help="let nothing of one step, or of one graph, be read by the next: copy outputs out before"
-            " another graph replays, plan anew for each batch, and share no memory that a capture allocated",
+            help="do not read memory of an earlier step or of another graph: copy outputs before another"
+            " graph replays, plan for each batch, and share no memory that a capture allocated",
         )
 
 
 def _comes_by_slots(lane: LaneUnderTest, rig: Rig, before: Problem, problem: Problem) -> bool:
-    """Return whether a past shows only by slots that each step has to write: that is told by ``refresh``."""
+    """Return whether the difference comes from slots that each step has to write, a finding of `refresh`."""
     rig.step(before)
     cold = lane.build().step(problem, fill=reset_slot)
     return _same_real(rig, cold, rig.step(problem, fill=reset_slot))
@@ -168,7 +171,7 @@ def _same_real(rig: Rig, a: StepRecord, b: StepRecord) -> bool:
 
 
 def repeated(lane: LaneUnderTest, steps: Drawn) -> Findings:
-    """Replay one batch three times on the same inputs: the same bits, and the same memory left behind."""
+    """Replay one batch three times on the same inputs: outputs and remaining memory must be equal."""
     rig = lane.rig()
     for problem in (steps.padded, steps.small):
         results = []
@@ -181,7 +184,7 @@ def repeated(lane: LaneUnderTest, steps: Drawn) -> Findings:
         rows = same_rows(first.rows, second.rows) and same_rows(second.rows, third.rows)
         changed = [name for name, value in two.items() if not same_rows(value, three[name])]
         if not rows or changed:
-            expected = "three replays on the same inputs give, and leave, the same"
+            expected = "equal outputs and equal memory after three replays on the same inputs"
             yield _unarmed(lane, third, changed, expected, gives_other=not rows)
 
 
@@ -195,17 +198,17 @@ def _unarmed(
 ) -> Finding:
     return lane.finding(
         "GP18",
-        field=", ".join(changed) or "what the lane returns",
+        field=", ".join(changed) or "the outputs",
         expected=expected,
-        actual="the replays differ" if gives_other else "each replay leaves another content",
+        actual="the replays differ" if gives_other else "the contents differ after each replay",
         step=step,
         help="reset counters and flags inside the graph, before their first use, or in the replay hook;"
-        " draw from the device's default generator alone",
+        " draw random numbers only from the device's default generator",
     )
 
 
 def states(rig: Rig) -> dict[str, torch.Tensor]:
-    """Return what graphs use besides the slots that every step writes, and their own memory, by name."""
+    """Return the external memory of graphs by name, without the slots that every step writes."""
     memory = MemoryMap(rig.registry, rig.backend)
     weights = {storage_id(w) for layer in rig.weights for w in (*layer, rig.turns)}
     found: dict[str, torch.Tensor] = {}
@@ -227,24 +230,24 @@ def _copies(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in tensors.items()}
 
 
-# -- what happens to an engine -----------------------------------------------------------------------
+# -- eager activity between replays ------------------------------------------------------------------
 
 
-def life_goes_on(lane: LaneUnderTest, steps: Drawn) -> Findings:
-    """Between capture and replay: other eager batches, cleared caches, memory given to others."""
-    lane.rig()  # a lane that cannot be captured is told of once
+def survives_eager_activity(lane: LaneUnderTest, steps: Drawn) -> Findings:
+    """Run eager batches, clear caches and reuse freed memory between capture and replay."""
+    lane.rig()  # raises where the lane cannot be captured
     lane = lane.like(replace(lane.config, room=2))
     for strict in (True, False):
-        for clear in caches_of(lane):  # what graphs of another lane hold, nothing would take away
+        for clear in caches_of(lane):  # graphs of another lane would keep cached tensors alive
             clear()
         rig = _guarded(lane, "graph") if strict else lane.build()
         if rig is None:
             continue
         problems = [p for p in (steps.padded, steps.small) if _is_right(lane, rig, p)]
-        _live(lane, rig)
+        _run_eager_activity(lane, rig)
         for problem in problems:
             step = rig.step(problem)
-            expected = "memory that a graph uses is where it was, whatever ran in between"
+            expected = "memory that a graph uses stays at its address, whatever ran in between"
             if step.error is not None:
                 found = lane.of_error(step.error, expected=expected, step=step, help=_STAYS)
                 yield found.model_copy(update={"rule": "GP14"})
@@ -262,14 +265,14 @@ def life_goes_on(lane: LaneUnderTest, steps: Drawn) -> Findings:
 
 
 def _moved(lane: LaneUnderTest, step: StepRecord) -> Findings:
-    """Yield what of the backend a graph reads that the backend has elsewhere now; tapes keep it alive."""
+    """Yield findings for attributes that a graph reads and the backend has replaced."""
     for breach in step.breaches:
         if breach.path.startswith("backend."):
             expected, actual = sides_of(breach)
             yield lane.finding(
                 "GP14",
                 field=breach.path,
-                expected=f"what the graph reads: {expected}",
+                expected=f"the memory that the graph reads: {expected}",
                 actual=actual,
                 step=step,
                 help=_STAYS,
@@ -277,8 +280,8 @@ def _moved(lane: LaneUnderTest, step: StepRecord) -> Findings:
 
 
 _STAYS = (
-    "make memory at its largest size before capture, keep it for as long as the graph, and copy into it: what"
-    " an eager step replaces, grows or evicts is gone for the graph"
+    "allocate memory at its largest size before capture, keep it for the lifetime of the graph, and copy"
+    " into it: a graph does not follow memory that an eager step replaces, grows or evicts"
 )
 
 
@@ -287,16 +290,16 @@ def _is_right(lane: LaneUnderTest, rig: Rig, problem: Problem) -> bool:
     return step.error is None and not differences(rig, step, lane.answer(rig, problem))
 
 
-def _live(lane: LaneUnderTest, rig: Rig) -> None:
-    """Let happen what happens to an engine between two steps."""
+def _run_eager_activity(lane: LaneUnderTest, rig: Rig) -> None:
+    """Do what engines do between two steps: clear caches, reuse freed memory, run eager batches."""
     for clear in caches_of(lane):
         clear()
-    gc.collect(1)  # all generations would take longer than the rest of the experiment
+    gc.collect(1)  # collecting all generations would take longer than the rest of the experiment
     junk = [torch.full((n,), -7, dtype=torch.int32) for n in (1, 5, 8, 33, 64, 257, 1024)]
     junk += [torch.full((n,), float("nan")) for n in (1, 5, 8, 33, 64, 257, 1024)]
     if lane.config.case.mode is not ForwardMode.IDLE:
         largest = lane.config.shapes[-1].batch_size
-        for count in (1, 3, largest + lane.config.room):  # sizes that no graph has
+        for count in (1, 3, largest + lane.config.room):  # sizes without a graph
             rig.step(of_size(lane.config, count), eagerly=True)
     rig.step(corner(lane.config), eagerly=True)
     del junk
@@ -306,7 +309,7 @@ def _live(lane: LaneUnderTest, rig: Rig) -> None:
 
 
 def smallest_first(lane: LaneUnderTest, steps: Drawn) -> Findings:
-    """Capture the smallest shape first, and replay: the order of captures changes nothing."""
+    """Capture the smallest shape first, and replay: the order of captures must have no effect."""
     usual = lane.rig()
     rig = lane.build(capture=False)
     shapes = planned_shapes(rig.runner)
@@ -316,25 +319,25 @@ def smallest_first(lane: LaneUnderTest, steps: Drawn) -> Findings:
         with torch.inference_mode():
             for shape in shapes:
                 rig.lane.capture(shape)
-    except (Exception, SystemExit) as error:  # noqa: BLE001  anybody's code runs here
+    except (Exception, SystemExit) as error:  # noqa: BLE001  the plugin's code may raise anything
         yield lane.of_error(error, expected="shapes are captured in any order", rule="GP15")
         return
     problems = (steps.small, steps.padded, steps.small)
     taken = [rig.step(p) for p in problems]
     if all(map(functools.partial(_same_real, rig), map(usual.step, problems), taken)):
         return
-    fresh = lane.build()  # the usual one has a past
+    fresh = lane.build()  # the usual lane has replayed before
     for problem in problems:
         step = rig.step(problem, fill=reset_slot)
         if not _same_real(rig, step, rig.step(problem, fill=reset_slot)):
-            return  # nothing is the same twice, which ``repeated`` tells
+            return  # not deterministic, a finding of `repeated`
         if not _same_real(rig, fresh.step(problem, fill=reset_slot), step):
             yield lane.finding(
                 "GP15",
-                field="what the lane returns, or the KV cache",
-                expected="the same whichever shape was captured first",
-                actual="something else" if step.error is None else str(step.error),
+                field="the outputs, or the KV cache",
+                expected="the same for any order of captures",
+                actual="other results" if step.error is None else str(step.error),
                 step=step,
-                help="size and allocate what graphs share before the first capture",
+                help="size and allocate shared memory before the first capture",
             )
             return

@@ -1,12 +1,12 @@
-"""What a replay prepared, against a capture of the very same batch: GP01, GP02, GP05, GP07 to GP11.
+"""The inputs of a replay against a capture of the same batch: GP01, GP02, GP05, GP07 to GP11.
 
-Capture is a replay of a dummy batch, plus binding. So a capture of a batch that is live says what its replay
-has to prepare: the same types, fields, host numbers, shapes, and contents; and the operations that it records
-are those that the graph of the dummy recorded, with the same host numbers. Where the replay gives anything
-else, the memory that both graphs read is compared too, and the recorded run with the warm-up before it.
+Capture is a replay of a dummy batch, plus binding. So a capture of a live batch has the inputs that its
+replay must have: the same types, fields, host numbers, shapes, and contents. It also records the same
+operations as the graph of the dummy, with the same host numbers. If the replay has other results, the memory
+that both graphs read is compared too, and the recorded run with the warm-up before it.
 
-Does not: look at values of attention (see `graphpact_conformance.experiments.values`), or tell what an
-earlier batch left (see `graphpact_conformance.experiments.refresh`).
+Does not: check outputs of attention (see `graphpact_conformance.experiments.values`), or find stale values of
+earlier batches (see `graphpact_conformance.experiments.refresh`).
 """
 
 import re
@@ -40,14 +40,14 @@ from graphpact_tape.poison import poison_of
 from graphpact_tape.recorder import TracedCall
 from graphpact_tape.tape import Tape
 
-__tracebackhide__ = True  # a traced call names the line of the plugin
+__tracebackhide__ = True  # traced calls then name the line of the plugin
 
 
-def captured_anew(lane: LaneUnderTest, steps: Drawn) -> Findings:
-    """Capture each batch anew, and compare with what its replay prepared and what the graph recorded."""
+def replay_against_capture(lane: LaneUnderTest, steps: Drawn) -> Findings:
+    """Capture each batch, and compare with the inputs of its replay and with the recorded work."""
     problems = [*steps, assorted(lane.config)]
     if lane.config.case.mode is ForwardMode.IDLE:
-        problems = problems[:1]  # one is as the other
+        problems = problems[:1]  # all idle batches are equal
     replayed: dict[Way, list[StepRecord]] = {}
     for way in lane.ways:
         rig = lane.rig(way)
@@ -66,19 +66,19 @@ def captured_anew(lane: LaneUnderTest, steps: Drawn) -> Findings:
 
 
 def compare_with_capture(lane: LaneUnderTest, rig: Rig, way: Way, problem: Problem) -> Findings:
-    """Compare one batch's replay with a capture of it on a lane of its own; what is of the past, too."""
+    """Compare the replay of a batch with a capture of it on a new lane; include stale values."""
     compared = _compare(lane, rig, way, problem)
     yield from (*compared.found, *compared.past)
 
 
 class _Compared(NamedTuple):
-    """How the replay of a batch differs from a capture of it.
+    """The differences between the replay of a batch and a capture of it.
 
     Args:
         step: The replay.
         seen: The capture; None where there is none.
-        found: How they differ.
-        past: How they differ by what an earlier batch left in slots: ``refresh`` tells that.
+        found: Findings about the differences.
+        past: Findings about stale slots, which `refresh` also reports.
     """
 
     step: StepRecord
@@ -95,12 +95,12 @@ def _compare(lane: LaneUnderTest, rig: Rig, way: Way, problem: Problem) -> _Comp
     if shape is None or not step.leaves:
         return _Compared(step, None, found)
     if not problem.requests and shape.mode is not ForwardMode.DECODE:
-        # An idle batch has no width of its own, and is captured by nobody.
+        # An idle batch has no tokens per request, and cannot be captured.
         return _Compared(step, None, found)
     twin = lane.build(way, capture=False)
     try:
         seen = _capture(twin, problem, shape)
-    except (Exception, SystemExit) as error:  # noqa: BLE001  anybody's code runs here
+    except (Exception, SystemExit) as error:  # noqa: BLE001  the plugin's code may raise anything
         failed = lane.of_error(
             error,
             expected="a batch that can be replayed can be captured",
@@ -123,7 +123,7 @@ def _compare(lane: LaneUnderTest, rig: Rig, way: Way, problem: Problem) -> _Comp
 def _capture(
     twin: Rig, problem: Problem, shape: GraphShape, batch: ForwardBatch | None = None
 ) -> StepRecord:
-    """Capture a batch in the place of the runner's dummy, replay it once, and return what there is then."""
+    """Capture a batch in place of the runner's dummy, replay it once, and return the record."""
     twin.load(problem)
     twin.lane.capture(shape, twin.batch_of(problem) if batch is None else batch)
     graph = twin.lane.captured[shape].graph
@@ -135,7 +135,7 @@ def _capture(
 
 
 def _gives_the_same(rig: Rig, step: StepRecord, other: StepRecord) -> bool:
-    """Return whether two runs of one batch give the same for its own rows, but for rounding."""
+    """Return whether two runs of one batch have equal live rows, except for rounding."""
     if step.error is not None or step.outputs is None or other.outputs is None:
         return step.error is None and other.error is None
     rows = len(step.problem.tokens)
@@ -164,7 +164,7 @@ def _of_breach(lane: LaneUnderTest, step: StepRecord, breach: Breach) -> Finding
 
 
 def _counts_real_rows(step: StepRecord, breach: Breach) -> bool:
-    """Return whether a shape counts real rows where captured ones are padded."""
+    """Return whether a shape has live rows where the captured shape has padded rows."""
     shape = step.shape
     assert shape is not None  # noqa: S101  it was replayed
     numbers = [
@@ -211,10 +211,10 @@ def _compare_numbers(lane: LaneUnderTest, rig: Rig, step: StepRecord, seen: Step
             hook="init_metadata_capture",
             field=path,
             expected=f"one value for all batches of {step.shape}: a capture of this batch has {then!r}",
-            actual=f"{now!r} is what the graph was recorded with",
+            actual=f"the graph recorded {now!r}",
             step=step,
-            help="take a number that holds for every batch of the shape (the limits'), put it in a tensor, or"
-            " declare it bounded() and capture the largest",
+            help="use a number that is valid for every batch of the shape (from the limits), put it into a"
+            " tensor, or declare it bounded() and capture the largest",
         )
 
 
@@ -230,7 +230,7 @@ def _keeps_bound(promise: Promise, value: Any) -> bool:
 def _compare_contents(
     lane: LaneUnderTest, rig: Rig, before: Before, step: StepRecord, seen: StepRecord
 ) -> Iterator[tuple[bool, Finding]]:
-    """Yield how contents differ, and of each whether it does not where slots are as new."""
+    """Yield findings about different contents, each with whether it disappears after a reset of slots."""
     as_new: StepRecord | None = None
     for path in {**step.leaves, **seen.leaves}:
         if (path in step.leaves) is not (path in seen.leaves):
@@ -257,10 +257,10 @@ def _compare_contents(
                     "GP07",
                     hook=hook_of(mine),
                     field=mine.name,
-                    expected=f"shape, stride and dtype of a capture of this batch: {facts[1]}",
+                    expected=f"shape, stride and dtype as in a capture of this batch: {facts[1]}",
                     actual=str(facts[0]),
                     step=step,
-                    help="lay the field out by the shape alone, never by the batch's contents",
+                    help="let the layout depend only on the shape, not on the contents of the batch",
                 ),
             )
             continue
@@ -274,7 +274,7 @@ def _compare_contents(
 
 
 def _differs(mine: Leaf, theirs: Leaf) -> torch.Tensor:
-    """Return where what was written for two runs of one batch differs, and is anything at all."""
+    """Return where two runs of one batch wrote different values."""
     differs = ~same(mine.value, theirs.value)
     garbage = torch.full_like(mine.value, poison_of(mine.value.dtype))
     differs &= ~same(mine.value, garbage) & ~same(theirs.value, garbage)
@@ -290,7 +290,7 @@ def _of_contents(
             rule,
             hook=hook_of(mine),
             field=f"{mine.path}{spell(differs)}{label}",
-            expected=f"what {who} writes: {values_at(theirs.value, differs)}",
+            expected=f"the values of {who}: {values_at(theirs.value, differs)}",
             actual=values_at(mine.value, differs),
             step=step,
             help=_CONTENT_HELP[rule],
@@ -298,14 +298,14 @@ def _of_contents(
 
 
 def _rules_of(lane: LaneUnderTest, mine: Leaf, theirs: Leaf, differs: torch.Tensor) -> list[str]:
-    """Return what it breaks that a tensor has other contents at replay than at capture."""
+    """Return the rules that are broken if a tensor has other contents at replay than at capture."""
     if mine.slot is not None and mine.slot.name == "num_token_non_padded":
         return ["GP05"]
     if is_plan(mine):
         return ["GP09"]
     is_offsets = mine.slot is not None and mine.slot.role == "offsets"
     if is_offsets and _is_strided(theirs.value, lane.config.case.width):
-        return ["GP07"]  # as many queries of each request: no quantity of the batch is in it
+        return ["GP07"]  # a uniform stride does not depend on the batch
     if _is_moved(mine.value, theirs.value):
         return ["GP07"]
     if is_offsets:
@@ -314,32 +314,33 @@ def _rules_of(lane: LaneUnderTest, mine: Leaf, theirs: Leaf, differs: torch.Tens
 
 
 def _is_strided(offsets: torch.Tensor, width: int | None) -> bool:
-    """Return whether offsets are those of ``width`` queries of each request."""
+    """Return whether offsets have a stride of ``width`` queries per request."""
     if width is None or offsets.dim() != 1:
         return False
     return torch.equal(offsets.long(), torch.arange(len(offsets)) * width)
 
 
 def _is_moved(mine: torch.Tensor, theirs: torch.Tensor) -> bool:
-    """Return whether two tensors hold the same numbers in other places: another stride, order or width."""
+    """Return whether two tensors hold the same numbers at other indices: another stride, order or width."""
     a, b = (set(t[t != 0].flatten().tolist()) for t in (mine, theirs))
     return len(a) > 1 and a <= b and 2 * len(a) >= len(b)
 
 
 _CONTENT_HELP = {
-    "GP02": "write in the replay hook what the capture hook writes, from the view: one body for both",
-    "GP05": "count padded rows where the graph has padded rows: the shape's counts, not the batch's",
-    "GP07": "lay it out at replay as at capture: the same stride, order and width of elements; a uniform"
-    " stride of queries stays uniform, whatever was accepted",
-    "GP09": "plan at replay as at capture, with the arguments and lengths that the recorded kernel is given",
+    "GP02": "write the same values in the replay hook as in the capture hook, from the view: use one"
+    " function for both",
+    "GP05": "count padding rows where the graph has them: use the counts of the shape, not of the batch",
+    "GP07": "use the same stride, order and element width at replay as at capture; a uniform stride of"
+    " queries does not depend on accepted lengths",
+    "GP09": "plan at replay as at capture, with the arguments and lengths of the recorded kernel",
 }
 
 
 def _compare_ways(lane: LaneUnderTest, by_graph: StepRecord, by_hook: StepRecord) -> Findings:
-    """Compare what the graph wrote with what the hook writes, where the batch comes out otherwise."""
+    """Compare the tensors that graph and hook write, if the results of the batch differ."""
     if by_hook.error is not None or _gives_the_same(lane.rig(), by_graph, by_hook):
         return
-    by_graph, by_hook = (  # slots as new: two lanes have two pasts
+    by_graph, by_hook = (  # reset slots, since the lanes have replayed different batches
         lane.rig(way).step(by_graph.problem, fill=reset_slot) for way in lane.ways
     )
     for path, mine in by_graph.leaves.items():
@@ -357,7 +358,7 @@ def _compare_ways(lane: LaneUnderTest, by_graph: StepRecord, by_hook: StepRecord
 def _compare_memory(
     lane: LaneUnderTest, rig: Rig, twin: Rig, before: Before, pair: tuple[StepRecord, StepRecord]
 ) -> Findings:
-    """Look for memory outside the registry that makes the replay right with what a capture has there."""
+    """Find memory outside the registry that makes the replay right with the contents of a capture."""
     step, seen = pair
     shape = step.shape
     assert shape is not None  # noqa: S101  it was replayed
@@ -365,7 +366,7 @@ def _compare_memory(
         zip(_outside(rig, shape), _outside(twin, shape), strict=False)
     ):
         if (mine.shape, mine.dtype) != (theirs.shape, theirs.dtype):
-            return  # other work: told by the traces
+            return  # other recorded work, a finding of the traces
         if equal(mine, theirs):
             continue
 
@@ -385,24 +386,24 @@ def _compare_memory(
             hook="init_metadata_replay",
             field=f"a tensor of {mine.dtype} {tuple(mine.shape)}, number {at} outside the registry",
             expected="the memory that the graph reads is written for this batch",
-            actual="nobody wrote it since capture"
-            + ("" if is_held else ", and the backend has let go of it: it holds another tensor"),
+            actual="not written since capture"
+            + ("" if is_held else ", and the backend holds another tensor now"),
             step=step,
-            help="declare it in declare_slots() and write into it in every step, in place: a graph reads the"
-            " memory that it was recorded with, whatever a name is bound to later",
+            help="declare it in declare_slots() and write into it in place in every step: a graph reads the"
+            " memory that it recorded, also after an attribute is rebound",
         )
         return
 
 
 def _outside(rig: Rig, shape: GraphShape) -> list[torch.Tensor]:
-    """Return what a graph reads and no slot, KV cache or page table has, in the order of its use."""
+    """Return the tensors that a graph reads outside slots, KV cache and page table, in the order of use."""
     memory = MemoryMap(rig.registry, rig.backend)
     graph = rig.lane.captured[shape].graph
     return [t for t in graph.external_tensors() or () if not memory.is_declared(t)]
 
 
 def _held_by(backend: object) -> set[int]:
-    """Return the storages, by identity, of the tensors that a backend has in its attributes, however deep."""
+    """Return the identities of the storages of all tensors in a backend's attributes, at any depth."""
     found, todo, seen = set(), [vars(backend)], set()
     while todo:
         value: Any = todo.pop()
@@ -420,17 +421,17 @@ def _held_by(backend: object) -> set[int]:
     return found
 
 
-# -- what was recorded -------------------------------------------------------------------------------
+# -- recorded work -----------------------------------------------------------------------------------
 
 
 def trace_of(rig: Rig, shape: GraphShape) -> list[TracedCall]:
-    """Return what the graph of a shape recorded, call by call; empty where its driver does not tell."""
+    """Return the recorded calls of the graph of a shape; empty where its driver has no trace."""
     graph = rig.lane.captured[shape].graph
     return (graph.trace or []) if isinstance(graph, Tape) else []
 
 
 class _Tracer(TorchDispatchMode):
-    """Notes every operation that is dispatched, and does nothing else."""
+    """A dispatch mode that keeps every dispatched operation."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch has no annotation here
@@ -444,7 +445,9 @@ class _Tracer(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         del types
-        if func is not torch.ops.aten.detach.default:  # a recorder has torch make more of them
+        if (
+            func is not torch.ops.aten.detach.default
+        ):  # torch dispatches more of them under a recorder
             self.calls.append(TracedCall.of(func, args, kwargs or {}))
         return func(*args, **(kwargs or {}))
 
@@ -473,7 +476,7 @@ def _compare_with_warm_up(lane: LaneUnderTest, way: Way, step: StepRecord) -> Fi
             "GP10",
             hook="init_metadata_capture",
             field=found["field"],
-            expected=f"the recorded run does what the warm-up before it does: {found['there']}",
+            expected=f"the recorded run does the same work as the warm-up before it: {found['there']}",
             actual=found["here"],
             step=step,
             help=TRACE_HELP["GP10"],
@@ -481,13 +484,13 @@ def _compare_with_warm_up(lane: LaneUnderTest, way: Way, step: StepRecord) -> Fi
 
 
 _CUTS = ("aten.slice.", "aten.narrow.", "aten.select.")
-"""Operations that make a view of a part: how large the whole is, no graph knows."""
+"""Operations that return a view of a part. A graph does not depend on the size of the whole."""
 
 
 def compare_traces(
     recorded: Sequence[TracedCall], other: Sequence[TracedCall]
 ) -> Mapping[str, str] | None:
-    """Return the first difference of two recordings: its rule, and both sides in words; None for none."""
+    """Return the first difference of two recordings, its rule and both sides in words, or None."""
     for at, (mine, theirs) in enumerate(zip(recorded, other, strict=False)):
         if mine.op != theirs.op:
             return {
@@ -501,7 +504,7 @@ def compare_traces(
             if a == b or (not is_tensor and not (is_readable(a) and is_readable(b))) or a != a:  # noqa: PLR0124
                 continue
             if is_tensor and mine.op.startswith(_CUTS):
-                continue  # what is cut from memory of another size: what comes of it is told where it is used
+                continue  # the base may have another size; a wrong part shows where it is used
             return {
                 "rule": "GP07" if is_tensor else "GP08",
                 "field": f"argument {i} of {mine.op} at {mine.line}",
@@ -540,7 +543,7 @@ def _compare_traces(
             rule,
             hook="init_metadata_capture",
             field=found["field"],
-            expected=f"what a capture of this batch records: {found['there']}",
+            expected=f"as in a capture of this batch: {found['there']}",
             actual=f"the graph was recorded with {found['here']}",
             step=step,
             help=TRACE_HELP[rule],
@@ -554,10 +557,10 @@ def _lengths_decide(
     recorded: Sequence[TracedCall],
     other: Sequence[TracedCall],
 ) -> bool:
-    """Return whether it is the lengths on the host that decide between two recordings.
+    """Return whether two recordings differ because of the lengths on the host.
 
-    Then the batch with the dummy's lengths records what the dummy does, or the dummy with the batch's what
-    the batch does.
+    Then the batch with the dummy's lengths records the same as the dummy, or the dummy with the batch's
+    lengths the same as the batch.
     """
     twin = lane.build(way, capture=False)
     assert step.shape is not None  # noqa: S101  it was replayed
@@ -578,9 +581,9 @@ def _lengths_decide(
 
 
 TRACE_HELP = {
-    "GP07": "give recorded operations slices by the shape's counts",
-    "GP08": "pass a bound that holds for every batch of the shape, or a tensor; choose nothing by the lengths"
-    " of the batch at hand; or make what decides part of the shape (`variant`)",
-    "GP10": "record the same work whatever the batch, and whatever ran before: no cache that is filled on"
-    " first use, no branch on contents, no flag that an earlier phase leaves",
+    "GP07": "slice tensors for recorded operations by the counts of the shape",
+    "GP08": "pass a bound that holds for every batch of the shape, or a tensor; do not branch on the"
+    " lengths of this batch, or make the branch part of the shape (`variant`)",
+    "GP10": "record the same work for every batch, independent of what ran before: no cache that is filled"
+    " on first use, no branch on contents, no flag of an earlier phase",
 }

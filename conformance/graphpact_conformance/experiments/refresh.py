@@ -1,10 +1,11 @@
-"""What a replay leaves unwritten, and what it writes from the past: GP02, GP03, GP09, GP10.
+"""Entries that a replay does not write, or writes from earlier steps: GP02, GP03, GP09, GP10.
 
-A batch is replayed twice, after other batches and over other garbage each time. What still holds the garbage
-nobody wrote; what was written and yet differs came from an earlier step. Only what the replay reads counts:
-poison is put there, and has to show. A plan is also at fault where a step is right with another one.
+A batch is replayed twice, after different batches and over different poison. An entry that still holds poison
+was not written. An entry that was written and differs depends on an earlier step. Only entries that the
+replay reads count: poison in them must have an effect. A plan is also wrong if the step is right with another
+plan.
 
-Does not: know what should have been written; see `graphpact_conformance.experiments.parity`.
+Does not: know the right values; see `graphpact_conformance.experiments.parity`.
 """
 
 from collections.abc import Sequence
@@ -32,12 +33,12 @@ from graphpact_tape.poison import poison_of
 
 
 def is_plan(leaf: Leaf) -> bool:
-    """Return whether a tensor says how a kernel splits its work, as its slot declares."""
+    """Return whether a tensor lies in a slot of the role ``plan``."""
     return leaf.slot is not None and leaf.slot.role == "plan"
 
 
 class Before:
-    """What the slots of a lane hold before a step: the same step is made again over the same."""
+    """A copy of the slots of a lane before a step, to repeat the step over the same contents."""
 
     def __init__(self, rig: Rig) -> None:
         self._held = {
@@ -47,7 +48,7 @@ class Before:
         }
 
     def put_back(self, slot: BoundSlot) -> None:
-        """Put back what a slot held."""
+        """Restore the contents of a slot."""
         if slot.buffer is not None:
             slot.buffer.copy_(self._held[slot.name])
 
@@ -59,14 +60,14 @@ class Before:
         mask: torch.Tensor,
         other: torch.Tensor | float,
     ) -> bool:
-        """Return whether the step gives anything else with ``other`` in a tensor, where ``mask`` is set."""
+        """Return whether ``other``, where ``mask`` is set, changes the results of the step."""
         change = altered({leaf.path: put(mask, other)})
         changed = rig.step(base.problem, fill=self.put_back, ready=change)
         return not same_step(base, changed, first_slot=rig.config.page_size)
 
 
 def unwritten_and_stale(lane: LaneUnderTest, steps: Drawn) -> Findings:
-    """Replay a batch after two histories and over two kinds of garbage, and compare what hooks wrote."""
+    """Replay a batch after two histories and over two kinds of poison, and compare what hooks wrote."""
     exact, small, _, padded = steps
     long = assorted(lane.config)
     for way in lane.ways:
@@ -78,7 +79,7 @@ def unwritten_and_stale(lane: LaneUnderTest, steps: Drawn) -> Findings:
             for previous in earlier:
                 yield from _after_two_histories(lane, way, now, [previous], [small])
         if way != lane.ways[-1]:
-            continue  # plans are kept on the host for both
+            continue  # both ways keep their plans on the host
         for neighbour in neighbours(lane.config, long):
             yield from _after_two_histories(lane, way, long, [long, neighbour], [small])
         yield from _plans_at_fault(lane, rig, long)
@@ -95,7 +96,7 @@ def _after_two_histories(
     before = Before(rig)
     base = rig.step(problem)
     if base.error is not None:
-        return  # what goes wrong without any garbage, others tell
+        return  # an error without poison is a finding of other experiments
     for each in history:
         rig.step(each)
     one = rig.step(problem, fill=poison_slot)
@@ -109,7 +110,7 @@ def _after_two_histories(
         left = [same(x.value, torch.full_like(x.value, g)) for x, g in _garbage(leaf, twin)]
         never, once = left[0] & left[1], left[0] ^ left[1]
         if leaf.value.dtype.itemsize == 1:
-            once = torch.zeros_like(once)  # garbage is a value like any other there
+            once = torch.zeros_like(once)  # one byte has no value for poison that hooks never write
         if bool((never | once).any()):
             yield from _unwritten(lane, way, (before, base), leaf, never, once)
         stale = ~same(leaf.value, twin.value) & ~left[0] & ~left[1]
@@ -130,27 +131,25 @@ def _unwritten(
     never: torch.Tensor,
     once: torch.Tensor,
 ) -> Findings:
-    """Yield a finding for each part of a tensor that the replay reads and did not write."""
+    """Yield a finding for each part of a tensor that the replay reads and the hooks did not write."""
     rig, (before, base) = lane.rig(way), run
     slot, tail = leaf.slot, leaf.in_tail
     assert slot is not None  # noqa: S101  it is due
-    expected = (
-        "every entry that the replay reads is written in this step, whatever was there before"
-    )
-    kept = f"; it is kept: {slot.reason}" if slot.reason and slot.copy_from_fb else ""
-    sometimes = "after one history it is written, after another it is not"
-    is_missed = bool(never.all()) and not bool(tail.all())  # then its tail is no matter of its own
+    expected = "every entry that the replay reads is written in this step"
+    kept = f"; declared reason: {slot.reason}" if slot.reason and slot.copy_from_fb else ""
+    sometimes = "written after one history, not written after another"
+    is_missed = bool(never.all()) and not bool(tail.all())  # then the tail is no separate finding
     beside = torch.zeros_like(never) if is_missed else never
     parts: list[tuple[str, torch.Tensor, str]]
     if is_plan(leaf):
-        parts = [("GP09", never | once, "nobody wrote it anew for this batch")]
+        parts = [("GP09", never | once, "not written for this batch")]
     else:
         parts = [
-            ("GP02", never & ~tail, "nobody wrote it in this step"),
-            ("GP03", beside & tail, "it holds what an earlier batch left" + kept),
+            ("GP02", never & ~tail, "not written in this step"),
+            ("GP03", beside & tail, "holds values of an earlier batch" + kept),
             ("GP02", once & ~tail, sometimes),
             ("GP03", once & tail, sometimes),
-            ("GP09", once, "whether it is written depends on the batches before"),
+            ("GP09", once, "written or not, depending on earlier batches"),
         ]
     garbage = [value for _, value in _garbage(leaf, leaf)]
     found = False
@@ -159,7 +158,7 @@ def _unwritten(
             found = True
             asked = expected
             if rule == "GP03" and slot.copy_from_fb:
-                asked = f"padded rows hold {slot.initial_value}, in every step and after any batch"
+                asked = f"padding rows hold {slot.initial_value} in every step, after any batch"
             yield _finding(lane, base, leaf, rule, mask, asked, why)
     is_input = hook_of(leaf) == "populate"
     if found and way == "graph" and not is_input and _hook_writes(lane, base.problem, leaf, never):
@@ -167,16 +166,17 @@ def _unwritten(
             "GP10",
             hook="init_metadata_capture",
             field=f"{leaf.path}{spell(never)} ({slot.label})",
-            expected="what is recorded writes all that the replay hook writes where nothing is recorded",
-            actual="the hook writes it, and nothing that was recorded does",
+            expected="the recorded work writes every entry that the replay hook writes without recorded"
+            " metadata work",
+            actual="the hook writes it, and the recorded work does not",
             step=base,
-            help="record the same body (fill_metadata) for every step of a draft and in every run:"
-            " nothing that is made once, and no branch on contents",
+            help="record the same body (fill_metadata) for every step of a draft and in every run, without"
+            " work that runs once or branches on contents",
         )
 
 
 def _hook_writes(lane: LaneUnderTest, problem: Problem, leaf: Leaf, mask: torch.Tensor) -> bool:
-    """Return whether a lane whose hooks make metadata writes what the graph leaves unwritten."""
+    """Return whether a lane whose hooks make metadata writes entries that the graph does not write."""
     if "hook" not in lane.ways or not bool(mask.any()):
         return False
     theirs = lane.rig("hook").step(problem, fill=poison_slot).leaves.get(leaf.path)
@@ -194,7 +194,7 @@ def _stale(
     stale: torch.Tensor,
     pair: tuple[StepRecord, StepRecord],
 ) -> Findings:
-    """Yield findings for what was written, and not from this batch alone."""
+    """Yield findings for entries that were written and depend on earlier batches."""
     before, base = run
     tail = leaf.in_tail
     values = [step.leaves[leaf.path].value for step in pair]
@@ -205,7 +205,9 @@ def _stale(
         if bool(mask.any()) and any(before.shows(rig, base, leaf, mask, v) for v in values):
             first, second = (values_at(v, mask) for v in values)
             why = f"{first} after one history, {second} after another"
-            yield _finding(lane, base, leaf, rule, mask, "this batch alone decides", why)
+            yield _finding(
+                lane, base, leaf, rule, mask, "a value that depends only on this batch", why
+            )
 
 
 def _finding(
@@ -219,7 +221,7 @@ def _finding(
 ) -> Finding:
     now = base.leaves[leaf.path].value
     initial = 0 if leaf.slot is None else leaf.slot.initial_value
-    if bool((now[mask] != initial).any()):  # else it is as it was before anything was written
+    if bool((now[mask] != initial).any()):  # otherwise nothing was ever written there
         why = f"{why}; in this run {values_at(now, mask)}"
     return lane.finding(
         rule,
@@ -233,13 +235,13 @@ def _finding(
 
 
 def _plans_at_fault(lane: LaneUnderTest, rig: Rig, problem: Problem) -> Findings:
-    """Give a step that is wrong the plans of the largest batch: what is right then, its own plan left out."""
+    """Repeat a wrong step with the plans of the largest batch: if rows become right, the plan is at fault."""
     base = rig.step(problem)
     plans = [leaf for leaf in base.leaves.values() if leaf.is_written and is_plan(leaf)]
     if base.error is not None or not plans:
         return
-    told = differences(rig, base, lane.answer(rig, problem))
-    if not any(each.kind == "rows" for each in told):
+    wrong_parts = differences(rig, base, lane.answer(rig, problem))
+    if not any(each.kind == "rows" for each in wrong_parts):
         return
     wrong = _is_off(lane, rig, base)
     largest = rig.step(corner(lane.config))
@@ -261,39 +263,40 @@ def _plans_at_fault(lane: LaneUnderTest, rig: Rig, problem: Problem) -> Findings
                 "GP09",
                 hook="init_metadata_replay",
                 field=", ".join(leaf.name for leaf in chosen),
-                expected=f"a plan of all the work of this batch: {told[0].what} is {told[0].expected}",
-                actual=f"{told[0].actual}; with the plan of a larger batch less is wrong",
+                expected=f"a plan of all the work of this batch: {wrong_parts[0].what} is"
+                f" {wrong_parts[0].expected}",
+                actual=f"{wrong_parts[0].actual}; with the plan of a larger batch fewer rows are wrong",
                 step=base,
-                help="plan with the lengths and the arguments that the kernel is given, drafts included",
+                help="plan with the lengths and the arguments of the kernel, including drafts",
             )
             return
 
 
 def _is_off(lane: LaneUnderTest, rig: Rig, step: StepRecord) -> torch.Tensor:
-    """Return where the rows of a step that ended are not the oracle's."""
+    """Return where the rows of a step without error differ from the oracle's."""
     answer = lane.answer(rig, step.problem).rows
     assert step.rows is not None  # noqa: S101  it ended
     return how_far(rig, step.rows, answer) > 1
 
 
 def _help(lane: LaneUnderTest, leaf: Leaf, rule: str) -> str:
-    """Return what to do about a tensor that is not written, or not from this batch."""
+    """Return the help text for a tensor that is not written, or depends on earlier batches."""
     if hook_of(leaf) == "populate" and rule != "GP03":
         return "copy it from the batch in every step: registry.fill_from() fills every slot of a registry"
     if lane.kind == "runner" and hook_of(leaf) != "populate":
         return (
-            "the backend is the kit's own and writes it from the view: see what the view is, or whether the"
-            " hook was called for this batch"
+            "the suite's own backend writes it from the view: check the view, and whether the hook was"
+            " called for this batch"
         )
     return _HELP[rule].format(name=leaf.path.rsplit(".", 1)[-1])
 
 
 _HELP = {
     "GP02": "write `{name}` in the replay hook (fill_metadata), from the view, in place",
-    "GP03": "reset the tail in every step: padding_policy=ZERO or FILL_SENTINEL where a fill copies the head,"
-    " or write all rows of the padded extent",
-    "GP09": "plan in every replay, from the lengths of the batch at hand (plan_metadata); a key that decides"
-    " whether to plan again has to hold all that the plan depends on",
+    "GP03": "reset the tail in every step: padding_policy=ZERO or FILL_SENTINEL where a fill copies the"
+    " head, otherwise write all rows up to the padded count",
+    "GP09": "plan before every replay, from the lengths of this batch (plan_metadata); the key of a cached"
+    " plan must include everything that the plan depends on",
 }
 
 
@@ -310,7 +313,7 @@ def _other_poison(slot: BoundSlot) -> None:
 
 
 def _other_poison_of(dtype: torch.dtype) -> float | int:
-    """Return a second poison of ``dtype``, which is no index and no length either."""
+    """Return a second poison of ``dtype``, which is also no valid index or length."""
     if dtype.is_floating_point or dtype.is_complex:
         return float("inf")
     if dtype is torch.bool:

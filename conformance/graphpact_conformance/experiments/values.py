@@ -1,8 +1,8 @@
-"""What steps give: real rows and the KV cache, against attention in float64; and what padded rows do to both.
+"""Outputs and KV cache against attention in float64, and the effects of padding rows on both.
 
-GP02 to GP06, GP10, GP12, GP13, GP19, and what is no rule's: a plugin that answers wrong without any graph.
+GP02 to GP06, GP10, GP12, GP13, GP19, and findings without a rule: wrong results of an eager run.
 
-Does not: tell which field is at fault; see `graphpact_conformance.experiments.parity` and ``refresh``.
+Does not: find the field at fault; see `graphpact_conformance.experiments.parity` and ``refresh``.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -33,7 +33,7 @@ from graphpact_conformance.problems import (
     Problem,
     ProblemRequest,
     corner,
-    nearly,
+    half_size_batch,
     next_id,
     of_size,
 )
@@ -54,7 +54,7 @@ def answers_eagerly(lane: LaneUnderTest, steps: Drawn) -> Findings:
 def _judge_eager(lane: LaneUnderTest, rig: Rig, step: StepRecord) -> Findings:
     if step.error is not None:
         yield lane.of_error(
-            step.error, expected="an eager run of a batch that is declared", step=step
+            step.error, expected="an eager run of a declared kind of batch", step=step
         )
         return
     for found in differences(rig, step, lane.answer(rig, step.problem)):
@@ -64,7 +64,7 @@ def _judge_eager(lane: LaneUnderTest, rig: Rig, step: StepRecord) -> Findings:
             expected=found.expected,
             actual=found.actual,
             step=step,
-            help="no graph is part of it: look at the kernels and at what metadata they are given",
+            help="no graph is involved: check the kernels and their metadata",
         )
 
 
@@ -72,7 +72,7 @@ def _judge_eager(lane: LaneUnderTest, rig: Rig, step: StepRecord) -> Findings:
 
 
 def answers_replayed(lane: LaneUnderTest, steps: Drawn) -> Findings:
-    """Replay batches one after another, and compare with attention in float64."""
+    """Replay a sequence of batches, and compare with attention in float64."""
     rig = lane.rig()
     without = [n for n in rig.batch_of(steps[0]).tensors() if not rig.registry.has_slot(n)]
     for name in without:
@@ -80,7 +80,8 @@ def answers_replayed(lane: LaneUnderTest, steps: Drawn) -> Findings:
             "GP02",
             hook="populate",
             field=f"batch.{name}",
-            expected="a slot of that name: a graph ignores what has none, and Lane.run() refuses the batch",
+            expected="a slot of that name: a graph ignores a field without a slot, and Lane.run() refuses"
+            " the batch",
             actual="slots() declares none",
             problem=steps[0],
             help="declare a slot for every tensor that the batches of a mode carry",
@@ -101,68 +102,73 @@ def answers_replayed(lane: LaneUnderTest, steps: Drawn) -> Findings:
 
 
 def _judge_run(lane: LaneUnderTest, rig: Rig, step: StepRecord, eager_runs: int) -> Findings:
-    """Look whether the step took the way of a replay, and left alone what is not its own."""
+    """Check that the step was one replay, and changed neither page table nor batch."""
     if step.error is None and step.replays != 1:
         how = "ran eagerly" if eager_runs else f"counted {step.replays} replays"
         yield lane.finding(
             "GP12" if eager_runs else "GP02",
             field="Lane.stats",
-            expected="one replay, prepared by the hooks, of a batch that a captured shape holds",
-            actual=f"it {how}",
+            expected="one replay, prepared by the hooks, for a batch that fits a captured shape",
+            actual=f"the lane {how}",
             step=step,
-            help="let fit() answer with the captured shape that holds the batch; observers of run_step run"
-            " nothing in the lane's place",
+            help="return from fit() the captured shape that holds the batch; a wrapper of run_step must not"
+            " replace the step",
         )
     table = step.problem.page_table(rig.config)
     if step.table is not None and not torch.equal(step.table, table):
         yield lane.finding(
             "GP19",
             field="req_to_token" + spell(step.table != table),
-            expected="the page table is read and never written",
+            expected="the page table is read-only",
             actual=values_at(step.table, step.table != table),
             step=step,
-            help="the table is the scheduler's",
+            help="do not write it: the scheduler owns the page table",
         )
     for name in step.changed_fields:
         yield lane.finding(
             "GP19",
             hook="populate",
             field=name,
-            expected="the batch is read and never written",
+            expected="the batch is read-only",
             actual="the step changed it",
             step=step,
-            help="copy into the slots of the registry, and write there",
+            help="copy it into the slots of the registry, and write there",
         )
 
 
 def _of_difference(
     lane: LaneUnderTest, rig: Rig, step: StepRecord, found: Difference, exact: Problem
 ) -> Findings:
-    """Yield what a wrong replay is a breach of, as far as the step itself tells it."""
+    """Yield a finding about a wrong replay, with the rule where the step itself shows it."""
     shape, problem = step.shape, step.problem
     padded = shape is not None and (
         shape.batch_size > len(problem.requests) or shape.num_tokens > len(problem.tokens)
     )
     rule, help_ = (
         None,
-        "run the lane strict, or verified: the first field that differs is named there",
+        "run the lane strict, or with verification, to find the first field that differs",
     )
     if found.kind == "extent":
         rule, help_ = (
             "GP06",
-            "return the rows of the batch's requests or tokens, and no padded ones",
+            "return only the rows of the batch's requests or tokens, without padding rows",
         )
-    elif found.kind == "cache" and padded and _are_nobodys(problem, found.slots):
-        rule, help_ = "GP04", "padded tokens write KV slot 0: reset the tail of out_cache_loc to 0"
+    elif found.kind == "cache" and padded and _writes_foreign_slots(problem, found.slots):
+        rule, help_ = (
+            "GP04",
+            "padding tokens must write KV slot 0: reset the tail of out_cache_loc to 0",
+        )
     elif padded and _is_right(lane, rig, exact):
-        help_ = "batches without padding are right: see what padded rows hold, and what counts them"
+        help_ = (
+            "batches without padding are right: check the contents and the counts of padding rows"
+        )
     elif not _is_prepared_otherwise(lane, rig, problem) and not _is_wrong_eagerly(
         lane, rig, problem
     ):
         rule = "GP10"
         help_ = (
-            "all that hooks prepare is what a capture of this batch would prepare, so it is the recorded work"
-            " that is not this batch's: something made once, outside what hooks refresh"
+            "the hooks prepare the same as a capture of this batch, so the recorded work is wrong for it:"
+            " look for work that runs once, outside the hooks"
         )
     yield lane.finding(
         rule,
@@ -174,8 +180,8 @@ def _of_difference(
     )
 
 
-def _are_nobodys(problem: Problem, slots: Sequence[int]) -> bool:
-    """Return whether one of the slots is none that the batch writes."""
+def _writes_foreign_slots(problem: Problem, slots: Sequence[int]) -> bool:
+    """Return whether the batch's own tokens do not write one of the slots."""
     own = {slot for token in problem.tokens for slot in token.slots}
     return bool(set(slots) - own)
 
@@ -193,13 +199,13 @@ def _is_wrong_eagerly(lane: LaneUnderTest, rig: Rig, problem: Problem) -> bool:
 
 
 def largest_step(lane: LaneUnderTest, _: Drawn) -> Findings:
-    """Replay the largest batches that the limits allow, each after one that is smaller and else like it."""
+    """Replay the largest batches that the limits allow, each after a smaller batch of the same kind."""
     rig = lane.rig()
     for smaller, largest in _corners(lane.config):
         if not _is_right(lane, rig, smaller):
-            continue  # it is no matter of size
+            continue  # the size is not the cause
         step = rig.step(largest)
-        expected = "the largest batch that the limits allow is replayed as any other"
+        expected = "the largest batch that the limits allow is replayed correctly"
         if step.error is not None:
             found = lane.of_error(
                 step.error, expected=expected, rule="GP13", step=step, help=_SIZES
@@ -220,15 +226,16 @@ def largest_step(lane: LaneUnderTest, _: Drawn) -> Findings:
 
 
 _SIZES = (
-    "a smaller batch of the kind is right: size buffers and bounds by Limits (max_context_len with drafts,"
+    "a smaller batch of the same kind is right: size buffers and bounds by Limits (max_context_len with"
+    " drafts,"
     " max_num_tokens, draft.num_steps, draft.topk, draft.num_draft_tokens), and by the shape's counts"
 )
 
 
 def _corners(config: Config) -> list[tuple[Problem, Problem]]:
-    """Return a smaller batch and the largest; of ragged ones also two with padded tokens, of most keys."""
+    """Return pairs of a smaller and a largest batch; for ragged modes also a pair with padding tokens."""
     largest = corner(config)
-    found = [(nearly(config), largest)]
+    found = [(half_size_batch(config), largest)]
     if config.case.width is None:
         requests = [
             replace(r, cached=r.table[:-1], tokens=[replace(r.tokens[-1], parent=None, depth=0)])
@@ -242,13 +249,13 @@ def _corners(config: Config) -> list[tuple[Problem, Problem]]:
 
 
 def padding(lane: LaneUnderTest, steps: Drawn) -> Findings:
-    """Replay a batch with other things in its padded rows, and in memory that they may and may not read."""
+    """Replay a batch with other contents of its padding rows and of the memory around them."""
     rig = lane.rig()
     padded = [steps.small, steps.padded]
-    if lane.config.case.width is None:  # as many requests as the shape has, and fewer tokens
+    if lane.config.case.width is None:  # all requests of the shape, and fewer tokens
         padded.append(of_size(lane.config, lane.config.shapes[-1].batch_size))
     for problem in padded:
-        rig.step(steps.exact)  # whose rows may be left
+        rig.step(steps.exact)  # may leave stale rows
         base = rig.step(problem)
         if base.error is not None or base.outputs is None:
             yield from _only_padded_fails(lane, rig, base, steps.exact)
@@ -265,13 +272,14 @@ def padding(lane: LaneUnderTest, steps: Drawn) -> Findings:
 
 
 def _only_padded_fails(lane: LaneUnderTest, rig: Rig, step: StepRecord, exact: Problem) -> Findings:
-    """A batch that fails where one without padded rows passes: what padded rows hold, or how many there are.
+    """Yield findings about a batch that fails where one without padding rows passes.
 
-    It is nothing that only a padded row holds, where dummies, which are padding in every row, were captured.
+    The cause is the contents or the number of padding rows. It is no value that all padding rows have: the
+    dummies consist of them, and were captured.
     """
     if step.error is None or rig.step(exact).error is not None:
         return
-    expected = "a batch with padded rows is replayed as one without"
+    expected = "a batch with padding rows is replayed like one without"
     if rig.step(step.problem, fill=_clear).error is None:
         found = lane.of_error(step.error, expected=expected, step=step)
         yield found.model_copy(update={"rule": "GP03", "help": _STALE_HELP})
@@ -289,18 +297,18 @@ def _only_padded_fails(lane: LaneUnderTest, rig: Rig, step: StepRecord, exact: P
 
 
 _PADDED_HELP = {
-    "GP04": "padded rows are request row 0 and KV slot 0: use no other number, such as -1, as an index",
-    "GP05": "count the same rows everywhere: offsets end at the rows of q, padded ones too; whoever owns"
-    " padded tokens (a fake request) has them in queries, keys and pages alike",
+    "GP04": "point padding rows to request row 0 and KV slot 0: use no other number, such as -1, as an index",
+    "GP05": "count the same rows everywhere: offsets end at the padded rows of q; a fake request for"
+    " padding tokens must be counted in queries, keys and pages",
 }
 _STALE_HELP = (
-    "over cleared memory it passes, so something is read that an earlier batch left: write all rows of the"
-    " padded extent in every step"
+    "with zeroed slots it passes, so the step reads values of an earlier batch: write all rows up to the"
+    " padded count in every step"
 )
 
 
 def _extents(lane: LaneUnderTest, step: StepRecord) -> Findings:
-    """See that the view's tensors have the shape's rows, and its count of real tokens the batch's."""
+    """Check the rows of the view against the shape, and its count of live tokens against the batch."""
     shape = step.shape
     assert shape is not None  # noqa: S101  it was replayed
     for path, leaf in step.leaves.items():
@@ -312,36 +320,36 @@ def _extents(lane: LaneUnderTest, step: StepRecord) -> Findings:
                 "GP05",
                 hook="prepare_replay",
                 field=leaf.name,
-                expected=f"{rows} rows, the shape's",
+                expected=f"{rows} rows, as in the shape",
                 actual=f"shape {tuple(leaf.value.shape)}",
                 step=step,
                 help="cut the view by the padded counts: BoundSlot.slice_for(padded_bs, padded_num_tokens)",
             )
     count = step.leaves.get("view.num_token_non_padded")
     if count is not None:
-        first, rows = Rig._own_rows(shape.num_tokens)  # noqa: SLF001  the kit's own
+        first, rows = Rig._own_rows(shape.num_tokens)  # noqa: SLF001  the suite's own class
         real = min(max(len(step.problem.tokens) - first, 0), rows)
         if int(count.value) != real:
             yield lane.finding(
                 "GP05",
                 hook="populate",
                 field=count.name,
-                expected=f"{real}: the real tokens among this rank's rows of the padded shape",
+                expected=f"{real}: the live tokens among this rank's rows of the padded shape",
                 actual=str(int(count.value)),
                 step=step,
-                help="graphpact.parallel.local_num_token_non_padded(count, padded tokens)",
+                help="use graphpact.parallel.local_num_token_non_padded(count, padded tokens)",
             )
 
 
 def _sentinels(lane: LaneUnderTest, rig: Rig, step: StepRecord) -> Findings:
-    """See what the padded rows of the runner's inputs hold."""
+    """Check the contents of the padding rows of the runner's inputs."""
     case, page = rig.config.case, rig.config.page_size
     length = rig.backend.capabilities.padded_seq_len(case.lane_mode, case.width or 1)
     for name, expected in (
-        ("req_pool_indices", "0: request row 0, which is scratch"),
-        ("out_cache_loc", f"a KV slot below {page}: the page of scratch"),
-        ("seq_lens", f"{length}, which the backend declares as the length of a padded row"),
-        ("seq_lens_cpu", f"{length}, which the backend declares as the length of a padded row"),
+        ("req_pool_indices", "0: request row 0 is scratch"),
+        ("out_cache_loc", f"a KV slot below {page}: the scratch page"),
+        ("seq_lens", f"{length}, the length of a padding row that the backend declares"),
+        ("seq_lens_cpu", f"{length}, the length of a padding row that the backend declares"),
     ):
         leaf = step.leaves.get(f"view.{name}")
         if leaf is None or leaf.tail is None:
@@ -364,7 +372,7 @@ def _sentinels(lane: LaneUnderTest, rig: Rig, step: StepRecord) -> Findings:
 
 
 def _scratch_leaks(lane: LaneUnderTest, rig: Rig, base: StepRecord) -> Findings:
-    """Put other numbers, then NaN, into scratch: real rows give the same bits."""
+    """Write other numbers, then NaN, into scratch: live rows must not change."""
     for what, value in (("other numbers", 3.0), ("NaN", NAN)):
 
         def spoil(value: float = value) -> None:
@@ -376,7 +384,7 @@ def _scratch_leaks(lane: LaneUnderTest, rig: Rig, base: StepRecord) -> Findings:
 
 
 def pads_leak(lane: LaneUnderTest, rig: Rig, base: StepRecord) -> Findings:
-    """Give padded rows other tokens at other positions: KV slots and real rows hold the same bits."""
+    """Change tokens and positions of padding rows: KV slots and live rows must not change."""
     changes = {}
     for name, value in (("input_ids", VOCAB - 1), ("positions", 2)):
         leaf = base.leaves.get(f"view.{name}")
@@ -393,21 +401,24 @@ def pads_leak(lane: LaneUnderTest, rig: Rig, base: StepRecord) -> Findings:
             yield lane.finding(
                 "GP04",
                 field=f"{name} in KV slot {slot}",
-                expected="padded tokens write scratch, KV slot 0, alone",
-                actual="it changes with the tokens of padded rows, so one of them writes it",
+                expected="padding tokens write only scratch, KV slot 0",
+                actual="it changes with the tokens of padding rows, so one of them writes it",
                 step=step,
-                help="let padded tokens keep KV slot 0, which the runner gives them: -1 is the last slot when"
-                " it is used as an index, and the first token's slot is a live request's",
+                help="let padding tokens keep KV slot 0 from the runner: as an index, -1 is the last slot;"
+                " the slot of the first token belongs to a live request",
             )
-            return  # whatever else differs, differs because of it
-    yield from _compare_real(lane, rig, base, step, "other tokens in padded rows")
+            return  # further differences follow from this one
+    yield from _compare_real(lane, rig, base, step, "other tokens in padding rows")
 
 
 def _leftovers_leak(lane: LaneUnderTest, rig: Rig, base: StepRecord, exact: Problem) -> Findings:
-    """Put NaN into memory that outlives steps: what is not read without padding, no real row shows."""
+    """Write NaN into memory that outlives steps: live rows must not change.
+
+    Only memory that batches without padding do not read counts.
+    """
     right = rig.step(exact)
     if right.shape != base.shape:
-        return  # another graph, which may have memory of its own
+        return  # another graph may have its own memory
     for name, tensor in states(rig).items():
         if not tensor.dtype.is_floating_point:
             continue
@@ -420,7 +431,7 @@ def _leftovers_leak(lane: LaneUnderTest, rig: Rig, base: StepRecord, exact: Prob
         step = rig.step(base.problem, after_load=spoil)
         tensor.copy_(kept)
         if is_unread:
-            what = f"NaN left in {name}, of which batches without padding read nothing"
+            what = f"NaN in {name}, which batches without padding do not read"
             yield from _compare_real(lane, rig, base, step, what)
 
 
@@ -429,11 +440,11 @@ def _compare_real(
 ) -> Findings:
     if step.error is not None:
         yield lane.of_error(
-            step.error, expected=f"{what} changes nothing for real rows", rule="GP06", step=step
+            step.error, expected=f"{what} does not change live rows", rule="GP06", step=step
         )
         return
     if same_rows(base.rows, step.rows) or not same_rows(base.rows, rig.step(base.problem).rows):
-        return  # the same; or nothing is the same twice, which ``repeated`` tells
+        return  # equal; or the step is not deterministic, a finding of `repeated`
     assert base.rows is not None  # noqa: S101  both ended
     assert step.rows is not None  # noqa: S101  both ended
     differs = ~same(base.rows, step.rows)
@@ -444,16 +455,16 @@ def _compare_real(
         expected=f"the same bits with {what}: {float(base.rows[token, column]):.9g}",
         actual=f"{float(step.rows[token, column]):.9g}",
         step=step,
-        help="mask padded rows where rows meet (routing, pooling, scales): num_token_non_padded says how many"
-        " are real; and let no kernel leave an output row unwritten",
+        help="mask padding rows in work across rows (routing, pooling, scales) by num_token_non_padded, and"
+        " write every output row in every kernel",
     )
 
 
 def _pads_read(lane: LaneUnderTest, rig: Rig, base: StepRecord) -> Findings:
-    """Change what live requests own and write, and what nobody owns: padded rows, on scratch, do not see it.
+    """Change unowned memory, then memory of live requests: padding rows, on scratch, must not change.
 
-    First what nobody owns: real rows do not see that. Of live requests' memory they may show what real rows
-    give, where rows meet on the way; then they show other queries of those, too.
+    Unowned memory comes first, since live rows do not read it. With work across rows, padding rows may depend
+    on live rows and so on their memory; such lanes are recognised by other queries of live rows.
     """
     was = _padded_outputs(rig, base)
     ids = _real_ids(rig, base)
@@ -477,7 +488,7 @@ def _pads_read(lane: LaneUnderTest, rig: Rig, base: StepRecord) -> Findings:
     if seen is None or was is None or same_rows(was, seen):
         return
     if not same_rows(was, _padded_outputs(rig, rig.step(base.problem))):
-        return  # nothing is the same twice, which ``repeated`` tells
+        return  # not deterministic, a finding of `repeated`
     clean = _padded_outputs(rig, rig.step(base.problem, fill=_clear))
     anew = _padded_outputs(rig, spoiled(everything=everything, fill=_clear))
     is_stale = clean is None or same_rows(clean, anew)
@@ -485,19 +496,19 @@ def _pads_read(lane: LaneUnderTest, rig: Rig, base: StepRecord) -> Findings:
     yield lane.finding(
         "GP03" if is_stale else "GP04",
         hook="init_metadata_replay",
-        field=f"row {int((~same(was, seen)).any(dim=1).nonzero()[0]) + real} of the graph's outputs, which is"
-        " padding",
-        expected="what it gives depends on scratch alone",
-        actual="it changes with keys of live requests, or of nobody"
+        field=f"row {int((~same(was, seen)).any(dim=1).nonzero()[0]) + real} of the graph's outputs, a"
+        f" padding row",
+        expected="an output that depends only on scratch",
+        actual="it changes with keys of live requests or unowned KV slots"
         + (
-            ", and over cleared slots it does not: an earlier batch left where it reads"
+            ", and with zeroed slots it does not: it reads values of an earlier batch"
             if is_stale
             else ""
         ),
         step=base,
         help=_STALE_HELP
         if is_stale
-        else "padded rows are request row 0 and pages of scratch: let metadata of theirs name no other page",
+        else "point padding rows to request row 0 and scratch pages: their metadata must name no other page",
     )
 
 
@@ -507,7 +518,7 @@ def _written(request: ProblemRequest) -> list[int]:
 
 
 def _rows_meet(rig: Rig, base: StepRecord, ids: Sequence[int]) -> bool:
-    """Return whether padded rows show other queries of real ones, or no real row shows them itself."""
+    """Return whether padding rows depend on the queries of live rows, or live rows do not."""
     with _other_weights(rig, (_QUERIES,), ids):
         other = rig.step(base.problem)
     met = not same_rows(_padded_outputs(rig, base), _padded_outputs(rig, other))
@@ -515,7 +526,7 @@ def _rows_meet(rig: Rig, base: StepRecord, ids: Sequence[int]) -> bool:
 
 
 def _padded_outputs(rig: Rig, step: StepRecord) -> torch.Tensor | None:
-    """Return what padded rows made of their own attention; None for a step that failed."""
+    """Return the attention outputs of padding rows; None for a step that failed."""
     if step.error is not None or step.outputs is None or step.rows is None:
         return None
     heads, case = rig.config.heads, rig.config.case
@@ -524,11 +535,11 @@ def _padded_outputs(rig: Rig, step: StepRecord) -> torch.Tensor | None:
 
 
 _QUERIES, _KEYS, _VALUES = range(3)
-"""Which of a layer's weights make what."""
+"""Indices of a layer's weights."""
 
 
 def _real_ids(rig: Rig, base: StepRecord) -> list[int]:
-    """Return the token ids that real rows have, in any step of a draft, and padded rows do not."""
+    """Return the token ids that live rows have, in any step of a draft, and padding rows do not."""
     leaf = base.leaves.get("view.input_ids")
     real = torch.tensor([t.token_id for t in base.problem.tokens], dtype=torch.int64)
     padded = real[:0] if leaf is None else leaf.value[leaf.in_tail]
@@ -543,7 +554,7 @@ def _real_ids(rig: Rig, base: StepRecord) -> list[int]:
 
 @contextmanager
 def _other_weights(rig: Rig, which: Sequence[int], ids: Sequence[int]) -> Iterator[None]:
-    """Give tokens of ``ids`` other queries, keys or values, for as long as the context stands."""
+    """Give tokens of ``ids`` other queries, keys or values inside the context."""
     weights = [layer[part] for layer in rig.weights for part in which]
     kept = [w.clone() for w in weights]
     try:
@@ -556,7 +567,7 @@ def _other_weights(rig: Rig, which: Sequence[int], ids: Sequence[int]) -> Iterat
 
 
 def _pads_count(lane: LaneUnderTest, rig: Rig, base: StepRecord, exact: Problem) -> Findings:
-    """Real rows are wrong whatever padded rows hold and whatever was there before; without padding, right."""
+    """Yield a finding if live rows are wrong only with padding, for any contents of padding and slots."""
     if not differences(rig, base, lane.answer(rig, base.problem)):
         return
     step = rig.step(base.problem, fill=_clear)
@@ -567,7 +578,7 @@ def _pads_count(lane: LaneUnderTest, rig: Rig, base: StepRecord, exact: Problem)
         "GP05",
         hook="init_metadata_replay",
         field=f"a replay: {wrong[0].what}",
-        expected=f"{wrong[0].expected}; it is right in an eager run, and so are batches without padding",
+        expected=f"{wrong[0].expected}; an eager run and batches without padding are right",
         actual=wrong[0].actual,
         step=step,
         help=_PADDED_HELP["GP05"],

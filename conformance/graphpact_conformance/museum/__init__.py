@@ -1,19 +1,20 @@
-"""The museum: real bugs of real engines, each planted in a plugin that is otherwise right.
+"""The museum: real bugs of real engines, each planted in an otherwise correct plugin.
 
-    bindings   what is bound, refreshed and laid out: GP01, 02, 07
-    recordings what is recorded, and with which numbers: GP08, 10
-    plans      what is planned, staged and read on the host: GP09, 16, 20
-    padding    what padded rows hold, and what they do: GP03 to 06
-    memory     how large it is, how long it lives, who shares it: GP13 to 15, 18, 19
+    bindings   binding, refresh and layout of metadata: GP01, 02, 07
+    recordings recorded work and frozen host numbers: GP08, 10
+    plans      plans, staging memory and host reads: GP09, 16, 20
+    padding    contents and effects of padding rows: GP03 to 06
+    memory     size, lifetime and sharing of memory: GP13 to 15, 18, 19
     runners    runners, the registry, capture sizes, batches, ranks: GP03 to 06, 11, 12, 17 and others
-    variants   right plugins in other styles
+    variants   correct plugins in other styles
 
-`exhibit` says what an exhibit is, `edits` how several rooms make theirs, `gallery` shows them to the suite.
+`exhibit` defines exhibits and variants, `edits` has edits for several rooms, `gallery` runs the suite on
+them.
 
-The suite has to catch every exhibit under its own rule, and to pass every variant. A rule without an exhibit
-is not trusted.
+The suite must catch every exhibit under its own rule, and pass every variant. A rule without an exhibit is
+not trusted.
 
-Does not: belong to what a plugin is checked with; it checks the suite.
+Does not: check plugins; the museum checks the suite.
 """
 
 from graphpact_conformance.museum import (
@@ -40,6 +41,6 @@ EXHIBITS: tuple[Exhibit, ...] = tuple(
 )
 """Every exhibit, by its rule."""
 VARIANTS: tuple[Variant, ...] = tuple(variants.VARIANTS)
-"""Every right plugin in another style."""
+"""Every variant."""
 
 __all__ = ["EXHIBITS", "VARIANTS", "Exhibit", "Variant", "Visit", "visit", "visit_all"]

@@ -1,9 +1,9 @@
-"""Exhibits of what a backend binds and writes: GP01, GP02, GP07.
+"""Exhibits of binding, refresh and layout of metadata: GP01, GP02, GP07.
 
-Each is an edit of a backend that is right. Where the defect is in a hook, the graph makes no metadata
-(``fill_is_device_only = False``); elsewhere it is in what is recorded.
+Each is an edit of a correct backend. If the bug is in a hook, the graph makes no metadata
+(``fill_is_device_only = False``); otherwise the bug is in the recorded work.
 
-Does not: hold the exhibits of what is recorded (see `graphpact_conformance.museum.recordings`), or of plans,
+Does not: contain exhibits of recorded work (see `graphpact_conformance.museum.recordings`), or of plans,
 streams and host reads (see `graphpact_conformance.museum.plans`).
 """
 
@@ -62,7 +62,7 @@ def _reassign_offsets(_: Any, view: ForwardBatch, metadata: Any) -> None:
 
 def _eager_at_replay(base: type[Any]) -> type[Any]:
     class EagerAtReplay(base):  # type: ignore[misc]
-        """One entry point makes metadata for eager steps and for replays: in new memory."""
+        """A backend that makes metadata for eager steps and replays by one function, in new memory."""
 
         fill_is_device_only = False
 
@@ -124,7 +124,7 @@ _REBOUND = [
         name="flashinfer-metadata-made-anew",
         rule="GP01",
         thread="alibaba/rtp-llm#1259",
-        planted="The replay hook makes new index tensors and fills those.",
+        planted="The replay hook allocates new index tensors and fills them.",
         base="flashinfer",
         lanes=("decode",),
         make=_made_anew,
@@ -133,7 +133,7 @@ _REBOUND = [
         name="fa3-lengths-cast",
         rule="GP01",
         thread="vllm-project/vllm#51994",
-        planted="A cast to int32 makes a tensor for cache_seqlens in every step, which is bound there.",
+        planted="Every step casts lengths to int32 and binds the new tensor as cache_seqlens.",
         base="fa3",
         lanes=("target_verify",),
         make=_cast,
@@ -142,7 +142,7 @@ _REBOUND = [
         name="trtllm-mla-offsets-reassigned",
         rule="GP01",
         thread="PaddlePaddle/FastDeploy#7864",
-        planted="The replay hook assigns a padded sum to cu_seqlens_q, and copies nothing.",
+        planted="The replay hook assigns a padded cumsum to cu_seqlens_q instead of copying it.",
         base="trtllm_mla",
         lanes=("extend",),
         make=after_replay_hook(_reassign_offsets),
@@ -151,7 +151,7 @@ _REBOUND = [
         name="fa3-eager-metadata-at-replay",
         rule="GP01",
         thread="sgl-project/sglang#26019",
-        planted="The replay hook is the eager path, which allocates.",
+        planted="The replay hook runs the eager path, which allocates new tensors.",
         base="fa3",
         lanes=("draft_decode",),
         make=_eager_at_replay,
@@ -160,7 +160,7 @@ _REBOUND = [
         name="trtllm-mla-lengths-held",
         rule="GP01",
         thread="kekzl/imp#1648",
-        planted="Attention reads a tensor of lengths that every step makes anew on the backend.",
+        planted="Attention reads a tensor of lengths that the backend replaces in every step.",
         base="trtllm_mla",
         lanes=("decode",),
         make=_held_lengths,
@@ -169,7 +169,7 @@ _REBOUND = [
         name="reference-tables-by-size",
         rule="GP01",
         thread="flashinfer-ai/flashinfer#2511",
-        planted="Attention reads a table from a dictionary whose entry every step replaces.",
+        planted="Attention reads a table from a dictionary entry that every step replaces.",
         base="reference",
         lanes=("mixed",),
         make=_tables_by_size,
@@ -200,7 +200,7 @@ _MISSED = [
         name="fa3-prefix-only",
         rule="GP02",
         thread="sgl-project/sglang#26512",
-        planted="The replay hook sets cache_seqlens to the keys before this step's.",
+        planted="The replay hook sets cache_seqlens without the keys of this step.",
         base="fa3",
         lanes=("draft_extend",),
         make=after_replay_hook(_prefix_only),
@@ -218,7 +218,7 @@ _MISSED = [
         name="flashinfer-window-not-populated",
         rule="GP02",
         thread="sgl-project/sglang#39088",
-        planted="The recorded body leaves out the indices of layers with a window.",
+        planted="The recorded body does not write the indices of sliding-window layers.",
         base="flashinfer",
         lanes=("draft_extend",),
         make=not_refreshed(_without_windows, in_graph=True),
@@ -227,7 +227,7 @@ _MISSED = [
         name="fa3-lengths-beside-the-buffer",
         rule="GP02",
         thread="sgl-project/sglang#26655",
-        planted="The replay hook writes the lengths of a draft to another buffer than its graph's.",
+        planted="The replay hook writes the lengths of a draft to a buffer that the graph does not read.",
         base="fa3",
         lanes=("draft_decode",),
         make=not_refreshed(with_spare("cache_seqlens"), in_graph=False),
@@ -236,7 +236,7 @@ _MISSED = [
         name="fa3-tree-of-capture",
         rule="GP02",
         thread="sgl-project/sglang#22832",
-        planted="The recorded body leaves out the rows of the drafts' tree.",
+        planted="The recorded body does not write the rows of the draft tree.",
         base="fa3",
         lanes=("target_verify_tree",),
         make=not_refreshed(_without_tree, in_graph=True),
@@ -245,7 +245,7 @@ _MISSED = [
         name="reference-branches-of-capture",
         rule="GP02",
         thread="sgl-project/sglang#22832",
-        planted="The replay hook leaves out the slots of the branches.",
+        planted="The replay hook does not write the KV slots of the branches.",
         base="reference",
         lanes=("draft_decode_tree",),
         make=not_refreshed(with_spare("drafts"), in_graph=False),
@@ -295,7 +295,7 @@ _DRIFTED = [
         name="trtllm-mla-packed-queries",
         rule="GP07",
         thread="sgl-project/sglang#21987",
-        planted="The replay hook packs cu_seqlens_q by accepted lengths; capture has a uniform stride.",
+        planted="The replay hook packs cu_seqlens_q by accepted lengths; capture uses a uniform stride.",
         base="trtllm_mla",
         lanes=("draft_extend",),
         make=after_replay_hook(_pack_cu_seqlens_q),
@@ -304,7 +304,7 @@ _DRIFTED = [
         name="fa3-packed-queries",
         rule="GP07",
         thread="sgl-project/sglang#25002",
-        planted="The replay hook packs cu_seqlens_q by accepted lengths; capture has a uniform stride.",
+        planted="The replay hook packs cu_seqlens_q by accepted lengths; capture uses a uniform stride.",
         base="fa3",
         lanes=("draft_extend",),
         make=after_replay_hook(_pack_cu_seqlens_q),
@@ -313,7 +313,7 @@ _DRIFTED = [
         name="flashinfer-packed-queries",
         rule="GP07",
         thread="sgl-project/sglang#19807",
-        planted="The replay hook packs qo_indptr by accepted lengths; capture has a uniform stride.",
+        planted="The replay hook packs qo_indptr by accepted lengths; capture uses a uniform stride.",
         base="flashinfer",
         lanes=("draft_extend",),
         make=after_replay_hook(_pack_qo_indptr),
@@ -322,7 +322,7 @@ _DRIFTED = [
         name="trtllm-mla-narrower-table",
         rule="GP07",
         thread="sgl-project/sglang#28028",
-        planted="The replay hook writes rows of the block table at another stride than capture's.",
+        planted="The replay hook writes rows of the block table with another stride than capture.",
         base="trtllm_mla",
         lanes=("target_verify",),
         make=after_replay_hook(_narrower_rows),
@@ -331,7 +331,7 @@ _DRIFTED = [
         name="fa3-wide-page-numbers",
         rule="GP07",
         thread="sgl-project/sglang#14654",
-        planted="The replay hook puts 64-bit page numbers into memory that the kernel reads as 32-bit.",
+        planted="The replay hook writes 64-bit page numbers into memory that the kernel reads as 32-bit.",
         base="fa3",
         lanes=("decode",),
         make=after_replay_hook(_wide_numbers),

@@ -1,6 +1,6 @@
-"""Edits of an attention backend that exhibits of several rooms are made by.
+"""Edits of an attention backend that several rooms use.
 
-Does not: plant anything by itself.
+Does not: contain an exhibit.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,15 +17,15 @@ from graphpact.shapes import GraphShape
 from graphpact_conformance.museum.exhibit import Make
 
 Edit: TypeAlias = Callable[[Any, ForwardBatch, Any], None]
-"""``(backend, view, metadata)``: what is done besides."""
+"""``(backend, view, metadata)``: an additional edit."""
 
 
 def after_replay_hook(edit: Edit) -> Make:
-    """Return what makes a backend whose replay hook refreshes everything, and then does ``edit``."""
+    """Return a factory of backends whose replay hook refreshes everything and then runs ``edit``."""
 
     def make(base: type[Any]) -> type[Any]:
         class Edited(base):  # type: ignore[misc]
-            """Metadata is made by hooks alone."""
+            """A backend whose hooks make all metadata."""
 
             fill_is_device_only = False
 
@@ -33,7 +33,7 @@ def after_replay_hook(edit: Edit) -> Make:
             def init_metadata_replay(
                 self, view: ForwardBatch, shape: GraphShape, captured: Any
             ) -> Any:
-                """Refresh, and then do what is planted."""
+                """Refresh, and then run the edit."""
                 fresh = super().init_metadata_replay(view, shape, captured)
                 for at, part in each_step(view, fresh):
                     edit(self, at, part)
@@ -45,28 +45,28 @@ def after_replay_hook(edit: Edit) -> Make:
 
 
 def not_refreshed(spare: Callable[[Any], Any], *, in_graph: bool) -> Make:
-    """Return what makes a backend that refreshes a spare copy of some fields after capture.
+    """Return a factory of backends that refresh a spare copy of some fields after capture.
 
     Args:
-        spare: From metadata to the same with other memory in the place of what is forgotten.
-        in_graph: Whether it is the recorded body that forgets, or the replay hook.
+        spare: Returns metadata with other memory for the fields that are not refreshed.
+        in_graph: Whether the recorded body has the bug, or the replay hook.
     """
 
     def make(base: type[Any]) -> type[Any]:
         if in_graph:
 
             class Recorded(base):  # type: ignore[misc]
-                """The recorded body writes less than the hook."""
+                """A backend whose recorded body writes less than the hook."""
 
                 def record_metadata(self, view: ForwardBatch, metadata: Any) -> None:
-                    """Write all the rest."""
+                    """Write all other fields."""
                     for at, part in each_step(view, metadata) if self.records_metadata else ():
                         self.fill_metadata(at, spare(part))
 
             return Recorded
 
         class Hooked(base):  # type: ignore[misc]
-            """The replay hook writes less than the capture hook."""
+            """A backend whose replay hook writes less than the capture hook."""
 
             fill_is_device_only = False
 
@@ -74,7 +74,7 @@ def not_refreshed(spare: Callable[[Any], Any], *, in_graph: bool) -> Make:
             def init_metadata_replay(
                 self, view: ForwardBatch, shape: GraphShape, captured: Any
             ) -> Any:
-                """Write all the rest."""
+                """Write all other fields."""
                 del shape
                 for at, part in each_step(view, captured):
                     other = spare(part)
@@ -89,7 +89,7 @@ def not_refreshed(spare: Callable[[Any], Any], *, in_graph: bool) -> Make:
 
 
 def with_spare(*names: str) -> Callable[[Any], Any]:
-    """Return what gives metadata other memory for the tensors of that name."""
+    """Return a function that gives the named tensors of metadata other memory."""
 
     def spare(metadata: Any) -> Any:
         others = {name: torch.zeros_like(getattr(metadata, name)) for name in names}
@@ -100,7 +100,7 @@ def with_spare(*names: str) -> Callable[[Any], Any]:
 
 @dataclass(frozen=True, slots=True)
 class Attended:
-    """One call of `AttentionBackend.forward`, and what it gave: ``[tokens, q heads, v head dim]``."""
+    """One call of `AttentionBackend.forward`, with its output ``[tokens, q heads, v head dim]``."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -110,28 +110,28 @@ class Attended:
 
 
 Then: TypeAlias = Callable[[Any, Attended], torch.Tensor]
-"""``(backend, call) -> out``: what is given instead."""
+"""``(backend, call) -> out``: the replaced output."""
 
 
 def after_attention(then: Then, more: Callable[[Any], Sequence[GraphSlot]] | None = None) -> Make:
-    """Return what does something with what attention gives.
+    """Return a factory of backends that edit the output of attention.
 
     Args:
-        then: What it does; not called for a batch without tokens.
-        more: Slots that it needs besides the backend's own.
+        then: The edit; not called for a batch without tokens.
+        more: Slots that the edit needs besides the backend's own.
     """
 
     def make(base: type[Any]) -> type[Any]:
         class AfterAttention(base):  # type: ignore[misc]
-            """Attends, and goes on."""
+            """A backend that edits the output of attention."""
 
             def declare_slots(self, limits: Any) -> Sequence[GraphSlot]:
-                """Return more slots."""
+                """Return the slots and those of the edit."""
                 slots: Sequence[GraphSlot] = super().declare_slots(limits)
                 return slots if more is None else [*slots, *more(self)]
 
             def forward(self, q: Any, k: Any, v: Any, layer: Any, metadata: Any) -> Any:
-                """Attend, and do it."""
+                """Attend, and edit the output."""
                 out = super().forward(q, k, v, layer, metadata)
                 return then(self, Attended(q, k, layer, metadata, out)) if len(out) else out
 
@@ -143,7 +143,7 @@ def after_attention(then: Then, more: Callable[[Any], Sequence[GraphSlot]] | Non
 def workspace(
     name: str, *shape: int, value: float = 0, dtype: torch.dtype = torch.float32
 ) -> GraphSlot:
-    """Return a slot that no step writes anew."""
+    """Return a workspace slot, filled once."""
     return metadata_slot(
         f"museum.{name}", lambda *_: shape, dtype, role="workspace", pad_value=value
     )

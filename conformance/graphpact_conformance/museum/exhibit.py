@@ -1,6 +1,6 @@
-"""`Exhibit`: a real bug, planted by a small edit in a plugin that is right. `Variant`: a right one.
+"""`Exhibit`: a real bug, planted by a small edit in a correct plugin. `Variant`: a correct plugin.
 
-Does not: run any; see `graphpact_conformance.museum.gallery`.
+Does not: run the suite; see `graphpact_conformance.museum.gallery`.
 """
 
 from collections.abc import Callable
@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 Make: TypeAlias = Callable[[type[Any]], type[Any]]
-"""From a right class to one with an edit."""
+"""Makes an edited class from a correct one."""
 Around: TypeAlias = Callable[[], AbstractContextManager[object]]
-"""What an edit lasts for."""
+"""Makes the context in which an edit is in place."""
 
 
 def _as_it_is(cls: type[Any]) -> type[Any]:
@@ -23,18 +23,17 @@ class Exhibit:
     """One real bug.
 
     Args:
-        name: Unique, in words with hyphens: where it is planted, and what.
-        rule: Id of the rule under which the suite has to see it.
-        thread: Where it was public: ``owner/repository#number``.
+        name: Unique name with hyphens: the place and the bug.
+        rule: Id of the rule under which the suite must catch it.
+        thread: The public thread: ``owner/repository#number``.
         planted: The edit, in one sentence.
-        base: Name of the plugin that it is planted in: an attention backend or a runner; ``reference`` for
-            the kit's own backend, ``reference_runner`` for its runner.
-        lanes: Names of the kinds of step that expose it, as `graphpact_conformance.problems.Case` prints
-            them.
-        make: Returns the broken class, made of the right one.
-        around: Makes a context in which the lanes are built and run: for edits of what is no plugin, such as
-            the registry, the capture sizes, or the batches of the scheduler.
-        site: What is edited: ``backend``, ``runner``, ``registry``, ``capture sizes`` or ``batch``.
+        base: Name of the edited plugin, an attention backend or a runner; ``reference`` for the suite's own
+            backend, ``reference_runner`` for its runner.
+        lanes: Names of the kinds of step that expose it, as printed by `graphpact_conformance.problems.Case`.
+        make: Returns the broken class for the correct one.
+        around: Makes a context in which the lanes are built and run: for edits outside plugins, such as the
+            registry, the capture sizes, or the batches of the scheduler.
+        site: The edited part: ``backend``, ``runner``, ``registry``, ``capture sizes`` or ``batch``.
     """
 
     name: str
@@ -56,11 +55,11 @@ class Exhibit:
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """A right plugin in another style than ours, which has to pass.
+    """A correct plugin in another style, which must pass.
 
     Args:
-        name: Unique, in words with hyphens.
-        style: What is done otherwise, in one sentence.
+        name: Unique name with hyphens.
+        style: The style, in one sentence.
         base: See `Exhibit`.
         lanes: See `Exhibit`.
         make: See `Exhibit`.

@@ -1,6 +1,6 @@
-"""Running the suite against exhibits and variants, and what came of it: `visit`.
+"""`visit`: run the suite on exhibits and variants.
 
-Does not: hold any exhibit.
+Does not: contain an exhibit.
 """
 
 import multiprocessing
@@ -28,14 +28,14 @@ OPTIONS = Options(size="quick", examples=1, shrink=False)
 
 @dataclass(frozen=True)
 class Visit:
-    """What the suite says of one exhibit or variant.
+    """The results of the suite for one exhibit or variant.
 
     Args:
-        piece: Which.
-        findings: What it found, the first for each rule; None for what is no rule's.
-        lanes: The lanes that were looked at.
-        missing: Why it could not be shown: its plugin is not installed.
-        errors: Faults of the suite itself.
+        piece: The exhibit or variant.
+        findings: The first finding of each rule; the key is None for findings without a rule.
+        lanes: The lanes that were checked.
+        missing: The reason if its plugin is not installed.
+        errors: Errors of the suite.
     """
 
     piece: Exhibit | Variant
@@ -46,7 +46,7 @@ class Visit:
 
     @property
     def is_right(self) -> bool:
-        """Whether an exhibit was caught under its own rule, and a variant not at all."""
+        """Whether an exhibit was caught under its own rule, or a variant has no finding."""
         if self.missing is not None or self.errors or not self.lanes:
             return False
         if isinstance(self.piece, Exhibit):
@@ -55,7 +55,7 @@ class Visit:
 
 
 def visit(piece: Exhibit | Variant, options: Options = OPTIONS) -> Visit:
-    """Hold one exhibit or variant to all rules, in the lanes that it names."""
+    """Check one exhibit or variant against all rules, in its lanes."""
     try:
         base = right_class(piece.base)
     except GraphpactError as error:
@@ -74,12 +74,12 @@ def visit(piece: Exhibit | Variant, options: Options = OPTIONS) -> Visit:
 def planted(
     piece: Exhibit | Variant, base: type[Any], options: Options = OPTIONS
 ) -> Iterator[list[PlannedLane]]:
-    """Return the lanes of an exhibit or variant, each looked at in full; they run inside the context.
+    """Yield the lanes of an exhibit or variant, with all experiments; they run inside the context.
 
     Args:
-        piece: Which.
-        base: The right class that it is made of.
-        options: How many lanes.
+        piece: The exhibit or variant.
+        base: The correct class that it edits.
+        options: Options of the run.
     """
     cls = piece.make(base)
     is_backend = issubclass(cls, AttentionBackend)
@@ -88,7 +88,7 @@ def planted(
     kind: TargetKind = "attention_backend" if is_backend else "runner"
     around = piece.around if isinstance(piece, Exhibit) else nullcontext
     with around(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what is planted may warn, too
+        warnings.simplefilter("ignore")  # an exhibit may warn
         yield [
             replace(plan, is_full=True)
             for plan in plan_lanes(backend, runner, options, kind=kind)
@@ -103,20 +103,20 @@ def visit_all(
     workers: int = 1,
     quick: bool = False,
 ) -> list[Visit]:
-    """Visit one after another, or in as many processes as are given; in the order of ``pieces``.
+    """Visit exhibits and variants, in one or several processes; return the visits in their order.
 
     Args:
-        pieces: Of `graphpact_conformance.museum.EXHIBITS` and ``VARIANTS``.
-        on_visit: Called with each visit as it ends.
-        workers: Processes; 1 stays in this one.
-        quick: Hold exhibits to their own rule alone, which leaves out what else fires.
+        pieces: Some of `graphpact_conformance.museum.EXHIBITS` and ``VARIANTS``.
+        on_visit: Called with each finished visit.
+        workers: Number of processes; 1 uses this process.
+        quick: Whether to check exhibits only against their own rule.
     """
-    told = on_visit or (lambda _: None)
+    report = on_visit or (lambda _: None)
     if workers == 1:
         visits = []
         for piece in pieces:
             visits.append(visit(piece, _options(piece, quick=quick)))
-            told(visits[-1])
+            report(visits[-1])
         return visits
     context = multiprocessing.get_context("spawn")
     done: dict[str, Visit] = {}
@@ -126,7 +126,7 @@ def visit_all(
         for future in as_completed(futures):
             name, findings, lanes, missing, errors = future.result()
             done[name] = Visit(by_name[name], findings, lanes, missing, errors)
-            told(done[name])
+            report(done[name])
     return [done[piece.name] for piece in pieces]
 
 
@@ -144,7 +144,7 @@ def _visit_named(
     name: str,
     quick: bool,  # noqa: FBT001  a pool calls by position
 ) -> tuple[str, dict[str | None, Finding], tuple[str, ...], str | None, tuple[str, ...]]:
-    """Visit a piece by its name, and return what of the visit goes from process to process."""
+    """Visit a piece by its name, and return the parts of the visit that can be pickled."""
     from graphpact_conformance.museum import EXHIBITS, VARIANTS  # noqa: PLC0415  they import us
 
     pieces: list[Exhibit | Variant] = [*EXHIBITS, *VARIANTS]
@@ -155,10 +155,10 @@ def _visit_named(
 
 @cache
 def right_class(name: str) -> type[Any]:
-    """Return the right class of that name.
+    """Return the correct class of that name.
 
     Raises:
-        PluginError: It is not installed.
+        PluginError: The plugin is not installed.
     """
     if name == "reference":
         return ReferenceBackend

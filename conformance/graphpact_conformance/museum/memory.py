@@ -1,9 +1,9 @@
-"""Exhibits of memory: its size, life and owner, and what is left in it: GP13, GP14, GP15, GP18, GP19.
+"""Exhibits of memory: size, lifetime, owner and remaining contents: GP13, GP14, GP15, GP18, GP19.
 
-Each is one edit of an attention backend that is right. Numbers that an edit brings in are ones, so that
-answers stay right until what holds them is lost.
+Each is one edit of a correct attention backend. Factors that an edit adds are ones, so that outputs stay
+right until their memory is lost.
 
-Does not: run any.
+Does not: run exhibits.
 """
 
 import functools
@@ -22,11 +22,11 @@ from graphpact_conformance.museum.exhibit import Exhibit, Make
 
 
 def _sizes(resize: Callable[[Any, str, tuple[int, ...]], tuple[int, ...]]) -> Make:
-    """Return what declares slots of other shapes: ``resize(limits, name, shape)``."""
+    """Return a factory of backends with slots of other shapes: ``resize(limits, name, shape)``."""
 
     def make(base: type[Any]) -> type[Any]:
         class Sizes(base):  # type: ignore[misc]
-            """Sizes slots by another formula."""
+            """A backend that sizes slots by another formula."""
 
             def declare_slots(self, limits: Any) -> Sequence[GraphSlot]:
                 """Return the same slots, of other sizes."""
@@ -81,7 +81,7 @@ def _clamps_keys(base: type[Any]) -> type[Any]:
 
 
 def _clamps_tokens(backend: Any, call: Attended) -> torch.Tensor:
-    """Send rows through a workspace that has one draft less for each request, and take the last for more."""
+    """Copy rows through a workspace with one draft less per request, clamped to its last row."""
     limits = backend.context.limits
     rows = limits.max_bs * (limits.draft.num_draft_tokens - 1)
     at = torch.arange(len(call.out), device=call.out.device).clamp_(max=rows - 1)
@@ -123,7 +123,7 @@ _SIZES = [
         name="flashinfer-kv-indices-without-the-fake-request",
         rule="GP13",
         thread="sgl-project/sglang#31012",
-        planted="kv_indices has room for the pages of all requests, and none for the fake request's.",
+        planted="kv_indices has room for the pages of all requests, but not for those of the fake request.",
         base="flashinfer",
         lanes=("mixed",),
         make=_sizes(_pages_of_real_requests),
@@ -132,7 +132,7 @@ _SIZES = [
         name="flashinfer-kv-indices-without-topk",
         rule="GP13",
         thread="sgl-project/sglang#19016",
-        planted="kv_indices lacks the factor topk, though every branch has indices of its own.",
+        planted="kv_indices lacks the factor topk, although every branch has its own indices.",
         base="flashinfer",
         lanes=("draft_decode_tree",),
         make=_sizes(_indices_of_one_branch),
@@ -141,7 +141,7 @@ _SIZES = [
         name="trtllm-key-lengths-are-clamped",
         rule="GP13",
         thread="ModelTC/LightLLM#1583",
-        planted="Lengths are clamped to a table without room for drafts: the last keys are not seen.",
+        planted="Lengths are clamped to a table without room for drafts, so the last keys are not read.",
         base="trtllm_mla",
         lanes=("target_verify",),
         make=_clamps_keys,
@@ -150,7 +150,8 @@ _SIZES = [
         name="fa3-workspace-lacks-a-draft-token",
         rule="GP13",
         thread="ModelTC/LightLLM#1583",
-        planted="A workspace has a row less for each request, and what goes past its end takes the last row.",
+        planted="A workspace has one row less per request, and indices past its end are clamped to the last"
+        " row.",
         base="fa3",
         lanes=("draft_extend",),
         make=after_attention(_clamps_tokens),
@@ -159,7 +160,7 @@ _SIZES = [
         name="reference-table-without-the-last-column",
         rule="GP13",
         thread="sgl-project/sglang#19016",
-        planted="The table lacks its last column, and positions are clamped to it.",
+        planted="The table lacks its last column, and positions are clamped to the others.",
         base="reference",
         lanes=("decode",),
         make=_table_without_the_last_column,
@@ -183,7 +184,7 @@ def _grows(backend: Any, call: Attended) -> torch.Tensor:
 
 
 def _for_all_keys(scale: Then) -> Make:
-    """Return what needs as much of a workspace as a batch has keys.
+    """Return a factory of backends with a workspace of one element per key.
 
     Args:
         scale: Scales by ``backend.workspace``, of at least ``backend.needed`` ones.
@@ -263,7 +264,7 @@ def _resizes(backend: Any, call: Attended) -> torch.Tensor:
 
 
 def _copies_from_a_local(backend: Any, call: Attended) -> torch.Tensor:
-    """Scale by what is copied from memory of the host that nobody keeps."""
+    """Scale by a copy from host memory without a lasting reference."""
     target = _ones(backend, 4)
     if backend.driver is None:
         return call.out * target[0]
@@ -285,7 +286,7 @@ _LIVES = [
         name="fa3-buffers-by-size-are-flushed",
         rule="GP14",
         thread="intel/llm-scaler#505",
-        planted="A buffer is kept for each number of tokens, and all are dropped when there are too many.",
+        planted="A cache has one buffer per number of tokens, and drops all when it has too many.",
         base="fa3",
         lanes=("target_verify",),
         make=after_attention(_of_each_size),
@@ -312,7 +313,7 @@ _LIVES = [
         name="trtllm-workspace-is-resized",
         rule="GP14",
         thread="flashinfer-ai/flashinfer#4399",
-        planted="A workspace is resized in place in an eager step with more keys, which moves its memory.",
+        planted="An eager step with more keys resizes a workspace in place, which moves its memory.",
         base="trtllm_mla",
         lanes=("extend",),
         make=_for_all_keys(_resizes),
@@ -344,7 +345,7 @@ def _cached_by_stream(backend: Any, call: Attended) -> torch.Tensor:
 
 def _shares_between_graphs(base: type[Any]) -> type[Any]:
     class SharesBetweenGraphs(base):  # type: ignore[misc]
-        """Metadata work takes a scratch tensor from whoever made one first while it was recorded."""
+        """A backend whose metadata work uses the scratch tensor of the first recording."""
 
         scratch: torch.Tensor | None = None
 
@@ -492,7 +493,7 @@ def _flag(backend: Any) -> Sequence[GraphSlot]:
 
 
 def _sets_a_flag(backend: Any, call: Attended) -> torch.Tensor:
-    """Set the offset by which rows are shifted when the flag is down, and raise it: nobody lowers it."""
+    """Set an offset if the flag is 0, and set the flag, which is never reset."""
     flag, base = there(backend, "flag"), there(backend, "base")
     if not getattr(backend.driver, "is_capturing", False):
         flag.zero_()
@@ -514,7 +515,7 @@ _STATES = [
         name="trtllm-semaphore-is-not-re-armed",
         rule="GP18",
         thread="ROCm/aiter#4916",
-        planted="A counter that a kernel expects at zero is set to zero on the host, and by no graph.",
+        planted="A counter that a kernel expects at zero is zeroed on the host, and by no graph.",
         base="trtllm_mla",
         lanes=("decode",),
         make=after_attention(_waits_for_zero, _semaphore),
@@ -523,7 +524,8 @@ _STATES = [
         name="flashinfer-private-generator",
         rule="GP18",
         thread="NVIDIA/Megatron-LM#5697",
-        planted="Random numbers come from a generator that the graph does not know, and never change.",
+        planted="Random numbers come from a generator that is not registered with the graph, and never"
+        " change.",
         base="flashinfer",
         lanes=("target_verify",),
         make=_draws_by_itself,
@@ -532,7 +534,8 @@ _STATES = [
         name="fa3-sums-are-zeroed-by-the-host",
         rule="GP18",
         thread="ROCm/aiter#4916",
-        planted="Partial results are added to sums that hooks of captures zero, and those of replays do not.",
+        planted="Partial results are added to sums that the capture hook zeroes and the replay hook does"
+        " not.",
         base="fa3",
         lanes=("draft_extend",),
         make=_zeroes_on_the_host,
@@ -541,7 +544,7 @@ _STATES = [
         name="fa3-flag-stays-up",
         rule="GP18",
         thread="ROCm/aiter#4916",
-        planted="A flag says that an offset was set in this launch; it stays up, and so the offset.",
+        planted="A flag marks that an offset was set in this launch; flag and offset are never reset.",
         base="fa3",
         lanes=("mixed",),
         make=after_attention(_sets_a_flag, _flag),
@@ -575,7 +578,7 @@ def _advances(backend: Any, call: Attended) -> torch.Tensor:
 
 def _counts_undeclared(base: type[Any]) -> type[Any]:
     class Counts(base):  # type: ignore[misc]
-        """Counts steps on the device, in memory that nobody knows."""
+        """A backend that counts steps in undeclared device memory."""
 
         def __init__(self, context: Any) -> None:
             super().__init__(context)
@@ -673,7 +676,7 @@ _TRACES = [
         name="fa3-counter-advances-in-captures",
         rule="GP19",
         thread="microsoft/onnxruntime#32243",
-        planted="A counter of the backend's own is advanced by every run of the region, captures among them.",
+        planted="Every run of the region, also a capture, advances a counter of the backend.",
         base="fa3",
         lanes=("decode",),
         make=_counts_undeclared,
@@ -700,7 +703,7 @@ _TRACES = [
         name="trtllm-tunes-on-live-pages",
         rule="GP19",
         thread="ROCm/ATOM#2267",
-        planted="Before a capture, pages that live requests own are cleared to try kernels on.",
+        planted="Kernel tuning before a capture clears pages that live requests own.",
         base="trtllm_mla",
         lanes=("draft_decode",),
         make=_tunes_on_live_pages,
@@ -709,7 +712,7 @@ _TRACES = [
         name="flashinfer-capture-takes-a-request-row",
         rule="GP19",
         thread="ROCm/ATOM#2267",
-        planted="The hook of captures zeroes a row of req_to_token that a live request may own.",
+        planted="The capture hook zeroes a row of req_to_token that a live request may own.",
         base="flashinfer",
         lanes=("mixed",),
         make=_reserves_a_row,
@@ -717,4 +720,4 @@ _TRACES = [
 ]
 
 EXHIBITS = [*_SIZES, *_LIVES, *_OWNERS, *_STATES, *_TRACES]
-"""In the order of their rules."""
+"""All exhibits of this room, in the order of their rules."""

@@ -1,9 +1,9 @@
-"""Exhibits of what padded rows hold, how many there are, and what they do to real ones: GP03 to GP06.
+"""Exhibits of the contents, the number and the effects of padding rows: GP03 to GP06.
 
-Each is one edit of an attention backend that is right. Where it goes by which rows are real, it goes by
-what a real engine has at hand: request row 0, which is reserved, or the lengths on the host.
+Each is one edit of a correct attention backend. An edit finds live rows by the means of a real engine:
+request row 0, which is reserved, or the lengths on the host.
 
-Does not: run any.
+Does not: run exhibits.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,7 +37,7 @@ def _itself(metadata: Any) -> Any:
 
 
 def _skips_padded(*names: str, part: Callable[[Any], Any] = _itself) -> Make:
-    """Return what leaves the rows of requests that are not there as they are, of the named tensors."""
+    """Return a factory of backends that do not write the padding rows of the named tensors."""
 
     def make(base: type[Any]) -> type[Any]:
         class SkipsPadded(base):  # type: ignore[misc]
@@ -62,7 +62,7 @@ def _with_new_tokens(view: Any) -> int:
 
 
 def _copies_the_head(*names: str) -> Make:
-    """Return what writes, at replay, as many rows of the named tensors as the host counts requests."""
+    """Return a factory of backends whose replay writes only the live rows of the named tensors."""
 
     def make(base: type[Any]) -> type[Any]:
         class CopiesTheHead(base):  # type: ignore[misc]
@@ -105,7 +105,7 @@ def _keeps_pages_of_the_fake_request(base: type[Any]) -> type[Any]:
 
 def _keeps_owners_of_padded_tokens(base: type[Any]) -> type[Any]:
     class KeepsOwnersOfPaddedTokens(base):  # type: ignore[misc]
-        """Whose a token is, is written for the tokens that requests bring."""
+        """A backend that writes the request index only for live tokens."""
 
         def fill_request(self, view: Any, request: torch.Tensor) -> None:
             """Fill, and put back what was behind the last request's tokens."""
@@ -131,7 +131,7 @@ _STALE = [
         name="fa3-replay-hook-copies-as-many-rows-as-requests",
         rule="GP03",
         thread="vllm-project/vllm#21196",
-        planted="The replay hook writes page table and lengths for the step's requests, and no row behind.",
+        planted="The replay hook writes page table and lengths only for live requests, and no padding row.",
         base="fa3",
         lanes=("extend",),
         make=_copies_the_head("page_table", "cache_seqlens"),
@@ -149,7 +149,7 @@ _STALE = [
         name="flashinfer-kv-indices-keep-their-tail",
         rule="GP03",
         thread="SJTU-DENG-Lab/Diffulex#44",
-        planted="kv_indices is not cleared behind the real pages, where the fake request's lie.",
+        planted="kv_indices is not cleared after the live pages, at the pages of the fake request.",
         base="flashinfer",
         lanes=("mixed",),
         make=_keeps_pages_of_the_fake_request,
@@ -158,7 +158,7 @@ _STALE = [
         name="flashinfer-last-page-lengths-skip-padded-requests",
         rule="GP03",
         thread="sgl-project/sglang#10892",
-        planted="kv_last_page_len is written for the step's requests, and no row behind.",
+        planted="kv_last_page_len is written only for live requests, and for no padding row.",
         base="flashinfer",
         lanes=("extend",),
         make=_copies_the_head("kv_last_page_len"),
@@ -176,7 +176,7 @@ _STALE = [
         name="trtllm-key-lengths-skip-padded-requests",
         rule="GP03",
         thread="sgl-project/sglang#18647",
-        planted="seq_lens_k of padded requests is an earlier batch's, so that they read as far as it did.",
+        planted="seq_lens_k of padding requests keeps the lengths of an earlier batch.",
         base="trtllm_mla",
         lanes=("draft_decode",),
         make=_skips_padded("seq_lens_k"),
@@ -185,7 +185,7 @@ _STALE = [
         name="reference-owners-of-padded-tokens-are-kept",
         rule="GP03",
         thread="sgl-project/sglang#23037",
-        planted="Which request a padded token belongs to is left as an earlier batch had it.",
+        planted="The request index of a padding token is left from an earlier batch.",
         base="reference",
         lanes=("extend",),
         make=_keeps_owners_of_padded_tokens,
@@ -197,7 +197,7 @@ _STALE = [
 
 
 def _writes(to: Callable[[Any, torch.Tensor], torch.Tensor]) -> Make:
-    """Return what lets padded tokens, which are those of KV slot 0, write another slot."""
+    """Return a factory of backends in which padding tokens, those of KV slot 0, write another slot."""
 
     def make(base: type[Any]) -> type[Any]:
         class WritesElsewhere(base):  # type: ignore[misc]
@@ -226,7 +226,7 @@ def _first_token_s(backend: Any, slots: torch.Tensor) -> torch.Tensor:
 
 
 def _reads(of: Callable[[Any, Any, torch.Tensor], torch.Tensor], name: str) -> Make:
-    """Return what gives padded requests another row of a table."""
+    """Return a factory of backends that give padding requests another row of a table."""
 
     def make(base: type[Any]) -> type[Any]:
         class ReadsElsewhere(base):  # type: ignore[misc]
@@ -298,7 +298,7 @@ _SENTINELS = [
         name="fa3-padded-tokens-write-the-last-slot",
         rule="GP04",
         thread="vllm-project/vllm#43810",
-        planted="-1 stands for no slot, and is the last KV slot when it is used as an index.",
+        planted="-1 stands for no slot, but as an index it is the last KV slot.",
         base="fa3",
         lanes=("decode",),
         make=_writes(_last_slot),
@@ -325,7 +325,7 @@ _SENTINELS = [
         name="flashinfer-fill-length-0",
         rule="GP04",
         thread="sgl-project/sglang#1469",
-        planted="seq_len_fill_value is 0, where a causal row has no fewer keys than queries.",
+        planted="seq_len_fill_value is 0, but a causal row needs at least as many keys as queries.",
         base="flashinfer",
         lanes=("decode",),
         make=_fills_with(0),
@@ -343,7 +343,7 @@ _SENTINELS = [
         name="fa3-idle-rank-gathers-row-minus-one",
         rule="GP04",
         thread="vllm-project/vllm#43810",
-        planted="On an idle rank all requests are padding: marked by -1, they gather the last row of all.",
+        planted="On an idle rank all requests are padding; marked by -1, they gather the last row.",
         base="fa3",
         lanes=("idle",),
         make=_gathers_the_last_row,
@@ -383,7 +383,7 @@ _SENTINELS = [
 
 def _no_fake_request(base: type[Any]) -> type[Any]:
     class NoFakeRequest(base):  # type: ignore[misc]
-        """Padded tokens are nobody's."""
+        """A backend without the fake request for padding tokens."""
 
         def _fill_ragged_queries(self, view: Any, metadata: Any) -> torch.Tensor:
             """End the last offset where the real tokens end."""
@@ -424,7 +424,7 @@ def _counts_live_queries(base: type[Any]) -> type[Any]:
 
 
 def _cut_by_the_batch(name: str, more: int = 0) -> Make:
-    """Return what gives, at replay, as many rows of a tensor as the batch has."""
+    """Return a factory of backends that slice a tensor at replay to the rows of the batch."""
 
     def make(base: type[Any]) -> type[Any]:
         class CutByTheBatch(base):  # type: ignore[misc]
@@ -445,7 +445,7 @@ def _cut_by_the_batch(name: str, more: int = 0) -> Make:
 
 
 def _padding_is_the_last_request_s(name: str) -> Make:
-    """Return what counts all padded tokens as the last request's."""
+    """Return a factory of backends that count all padding tokens as tokens of the last request."""
 
     def make(base: type[Any]) -> type[Any]:
         class PaddingIsTheLastRequests(base):  # type: ignore[misc]
@@ -463,7 +463,7 @@ def _padding_is_the_last_request_s(name: str) -> Make:
 
 def _positions_from_the_last_row(base: type[Any]) -> type[Any]:
     class PositionsFromTheLastRow(base):  # type: ignore[misc]
-        """How far a token sees is counted back from the last row of the graph."""
+        """A backend that counts visible positions back from the last row of the graph."""
 
         def last_of(self, view: Any, request: torch.Tensor) -> torch.Tensor:
             """Let the last request end at the last row."""
@@ -536,7 +536,7 @@ _EXTENTS = [
         name="reference-positions-count-from-the-last-row",
         rule="GP05",
         thread="sgl-project/sglang#1789",
-        planted="The last request's positions are counted back from the padded count of tokens.",
+        planted="Positions of the last request are counted back from the padded number of tokens.",
         base="reference",
         lanes=("extend",),
         make=_positions_from_the_last_row,
@@ -572,7 +572,7 @@ def _tokens_of(requests: torch.Tensor, call: Attended) -> torch.Tensor:
 
 
 def _written_where(mask: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """Return memory that nobody wrote but where ``mask`` is set."""
+    """Return uninitialised memory with ``out`` written where ``mask`` is set."""
     empty = torch.empty_like(out)
     return empty.copy_(torch.where(_on_rows(mask, out), out, empty))
 
@@ -614,7 +614,7 @@ _LEAKS = [
         name="fa3-empty-output-and-one-scale",
         rule="GP06",
         thread="vllm-project/vllm#37442",
-        planted="The output is allocated by empty, not written for padded rows, and scaled by its largest.",
+        planted="The output is allocated by empty, not written for padding rows, and scaled by its maximum.",
         base="fa3",
         lanes=("decode",),
         make=after_attention(_unwritten_on_scratch),
@@ -623,7 +623,7 @@ _LEAKS = [
         name="fa3-rows-past-the-last-offset-are-unwritten",
         rule="GP06",
         thread="vllm-project/vllm#56922",
-        planted="Rows past the last offset are left as empty made them, and a sum over rows takes them in.",
+        planted="Rows after the last offset are left uninitialised, and a sum over rows includes them.",
         base="fa3",
         lanes=("extend",),
         make=after_attention(_unwritten_past_the_last_offset),
@@ -632,7 +632,8 @@ _LEAKS = [
         name="trtllm-output-buffer-keeps-padded-rows",
         rule="GP06",
         thread="vllm-project/vllm#37442",
-        planted="One output buffer keeps, in padded rows, an earlier batch's, and is scaled by its largest.",
+        planted="An output buffer keeps earlier values in padding rows, and the output is scaled by its"
+        " maximum.",
         base="trtllm_mla",
         lanes=("target_verify",),
         make=after_attention(_keeps_an_output, _an_output),
@@ -641,7 +642,7 @@ _LEAKS = [
         name="trtllm-one-scale-for-all-rows",
         rule="GP06",
         thread="vllm-project/vllm#37442",
-        planted="Real rows go through the scale of all rows, padded ones too.",
+        planted="Live rows are quantized by one scale of all rows, including padding rows.",
         base="trtllm_mla",
         lanes=("draft_extend",),
         make=after_attention(_scaled),
@@ -650,7 +651,7 @@ _LEAKS = [
         name="flashinfer-mean-over-all-branches",
         rule="GP06",
         thread="sgl-project/sglang#35766",
-        planted="The mean over rows counts padded branches.",
+        planted="The mean over rows includes padding branches.",
         base="flashinfer",
         lanes=("draft_decode_tree",),
         make=after_attention(_centred),
@@ -659,7 +660,7 @@ _LEAKS = [
         name="flashinfer-one-bad-padded-row-spoils-all",
         rule="GP06",
         thread="vllm-project/vllm#39391",
-        planted="A sum over all rows spreads what is no number in a padded one.",
+        planted="A sum over all rows spreads the NaN of a padding row.",
         base="flashinfer",
         lanes=("mixed",),
         make=after_attention(_spreads_what_is_no_number),
@@ -668,7 +669,7 @@ _LEAKS = [
         name="reference-one-scale-for-all-drafts",
         rule="GP06",
         thread="sgl-project/sglang#31838",
-        planted="Drafts of all requests go through one scale, those of padded requests too.",
+        planted="Drafts of all requests, including padding requests, are quantized by one scale.",
         base="reference",
         lanes=("target_verify_tree",),
         make=after_attention(_scaled),
@@ -676,4 +677,4 @@ _LEAKS = [
 ]
 
 EXHIBITS = [*_STALE, *_SENTINELS, *_EXTENTS, *_LEAKS]
-"""In the order of their rules."""
+"""All exhibits of this room, in the order of their rules."""

@@ -1,6 +1,6 @@
-"""Exhibits of plans, of streams and staging memory, and of work that no graph holds: GP09, GP16, GP20.
+"""Exhibits of plans, of streams and staging memory, and of work that a graph cannot hold: GP09, GP16, GP20.
 
-Does not: hold the exhibits of what a backend binds and writes; see `graphpact_conformance.museum.bindings`.
+Does not: contain exhibits of binding and refresh; see `graphpact_conformance.museum.bindings`.
 """
 
 import itertools
@@ -122,7 +122,7 @@ _STALE = [
         name="flashinfer-window-not-planned",
         rule="GP09",
         thread="NVIDIA/TensorRT-LLM#18769",
-        planted="Before a replay only the plan of layers without a window is made.",
+        planted="Only the plan of layers without a window is made before a replay.",
         base="flashinfer",
         lanes=("decode",),
         make=_full_set_planned,
@@ -131,7 +131,7 @@ _STALE = [
         name="flashinfer-planned-by-pages",
         rule="GP09",
         thread="NVIDIA/TensorRT-LLM#15556",
-        planted="A plan is kept as long as a key is the same, which holds pages and no lengths.",
+        planted="A plan is reused while its key is equal; the key has pages and no lengths.",
         base="flashinfer",
         lanes=("target_verify",),
         make=_planned_by_pages,
@@ -140,7 +140,7 @@ _STALE = [
         name="flashinfer-first-step-planned",
         rule="GP09",
         thread="alibaba/rtp-llm#1084",
-        planted="The replay hook of a draft plans its first step, and leaves the others' plans.",
+        planted="The replay hook of a draft plans only its first step.",
         base="flashinfer",
         lanes=("draft_decode_tree",),
         make=_first_step_planned,
@@ -149,7 +149,7 @@ _STALE = [
         name="flashinfer-planned-one-step-late",
         rule="GP09",
         thread="flashinfer-ai/flashinfer#411",
-        planted="A plan is made from the lengths that the step before had.",
+        planted="A plan is made from the lengths of the previous step.",
         base="flashinfer",
         lanes=("extend",),
         make=_planned_late,
@@ -158,7 +158,7 @@ _STALE = [
         name="flashinfer-planned-without-drafts",
         rule="GP09",
         thread="sgl-project/sglang#21161",
-        planted="Every plan, an eager step's too, is made for fewer keys than the kernel is given.",
+        planted="Every plan, also of eager steps, is made for fewer keys than the kernel gets.",
         base="flashinfer",
         lanes=("target_verify",),
         make=_planned_without_drafts,
@@ -167,7 +167,7 @@ _STALE = [
         name="fa3-schedule-of-capture",
         rule="GP09",
         thread="vllm-project/vllm#36611",
-        planted="scheduler_metadata is computed at capture, outside of what is recorded.",
+        planted="scheduler_metadata is computed at capture, outside the recorded work.",
         base="fa3",
         lanes=("decode",),
         make=not_refreshed(with_spare("scheduler_metadata"), in_graph=True),
@@ -176,7 +176,7 @@ _STALE = [
         name="fa3-schedule-for-other-lengths",
         rule="GP09",
         thread="vllm-project/vllm#27884",
-        planted="The replay hook makes scheduler_metadata for other lengths than the kernel is given.",
+        planted="The replay hook makes scheduler_metadata for other lengths than those of the kernel.",
         base="fa3",
         lanes=("draft_extend",),
         make=after_replay_hook(_scheduled_otherwise),
@@ -190,7 +190,7 @@ _STALE = [
 def _staged(
     name: str, copy: Callable[[Any, torch.Tensor, torch.Tensor, torch.Tensor], None]
 ) -> Make:
-    """Return what makes a backend that copies its lengths from host memory at replay.
+    """Return a factory of backends that copies its lengths from host memory at replay.
 
     Args:
         name: The field of the metadata that has them.
@@ -281,7 +281,7 @@ def _plan_staging_not_awaited(base: type[Any]) -> type[Any]:
 
 
 class _Unwaiting:
-    """A driver, whose events nobody waits for."""
+    """A driver with events that do not wait."""
 
     def __init__(self, driver: Any) -> None:
         self._driver = driver
@@ -295,7 +295,7 @@ class _Unwaiting:
 
 
 def _on_a_side_stream(*, forks: bool, joins: bool) -> Make:
-    """Return what makes a backend that refreshes metadata on a stream of its own."""
+    """Return a factory of backends that refreshes metadata on a stream of its own."""
 
     def make(base: type[Any]) -> type[Any]:
         class Sided(base):  # type: ignore[misc]
@@ -329,7 +329,7 @@ _RACES = [
         name="trtllm-mla-staging-not-awaited",
         rule="GP16",
         thread="vllm-project/vllm#24527",
-        planted="Host memory is written for the next step while the copy of the last may be in flight.",
+        planted="Host memory is written for the next step while the previous copy may be in flight.",
         base="trtllm_mla",
         lanes=("mixed",),
         make=_staged("seq_lens_k", _no_wait),
@@ -338,7 +338,8 @@ _RACES = [
         name="flashinfer-plan-staging-not-awaited",
         rule="GP16",
         thread="vllm-project/vllm#47644",
-        planted="The host memory of the plans is written for the next step without a wait for its last copy.",
+        planted="The host memory of the plans is written for the next step without a wait for the previous"
+        " copy.",
         base="flashinfer",
         lanes=("extend",),
         make=_plan_staging_not_awaited,
@@ -356,7 +357,7 @@ _RACES = [
         name="fa3-event-of-the-shape",
         rule="GP16",
         thread="vllm-project/vllm#47644",
-        planted="All shapes stage in one host buffer, and each waits for the last copy of its own.",
+        planted="All shapes share one staging buffer, and each waits only for its own last copy.",
         base="fa3",
         lanes=("extend",),
         make=_staged("cache_seqlens", _event_by_shape),
@@ -365,7 +366,7 @@ _RACES = [
         name="fa3-event-before-the-copy",
         rule="GP16",
         thread="vllm-project/vllm#24527",
-        planted="The event that a later step waits for is recorded before the copy is begun.",
+        planted="The event that a later step waits for is recorded before the copy starts.",
         base="fa3",
         lanes=("mixed",),
         make=_staged("cache_seqlens", _marked_early),
@@ -383,7 +384,7 @@ _RACES = [
         name="trtllm-mla-side-stream-not-forked",
         rule="GP16",
         thread="sgl-project/sglang#19177",
-        planted="Metadata is refreshed on a side stream that does not wait for the batch to be copied in.",
+        planted="Metadata is refreshed on a side stream that does not wait for the copy of the batch.",
         base="trtllm_mla",
         lanes=("decode",),
         make=_on_a_side_stream(forks=False, joins=True),
@@ -395,7 +396,7 @@ _RACES = [
 
 
 def _before_forward(check: Callable[[Any, Any], None]) -> Make:
-    """Return what makes a backend that looks at its metadata before it attends."""
+    """Return a factory of backends that looks at its metadata before it attends."""
 
     def make(base: type[Any]) -> type[Any]:
         class Checked(base):  # type: ignore[misc]
@@ -412,7 +413,7 @@ def _before_forward(check: Callable[[Any, Any], None]) -> Make:
 
 
 def _after_fill(edit: Callable[[Any, ForwardBatch, Any], None]) -> Make:
-    """Return what makes a backend that does more in the body that every path goes through."""
+    """Return a factory of backends that does more in the body that every path goes through."""
 
     def make(base: type[Any]) -> type[Any]:
         class More(base):  # type: ignore[misc]
@@ -461,7 +462,7 @@ def _lengths_from_the_device(base: type[Any]) -> type[Any]:
 
 def _forked_in_forward(base: type[Any]) -> type[Any]:
     class ForkedInForward(base):  # type: ignore[misc]
-        """A prefetch runs on a stream that nobody joins."""
+        """A backend with a prefetch on a stream that is not joined."""
 
         side: Any = None
 
@@ -482,7 +483,7 @@ _ILLEGAL = [
         name="fa3-assert-on-the-device",
         rule="GP20",
         thread="vllm-project/vllm#22758",
-        planted="Every layer asserts that lengths on the device are none below 0.",
+        planted="Every layer asserts on the host that no length on the device is negative.",
         base="fa3",
         lanes=("extend",),
         make=_before_forward(_assert_lengths),
@@ -491,7 +492,7 @@ _ILLEGAL = [
         name="flashinfer-offsets-listed",
         rule="GP20",
         thread="vllm-project/vllm#40807",
-        planted="The replay hook lists the query offsets of the device for the longest request.",
+        planted="The replay hook calls tolist() on query offsets of the device to find the longest request.",
         base="flashinfer",
         lanes=("mixed",),
         make=after_replay_hook(_list_offsets),
@@ -500,7 +501,7 @@ _ILLEGAL = [
         name="trtllm-mla-scalar-assignment",
         rule="GP20",
         thread="sgl-project/sglang#23738",
-        planted="The recorded body sets the first offset to a number of the host.",
+        planted="The recorded body sets the first offset from a host number.",
         base="trtllm_mla",
         lanes=("extend",),
         make=_after_fill(_set_first),
@@ -509,7 +510,7 @@ _ILLEGAL = [
         name="fa3-masked-write",
         rule="GP20",
         thread="vllm-project/vllm#43747",
-        planted="The recorded body writes the page table where a mask on the device says so.",
+        planted="The recorded body writes the page table by a boolean mask on the device.",
         base="fa3",
         lanes=("draft_decode_tree",),
         make=_after_fill(_masked_write),
@@ -518,7 +519,7 @@ _ILLEGAL = [
         name="flashinfer-lengths-from-the-device",
         rule="GP20",
         thread="InternLM/lmdeploy#2544",
-        planted="A plan is made from lengths that are fetched from the device.",
+        planted="A plan is made from lengths that are copied from the device.",
         base="flashinfer",
         lanes=("target_verify_tree",),
         make=_lengths_from_the_device,
@@ -527,7 +528,7 @@ _ILLEGAL = [
         name="trtllm-mla-unjoined-stream",
         rule="GP20",
         thread="deepseek-ai/DeepEP#62",
-        planted="Attention begins work on a side stream inside the capture, and joins it nowhere.",
+        planted="Attention starts work on a side stream inside the capture and does not join it.",
         base="trtllm_mla",
         lanes=("draft_decode",),
         make=_forked_in_forward,

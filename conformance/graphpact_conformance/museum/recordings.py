@@ -1,6 +1,6 @@
-"""Exhibits of what a backend lets be recorded: frozen numbers and other work, GP08, GP10.
+"""Exhibits of recorded work and frozen host numbers: GP08, GP10.
 
-Does not: hold the exhibits of what is bound and written; see `graphpact_conformance.museum.bindings`.
+Does not: contain exhibits of binding and refresh; see `graphpact_conformance.museum.bindings`.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ def _longest(view: ForwardBatch) -> int:
 
 
 def _own_bound(field: str) -> Make:
-    """Return what makes a backend whose bound of the keys is that of the batch at hand."""
+    """Return a factory of backends whose bound of the keys is that of the batch at hand."""
 
     def make(base: type[Any]) -> type[Any]:
         class OwnBound(base):  # type: ignore[misc]
@@ -42,7 +42,7 @@ def _own_bound(field: str) -> Make:
 
 
 def _kept_longest(forward: Callable[[Any, Any, int], Any]) -> Make:
-    """Return what makes a backend that attends by a host number of the batch that was bound.
+    """Return a factory of backends that attends by a host number of the batch that was bound.
 
     Args:
         forward: ``(backend, metadata, longest)`` to what the kernels are given.
@@ -106,7 +106,7 @@ _BAKED = [
         name="flashinfer-longest-of-capture",
         rule="GP08",
         thread="Dao-AILab/flash-attention#1164",
-        planted="The bound of the keys that the kernel takes is the longest request of the dummy batch.",
+        planted="The kernel's bound of the keys is the longest request of the dummy batch.",
         base="flashinfer",
         lanes=("decode",),
         make=_own_bound("max_kv_len"),
@@ -124,7 +124,7 @@ _BAKED = [
         name="fa3-narrowed-table",
         rule="GP08",
         thread="huggingface/candle#3728",
-        planted="The kernel is given as many pages of the table as the dummy batch has.",
+        planted="The kernel gets as many pages of the table as the dummy batch has.",
         base="fa3",
         lanes=("target_verify",),
         make=_kept_longest(_narrowed),
@@ -133,7 +133,7 @@ _BAKED = [
         name="flashinfer-short-path",
         rule="GP08",
         thread="microsoft/onnxruntime#32239",
-        planted="A threshold on the longest request decides at capture which indices a window's layers read.",
+        planted="A threshold on the longest request selects at capture the indices of sliding-window layers.",
         base="flashinfer",
         lanes=("target_verify",),
         make=_kept_longest(_short_path),
@@ -142,7 +142,7 @@ _BAKED = [
         name="reference-context-of-capture",
         rule="GP08",
         thread="huggingface/candle#3728",
-        planted="Attention looks at as many positions as the dummy batch has.",
+        planted="Attention reads only as many positions as the dummy batch has.",
         base="reference",
         lanes=("extend",),
         make=_shorter_context,
@@ -199,7 +199,7 @@ def _kept_from_eager(base: type[Any]) -> type[Any]:
 
 def _fallback_left(base: type[Any]) -> type[Any]:
     class FallbackLeft(base):  # type: ignore[misc]
-        """An eager step turns a fallback on, which nobody turns off before a capture."""
+        """A backend whose eager steps switch on a fallback that stays on in captures."""
 
         fallback: Any = None
 
@@ -264,7 +264,7 @@ _RECORDED = [
         name="flashinfer-upgraded-at-capture",
         rule="GP10",
         thread="sgl-project/sglang#26742",
-        planted="Metadata is upgraded to another type by the capture hook alone.",
+        planted="Only the capture hook upgrades metadata to another type.",
         base="flashinfer",
         lanes=("extend",),
         make=_upgraded,
@@ -273,7 +273,8 @@ _RECORDED = [
         name="fa3-kept-from-eager",
         rule="GP10",
         thread="sgl-project/sglang#38994",
-        planted="After an eager step, the index tensors count as made, and a capture records none of it.",
+        planted="After an eager step the index tensors count as ready, and a capture records no work for"
+        " them.",
         base="fa3",
         lanes=("target_verify",),
         make=_kept_from_eager,
@@ -282,7 +283,7 @@ _RECORDED = [
         name="trtllm-mla-fallback-left",
         rule="GP10",
         thread="sgl-project/sglang#31198",
-        planted="An eager step leaves a fallback on, and a later capture records that.",
+        planted="An eager step leaves a fallback switched on, and a later capture records it.",
         base="trtllm_mla",
         lanes=("target_verify",),
         make=_fallback_left,
@@ -291,7 +292,7 @@ _RECORDED = [
         name="trtllm-mla-first-step-recorded",
         rule="GP10",
         thread="sgl-project/sglang#26665",
-        planted="The metadata of the first step of a draft is recorded; that of the others is not.",
+        planted="Only the metadata work of the first draft step is recorded.",
         base="trtllm_mla",
         lanes=("draft_decode",),
         make=_first_step_recorded,
@@ -300,7 +301,8 @@ _RECORDED = [
         name="fa3-made-in-the-warm-up",
         rule="GP10",
         thread="sgl-project/sglang#38994",
-        planted="Index tensors are made on first use, which the warm-up has and the recorded run has not.",
+        planted="Index tensors are computed on first use, which is in the warm-up and not in the recorded"
+        " run.",
         base="fa3",
         lanes=("mixed",),
         make=_made_in_warm_up,
@@ -309,7 +311,7 @@ _RECORDED = [
         name="flashinfer-branches-on-contents",
         rule="GP10",
         thread="vllm-project/vllm#25743",
-        planted="A branch on lengths leaves a producer out of what is recorded for the dummy batch.",
+        planted="A branch on lengths skips work for the dummy batch, which is then not recorded.",
         base="flashinfer",
         lanes=("decode",),
         make=_branches_on_contents,

@@ -1,9 +1,9 @@
 """Exhibits of runners, of the registry, of the capture sizes, and of the batches that a scheduler makes.
 
-What a runner does wrong is planted in every runner that there is: those of decode, and the kit's own, which
-captures every mode. What is no plugin is edited in place, for as long as the exhibit is looked at.
+Bugs of runners are planted in the decode runners and in the suite's own runner, which captures every mode.
+Code outside plugins is edited in place while the exhibit runs.
 
-Does not: plant bugs in attention backends, but where ranks record different work.
+Does not: plant bugs in attention backends, except where ranks record different work.
 """
 
 import bisect
@@ -37,7 +37,7 @@ def _populating(
         [Any, Callable[[], None], CudaGraphBufferRegistry, ForwardBatch, GraphShape], None
     ],
 ) -> Make:
-    """Return what gives a runner another ``populate``.
+    """Return a factory of runners with another ``populate``.
 
     Args:
         edit: Called with the runner, what fills the slots as they should be, the registry, the batch and the
@@ -46,13 +46,13 @@ def _populating(
 
     def make(base: type[Any]) -> type[Any]:
         class Populates(base):  # type: ignore[misc]
-            """Fills its slots otherwise."""
+            """A runner with an edited `populate`."""
 
             @hookimpl
             def populate(
                 self, registry: CudaGraphBufferRegistry, batch: ForwardBatch, shape: GraphShape
             ) -> None:
-                """Fill, with the edit."""
+                """Fill the slots, with the edit."""
 
                 def fill(source: ForwardBatch = batch) -> None:
                     base.populate(self, registry=registry, batch=source, shape=shape)
@@ -75,7 +75,7 @@ def _rows(
 
 
 def _keeps_tails(*names: str) -> Make:
-    """Return what leaves in the padded rows of slots whatever is there."""
+    """Return a factory of runners that do not reset the padding rows of some slots."""
 
     def edit(_: Any, fill: Any, registry: Any, batch: Any, shape: Any) -> None:
         tails = [_rows(registry, name, batch, shape)[1] for name in names]
@@ -96,7 +96,7 @@ def _is_new(runner: Any, shape: GraphShape) -> bool:
 
 
 def _keeps(name: str) -> Make:
-    """Return what never writes a slot after its capture."""
+    """Return a factory of runners that write a slot only at capture."""
 
     def edit(runner: Any, fill: Any, registry: Any, batch: Any, shape: Any) -> None:
         real, _ = _rows(registry, name, batch, shape)
@@ -109,7 +109,7 @@ def _keeps(name: str) -> Make:
 
 
 def _pads(name: str, value: Callable[[Any, torch.Tensor], torch.Tensor | int]) -> Make:
-    """Return what pads a slot with another value, made of the runner and the real rows."""
+    """Return a factory of runners that pad a slot with another value, from the runner and the live rows."""
 
     def edit(runner: Any, fill: Any, registry: Any, batch: Any, shape: Any) -> None:
         fill()
@@ -124,7 +124,7 @@ def _pads(name: str, value: Callable[[Any, torch.Tensor], torch.Tensor | int]) -
 
 
 def _at_capture(edit: Callable[[Any, ForwardBatch, GraphShape], None]) -> Make:
-    """Return what calls ``edit`` with the registry, the batch and the shape after the fill of a capture."""
+    """Return a factory of runners that call ``edit`` after the fill of a capture."""
 
     def at_capture(runner: Any, fill: Any, registry: Any, batch: Any, shape: Any) -> None:
         fill()
@@ -135,11 +135,11 @@ def _at_capture(edit: Callable[[Any, ForwardBatch, GraphShape], None]) -> Make:
 
 
 def _viewing(edit: Callable[[ForwardBatch, ForwardBatch], ForwardBatch]) -> Make:
-    """Return what gives a runner another view, made of the right one and the batch."""
+    """Return a factory of runners with another view, made from the right one and the batch."""
 
     def make(base: type[Any]) -> type[Any]:
         class Views(base):  # type: ignore[misc]
-            """Shows its graphs another view."""
+            """A runner with an edited view."""
 
             @hookimpl
             def prepare_replay(
@@ -155,14 +155,14 @@ def _viewing(edit: Callable[[ForwardBatch, ForwardBatch], ForwardBatch]) -> Make
 
 
 def _fitting(edit: Callable[[Any, ForwardBatch, _Fit], _Fit]) -> Make:
-    """Return what gives a runner another answer, made of the runner, the batch and the right answer."""
+    """Return a factory of runners with another answer, from runner, batch and the right answer."""
 
     def make(base: type[Any]) -> type[Any]:
         class Chooses(base):  # type: ignore[misc]
-            """Takes another graph."""
+            """A runner with an edited `fit`."""
 
             def fit(self, batch: ForwardBatch) -> _Fit:
-                """Answer otherwise."""
+                """Return the edited answer."""
                 return edit(self, batch, super().fit(batch))
 
         return Chooses
@@ -171,7 +171,7 @@ def _fitting(edit: Callable[[Any, ForwardBatch, _Fit], _Fit]) -> Make:
 
 
 def _sizing(edit: Callable[[list[int]], list[int]]) -> Make:
-    """Return what gives a runner other default capture sizes, made of the right ones."""
+    """Return a factory of runners with other default capture sizes, made from the right ones."""
 
     def make(base: type[Any]) -> type[Any]:
         class Sizes(base):  # type: ignore[misc]
@@ -187,7 +187,7 @@ def _sizing(edit: Callable[[list[int]], list[int]]) -> Make:
 
 
 def _dummies(edit: Callable[[Any, ForwardBatch], ForwardBatch]) -> Make:
-    """Return what gives a runner other dummy batches, made of the runner and the right one."""
+    """Return a factory of runners with other dummy batches, made from the runner and the right one."""
 
     def make(base: type[Any]) -> type[Any]:
         class Captures(base):  # type: ignore[misc]
@@ -203,14 +203,14 @@ def _dummies(edit: Callable[[Any, ForwardBatch], ForwardBatch]) -> Make:
 
 
 def _composing(edit: Callable[[Any, Step, Region], Region]) -> Make:
-    """Return what gives a runner another region, made of the runner, the step and the right region."""
+    """Return a factory of runners with another region, from runner, step and the right region."""
 
     def make(base: type[Any]) -> type[Any]:
         class Composes(base):  # type: ignore[misc]
-            """Records something else."""
+            """A runner with an edited `compose`."""
 
             def compose(self, forward: Forward, step: Step) -> Region:
-                """Compose otherwise."""
+                """Return the edited region."""
                 return edit(self, step, super().compose(forward, step))
 
         return Composes
@@ -219,7 +219,7 @@ def _composing(edit: Callable[[Any, Step, Region], Region]) -> Make:
 
 
 def _giving(edit: Callable[[Any, Step, torch.Tensor], torch.Tensor]) -> Make:
-    """Return what gives a runner other outputs, each made of the runner, the step and the right one."""
+    """Return a factory of runners with other outputs, from runner, step and the right one."""
 
     def compose(runner: Any, step: Step, region: Region) -> Region:
         def edited() -> StepOutputs:
@@ -233,7 +233,7 @@ def _giving(edit: Callable[[Any, Step, torch.Tensor], torch.Tensor]) -> Make:
 
 
 def _slotting(edit: Callable[[Any, list[GraphSlot]], Sequence[GraphSlot]]) -> Make:
-    """Return what gives a runner other slots, made of the runner and the right ones."""
+    """Return a factory of runners with other slots, made from the runner and the right ones."""
 
     def make(base: type[Any]) -> type[Any]:
         class Declares(base):  # type: ignore[misc]
@@ -252,7 +252,7 @@ def _slotting(edit: Callable[[Any, list[GraphSlot]], Sequence[GraphSlot]]) -> Ma
 
 
 def _method(owner: type[Any], name: str, edit: Callable[..., Any]) -> Around:
-    """Return what replaces a method by ``edit``, which gets the right one and then its arguments."""
+    """Return a context that replaces a method by ``edit``, called with the original and its arguments."""
     right = getattr(owner, name)
 
     def edited(*args: Any, **more: Any) -> Any:
@@ -262,7 +262,7 @@ def _method(owner: type[Any], name: str, edit: Callable[..., Any]) -> Around:
 
 
 def _batches(edit: Callable[[ForwardBatch, Problem], ForwardBatch]) -> Around:
-    """Return what lets a scheduler make other batches."""
+    """Return a context in which the suite makes other batches."""
     return _method(
         Problem, "batch", lambda right, problem, **more: edit(right(problem, **more), problem)
     )
@@ -340,7 +340,7 @@ def _skips_largest(base: type[Any]) -> type[Any]:
         """Plans with all sizes, and captures all but the largest."""
 
         def shapes(self) -> Sequence[GraphShape]:
-            """Return what is below an upper bound."""
+            """Return the shapes below an upper bound."""
             return super().shapes()[:-1]  # type: ignore[no-any-return]
 
         def fit(self, batch: ForwardBatch) -> _Fit:
@@ -355,7 +355,8 @@ _GP12 = [
         name="capture-sizes-bisect-right",
         rule="GP12",
         thread="vllm-project/vllm#54933",
-        planted="A batch that fills a bucket is given the next larger one, and the largest batch none.",
+        planted="A batch that fills a shape exactly takes the next larger shape, and the largest batch"
+        " takes none.",
         base="cuda_graph",
         lanes=("decode",),
         around=_method(CaptureSizes, "fit", _bisect_right),
@@ -365,8 +366,8 @@ _GP12 = [
         name="capture-sizes-ignore-the-mode",
         rule="GP12",
         thread="paiml/aprender#2030",
-        planted="Graphs are keyed by the number of requests alone, so that a prefill of one token each"
-        " replays the graph of decode.",
+        planted="Graphs are keyed only by the number of requests, so that a prefill of one token per"
+        " request replays the decode graph.",
         base="cpu_graph",
         lanes=("decode",),
         around=_method(CaptureSizes, "fit", _any_mode),
@@ -376,7 +377,7 @@ _GP12 = [
         name="capture-sizes-ignore-the-width",
         rule="GP12",
         thread="vllm-project/vllm#53407",
-        planted="A batch whose requests bring another number of tokens than was captured takes a graph by its"
+        planted="A batch with another number of tokens per request than was captured takes a graph by its"
         " tokens.",
         base="reference_runner",
         lanes=("target_verify",),
@@ -397,7 +398,7 @@ _GP12 = [
         name="cuda-graph-classifies-decode-by-its-size",
         rule="GP12",
         thread="vllm-project/vllm#36165",
-        planted="A batch with as many tokens as requests is taken for a decode, whatever its mode says.",
+        planted="A batch with one token per request counts as decode, whatever its mode is.",
         base="cuda_graph",
         lanes=("decode",),
         make=_fitting(_as_decode),
@@ -418,7 +419,7 @@ _GP12 = [
         name="cpu-graph-captures-without-its-maximum",
         rule="GP12",
         thread="sgl-project/sglang#21005",
-        planted="The bound of the default capture sizes is exclusive: the largest step is never replayed.",
+        planted="The end of the default capture sizes is exclusive: the largest step is never replayed.",
         base="cpu_graph",
         lanes=("decode",),
         make=_sizing(lambda sizes: sizes[:-1] or sizes),
@@ -428,7 +429,8 @@ _GP12 = [
         name="cuda-graph-captures-below-the-largest",
         rule="GP12",
         thread="sgl-project/sglang#21005",
-        planted="fit() answers with the largest shape, which shapes() leaves out: it is never captured.",
+        planted="fit() returns the largest shape, which shapes() does not contain and which is never"
+        " captured.",
         base="cuda_graph",
         lanes=("decode",),
         make=_skips_largest,
@@ -438,7 +440,8 @@ _GP12 = [
         name="cuda-graph-compares-lengths-with-a-batch-size",
         rule="GP12",
         thread="vllm-project/vllm#9285",
-        planted="Whether a batch may replay is asked of its longest sequence, against the largest number of"
+        planted="Whether a batch may replay is decided by its longest sequence, compared with the largest"
+        " number of"
         " requests.",
         base="cuda_graph",
         lanes=("decode",),
@@ -449,7 +452,7 @@ _GP12 = [
         name="verify-runner-compares-tokens-with-requests",
         rule="GP12",
         thread="vllm-project/vllm#9285",
-        planted="The bucket of a verify is looked up with its draft tokens, among counts of requests.",
+        planted="The shape of target verify is looked up by its draft tokens among request counts.",
         base="reference_runner",
         lanes=("target_verify",),
         make=_fitting(_by_tokens),
@@ -459,7 +462,7 @@ _GP12 = [
         name="cuda-graph-falls-back-for-padded-sizes",
         rule="GP12",
         thread="vllm-project/vllm#53407",
-        planted="A batch that would have padded rows runs eagerly although a captured shape holds it.",
+        planted="A batch that would have padding rows runs eagerly although a captured shape holds it.",
         base="cuda_graph",
         lanes=("decode",),
         make=_fitting(_exact_only),
@@ -469,8 +472,8 @@ _GP12 = [
         name="verify-runner-fits-shapes-that-are-not-captured",
         rule="GP12",
         thread="vllm-project/vllm#53407",
-        planted="fit() answers with a shape of the batch's own size, which is not among shapes(): the batch"
-        " runs eagerly although a captured shape holds it.",
+        planted="fit() returns a shape of the batch's exact size, which is not in shapes(): the batch runs"
+        " eagerly although a captured shape holds it.",
         base="reference_runner",
         lanes=("target_verify",),
         make=_fitting(_unlisted),
@@ -513,7 +516,7 @@ def _fewer_on_rank_1(base: type[Any]) -> type[Any]:
         """Captures fewer shapes on one rank."""
 
         def shapes(self) -> Sequence[GraphShape]:
-            """Return what this rank has the memory for."""
+            """Return fewer shapes on rank 1."""
             shapes: Sequence[GraphShape] = super().shapes()
             return shapes[get_parallel().attn_tp_rank :]
 
@@ -562,7 +565,7 @@ _GP17 = [
         name="capture-sizes-look-at-this-rank-alone",
         rule="GP17",
         thread="vllm-project/vllm#25906",
-        planted="The bucket follows from the rank's own tokens: ranks with other loads take other graphs.",
+        planted="The shape depends on the rank's own tokens: ranks with other loads take other graphs.",
         base="cuda_graph",
         lanes=("decode",),
         around=_method(CaptureSizes, "fit", _local_tokens),
@@ -572,7 +575,7 @@ _GP17 = [
         name="verify-capture-sizes-look-at-this-rank-alone",
         rule="GP17",
         thread="vllm-project/vllm#18724",
-        planted="A verify's bucket follows from the rank's own drafts.",
+        planted="The shape of target verify depends on the rank's own drafts.",
         base="reference_runner",
         lanes=("target_verify",),
         around=_method(ReferenceSizes, "fit", _local_tokens),
@@ -582,7 +585,7 @@ _GP17 = [
         name="cpu-graph-idle-rank-takes-the-smallest-bucket",
         rule="GP17",
         thread="sgl-project/sglang#37933",
-        planted="A rank without requests replays the smallest graph while the others replay theirs.",
+        planted="A rank without requests replays the smallest graph while the others replay larger ones.",
         base="cpu_graph",
         lanes=("decode",),
         make=_fitting(_idle_takes_the_smallest),
@@ -602,7 +605,7 @@ _GP17 = [
         name="cuda-graph-captures-by-the-rank",
         rule="GP17",
         thread="sgl-project/sglang#25581",
-        planted="One rank captures a shape less than the rest: the sequence of captures is another.",
+        planted="One rank captures one shape less than the others, so the sequences of captures differ.",
         base="cuda_graph",
         lanes=("decode",),
         make=_fewer_on_rank_1,
@@ -612,7 +615,7 @@ _GP17 = [
         name="fa3-records-a-call-on-rank-0-alone",
         rule="GP17",
         thread="ROCm/aiter#2638",
-        planted="A buffer is recorded by the rank on which a cache misses, and by no other.",
+        planted="Only the rank with a cache miss records the creation of a buffer.",
         base="fa3",
         lanes=("decode",),
         make=_records_on_rank_0,
@@ -630,8 +633,8 @@ _GP17 = [
         name="registry-splits-the-raw-tokens",
         rule="GP17",
         thread="sgl-project/sglang#22404",
-        planted="A rank's count of real tokens is drawn in the batch's tokens, while its rows are those of"
-        " the padded shape.",
+        planted="A rank's count of live tokens is computed from the batch's tokens, while its rows are"
+        " those of the padded shape.",
         base="cuda_graph",
         lanes=("decode",),
         around=_method(CudaGraphBufferRegistry, "fill_from", _splits_the_batch),
@@ -663,7 +666,8 @@ _GP11 = [
             name=f"{base.replace('_', '-')}-counts-plainly-at-capture",
             rule="GP11",
             thread="sgl-project/sglang#22404",
-            planted="The number of real tokens is the shape's at capture, and the rank's share at replay.",
+            planted="The count of live tokens is that of the shape at capture, and the rank's share at"
+            " replay.",
             base=base,
             lanes=(lane,),
             make=_at_capture(_counts_plainly),
@@ -689,7 +693,7 @@ _GP11 = [
         name="verify-dummies-without-room-for-drafts",
         rule="GP11",
         thread="vllm-project/vllm#53658",
-        planted="The dummy's sequences are of the greatest length, and its drafts stand behind it.",
+        planted="The dummy's sequences have the maximum length, and its drafts lie after it.",
         base="reference_runner",
         lanes=("target_verify",),
         make=_dummies(_no_room_for_drafts),
@@ -709,7 +713,7 @@ _GP11 = [
         name="mixed-dummies-disagree-with-the-host",
         rule="GP11",
         thread="NVIDIA/TensorRT-LLM#14640",
-        planted="New tokens are in another order on the host than on the device.",
+        planted="The extend lengths are in another order on the host than on the device.",
         base="reference_runner",
         lanes=("mixed",),
         make=_dummies(
@@ -721,7 +725,7 @@ _GP11 = [
         name="draft-dummies-of-length-zero",
         rule="GP11",
         thread="lightseekorg/tokenspeed#258",
-        planted="The dummy's sequences have no token, while the drafts behind them have positions and slots.",
+        planted="The dummy's sequences have length 0, while the drafts after them have positions and slots.",
         base="reference_runner",
         lanes=("draft_decode",),
         make=_dummies(
@@ -737,7 +741,7 @@ _GP11 = [
         name="cuda-graph-blanks-lengths-at-capture",
         rule="GP11",
         thread="vllm-project/vllm#53821",
-        planted="At capture lengths are zeroed after the fill, to protect a kernel that has no use for them.",
+        planted="At capture lengths are zeroed after the fill, to protect a kernel that does not need them.",
         base="cuda_graph",
         lanes=("decode",),
         make=_at_capture(lambda r, _, s: r.get_slot("seq_lens").slice_for(s.batch_size, 0).zero_()),
@@ -753,7 +757,7 @@ _GP03 = [
             name=f"{name}-keeps-request-rows",
             rule="GP03",
             thread="sgl-project/sglang#26292",
-            planted="Lengths and slots of padded rows are reset, and their request rows are not.",
+            planted="Lengths and slots of padding rows are reset, but not their request rows.",
             base=base,
             lanes=(lane,),
             make=_keeps_tails("req_pool_indices"),
@@ -796,7 +800,7 @@ _GP03 = [
         name="mixed-runner-keeps-slots-and-tokens",
         rule="GP03",
         thread="SJTU-DENG-Lab/Diffulex#44",
-        planted="Only offsets are padded; slots and lengths of padded rows are those of an earlier batch.",
+        planted="Only offsets are padded; slots and lengths of padding rows are those of an earlier batch.",
         base="reference_runner",
         lanes=("mixed",),
         make=_keeps_tails("out_cache_loc", "seq_lens"),
@@ -806,7 +810,7 @@ _GP03 = [
         name="cuda-graph-keeps-lengths-on-the-host",
         rule="GP03",
         thread="sgl-project/sglang#25512",
-        planted="Lengths of padded rows are reset on the device, and not on the host, where plans are made.",
+        planted="Lengths of padding rows are reset on the device, but not on the host, where plans are made.",
         base="cuda_graph",
         lanes=("decode",),
         make=_keeps_tails("seq_lens_cpu"),
@@ -840,7 +844,7 @@ _GP04 = [
         name="cuda-graph-pads-slots-with-minus-one",
         rule="GP04",
         thread="vllm-project/vllm#43810",
-        planted="Padded tokens have KV slot -1, which plain indexing takes for the last one.",
+        planted="Padding tokens have KV slot -1, which is the last slot in plain indexing.",
         base="cuda_graph",
         lanes=("decode",),
         make=_pads("out_cache_loc", lambda *_: -1),
@@ -850,7 +854,7 @@ _GP04 = [
         name="cpu-graph-pads-slots-behind-scratch",
         rule="GP04",
         thread="sgl-project/sglang#38997",
-        planted="Padded tokens write the first KV slot behind the scratch page, which requests own.",
+        planted="Padding tokens write the first KV slot after the scratch page, which requests own.",
         base="cpu_graph",
         lanes=("decode",),
         make=_pads("out_cache_loc", _behind_scratch),
@@ -870,7 +874,7 @@ _GP04 = [
         name="cuda-graph-pads-lengths-with-zero",
         rule="GP04",
         thread="sgl-project/sglang#1469",
-        planted="Padded rows have length 0, and the backend declares another length for an empty row.",
+        planted="Padding rows have length 0, but the backend declares another length for an empty row.",
         base="cuda_graph",
         lanes=("decode",),
         make=_pads("seq_lens", lambda *_: 0),
@@ -880,7 +884,7 @@ _GP04 = [
         name="draft-extend-runner-pads-with-an-active-row",
         rule="GP04",
         thread="NVIDIA/TensorRT-LLM#9873",
-        planted="Padded requests have the request row of the last real one.",
+        planted="Padding requests have the request row of the last live request.",
         base="reference_runner",
         lanes=("draft_extend",),
         make=_pads("req_pool_indices", lambda _, real: real[-1:]),
@@ -890,7 +894,7 @@ _GP04 = [
         name="extend-runner-pads-with-the-last-row",
         rule="GP04",
         thread="sgl-project/sglang#38997",
-        planted="Padded requests have request row max_bs, which is the last that the pool hands out: row 0 is"
+        planted="Padding requests have request row max_bs, which is the last row of the pool: row 0 is"
         " reserved.",
         base="reference_runner",
         lanes=("extend",),
@@ -937,7 +941,7 @@ _GP05 = [
         name="verify-runner-cuts-lengths-by-raw-counts",
         rule="GP05",
         thread="vllm-project/vllm#28202",
-        planted="The view has as many lengths as the batch has requests, and as many tokens as the shape.",
+        planted="The view has the batch's number of lengths, and the shape's number of tokens.",
         base="reference_runner",
         lanes=("target_verify",),
         make=_viewing(
@@ -949,7 +953,7 @@ _GP05 = [
         name="registry-cuts-requests-by-tokens",
         rule="GP05",
         thread="vllm-project/vllm#25265",
-        planted="Lengths are cut by the count of tokens, of which there are more than requests.",
+        planted="Lengths are sliced by the number of tokens, which is larger than that of requests.",
         base="reference_runner",
         lanes=("draft_extend",),
         around=_method(CudaGraphBufferRegistry, "extract_buffer", _cut_by_tokens),
@@ -959,7 +963,7 @@ _GP05 = [
         name="cuda-graph-counts-padding-as-real",
         rule="GP05",
         thread="sgl-project/sglang#35588",
-        planted="The number of real tokens is that of the padded shape.",
+        planted="The count of live tokens is that of the padded shape.",
         base="cuda_graph",
         lanes=("decode",),
         make=_populating(_counts_padding),
@@ -969,7 +973,7 @@ _GP05 = [
         name="verify-runner-has-no-count-of-real-tokens",
         rule="GP05",
         thread="sgl-project/sglang#35588",
-        planted="The count of real tokens is registered in some set-ups only, though layers ask for it.",
+        planted="The count of live tokens is registered only in some set-ups, although layers need it.",
         base="reference_runner",
         lanes=("target_verify",),
         make=_slotting(_uncounted),
@@ -979,7 +983,7 @@ _GP05 = [
         name="cuda-graph-shows-the-raw-batch-size",
         rule="GP05",
         thread="vllm-project/vllm-ascend#7460",
-        planted="The view's number of requests is the batch's, beside tensors of padded rows.",
+        planted="The view has the batch's number of requests, and tensors with padding rows.",
         base="cuda_graph",
         lanes=("decode",),
         make=_viewing(lambda view, batch: replace(view, batch_size=batch.batch_size)),
@@ -989,7 +993,8 @@ _GP05 = [
         name="scheduler-counts-one-token-for-each-request",
         rule="GP05",
         thread="ROCm/ATOM#1595",
-        planted="The batch says that it has as many real tokens as requests, though each brings several.",
+        planted="The batch gives its number of requests as the count of live tokens, although each has"
+        " several.",
         base="reference_runner",
         lanes=("target_verify",),
         around=_batches(
@@ -1042,8 +1047,8 @@ _GP06 = [
         name="cuda-graph-hands-padded-rows-to-the-sampler",
         rule="GP06",
         thread="NVIDIA/TensorRT-LLM#5058",
-        planted="compose() declares that the rows of its outputs follow no axis, so that they are returned"
-        " whole, padded rows and all.",
+        planted="compose() declares no axis for its outputs, so that they are returned with their padding"
+        " rows.",
         base="cuda_graph",
         lanes=("decode",),
         make=_composing(_cuts_nothing),
@@ -1053,7 +1058,7 @@ _GP06 = [
         name="draft-runner-returns-the-last-rows",
         rule="GP06",
         thread="NVIDIA/TensorRT-LLM#5058",
-        planted="As many rows as are real are returned, counted from the padded end.",
+        planted="The live rows are counted from the padded end of the outputs.",
         base="reference_runner",
         lanes=("draft_decode",),
         make=_giving(_last_rows),
@@ -1063,8 +1068,8 @@ _GP06 = [
         name="cpu-graph-masks-no-padded-token",
         rule="GP06",
         thread="sgl-project/sglang#31838",
-        planted="compose() gives the model a batch without the number of real tokens, so that layers pool"
-        " padded ones with them.",
+        planted="compose() passes the model a batch without the count of live tokens, so that layers pool"
+        " padding rows too.",
         base="cpu_graph",
         lanes=("decode",),
         make=_uncounted_in_the_model,
@@ -1076,7 +1081,7 @@ _GP06 = [
 
 
 def _first_batch_alone(right: Any, names: Sequence[str]) -> Any:
-    """Return what remembers the fields of the first batch that looks as this one does."""
+    """Return a function that returns the fields of the first batch with the same shapes and dtypes."""
     getter = right(names)
     seen: dict[object, Any] = {}
 
@@ -1090,7 +1095,7 @@ def _first_batch_alone(right: Any, names: Sequence[str]) -> Any:
 
 
 def _outputs_of_the_graph_before(runner: Any, step: Step, rows: torch.Tensor) -> torch.Tensor:
-    """Return what the graph that was recorded before gives, where it has as many rows."""
+    """Return the output of the previously recorded graph, if it has enough rows."""
     if not step.driver.is_capturing:
         return rows
     before: torch.Tensor = vars(runner).get("outputs", rows)
@@ -1174,7 +1179,7 @@ _OTHERS = [
         name="extend-runner-pads-a-new-tensor",
         rule="GP01",
         thread="PaddlePaddle/FastDeploy#7864",
-        planted="New tokens of each request are padded into a new tensor, and the view is given that.",
+        planted="The extend lengths are padded into a new tensor, which becomes part of the view.",
         base="reference_runner",
         lanes=("extend",),
         make=_viewing(
@@ -1214,7 +1219,7 @@ _OTHERS = [
             name=f"{name}-has-no-slot-for-{field.replace('_', '-')}",
             rule="GP02",
             thread="sgl-project/sglang#39088",
-            planted=f"slots() has none for {field}, which the batches of {lane} carry.",
+            planted=f"slots() has no slot for {field}, which the batches of {lane} carry.",
             base="reference_runner",
             lanes=(lane,),
             make=_slotting(partial(_without, field)),
@@ -1229,7 +1234,8 @@ _OTHERS = [
         name="registry-copies-the-first-batch",
         rule="GP02",
         thread="sgl-project/sglang#22832",
-        planted="A fill keeps the tensors of the first batch of its counts, and copies those ever after.",
+        planted="A fill keeps the tensors of the first batch of its counts, and copies them in all later"
+        " steps.",
         base="cuda_graph",
         lanes=("decode",),
         around=lambda: patch.object(
@@ -1243,7 +1249,7 @@ _OTHERS = [
         name="registry-lacks-tokens-of-a-verify",
         rule="GP13",
         thread="sgl-project/sglang#19016",
-        planted="Inputs by token are sized for drafts, without the token that each request has beside them.",
+        planted="Inputs by token are sized for drafts, without the additional token of each request.",
         base="reference_runner",
         lanes=("target_verify",),
         around=_method(CudaGraphBufferRegistry, "__init__", _too_few_tokens),
@@ -1253,7 +1259,7 @@ _OTHERS = [
         name="draft-runner-returns-the-previous-graphs-outputs",
         rule="GP15",
         thread="pytorch/pytorch#148439",
-        planted="What compose() returns is the output buffer of the graph that was recorded before.",
+        planted="compose() returns the output buffer of the previously recorded graph.",
         base="reference_runner",
         lanes=("draft_extend",),
         make=_giving(_outputs_of_the_graph_before),
@@ -1263,8 +1269,8 @@ _OTHERS = [
         name="cuda-graph-replays-another-graph-before-outputs-are-read",
         rule="GP15",
         thread="sgl-project/sglang#35546",
-        planted="A wrapper of run_step replays the graph of the next step while the outputs of this one are"
-        " still to be read.",
+        planted="A wrapper of run_step replays the graph of the next step before the outputs of this step"
+        " are read.",
         base="cuda_graph",
         lanes=("decode",),
         make=_prefetches,
@@ -1274,7 +1280,7 @@ _OTHERS = [
         name="verify-runner-has-one-output-buffer",
         rule="GP15",
         thread="sgl-project/sglang#22930",
-        planted="compose() lets all graphs return rows of one buffer, which the first capture allocated.",
+        planted="compose() returns rows of one buffer for all graphs, which the first capture allocated.",
         base="reference_runner",
         lanes=("target_verify",),
         make=_giving(_one_output_buffer),
@@ -1284,7 +1290,7 @@ _OTHERS = [
         name="cuda-graph-writes-the-batch",
         rule="GP19",
         thread="microsoft/onnxruntime#32243",
-        planted="Positions are cut to the length of a table in the engine's own batch.",
+        planted="populate() clamps the positions of the engine's own batch to the length of a table.",
         base="cuda_graph",
         lanes=("decode",),
         make=_populating(_clamps_the_batch),
@@ -1294,7 +1300,7 @@ _OTHERS = [
         name="cpu-graph-captures-over-the-last-batch",
         rule="GP19",
         thread="ROCm/ATOM#2267",
-        planted="A capture does not blank the slots that it writes, so that a recapture writes those of the"
+        planted="A capture does not reset out_cache_loc, so that a recapture writes the KV slots of the"
         " last batch.",
         base="cpu_graph",
         lanes=("decode",),
@@ -1305,7 +1311,7 @@ _OTHERS = [
         name="verify-dummies-on-live-slots",
         rule="GP19",
         thread="ROCm/ATOM#2267",
-        planted="Dummy drafts have KV slots of their own, which requests own too.",
+        planted="Dummy drafts have KV slots that live requests own.",
         base="reference_runner",
         lanes=("target_verify",),
         make=_dummies(
@@ -1321,7 +1327,7 @@ _OTHERS = [
         name="cuda-graph-waits-for-a-length",
         rule="GP20",
         thread="vllm-project/vllm#40807",
-        planted="What fills the slots looks at a length on the device.",
+        planted="populate() reads a length from the device.",
         base="cuda_graph",
         lanes=("decode",),
         make=_populating(_reads_a_length),
@@ -1331,7 +1337,7 @@ _OTHERS = [
         name="cpu-graph-asks-the-device-whether-it-can-run",
         rule="GP20",
         thread="vllm-project/vllm#22758",
-        planted="Whether a batch is replayed is asked of a tensor on the device.",
+        planted="fit() decides by a tensor on the device.",
         base="cpu_graph",
         lanes=("decode",),
         make=_fitting(_asks_the_device),
@@ -1349,4 +1355,4 @@ EXHIBITS: list[Exhibit] = [
     *_GP06,
     *_OTHERS,
 ]
-"""What is planted here."""
+"""All exhibits of this room."""

@@ -1,6 +1,6 @@
-"""Variants: plugins that keep the pact in another style than ours, which the suite has to pass.
+"""Variants: correct plugins in another style, which the suite must pass.
 
-Does not: hold anything that is wrong; see the exhibits beside it.
+Does not: contain bugs; see the exhibits in the other rooms.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,7 +29,7 @@ def _slot(name: str, *shape: Any, **more: Any) -> GraphSlot:
         "axis": "bs",
         "role": "lengths",
         "padding_policy": PaddingPolicy.KEEP_PAD,
-        "reason": "every step writes what its kernels read",
+        "reason": "every step writes the rows that its kernels read",
         "owner": "variant",
         "copy_from_fb": False,
     }
@@ -41,7 +41,7 @@ def _slot(name: str, *shape: Any, **more: Any) -> GraphSlot:
 
 def _as_plain_object(base: type[Any]) -> type[Any]:
     class Plain:
-        """What the base's metadata has, as attributes of no dataclass."""
+        """The fields of the base's metadata as attributes of a plain object."""
 
         def __init__(self, made: Any) -> None:
             for field in fields(made):
@@ -285,7 +285,7 @@ def _leaves_all_to_the_graph(base: type[Any]) -> type[Any]:
 
 
 class _Plan:
-    """What a planner keeps from step to step; its tensor is a slot's."""
+    """The state of a planner, with a tensor of a slot."""
 
     def __init__(self, keys: torch.Tensor) -> None:
         self.keys = keys
@@ -370,7 +370,7 @@ def _writes_no_more_than_is_read(base: type[Any]) -> type[Any]:
         """Leaves in its table what is there, behind a request's last key."""
 
         def fill_metadata(self, view: ForwardBatch, metadata: Any) -> None:
-            """Fill, and put back what nobody reads."""
+            """Fill, and restore the entries that are not read."""
             before = metadata.table.clone()
             super().fill_metadata(view, metadata)
             at = torch.arange(metadata.table.shape[1], device=view.device)
@@ -745,7 +745,7 @@ def _runs_three_times(base: type[Any]) -> type[Any]:
 VARIANTS: list[Variant] = [
     Variant(
         name="metadata-of-a-plain-class",
-        style="Metadata is an object of no dataclass.",
+        style="Metadata is a plain object, not a dataclass.",
         base="trtllm_mla",
         lanes=("decode", "extend"),
         make=_as_plain_object,
@@ -759,28 +759,29 @@ VARIANTS: list[Variant] = [
     ),
     Variant(
         name="metadata-is-a-named-tuple",
-        style="Metadata is a named tuple, another one in every step, of the same tensors.",
+        style="Metadata is a named tuple, a new one in every step, with the same tensors.",
         base="trtllm_mla",
         lanes=("target_verify", "extend"),
         make=_as_named_tuple,
     ),
     Variant(
         name="bound-of-the-batch-at-hand",
-        style="A bounded host number is captured at the limits, and at replay says what the batch needs.",
+        style="A bounded host number is captured at the limits, and has the value of the batch at replay.",
         base="fa3",
         lanes=("decode", "extend"),
         make=_bounds_by_the_batch,
     ),
     Variant(
         name="two-bodies",
-        style="Capture and replay are written twice; what is the same for every batch, capture alone writes.",
+        style="Capture and replay have two bodies; only capture writes the data that is equal for every"
+        " batch.",
         base="fa3",
         lanes=("decode", "target_verify"),
         make=_with_two_bodies,
     ),
     Variant(
         name="metadata-made-on-the-host",
-        style="Keys are counted with numpy in host memory, from which the driver copies in its own time.",
+        style="Keys are counted with numpy in host memory, from which the driver copies asynchronously.",
         base="trtllm_mla",
         lanes=("decode", "draft_extend"),
         make=_on_the_host,
@@ -808,119 +809,119 @@ VARIANTS: list[Variant] = [
     ),
     Variant(
         name="plan-object",
-        style="Kernels read the tensor of a plan object, which counts its steps and is made anew in place.",
+        style="Kernels read the tensor of a plan object, which counts its steps and is updated in place.",
         base="fa3",
         lanes=("decode", "draft_extend"),
         make=_keeps_a_plan,
     ),
     Variant(
         name="length-zero-is-empty",
-        style="Padded rows have no key, and give zeros.",
+        style="Padding rows have no keys, and their outputs are zeros.",
         base="reference",
         lanes=("decode", "target_verify", "mixed"),
         make=_reads_zero_as_empty,
     ),
     Variant(
         name="table-marked-behind-the-last-key",
-        style="A table has -1 behind each request's last key, which the kernel never follows.",
+        style="A table has -1 after each request's last key, which the kernel does not read.",
         base="reference",
         lanes=("decode", "draft_decode"),
         make=_marks_the_end_of_rows,
     ),
     Variant(
         name="table-kept-behind-the-last-key",
-        style="A table keeps what is there behind each request's last key, and nobody reads it.",
+        style="A table keeps old entries after each request's last key, which the kernel does not read.",
         base="reference",
         lanes=("decode", "target_verify_tree"),
         make=_writes_no_more_than_is_read,
     ),
     Variant(
         name="requests-sorted-by-length",
-        style="Requests are laid out by their lengths, for an even load.",
+        style="Requests are sorted by length, for an even load.",
         base="reference",
         lanes=("decode", "target_verify"),
         make=_sorts_requests,
     ),
     Variant(
         name="workspace-of-its-own",
-        style="Attention goes through a workspace of the backend's.",
+        style="Attention uses a workspace of the backend.",
         base="flashinfer",
         lanes=("decode", "extend"),
         make=_has_a_workspace,
     ),
     Variant(
         name="outputs-of-padded-rows-unwritten",
-        style="A kernel writes real rows alone, into an output buffer that was zeroed once.",
+        style="A kernel writes only live rows, into an output buffer that was zeroed once.",
         base="fa3",
         lanes=("decode", "draft_extend"),
         make=_skips_padded_outputs,
     ),
     Variant(
         name="constant-made-on-first-use",
-        style="A constant is made when metadata is first asked for, outside any graph, and held for good.",
+        style="A constant is made on the first use of metadata, outside any graph, and kept.",
         base="trtllm_mla",
         lanes=("decode",),
         make=_makes_constants_lazily,
     ),
     Variant(
         name="runner-that-pads-by-itself",
-        style="A runner copies and pads with calls of its own, slot by slot.",
+        style="A runner copies and pads with its own calls, slot by slot.",
         base="reference_runner",
         lanes=("mixed", "draft_extend"),
         make=_pads_by_itself,
     ),
     Variant(
         name="decode-runner-that-pads-by-itself",
-        style="A decode runner copies and pads with calls of its own.",
+        style="A decode runner copies and pads with its own calls.",
         base="cuda_graph",
         lanes=("decode", "idle"),
         make=_pads_by_itself,
     ),
     Variant(
         name="runner-with-views-of-its-own",
-        style="Views are objects of the runner's own class, put together in every step.",
+        style="Views are objects of the runner's own class, created in every step.",
         base="cuda_graph",
         lanes=("decode", "idle"),
         make=_views_of_its_own,
     ),
     Variant(
         name="runner-that-stages-inputs",
-        style="Lengths and their padding are put into one host buffer, and copied without a wait.",
+        style="Lengths and their padding are written into one host buffer, and copied asynchronously.",
         base="cuda_graph",
         lanes=("decode",),
         make=_stages_inputs,
     ),
     Variant(
         name="dummies-of-the-longest",
-        style="Dummies are as long as a sequence can be.",
+        style="Dummies have the maximum sequence length.",
         base="reference_runner",
         lanes=("target_verify", "draft_decode"),
         make=_captures_the_longest,
     ),
     Variant(
         name="decode-dummies-of-the-longest",
-        style="Dummies of decode are as long as a sequence can be.",
+        style="Dummies of decode have the maximum sequence length.",
         base="cpu_graph",
         lanes=("decode",),
         make=_captures_the_longest,
     ),
     Variant(
         name="largest-listed-first",
-        style="shapes() is a new list each time, the largest shape first, and fit() searches it by itself.",
+        style="shapes() returns a new list each time, the largest shape first, and fit() has its own search.",
         base="cuda_graph",
         lanes=("decode",),
         make=_lists_the_largest_first,
     ),
     Variant(
         name="tiers-of-length",
-        style="Every bucket is captured twice, for short sequences and for long ones.",
+        style="Every capture size is captured twice, for short and for long sequences.",
         base="cuda_graph",
         lanes=("decode",),
         make=_has_tiers,
     ),
     Variant(
         name="capture-sizes-with-a-cap",
-        style="Steps beyond a cap run eagerly, with their reason.",
+        style="Steps beyond a cap run eagerly, with an eager reason.",
         base="cuda_graph",
         lanes=("decode",),
         make=_has_a_cap,
@@ -941,10 +942,10 @@ VARIANTS: list[Variant] = [
     ),
     Variant(
         name="three-passes-in-one-graph",
-        style="The model runs three times in one graph, each pass with outputs of its own.",
+        style="The model runs three times in one graph, each pass with its own outputs.",
         base="reference_runner",
         lanes=("decode", "extend"),
         make=_runs_three_times,
     ),
 ]
-"""What has to pass."""
+"""All variants."""

@@ -1,12 +1,12 @@
-"""Reports of the conformance suite: saved, read back, compared, and drawn as HTML and JUnit XML.
+"""Reports of the conformance suite: save, load, compare, and render as HTML and JUnit XML.
 
     save(report, Path("out"))               results.json, junit.xml and report.html
     load(Path("out/results.json"))          the report again
-    compare(before, after)                  what became better, worse, appeared, vanished
+    compare(before, after)                  results that became better or worse, appeared, vanished
 
-A terminal's picture of them is in `graphpact_conformance.cli.results`.
+The output in a terminal is in `graphpact_conformance.cli.results`.
 
-Does not: run anything, or judge a result; `graphpact_conformance.results` says what counts.
+Does not: run anything, or decide which results count (see `graphpact_conformance.results`).
 """
 
 from graphpact_conformance.report.comparison import Comparison, OutcomeChange, compare

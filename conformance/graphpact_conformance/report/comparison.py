@@ -1,9 +1,9 @@
-"""Two reports side by side: what became better, worse, appeared or vanished.
+"""Two reports compared: results that became better or worse, appeared or vanished.
 
-A cell is one rule in one lane of one plugin. It is there where the requirement was put to the plugin; a
-cell that turned unsupported or not run has vanished, whatever it was before.
+A cell is one rule in one lane of one plugin. It exists if the requirement was checked. A cell that is now
+unsupported or not run has vanished.
 
-Does not: compare evidence; two failures of one cell are the same.
+Does not: compare evidence; two failures of one cell count as equal.
 """
 
 from collections.abc import Iterator
@@ -16,22 +16,22 @@ from graphpact_conformance.rules import RULES
 
 What: TypeAlias = Literal["worse", "appeared", "vanished", "better"]
 WHATS: tuple[What, ...] = ("worse", "appeared", "vanished", "better")
-"""In the order in which they are told."""
+"""The kinds of change, in the order of the output."""
 
 _Key: TypeAlias = tuple[str, str, str | None, str, str]  # kind, plugin, rule, question, lane
 
 
 @dataclass(frozen=True, slots=True)
 class OutcomeChange:
-    """The cells of one rule of one plugin that changed in one way.
+    """The cells of one rule of one plugin with the same change.
 
     Args:
-        what: In which way.
+        what: The kind of change.
         plugin: Label of the plugin, with its partner.
         rule: Id and name.
-        before: What they were; None where a cell was not in the report at all.
-        after: What they are.
-        lanes: Where, in the order of the reports.
+        before: The earlier outcome; None if the cell was not in the report.
+        after: The later outcome; None if the cell is not in the report.
+        lanes: Their lanes, in the order of the reports.
     """
 
     what: What
@@ -43,19 +43,19 @@ class OutcomeChange:
 
     @property
     def is_regression(self) -> bool:
-        """Whether something holds no longer, or something new does not."""
+        """Whether a passing cell now fails, or a new cell fails."""
         new = self.what == "appeared" and self.after is not None and self.after.is_failure
         return self.what == "worse" or new
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What changed from one report to another.
+    """The changes from one report to another.
 
     Args:
         changes: In the order of `WHATS`, then of the reports.
-        unchanged: How many cells are in both with one outcome.
-        setup: What differs in how they were made: name, before, after.
+        unchanged: Number of cells with the same outcome in both.
+        setup: Differences of the set-up: name, before, after.
     """
 
     changes: tuple[OutcomeChange, ...]
@@ -64,12 +64,12 @@ class Comparison:
 
     @property
     def is_regression(self) -> bool:
-        """Whether a change is one."""
+        """Whether any change is a regression."""
         return any(change.is_regression for change in self.changes)
 
     @property
     def counts(self) -> dict[What, int]:
-        """How many cells changed in each way."""
+        """Number of cells per kind of change."""
         return {
             what: sum(len(change.lanes) for change in self.changes if change.what == what)
             for what in WHATS
@@ -77,13 +77,13 @@ class Comparison:
 
     @property
     def summary(self) -> str:
-        """All of it in one line."""
+        """The comparison in one line."""
         counts = ", ".join(f"{number} {what}" for what, number in self.counts.items())
         return f"{counts}, {self.unchanged} unchanged"
 
 
 def compare(before: Report, after: Report) -> Comparison:
-    """Return what changed from ``before`` to ``after``, cells of one kind of change together."""
+    """Return the changes from ``before`` to ``after``, grouped by kind of change."""
     old, new = _cells(before), _cells(after)
     groups: dict[tuple[What, Outcome | None, Outcome | None, str, str], list[str]] = {}
     unchanged = 0
@@ -133,7 +133,7 @@ def _setup(before: Report, after: Report) -> Iterator[tuple[str, str, str]]:
 
 
 def _made(report: Report) -> dict[str, str]:
-    """Return how a report was made: the machine, the options, the versions of plugins."""
+    """Return the set-up of a report: machine, options, versions of plugins."""
     made = {**report.environment.model_dump(), **report.options}
     made |= {"seed": report.seed, "examples": report.examples}
     made |= {plugin.distribution: plugin.version for plugin in report.plugins}

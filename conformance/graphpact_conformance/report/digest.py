@@ -1,6 +1,6 @@
-"""What every report says, whatever it is drawn with: a row for each rule, the evidence, the verdict.
+"""The contents of reports in every format: a row per rule, the evidence, the verdict.
 
-Does not: draw.
+Does not: render.
 """
 
 from collections import Counter
@@ -20,11 +20,11 @@ from graphpact_conformance.results import (
 from graphpact_conformance.rules import RULES, Rule, causes_first
 
 GENERAL = "general"
-"""What stands where a rule would, for what is asked of every plugin and is no rule's."""
+"""The key of general checks, which belong to no rule."""
 
 _GENERAL_REQUIREMENT = (
-    "A plugin can be found and loaded, answers right without a graph, ends what it begins, prints nothing,"
-    " and its list of known failures is true."
+    "The plugin can be found and loaded, its eager outputs are right, it does not crash or hang, it prints"
+    " nothing, and its list of known failures is correct."
 )
 
 GLYPHS = {
@@ -36,24 +36,24 @@ GLYPHS = {
     Outcome.NOT_RUN: "○",
     Outcome.ERROR: "‼",
 }
-"""A sign for each outcome; never the only one."""
+"""A sign for each outcome, always printed with its name or colour."""
 
 VERDICTS = {
     ExitCode.CONFORMANT: "conformant",
     ExitCode.NOT_CONFORMANT: "not conformant",
-    ExitCode.SUITE_ERROR: "no verdict: the suite could not go on",
+    ExitCode.SUITE_ERROR: "no verdict: the suite could not continue",
     ExitCode.NOTHING_RAN: "no verdict: nothing ran",
 }
-"""A whole run in words."""
+"""The verdict on a run, by exit code."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What one rule came to for one plugin.
+    """The results of one rule for one plugin.
 
     Args:
-        rule: The rule; None for what is asked of every plugin and is no rule's.
-        results: One for each lane, at least one.
+        rule: The rule; None for general checks.
+        results: One result per lane, at least one.
     """
 
     rule: Rule | None
@@ -61,7 +61,7 @@ class Row:
 
     @property
     def key(self) -> str:
-        """Id of the rule, or `GENERAL`: fit for an anchor."""
+        """Id of the rule, or `GENERAL`; valid as an anchor."""
         return self.rule.id if self.rule else GENERAL
 
     @property
@@ -71,22 +71,22 @@ class Row:
 
     @property
     def requirement(self) -> str:
-        """What holds, in one sentence."""
+        """The requirement, in one sentence."""
         return self.rule.requirement if self.rule else _GENERAL_REQUIREMENT
 
     @property
     def outcome(self) -> Outcome:
-        """One outcome for all lanes."""
+        """The worst outcome of all lanes."""
         return worst(result.outcome for result in self.results)
 
     @property
     def counts(self) -> dict[Outcome, int]:
-        """How many lanes have each outcome, the worst first."""
+        """Number of lanes per outcome, the worst first."""
         return in_order(Counter(result.outcome for result in self.results))
 
     @property
     def share(self) -> str:
-        """How many lanes have the outcome: ``12``, or ``2/12`` of those that the plugin supports."""
+        """Number of lanes with the outcome: ``12``, or ``2/12`` of the supported ones."""
         counts = self.counts
         hits = counts[self.outcome]
         others = sum(counts.values()) - hits - counts.get(Outcome.UNSUPPORTED, 0)
@@ -94,12 +94,12 @@ class Row:
 
     @property
     def failures(self) -> list[Result]:
-        """The results of which something has to be mended."""
+        """The results that are failures."""
         return [result for result in self.results if result.outcome.is_failure]
 
     @property
     def others(self) -> dict[tuple[Outcome, str | None], list[Result]]:
-        """All results but failures, those of one outcome and one reason together."""
+        """All results except failures, grouped by outcome and reason."""
         groups: dict[tuple[Outcome, str | None], list[Result]] = {}
         for result in self.results:
             if not result.outcome.is_failure:
@@ -108,7 +108,7 @@ class Row:
 
 
 def rows(plugin: PluginResults) -> list[Row]:
-    """Return a row for each rule that has results, by id; what is general comes first."""
+    """Return a row for each rule with results, by id; general checks come first."""
     found = [
         (rule, tuple(plugin.of_rule(rule.id if rule else None))) for rule in (None, *RULES.values())
     ]
@@ -116,8 +116,8 @@ def rows(plugin: PluginResults) -> list[Row]:
 
 
 def evidence(finding: Finding) -> list[tuple[str, str]]:
-    """Return what there is to say about a breach, by name, in the order in which it is read."""
-    told = (
+    """Return the parts of a finding with their names, in the order of the output."""
+    parts = (
         ("hook", finding.hook),
         ("field", finding.field),
         ("expected", finding.expected),
@@ -127,15 +127,15 @@ def evidence(finding: Finding) -> list[tuple[str, str]]:
         ("help", finding.help),
         ("reproduce", finding.reproduce),
     )
-    return [(name, text) for name, text in told if text]
+    return [(name, text) for name, text in parts if text]
 
 
 def verdict(plugin: PluginResults, *, strict: bool = False) -> str:
-    """Return in one sentence what was shown of a plugin, and what a full claim would also need."""
+    """Return the verdict on a plugin in one sentence, with the missing parts of a full claim."""
     found = rows(plugin)
     errors = [_say_broken(row) for row in found if row.outcome is Outcome.ERROR]
     if errors:
-        return f"no verdict: the suite could not go on with {', '.join(errors)}"
+        return f"no verdict: the suite could not continue with {', '.join(errors)}"
     broken = [_say_broken(row) for row in found if any(r.counts_against for r in row.results)]
     if broken:
         return f"not conformant: {', '.join(broken)}{_where_to_begin(found)}"
@@ -153,12 +153,12 @@ def verdict(plugin: PluginResults, *, strict: bool = False) -> str:
 
 
 def is_good(plugin: PluginResults, *, strict: bool = False) -> bool:
-    """Return whether the verdict on a plugin is that it is conformant."""
+    """Return whether a plugin is conformant."""
     return plugin.is_conformant and not (strict and plugin.shortfalls)
 
 
 def summary(report: Report) -> str:
-    """Return the last line of a run: how many plugins are conformant, and how many results of each kind."""
+    """Return the last line of a run: numbers of conformant plugins and of results per outcome."""
     total = len(report.plugins)
     good = sum(is_good(plugin, strict=report.strict) for plugin in report.plugins)
     return (
@@ -168,7 +168,7 @@ def summary(report: Report) -> str:
 
 
 def in_order(counts: Counter[Outcome]) -> dict[Outcome, int]:
-    """Return those counts that are not zero, the worst first."""
+    """Return the counts that are not zero, the worst first."""
     return {outcome: counts[outcome] for outcome in WORST_FIRST if counts[outcome]}
 
 
@@ -183,16 +183,16 @@ def say(outcome: Outcome) -> str:
 
 
 def lanes(results: Iterable[Result], most: int = 3) -> str:
-    """Return the names of the first lanes, and how many more there are."""
+    """Return the names of the first lanes, and the number of the others."""
     names = list(dict.fromkeys(result.lane for result in results))
     more = len(names) - most
     return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 def plain(text: str) -> str:
-    """Return ``text`` with all that does not print, but for newlines and tabs, spelled out.
+    """Return ``text`` with unprintable characters escaped, except newlines and tabs.
 
-    So are characters that XML cannot hold, and those that turn the direction of writing.
+    Characters that XML cannot hold and characters that change the direction of writing are escaped too.
     """
     return "".join(
         c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode("ascii")
@@ -207,7 +207,7 @@ def _say_broken(row: Row) -> str:
 
 
 def _where_to_begin(found: Sequence[Row]) -> str:
-    """Return, where several rules are broken, the one that the others may follow from."""
+    """Return a hint to the likeliest cause if several rules are broken."""
     broken = [row.key for row in found if row.rule and any(r.counts_against for r in row.results)]
     if len(broken) < 2:
         return ""

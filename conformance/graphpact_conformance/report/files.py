@@ -1,6 +1,6 @@
-"""Reports as files: a directory of them written, and ``results.json`` read back.
+"""Reports as files: write a directory of them, and read ``results.json``.
 
-Does not: read anything that another version of the format wrote.
+Does not: read another version of the format.
 """
 
 import json
@@ -14,16 +14,16 @@ from graphpact_conformance.report.page import to_html
 from graphpact_conformance.results import SCHEMA_VERSION, Report
 
 FILES = ("results.json", "junit.xml", "report.html")
-"""What `save` writes."""
+"""The files that `save` writes."""
 
 _HINT = "a report is the results.json of `graphpact check --report DIR`"
 
 
 def make_directory(directory: Path) -> None:
-    """Make the directory of a report, so that a long run does not end for want of it.
+    """Create the directory of a report, so that a long run does not fail at its end.
 
     Raises:
-        UsageError: It cannot be made.
+        UsageError: It cannot be created.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -59,7 +59,7 @@ def load(path: Path) -> Report:
     """Read the report in ``path``, a ``results.json``, or in the directory ``path``.
 
     Raises:
-        UsageError: It is missing, no JSON, no report, or of a format that this version does not read.
+        UsageError: It is missing, not JSON, not a report, or in another version of the format.
     """
     file = path / FILES[0] if path.is_dir() else path
     try:
@@ -67,9 +67,9 @@ def load(path: Path) -> Report:
     except OSError as error:
         raise UsageError(f"{file} cannot be read: {_why(error)}", hint=_HINT) from error
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"{file} is no JSON: {error}", hint=_HINT) from error
+        raise UsageError(f"{file} is not JSON: {error}", hint=_HINT) from error
     if not isinstance(raw, dict) or "schema_version" not in raw:
-        raise UsageError(f"{file} is no report: it has no schema_version", hint=_HINT)
+        raise UsageError(f"{file} is not a report: it has no schema_version", hint=_HINT)
     version = raw["schema_version"]
     if version != SCHEMA_VERSION:
         raise UsageError(
@@ -84,7 +84,7 @@ def load(path: Path) -> Report:
         count = error.error_count()
         more = f", and {count - 1} more" if count > 1 else ""
         raise UsageError(
-            f"{file} is no report: {place}: {first['msg']}{more}", hint=_HINT
+            f"{file} is not a report: {place}: {first['msg']}{more}", hint=_HINT
         ) from error
 
 

@@ -1,9 +1,9 @@
 """``junit.xml``: a suite for each plugin, a class for each rule, a test case for each lane.
 
-What has to be mended is a failure, what is the suite's own an error; what did not run, and known failures,
-are skipped with their reason.
+Failures are JUnit failures, and errors of the suite are JUnit errors. Requirements that did not run and known
+failures are skipped with their reason.
 
-Does not: mark a SHOULD; it is a failure like a MUST, whatever the exit code says.
+Does not: mark a SHOULD; it is a failure like a MUST, independent of the exit code.
 """
 
 from collections.abc import Iterable
@@ -66,18 +66,18 @@ def _case(class_name: str, requirement: str, result: Result) -> ET.Element:
         time=f"{result.seconds:.3f}",
     )
     if result.outcome in _ELEMENTS:
-        told = ET.SubElement(
+        element = ET.SubElement(
             case,
             _ELEMENTS[result.outcome],
             type=result.outcome.value,
             message=plain(_message(result)),
         )
-        told.text = plain(_body(requirement, result))
+        element.text = plain(_body(requirement, result))
     return case
 
 
 def _message(result: Result) -> str:
-    """Return one line: the first finding in short, else the reason."""
+    """Return one line: a short form of the first finding, otherwise the reason."""
     if result.reason or not result.findings:
         return result.reason or say(result.outcome)
     first = result.findings[0]

@@ -1,9 +1,8 @@
-"""Reports as one HTML page each: no scripts, nothing from outside, light and dark.
+"""Reports as single HTML pages, without scripts and external resources, in light and dark.
 
-What a report says comes from plugins and is never trusted: it is escaped, and what does not print is
-spelled out, wherever a template puts it.
+Texts from plugins are not trusted: templates escape HTML and unprintable characters.
 
-Does not: import jinja2 before a page is drawn; it is an extra.
+Does not: import jinja2 before a page is rendered; it is an extra.
 """
 
 from functools import lru_cache
@@ -20,8 +19,8 @@ if TYPE_CHECKING:
 def to_html(report: Report) -> str:
     """Return ``report`` as a page.
 
-    A matrix of rules by plugins whose every cell opens its evidence; verdicts, failures, claims, hints,
-    what could not be shown, and how it was run.
+    The page has a matrix of rules by plugins, where each cell links to its evidence, then verdicts, failures,
+    claims, hints, the parts that this machine could not show, and the options of the run.
     """
     columns = [{row.key: row for row in digest.rows(plugin)} for plugin in report.plugins]
     labels = {key: row for column in columns for key, row in column.items()}
@@ -29,7 +28,7 @@ def to_html(report: Report) -> str:
         "report.html.jinja",
         report=report,
         columns=columns,
-        # rules in their order, not in that in which plugins bring them
+        # in the order of the rules
         rules=sorted(labels.values(), key=lambda row: "" if row.rule is None else row.key),
         headline=digest.VERDICTS[report.exit_code],
         summary=digest.summary(report),
@@ -42,8 +41,8 @@ def comparison_to_html(comparison: Comparison, before: str, after: str) -> str:
 
     Args:
         comparison: What changed.
-        before: What the first report is called.
-        after: What the second one is called.
+        before: Name of the first report.
+        after: Name of the second report.
     """
     return _draw(
         "comparison.html.jinja", comparison=comparison, before=before, after=after, whats=WHATS
