@@ -150,7 +150,7 @@ def _kind_of(name: str, catalog: PluginCatalog) -> tuple[TargetKind, str]:
     raise UnknownPluginError(
         f"no attention backend or runner {name!r}; installed: "
         + (", ".join(str(info) for info in there) or "none"),
-        hint=f"did you mean {near!r}?" if near else "`graphpact plugins` lists all",
+        hint=f"did you mean {near!r}?" if near else "`graphpact plugins` lists what is installed",
     )
 
 
