@@ -340,8 +340,9 @@ def _skips_largest(base: type[Any]) -> type[Any]:
         """Plans with all sizes, and captures all but the largest."""
 
         def shapes(self) -> Sequence[GraphShape]:
-            """Return what is below an upper bound."""
-            return super().shapes()[:-1]  # type: ignore[no-any-return]
+            """Return what is below an upper bound, where there is more than one."""
+            shapes: Sequence[GraphShape] = super().shapes()
+            return shapes[:-1] or shapes
 
         def fit(self, batch: ForwardBatch) -> _Fit:
             """Choose among all sizes."""
