@@ -340,8 +340,9 @@ def _skips_largest(base: type[Any]) -> type[Any]:
         """Plans with all sizes, and captures all but the largest."""
 
         def shapes(self) -> Sequence[GraphShape]:
-            """Return the shapes below an upper bound."""
-            return super().shapes()[:-1]  # type: ignore[no-any-return]
+            """Return the shapes below an upper bound, or the only one."""
+            shapes: Sequence[GraphShape] = super().shapes()
+            return shapes[:-1] or shapes
 
         def fit(self, batch: ForwardBatch) -> _Fit:
             """Choose among all sizes."""
