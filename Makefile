@@ -18,13 +18,13 @@ break: $(STAMP)       ## plant three real bugs: silent, and then named
 
 # Tensors of tests are tiny: threads would wait for each other, most of all on a machine that others use. So there
 # is a process for each core, up to eight, and each takes whole files, whose fixtures are made once.
-PYTEST := $(BIN)/python -m pytest -q -n auto --maxprocesses 8
+PYTEST := $(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist loadfile
 test test-all: export OMP_NUM_THREADS ?= 1
 test: $(STAMP)        ## run the tests, but for the long sweeps
-	$(PYTEST) --dist loadfile -m "not sweep"
+	$(PYTEST) -m "not sweep"
 
 test-all: test        ## run the tests, and then the long sweeps
-	$(PYTEST) --dist worksteal -m sweep
+	$(PYTEST) -m sweep
 
 bench: $(STAMP)       ## measure, as ratios inside one process
 	$(BIN)/python benchmarks/bench_fill.py

@@ -195,7 +195,7 @@ def test_people_read_memory_as_tables_with_totals(capsys: pytest.CaptureFixture[
     assert lines[0] == "lane decode: recorded by tape, metadata made in the graph"
     assert "seq_lens_cpu decode inputs [8] int64 cpu fill_sentinel 1 preparation 64" in lines
     kept = next(line for line in lines if line.startswith("flashinfer.kv_indices "))
-    row = r"flashinfer\.kv_indices flashinfer \[(\d+)\] int32 cpu keep_pad graph (\S+) .*each step writes it"
+    row = r"flashinfer\.kv_indices flashinfer \[(\d+)\] int32 cpu keep_pad graph (\S+) .* in every step"
     found = re.fullmatch(row, kept)
     assert found is not None
     assert found[2] == f"{4 * int(found[1]):,}"

@@ -128,7 +128,7 @@ def test_a_bug_in_the_installed_plugin_is_told_and_can_be_told_again(elsewhere: 
             ("hook", "init_metadata_replay"),
             ("field", r"metadata\.page_table\[\d+, 0\].*slot 'my_attention\.page_table'"),
             ("expected", "every entry that the replay reads is written in this step"),
-            ("actual", "it holds what an earlier batch left"),
+            ("actual", "holds values of an earlier batch"),
         ):
             assert re.search(rf"^│ +{name} +{text}", finding, re.MULTILINE)
         again = re.search(r"reproduce +(graphpact check .* --only GP03 .*)", finding)
@@ -137,7 +137,7 @@ def test_a_bug_in_the_installed_plugin_is_told_and_can_be_told_again(elsewhere: 
         assert "✗ GP03 stale-pad-tail" in told
         assert "metadata.page_table[" in told
         told = elsewhere.run(*PYTEST, "--import-mode=importlib", "one_lane.py", status=1)
-        failure = told[told.index("AssertionError: GP03 stale-pad-tail: No padded row") :]
+        failure = told[told.index("AssertionError: GP03 stale-pad-tail: A padding row") :]
         assert again[1] in failure
         assert "init_metadata_replay" in failure
     finally:

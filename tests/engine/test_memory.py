@@ -254,8 +254,8 @@ def test_the_command_warns_of_what_nobody_declared(
     assert main(command) == 0
     *_, warning, fix, verdict = capsys.readouterr().out.splitlines()
     assert warning == (
-        "warning: lane 'decode': its graphs read or write a float32 tensor [8, 1, 1] on cpu,"
-        " 32 bytes"
+        "warning: lane 'decode': its graphs read or write an undeclared float32 tensor"
+        " [8, 1, 1] on cpu, 32 bytes"
     )
     assert fix.startswith("  help: declare it as a GraphSlot")
     assert verdict == "Graphs read or write 1 undeclared tensor."
@@ -363,5 +363,5 @@ def test_ranges_agree_with_sets_of_addresses(
         return {(device, at) for device, first, end in extents for at in range(first, end)}
 
     ranges = _Ranges(extents)
-    assert ranges.holds(one) == (every(one) <= every(*extents))
-    assert ranges.meets(one) == bool(every(one) & every(*extents))
+    assert ranges.contains(one) == (every(one) <= every(*extents))
+    assert ranges.overlaps(one) == bool(every(one) & every(*extents))

@@ -11,6 +11,7 @@ import torch
 
 from graphpact.attention.capabilities import LayerSpec, Limits
 from graphpact.batch import ForwardMode
+from graphpact.tensors import storage_id
 
 ProviderName = Literal["auto", "native", "portable"]
 """The values of ``kernel_provider``."""
@@ -32,7 +33,7 @@ def kv_tensors(kv_cache: KVBuffers) -> dict[str, torch.Tensor]:
     """Return the tensors of a KV cache by a name for messages, without values that are views of keys."""
     found: dict[str, torch.Tensor] = {}
     for i, (k, v) in enumerate(zip(kv_cache.k, kv_cache.v, strict=True)):
-        shared = k.untyped_storage().data_ptr() == v.untyped_storage().data_ptr()
+        shared = storage_id(k) == storage_id(v)
         found[f"the {'latents' if shared else 'keys'} of layer {i}"] = k
         if not shared:
             found[f"the values of layer {i}"] = v
