@@ -17,7 +17,6 @@ from graphpact_conformance.problems import Drawn
 from graphpact_conformance.results import Finding
 from graphpact_conformance.rig import Answer, Leaf, Rig, StepRecord
 from graphpact_conformance.subject import LaneUnderTest
-from graphpact_tape.poison import poison_of
 
 Scope = Literal["attention_backend", "runner"]
 Findings = Iterator[Finding]
@@ -177,14 +176,6 @@ def put(mask: torch.Tensor, value: torch.Tensor | float) -> TensorEdit:
             tensor.masked_fill_(at, value)
 
     return change
-
-
-def is_read(rig: Rig, base: StepRecord, leaf: Leaf, mask: torch.Tensor) -> bool:
-    """Return whether poison in a tensor, where ``mask`` is set, changes the results of a replay."""
-    changed = rig.step(
-        base.problem, ready=altered({leaf.path: put(mask, poison_of(leaf.value.dtype))})
-    )
-    return not same_step(base, changed, first_slot=rig.config.page_size)
 
 
 def matters(
