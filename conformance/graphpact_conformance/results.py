@@ -202,10 +202,6 @@ class PluginResults(_Model):
         """Return the results of one rule; for None, the results without a rule."""
         return [result for result in self.results if result.rule == rule]
 
-    def outcome_of(self, rule: str | None) -> Outcome:
-        """Return one outcome for all lanes, the worst; unsupported only if all lanes are."""
-        return worst(result.outcome for result in self.of_rule(rule))
-
     @property
     def is_conformant(self) -> bool:
         """Whether no MUST failed and at least one requirement passed."""

@@ -149,8 +149,7 @@ def _noticing_warnings(homes: _Homes, reporter: Reporter) -> Iterator[None]:
     """Report every warning with a line of the plugin as its origin.
 
     A warning with its origin in torch or another library is no fault of the plugin that called it. Libraries
-    use
-    ``stacklevel`` for warnings about the caller.
+    use ``stacklevel`` for warnings about the caller.
     """
 
     def show(

@@ -13,7 +13,7 @@ from graphpact.batch import ForwardBatch
 from graphpact.errors import Breach
 from graphpact.pact import walk
 from graphpact.tensors import equal, excess, same, tolerance_of
-from graphpact_conformance.problems import Drawn
+from graphpact_conformance.problems import Drawn, Problem
 from graphpact_conformance.results import Finding
 from graphpact_conformance.rig import Answer, Leaf, Rig, StepRecord
 from graphpact_conformance.subject import LaneUnderTest
@@ -147,6 +147,44 @@ def differences(rig: Rig, step: StepRecord, answer: Answer) -> list[Difference]:
                 )
             )
     return found
+
+
+def wrong_results(
+    lane: LaneUnderTest,
+    rig: Rig,
+    step: StepRecord,
+    *,
+    what: str,
+    help: str,  # noqa: A002  the field of reports
+    rule: str | None = None,
+    expected: str | None = None,
+) -> Findings:
+    """Yield a finding for each difference between the results of a step and the oracle.
+
+    Args:
+        lane: The lane.
+        rig: The rig that did the step.
+        step: A step without error.
+        what: The kind of the step, such as "a replay".
+        help: The next action.
+        rule: The rule that a wrong result breaks here.
+        expected: The expected property, printed before the right value.
+    """
+    for wrong in differences(rig, step, lane.answer(rig, step.problem)):
+        yield lane.finding(
+            rule,
+            field=f"{what}: {wrong.what}",
+            expected=f"{expected}: {wrong.expected}" if expected else wrong.expected,
+            actual=wrong.actual,
+            step=step,
+            help=help,
+        )
+
+
+def is_right(lane: LaneUnderTest, rig: Rig, problem: Problem, *, eagerly: bool = False) -> bool:
+    """Return whether a step of a batch ends without error and agrees with the oracle."""
+    step = rig.step(problem, eagerly=eagerly)
+    return step.error is None and not differences(rig, step, lane.answer(rig, problem))
 
 
 # -- perturbing --------------------------------------------------------------------------------------

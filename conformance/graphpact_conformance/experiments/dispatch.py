@@ -17,7 +17,7 @@ from graphpact.batch import ForwardBatch, ForwardMode
 from graphpact.parallel import get_parallel
 from graphpact.runners import RunnerContext
 from graphpact.shapes import EagerReason, GraphShape
-from graphpact_conformance.experiments.base import Findings, differences
+from graphpact_conformance.experiments.base import Findings, differences, is_right
 from graphpact_conformance.experiments.parity import compare_with_capture, trace_of
 from graphpact_conformance.experiments.values import pads_leak
 from graphpact_conformance.problems import Config, Drawn, Problem, corner, half_size_batch, of_size
@@ -444,7 +444,7 @@ def _same_steps(
                 real = None if count is None else int(count.value)
                 yield from _share(lane, rank, step.shape, problem, real)
             wrong = differences(rig, step, rig.answer(problem))
-            if wrong and not _is_wrong_alone(plain, problem):
+            if wrong and is_right(plain, plain.rig(), problem):
                 yield lane.finding(
                     "GP17",
                     field=f"rank {rank}: {wrong[0].what}",
@@ -464,13 +464,6 @@ def _same_steps(
             problem=problem,
             help="let fit() depend only on data that all ranks have: the batch, and global_num_tokens_cpu",
         )
-
-
-def _is_wrong_alone(lane: LaneUnderTest, problem: Problem) -> bool:
-    """Return whether the outputs of a batch are wrong with a single rank."""
-    rig = lane.rig()
-    step = rig.step(problem)
-    return step.error is not None or bool(differences(rig, step, lane.answer(rig, problem)))
 
 
 def _share(

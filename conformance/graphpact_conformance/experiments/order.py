@@ -19,10 +19,11 @@ from graphpact.memory_map import MemoryMap
 from graphpact.tensors import storage_id
 from graphpact_conformance.experiments.base import (
     Findings,
-    differences,
+    is_right,
     same_rows,
     same_step,
     sides_of,
+    wrong_results,
 )
 from graphpact_conformance.problems import Drawn, Problem, corner, of_size
 from graphpact_conformance.results import Finding
@@ -243,7 +244,7 @@ def survives_eager_activity(lane: LaneUnderTest, steps: Drawn) -> Findings:
         rig = _guarded(lane, "graph") if strict else lane.build()
         if rig is None:
             continue
-        problems = [p for p in (steps.padded, steps.small) if _is_right(lane, rig, p)]
+        problems = [p for p in (steps.padded, steps.small) if is_right(lane, rig, p)]
         _run_eager_activity(lane, rig)
         for problem in problems:
             step = rig.step(problem)
@@ -253,15 +254,9 @@ def survives_eager_activity(lane: LaneUnderTest, steps: Drawn) -> Findings:
                 yield found.model_copy(update={"rule": "GP14"})
                 break
             yield from _moved(lane, step)
-            for wrong in differences(rig, step, lane.answer(rig, problem)):
-                yield lane.finding(
-                    "GP14",
-                    field=f"a replay: {wrong.what}",
-                    expected=f"{expected}: {wrong.expected}",
-                    actual=wrong.actual,
-                    step=step,
-                    help=_STAYS,
-                )
+            yield from wrong_results(
+                lane, rig, step, rule="GP14", what="a replay", expected=expected, help=_STAYS
+            )
 
 
 def _moved(lane: LaneUnderTest, step: StepRecord) -> Findings:
@@ -283,11 +278,6 @@ _STAYS = (
     "allocate memory at its largest size before capture, keep it for the lifetime of the graph, and copy"
     " into it: a graph does not follow memory that an eager step replaces, grows or evicts"
 )
-
-
-def _is_right(lane: LaneUnderTest, rig: Rig, problem: Problem) -> bool:
-    step = rig.step(problem)
-    return step.error is None and not differences(rig, step, lane.answer(rig, problem))
 
 
 def _run_eager_activity(lane: LaneUnderTest, rig: Rig) -> None:

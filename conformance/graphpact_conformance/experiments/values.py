@@ -19,10 +19,12 @@ from graphpact_conformance.experiments.base import (
     Findings,
     altered,
     differences,
+    is_right,
     put,
     same_rows,
     spell,
     values_at,
+    wrong_results,
 )
 from graphpact_conformance.experiments.order import states
 from graphpact_conformance.experiments.parity import compare_with_capture
@@ -57,15 +59,13 @@ def _judge_eager(lane: LaneUnderTest, rig: Rig, step: StepRecord) -> Findings:
             step.error, expected="an eager run of a declared kind of batch", step=step
         )
         return
-    for found in differences(rig, step, lane.answer(rig, step.problem)):
-        yield lane.finding(
-            None,
-            field=f"an eager run: {found.what}",
-            expected=found.expected,
-            actual=found.actual,
-            step=step,
-            help="no graph is involved: check the kernels and their metadata",
-        )
+    yield from wrong_results(
+        lane,
+        rig,
+        step,
+        what="an eager run",
+        help="no graph is involved: check the kernels and their metadata",
+    )
 
 
 # -- replayed ----------------------------------------------------------------------------------------
@@ -158,12 +158,12 @@ def _of_difference(
             "GP04",
             "padding tokens must write KV slot 0: reset the tail of out_cache_loc to 0",
         )
-    elif padded and _is_right(lane, rig, exact):
+    elif padded and is_right(lane, rig, exact):
         help_ = (
             "batches without padding are right: check the contents and the counts of padding rows"
         )
-    elif not _is_prepared_otherwise(lane, rig, problem) and not _is_wrong_eagerly(
-        lane, rig, problem
+    elif not _is_prepared_otherwise(lane, rig, problem) and is_right(
+        lane, rig, problem, eagerly=True
     ):
         rule = "GP10"
         help_ = (
@@ -190,11 +190,6 @@ def _is_prepared_otherwise(lane: LaneUnderTest, rig: Rig, problem: Problem) -> b
     return any(True for _ in compare_with_capture(lane, rig, "graph", problem))
 
 
-def _is_wrong_eagerly(lane: LaneUnderTest, rig: Rig, problem: Problem) -> bool:
-    step = rig.step(problem, eagerly=True)
-    return step.error is not None or bool(differences(rig, step, lane.answer(rig, problem)))
-
-
 # -- corners -----------------------------------------------------------------------------------------
 
 
@@ -202,7 +197,7 @@ def largest_step(lane: LaneUnderTest, _: Drawn) -> Findings:
     """Replay the largest batches that the limits allow, each after a smaller batch of the same kind."""
     rig = lane.rig()
     for smaller, largest in _corners(lane.config):
-        if not _is_right(lane, rig, smaller):
+        if not is_right(lane, rig, smaller):
             continue  # the size is not the cause
         step = rig.step(largest)
         expected = "the largest batch that the limits allow is replayed correctly"
@@ -214,15 +209,9 @@ def largest_step(lane: LaneUnderTest, _: Drawn) -> Findings:
             if found.rule != "GP13":
                 yield found.model_copy(update={"rule": "GP13", "help": _SIZES})
             continue
-        for wrong in differences(rig, step, lane.answer(rig, largest)):
-            yield lane.finding(
-                "GP13",
-                field=f"a replay: {wrong.what}",
-                expected=f"{expected}: {wrong.expected}",
-                actual=wrong.actual,
-                step=step,
-                help=_SIZES,
-            )
+        yield from wrong_results(
+            lane, rig, step, rule="GP13", what="a replay", expected=expected, help=_SIZES
+        )
 
 
 _SIZES = (
@@ -572,7 +561,11 @@ def _pads_count(lane: LaneUnderTest, rig: Rig, base: StepRecord, exact: Problem)
         return
     step = rig.step(base.problem, fill=_clear)
     wrong = [] if step.error else differences(rig, step, lane.answer(rig, base.problem))
-    if not wrong or not _is_right(lane, rig, exact) or _is_wrong_eagerly(lane, rig, base.problem):
+    if (
+        not wrong
+        or not is_right(lane, rig, exact)
+        or not is_right(lane, rig, base.problem, eagerly=True)
+    ):
         return
     yield lane.finding(
         "GP05",
@@ -583,11 +576,6 @@ def _pads_count(lane: LaneUnderTest, rig: Rig, base: StepRecord, exact: Problem)
         step=step,
         help=_PADDED_HELP["GP05"],
     )
-
-
-def _is_right(lane: LaneUnderTest, rig: Rig, problem: Problem) -> bool:
-    step = rig.step(problem)
-    return step.error is None and not differences(rig, step, lane.answer(rig, problem))
 
 
 def _clear(slot: BoundSlot) -> None:

@@ -19,12 +19,12 @@ from torch import fx
 from torch._subclasses import FakeTensorMode
 
 from graphpact.errors import CaptureError, EngineError
-from graphpact.graphs import Graph, GraphDriver
+from graphpact.graphs import Graph
 from graphpact.graphs.segments import EagerCall
 from graphpact.tensors import storage_id
 from graphpact_cpu_graph.fx_graph import SegmentGraph
 from graphpact_tape.host import HostMemory, HostReadGuard, tensors_of
-from graphpact_tape.recorder import Recorder, Recording
+from graphpact_tape.recorder import Recorder, Recording, RecordingDriver
 
 __tracebackhide__ = True  # a message names the line of the region
 
@@ -100,14 +100,10 @@ class InductorGraph(Graph):
         return list(self._external)
 
 
-class InductorDriver(GraphDriver):
+class InductorDriver(RecordingDriver):
     """A driver that compiles recorded regions. Each graph has memory of its own: graphs do not overlap."""
 
     name: ClassVar[str] = "inductor"
-
-    def __init__(self, device: torch.device, *, strict: bool = False) -> None:
-        super().__init__(device, strict=strict)
-        self._recorder: Recorder | None = None
 
     @classmethod
     def unavailable(cls, device: torch.device) -> str | None:
@@ -127,23 +123,10 @@ class InductorDriver(GraphDriver):
         with torch.inference_mode():
             for _ in range(warmup):
                 fn()
-            recording = self._record(fn)
+            host = HostMemory(self.memory.host)
+            recorder = Recorder(HostReadGuard(host, "while a graph is recorded", CaptureError))
+            recording = self.record(recorder, fn)
         return InductorGraph(recording)
-
-    def _record(self, fn: Callable[[], Any]) -> Recording:
-        guard = HostReadGuard(
-            HostMemory(self.memory.host), "while a graph is recorded", CaptureError
-        )
-        self._recorder = recorder = Recorder(guard)
-        try:
-            return recorder.record(self, fn)
-        finally:
-            self._recorder = None
-
-    def break_graph(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """Call ``fn(*args)`` now, and at every replay, between two compiled segments."""
-        assert self._recorder is not None  # noqa: S101  it is capturing
-        return self._recorder.eager_call(fn, args)
 
 
 def _compile(segment: SegmentGraph, inputs: list[torch.Tensor]) -> Callable[[], object]:

@@ -319,6 +319,31 @@ class Recorder(Watcher):
         self.add(RecordedCall(func, args, kwargs, result, made, self.line))
 
 
+class RecordingDriver(GraphDriver):
+    """Base class of drivers that capture with a `Recorder`: it holds the recorder of the current capture."""
+
+    def __init__(self, device: torch.device, *, strict: bool = False) -> None:
+        super().__init__(device, strict=strict)
+        self._recorder: Recorder | None = None
+
+    def record(self, recorder: Recorder, fn: Callable[[], Any]) -> Recording:
+        """Run ``fn`` once as the captured region, and return its recording.
+
+        Raises:
+            CaptureError: See `Recorder.record`.
+        """
+        self._recorder = recorder
+        try:
+            return recorder.record(self, fn)
+        finally:
+            self._recorder = None
+
+    def break_graph(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """Call ``fn(*args)`` now, and at every replay, between two segments."""
+        assert self._recorder is not None  # noqa: S101  it is capturing
+        return self._recorder.eager_call(fn, args)
+
+
 def place_of(tensor: torch.Tensor) -> Place:
     """Return the storage of ``tensor`` and its layout in it."""
     return (

@@ -17,13 +17,13 @@ from typing import Any, ClassVar
 import torch
 
 from graphpact.errors import CaptureError, EngineError
-from graphpact.graphs.driver import DeclaredMemory, Event, Graph, GraphDriver, Ownership, Stream
+from graphpact.graphs.driver import DeclaredMemory, Event, Graph, Ownership, Stream
 from graphpact.graphs.lines import Line
 from graphpact.graphs.segments import EagerCall
 from graphpact_tape.guard import StrictGuard
 from graphpact_tape.host import HostMemory, HostReadGuard
 from graphpact_tape.nodes import Node, make_node
-from graphpact_tape.recorder import Recorder, Recording
+from graphpact_tape.recorder import Recorder, Recording, RecordingDriver
 from graphpact_tape.strict import StrictRecorder, StrictShared, StrictTape
 
 __tracebackhide__ = True
@@ -74,7 +74,7 @@ class Tape(Graph):
         return list(self._external)
 
 
-class TapeDriver(GraphDriver):
+class TapeDriver(RecordingDriver):
     """A driver that records tapes.
 
     In fast mode each tape has memory of its own, and all streams are one: work is done at once, in order. In
@@ -94,7 +94,6 @@ class TapeDriver(GraphDriver):
     def __init__(self, device: torch.device, *, strict: bool = False, traced: bool = False) -> None:
         super().__init__(device, strict=strict)
         self._traced = traced
-        self._recorder: Recorder | None = None
         self._shared = StrictShared(device) if strict else None
 
     @classmethod
@@ -118,24 +117,12 @@ class TapeDriver(GraphDriver):
             host = HostMemory(self.memory.host, strict=self.strict)
             guard = HostReadGuard(host, _WHEN, CaptureError)
             if self._shared is None:
-                return Tape(self._record(Recorder(guard, traced=self._traced), fn))
+                return Tape(self.record(Recorder(guard, traced=self._traced), fn))
             self._shared.order.synchronize()
             strict = StrictRecorder(guard, self._shared, self.memory)
             with self._shared.watching(guard), strict.recording():
-                tape = StrictTape(strict, self._record(strict, fn))
+                tape = StrictTape(strict, self.record(strict, fn))
             return self._shared.keep(tape, self.memory, armed)
-
-    def _record(self, recorder: Recorder, fn: Callable[[], Any]) -> Recording:
-        self._recorder = recorder
-        try:
-            return recorder.record(self, fn)
-        finally:
-            self._recorder = None
-
-    def break_graph(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """Call ``fn(*args)`` now, and at every replay."""
-        assert self._recorder is not None  # noqa: S101  it is capturing
-        return self._recorder.eager_call(fn, args)
 
     # -- around the replay -----------------------------------------------------------------------
 
