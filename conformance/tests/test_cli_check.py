@@ -1,4 +1,4 @@
-"""``graphpact check``, ``report`` and ``explain``: what is asked of the suite, what is told, which status."""
+"""``graphpact check``, ``report`` and ``explain``: options, output and exit status."""
 
 import json
 import subprocess
@@ -24,7 +24,7 @@ Suite = Callable[..., dict[str, Any]]
 
 @pytest.fixture
 def suite(monkeypatch: pytest.MonkeyPatch) -> Suite:
-    """Return what puts a suite in place that finds ``made``; it returns what that suite is asked."""
+    """Return a function that installs a fake suite with report ``made`` and returns the suite's arguments."""
 
     def put(made: Report | None = None) -> dict[str, Any]:
         asked: dict[str, Any] = {}
@@ -54,7 +54,7 @@ def suite(monkeypatch: pytest.MonkeyPatch) -> Suite:
     ],
 )
 def test_options_reach_the_suite(arguments: list[str], asked: dict[str, Any], suite: Suite) -> None:
-    """Each option is the suite's option of that meaning; those that are not given are its defaults."""
+    """Each option reaches the suite; options that are not given have the suite's defaults."""
     got = suite()
     assert main(["check", "flashinfer", "runner:cuda_graph", *arguments]) == 0
     assert got["names"] == ["flashinfer", "runner:cuda_graph"]
@@ -65,7 +65,7 @@ def test_options_reach_the_suite(arguments: list[str], asked: dict[str, Any], su
 def test_off_a_terminal_there_is_no_progress(
     suite: Suite, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Where nobody looks the suite is given nobody to tell, and the report alone is on stdout."""
+    """Without a terminal the suite gets no progress callbacks, and stdout has only the report."""
     got = suite()
     assert main(["check", "flashinfer", "--workers", "3"]) == 0
     assert got["workers"] == 3
@@ -90,7 +90,7 @@ def test_off_a_terminal_there_is_no_progress(
 def test_the_status_is_that_of_the_report(
     made: Report, status: int, how: list[str], suite: Suite
 ) -> None:
-    """The command ends as the report says, however it is told."""
+    """The exit status is that of the report, with and without ``--json``."""
     suite(made)
     assert main(["check", "flashinfer", *how]) == status
 
@@ -98,7 +98,7 @@ def test_the_status_is_that_of_the_report(
 def test_json_is_the_report_and_nothing_else(
     suite: Suite, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With ``--json`` stdout is one report, equal to what was found; what plugins print is on stderr."""
+    """With ``--json`` stdout is one report, equal to the suite's; output of plugins goes to stderr."""
     made = report(plugin([result("fail")]))
     suite(made)
     main(["check", "flashinfer", "--json"])
@@ -110,7 +110,7 @@ def test_json_is_the_report_and_nothing_else(
 def test_a_report_is_written_whatever_the_status(
     tmp_path: Path, suite: Suite, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """``--report`` leaves all files in a new directory, and says so on stderr."""
+    """``--report`` writes all files to a new directory, even after a failure, and says so on stderr."""
     suite(report(plugin([result("fail")])))
     assert main(["check", "flashinfer", "--json", "--report", str(tmp_path / "out")]) == 1
     out, err = capsys.readouterr()
@@ -122,7 +122,7 @@ def test_a_report_is_written_whatever_the_status(
 def test_nothing_runs_for_a_report_that_cannot_be_written(
     tmp_path: Path, suite: Suite, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A directory that cannot be made is a usage error before the suite begins."""
+    """A directory that cannot be created is a usage error before the suite starts."""
     (tmp_path / "file").write_text("")
     got = suite()
     assert main(["check", "flashinfer", "--report", str(tmp_path / "file/out")]) == 2
@@ -131,7 +131,7 @@ def test_nothing_runs_for_a_report_that_cannot_be_written(
 
 
 def test_lanes_of_plugins_are_listed(suite: Suite, capsys: pytest.CaptureFixture[str]) -> None:
-    """``NAME --list`` has each lane, and what would be done there; nothing is run."""
+    """``NAME --list`` lists each lane with its experiments, and runs nothing."""
     got = suite()
     assert main(["check", "fa3", "cuda_graph", "--list", "--quick", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
@@ -156,7 +156,7 @@ def test_lanes_of_plugins_are_listed(suite: Suite, capsys: pytest.CaptureFixture
 def test_what_cannot_be_asked_is_a_usage_error(
     arguments: list[str], says: str, suite: Suite, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A command line without sense ends with status 2 and says why, and the suite is not begun."""
+    """An invalid command line ends with status 2 and the reason, and the suite does not start."""
     got = suite()
     assert main(["check", *arguments]) == 2
     out, err = capsys.readouterr()
@@ -167,7 +167,7 @@ def test_what_cannot_be_asked_is_a_usage_error(
 def test_errors_of_the_suite_keep_their_words(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What the suite refuses, such as an unknown plugin, is an error with its own status."""
+    """A usage error of the suite, such as an unknown plugin, keeps its message, hint and exit status."""
 
     def check(*_: object, **__: object) -> Report:
         raise UnknownPluginError("nobody offers 'x'", hint="did you mean fa3?")
@@ -193,7 +193,7 @@ def test_without_the_extra_the_command_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Without hypothesis, or jinja2 where a page is asked for, nothing is begun and the extra is named."""
+    """Without hypothesis, or jinja2 if a page is requested, nothing starts and the error names the extra."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, missing, None)
     got = suite()
@@ -211,7 +211,7 @@ def test_without_the_extra_the_command_says_what_to_install(
 def test_a_terminal_report_needs_no_jinja2(
     suite: Suite, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Who asks for no page needs no templates."""
+    """A report without a page does not need jinja2."""
     monkeypatch.setitem(sys.modules, "jinja2", None)
     suite()
     assert main(["check", "flashinfer"]) == 0
@@ -219,7 +219,7 @@ def test_a_terminal_report_needs_no_jinja2(
 
 
 def test_commands_stay_light() -> None:
-    """A command imports neither the suite nor what it needs before it is called."""
+    """``check --help`` imports neither the suite nor its dependencies."""
     code = """
 import sys
 from graphpact.cli import main
@@ -246,7 +246,7 @@ print(*sys.modules, file=sys.stderr)
 
 @pytest.mark.parametrize("command", [["check", "--list"], ["explain"]])
 def test_rules_are_listed(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """Both lists have every rule with level, requirement and hooks; as data, the same."""
+    """Both lists have every rule with level, requirement and hooks; ``--json`` has the same rules."""
     assert main(command) == 0
     lines = capsys.readouterr().out.splitlines()
     for rule in RULES.values():
@@ -260,14 +260,14 @@ def test_rules_are_listed(command: list[str], capsys: pytest.CaptureFixture[str]
 
 
 def test_a_list_can_be_of_some_rules(capsys: pytest.CaptureFixture[str]) -> None:
-    """``--only`` narrows the list, as it does a check."""
+    """``--only`` selects the rules of the list, as it does for a check."""
     assert main(["check", "--list", "--only", "GP05", "--json"]) == 0
     assert [rule["id"] for rule in json.loads(capsys.readouterr().out)] == ["GP05"]
 
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=str)
 def test_every_rule_is_explained(rule: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    """A rule by id or name is told with requirement, hooks and its story's every part and address."""
+    """A rule, by id or name, is printed with its requirement, hooks, and every part of its story."""
     assert main(["explain", rule.id.lower()]) == 0
     text = capsys.readouterr().out
     story = STORIES[rule.id]
@@ -287,7 +287,7 @@ def test_every_rule_is_explained(rule: Any, capsys: pytest.CaptureFixture[str]) 
 
 
 def test_an_unknown_rule_is_not_explained(capsys: pytest.CaptureFixture[str]) -> None:
-    """A rule that there is not is a usage error with the nearest."""
+    """An unknown rule is a usage error with the nearest name."""
     assert main(["explain", "stale-pad-tails"]) == 2
     assert "did you mean stale-pad-tail?" in capsys.readouterr().err
 
@@ -297,7 +297,7 @@ def test_an_unknown_rule_is_not_explained(capsys: pytest.CaptureFixture[str]) ->
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Callable[[str, Report], str]:
-    """Return what writes a report to a file and gives its path."""
+    """Return a function that writes a report to a file and returns its path."""
 
     def save(name: str, made: Report) -> str:
         (tmp_path / name).write_text(made.model_dump_json())
@@ -312,7 +312,7 @@ def test_a_saved_report_is_shown_as_it_was(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """``report A`` prints what ``check`` printed, gives the same JSON and page, and ends with 0."""
+    """``report A`` prints what ``check`` printed, writes the same JSON and page, and ends with status 0."""
     made = report(plugin([result("fail")]))
     suite(made)
     main(["check", "flashinfer", "--report", str(tmp_path / "out")])
@@ -328,7 +328,7 @@ def test_a_saved_report_is_shown_as_it_was(
 def test_two_reports_are_compared(
     saved: Callable[[str, Report], str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """``report A B`` ends with 1 where something became worse, else with 0, and says what in all forms."""
+    """``report A B`` ends with 1 if something became worse, else 0, and shows the changes in every format."""
     good, bad = saved("good.json", report()), saved("bad.json", report(plugin([result("fail")])))
     page = tmp_path / "changes.html"
     assert main(["report", good, bad, "--html", str(page)]) == 1
@@ -347,7 +347,7 @@ def test_two_reports_are_compared(
 def test_a_page_that_cannot_be_written_is_a_usage_error(
     saved: Callable[[str, Report], str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A bad ``--html`` ends with status 2 and the reason, as a missing report does."""
+    """A bad ``--html`` path and a missing report each end with status 2 and the reason."""
     assert main(["report", saved("a.json", report()), "--html", str(tmp_path)]) == 2
     assert "cannot be written: Is a directory" in capsys.readouterr().err
     assert main(["report", str(tmp_path / "none.json")]) == 2

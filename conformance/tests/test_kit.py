@@ -1,4 +1,4 @@
-"""The kit itself: what it draws, which lanes it gives to whom, and that it catches planted bugs."""
+"""The suite's tools: random batches, the lanes of a backend, and planted bugs that must be caught."""
 
 import re
 from collections.abc import Sequence
@@ -49,17 +49,17 @@ from oracle_kit import findings_of, hold_to_oracle
 
 
 def _config(name: str) -> Config:
-    """Return the lane of that name."""
+    """Return the configuration with the given name."""
     return next(c for c in configs_of(ReferenceBackend.capabilities) if str(c) == name)
 
 
-# -- what is drawn ---------------------------------------------------------------------------------
+# -- random batches --------------------------------------------------------------------------------
 
 
 @settings(derandomize=True, deadline=None, max_examples=150)
 @given(data=st.data())
 def test_a_sequence_is_what_it_says(data: st.DataObject) -> None:
-    """Batches fit the bucket that they are drawn for; no slot is scratch, or used twice; tables agree."""
+    """Batches fit their captured shapes; no KV slot is scratch or used twice; page tables match the slots."""
     config = data.draw(
         st.sampled_from([*configs_of(ReferenceBackend.capabilities)]), label="config"
     )
@@ -93,7 +93,7 @@ def test_a_sequence_is_what_it_says(data: st.DataObject) -> None:
 
 
 def test_a_backend_that_declares_everything_gets_every_lane() -> None:
-    """Its lanes are all cases, page sizes, head layouts and dtypes there are."""
+    """A backend that declares everything gets one lane per case, page size, head layout and dtype."""
     lanes = [*configs_of(ReferenceBackend.capabilities)]
     dtypes = [d for d in DTYPES if d in ReferenceBackend.capabilities.dtypes]
     assert len(dtypes) > 1
@@ -105,7 +105,7 @@ def test_a_backend_that_declares_everything_gets_every_lane() -> None:
 
 
 def test_a_backend_gets_no_lane_that_it_does_not_declare() -> None:
-    """Modes, trees, widths, features and page sizes of the lanes are the declared ones."""
+    """Lanes have only the declared modes, widths, features, page sizes and head layouts."""
     declared = replace(
         ReferenceBackend.capabilities,
         modes=frozenset({ForwardMode.DECODE, ForwardMode.TARGET_VERIFY}),
@@ -134,14 +134,14 @@ def _declared(support: GraphSupport) -> Capabilities:
 
 
 class NeverCaptured(ReferenceBackend):
-    """It declares that no graph holds it."""
+    """A backend that declares no support of graphs."""
 
     capabilities = _declared(GraphSupport.NEVER)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_what_is_declared_is_captured_and_nothing_else(case: Case) -> None:
-    """A lane captures both of its shapes where the backend declares that a graph holds them."""
+    """A lane captures both of its shapes if the declared graph support covers its case, otherwise none."""
     config = _config(f"{case}-page16-mha-float32")
     for support in GraphSupport:
         backend = type("Declares", (ReferenceBackend,), {"capabilities": _declared(support)})
@@ -150,7 +150,7 @@ def test_what_is_declared_is_captured_and_nothing_else(case: Case) -> None:
 
 
 def test_a_lane_without_graphs_is_held_to_the_oracle_too() -> None:
-    """What runs eagerly everywhere passes where it is right, and is caught where it is wrong."""
+    """Without graphs a correct backend agrees with the oracle, and a wrong one has a finding."""
     config = _config("extend-page16-mha-float32")
     hold_to_oracle(NeverCaptured, config, max_examples=2)
     wrong = type("Wrong", (PrefixForgotten,), {"capabilities": NeverCaptured.capabilities})
@@ -161,7 +161,7 @@ def test_a_lane_without_graphs_is_held_to_the_oracle_too() -> None:
 
 
 class OneStepShort(ReferenceBackend):
-    """A draft's query sees ``seq_lens + step`` keys, and not its own."""
+    """A backend whose draft queries see ``seq_lens + step`` keys, without their own."""
 
     def allocate_metadata(self, *args: Any) -> ReferenceMetadata:
         """Bind one column less."""
@@ -175,7 +175,7 @@ class OneStepShort(ReferenceBackend):
 
 
 class OneStepFar(ReferenceBackend):
-    """A draft's query sees the slot of the next step, which nobody has written yet."""
+    """A backend whose draft queries see the KV slot of the next step, which is not written yet."""
 
     def drafts_of(self, view: ForwardBatch) -> torch.Tensor:
         """Return the columns of the next step."""
@@ -185,7 +185,7 @@ class OneStepFar(ReferenceBackend):
 
 
 class OneBranchForAll(ReferenceBackend):
-    """Every branch of a request sees the keys of the first."""
+    """A backend in which every branch of a request sees the keys of the first branch."""
 
     def drafts_of(self, view: ForwardBatch) -> torch.Tensor:
         """Return the first branch's columns."""
@@ -194,17 +194,17 @@ class OneBranchForAll(ReferenceBackend):
 
 
 class PackedDraftExtend(ReferenceBackend):
-    """Offsets are those of one token a request less: packed, where the batch is uniform."""
+    """A backend that assigns tokens to requests as if each had one token less in a uniform batch."""
 
     def fill_request(self, view: ForwardBatch, request: torch.Tensor) -> None:
-        """Divide by another width."""
+        """Divide by a width that is one too small."""
         torch.arange(view.num_tokens, out=request)
         request.div_(view.tokens_per_request - 1, rounding_mode="floor")
         request.clamp_(max=view.batch_size - 1)
 
 
 class StaleRows(ReferenceBackend):
-    """The page table is that of the requests before."""
+    """A backend with the page table of the previous step's requests."""
 
     fill_is_device_only = False
     rows: torch.Tensor | None = None
@@ -218,16 +218,16 @@ class StaleRows(ReferenceBackend):
 
 
 class PadsReadLiveRows(ReferenceBackend):
-    """Padded rows are request row 1, which somebody may have, or nobody."""
+    """A backend whose padding rows read request row 1, which a live request may own."""
 
     def fill_metadata(self, view: ForwardBatch, metadata: ReferenceMetadata) -> None:
-        """Fill, with a table without row 0."""
+        """Fill, with a table in which row 1 replaces row 0."""
         super().fill_metadata(view, metadata)
         metadata.table.copy_(self.context.req_to_token[view.req_pool_indices.clamp(min=1)])
 
 
 class PadsWriteFirstPage(ReferenceBackend):
-    """Padded tokens are written to the first page after scratch."""
+    """A backend that writes padding tokens to the first page after scratch."""
 
     def fill_metadata(self, view: ForwardBatch, metadata: ReferenceMetadata) -> None:
         """Fill, and move slot 0."""
@@ -236,7 +236,7 @@ class PadsWriteFirstPage(ReferenceBackend):
 
 
 class TreeIgnored(ReferenceBackend):
-    """A draft token sees all drafts of its request."""
+    """A backend in which a draft token sees all drafts of its request."""
 
     def allocate_metadata(self, *args: Any) -> ReferenceMetadata:
         """Bind no mask."""
@@ -246,41 +246,41 @@ class TreeIgnored(ReferenceBackend):
 
 
 class DraftsUncounted(ReferenceBackend):
-    """In target verify ``seq_lens`` is read as if it counted the drafts."""
+    """A backend that reads ``seq_lens`` in target verify as if it counted the drafts."""
 
     def last_of(self, view: ForwardBatch, request: torch.Tensor) -> torch.Tensor:
-        """Return what is right elsewhere."""
+        """Return the last key less the number of uncounted keys."""
         last = super().last_of(view, request)
         return (last - view.uncounted_keys).clamp(min=0)
 
 
 class PrefixForgotten(ReferenceBackend):
-    """A chunk's queries stand at the beginning of the sequence."""
+    """A backend that places a chunk's queries at the beginning of the sequence."""
 
     def last_of(self, view: ForwardBatch, request: torch.Tensor) -> torch.Tensor:
-        """Return positions in the chunk."""
+        """Return positions relative to the chunk."""
         assert view.extend_seq_lens is not None
         return super().last_of(view, request) - (view.seq_lens - view.extend_seq_lens)[request]
 
 
 class LengthOfCapture(ReferenceBackend):
-    """No query sees further than the longest request at capture."""
+    """A backend in which no query sees further than the longest request at capture."""
 
     def allocate_metadata(self, view: ForwardBatch, *args: Any) -> ReferenceMetadata:
-        """Keep the length."""
+        """Store the longest length."""
         self.longest = max(view.seq_lens_cpu.tolist(), default=1)
         return super().allocate_metadata(view, *args)
 
     def last_of(self, view: ForwardBatch, request: torch.Tensor) -> torch.Tensor:
-        """Return it at most."""
+        """Return the last key, limited by that length."""
         return super().last_of(view, request).clamp(max=self.longest - 1)
 
 
 class ScratchSeen(ReferenceBackend):
-    """One key too many is seen, and it is scratch."""
+    """A backend in which each query sees one key too many, which is scratch."""
 
     def fill_metadata(self, view: ForwardBatch, metadata: ReferenceMetadata) -> None:
-        """Fill, with scratch past the end, and count it."""
+        """Fill, with scratch after the last key, and count one key more."""
         super().fill_metadata(view, metadata)
         at = torch.arange(metadata.table.shape[1], device=view.device)
         metadata.table.masked_fill_(at >= view.seq_lens[:, None], 0)
@@ -288,36 +288,36 @@ class ScratchSeen(ReferenceBackend):
 
 
 class WindowOffByOne(ReferenceBackend):
-    """A window does not count the query itself."""
+    """A backend whose window is one key too wide, since it does not count the query itself."""
 
     def forward(self, q: Any, k: Any, v: Any, layer: LayerSpec, metadata: Any) -> torch.Tensor:
-        """Attend with a wider one."""
+        """Attend with the wider window."""
         if layer.sliding_window is not None:
             layer = replace(layer, sliding_window=layer.sliding_window + 1)
         return super().forward(q, k, v, layer, metadata)
 
 
 class SinksIgnored(ReferenceBackend):
-    """Sinks get no weight."""
+    """A backend that gives sinks no weight."""
 
     def forward(self, q: Any, k: Any, v: Any, layer: LayerSpec, metadata: Any) -> torch.Tensor:
-        """Attend without."""
+        """Attend without sinks."""
         return super().forward(q, k, v, replace(layer, sinks=None), metadata)
 
 
 class CapIgnored(ReferenceBackend):
-    """Scores are not capped."""
+    """A backend that does not cap scores."""
 
     def forward(self, q: Any, k: Any, v: Any, layer: LayerSpec, metadata: Any) -> torch.Tensor:
-        """Attend without."""
+        """Attend without a cap."""
         return super().forward(q, k, v, replace(layer, softcap=None), metadata)
 
 
 class HeadsInTurn(ReferenceBackend):
-    """Query heads take key heads in turn, and not in groups."""
+    """A backend that assigns key heads to query heads round-robin, not in groups."""
 
     def forward(self, q: Any, k: Any, v: Any, layer: LayerSpec, metadata: Any) -> torch.Tensor:
-        """Attend with heads in another order, and put them back."""
+        """Attend with heads in another order, and restore the order."""
         group = layer.num_q_heads // layer.num_kv_heads
         order = torch.arange(layer.num_q_heads, device=q.device).view(group, -1).t().flatten()
         out = super().forward(q[:, order], k, v, layer, metadata)
@@ -325,18 +325,18 @@ class HeadsInTurn(ReferenceBackend):
 
 
 class HostReads(ReferenceBackend):
-    """The replay hook reads a length on the host."""
+    """A backend whose replay hook reads a length on the host."""
 
     fill_is_device_only = False
 
     def fill_metadata(self, view: ForwardBatch, metadata: ReferenceMetadata) -> None:
-        """Fill, and read."""
+        """Fill, and read the largest length."""
         super().fill_metadata(view, metadata)
         assert int(view.seq_lens.max()) >= 0
 
 
 class Reallocates(ReferenceBackend):
-    """The replay hook makes metadata of its own."""
+    """A backend whose replay hook allocates metadata."""
 
     fill_is_device_only = False
 
@@ -347,7 +347,7 @@ class Reallocates(ReferenceBackend):
 
 
 class EagerDiffers(ReferenceBackend):
-    """The eager path forgets the last key."""
+    """A backend whose eager path forgets the last key."""
 
     def init_metadata_eager(self, *args: Any, **more: Any) -> ReferenceMetadata:
         """Make metadata, and shorten it."""
@@ -385,14 +385,14 @@ PLANTED: list[tuple[type[ReferenceBackend], str, str]] = [
     ("planted", "case", "seen"), PLANTED, ids=[f"{p.__name__}-{case}" for p, case, _ in PLANTED]
 )
 def test_a_planted_bug_is_caught(planted: type[ReferenceBackend], case: str, seen: str) -> None:
-    """A backend with one bug does not pass, and what is said is what is wrong."""
+    """A backend with one planted bug has a finding that shows this bug."""
     config = _config(f"{case}-page64-gqa-float32")
     found = findings_of(planted, config)
     assert any(seen in f"{f.field} {f.actual}" for f in found), found
 
 
 class AnotherObject(ReferenceBackend):
-    """Each replay hook returns another object than it was given, with a note in it."""
+    """A backend whose replay hook records the object that it was given and returns another one."""
 
     fill_is_device_only = False
     given: ClassVar[list[ReferenceMetadata]] = []
@@ -401,14 +401,14 @@ class AnotherObject(ReferenceBackend):
     def init_metadata_replay(
         self, view: ForwardBatch, shape: GraphShape, captured: ReferenceMetadata
     ) -> ReferenceMetadata:
-        """Refresh, note what was given, and return a copy."""
+        """Record the given metadata, refresh it, and return a copy."""
         self.given.append(captured)
         ReferenceBackend.init_metadata_replay(self, view=view, shape=shape, captured=captured)
         return replace(captured)
 
 
 def test_every_replay_is_given_what_was_captured() -> None:
-    """What the last replay hook returned is not handed on to the next one."""
+    """Every replay hook gets the captured metadata, not the return value of the last replay hook."""
     config = _config("decode-page16-mha-float32")
     rig = Rig(config, backend=AnotherObject)
     problem = of_size(config, 1)
@@ -422,7 +422,7 @@ def test_every_replay_is_given_what_was_captured() -> None:
 
 
 class CarriesHiddenStates(ReferenceRunner):
-    """Its batches have a field of its own, which has a slot."""
+    """A runner whose batches have a field of its own, with a slot."""
 
     def slots(self) -> Sequence[GraphSlot]:
         """Add the slot."""
@@ -441,7 +441,7 @@ class CarriesHiddenStates(ReferenceRunner):
 
 
 class ForgetsHiddenStates(CarriesHiddenStates):
-    """Its dummies have the field, and slots() forgets it."""
+    """A runner whose batches have a field of its own, without a slot."""
 
     def slots(self) -> Sequence[GraphSlot]:
         """Return the inputs of the base."""
@@ -449,10 +449,10 @@ class ForgetsHiddenStates(CarriesHiddenStates):
 
 
 class WithoutTreeMask(ReferenceRunner):
-    """slots() forgets the mask that a verify carries."""
+    """A runner whose ``slots()`` lack the mask that a verify needs."""
 
     def slots(self) -> Sequence[GraphSlot]:
-        """Leave it out."""
+        """Return the slots without the mask."""
         return [slot for slot in super().slots() if slot.name != "tree_mask"]
 
 
@@ -471,7 +471,7 @@ def _with_hidden_states(batch: ForwardBatch) -> ForwardBatch:
 def test_an_extra_field_has_a_slot_or_is_refused(
     runner: type[ReferenceRunner], refused: str | None
 ) -> None:
-    """A graph would ignore it silently: the lane raises where it has none."""
+    """The lane refuses a batch with a field that has no slot, which a graph would ignore silently."""
     config = _config("draft_extend-page16-mha-float32")
     rig = Rig(config, backend=ReferenceBackend, runner=runner)
     problem = of_size(config, 1)
@@ -487,7 +487,7 @@ def test_an_extra_field_has_a_slot_or_is_refused(
 
 
 def test_a_field_without_a_slot_is_a_finding() -> None:
-    """The suite names the field, its rule, and what to declare."""
+    """The finding names the field and the rule, and says to declare a slot."""
     config = _config("target_verify_tree-page16-mha-float32")
     lane = LaneUnderTest(config, runner=WithoutTreeMask, kind="runner")
     (steps,) = draw(config, 1, 0)

@@ -1,4 +1,4 @@
-"""The museum: every exhibit is caught under its own rule, every right plugin passes, and the page says so."""
+"""The museum: every exhibit is caught under its own rule, every variant passes, and the page is current."""
 
 import json
 import re
@@ -21,7 +21,7 @@ OURS = {"flashinfer", "fa3", "trtllm_mla", "cuda_graph", "cpu_graph"}
 
 @pytest.fixture(scope="module")
 def visits() -> dict[str, Visit]:
-    """Visit everything once, in two processes; exhibits are held to their own rule alone."""
+    """Return all visits by name, made once in two processes; exhibits are checked for their own rule only."""
     seen = visit_all((*EXHIBITS, *VARIANTS), workers=2, quick=True)
     return {visit.piece.name: visit for visit in seen}
 
@@ -31,7 +31,7 @@ def visits() -> dict[str, Visit]:
 def test_an_exhibit_is_caught_under_its_own_rule(
     exhibit: Exhibit, visits: dict[str, Visit]
 ) -> None:
-    """The suite runs through, finds it, and says what is expected, what is there, and what to do."""
+    """The suite finds the bug; the finding has expected, actual, a field or hook, help, and a command."""
     seen = visits[exhibit.name]
     assert seen.is_right, describe(seen)
     finding = seen.findings[exhibit.rule]
@@ -45,20 +45,20 @@ def test_an_exhibit_is_caught_under_its_own_rule(
 @pytest.mark.sweep
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
 def test_a_right_plugin_in_another_style_passes(variant: Variant, visits: dict[str, Visit]) -> None:
-    """Nothing is found in it, under any rule or none."""
+    """A variant has no finding, with or without a rule."""
     seen = visits[variant.name]
     assert seen.is_right, describe(seen)
 
 
 def test_an_exhibit_of_every_site_is_caught() -> None:
-    """The first exhibit of each site is caught under its own rule, and a right variant passes."""
+    """The first exhibit of each site is caught under its own rule, and a correct variant passes."""
     first = {exhibit.site: exhibit for exhibit in reversed(EXHIBITS)}
     for visit in visit_all((*first.values(), VARIANTS[0]), workers=1, quick=True):
         assert visit.is_right, describe(visit)
 
 
 def test_the_collection_is_broad() -> None:
-    """At least 80 exhibits and two for each rule; half and more in our own plugins, in every mode."""
+    """There are at least 80 exhibits and two per rule; half or more are in our plugins, in every mode."""
     assert len(EXHIBITS) >= 80
     assert len({p.name for p in (*EXHIBITS, *VARIANTS)}) == len(EXHIBITS) + len(VARIANTS)
     assert min(Counter(e.rule for e in EXHIBITS)[rule] for rule in RULES) >= 2
@@ -70,7 +70,7 @@ def test_the_collection_is_broad() -> None:
 
 
 def test_every_exhibit_names_a_public_thread() -> None:
-    """A thread is a repository and a number, and no two exhibits plant the same thing."""
+    """An exhibit names a thread as repository and number, and no two exhibits plant the same bug."""
     for exhibit in EXHIBITS:
         assert re.fullmatch(r"[\w.-]+/[\w.-]+#\d+", exhibit.thread), exhibit.name
         assert exhibit.planted.endswith(".")
@@ -80,14 +80,14 @@ def test_every_exhibit_names_a_public_thread() -> None:
 
 @pytest.mark.sweep
 def test_the_page_is_what_the_museum_shows(visits: dict[str, Visit]) -> None:
-    """docs/museum.md has every piece, and what was caught: all that `docs/reference.py --museum` writes."""
+    """docs/museum.md is what `docs/reference.py --museum` writes, except for the marks of other rules."""
     told = [describe(visits[piece.name]) for piece in (*EXHIBITS, *VARIANTS)]
     page = (ROOT / "docs/museum.md").read_text(encoding="utf-8")
     assert _own_marks(page) == _own_marks(load_reference().museum(told))
 
 
 def _own_marks(page: str) -> str:
-    """Return the page without the marks of other rules that fire too, which a quick visit leaves out."""
+    """Return the page without the marks of further rules that fire, which a quick visit does not check."""
     page = re.sub(r"^Of \d+ that break.*$", "", page, flags=re.MULTILINE)
     return page.replace("| ○ ", "|  ")
 
@@ -96,7 +96,7 @@ def _own_marks(page: str) -> str:
 
 
 def test_the_command_lists_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
-    """``--list --only`` has the exhibits of a rule, each with its thread, and runs nothing."""
+    """``--list --only`` lists the exhibits of a rule, each with its thread."""
     assert main(["museum", "--list", "--only", "GP03", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert {t["name"] for t in told} == {e.name for e in EXHIBITS if e.rule == "GP03"}
@@ -104,7 +104,7 @@ def test_the_command_lists_what_there_is(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_the_command_shows_one_room(capsys: pytest.CaptureFixture[str]) -> None:
-    """``--room`` has what a room has, every piece is in one room, and ``--help`` shows how to ask for it."""
+    """Every piece is in one ``--room``; an unknown room is a usage error; ``--help`` has an example."""
     shown = []
     for room in ROOMS:
         assert main(["museum", "--list", "--room", room, "--json"]) == 0
@@ -117,7 +117,7 @@ def test_the_command_shows_one_room(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_command_shows_a_matrix(capsys: pytest.CaptureFixture[str]) -> None:
-    """One exhibit and one variant: caught, passes, status 0."""
+    """With one exhibit and one variant the command prints one caught, one passed, and ends with status 0."""
     names = [EXHIBITS[0].name, VARIANTS[0].name]
     assert main(["museum", *names, "--workers", "1"]) == 0
     out = capsys.readouterr().out
@@ -128,7 +128,7 @@ def test_the_command_shows_a_matrix(capsys: pytest.CaptureFixture[str]) -> None:
 def test_an_exhibit_that_is_missed_is_status_1(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Where the suite finds nothing in an exhibit, or something in a variant, the command fails."""
+    """The exit status is 1 if an exhibit has no finding, and 0 if a variant has none."""
     blind = [Visit(EXHIBITS[0], lanes=("decode",)), Visit(VARIANTS[0], lanes=("decode",))]
 
     def nothing_seen(pieces: Any, *args: Any, **more: Any) -> list[Visit]:
@@ -142,7 +142,7 @@ def test_an_exhibit_that_is_missed_is_status_1(
 
 
 def test_what_is_not_there_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    """An unknown exhibit names the nearest; a selection of nothing is status 5."""
+    """An unknown exhibit is a usage error with the nearest name; an empty selection has status 5."""
     assert main(["museum", EXHIBITS[0].name + "x"]) == 2
     assert EXHIBITS[0].name in capsys.readouterr().err
     assert main(["museum", VARIANTS[0].name, "--only", "GP01"]) == 5

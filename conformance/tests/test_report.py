@@ -1,4 +1,4 @@
-"""Reports of the suite as trees, pages and XML: all is told, and foreign text stays text."""
+"""Reports as trees, HTML pages and XML: they are complete, and a plugin's text is escaped."""
 
 import io
 import json
@@ -38,7 +38,7 @@ quick = settings(derandomize=True, deadline=None, max_examples=40)
 
 
 class Page(HTMLParser):
-    """A page taken apart: tags with the names of their attributes, text, ids, links."""
+    """A parsed page: tags with the names of their attributes, text, ids and links."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -62,12 +62,12 @@ class Page(HTMLParser):
 
 
 def parsed(text: str) -> ET.Element:
-    """Return the root of XML that is our own."""
+    """Return the root element of XML that we wrote."""
     return ET.fromstring(text)  # noqa: S314
 
 
 def drawn(made: Report, width: int = 100, *, colours: bool = False) -> str:
-    """Return what a terminal of that width shows of a report."""
+    """Return a report as printed on a terminal of the given width."""
     file = io.StringIO()
     console = Console(
         file=file, width=width, force_terminal=colours, markup=False, emoji=False, highlight=False
@@ -76,11 +76,11 @@ def drawn(made: Report, width: int = 100, *, colours: bool = False) -> str:
     return file.getvalue()
 
 
-# -- what is said --------------------------------------------------------------------------------
+# -- texts ---------------------------------------------------------------------------------------
 
 
 def test_evidence_is_everything_that_a_finding_has() -> None:
-    """All that a finding says is told under its name, in the order in which it is read; gaps are left out."""
+    """Every field of a finding is listed under its name, in a fixed order; empty fields are left out."""
     assert evidence(finding()) == [
         ("hook", "prepare_replay"),
         ("field", "view.req_pool_indices[3:4]"),
@@ -96,7 +96,7 @@ def test_evidence_is_everything_that_a_finding_has() -> None:
 
 
 def test_rows_are_rules_in_their_order() -> None:
-    """Each rule with results is one row, what is general first, with its lanes counted by outcome."""
+    """Each rule with results is one row, after the general results, with its lanes counted by outcome."""
     results = [result(rule=rule) for rule in ("GP20", None, "GP03")]
     results += [result("fail", "GP03"), result("unsupported", "GP03")]
     found = rows(plugin(results))
@@ -157,18 +157,18 @@ def test_a_verdict_says_what_was_shown_and_what_is_missing(
     strict: bool,  # noqa: FBT001  a parameter
     said: str,
 ) -> None:
-    """A verdict names driver and kernels that were exercised, what fails, and what a full claim needs."""
+    """A verdict names the exercised driver and kernels, the failures, and what a full claim needs."""
     assert verdict(held, strict=strict) == said
 
 
 def test_every_rule_has_its_place_between_cause_and_consequence() -> None:
-    """Whatever rules are broken, each once, there is one to begin with, in whatever order they are told."""
+    """The order of causes has every rule once and does not depend on the order of its input."""
     assert sorted(causes_first(RULES)) == sorted(RULES)
     assert causes_first(reversed(RULES)) == causes_first(RULES)
 
 
 def test_the_summary_counts_plugins_and_results() -> None:
-    """The last line has the conformant plugins of all, every outcome that there is, the seed."""
+    """The last line has the number of conformant plugins, the count of each outcome, seed and time."""
     made = report(plugin([result(), result()]), plugin([result("fail"), result("not_run")]), seed=7)
     assert summary(made) == "1 of 2 plugins conformant; 1 fail, 2 pass, 1 not run; seed 7; 1.5 s"
 
@@ -177,7 +177,7 @@ def test_the_summary_counts_plugins_and_results() -> None:
 
 
 def test_a_failure_is_told_whole_in_a_terminal() -> None:
-    """The tree has requirement, every part of the evidence, claims, hints, what was not shown, verdict."""
+    """The tree has requirement, all evidence, claims, hints, parts that were not shown, and the verdict."""
     claim = Claim(capability="trees", declared="full", shown="fail")
     held = plugin(
         [result("fail"), result(rule="GP04"), result("not_run", "GP17", reason="one process")],
@@ -204,7 +204,7 @@ def test_a_failure_is_told_whole_in_a_terminal() -> None:
 
 
 def test_many_failures_of_a_rule_are_told_in_short() -> None:
-    """The first three lanes of a rule are told in full, the others counted; so are more findings of one."""
+    """Three lanes of a rule are printed in full and the others counted; so are further findings of a lane."""
     results = [result("fail", lane=f"lane {n}") for n in range(8)]
     results[0] = result("fail", lane="lane 0", findings=[finding(), finding(), finding()])
     text = drawn(report(plugin(results)))
@@ -215,7 +215,7 @@ def test_many_failures_of_a_rule_are_told_in_short() -> None:
 
 @pytest.mark.parametrize("width", [40, 60, 100])
 def test_a_narrow_terminal_folds_text_and_keeps_commands(width: int) -> None:
-    """Evidence is folded under its own column, all of it still there; the command to copy is one line."""
+    """Evidence is wrapped in its own column without loss; the command to copy stays on one line."""
     long = "number " * 30
     command = (
         "graphpact check flashinfer --only GP03 --lane 'decode, page 16' --seed 0 --examples 2"
@@ -232,7 +232,7 @@ def test_a_narrow_terminal_folds_text_and_keeps_commands(width: int) -> None:
 
 @pytest.mark.parametrize("text", HOSTILE)
 def test_foreign_text_commands_no_terminal(text: str) -> None:
-    """No control character of a plugin's text reaches a terminal, and none is read as markup."""
+    """Control characters of a plugin's text do not reach a terminal, and its markup is not interpreted."""
     shown = drawn(full_report(text))
     assert not set(re.findall(r"[^\x20-\x7e\n]", shown)) & {chr(c) for c in (*range(32), 127, 155)}
     harmless = drawn(full_report("x")).splitlines()
@@ -243,7 +243,7 @@ def test_foreign_text_commands_no_terminal(text: str) -> None:
 
 
 def test_progress_counts_and_tells_failures_at_once() -> None:
-    """While it runs a terminal shows what runs, how many results there are, and each failure as it comes."""
+    """During a run a terminal shows the current work, the number of results, and each failure at once."""
     file = io.StringIO()
     shown = Progress(Console(file=file, width=100, force_terminal=True, markup=False))
     with shown.shown():
@@ -259,7 +259,7 @@ def test_progress_counts_and_tells_failures_at_once() -> None:
 
 
 def test_junit_has_a_case_for_each_result() -> None:
-    """Each result is a test case: failed, an error or skipped as its outcome asks for, with reasons."""
+    """Each result is a test case that passed, failed, had an error or was skipped, with its reason."""
     kinds = {
         "pass": None,
         "fail": "failure",
@@ -297,7 +297,7 @@ def test_junit_has_a_case_for_each_result() -> None:
 @quick
 @given(words)
 def test_foreign_text_stays_text_in_xml(text: str) -> None:
-    """Whatever a plugin says, the XML is well formed, has the same elements, and says it, spelled out."""
+    """With any text of a plugin the XML is well-formed, has the same elements, and has the escaped text."""
     root = parsed(to_junit(full_report(text)))
     harmless = parsed(to_junit(full_report("x")))
     assert [e.tag for e in root.iter()] == [e.tag for e in harmless.iter()]
@@ -311,7 +311,7 @@ def test_foreign_text_stays_text_in_xml(text: str) -> None:
 
 
 def test_every_cell_of_the_matrix_opens_its_evidence() -> None:
-    """Each rule of each plugin with results is a link to one article, which says all of its evidence."""
+    """Each rule with results in the matrix links to an article with its requirement and all evidence."""
     made = full_report("x")
     text = to_html(made)
     page = Page(text)
@@ -328,7 +328,7 @@ def test_every_cell_of_the_matrix_opens_its_evidence() -> None:
 
 
 def test_a_page_needs_nothing_from_outside() -> None:
-    """There is no script, no address and no file that a page would fetch; every link stays in it."""
+    """A page has no script and loads no address or file; every link stays in the page."""
     made = full_report("x")
     for text in (to_html(made), comparison_to_html(compare(report(), made), "a", "b")):
         page = Page(text)
@@ -345,8 +345,8 @@ def test_a_page_needs_nothing_from_outside() -> None:
 @quick
 @given(words)
 def test_foreign_text_stays_text_in_a_page(text: str) -> None:
-    """Whatever a plugin says, a page has the same tags and attributes, and says it, spelled out."""
-    said = text or "-"  # what is empty is left out
+    """With any text of a plugin a page has the same tags and attributes, and has the escaped text."""
+    said = text or "-"  # empty texts are left out
     made, harmless = to_html(full_report(said)), to_html(full_report("x"))
     page = Page(made)
     assert page.tags == Page(harmless).tags
@@ -359,7 +359,7 @@ def test_foreign_text_stays_text_in_a_page(text: str) -> None:
 
 
 def test_a_page_shows_claims_hints_and_what_was_not_run() -> None:
-    """Claims that disagree are marked; hints, what could not be shown and the environment are there."""
+    """A page marks claims that disagree, and has hints, parts that were not shown, and the environment."""
     claims = [
         Claim(capability="trees", declared="full", shown="fail"),
         Claim(capability="decode", declared="full", shown="pass"),
@@ -378,7 +378,7 @@ def test_a_page_shows_claims_hints_and_what_was_not_run() -> None:
 
 @pytest.mark.parametrize("text", HOSTILE)
 def test_what_is_saved_can_be_read_back(tmp_path: Path, text: str) -> None:
-    """A saved report is three files; its directory and its results.json both give the report again."""
+    """A saved report is three files; it can be loaded from its directory and from its results.json."""
     made = full_report(text)
     save(made, tmp_path / "deep/er")
     assert sorted(p.name for p in (tmp_path / "deep/er").iterdir()) == sorted(FILES)
@@ -409,7 +409,7 @@ def _changed(**changes: object) -> bytes:
     ],
 )
 def test_what_is_no_report_is_refused(tmp_path: Path, content: bytes | None, says: str) -> None:
-    """A file that is missing, broken, foreign or of another format is a usage error that says which."""
+    """A missing, broken or foreign file, or another schema version, is a usage error that says which."""
     file = tmp_path / "some.json"
     if content is not None:
         file.write_bytes(content)
@@ -420,7 +420,7 @@ def test_what_is_no_report_is_refused(tmp_path: Path, content: bytes | None, say
 
 
 def test_a_report_that_cannot_be_written_is_a_usage_error(tmp_path: Path) -> None:
-    """A directory that cannot be made, or a file in its way, is said and not raised as an OSError."""
+    """A path that cannot be created or written is a usage error, not an OSError."""
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match="no report can be written to"):
         save(report(), tmp_path / "file/out")
@@ -452,7 +452,7 @@ def _told(comparison: Comparison) -> Counter[tuple[str, str]]:
 @quick
 @given(cells, cells)
 def test_a_comparison_is_what_changed_cell_by_cell(before: Cells, after: Cells) -> None:
-    """Each cell is better, worse, new, gone or unchanged; turned round, each becomes its opposite."""
+    """Each cell is better, worse, new, gone or unchanged; with swapped reports each is the opposite."""
     expected: Counter[tuple[str, str]] = Counter()
     regression = False
     for rule, lane in before.keys() | after.keys():
@@ -483,7 +483,7 @@ def test_a_comparison_is_what_changed_cell_by_cell(before: Cells, after: Cells) 
 
 
 def test_cells_are_told_apart_by_plugin_partner_and_question() -> None:
-    """One lane name of two plugins, of a pair, or of two general questions is as many cells."""
+    """Results with one lane name but another partner or another general check are separate cells."""
     general = [result(rule=None, check="quiet"), result(rule=None, check="ends")]
     before = report(plugin(general), plugin([result()], partner="cuda_graph"), plugin([result()]))
     broken = [general[0], result("fail", None, check="ends")]
@@ -499,7 +499,7 @@ def test_cells_are_told_apart_by_plugin_partner_and_question() -> None:
 
 
 def test_changes_of_one_kind_are_told_together_and_the_setup_beside_them() -> None:
-    """Lanes that changed alike share a row; what differs in how the reports were made follows."""
+    """Lanes with the same change share a row; differences in seed and versions follow."""
     before = report(plugin([result(lane=f"lane {n}") for n in range(4)]))
     after = report(
         plugin([result("fail", lane=f"lane {n}") for n in range(4)], version="0.2.0"), seed=3

@@ -1,4 +1,4 @@
-"""What results add up to: one outcome, one exit status, and a file that holds them."""
+"""Results: the combined outcome, the exit status, strict checks, claims, and the file format."""
 
 import itertools
 import json
@@ -22,7 +22,7 @@ RAN = {"pass", "fail", "xfail", "xpass", "error"}
 @quick
 @given(some_outcomes)
 def test_one_outcome_stands_for_many(outcomes: list[Outcome]) -> None:
-    """It is the worst of what ran, else not_run before unsupported, whatever the order of lanes."""
+    """The combined outcome is the worst that ran, else not_run, else unsupported, in any order of lanes."""
     expected = "unsupported"
     for name in ("not_run", "pass", "xfail", "xpass", "fail", "error"):
         if name in outcomes:
@@ -34,7 +34,7 @@ def test_one_outcome_stands_for_many(outcomes: list[Outcome]) -> None:
 @quick
 @given(st.lists(some_outcomes, min_size=1, max_size=3))
 def test_the_exit_status_follows_from_the_outcomes(plugins: list[list[Outcome]]) -> None:
-    """The suite's errors come before all, then that nothing ran, then failures of a MUST."""
+    """The exit status is 3 after an error of the suite, else 5 if nothing ran, else 1 after a failed MUST."""
     outcomes = {str(outcome) for one in plugins for outcome in one}
     if "error" in outcomes:
         expected = 3
@@ -69,7 +69,7 @@ SHORT = [
 
 @pytest.mark.parametrize(("changes", "named"), SHORT)
 def test_strict_counts_what_was_not_shown(changes: dict[str, Any], named: str) -> None:
-    """What keeps nobody from a plain pass keeps a plugin from a strict one, and is named."""
+    """A missing proof allows a plain pass and prevents a strict pass, and the shortfall names it."""
     held = plugin(**{"results": [result()], **changes})
     assert held.is_conformant
     assert report(held).exit_code is ExitCode.CONFORMANT
@@ -92,7 +92,7 @@ def test_strict_asks_for_no_more_than_what_is_claimed() -> None:
 
 
 def test_where_nothing_ran_a_strict_check_says_so() -> None:
-    """Nothing that ran is status 5 and not 1, strict or not; a failure beside it is 1."""
+    """If nothing ran the exit status is 5, strict or not; with a failure of another plugin it is 1."""
     idle = plugin([result("not_run", "GP17")])
     for options in ({}, {"strict": True}):
         assert report(idle, options=options).exit_code is ExitCode.NOTHING_RAN
@@ -101,7 +101,7 @@ def test_where_nothing_ran_a_strict_check_says_so() -> None:
 
 
 def test_claims_that_disagree() -> None:
-    """A claim disagrees where it is made and fails, or is not made and holds; never where it did not run."""
+    """A claim disagrees if it is made and fails, or is not made and passes; never if it did not run."""
     shown = ("pass", "fail", "not_run")
     declared = ("unknown", "unsupported", "not_implemented", "since", "full")
     disagree = {
@@ -121,7 +121,7 @@ def test_claims_that_disagree() -> None:
 @quick
 @given(words, words)
 def test_any_text_survives_the_file(one: str, two: str) -> None:
-    """Whatever a plugin says, bytes that are no text too, a report can be written and read back equal."""
+    """A report with any text of a plugin, even undecodable bytes, is equal after writing and reading."""
     told = finding(field=one, actual=two, help=one)
     held = plugin([result("fail", lane=two, reason=one, findings=[told])], hints=[one, two])
     made = report(held)
@@ -132,13 +132,13 @@ def test_any_text_survives_the_file(one: str, two: str) -> None:
 
 
 def test_a_rule_that_nobody_wrote_is_refused() -> None:
-    """A result of an unknown rule is no result."""
+    """A result with an unknown rule is refused."""
     with pytest.raises(ValueError, match="GP99"):
         result(rule="GP99")
 
 
 def test_timeless_leaves_out_times_and_nothing_else() -> None:
-    """Reports that differ in times alone are equal without them; any other difference stays."""
+    """Reports that differ only in times are equal without times; any other difference remains."""
     one = report(plugin([result(seconds=1.0)]))
     two = report(plugin([result(seconds=2.0)]), started="2027-01-01T00:00:00+00:00", seconds=9.0)
     assert one != two

@@ -1,4 +1,4 @@
-"""The stories of the rules: one for each, of a public thread, told in full."""
+"""The stories of the rules: one complete story per rule, each about a public thread."""
 
 import re
 from dataclasses import fields
@@ -16,14 +16,14 @@ of_every_rule = pytest.mark.parametrize("story", STORIES.values(), ids=STORIES.k
 
 
 def test_every_rule_has_a_story_and_no_other_has() -> None:
-    """The stories are those of the rules, in their order, each of another thread."""
+    """Every rule has one story, in the order of the rules, and each is about a different thread."""
     assert list(STORIES) == list(RULES)
     assert len({story.thread for story in STORIES.values()}) == len(STORIES)
 
 
 @of_every_rule
 def test_a_url_is_that_of_its_thread(story: Story) -> None:
-    """The address says repository and number of the thread, on GitHub."""
+    """The URL has the repository and the number of the story's thread, on GitHub."""
     repository, number = story.thread.split("#")
     assert re.fullmatch(r"[\w.-]+/[\w.-]+", repository)
     assert number.isdigit()
@@ -32,7 +32,7 @@ def test_a_url_is_that_of_its_thread(story: Story) -> None:
 
 
 def test_the_seeds_tell_their_rules() -> None:
-    """The five systems that the contract comes from are the stories of their rules."""
+    """The five pull requests that the contract is based on are the stories of their rules."""
     seeds = {"GP03": 26292, "GP05": 21452, "GP07": 21987, "GP10": 26742, "GP11": 22404}
     for rule, number in seeds.items():
         assert STORIES[rule].url == f"https://github.com/sgl-project/sglang/pull/{number}"
@@ -40,7 +40,7 @@ def test_the_seeds_tell_their_rules() -> None:
 
 @of_every_rule
 def test_a_story_is_told_in_full(story: Story) -> None:
-    """Every part is one paragraph of whole sentences, the story of three to six."""
+    """Every part of a story is one paragraph of whole sentences; the story itself has three to six."""
     for part in fields(story):
         text = getattr(story, part.name)
         assert text
@@ -50,12 +50,12 @@ def test_a_story_is_told_in_full(story: Story) -> None:
         assert text.endswith(".")
         assert text.count("`") % 2 == 0
         assert len(SENTENCE_END.findall(text)) >= 2
-    assert "finding" in story.detection  # what its message names
+    assert "finding" in story.detection  # it says what the finding names
 
 
 @of_every_rule
 def test_what_is_to_be_changed_exists(story: Story) -> None:
-    """Every name that a remedy shows as code is a name in the code of the core or of a plugin."""
+    """Every name in code quotes of a story's fix is a name in the code of the core or of a plugin."""
     sources = [*ROOT.glob("core/graphpact/**/*.py"), *ROOT.glob("plugins/*/graphpact_*/*.py")]
     code = "\n".join(
         path.read_text(encoding="utf-8") for path in sources if path.name != "stories.py"
@@ -64,11 +64,11 @@ def test_what_is_to_be_changed_exists(story: Story) -> None:
     shown = CODE.findall(story.fix)
     assert shown
     names = {name for span in shown for name in re.findall(r"[A-Za-z_]\w*", span)}
-    assert names - words <= {"acme"}  # a plugin of the reader's
+    assert names - words <= {"acme"}  # a made-up plugin
 
 
 def test_the_page_tells_every_rule_and_its_thread() -> None:
-    """docs/conformance.md has, for each rule, one row with the requirement and the thread of its story."""
+    """docs/conformance.md has one row per rule, with the requirement and the thread of its story."""
     page = (ROOT / "docs/conformance.md").read_text(encoding="utf-8")
     for rule in RULES.values():
         (row,) = (line for line in page.splitlines() if line.startswith(f"| {rule} |"))

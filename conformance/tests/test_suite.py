@@ -1,4 +1,4 @@
-"""What the suite runs: targets, lanes, draws; what follows from experiments; smaller batches; claims."""
+"""Tests of the suite: targets, lanes, random batches, outcomes, smaller batches, and claims."""
 
 import subprocess
 import sys
@@ -33,7 +33,7 @@ QUICK = Options(size="quick")
 
 
 def config_of(name: str) -> Any:
-    """Return the configuration of that name."""
+    """Return the configuration with the given name."""
     return next(c for c in configs_of(ReferenceBackend.capabilities) if str(c) == name)
 
 
@@ -41,7 +41,7 @@ DECODE = config_of("decode-page16-gqa-float32")
 
 
 def lane() -> LaneUnderTest:
-    """Return a lane of the kit's own."""
+    """Return a lane of the suite's own backend and runner."""
     return LaneUnderTest(DECODE)
 
 
@@ -49,7 +49,7 @@ def lane() -> LaneUnderTest:
 
 
 def test_every_name_is_a_target_and_so_is_every_pair() -> None:
-    """Backends come first, then runners, then the pairs that share a mode; a name twice counts once."""
+    """Targets are backends, then runners, then their pairs; a repeated name counts once."""
     found = suite.targets(["fast", "mine", "mine", "runner:fast"], CATALOG)
     assert found == [
         Target("attention_backend", "mine"),
@@ -67,13 +67,17 @@ def test_every_name_is_a_target_and_so_is_every_pair() -> None:
     ],
 )
 def test_what_cannot_be_checked_is_refused(name: str, error: type[UsageError], says: str) -> None:
-    """An unknown name, and a kind that is not checked, are usage errors that say what there is."""
+    """An unknown name, or a kind that cannot be checked, is a usage error that says which of the two."""
     with pytest.raises(error, match=says):
         suite.targets([name], CATALOG)
 
 
 def test_a_quick_run_has_one_lane_for_each_kind_of_step() -> None:
-    """A normal run looks at all in full, and adds lanes of values until every size met every kind."""
+    """A quick run has one lane per kind of step, and only some of these lanes run all experiments.
+
+    A normal run has the same lanes, all with all experiments, and further lanes until every kind of step has
+    met every page size, head layout and dtype. A thorough run has still more.
+    """
     quick = suite.lanes_of(Target("attention_backend", "mine"), QUICK, CATALOG)
     assert [p.lane.config.case for p in quick] == list(CASES)
     assert {str(p.lane.config.case) for p in quick if p.is_full} == {
@@ -91,14 +95,14 @@ def test_a_quick_run_has_one_lane_for_each_kind_of_step() -> None:
 
 
 def test_a_runner_is_held_to_its_own_modes() -> None:
-    """A runner of decode gets lanes of decode, and of idle ranks, with the kit's backend."""
+    """A runner for decode gets lanes for decode and for idle ranks, with the suite's own backend."""
     plans = suite.lanes_of(Target("runner", "fast"), Options(), CATALOG)
     assert {p.lane.config.case.mode for p in plans} == {ForwardMode.DECODE, ForwardMode.IDLE}
     assert {(p.lane.backend, p.lane.runner) for p in plans} == {(ReferenceBackend, CudaGraphRunner)}
 
 
 def test_lanes_are_chosen_by_patterns() -> None:
-    """A pattern keeps the lanes whose names it matches; one that matches none leaves none."""
+    """A pattern selects the lanes whose names match; a pattern without a match selects none."""
     target = Target("attention_backend", "mine")
     some = suite.lanes_of(target, replace(QUICK, lanes=("draft_*",)), CATALOG)
     assert [str(p).partition("-")[0] for p in some] == [
@@ -110,7 +114,7 @@ def test_lanes_are_chosen_by_patterns() -> None:
 
 
 def test_equal_seeds_draw_equal_batches() -> None:
-    """Two draws with one seed are the same to the last slot; another seed gives others."""
+    """Two draws with one seed are equal in every KV slot number; another seed draws other batches."""
     one, two, other = (draw(DECODE, 4, seed) for seed in (5, 5, 6))
     assert repr(one) == repr(two)
     assert repr(one) != repr(other)
@@ -118,7 +122,7 @@ def test_equal_seeds_draw_equal_batches() -> None:
 
 
 def test_every_rule_is_examined() -> None:
-    """Each of the twenty rules is one that at least one experiment can tell about."""
+    """Every rule is examined by at least one experiment, and the names of experiments are unique."""
     assert {rule for e in EXPERIMENTS for rule in e.examines} == set(RULES)
     assert len({e.name for e in EXPERIMENTS}) == len(EXPERIMENTS)
 
@@ -127,10 +131,10 @@ def test_every_rule_is_examined() -> None:
 
 
 def experiment(name: str, *examines: str, found: Any = ()) -> Experiment:
-    """Return an experiment that yields, or raises, what is given."""
+    """Return an experiment that yields findings for the given rules, or raises the given exception."""
 
     def run(lane: LaneUnderTest, steps: Drawn) -> Iterator[Finding]:
-        """Find what was given."""
+        """Yield the given findings, or raise the given exception."""
         if isinstance(found, BaseException):
             raise found
         for rule in found:
@@ -140,7 +144,7 @@ def experiment(name: str, *examines: str, found: Any = ()) -> Experiment:
 
 
 def outcomes(*experiments: Experiment, **options: Any) -> dict[str | None, Result]:
-    """Return the result of each rule of a lane in which these are made."""
+    """Return the results of one lane by rule, after the given experiments."""
     plan = PlannedLane(lane(), is_full=True, names="mine")
     results = suite.examine_lane(
         plan, replace(QUICK, **{"shrink": False, **options}), experiments=experiments
@@ -149,7 +153,7 @@ def outcomes(*experiments: Experiment, **options: Any) -> dict[str | None, Resul
 
 
 def test_a_rule_passes_where_everything_that_examines_it_found_nothing() -> None:
-    """What nobody examined has no result; what two examined fails if one of them found something."""
+    """A rule that no experiment examines has no result; a finding of one experiment fails the rule."""
     found = outcomes(
         experiment("a", "GP01", "GP02"), experiment("b", "GP02", "GP03", found=["GP02"])
     )
@@ -169,7 +173,10 @@ def test_a_rule_passes_where_everything_that_examines_it_found_nothing() -> None
 
 
 def test_a_finding_of_a_rule_that_is_not_listed_is_a_fault_of_the_suite() -> None:
-    """``--only`` would not show it again: the experiment is at fault, and what it lists has no verdict."""
+    """A finding under an unlisted rule is an error for the listed rules without findings.
+
+    ``--only`` with the unlisted rule would not run the experiment, so it could not reproduce the finding.
+    """
     found = outcomes(experiment("a", "GP01", "GP02", found=["GP20", "GP02", None]))
     assert {rule: r.outcome for rule, r in found.items()} == {
         None: Outcome.FAIL,
@@ -190,13 +197,13 @@ def test_a_finding_of_a_rule_that_is_not_listed_is_a_fault_of_the_suite() -> Non
 def test_an_error_is_of_its_own_rule_where_the_experiment_lists_that(
     named: str, listed: tuple[str, ...], told: str
 ) -> None:
-    """Elsewhere it is of the rule that the experiment gives, and never of one that there is not."""
+    """The error's own rule is used only if it exists and the experiment lists it, else the given rule."""
     error = ContractError("refused", rule=named)
     assert lane().anew(listed).of_error(error, expected="x", rule="GP17").rule == told
 
 
 def test_faults_of_the_suite_are_errors_and_lanes_without_graphs_did_not_run() -> None:
-    """Neither is a pass, and what failed beside them stays a failure."""
+    """A fault of the suite is an error, a failed capture is not_run, and a failure stays a failure."""
     found = outcomes(
         experiment("a", "GP01", "GP02", found=ZeroDivisionError("ours")),
         experiment("b", "GP02", "GP03", found=["GP02"]),
@@ -227,7 +234,7 @@ class DeclaresNoGraphs(NoShapes):
 
 
 class UniformDecode(ReferenceBackend):
-    """A backend whose graphs hold decode only."""
+    """A backend that supports graphs of decode only."""
 
     capabilities = replace(ReferenceBackend.capabilities, graph_support=GraphSupport.UNIFORM_DECODE)
 
@@ -253,7 +260,7 @@ class UniformDecode(ReferenceBackend):
 def test_a_lane_that_captures_nothing_is_a_finding_unless_it_is_declared(
     plan: LaneUnderTest, expected: Outcome, reason: str
 ) -> None:
-    """Eager outputs are checked, GP12 fails where graphs are declared, other rules need graphs."""
+    """Eager outputs are checked; GP12 fails if graphs are declared; other rules do not run."""
     results = {r.rule: r for r in suite.examine_lane(PlannedLane(plan, is_full=True), QUICK)}
     eager = results.pop(None, None)  # pairs have no check of eager outputs
     assert eager is None or eager.outcome is Outcome.PASS
@@ -270,10 +277,10 @@ def test_a_lane_that_captures_nothing_is_a_finding_unless_it_is_declared(
 
 
 def test_what_a_plugin_raises_is_its_failure() -> None:
-    """An error out of the plugin's own code is a finding, and none of the suite's faults."""
+    """An exception from the plugin's own code is a finding, not a fault of the suite."""
 
     class Raises(CudaGraphRunner):
-        """Its dummies cannot be had."""
+        """A runner that raises when it makes a dummy batch."""
 
         def dummy(self, shape: Any) -> Any:
             """Raise."""
@@ -287,21 +294,21 @@ def test_what_a_plugin_raises_is_its_failure() -> None:
 
 
 def _ask_for_a_dummy(lane: LaneUnderTest, _: Drawn) -> Iterator[Finding]:
-    """Ask a runner for a dummy, as experiments do."""
+    """Request a dummy batch from the runner, as experiments do."""
     rig = lane.build(capture=False)
     rig.runner.dummy(rig.config.shapes[0])
     yield from ()
 
 
 def test_only_some_rules_are_run_where_they_are_asked_for() -> None:
-    """Experiments that tell nothing about them are not made, and other rules have no result."""
+    """With ``only``, experiments for other rules do not run, and other rules have no result."""
     never = experiment("never", "GP05", found=AssertionError("it was made"))
     found = outcomes(never, experiment("a", "GP01", "GP02"), only=frozenset({"GP02"}))
     assert {rule: r.outcome for rule, r in found.items()} == {"GP02": Outcome.PASS}
 
 
 def test_skipped_work_is_not_done() -> None:
-    """What hung in an earlier run is left out, by the name under which it was announced."""
+    """An experiment that hung in an earlier run is skipped, by the name that it was announced with."""
     plan = PlannedLane(lane(), is_full=True)
     begun: list[str] = []
     never = experiment("never", "GP05", found=AssertionError("it was made"))
@@ -317,10 +324,10 @@ def test_skipped_work_is_not_done() -> None:
 
 
 def test_rows_that_are_kept_from_step_to_step_are_told() -> None:
-    """Decoding on and on, every length grows by one: who copies no row then is told when rows change."""
+    """A runner that copies no request rows while all lengths grow by one is caught when the rows change."""
 
     class KeepsRows(CudaGraphRunner):
-        """It takes a batch whose lengths are one more for the same requests, a step later."""
+        """A runner that keeps the request rows if every length is one more than in the last step."""
 
         next: list[int] | None = None
 
@@ -328,7 +335,7 @@ def test_rows_that_are_kept_from_step_to_step_are_told() -> None:
         def populate(
             self, registry: CudaGraphBufferRegistry, batch: ForwardBatch, shape: GraphShape
         ) -> None:
-            """Fill, and put request rows back."""
+            """Fill, and restore the old request rows if every length has grown by one."""
             rows = registry.get_slot("req_pool_indices").slice_for(batch.batch_size, 0)
             kept, lens = rows.clone(), batch.seq_lens_cpu.tolist()
             super().populate(registry=registry, batch=batch, shape=shape)
@@ -350,10 +357,10 @@ def test_rows_that_are_kept_from_step_to_step_are_told() -> None:
 
 
 def test_what_is_told_is_a_small_batch() -> None:
-    """A breach that needs one long request is shown by one, whatever else was drawn around it."""
+    """A finding that needs one long request is reported with a batch of one request."""
 
     def long_ones(lane: LaneUnderTest, steps: Drawn) -> Iterator[Finding]:
-        """Find a batch with a request of 20 keys and more."""
+        """Yield a finding for each batch with a request of at least 20 cached keys."""
         for problem in steps:
             if any(len(r.cached) >= 20 for r in problem.requests):
                 yield lane.finding("GP08", expected="short", actual="long", problem=problem)
@@ -373,10 +380,10 @@ def test_what_is_told_is_a_small_batch() -> None:
 
 
 def test_a_smaller_batch_does_not_depend_on_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a machine of any speed the same number of trials is made, and the same batch is told."""
+    """The number of trials and the reported batch do not depend on the speed of the machine."""
 
     def rows(lane: LaneUnderTest, steps: Drawn) -> Iterator[Finding]:
-        """Find a batch of more than one request."""
+        """Yield a finding if the first batch has more than one request."""
         trials.append(steps)
         if len(steps.exact.requests) > 1:
             yield lane.finding("GP08", expected="one", actual="more", problem=steps.exact)
@@ -396,10 +403,10 @@ def test_a_smaller_batch_does_not_depend_on_the_clock(monkeypatch: pytest.Monkey
 
 
 def test_a_smaller_batch_that_fails_otherwise_is_passed_over() -> None:
-    """What was found is told, though the experiment does not come to its end in smaller batches."""
+    """A finding is reported even if the experiment raises an exception for smaller batches."""
 
     def falls(lane: LaneUnderTest, steps: Drawn) -> Iterator[Finding]:
-        """Find the whole batch alone."""
+        """Yield a finding for the whole batch, and raise an exception for smaller ones."""
         if len(steps.exact.requests) < 4:
             raise KeyError(steps)
         yield lane.finding("GP08", expected="this", actual="that", problem=steps.exact)
@@ -412,7 +419,7 @@ def test_a_smaller_batch_that_fails_otherwise_is_passed_over() -> None:
 
 
 def test_a_rule_holds_for_plugins_of_its_contract_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A plugin that was written for an earlier version is not held to it, and the reason is told."""
+    """A plugin with an earlier contract version is not held to a newer rule; the reason has both versions."""
     monkeypatch.setitem(RULES, "GP02", replace(RULES["GP02"], since=2))
     finds = experiment("a", "GP01", "GP02", found=["GP02"])
     told = {}
@@ -425,7 +432,7 @@ def test_a_rule_holds_for_plugins_of_its_contract_version(monkeypatch: pytest.Mo
 
 
 def test_a_pair_is_held_to_the_earlier_contract(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What its lanes are held to is in the metadata of the distributions."""
+    """A pair is held to the lower of the contract versions in the metadata of its distributions."""
     versions = {"mine": "3", "fast": "2"}
     infos = {
         name: replace(info, contract=versions[name])
@@ -441,7 +448,7 @@ def test_a_pair_is_held_to_the_earlier_contract(monkeypatch: pytest.MonkeyPatch)
 def test_a_capability_that_works_undeclared_keeps_from_a_strict_pass(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A backend that forgets to declare a page size is conformant, and is given a hint; strict asks more."""
+    """A page size that works undeclared gives a hint, and a hint prevents a strict pass."""
     capabilities = replace(ReferenceBackend.capabilities, page_sizes=frozenset({16, 64}))
     forgets = type("Forgets", (ReferenceBackend,), {"capabilities": capabilities})
     catalog = ListedCatalog(forgets=forgets)
@@ -450,28 +457,28 @@ def test_a_capability_that_works_undeclared_keeps_from_a_strict_pass(
     found: list[Result] = []
 
     class Listener:
-        """Keeps results."""
+        """A listener that keeps results."""
 
         def begins(self, work: str) -> None:
             """Do nothing."""
 
         def found(self, result: Result) -> None:
-            """Keep one."""
+            """Keep a result."""
             found.append(result)
 
     target = Target("attention_backend", "forgets")
     told = suite.examine(target, Options(), Listener())
     assert [hint.partition(":")[0] for hint in told.hints] == ["page_size 1"]
-    whole = told.model_copy(update={"claims": []})  # no lane was looked at
+    whole = told.model_copy(update={"claims": []})  # no lane ran
     assert whole.shortfalls == ["an answer to 1 hint"]
     assert suite.merged([told, told]).hints == told.hints
 
 
-# -- lanes without a past --------------------------------------------------------------------------
+# -- isolation of draws and experiments ------------------------------------------------------------
 
 
 def test_draws_do_not_depend_on_what_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A module that somebody imports, with numbers of its own in it, changes no batch of a seed."""
+    """An import of modules with numbers of their own does not change the batches of a seed."""
     script = (
         "import sys; from graphpact_conformance import suite; from graphpact_conformance.problems import *;"
         "from graphpact_conformance.reference import ReferenceBackend;"
@@ -485,11 +492,11 @@ def test_draws_do_not_depend_on_what_is_imported(monkeypatch: pytest.MonkeyPatch
 
 
 def test_an_experiment_finds_no_trace_of_another() -> None:
-    """Each has lanes of its own, the random numbers of the seed, and empty caches."""
+    """Each experiment gets new lanes and the seed's random numbers; the global random state is restored."""
     seen: list[tuple[int, float]] = []
 
     def leaves_traces(lane: LaneUnderTest, steps: Drawn) -> Iterator[Finding]:
-        """Step, and draw a number."""
+        """Run a step, and draw a random number."""
         seen.append((lane.rig().lane.stats.replays, float(torch.rand(1))))
         lane.rig().step(steps.exact)
         yield from ()
@@ -507,7 +514,7 @@ def test_an_experiment_finds_no_trace_of_another() -> None:
 
 
 def test_a_capability_is_what_is_declared_and_what_was_shown() -> None:
-    """Declared and failing disagrees, so does undeclared and working, with a hint; the rest agrees."""
+    """A declared capability that fails disagrees, and so does an undeclared one that works, with a hint."""
     cls = with_claims({"heads mla": "since 0.4", "page_size 1": "not_implemented"})
     cls.capabilities = replace(cls.capabilities, page_sizes=frozenset({16, 64}), sinks=False)
     small, large = (config_of(f"decode-page{n}-gqa-float32") for n in (16, 64))
@@ -536,13 +543,13 @@ def test_a_capability_is_what_is_declared_and_what_was_shown() -> None:
     ],
 )
 def test_claims_that_say_nothing_known_are_refused(said: dict[str, str], says: str) -> None:
-    """An unknown capability, or a word that does not fit what is declared, is a usage error."""
+    """An unknown capability, or a value that contradicts the declaration, is a `ConfigError`."""
     with pytest.raises(ConfigError, match=says):
         claims_of(with_claims(said), [])
 
 
 def test_what_is_not_declared_is_probed_in_a_lane_that_needs_it() -> None:
-    """Each undeclared capability has such a lane, in decode where it can be; known gaps are left alone."""
+    """Each undeclared capability is probed in a decode lane that needs it, unless a claim lists the gap."""
     cls = with_claims({"feature softcap": "not_implemented"})
     cls.capabilities = replace(
         cls.capabilities, page_sizes=frozenset({16}), sinks=False, softcap=False
@@ -555,12 +562,12 @@ def test_what_is_not_declared_is_probed_in_a_lane_that_needs_it() -> None:
 
 
 def with_claims(claims: dict[str, str]) -> type[AttentionBackend]:
-    """Return the kit's backend with claims."""
+    """Return the suite's own backend with the given claims."""
     return type("Claims", (ReferenceBackend,), {"claims": claims})
 
 
 def test_the_kits_own_runner_passes_in_every_mode() -> None:
-    """A runner for verify, drafts and padded prefill is held to the same rules with no other kit."""
+    """The suite's own runner passes all rules in every mode, including verify, drafts and padded prefill."""
     plans = suite.plan_lanes(ReferenceBackend, ReferenceRunner, QUICK, kind="runner")
     assert {p.lane.config.case for p in plans} == set(CASES)
     for plan in plans:

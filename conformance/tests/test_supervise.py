@@ -1,7 +1,7 @@
-"""What becomes of plugins that hang, exit, crash, print, warn or raise while they are examined.
+"""The examination of plugins that hang, exit, crash, print, warn or raise.
 
-The suite is a stand-in, so that a test says what a plugin does in which piece of work; plugins are
-distributions on disk, and processes are real ones.
+The suite is a stand-in, so that a test defines what a plugin does in each piece of work. Plugins are
+distributions on disk, and the processes are real.
 """
 
 import signal
@@ -211,13 +211,13 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
 
 @pytest.fixture(scope="module")
 def told() -> list[tuple[str, Result]]:
-    """Return what was told while the plugins of `report` were examined."""
+    """Return the results that ``on_result`` received during the run of `report`."""
     return []
 
 
 @pytest.fixture(scope="module")
 def report(bench: Bench, told: list[tuple[str, Result]]) -> Report:
-    """Return the report of one run over every plugin of `BAD`, two at once."""
+    """Return the report of one run over every plugin of `BAD`, with two workers."""
     return bench.check(
         *BAD, workers=2, on_result=lambda target, result: told.append((target.name, result))
     )
@@ -234,14 +234,14 @@ def outcomes(plugin: PluginResults) -> list[tuple[str, str, str]]:
 
 
 def is_alive(pid: int) -> bool:
-    """Return whether a process runs; one that is dead and not yet reaped does not."""
+    """Return whether a process runs; a zombie does not."""
     command = ["ps", "-o", "stat=", "-p", str(pid)]
     asked = subprocess.run(command, capture_output=True, text=True, check=False)
     return asked.stdout.strip()[:1] not in ("", "Z", "X")
 
 
 def evidence(plugin: PluginResults, check: str) -> str:
-    """Return what was seen in the first result of a check."""
+    """Return the evidence of the first result of a check: its findings, else its reason."""
     result = next(r for r in plugin.results if r.check == check)
     return "\n".join(f.actual for f in result.findings) or result.reason or ""
 
@@ -280,7 +280,7 @@ ENDINGS = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_each_way_to_end_has_its_results(report: Report, name: str) -> None:
-    """Whatever a plugin does, its work is told, its fault is a failure at that work, and the rest runs."""
+    """A fault is a failure of the current work; other work still runs, up to a limit of restarts."""
     assert outcomes(of(report, name)) == ENDINGS[name]
 
 
@@ -302,7 +302,7 @@ EVIDENCE = {
 
 @pytest.mark.parametrize(("name", "check"), EVIDENCE)
 def test_the_evidence_names_what_happened(report: Report, name: str, check: str) -> None:
-    """A failure says the status, the signal, the bound, the line, the warning or the exception."""
+    """A failure names the exit status, the signal, the timeout, the line, the warning or the exception."""
     assert EVIDENCE[name, check] in evidence(of(report, name), check)
 
 
@@ -320,7 +320,7 @@ def test_output_of_a_plugin_is_a_should_that_counts_under_strict(report: Report,
 
 
 def test_a_hang_shows_the_frames_that_do_not_move(report: Report) -> None:
-    """The stack of a hang ends in the function that hangs, and a crash shows its stack and last words."""
+    """The stack of a hang ends in the function that hangs; a crash has its stack and its stderr lines."""
     hang = evidence(of(report, "hangs"), "ends").splitlines()
     assert hang[-2].startswith("in work_2 (fake_hangs/__init__.py:")
     assert hang[-1].startswith("in deeper (fake_hangs/__init__.py:")
@@ -330,32 +330,32 @@ def test_a_hang_shows_the_frames_that_do_not_move(report: Report) -> None:
 
 
 def test_stderr_goes_with_the_failure_of_its_work(report: Report) -> None:
-    """What the failing work wrote to stderr stands with it, without addresses; other work's does not."""
+    """A failure includes what its work wrote to stderr, without addresses, and not what other work wrote."""
     _, failed, elsewhere = of(report, "mutters").results
     assert failed.findings[0].actual == "wrong\non stderr:\nthe cause, at …"
     assert elsewhere.findings[0].actual == "elsewhere"
 
 
 def test_what_a_plugin_started_is_gone(report: Report, bench: Bench) -> None:
-    """A process that a plugin left behind is ended with the one that examined it."""
+    """A process that a plugin started is ended together with the worker process."""
     assert of(report, "lingers").is_conformant
     assert not is_alive(int((bench.root / "lingers").read_text()))
 
 
 def test_a_plugin_that_shows_nothing_is_not_conformant(report: Report) -> None:
-    """A target without any result stays in the report, as one that is not conformant."""
+    """A target without results stays in the report and is not conformant."""
     assert not of(report, "empty").is_conformant
 
 
 def test_every_result_is_told_once(report: Report, told: list[tuple[str, Result]]) -> None:
-    """What a restarted process comes to again is told once, and nothing is told that is not reported."""
+    """``on_result`` receives each reported result once, despite restarts, and no other result."""
     for plugin in report.plugins:
         heard = [(r.check, r.lane, r.outcome.value) for name, r in told if name == plugin.name]
         assert sorted(heard) == sorted(outcomes(plugin))
 
 
 def test_two_runs_differ_in_times_alone(report: Report, bench: Bench) -> None:
-    """One at a time gives what two at once gave, down to the stacks and the options."""
+    """A run with one worker and a run with two have the same results, stacks and options."""
     names = ["prints", "crashes", "hangs", "warns"]
     again = bench.check(*names, workers=1).timeless()
     before = report.timeless()
@@ -376,13 +376,13 @@ def test_two_runs_differ_in_times_alone(report: Report, bench: Bench) -> None:
     ],
 )
 def test_the_exit_code(report: Report, names: list[str], code: ExitCode) -> None:
-    """A lost process makes 1, a fault of the suite 3, nothing at all 5."""
+    """The exit status is 1 after a lost process and 5 if nothing ran."""
     part = report.model_copy(update={"plugins": [of(report, name) for name in names]})
     assert part.exit_code == code
 
 
 def test_no_names_are_an_empty_report(bench: Bench) -> None:
-    """Where nothing is selected nothing runs, and the options stand in the report as they were given."""
+    """Without names nothing runs, and the report contains the given options."""
     options = Options(seed=7, examples=3, only=frozenset({"GP02", "GP01"}), lanes=("decode*",))
     report = bench.check(options=options)
     assert report.exit_code == ExitCode.NOTHING_RAN
@@ -406,7 +406,7 @@ AT_THE_DOOR: Mapping[str, tuple[str, str]] = {
 
 @pytest.mark.parametrize("name", AT_THE_DOOR)
 def test_what_cannot_be_imported_is_rejected(bench: Bench, name: str) -> None:
-    """A plugin that was named and cannot be imported is a usage error that says why, in any case."""
+    """A named plugin that exits or hangs during import is a usage error that gives the reason."""
     source, says = AT_THE_DOOR[name]
     bench.add(name, "", source)
     with pytest.raises(RejectedPluginError) as refused:
@@ -415,21 +415,21 @@ def test_what_cannot_be_imported_is_rejected(bench: Bench, name: str) -> None:
 
 
 def test_what_the_suite_refuses_is_raised_here(bench: Bench) -> None:
-    """A usage error of the process that looks for targets is the caller's, type, message and hint."""
+    """A usage error of the process that resolves names is raised here, with its type, message and hint."""
     with pytest.raises(UnknownPluginError) as refused:
         bench.check("nobody")
     assert (refused.value.message, refused.value.hint) == ("no runner is called 'nobody'", "look")
 
 
 def test_a_fault_of_the_suite_at_the_door_is_no_usage_error(bench: Bench) -> None:
-    """Where the suite cannot find its targets for a fault of its own, that is code 3."""
+    """A fault of the suite during the resolution of names has exit status 3."""
     with pytest.raises(GraphpactError, match="of the suite's own") as refused:
         bench.check("broken suite")
     assert refused.value.code == ExitCode.SUITE_ERROR
 
 
 def test_a_process_that_does_not_start_again_is_an_error(bench: Bench) -> None:
-    """Where graphpact cannot be imported for an examination the suite is at fault, and not the plugin."""
+    """If the worker cannot start for an examination, the result is an error of the suite."""
     script = bench.root / "half.py"
     script.write_text(
         "import runpy, sys\n"
@@ -442,7 +442,7 @@ def test_a_process_that_does_not_start_again_is_an_error(bench: Bench) -> None:
 
 
 def test_frames_that_move_are_not_shown() -> None:
-    """Of several stacks the common part is shown, outermost first, without lines that differ."""
+    """The common part of several stacks is shown, outermost frame first, without differing line numbers."""
     dump = """Stack (most recent call first):
   File "/a/lib/queue.py", line {leaf} in {name}
   File "/a/my/backend.py", line {line} in replay
@@ -458,14 +458,14 @@ def test_frames_that_move_are_not_shown() -> None:
 
 @pytest.mark.parametrize("value", ["soon", "0", "-1", "nan", "inf"])
 def test_a_bad_timeout_is_refused(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
-    """The variable takes seconds, more than none, and nothing else."""
+    """The environment variable must be a positive, finite number of seconds."""
     monkeypatch.setenv(supervise.TIMEOUT_VARIABLE, value)
     with pytest.raises(ConfigError, match=supervise.TIMEOUT_VARIABLE):
         supervise.check([], Options())
 
 
 def test_the_variable_bounds_the_work(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a timeout of its own a run takes the variable's, and a single rule owns its hang."""
+    """Without a ``timeout`` argument the variable applies; a hang in a run of one rule fails that rule."""
     monkeypatch.setenv(supervise.TIMEOUT_VARIABLE, "0.75")
     report = bench.check("hangs", options=Options(only=frozenset({"GP07"})), timeout=None)
     (lost,) = [result for result in of(report, "hangs").results if result.check == "ends"]
@@ -475,7 +475,7 @@ def test_the_variable_bounds_the_work(bench: Bench, monkeypatch: pytest.MonkeyPa
 
 
 def test_known_failures_are_applied(bench: Bench) -> None:
-    """A listed failure is told as an xfail at once, a listed pass becomes an xpass, and both are reported."""
+    """A listed failure is reported as an xfail at once; a listed pass is reported again as an xpass."""
     bench.add("known", "def work_1(): raise ValueError\ndef work_2(): pass")
     (bench.site / "fake_known" / "xfails.toml").write_text(
         "".join(f'[[xfail]]\nrule = "GP01"\nlane = "work_{n}"\nreason = "r{n}"\n' for n in (1, 2))
@@ -490,7 +490,7 @@ def test_known_failures_are_applied(bench: Bench) -> None:
 
 
 def test_a_flood_is_stopped_before_the_bound(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What prints in a loop is stopped long before its time is up, and long before a disk is full."""
+    """A plugin that prints in a loop is stopped before its timeout and before it fills the disk."""
     monkeypatch.setattr(supervise, "_MOST_WRITTEN", 1 << 20)
     bench.add("floods", "def work_1():\n    while True: print('x' * 1000)")
     report = bench.check("floods", timeout=600)
@@ -502,7 +502,7 @@ def test_a_flood_is_stopped_before_the_bound(bench: Bench, monkeypatch: pytest.M
 
 
 def test_what_is_no_event_is_a_failure(bench: Bench) -> None:
-    """A plugin that writes into the suite's own pipe spoils a result, and that is no pass."""
+    """A plugin that writes into the suite's own pipe corrupts a result, and the work fails."""
     body = "import json\ndef work_1(): os.write(json.loads(sys.argv[1])['events'], b'no event')"
     bench.add("spoils", body)
     report = bench.check("spoils")
@@ -511,7 +511,7 @@ def test_what_is_no_event_is_a_failure(bench: Bench) -> None:
 
 
 def test_a_worker_that_does_not_start_is_no_fault_of_a_plugin() -> None:
-    """Where the worker's process dies before the plugin's time that is code 3, with its last words."""
+    """If the worker dies before it is ready, the exit status is 3, and the error has its stderr."""
     command = [sys.executable, "-c", "raise SystemExit('no such machine')"]
     with pytest.raises(
         GraphpactError, match="exit status 1\n  on stderr:\n  no such machine"
@@ -521,7 +521,7 @@ def test_a_worker_that_does_not_start_is_no_fault_of_a_plugin() -> None:
 
 
 def test_an_interrupt_leaves_no_process_behind(bench: Bench) -> None:
-    """Ctrl-C comes through, and the process that was at work is dead."""
+    """Ctrl-C is raised to the caller, and the running worker is ended."""
 
     def interrupt(target: Target, work: str) -> None:
         if work == "work_2":

@@ -1,6 +1,6 @@
-"""`graphpact_conformance` in somebody's pytest: which tests it makes, and how each of them comes out.
+"""The decorator `graphpact.conformance`: the tests that it generates, and the outcome of each.
 
-What the suite finds is made up here, so that every outcome is there; `test_third_party` runs the real one.
+The results of the suite are made up, so that every outcome occurs; `test_third_party` runs the real suite.
 """
 
 import io
@@ -24,7 +24,7 @@ from graphpact_conformance.suite import Options, Target
 from graphpact_conformance.xfails import Xfail, Xfails
 
 pytest_plugins = ["pytester"]
-PluginCatalog.scan().check()  # plugins that are imported here stay: pytester drops what a test imports
+PluginCatalog.scan().check()  # import plugins before the tests: pytester unloads modules that a test imports
 
 RESULTS = [
     result("pass", None),
@@ -45,7 +45,7 @@ RESULTS = [
     result("pass", "GP05"),
     result("unsupported", "GP07"),
 ]
-"""Of flashinfer; every other plugin is more than the suite can take."""
+"""Results of flashinfer; every other plugin gets `STUMBLED`."""
 STUMBLED = result("error", "GP06", reason="the suite stumbled")
 KNOWN = Xfail("attention_backend", "flashinfer", "GP04", "*", "known", None, "x, entry 1,")
 MENDED = Xfail("attention_backend", "flashinfer", "GP05", "*", "mended", None, "x, entry 2,")
@@ -56,7 +56,7 @@ Run = Callable[..., dict[str, pytest.TestReport]]
 
 @pytest.fixture
 def examined(monkeypatch: pytest.MonkeyPatch) -> Examined:
-    """Return what the suite was given: the plugin, the options, and how many threads."""
+    """Return the arguments of each run of the suite: the plugin, the options, and the number of threads."""
     given = []
 
     def examine(target: Target, options: Options, listener: Any) -> PluginResults:
@@ -74,7 +74,7 @@ def examined(monkeypatch: pytest.MonkeyPatch) -> Examined:
 
 @pytest.fixture
 def run(pytester: pytest.Pytester, examined: Examined) -> Run:
-    """Return what runs a file with one decorated function for each of some arguments; the reports by id."""
+    """Return a function that runs one decorated test per argument and returns the reports by id."""
 
     def run(*arguments: str, options: tuple[str, ...] = ()) -> dict[str, pytest.TestReport]:
         lines = ["import graphpact"]
@@ -89,7 +89,7 @@ def run(pytester: pytest.Pytester, examined: Examined) -> Run:
 
 
 def test_each_rule_is_a_test_that_comes_out_as_the_rule_does(run: Run, examined: Examined) -> None:
-    """What holds passes, what is broken or mended fails, what is unseen skips, what is known is an xfail."""
+    """A rule's test passes, fails, skips or is an xfail as the rule does; an xpass fails."""
     reports = run('"flashinfer"')
     assert list(reports) == ["answers", *(f"{rule.id}-{rule.name}" for rule in RULES.values())]
     told = {
@@ -111,13 +111,13 @@ def test_each_rule_is_a_test_that_comes_out_as_the_rule_does(run: Run, examined:
 
 
 def _why(report: pytest.TestReport) -> str | None:
-    """Return the reason of an xfail; before pytest 9 it has a word in front."""
+    """Return the reason of an xfail, without the prefix that pytest adds before version 9."""
     reason: str | None = getattr(report, "wasxfail", None)
     return reason and reason.removeprefix("reason: ")
 
 
 def test_a_failure_says_what_the_terminal_says(run: Run) -> None:
-    """The lines of a failure are those that the report in the terminal has under the rule, all of them."""
+    """A failed test has exactly the lines that the report in the terminal has under the rule."""
     failure = run('"flashinfer"')["GP02-missed-refresh"].longreprtext
     told = [line[1:].strip() for line in failure.splitlines() if line.startswith("E ")]
     console = Console(file=io.StringIO(), width=200)
@@ -133,7 +133,7 @@ def test_a_failure_says_what_the_terminal_says(run: Run) -> None:
 def test_equal_tests_share_an_examination_and_others_have_their_own(
     run: Run, examined: Examined
 ) -> None:
-    """The suite runs once for each plugin and set of options, with one thread, whoever asks."""
+    """The suite runs once for each plugin and set of options, with one thread, for all equal tests."""
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
@@ -156,7 +156,7 @@ def test_equal_tests_share_an_examination_and_others_have_their_own(
 def test_a_backend_and_a_runner_are_examined_alone_and_together(
     run: Run, examined: Examined
 ) -> None:
-    """Each plugin and their pair have tests of their own; an error of the suite fails where it is."""
+    """Each plugin and their pair have their own tests; an error of the suite fails only where it occurred."""
     reports = run('"flashinfer", "cuda_graph"')
     assert [name for name, *_ in examined] == [
         "flashinfer",
@@ -173,7 +173,7 @@ def test_a_backend_and_a_runner_are_examined_alone_and_together(
 
 
 def test_with_runxfail_known_failures_fail(run: Run) -> None:
-    """Where pytest is told to run xfails as if they were none, a known failure is told as any other."""
+    """With ``--runxfail`` a known failure fails like any other failure."""
     known = run('"flashinfer"', options=("--runxfail",))["GP04-bad-pad-sentinel"]
     assert known.failed
     assert "view.req_pool_indices[3:4]" in known.longreprtext
@@ -182,7 +182,7 @@ def test_with_runxfail_known_failures_fail(run: Run) -> None:
 def test_on_a_machine_without_the_device_all_is_skipped(
     run: Run, examined: Examined, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where torch sees no CUDA device, each test for one is skipped with that reason and nothing runs."""
+    """Without a CUDA device each test with ``device="cuda"`` is skipped with a reason, and nothing runs."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     reports = run('"flashinfer", device="cuda"')
     assert len(reports) == 1 + len(RULES)
@@ -207,7 +207,7 @@ def test_on_a_machine_without_the_device_all_is_skipped(
 def test_what_cannot_be_checked_is_an_error_of_collection(
     arguments: str, said: str, run: Run, examined: Examined
 ) -> None:
-    """A wrong name or option ends the collection with the message and a hint alone, without a traceback."""
+    """A wrong name or option is a collection error with a message and a hint, without a traceback."""
     (error,) = run(arguments).values()
     lines = error.longreprtext.splitlines()
     assert lines[0].startswith(said)
@@ -217,7 +217,7 @@ def test_what_cannot_be_checked_is_an_error_of_collection(
 
 
 def test_nothing_that_the_tests_need_is_imported_before_they_are_there() -> None:
-    """`import graphpact` leaves pytest and hypothesis alone; without one the call says what to install."""
+    """`import graphpact` imports neither pytest nor hypothesis; `conformance` says what to install."""
     code = """
         import sys, graphpact, graphpact_conformance.results
         assert graphpact_conformance is sys.modules["graphpact_conformance"]

@@ -1,4 +1,4 @@
-"""Lists of known failures: what an entry may say, what it makes of results, and when it is stale."""
+"""Lists of known failures: valid entries, their effect on results, and stale entries."""
 
 import sys
 from collections.abc import Callable
@@ -26,7 +26,7 @@ Read = Callable[..., Xfails]
 
 @pytest.fixture
 def read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Read:
-    """Return a reader of a list, in the package of a wheel with the backends and runners that are named."""
+    """Return a function that reads a list from the package of a fake wheel with the named plugins."""
 
     def with_list(text: str | bytes, *names: str, asked: tuple[Target, ...] = (BACKEND,)) -> Xfails:
         package = tmp_path / "fake_one"
@@ -55,7 +55,7 @@ def result(lane: str, outcome: Outcome, rule: str | None = "GP07", check: str = 
 
 
 def plugin(*results: Result, target: Target = BACKEND) -> PluginResults:
-    """Return what was found of a target."""
+    """Return the results of a target."""
     return PluginResults(
         kind=target.kind,
         name=target.name,
@@ -70,7 +70,7 @@ def plugin(*results: Result, target: Target = BACKEND) -> PluginResults:
 def judged(
     *results: Result, entry: Xfail = ENTRY, options: Options = FULL, target: Target = BACKEND
 ) -> list[tuple[str, str]]:
-    """Return lane and outcome of what a run with ``results`` ends with under one entry."""
+    """Return lane and outcome of each result after a run is judged with one entry."""
     xfails = Xfails([entry])
     found = plugin(*(xfails.expect(target, r) for r in results), target=target)
     return [(r.lane, r.outcome.value) for r in xfails.judge([found], options)[0].results]
@@ -80,7 +80,7 @@ GOOD = '[[xfail]]\nrule = "GP07"\nreason = "known"\n'
 
 
 def test_a_list_is_read_without_an_import(read: Read) -> None:
-    """The list of a wheel turns the failure it names into an xfail with its reason, issue included."""
+    """The list is read without an import; a listed failure becomes an xfail with reason and issue."""
     xfails = read(GOOD + 'lane = "draft*"\nissue = "https://example.org/7"\n')
     told = xfails.expect(BACKEND, result("draft bs4", Outcome.FAIL))
     assert (told.outcome, told.reason) == (Outcome.XFAIL, "known (https://example.org/7)")
@@ -99,7 +99,7 @@ def test_a_list_is_read_without_an_import(read: Read) -> None:
     ],
 )
 def test_an_entry_excuses_nothing_else(other: Result) -> None:
-    """Another lane, another rule, no rule, an error of the suite and a pass stay what they are."""
+    """A result with another lane or rule, without a rule, or with the outcome error or pass is unchanged."""
     assert Xfails([ENTRY]).expect(BACKEND, other) == other
 
 
@@ -108,20 +108,20 @@ def test_an_entry_excuses_nothing_else(other: Result) -> None:
     [(BACKEND, True), (PAIR, True), (RUNNER, False), (Target("runner", "fake_one"), False)],
 )
 def test_an_entry_concerns_its_plugin_alone_and_in_pairs(target: Target, *, excused: bool) -> None:
-    """A plugin's entry holds for it and for its pairs; not for its partner or a namesake."""
+    """An entry applies to its plugin alone and in pairs, not to its partner or a runner of the same name."""
     told = Xfails([ENTRY]).expect(target, result("draft", Outcome.FAIL))
     assert (told.outcome is Outcome.XFAIL) == excused
 
 
 def test_an_entry_of_a_runner_holds_in_its_pairs() -> None:
-    """What a runner is known to fail is excused where a backend is paired with it."""
+    """An entry of a runner applies in its pairs with backends."""
     entry = Xfail("runner", "fake_run", "GP12", "*", "known", None, "e")
     told = Xfails([entry]).expect(PAIR, result("pair", Outcome.FAIL, rule="GP12"))
     assert told.outcome is Outcome.XFAIL
 
 
 def test_a_pass_is_an_xpass_only_where_every_lane_passes() -> None:
-    """One failing lane keeps an entry alive; with none, each covered pass is an xpass that names it."""
+    """One failing lane keeps an entry valid; with none, each covered pass is an xpass that names it."""
     failing = [result("draft a", Outcome.PASS), result("draft b", Outcome.FAIL)]
     assert judged(*failing) == [("draft a", "pass"), ("draft b", "xfail")]
     passing = [result("draft a", Outcome.PASS), result("decode", Outcome.PASS)]
@@ -133,7 +133,7 @@ def test_a_pass_is_an_xpass_only_where_every_lane_passes() -> None:
 
 
 def test_an_entry_is_judged_over_all_targets_of_its_plugin() -> None:
-    """A failure in a pair keeps the entry alive for the plugin alone; without one both are xpasses."""
+    """A failure in a pair keeps the entry valid for the plugin alone; without one, both are xpasses."""
     xfails = Xfails([ENTRY])
     alone = plugin(result("draft", Outcome.PASS))
     pair = plugin(xfails.expect(PAIR, result("draft", Outcome.FAIL)), target=PAIR)
@@ -145,12 +145,12 @@ def test_an_entry_is_judged_over_all_targets_of_its_plugin() -> None:
 
 @pytest.mark.parametrize("outcome", [Outcome.NOT_RUN, Outcome.UNSUPPORTED])
 def test_what_was_not_run_says_nothing(outcome: Outcome) -> None:
-    """Lanes that this machine cannot run make an entry neither stale nor passed."""
+    """A result that is not_run or unsupported makes an entry neither stale nor an xpass."""
     assert judged(result("draft", outcome)) == [("draft", outcome.value)]
 
 
 def test_an_entry_that_covers_nothing_is_a_failure() -> None:
-    """A rule or lane that a full run does not look at fails, and names the entry."""
+    """An entry without results in a full run is stale: a failure that names the entry."""
     told = Xfails([ENTRY]).judge([plugin(result("decode", Outcome.PASS))], Options())[0]
     assert told.results[0].outcome is Outcome.PASS
     stale = told.results[1]
@@ -164,12 +164,12 @@ def test_an_entry_that_covers_nothing_is_a_failure() -> None:
     [Options(only=frozenset({"GP01"})), Options(lanes=("decode*",)), Options(size="quick")],
 )
 def test_a_narrowed_run_calls_nothing_stale(options: Options) -> None:
-    """A run that was narrowed to rules or lanes, or that is quick, does not know what it left out."""
+    """A run of selected rules or lanes, or a quick run, reports no stale entry."""
     assert judged(result("decode", Outcome.PASS), options=options) == [("decode", "pass")]
 
 
 def test_a_run_of_some_lanes_makes_no_xpass() -> None:
-    """Where only some lanes run, the one that fails may be another; a run of some rules sees all lanes."""
+    """A run of selected lanes has no xpass, since another lane may fail; a run of selected rules has one."""
     passed = result("draft a", Outcome.PASS)
     assert judged(passed, options=Options(lanes=("draft a",))) == [("draft a", "pass")]
     assert judged(passed, options=Options(only=frozenset({"GP07"}))) == [("draft a", "xpass")]
@@ -183,7 +183,7 @@ def test_a_run_of_some_lanes_makes_no_xpass() -> None:
     ],
 )
 def test_a_run_that_lost_work_judges_no_entry(lost: Result) -> None:
-    """Where a process was lost or the suite failed, no entry passes or is stale."""
+    """If a process was lost or the suite had a fault, no entry is an xpass or stale."""
     kept = result("draft", Outcome.PASS)
     lost_lane = (lost.lane, lost.outcome.value)
     assert judged(kept, lost) == [("draft", "pass"), lost_lane]
@@ -202,7 +202,7 @@ def test_a_run_that_lost_work_judges_no_entry(lost: Result) -> None:
     )
 )
 def test_no_failure_gets_lost(drawn: list[tuple[str, str, Outcome]]) -> None:
-    """Whatever was found, results keep their number and order, and only what an entry covers changes."""
+    """Results keep their number and order, and only covered results change; a stale entry adds a failure."""
     found = [result(lane, outcome, rule) for lane, rule, outcome in drawn]
     told = judged(*found)
     covered = [lane.startswith("draft") and rule == "GP07" for lane, rule, _ in drawn]
@@ -246,7 +246,7 @@ BAD = {
 
 @pytest.mark.parametrize(("text", "says"), BAD.values(), ids=BAD)
 def test_a_bad_list_is_a_usage_error(read: Read, text: str | bytes, says: str) -> None:
-    """What is not as it must be is refused with the file, the line or the entry, and what to do."""
+    """An invalid list is a usage error that names the file, the line or the entry, and the fault."""
     with pytest.raises(UsageError, match=f"(?s)fake_one/xfails.toml.*{says}"):
         read(text)
 
@@ -255,14 +255,14 @@ TWO = ("fake_one", "runner:fake_run")
 
 
 def test_a_wheel_of_two_plugins_says_which(read: Read) -> None:
-    """Where a distribution offers two plugins, an entry that names neither is refused, naming both."""
+    """If a distribution has two plugins, an entry without a plugin is refused, and the hint names both."""
     with pytest.raises(UsageError, match="use one of attention_backend:fake_one, runner:fake_run"):
         read(GOOD, *TWO)
 
 
 @pytest.mark.parametrize("spelling", ["fake_run", "runner:fake_run"])
 def test_an_entry_of_another_plugin_of_the_wheel(read: Read, spelling: str) -> None:
-    """An entry of the wheel's other plugin holds for that one only."""
+    """An entry for the other plugin of the wheel has no effect on this plugin."""
     xfails = read(GOOD + f'plugin = "{spelling}"\n', *TWO)
     failed = result("draft", Outcome.FAIL)
     assert xfails.expect(BACKEND, failed) == failed
@@ -270,7 +270,7 @@ def test_an_entry_of_another_plugin_of_the_wheel(read: Read, spelling: str) -> N
 
 
 def test_both_plugins_of_a_wheel_read_one_list_once(read: Read) -> None:
-    """Two targets of one wheel take one list, each its own entries, and a stale one fails once."""
+    """Two targets of one wheel share one list, each with its own entries, and a stale entry fails once."""
     text = "".join(GOOD + f'plugin = "{name}"\n' for name in ("fake_one", "fake_run"))
     xfails = read(text, *TWO, asked=(BACKEND, RUNNER))
     told = xfails.judge([plugin(), plugin(target=RUNNER)], Options())
@@ -278,7 +278,7 @@ def test_both_plugins_of_a_wheel_read_one_list_once(read: Read) -> None:
 
 
 def test_the_home_of_a_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A plugin's home is its outermost package that is no namespace, or its one module; not imported."""
+    """A plugin's home is its outermost package, without namespaces, or its one module; it is not imported."""
     for name in ("fake_ns/mine/deep/__init__.py", "fake_ns/mine/__init__.py", "fake_single.py"):
         file = tmp_path / name
         file.parent.mkdir(parents=True, exist_ok=True)
