@@ -1,4 +1,4 @@
-"""Where slots lie: what may be reset together, and what only looks as if it might."""
+"""Arenas: slots whose padding rows are reset together, and slots that need a reset of their own."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +21,7 @@ I64 = torch.int64
 
 @pytest.fixture(params=["host", "device"], autouse=True)
 def _grouping(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every test runs under the plan of a host and under that of a GPU."""
+    """Run every test with the grouping of a host and with that of a GPU."""
     monkeypatch.setattr(fills, "_copied_one_by_one", lambda _: request.param == "host")
 
 
@@ -34,7 +34,7 @@ def _content(registry: CudaGraphBufferRegistry) -> list[list[int]]:
 
 
 def test_flat_memory_that_is_seen_as_rows_is_reset_row_by_row() -> None:
-    """A slice_fn may see flat memory as rows; its tail is its own rows and nobody else's."""
+    """If a slice_fn views flat memory as rows, only its own padding rows are reset."""
     registry = _registry()
     for name in "ab":
         registry.register_slot(
@@ -52,7 +52,7 @@ def test_flat_memory_that_is_seen_as_rows_is_reset_row_by_row() -> None:
 
 
 def test_two_rows_in_one_element_may_have_no_tail() -> None:
-    """Rows that are packed may leave nothing to reset between a raw and a padded count."""
+    """Packed rows may leave nothing to reset between a raw and a padded count."""
     registry = _registry()
     registry.register_slot(make_slot(slice_fn=lambda buffer, n: buffer[: (n + 1) // 2]))
     fill(registry, 1, 2, lengths=torch.tensor([5]))
@@ -62,7 +62,7 @@ def test_two_rows_in_one_element_may_have_no_tail() -> None:
 
 @pytest.mark.parametrize("first", [0, 7])
 def test_adopted_rows_of_an_arena_are_padded_as_declared(first: int) -> None:
-    """A slot that adopts another's memory has its own pad value, not that of the memory's first owner."""
+    """A slot bound to a row of another slot has its own pad value, not that of the row's first owner."""
     pool = SharedBuffers()
     policy: dict[str, Any] = {"padding_policy": PaddingPolicy.FILL_SENTINEL}
     owner = _registry(share_pool=pool).register_slot(make_slot(**policy, pad_value=first))
@@ -73,7 +73,7 @@ def test_adopted_rows_of_an_arena_are_padded_as_declared(first: int) -> None:
 
 
 def test_extents_that_differ_are_reset_each_for_itself() -> None:
-    """Requests and tokens of one width, dtypes and wide rows: each tail ends where its own rows end."""
+    """Slots that differ in axis, dtype or width are each reset in their own padding rows only."""
     registry = _registry()
     registry.register_slot(make_slot("requests"))
     registry.register_slot(make_slot("tokens", axis="tokens"))
@@ -94,7 +94,7 @@ def test_extents_that_differ_are_reset_each_for_itself() -> None:
 
 
 def test_more_slots_than_an_arena_has_rows() -> None:
-    """Slots beyond the sixteenth lie in another arena and are filled like all others."""
+    """Slots beyond the sixteenth lie in another arena, and are filled like all others."""
     registry = _registry()
     names = [f"slot{number}" for number in range(35)]
     for number, name in enumerate(names):
@@ -107,7 +107,7 @@ def test_more_slots_than_an_arena_has_rows() -> None:
 
 
 def test_a_row_begins_where_kernels_like_it() -> None:
-    """Whatever width and dtype, each row of an arena is as aligned as memory of its own would be."""
+    """For any width and dtype, each row of an arena begins at a multiple of 512 bytes."""
     for dtype in (torch.bool, torch.int32, I64):
         for width in (1, 63, 64, 65, 1000):
             arenas = Arenas()
@@ -120,7 +120,7 @@ def test_a_row_begins_where_kernels_like_it() -> None:
 
 
 def test_a_huge_slot_reserves_no_rows_for_others() -> None:
-    """A slot of many bytes, as a mask for every token and key, takes what it needs and no arena."""
+    """A slot of many bytes, such as a mask for every token and key, has its own allocation and no arena."""
     registry = _registry()
     wide = 2**18
     slot = make_slot(
@@ -138,7 +138,7 @@ def test_a_huge_slot_reserves_no_rows_for_others() -> None:
 
 
 def test_a_slot_without_rows_has_no_arena() -> None:
-    """A single number that follows nothing is copied and never padded."""
+    """A scalar slot with axis none is copied and never padded."""
     registry = _registry()
     registry.register_slot(make_slot("count", shape_fn=lambda *_: (), axis="none"))
     fill(registry, 1, 2, count=torch.tensor(5))

@@ -1,4 +1,4 @@
-"""The declaration of one slot: what it needs, what it says of itself, and which view it gives."""
+"""The declaration of one slot: valid arguments, derived properties, and slices."""
 
 from dataclasses import FrozenInstanceError, fields
 from types import SimpleNamespace
@@ -50,7 +50,7 @@ def _registered(**changes: Any) -> BoundSlot:
     ],
 )
 def test_a_bad_declaration_is_refused(changes: dict[str, Any], says: str) -> None:
-    """A slot that lacks what its policy or name needs is refused where it is declared, with help."""
+    """An unknown axis or role, or a missing pad value, is refused with slot, owner and help."""
     with pytest.raises(SlotError) as error:
         _slot(**changes)
     for part in (says, "'lengths", "of somebody", "help: "):
@@ -71,7 +71,7 @@ def test_a_bad_declaration_is_refused(changes: dict[str, Any], says: str) -> Non
     ],
 )
 def test_what_is_allowed(changes: dict[str, Any]) -> None:
-    """A pad value that is false is one; a dotted name is copied from ``extra``, or filled otherwise."""
+    """A pad value of 0 or False, a dotted name with any source, and axis none are valid."""
     _slot(**changes)
 
 
@@ -90,7 +90,7 @@ def test_what_is_allowed(changes: dict[str, Any]) -> None:
     ],
 )
 def test_a_pad_value_that_the_dtype_lacks_is_refused(dtype: torch.dtype, value: float) -> None:
-    """A value that would be rounded or wrapped is refused where the slot is declared."""
+    """A pad value that the dtype would round or wrap is refused at the declaration."""
     for policy in (P.FILL_SENTINEL, P.FILL_ONCE):
         with pytest.raises(SlotError, match=r"'lengths' of somebody: .* cannot hold its pad_value"):
             _slot(dtype=dtype, padding_policy=policy, pad_value=value)
@@ -110,7 +110,7 @@ def test_a_pad_value_that_the_dtype_lacks_is_refused(dtype: torch.dtype, value: 
     ],
 )
 def test_a_pad_value_is_held_exactly(dtype: torch.dtype, value: float) -> None:
-    """The extremes of a dtype are pad values, and a new buffer and a tail that is reset hold them."""
+    """Any pad value that the dtype can hold is exact in a new buffer and in reset padding rows."""
     registry = CudaGraphBufferRegistry(device="cpu", max_bs=4, max_num_tokens=8)
     slot = registry.register_slot(
         _slot(dtype=dtype, padding_policy=P.FILL_SENTINEL, pad_value=value)
@@ -123,7 +123,7 @@ def test_a_pad_value_is_held_exactly(dtype: torch.dtype, value: float) -> None:
 
 
 def test_slot_errors_are_value_errors() -> None:
-    """A program that catches what the original raises catches ours, and ours are usage errors too."""
+    """A SlotError is a ValueError, as in the original, and also a usage error."""
     assert issubclass(SlotError, ValueError)
     assert issubclass(SlotError, UsageError)
     with pytest.raises(ValueError, match="axis"):
@@ -131,7 +131,7 @@ def test_slot_errors_are_value_errors() -> None:
 
 
 def test_a_slot_without_a_buffer_has_no_slices() -> None:
-    """A slot that is not enabled names itself instead of slicing nothing."""
+    """A slice of a disabled slot is an error that names the slot."""
     slot = _registered(enabled=False)
     with pytest.raises(UnallocatedSlotError, match=r"'lengths' of somebody has no buffer") as error:
         slot.slice_for(1, 1)
@@ -149,9 +149,9 @@ def test_the_defaults_are_the_originals() -> None:
 
 
 def test_the_order_of_arguments_is_the_originals() -> None:
-    """What may be given by position comes in the original's order; what is ours goes by name.
+    """Positional arguments have the original's order; our additions are keyword-only.
 
-    The original's last, ``buffer``, is no part of a declaration: ``register_slot(bind=...)`` takes it.
+    The original's last argument, ``buffer``, is no part of a declaration: use ``register_slot(bind=...)``.
     """
     given = [f for f in fields(GraphSlot) if f.init]
     names = [f.name for f in given if not f.kw_only]
@@ -197,7 +197,7 @@ def test_new_memory_holds_what_padding_holds(changes: dict[str, Any], initial: i
 
 
 def test_policies() -> None:
-    """Two policies reset the tail in every padded fill, two are about a pad value, and one is both."""
+    """ZERO and FILL_SENTINEL reset padding rows; FILL_SENTINEL and FILL_ONCE have a pad value."""
     assert {p for p in P if p.resets_tail} == {P.ZERO, P.FILL_SENTINEL}
     assert {p for p in P if p.has_pad_value} == {P.FILL_ONCE, P.FILL_SENTINEL}
 
@@ -226,7 +226,7 @@ def _nothing(*_: object) -> None:
     ],
 )
 def test_what_a_slot_says_of_itself(changes: dict[str, Any], says: tuple[bool, bool, bool]) -> None:
-    """Whether views show it, whether lanes may share it and whether it owes a reason follow from it."""
+    """The declaration decides whether views show the slot, lanes may share it, and a reason is required."""
     slot = _slot(**changes)
     assert (slot.is_computed, slot.is_refreshed, slot.keeps_tail) == says
 
@@ -265,7 +265,7 @@ def test_slices(changes: dict[str, Any], shape: tuple[int, ...]) -> None:
 
 
 def test_rows_of_a_context() -> None:
-    """A context answers raw and padded rows by axis, and None where nothing is padded."""
+    """A context returns raw and padded rows by axis, and None for axis none."""
     context = FillContext(1, 2, 3, 4)
     assert context.rows("bs") == (1, 2)
     assert context.rows("tokens") == (3, 4)
@@ -274,7 +274,7 @@ def test_rows_of_a_context() -> None:
 
 
 def test_a_context_is_its_counts() -> None:
-    """Contexts of equal counts are equal whatever a pipeline stage sent, and none can be changed."""
+    """Contexts with equal counts are equal, whatever the proxy tensors, and are immutable."""
     context = FillContext(1, 2, 3, 4, pp_proxy_tensors=SimpleNamespace(tensors={}))
     assert context == FillContext(1, 2, 3, 4)
     with pytest.raises(FrozenInstanceError):
@@ -297,7 +297,7 @@ def test_a_context_is_its_counts() -> None:
     ],
 )
 def test_an_argument_of_another_kind_is_refused(changes: dict[str, Any], says: str) -> None:
-    """What would be noticed late, or never, is refused where the slot is declared."""
+    """An argument of another type, or one without effect, is refused at the declaration."""
     with pytest.raises(SlotError, match=says) as error:
         _slot(**changes)
     assert "\n  help: " in str(error.value)
@@ -308,7 +308,7 @@ def test_an_argument_of_another_kind_is_refused(changes: dict[str, Any], says: s
     [("buffer", torch.zeros(4, dtype=torch.int64)), ("pad_value", 3), ("enabled", False)],
 )
 def test_a_slot_does_not_change(name: str, value: object) -> None:
-    """Graphs read a slot's memory and fills are made for it, so nothing of it can be replaced."""
+    """Declared and bound slots are immutable, since graphs and fill plans depend on them."""
     declared = _slot()
     for slot in (declared, _registry().register_slot(declared)):
         before = getattr(slot, name, None)
@@ -318,7 +318,7 @@ def test_a_slot_does_not_change(name: str, value: object) -> None:
 
 
 def test_a_bound_slot_says_what_its_declaration_says() -> None:
-    """What a registry returns has every field of the declaration, and the buffer beside them."""
+    """A bound slot has every field of its declaration, and a buffer."""
     declared = _slot(padding_policy=P.FILL_SENTINEL, pad_value=7, reason="a test", role="lengths")
     bound = _registry("decode").register_slot(declared)
     assert {f.name: getattr(bound, f.name) for f in fields(GraphSlot)} == {
@@ -345,7 +345,7 @@ def test_every_role_is_a_slot_that_its_owner_fills(role: SlotRole) -> None:
     assert (slot.role, slot.owner, slot.name) == (role, "acme", "acme.rows")
     assert not slot.copy_from_fb
     assert (slot.post_fill, slot.source_fn) == (None, None)
-    registry = _registry("decode")  # a lane asks for an owner, and for reasons
+    registry = _registry("decode")  # a lane requires an owner, and reasons
     buffer = registry.register_slot(slot).buffer
     assert buffer is not None
     buffer.fill_(7)
@@ -355,14 +355,14 @@ def test_every_role_is_a_slot_that_its_owner_fills(role: SlotRole) -> None:
 
 @pytest.mark.parametrize("role", DEVICE_ROLES)
 def test_a_backend_writes_every_row(role: SlotRole) -> None:
-    """What kernels read keeps its tail, with the reason: its owner writes every row in every step."""
+    """A metadata slot on the device keeps its padding rows: its owner writes every row in every step."""
     slot = metadata_slot("acme.rows", _rows, torch.int32, role=role)
     assert (slot.padding_policy, slot.device) == (P.KEEP_PAD, None)
     assert slot.reason == "every row of the padded extent is written in every step"
 
 
 def test_a_workspace_is_filled_once() -> None:
-    """A workspace holds its pad value from the start, and owes no reason."""
+    """A workspace holds its pad value from the start, and needs no reason."""
     slot = metadata_slot("acme.work", _rows, torch.float32, role="workspace", pad_value=-1.0)
     assert (slot.padding_policy, slot.pad_value, slot.reason) == (P.FILL_ONCE, -1.0, None)
     buffer = _registry("decode").register_slot(slot).buffer
@@ -371,7 +371,7 @@ def test_a_workspace_is_filled_once() -> None:
 
 
 def test_staging_lies_on_the_host() -> None:
-    """Staging is host memory, whatever the registry's device, and has a role of its own."""
+    """A staging slot lies in host memory, whatever the registry's device."""
     slot = metadata_slot("acme.staging", _rows, torch.int32, role="staging", axis="bs")
     registry = CudaGraphBufferRegistry(device="meta", max_bs=4, max_num_tokens=8, lane="decode")
     buffer = registry.register_slot(slot).buffer
@@ -381,7 +381,7 @@ def test_staging_lies_on_the_host() -> None:
 
 @pytest.mark.parametrize("extra_rows", [0, 1, 2])
 def test_extra_rows_are_in_every_slice(extra_rows: int) -> None:
-    """A slice has that many rows more than its axis counts, from the start of the buffer."""
+    """With ``extra_rows`` a slice has that many rows more than its axis, from the start of the buffer."""
     slot = metadata_slot(
         "acme.indptr",
         lambda bs, _: (bs + extra_rows,),
@@ -398,6 +398,6 @@ def test_extra_rows_are_in_every_slice(extra_rows: int) -> None:
 
 @pytest.mark.parametrize("name", ["rows", ".rows", "acme.", ""])
 def test_a_metadata_slot_without_an_owner_is_refused(name: str) -> None:
-    """A name that is not ``owner.what`` is refused with the form that it has to have."""
+    """A name that is not ``owner.what`` is refused, and the error shows this form."""
     with pytest.raises(SlotError, match=r"a metadata slot is named owner\.what"):
         metadata_slot(name, _rows, torch.int32, role="table")

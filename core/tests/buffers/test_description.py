@@ -1,4 +1,4 @@
-"""What a registry says of itself: as a table, and as JSON."""
+"""Descriptions of a registry: as a table, and as JSON."""
 
 import json
 
@@ -14,7 +14,7 @@ from registry_kit import declared, padding, registries, small, spelled
 @settings(derandomize=True, deadline=None, max_examples=150)
 @given(registry=registries())
 def test_the_table_has_one_aligned_line_a_slot(registry: CudaGraphBufferRegistry) -> None:
-    """Whatever slots are called, each has one line, printable, with its cells under their headings."""
+    """With any names, each slot has one printable line, with its cells under their headings."""
     slots = declared(registry)
     _, heading, *lines, _ = str(registry.describe()).split("\n")
     assert len(lines) == len(slots)
@@ -34,7 +34,7 @@ def test_the_table_has_one_aligned_line_a_slot(registry: CudaGraphBufferRegistry
 
 
 def test_the_table_of_a_decode_registry() -> None:
-    """A reader sees name, owner, shape, policy with its value, reason, and the totals last."""
+    """The table shows owner, shape, policy with its value, reason, and the totals last."""
     lines = str(small().describe()).splitlines()
     assert lines[0] == "registry of no lane on cpu: at most 4 requests, 8 tokens"
     cells = {line.split("  ")[0]: line for line in lines}
@@ -56,7 +56,7 @@ def test_the_table_of_a_decode_registry() -> None:
 @settings(derandomize=True, deadline=None, max_examples=150)
 @given(registry=registries())
 def test_json_says_all_of_it_and_totals_are_right(registry: CudaGraphBufferRegistry) -> None:
-    """Every slot's declaration survives strict JSON, and the totals are those of the buffers."""
+    """Strict JSON has every slot's declaration, and the totals are those of the buffers."""
     said = json.loads(json.dumps(registry.describe().to_dict(), allow_nan=False))
     assert len(said["slots"]) == len(declared(registry))
     for slot, row in zip(declared(registry), said["slots"], strict=True):
@@ -80,7 +80,7 @@ def test_json_says_all_of_it_and_totals_are_right(registry: CudaGraphBufferRegis
 
 
 def test_a_description_does_not_change_with_the_registry() -> None:
-    """It is what was seen: a slot that is registered later is not in it, and nobody can write it."""
+    """A description is immutable and does not include a slot that is registered later."""
     registry = small()
     before = registry.describe()
     seen = str(before)
@@ -91,7 +91,7 @@ def test_a_description_does_not_change_with_the_registry() -> None:
         before.slots[0].name = "other"  # type: ignore[misc]
 
 
-# -- the picture -----------------------------------------------------------------------------------
+# -- rows ------------------------------------------------------------------------------------------
 
 
 def test_a_row_says_nothing_of_memory_that_is_not_there() -> None:

@@ -1,4 +1,4 @@
-"""Fills on a GPU: the same rows as on a CPU, in as few launches as the registry says."""
+"""Fills on a GPU: the same rows as on a CPU, in the expected number of launches."""
 
 import pytest
 import torch
@@ -72,7 +72,7 @@ def test_a_gpu_holds_what_a_cpu_holds() -> None:
 def test_a_decode_fill_is_a_few_launches(
     size: int, padded: int, lengths: torch.dtype, launches: int
 ) -> None:
-    """One launch for the tails, one for the heads of each pair of dtypes, and none that waits."""
+    """A fill is one launch for padding rows and one for each pair of dtypes, without synchronization."""
     registry, batch = _registry("cuda"), _batch("cuda", size, lengths)
     _fill(registry, batch, padded)
     torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""A fill against a model of plain lists: any slots, any history, both ways in which copies are grouped."""
+"""Fills against a model of plain lists: any slots, any history, both groupings of copies."""
 
 import dataclasses
 import itertools
@@ -26,7 +26,7 @@ from graphpact.errors import SlotError
 
 MAX_BS = 4
 LANES = ("decode", "draft")
-HELD = 3  # what adopted memory holds when it is bound
+HELD = 3  # value of adopted memory when it is bound
 POISON = -77
 NARROWER = {
     torch.int64: torch.int32,
@@ -47,12 +47,12 @@ Rows = list[list[Any]]
 both_groupings = pytest.mark.parametrize("grouping", ["host", "device"])
 
 
-# -- what is declared, and what happens ------------------------------------------------------------
+# -- declarations and fills ------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Spec:
-    """One slot: ``how`` says where its head comes from, ``memory`` whose it is."""
+    """One slot: ``how`` is the source of its live rows, ``memory`` its kind of memory."""
 
     name: str
     policy: PaddingPolicy = PaddingPolicy.ZERO
@@ -68,24 +68,24 @@ class Spec:
 
     @property
     def initial(self) -> int | float | bool:
-        """What new memory holds."""
+        """The value of new memory."""
         has = (PaddingPolicy.FILL_SENTINEL, PaddingPolicy.FILL_ONCE)
         return self.pad if self.policy in has and self.pad is not None else 0
 
     @property
     def poison(self) -> int | bool:
-        """What no fill would write of itself."""
+        """A value that no fill writes."""
         return not self.initial if self.dtype is torch.bool else POISON
 
     @property
     def is_shared(self) -> bool:
-        """Whether lanes with one pool have one memory for it."""
+        """Whether lanes with one pool share its memory."""
         refreshed = self.how in ("negated", "computed")
         copied = self.how in ("copied", "sourced") and not self.optional
         return self.in_both and self.memory == "own" and (refreshed or copied)
 
     def rows_of(self, bs: int, tokens: int, whole: int) -> int:
-        """Return the rows of so many requests and tokens."""
+        """Return the number of rows for these numbers of requests and tokens."""
         n = {"bs": bs, "tokens": tokens, "none": whole}[self.axis]
         return n + (self.layout == "one more")
 
@@ -103,7 +103,7 @@ class FillStep:
 
 @dataclass(frozen=True)
 class Case:
-    """Slots, and fills one after another."""
+    """Slots, and a sequence of fills."""
 
     specs: tuple[Spec, ...]
     history: tuple[FillStep, ...]
@@ -118,7 +118,7 @@ def specs(draw: st.DrawFn, name: str) -> Spec:
     resets = (
         PaddingPolicy.ZERO,
         PaddingPolicy.FILL_SENTINEL,
-    )  # more often: most can go wrong there
+    )  # drawn more often, since most can go wrong with them
     policy = draw(st.sampled_from((*PaddingPolicy, *resets)))
     dtype = draw(st.sampled_from((torch.int64, torch.int64, torch.int64, *PADS)))
     axes: tuple[Axis, ...] = ("bs", "tokens", "none")
@@ -224,7 +224,7 @@ def _declare(spec: Spec) -> GraphSlot:
 
 
 def _memory(spec: Spec, max_tokens: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return what is bound, and what lies between its elements."""
+    """Return the tensor to bind, and the elements between its own elements."""
     shape = _shape(spec, MAX_BS, max_tokens)
     if spec.memory == "own":
         return None, None
@@ -246,7 +246,7 @@ def _rows(spec: Spec, tensor: torch.Tensor) -> Rows:
 
 
 def _tensor(spec: Spec, rows: Rows, dtype: torch.dtype) -> torch.Tensor:
-    """Return ``rows`` as a batch has them."""
+    """Return ``rows`` as a tensor of a batch."""
     width = {"last axis": spec.height, "wide": 3}.get(spec.layout, 1)
     tensor = torch.tensor(rows, dtype=dtype).reshape(len(rows), width)
     if spec.layout == "last axis":
@@ -264,7 +264,7 @@ class Model:
     lanes: list[tuple[CudaGraphBufferRegistry, int]] = field(default_factory=list)
 
     def fill(self, head: Rows | None, raw: int, padded: int) -> None:
-        """Do what a fill of these rows should do."""
+        """Apply the expected effect of a fill."""
         spec = self.spec
         if spec.axis != "none" and spec.policy in (
             PaddingPolicy.ZERO,
@@ -289,7 +289,7 @@ class Model:
             self.rows[row] = [self.spec.poison] * len(self.rows[row])
 
     def check(self, when: str) -> None:
-        """Compare the memory with the rows, and its address with what it was."""
+        """Compare the memory with the rows, and its address with the first address."""
         for registry, address in self.lanes:
             buffer = registry.get_slot(self.spec.name).buffer
             assert buffer is not None
@@ -336,7 +336,7 @@ def _build(case: Case) -> tuple[list[CudaGraphBufferRegistry], list[dict[str, Mo
 
 
 def _head(spec: Spec, number: int, step: int, rows: int) -> Rows:
-    """Return values that no other slot, step or row has, except where they are bool."""
+    """Return values that no other slot, step or row has, except for bool."""
     width = {"last axis": spec.height, "wide": 3}.get(spec.layout, 1)
     values = itertools.count(1 + 1000 * (number + 1) + 100 * step)
     return [
@@ -358,7 +358,7 @@ def _live(
     for i, spec in enumerate(case.specs):
         raw = spec.rows_of(raw_bs, raw_tokens, 3)
         if spec.axis == "none" and spec.how == "sourced":
-            raw = number % 4  # as long as it happens to be
+            raw = number % 4  # any number of rows
         rows = _head(spec, i, number, raw)
         may_lack = spec.optional or not case.strict
         heads[spec.name] = None
@@ -366,7 +366,7 @@ def _live(
             batch.computed[spec.name] = _tensor(spec, rows, spec.dtype)
             heads[spec.name] = rows
         elif spec.how == "owner":
-            setattr(batch, spec.name, _tensor(spec, rows, spec.dtype))  # to be ignored
+            setattr(batch, spec.name, _tensor(spec, rows, spec.dtype))  # a fill ignores it
         elif i in step.absent and may_lack:
             if number % 2:
                 setattr(batch, spec.name, None)
@@ -378,7 +378,7 @@ def _live(
 
 
 def _run(case: Case) -> None:
-    """Fill as the case says, and compare all memory of all lanes after every fill."""
+    """Run the fills of a case, and compare all memory of all lanes after every fill."""
     registries, models = _build(case)
     everything = [model for mine in models for model in mine.values()]
     for model in everything:
@@ -416,7 +416,7 @@ def _run(case: Case) -> None:
 
 @contextmanager
 def _grouped_as(grouping: Grouping) -> Iterator[None]:
-    """Group copies as on a host, or on CPU tensors as on a device."""
+    """Group copies of CPU tensors as for a host, or as for a device."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fills, "_copied_one_by_one", lambda _: grouping == "host")
         yield
@@ -429,12 +429,12 @@ def _grouped_as(grouping: Grouping) -> Iterator[None]:
 @settings(derandomize=True, deadline=None, max_examples=400)
 @given(case=cases())
 def test_every_byte_is_what_the_model_says(grouping: Grouping, case: Case) -> None:
-    """After every fill of any history all memory of all lanes is what a model of plain lists holds."""
+    """After every fill of any history, all memory of all lanes equals a model of plain lists."""
     with _grouped_as(grouping):
         _run(case)
 
 
-# -- each way to be wrong, planted -----------------------------------------------------------------
+# -- planted errors --------------------------------------------------------------------------------
 
 check_case = test_every_byte_is_what_the_model_says.hypothesis.inner_test
 
@@ -487,7 +487,7 @@ def _fails(case: Case, grouping: Grouping) -> None:
 def test_planted_zero_leaves_the_tail(
     grouping: Grouping, layout: str, axis: str, memory: str
 ) -> None:
-    """A ZERO slot whose tail is forgotten fails the property in every layout."""
+    """A ZERO slot whose padding rows are not reset fails the property in every layout."""
     case = _of(PaddingPolicy.ZERO, layout=layout, axis=axis, memory=memory)
     check_case(grouping, case=case)
     with pytest.MonkeyPatch.context() as patch:
@@ -498,7 +498,7 @@ def test_planted_zero_leaves_the_tail(
 @both_groupings
 @pytest.mark.parametrize("layout", ["flat", "one more", "last axis", "wide"])
 def test_planted_sentinel_writes_zero(grouping: Grouping, layout: str) -> None:
-    """A FILL_SENTINEL slot whose tail becomes 0 fails the property, in an arena and outside it."""
+    """A FILL_SENTINEL slot whose padding rows become 0 fails the property, in an arena and outside it."""
     case = _of(PaddingPolicy.FILL_SENTINEL, layout=layout)
     check_case(grouping, case=case)
     take, plan_tails = Arena.take, fills._plan_tails
@@ -540,7 +540,7 @@ def test_planted_sentinel_writes_zero(grouping: Grouping, layout: str) -> None:
     ],
 )
 def test_planted_policies(grouping: Grouping, policy: PaddingPolicy, effect: Effect) -> None:
-    """A policy that does what another does fails the property."""
+    """A policy with the effect of another one fails the property."""
     case = _of(policy)
     check_case(grouping, case=case)
     with _after_each_fill(policy, effect):
@@ -549,7 +549,7 @@ def test_planted_policies(grouping: Grouping, policy: PaddingPolicy, effect: Eff
 
 @pytest.mark.parametrize("policy", [PaddingPolicy.FILL_ONCE, PaddingPolicy.FILL_SENTINEL])
 def test_planted_memory_that_is_not_initialised(policy: PaddingPolicy) -> None:
-    """A pad value that new memory does not hold fails the property."""
+    """New memory that does not hold the pad value fails the property."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(GraphSlot, "initial_value", 0)
         _fails(_of(policy), "host")
@@ -559,7 +559,7 @@ def test_planted_memory_that_is_not_initialised(policy: PaddingPolicy) -> None:
 @pytest.mark.parametrize("more", [-1, 1], ids=["a row short", "a row over"])
 @pytest.mark.parametrize("layout", ["flat", "one more", "last axis", "wide"])
 def test_planted_tail_of_another_extent(grouping: Grouping, layout: str, more: int) -> None:
-    """A tail that ends a row before the padded count, or a row behind it, fails the property."""
+    """Padding rows that end one row before or after the padded count fail the property."""
     case = Case(
         (Spec("a", layout=layout, how="owner"), Spec("b", layout=layout, how="owner")),  # type: ignore[arg-type]
         (FillStep((2, 3, 2, 3), poison="tail and beyond"),),
@@ -577,7 +577,7 @@ def test_planted_tail_of_another_extent(grouping: Grouping, layout: str, more: i
 
 @both_groupings
 def test_planted_heads_in_another_slot(grouping: Grouping) -> None:
-    """A field that is copied into the head of another slot fails the property."""
+    """A field that is copied into the live rows of another slot fails the property."""
     case = _of(PaddingPolicy.KEEP_PAD)
     check_case(grouping, case=case)
     compile_ = fills.FillPlan._compile
@@ -594,7 +594,7 @@ def test_planted_heads_in_another_slot(grouping: Grouping) -> None:
 
 @contextmanager
 def _looking_once() -> Iterator[None]:
-    """Have every batch after the first taken for one that looks as the first did."""
+    """Treat every batch after the first as if it had the signature of the first."""
     compile_ = fills.FillPlan._compile
 
     def stale(self: fills.FillPlan, batch: Any, sources: Any) -> Any:
@@ -608,7 +608,7 @@ def _looking_once() -> Iterator[None]:
 
 @both_groupings
 def test_planted_field_that_comes_back(grouping: Grouping) -> None:
-    """A field that was absent and is there again is copied; a plan that looks once fails."""
+    """A field that was absent and is present again is copied; a plan that checks only once fails."""
     counts = (2, 4, 2, 4)
     case = Case(
         (Spec("a", PaddingPolicy.KEEP_PAD), Spec("b", PaddingPolicy.KEEP_PAD)),
@@ -649,7 +649,7 @@ def _fill(registry: CudaGraphBufferRegistry, **fields: Any) -> None:
     ids=["float64", "more rows", "one row", "another rank"],
 )
 def test_a_field_that_changes_is_checked_again(grouping: Grouping, changed: torch.Tensor) -> None:
-    """After a hundred good fills of the same counts a bad field is refused, and nothing is written."""
+    """After a hundred valid fills of the same counts an invalid field is refused, and nothing is written."""
     with _grouped_as(grouping):
         registry = _hundred_good_fills()
         before = [slot.slice_for(4, 4).tolist() for slot in registry]
@@ -661,7 +661,7 @@ def test_a_field_that_changes_is_checked_again(grouping: Grouping, changed: torc
 
 
 def test_planted_field_that_changes() -> None:
-    """A plan that looks once takes a float for an integer, which the refusal above would show."""
+    """A plan that checks only once copies floats into integers, so the refusal above can fail."""
     with _looking_once():
         registry = _hundred_good_fills()
         _fill(registry, a=torch.tensor([5, 6]), b=torch.tensor([1.5, 2.5], dtype=torch.float64))
@@ -669,7 +669,7 @@ def test_planted_field_that_changes() -> None:
 
 
 def test_a_batch_may_look_in_more_ways_than_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Looks that come in turn, more than are kept, are each copied as they are."""
+    """Batches of more alternating signatures than are kept are each copied correctly."""
     monkeypatch.setattr(fills, "_MAX_SIGNATURES", 2)
     dtypes = (torch.int64, torch.int32, torch.int16, torch.int8)
     registry = _hundred_good_fills()
@@ -695,7 +695,7 @@ def test_planted_write_to_the_batch() -> None:
 
 
 def test_planted_move() -> None:
-    """A fill that gives a slot other memory, with the same content, fails the property."""
+    """A fill that moves a slot to other memory, with the same content, fails the property."""
     fill_from = CudaGraphBufferRegistry.fill_from
 
     def fill_and_move(self: CudaGraphBufferRegistry, batch: Any, **counts: Any) -> None:

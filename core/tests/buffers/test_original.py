@@ -1,8 +1,8 @@
 """A program written against the original registry (SGLang PR 26742) works after changing its import.
 
-Here is such a program, part by part: a bare registry, slots given by position, and a batch that is any
-dataclass with a ``batch_size``. One thing differs: a declaration is frozen, and has its memory in what
-``register_slot`` returns.
+The tests are parts of such a program: a registry without a lane, slots with positional arguments, and a
+batch that is any dataclass with a ``batch_size``. There is one difference: a declaration is frozen, and
+``register_slot`` returns the slot with its memory.
 """
 
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ REQUESTS, TOKENS = 6, 10
 
 @dataclass
 class StepBatch:
-    """What a program hands to a registry: any dataclass will do."""
+    """A batch of such a program: any dataclass is accepted."""
 
     batch_size: int
     mode: str = "decode"
@@ -48,7 +48,7 @@ class StepBatch:
 
 @pytest.fixture(autouse=True)
 def _process_wide() -> Iterator[None]:
-    """Leave nothing of one test in the pool of the process."""
+    """Clear the process-wide pool before and after each test."""
     sharing.PROCESS_WIDE.clear()
     yield
     sharing.PROCESS_WIDE.clear()
@@ -79,7 +79,7 @@ def _int32(*values: int) -> torch.Tensor:
 
 
 def _fill(registry: CudaGraphBufferRegistry, batch: Any, **more: Any) -> None:
-    """Fill 2 requests with 3 tokens into 4 and 8."""
+    """Fill 2 requests with 3 tokens, padded to 4 and 8."""
     counts = {"raw_bs": 2, "padded_bs": 4, "raw_num_tokens": 3, "padded_num_tokens": 8}
     registry.fill_from(batch, **counts, **more)
 
@@ -94,7 +94,7 @@ def _view(registry: CudaGraphBufferRegistry, template: StepBatch) -> StepBatch:
 
 
 def test_a_slot_by_position() -> None:
-    """Name, shape and dtype by position and the axis by name declare a slot, zero when registered."""
+    """A slot with name, shape and dtype by position and the axis by name is zero when registered."""
     registry = _registry()
     slot = registry.register_slot(_ids())
     assert registry.get_slot("input_ids") is slot
@@ -103,7 +103,7 @@ def test_a_slot_by_position() -> None:
 
 
 def test_the_policies_are_the_originals() -> None:
-    """Five policies, by these names and values."""
+    """There are the five policies of the original, with its names and values."""
     assert {policy.name: policy.value for policy in PaddingPolicy} == {
         "KEEP_PAD": "keep_pad",
         "FILL_SENTINEL": "fill_sentinel",
@@ -114,7 +114,7 @@ def test_the_policies_are_the_originals() -> None:
 
 
 def test_a_bare_registry_asks_for_no_owner_and_no_reason() -> None:
-    """Every policy is taken without a word about whose it is or why, and a bare registry is no lane's."""
+    """A registry without a lane takes every policy without an owner or a reason."""
     for policy in PaddingPolicy:
         registry = _registry()
         registry.register_slot(_lens(policy, pad_value=1))
@@ -122,7 +122,7 @@ def test_a_bare_registry_asks_for_no_owner_and_no_reason() -> None:
 
 
 def test_what_raises_value_error() -> None:
-    """A name twice, an axis that is none, and a bound tensor of another shape or dtype raise it."""
+    """A repeated name, an unknown axis, and a bound tensor of another shape or dtype raise ValueError."""
     registry = _registry()
     registry.register_slot(_ids())
     with pytest.raises(ValueError, match="input_ids"):
@@ -136,7 +136,7 @@ def test_what_raises_value_error() -> None:
 
 
 def test_what_raises_other_errors() -> None:
-    """A name that is not there is a KeyError, and a slot without memory a RuntimeError."""
+    """An unknown name raises KeyError, and a slice of a slot without memory raises RuntimeError."""
     with pytest.raises(KeyError):
         _registry().get_slot("input_ids")
     with pytest.raises(RuntimeError):
@@ -144,7 +144,7 @@ def test_what_raises_other_errors() -> None:
 
 
 def test_a_slot_that_is_switched_off() -> None:
-    """It is not allocated, not listed, not filled and not in the view, but found by its name."""
+    """A disabled slot is not allocated, listed, filled or in the view, but is found by its name."""
     registry = _registry()
     slot = registry.register_slot(replace(_ids(), enabled=False))
     assert slot.buffer is None
@@ -158,7 +158,7 @@ def test_a_slot_that_is_switched_off() -> None:
 
 
 def test_a_bound_tensor_is_taken_as_initialised() -> None:
-    """Its memory becomes the slot's, and what it holds stays until a fill."""
+    """A bound tensor is the slot's buffer, and registering does not change its contents."""
     memory = _int32(*range(REQUESTS))
     slot = _registry().register_slot(_lens(PaddingPolicy.FILL_SENTINEL, 9), bind=memory)
     assert slot.buffer is memory
@@ -179,7 +179,7 @@ def test_a_bound_tensor_is_taken_as_initialised() -> None:
     ],
 )
 def test_each_policy(policy: PaddingPolicy, pad_value: int | None, tail: list[int]) -> None:
-    """The head is the batch's, the tail the policy's, and nothing beyond the bucket is touched."""
+    """Live rows are the batch's, padding rows follow the policy, and rows beyond the bucket are kept."""
     registry = _registry()
     slot = registry.register_slot(_lens(policy, pad_value))
     assert slot.buffer is not None
@@ -190,7 +190,7 @@ def test_each_policy(policy: PaddingPolicy, pad_value: int | None, tail: list[in
 
 
 def test_a_field_that_is_absent_is_skipped() -> None:
-    """A field that is None, or that the batch does not know, keeps the head; the tail is still reset."""
+    """If a field is None, missing or no tensor, its live rows are kept; padding rows are still reset."""
     registry = _registry()
     for slot in (_lens(PaddingPolicy.ZERO), _ids()):
         buffer = registry.register_slot(slot).buffer
@@ -219,7 +219,7 @@ def test_fields_come_and_go() -> None:
 
 
 def test_a_hook_after_the_copies() -> None:
-    """``post_fill`` gets buffer, batch and counts when the head is copied already."""
+    """``post_fill`` gets buffer, batch and counts after the live rows are copied."""
     seen: list[tuple[Any, FillContext]] = []
 
     def double(buffer: torch.Tensor, batch: Any, context: FillContext) -> None:
@@ -237,7 +237,7 @@ def test_a_hook_after_the_copies() -> None:
 
 
 def test_rows_on_the_last_axis() -> None:
-    """A slice_fn of ``[3, T]`` has its head copied and its tail reset along the tokens, and is viewed so."""
+    """With a slice_fn for ``[3, T]``, live rows, padding rows and the view follow the last axis."""
     registry = _registry()
     slot = GraphSlot(
         "positions_3d",
@@ -260,7 +260,7 @@ def test_rows_on_the_last_axis() -> None:
 
 
 def test_fill_once() -> None:
-    """The value is written once: a copied head leaves its rows to the tails of later batches."""
+    """The value is written once: live rows of an earlier batch stay as padding rows of later ones."""
     registry = _registry()
     slot = GraphSlot(
         "encoder_lens",
@@ -298,7 +298,7 @@ def _nested_slot() -> GraphSlot:
 
 
 def test_a_source_fills_as_much_as_it_has() -> None:
-    """What a source_fn finds, in the batch or beside it, fills its own length; nothing changes nothing."""
+    """The tensor of a source_fn, of the batch or the proxies, fills its own length; None changes nothing."""
     registry = _registry()
     buffer = registry.register_slot(_nested_slot()).buffer
     assert buffer is not None
@@ -316,7 +316,7 @@ def test_a_source_fills_as_much_as_it_has() -> None:
 
 
 def test_the_view() -> None:
-    """Slots are sliced to the bucket at their own addresses, all else is the template's."""
+    """In the view slots are padded slices at their own addresses; all other fields are the template's."""
     registry = _registry()
     registry.register_slot(_ids())
     registry.register_slot(_lens(PaddingPolicy.ZERO))
@@ -334,7 +334,7 @@ def test_the_view() -> None:
 
 
 def test_the_template_is_not_written() -> None:
-    """The batch that a view is made of keeps its size and its tensors."""
+    """The template of a view keeps its size and its tensors."""
     registry = _registry()
     registry.register_slot(_ids())
     ids = torch.tensor([1, 2, 3])
@@ -347,7 +347,7 @@ def test_the_template_is_not_written() -> None:
 
 
 def test_computed_slots_are_always_in_the_view() -> None:
-    """A slot that is no copy is shown though the template's field is None."""
+    """A computed slot is in the view even if the template's field is None."""
     registry = _registry()
     slot = GraphSlot(
         "total",
@@ -368,7 +368,7 @@ def test_computed_slots_are_always_in_the_view() -> None:
 
 
 def test_dotted_slots_are_not_in_the_view() -> None:
-    """What lies inside a field is read where it is, so a dotted slot replaces nothing."""
+    """A slot with a dotted name replaces no field of the view."""
     registry = _registry()
     registry.register_slot(_nested_slot())
     nested = SimpleNamespace(rows=_int32(1))
@@ -379,7 +379,7 @@ def test_dotted_slots_are_not_in_the_view() -> None:
 
 
 def test_sharing_is_asked_for() -> None:
-    """Registries with ``share_pool`` have one memory for equal slots, others have their own."""
+    """Registries with ``share_pool`` share the memory of equal slots; other registries do not."""
     on = [_registry(share_pool=True).register_slot(_ids()) for _ in range(2)]
     off = [_registry(share_pool=False).register_slot(_ids()) for _ in range(2)]
     addresses = [slot.buffer.data_ptr() for slot in (*on, *off) if slot.buffer is not None]
@@ -389,7 +389,7 @@ def test_sharing_is_asked_for() -> None:
 
 @pytest.mark.parametrize("sizes", [(8, 16), (16, 8), (16, 16)])
 def test_sharing_does_not_depend_on_the_order(sizes: tuple[int, int]) -> None:
-    """Equal sizes share and different ones do not, whichever registered first."""
+    """Slots of equal size share memory and slots of different sizes do not, in either order."""
     first, second = (
         _registry(tokens=tokens, share_pool=True).register_slot(_ids()).buffer for tokens in sizes
     )
@@ -400,7 +400,7 @@ def test_sharing_does_not_depend_on_the_order(sizes: tuple[int, int]) -> None:
 
 
 def test_the_key_of_a_shared_buffer() -> None:
-    """Name, number of elements, dtype and device make the key; a shape is only how it is seen."""
+    """Name, number of elements and dtype are the key; another shape is a view of the same memory."""
     first = share_input_buffer("ids", torch.zeros(6, dtype=torch.int64))
     assert (
         share_input_buffer("ids", torch.ones(6, dtype=torch.int64)).data_ptr() == first.data_ptr()
@@ -415,7 +415,7 @@ def test_the_key_of_a_shared_buffer() -> None:
         assert share_input_buffer(name, other) is other
 
 
-# -- the ready registries --------------------------------------------------------------------------
+# -- the preset registries -------------------------------------------------------------------------
 
 
 def _decode(**more: Any) -> CudaGraphBufferRegistry:
@@ -432,7 +432,7 @@ def _decode(**more: Any) -> CudaGraphBufferRegistry:
 
 
 def test_decode_is_built_as_there() -> None:
-    """The decode factory takes the original's arguments; input ids keep their tail, others lose it."""
+    """The decode factory takes the original's arguments; padding rows are kept for input ids only."""
     registry = _decode()
     for slot in registry:
         assert slot.buffer is not None
@@ -449,7 +449,7 @@ def test_decode_is_built_as_there() -> None:
 
 
 def test_counts_are_built_as_there() -> None:
-    """Gathered, the count is this rank's rows of the bucket and the global count the bucket's tokens."""
+    """If gathered, the count is this rank's share of the padded tokens; the global count is all of them."""
     registry = _decode(enable_num_token_non_padded=True, require_gathered_buffer=True)
     batch = StepBatch(2, num_token_non_padded=_int32(100), global_num_tokens_gpu=_int32(999))
     with get_parallel().override(attn_tp_size=2, attn_tp_rank=0):
@@ -459,7 +459,7 @@ def test_counts_are_built_as_there() -> None:
 
 
 def test_counts_may_stay_the_batchs() -> None:
-    """Without global slots the view carries the batch's tensors; ungathered, the count is copied."""
+    """Without global slots the view has the batch's tensors; if not gathered, the count is copied."""
     registry = _decode(enable_num_token_non_padded=True, register_global_num_tokens=False)
     count = _int32(37)
     batch = SimpleNamespace(num_token_non_padded=_int32(7))
@@ -469,7 +469,7 @@ def test_counts_may_stay_the_batchs() -> None:
 
 
 def test_prefill_is_built_as_there() -> None:
-    """The prefill factory takes the original's arguments, and every token tail is zero."""
+    """The prefill factory takes the original's arguments, and the padding rows of input ids are zero."""
     registry = build_prefill_registry(
         device=CPU,
         max_bs=1,

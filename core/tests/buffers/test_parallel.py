@@ -1,4 +1,4 @@
-"""Real tokens among the rows of one attention-TP rank: drawn in the padded count, always."""
+"""Real tokens among the rows of one attention-TP rank, always computed from the padded count."""
 
 import dataclasses
 from types import SimpleNamespace
@@ -22,7 +22,7 @@ from graphpact.parallel import ParallelContext, local_num_token_non_padded
 
 BUCKET, REAL, SIZE = 1024, 1018, 2
 SHARES = {0: 512, 1: 506}
-RAW_SHARE = 509  # what a rank has of the raw length: the boundary that padding moves
+RAW_SHARE = 509  # a rank's share of the raw length; padding moves the boundary between the ranks
 EXAMPLES = settings(derandomize=True, deadline=None, max_examples=100)
 
 
@@ -51,7 +51,7 @@ def _filled(
     device_count: int | None = RAW_SHARE,
     host_count: int | None = REAL,
 ) -> int:
-    """Return what the count's slot holds after a fill."""
+    """Return the value of the count's slot after a fill."""
     count = None if device_count is None else torch.tensor([device_count], dtype=torch.int32)
     registry.fill_from(
         SimpleNamespace(num_token_non_padded=count, num_token_non_padded_cpu=host_count),
@@ -68,7 +68,7 @@ def _filled(
 
 @pytest.mark.parametrize(("rank", "share"), SHARES.items())
 def test_the_share_of_a_rank(rank: int, share: int) -> None:
-    """Of 1018 tokens in a bucket of 1024, two ranks have 512 and 506, from tensor and number alike."""
+    """Of 1018 tokens in a bucket of 1024, two ranks have 512 and 506, for a tensor and for a number."""
     with get_parallel().override(attn_tp_rank=rank, attn_tp_size=SIZE):
         assert local_num_token_non_padded(REAL, BUCKET) == share
         for given_count in (REAL, torch.tensor([REAL], dtype=torch.int32)):
@@ -81,7 +81,7 @@ def test_the_share_of_a_rank(rank: int, share: int) -> None:
 @both
 @pytest.mark.parametrize(("rank", "share"), SHARES.items())
 def test_a_fill_writes_the_share(rank: int, share: int, build: str) -> None:
-    """A gathered registry holds the rank's share of the bucket, not the 509 that the batch brought."""
+    """A gathered registry holds the rank's share of the bucket, not the 509 of the batch."""
     registry = _registry(build)
     with get_parallel().override(attn_tp_rank=rank, attn_tp_size=SIZE):
         assert _filled(registry) == share
@@ -98,7 +98,7 @@ def test_a_fill_writes_the_share(rank: int, share: int, build: str) -> None:
     ],
 )
 def test_a_count_that_is_the_batchs_own(flags: dict[str, bool], build: str) -> None:
-    """Not gathered, or split by context parallelism, the count is what the batch brought."""
+    """Without a gathered buffer, or with context parallelism, the count is the batch's own."""
     registry = _registry(build, **flags)
     with get_parallel().override(attn_tp_rank=1, attn_tp_size=SIZE):
         assert _filled(registry) == RAW_SHARE
@@ -112,7 +112,7 @@ def test_no_ranks_no_shares(build: str) -> None:
 
 @both
 def test_a_batch_without_a_count_is_refused(build: str) -> None:
-    """A share of no count cannot be computed, and an earlier one would mask real tokens."""
+    """A batch without a count is refused, since an earlier count would mask real tokens."""
     registry = _registry(build)
     assert _filled(registry, host_count=7) == 7
     with pytest.raises(SlotError, match="num_token_non_padded"):
@@ -121,7 +121,7 @@ def test_a_batch_without_a_count_is_refused(build: str) -> None:
 
 @both
 def test_a_lane_needs_one_count(build: str) -> None:
-    """A gathered lane takes the host's count alone: it launches no copy of the device's."""
+    """A gathered lane needs only the host's count: it does not copy the device's."""
     registry = _registry(build, lane="decode")
     missing = [slot.name for slot in registry if slot.copy_from_fb]
     assert "num_token_non_padded" not in missing
@@ -135,7 +135,7 @@ def test_a_lane_needs_one_count(build: str) -> None:
 
 @both
 def test_a_view_always_shows_the_count(build: str) -> None:
-    """Gathered or not, a view has the slot, whatever its template has: the count is computed."""
+    """A view has the count's slot, gathered or not, even if the template lacks it: the count is computed."""
     for gathered in (True, False):
         registry = _registry(build, require_gathered_buffer=gathered)
         view = registry.extract_buffer(
@@ -146,7 +146,7 @@ def test_a_view_always_shows_the_count(build: str) -> None:
 
 @both
 def test_a_count_of_zero_is_a_count(build: str) -> None:
-    """A batch with no real token, on a rank that idles, counts none."""
+    """A batch without real tokens, on an idle rank, has a count of 0."""
     registry = _registry(build)
     assert _filled(registry) == REAL
     assert _filled(registry, raw=0, host_count=0) == 0
@@ -154,7 +154,7 @@ def test_a_count_of_zero_is_a_count(build: str) -> None:
 
 @both
 def test_planted_share_of_the_raw_length(build: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rule that draws the boundary in the raw count gives 509 to both ranks, which is seen."""
+    """A share that is computed from the raw count is 509 for both ranks, which two tests detect."""
 
     def of_raw(count: int, _: int) -> int:
         return local_num_token_non_padded(count, REAL)
@@ -177,7 +177,7 @@ def test_planted_share_of_the_raw_length(build: str, monkeypatch: pytest.MonkeyP
 @EXAMPLES
 @given(size=st.integers(1, 8), rows=st.integers(0, 64), data=st.data())
 def test_shares_sum_to_the_count(size: int, rows: int, data: st.DataObject) -> None:
-    """Where the size divides the bucket, the shares of all ranks sum to the count, first ranks first."""
+    """If the size divides the bucket, the shares sum to the count and do not increase with the rank."""
     bucket = size * rows
     count = data.draw(st.integers(0, bucket))
     shares = []
@@ -195,7 +195,7 @@ def test_shares_sum_to_the_count(size: int, rows: int, data: st.DataObject) -> N
 @EXAMPLES
 @given(size=st.integers(1, 8), bucket=st.integers(0, 64), count=st.integers(0, 200))
 def test_no_rank_has_more_than_its_rows(size: int, bucket: int, count: int) -> None:
-    """Whatever the count and the bucket, a rank's share is within its rows, and tensors agree."""
+    """For any count and bucket, a rank's share is at most its rows, and tensor and number agree."""
     for rank in range(size):
         with get_parallel().override(attn_tp_rank=rank, attn_tp_size=size):
             share = local_num_token_non_padded(count, bucket)
@@ -214,7 +214,7 @@ def test_no_rank_has_more_than_its_rows(size: int, bucket: int, count: int) -> N
 def test_capture_and_replay_write_by_one_rule(
     build: str, size: int, rank: int, rows: int, counts: list[tuple[int, int]]
 ) -> None:
-    """What a fill writes follows from count, bucket, rank and size; raw counts and history do nothing."""
+    """A fill's value follows from count, bucket, rank and size, not from raw counts or earlier fills."""
     bucket, rank = size * rows, rank % size
     registry = _registry(build)
     with get_parallel().override(attn_tp_rank=rank, attn_tp_size=size):
@@ -232,17 +232,17 @@ def test_capture_and_replay_write_by_one_rule(
             assert captured == replayed == from_device == expected
 
 
-# -- who this process is ---------------------------------------------------------------------------
+# -- the rank of this process ----------------------------------------------------------------------
 
 
 def test_a_process_is_rank_0_of_1() -> None:
-    """Unless something says otherwise there is one rank."""
+    """By default this process is rank 0 of 1."""
     assert get_parallel() == ParallelContext(0, 1)
     assert get_parallel() is get_parallel()
 
 
 def test_an_override_ends_with_its_block() -> None:
-    """A block is another rank, a block within it a third, and each gives back what it found."""
+    """Overrides can be nested, and each restores the previous rank and size, even after an exception."""
     context = get_parallel()
     with context.override(attn_tp_size=4, attn_tp_rank=3) as outer:
         assert outer is context
@@ -257,7 +257,7 @@ def test_an_override_ends_with_its_block() -> None:
 
 @pytest.mark.parametrize(("rank", "size"), [(1, 1), (2, 2), (-1, 2), (0, 0), (0, -1)])
 def test_impossible_ranks_are_refused(rank: int, size: int) -> None:
-    """No rank is at or above the size, or below 0, and a refused override changes nothing."""
+    """A rank below 0 or not below the size is refused, and a refused override changes nothing."""
     with pytest.raises(ConfigError, match=f"attn_tp_rank {rank} of attn_tp_size {size}"):
         ParallelContext(rank, size)
     context = get_parallel()

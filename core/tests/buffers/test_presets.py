@@ -1,4 +1,4 @@
-"""The ready registries: every slot, every flag, and what they adopt."""
+"""The preset registries: every slot, every flag, and adopted tensors."""
 
 import inspect
 from collections.abc import Callable
@@ -95,13 +95,13 @@ def _table(registry: CudaGraphBufferRegistry) -> dict[str, Row]:
 
 
 def _source(registry: CudaGraphBufferRegistry, **more: Any) -> SimpleNamespace:
-    """Return a tensor of its own, all ones, for each slot of ``registry``."""
+    """Return a new tensor of ones for each slot of ``registry``."""
     tensors = {s.name: torch.ones_like(s.buffer) for s in registry if s.buffer is not None}
     return SimpleNamespace(**tensors, **more)
 
 
 def _nested() -> dict[str, Any]:
-    """Return what a source may have besides."""
+    """Return further tensors that a source may have."""
     counts = {name: torch.ones(BS, dtype=I32) for name in ("column_starts", "req_lens")}
     states = {name: torch.ones(TOKENS, HIDDEN) for name in ("hidden_states", "residual")}
     return {
@@ -113,7 +113,7 @@ def _nested() -> dict[str, Any]:
 
 
 def _fill(registry: CudaGraphBufferRegistry, *, proxies: Any = None, **fields: Any) -> None:
-    """Fill 2 requests with 5 tokens into 3 and 8."""
+    """Fill 2 requests with 5 tokens, padded to 3 and 8."""
     registry.fill_from(
         SimpleNamespace(**fields),
         raw_bs=2,
@@ -143,7 +143,7 @@ def test_every_slot_of_decode() -> None:
 
 
 def test_new_buffers_of_decode_hold_what_padding_holds() -> None:
-    """Before any fill every slot reads as padding, so that capture sees legal rows."""
+    """Before any fill every slot holds its padding value, so that a capture reads valid rows."""
     for slot in _decode(**ALL_OF_DECODE):
         assert slot.buffer is not None
         pad = {"seq_lens": LEN, "seq_lens_cpu": LEN, "encoder_lens": ENCODER}.get(slot.name, 0)
@@ -189,7 +189,7 @@ def test_new_buffers_of_decode_hold_what_padding_holds() -> None:
     ],
 )
 def test_flags_of_decode(flags: dict[str, Any], gone: set[str], changed: dict[str, Row]) -> None:
-    """Each flag takes away or changes its slots, and no other."""
+    """Each flag removes or changes its own slots, and no other."""
     expected = {name: row for name, row in DECODE.items() if name not in gone} | changed
     assert _table(_decode(**(ALL_OF_DECODE | flags))) == expected
 
@@ -204,7 +204,7 @@ def test_decode_alone() -> None:
 @pytest.mark.parametrize(("gathered", "expected"), [(True, 8), (False, 0)])
 @pytest.mark.parametrize("dp_size", [1, DP])
 def test_global_counts(dp_size: int, *, gathered: bool, expected: int) -> None:
-    """Gathered, every DP rank counts the padded tokens; else nothing writes, whatever the batch has."""
+    """If gathered, every count is the padded number of tokens; otherwise a fill writes none."""
     registry = _decode(
         require_gathered_buffer=gathered, require_mlp_tp_gather=dp_size > 1, dp_size=dp_size
     )
@@ -215,7 +215,7 @@ def test_global_counts(dp_size: int, *, gathered: bool, expected: int) -> None:
 
 
 def test_decode_after_a_fill() -> None:
-    """After a padded fill into full buffers every tail is what kernels expect of a padded row."""
+    """After a padded fill of full buffers, all padding rows hold what their policy requires."""
     registry = _decode(**ALL_OF_DECODE)
     for slot in registry:
         assert slot.buffer is not None
@@ -277,7 +277,7 @@ def test_every_slot_of_prefill() -> None:
     ],
 )
 def test_flags_of_prefill(flags: dict[str, Any], gone: set[str], changed: dict[str, Row]) -> None:
-    """Each flag takes away or changes its slots, and no other."""
+    """Each flag removes or changes its own slots, and no other."""
     expected = {name: row for name, row in PREFILL.items() if name not in gone} | changed
     assert _table(_prefill(**(ALL_OF_PREFILL | flags))) == expected
 
@@ -288,7 +288,7 @@ def test_prefill_alone() -> None:
 
 
 def test_prefill_zeroes_every_token_tail() -> None:
-    """Padded tokens run through the graph, so every token tail is zero; embeddings are the model's."""
+    """The padding rows of every token slot are zero, since the graph runs them; embeddings are not copied."""
     registry = _prefill(**ALL_OF_PREFILL)
     for slot in registry:
         assert slot.buffer is not None
@@ -306,7 +306,7 @@ def test_prefill_zeroes_every_token_tail() -> None:
 
 
 def test_the_names_of_arguments_are_the_originals() -> None:
-    """Both factories take by name what the original's take; ours are added at the end."""
+    """The decode factory has the original's arguments first; both factories end with ours, all by name."""
     original = ["device", "max_bs", "max_num_token", "seq_len_fill_value", "cache_loc_dtype"]
     decode = inspect.signature(build_decode_registry).parameters
     assert list(decode)[:5] == original
@@ -340,7 +340,7 @@ def test_a_source_is_adopted(build: Any, flags: dict[str, Any]) -> None:
 
 @both
 def test_a_source_that_lacks_tensors(build: Any, flags: dict[str, Any]) -> None:
-    """A source without some tensors is refused with the names of all of them, and none is adopted."""
+    """A source that lacks tensors is refused with all missing names, and no tensor is adopted."""
     source = _source(build(**flags))
     source.positions = None
     del source.mamba_track_mask
@@ -353,7 +353,7 @@ def test_a_source_that_lacks_tensors(build: Any, flags: dict[str, Any]) -> None:
 
 @both
 def test_a_source_of_another_kind(build: Any, flags: dict[str, Any]) -> None:
-    """A tensor of the source that is not what the slot declares is refused by name and owner."""
+    """A source tensor of another kind of dtype, or another shape, is refused with slot and owner."""
     source = _source(build(**flags))
     for wrong in (
         torch.ones(TOKENS, dtype=torch.float32),
@@ -369,7 +369,7 @@ def test_a_source_of_another_kind(build: Any, flags: dict[str, Any]) -> None:
 
 @both
 def test_a_source_brings_its_dtypes(build: Any, flags: dict[str, Any]) -> None:
-    """A tensor of another dtype of the same kind is adopted with it, at its address, padded and filled."""
+    """A source tensor of another dtype of the same kind is adopted with its dtype, padded and filled."""
     source = _source(build(**flags))
     other = {I64: I32, I32: I64, torch.float16: torch.bfloat16}
     for name, tensor in vars(source).items():
@@ -391,7 +391,7 @@ def test_a_source_brings_its_dtypes(build: Any, flags: dict[str, Any]) -> None:
 
 
 def test_a_narrow_buffer_takes_wide_lengths() -> None:
-    """int32 lengths that were adopted hold what an int64 batch says, and the pad value behind it."""
+    """An adopted int32 buffer takes the int64 lengths of a batch, and the pad value after them."""
     source = _source(_decode())
     source.seq_lens = torch.ones(BS, dtype=I32)
     registry = _decode(source=source)
@@ -403,7 +403,7 @@ def test_a_narrow_buffer_takes_wide_lengths() -> None:
 
 
 def test_only_32_bits_are_narrowed() -> None:
-    """int16 memory is adopted, and a fill of int64 is refused: a length may be more than it holds."""
+    """int16 memory is adopted, and a fill from int64 is refused, since a length may not fit."""
     source = _source(_decode())
     source.seq_lens = torch.ones(BS, dtype=torch.int16)
     registry = _decode(source=source)
@@ -413,7 +413,7 @@ def test_only_32_bits_are_narrowed() -> None:
 
 
 def test_a_narrow_slot_outside_a_source_takes_no_wide_field() -> None:
-    """Of slots that are declared, only one that says so narrows, and none of another dtype can."""
+    """A declared slot takes int64 into int32 only with ``narrows=True``, and no other dtype may narrow."""
     registry = CudaGraphBufferRegistry(device="cpu", max_bs=4, max_num_tokens=4)
     registry.register_slot(make_slot("plain", dtype=I32))
     registry.register_slot(make_slot("narrow", dtype=I32, narrows=True))
@@ -427,7 +427,7 @@ def test_a_narrow_slot_outside_a_source_takes_no_wide_field() -> None:
 
 
 def test_what_decode_adopts_besides() -> None:
-    """What else a source has, nested or of a tracer, becomes slots under these names."""
+    """Nested fields, proxy tensors and tracer ids of a source become slots with these names."""
     source = _source(_decode(), **_nested())
     registry = _decode(source=source)
     table = _table(registry)
@@ -442,7 +442,7 @@ def test_what_decode_adopts_besides() -> None:
 
 
 def test_nested_fields_are_copied() -> None:
-    """Columns and lengths of a nested field fill the head they are long, and the rest is kept."""
+    """Tensors of a nested field fill as many rows as they have, and all other rows are kept."""
     source = _source(_decode(), **_nested())
     registry = _decode(source=source)
     info = SimpleNamespace(
@@ -462,7 +462,7 @@ def _sent(**values: float) -> SimpleNamespace:
 
 @pytest.mark.parametrize("build", [_decode, _prefill])
 def test_a_stage_sends_all_or_nothing(build: Callable[..., CudaGraphBufferRegistry]) -> None:
-    """A tensor that is declared and not among those sent is refused, not left from an earlier step."""
+    """A declared proxy tensor that was not sent is refused, instead of kept from an earlier step."""
     source = _source(build(), pp_proxy_tensors=_nested()["pp_proxy_tensors"])
     registry = build(source=source)
     with pytest.raises(SlotError, match=r"no 'residual', which slot 'pp_proxy_tensors.residual'"):
@@ -471,7 +471,7 @@ def test_a_stage_sends_all_or_nothing(build: Callable[..., CudaGraphBufferRegist
 
 
 def test_proxies_of_decode_are_copied() -> None:
-    """What a stage sent fills the rows it has, and tails are kept; a stage that sends nothing may."""
+    """Proxy tensors fill as many rows as they have, and other rows are kept; a stage may send nothing."""
     source = _source(_decode(), **_nested())
     registry = _decode(source=source)
     _fill(registry, proxies=_sent(hidden_states=2.0, residual=3.0))
@@ -483,7 +483,7 @@ def test_proxies_of_decode_are_copied() -> None:
 
 
 def test_proxies_of_prefill_zero_their_tails() -> None:
-    """Prefill runs padded tokens, so what stages pass on is zero in the tail, sent or not."""
+    """Prefill runs padding tokens, so the padding rows of proxy tensors are zero."""
     source = _source(_prefill(), pp_proxy_tensors=_nested()["pp_proxy_tensors"])
     registry = _prefill(source=source)
     row = ((TOKENS, HIDDEN), torch.float32, "tokens", ZERO, None)
@@ -495,7 +495,7 @@ def test_proxies_of_prefill_zero_their_tails() -> None:
 
 
 def test_ids_of_a_tracer_keep_their_tails() -> None:
-    """Ids that only a trace reads are copied by request, and their tails hold what they held."""
+    """Ids for a tracer are copied by request, and their padding rows are kept."""
     source = _source(_decode(), **_nested())
     registry = _decode(source=source)
     ids = torch.tensor([10, 11])
@@ -510,7 +510,7 @@ def test_ids_of_a_tracer_keep_their_tails() -> None:
 @both
 @pytest.mark.parametrize("gathered", [False, True])
 def test_a_lane_takes_every_slot(build: Any, flags: dict[str, Any], *, gathered: bool) -> None:
-    """With every flag on, and with all that a source may have, no slot lacks its owner or reason."""
+    """With every flag, and every tensor that a source may have, each slot has an owner and any due reason."""
     flags = flags | {"require_gathered_buffer": gathered}
     assert build(**flags, lane="x").lane == "x"
     registry = build(**flags, lane="x", source=_source(build(**flags), **_nested()))
@@ -523,7 +523,7 @@ def test_a_lane_takes_every_slot(build: Any, flags: dict[str, Any], *, gathered:
 
 
 def test_planted_reason_that_is_missing() -> None:
-    """A preset whose slot says nothing is refused by the lane, so the test above can fail."""
+    """A lane refuses a preset with a slot that lacks its reason, so the test above can fail."""
     registry = _decode()
     object.__setattr__(registry.get_slot("input_ids"), "reason", None)
     with pytest.raises(SlotError, match="slot 'input_ids' of decode inputs: FOREACH_COPY without"):

@@ -1,4 +1,4 @@
-"""The registry: what it takes and refuses, and that a refusal writes nothing."""
+"""The registry: accepted and refused slots and batches. A refusal writes nothing."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -41,10 +41,10 @@ def _bytes(registry: CudaGraphBufferRegistry) -> dict[str, Any]:
 
 @contextmanager
 def _refused(registry: CudaGraphBufferRegistry, *parts: str) -> Iterator[None]:
-    """Expect a SlotError that says ``parts`` and how to go on, and a registry that is as it was."""
+    """Expect a SlotError with ``parts`` and a hint, and an unchanged registry."""
     for slot in registry:
         assert slot.buffer is not None
-        slot.buffer.fill_(77)  # so that a tail that is reset would show
+        slot.buffer.fill_(77)  # makes a reset of padding rows visible
     names, lane, before = registry.slot_names(), registry.lane, _bytes(registry)
     with pytest.raises(SlotError) as error:
         yield
@@ -70,7 +70,7 @@ def test_the_registry_lists_what_it_holds() -> None:
 
 
 def test_a_name_is_taken_once() -> None:
-    """A second slot of one name is refused, naming both owners, and the first stays."""
+    """A second slot with the same name is refused with both owners, and the first slot stays."""
     registry = _registry()
     first = registry.register_slot(make_slot())
     with _refused(registry, "'lengths' of other is already registered by somebody"):
@@ -94,7 +94,7 @@ def test_one_declaration_has_memory_in_each_registry() -> None:
 
 
 def test_a_bound_slot_is_a_declaration_too() -> None:
-    """What one registry returned may be registered in another, and gets memory of its own there."""
+    """A bound slot of one registry can be registered in another one, and gets its own memory there."""
     first, second = _registry(), _registry()
     slot = first.register_slot(make_slot())
     other = second.register_slot(slot)
@@ -118,7 +118,7 @@ def test_a_disabled_slot_takes_its_name_and_nothing_else() -> None:
 
 
 def test_an_unknown_slot_names_the_nearest() -> None:
-    """Asking for a slot that is not there says what is there and what was probably meant."""
+    """The error for an unknown slot lists the registered slots and suggests the nearest name."""
     registry = _registry()
     with pytest.raises(UnknownSlotError, match="no slot 'x'; registered: none"):
         registry.get_slot("x")
@@ -154,7 +154,7 @@ def test_an_existing_tensor_is_adopted_as_it_is() -> None:
     ids=["shape", "rank", "dtype", "device"],
 )
 def test_a_tensor_of_another_kind_is_not_adopted(memory: torch.Tensor, says: str) -> None:
-    """A bound tensor must be exactly what was declared; otherwise no slot is registered."""
+    """A bound tensor must have the declared shape, dtype and device; otherwise no slot is registered."""
     registry = _registry()
     registry.register_slot(make_slot("there"))
     slot = make_slot()
@@ -173,7 +173,7 @@ def test_devices_are_compared_as_devices() -> None:
 
 
 def test_a_slot_may_lie_on_another_device() -> None:
-    """A slot's own device goes before the registry's."""
+    """A slot's own device takes precedence over the registry's."""
     registry = CudaGraphBufferRegistry(device="meta", max_bs=4, max_num_tokens=4)
     host = registry.register_slot(make_slot("host", device=torch.device("cpu")))
     there = registry.register_slot(make_slot("there", padding_policy=P.KEEP_PAD))
@@ -197,7 +197,7 @@ UNHELD: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("changes", "says"), UNHELD)
 def test_a_lane_refuses_a_slot_that_says_too_little(changes: dict[str, Any], says: str) -> None:
-    """A lane's registry takes no slot without owner, or without the reason that its policy owes."""
+    """A lane's registry refuses a slot without an owner, or without the reason that its policy requires."""
     registry = _registry(lane="decode")
     registry.register_slot(make_slot("there"))
     with _refused(registry, "slot 'lengths' of", says):
@@ -206,17 +206,17 @@ def test_a_lane_refuses_a_slot_that_says_too_little(changes: dict[str, Any], say
 
 @pytest.mark.parametrize(("changes", "says"), UNHELD)
 def test_a_registry_joins_a_lane_whole(changes: dict[str, Any], says: str) -> None:
-    """A bare registry takes such a slot and cannot become a lane's then."""
+    """A registry without a lane takes such a slot, and then cannot join a lane."""
     registry = _registry()
     registry.register_slot(make_slot("there"))
     registry.register_slot(make_slot(**changes))
     with _refused(registry, "slot 'lengths' of", says):
         registry.join_lane("decode")
-    fill(registry, 1, 2)  # still bare
+    fill(registry, 1, 2)  # still without a lane
 
 
 def test_what_a_lane_takes() -> None:
-    """A tail that is reset, or never held a row, owes no reason; nor does a slot that is not enabled."""
+    """A lane requires no reason if padding rows are reset or were never live, or if the slot is disabled."""
     registry = _registry()
     registry.register_slot(make_slot("zero"))
     registry.register_slot(make_slot("sentinel", padding_policy=P.FILL_SENTINEL, pad_value=1))
@@ -231,7 +231,7 @@ def test_what_a_lane_takes() -> None:
 
 
 def test_a_registry_is_of_one_lane() -> None:
-    """A registry joins its lane as often as it likes, and no other."""
+    """A registry can join its lane several times, and no other lane."""
     registry = _registry()
     registry.register_slot(make_slot())
     registry.join_lane("decode")
@@ -251,7 +251,7 @@ def test_a_registry_is_of_one_lane() -> None:
     ids=["no attribute", "None", "no tensor"],
 )
 def test_a_lane_refuses_a_batch_without_a_field(fields: dict[str, Any], says: str) -> None:
-    """What a lane's slot copies must be there, unless it is optional, and be a tensor if it is."""
+    """In a lane a copied field must be a tensor, and may be missing only if its slot is optional."""
     first = torch.tensor([1, 2])
     for lane, optional in (("decode", False), ("decode", True), (None, False)):
         registry = _registry(lane=lane)
@@ -269,7 +269,7 @@ def test_a_lane_refuses_a_batch_without_a_field(fields: dict[str, Any], says: st
 
 
 def test_a_lane_refuses_a_batch_that_lacks_a_field_again() -> None:
-    """A field that was there in many fills of these counts and is gone is missed."""
+    """A missing field is refused even after several fills with the same counts that had it."""
     registry = _registry(lane="decode")
     registry.register_slot(make_slot())
     for _ in range(3):
@@ -280,7 +280,7 @@ def test_a_lane_refuses_a_batch_that_lacks_a_field_again() -> None:
 
 
 def test_joining_a_lane_holds_the_next_batch_to_it() -> None:
-    """Counts that a bare registry filled before it joined are held to the contract afterwards."""
+    """After a registry joins a lane, counts that it filled before are held to the lane's contract too."""
     registry = _registry()
     registry.register_slot(make_slot())
     fill(registry, 1, 2)
@@ -290,7 +290,7 @@ def test_joining_a_lane_holds_the_next_batch_to_it() -> None:
 
 
 def test_a_lane_refuses_a_source_that_finds_nothing() -> None:
-    """In a lane a source_fn must find something unless its slot is optional; elsewhere it may not."""
+    """In a lane a source_fn must return a tensor unless its slot is optional; outside it may return None."""
     for lane, optional in (("decode", False), ("decode", True), (None, False)):
         registry = _registry(lane=lane)
         registry.register_slot(make_slot("first"))
@@ -305,7 +305,7 @@ def test_a_lane_refuses_a_source_that_finds_nothing() -> None:
 
 @pytest.mark.parametrize("lane", ["decode", None])
 def test_a_source_gives_tensors(lane: str | None) -> None:
-    """What a source_fn returns is a tensor or None, in a lane and outside."""
+    """A source_fn that returns neither a tensor nor None is refused, in a lane and outside."""
     registry = _registry(lane=lane)
     registry.register_slot(make_slot("first"))
     registry.register_slot(make_slot("a.b", source_fn=lambda *_: [1], optional=True))
@@ -313,7 +313,7 @@ def test_a_source_gives_tensors(lane: str | None) -> None:
         fill(registry, 1, 2, first=torch.tensor([1]))
 
 
-# -- what a batch can get wrong --------------------------------------------------------------------
+# -- invalid batches -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("lane", ["decode", None])
@@ -323,9 +323,9 @@ def test_a_source_gives_tensors(lane: str | None) -> None:
 def test_rows_are_exactly_the_batchs(
     rows: int, columns: tuple[int, ...], origin: str, lane: str | None
 ) -> None:
-    """Too few rows, too many, and one that would be broadcast are refused, and nothing is written.
+    """Too few rows, too many, and one row that would be broadcast are refused, and nothing is written.
 
-    What a source_fn finds is as long as it is, outside a lane.
+    Outside a lane the tensor of a source_fn may have another number of rows.
     """
     registry = _registry(lane=lane)
     registry.register_slot(make_slot("first"))
@@ -383,7 +383,7 @@ def test_another_rank_is_refused(shape: tuple[int, ...]) -> None:
 def test_a_dtype_converts_exactly_or_not(
     source: torch.dtype, target: torch.dtype, *, is_exact: bool
 ) -> None:
-    """A dtype converts where the other holds each of its values; a fill takes those and no others."""
+    """A fill converts a dtype only if the slot's dtype holds each of its values exactly."""
     assert fills.converts_exactly(source, target) is is_exact
     registry = _registry()
     slot = registry.register_slot(make_slot(dtype=target))
@@ -407,7 +407,7 @@ def test_columns_are_exactly_the_slots(columns: int) -> None:
 
 @pytest.mark.parametrize("length", [1, 2])
 def test_a_source_of_no_axis_has_its_own_length(length: int) -> None:
-    """A source_fn of an axis of none fills as many rows as it has, up to all there are."""
+    """A source_fn for axis none fills as many rows as it returns, at most all rows of the buffer."""
     registry = _registry()
     slot = registry.register_slot(
         make_slot(axis="none", shape_fn=lambda *_: (2,), source_fn=lambda batch, _: batch.lengths)
@@ -443,7 +443,7 @@ def test_a_source_of_no_axis_has_its_own_length(length: int) -> None:
     ],
 )
 def test_conversions_that_lose(source: torch.dtype, target: torch.dtype) -> None:
-    """A field whose kind has a value that the slot's kind lacks is refused, whatever it holds."""
+    """A field whose dtype has values that the slot's dtype lacks is refused, whatever values it holds."""
     registry = _registry()
     registry.register_slot(make_slot("first"))
     registry.register_slot(make_slot(dtype=target))
@@ -469,7 +469,7 @@ def test_conversions_that_lose(source: torch.dtype, target: torch.dtype) -> None
     ],
 )
 def test_conversions_that_lose_nothing(source: torch.dtype, target: torch.dtype) -> None:
-    """A field is widened value for value, its extremes included."""
+    """A field is widened exactly, including the extremes of its dtype."""
     registry = _registry(max_bs=2)
     slot = registry.register_slot(make_slot(dtype=target))
     if source is torch.bool:
@@ -495,7 +495,7 @@ def test_conversions_that_lose_nothing(source: torch.dtype, target: torch.dtype)
     ],
 )
 def test_counts_out_of_order_are_refused(counts: tuple[int, int, int, int], says: str) -> None:
-    """Raw counts above padded ones, padded ones above the most, and negative ones are refused by name."""
+    """Raw counts above padded ones, padded ones above the maximum, and negative ones are refused by name."""
     registry = _registry()
     registry.register_slot(make_slot())
     names = ("raw_bs", "padded_bs", "raw_num_tokens", "padded_num_tokens")
@@ -510,7 +510,7 @@ def test_counts_out_of_order_are_refused(counts: tuple[int, int, int, int], says
 def test_a_source_that_raises_leaves_nothing_written(
     monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    """An error of a source_fn names its slot, and comes before any tail is reset or any head copied."""
+    """An error of a source_fn names its slot, and is raised before any row is written."""
     monkeypatch.setattr(fills, "_copied_one_by_one", lambda _: where == "host")
 
     def broken(*_: object) -> torch.Tensor:
@@ -525,7 +525,7 @@ def test_a_source_that_raises_leaves_nothing_written(
 
 
 def test_a_post_fill_that_raises_is_named() -> None:
-    """An error of a post_fill names its slot; one of ours is passed on as it is."""
+    """An exception of a post_fill becomes an error that names the slot; a graphpact error is passed on."""
 
     def broken(buffer: torch.Tensor, batch: Any, _: FillContext) -> None:
         raise batch.error
@@ -585,7 +585,7 @@ def test_what_a_slot_says_of_its_shape_is_tried_at_once(changes: dict[str, Any],
     ],
 )
 def test_a_slot_that_is_refused_leaves_no_memory(changes: dict[str, Any]) -> None:
-    """What is wrong with a slot is found before memory is taken, from the registry or from a pool."""
+    """An invalid slot is refused before memory is allocated, from the registry or from a pool."""
     pool = SharedBuffers()
     for shared in (None, pool):
         registry = CudaGraphBufferRegistry(
@@ -596,12 +596,12 @@ def test_a_slot_that_is_refused_leaves_no_memory(changes: dict[str, Any]) -> Non
         assert registry.allocated_nbytes == pool.arenas.nbytes == 0
         sentinel = {"padding_policy": P.FILL_SENTINEL, "pad_value": 7}
         registry.register_slot(make_slot("other"))
-        if shared is pool:  # nothing is left of the refused one that another could clash with
+        if shared is pool:  # the pool holds nothing of the refused slot
             registry.register_slot(make_slot(**sentinel))
 
 
 def test_a_lanes_slot_has_a_row_for_all_there_can_be() -> None:
-    """A slot that follows requests and is too short for them is refused by a lane, early or late."""
+    """A lane refuses a slot with fewer rows than its axis, at registration and when a registry joins it."""
     slots = [make_slot(shape_fn=lambda *_: (3,)) for _ in range(2)]
     with _refused(
         _registry(lane="decode"), "has 3 rows; its axis 'bs' has up to 4 in lane 'decode'"
@@ -614,21 +614,21 @@ def test_a_lanes_slot_has_a_row_for_all_there_can_be() -> None:
 
 
 def test_two_slots_do_not_lie_in_one_place() -> None:
-    """Memory that one slot of a registry has is not adopted by another."""
+    """A slot cannot be bound to the memory of another slot; interleaved columns are allowed."""
     registry = _registry()
     first = registry.register_slot(make_slot())
     with _refused(
         registry, "slot 'other' of somebody is bound to the memory of slot 'lengths' of somebody"
     ):
         registry.register_slot(make_slot("other"), bind=first.buffer)
-    columns = torch.zeros(4, 2, dtype=I64)  # interleaved, and yet apart
+    columns = torch.zeros(4, 2, dtype=I64)  # interleaved, but disjoint
     for number, name in enumerate("ab"):
         registry.register_slot(make_slot(name), bind=columns[:, number])
 
 
 @pytest.mark.parametrize("where", ["host", "device"])
 def test_a_field_that_has_no_memory_is_refused(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
-    """A field that torch could not copy is refused before the others are."""
+    """A field that torch cannot copy is refused before any other field is copied."""
     monkeypatch.setattr(fills, "_copied_one_by_one", lambda _: where == "host")
     registry = _registry()
     registry.register_slot(make_slot("first"))
@@ -642,14 +642,14 @@ def test_a_field_that_has_no_memory_is_refused(monkeypatch: pytest.MonkeyPatch, 
 
 @pytest.mark.parametrize("changes", [{"max_bs": -1}, {"max_bs": 8.0}, {"share_pool": "yes"}])
 def test_a_registry_of_nonsense_is_refused(changes: dict[str, Any]) -> None:
-    """Sizes are whole numbers and a pool is a pool."""
+    """A size must be a whole number from 0 up, and a pool must be a pool."""
     sizes: dict[str, Any] = {"max_bs": 4, "max_num_tokens": 4}
     with pytest.raises(SlotError, match=next(iter(changes))):
         CudaGraphBufferRegistry(device="cpu", **(sizes | changes))
 
 
 def test_a_view_keeps_what_is_no_tensor() -> None:
-    """A slot that is called like a field that holds no tensor does not take its place in a view."""
+    """In a view a slot does not replace a field of its name that holds no tensor."""
     registry = _registry()
     registry.register_slot(make_slot("batch_size", copy_from_fb=False))
     view = registry.extract_buffer(
@@ -662,7 +662,7 @@ def test_a_view_keeps_what_is_no_tensor() -> None:
 
 
 def test_tokens_and_requests_are_padded_by_their_own_counts() -> None:
-    """A slot follows its axis: requests by requests, tokens by tokens."""
+    """A slot is padded by the counts of its axis: requests or tokens."""
     registry = _registry()
     lengths = registry.register_slot(make_slot())
     ids = registry.register_slot(
@@ -678,7 +678,7 @@ def test_tokens_and_requests_are_padded_by_their_own_counts() -> None:
 
 
 def test_post_fill_runs_after_all_copies() -> None:
-    """A hook sees every copied head and every reset tail, the counts, and what a stage sent."""
+    """A post_fill runs after all copies and resets, with the counts and proxy tensors of this fill."""
     seen: list[tuple[list[int], list[int], FillContext, Any]] = []
 
     def hook(buffer: torch.Tensor, batch: Any, context: FillContext) -> None:
@@ -704,11 +704,11 @@ def test_post_fill_runs_after_all_copies() -> None:
     assert context.pp_proxy_tensors is proxies is sent
     assert slot.slice_for(4, 4).tolist() == [10, 20, 0, 0]
     registry.fill_from(batch, raw_bs=2, padded_bs=4, raw_num_tokens=2, padded_num_tokens=5)
-    assert seen[-1][2].pp_proxy_tensors is None  # not the one before
+    assert seen[-1][2].pp_proxy_tensors is None  # not those of the fill before
 
 
 def test_a_source_sees_the_counts_and_what_a_stage_sent() -> None:
-    """A source_fn is given the batch and the context of this fill, proxies of this fill included."""
+    """A source_fn gets the context of this fill, including its proxy tensors."""
     registry = _registry()
     slot = registry.register_slot(
         make_slot("proxy.a", source_fn=lambda _, context: context.pp_proxy_tensors.tensors["a"])
@@ -721,7 +721,7 @@ def test_a_source_sees_the_counts_and_what_a_stage_sent() -> None:
 
 
 def test_a_source_goes_before_the_field_of_its_name() -> None:
-    """A slot with a source_fn copies what that returns and not the batch field of its name."""
+    """A slot with a source_fn copies its result, not the batch field of the same name."""
     registry = _registry()
     slot = registry.register_slot(make_slot(source_fn=lambda batch, _: batch.other))
     fill(registry, 1, 2, lengths=torch.tensor([1]), other=torch.tensor([2]))
@@ -729,7 +729,7 @@ def test_a_source_goes_before_the_field_of_its_name() -> None:
 
 
 def test_a_slot_without_an_axis_is_copied_whole() -> None:
-    """An axis of none means the whole buffer, in every fill and every view, whatever the counts."""
+    """A slot with axis none is filled and sliced whole, whatever the counts."""
     registry = _registry()
     slot = registry.register_slot(make_slot(axis="none", shape_fn=lambda *_: (3,)))
     scalar = registry.register_slot(make_slot("scalar", axis="none", shape_fn=lambda *_: ()))
@@ -739,7 +739,7 @@ def test_a_slot_without_an_axis_is_copied_whole() -> None:
 
 
 def test_more_slots_than_one_arena_has_rows() -> None:
-    """Forty slots of one kind are each their own, wherever the allocations that hold them end."""
+    """Forty slots of one dtype and width, more than an arena holds, keep separate contents."""
     registry = _registry()
     names = [f"slot{i}" for i in range(40)]
     for i, name in enumerate(names):
@@ -761,7 +761,7 @@ def test_a_late_slot_joins_the_next_fill() -> None:
 
 
 def test_the_plan_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many sets of counts a lane meets, the oldest plans are dropped and fills stay right."""
+    """The cache of fill plans drops the oldest plans, and fills stay correct."""
     monkeypatch.setattr(registry_module, "_MAX_PLANS", 3)
     registry = _registry(max_bs=8)
     slot = registry.register_slot(make_slot())
@@ -774,7 +774,7 @@ def test_the_plan_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("where", ["host", "device"])
 def test_rows_that_are_every_second_element(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
-    """A slice_fn with a step has its head copied and its tail reset at that step, and no gap written."""
+    """With a strided slice_fn, live rows are copied and padding rows reset, and gaps are not written."""
     monkeypatch.setattr(fills, "_copied_one_by_one", lambda _: where == "host")
     registry = _registry()
     slot = registry.register_slot(
@@ -788,7 +788,7 @@ def test_rows_that_are_every_second_element(monkeypatch: pytest.MonkeyPatch, whe
 
 @pytest.mark.parametrize("where", ["host", "device"])
 def test_neighbours_with_tails_of_their_own(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
-    """Rows of one allocation whose tails begin or end elsewhere are reset each over its own columns."""
+    """Slots of one arena with different padding rows are each reset in their own columns only."""
     monkeypatch.setattr(fills, "_copied_one_by_one", lambda _: where == "host")
     registry = _registry(max_bs=8, max_num_tokens=8)
     slots = [
@@ -808,13 +808,13 @@ def test_neighbours_with_tails_of_their_own(monkeypatch: pytest.MonkeyPatch, whe
     assert list(_bytes(registry).values()) == [by_requests, by_tokens] * 2
 
 
-# -- how many operations ---------------------------------------------------------------------------
+# -- number of operations --------------------------------------------------------------------------
 
 WIDTH = 8
 
 
 class _Ops(TorchDispatchMode):
-    """Records the torch operations of a block."""
+    """A recorder of the torch operations of a block."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -883,10 +883,10 @@ SHARED: dict[str, Any] = {"share_pool": SharedBuffers()}
 def test_a_fill_is_few_operations(
     monkeypatch: pytest.MonkeyPatch, where: str, more: dict[str, Any], raw: int, ops: list[str]
 ) -> None:
-    """A padded fill is one operation on a host, elsewhere one and one a dtype; unpadded, none for tails."""
+    """A fill is one operation on a host; on a device it is one per dtype, and one for padding rows if any."""
     monkeypatch.setattr(fills, "_copied_one_by_one", lambda _: where == "host")
     registry, batch = _decode_registry(**more), _decode_batch(raw)
-    for _ in range(2):  # the first works out the plan
+    for _ in range(2):  # the first fill compiles the plan
         with _Ops() as seen:
             registry.fill_from(
                 batch,
@@ -899,7 +899,7 @@ def test_a_fill_is_few_operations(
 
 
 def test_groups_are_of_one_pair_of_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Off the host, heads are grouped by the dtypes of both sides: a narrower field is one copy more."""
+    """On a device, copies are grouped by the dtypes of both sides: a narrower field needs one copy more."""
     monkeypatch.setattr(fills, "_copied_one_by_one", lambda _: False)
     registry, batch = _decode_registry(), _decode_batch(WIDTH)
     batch.positions = batch.positions.to(I32)
@@ -912,7 +912,7 @@ def test_groups_are_of_one_pair_of_dtypes(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_tails_outside_arenas(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Off the host, dense tails of zeros are one operation, and any other tail is one of its own."""
+    """On a device, dense zero padding outside arenas is one operation, and any other padding one each."""
     monkeypatch.setattr(fills, "_copied_one_by_one", lambda _: False)
     registry = _registry()
     for name in ("a", "b"):
@@ -927,7 +927,7 @@ def test_tails_outside_arenas(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_inputs_of_decode_lie_in_one_arena() -> None:
-    """Where requests are tokens, all inputs of decode are rows of one allocation, and aligned."""
+    """With one token per request, all decode inputs are aligned rows of one arena."""
     registry = _decode_registry()
     (arena,) = registry._memory
     buffers = [slot.buffer for slot in registry if slot.buffer is not None]
@@ -940,7 +940,7 @@ def test_the_inputs_of_decode_lie_in_one_arena() -> None:
 
 
 def test_planted_operation_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slots that lie apart need an operation each on a device, so the count above can fail."""
+    """Slots outside arenas need more operations on a device, so the count above can fail."""
     monkeypatch.setattr(fills, "_copied_one_by_one", lambda _: False)
     monkeypatch.setattr("graphpact.buffers.arenas._suits", lambda *_: False)
     registry, batch = _decode_registry(), _decode_batch(5)
@@ -976,7 +976,7 @@ def _viewed() -> CudaGraphBufferRegistry:
 
 
 def test_the_view_is_slices_of_slots() -> None:
-    """Every tensor of a view lies in its slot, padded; what is no slot's comes from the template."""
+    """Tensors of a view are padded slices of their slots; other fields are the template's."""
     registry = _viewed()
     off, lengths = torch.ones(1), torch.tensor([1, 2])
     template = _Batch(2, lengths=lengths, off=off, note="as it was")
@@ -995,7 +995,7 @@ def test_the_view_is_slices_of_slots() -> None:
 
 
 def test_what_nobody_copied_is_not_shown() -> None:
-    """A field that the template lacks stays None, unless its slot computes or sources it."""
+    """A field that the template lacks is None in the view, unless its slot computes it or has a source_fn."""
     view = _viewed().extract_buffer(
         padded_bs=3, padded_num_tokens=5, forward_batch_template=_Batch(2)
     )
@@ -1006,7 +1006,7 @@ def test_what_nobody_copied_is_not_shown() -> None:
 
 
 def test_the_view_of_a_forward_batch() -> None:
-    """A `ForwardBatch` is viewed with all its inputs padded, and counts its padded tokens."""
+    """The view of a `ForwardBatch` has the padded counts; a field without a slot is the template's."""
     view = _decode_registry().extract_buffer(
         padded_bs=4, padded_num_tokens=4, forward_batch_template=_decode_batch(2)
     )
@@ -1032,7 +1032,7 @@ def test_the_view_of_a_forward_batch() -> None:
     ],
 )
 def test_a_slot_is_found_by_its_memory(changes: dict[str, Any]) -> None:
-    """Any slice of a slot leads back to it, and to no neighbour in the same allocation."""
+    """`slot_of` returns the slot of any slice of its buffer, and not a neighbour in the same allocation."""
     registry = _registry()
     slots = [registry.register_slot(make_slot(name, **changes)) for name in ("a", "b", "c")]
     for slot in slots:
@@ -1044,7 +1044,7 @@ def test_a_slot_is_found_by_its_memory(changes: dict[str, Any]) -> None:
 
 
 def test_adopted_memory_is_found_too() -> None:
-    """A slice of a bound tensor leads to its slot, and what lies before or behind it to none."""
+    """`slot_of` returns the slot of a bound tensor's slice, and None for memory before or after it."""
     registry, memory = _registry(), torch.zeros(12, dtype=I64)
     slot = registry.register_slot(make_slot(), bind=memory[4:8])
     assert registry.slot_of(memory[4:]) is slot
@@ -1054,7 +1054,7 @@ def test_adopted_memory_is_found_too() -> None:
 
 
 def test_bytes() -> None:
-    """Bytes are those of the buffers; what is allocated also counts rows that alignment adds."""
+    """`nbytes` counts the buffers; `allocated_nbytes` also counts spare rows, alignment and templates."""
     registry = _registry()
     assert registry.nbytes == registry.allocated_nbytes == 0
     registry.register_slot(make_slot("loose", padding_policy=P.KEEP_PAD))
@@ -1068,7 +1068,7 @@ def test_bytes() -> None:
 
 
 def test_planted_write_before_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fill that writes and then refuses fails the check that every refusal above goes through."""
+    """A fill that writes before it refuses fails the check in `_refused`."""
     registry = _registry()
     registry.register_slot(make_slot("first"))
     registry.register_slot(make_slot())
@@ -1084,7 +1084,7 @@ def test_planted_write_before_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_shared_memory_is_found_in_every_registry() -> None:
-    """A view of memory that registries share leads to the slot of the registry that is asked."""
+    """For shared memory `slot_of` returns the slot of the registry that is asked."""
     pool = SharedBuffers()
     registries = [
         CudaGraphBufferRegistry(device="cpu", max_bs=4, max_num_tokens=4, share_pool=pool)

@@ -1,4 +1,4 @@
-"""Memory that lanes share: who may, what is refused, and that nobody's memory is written by joining."""
+"""Shared memory of lanes: which lanes and slots share it; registering a slot does not write it."""
 
 import functools
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ I64 = torch.int64
 
 @pytest.fixture(autouse=True)
 def _process_wide() -> Iterator[None]:
-    """Leave nothing of one test in the pool of the process."""
+    """Clear the process-wide pool before and after each test."""
     sharing.PROCESS_WIDE.clear()
     yield
     sharing.PROCESS_WIDE.clear()
@@ -49,17 +49,17 @@ def _address(slot: BoundSlot) -> int:
 
 
 def _pair(pool: SharedBuffers, one: GraphSlot, other: GraphSlot) -> tuple[int, int]:
-    """Return where two lanes of one pool have these slots."""
+    """Return the addresses of these slots in two lanes of one pool."""
     first = _registry(pool, "decode").register_slot(one)
     second = _registry(pool, "draft").register_slot(other)
-    return _address(first), _address(second)  # of slots that are both still there
+    return _address(first), _address(second)  # both slots are alive: no address is reused
 
 
-# -- who -------------------------------------------------------------------------------------------
+# -- which lanes -----------------------------------------------------------------------------------
 
 
 def test_lanes_of_a_pool_share() -> None:
-    """Registries of lanes that may take part have one memory for a slot, whoever asks first."""
+    """Lanes that the pool names share the memory of a slot, even for different owners."""
     pool = SharedBuffers(lanes=["decode", "draft"])
     one, other = _pair(pool, _slot(), _slot(owner="another"))
     assert one == other
@@ -67,7 +67,7 @@ def test_lanes_of_a_pool_share() -> None:
 
 @pytest.mark.parametrize("lane", ["prefill", None])
 def test_other_lanes_may_not(lane: str | None) -> None:
-    """A lane that the pool does not name is refused with slot, lane and those that may; so is no lane."""
+    """A lane that the pool does not name, or no lane, is refused with slot, lane and the permitted lanes."""
     pool = SharedBuffers(lanes={"decode", "draft"})
     registry = _registry(pool, lane)
     with pytest.raises(SlotError) as error:
@@ -80,21 +80,21 @@ def test_other_lanes_may_not(lane: str | None) -> None:
 
 
 def test_a_pool_for_anybody() -> None:
-    """A pool that names no lanes takes lanes and registries of none."""
+    """A pool that names no lanes accepts every lane, and registries without a lane."""
     pool = SharedBuffers()
     slots = [_registry(pool, lane).register_slot(_slot()) for lane in ("decode", "draft", None)]
     assert len({_address(slot) for slot in slots}) == 1
 
 
 def test_without_a_pool_nothing_is_shared() -> None:
-    """Registries without a pool, and those of different pools, have memory of their own."""
+    """Registries without a pool, or with different pools, do not share memory."""
     pools = (False, False, SharedBuffers(), SharedBuffers(), True)
     slots = [_registry(pool).register_slot(_slot()) for pool in pools]
     assert len({_address(slot) for slot in slots}) == len(pools)
 
 
 def test_adopted_memory_is_not_shared() -> None:
-    """A bound tensor is its slot's alone, whatever the pool has under that name."""
+    """A bound tensor is not shared, even if the pool has a buffer with that name."""
     pool, memory = SharedBuffers(), torch.zeros(4, dtype=I64)
     shared = _registry(pool).register_slot(_slot())
     bound = _registry(pool).register_slot(_slot(), bind=memory)
@@ -102,7 +102,7 @@ def test_adopted_memory_is_not_shared() -> None:
     assert _address(_registry(pool).register_slot(_slot())) == _address(shared)
 
 
-# -- what ------------------------------------------------------------------------------------------
+# -- which slots -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_adopted_memory_is_not_shared() -> None:
     ],
 )
 def test_equal_empty_rows_share(one: dict[str, Any], other: dict[str, Any]) -> None:
-    """Slots whose empty rows hold one value share, if every fill of both writes the head."""
+    """Slots share memory if their padding values are equal and every fill of both writes the live rows."""
     first, second = _pair(SharedBuffers(), _slot(**one), _slot(**other))
     assert first == second
 
@@ -163,7 +163,7 @@ def test_equal_empty_rows_share(one: dict[str, Any], other: dict[str, Any]) -> N
 def test_another_sentinel_is_refused(
     one: dict[str, Any], other: dict[str, Any], says: tuple[str, str]
 ) -> None:
-    """A slot whose empty rows hold another value is refused naming both, and nothing is written."""
+    """A slot with another padding value is refused with both slots and values, and nothing is written."""
     pool = SharedBuffers()
     first = _registry(pool, "decode").register_slot(_slot(owner="an owner", **one))
     assert first.buffer is not None
@@ -185,7 +185,7 @@ def test_another_sentinel_is_refused(
     ("policy", "pad_value"), [(P.ZERO, None), (P.FILL_SENTINEL, 5), (P.FILL_ONCE, 5)]
 )
 def test_joining_writes_nothing(policy: PaddingPolicy, pad_value: int | None) -> None:
-    """Memory that is there already is not initialised again by who joins it."""
+    """A slot that joins shared memory does not initialise it again."""
     pool = SharedBuffers()
     slots = []
     for lane in ("decode", "draft", "prefill"):
@@ -201,7 +201,7 @@ def test_joining_writes_nothing(policy: PaddingPolicy, pad_value: int | None) ->
 
 
 def test_planted_joiner_that_writes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pool that initialises for each who joins fails the property above."""
+    """A pool that initialises its memory for every slot that joins fails the test above."""
     buffer_for = SharedBuffers.buffer_for
 
     def and_write(self: SharedBuffers, slot: GraphSlot, *rest: Any) -> torch.Tensor:
@@ -223,13 +223,13 @@ def test_planted_joiner_that_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     ids=["optional", "its owner's", "written once", "optional source"],
 )
 def test_what_a_fill_may_leave_is_not_shared(changes: dict[str, Any]) -> None:
-    """A slot that a fill may leave as it is has memory of its own in every lane."""
+    """A slot that a fill may leave unwritten has its own memory in every lane."""
     one, other = _pair(SharedBuffers(), _slot(**changes), _slot(**changes))
     assert one != other
 
 
 def test_what_an_owner_left_is_still_there_after_another_lane() -> None:
-    """An optional field and an owner's slot have memory of their own, whatever another lane fills."""
+    """Fills of another lane do not change an optional field, or a slot that only its owner writes."""
     pool = SharedBuffers()
     registries = [_registry(pool, lane) for lane in ("decode", "draft")]
     for registry in registries:
@@ -258,7 +258,7 @@ def test_what_an_owner_left_is_still_there_after_another_lane() -> None:
 )
 @pytest.mark.parametrize("order", [1, -1])
 def test_another_key_is_other_memory(changes: dict[str, Any], order: int) -> None:
-    """Another size or dtype under the same name never shares, in whichever order they come."""
+    """Slots of one name with different sizes or dtypes do not share memory, in either order."""
     pool = SharedBuffers()
     declared = [{}, changes][::order]
     slots = [_registry(pool).register_slot(_slot(**more)) for more in declared]
@@ -268,7 +268,7 @@ def test_another_key_is_other_memory(changes: dict[str, Any], order: int) -> Non
 
 
 def test_one_size_in_two_shapes_is_refused() -> None:
-    """A slot as large as the shared one and of another shape is refused, naming both shapes."""
+    """A slot with the size of the shared one and another shape is refused with both shapes."""
     pool = SharedBuffers()
     first = _registry(pool, "decode").register_slot(_slot(shape_fn=lambda *_: (6, 2)))
     registry = _registry(pool, "draft")
@@ -281,11 +281,11 @@ def test_one_size_in_two_shapes_is_refused() -> None:
     assert (first.buffer == 0).all()
 
 
-# -- in turn ---------------------------------------------------------------------------------------
+# -- alternating lanes -----------------------------------------------------------------------------
 
 
 def test_lanes_in_turn_see_their_own_batch() -> None:
-    """Whatever another lane filled in between, after its own fill a lane reads its batch and padding."""
+    """After its own fill a lane reads its batch and padding, whatever another lane filled before."""
     pool = SharedBuffers(lanes=["decode", "draft"])
     slots = []
     for lane in ("decode", "draft"):
@@ -304,7 +304,7 @@ def test_lanes_in_turn_see_their_own_batch() -> None:
 
 
 def test_presets_share() -> None:
-    """Two decode registries of one pool have one memory for each input that every batch brings."""
+    """Two decode registries of one pool share exactly the slots that every fill refreshes."""
     pool = SharedBuffers(lanes=["decode", "draft"])
     registries = [
         build_decode_registry(
@@ -323,7 +323,7 @@ def test_presets_share() -> None:
 
 
 def test_presets_of_another_length_are_refused() -> None:
-    """Lanes whose backends read padded rows at different lengths do not share them."""
+    """A lane with another ``seq_len_fill_value`` is refused in the same pool."""
     pool = SharedBuffers()
     common: dict[str, Any] = {"device": "cpu", "max_bs": 4, "max_num_token": 8, "share_pool": pool}
     build_decode_registry(seq_len_fill_value=1, lane="decode", **common)
@@ -332,7 +332,7 @@ def test_presets_of_another_length_are_refused() -> None:
 
 
 def test_a_pool_that_forgets() -> None:
-    """After clear() who has a buffer keeps and fills it, and the next to ask gets another."""
+    """After clear() existing slots keep their memory, and new slots get other memory."""
     pool = SharedBuffers()
     registry = _registry(pool)
     old = registry.register_slot(_slot(padding_policy=P.FILL_SENTINEL, pad_value=5))
@@ -354,7 +354,7 @@ def test_a_pool_that_forgets() -> None:
 
 
 def test_the_first_tensor_is_everybodys() -> None:
-    """A tensor of the same name, size, dtype and device comes back as the first one was."""
+    """For an equal name, size, dtype and device the first tensor is returned, unchanged."""
     first = torch.full((4,), 7)
     assert share_input_buffer("ids", first) is first
     assert share_input_buffer("ids", torch.zeros(4, dtype=I64)) is first
@@ -373,14 +373,14 @@ def test_the_first_tensor_is_everybodys() -> None:
     ids=["name", "dtype", "smaller", "larger", "device"],
 )
 def test_any_part_of_the_key_parts(name: str, tensor: torch.Tensor) -> None:
-    """Another name, size, dtype or device is memory of its own, whichever came first."""
+    """A tensor with another name, size, dtype or device is not shared."""
     first = share_input_buffer("ids", torch.zeros(4, dtype=I64))
     assert share_input_buffer(name, tensor) is tensor
     assert share_input_buffer("ids", torch.ones(4, dtype=I64)) is first
 
 
 def test_another_shape_is_a_view() -> None:
-    """What is there comes back in the shape and strides of the tensor that asks."""
+    """The shared memory is returned with the shape and strides of the given tensor."""
     first = share_input_buffer("table", torch.arange(6))
     view = share_input_buffer("table", torch.zeros(2, 3, dtype=I64))
     assert view.tolist() == [[0, 1, 2], [3, 4, 5]]
@@ -390,7 +390,7 @@ def test_another_shape_is_a_view() -> None:
 
 
 def test_what_is_not_contiguous_is_not_seen_in_another_shape() -> None:
-    """Memory with gaps is given out in its own shape only."""
+    """Memory that is not contiguous is shared only in its own shape."""
     gaps = torch.zeros(4, 2, dtype=I64)[:, 0]
     assert share_input_buffer("gaps", gaps) is gaps
     assert share_input_buffer("gaps", torch.zeros(4, dtype=I64)) is gaps
@@ -399,7 +399,7 @@ def test_what_is_not_contiguous_is_not_seen_in_another_shape() -> None:
 
 
 def test_registries_share_with_input_buffers() -> None:
-    """``share_pool=True`` is the pool of share_input_buffer: a registry finds what was put there."""
+    """``share_pool=True`` is the pool of share_input_buffer, in both directions."""
     first = share_input_buffer("lengths", torch.zeros(4, dtype=I64))
     slot = _registry(pool=True).register_slot(_slot())
     assert slot.buffer is first
@@ -407,12 +407,12 @@ def test_registries_share_with_input_buffers() -> None:
     assert share_input_buffer("other", torch.zeros(4, dtype=I64)) is other.buffer
     reset = _slot(padding_policy=P.FILL_SENTINEL, pad_value=5)
     assert _registry(pool=True).register_slot(reset).buffer is first
-    assert first.tolist() == [0] * 4  # a fill resets its tails; to register writes nothing
+    assert first.tolist() == [0] * 4  # registering writes nothing; a fill resets padding rows
 
 
 @pytest.mark.parametrize("held", [5, 0])
 def test_what_is_written_once_must_be_there(held: int) -> None:
-    """A FILL_ONCE slot takes memory of share_input_buffer only where it holds its value already."""
+    """A FILL_ONCE slot shares memory of share_input_buffer only if it already holds the pad value."""
     once = _slot(padding_policy=P.FILL_ONCE, pad_value=5)
     first = share_input_buffer("lengths", torch.full((4,), held))
     if held == 5:
@@ -426,13 +426,13 @@ def test_what_is_written_once_must_be_there(held: int) -> None:
 
 
 def test_lanes_are_a_collection() -> None:
-    """The name of one lane is not taken for as many lanes as it has letters."""
+    """A single text as ``lanes`` is refused; it is not read as one lane per letter."""
     with pytest.raises(SlotError, match="lanes is the text 'decode'"):
         SharedBuffers(lanes="decode")
 
 
 def test_not_a_number_is_a_sentinel_like_another() -> None:
-    """Slots whose empty rows are NaN share, although NaN is not its own equal."""
+    """Slots with NaN as their pad value share memory, although NaN is not equal to itself."""
     pool, slots = SharedBuffers(), []
     for _ in range(2):
         registry = CudaGraphBufferRegistry(
