@@ -1,4 +1,4 @@
-"""The error tree: codes, hints, and the picture of it in the module's docstring."""
+"""The error tree: exit codes, hints, and the drawing in the module's docstring."""
 
 import re
 
@@ -11,7 +11,7 @@ _ALL = [v for v in vars(errors).values() if isinstance(v, type) and issubclass(v
 
 
 def _documented() -> dict[str, str]:
-    """Return class -> parent as the tree in the module's docstring draws it."""
+    """Return the parent of each class in the tree of the module's docstring."""
     parents, at = {}, {}
     for line in (errors.__doc__ or "").splitlines():
         match = re.match(r"^([ │├└─]+)(\w+(?:Error|Breach))\b", line)
@@ -31,7 +31,7 @@ def test_the_picture_shows_the_tree() -> None:
 
 @pytest.mark.parametrize("kind", _ALL, ids=lambda c: c.__name__)
 def test_every_error_has_a_code_and_a_sentence(kind: type[GraphpactError]) -> None:
-    """Each error ends the command line with 1, 2 or 3 by its branch, and says what it is."""
+    """Each error has the exit code of its branch, 1, 2 or 3, and a docstring."""
     branch = {errors.UsageError: 2, errors.ContractError: 1, errors.EngineError: 3}
     expected = next((code for base, code in branch.items() if issubclass(kind, base)), 3)
     assert kind.code == expected
@@ -39,7 +39,7 @@ def test_every_error_has_a_code_and_a_sentence(kind: type[GraphpactError]) -> No
 
 
 def test_a_hint_is_a_line_of_its_own() -> None:
-    """What to do next stands on a line after ``help:``; without a hint there is no such line."""
+    """A hint is on a line of its own after ``help:``; without a hint there is no such line."""
     plain, hinted = GraphpactError("it broke"), GraphpactError("it broke", hint="mend it")
     assert str(plain) == "it broke"
     assert str(hinted) == "it broke\n  help: mend it"
@@ -47,7 +47,7 @@ def test_a_hint_is_a_line_of_its_own() -> None:
 
 
 def test_the_nearest_word() -> None:
-    """A near word is offered and a far one is not."""
+    """A similar word is suggested, and a dissimilar one is not."""
     known = ["flashinfer", "trtllm_mla", "fa3"]
     assert did_you_mean("flashinfre", known) == "flashinfer"
     assert did_you_mean("trtllm-mla", iter(known)) == "trtllm_mla"

@@ -1,4 +1,4 @@
-"""What is found, what is imported and when, and what is said about a plugin that cannot be had."""
+"""The plugin catalog: discovery, imports, and errors about plugins that cannot be loaded."""
 
 import logging
 import subprocess
@@ -53,7 +53,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
 
 
 def outcomes(catalog: PluginCatalog) -> dict[str, Plugin]:
-    """Return what became of the fake plugins, by name."""
+    """Return the checked fake plugins by name."""
     plugins = [plugin for kind in KINDS for plugin in catalog.check(kind)]
     return {p.info.name: p for p in plugins if p.info.distribution.startswith("fake-")}
 
@@ -112,7 +112,7 @@ def test_another_contract_is_refused_before_import(
     assert "fake_old" not in sys.modules
 
 
-# Each is a way to be broken after the metadata, and what the rejection says about it.
+# Plugins that are broken beyond their metadata, each with a part of the reason of its rejection.
 BROKEN = {
     "imports_missing": ("import fake_absent", "raised ModuleNotFoundError: No module named"),
     "syntax": ("def", "raised SyntaxError: invalid syntax (fake_syntax.py, line 1)"),
@@ -159,7 +159,7 @@ BROKEN = {
 
 
 def test_every_broken_plugin_is_rejected_beside_a_good_one(site: Site) -> None:
-    """Each way to be broken gives its own reason; none keeps the good plugin from loading."""
+    """Each broken plugin is rejected with its own reason; none prevents the good plugin from loading."""
     site.add("good", GOOD, offers={"fake_good": "Runner"})
     for name, (source, _) in BROKEN.items():
         site.add(name, source, offers={f"fake_{name}": "Runner"})
@@ -177,7 +177,7 @@ def test_every_broken_plugin_is_rejected_beside_a_good_one(site: Site) -> None:
 
 
 def test_a_hook_may_be_a_function_from_elsewhere(site: Site) -> None:
-    """A hook that was defined outside the class, or calls itself ``this``, is a hook."""
+    """A hook may be defined outside the class, call its instance ``this``, or be a static method."""
     source = (
         GOOD
         + """
@@ -201,7 +201,7 @@ def test_a_hook_may_be_a_function_from_elsewhere(site: Site) -> None:
 
 
 def test_a_crash_names_the_switch_that_avoids_it(site: Site) -> None:
-    """The reason of a crash says which variable leaves the plugin out, and the variable does."""
+    """The reason of a crash names the variable that disables the plugin, and the variable works."""
     module = site.add("exits", "raise SystemExit(7)", offers={"fake_exits": "Runner"})
     switch = f"{DISABLE_VARIABLE}=runner:fake_exits"
     assert switch in reason(outcomes(PluginCatalog.scan())["fake_exits"])
@@ -212,7 +212,7 @@ def test_a_crash_names_the_switch_that_avoids_it(site: Site) -> None:
 
 
 def test_a_keyboard_interrupt_is_not_swallowed(site: Site) -> None:
-    """Ctrl-C during an import stops the program and is not taken for a broken plugin."""
+    """Ctrl-C during an import is raised, and is not taken for a broken plugin."""
     site.add("slow", "raise KeyboardInterrupt", offers={"fake_slow": "Runner"})
     catalog = PluginCatalog.scan()
     with pytest.raises(KeyboardInterrupt):
@@ -221,7 +221,7 @@ def test_a_keyboard_interrupt_is_not_swallowed(site: Site) -> None:
 
 @pytest.mark.parametrize("entry", ["fake_one", "runner:fake_one", " fake_one , fake_one"])
 def test_a_disabled_plugin_is_rejected_without_import(site: Site, entry: str) -> None:
-    """A plugin that the variable names, with or without its kind, is rejected unimported."""
+    """A plugin that the variable names, with or without its kind, is rejected without an import."""
     module = site.add("one", GOOD, offers={"fake_one": "Runner", "fake_two": "Runner"})
     catalog = PluginCatalog.scan(env={DISABLE_VARIABLE: entry})
     with pytest.raises(RejectedPluginError, match=f"disabled by {DISABLE_VARIABLE}"):
@@ -234,7 +234,7 @@ def test_a_disabled_plugin_is_rejected_without_import(site: Site, entry: str) ->
 def test_disabling_what_is_not_there_is_an_error(
     site: Site, monkeypatch: pytest.MonkeyPatch, entry: str
 ) -> None:
-    """An entry of the variable that matches no plugin is refused, with the nearest name."""
+    """An entry of the variable that matches no installed plugin is an error."""
     site.add("one", GOOD, offers={"fake_one": "Runner"})
     monkeypatch.setenv(DISABLE_VARIABLE, entry)
     with pytest.raises(ConfigError, match=f"{entry!r} matches no installed plugin"):
@@ -242,7 +242,7 @@ def test_disabling_what_is_not_there_is_an_error(
 
 
 def test_two_distributions_with_one_name_are_both_refused(site: Site) -> None:
-    """A name that two distributions offer selects neither, and the error names both, unimported."""
+    """A name that two distributions offer is an error that names both, and neither is imported."""
     site.add("one", GOOD, offers={"fake_twin": "Runner"}, version="1.5")
     site.add("two", GOOD, offers={"fake_twin": "Runner", "fake_only": "Runner"}, version="2.5")
     catalog = PluginCatalog.scan()
@@ -296,7 +296,7 @@ def test_a_plugin_is_loaded_once(site: Site) -> None:
 
 
 def test_a_check_is_sorted_by_kind_and_name(site: Site) -> None:
-    """What a check returns comes by kind, then by name, however it was installed."""
+    """The results of a check are sorted by kind, then by name."""
     site.add("b", GOOD, offers={"fake_z": "Runner", "fake_a": "Runner"})
     site.add("a", GOOD, offers={"fake_m": "Driver"}, group="graphpact.graph_drivers")
     catalog = PluginCatalog.scan()
@@ -324,7 +324,7 @@ def test_unreadable_metadata_is_left_out_with_a_warning(
 
 
 def test_an_unknown_name_says_what_is_there_and_what_was_refused(site: Site) -> None:
-    """The error names what was asked, what is there, what was rejected and why, and the nearest."""
+    """The error has the name, the available and the rejected plugins with reasons, and the nearest name."""
     site.add("one", GOOD, offers={"fake_decode": "Runner"}, version="1.5")
     site.add("old", GOOD, offers={"fake_elder": "Runner"}, contract="0")
     site.add("drv", GOOD, offers={"fake_decoed": "Driver"}, group="graphpact.graph_drivers")
@@ -340,7 +340,7 @@ def test_an_unknown_name_says_what_is_there_and_what_was_refused(site: Site) -> 
 
 
 def test_a_first_party_plugin_that_is_not_installed_has_a_pip_command() -> None:
-    """For each name that this repository offers, and no other, the error ends with what installs it."""
+    """The error for each plugin of this repository, and for no other, ends with its pip command."""
     offered: dict[str, dict[str, str]] = {kind: {} for kind in KINDS}
     for file in PROJECTS:
         project = tomllib.loads(file.read_text())["project"]
@@ -357,14 +357,14 @@ def test_a_first_party_plugin_that_is_not_installed_has_a_pip_command() -> None:
 
 
 def test_a_near_miss_of_a_first_party_name_has_name_and_command() -> None:
-    """A misspelt name of a plugin that is not installed is answered with its name and its wheel."""
+    """The hint for a misspelt first-party name has the right name and the pip command."""
     with pytest.raises(UnknownPluginError) as refused:
         PluginCatalog({}).select("attention_backend", "flash_infer")
     assert refused.value.hint == "did you mean 'flashinfer'? pip install graphpact-flashinfer"
 
 
 def test_a_kind_that_does_not_exist_is_an_unknown_plugin() -> None:
-    """A kind taken from a command line is answered like a name, not with a KeyError."""
+    """An unknown kind raises UnknownPluginError, not KeyError."""
     with pytest.raises(UnknownPluginError, match="no sampler is called 'greedy'"):
         PluginCatalog({}).select("sampler", "greedy")  # type: ignore[call-overload]
 
@@ -412,7 +412,7 @@ def test_importing_the_module_imports_no_plugin() -> None:
 
 
 def test_a_folder_named_otherwise_is_found_all_the_same(site: Site) -> None:
-    """A distribution whose metadata folder is not named as tools name it counts like any other."""
+    """A distribution whose metadata folder has an unusual name is found like any other."""
     site.add("odd", GOOD, offers={"fake_odd": "Runner"})
     (site.root / "fake_odd-1.0.dist-info").rename(site.root / "fake-odd-1.0.dist-info")
     assert isinstance(outcomes(PluginCatalog.scan())["fake_odd"], Loaded)

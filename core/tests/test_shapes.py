@@ -40,7 +40,7 @@ def _batch(
 def test_ranks_that_gather_take_the_shape_of_the_largest(
     sizes: list[int], ranks: list[int], width: int
 ) -> None:
-    """Whatever a rank has itself, idle ones too, it takes what the rank with most requests takes."""
+    """Every rank, even an idle one, takes the shape of the rank with the most requests."""
     captured = CaptureSizes.uniform(ForwardMode.DECODE, sizes, width)
     together = tuple(size * width for size in ranks)
     largest = captured.fit(_batch(max(ranks), width=width))
@@ -55,7 +55,7 @@ def test_ranks_that_gather_take_the_shape_of_the_largest(
 def test_ranks_of_ragged_batches_take_the_shape_of_the_most_tokens(
     mode: ForwardMode, counts: list[int], ranks: list[int]
 ) -> None:
-    """Where every shape has room for as many requests, ranks of any token counts take one shape."""
+    """If all shapes hold equally many requests, ranks take the shape of the rank with the most tokens."""
     captured = CaptureSizes.by_tokens(mode, counts, batch_size=4)
     largest = captured.fit(_batch(1, mode, tokens=max(ranks)))
     for tokens in ranks:
@@ -69,7 +69,7 @@ def test_ranks_of_ragged_batches_take_the_shape_of_the_most_tokens(
 def test_the_smallest_shape_that_holds_the_requests(
     mode: ForwardMode, sizes: list[int], size: int, width: int
 ) -> None:
-    """A uniform batch takes the smallest size of at least its own, as a search of all sizes finds it."""
+    """A uniform batch takes the smallest size that holds it; a batch of another width runs eagerly."""
     captured = CaptureSizes.uniform(mode, sizes, width)
     fitting = [s for s in sizes if s >= size]
     expected: GraphShape | EagerReason = EagerReason.OVER_LARGEST
@@ -95,7 +95,7 @@ def test_the_smallest_shape_that_holds_the_requests(
 def test_the_smallest_shape_that_holds_a_ragged_batch(
     mode: ForwardMode, pairs: list[tuple[int, int, str]], requests: int, tokens: int, variant: str
 ) -> None:
-    """A ragged batch takes, of the shapes of its variant with enough of both, that of fewest tokens."""
+    """A ragged batch takes the fitting shape of its variant with the fewest tokens."""
     shapes = [GraphShape(mode, size, count, of) for size, count, of in pairs]
     fitting = [
         s
@@ -118,7 +118,7 @@ def test_the_smallest_shape_that_holds_a_ragged_batch(
 def test_a_variant_takes_no_shape_of_another(
     sizes: list[tuple[int, str]], size: int, variant: str
 ) -> None:
-    """A uniform batch takes the smallest size of its own variant, whatever others would hold it."""
+    """A uniform batch takes the smallest fitting size of its own variant, and never another variant's."""
     shapes = tuple(GraphShape(ForwardMode.DECODE, n, n, of) for n, of in sizes)
     fitting = [n for n, of in sizes if of == variant and n >= size]
     found = CaptureSizes(shapes).fit(_batch(size), variant)
@@ -131,7 +131,7 @@ def test_a_variant_takes_no_shape_of_another(
 @EXAMPLES
 @given(sizes=SIZES)
 def test_shapes_ascend_without_repeats(sizes: list[int]) -> None:
-    """Every size is listed once, smallest first, whatever order it was given in."""
+    """Every size is listed once, smallest first, whatever order the sizes were given in."""
     captured = CaptureSizes.uniform(ForwardMode.DECODE, sizes, 2)
     assert [s.batch_size for s in captured.shapes] == sorted(set(sizes))
     assert (captured.max_batch_size, captured.max_num_tokens) == (max(sizes), 2 * max(sizes))
@@ -149,7 +149,7 @@ def test_an_idle_batch_takes_the_smallest_shape() -> None:
 
 
 def test_another_mode_is_another_reason() -> None:
-    """A batch of a mode that is not captured has that reason, however small it is."""
+    """A batch of a mode that is not captured has the reason WRONG_MODE, whatever its size."""
     captured = CaptureSizes.uniform(ForwardMode.DECODE, [1, 2])
     assert captured.fit(_batch(1, ForwardMode.EXTEND)) is EagerReason.WRONG_MODE
     assert captured.fit(_batch(9, ForwardMode.EXTEND)) is EagerReason.WRONG_MODE
@@ -158,7 +158,7 @@ def test_another_mode_is_another_reason() -> None:
 
 @pytest.mark.parametrize("sizes", [[], [0], [-1, 4], [4, 0]])
 def test_impossible_sizes_are_refused(sizes: list[int]) -> None:
-    """No size, or one below 1, is an error that shows the sizes."""
+    """An empty list of sizes, or a size below 1, is an error that shows the sizes."""
     with pytest.raises(ConfigError) as error:
         CaptureSizes.uniform(ForwardMode.DECODE, sizes)
     assert str(sorted(sizes)) in str(error.value)
@@ -185,7 +185,7 @@ def test_impossible_sizes_are_refused(sizes: list[int]) -> None:
 def test_shapes_that_no_lane_captures_together_are_refused(
     shapes: list[GraphShape], says: str
 ) -> None:
-    """No token, two modes, and two widths of a mode that is not ragged are refused by shape."""
+    """Shapes without tokens, of two modes, or of two widths in a uniform mode are refused by name."""
     with pytest.raises(ConfigError, match=says):
         CaptureSizes(tuple(shapes))
 
@@ -206,7 +206,7 @@ def test_the_default_sizes_cover_every_batch(most: int, data: st.DataObject) -> 
 
 
 def test_a_shape_is_a_key_that_reads_well() -> None:
-    """Equal shapes are one dictionary key, a variant makes another, and each prints as what it is."""
+    """Equal shapes are one dictionary key, another variant is another key, and a shape prints its fields."""
     a = GraphShape(ForwardMode.DECODE, 4, 4)
     assert {a: 1}[GraphShape(ForwardMode.DECODE, 4, 4)] == 1
     assert a != GraphShape(ForwardMode.DECODE, 4, 4, "lora")
@@ -215,7 +215,7 @@ def test_a_shape_is_a_key_that_reads_well() -> None:
 
 
 def test_every_reason_is_a_name_and_a_sentence() -> None:
-    """Statistics count by the name of a reason and print its text: each differs and says something."""
+    """Each eager reason has a distinct name without spaces, for statistics, and a text of several words."""
     reasons = [value for value in vars(EagerReason).values() if isinstance(value, EagerReason)]
     assert len(reasons) == 5
     assert len({reason.name for reason in reasons}) == len(reasons)
@@ -223,7 +223,7 @@ def test_every_reason_is_a_name_and_a_sentence() -> None:
 
 
 def test_a_plugin_adds_a_reason_of_its_own() -> None:
-    """A reason is equal to another by its name alone, and counts as one key."""
+    """Reasons with equal names are equal and one dictionary key, whatever their texts."""
     reason = EagerReason("acme_too_long", "longer than its kernel takes")
     assert reason == EagerReason("acme_too_long", "in other words")
     assert {reason: 1}[EagerReason("acme_too_long", "in other words")] == 1
@@ -231,6 +231,6 @@ def test_a_plugin_adds_a_reason_of_its_own() -> None:
 
 
 def test_modes() -> None:
-    """Decode is the mode of exactly one token a request."""
+    """`is_decode` is true for decode and false for extend."""
     assert ForwardMode.DECODE.is_decode
     assert not ForwardMode.EXTEND.is_decode

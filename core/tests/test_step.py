@@ -1,4 +1,4 @@
-"""What a step gives: named tensors, each with the axis of its rows."""
+"""Step outputs: named tensors, each with the axis of its rows."""
 
 from typing import Any
 
@@ -29,7 +29,7 @@ def _rows(axis: Axis, requests: int, tokens: int) -> int:
 def test_rows_are_cut_by_the_declared_axis(
     padded: tuple[int, int], share: tuple[float, float], axes: list[Axis]
 ) -> None:
-    """Each output is cut to the requests or tokens by its own axis, in its own memory; others stay whole."""
+    """Each output is sliced to the live rows of its own axis, without a copy; axis none is not sliced."""
     requests, tokens = padded
     live = [int(most * part) for most, part in zip(padded, share, strict=True)]
     tensors = [torch.randn(_rows(axis, requests, tokens), 2) for axis in axes]
@@ -44,7 +44,7 @@ def test_rows_are_cut_by_the_declared_axis(
 
 
 def test_the_axis_decides_where_requests_are_as_many_as_tokens() -> None:
-    """Of outputs with equal rows, that of requests is cut to requests and that of tokens to tokens."""
+    """If there are as many tokens as requests, each output is sliced by its declared axis."""
     four = torch.arange(4)
     outputs = StepOutputs(logits=(four, "bs"), hidden_states=(four, "tokens"))
     outputs.require_rows(GraphShape(ForwardMode.EXTEND, 4, 4))
@@ -65,7 +65,7 @@ def test_the_axis_decides_where_requests_are_as_many_as_tokens() -> None:
     ],
 )
 def test_an_output_without_rows_or_axis_is_refused(value: Any, says: str) -> None:
-    """An unknown axis, none, and what has no rows are refused with the output's name."""
+    """An output with an unknown or missing axis, or without rows, is refused by name."""
     with pytest.raises(EngineError, match=says) as error:
         StepOutputs(logits=(torch.zeros(2), "bs"), hidden=value)
     assert "help: " in str(error.value)
@@ -74,7 +74,7 @@ def test_an_output_without_rows_or_axis_is_refused(value: Any, says: str) -> Non
 @pytest.mark.parametrize(("axis", "due"), [("bs", 2), ("tokens", 6)])
 @pytest.mark.parametrize("rows", [0, 1, 3, 7])
 def test_another_number_of_rows_is_refused(axis: Axis, due: int, rows: int) -> None:
-    """Another number of rows than the axis has is refused with the name, both counts and the shape."""
+    """A wrong number of rows is refused with the name, both counts and the shape."""
     shape = GraphShape(ForwardMode.TARGET_VERIFY, 2, 6)
     outputs = StepOutputs(logits=(torch.zeros(due), axis), hidden=(torch.zeros(rows), axis))
     message = rf"output 'hidden' has {rows} rows; its axis '{axis}' has {due} in target"
@@ -84,7 +84,7 @@ def test_another_number_of_rows_is_refused(axis: Axis, due: int, rows: int) -> N
 
 
 def test_outputs_are_a_mapping_by_name() -> None:
-    """Names, lengths and lookups are a mapping's; a missing output is named, with those that are there."""
+    """Step outputs are a mapping; the error for a missing output names it and lists the existing ones."""
     logits = torch.ones(2)
     outputs = StepOutputs(logits=(logits, "bs"), hidden=(torch.zeros(3), "tokens"))
     assert list(outputs) == ["logits", "hidden"]
@@ -102,7 +102,7 @@ def test_outputs_are_a_mapping_by_name() -> None:
 
 
 def test_a_copy_has_memory_of_its_own() -> None:
-    """What is cloned stays as it was when the graph writes its outputs again, and keeps its axes."""
+    """A clone keeps its values and axes when the graph writes its outputs again."""
     logits = torch.ones(2)
     outputs = StepOutputs(logits=(logits, "bs"))
     kept = outputs.clone()
@@ -112,7 +112,7 @@ def test_a_copy_has_memory_of_its_own() -> None:
 
 
 def test_outputs_are_a_tree_of_their_tensors() -> None:
-    """A driver that walks a region's outputs finds every tensor, and puts others in their places."""
+    """Step outputs are a pytree: a driver can flatten them, replace the tensors, and keep the axes."""
     outputs = StepOutputs(logits=(torch.ones(2), "bs"), hidden=(torch.zeros(3), "tokens"))
     leaves, spec = pytree.tree_flatten(outputs)
     assert all(a is b for a, b in zip(leaves, outputs.values(), strict=True))
