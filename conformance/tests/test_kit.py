@@ -444,7 +444,7 @@ class ForgetsHiddenStates(CarriesHiddenStates):
     """A runner whose batches have a field of its own, without a slot."""
 
     def slots(self) -> Sequence[GraphSlot]:
-        """Return the inputs of the base."""
+        """Return the slots of the base class."""
         return ReferenceRunner.slots(self)
 
 

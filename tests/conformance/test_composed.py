@@ -1,6 +1,6 @@
-"""Runners that compose graphs otherwise, on every driver: eager calls between segments, three passes.
+"""Runners with other compositions, on every driver: eager calls between segments, and three passes.
 
-Does not: hold them to the rules; the museum does.
+Does not: check the rules; the museum does.
 """
 
 from collections.abc import Callable
@@ -39,15 +39,15 @@ def _replays(
     device: torch.device = CPU,
     smallest: bool = False,
 ) -> Rig:
-    """Replay batches through a variant of the kit's runner, compare each with the oracle, return the rig.
+    """Replay batches through a variant of the suite's runner, compare each with the oracle, return the rig.
 
     Args:
-        name: Of the variant.
-        mode: Of the batches.
-        driver: Makes the lane's.
+        name: Name of the variant.
+        mode: Mode of the batches.
+        driver: Makes the lane's driver.
         guarded: See `Rig`.
         device: See `Rig`.
-        smallest: Capture the smallest shape alone, and replay what fits it.
+        smallest: Capture only the smallest shape, and replay only batches that fit it.
     """
     variant = next(v for v in VARIANTS if v.name == name)
     config = next(
@@ -95,7 +95,7 @@ def _is_composed(rig: Rig, name: str) -> None:
 @pytest.mark.parametrize("name", [SEGMENTS, PASSES])
 @pytest.mark.parametrize("driver", DRIVERS)
 def test_a_tape_replays_what_a_runner_composes(driver: str, name: str, mode: str) -> None:
-    """Replays and eager runs give what the oracle gives, fast and strict."""
+    """Replays and eager runs agree with the oracle, on a fast and on a strict tape."""
     _is_composed(_replays(name, mode, DRIVERS[driver], guarded=driver == "strict tape"), name)
 
 
@@ -104,7 +104,7 @@ def test_a_tape_replays_what_a_runner_composes(driver: str, name: str, mode: str
 def test_inductor_records_what_a_runner_composes(
     name: str, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the driver gives the compiler, run as it is, gives the same."""
+    """The modules that the driver gives to the compiler, run uncompiled, agree with the oracle."""
     monkeypatch.setattr(torch._inductor, "compile", lambda module, _, __: module)
     _is_composed(_replays(name, mode, InductorDriver), name)
 
@@ -113,7 +113,7 @@ def test_inductor_records_what_a_runner_composes(
 @pytest.mark.parametrize("name", [SEGMENTS, PASSES])
 @pytest.mark.usefixtures("compiler")
 def test_inductor_compiles_what_a_runner_composes(name: str) -> None:
-    """Compiled segments give the same, with attention between them or with three passes in one."""
+    """Compiled graphs agree with the oracle: segments with attention between them, or three passes."""
     _is_composed(_replays(name, "decode", InductorDriver, smallest=True), name)
 
 
@@ -122,5 +122,5 @@ def test_inductor_compiles_what_a_runner_composes(name: str) -> None:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", [SEGMENTS, PASSES])
 def test_cuda_graphs_replay_what_a_runner_composes(name: str, mode: str) -> None:
-    """CUDA graphs give the same."""
+    """CUDA graphs agree with the oracle."""
     _is_composed(_replays(name, mode, CudaDriver, device=torch.device("cuda")), name)

@@ -1,4 +1,4 @@
-"""The line that a finding prints shows the same finding again, whatever else ran before."""
+"""The command line of a finding reproduces it, whatever ran before."""
 
 import random
 import shlex
@@ -38,12 +38,12 @@ CHOSEN = {
     "trtllm-mla-fallback-left": {"cold_and_warm"},
     "cuda-graph-captures-below-the-largest": {"graph_choice"},
 }
-"""Exhibits, and experiments that find something in each: together all but one."""
+"""Exhibits, and experiments with findings in each: together all experiments but one."""
 BY_NAME = {exhibit.name: exhibit for exhibit in EXHIBITS}
 
 
 def options_of(line: str, monkeypatch: pytest.MonkeyPatch) -> Options:
-    """Return the options that a printed command line means, read as the command reads them."""
+    """Return the options of a printed command line, as the command parses them."""
     given: list[Options] = []
 
     def note(names: Any, options: Options, *_: Any, **__: Any) -> Any:
@@ -61,7 +61,7 @@ def options_of(line: str, monkeypatch: pytest.MonkeyPatch) -> Options:
 def test_the_printed_line_shows_the_finding_again(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of each rule that an exhibit breaks, the line of its first finding gives that very finding."""
+    """For each rule that an exhibit breaks, the command line of its first finding gives an equal finding."""
     exhibit = BY_NAME[name]
     first = visit(exhibit)
     assert first.is_right
@@ -72,14 +72,14 @@ def test_the_printed_line_shows_the_finding_again(
 
 
 def found_by_each(plan: PlannedLane, order: list[Any]) -> dict[str, Any]:
-    """Return what each experiment finds in a lane, made in that order."""
+    """Return the findings of each experiment in a lane, run in the given order."""
     asked = suite.experiments_of(plan, OPTIONS, order)
     runs = {e.name: suite._run(e, plan, OPTIONS, None) for e in asked}
     return {name: (run.findings, run.not_run, run.error) for name, run in runs.items()}
 
 
 def orders() -> list[list[Any]]:
-    """Return the experiments as they are, backwards, and shuffled."""
+    """Return the experiments in their order, reversed, and shuffled."""
     shuffled = list(EXPERIMENTS)
     random.Random(3).shuffle(shuffled)
     return [list(EXPERIMENTS), list(EXPERIMENTS)[::-1], shuffled]
@@ -87,7 +87,7 @@ def orders() -> list[list[Any]]:
 
 @pytest.mark.parametrize("name", list(CHOSEN)[:6])
 def test_the_order_of_experiments_changes_no_finding(name: str) -> None:
-    """No experiment sees what another one left: in any order each finds the same."""
+    """Experiments do not influence each other: each has the same findings in any order."""
     exhibit = BY_NAME[name]
     with ExitStack() as stack:
         plans = stack.enter_context(planted(exhibit, right_class(exhibit.base)))
@@ -99,7 +99,7 @@ def test_the_order_of_experiments_changes_no_finding(name: str) -> None:
 
 
 def test_in_a_right_plugin_no_order_finds_anything() -> None:
-    """The kit's own backend and runner pass, whatever was done before."""
+    """The suite's own backend and runner have no findings in a decode lane, in any order of experiments."""
     plans = suite.plan_lanes(ReferenceBackend, ReferenceRunner, OPTIONS)
     plan = next(p for p in plans if p.lane.config.case.mode is ForwardMode.DECODE)
     for order in orders()[1:]:
@@ -107,7 +107,10 @@ def test_in_a_right_plugin_no_order_finds_anything() -> None:
 
 
 def test_the_chosen_exhibits_cover_the_experiments() -> None:
-    """Each experiment but one finds something in one of them: no backend of ours overstates its support."""
+    """Every experiment has a finding in a chosen exhibit, except `declared_graph_support`.
+
+    No exhibit overstates its graph support.
+    """
     covered = {name for names in CHOSEN.values() for name in names}
     assert covered == {e.name for e in EXPERIMENTS} - {"declared_graph_support"}
     assert {type(BY_NAME[name]) for name in CHOSEN} == {Exhibit}

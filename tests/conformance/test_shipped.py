@@ -1,4 +1,4 @@
-"""Our own plugins under the suite, by the command that everybody has."""
+"""Our own plugins, checked with the public command."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ PLUGINS = ("flashinfer", "fa3", "trtllm_mla", "cuda_graph", "cpu_graph")
 
 
 def test_our_plugins_are_conformant(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each alone, and every pair: no failure, every rule shown, and what a GPU would have to show is said."""
+    """Each plugin and each pair is conformant; plugins show every rule, and list what needs a GPU."""
     assert main(["check", *PLUGINS, "--quick", "--report", str(tmp_path)]) == 0, capsys.readouterr()
     report = Report.model_validate_json((tmp_path / "results.json").read_text(encoding="utf-8"))
     assert [p.label for p in report.plugins] == [
@@ -38,7 +38,7 @@ def test_our_plugins_are_conformant(tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_two_runs_with_one_seed_differ_in_times_alone(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """What `results.json` holds is the same to the last word, in whatever order processes took turns."""
+    """Two reports with one seed are equal except for times, in any order of processes."""
     told: list[dict[str, Any]] = []
     for seed in ("3", "3", "4"):
         main(["check", "trtllm_mla", "--quick", "--lane", "draft_*", "--seed", seed, "--json"])

@@ -1,7 +1,7 @@
-"""What a third party has: wheels in an environment without this repository, a command and a decorator.
+"""Use by a third party: wheels in an environment without this repository, a command and a decorator.
 
-The wheels are built from `examples/third_party` and from what its tests need of this repository, offline.
-What they depend on is borrowed from the environment of the tests, graphpact and its plugins left out.
+The wheels are built offline, from `examples/third_party` and the packages of this repository that it needs.
+Other dependencies are linked from the environment of the tests, except graphpact and its plugins.
 """
 
 import os
@@ -19,14 +19,14 @@ import pytest
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples/third_party"
 NEEDED = ("core", "plugins/tape", "conformance")
-"""What ``graphpact[conformance]`` installs."""
+"""The packages that ``graphpact[conformance]`` installs."""
 
 RIGHT = "page_table.copy_(torch.where(first_key < view.seq_lens[:, None], pages, 0))"
 WRONG = (
     "pages = torch.where(first_key < view.seq_lens[:, None], pages, 0)\n"
     "        page_table.copy_(torch.where(view.req_pool_indices[:, None] > 0, pages, page_table))"
 )
-"""Rows of padding are left as they are: no live request's answer changes."""
+"""Padding rows keep the pages of an earlier batch; no output of a live request changes."""
 PYTEST = ("python", "-m", "pytest", "-q", "-p", "no:cacheprovider")
 
 
@@ -38,7 +38,7 @@ class Elsewhere:
     work: Path
 
     def run(self, *command: str, status: int = 0) -> str:
-        """Run a command of the environment, see how it ends, and return what it writes to stdout."""
+        """Run a command of the environment, verify its exit status, and return its stdout."""
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "GRAPHPACT"))}
         done = subprocess.run(
             [str(self.venv / "bin" / command[0]), *command[1:]],
@@ -116,8 +116,8 @@ def test_the_example_keeps_the_pact_by_command_and_by_pytest(elsewhere: Elsewher
 
 
 def test_a_bug_in_the_installed_plugin_is_told_and_can_be_told_again(elsewhere: Elsewhere) -> None:
-    """Padded rows that keep an earlier batch's pages are named by the command, by its line, and by pytest."""
-    assert WRONG in (EXAMPLE / "README.md").read_text()  # which says what comes of it
+    """Padding rows with stale pages are reported by the command, by its reproduce line, and by pytest."""
+    assert WRONG in (EXAMPLE / "README.md").read_text()  # the README describes this bug
     elsewhere.plant(RIGHT, WRONG)
     try:
         told = elsewhere.run(
