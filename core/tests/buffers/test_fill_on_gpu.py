@@ -72,7 +72,7 @@ def test_a_gpu_holds_what_a_cpu_holds() -> None:
 def test_a_decode_fill_is_a_few_launches(
     size: int, padded: int, lengths: torch.dtype, launches: int
 ) -> None:
-    """A fill is one launch for padding rows and one for each pair of dtypes, without synchronization."""
+    """A fill is one launch for padding rows, if any, and one per pair of dtypes, without synchronization."""
     registry, batch = _registry("cuda"), _batch("cuda", size, lengths)
     _fill(registry, batch, padded)
     torch.cuda.synchronize()

@@ -399,7 +399,7 @@ def test_what_is_not_contiguous_is_not_seen_in_another_shape() -> None:
 
 
 def test_registries_share_with_input_buffers() -> None:
-    """``share_pool=True`` is the pool of share_input_buffer, in both directions."""
+    """``share_pool=True`` uses the pool of share_input_buffer, in both directions."""
     first = share_input_buffer("lengths", torch.zeros(4, dtype=I64))
     slot = _registry(pool=True).register_slot(_slot())
     assert slot.buffer is first
