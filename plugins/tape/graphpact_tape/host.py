@@ -16,7 +16,7 @@ Does not: record anything, or see a read that bypasses torch (a raw pointer, a s
 
 import abc
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -79,10 +79,42 @@ _FACTORIES = frozenset(
 _FROM_PYTHON = frozenset({torch.tensor, torch.as_tensor, torch.asarray})
 _FROM_MEMORY = frozenset({torch.from_numpy, torch.frombuffer, torch.from_file})
 
+# Arguments of operators are mostly tensors, numbers, and tuples and lists of them. Captures take a third less
+# time if these are walked here; torch's pytree walks every other type.
+_NO_CONTAINERS = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device})
+
 
 def tensors_of(tree: Any) -> list[torch.Tensor]:
     """Return the tensors in a tree of containers, in order."""
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+    if isinstance(tree, torch.Tensor):
+        return [tree]
+    kind = type(tree)
+    if kind in _NO_CONTAINERS:
+        return []
+    if kind is dict:
+        parts = tree.values()
+    elif kind is tuple or kind is list:
+        parts = tree
+    else:
+        return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+    found: list[torch.Tensor] = []
+    for part in parts:
+        found += tensors_of(part)
+    return found
+
+
+def map_tensors(fn: Callable[[torch.Tensor], Any], tree: Any) -> Any:
+    """Return a copy of a tree of containers, with ``fn(tensor)`` for each tensor."""
+    if isinstance(tree, torch.Tensor):
+        return fn(tree)
+    kind = type(tree)
+    if kind in _NO_CONTAINERS:
+        return tree
+    if kind is tuple or kind is list:
+        return kind([map_tensors(fn, part) for part in tree])
+    if kind is dict:
+        return {name: map_tensors(fn, part) for name, part in tree.items()}
+    return pytree.tree_map_only(torch.Tensor, fn, tree)
 
 
 class WeakTensor:

@@ -31,7 +31,7 @@ from graphpact.graphs.driver import GraphDriver
 from graphpact.graphs.lines import Line
 from graphpact.graphs.segments import EagerCall
 from graphpact.tensors import storage_id
-from graphpact_tape.host import HostReadGuard, Watcher, tensors_of
+from graphpact_tape.host import HostReadGuard, Watcher, map_tensors, tensors_of
 
 __tracebackhide__ = True  # a message names the line of the region
 
@@ -245,7 +245,7 @@ class Recorder(Watcher):
             result = func(*args, **kwargs)
             self._record(_aten.clone.default, (self.constant(result),), {}, result)
             return result
-        args, kwargs = pytree.tree_map(self.kept, (args, kwargs))
+        args, kwargs = map_tensors(self.kept, (args, kwargs))
         result = func(*args, **kwargs)
         self._record(func, args, kwargs, result)
         return result
@@ -274,11 +274,9 @@ class Recorder(Watcher):
 
     # -- overridden by the strict recorder -------------------------------------------------------
 
-    def kept(self, leaf: Any) -> Any:
-        """Return the leaf of an argument for the operation to use: a copy if it is a host number."""
-        if not isinstance(leaf, torch.Tensor) or leaf.dim() or leaf not in self.host:
-            return leaf
-        return self.constant(leaf)
+    def kept(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the argument that the operation uses for ``tensor``: a copy if it is a host number."""
+        return self.constant(tensor) if not tensor.dim() and tensor in self.host else tensor
 
     def held(self, tensor: torch.Tensor) -> Any:
         """Return an alias of ``tensor`` for the record; it keeps the memory alive."""
@@ -289,8 +287,8 @@ class Recorder(Watcher):
 
     def add(self, call: RecordedCall) -> None:
         """Add a call to the record. ``call`` has the caller's tensors, the record has aliases."""
-        args, kwargs, result, made = pytree.tree_map_only(
-            torch.Tensor, self.held, (call.args, call.kwargs, call.result, call.made)
+        args, kwargs, result, made = map_tensors(
+            self.held, (call.args, call.kwargs, call.result, call.made)
         )
         segment = self.parts[-1]
         assert isinstance(segment, Segment)  # noqa: S101  each eager call is followed by one

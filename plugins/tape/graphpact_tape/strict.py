@@ -208,13 +208,13 @@ class StrictRecorder(Recorder):
         self.shared.order.operation(func, given, written, result, self.line, CaptureError)
         return result
 
-    def kept(self, leaf: Any) -> Any:
-        """Return the leaf of an argument for the operation to use: a copy if a kernel takes it by value."""
-        if not isinstance(leaf, torch.Tensor) or self.owns(leaf) or not self.host.is_number(leaf):
-            return leaf
-        if any(storage_id(leaf) == storage for storage, *_ in self._known):
-            return leaf
-        return self.constant(leaf)
+    def kept(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the argument that the operation uses: a copy if a kernel takes ``tensor`` by value."""
+        if self.owns(tensor) or not self.host.is_number(tensor):
+            return tensor
+        if any(storage_id(tensor) == storage for storage, *_ in self._known):
+            return tensor
+        return self.constant(tensor)
 
     def held(self, tensor: torch.Tensor) -> Any:
         """Return an alias of ``tensor`` for the record, or a placeholder if it is external."""
