@@ -341,7 +341,7 @@ def test_keys_that_a_stale_schedule_lacks_are_not_attended(path: str, *, causal:
 def test_the_page_table_has_pages_and_scratch_behind_them(
     data: st.DataObject, page_size: int, bs: int
 ) -> None:
-    """Each row has its request's pages in order, then zeros, whatever memory held before."""
+    """Each row has its request's pages in order, then zeros, for any earlier contents of the memory."""
     context = data.draw(st.integers(1, 40))
     pages = -(-context // page_size)
     lengths = data.draw(st.lists(st.integers(0, context), min_size=bs, max_size=bs))

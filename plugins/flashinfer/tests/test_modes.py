@@ -99,7 +99,7 @@ def test_the_last_query_offset_is_the_static_count_for_every_raw_count(
 
 
 def test_scratch_is_the_only_page_of_the_fake_request() -> None:
-    """The fake request has page 0 only, as often as its padding tokens need, whatever memory held before."""
+    """The fake request has page 0 only, as often as its padding tokens need, for any earlier contents."""
     backend = backend_of(4)
     for raw in (3, 61, 64, 9):
         metadata = backend.init_metadata_eager(
