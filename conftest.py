@@ -1,4 +1,4 @@
-"""Small checkpoints, made once a session and read back from disk by the code under test."""
+"""A fixture with small checkpoints, which are written to disk once per session."""
 
 from collections.abc import Callable
 from pathlib import Path

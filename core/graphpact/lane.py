@@ -84,7 +84,7 @@ class CapturedShape:
 
     Args:
         step: Static inputs, metadata and live batch, for the recorded work.
-        metadata: The metadata of the capture hook. Every replay refreshes it, whatever the last one returned.
+        metadata: The metadata of the capture hook. Every replay hook gets this object, not an earlier result.
         graph: The recorded graph with its outputs.
         pact: The pact of the capture.
         stats: Its statistics.

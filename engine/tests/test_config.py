@@ -1,4 +1,4 @@
-"""Where a setting comes from, which source wins, and what is said about one that is not valid."""
+"""Configuration: the sources of a setting, their precedence, and the errors for invalid settings."""
 
 import json
 import os
@@ -84,7 +84,7 @@ def toml(settings: dict[str, Any]) -> str:
 
 
 def look_up(config: EngineConfig, key: str) -> Any:
-    """Return what a configuration holds under a dotted key; a tuple as a list."""
+    """Return the value of a dotted key of a configuration; a tuple as a list."""
     value: Any = config
     for name in key.split("."):
         value = value[name] if isinstance(value, LanesConfig) else getattr(value, name)
@@ -92,7 +92,7 @@ def look_up(config: EngineConfig, key: str) -> Any:
 
 
 def refusal(*overrides: str, path: Path | None = None, env: dict[str, str] | None = None) -> str:
-    """Return the message with which a configuration is refused."""
+    """Return the message of the error that refuses a configuration."""
     with pytest.raises(ConfigError) as refused:
         EngineConfig.load(path, env=env or {}, overrides=overrides)
     return str(refused.value)
@@ -100,12 +100,12 @@ def refusal(*overrides: str, path: Path | None = None, env: dict[str, str] | Non
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    """Return the path of a configuration file that is yet to be written."""
+    """Return the path of a configuration file, which the test writes."""
     return tmp_path / "run.toml"
 
 
 def test_every_key_is_tested_and_described() -> None:
-    """Each key has a description, words for what it allows, and a strategy in this file."""
+    """Each key has a description, its allowed values in words, and a strategy in this file."""
     assert list(KEYS) == list(VALUES)
     assert all(key.description.endswith(".") and key.allowed for key in config_keys())
     assert KEYS["engine.max_num_seqs"] == ConfigKey(
@@ -119,7 +119,7 @@ def test_every_key_is_tested_and_described() -> None:
 
 
 def test_the_defaults_are_those_of_the_design() -> None:
-    """Without any source the configuration is the documented one."""
+    """Without any source, every key has its default."""
     config = EngineConfig.load(env={})
     assert config == EngineConfig()
     assert {key: look_up(config, key) for key in KEYS} == DEFAULTS
@@ -168,7 +168,7 @@ def test_later_sources_win_key_by_key(
 
 @given(word=WORDS, sizes=SIZES)
 def test_bare_words_are_text_and_the_rest_is_toml(word: str, sizes: list[int]) -> None:
-    """Outside a file a word needs no quotes, and numbers, lists and booleans are what they are."""
+    """Outside a file a string needs no quotes; numbers, lists and booleans are parsed as TOML."""
     config = EngineConfig.load(
         env={
             "graphpact_Engine__attention_backend": word,
@@ -188,7 +188,7 @@ def test_bare_words_are_text_and_the_rest_is_toml(word: str, sizes: list[int]) -
 
 
 def test_of_two_overrides_the_last_wins_and_a_table_sets_its_keys_only() -> None:
-    """--set may repeat itself, and an inline table leaves the keys alone that it does not name."""
+    """The last of two equal --set keys wins; an inline table does not change keys that it lacks."""
     config = EngineConfig.load(
         env={},
         overrides=[
@@ -204,7 +204,7 @@ def test_of_two_overrides_the_last_wins_and_a_table_sets_its_keys_only() -> None
 
 
 def test_the_environment_of_the_process_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without ``env`` the process's variables count; reserved ones and foreign ones are skipped."""
+    """Without ``env`` the process's variables are read; reserved and foreign ones are skipped."""
     for variable in [v for v in os.environ if v.upper().startswith("GRAPHPACT_")]:
         monkeypatch.delenv(variable)
     assert {DISABLE_VARIABLE, "GRAPHPACT_TRACE"} <= RESERVED_VARIABLES
@@ -233,7 +233,7 @@ def test_a_relative_model_path_is_taken_from_the_file_where_it_exists(
     assert EngineConfig.load(file, env={}).model.path == str(elsewhere)
 
 
-# What is set, and what the refusal says about the value and what is allowed in its place.
+# A setting, its value in the error message, and the allowed values in the message.
 INVALID = [
     ('engine.max_num_seqs="8"', "'8'", "expected a whole number from 1 to 65536"),
     ("engine.max_num_seqs=0", "0", "expected a whole number from 1 to 65536"),
@@ -278,7 +278,7 @@ INVALID = [
 def test_a_value_that_is_not_valid_names_key_value_source_and_what_is_allowed(
     file: Path, setting: str, value: str, allowed: str
 ) -> None:
-    """The refusal of a value is one line with all that is needed to mend it, from each source."""
+    """An invalid value from any source is refused in one line: key, value, source, allowed values."""
     key, _, text = setting.partition("=")
     variable = KEYS[key].variable
     assert f"\n  {key} = {value} (--set): " in refusal(setting)
@@ -291,7 +291,7 @@ def test_a_value_that_is_not_valid_names_key_value_source_and_what_is_allowed(
 
 
 def test_the_element_of_a_list_is_named() -> None:
-    """Of a list with one bad element, that element and its place are shown."""
+    """The error for a list with one invalid element has that element and its index."""
     message = refusal("lanes.decode.batch_sizes=[1, 0, 4]")
     assert "lanes.decode.batch_sizes[1] = 0 (--set)" in message
     assert "batch_sizes[0]" not in message
@@ -309,15 +309,15 @@ def test_the_element_of_a_list_is_named() -> None:
     ],
 )
 def test_an_unknown_key_is_answered_with_the_nearest(file: Path, key: str, near: str) -> None:
-    """A key that does not exist is refused with its source and the nearest key that does."""
+    """An unknown key is refused with its source and the nearest known key."""
     assert f"\n  {key} (--set): unknown key; did you mean {near}?" in refusal(f"{key}=1")
-    if key not in ("engine.seed.x", "decode.batch_sizes"):  # in a file these are tables
+    if key not in ("engine.seed.x", "decode.batch_sizes"):  # tables in a file
         file.write_text(f"{key} = 1")
         assert f"\n  {key} ({file}): unknown key; did you mean {near}?" in refusal(path=file)
 
 
 def test_unknown_tables_and_variables_are_answered_in_their_own_words(file: Path) -> None:
-    """A table is compared with tables, a variable with variables, and a table is not a value."""
+    """The error for an unknown table names tables, for a variable variables; a table takes no value."""
     file.write_text("[lanes.decod]\nrunner = 'x'\n[zzz]\na = 1\n")
     message = refusal("engine=5", path=file, env={"GRAPHPACT_ENGINE__MAX_NUM_SEQ": "3"})
     assert f"lanes.decod.mode ({file}): not set; set it to decode or prefill; or did you" in message
@@ -330,7 +330,7 @@ def test_unknown_tables_and_variables_are_answered_in_their_own_words(file: Path
 
 
 def test_all_faults_are_listed_at_once(file: Path) -> None:
-    """Unknown keys, bad values and malformed overrides of all sources stand in one message."""
+    """One message lists the unknown keys, invalid values and malformed overrides of all sources."""
     file.write_text("engine.page_size = 3\nengine.pages = 4\n")
     env = {"GRAPHPACT_ENGINE__SEED": "x", "graphpact_engine__seed": "y"}
     message = refusal("engine.num_pages", "model.dtype=int8", path=file, env=env)
@@ -342,7 +342,7 @@ def test_all_faults_are_listed_at_once(file: Path) -> None:
 
 
 def test_a_value_that_an_earlier_source_got_wrong_may_be_mended_by_a_later_one(file: Path) -> None:
-    """Only what is in force is validated, so that --set can repair a shared file."""
+    """Only the value that wins is validated, so --set can override an invalid value in a file."""
     file.write_text("engine.page_size = 3")
     assert EngineConfig.load(file, env={}, overrides=["engine.page_size=4"]).engine.page_size == 4
 
@@ -360,7 +360,7 @@ def test_a_value_that_an_earlier_source_got_wrong_may_be_mended_by_a_later_one(f
 def test_a_file_that_is_not_toml_is_refused_with_its_line(
     file: Path, data: bytes, says: str
 ) -> None:
-    """An ill-formed file is a ConfigError that names the file and, where there is one, the line."""
+    """An ill-formed file raises a ConfigError with the file and the fault, with its line if known."""
     file.write_bytes(data)
     message = refusal(path=file)
     assert str(file) in message
@@ -369,7 +369,7 @@ def test_a_file_that_is_not_toml_is_refused_with_its_line(
 
 @pytest.mark.parametrize("name", ["absent.toml", ".", "nul\0.toml"])
 def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path, name: str) -> None:
-    """A file that is missing, a folder, or no file name at all is a ConfigError that names it."""
+    """A missing file, a folder and an invalid file name raise a ConfigError."""
     message = refusal(path=tmp_path / name)
     assert message.startswith("the configuration file")
     assert "cannot be read" in message
@@ -386,7 +386,7 @@ HOSTILE = (
 
 @given(key=st.sampled_from([*KEYS, "engine", "lanes", "a", ""]) | HOSTILE, value=HOSTILE)
 def test_no_input_gives_anything_but_a_config_error(key: str, value: str) -> None:
-    """Whatever is set, the answer is a configuration or a ConfigError."""
+    """Any --set string and any variable gives a configuration or a ConfigError."""
     with suppress(ConfigError):
         EngineConfig.load(env={}, overrides=[f"{key}={value}", value])
     with suppress(ConfigError):
@@ -397,7 +397,7 @@ def test_no_input_gives_anything_but_a_config_error(key: str, value: str) -> Non
 def test_no_file_gives_anything_but_a_config_error(
     text: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Whatever a file holds, the answer is a configuration or a ConfigError."""
+    """Any contents of a file give a configuration or a ConfigError."""
     file = tmp_path_factory.getbasetemp() / "hostile.toml"
     file.write_bytes(text.encode(errors="surrogatepass"))
     with suppress(ConfigError):
@@ -415,7 +415,7 @@ def test_a_configuration_does_not_change_and_refuses_unknown_keys() -> None:
 
 
 def test_one_fault_has_one_line() -> None:
-    """A list whose items are not valid is not also called too short."""
+    """A list with an invalid item has one error line, for the item."""
     text = refusal("lanes.decode.batch_sizes=[0]")
     assert text.count("batch_sizes") == 1
     assert "batch_sizes[0] = 0" in text

@@ -1,4 +1,4 @@
-"""Lanes by name: which there are, in which order, what is refused, and which of them runs a batch."""
+"""Named lanes: their order, refused configurations, and the choice of the lane for a batch."""
 
 import json
 from collections.abc import Sequence
@@ -41,7 +41,7 @@ def lanes(*overrides: str, text: str = "", env: dict[str, str] | None = None) ->
 
 
 def refusal(*overrides: str, text: str = "", env: dict[str, str] | None = None) -> str:
-    """Return the message with which a configuration is refused."""
+    """Return the message of the error that refuses a configuration."""
     with pytest.raises(ConfigError) as refused:
         load(*overrides, text=text, env=env)
     return str(refused.value)
@@ -49,11 +49,11 @@ def refusal(*overrides: str, text: str = "", env: dict[str, str] | None = None) 
 
 @pytest.fixture(autouse=True)
 def empty_folder(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Write configuration files in a folder of the test's own."""
+    """Run each test in an empty folder, for its configuration files."""
     monkeypatch.chdir(tmp_path_factory.mktemp("lanes"))
 
 
-# -- which lanes there are -----------------------------------------------------------------------
+# -- the lanes of a configuration ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -80,12 +80,12 @@ def empty_folder(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.M
 def test_a_mode_has_the_lanes_that_are_written_and_else_its_default(
     text: str, expected: list[str]
 ) -> None:
-    """Lanes of one mode keep their order; a mode without a lane gets one that is called like it."""
+    """Lanes of one mode keep their order; a mode without a lane gets a default lane with its name."""
     assert lanes(text=text) == expected
 
 
 def test_lanes_come_in_the_order_in_which_the_sources_name_them() -> None:
-    """The file comes first, then the environment, then --set; a later source moves no lane."""
+    """Lanes of the file come first, then of the environment, then of --set; later sources move no lane."""
     found = lanes(
         'lanes.late.mode="decode"',
         "lanes.second.batch_sizes=[3]",
@@ -129,7 +129,7 @@ def test_the_order_of_lanes_is_part_of_a_configuration() -> None:
 
 
 def test_the_reference_lists_the_keys_of_a_lane_once() -> None:
-    """Without names of lanes, their keys come once, under a name that no lane can have."""
+    """Without names of lanes, config_keys has the keys of a lane once, under an invalid lane name."""
     names = [key.name for key in config_keys() if key.name.startswith("lanes.")]
     assert names == [f"lanes.NAME.{key}" for key in LaneConfig.model_fields]
     of_two = [key.name for key in config_keys(["a", "b"]) if key.name.startswith("lanes.")]
@@ -198,21 +198,21 @@ def test_the_reference_lists_the_keys_of_a_lane_once() -> None:
 def test_a_fault_of_a_lane_has_one_line_with_key_source_and_what_to_do(
     setting: str, says: str
 ) -> None:
-    """A lane's fault names key, value, source and the nearest key, also under a name not seen before."""
+    """A fault of a lane is one line with key, source and fix, also for a lane that only --set names."""
     message = refusal(setting)
     assert says in message
     assert message.count("\n") == 1
 
 
 def test_a_variable_of_a_lane_is_compared_with_variables() -> None:
-    """A misspelt variable is answered with a variable of the same lane, whatever its name."""
+    """The error for a misspelt variable names a variable of the same lane; lane names may have ``__``."""
     message = refusal(env={"GRAPHPACT_LANES__MY_LANE__RUNER": "x"})
     assert "did you mean GRAPHPACT_LANES__MY_LANE__RUNNER?" in message
     assert lanes(env={"GRAPHPACT_LANES__A__B___MODE": "decode"})[0] == "a__b_ decode cuda_graph"
 
 
 def test_faults_of_several_lanes_are_listed_at_once() -> None:
-    """Every lane with a fault is named, with the source that it comes from."""
+    """One message lists the faults of all lanes, each with its source."""
     message = refusal(
         "lanes.b.mode=x",
         text="[lanes.a]\nrunner = 'x'\n[lanes.decode]\nbatch_sizes = [0]",
@@ -226,7 +226,7 @@ def test_faults_of_several_lanes_are_listed_at_once() -> None:
 
 
 def test_lanes_that_are_built_directly_are_held_to_the_same_rules() -> None:
-    """A bad name, a mode against the name and an unknown key are refused without a file, too."""
+    """Invalid names, modes, keys and types of lanes are refused without a file too."""
     for tables in (
         {"Long": {"mode": "decode"}},
         {"decode": {"mode": "prefill"}},
@@ -239,11 +239,11 @@ def test_lanes_that_are_built_directly_are_held_to_the_same_rules() -> None:
             EngineConfig.model_validate({"lanes": tables})
 
 
-# -- which lane runs -----------------------------------------------------------------------------
+# -- the choice of a lane ------------------------------------------------------------------------
 
 
 class FakeLane:
-    """A lane that has shapes of some sizes, and counts how often it is asked."""
+    """A lane with shapes of some sizes that counts the calls of `fit`."""
 
     def __init__(self, name: str, sizes: Sequence[int]) -> None:
         self.name = name
@@ -259,19 +259,19 @@ class FakeLane:
 
 
 def engine_of(*fakes: FakeLane) -> Any:
-    """Return an engine that has these lanes for decode, and nothing else."""
+    """Return an engine with these decode lanes only."""
     engine: Any = object.__new__(Engine)
     engine._lanes_of = {ForwardMode.DECODE: list(fakes)}
     return engine
 
 
 def batch(size: int) -> Any:
-    """Return what a lane is chosen by."""
+    """Return a decode batch with the fields that choose a lane."""
     return SimpleNamespace(forward_mode=ForwardMode.DECODE, batch_size=size)
 
 
 def test_the_first_lane_with_a_shape_runs_and_else_the_first() -> None:
-    """Lanes are asked in their order until one has a shape; where none has, the first runs eagerly."""
+    """The first lane with a shape for a batch runs it; if no lane has one, the first lane does."""
     small, large, other = FakeLane("small", [1, 2]), FakeLane("large", [4]), FakeLane("other", [8])
     engine = engine_of(small, large, other)
     chosen = [engine.lane_of(batch(size)).name for size in (1, 2, 3, 4, 5, 9)]
@@ -280,7 +280,7 @@ def test_the_first_lane_with_a_shape_runs_and_else_the_first() -> None:
 
 
 def test_the_only_lane_of_a_mode_is_not_asked() -> None:
-    """Where there is no choice, choosing a lane costs no question to its runner."""
+    """The only lane of a mode is chosen without a call of `fit`."""
     lane = FakeLane("decode", [1])
     assert engine_of(lane).lane_of(batch(5)) is lane
     assert lane.asked == 0
@@ -303,7 +303,7 @@ def test_the_only_lane_of_a_mode_is_not_asked() -> None:
     ],
 )
 def test_a_lane_that_never_runs_is_refused(sizes: list[list[int]], says: str) -> None:
-    """A lane after one with all its shapes, or without any, is refused with both names."""
+    """A later lane is refused if an earlier one has all its shapes, or if it has no shape."""
     fakes: Any = [FakeLane(name, own) for name, own in zip("abc", sizes, strict=False)]
     with pytest.raises(ConfigError, match=says):
         require_each_can_run(fakes)
@@ -311,6 +311,6 @@ def test_a_lane_that_never_runs_is_refused(sizes: list[list[int]], says: str) ->
 
 @pytest.mark.parametrize("sizes", [[], [[]], [[1, 2], [1, 2, 4]], [[], [1]], [[2], [1], [4]]])
 def test_lanes_that_can_all_run_are_let_in(sizes: list[list[int]]) -> None:
-    """Each lane that has a shape of its own is accepted, and so is a first lane without any."""
+    """A lane with a shape that earlier lanes lack is accepted, and so is a first lane without shapes."""
     fakes: Any = [FakeLane(name, own) for name, own in zip("abc", sizes, strict=False)]
     require_each_can_run(fakes)

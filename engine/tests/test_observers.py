@@ -1,4 +1,4 @@
-"""Observers by name and by hand: which an engine gets, and what is refused."""
+"""Observers that a configuration or a caller selects, and refused ones."""
 
 from collections.abc import Generator
 from typing import Any
@@ -22,12 +22,12 @@ TARGETS = {
 
 @pytest.fixture(autouse=True)
 def no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Take the variable of whoever runs the tests out of the environment."""
+    """Remove GRAPHPACT_TRACE from the environment of the test."""
     monkeypatch.delenv("GRAPHPACT_TRACE", raising=False)
 
 
 def select(*names: str) -> list[tuple[str, type[Any]]]:
-    """Return what a configuration selects that names these observers."""
+    """Return names and classes of the observers that a configuration with ``names`` selects."""
     listed = ", ".join(map(repr, names))
     config = EngineConfig.load(env={}, overrides=[f"engine.observers=[{listed}]"])
     group = "graphpact.observers"
@@ -41,16 +41,16 @@ def select(*names: str) -> list[tuple[str, type[Any]]]:
 
 
 class Steps:
-    """Observes steps."""
+    """A valid observer of steps."""
 
     @hookimpl(wrapper=True)
     def run_step(self) -> Generator[None, Any, Any]:
-        """Let the step pass."""
+        """Return the outputs of the step unchanged."""
         return (yield)
 
 
 class Answers:
-    """Would answer in the place of a runner."""
+    """A class with a hook that is not a wrapper."""
 
     @hookimpl
     def populate(self) -> None:
@@ -58,23 +58,23 @@ class Answers:
 
 
 class Misspelt:
-    """Has a hook that the contract does not have."""
+    """A class with a misspelt hook."""
 
     @hookimpl(wrapper=True)
     def run_steps(self) -> Generator[None, Any, Any]:
-        """Never called."""
+        """Return the result unchanged; no lane calls it."""
         return (yield)
 
 
 def test_observers_are_selected_in_the_order_of_the_configuration() -> None:
-    """Every name gives its class, in order; without names there are none."""
+    """Observers are selected in the configured order; without names there are none."""
     assert select() == []
     assert select("trace") == [("trace", HookTrace)]
     assert [name for name, _ in select("trace", "trace")] == ["trace", "trace"]
 
 
 def test_names_of_observers_are_answered_like_those_of_other_plugins() -> None:
-    """An unknown name gets the nearest one, a broken plugin its reason."""
+    """The error for an unknown name has the nearest name; for a broken plugin, the reason."""
     with pytest.raises(
         UnknownPluginError, match=r"no observer is called 'trase'(.|\n)*mean 'trace'"
     ):
@@ -86,7 +86,7 @@ def test_names_of_observers_are_answered_like_those_of_other_plugins() -> None:
 
 
 def test_what_an_observer_raises_when_it_is_built_is_told_as_its_own() -> None:
-    """The message has kind, name and what was raised."""
+    """An exception of an observer's constructor becomes a PluginError with the observer's name."""
 
     class Raises:
         def __init__(self) -> None:
@@ -99,7 +99,7 @@ def test_what_an_observer_raises_when_it_is_built_is_told_as_its_own() -> None:
 
 
 def test_each_lane_has_observers_of_its_own() -> None:
-    """Observers are built anew every time, in the order of the selection."""
+    """Every call builds new observers, in the order of the selection."""
     selected = [("trace", HookTrace), ("steps", Steps)]
     once, again = build_observers(selected), build_observers(selected)
     assert [type(observer) for observer in once] == [HookTrace, Steps]
@@ -108,7 +108,7 @@ def test_each_lane_has_observers_of_its_own() -> None:
 
 @pytest.mark.parametrize(("value", "traces"), [("1", 1), ("0", 0), ("", 0)])
 def test_the_variable_traces_once(value: str, traces: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """GRAPHPACT_TRACE puts a trace before other observers, and no second one where one is selected."""
+    """GRAPHPACT_TRACE=1 adds a trace before other observers, unless a trace is selected."""
     monkeypatch.setenv("GRAPHPACT_TRACE", value)
     kinds = [type(observer) for observer in build_observers([("steps", Steps)])]
     assert kinds == [HookTrace] * traces + [Steps]
@@ -126,7 +126,7 @@ def test_the_variable_traces_once(value: str, traces: int, monkeypatch: pytest.M
     ],
 )
 def test_what_cannot_observe_is_refused(observer: object, says: str) -> None:
-    """Among the observers of a caller, what cannot observe is named by its place and its fault."""
+    """An invalid observer of a caller is refused; the error has its index and fault."""
     require_observers([Steps(), HookTrace()])
     with pytest.raises(ConfigError, match=rf"observers\[1\] is not an observer: .*{says}"):
         require_observers([Steps(), observer])

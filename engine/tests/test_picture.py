@@ -16,7 +16,7 @@ ELEMENTS = {"svg", "title", "desc", "style", "defs", "pattern", "path", "rect", 
 
 
 def titles(picture: str) -> list[str]:
-    """Return the title of each slot's group, having held the document to what it may contain."""
+    """Check that the document has only allowed elements; return the title of each slot's group."""
     root = ET.fromstring(picture)  # noqa: S314  our own
     kinds = {element.tag.removeprefix(SVG) for element in root.iter()}
     assert kinds <= ELEMENTS
@@ -34,7 +34,7 @@ def titles(picture: str) -> list[str]:
 def test_the_picture_is_one_safe_document_with_every_slot(
     registry: CudaGraphBufferRegistry,
 ) -> None:
-    """Whatever slots are called, the picture parses, runs and loads nothing, and names each in full."""
+    """For any slots, the picture is valid XML without scripts and links, and names each slot in full."""
     slots = declared(registry)
     picture = draw([registry.describe()])
     for slot, title in zip(slots, titles(picture), strict=True):
@@ -46,7 +46,7 @@ def test_the_picture_is_one_safe_document_with_every_slot(
 
 @pytest.mark.parametrize("text", HOSTILE)
 def test_hostile_names_are_spelled_out(text: str) -> None:
-    """A name, owner or reason that is markup or no text is in the picture as the text that it is."""
+    """Markup and unprintable text in names, owners and reasons appear escaped in the picture."""
     registry = CudaGraphBufferRegistry(device=CPU, max_bs=1, max_num_tokens=1)
     registry.register_slot(
         GraphSlot(
@@ -59,7 +59,7 @@ def test_hostile_names_are_spelled_out(text: str) -> None:
 
 
 def test_bars_grow_with_bytes_on_one_scale() -> None:
-    """In the picture of two registries a slot with four times the bytes has a bar of twice the length."""
+    """In one picture of two registries, a slot with four times the bytes has a bar of twice the length."""
     both = []
     for lane, sizes in (("one", [100, 400]), ("two", [1600])):
         registry = CudaGraphBufferRegistry(device=CPU, max_bs=1, max_num_tokens=1, lane=lane)
@@ -95,7 +95,7 @@ def test_bars_grow_with_bytes_on_one_scale() -> None:
 
 
 def test_kept_tails_are_hatched_and_reset_ones_are_not() -> None:
-    """The hatch lies on the bars of slots whose tails can hold rows of an earlier batch, and no other."""
+    """Bars are hatched exactly for slots whose padding rows can hold rows of an earlier batch."""
     registry = small()
     root = ET.fromstring(draw([registry.describe()]))  # noqa: S314  our own
     hatched = [
@@ -108,7 +108,7 @@ def test_kept_tails_are_hatched_and_reset_ones_are_not() -> None:
 
 
 def test_no_registry_is_a_picture_too() -> None:
-    """An engine whose lanes capture nothing gets a document that says so."""
+    """The picture of no registries is a document that says so."""
     assert titles(draw([])) == []
     assert "No registry." in draw([])
 
@@ -118,7 +118,7 @@ def test_no_registry_is_a_picture_too() -> None:
 
 @given(nbytes=st.integers(0, 2**50))
 def test_bytes_in_words_are_near(nbytes: int) -> None:
-    """A size in words is at most a twentieth of its unit away from the number, and below 1024 of it."""
+    """A size in words differs by at most 0.051 of its unit, and is below 1024 except in GiB."""
     number, unit = in_words(nbytes).replace(",", "").split()
     scale = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}[unit]
     assert abs(float(number) * scale - nbytes) <= 0.051 * scale

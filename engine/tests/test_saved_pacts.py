@@ -1,4 +1,4 @@
-"""Saved pacts: what a pact promised survives a file, and two files are compared field by field."""
+"""Saved pacts: files keep the promises of a pact, and two files are compared field by field."""
 
 import dataclasses
 import enum
@@ -205,7 +205,7 @@ def test_a_file_that_is_no_document_of_pacts_is_refused(content: str | bytes, sa
 @settings(derandomize=True, deadline=None, max_examples=60)
 @given(st.data())
 def test_a_damaged_document_is_refused_or_read(data: st.DataObject) -> None:
-    """Whatever happens to a file, loading it gives pacts or a usage error, and nothing else."""
+    """Loading a damaged file gives pacts or a UsageError, and no other exception."""
     text = json.dumps(_saved([1, "a", None]).to_dict())
     first = data.draw(st.integers(0, len(text)))
     last = data.draw(st.integers(first, min(len(text), first + 20)))
@@ -214,11 +214,11 @@ def test_a_damaged_document_is_refused_or_read(data: st.DataObject) -> None:
     try:
         SavedPacts.from_json(damaged)
     except UsageError as error:
-        assert error.hint  # noqa: PT017  either outcome is right
+        assert error.hint  # noqa: PT017  both outcomes are right
 
 
 def test_a_difference_names_lane_shape_field_and_both_values() -> None:
-    """Lanes, shapes and fields that came or went are changes, and so is every attribute that differs."""
+    """Added and removed lanes, shapes and fields are changes, and so is every attribute that differs."""
     old = SavedPacts.from_json(json.dumps(_document()))
     edited = _document()
     first, second, third = edited["pacts"]

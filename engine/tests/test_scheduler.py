@@ -272,10 +272,10 @@ def test_requests_are_admitted_in_queue_order() -> None:
 @pytest.mark.parametrize(
     ("page_size", "num_pages", "old_tokens", "young_prompt", "young_state"),
     [
-        (1, 12, 7, 5, "running"),  # 7 free: 5, one token more, and one page for the old to grow
+        (1, 12, 7, 5, "running"),  # 7 pages free: 5, one more token, one page for the old request
         (1, 12, 7, 6, "waiting"),
         (1, 12, 7, 7, "waiting"),
-        (4, 4, 8, 7, "running"),  # the old has the two pages that it will ever need
+        (4, 4, 8, 7, "running"),  # the old request has both pages that it can need
         (4, 4, 9, 7, "waiting"),
     ],
 )
@@ -286,7 +286,7 @@ def test_admission_leaves_room_to_grow(
     bench = Bench(num_pages, page_size, model_len=12)
     bench.add("old", range(4), max_new_tokens=old_tokens - 4, ignore_eos=True)
     bench.step()
-    bench.step()  # the old decodes: 5 of its tokens are computed
+    bench.step()  # the old request decodes: 5 of its tokens are computed
     young = bench.add("young", range(young_prompt), max_new_tokens=2, ignore_eos=True)
     bench.step()
     assert young.state.value == young_state
@@ -523,31 +523,31 @@ class SchedulerMachine(RuleBasedStateMachine):
         tokens=st.integers(0, 12),
     )
     def build(self, page_size: int, spare: int, seqs: int, tokens: int) -> None:
-        """A pool that holds one request of full length, and some pages to spare."""
+        """Build a pool that holds one request of full length, and ``spare`` more pages."""
         num_pages = -(-24 // page_size) + spare
         self.bench = Bench(num_pages, page_size, seqs=seqs, tokens=seqs + tokens, model_len=24)
         self.requests: list[Request] = []
 
     @rule(prompt=st.lists(st.integers(0, 49), min_size=1, max_size=23), new=st.integers(1, 30))
     def add(self, prompt: list[int], new: int) -> None:
-        """A request arrives."""
+        """Queue a request."""
         name = len(self.requests)
         self.requests.append(self.bench.add(name, prompt, max_new_tokens=new, ignore_eos=True))
 
     @rule(count=st.integers(1, 6))
     def steps(self, count: int) -> None:
-        """Some steps pass."""
+        """Run ``count`` steps."""
         for _ in range(count):
             self.bench.step()
 
     @rule()
     def lose_a_step(self) -> None:
-        """A step is planned and never committed, as when the model fails."""
+        """Plan a step that is never committed, as if the model failed."""
         self.bench.scheduler.schedule()
 
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
-        """A request is aborted, or one that has ended already is not."""
+        """Abort a request; `abort` returns False if it has ended already."""
         if self.requests:
             request = data.draw(st.sampled_from(self.requests))
             alive = not request.is_finished
@@ -560,7 +560,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.bench.scheduler.check_invariants()
 
     def teardown(self) -> None:
-        """All requests come to an end, with the tokens that the model alone would give."""
+        """Finish all requests; each has the tokens that the model gives alone, or their start if aborted."""
         if not hasattr(self, "bench"):
             return
         self.bench.drain()

@@ -20,7 +20,7 @@ NAN = float("nan")
 
 @dataclass
 class PagedCall:
-    """One call of the attention kernel, and who owns which KV slot."""
+    """One call of the attention kernel, with the KV slots of each request."""
 
     q: torch.Tensor
     k_cache: torch.Tensor
@@ -31,7 +31,7 @@ class PagedCall:
     arguments: dict[str, Any]
 
     def run(self, path: str = "cpu", **changes: Any) -> torch.Tensor:
-        """Return the kernel's result on the CPU path, or on the one for every other device."""
+        """Return the kernel's result on the CPU path, or on the path of other devices."""
         arguments = self.arguments | changes
         if path == "cpu":
             return paged_attention(self.q, self.k_cache, self.v_cache, **arguments)
@@ -46,7 +46,7 @@ class PagedCall:
         return out
 
     def reference(self) -> torch.Tensor:
-        """Attend in float64, one query, head and key at a time, from the owners' lists of slots."""
+        """Return attention in float64, one query and head at a time, from the requests' lists of slots."""
         a = self.arguments
         rows = []
         group = self.q.shape[1] // self.k_cache.shape[1]
@@ -86,7 +86,7 @@ def _problem(
     spare: int = 0,
     seed: int = 0,
 ) -> PagedCall:
-    """Return a random problem; every KV slot and index that no request owns is poison."""
+    """Return a random problem; KV slots that no request owns hold poison."""
     generator = torch.Generator().manual_seed(seed)
 
     def random(*shape: int) -> torch.Tensor:
@@ -106,7 +106,7 @@ def _problem(
         slots.append([mine[j // page_size] * page_size + j % page_size for j in range(length)])
         k_cache[slots[-1]] = random(length, heads[1], head_dim)
         v_cache[slots[-1]] = random(length, heads[1], v_head_dim)
-    unused = torch.full((spare,), total_pages + 1)  # valid page numbers, of poison
+    unused = torch.full((spare,), total_pages + 1)  # valid numbers of a page with poison
     int32 = {"dtype": torch.int32}
     return PagedCall(
         q=random(sum(num_q), heads[0], head_dim),
@@ -157,19 +157,19 @@ def _problems(draw: st.DrawFn, *, decode: bool) -> PagedCall:
 @EXAMPLES
 @given(problem=_problems(decode=True), path=st.sampled_from(["cpu", "elsewhere"]))
 def test_decode_equals_a_plain_reference(problem: PagedCall, path: str) -> None:
-    """One query a request attends to exactly the keys that its request owns, on either path."""
+    """With one query per request, either path attends to exactly the keys of the request."""
     torch.testing.assert_close(problem.run(path), problem.reference(), rtol=1e-9, atol=1e-9)
 
 
 @EXAMPLES
 @given(problem=_problems(decode=False), path=st.sampled_from(["cpu", "elsewhere"]))
 def test_extend_equals_a_plain_reference(problem: PagedCall, path: str) -> None:
-    """Ragged new tokens over cached prefixes attend causally to their own request, on either path."""
+    """With ragged new tokens over cached prefixes, either path attends causally within each request."""
     torch.testing.assert_close(problem.run(path), problem.reference(), rtol=1e-9, atol=1e-9)
 
 
 def test_every_call_answers_for_what_its_tensors_hold_now() -> None:
-    """What layers of one step share is found by contents: a tensor changed in place gives another result."""
+    """The layout that layers share is cached by contents: an index tensor changed in place takes effect."""
     problem = _problem(num_q=[1, 1], prefix=[6, 3], decode=True)
     whole = {
         "o_indptr": torch.tensor([0, 1, 2], dtype=torch.int32),
@@ -188,7 +188,7 @@ def test_every_call_answers_for_what_its_tensors_hold_now() -> None:
     agrees([[problem.slots[0][0]] * 7, problem.slots[1]])
     pages.copy_(before)
     agrees(problem.slots)
-    whole["kv_chunk_size"].fill_(2)  # the plan covers the first two keys of each
+    whole["kv_chunk_size"].fill_(2)  # the plan covers the first two keys of each request
     short = problem.run(**whole)
     assert not torch.allclose(short, problem.reference())
     whole["kv_chunk_size"].fill_(16)
@@ -198,7 +198,7 @@ def test_every_call_answers_for_what_its_tensors_hold_now() -> None:
 @EXAMPLES
 @given(problem=_problems(decode=True))
 def test_decode_and_extend_agree(problem: PagedCall) -> None:
-    """One query a request gives the same through the decode path and through the extend path."""
+    """With one query per request, the decode path and the extend path give equal results."""
     expected = problem.run()
     for path in ("cpu", "elsewhere"):
         got = problem.run(path, max_q_len=2)
@@ -207,7 +207,7 @@ def test_decode_and_extend_agree(problem: PagedCall) -> None:
 
 @pytest.mark.parametrize("path", ["cpu", "elsewhere"])
 def test_requests_without_new_tokens_are_passed_over(path: str) -> None:
-    """A request in the middle or at an end that brings no query takes no row and gives none."""
+    """Requests without queries, in the middle and at both ends, have no rows in the output."""
     problem = _problem(num_q=[0, 2, 0, 3, 0], prefix=[4, 3, 2, 0, 5], page_size=3)
     torch.testing.assert_close(problem.run(path), problem.reference(), rtol=1e-9, atol=1e-9)
 
@@ -216,7 +216,7 @@ def test_requests_without_new_tokens_are_passed_over(path: str) -> None:
 @pytest.mark.parametrize("decode", [True, False])
 @pytest.mark.parametrize("path", ["cpu", "elsewhere"])
 def test_other_dtypes(dtype: torch.dtype, decode: bool, path: str) -> None:  # noqa: FBT001
-    """Every declared dtype comes back as itself and near the float64 reference."""
+    """The output has the dtype of the queries and is near the float64 reference."""
     for extra in ({}, {"softcap": 5.0}, {"sinks": True, "sliding_window": 3}):
         num_q = [1, 1, 1] if decode else [3, 1, 4]
         problem = _problem(
@@ -233,7 +233,7 @@ def test_other_dtypes(dtype: torch.dtype, decode: bool, path: str) -> None:  # n
 @pytest.mark.parametrize("decode", [True, False])
 @pytest.mark.parametrize("path", ["cpu", "elsewhere"])
 def test_reads_of_unowned_memory_are_caught(decode: bool, path: str) -> None:  # noqa: FBT001
-    """A last page that is one key longer than it is reads poison: the tests above can fail."""
+    """A last page that is declared one key too long reads poison: the tests above can fail."""
     problem = _problem(
         num_q=[1, 1] if decode else [2, 1], prefix=[3, 4], page_size=16, decode=decode
     )
@@ -244,7 +244,7 @@ def test_reads_of_unowned_memory_are_caught(decode: bool, path: str) -> None:  #
 
 
 def test_results_do_not_depend_on_the_bounds() -> None:
-    """Looser bounds on queries and keys change nothing that is returned."""
+    """Looser bounds on queries and keys do not change the result."""
     problem = _problem(num_q=[2, 3], prefix=[5, 1], page_size=3)
     for path in ("cpu", "elsewhere"):
         for max_kv_len in (7, 8, 50):
@@ -273,7 +273,7 @@ _CONTRADICTIONS: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("name", _CONTRADICTIONS)
 def test_contradictions_are_refused_on_a_cpu(name: str) -> None:
-    """Index tensors that contradict each other or the bounds raise, with the numbers."""
+    """Index tensors that contradict each other or the bounds are refused; the error has the numbers."""
     changes, says = _CONTRADICTIONS[name]
     problem = _problem(num_q=[2, 3], prefix=[4, 1])
     with pytest.raises(RuntimeError, match=says):
@@ -291,14 +291,14 @@ _UNCHECKED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", _UNCHECKED)
 def test_every_contradiction_is_refused_on_a_cpu(name: str) -> None:
-    """The documented error comes for every bound and every index tensor."""
+    """Each of these further contradictions is refused with a RuntimeError."""
     problem = _problem(num_q=[2, 3], prefix=[4, 1])
     with pytest.raises(RuntimeError):
         problem.run(**_UNCHECKED[name])
 
 
 def test_the_decode_path_is_refused_to_ragged_queries() -> None:
-    """Two queries of one request and none of another are not one a request, though the sum is."""
+    """With ``max_q_len`` 1, two queries of one request and none of another are refused."""
     problem = _problem(num_q=[2, 0], prefix=[4, 5])
     with pytest.raises(RuntimeError):
         problem.run(max_q_len=1)
@@ -327,7 +327,7 @@ def _tables(draw: st.DrawFn) -> tuple[torch.Tensor, list[int], list[int], int]:
 def test_packing_equals_a_loop(
     case: tuple[torch.Tensor, list[int], list[int], int], spare: int
 ) -> None:
-    """Pages are packed request after request, and a CPU writes nothing after them."""
+    """Pages are packed request after request; a CPU writes nothing after them, other devices write zeros."""
     table, rows, pages, page_size = case
     expected = [
         int(table[row, j * page_size]) // page_size
@@ -338,7 +338,7 @@ def test_packing_equals_a_loop(
     out = torch.full((sum(pages) + spare,), -7, dtype=torch.int32)
     pack_kv_indices(table, torch.tensor(rows), indptr, page_size=page_size, out=out)
     assert out.tolist() == expected + [-7] * spare
-    # On devices that do not know the count, the rest of the output is page 0, scratch.
+    # Devices whose host does not know the count fill the rest of the output with page 0, scratch.
     out = torch.full((sum(pages) + spare,), -7, dtype=torch.int32)
     _pack_padded(table, torch.tensor(rows), indptr, None, page_size, out)
     assert out[: sum(pages)].tolist() == expected
@@ -346,7 +346,7 @@ def test_packing_equals_a_loop(
 
 
 def test_too_many_pages_are_refused() -> None:
-    """Where the pages do not fit, a CPU says how many there are and writes nothing."""
+    """If the pages do not fit, a CPU writes nothing, and the error has the number of pages."""
     out = torch.full((2,), -7, dtype=torch.int32)
     indptr = torch.tensor([0, 1, 3], dtype=torch.int32)
     table = torch.arange(8, dtype=torch.int32).view(2, 4)
@@ -359,7 +359,7 @@ def test_too_many_pages_are_refused() -> None:
 
 
 def test_writes_go_to_their_slots_and_nowhere_else() -> None:
-    """Each token's key and value land in its slot; padded tokens share slot 0; the rest stays."""
+    """Each token's key and value are written to its slot, padding tokens to slot 0; other slots stay."""
     k_cache, v_cache = torch.full((6, 2, 3), NAN), torch.full((6, 2, 5), NAN)
     k, v = torch.randn(4, 2, 3), torch.randn(4, 2, 5)
     write_kv_cache(k, v, k_cache, v_cache, torch.tensor([4, 2, 0, 0]))

@@ -28,7 +28,7 @@ TIGHT = {"rtol": 1e-9, "atol": 1e-9}
 
 @dataclass
 class PageTableCall:
-    """One call of the kernel, and who owns which KV slot."""
+    """One call of the kernel, with the KV slots of each request."""
 
     q: torch.Tensor
     k_cache: torch.Tensor
@@ -38,7 +38,7 @@ class PageTableCall:
     arguments: dict[str, Any]
 
     def run(self, path: str = "cpu", **changes: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return output and log-sum-exp by the CPU's body, or by the one of every other device."""
+        """Return output and log-sum-exp on the CPU path, or on the path of other devices."""
         a = self.arguments | changes
         dtype = torch.promote_types(self.q.dtype, torch.float32)
         lse = self.q.new_full(self.q.shape[:2], NAN, dtype=dtype)
@@ -66,13 +66,13 @@ class PageTableCall:
         return out, lse
 
     def reference(self, planned: list[int] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return both in float64, one query, head and key at a time, from the owners' lists of slots.
+        """Return both in float64, one query, head and key at a time, from the requests' lists of slots.
 
         Args:
-            planned: How many keys of each request a schedule covers; None for all.
+            planned: The number of keys of each request that a schedule covers; None for all.
 
         Returns:
-            As `run`; the log-sum-exp is NaN where nothing is promised: no key is seen, and there is a sink.
+            As `run`; the log-sum-exp is NaN where it is unspecified: with sinks and no visible key.
         """
         a = self.arguments
         out = torch.zeros(*self.q.shape[:2], self.v_cache.shape[2], dtype=torch.float64)
@@ -122,7 +122,7 @@ def make_problem(
     spare: int = 0,
     seed: int = 0,
 ) -> PageTableCall:
-    """Return a random problem; every unowned KV slot, and every unowned page, is poison."""
+    """Return a random problem; unowned KV slots and unused entries of the page table hold poison."""
     generator = torch.Generator().manual_seed(seed)
 
     def random(*shape: int) -> torch.Tensor:
@@ -135,7 +135,7 @@ def make_problem(
     v_cache = torch.full((page_size * (total + 2), heads[1], v_head_dim), NAN, dtype=dtype)
     if latent:
         v_cache = k_cache[..., :v_head_dim]
-    table = torch.full((len(num_kv), max(width, 1)), 10**6, **INT)  # no page at all
+    table = torch.full((len(num_kv), max(width, 1)), 10**6, **INT)  # no valid page
     slots, start = [], 0
     for row, (length, pages) in enumerate(zip(num_kv, num_pages, strict=True)):
         mine = order[start : start + pages].tolist()
@@ -169,7 +169,7 @@ def make_problem(
 def assert_same(
     got: tuple[torch.Tensor, torch.Tensor], expected: tuple[torch.Tensor, torch.Tensor], **how: Any
 ) -> None:
-    """Hold output and log-sum-exp to what is expected, where the latter is promised."""
+    """Compare output and log-sum-exp with the expected ones, the latter only where it is specified."""
     promised = ~expected[1].isnan()
     torch.testing.assert_close(got[0].double(), expected[0], **how)
     torch.testing.assert_close(got[1].double()[promised], expected[1][promised], **how)
@@ -204,7 +204,7 @@ def problems(draw: st.DrawFn, **fixed: Any) -> PageTableCall:
 @EXAMPLES
 @given(problem=problems(), path=st.sampled_from(PATHS))
 def test_output_and_log_sum_exp_equal_a_plain_reference(problem: PageTableCall, path: str) -> None:
-    """Each query attends to the keys of its row and rule; without keys, or a request, its output is zero."""
+    """Each query attends to the visible keys of its row; without keys or a request its output is zero."""
     assert_same(problem.run(path), problem.reference(), **TIGHT)
 
 
@@ -214,14 +214,14 @@ def test_output_and_log_sum_exp_equal_a_plain_reference(problem: PageTableCall, 
     path=st.sampled_from(PATHS),
 )
 def test_latents_equal_a_plain_reference(problem: PageTableCall, path: str) -> None:
-    """Where values are the first part of their keys, both are gathered from the one memory."""
+    """If values are views of their keys, the result equals the reference too."""
     assert_same(problem.run(path), problem.reference(), **TIGHT)
 
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("latent", [True, False])
 def test_a_request_without_any_query(path: str, latent: bool) -> None:  # noqa: FBT001  a parameter
-    """Without any query, nothing is read and nothing fails."""
+    """A call without queries returns an empty output."""
     problem = make_problem(num_q=[0], num_kv=[3], heads=(4, 1), latent=latent)
     assert_same(problem.run(path), problem.reference(), **TIGHT)
 
@@ -229,7 +229,7 @@ def test_a_request_without_any_query(path: str, latent: bool) -> None:  # noqa: 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("path", PATHS)
 def test_other_dtypes(dtype: torch.dtype, path: str) -> None:
-    """Every dtype comes back as itself, its log-sum-exp in float32, both near the float64 reference."""
+    """The output has the dtype of the queries, the log-sum-exp is float32; both are near the reference."""
     for extra in ({}, {"softcap": 5.0, "causal": False}, {"sinks": True, "sliding_window": 3}):
         problem = make_problem(
             num_q=[3, 1, 4], num_kv=[3, 10, 9], heads=(4, 2), dtype=dtype, **extra
@@ -243,7 +243,7 @@ def test_other_dtypes(dtype: torch.dtype, path: str) -> None:
 
 @pytest.mark.parametrize("path", PATHS)
 def test_reads_of_unowned_memory_are_caught(path: str) -> None:
-    """A length that is one too long reads poison: the tests above can fail."""
+    """A length that is declared one key too long reads poison: the tests above can fail."""
     problem = make_problem(num_q=[2, 1], num_kv=[5, 4], page_size=16)
     longer = problem.arguments["cache_seqlens"] + torch.tensor([0, 1], **INT)
     out, _ = problem.run(path, cache_seqlens=longer)
@@ -252,7 +252,7 @@ def test_reads_of_unowned_memory_are_caught(path: str) -> None:
 
 
 def test_without_a_request_every_row_is_zero() -> None:
-    """A batch without requests gives zeros, and minus infinity, for its query rows."""
+    """Without requests, the output of every query row is zero, and its log-sum-exp minus infinity."""
     problem = make_problem(num_q=[], num_kv=[], num_unowned=3)
     out, lse = problem.run()
     assert out.shape == (3, 2, 4)
@@ -280,7 +280,7 @@ _CONTRADICTIONS: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("name", _CONTRADICTIONS)
 def test_contradictions_are_refused_on_a_cpu(name: str) -> None:
-    """Index tensors that contradict each other or the bounds raise, with the numbers."""
+    """Index tensors that contradict each other, the bounds or the schedule are refused with the reason."""
     changes, says = _CONTRADICTIONS[name]
     problem = make_problem(num_q=[2, 3], num_kv=[6, 4])
     with pytest.raises(RuntimeError, match=says):
@@ -291,7 +291,7 @@ def test_contradictions_are_refused_on_a_cpu(name: str) -> None:
 
 
 def schedule_of(problem: PageTableCall, size: int | None = None) -> torch.Tensor:
-    """Return the schedule of a problem, in memory that held something else."""
+    """Return the schedule of a problem, in memory with other contents before."""
     a = problem.arguments
     out = torch.full((size or schedule_size(len(problem.num_q)),), 77, **INT)
     schedule_attention(a["cu_seqlens_q"], a["cache_seqlens"], out=out)
@@ -301,7 +301,7 @@ def schedule_of(problem: PageTableCall, size: int | None = None) -> torch.Tensor
 @EXAMPLES
 @given(problem=problems(), spare=st.integers(0, 9))
 def test_a_schedule_counts_blocks_and_leaves_zeros(problem: PageTableCall, spare: int) -> None:
-    """It begins with 0 and has each request's blocks of queries and of keys; the whole rest is zero."""
+    """A schedule has a 0, the query blocks and key blocks of each request, and zeros to its end."""
     bs = len(problem.num_q)
     assert schedule_size(bs) == 1 + 4 * math.ceil(bs / 4) * 4
     found = schedule_of(problem, schedule_size(bs) + spare).tolist()
@@ -315,7 +315,7 @@ def test_a_schedule_counts_blocks_and_leaves_zeros(problem: PageTableCall, spare
 @EXAMPLES
 @given(problem=problems(), path=st.sampled_from(PATHS))
 def test_a_right_schedule_changes_nothing(problem: PageTableCall, path: str) -> None:
-    """With the schedule of its own step a call gives what it gives without."""
+    """The schedule of its own step does not change the result of a call."""
     assert_same(
         problem.run(path, scheduler_metadata=schedule_of(problem)), problem.run(path), **TIGHT
     )
@@ -324,7 +324,7 @@ def test_a_right_schedule_changes_nothing(problem: PageTableCall, path: str) -> 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("causal", [True, False])
 def test_keys_that_a_stale_schedule_lacks_are_not_attended(path: str, *, causal: bool) -> None:
-    """The schedule of an earlier, shorter step hides the keys that came since."""
+    """With the schedule of an earlier, shorter step, newer key blocks are not attended."""
     kinds = {"num_q": [1, 2], "page_size": 3, "causal": causal}
     before = make_problem(num_kv=[15, 40], **kinds)
     now = make_problem(num_kv=[37, 45], **kinds)
@@ -341,7 +341,7 @@ def test_keys_that_a_stale_schedule_lacks_are_not_attended(path: str, *, causal:
 def test_the_page_table_has_pages_and_scratch_behind_them(
     data: st.DataObject, page_size: int, bs: int
 ) -> None:
-    """Each row has its request's pages in order and zeros to its end, whatever lay in it and in the pool."""
+    """Each row has its request's pages in order, then zeros, for any earlier contents of the memory."""
     context = data.draw(st.integers(1, 40))
     pages = -(-context // page_size)
     lengths = data.draw(st.lists(st.integers(0, context), min_size=bs, max_size=bs))
@@ -369,7 +369,7 @@ def test_the_page_table_has_pages_and_scratch_behind_them(
     problem=problems(causal=False, sliding_window=None, sinks=False, page_size=1), data=st.data()
 )
 def test_two_halves_merge_to_the_whole(problem: PageTableCall, data: st.DataObject) -> None:
-    """Attention over each of two disjoint sets of keys, empty ones too, merges to that over their union."""
+    """Attention over two disjoint sets of keys, even empty ones, merges to attention over their union."""
     a = problem.arguments
     lens = a["cache_seqlens"]
     cut = torch.tensor([data.draw(st.integers(0, n)) for n in lens.tolist()], **INT)

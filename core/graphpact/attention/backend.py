@@ -185,7 +185,7 @@ class AttentionBackend(abc.ABC):
     ) -> torch.Tensor:
         """Write ``k`` and ``v``, if given, to the KV cache of ``layer.cache_layer``, and attend.
 
-        Without them the cache is only read (frozen KV, cross attention); `new_kv` tells both cases apart.
+        Without them the cache is only read (frozen KV, cross attention); `new_kv` distinguishes both cases.
 
         Args:
             q: ``[T, num_q_heads, head_dim]``.

@@ -200,7 +200,7 @@ class Capabilities:
     def padded_seq_len(self, mode: ForwardMode, tokens_per_request: int = 1) -> int:
         """Return the ``seq_lens`` of a padding row in a batch of ``mode``.
 
-        It is at least the number of new tokens if ``seq_lens`` counts them: a causal query sees its own key.
+        In draft extend it is at least the number of new tokens, so that every causal query has its own key.
         """
         if mode is ForwardMode.DRAFT_EXTEND:
             return max(self.seq_len_fill_value, tokens_per_request)

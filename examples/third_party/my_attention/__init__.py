@@ -1,6 +1,6 @@
-"""my_attention: an attention backend and a runner for graphpact, written outside of it.
+"""my_attention: an attention backend and a runner for graphpact, as a third party writes them.
 
-Does not: import a kernel library; PyTorch's own attention is the kernel.
+Does not: import a kernel library; its kernel is PyTorch's attention.
 """
 
 from my_attention.backend import MyAttentionBackend, MyAttentionMetadata

@@ -1,7 +1,7 @@
 """`MyAttentionBackend`: a page table for the requests, two numbers for each token, PyTorch's own attention.
 
-A token has to know whose keys it reads, and how many of them. Both follow on the device from what a batch
-carries, by one body for capture, replay and eager steps: nothing here asks which of the three it is.
+Each token needs the row of its request in the page table, and the number of keys that it sees. One function
+computes both on the device from the batch, in the same way for capture, replay and eager steps.
 
 Does not: attend fast. Every token gathers its own keys; a real backend calls its kernel in `forward`.
 """
@@ -28,14 +28,14 @@ from graphpact.attention import Buffers, GraphSupport, HeadLayout, new_kv
 
 @dataclass(slots=True)
 class MyAttentionMetadata:
-    """What a step of ``bs`` requests and ``T`` tokens reads.
+    """The index tensors of a step of ``bs`` requests and ``T`` tokens.
 
     Args:
         out_cache_loc: ``[T]`` int64: KV slot of each new token; 0 is scratch.
         page_table: ``[bs, pages]`` int32: page numbers, 0 past a request's last key.
         request: ``[T]`` int64: the row of ``page_table`` that each token reads.
-        num_keys: ``[T]`` int64: how many keys of it the token sees, itself included; 0 for padding that
-            belongs to no request.
+        num_keys: ``[T]`` int64: keys that the token sees, its own included; 0 for padding tokens of no
+            request.
     """
 
     out_cache_loc: torch.Tensor
@@ -45,7 +45,7 @@ class MyAttentionMetadata:
 
 
 class MyAttentionBackend(AttentionBackend):
-    """Decode and prefill, heads that share keys or not, latents too, pages of every size."""
+    """A backend for decode and prefill, with MHA, GQA or MLA heads and pages of any size."""
 
     capabilities = Capabilities(
         modes=frozenset(
@@ -55,14 +55,14 @@ class MyAttentionBackend(AttentionBackend):
         dtypes=frozenset({torch.float32, torch.bfloat16}),
         devices=frozenset({"cpu"}),
         head_layouts=frozenset(HeadLayout),
-        # A padded request has one key, in scratch.
+        # A padding request has one key, in scratch.
         seq_len_fill_value=1,
     )
 
     # -- memory: declared once, bound for each captured shape ------------------------------------
 
     def declare_slots(self, limits: Limits) -> Sequence[GraphSlot]:
-        """Return the three index tensors, each as large as the largest step needs it."""
+        """Return the slots of the three index tensors, sized for the largest step."""
         pages = limits.max_pages_per_request
         return [
             metadata_slot(
@@ -91,7 +91,7 @@ class MyAttentionBackend(AttentionBackend):
     def allocate_metadata(
         self, view: ForwardBatch, shape: GraphShape, buffers: Buffers
     ) -> MyAttentionMetadata:
-        """Return metadata whose tensors are slices of the slots, or new ones in an eager step."""
+        """Return metadata whose tensors are slices of the slots, or new tensors in an eager step."""
         del shape  # `buffers` slices for it
         return MyAttentionMetadata(
             out_cache_loc=view.out_cache_loc,
@@ -100,10 +100,10 @@ class MyAttentionBackend(AttentionBackend):
             num_keys=buffers("my_attention.num_keys"),
         )
 
-    # -- the one body ----------------------------------------------------------------------------
+    # -- the fill, for capture, replay and eager steps -------------------------------------------
 
     def fill_metadata(self, view: ForwardBatch, metadata: MyAttentionMetadata) -> None:
-        """Write every row, padded ones too, in place and without reading a tensor on the host."""
+        """Write every row in place, padding rows too, without a host read."""
         self._fill_page_table(view, metadata.page_table)
         tokens = torch.arange(view.num_tokens, device=view.device)
         if view.extend_seq_lens is None:  # decode: each request brings one token
@@ -117,7 +117,7 @@ class MyAttentionBackend(AttentionBackend):
             metadata.num_keys.copy_(torch.where(tokens < ends[-1:], num_keys, 0))
 
     def _fill_page_table(self, view: ForwardBatch, page_table: torch.Tensor) -> None:
-        """Take the first slot of each page; what lies past a request's last key may be anything."""
+        """Compute page numbers from the first slot of each page; pages past a request's last key are 0."""
         page_size = self.context.limits.page_size
         pages = self.context.req_to_token[view.req_pool_indices, ::page_size] // page_size
         first_key = torch.arange(pages.shape[1], device=view.device) * page_size
@@ -133,7 +133,7 @@ class MyAttentionBackend(AttentionBackend):
         layer: LayerSpec,
         metadata: MyAttentionMetadata,
     ) -> torch.Tensor:
-        """Write new keys and values, if any, to their slots; then attend from each token to what it sees."""
+        """Write new keys and values, if any, to their slots; return the attention of each token."""
         caches = (
             self.context.kv_cache.k[layer.cache_layer],
             self.context.kv_cache.v[layer.cache_layer],
@@ -142,7 +142,7 @@ class MyAttentionBackend(AttentionBackend):
             cache.index_copy_(0, metadata.out_cache_loc, new)
         keys, values = (self._gather(cache, metadata) for cache in caches)
         seen = torch.arange(keys.shape[1], device=q.device) < metadata.num_keys[:, None]
-        # A slot that is not seen may hold NaN, which a mask on the scores would let through.
+        # An invisible slot may hold NaN: with a mask on the scores alone, NaN times zero is NaN.
         keys, values = (t.masked_fill(~seen[:, :, None, None], 0) for t in (keys, values))
         out = scaled_dot_product_attention(
             q[:, :, None],
@@ -155,6 +155,6 @@ class MyAttentionBackend(AttentionBackend):
         return out[:, :, 0]
 
     def _gather(self, cache: torch.Tensor, metadata: MyAttentionMetadata) -> torch.Tensor:
-        """Return ``[T, keys, heads, dim]``: of each token all that its request's pages hold."""
+        """Return ``[T, keys, heads, dim]``: for each token, all entries of its request's pages."""
         pages: torch.Tensor = cache.unflatten(0, (-1, self.context.limits.page_size))
         return pages[metadata.page_table].flatten(1, 2)[metadata.request]

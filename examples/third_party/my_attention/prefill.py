@@ -1,7 +1,7 @@
 """`BucketPrefillRunner`: prefill through full graphs of token buckets.
 
-A runner is policy. Padding of requests and tokens, static inputs and dummies are those that `GraphRunner` has
-ready for every mode; what is left is which shapes are captured.
+A runner is policy. `GraphRunner` implements padding, static inputs and dummy batches for every mode; this
+class only chooses the shapes to capture.
 
 Does not: serve mixed batches, or run attention outside the graph.
 """
@@ -13,17 +13,17 @@ from graphpact.attention import GraphSupport
 from graphpact.runners import GraphRunner
 
 SMALLEST = 16
-"""Tokens of the smallest bucket; each other one is twice as large as the one before."""
+"""Tokens of the smallest bucket; each further bucket has twice the tokens."""
 
 
 class BucketPrefillRunner(GraphRunner):
-    """Captures whole prefill steps for buckets of 16, 32, 64, .. tokens, up to the largest step."""
+    """A runner of full prefill graphs for buckets of 16, 32, 64, .. tokens, up to the largest step."""
 
     modes = frozenset({ForwardMode.EXTEND})
     needs = GraphSupport.ALWAYS
 
     def shapes(self) -> Sequence[GraphShape]:
-        """Return a shape for each bucket, with room for as many requests as a step may have."""
+        """Return a shape for each bucket, with room for the largest number of requests."""
         limits = self.context.limits
         counts, size = [limits.max_num_tokens], SMALLEST
         while size < limits.max_num_tokens:

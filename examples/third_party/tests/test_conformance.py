@@ -1,4 +1,4 @@
-"""Does the backend keep the pact? One test for each rule of the contract."""
+"""The conformance suite as tests of the backend, one for each rule of the contract."""
 
 from collections.abc import Callable
 
@@ -7,5 +7,5 @@ import graphpact
 
 @graphpact.conformance("my_attention")
 def test_keeps_the_pact(check: Callable[[], None]) -> None:
-    """The backend keeps the rule."""
+    """The backend keeps one rule of the contract."""
     check()

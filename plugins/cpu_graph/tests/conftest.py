@@ -1,4 +1,4 @@
-"""What the tests of the compiled driver and its runner share: a compiler, and none."""
+"""Fixtures for tests of the compiled driver and its runner, with and without a compiler."""
 
 from collections.abc import Iterator
 
@@ -10,12 +10,12 @@ from compiling import compiler  # noqa: F401  a fixture
 
 @pytest.fixture
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run recorded graphs node by node instead of compiling them: what is recorded is under test."""
+    """Run recorded graphs node by node instead of compiling them, to test the recording alone."""
     monkeypatch.setattr(torch._inductor, "compile", lambda module, _, __: module)
 
 
 @pytest.fixture(autouse=True)
 def _inference() -> Iterator[None]:
-    """Tensors of graphs are written in these tests, which inference mode allows."""
+    """Run each test in inference mode, which allows writes to the tensors of graphs."""
     with torch.inference_mode():
         yield

@@ -1,4 +1,4 @@
-"""The compiled decode runner: its capture sizes, padding, answers, and what it does uncompiled."""
+"""The compiled decode runner: capture sizes, padding, outputs, and eager runs without a compiler."""
 
 import json
 import logging
@@ -80,7 +80,7 @@ class Rig:
         return StepOutputs(logits=(attended @ self.weights[3].t(), "bs"))
 
     def batch(self, lengths: list[int]) -> ForwardBatch:
-        """Return requests of ``lengths`` on the last rows; all other memory is poison."""
+        """Return a batch of requests of ``lengths`` on the last rows; all other memory is poison."""
         size, lens = len(lengths), torch.tensor(lengths)
         rows = torch.arange(ROWS, ROWS - size, -1)
         self.table[1:] = SLOTS + 1
@@ -116,7 +116,7 @@ def rig(compiler: None) -> Rig:
 @settings(derandomize=True, deadline=None, max_examples=60)
 @given(largest=st.integers(1, 300))
 def test_the_default_sizes_are_few_and_cover_every_step(largest: int) -> None:
-    """Left to itself it captures powers of two and the largest step: every step fits, few shapes."""
+    """By default the runner captures the powers of two below the largest step, and the largest step."""
     sizes = [shape.batch_size for shape in runner(largest).shapes()]
     assert sizes[-1] == largest
     assert all(size & (size - 1) == 0 for size in sizes[:-1])
@@ -129,7 +129,7 @@ def test_the_default_sizes_are_few_and_cover_every_step(largest: int) -> None:
 @settings(derandomize=True, deadline=None, max_examples=60)
 @given(lengths=st.lists(st.integers(1, CONTEXT), min_size=1, max_size=ROWS))
 def test_replays_equal_eager_runs(lengths: list[int], rig: Rig) -> None:
-    """Every batch that fits, after any other, replays to what eager execution says."""
+    """The replay of any batch that fits, after any other batch, equals its eager run."""
     batch = rig.batch(lengths)
     (captured,) = rig.lane.captured.values()
     captured.graph.outputs.logits.fill_(float("nan"))
@@ -138,7 +138,7 @@ def test_replays_equal_eager_runs(lengths: list[int], rig: Rig) -> None:
 
 
 def test_the_tail_is_scratch_after_a_larger_batch(rig: Rig) -> None:
-    """Rows of an earlier batch are reset: row 0, slot 0, position 0, the fill length."""
+    """Padding rows hold no earlier batch: they are row 0, KV slot 0, position 0, the fill length."""
     shape = GraphShape(ForwardMode.DECODE, ROWS, ROWS)
     view = rig.lane.captured[shape].step.view
     for lengths in ([8, 7, 6, 5], [3]):
@@ -168,7 +168,7 @@ def configure(*overrides: str) -> EngineConfig:
 
 
 def tokens(engine: Engine) -> list[list[int]]:
-    """Return what an engine writes after prompts that end at different times."""
+    """Return the tokens that an engine generates for prompts that end at different times."""
     prompts = ["Return a ", "The ", "If it is "]
     requests = [
         engine.add(prompt, SamplingParams(max_new_tokens=count, ignore_eos=True))
@@ -180,7 +180,7 @@ def tokens(engine: Engine) -> list[list[int]]:
 
 
 def test_tokens_are_those_of_the_tape(compiler: None) -> None:
-    """The engine writes the same tokens through compiled graphs, each replay verified, as on the tape."""
+    """Compiled graphs, with every replay verified, generate the same tokens as the tape."""
     with Engine(configure('lanes.decode.runner="cuda_graph"'), catalog=Catalog()) as engine:
         assert engine.lanes[0].driver.name == "tape"
         expected = tokens(engine)
@@ -197,14 +197,14 @@ def test_tokens_are_those_of_the_tape(compiler: None) -> None:
 
 @pytest.fixture
 def without_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Take the compiler away."""
+    """Make the compiler unavailable."""
     monkeypatch.setattr(inductor, "missing_compiler", lambda: "no C++ compiler: install one")
 
 
 def test_without_a_compiler_decode_runs_eagerly(
     without_compiler: None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It answers as the tape does, eagerly, says so once, and counts that reason for every step."""
+    """Decode runs eagerly with the tokens of the tape, one warning, and the reason counted in every step."""
     with Engine(configure('lanes.decode.runner="cuda_graph"'), catalog=Catalog()) as engine:
         expected = tokens(engine)
     config = configure("lanes.decode.share_buffers=true", "verify.replay_against_eager=1.0")
@@ -221,7 +221,7 @@ def test_without_a_compiler_decode_runs_eagerly(
 
 
 def test_a_named_driver_is_never_given_up(without_compiler: None) -> None:
-    """Named, inductor is an error at start where it cannot compile; the tape, named, is taken."""
+    """A driver that the configuration names is used, or is an error at start if it is unavailable."""
     named = configure('lanes.decode.graph_driver="inductor"')
     with pytest.raises(
         ConfigError, match=r"lanes\.decode\.graph_driver: 'inductor': no C\+\+ comp"
@@ -232,13 +232,13 @@ def test_a_named_driver_is_never_given_up(without_compiler: None) -> None:
 
 
 def test_another_device_is_an_error() -> None:
-    """On a GPU the runner is refused at start: that is no machine without a compiler."""
+    """On a GPU the runner is refused at start; only a missing compiler makes the lane eager."""
     with pytest.raises(ConfigError, match="'inductor': it compiles for the CPU, not for cuda"):
         plan_lanes(configure(), Catalog(), torch.device("cuda"))
 
 
 def test_an_eager_lane_still_refuses_impossible_sizes(without_compiler: None) -> None:
-    """A configuration that would be refused with a compiler is refused without one."""
+    """Invalid batch sizes are refused without a compiler too."""
     sizes = "lanes.decode.batch_sizes=[9]"
     with pytest.raises(ConfigError, match="batch_sizes has 9"):
         Engine(configure(sizes), catalog=Catalog())
@@ -247,7 +247,7 @@ def test_an_eager_lane_still_refuses_impossible_sizes(without_compiler: None) ->
 def test_doctor_and_plugins_tell_of_it(
     without_compiler: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Both commands say what the driver lacks; doctor warns of the lane, which can answer all the same."""
+    """Both commands report the missing compiler; doctor warns that the lane runs eagerly."""
     monkeypatch.setenv("GRAPHPACT_LANES__DECODE__RUNNER", "cpu_graph")
     monkeypatch.setenv("GRAPHPACT_ENGINE__DEVICE", "cpu")
     main(["doctor", "--json"])

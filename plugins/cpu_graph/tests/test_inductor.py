@@ -1,4 +1,4 @@
-"""The inductor driver: what a replay repeats, what it reads anew, and what is refused."""
+"""The inductor driver: replays, memory, eager calls, and refusals."""
 
 import contextlib
 from collections.abc import Callable
@@ -20,7 +20,7 @@ NAN = float("nan")
 
 
 def capture(fn: Callable[[], Any], **options: Any) -> InductorGraph:
-    """Capture ``fn`` with a driver of its own."""
+    """Return the graph of ``fn``, captured by a new driver."""
     return InductorDriver(CPU).capture(fn, **options)
 
 
@@ -50,7 +50,7 @@ class Region:
         return self.k.sum(0), {"indices": indices, "read": self.v[self.where].flatten(1)}
 
     def state(self) -> list[torch.Tensor]:
-        """Return copies of what is returned, and of what is written, by an eager run."""
+        """Run eagerly; return copies of the outputs and of the written caches."""
         first, rest = self()
         return [t.clone() for t in (first, *rest.values(), self.k, self.v)]
 
@@ -64,7 +64,7 @@ def compiled(compiler: None) -> tuple[Region, InductorGraph]:
 
 @pytest.mark.parametrize("kind", ["compiled", "interpreted"])
 def test_a_replay_does_what_the_region_does(kind: str, request: pytest.FixtureRequest) -> None:
-    """Replays give the outputs and write the memory that eager runs do, for other contents, in place."""
+    """For new contents of its inputs, a replay has the outputs and the writes of an eager run, in place."""
     made = request.getfixturevalue(kind)
     region, graph = made or ((region := Region()), capture(region))
     outputs = [graph.outputs[0], *graph.outputs[1].values()]
@@ -126,7 +126,7 @@ def test_overlapping_inputs_are_one_memory(
     breaks: int,
     interpreted: None,
 ) -> None:
-    """Whatever views of one memory a region reads and writes, in segments or not, its replay does too."""
+    """If views of one memory overlap, replays equal eager runs, with or without a break of the graph."""
     memory = torch.arange(12.0)
     views = [memory[start : start + size] for start, size in starts]
     driver = InductorDriver(CPU)
@@ -151,7 +151,7 @@ def test_overlapping_inputs_are_one_memory(
 
 
 def test_overlapping_inputs_are_compiled_as_one_memory(compiler: None) -> None:
-    """Compiled too, a write through one view is seen through the other."""
+    """In compiled code, a write through one view is visible through an overlapping view."""
     memory = torch.zeros(6, 4)
     flat, rows, last = memory.view(-1), memory[1:4], memory[:, 3]
 
@@ -168,7 +168,7 @@ def test_overlapping_inputs_are_compiled_as_one_memory(compiler: None) -> None:
 
 
 def test_one_memory_of_two_dtypes_is_refused(interpreted: None) -> None:
-    """Memory that is written as one dtype and read as another is refused by name of both."""
+    """Memory that is written as one dtype and read as another is refused; the error names both dtypes."""
     floats = torch.zeros(4)
     integers = floats.view(torch.int32)
     with pytest.raises(CaptureError, match=r"as torch\.float32 and as torch\.int32"):
@@ -177,7 +177,7 @@ def test_one_memory_of_two_dtypes_is_refused(interpreted: None) -> None:
 
 
 def test_outputs_of_the_outside_stay_outside(interpreted: None) -> None:
-    """A tensor of the outside that is returned is that tensor; views of one result stay views of one."""
+    """A returned external tensor is the same object; two returned views of one result share its memory."""
     x = torch.ones(3)
 
     def region() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
@@ -194,7 +194,7 @@ def test_outputs_of_the_outside_stay_outside(interpreted: None) -> None:
 
 
 def test_graphs_of_one_driver_do_not_disturb_each_other(interpreted: None) -> None:
-    """Interleaved replays leave each other's outputs alone."""
+    """Interleaved replays do not change the outputs of other graphs."""
     driver, x = InductorDriver(CPU), torch.zeros(2)
     graphs = [driver.capture(lambda n=n: x + n) for n in range(3)]
     for start, order in ((1.0, (0, 2, 1)), (2.0, (1, 1, 0, 2))):
@@ -205,7 +205,7 @@ def test_graphs_of_one_driver_do_not_disturb_each_other(interpreted: None) -> No
 
 
 def test_a_released_graph_is_not_replayed(interpreted: None) -> None:
-    """Release gives outputs, code and inputs up; a replay afterwards is an error."""
+    """A released graph has no outputs, no pool and no external tensors; its replay raises EngineError."""
     x = torch.zeros(2)
     graph = capture(lambda: x + 1)
     graph.release()
@@ -218,7 +218,7 @@ def test_a_released_graph_is_not_replayed(interpreted: None) -> None:
 
 
 def test_eager_calls_are_made_in_every_replay(compiler: None) -> None:
-    """Between compiled segments the call sees what the one before made, the one after what it returned."""
+    """A replay makes the eager call between two segments: on the first's result, for the second's input."""
     driver, x, seen = InductorDriver(CPU), torch.ones(3), []
 
     def call(y: torch.Tensor) -> torch.Tensor:
@@ -243,7 +243,7 @@ def test_eager_calls_are_made_in_every_replay(compiler: None) -> None:
 
 @pytest.mark.parametrize("other", [torch.zeros(3), torch.zeros(2, dtype=torch.int64), None])
 def test_an_eager_call_that_returns_otherwise_is_refused(other: Any, interpreted: None) -> None:
-    """A replayed call that returns another shape, dtype or structure raises and names both."""
+    """A replayed eager call that returns another shape, dtype or structure raises ReplayError."""
     driver, results = InductorDriver(CPU), [torch.zeros(2), torch.zeros(2), other]
     graph = driver.capture(lambda: driver.eager_call(results.pop, 0) + 1)
     with pytest.raises(ReplayError, match=r"torch\.float32 \(2,\) at capture and"):
@@ -269,7 +269,7 @@ def test_an_eager_call_that_returns_otherwise_is_refused(other: Any, interpreted
 def test_host_reads_are_refused_with_their_line(
     read: Callable[[torch.Tensor], object], interpreted: None
 ) -> None:
-    """Whatever reads a tensor on the host raises and names this file's line; nothing stays recording."""
+    """Each kind of host read raises with the line in this file; the driver can capture again afterwards."""
     driver, x = InductorDriver(CPU), torch.ones(3)
     with pytest.raises(
         CaptureError, match=r"contents on the host .*, at .*test_inductor\.py:\d+: "
@@ -281,7 +281,7 @@ def test_host_reads_are_refused_with_their_line(
 
 
 def test_declared_host_memory_is_free_to_read(interpreted: None) -> None:
-    """Host tensors that were declared, and what is computed from them alone, are host numbers."""
+    """Declared host tensors, and tensors computed from them alone, may be read; graphs keep their values."""
     driver, x, lengths = InductorDriver(CPU), torch.ones(3), torch.tensor([2, 3])
     driver.declare(DeclaredMemory(host=[lengths]))
     graph = driver.capture(
@@ -298,7 +298,7 @@ def test_declared_host_memory_is_free_to_read(interpreted: None) -> None:
 
 
 def test_captures_are_not_nested(interpreted: None) -> None:
-    """A capture inside another driver's capture is refused at its line, and both drivers record on."""
+    """A capture inside another driver's capture is refused with its line; both can capture afterwards."""
     drivers, x = [InductorDriver(CPU), InductorDriver(CPU)], torch.ones(2)
     with pytest.raises(CaptureError, match=r"inside another one, at .*test_inductor\.py:\d+: "):
         drivers[0].capture(lambda: drivers[1].capture(lambda: x + 1), warmup=0)
@@ -307,7 +307,7 @@ def test_captures_are_not_nested(interpreted: None) -> None:
 
 
 def test_a_swallowed_refusal_is_raised_all_the_same(interpreted: None) -> None:
-    """A region that catches the refusal of its host read is not recorded either."""
+    """If a region catches the refusal of its host read, the capture still fails."""
     x = torch.ones(2)
 
     def region() -> torch.Tensor:
@@ -320,7 +320,7 @@ def test_a_swallowed_refusal_is_raised_all_the_same(interpreted: None) -> None:
 
 
 def test_what_inductor_cannot_compile_is_a_capture_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error of the compiler is a CaptureError with its first line and the name of another driver."""
+    """A compiler error becomes a CaptureError with its first line and the name of another driver."""
 
     def fail(*_: object) -> None:
         raise RuntimeError("a kernel is beyond me\nand here is why")
@@ -335,7 +335,7 @@ def test_what_inductor_cannot_compile_is_a_capture_error(monkeypatch: pytest.Mon
 
 
 def test_it_is_for_cpus_with_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another device, or what the compiler lacks, is the reason; there is no strict mode."""
+    """Another device or a missing compiler makes the driver unavailable; it has no strict mode."""
     assert "not for cuda" in str(InductorDriver.unavailable(torch.device("cuda")))
     monkeypatch.setattr(inductor, "missing_compiler", lambda: "none here")
     assert InductorDriver.unavailable(CPU) == "none here"
@@ -344,7 +344,7 @@ def test_it_is_for_cpus_with_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without compiler or headers the reason says what was looked for and what to install."""
+    """Without a compiler, or without Python.h, the reason names the missing file and what to install."""
     from torch._inductor import config, cpp_builder
 
     look = missing_compiler.__wrapped__

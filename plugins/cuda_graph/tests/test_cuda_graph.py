@@ -1,4 +1,4 @@
-"""The runner of full decode graphs: its capture sizes, its dummy batches, what its capture touches."""
+"""The runner of full decode graphs: capture sizes, dummy batches, captures and replays."""
 
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -57,16 +57,16 @@ def _runner(
 
 
 class SumBackend(AttentionBackend):
-    """Sums the cached keys of each request: the smallest backend that reads and writes a cache."""
+    """A minimal backend that reads and writes a cache: it sums the cached keys of each request."""
 
     capabilities = _capabilities()
 
     def declare_slots(self, limits: Limits) -> list[GraphSlot]:
-        """Need nothing but the view."""
+        """Return no slots: the metadata is tensors of the view."""
         return []
 
     def allocate_metadata(self, view: ForwardBatch, shape: GraphShape, buffers: Any) -> Any:
-        """Keep the view's own tensors."""
+        """Return the view's own tensors."""
         return {
             "rows": view.req_pool_indices,
             "lens": view.seq_lens,
@@ -79,7 +79,7 @@ class SumBackend(AttentionBackend):
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: LayerSpec, metadata: Any
     ) -> torch.Tensor:
-        """Write, then add the keys up to each length to the queries."""
+        """Write the cache, then add the keys up to each length to the queries."""
         cache = self.context.kv_cache
         write_kv_cache(k, v, cache.k[0], cache.v[0], metadata["out"])
         keys = cache.k[0][self.context.req_to_token[metadata["rows"]]]
@@ -120,7 +120,7 @@ class Rig:
         return StepOutputs(logits=(attend(q, q * 2, q * 3, LAYER, metadata)[:, 0], "bs"))
 
     def batch(self, *lengths: int) -> ForwardBatch:
-        """Return requests of ``lengths`` on the first rows."""
+        """Return a batch of requests of ``lengths`` on the first rows."""
         lens, rows = torch.tensor(lengths), torch.arange(1, len(lengths) + 1)
         return ForwardBatch(
             forward_mode=ForwardMode.DECODE,
@@ -136,7 +136,7 @@ class Rig:
 
 @pytest.fixture(autouse=True)
 def _inference() -> Iterator[None]:
-    """Outputs of graphs are cleared in these tests, which inference mode allows."""
+    """Run each test in inference mode, which allows writes to the outputs of graphs."""
     with torch.inference_mode():
         yield
 
@@ -145,7 +145,7 @@ def _inference() -> Iterator[None]:
 
 
 def test_configured_sizes_are_taken_as_they_are() -> None:
-    """The runner captures the configured request counts, sorted, and no other."""
+    """The runner captures the configured request counts, sorted, each once."""
     assert _runner(8, [4, 1, 4]).shapes() == (
         GraphShape(ForwardMode.DECODE, 1, 1),
         GraphShape(ForwardMode.DECODE, 4, 4),
@@ -155,12 +155,12 @@ def test_configured_sizes_are_taken_as_they_are() -> None:
 @settings(derandomize=True, deadline=None, max_examples=40)
 @given(max_bs=st.integers(1, 600))
 def test_the_default_sizes_end_at_the_largest_step(max_bs: int) -> None:
-    """Left to itself the runner captures up to exactly the largest step."""
+    """The largest default capture size is the largest step."""
     assert _runner(max_bs).shapes()[-1] == GraphShape(ForwardMode.DECODE, max_bs, max_bs)
 
 
 def test_a_size_that_no_step_fills_is_refused() -> None:
-    """A size above the largest step is an error that names key, value and limit."""
+    """A size above the largest step is refused; the error names key, value and limit."""
     with pytest.raises(ConfigError) as error:
         _runner(8, [4, 9]).shapes()
     for part in ("lanes.decode.batch_sizes has 9", "engine.max_num_seqs = 8", "help: "):
@@ -169,14 +169,14 @@ def test_a_size_that_no_step_fills_is_refused() -> None:
 
 @pytest.mark.parametrize("sizes", [[], [0], [-2, 4]])
 def test_impossible_sizes_are_refused(sizes: list[int]) -> None:
-    """No size, or one below 1, is an error that shows what was given."""
+    """An empty list of sizes, or a size below 1, is refused; the error shows the list."""
     with pytest.raises(ConfigError) as error:
         _runner(8, sizes).shapes()
     assert str(sizes) in str(error.value)
 
 
 def test_only_decode_is_served() -> None:
-    """The runner declares decode alone, and turns another mode away with the reason."""
+    """The runner serves decode only; other modes, and batches over the largest size, get an eager reason."""
     assert CudaGraphRunner.modes == {ForwardMode.DECODE}
     assert CudaGraphRunner.needs is GraphSupport.UNIFORM_DECODE
     rig = Rig([2])
@@ -194,7 +194,7 @@ def test_only_decode_is_served() -> None:
 
 @pytest.mark.parametrize("fill", [0, 1, 5])
 def test_slots_are_padded_with_the_backends_length(fill: int) -> None:
-    """The registry is sized by the largest capture size, not the largest step, and pads as declared."""
+    """The largest capture size sizes the registry; padding rows hold row 0 and the backend's fill length."""
     registry = Rig([2, 6], fill=fill).lane.registry
     assert registry is not None
     assert (registry.max_bs, registry.max_num_tokens) == (6, 6)
@@ -206,10 +206,10 @@ def test_slots_are_padded_with_the_backends_length(fill: int) -> None:
 @pytest.mark.parametrize("fill", [0, 1, 5])
 @pytest.mark.parametrize("size", [1, 4, 8])
 def test_a_dummy_is_a_batch_that_could_have_been(fill: int, size: int) -> None:
-    """A dummy has the shape exactly, agrees with itself, and lives on row 0 and slot 0."""
+    """A dummy has exactly the shape and consistent fields, on request row 0 and KV slot 0."""
     shape = GraphShape(ForwardMode.DECODE, size, size)
     dummy = _runner(8, [8], fill).dummy(shape)
-    length = max(fill, 1)  # its own token is one
+    length = max(fill, 1)  # at least its own token
     assert dummy.forward_mode is ForwardMode.DECODE
     assert dummy.batch_size == dummy.num_tokens == size
     assert dummy.seq_lens.tolist() == dummy.seq_lens_cpu.tolist() == [length] * size
@@ -224,7 +224,7 @@ def test_a_dummy_is_a_batch_that_could_have_been(fill: int, size: int) -> None:
 
 
 def test_capture_writes_scratch_only() -> None:
-    """Capturing every size leaves the cache outside page 0 and the request table bit-equal."""
+    """Captures write KV slot 0 only: all other slots and the request table stay bit-equal."""
     rig = Rig([1, 2, 8])
     before = [t.clone() for t in (rig.kv.k[0], rig.kv.v[0])]
     table = rig.table.clone()
@@ -238,7 +238,7 @@ def test_capture_writes_scratch_only() -> None:
 
 
 def test_a_dummy_on_live_memory_is_caught_when_planted() -> None:
-    """A dummy that names a live slot is refused by that slot, before it writes there."""
+    """A dummy batch that would write a live KV slot is refused before the write; the error names the slot."""
     rig = Rig([2])
     honest = rig.runner.dummy
 
@@ -256,7 +256,7 @@ def test_a_dummy_on_live_memory_is_caught_when_planted() -> None:
 
 
 def test_replays_of_every_size_equal_eager() -> None:
-    """Batches of every size, growing and shrinking, replay to what eager execution says."""
+    """Replays of growing and shrinking batches equal eager runs."""
     rig = Rig([1, 2, 4, 8])
     rig.lane.capture_all()
     generator = torch.Generator().manual_seed(5)

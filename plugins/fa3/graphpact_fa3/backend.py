@@ -155,7 +155,7 @@ class FA3Backend(AttentionBackend):
         if view.forward_mode.is_ragged:
             write_indptr(view.required_extend_lens()[0], out=metadata.cu_seqlens_q)
         else:
-            # The same stride for every request, as at capture, whatever number of drafts it accepted.
+            # The same stride for every request, as at capture, for any number of accepted drafts.
             width = view.tokens_per_request
             torch.arange(0, view.num_tokens + width, width, out=metadata.cu_seqlens_q)
         drafts = 0 if metadata.tree is not None else view.uncounted_keys

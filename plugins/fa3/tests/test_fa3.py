@@ -1,4 +1,4 @@
-"""FA3's metadata against plain loops over the requests, in every mode, whatever came before."""
+"""FA3's metadata against plain loops over the requests, in every mode and after any history."""
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -56,29 +56,29 @@ DECODE = Case(ForwardMode.DECODE)
 
 @pytest.fixture(autouse=True)
 def _inference() -> Iterator[None]:
-    """A lane steps in inference mode."""
+    """Run each test in inference mode, as a lane runs its steps."""
     with torch.inference_mode():
         yield
 
 
 def make_config(case: Case, page_size: int = 1, **features: bool) -> Config:
-    """Return a lane of two layers with a window in the second, but for ``features``."""
+    """Return a lane of two layers, the second with a window unless ``features`` disable it."""
     chosen = {"sliding_window": True, "softcap": False, "sinks": False} | features
     return Config(case, page_size, Heads("gqa", 4, 2, 8), torch.float32, **chosen)
 
 
 @cache
 def rig_of(config: Config) -> Rig:
-    """Return a lane whose metadata is made by the replay hook; equal requests share one."""
+    """Return a lane whose replay hook fills the metadata; equal configurations share one."""
     with torch.inference_mode():
         return Rig(config, backend=FA3Backend, in_graph=False)
 
 
-# -- what the loops say ----------------------------------------------------------------------------
+# -- expected metadata, by loops ---------------------------------------------------------------------
 
 
 def padded_to(problem: Problem, bs: int) -> list[ProblemRequest]:
-    """Return the requests, and those that padding stands for: of scratch alone, of one cached key."""
+    """Return the requests, followed by padding requests, which use scratch only."""
     case = problem.case
     count = 0 if case.mode.is_ragged else case.width or 0
     tokens = [Token(0, [0] * case.num_steps, None, 0) for _ in range(count)]
@@ -90,7 +90,7 @@ def padded_to(problem: Problem, bs: int) -> list[ProblemRequest]:
 
 
 def seen_drafts(problem: Problem, request: ProblemRequest, token: int, step: int) -> list[int]:
-    """Return the slots of the drafts that a token of a tree sees; padding sees all of its request's."""
+    """Return the slots of the drafts that a token sees; a padding token sees all drafts of its request."""
     if problem.case.mode is DRAFT:
         return request.tokens[token].slots[: step + 1]
     path = range(len(request.tokens)) if request.row == 0 else request.path(token)
@@ -98,15 +98,15 @@ def seen_drafts(problem: Problem, request: ProblemRequest, token: int, step: int
 
 
 def seen_in_window(problem: Problem, request: ProblemRequest, token: int, step: int) -> list[int]:
-    """Return the slots of the last keys that it sees, of sequence and drafts."""
+    """Return the slots of the keys of sequence and drafts that a token sees in a window."""
     drafts = seen_drafts(problem, request, token, step)
-    if request.row == 0:  # drafts at one position do not push each other out
+    if request.row == 0:  # drafts at one position are all inside the window
         return request.cached + drafts
     return (request.cached + drafts)[-WINDOW:]
 
 
 def check_rows(rows: KeyRows, seen: Sequence[Sequence[int]]) -> None:
-    """Hold a tree's rows to lists of slots, one a token; the rest of the table is zeros."""
+    """Compare a tree's rows with one list of slots per token; the rest of the table is zeros."""
     width = rows.page_table.shape[1]
     assert rows.cu_seqlens_q.tolist() == list(range(len(seen) + 1))
     assert rows.cache_seqlens.tolist() == [len(slots) for slots in seen]
@@ -115,7 +115,7 @@ def check_rows(rows: KeyRows, seen: Sequence[Sequence[int]]) -> None:
 
 
 def check(metadata: FA3Metadata, problem: Problem, bs: int, page_size: int, step: int) -> None:
-    """Hold every index tensor of a step to loops over the requests."""
+    """Compare every index tensor of a step with loops over the requests."""
     case = problem.case
     requests = padded_to(problem, bs)
     is_tree = case.tree or case.topk > 1
@@ -152,12 +152,12 @@ def check(metadata: FA3Metadata, problem: Problem, bs: int, page_size: int, step
 
 
 def steps_of(metadata: Any) -> list[FA3Metadata]:
-    """Return the metadata of every step of a batch."""
+    """Return the metadata of each step of a batch."""
     return [*metadata.steps] if isinstance(metadata, DraftMetadata) else [metadata]
 
 
 def replay_metadata(rig: Rig, problem: Problem) -> tuple[Any, GraphShape]:
-    """Return what a replay of ``problem`` reads, where nothing that an earlier step left is of use."""
+    """Return the metadata that a replay of ``problem`` reads, from slots that held -9 before."""
     rig.load(problem)
     lane = rig.lane
     for slot in lane.registry or ():
@@ -171,7 +171,7 @@ def replay_metadata(rig: Rig, problem: Problem) -> tuple[Any, GraphShape]:
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
 @pytest.mark.parametrize("case", [c for c in CASES if c.mode is not ForwardMode.IDLE], ids=str)
 def test_metadata_equals_a_loop_whatever_came_before(case: Case, page_size: int) -> None:
-    """Replayed after any history, and eagerly, every tensor says what a loop over the requests says."""
+    """At replay after any history, and in an eager step, every tensor equals a loop over the requests."""
     config = make_config(case, page_size)
     rig = rig_of(config)
 
@@ -196,7 +196,7 @@ def test_metadata_equals_a_loop_whatever_came_before(case: Case, page_size: int)
 
 
 def test_a_large_batch_leaves_nothing_to_a_small_one() -> None:
-    """After the largest step a smaller one has, in the same buffers, what it has in new ones."""
+    """After the largest step, a small step has the same metadata in used buffers as in new ones."""
     table = torch.arange(17, dtype=torch.int32)[:, None] * 16 + torch.arange(16, dtype=torch.int32)
     layers = [LayerSpec(0, 1, 1, 8, 8, scaling=1.0)]
     context = BackendContext(
@@ -204,7 +204,7 @@ def test_a_large_batch_leaves_nothing_to_a_small_one() -> None:
     )
 
     def lane() -> Callable[[list[int]], dict[str, list[Any]]]:
-        """Return what replays a batch of these lengths, and gives all memory of its metadata."""
+        """Return a function that prepares a replay of these lengths and returns the metadata as lists."""
         backend, views, captured = FA3Backend(context), {}, {}
         registry = build_decode_registry(
             max_bs=16,
@@ -263,7 +263,7 @@ def _decode(lengths: list[int]) -> ForwardBatch:
 @settings(derandomize=True, deadline=None, max_examples=30)
 @given(accepted=st.lists(st.integers(0, DRAFT_WIDTH), min_size=1, max_size=MAX_BS))
 def test_draft_extend_has_one_stride_whatever_was_accepted(accepted: list[int]) -> None:
-    """Queries begin at multiples of the draft's width, and both bounds stay, for any accepted lengths."""
+    """For any accepted lengths, query offsets are multiples of the draft's width, and max_seqlen_q is it."""
     rig = rig_of(make_config(EXTEND_DRAFT))
     requests = [
         ProblemRequest(
@@ -285,7 +285,7 @@ def test_draft_extend_has_one_stride_whatever_was_accepted(accepted: list[int]) 
 
 
 def test_padded_rows_keep_the_stride() -> None:
-    """A padded request of draft extend has a full stride of queries, and a key for each, in scratch."""
+    """A padding request of draft extend has a full stride of queries and as many keys, all in scratch."""
     config = make_config(EXTEND_DRAFT)
     tokens = [Token(0, [50 + j], None, 0) for j in range(DRAFT_WIDTH)]
     requests = [ProblemRequest(i, [i], tokens, [i, *range(50, 54)]) for i in (1, 2, 3)]
@@ -296,7 +296,7 @@ def test_padded_rows_keep_the_stride() -> None:
 
 
 def test_a_stale_row_is_caught_when_planted() -> None:
-    """A page table that is not refilled differs from the loops: the tests above can fail."""
+    """A stale page in a padding row differs from the loops: the tests above can fail."""
     rig = rig_of(make_config(DECODE))
     problem = Problem(DECODE, [ProblemRequest(3, [4, 5], [Token(0, [6], None, 0)], [4, 5, 6])], 0)
     metadata, shape = replay_metadata(rig, problem)
@@ -315,7 +315,7 @@ def test_a_stale_row_is_caught_when_planted() -> None:
 def test_the_schedule_is_one_node_a_step(
     case: Case, nodes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A graph of two layers makes one schedule for each step, and both layers' kernels read it."""
+    """A graph of two layers records one schedule for each step, and the kernels of both layers read it."""
     calls: list[tuple[str, tuple[Any, ...]]] = []
     perform = Recorder.perform
 
@@ -334,7 +334,7 @@ def test_the_schedule_is_one_node_a_step(
 
 
 def test_layers_with_a_window_are_given_no_schedule() -> None:
-    """Only the layer without a window misses the keys that a spoilt schedule lacks."""
+    """A schedule without blocks changes the layer without a window and not the layer with one."""
     rig = rig_of(make_config(DECODE))
     problem = Problem(
         DECODE, [ProblemRequest(1, [3, 4, 5], [Token(2, [6], None, 0)], [3, 4, 5, 6])], 0
@@ -352,25 +352,25 @@ def test_layers_with_a_window_are_given_no_schedule() -> None:
 
 @pytest.mark.parametrize("case", [TREE, BRANCHES], ids=str)
 def test_a_sink_is_counted_once_in_a_cascade(case: Case) -> None:
-    """Layers with sinks and a soft cap and no window, of both kinds of tree, are the oracle's."""
+    """For both kinds of tree, layers with sinks and a soft cap and without a window equal the oracle."""
     config = make_config(case, 16, sliding_window=False, softcap=True, sinks=True)
     hold_to_oracle(FA3Backend, config, max_examples=2)
 
 
 @dataclass(frozen=True)
 class Narrow(Config):
-    """A lane whose second layer sees fewer keys than a draft has tokens."""
+    """A lane whose second layer has a window shorter than a draft."""
 
     @property
     def layers(self) -> list[LayerSpec]:
-        """Those of the kit, but for the window."""
+        """The layers of `Config`, with a window of two keys in the second."""
         plain, special = super().layers
         return [plain, replace(special, sliding_window=2)]
 
 
 @pytest.mark.parametrize("case", [TREE, BRANCHES], ids=str)
 def test_a_window_cuts_drafts_by_their_depth(case: Case) -> None:
-    """A window shorter than a branch hides its first drafts too: of each token by its own position."""
+    """A window shorter than a branch also hides its first drafts, counted from each token's position."""
     config = make_config(case)
     narrow = Narrow(**{f.name: getattr(config, f.name) for f in fields(config)})
     hold_to_oracle(FA3Backend, narrow, max_examples=2)
@@ -378,12 +378,12 @@ def test_a_window_cuts_drafts_by_their_depth(case: Case) -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_lanes_of_every_mode_answer_as_the_oracle(case: Case) -> None:
-    """With windows, caps and sinks at once, replayed on the strict tape and run eagerly."""
+    """In every mode, with windows, caps and sinks, eager steps and strict replays equal the oracle."""
     hold_to_oracle(FA3Backend, make_config(case, 3, softcap=True, sinks=True), max_examples=1)
 
 
 def test_an_idle_batch_has_metadata_of_no_rows() -> None:
-    """No request: every tensor is empty but for the first offset, and attention gives no row."""
+    """Without requests, offsets are [0], per-request tensors are empty, and attention returns no rows."""
     rig = rig_of(make_config(DECODE, 16))
     metadata = rig.backend.init_metadata_eager(Problem(Case(ForwardMode.IDLE), [], 0).batch())
     assert metadata.cu_seqlens_q.tolist() == metadata.cu_seqlens_k.tolist() == [0]
@@ -397,7 +397,7 @@ def test_an_idle_batch_has_metadata_of_no_rows() -> None:
 
 
 def test_a_tree_in_a_lane_of_chains_is_refused() -> None:
-    """A tree mask where no slots were declared for trees is an error that says so."""
+    """A tree mask in a lane with top-k 1 is refused; the error names the limit."""
     rig = rig_of(make_config(Case(VERIFY)))
     tokens = [Token(0, [10 + j], None, 0) for j in range(DRAFT_WIDTH)]
     problem = Problem(TREE, [ProblemRequest(1, [9], tokens, [9, 10, 11, 12, 13])], 0)
@@ -406,7 +406,7 @@ def test_a_tree_in_a_lane_of_chains_is_refused() -> None:
 
 
 def test_an_extend_batch_needs_its_lengths() -> None:
-    """Extend without the number of new tokens is refused, not guessed."""
+    """An extend without the number of new tokens of each request is refused."""
     rig = rig_of(make_config(Case(ForwardMode.EXTEND)))
     problem = Problem(
         Case(ForwardMode.EXTEND), [ProblemRequest(1, [], [Token(0, [9], None, 0)], [9])], 0
@@ -419,7 +419,7 @@ def test_an_extend_batch_needs_its_lengths() -> None:
 
 
 def test_every_slot_is_declared_with_owner_and_reason() -> None:
-    """All metadata is int32, kept by the plugin's own writes; trees have slots where drafts branch only."""
+    """Slots are int32 with owner and reason; no fill writes them; tree slots exist with top-k > 1 only."""
     backend = rig_of(make_config(DECODE)).backend
     plain = ["cu_seqlens_q", "cache_seqlens", "cu_seqlens_k", "page_table", "scheduler_metadata"]
     trees = ["tree.cu_seqlens_q", "tree.cache_seqlens", "tree.page_table"]
@@ -436,7 +436,7 @@ def test_every_slot_is_declared_with_owner_and_reason() -> None:
 
 
 def test_eager_metadata_is_memory_of_its_own() -> None:
-    """An eager batch does not touch what a graph reads."""
+    """Eager metadata writes no slot of the backend."""
     rig = rig_of(make_config(BRANCHES))
     registry = rig.lane.registry
     slots = [s for s in registry or () if s.owner == "fa3" and s.buffer is not None]
@@ -459,7 +459,7 @@ def _missing(**changes: Any) -> list[str]:
 
 
 def test_declared_capabilities() -> None:
-    """Every mode in graphs, all float widths, trees, windows, caps and sinks; no latents, no host plan."""
+    """Declares every mode in graphs, all float widths, trees, windows, caps, sinks; no MLA, no host plan."""
     declared = FA3Backend.capabilities
     assert declared.modes == set(ForwardMode)
     assert declared.graph_support is GraphSupport.ALWAYS

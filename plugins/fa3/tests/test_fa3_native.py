@@ -1,6 +1,6 @@
-"""Native kernels against fakes that have the libraries' signatures, and which library is taken."""
+"""Calls of the native kernels, on fakes with the libraries' signatures, and the choice of the library."""
 
-# ruff: noqa: FBT001, FBT002  # as the libraries have it
+# ruff: noqa: FBT001, FBT002  # signatures of the libraries
 
 import dataclasses
 import importlib.util
@@ -30,7 +30,7 @@ NAN = float("nan")
 
 @pytest.fixture(autouse=True)
 def _inference() -> Iterator[None]:
-    """A lane steps in inference mode."""
+    """Run each test in inference mode, as a lane runs its steps."""
     with torch.inference_mode():
         yield
 
@@ -44,15 +44,15 @@ def _flat(cache: torch.Tensor) -> torch.Tensor:
 
 
 def _unowned_rows(q: torch.Tensor, cu_seqlens_q: torch.Tensor) -> torch.Tensor:
-    """Return which rows of ``q`` belong to no request: a library leaves them unwritten."""
+    """Return a mask of the rows of ``q`` that belong to no request; a library leaves them unwritten."""
     return torch.arange(len(q), device=q.device) >= cu_seqlens_q[-1]
 
 
 class FakeFlashAttention(ModuleType):
     """FlashAttention-3's two functions, with its argument names, defaults, checks and layouts.
 
-    From hopper/flash_attn_interface.py and flash_api.cpp. A schedule has another length where the call is
-    causal, and a kernel that is given one of a wrong length refuses it.
+    From hopper/flash_attn_interface.py and flash_api.cpp. The length of a schedule depends on ``causal``; a
+    kernel refuses a schedule of another length.
     """
 
     def __init__(self, name: str) -> None:
@@ -62,7 +62,7 @@ class FakeFlashAttention(ModuleType):
 
     @staticmethod
     def schedule_len(batch_size: int, max_seqlen_q: int, headdim: int, *, causal: bool) -> int:
-        """Return what both functions expect."""
+        """Return the length of the schedule that both functions expect."""
         if max_seqlen_q == 1 and (headdim <= 64 or headdim > 128):
             causal = False
         return 1 + math.ceil(batch_size / 4) * 4 * (4 if causal else 3)
@@ -91,7 +91,7 @@ class FakeFlashAttention(ModuleType):
         pack_gqa: bool | None = None,
         sm_margin: int = 0,
     ) -> torch.Tensor:
-        """Return what says whose schedule it is."""
+        """Return a schedule that begins with the lengths of its step."""
         assert batch_size == len(cache_seqlens)
         assert cu_seqlens_q is not None
         assert len(cu_seqlens_q) == batch_size + 1
@@ -136,7 +136,7 @@ class FakeFlashAttention(ModuleType):
         sm_margin: int = 0,
         return_softmax_lse: bool = False,
     ) -> Any:
-        """Attend; the log-sum-exp is ``[heads, T]``, and rows that belong to no request are not written."""
+        """Attend; the log-sum-exp is ``[heads, T]``, and rows that belong to no request are NaN."""
         assert k is None
         assert v is None
         assert cache_seqlens is not None
@@ -174,7 +174,7 @@ class FakeFlashAttention(ModuleType):
 
 
 def fake_varlen_attn(*args: Any, **kwargs: Any) -> torch.Tensor:
-    """The ``varlen_attn`` of torch, whose signature the call is bound to."""
+    """Attend as torch's ``varlen_attn``; the call is bound to its signature."""
     a = SimpleNamespace(**inspect.signature(varlen_attn).bind(*args, **kwargs).arguments)
     assert a.num_splits == 1
     assert a.window_size[1] == 0
@@ -197,14 +197,14 @@ def fake_varlen_attn(*args: Any, **kwargs: Any) -> torch.Tensor:
 
 
 def on_cpu(library: type[LibraryKernels]) -> type[LibraryKernels]:
-    """Return the library's kernels where nothing is asked of the device."""
+    """Return the library's kernels without the checks of device, model and installation."""
     name = f"fake_{library.__name__}"
     kinds = {"capabilities": None, "module": name, "unavailable": classmethod(lambda *_: None)}
     return type(name, (library,), kinds)
 
 
 def backend_on(library: type[LibraryKernels]) -> type[FA3Backend]:
-    """Return the backend with the library's kernels and no others."""
+    """Return the backend with the library's kernels as its only provider."""
 
     class Native(NativeKernels):
         sources: ClassVar = (on_cpu(library),)
@@ -217,7 +217,7 @@ def backend_on(library: type[LibraryKernels]) -> type[FA3Backend]:
 
 @pytest.fixture
 def flash_attention(monkeypatch: pytest.MonkeyPatch) -> FakeFlashAttention:
-    """Return a fake library in the place of FlashAttention-3 and of SGLang's."""
+    """Return a fake library, installed as FlashAttention-3 and as SGLang's kernels."""
     fake = FakeFlashAttention("fake")
     for library in (FlashAttention3, SglKernel):
         monkeypatch.setitem(sys.modules, f"fake_{library.__name__}", fake)
@@ -225,7 +225,7 @@ def flash_attention(monkeypatch: pytest.MonkeyPatch) -> FakeFlashAttention:
 
 
 def make_config(case: Case, page_size: int = 16, **features: bool) -> Config:
-    """Return a lane of two layers; the second has a window, and ``features``."""
+    """Return a lane of two layers; the second has ``features`` and, by default, a window."""
     chosen = {"sliding_window": True, "softcap": False, "sinks": False} | features
     return Config(case, page_size, Heads("gqa", 4, 2, 8), torch.float32, **chosen)
 
@@ -238,7 +238,7 @@ def make_config(case: Case, page_size: int = 16, **features: bool) -> Config:
 def test_calls_of_flash_attention_answer_as_the_oracle(
     case: Case, flash_attention: FakeFlashAttention, *, window: bool
 ) -> None:
-    """In every mode, through graphs and eagerly, with windows, caps and sinks; unwritten rows are cleared."""
+    """In every mode, FlashAttention's calls equal the oracle, in graphs and eagerly, with caps and sinks."""
     config = make_config(case, sliding_window=window, softcap=True, sinks=True)
     hold_to_oracle(backend_on(FlashAttention3), config, max_examples=1)
     assert any(flash_attention.used)
@@ -249,7 +249,7 @@ def test_calls_of_flash_attention_answer_as_the_oracle(
 )
 @pytest.mark.parametrize("case", [c for c in CASES if c.branches == 1], ids=str)
 def test_calls_of_torch_answer_as_the_oracle(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In every mode without a tree, with windows, by calls that torch's own signature takes."""
+    """In every mode without branches, calls bound to torch's signature equal the oracle, with windows."""
     fake = SimpleNamespace(varlen_attn=fake_varlen_attn)
     monkeypatch.setitem(sys.modules, "fake_TorchVarlen", fake)  # type: ignore[arg-type]
     hold_to_oracle(backend_on(TorchVarlen), make_config(case), max_examples=1)
@@ -258,7 +258,7 @@ def test_calls_of_torch_answer_as_the_oracle(case: Case, monkeypatch: pytest.Mon
 def make_backend(
     library: type[LibraryKernels] = FlashAttention3, **changes: Any
 ) -> tuple[FA3Backend, list[LayerSpec]]:
-    """Return a backend on a fake library and its layers: two alike, a window, other heads."""
+    """Return a backend and its layers: two equal ones, one with a window, one with other heads."""
     plain: dict[str, Any] = {"num_kv_heads": 2, "head_dim": 8, "v_head_dim": 8, "scaling": 0.3}
     layers = [
         LayerSpec(0, 4, **plain),
@@ -297,7 +297,7 @@ def test_tokens_of_no_request_yield_zeros(
     sinks: torch.Tensor | None,
     flash_attention: FakeFlashAttention,
 ) -> None:
-    """In a ragged batch rows past the last offset are zeros, though a library leaves them unwritten."""
+    """In a ragged batch the output past the last offset is zero, although a library leaves it unwritten."""
     backend, layers = make_backend() if library else make_backend(None)
     batch = _decode([9, 5])
     batch.forward_mode = ForwardMode.EXTEND
@@ -318,7 +318,7 @@ def test_tokens_of_no_request_yield_zeros(
 def test_the_library_schedules_once_a_step_for_its_own_layers(
     flash_attention: FakeFlashAttention,
 ) -> None:
-    """One schedule a step, in the buffer's head, followed by zeros; layers of another kind take none."""
+    """A step has one schedule, followed by zeros; layers with a window or other heads get none."""
     backend, layers = make_backend()
     metadata = backend.init_metadata_eager(_decode([9, 5]), fill=77)
     (made,) = flash_attention.schedules
@@ -335,7 +335,7 @@ def test_the_library_schedules_once_a_step_for_its_own_layers(
 
 
 def test_a_library_without_schedules_is_given_none(flash_attention: FakeFlashAttention) -> None:
-    """Where ``get_scheduler_metadata`` is not there, the buffer is zeros and no call is given any of it."""
+    """Without ``get_scheduler_metadata`` the buffer is zero and kernels get no schedule."""
     older = SimpleNamespace(flash_attn_with_kvcache=flash_attention.flash_attn_with_kvcache)
     sys.modules["fake_SglKernel"] = older  # type: ignore[assignment]
     backend, layers = make_backend(SglKernel)
@@ -347,7 +347,7 @@ def test_a_library_without_schedules_is_given_none(flash_attention: FakeFlashAtt
 
 
 def test_no_library_is_called_for_no_request(flash_attention: FakeFlashAttention) -> None:
-    """An idle batch makes no schedule and no call; rows that it may have are zeros."""
+    """An idle batch makes no schedule and no library call; its output has no rows."""
     backend, layers = make_backend()
     metadata = backend.init_metadata_eager(_decode([]))
     out = backend.forward(torch.ones(0, 4, 8), *[torch.ones(0, 2, 8)] * 2, layers[0], metadata)
@@ -356,12 +356,12 @@ def test_no_library_is_called_for_no_request(flash_attention: FakeFlashAttention
     assert not flash_attention.used
 
 
-# -- which is taken --------------------------------------------------------------------------------
+# -- the choice of the library -----------------------------------------------------------------------
 
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """Return a machine to describe: its compute capability, the libraries that it has."""
+    """Return a settable machine: compute capability, installed libraries, CUDA."""
     here = SimpleNamespace(capability=(9, 0), installed={"torch"}, has_cuda=True)
     monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.13.0+cu130"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: here.has_cuda)
@@ -388,7 +388,7 @@ def _taken(context: BackendContext) -> str | None:
 
 
 def test_native_kernels_are_refused_with_the_reason(machine: SimpleNamespace) -> None:
-    """No CUDA device, too old, or no library: each gives its own reason, the last with the command."""
+    """A missing CUDA device, an old GPU and a missing library have reasons; the last has the command."""
     assert NativeKernels.unavailable(CPU) == "FlashAttention's kernels need a CUDA device"
     machine.capability = (7, 5)
     reason = NativeKernels.unavailable(CUDA)
@@ -400,7 +400,7 @@ def test_native_kernels_are_refused_with_the_reason(machine: SimpleNamespace) ->
         reason = library.unavailable(CUDA)
         assert reason == f"{library.module} is not installed; `{library.install}`"
         assert "pip install" in reason
-    assert NativeKernels.unavailable(CUDA) is None  # torch has its own
+    assert NativeKernels.unavailable(CUDA) is None  # torch has kernels of its own
     machine.has_cuda = False
     assert NativeKernels.unavailable(CUDA) == "torch sees no CUDA device"
 
@@ -408,7 +408,7 @@ def test_native_kernels_are_refused_with_the_reason(machine: SimpleNamespace) ->
 def test_an_older_torch_is_refused(
     machine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A torch whose kernel has no ``num_splits`` is not used."""
+    """The kernels of torch before 2.13 are not used."""
     monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.12.1"))
     assert "torch 2.12.1 has no block table" in (TorchVarlen.unavailable(CUDA) or "")
     monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.13.0+cu130"))
@@ -416,7 +416,7 @@ def test_an_older_torch_is_refused(
 
 
 def test_the_first_library_that_has_it_all_is_taken(machine: SimpleNamespace) -> None:
-    """In their order; torch's own only for what it has, and never on FlashAttention-3's part."""
+    """The first library in order that supports device and model is used; torch's kernels need large pages."""
     large, small = {"page_size": 256}, {"page_size": 16}
     assert _taken(_context(**large)) == "torch.nn.attention.varlen"
     assert _taken(_context(**small)) is None
@@ -444,7 +444,7 @@ def test_the_first_library_that_has_it_all_is_taken(machine: SimpleNamespace) ->
     ],
 )
 def test_what_no_library_has_is_refused(machine: SimpleNamespace, lacks: dict[str, Any]) -> None:
-    """Wide floats, and head_dims that were not built, are refused with the missing feature."""
+    """Float32, float64 and head_dims that no library is built for are refused."""
     machine.installed |= {"sgl_kernel", "flash_attn_interface"}
     reason = NativeKernels.refusal(_context(page_size=256, **lacks))
     assert reason is not None
@@ -454,7 +454,7 @@ def test_what_no_library_has_is_refused(machine: SimpleNamespace, lacks: dict[st
 
 
 def test_a_cpu_runs_portable_kernels_and_says_why() -> None:
-    """``auto`` passes the native ones over with the reason; named, they are refused, not replaced."""
+    """On a CPU ``auto`` uses portable kernels and keeps the reason; ``native`` is refused."""
     context = BackendContext(
         CPU,
         torch.float32,

@@ -1,4 +1,4 @@
-"""Tokens written through ``fa3`` are the tokens of transformers."""
+"""Greedy tokens of an engine with ``fa3`` equal those of transformers."""
 
 import random
 from pathlib import Path
@@ -19,7 +19,7 @@ COUNTS = (12, 5, 9, 14, 7)
 def generate(
     path: Path, prompts: list[list[int]], *overrides: str
 ) -> tuple[Engine, list[list[int]]]:
-    """Return an engine whose every replay was verified, and what it wrote."""
+    """Run an engine that verifies every replay; return the engine and the generated tokens."""
     options = [
         f'model.path="{path}"',
         'engine.device="cpu"',
@@ -41,7 +41,7 @@ def generate(
 
 
 def reference(path: Path, prompts: list[list[int]]) -> list[list[int]]:
-    """Return what transformers' greedy generation writes after each prompt."""
+    """Return the tokens of transformers' greedy generation for each prompt."""
     model = transformers.AutoModelForCausalLM.from_pretrained(
         path, dtype=torch.float32, attn_implementation="eager"
     ).eval()
@@ -68,7 +68,7 @@ def reference(path: Path, prompts: list[list[int]]) -> list[list[int]]:
 def test_greedy_tokens_equal_transformers(
     architecture: str, page_size: int, tmp_path: Path, *, strict: bool
 ) -> None:
-    """Every prompt is continued as transformers does it, by replays that agree with eager runs."""
+    """Greedy tokens equal transformers' for every prompt; every decode step is a verified replay."""
     path = save_random_checkpoint(tmp_path, architecture)
     draw = random.Random(architecture)
     prompts = [[draw.randrange(2, 199) for _ in range(n)] for n in PROMPT_LENGTHS]

@@ -217,7 +217,7 @@ class FlashInferBackend(AttentionBackend):
             lens = lens.repeat_interleave(width, output_size=view.num_tokens)
             requests = requests.repeat_interleave(width, output_size=view.num_tokens)
         else:
-            # Uniform as at capture, whatever number of drafts was accepted (SGLang PR 19807).
+            # Uniform as at capture, for any number of accepted drafts (SGLang PR 19807).
             torch.arange(0, view.num_tokens + width, width, out=metadata.qo_indptr)
         self._fill_set(view, metadata, metadata, None, requests, lens, num_q)
         for window, indices in metadata.windows.items():

@@ -1,4 +1,4 @@
-"""FlashInfer's metadata against a plain loop, and what the backend declares."""
+"""FlashInfer's metadata in decode and extend against a plain loop, and the backend's declarations."""
 
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -52,7 +52,7 @@ class Rig:
         self.backend = self.make()
 
     def make(self) -> FlashInferBackend:
-        """Return another backend on the same memory."""
+        """Return a new backend on the same memory."""
         return FlashInferBackend(
             BackendContext(CPU, torch.float32, [self.layer], self.limits, self.table, self.kv)
         )
@@ -60,7 +60,7 @@ class Rig:
     def batch(
         self, rows: list[int], lengths: list[int], new: list[int] | None = None
     ) -> ForwardBatch:
-        """Return a decode batch, or an extend batch where ``new`` tokens are given."""
+        """Return a decode batch, or an extend batch if ``new`` is given."""
         lens, count = torch.tensor(lengths), new or [1] * len(rows)
         positions = [j for n, c in zip(lengths, count, strict=True) for j in range(n - c, n)]
         owners = [r for r, c in zip(rows, count, strict=True) for _ in range(c)]
@@ -84,7 +84,7 @@ class Rig:
         lengths: list[int],
         new: list[int] | None = None,
     ) -> None:
-        """Hold every index tensor to a loop over the requests, and the fake one after them of an extend."""
+        """Compare every index tensor with a loop over the requests and, for an extend, the fake request."""
         qo, kv, indices, last = [0], [0], [], []
         for i, (row, length) in enumerate(zip(rows, lengths, strict=True)):
             pages = [self.pages[row][j // self.page_size] for j in range(0, length, self.page_size)]
@@ -116,7 +116,7 @@ REQUESTS = st.lists(
 
 @pytest.fixture(autouse=True)
 def _inference() -> Iterator[None]:
-    """A lane steps in inference mode."""
+    """Run each test in inference mode, as a lane runs its steps."""
     with torch.inference_mode():
         yield
 
@@ -149,7 +149,7 @@ def _view(registry: CudaGraphBufferRegistry, batch: ForwardBatch, padded: int) -
 @EXAMPLES
 @given(page_size=PAGE_SIZES, requests=REQUESTS)
 def test_decode_metadata_equals_a_loop(page_size: int, requests: list[tuple[int, int]]) -> None:
-    """For any decode batch the four tensors say what a loop over its requests says."""
+    """The index tensors of any decode batch equal a loop over its requests."""
     rig = RIGS[page_size]
     rows, lengths = [r for r, _ in requests], [n for _, n in requests]
     batch = rig.batch(rows, lengths)
@@ -164,7 +164,7 @@ def test_decode_metadata_equals_a_loop(page_size: int, requests: list[tuple[int,
 def test_extend_metadata_equals_a_loop(
     page_size: int, requests: list[tuple[int, int]], data: st.DataObject
 ) -> None:
-    """For any extend batch, with and without cached prefixes, so do they."""
+    """The index tensors of any extend batch, with and without cached prefixes, equal a loop."""
     rig = RIGS[page_size]
     rows, lengths = [r for r, _ in requests], [n for _, n in requests]
     new = [data.draw(st.integers(1, n)) for n in lengths]
@@ -179,7 +179,7 @@ def test_extend_metadata_equals_a_loop(
 def test_replay_says_what_capture_would_say_whatever_came_before(
     page_size: int, history: list[list[tuple[int, int]]]
 ) -> None:
-    """After any history a replay's metadata is that of a new capture of the same batch."""
+    """After any history, a replay's metadata equals that of a new capture of the same batch."""
     rig = RIGS[page_size]
     registry, backend = _registry(), rig.make()
     backend.attach(registry)
@@ -194,7 +194,7 @@ def test_replay_says_what_capture_would_say_whatever_came_before(
         rows, lengths = [r for r, _ in requests], [n for _, n in requests]
         batch = rig.batch(rows, lengths)
         view = _view(registry, batch, padded)
-        for slot in registry:  # nothing that an earlier step left may be needed
+        for slot in registry:  # the replay must not need contents of an earlier step
             if slot.owner == "flashinfer" and slot.buffer is not None:
                 slot.buffer.fill_(-9)
         replayed = backend.init_metadata_replay(view, shapes[padded], captured[padded])
@@ -213,7 +213,7 @@ def test_replay_says_what_capture_would_say_whatever_came_before(
 
 
 def test_padding_is_one_key_in_scratch() -> None:
-    """A padded row is request row 0 with the declared length: one key, in page 0, slot 0."""
+    """A padding row has one key, in page 0, and writes KV slot 0."""
     rig = RIGS[3]
     registry, backend = _registry(), rig.make()
     backend.attach(registry)
@@ -226,7 +226,7 @@ def test_padding_is_one_key_in_scratch() -> None:
 
 
 def test_a_stale_length_is_caught_when_planted() -> None:
-    """Metadata that is not refilled for the padded rows differs from the loop."""
+    """Stale lengths in padding rows of the view give other metadata: the tests above can fail."""
     rig = RIGS[1]
     registry, backend = _registry(), rig.make()
     backend.attach(registry)
@@ -234,7 +234,7 @@ def test_a_stale_length_is_caught_when_planted() -> None:
     view = _view(registry, rig.batch([1, 2, 3, 4], [5, 6, 7, 8]), MAX_BS)
     captured = backend.init_metadata_capture(view, shape)
     view = _view(registry, rig.batch([1, 2], [5, 6]), MAX_BS)
-    view.seq_lens[2:] = torch.tensor([7, 8])  # the tail that a fill must reset
+    view.seq_lens[2:] = torch.tensor([7, 8])  # the padding rows, which a fill must reset
     backend.init_metadata_replay(view, shape, captured)
     with pytest.raises(AssertionError):
         rig.check(captured, [1, 2, 0, 0], [5, 6, 1, 1])
@@ -242,7 +242,7 @@ def test_a_stale_length_is_caught_when_planted() -> None:
 
 @pytest.mark.parametrize("page_size", sorted(RIGS))
 def test_slots_hold_the_longest_requests(page_size: int) -> None:
-    """The declared slots are large enough for a full step of the longest sequences."""
+    """kv_indices has room for a full step of the longest sequences, and for the fake request."""
     rig = RIGS[page_size]
     registry, backend = _registry(), rig.make()
     backend.attach(registry)
@@ -250,12 +250,12 @@ def test_slots_hold_the_longest_requests(page_size: int) -> None:
     shape = GraphShape(ForwardMode.DECODE, MAX_BS, MAX_BS)
     metadata = backend.init_metadata_capture(_view(registry, batch, MAX_BS), shape)
     rig.check(metadata, [ROWS] * MAX_BS, [CONTEXT] * MAX_BS)
-    fake = -(-MAX_BS // page_size)  # room for the pages of an extend's padded tokens
+    fake = -(-MAX_BS // page_size)  # pages of the padding tokens of an extend
     assert int(metadata.kv_indptr[-1]) == metadata.kv_indices.shape[0] - fake
 
 
 def test_every_slot_is_declared_with_owner_and_reason() -> None:
-    """All metadata memory is the registry's, under the plugin's name, with a reason for its tails."""
+    """Slots are int32 with owner and reason, and no fill writes them; metadata tensors lie in slots."""
     rig = RIGS[16]
     registry, backend = _registry(), rig.make()
     inputs = set(registry.slot_names())
@@ -278,7 +278,7 @@ def test_every_slot_is_declared_with_owner_and_reason() -> None:
 
 
 def test_eager_metadata_is_memory_of_its_own() -> None:
-    """An eager batch does not touch what a graph reads."""
+    """Eager metadata writes no slot."""
     rig = RIGS[3]
     registry, backend = _registry(), rig.make()
     backend.attach(registry)
@@ -291,7 +291,7 @@ def test_eager_metadata_is_memory_of_its_own() -> None:
 
 @pytest.mark.parametrize("new", [None, [2, 5]])
 def test_forward_writes_the_cache_and_attends(new: list[int] | None) -> None:
-    """Keys and values of new tokens land in their slots, and attention sees them and the prefix."""
+    """New keys and values are written to their slots only; attention sees them and the prefix."""
     rig = Rig(3)
     generator = torch.Generator().manual_seed(1)
     rows, lengths = [3, 5], [4, 9]
@@ -318,7 +318,7 @@ def test_forward_writes_the_cache_and_attends(new: list[int] | None) -> None:
 
 
 def test_an_extend_batch_needs_its_lengths() -> None:
-    """Extend without the number of new tokens is refused, not guessed."""
+    """An extend without the number of new tokens of each request is refused."""
     rig = RIGS[1]
     batch = rig.batch([1], [4], [2])
     batch.extend_seq_lens = None
@@ -327,7 +327,7 @@ def test_an_extend_batch_needs_its_lengths() -> None:
 
 
 def test_capture_needs_a_registry() -> None:
-    """A backend that was not attached says so."""
+    """A capture with a backend that is not attached to a registry raises EngineError."""
     rig = Rig(1)
     with pytest.raises(EngineError, match="attached to no registry"):
         rig.backend.init_metadata_capture(rig.batch([1], [1]), GraphShape(ForwardMode.DECODE, 1, 1))
@@ -341,7 +341,7 @@ def _missing(**changes: Any) -> list[str]:
 
 
 def test_declared_capabilities() -> None:
-    """Every mode, all float widths, windows, caps, sinks and trees, planned on the host; no latents."""
+    """Declares every mode, all float widths, windows, caps, sinks, trees and host plans; no MLA."""
     declared = FlashInferBackend.capabilities
     assert declared.modes == frozenset(ForwardMode)
     assert declared.graph_support is GraphSupport.ALWAYS

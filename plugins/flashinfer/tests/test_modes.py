@@ -1,4 +1,4 @@
-"""What the modes other than decode hold, on the tensors: the fake request, strides, windows, trees, plans."""
+"""Metadata in detail: the fake request, uniform strides, windows, trees, idle batches, plans."""
 
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -22,7 +22,7 @@ from graphpact_tape.tape import TapeDriver
 CPU = torch.device("cpu")
 EXAMPLES = settings(derandomize=True, deadline=None, max_examples=60)
 CONTEXT, ROWS = 96, 4
-STATIC = 64  # tokens of the extend graphs here
+STATIC = 64  # tokens of an extend graph
 CHAIN = DraftLimits()
 
 
@@ -51,7 +51,7 @@ def batch_of(
     new: list[int] | None = None,
     **more: Any,
 ) -> ForwardBatch:
-    """Return a batch of ``num_tokens`` tokens, the last of which are padding where fewer are new."""
+    """Return a batch of ``num_tokens`` tokens; those beyond the ``new`` ones are padding."""
     lens = torch.tensor(lengths)
     fields: dict[str, Any] = {"out_cache_loc": torch.zeros(num_tokens, dtype=torch.int64)}
     return ForwardBatch(
@@ -70,7 +70,7 @@ def batch_of(
 
 @pytest.fixture(autouse=True)
 def _inference() -> Iterator[None]:
-    """A lane steps in inference mode."""
+    """Run each test in inference mode, as a lane runs its steps."""
     with torch.inference_mode():
         yield
 
@@ -83,7 +83,7 @@ def _inference() -> Iterator[None]:
 def test_the_last_query_offset_is_the_static_count_for_every_raw_count(
     page_size: int, mode: ForwardMode
 ) -> None:
-    """``qo_indptr[-1] == static_num_tokens`` for 1 to 64 raw tokens; real requests are as without padding."""
+    """``qo_indptr[-1]`` is the static count for 1 to 64 raw tokens; live requests are as without padding."""
     backend = backend_of(page_size)
     for raw in range(1, STATIC + 1):
         new = [1, raw - 1] if raw > 1 else [1]
@@ -99,7 +99,7 @@ def test_the_last_query_offset_is_the_static_count_for_every_raw_count(
 
 
 def test_scratch_is_the_only_page_of_the_fake_request() -> None:
-    """All its pages are page 0, as many as its padded tokens need, after whatever was there before."""
+    """The fake request has page 0 only, as often as its padding tokens need, for any earlier contents."""
     backend = backend_of(4)
     for raw in (3, 61, 64, 9):
         metadata = backend.init_metadata_eager(
@@ -114,7 +114,7 @@ def test_scratch_is_the_only_page_of_the_fake_request() -> None:
 
 
 def test_the_fake_request_is_counted_from_host_numbers() -> None:
-    """Its keys and pages come from ints; planning an extend with device lengths that cannot be read works."""
+    """Queries, keys and pages of the fake request need no device read."""
     assert FakeRequest.of(64, 50, 4) == FakeRequest(pad_tokens=14, extra_kv=14, num_dummy_pages=4)
     assert FakeRequest.of(64, 64, 4) == FakeRequest(0, 0, 0)
     batch = batch_of(ForwardMode.EXTEND, [30, 20], STATIC, [30, 20])
@@ -124,7 +124,7 @@ def test_the_fake_request_is_counted_from_host_numbers() -> None:
 
 
 def test_an_extend_without_lengths_on_the_host_is_refused() -> None:
-    """What cannot be planned is said, with the fields that are missing."""
+    """An extend without host lengths is refused; the error names the required fields."""
     batch = batch_of(ForwardMode.EXTEND, [3], 3, [3])
     batch.extend_seq_lens_cpu = None
     with pytest.raises(EngineError, match="must carry extend_seq_lens and extend_seq_lens_cpu"):
@@ -136,7 +136,7 @@ def test_an_extend_without_lengths_on_the_host_is_refused() -> None:
 
 @pytest.mark.parametrize("accepted", range(5))
 def test_the_stride_of_draft_extend_is_uniform_whatever_was_accepted(accepted: int) -> None:
-    """``qo_indptr`` steps by num_draft_tokens for accept lengths 0 to num_draft_tokens (PR 19807)."""
+    """``qo_indptr`` steps by num_draft_tokens for any accepted length (SGLang PR 19807)."""
     backend, width = backend_of(), 4
     batch = batch_of(
         ForwardMode.DRAFT_EXTEND, [9, 30, 17], 3 * width, [max(accepted, 1), accepted, 1]
@@ -149,7 +149,7 @@ def test_the_stride_of_draft_extend_is_uniform_whatever_was_accepted(accepted: i
 
 @pytest.mark.parametrize("step", range(3))
 def test_a_draft_step_sees_one_key_more_than_the_one_before(step: int) -> None:
-    """Step i of a draft attends ``seq_len + i + 1`` keys, and writes its own slots."""
+    """Step i of a draft attends to ``seq_len + i + 1`` keys and writes its own KV slots."""
     backend = backend_of(1, draft=DraftLimits(num_steps=3))
     slots = torch.arange(6).view(2, 3) + 700
     batch = batch_of(ForwardMode.DRAFT_DECODE, [5, 9], 2, out_cache_loc=slots)
@@ -159,7 +159,7 @@ def test_a_draft_step_sees_one_key_more_than_the_one_before(step: int) -> None:
 
 
 def test_branches_share_the_sequence_and_see_their_own_slots() -> None:
-    """With top-k above 1 each branch is a row: the sequence's slots, then its own up to the step."""
+    """With top-k > 1 each branch is a row: the slots of the sequence, then its own up to the step."""
     backend = backend_of(16, draft=DraftLimits(num_steps=3, topk=2), windows=(None, 4))
     slots = torch.arange(12).view(4, 3) + 300
     batch = batch_of(ForwardMode.DRAFT_DECODE, [5, 9], 4, out_cache_loc=slots)
@@ -187,7 +187,7 @@ def test_branches_share_the_sequence_and_see_their_own_slots() -> None:
 def test_a_windows_indices_hold_no_page_that_no_query_sees(
     lengths: list[int], window: int, width: int, page_size: int
 ) -> None:
-    """The second set of indices is the tail of the first: from the page of the first visible key on."""
+    """The indices of a window are a suffix of the full ones, from the page of the first visible key."""
     backend = backend_of(page_size, windows=(None, window))
     batch = batch_of(ForwardMode.TARGET_VERIFY, lengths, width * len(lengths))
     metadata = backend.init_metadata_eager(batch)
@@ -203,7 +203,7 @@ def test_a_windows_indices_hold_no_page_that_no_query_sees(
 @EXAMPLES
 @given(data=st.data(), window=st.sampled_from([None, 3, 6]))
 def test_mask_bits_say_what_each_draft_token_sees(data: st.DataObject, window: int | None) -> None:
-    """Bit (query, key) of a request is set for the keys before the drafts and the token's own ancestors."""
+    """A mask bit is set for the sequence, the token's ancestors and the token itself, cut by the window."""
     width = data.draw(st.integers(1, 4))
     lengths = data.draw(st.lists(st.integers(1, 30), min_size=1, max_size=3))
     parents = [[data.draw(st.integers(-1, i - 1)) for i in range(width)] for _ in lengths]
@@ -237,7 +237,7 @@ def test_mask_bits_say_what_each_draft_token_sees(data: st.DataObject, window: i
 
 
 def test_a_tree_needs_a_lane_that_was_laid_out_for_it() -> None:
-    """A tree mask in a lane of chains is refused with the limit to set."""
+    """A tree mask in a lane with top-k 1 is refused; the error names the limit."""
     batch = batch_of(
         ForwardMode.TARGET_VERIFY, [5], 2, tree_mask=torch.ones(2, 2, dtype=torch.bool)
     )
@@ -247,7 +247,7 @@ def test_a_tree_needs_a_lane_that_was_laid_out_for_it() -> None:
 
 @pytest.mark.parametrize("mode", [*ForwardMode])
 def test_an_idle_rank_has_empty_metadata(mode: ForwardMode) -> None:
-    """A batch without requests makes metadata in every mode, and attention of nothing is nothing."""
+    """In every mode, a batch without requests has metadata with which attention returns no rows."""
     backend = backend_of()
     empty = torch.zeros(0, dtype=torch.int64)
     batch = ForwardBatch(
@@ -274,7 +274,7 @@ def test_an_idle_rank_has_empty_metadata(mode: ForwardMode) -> None:
 @EXAMPLES
 @given(lengths=st.lists(st.integers(1, CONTEXT), min_size=1, max_size=ROWS))
 def test_a_plan_covers_every_key_and_fits_the_grid(lengths: list[int]) -> None:
-    """Chunks of each request hold all its keys, and are no more than the grid was made for."""
+    """The chunks of a plan cover all keys of each request and are at most ``max_chunks``."""
     metadata = backend_of(1).init_metadata_eager(
         batch_of(ForwardMode.DECODE, lengths, len(lengths))
     )
@@ -286,7 +286,7 @@ def test_a_plan_covers_every_key_and_fits_the_grid(lengths: list[int]) -> None:
 
 
 def _captured() -> tuple[FlashInferBackend, Any, GraphShape, FlashInferMetadata, Pact]:
-    """Return a backend in a lane's registry, its view, and the metadata and pact of one shape."""
+    """Return an attached backend, a maker of views, and shape, metadata and pact of one capture."""
     backend = backend_of(1)
     registry = build_decode_registry(
         max_bs=2,
@@ -313,9 +313,9 @@ def _captured() -> tuple[FlashInferBackend, Any, GraphShape, FlashInferMetadata,
 
 
 def test_a_plan_is_made_anew_in_place_before_every_replay() -> None:
-    """Whatever was planned before, a replay's plan is that of its own lengths, at the same address."""
+    """A replay's plan is made from its own lengths, at the captured address."""
     backend, view_of, shape, metadata, pact = _captured()
-    backend.records_metadata = True  # the graph would do the rest
+    backend.records_metadata = True  # the graph would fill the metadata
     for lengths in ([90, 3], [1, 1], [40, 70]):
         view = view_of(lengths)
         replayed = backend.init_metadata_replay(view, shape, metadata)
@@ -325,7 +325,7 @@ def test_a_plan_is_made_anew_in_place_before_every_replay() -> None:
 
 
 def test_other_plan_arguments_than_the_captured_ones_break_the_pact() -> None:
-    """A plan for another number of heads is refused by name: the graph's launches were made for one."""
+    """A plan for another number of heads breaks the pact, which names the field."""
     backend, view_of, shape, metadata, pact = _captured()
     (layer,) = backend.context.layers
     backend._layer_of = {None: LayerSpec(0, 4, 1, 4, 4, layer.scaling)}
@@ -336,7 +336,7 @@ def test_other_plan_arguments_than_the_captured_ones_break_the_pact() -> None:
 
 
 def test_a_stale_plan_gives_another_result() -> None:
-    """The portable kernel attends what was planned: with the plan of shorter requests it misses keys."""
+    """The portable kernel attends to planned keys only: the plan of shorter requests changes the output."""
     backend = backend_of(1)
     cache, (layer,) = backend.context.kv_cache, backend.context.layers
     for tensor in (cache.k[0], cache.v[0]):

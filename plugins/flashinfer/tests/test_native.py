@@ -1,7 +1,7 @@
-"""The native kernels, on a stand-in for FlashInfer's wrapper with its signature: no GPU is needed for that.
+"""The native kernels, on a stand-in with the signature of FlashInfer's wrapper, without a GPU.
 
-The stand-in keeps what FlashInfer keeps: in graph mode the buffers that it was given, for good; of a plan the
-host numbers. Its result is made by plain loops over its own buffers.
+Like FlashInfer's wrapper, it keeps its buffers in graph mode for its lifetime, and the host numbers of its
+plan. It attends by plain loops over its buffers.
 """
 
 import sys
@@ -37,7 +37,7 @@ CONTEXT, ROWS = 32, 3
 
 
 class Wrapper:
-    """``BatchPrefillWithPagedKVCacheWrapper`` of flashinfer-python 0.7.2, as far as it is called here."""
+    """A stand-in for ``BatchPrefillWithPagedKVCacheWrapper`` of flashinfer-python 0.7.2."""
 
     made: list["Wrapper"] = []  # noqa: RUF012  emptied by the fixture
 
@@ -72,7 +72,7 @@ class Wrapper:
     def reset_workspace_buffer(
         self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor
     ) -> None:
-        """Take a workspace for plans."""
+        """Set the workspaces."""
         self.float_workspace, self.int_workspace = float_workspace_buffer, int_workspace_buffer
 
     def plan(
@@ -102,7 +102,7 @@ class Wrapper:
         non_blocking: bool = True,  # noqa: FBT001, FBT002  its signature
         seq_lens: torch.Tensor | None = None,
     ) -> None:
-        """Plan from host offsets, and copy them into the buffers; outside graph mode take them as buffers."""
+        """Plan from host offsets: copy them into the buffers in graph mode, otherwise into new ones."""
         assert custom_mask is None
         if not self.use_cuda_graph:
             self.qo_indptr, self.kv_indptr = qo_indptr.clone(), paged_kv_indptr.clone()
@@ -115,7 +115,7 @@ class Wrapper:
                 assert len(packed_custom_mask) == int((-(-bits // 8)).sum())
                 self._mask_indptr_buf = torch.nn.functional.pad(bits.cumsum(0), (1, 0))
         else:
-            assert packed_custom_mask is None  # the mask lies in its buffer
+            assert packed_custom_mask is None  # the mask is in its buffer already
             assert len(paged_kv_indices) == 0
         for host, buffer in (
             (qo_indptr, self.qo_indptr),
@@ -140,7 +140,7 @@ class Wrapper:
     def run(
         self, q: torch.Tensor, paged_kv_cache: tuple[torch.Tensor, torch.Tensor], *args: Any
     ) -> torch.Tensor:
-        """Attend by loops, from the buffers."""
+        """Return the attention over the buffers, by loops."""
         keys, values = paged_kv_cache
         size, plan = self.planned["page_size"], self.planned
         assert keys.shape[1] == size
@@ -170,7 +170,7 @@ class Wrapper:
 
 
 class OnACPU(NativeKernels):
-    """The native kernels, let on a CPU."""
+    """The native kernels, allowed on a CPU."""
 
     capabilities: Capabilities | None = None  # type: ignore[misc]
 
@@ -181,14 +181,14 @@ class OnACPU(NativeKernels):
 
 
 class Backend(FlashInferBackend):
-    """The backend with the native kernels alone."""
+    """The backend with the native kernels as its only provider."""
 
     providers = (OnACPU,)
 
 
 @pytest.fixture(autouse=True)
 def _flashinfer(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Offer the stand-in as the library, with small workspaces; a lane steps in inference mode."""
+    """Install the stand-in as ``flashinfer``, with small workspaces, and run the test in inference mode."""
     module = types.ModuleType("flashinfer")
     module.BatchPrefillWithPagedKVCacheWrapper = Wrapper  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "flashinfer", module)
@@ -256,7 +256,7 @@ TREE = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]] * 2).bool()
 def test_native_and_portable_kernels_read_the_same_metadata(
     mode: ForwardMode, lengths: list[int], new: list[int], more: dict[str, Any]
 ) -> None:
-    """In every mode, with and without a window, the wrapper gives what the portable kernel gives."""
+    """In each of these modes, with and without a window, native and portable kernels give equal outputs."""
     context = _context(None, 5, draft=DraftLimits(1, 2, 3))
     native, portable = Backend(context), FlashInferBackend(context)
     batch = _batch(mode, lengths, new, **more)
@@ -269,12 +269,12 @@ def test_native_and_portable_kernels_read_the_same_metadata(
         ]
         torch.testing.assert_close(*results)
         again = native.forward(q, None, None, layer, native.init_metadata_eager(batch))
-        assert torch.equal(again, results[0])  # it attends to what is written
-    assert len(Wrapper.made) == 2  # one for each window: every step gave it back
+        assert torch.equal(again, results[0])  # attends to the written keys
+    assert len(Wrapper.made) == 2  # one for each window: every step returned it
 
 
 def test_every_set_of_indices_is_planned_in_a_workspace_of_its_own() -> None:
-    """No two plans share an int workspace; partial results have one workspace for all."""
+    """Each set of indices has its own int workspace; all share one workspace for partial results."""
     backend = Backend(_context(None, 5))
     names = {slot.name: slot for slot in backend.declare_slots(backend.context.limits)}
     backend.init_metadata_eager(_batch(ForwardMode.DECODE, [3], [1]))
@@ -286,7 +286,7 @@ def test_every_set_of_indices_is_planned_in_a_workspace_of_its_own() -> None:
 
 
 class Allocations(TorchDispatchMode):
-    """Counts new tensors of a number of bytes."""
+    """A dispatch mode that counts new tensors of ``nbytes`` bytes."""
 
     def __init__(self, nbytes: int) -> None:
         super().__init__()
@@ -299,7 +299,7 @@ class Allocations(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Count, where nothing goes in and a tensor of that size comes out."""
+        """Run an operation; count it if it takes no tensor and returns one of that size."""
         out = func(*args, **(kwargs or {}))
         given = [a for a in args if isinstance(a, torch.Tensor)]
         if isinstance(out, torch.Tensor) and not given and out.nbytes == self.nbytes:
@@ -308,7 +308,7 @@ class Allocations(TorchDispatchMode):
 
 
 def test_eager_steps_share_wrappers_and_workspaces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps of all modes and sizes use one wrapper for each kind of indices, and one workspace."""
+    """Eager steps of several modes and sizes share a wrapper per window and mask, and one workspace."""
     monkeypatch.setattr("graphpact_flashinfer.native._FLOAT_BYTES", 7919)
     context = _context(None, 5, draft=DraftLimits(1, 2, 3))
     native, portable = Backend(context), FlashInferBackend(context)
@@ -338,7 +338,7 @@ def test_eager_steps_share_wrappers_and_workspaces(monkeypatch: pytest.MonkeyPat
 
 
 def test_metadata_of_two_steps_may_be_alive_at_once() -> None:
-    """Each keeps its plan while the other lives; what a dead one had is used again."""
+    """Metadata of two steps keep their own plans; freed metadata returns its wrapper for reuse."""
     context = _context(None)
     native, portable = Backend(context), FlashInferBackend(context)
     batches = [
@@ -357,7 +357,7 @@ def test_metadata_of_two_steps_may_be_alive_at_once() -> None:
 
 
 def test_a_captured_wrapper_is_planned_again_before_every_replay() -> None:
-    """A replay plans the captured wrapper, in the captured buffers; another plan_info breaks the pact."""
+    """Every replay plans the captured wrapper in the captured buffers; another plan_info breaks the pact."""
     backend = Backend(_context(None))
     registry = build_decode_registry(
         max_bs=2,
@@ -396,7 +396,7 @@ def test_a_captured_wrapper_is_planned_again_before_every_replay() -> None:
 
 
 def test_where_it_cannot_run_the_reason_is_told() -> None:
-    """On a CPU native kernels are refused by reason; auto takes the portable ones and keeps it."""
+    """On a CPU ``auto`` uses portable kernels and keeps the reason; ``native`` is refused."""
     backend = FlashInferBackend(_context(None))
     assert backend.kernels.name == "portable"
     assert backend.passed_over == {"native": "FlashInfer's kernels need a CUDA device"}
@@ -407,7 +407,7 @@ def test_where_it_cannot_run_the_reason_is_told() -> None:
 
 
 def test_layers_that_one_plan_cannot_serve_are_refused() -> None:
-    """A plan is for one scaling and one number of heads: other layers of its window are a reason."""
+    """Layers of one window with different numbers of heads are refused: one plan cannot serve them."""
     context = _context(None, None)
     layers = [context.layers[0], LayerSpec(1, 4, 1, 4, 4, 0.5)]
     object.__setattr__(context, "layers", layers)

@@ -5,7 +5,7 @@
     nodes       runs a recorded call again
     strict      the strict tape: every replay runs over poison
     order       streams, events and copies, with a check for missing waits
-    host        tells host tensors from device tensors, and refuses host reads
+    host        distinguishes host tensors from device tensors, and refuses host reads
     poison      values for memory that no step may read
     guard       the strict guard of a lane's hooks and steps
 

@@ -1,6 +1,6 @@
-"""Tell host tensors from device tensors on a CPU, and refuse host reads of device tensors.
+"""Distinguish host tensors from device tensors on a CPU, and refuse host reads of device tensors.
 
-On a CPU both have the same ``device``, so torch cannot tell them apart. This module does it by origin: host
+On a CPU both have the same ``device``, so torch cannot distinguish them. This module does it by origin: host
 tensors are declared, or computed from host tensors alone. All others are device tensors. Reading them on the
 host is refused, because on a GPU it would stall the host or break a capture.
 

@@ -2,8 +2,8 @@
 
 Each stream has a vector clock: the work of every stream that its next work waits for. Work on memory is
 compared with earlier work on the same memory. If one of the two writes, and neither waits for the other, a
-device may run them in either order. That is an error at once, in whatever order they ran here, so a missing
-wait is always detected.
+device may run them in either order. The tape raises an error at once, and its own order of the two does not
+matter, so a missing wait is always detected.
 
 An asynchronous copy from host memory is carried out as late as a device may: when work that waits for it
 begins. The host memory must not change until the host has waited for the copy.

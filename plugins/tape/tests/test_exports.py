@@ -1,4 +1,4 @@
-"""The public names of the library."""
+"""The public names and the imports of the library."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Legal programs and models: the strict tape refuses none, and replays them bit for bit."""
+"""The strict tape accepts legal programs and models, and replays them bit for bit."""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -18,7 +18,7 @@ from support import PROGRAMS, leaves, run_program
 
 CPU = torch.device("cpu")
 
-# How a step of a program is given to the device.
+# The ways to submit a step of a program to the device.
 _WAYS = st.lists(
     st.sampled_from(["main", "main", "side", "event", "eager"]), min_size=9, max_size=9
 )
@@ -26,13 +26,13 @@ _WAYS = st.lists(
 
 @pytest.fixture(autouse=True)
 def _inference() -> Iterator[None]:
-    """A lane steps in inference mode, and so does every test here."""
+    """Run each test in inference mode, as a lane runs its steps."""
     with torch.inference_mode():
         yield
 
 
 def _call(driver: GraphDriver, way: str, step: Callable[..., Any], *args: torch.Tensor) -> Any:
-    """Call a step on the main stream, on a side stream that waits and is waited for, or eagerly."""
+    """Run a step on the main stream, on a side stream with fork and join, or as an eager call."""
     if way == "main":
         return step(*args)
     if way == "eager":
@@ -55,7 +55,7 @@ def _call(driver: GraphDriver, way: str, step: Callable[..., Any], *args: torch.
 
 
 class _Program:
-    """A random program on inputs of its own, captured by a driver."""
+    """A random program with its own inputs, captured by a driver."""
 
     def __init__(
         self, driver: GraphDriver, steps: list[tuple[str, int, int]], ways: list[str]
@@ -66,7 +66,7 @@ class _Program:
         self.graph: Graph | None = None
 
     def run(self) -> list[torch.Tensor]:
-        """Run it, and write a cache as a region does."""
+        """Run the program, and write its last value to the cache."""
         way = itertools.cycle(self._ways)
         values = run_program(
             self._steps,
@@ -77,7 +77,7 @@ class _Program:
         return values
 
     def replays_like_eager(self, generator: torch.Generator) -> None:
-        """Replay on new contents, over cleared outputs, and hold all that is left to eager."""
+        """Replay on new inputs, and compare outputs, cache and inputs with an eager run, bit for bit."""
         assert self.graph is not None
         for tensor in self.inputs:
             tensor.normal_(generator=generator)
@@ -99,7 +99,7 @@ class _Program:
 def test_no_legal_program_is_refused(
     programs: list[tuple[list[tuple[str, int, int]], list[str]]], seed: int
 ) -> None:
-    """Programs with joined streams, eager calls and a cache replay in turn to what eager and fast say."""
+    """Legal programs with joined streams, eager calls and a cache replay as eager runs, fast and strict."""
     for strict in (False, True):
         driver = TapeDriver(CPU, strict=strict)
         captured = [_Program(driver, *program) for program in programs]
@@ -118,7 +118,7 @@ def test_no_legal_program_is_refused(
 
 
 def test_two_streams_may_share_a_buffer_in_parts() -> None:
-    """Streams that write rows or columns of one tensor, in no order, are not in each other's way."""
+    """Two streams may write different rows or columns of one tensor without a wait between them."""
     driver = TapeDriver(CPU, strict=True)
     x = torch.randn(4, 4)
     fused, stacked = torch.zeros(4, 8), torch.zeros(2, 4, 4)
@@ -143,7 +143,7 @@ def test_two_streams_may_share_a_buffer_in_parts() -> None:
 
 
 def test_temporaries_of_two_streams_are_not_one() -> None:
-    """Memory that was freed and taken again by another stream's work is another tensor."""
+    """Memory that one stream freed and another stream allocated again is not a conflict."""
     driver = TapeDriver(CPU, strict=True)
     side = driver.stream()
     with driver.preparation():
@@ -154,7 +154,7 @@ def test_temporaries_of_two_streams_are_not_one() -> None:
 
 
 def test_a_default_device_places_what_names_none() -> None:
-    """Within ``with device:`` a tensor made without ``device=`` is the device's, as torch has it."""
+    """Inside ``with device:`` a tensor made without ``device=`` is a device tensor, as in torch."""
     x = torch.zeros(4)
     with CPU:
         graph = TapeDriver(CPU, strict=True).capture(lambda: x + torch.full((4,), 2.0))
@@ -166,10 +166,10 @@ def test_a_default_device_places_what_names_none() -> None:
 
 # -- models ----------------------------------------------------------------------------------------
 
-# A mask of four dimensions: from one of two, or of none, transformers reads on the host.
+# The forward gets a mask with four dimensions: with two, or without a mask, transformers reads on the host.
 _REFUSED = {
     "falcon": "takes a host tensor",  # fused_qkv[..., [-1], :]
-    # The frequencies are chosen anew in each forward: on the device, or by an if in older transformers.
+    # Each forward chooses the frequencies: on the device, or by an if in older transformers.
     "longrope": "not declared as written|contents on the host",
     "dynamic_rope": "needs a tensor's contents on the host",  # if seq_len > max_seq_len_cached
 }
@@ -211,7 +211,7 @@ def _record_forward(path: Path) -> tuple[Graph, Callable[[], torch.Tensor], torc
 def test_models_are_recorded_without_a_refusal(
     architecture: str, checkpoint: Callable[..., Path]
 ) -> None:
-    """A forward of transformers is recorded strictly, and replays for other tokens as eager runs."""
+    """The strict tape records a forward pass of transformers; replays for other tokens equal eager runs."""
     graph, forward, ids = _record_forward(checkpoint(architecture))
     for seed in (1, 2):
         ids.copy_(torch.randint(2, 199, ids.shape, generator=torch.Generator().manual_seed(seed)))
@@ -225,7 +225,7 @@ def test_models_are_recorded_without_a_refusal(
 def test_models_that_no_graph_can_hold_are_refused(
     architecture: str, reason: str, checkpoint: Callable[..., Path]
 ) -> None:
-    """What a model does that a CUDA graph could not hold either is refused, at the line of the model."""
+    """Work of a model that no CUDA graph can hold is refused; the error names the line in transformers."""
     with pytest.raises(CaptureError, match=reason) as caught:
         _record_forward(checkpoint(architecture))
     assert "/transformers/" in str(caught.value)

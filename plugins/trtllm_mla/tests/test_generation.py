@@ -1,4 +1,4 @@
-"""Tokens of models with MLA, through captured graphs over latents, are the tokens of transformers."""
+"""Greedy tokens of MLA models, through captured graphs over latents, equal those of transformers."""
 
 import itertools
 import random
@@ -50,7 +50,7 @@ def make_engine(path: Path, *overrides: str) -> Engine:
 
 
 def reference_tokens(path: Path, prompt: list[int], count: int) -> list[int]:
-    """Return what transformers' greedy generation writes after ``prompt``."""
+    """Return the tokens of transformers' greedy generation for ``prompt``."""
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     ids = torch.tensor([prompt])
     out = model.generate(
@@ -66,7 +66,7 @@ def reference_tokens(path: Path, prompt: list[int], count: int) -> list[int]:
 def test_greedy_tokens_equal_transformers(
     architecture: str, page_size: int, strict: str, checkpoint: Callable[[str], Path]
 ) -> None:
-    """Greedy tokens equal transformers' for every prompt, every decode step a replay that was verified."""
+    """Greedy tokens equal transformers' for every prompt; every decode step is a verified replay."""
     path = checkpoint(architecture)
     draw = random.Random(architecture)
     prompts = [[draw.randrange(2, 199) for _ in range(n)] for n in PROMPT_LENGTHS]
@@ -99,7 +99,7 @@ def test_greedy_tokens_equal_transformers(
 def test_metadata_is_made_by_the_graph_or_before_it(
     in_graph: str, checkpoint: Callable[[str], Path]
 ) -> None:
-    """Recorded or made by the replay hook, metadata leads to the same tokens."""
+    """Tokens equal transformers', with metadata recorded in the graph or filled by the replay hook."""
     engine = make_engine(checkpoint("deepseek_v3"), f"lanes.decode.metadata_in_graph={in_graph}")
     assert engine.lanes[0].records_metadata is (in_graph == "true")
     params = SamplingParams(max_new_tokens=8, ignore_eos=True)
@@ -113,7 +113,7 @@ def test_metadata_is_made_by_the_graph_or_before_it(
 
 @needs_seam
 def test_what_it_cannot_serve_is_refused(checkpoint: Callable[[str], Path]) -> None:
-    """Another page size, a model without MLA, a lane without it, native kernels without a GPU: each named."""
+    """Another page size, a model or a lane without MLA, and native kernels without a GPU are refused."""
     path = checkpoint("deepseek_v3")
     with pytest.raises(UnsupportedModelError, match=r"page size 16 \(has 32, 64\)"):
         make_engine(path, "engine.page_size=16")

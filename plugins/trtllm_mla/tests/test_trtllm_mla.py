@@ -1,4 +1,4 @@
-"""Metadata against loops over requests, the kernels' checks, and the call of the native ones."""
+"""Metadata against loops over requests, the kernels' checks, and the call of the native kernels."""
 
 import gc
 import inspect
@@ -41,14 +41,14 @@ UNIFORM = (ForwardMode.DECODE, *DRAFTED, ForwardMode.DRAFT_EXTEND)
 
 
 def width_of(mode: ForwardMode) -> int:
-    """Return how many tokens each request brings in a mode where all bring as many."""
+    """Return the number of tokens per request in a uniform mode."""
     return WIDTH if mode in (ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND) else 1
 
 
 class Rig:
     """A backend on a table of random pages, and batches on it.
 
-    Past the keys of a step the table holds what is no slot, as where a request of that row is gone.
+    Past the keys of a step the table holds invalid slot numbers, as a freed row may.
     """
 
     def __init__(self, page_size: int) -> None:
@@ -64,13 +64,13 @@ class Rig:
         self.layer = LayerSpec(0, HEADS, 1, RANK + ROPE, RANK, 0.3, kv_lora_rank=RANK)
 
     def context(self, **changes: Any) -> BackendContext:
-        """Return what a backend on this memory is built with."""
+        """Return the context of a backend on this memory, with ``changes``."""
         layers = [self.layer]
         made = BackendContext(CPU, torch.float32, layers, self.limits, self.table, self.kv)
         return replace(made, **changes)
 
     def make(self) -> TRTLLMMLABackend:
-        """Return a backend."""
+        """Return a new backend on this memory."""
         return TRTLLMMLABackend(self.context())
 
     def slot(self, row: int, position: int) -> int:
@@ -86,9 +86,10 @@ class Rig:
         padded_bs: int = 0,
         padded_tokens: int = 0,
     ) -> ForwardBatch:
-        """Return a batch of ``(row, keys, new tokens)``, padded where counts are given.
+        """Return a batch of ``(row, keys, new tokens)``, padded if counts are given.
 
-        Keys are those that every query's request has in (the first step of) this batch.
+        ``keys`` counts the keys of a request in this batch, drafts included; in a draft decode, in its first
+        step.
         """
         self.table.fill_(self.num_slots + 7)
         self.table[0] = 0
@@ -128,7 +129,7 @@ class Rig:
         requests: list[tuple[int, int, int]],
         padded_bs: int = 0,
     ) -> None:
-        """Hold every tensor, of each step, to loops over the requests."""
+        """Compare every tensor of each step with loops over the requests."""
         steps = metadata.steps if isinstance(metadata, DraftMetadata) else (metadata,)
         assert len(steps) == (STEPS if mode is ForwardMode.DRAFT_DECODE else 1)
         fill = {ForwardMode.TARGET_VERIFY: 1 + WIDTH, ForwardMode.DRAFT_EXTEND: WIDTH}
@@ -166,7 +167,7 @@ MODES = st.sampled_from([*UNIFORM, *RAGGED])
 
 @st.composite
 def requests_of(draw: st.DrawFn, mode: ForwardMode) -> list[tuple[int, int, int]]:
-    """Draw ``(row, keys, new tokens)`` of up to `MAX_BS` requests."""
+    """Draw up to `MAX_BS` requests ``(row, keys, new tokens)``."""
     rows = draw(st.permutations(range(1, ROWS + 1)))[: draw(st.integers(1, MAX_BS))]
     found = []
     for row in rows:
@@ -179,7 +180,7 @@ def requests_of(draw: st.DrawFn, mode: ForwardMode) -> list[tuple[int, int, int]
 
 @pytest.fixture(autouse=True)
 def _inference() -> Iterator[None]:
-    """A lane steps in inference mode."""
+    """Run each test in inference mode, as a lane runs its steps."""
     with torch.inference_mode():
         yield
 
@@ -193,12 +194,12 @@ def attached(rig: Rig) -> tuple[TRTLLMMLABackend, CudaGraphBufferRegistry]:
 
 
 def shape_of(mode: ForwardMode, bs: int = MAX_BS) -> GraphShape:
-    """Return the bucket of ``bs`` requests; of a ragged mode, with room for any batch drawn here."""
+    """Return the shape of ``bs`` requests; in a ragged mode, with room for any batch drawn here."""
     return GraphShape(mode, bs, 12 * bs if mode in RAGGED else bs * width_of(mode))
 
 
 def dummy(rig: Rig, shape: GraphShape) -> ForwardBatch:
-    """Return a batch to capture ``shape`` with: padding, all of it."""
+    """Return a batch of padding only, to capture ``shape``."""
     return rig.batch(shape.mode, [], padded_bs=shape.batch_size, padded_tokens=shape.num_tokens)
 
 
@@ -207,11 +208,11 @@ def dummy(rig: Rig, shape: GraphShape) -> ForwardBatch:
 def test_eager_metadata_equals_a_loop(
     page_size: int, mode: ForwardMode, data: st.DataObject
 ) -> None:
-    """For any batch of any mode the tensors say what loops over its requests say."""
+    """The tensors of any batch of any mode equal loops over its requests."""
     rig, requests = RIGS[page_size], data.draw(requests_of(mode))
     metadata = rig.make().init_metadata_eager(rig.batch(mode, requests), fill=-9)
     rig.check(metadata, mode, requests)
-    if mode in RAGGED:  # the batch's own bounds
+    if mode in RAGGED:  # bounds of this batch
         assert metadata.max_seq_len_q == max(new for _, _, new in requests)
         assert metadata.max_seq_len_k == max(keys for _, keys, _ in requests)
 
@@ -221,7 +222,7 @@ def test_eager_metadata_equals_a_loop(
 def test_replay_says_what_capture_would_say_whatever_came_before(
     page_size: int, mode: ForwardMode, data: st.DataObject
 ) -> None:
-    """After any history a replay's metadata is the loops', padded rows included, and keeps the pact."""
+    """After any history, a replay's metadata equals the loops, padding rows included, and keeps the pact."""
     rig, shape = RIGS[page_size], shape_of(mode)
     backend, registry = attached(rig)
     view = dummy(rig, shape)
@@ -230,7 +231,7 @@ def test_replay_says_what_capture_would_say_whatever_came_before(
     for requests in data.draw(st.lists(requests_of(mode), min_size=1, max_size=4)):
         counts = {"padded_bs": MAX_BS, "padded_tokens": shape.num_tokens}
         batch = rig.batch(mode, requests, **counts)
-        for slot in registry:  # nothing that an earlier step left may be needed
+        for slot in registry:  # the replay must not need contents of an earlier step
             assert slot.buffer is not None
             slot.buffer.fill_(-9)
         replayed = backend.init_metadata_replay(batch, shape, captured)
@@ -243,13 +244,13 @@ def test_replay_says_what_capture_would_say_whatever_came_before(
 def test_the_stride_of_draft_extend_is_uniform_whatever_was_accepted(
     accepted: tuple[int, ...],
 ) -> None:
-    """Accepted lengths, none to all, change no query offset: capture, replay and eager runs agree."""
+    """No accepted length changes a query offset, at replay or in an eager step."""
     rig, shape = RIGS[64], shape_of(ForwardMode.DRAFT_EXTEND)
     backend, _ = attached(rig)
     captured = backend.init_metadata_capture(dummy(rig, shape), shape)
     requests = [(row, 60 + n + WIDTH, WIDTH) for row, n in zip((1, 2), accepted, strict=True)]
     batch = rig.batch(shape.mode, requests, padded_bs=MAX_BS, padded_tokens=MAX_BS * WIDTH)
-    # A batch that says how many were accepted, as verified requests do.
+    # The accepted lengths, as verified requests have them.
     batch.extend_seq_lens = batch.extend_seq_lens_cpu = torch.tensor([*accepted, 0, 0])
     stride = [i * WIDTH for i in range(MAX_BS + 1)]
     for metadata in (
@@ -262,7 +263,7 @@ def test_the_stride_of_draft_extend_is_uniform_whatever_was_accepted(
 
 
 def test_modes_of_one_size_have_metadata_of_their_own() -> None:
-    """Decode, verify and draft extend of as many requests share no object, and keep their own numbers."""
+    """Captured shapes of different uniform modes with one batch size have separate metadata."""
     rig = RIGS[64]
     backend, _ = attached(rig)
     captured = {}
@@ -279,7 +280,7 @@ def test_modes_of_one_size_have_metadata_of_their_own() -> None:
 
 
 def test_what_a_graph_records_is_all_that_a_replay_prepares() -> None:
-    """Where the graph makes the metadata, the replay hook writes nothing, and the recorded part all of it."""
+    """If the graph fills the metadata, the replay hook writes nothing, and the recorded part writes all."""
     rig, shape = RIGS[32], shape_of(ForwardMode.MIXED)
     backend, registry = attached(rig)
     captured = backend.init_metadata_capture(dummy(rig, shape), shape)
@@ -296,7 +297,7 @@ def test_what_a_graph_records_is_all_that_a_replay_prepares() -> None:
 
 
 def test_every_slot_is_declared_with_owner_and_reason() -> None:
-    """Metadata lies in slots, int32, each with a reason for its tails; portable kernels have no workspace."""
+    """Slots are int32 with owner and reason; metadata lies in slots; portable kernels have no workspace."""
     rig = RIGS[32]
     backend, registry = attached(rig)
     names = ["block_kv_indices", "seq_lens_k", "cu_seqlens_q"]
@@ -316,13 +317,13 @@ def test_every_slot_is_declared_with_owner_and_reason() -> None:
 
 
 def latents(seed: int, *shape: int) -> torch.Tensor:
-    """Return random numbers."""
+    """Return a random tensor."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.mark.parametrize("mode", [*UNIFORM, *RAGGED])
 def test_forward_writes_latents_and_attends_causally(mode: ForwardMode) -> None:
-    """Latents land in their slots; each query sees those of its request up to itself; padding sees none."""
+    """Latents are written to their slots only; queries attend causally; the output of padding is zero."""
     rig = Rig(32)
     backend = rig.make()
     new = 5 if mode in RAGGED else width_of(mode)
@@ -356,7 +357,7 @@ def test_forward_writes_latents_and_attends_causally(mode: ForwardMode) -> None:
 
 
 def test_an_idle_batch_does_nothing() -> None:
-    """A batch without requests has empty metadata, and attention of nothing."""
+    """A batch without requests has empty metadata, and attention returns no rows."""
     rig = RIGS[32]
     backend = rig.make()
     metadata = backend.init_metadata_eager(rig.batch(ForwardMode.IDLE, []))
@@ -369,7 +370,7 @@ def test_an_idle_batch_does_nothing() -> None:
 
 
 def call(**changes: Any) -> None:
-    """Call the portable kernel with two requests of two queries each, but for ``changes``."""
+    """Call the portable kernel with two requests of two queries each, and ``changes``."""
     asked: dict[str, Any] = {
         "q": torch.zeros(4, HEADS, RANK + ROPE),
         "kv_cache": torch.zeros(3, 64, RANK + ROPE),
@@ -400,7 +401,7 @@ def call(**changes: Any) -> None:
     ],
 )
 def test_portable_kernels_check_what_native_ones_do(changes: dict[str, Any], says: str) -> None:
-    """Block constraint, int32, and as many queries of each request; ragged steps need no stride."""
+    """Portable kernels check the block constraint, int32 and, in uniform steps, the stride of queries."""
     call()
     with pytest.raises(RuntimeError, match=says):
         call(**changes)
@@ -409,7 +410,7 @@ def test_portable_kernels_check_what_native_ones_do(changes: dict[str, Any], say
 
 
 def test_an_extend_batch_needs_its_lengths() -> None:
-    """Extend without the number of new tokens is refused, not guessed."""
+    """An extend without the number of new tokens of each request is refused."""
     rig = RIGS[32]
     batch = rig.batch(ForwardMode.EXTEND, [(1, 4, 2)])
     batch.extend_seq_lens = None
@@ -419,7 +420,7 @@ def test_an_extend_batch_needs_its_lengths() -> None:
 
 @pytest.mark.parametrize("mode", [ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_DECODE])
 def test_drafts_that_branch_are_refused(mode: ForwardMode) -> None:
-    """A tree to verify, and a draft of two branches a request, are refused: the backend serves chains."""
+    """A tree mask, and a draft of two branches per request, are refused: the backend serves chains."""
     tokens = torch.zeros(2, dtype=torch.int64)
     is_verify = mode is ForwardMode.TARGET_VERIFY
     batch = ForwardBatch(
@@ -438,7 +439,7 @@ def test_drafts_that_branch_are_refused(mode: ForwardMode) -> None:
 
 
 def test_declared_capabilities() -> None:
-    """Latents only, pages of 32 and 64, every mode in graphs; no windows, caps, sinks or branches."""
+    """Declares MLA only, pages of 32 and 64, every mode in graphs; no windows, caps, sinks or branches."""
     declared = TRTLLMMLABackend.capabilities
     assert declared.modes == set(ForwardMode)
     assert declared.graph_support is GraphSupport.ALWAYS
@@ -515,7 +516,7 @@ SIGNATURE = inspect.Signature(
 
 
 def decode_of_flashinfer(*args: Any, **named: Any) -> torch.Tensor:
-    """Stand for the function of FlashInfer: its arguments, its checks, the portable answer."""
+    """Stand in for FlashInfer's function: bind its signature, check the arguments, attend portably."""
     asked = SimpleNamespace(**SIGNATURE.bind(*args, **named).arguments)
     query, workspace = asked.query, asked.workspace_buffer
     assert asked.backend == "trtllm-gen"
@@ -545,7 +546,7 @@ def decode_of_flashinfer(*args: Any, **named: Any) -> torch.Tensor:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let this machine pass for one with a GPU of compute capability 10.0 and FlashInfer on it."""
+    """Pretend that this machine has a GPU of compute capability 10.0, and FlashInfer."""
     mla = ModuleType("flashinfer.mla")
     mla.trtllm_batch_decode_with_kv_cache_mla = decode_of_flashinfer  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "flashinfer", ModuleType("flashinfer"))
@@ -556,7 +557,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def big_context(**changes: Any) -> BackendContext:
-    """Return a context that native kernels can serve, but for ``changes``."""
+    """Return a context that native kernels can serve, with ``changes``."""
     rig = RIGS[64]
     cache = torch.zeros(rig.num_slots, 1, 576, dtype=torch.bfloat16)
     made = {
@@ -573,7 +574,7 @@ def big_context(**changes: Any) -> BackendContext:
 def test_native_kernels_get_what_portable_ones_get(
     mode: ForwardMode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The library is called with the metadata's tensors, a zeroed workspace and the layer's scaling."""
+    """The library gets a zeroed workspace and the same arguments: its output equals the portable one."""
     anywhere = replace(NativeKernels.capabilities, devices=frozenset({"cpu"}))
     monkeypatch.setattr(NativeKernels, "capabilities", anywhere)
     monkeypatch.setattr(NativeKernels, "unavailable", lambda _: None)
@@ -599,7 +600,7 @@ def test_native_kernels_get_what_portable_ones_get(
 
 
 def native_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> TRTLLMMLABackend:
-    """Return a backend on native kernels, which the stand-in lets run on this machine."""
+    """Return a backend on native kernels, which run here on the stand-in."""
     anywhere = replace(NativeKernels.capabilities, devices=frozenset({"cpu"}))
     monkeypatch.setattr(NativeKernels, "capabilities", anywhere)
     monkeypatch.setattr(NativeKernels, "unavailable", lambda _: None)
@@ -608,7 +609,7 @@ def native_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> TRTLLMMLABackend:
 
 @pytest.mark.usefixtures("gpu")
 def test_two_lanes_have_a_workspace_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second lane of the process is attached as the first; a workspace goes with its lane."""
+    """Two lanes of one process have separate workspaces, each freed with its lane."""
     rig = RIGS[64]
     shape = GraphShape(ForwardMode.DECODE, 2, 2)
     kept, gone = [], []
@@ -633,14 +634,14 @@ def test_two_lanes_have_a_workspace_each(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_eager_steps_of_a_lane_without_graphs_have_one_workspace(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It is allocated by the first eager step, holds zeros, and goes with the backend."""
+    """Eager steps share one workspace, which stays zero and is freed with the backend."""
     backend = native_on_a_cpu(monkeypatch)
     batch = RIGS[64].batch(ForwardMode.DECODE, [(3, 70, 1), (5, 9, 1)])
     with torch.inference_mode():
         made = [backend.init_metadata_eager(batch) for _ in range(3)]
     assert len({metadata.workspace.data_ptr() for metadata in made}) == 1
     assert not made[0].workspace.is_inference()
-    backend.init_metadata_eager(batch, fill=1)  # what is not allocated for the step is not filled
+    backend.init_metadata_eager(batch, fill=1)  # ``fill`` does not apply to workspaces
     assert not made[0].workspace.any()
     gone = weakref.ref(made[0].workspace)
     made.clear()
@@ -651,7 +652,7 @@ def test_eager_steps_of_a_lane_without_graphs_have_one_workspace(
 
 
 def test_native_kernels_say_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No GPU, another GPU, no library: each gives its own reason, the last with the install command."""
+    """A missing GPU, another GPU and a missing library have reasons; the last has the install command."""
     cuda = torch.device("cuda")
     assert "need a CUDA device" in str(NativeKernels.unavailable(CPU))
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
@@ -679,7 +680,7 @@ def test_native_kernels_say_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_native_kernels_lack_is_left_to_portable_ones(
     changes: dict[str, Any], says: str
 ) -> None:
-    """Portable kernels serve what native ones cannot, the reason is kept; native ones by name are refused."""
+    """If native kernels lack a feature, ``auto`` uses portable ones and keeps why; ``native`` is refused."""
     context = big_context(**changes)
     backend = TRTLLMMLABackend(context)
     assert backend.kernels.name == "portable"
