@@ -86,6 +86,7 @@ class CaptureSizes:
 
     shapes: tuple[GraphShape, ...]
     _sizes: list[int] = field(init=False, repr=False, compare=False)
+    _width: int | None = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         shapes = sorted(set(self.shapes), key=lambda s: (s.num_tokens, s.batch_size, s.variant))
@@ -100,7 +101,8 @@ class CaptureSizes:
                 f"capture sizes of several modes: {', '.join(map(str, shapes))}",
                 hint="use one lane for each mode",
             )
-        uneven = [s for s in shapes if s.num_tokens != s.batch_size * self._width(shapes[0])]
+        width = shapes[0].num_tokens // shapes[0].batch_size
+        uneven = [s for s in shapes if s.num_tokens != s.batch_size * width]
         if uneven and not shapes[0].mode.is_ragged:
             raise ConfigError(
                 f"{uneven[0]} has another number of tokens per request than {shapes[0]}",
@@ -108,6 +110,7 @@ class CaptureSizes:
             )
         object.__setattr__(self, "shapes", tuple(shapes))
         object.__setattr__(self, "_sizes", [s.num_tokens for s in shapes])
+        object.__setattr__(self, "_width", None if shapes[0].mode.is_ragged else width)
 
     @classmethod
     def uniform(
@@ -123,10 +126,6 @@ class CaptureSizes:
     ) -> "CaptureSizes":
         """Return the shapes of ``token_counts`` tokens with room for ``batch_size`` requests each."""
         return cls(tuple(GraphShape(mode, batch_size, count) for count in token_counts))
-
-    @staticmethod
-    def _width(shape: GraphShape) -> int:
-        return shape.num_tokens // shape.batch_size
 
     @property
     def mode(self) -> ForwardMode:
@@ -152,13 +151,13 @@ class CaptureSizes:
         if batch.forward_mode not in (self.mode, ForwardMode.IDLE):
             return EagerReason.WRONG_MODE
         requests, tokens = batch.batch_size, batch.num_tokens
-        most = max(batch.global_num_tokens_cpu or (0,))
-        if not self.mode.is_ragged:
-            width = self._width(self.shapes[0])
-            if tokens != requests * width:
+        most = max(batch.global_num_tokens_cpu) if batch.global_num_tokens_cpu else 0
+        if self._width is not None:
+            if tokens != requests * self._width:
                 return EagerReason.OTHER_WIDTH
-            most = -(-most // width) * width
-        for shape in self.shapes[bisect.bisect_left(self._sizes, max(tokens, most)) :]:
+            most = -(-most // self._width) * self._width
+        for at in range(bisect.bisect_left(self._sizes, max(tokens, most)), len(self.shapes)):
+            shape = self.shapes[at]
             if shape.batch_size >= requests and shape.variant == variant:
                 return shape
         return EagerReason.OVER_LARGEST

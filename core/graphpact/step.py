@@ -86,10 +86,13 @@ class StepOutputs(Mapping[str, torch.Tensor]):
 
     def rows(self, batch_size: int, num_tokens: int) -> "StepOutputs":
         """Return the first rows of each output: as many as requests or tokens, by its axis. No copy."""
-        counts: dict[Axis, int] = {"bs": batch_size, "tokens": num_tokens}
-        axes = self._axes.items()
-        cut = (self._tensors[n] if a == "none" else self._tensors[n][: counts[a]] for n, a in axes)
-        return _unflatten(cut, axes)
+        outputs = object.__new__(StepOutputs)
+        outputs._axes = axes = self._axes
+        outputs._tensors = cut = dict(self._tensors)
+        for name, axis in axes.items():
+            if axis != "none":
+                cut[name] = cut[name][: batch_size if axis == "bs" else num_tokens]
+        return outputs
 
     def require_rows(self, shape: GraphShape) -> None:
         """Raise `EngineError` for an output whose number of rows is not that of its axis in ``shape``."""

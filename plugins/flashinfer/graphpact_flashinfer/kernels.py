@@ -154,8 +154,9 @@ class PortableKernels(FlashInferKernels):
         else:
             staged.copied.synchronize()  # the last step's copy may still read the staging memory
         count = len(numbers)  # all shapes share this memory, so it may be longer
-        staged.source[:count].copy_(torch.tensor(numbers, dtype=torch.int32))
-        driver.copy_async(staged.target[:count], staged.source[:count])
+        source = staged.source[:count]
+        source.copy_(torch.tensor(numbers, dtype=torch.int32))
+        driver.copy_async(staged.target[:count], source)
         staged.copied.record()
 
     def attend(
