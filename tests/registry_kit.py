@@ -86,6 +86,3 @@ def small() -> CudaGraphBufferRegistry:
         GraphSlot("later", lambda bs, _: (bs,), torch.int8, enabled=False, owner="nobody yet")
     )
     return registry
-
-
-# -- the table -------------------------------------------------------------------------------------

@@ -58,7 +58,7 @@ def test_each_driver_says_why_it_cannot_be_used(capsys: pytest.CaptureFixture[st
 def test_a_driver_that_fails_to_answer_is_reported(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """An exception in a driver's own check is reported as its reason, and the report is complete."""
+    """An exception in a driver's own check is its reason in the report; the status is 3."""
 
     def unavailable(_: torch.device) -> str | None:
         raise OSError("libdriver.so is missing")

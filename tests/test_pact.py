@@ -465,7 +465,7 @@ def test_a_bounded_number_may_not_be_anything_else(
     ids=repr,
 )
 def test_what_is_no_number_cannot_be_bounded(value: Any) -> None:
-    """A bounded field that holds no number, and no list of numbers, is refused by name at capture."""
+    """A bounded field that holds no number, and no list or tuple of numbers, is refused at capture."""
     with pytest.raises(EngineError, match=r"metadata\.most is declared bounded\(\)") as error:
         Pact.of(SHAPE, None, metadata=_limits(most=value))
     assert str(SHAPE) in str(error.value)

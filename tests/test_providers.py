@@ -111,7 +111,7 @@ class OnlyNative(Plain):
 
 
 class NoExtend(Plain):
-    """A backend for decode alone."""
+    """A backend for decode only."""
 
     capabilities = replace(Plain.capabilities, modes=frozenset({ForwardMode.DECODE}))
 
@@ -123,19 +123,19 @@ class NoGraphs(Plain):
 
 
 class NoDecode(Plain):
-    """A backend for extend alone."""
+    """A backend for extend only."""
 
     capabilities = replace(Plain.capabilities, modes=frozenset({ForwardMode.EXTEND}))
 
 
 class LargePages(Plain):
-    """A backend for large pages alone."""
+    """A backend for large pages only."""
 
     capabilities = replace(Plain.capabilities, page_sizes=frozenset({128, 32, 64}))
 
 
 class HalfOnly(Plain):
-    """A backend for half precision alone."""
+    """A backend for half precision only."""
 
     capabilities = replace(Plain.capabilities, dtypes=frozenset({torch.float16}))
 
@@ -229,7 +229,7 @@ SAID = {
 def test_the_first_that_can_run_is_chosen_and_a_named_one_never_replaced(
     reasons: dict[str, str | Exception | None], asked: str
 ) -> None:
-    """``auto`` takes the first that can run, with reasons against earlier ones; a name takes only that one."""
+    """``auto`` takes the first that can run, with reasons against earlier ones; a name takes that one."""
 
     def provider(name: str, reason: str | Exception | None) -> type[KernelProvider]:
         def unavailable(cls: type[KernelProvider], device: torch.device) -> str | None:

@@ -62,7 +62,7 @@ class StrictRig(Rig):
 
 
 class Sees:
-    """An observer inside the guard that calls ``look`` when the guard is done and the fill is not."""
+    """An observer inside the guard that calls ``look`` after the guard's poisoning, before the fill."""
 
     def __init__(self, look: Any) -> None:
         self.look = look

@@ -138,7 +138,7 @@ class Rig:
         return self.lane.run(self.batch(*lengths))
 
     def failure(self, *lengths: int, **fields: Any) -> VerificationError:
-        """Assert that the verifier refuses a batch of ``lengths``, and return its error."""
+        """Assert that the verifier raises for a batch of ``lengths``, and return its error."""
         batch = dataclasses.replace(self.batch(*lengths), **fields)
         with pytest.raises(VerificationError) as raised:
             self.lane.run(batch)

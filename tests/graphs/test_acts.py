@@ -107,7 +107,7 @@ class _Seen:
 
 @dataclass(frozen=True)
 class _Act:
-    """One act.
+    """An act of the table.
 
     Args:
         perform: Performs the act.
