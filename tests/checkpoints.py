@@ -20,7 +20,7 @@ needs_seam = pytest.mark.skipif(
     not hasattr(DeepseekV3Attention, "expand_kv"),
     reason=f"transformers {transformers.__version__} has no expand_kv; 5.15 has",
 )
-"""For what runs latents in absorbed form: older versions of transformers have no seam for it."""
+"""Marks tests that run MLA in absorbed form, for which older versions of transformers have no seam."""
 
 VOCAB = 199
 
@@ -36,7 +36,7 @@ _COMMON = {
     "eos_token_id": 1,
     "pad_token_id": 0,
 }
-# Latent attention, a dense layer and one of experts; no width is another's.
+# Latent attention, one dense layer and one with experts; all widths differ.
 _MLA = {
     "num_key_value_heads": 4,
     "q_lora_rank": 20,
@@ -58,7 +58,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3Config", {"head_dim": 16}),
     "mistral": ("MistralConfig", {"sliding_window": 16}),
     "phi3": ("Phi3Config", {}),
-    # Two window layers and two full ones, scores capped hard enough to matter.
+    # Two sliding-window layers and two full ones; the soft cap is low enough to change the results.
     "gemma2": (
         "Gemma2Config",
         {
@@ -91,7 +91,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         "LlamaConfig",
         {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}},
     ),
-    # As many layers as an encoder has, and places of its own instead of position_ids.
+    # As many decoder as encoder layers; it computes positions itself and ignores position_ids.
     "bart": (
         "BartConfig",
         {
@@ -104,7 +104,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
             "is_decoder": True,
         },
     ),
-    # Its window is in the mask alone.
+    # It applies its window only in the mask.
     "phimoe": ("PhimoeConfig", {"sliding_window": 16, "num_local_experts": 4}),
     "mpt": ("MptConfig", {"d_model": 64, "n_layers": 2, "n_heads": 4}),
     "lfm2": ("Lfm2Config", {"layer_types": ["conv", "full_attention"]}),
@@ -112,7 +112,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def save_random_checkpoint(path: Path, architecture: str, **overrides: Any) -> Path:
-    """Write a small random model to ``path``; its weights are wide enough that no two logits tie."""
+    """Write a small random model to ``path``; its weights are large enough that no two logits tie."""
     config_name, special = ARCHITECTURES[architecture]
     config = getattr(transformers, config_name)(**{**_COMMON, **special, **overrides})
     torch.manual_seed(len(architecture))

@@ -1,8 +1,8 @@
-"""Compiling in tests: into a folder of the session, in one process, for plain scalar code.
+"""Compilation in tests: into a folder of the session, in one process, to scalar code.
 
-Import `compiler` into a ``conftest.py`` or a test file to have it there as a fixture.
+Import `compiler` into a ``conftest.py`` or a test file to use it as a fixture.
 
-Does not: make the driver compile otherwise than it does for a user; only torch's settings differ.
+Does not: change how the driver compiles; only torch's settings differ from those of a user.
 """
 
 import importlib
@@ -16,7 +16,7 @@ from graphpact_cpu_graph.inductor import missing_compiler
 
 @pytest.fixture(scope="session")
 def compiler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Let inductor compile for real; skip where it cannot."""
+    """Let inductor compile for real; skip the test where there is no compiler."""
     fault = missing_compiler()
     if fault is not None:
         pytest.skip(fault)
@@ -24,11 +24,11 @@ def compiler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
-        importlib.import_module("torch.utils.mkldnn")  # inductor's, and it uses deprecated things
+        importlib.import_module("torch.utils.mkldnn")  # inductor imports it; it warns
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
-        # To learn what vectors the machine has takes torch 15 s, and says nothing about us.
+        # Torch takes 15 s to find the vector instructions of the machine, which these tests do not need.
         patch.setattr(cpu_vec_isa, "valid_vec_isa_list", list)
         with config.patch(compile_threads=1):
             yield

@@ -1,4 +1,4 @@
-"""Reports of the conformance suite, built by hand for tests of what reads them.
+"""Conformance reports built by hand, for tests of the code that reads reports.
 
 Does not: run the suite.
 """
@@ -27,14 +27,14 @@ HOSTILE = (
     "\ud800\udfff\ufffe\uffff\u202eright to left",
     "two lines\n├── ✓ GP01 and a tab\t",
 )
-"""Texts that would break out of a page, an XML file or a terminal that let them."""
+"""Texts that would break an HTML page, an XML file or a terminal if they were not escaped."""
 
 words = st.one_of(st.sampled_from(HOSTILE), st.text(max_size=20))
-"""Text of any kind, lone surrogates too."""
+"""Any text, including lone surrogates."""
 
 
 def finding(rule: str | None = "GP03", **changes: Any) -> Finding:
-    """Return a finding with something to say in every field."""
+    """Return a finding with a value in every field."""
     fields = {
         "hook": "prepare_replay",
         "field": "view.req_pool_indices[3:4]",
@@ -72,7 +72,7 @@ def plugin(results: Sequence[Result] = (), **changes: Any) -> PluginResults:
 
 
 def report(*plugins: PluginResults, **changes: Any) -> Report:
-    """Return a report; one of a single pass where no plugins are given."""
+    """Return a report of ``plugins``, or of one plugin with one passed result if none are given."""
     fields: dict[str, Any] = {
         "environment": Environment(
             graphpact="0.1.0", python="3.11.4", torch="2.13.0", platform="Linux", device="cpu"
@@ -86,7 +86,7 @@ def report(*plugins: PluginResults, **changes: Any) -> Report:
 
 
 def full_report(text: str = "x") -> Report:
-    """Return a report of two plugins that has all there can be, with ``text`` wherever text may stand."""
+    """Return a report of two plugins with every kind of content and ``text`` in every text field."""
     fields = dict.fromkeys(("field", "expected", "actual", "batch", "shape", "help"), text)
     place = {"check": text, "lane": text}
     broken = finding(None, hook=text, reproduce=text, **fields)

@@ -1,6 +1,6 @@
-"""A folder of fake installed distributions, for tests of what is found by entry points.
+"""A folder of fake installed distributions, for tests of discovery by entry points.
 
-Does not: hold fixtures; `installed` is made one where it is needed.
+Does not: hold fixtures; test files that need one call `installed` in it.
 """
 
 import sys
@@ -15,7 +15,7 @@ from graphpact.plugins import DISABLE_VARIABLE
 
 
 class Site:
-    """A folder of fake installed distributions, told from real ones by their names."""
+    """A folder of fake installed distributions, whose names begin with ``fake-``."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -49,7 +49,7 @@ class Site:
 
 @contextmanager
 def installed(root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
-    """Give an empty site on ``sys.path``; what is imported from it is forgotten afterwards."""
+    """Yield an empty site on ``sys.path``; modules imported from it are removed afterwards."""
     monkeypatch.delenv(DISABLE_VARIABLE, raising=False)
     root.mkdir()
     monkeypatch.syspath_prepend(str(root))

@@ -32,7 +32,7 @@ CONTEXT, ROWS, VOCAB, WIDTH = 8, 5, 7, 4
 SLOTS = 1 + ROWS * CONTEXT
 LAYER = LayerSpec(0, 1, 1, WIDTH, WIDTH, scaling=0.5)
 HOOKS = ("populate", "prepare_replay", "init_metadata_capture", "init_metadata_replay")
-"""The hooks of plugins; for observers there is ``run_step`` too."""
+"""The hooks that plugins implement; observers can also wrap ``run_step``."""
 SHAPE_OF = {n: GraphShape(ForwardMode.DECODE, n, n) for n in (1, 2, 4)}
 
 
@@ -82,7 +82,7 @@ class Rig:
         return StepOutputs(logits=(attended @ self.weights[3].t(), "bs"))
 
     def batch(self, *lengths: int, mode: ForwardMode = ForwardMode.DECODE) -> ForwardBatch:
-        """Return requests of ``lengths`` on the first rows; all other memory is NaN, or no valid slot."""
+        """Return a batch of ``lengths`` on the first rows; unowned KV and table entries are poisoned."""
         lens, size = torch.tensor(lengths), len(lengths)
         self.table[1:] = SLOTS + 1
         for cache in (self.kv.k[0], self.kv.v[0]):
@@ -107,7 +107,7 @@ class Rig:
         )
 
     def agrees(self, *lengths: int) -> bool:
-        """Return whether a replay of a batch of ``lengths`` gives what eager execution gives."""
+        """Return whether a replay of a batch of ``lengths`` gives the logits of an eager run."""
         batch = self.batch(*lengths)
         for captured in self.lane.captured.values():
             captured.graph.outputs.logits.fill_(float("nan"))

@@ -1,4 +1,4 @@
-"""A strict lane of any forward mode, whose runner writes only `shapes`, and random batches for it.
+"""A strict lane of any forward mode, whose runner implements only `shapes`, and batches for it.
 
 Does not: assert anything.
 """
@@ -32,14 +32,14 @@ CPU = torch.device("cpu")
 DTYPE = torch.float64
 CONTEXT, PAGE, ROWS, VOCAB, WIDTH = 16, 2, 4, 7, 4
 STEPS, DRAFTS = 2, 3
-BRANCH_SLOTS = ROWS * 4 * STEPS  # those of draft branches, behind the slots of the rows
+BRANCH_SLOTS = ROWS * 4 * STEPS  # KV slots of draft branches, after those of the rows
 SLOTS = PAGE + ROWS * CONTEXT + BRANCH_SLOTS
 LAYER = LayerSpec(0, 1, 1, WIDTH, WIDTH, scaling=0.5)
 MODES = [mode for mode in ForwardMode if mode is not ForwardMode.IDLE]
 
 
 class FullGraphs(GraphRunner):
-    """Captures whole steps of any mode: nothing is written but the shapes."""
+    """A runner of full graphs for any mode, which implements only `shapes`."""
 
     modes = frozenset(MODES)
     needs = GraphSupport.ALWAYS
@@ -57,10 +57,10 @@ class ModeRig:
     """A strict lane of one attention layer.
 
     Args:
-        mode: What its batches are.
-        topk: Branches of a draft; above 1 a verify has a tree.
-        runner: The lane's kind of runner.
-        capture: Whether everything is captured.
+        mode: Forward mode of its batches.
+        topk: Branches of a draft decode; above 1 a target verify has a tree mask.
+        runner: Class of the lane's runner.
+        capture: Whether to capture all shapes.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class ModeRig:
         return torch.randn(shape, dtype=DTYPE, generator=self.generator)
 
     def model(self, batch: ForwardBatch, metadata: Any, attend: Attend) -> StepOutputs:
-        """Embed tokens and positions, attend (in each step of a draft), unembed: a row a token."""
+        """Embed tokens and positions, attend (in each step of a draft decode), unembed; one row per token."""
         at = batch.positions[:, None] * 0.1
         q, k, v = ((w[batch.input_ids] + at)[:, None] for w in self.weights[:3])
         for part in metadata.steps if self.mode is ForwardMode.DRAFT_DECODE else [metadata]:
@@ -113,11 +113,11 @@ class ModeRig:
         )
 
     def batch(self, lengths: Sequence[int], new: Sequence[int] | None = None) -> ForwardBatch:
-        """Return requests with ``lengths`` tokens before the step, on the first rows.
+        """Return a batch of requests with ``lengths`` tokens before the step, on the first rows.
 
         Args:
             lengths: Cached tokens of each request.
-            new: New tokens of each, in a ragged mode; elsewhere the mode's number.
+            new: New tokens of each request, for a ragged mode; by default the mode's tokens per request.
         """
         mode, bs = self.mode, len(lengths)
         count = [self.context.tokens_per_request or 1] * bs if new is None else list(new)
@@ -163,7 +163,7 @@ class ModeRig:
 
     @staticmethod
     def _tree(bs: int) -> torch.Tensor:
-        """Return a mask in which each draft sees the first of its request, and itself."""
+        """Return a mask in which each draft token sees the first one of its request, and itself."""
         mask = torch.eye(DRAFTS, dtype=torch.bool)
         mask[:, 0] = True
         return mask.repeat(bs, 1)

@@ -1,6 +1,6 @@
-"""`hold_to_oracle`: a backend in one configuration against attention in float64, by the kit's experiments.
+"""`hold_to_oracle` compares a backend in one configuration with the oracle, by the suite's experiments.
 
-Does not: judge rules; `graphpact check` does.
+Does not: decide about rules; `graphpact check` does.
 """
 
 from typing import Any
@@ -23,14 +23,14 @@ def findings_of(
     max_examples: int = 3,
     **lane: Any,
 ) -> list[Finding]:
-    """Return how eager runs, replays, and strict replays of drawn batches differ from the oracle.
+    """Return the differences of eager runs, replays and strict replays of drawn batches from the oracle.
 
     Args:
-        backend: The class.
+        backend: The backend's class.
         config: One of ``configs_of(backend.capabilities)``.
-        strict: Whether a strict tape replays them too.
+        strict: Whether to replay the batches on a strict tape too.
         max_examples: Sequences of batches to draw.
-        lane: More of `LaneUnderTest`: driver, provider, device.
+        lane: Other arguments of `LaneUnderTest`: driver, provider, device.
     """
     under_test = LaneUnderTest(config, backend, **lane)
     captured = bool(under_test.rig().lane.shapes)
@@ -46,6 +46,6 @@ def findings_of(
 
 
 def hold_to_oracle(backend: type[AttentionBackend], config: Config, **more: Any) -> None:
-    """Assert that nothing differs; see `findings_of`."""
+    """Assert that `findings_of` returns no difference."""
     found = findings_of(backend, config, **more)
     assert not found, "\n".join(f.model_dump_json(indent=1) for f in found)

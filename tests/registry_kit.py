@@ -1,6 +1,6 @@
-"""Registries with any slots, and what descriptions of them have to say.
+"""Random registries, and the texts that descriptions of them must contain.
 
-Does not: hold tests; those of tables lie in `core/tests`, those of pictures in `engine/tests`.
+Does not: hold tests; those of tables are in `core/tests`, those of pictures in `engine/tests`.
 """
 
 from typing import Any
@@ -62,23 +62,23 @@ def registries(draw: Any) -> CudaGraphBufferRegistry:
 
 
 def declared(registry: CudaGraphBufferRegistry) -> list[GraphSlot]:
-    """Return every slot, those that are not enabled too."""
+    """Return every declared slot, including those that are not enabled."""
     return list(registry._slots.values())
 
 
 def padding(slot: GraphSlot) -> str:
-    """Return the policy in words, worked out here."""
+    """Return the expected text of the slot's padding policy, computed without the code under test."""
     about_a_value = slot.padding_policy in (PaddingPolicy.FILL_ONCE, PaddingPolicy.FILL_SENTINEL)
     return slot.padding_policy.value + (f" {slot.pad_value}" if about_a_value else "")
 
 
 def spelled(text: str) -> str:
-    """Return ``text`` with Python's escapes for what does not print."""
+    """Return ``text`` with Python's escapes for characters that are not printable."""
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def small() -> CudaGraphBufferRegistry:
-    """Return the inputs of decode and one slot that is not enabled."""
+    """Return the decode registry with one more slot, which is not enabled."""
     registry = build_decode_registry(
         device=CPU, max_bs=4, max_num_token=8, seq_len_fill_value=1, enable_mrope=False
     )
@@ -86,6 +86,3 @@ def small() -> CudaGraphBufferRegistry:
         GraphSlot("later", lambda bs, _: (bs,), torch.int8, enabled=False, owner="nobody yet")
     )
     return registry
-
-
-# -- the table -------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What tests of several files need: plugins by name, slots and fills, random programs.
+"""Helpers shared by several test files: plugins by name, slots and fills, random programs.
 
 Does not: hold fixtures; those are in ``conftest.py``.
 """
@@ -41,10 +41,10 @@ def load_reference() -> ModuleType:
 
 
 class Catalog(PluginCatalog):
-    """Our own plugins, and those of a test, by name.
+    """A catalog of our own plugins and those of a test, by name.
 
     Args:
-        plugins: Classes by name; one of ours is replaced by another of its name.
+        plugins: Classes by name; a class with the name of one of ours replaces it.
     """
 
     def __init__(self, **plugins: type[Any]) -> None:
@@ -67,10 +67,10 @@ class Catalog(PluginCatalog):
 
 
 class ListedCatalog(Catalog):
-    """The same, which can also say what there is, as metadata would."""
+    """A `Catalog` that can also list its plugins, as installed metadata would."""
 
     def infos(self, kind: Kind | None = None) -> list[PluginInfo]:
-        """Return what metadata would say of them."""
+        """Return the `PluginInfo` of each plugin of a kind, or of all kinds."""
         kinds: dict[Kind, type[Any]] = {
             "attention_backend": AttentionBackend,
             "runner": GraphRunner,
@@ -85,13 +85,13 @@ class ListedCatalog(Catalog):
 
 
 def reference_tokens(path: Path, prompt: list[int], count: int) -> list[int]:
-    """Return what transformers' greedy generation writes after ``prompt``."""
+    """Return the tokens that transformers generates greedily after ``prompt``."""
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_pretrained(
         path,
         dtype=torch.float32,
-        attn_implementation="eager",  # the one that always honours a soft cap
+        attn_implementation="eager",  # the implementation that always applies a soft cap
     ).eval()
     ids = torch.tensor([prompt])
     out = model.generate(
@@ -102,7 +102,7 @@ def reference_tokens(path: Path, prompt: list[int], count: int) -> list[int]:
 
 
 def make_slot(name: str = "lengths", **changes: Any) -> GraphSlot:
-    """Return a slot of ``[max_bs]`` int64 that is copied and zeroed, but for ``changes``."""
+    """Return a slot of ``[max_bs]`` int64, copied and padded with zeros, with ``changes``."""
     declared: dict[str, Any] = {
         "shape_fn": lambda max_bs, _: (max_bs,),
         "dtype": torch.int64,
@@ -129,7 +129,7 @@ def leaves(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
-# From two ``[4, 4]`` tensors to one or more; every step is one of these on earlier results.
+# Each step computes one ``[4, 4]`` tensor from two, which are inputs or results of earlier steps.
 STEPS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     "add": lambda a, b: a + b,
     "mul number": lambda a, b: a * 0.5,
@@ -175,14 +175,14 @@ def run_program(
     """Run a program of `PROGRAMS` on two ``[4, 4]`` tensors, and return the results of all steps.
 
     Args:
-        program: Steps by name, each with which two earlier results it takes.
-        inputs: What it begins with; they are not written.
-        call: Calls a step with its two tensors.
+        program: Steps: a name, and the indices of its two operands among inputs and earlier results.
+        inputs: The first operands; they are cloned and not written.
+        call: Calls a step with its two operands.
     """
     values = [t.clone() for t in inputs]
     for name, i, j in program:
         a, b = values[i % len(values)], values[j % len(values)]
         if name in ("in place", "write a view", "index_put_"):
-            a, b = a.clone() if 0 in a.stride() else a, b.clone()  # earlier results, views too
+            a, b = a.clone() if 0 in a.stride() else a, b.clone()  # may write earlier results
         values.append(call(STEPS[name], a.contiguous() if name in ("reshape", "bmm") else a, b))
     return values

@@ -1,4 +1,4 @@
-"""What a batch says of itself, and that contradictions are met at the door."""
+"""Tests of the consistency of a batch, and that lanes refuse contradictions."""
 
 from dataclasses import replace
 from typing import Any
@@ -37,12 +37,12 @@ def _batch(mode: ForwardMode, bs: int, tokens: int, **more: Any) -> ForwardBatch
 
 @pytest.mark.parametrize("mode", [mode for mode in ForwardMode if mode is not ForwardMode.IDLE])
 def test_right_batches_are_let_in(mode: ForwardMode) -> None:
-    """A batch of any mode whose fields agree is refused nothing."""
+    """A batch of any mode whose fields agree is accepted."""
     _batch(mode, 2, 2 if mode.is_decode else 6).require_consistent()
 
 
 def test_a_tree_of_the_right_shape_is_let_in() -> None:
-    """A verify may carry a mask with a row a token and a column a draft of its request."""
+    """A target verify may have a mask with a row per token and a column per draft token of its request."""
     mask = torch.ones(6, 3, dtype=torch.bool)
     _batch(ForwardMode.TARGET_VERIFY, 2, 6, tree_mask=mask).require_consistent()
 
@@ -67,13 +67,13 @@ MASK = torch.ones(6, 3, dtype=torch.bool)
 def test_contradictions_are_refused(
     mode: ForwardMode, tokens: int, changes: dict[str, Any], words: str
 ) -> None:
-    """Fields that no kernel could see to be wrong are refused by name, with what they should be."""
+    """Contradictory fields, which no kernel could detect, are refused with what is expected."""
     with pytest.raises(EngineError, match=words):
         _batch(mode, 2, tokens, **changes).require_consistent()
 
 
 def test_a_lane_lets_in_no_contradiction() -> None:
-    """Replayed or eager, a batch is looked at before anything is done with it."""
+    """A lane checks a batch before it counts a replay or an eager run."""
     rig = Rig()
     batch = rig.batch(3, 2)
     wrong = replace(batch, out_cache_loc=batch.out_cache_loc[:, None])
@@ -85,7 +85,7 @@ def test_a_lane_lets_in_no_contradiction() -> None:
 
 
 def test_a_sequence_longer_than_its_row_is_refused() -> None:
-    """Keys past the end of a row of the page table have no slots: the length is named, and the limit."""
+    """A sequence that is longer than a row of the page table is refused with its length and the limit."""
     rig = Rig()
     batch = rig.batch(3, 2)
     batch.seq_lens_cpu[0] = 9
@@ -94,7 +94,7 @@ def test_a_sequence_longer_than_its_row_is_refused() -> None:
 
 
 def test_lengths_of_host_and_device_have_to_agree() -> None:
-    """A strict lane refuses lengths on the host that are not the device's: a plan would be for others."""
+    """The check of the strict guard refuses host lengths that differ from the device's."""
     batch = _batch(ForwardMode.DECODE, 2, 2)
     _check_host_lengths(batch)
     batch.seq_lens_cpu[1] = 4
@@ -105,7 +105,7 @@ def test_lengths_of_host_and_device_have_to_agree() -> None:
 
 
 def test_a_tree_is_refused_by_a_lane_of_chains() -> None:
-    """A tree mask is not dropped: a lane that has no slot for it says so."""
+    """A tree mask is not ignored: a lane that has no slot for it refuses the batch."""
     rig = ModeRig(ForwardMode.TARGET_VERIFY)
     batch = rig.batch([3, 5])
     rig.lane.run(batch)

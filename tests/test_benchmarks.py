@@ -1,4 +1,4 @@
-"""The benchmarks run, and what they count is right; what they time is not looked at."""
+"""The benchmarks run and their counts are right; their times are not checked."""
 
 import re
 import runpy
@@ -25,7 +25,7 @@ def run_quick(
 def test_a_fill_is_one_operation_on_a_cpu(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Both sides leave the same rows; a fill of a lane is one operation, a loop two for each slot."""
+    """Both sides leave the same rows; a fill of a lane is one operation, a loop one or two for each slot."""
     lines = run_quick("bench_fill.py", monkeypatch, capsys)
     lanes = [line.split() for line in lines if " lane " in line and line[0] in "dp"]
     assert [(row[0], row[2], row[3] != row[4], *row[-2:]) for row in lanes] == [
@@ -44,7 +44,7 @@ def test_every_variant_generates_the_same_tokens(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """All variants agree at every batch size, every row is printed, and a skipped variant has a reason."""
+    """All variants generate the same tokens, every row is printed, and a skipped variant has a reason."""
     compiled = fault is None
     if compiled:
         request.getfixturevalue("compiler")

@@ -1,4 +1,4 @@
-"""What every command shares: which stream, which exit status, and never a traceback."""
+"""Behaviour common to all commands: output streams, exit statuses, and no traceback by default."""
 
 import subprocess
 import sys
@@ -16,7 +16,7 @@ CLI = (sys.executable, "-m", "graphpact.cli")
 
 
 def python(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run a Python of its own."""
+    """Run Python in a subprocess and return the finished process."""
     return subprocess.run(
         [sys.executable, *arguments], capture_output=True, text=True, check=False, timeout=120
     )
@@ -24,7 +24,7 @@ def python(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def scan_raises(monkeypatch: pytest.MonkeyPatch) -> Sequence[BaseException]:
-    """Return a list; the one error that a test puts there is what looking for plugins raises."""
+    """Return a list; `PluginCatalog.scan` raises the error that a test puts into it."""
     planted: list[BaseException] = []
 
     def scan(**_: object) -> PluginCatalog:
@@ -37,7 +37,7 @@ def scan_raises(monkeypatch: pytest.MonkeyPatch) -> Sequence[BaseException]:
 
 @pytest.mark.parametrize("missing", ["typer", "rich"])
 def test_without_its_extra_the_command_says_what_to_install(missing: str) -> None:
-    """Without typer or rich one line on stderr gives the pip command, with status 2."""
+    """Without typer or rich a command prints one line with the pip command on stderr; the status is 2."""
     done = python(
         "-c",
         f"import sys; sys.modules['{missing}'] = None\n"
@@ -89,7 +89,7 @@ def test_version_names_every_distribution(capsys: pytest.CaptureFixture[str]) ->
 def test_a_misspelt_command_line_is_a_usage_error(
     arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What cannot be parsed ends with status 2, names the place on stderr, and shows no traceback."""
+    """An invalid command line ends with status 2; stderr names the invalid part and has no traceback."""
     assert main(arguments) == 2
     out, err = capsys.readouterr()
     assert out == ""
@@ -98,7 +98,7 @@ def test_a_misspelt_command_line_is_a_usage_error(
 
 
 def test_no_command_is_answered_with_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
-    """Without arguments the commands are listed, and nothing is run."""
+    """Without arguments the commands are listed, and the status is 2."""
     assert main([]) == 2
     shown = "".join(capsys.readouterr())
     assert all(command in shown for command in ("generate", "plugins", "doctor"))
@@ -120,7 +120,7 @@ def test_an_error_becomes_words_and_its_status(
     scan_raises: list[BaseException],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """An error of graphpact is two lines on stderr, message and help, and the status of its kind."""
+    """An error of graphpact prints its message and its help on stderr; its class determines the status."""
     scan_raises.append(error)
     assert main(["plugins"]) == status
     assert capsys.readouterr() == ("", "error: it is so\n  help: do this\n")
@@ -129,7 +129,7 @@ def test_an_error_becomes_words_and_its_status(
 def test_an_error_without_a_hint_is_one_line(
     scan_raises: list[BaseException], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Where there is nothing to do next, no help is printed."""
+    """An error without a hint prints no help line."""
     scan_raises.append(errors.ConfigError("it is so"))
     assert main(["plugins"]) == 2
     assert capsys.readouterr().err == "error: it is so\n"
@@ -138,7 +138,7 @@ def test_an_error_without_a_hint_is_one_line(
 def test_foreign_text_is_neither_markup_nor_a_terminal_command(
     scan_raises: list[BaseException], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Brackets in a message are printed as they are, control characters are spelled out."""
+    """Brackets in a message are printed unchanged; control characters are printed as escapes."""
     message = "no [red]such[/red] name :smile: [/nope] \x1b[2J\r " + 30 * "long "
     scan_raises.append(errors.ConfigError(message, hint="[bold]do\x07"))
     main(["plugins"])
@@ -151,7 +151,7 @@ def test_a_narrow_terminal_does_not_break_a_message(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """A long message stays one line that can be copied; breaking it is left to the terminal."""
+    """A long message is printed as one line on a narrow terminal too, so that it can be copied."""
     message = "it is so " * 30
     scan_raises.append(errors.ConfigError(message.strip()))
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
@@ -165,7 +165,7 @@ def test_a_narrow_terminal_does_not_break_a_message(
 def test_an_unforeseen_error_is_one_line(
     scan_raises: list[BaseException], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What nobody foresaw is named in one line, with how to see more, and ends with status 3."""
+    """An unexpected error is one line, then a line on how to get the traceback; the status is 3."""
     scan_raises.append(RuntimeError("two\nlines of [b]it[/b]"))
     assert main(["plugins"]) == 3
     out, err = capsys.readouterr()
@@ -209,7 +209,7 @@ def test_an_interrupted_command_says_so_by_its_status(
 
 @pytest.mark.parametrize("arguments", [["plugins"], ["plugins", "--json"], ["--version"]])
 def test_a_reader_that_leaves_is_no_error(arguments: list[str]) -> None:
-    """Where nobody reads stdout any more, the command ends with a shell's status and says nothing."""
+    """If the reader closes stdout, the command ends with 141, as after SIGPIPE, and stderr stays empty."""
     with subprocess.Popen(
         [*CLI, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as process:

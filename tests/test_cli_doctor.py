@@ -1,4 +1,4 @@
-"""``graphpact doctor``: what is found, what is wrong with it, and what to do."""
+"""Tests of ``graphpact doctor``: the report on a machine, its problems, and the memory of an engine."""
 
 import importlib.metadata
 import json
@@ -22,13 +22,13 @@ MEMORY = ["doctor", "--memory", "--config", str(DEMO), "--set", 'engine.device="
 
 @pytest.fixture(autouse=True)
 def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Take the configuration of whoever runs the tests out of the environment."""
+    """Remove graphpact's variables from the environment."""
     for name in ("GRAPHPACT_DISABLE_PLUGINS", "GRAPHPACT_TRACEBACK"):
         monkeypatch.delenv(name, raising=False)
 
 
 def examined(capsys: pytest.CaptureFixture[str], status: int = 0) -> dict[str, Any]:
-    """Return what ``doctor --json`` says, having held it to its status."""
+    """Assert the status of ``doctor --json``, and return its report."""
     assert main(["doctor", "--json"]) == status
     report: dict[str, Any] = json.loads(capsys.readouterr().out)
     assert report["usable"] is (status == 0)
@@ -36,7 +36,7 @@ def examined(capsys: pytest.CaptureFixture[str], status: int = 0) -> dict[str, A
 
 
 def test_a_machine_that_can_generate_passes(capsys: pytest.CaptureFixture[str]) -> None:
-    """Where all is installed the status is 0, and the report has versions, devices and drivers."""
+    """If everything is installed the status is 0, and the report has versions, extras and devices."""
     report = examined(capsys)
     assert report["python"] == ".".join(map(str, sys.version_info[:3]))
     assert report["packages"]["torch"] == importlib.metadata.version("torch")
@@ -49,7 +49,7 @@ def test_a_machine_that_can_generate_passes(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_each_driver_says_why_it_cannot_be_used(capsys: pytest.CaptureFixture[str]) -> None:
-    """Every driver is asked about every device; the tape is available on a CPU, CUDA is not."""
+    """Each driver has an entry for a CPU: the tape is available there, and CUDA has a reason."""
     found = {(d["name"], d["device"]): d["unavailable"] for d in examined(capsys)["drivers"]}
     assert found["tape", "cpu"] is None
     assert "CUDA device" in found["cuda", "cpu"]
@@ -58,7 +58,7 @@ def test_each_driver_says_why_it_cannot_be_used(capsys: pytest.CaptureFixture[st
 def test_a_driver_that_fails_to_answer_is_reported(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """An exception in a driver's own check is its reason, and not the doctor's end."""
+    """An exception in a driver's own check is its reason in the report; the status is 3."""
 
     def unavailable(_: torch.device) -> str | None:
         raise OSError("libdriver.so is missing")
@@ -75,7 +75,7 @@ def test_a_driver_that_fails_to_answer_is_reported(
 def test_each_kernel_provider_says_why_it_cannot_be_used(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Every provider is asked about every device; what it raises is its reason, and no problem."""
+    """Each provider has an entry for a CPU; an exception of a provider is its reason, and no problem."""
 
     class Native(KernelProvider):
         name = "native"
@@ -116,7 +116,7 @@ def test_named_kernels_that_cannot_be_had_are_a_problem(
 def test_missing_models_keep_text_from_being_generated(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Where transformers cannot be imported the status is 3, and the pip command is given."""
+    """If the engine's models cannot be imported the status is 3, and the help has the extra to install."""
     monkeypatch.setitem(sys.modules, "graphpact_engine.models", None)
     (problem,) = [p for p in examined(capsys, 3)["problems"] if p["severity"] == "error"]
     assert "graphpact[engine]" in problem["help"]
@@ -141,7 +141,7 @@ def test_a_default_that_cannot_be_had_is_a_problem(
 def test_a_misspelt_variable_is_a_problem(
     variable: str, says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A variable of graphpact's that means nothing is named, and the rest is examined all the same."""
+    """A variable with a misspelt key or plugin is an error, and the rest is still examined."""
     monkeypatch.setenv(variable, "flashinfr")
     report = examined(capsys, 3)
     assert any(says in p["what"] for p in report["problems"] if p["severity"] == "error")
@@ -151,7 +151,7 @@ def test_a_misspelt_variable_is_a_problem(
 def test_people_read_problems_with_what_to_do(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The report is text on stdout: what was found, each problem with its help, the verdict last."""
+    """The report is text on stdout: versions, each problem with its help, and the verdict last."""
     assert main(["doctor"]) == 0
     out, err = capsys.readouterr()
     assert err == ""
@@ -186,7 +186,7 @@ def test_memory_is_one_json_object_on_stdout(capsys: pytest.CaptureFixture[str])
 
 
 def test_people_read_memory_as_tables_with_totals(capsys: pytest.CaptureFixture[str]) -> None:
-    """Slots with owner, policy and reason, pools, what lanes share, totals, and the verdict last."""
+    """There are tables of slots, pools and shared memory, then totals, and the verdict in the last line."""
     assert main(MEMORY) == 0
     out, err = capsys.readouterr()
     assert err == ""
@@ -209,7 +209,7 @@ def test_people_read_memory_as_tables_with_totals(capsys: pytest.CaptureFixture[
 
 
 def test_the_engine_is_the_one_that_was_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
-    """``--set`` and ``--model`` mean what they mean to ``generate``: shapes and checkpoint follow."""
+    """``--set`` and ``--model`` select the engine, as they do for ``generate``."""
     model = str(DEMO.parent / "models/tiny-llama")
     narrow = [
         "-s",
@@ -228,7 +228,7 @@ def test_the_engine_is_the_one_that_was_asked_for(capsys: pytest.CaptureFixture[
 
 
 def test_lanes_without_graphs_are_no_fault(capsys: pytest.CaptureFixture[str]) -> None:
-    """An engine that captures nothing has nothing to list, and says so."""
+    """For an engine that captures nothing the text says so, and the status is 0."""
     assert main([*MEMORY, "--set", "lanes.decode.runner=eager"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "lane decode: no graph-resident memory; this lane captures nothing" in lines
@@ -238,7 +238,7 @@ def test_lanes_without_graphs_are_no_fault(capsys: pytest.CaptureFixture[str]) -
 def test_a_driver_that_cannot_tell_is_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Where nobody knows what graphs read, the verdict says that, and not that all is declared."""
+    """If the driver does not report external tensors, the verdict says that, and not that all is declared."""
     monkeypatch.setattr(Tape, "external_tensors", lambda _: None)
     assert main(MEMORY) == 0
     last = capsys.readouterr().out.splitlines()[-1]
@@ -248,7 +248,7 @@ def test_a_driver_that_cannot_tell_is_named(
 def test_a_driver_that_sees_a_part_says_which(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Where kernels may read what no operation took, the verdict does not say that all is declared."""
+    """If the driver sees only dispatched operations, the verdict says what it does not cover."""
     monkeypatch.setattr(Tape, "sees", "dispatched")
     assert main(MEMORY) == 0
     last = capsys.readouterr().out.splitlines()[-1]
@@ -284,7 +284,7 @@ def test_the_picture_shows_the_slots_of_all_lanes(
 def test_a_picture_that_cannot_be_written_is_refused(
     where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A directory, a path in none, another format and a file that is not writable are usage errors."""
+    """A directory, a path in a missing one, another format and an unwritable file are usage errors."""
     (tmp_path / "folder").mkdir()
     (tmp_path / "readonly").mkdir()
 
@@ -314,7 +314,7 @@ def test_a_picture_that_cannot_be_written_is_refused(
 def test_options_of_memory_alone_are_a_usage_error(
     options: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What is about an engine is refused where none is built, by name, with the option that is missing."""
+    """Options for an engine are refused by name without ``--memory``, and the help says to add it."""
     assert main(["doctor", *options]) == 2
     out, err = capsys.readouterr()
     assert out == ""
@@ -327,7 +327,7 @@ def test_options_of_memory_alone_are_a_usage_error(
 def test_an_engine_that_cannot_be_built_is_the_usual_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """No checkpoint, no model and an unknown key end as they do for ``generate``: status 2, one error."""
+    """A folder without a checkpoint, no model, and an unknown key end with status 2 and an error."""
     for options in (["-m", str(tmp_path)], [], ["-s", "engine.sede=1"]):
         assert main(["doctor", "--memory", *options]) == 2
         out, err = capsys.readouterr()

@@ -1,4 +1,4 @@
-"""``graphpact generate``: where prompts come from, where texts go, what is refused, what is told."""
+"""Tests of ``graphpact generate``: sources of prompts, output, errors, and reports on stderr."""
 
 import io
 import json
@@ -35,9 +35,9 @@ KEYS = ["prompt", "text", "token_ids", "finish_reason"]
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory, checkpoint: Callable[..., Path]) -> Path:
-    """Return a small random Llama with a byte-level tokenizer that begins every text with a token.
+    """Return a small random Llama with a byte-level tokenizer that puts a token before every text.
 
-    The folder's name has all that could trip over quoting.
+    The folder's name has characters that need quoting.
     """
     path = tmp_path_factory.mktemp("tiny") / "a 'model' \"with\" = [all] # of \\ it, é"
     shutil.copytree(
@@ -64,7 +64,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory, checkpoint: Callable[..., Pat
 def generate(
     tiny: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., tuple[int, str, str]]:
-    """Return what runs ``generate`` on the tiny model: status, stdout, stderr."""
+    """Return a function that runs ``generate`` on the tiny model: status, stdout, stderr."""
     monkeypatch.delenv("GRAPHPACT_TRACEBACK", raising=False)
 
     def run(*arguments: str, model: Path | None = tiny) -> tuple[int, str, str]:
@@ -80,24 +80,24 @@ Generate = Callable[..., tuple[int, str, str]]
 
 
 def set_stdin(monkeypatch: pytest.MonkeyPatch, content: bytes) -> None:
-    """Put ``content`` on stdin, which is no terminal."""
+    """Replace stdin by ``content``; it is no terminal."""
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(content)))
 
 
 def prompts_of(run: tuple[int, str, str]) -> list[str]:
-    """Return the prompts that a ``--json`` run answered, having held it to success."""
+    """Assert that a ``--json`` run succeeded, and return the prompts in its output."""
     status, out, err = run
     assert status == 0, err
     return [json.loads(line)["prompt"] for line in out.splitlines()]
 
 
-# -- what comes out ------------------------------------------------------------------------------
+# -- output ----------------------------------------------------------------------------------------
 
 
 def test_json_is_one_object_a_line_in_the_order_of_the_prompts(
     generate: Generate, tiny: Path
 ) -> None:
-    """Each prompt's object has the four keys in order; text is the decoded tokens; nothing else."""
+    """Each prompt has one line, an object of four keys in this order; its text is the decoded tokens."""
     prompts = ["abcdef", "x", "Return ", "x"]
     status, out, _ = generate("--json", *prompts)
     assert status == 0
@@ -114,7 +114,7 @@ def test_json_is_one_object_a_line_in_the_order_of_the_prompts(
 
 
 def test_text_is_prompt_and_continuation_with_a_blank_line_between(generate: Generate) -> None:
-    """Off a terminal stdout is plain text, the same whether it is streamed or not."""
+    """If stdout is no terminal it gets plain text, the same with and without streaming."""
     answers = [json.loads(line) for line in generate("--json", "abc", "x ")[1].splitlines()]
     expected = "\n".join(a["prompt"] + a["text"] + "\n" for a in answers)
     for option in ((), ("--stream",), ("--no-stream",), ("--quiet",)):
@@ -138,7 +138,7 @@ def test_the_model_s_end_token_ends_a_text(
 
 
 def deltas(*pieces: tuple[int, str, FinishReason | None]) -> list[Delta]:
-    """Return one delta a piece: prompt, text, finish reason."""
+    """Return a delta for each piece: prompt, text, finish reason."""
     return [Delta(index, 7, text, reason) for index, text, reason in pieces]
 
 
@@ -150,7 +150,7 @@ INTERLEAVED = deltas(
 def written(
     writer: Writer, steps: Sequence[Delta], capsys: pytest.CaptureFixture[str]
 ) -> list[str]:
-    """Return what ``writer`` writes at each step."""
+    """Return the text that ``writer`` writes at each step."""
     said = []
     for delta in steps:
         writer.push(delta)
@@ -159,7 +159,7 @@ def written(
 
 
 def test_only_the_first_unfinished_prompt_speaks(capsys: pytest.CaptureFixture[str]) -> None:
-    """Streamed tokens of prompts that run together are neither mixed nor reordered nor late."""
+    """Text of concurrent prompts is streamed in prompt order: each waits only for those before it."""
     said = written(TextWriter(["0", "1", "2"], live=True), INTERLEAVED, capsys)
     assert said == ["", "0a", "", "", "b\n\n1BC\n\n2x\n"]
 
@@ -167,7 +167,7 @@ def test_only_the_first_unfinished_prompt_speaks(capsys: pytest.CaptureFixture[s
 def test_whole_answers_come_as_soon_as_their_turn_comes(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Unstreamed, nothing of an answer comes before it is whole, and no answer waits for later ones."""
+    """Without streaming, an answer is written as soon as it and those before it are finished."""
     steps = deltas((1, "B", "stop"), (0, "a", None), (0, "b", "stop"), (2, "x", None))
     said = written(TextWriter(["0", "1", "2"], live=False), steps, capsys)
     assert said == ["", "", "0ab\n\n1B\n", ""]
@@ -183,7 +183,7 @@ def test_json_lines_come_as_soon_as_their_turn_comes(capsys: pytest.CaptureFixtu
 def test_what_a_model_writes_cannot_command_a_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Escape sequences of prompt and text are spelled out on a terminal and kept elsewhere."""
+    """Escape sequences in prompt and text are printed as escapes on a terminal, and unchanged elsewhere."""
     steps = deltas((0, "\x1b]0;[b]own\x07\n\tme", "stop"))
     assert written(TextWriter(["p\x1b[2J"], live=True), steps, capsys) == [
         "p\x1b[2J\x1b]0;[b]own\x07\n\tme\n"
@@ -197,18 +197,18 @@ def test_what_a_model_writes_cannot_command_a_terminal(
 
 
 def test_an_unfinished_line_is_ended(capsys: pytest.CaptureFixture[str]) -> None:
-    """Where a run breaks off within a text, what comes next starts on a line of its own."""
+    """`close` ends an unfinished line, so that later output starts on a new line."""
     writer = TextWriter(["0"], live=True)
     written(writer, deltas((0, "a", None)), capsys)
     writer.close()
     assert capsys.readouterr().out == "\n"
 
 
-# -- where prompts come from ---------------------------------------------------------------------
+# -- sources of prompts ----------------------------------------------------------------------------
 
 
 def test_a_file_holds_one_prompt_a_line(generate: Generate, tmp_path: Path) -> None:
-    """Lines are prompts after those of the arguments; blank ones are skipped, other blanks kept."""
+    """Each line is a prompt, after those of the arguments; blank lines are skipped, other blanks kept."""
     file = tmp_path / "prompts.txt"
     file.write_bytes("\ufeffone \r\n\n   \n  two\x0bé\u2028x\nthree".encode())
     run = generate("--json", "--file", str(file), "zero")
@@ -218,7 +218,7 @@ def test_a_file_holds_one_prompt_a_line(generate: Generate, tmp_path: Path) -> N
 def test_stdin_is_read_where_there_is_no_other_prompt(
     generate: Generate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Stdin gives one prompt a line, as a file does, unless arguments or a file give any."""
+    """Stdin gives one prompt per line, if no argument gives a prompt or the file is ``-``."""
     set_stdin(monkeypatch, b"one\n\n two\n")
     assert prompts_of(generate("--json", "zero")) == ["zero"]
     assert prompts_of(generate("--json")) == ["one", " two"]
@@ -237,7 +237,7 @@ def test_stdin_is_read_where_there_is_no_other_prompt(
 def test_a_file_without_prompts_is_refused(
     content: bytes | None, says: str, generate: Generate, tmp_path: Path
 ) -> None:
-    """A prompt file that is missing, blank or no text is one clear line, status 2."""
+    """A prompt file that is missing, blank or no text ends with 2; the first line of the error names it."""
     file = tmp_path / "prompts.txt"
     if content is not None:
         file.write_bytes(content)
@@ -248,7 +248,7 @@ def test_a_file_without_prompts_is_refused(
 
 
 def test_a_terminal_is_not_waited_for(generate: Generate, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without any prompt, a terminal on stdin is not read: the ways to give one are told."""
+    """Without any prompt, stdin is not read if it is a terminal; the error says how to give a prompt."""
     set_stdin(monkeypatch, b"typed\n")
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
     status, out, err = generate()
@@ -257,7 +257,7 @@ def test_a_terminal_is_not_waited_for(generate: Generate, monkeypatch: pytest.Mo
     assert "--file" in err
 
 
-# -- what is refused -----------------------------------------------------------------------------
+# -- errors ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -286,7 +286,7 @@ def test_a_terminal_is_not_waited_for(generate: Generate, monkeypatch: pytest.Mo
 def test_what_cannot_be_had_is_one_error(
     arguments: list[str], says: list[str], generate: Generate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A wrong option, key, name or prompt ends with 2, says what is wrong, and nothing is generated."""
+    """A wrong option, key, name or prompt is one error with status 2, and no step is run."""
 
     def step(_: Engine) -> None:
         raise AssertionError("a step was run")
@@ -301,7 +301,7 @@ def test_what_cannot_be_had_is_one_error(
 
 
 def test_no_model_is_an_error_that_names_the_option(generate: Generate) -> None:
-    """Without any model the option and the key that give one are named."""
+    """Without a model, the error names the option and the section that give one."""
     status, out, err = generate("x", model=None)
     assert (status, out) == (2, "")
     assert "--model" in err
@@ -309,29 +309,29 @@ def test_no_model_is_an_error_that_names_the_option(generate: Generate) -> None:
 
 
 def no_directory(model: Path) -> None:
-    """Remove it all."""
+    """Remove the directory."""
     shutil.rmtree(model)
 
 
 def no_config(model: Path) -> None:
-    """Leave a directory that is no checkpoint."""
+    """Remove ``config.json``."""
     (model / "config.json").unlink()
 
 
 def truncate(model: Path) -> None:
-    """Cut the weights short."""
+    """Remove the last bytes of the weights."""
     weights = model / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
 
 
 def pickle_weights(model: Path) -> None:
-    """Leave a pickle in the place of the weights."""
+    """Replace the weights by a pickle."""
     (model / "model.safetensors").unlink()
     (model / "pytorch_model.bin").write_bytes(pickle.dumps({}))
 
 
 def no_tokenizer(model: Path) -> None:
-    """Leave no way from text to tokens."""
+    """Remove the tokenizer."""
     for file in model.glob("tokenizer*"):
         file.unlink()
 
@@ -349,7 +349,7 @@ def no_tokenizer(model: Path) -> None:
 def test_a_damaged_checkpoint_is_one_error(
     damage: Callable[[Path], None], says: str, generate: Generate, tiny: Path, tmp_path: Path
 ) -> None:
-    """What is no whole checkpoint ends with 2, one clear line with its path, and no traceback."""
+    """A damaged checkpoint ends with 2, its path in the first line of the error, and no traceback."""
     model = Path(shutil.copytree(tiny, tmp_path / "model"))
     damage(model)
     status, out, err = generate("x", model=model)
@@ -361,13 +361,13 @@ def test_a_damaged_checkpoint_is_one_error(
     assert "Traceback" not in err
 
 
-# -- what is chosen ------------------------------------------------------------------------------
+# -- options and configuration ---------------------------------------------------------------------
 
 
 def test_options_win_over_the_configuration_file(
     generate: Generate, tiny: Path, tmp_path: Path
 ) -> None:
-    """``--model`` and ``--seed`` override the file; what they do not name is taken from it."""
+    """``--model`` overrides the file; the other keys are taken from the file."""
     file = tmp_path / "engine.toml"
     file.write_text('[model]\npath = "/nowhere"\n[lanes.decode]\nrunner = "eager"\n')
     status, out, err = generate("--config", str(file), "--json", "x")
@@ -383,7 +383,7 @@ def test_options_win_over_the_configuration_file(
 def test_a_model_s_folder_may_have_any_name(
     name: str, generate: Generate, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A folder whose name reads as a value of another kind is still taken by its name."""
+    """A folder whose name looks like a TOML value, or has blanks, is found by its name."""
     shutil.copytree(tiny, tmp_path / name)
     monkeypatch.chdir(tmp_path)
     assert generate("x", model=Path(name))[0] == 0
@@ -392,7 +392,7 @@ def test_a_model_s_folder_may_have_any_name(
 def test_what_a_plugin_prints_is_not_in_the_text(
     generate: Generate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Output of a plugin that is imported or built goes to stderr, so that stdout stays JSON."""
+    """Text that a plugin prints while it is imported goes to stderr, so that stdout stays JSON."""
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "loud_cli_plugin.py").write_text(
         "from graphpact.runners import EagerRunner\nprint('[noise]')\nclass Loud(EagerRunner): ...\n"
@@ -411,7 +411,7 @@ def test_what_a_plugin_prints_is_not_in_the_text(
 
 
 def test_a_seed_repeats_a_run(generate: Generate) -> None:
-    """Equal seeds draw equal texts, another seed others, and equal prompts of one run differ."""
+    """Equal seeds give equal tokens, another seed gives others, and equal prompts of one run differ."""
 
     def drawn(seed: int) -> list[list[int]]:
         out = generate("--json", "--temperature=2", f"--seed={seed}", "x", "x")[1]
@@ -424,7 +424,7 @@ def test_a_seed_repeats_a_run(generate: Generate) -> None:
 
 
 def test_sampling_options_that_change_nothing_are_told(generate: Generate) -> None:
-    """``--top-k`` and ``--top-p`` at temperature 0 are warned of, on stderr, and the run goes on."""
+    """``--top-k`` at temperature 0 gives a warning on stderr, also with ``--quiet``; the run goes on."""
     status, out, err = generate("--top-k=3", "x", "--quiet")
     assert status == 0
     assert out
@@ -432,17 +432,17 @@ def test_sampling_options_that_change_nothing_are_told(generate: Generate) -> No
     assert generate("--top-k=3", "--temperature=1", "x", "--quiet")[2] == ""
 
 
-# -- what is told of the run ---------------------------------------------------------------------
+# -- reports ---------------------------------------------------------------------------------------
 
 
 def table_of(err: str) -> dict[str, list[str]]:
-    """Return the numbers, and the reason, of each row of the table on stderr, by lane and shape."""
+    """Return the other cells of each row of the table on stderr, by lane and shape."""
     rows = [re.split("  +", line.strip()) for line in err.splitlines()]
     return {f"{row[0]}: {row[1]}": row[2:] for row in rows if row[0] in {"decode", "prefill"}}
 
 
 def test_the_table_counts_replays_and_padding(generate: Generate) -> None:
-    """Three prompts in graphs of four: one replay a decode step, a quarter of the rows padding."""
+    """Three prompts in a shape of four give one replay per decode step, and a quarter of padding rows."""
     _, _, err = generate("a", "b", "c", "--set", "lanes.decode.batch_sizes=[1, 4]")
     rows = table_of(err)
     assert rows["decode: decode[bs=4, tokens=4]"][:3] == ["5", "15", "25.0%"]
@@ -464,7 +464,7 @@ def test_the_table_counts_tokens_of_prefills() -> None:
 
 
 def test_the_table_says_why_a_decode_ran_eagerly(generate: Generate) -> None:
-    """A batch over the largest graph is counted under that reason."""
+    """A batch that is larger than the largest captured shape is counted under that reason."""
     _, _, err = generate("a", "b", "c", "--set", "lanes.decode.batch_sizes=[1, 2]")
     reason = "larger than the largest captured shape"
     assert table_of(err)["decode: decode, eager"] == ["5", reason]
@@ -483,15 +483,15 @@ def test_unused_shapes_share_a_row(generate: Generate) -> None:
 
 
 def test_quiet_says_nothing_where_all_is_well(generate: Generate) -> None:
-    """``--quiet`` leaves stderr empty, and off a terminal no progress is shown without it either."""
+    """``--quiet`` leaves stderr empty; progress is not shown if stderr is no terminal."""
     assert generate("--quiet", "--verify", "x")[2] == ""
     assert "capturing" not in generate("x")[2]
 
 
 def test_transformers_is_silent(tiny: Path) -> None:
-    """In a process of its own the command keeps transformers' bars and log off stderr.
+    """In a new process the command keeps progress bars and logs of transformers off stderr.
 
-    What stays is one line at most, on whose kernels run on a machine without the vendor's.
+    At most one line is left: which kernels run on a machine without those of the vendor.
     """
     loud = {
         "TRANSFORMERS_VERBOSITY",
@@ -515,7 +515,7 @@ def test_transformers_is_silent(tiny: Path) -> None:
 def test_progress_is_shown_on_a_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """On a terminal stderr shows the lane and the shape that is captured; quietly, nothing."""
+    """On a terminal stderr shows the lane and the shape of a capture; ``quiet`` gives no callback."""
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
     monkeypatch.setenv("TERM", "xterm")
     with capture_progress("[m]") as on_capture:
@@ -562,7 +562,7 @@ def test_nothing_verified_is_not_passed_over(quiet: tuple[str, ...], generate: G
 def test_a_broken_promise_ends_with_its_own_status(
     generate: Generate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A replay that differs from its eager run ends with 1, on stderr, after an ended line."""
+    """A replay that differs from its eager run is an error with status 1, after a complete line on stdout."""
     real = Verifier._compare
 
     def planted(
@@ -599,7 +599,7 @@ def test_an_interrupted_run_leaves_whole_lines(
     generate: Generate,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Control-C ends with 130; what was streamed, on a terminal by default, is a line that ended."""
+    """Control-C ends with 130; text that was streamed, by default on a terminal, ends with a newline."""
     real = Engine.step
     steps = []
 

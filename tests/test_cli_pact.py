@@ -1,4 +1,4 @@
-"""``graphpact pact``: what graphs promise is saved, shown and compared, and files are not trusted."""
+"""Tests of ``graphpact pact``: pacts are saved, shown and compared, and files are validated."""
 
 import json
 from collections.abc import Callable
@@ -17,7 +17,7 @@ ENGINE = ["--config", str(DEMO), "--set", 'engine.device="cpu"']
 
 @pytest.fixture(autouse=True)
 def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Take the configuration of whoever runs the tests out of the environment."""
+    """Remove graphpact's variables from the environment."""
     for name in ("GRAPHPACT_DISABLE_PLUGINS", "GRAPHPACT_TRACEBACK"):
         monkeypatch.delenv(name, raising=False)
 
@@ -32,7 +32,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def edited(saved: Path, tmp_path: Path) -> Callable[..., Path]:
-    """Return a maker of a copy of the demo's file that ``change`` was applied to."""
+    """Return a function that applies a change to a copy of the demo's file."""
 
     def edit(change: Callable[[dict[str, Any]], object]) -> Path:
         document = json.loads(saved.read_text(encoding="utf-8"))
@@ -72,7 +72,7 @@ def test_saving_writes_every_captured_shape(
 def test_two_engines_of_one_configuration_promise_the_same(
     saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What is saved does not depend on the process; stdout stays empty, and the file is named."""
+    """Two engines of one configuration save equal files; stdout stays empty, stderr names the file."""
     again = tmp_path / "again.json"
     assert main(["pact", "save", str(again), *ENGINE]) == 0
     out, err = capsys.readouterr()
@@ -85,7 +85,7 @@ def test_two_engines_of_one_configuration_promise_the_same(
 def test_the_engine_is_the_one_that_was_asked_for(
     tmp_path: Path, checkpoint: Callable[..., Path]
 ) -> None:
-    """``--model`` and ``--set`` mean what they mean to ``generate``."""
+    """``--model`` and ``--set`` select the engine, as they do for ``generate``."""
     file = tmp_path / "pacts.json"
     options = ["-m", str(checkpoint("llama")), "-s", "lanes.decode.batch_sizes=[3]"]
     assert main(["pact", "save", str(file), *options, "-s", 'engine.device="cpu"']) == 0
@@ -96,7 +96,7 @@ def test_the_engine_is_the_one_that_was_asked_for(
 def test_a_target_that_cannot_be_written_is_refused_before_anything_is_built(
     where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A file that is there, a directory and a path in none end with status 2 and leave all as it was."""
+    """An existing file, a directory, and a path in a missing directory end with 2; no engine is built."""
 
     def refuse(*_: object, **__: object) -> object:
         raise AssertionError("an engine was built")
@@ -129,7 +129,7 @@ def test_what_pacts_do_not_cover_is_said(
     sees: str,
     says: str | None,
 ) -> None:
-    """Where a driver tells a part of what graphs read, or nothing, a line on stderr says what that leaves."""
+    """If a driver does not report all external tensors, ``save`` and ``show`` say what the pacts cover."""
     if sees == "unknown":
         monkeypatch.setattr(Tape, "external_tensors", lambda _: None)
     else:
@@ -147,7 +147,7 @@ def test_what_pacts_do_not_cover_is_said(
 
 
 def test_force_writes_over_a_file(saved: Path, tmp_path: Path) -> None:
-    """With ``--force`` the file that is there is replaced."""
+    """``--force`` replaces an existing file."""
     file = tmp_path / "pacts.json"
     file.write_text("old" * 100_000)
     assert main(["pact", "save", str(file), "--force", *ENGINE]) == 0
@@ -157,7 +157,7 @@ def test_force_writes_over_a_file(saved: Path, tmp_path: Path) -> None:
 def test_an_engine_without_graphs_has_nothing_to_save(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Where no lane captures there is no empty file, but a usage error."""
+    """If no lane captures, ``save`` ends with status 2 and writes no file."""
     file = tmp_path / "pacts.json"
     assert main(["pact", "save", str(file), *ENGINE, "-s", "lanes.decode.runner=eager"]) == 2
     assert "no pact to save" in capsys.readouterr().err
@@ -167,7 +167,7 @@ def test_an_engine_without_graphs_has_nothing_to_save(
 def test_an_engine_that_cannot_be_built_is_the_usual_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """No checkpoint and an unknown key end as they do for ``generate``: status 2, one error, no file."""
+    """A folder without a checkpoint, no model, and an unknown key end with status 2, an error and no file."""
     file = tmp_path / "pacts.json"
     for options in (["-m", str(tmp_path)], [], ["-s", "engine.sede=1"]):
         assert main(["pact", "save", str(file), *options]) == 2
@@ -183,7 +183,7 @@ def test_an_engine_that_cannot_be_built_is_the_usual_error(
 def test_people_read_a_table_for_each_shape(
     saved: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Each lane and shape has a heading and a row for each field: type, promise, and whose memory."""
+    """Each lane and shape has a heading, and a row for each field with type, promise and slot."""
     assert main(["pact", "show", str(saved)]) == 0
     out, err = capsys.readouterr()
     assert err == ""
@@ -204,7 +204,7 @@ def test_people_read_a_table_for_each_shape(
 def test_bounds_and_foreign_memory_are_shown_as_such(
     edited: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A bounded number shows its bound; a tensor of no slot says so; text is never a command."""
+    """Bounds and tensors outside all slots are shown as such; control characters are escaped."""
 
     def change(document: dict[str, Any]) -> None:
         _promise(document, 0, "metadata.max_kv_len")["value"] = 64
@@ -223,14 +223,14 @@ def test_bounds_and_foreign_memory_are_shown_as_such(
 def test_a_file_without_pacts_is_said_to_have_none(
     edited: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """An empty document is no error: nothing on stdout, a sentence on stderr."""
+    """A file without pacts is no error: stdout stays empty, and stderr says that there is none."""
     file = edited(lambda document: document.update(pacts=[]))
     assert main(["pact", "show", str(file)]) == 0
     assert capsys.readouterr() == ("", f"{file} contains no pact\n")
 
 
 def test_shown_as_json_it_is_the_document(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """``--json`` writes what the file has."""
+    """``--json`` prints the document of the file."""
     assert main(["pact", "show", "--json", str(saved)]) == 0
     assert json.loads(capsys.readouterr().out) == json.loads(saved.read_text(encoding="utf-8"))
 
@@ -245,7 +245,7 @@ def _mutate(document: dict[str, Any]) -> None:
 
 
 def test_equal_files_end_with_0(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A file compared with itself has no difference, for people and as JSON."""
+    """A file compared with itself has no difference, as text and as JSON."""
     assert main(["pact", "diff", str(saved), str(saved)]) == 0
     assert capsys.readouterr() == ("All promises are equal.\n", "")
     assert main(["pact", "diff", "--json", str(saved), str(saved)]) == 0
@@ -302,7 +302,7 @@ def test_a_file_that_is_none_of_ours_ends_with_2(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """A file that is missing, foreign or newer is named on stderr with what to do; stdout is empty."""
+    """A file that is missing, invalid or of a newer format is an error with its name and a help."""
     file = tmp_path / "bad.json"
     if content == "newer":
         content = saved.read_text(encoding="utf-8").replace('"format": 2', '"format": 3')
@@ -320,14 +320,14 @@ def test_a_file_that_is_none_of_ours_ends_with_2(
 def test_a_misspelt_command_line_is_a_usage_error(
     arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Without a command or a file, and with an unknown one, the status is 2 and there is no traceback."""
+    """A missing command or file and an unknown command end with status 2 and without a traceback."""
     assert main(["pact", *arguments]) == 2
     assert "Traceback" not in "".join(capsys.readouterr())
 
 
 @pytest.mark.parametrize("command", ["save", "show", "diff"])
 def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """``-h`` is answered on stdout, with every option of the command."""
+    """``-h`` prints the help on stdout, with the options of the command."""
     assert main(["pact", command, "-h"]) == 0
     out, err = capsys.readouterr()
     assert err == ""

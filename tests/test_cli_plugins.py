@@ -1,4 +1,4 @@
-"""``graphpact plugins``: everything is listed, and what is broken breaks nothing."""
+"""Tests of ``graphpact plugins``: all plugins are listed, and a broken one does not break the list."""
 
 import json
 import subprocess
@@ -26,7 +26,7 @@ BROKEN = """
 
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
-    """Return what installs a distribution ``cli-fake`` with one runner, as its metadata has it."""
+    """Yield a function that installs a distribution ``cli-fake`` with the metadata of one runner."""
     monkeypatch.delenv("GRAPHPACT_DISABLE_PLUGINS", raising=False)
     monkeypatch.syspath_prepend(str(tmp_path))
 
@@ -46,7 +46,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
 
 
 def listed(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, dict[str, Any]]:
-    """Return what ``plugins --json`` says, by name."""
+    """Return the entries of ``plugins --json`` by name."""
     assert main(["plugins", "--json", *arguments]) == 0
     return {plugin["name"]: plugin for plugin in json.loads(capsys.readouterr().out)}
 
@@ -72,7 +72,7 @@ def test_first_party_plugins_are_listed_as_data(capsys: pytest.CaptureFixture[st
 
 
 def test_backends_show_what_they_declare(capsys: pytest.CaptureFixture[str]) -> None:
-    """A backend's entry has its declared capabilities; what knows none has null."""
+    """A backend's entry has its declared capabilities; a plugin without capabilities has null."""
     can = FlashInferBackend.capabilities
     plugins = listed(capsys)
     declared = plugins["flashinfer"]["capabilities"]
@@ -88,7 +88,7 @@ def test_backends_show_what_they_declare(capsys: pytest.CaptureFixture[str]) -> 
 def test_each_feature_of_a_backend_is_listed_where_it_is_declared(
     feature: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Windows, caps, sinks and trees: each is among a backend's features exactly where it is declared."""
+    """Windows, caps, sinks and trees are each among a backend's features only if they are declared."""
     for has in (True, False):
         can = replace(FlashInferBackend.capabilities, **{feature: has})
         monkeypatch.setattr(FlashInferBackend, "capabilities", can)
@@ -96,32 +96,32 @@ def test_each_feature_of_a_backend_is_listed_where_it_is_declared(
 
 
 class Native(KernelProvider):
-    """Kernels that cannot be asked."""
+    """A provider whose `unavailable` prints and raises."""
 
     name = "native"
 
     @classmethod
     def unavailable(cls, device: torch.device) -> str | None:
-        """Raise what a broken library would."""
+        """Raise the error of a broken library."""
         print("[noise]")  # noqa: T201  what a plugin does
         raise OSError(f"libacme.so\nis not for {device}")
 
 
 class Portable(KernelProvider):
-    """Kernels for a CPU and the second GPU."""
+    """A provider of kernels for a CPU and the second GPU."""
 
     name = "portable"
 
     @classmethod
     def unavailable(cls, device: torch.device) -> str | None:
-        """Return why not the first GPU."""
+        """Return the reason against the first GPU, and None for other devices."""
         return "taken" if device == torch.device("cuda:0") else None
 
 
 def test_kernel_providers_are_shown_by_device(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """For each provider and device: available or why not, as data and as a row; what one raises is why."""
+    """Each provider has None or a reason per device, as data and as a row; an exception is a reason."""
     monkeypatch.setattr(FlashInferBackend, "providers", (Native, Portable))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert listed(capsys, "-k", "attention_backend")["flashinfer"]["providers"] == {
@@ -144,7 +144,7 @@ def test_kernel_providers_are_shown_by_device(
 
 
 def test_listing_plugins_imports_nothing_heavy() -> None:
-    """``plugins`` asks every backend and its kernels, and loads neither a model library nor a kernel one."""
+    """``plugins`` imports neither transformers nor a vendor's kernel library, and stderr stays empty."""
     program = (
         "import sys; from graphpact.cli import main; main(['plugins', '--json'])\n"
         "heavy = {'transformers', 'flashinfer', 'flash_attn', 'flash_attn_interface', 'sgl_kernel'}\n"
@@ -157,7 +157,7 @@ def test_listing_plugins_imports_nothing_heavy() -> None:
 
 
 def test_people_read_the_same_on_stdout(capsys: pytest.CaptureFixture[str]) -> None:
-    """Without ``--json`` the list is a table on stdout, capabilities included, one row unbroken."""
+    """Without ``--json`` the list is a table on stdout, with capabilities and rows that are not wrapped."""
     assert main(["plugins"]) == 0
     out, err = capsys.readouterr()
     assert err == ""
@@ -176,7 +176,7 @@ def test_only_one_kind_is_listed_where_it_is_named(capsys: pytest.CaptureFixture
 
 
 def test_every_kind_can_be_named(capsys: pytest.CaptureFixture[str]) -> None:
-    """``--kind`` takes exactly the kinds that there are, and lists them where it is given another."""
+    """``--kind`` takes exactly the kinds of plugins; for another value the error lists them."""
     assert tuple(KindOption) == KINDS
     assert main(["plugins", "--kind", "driver"]) == 2
     err = capsys.readouterr().err
@@ -186,7 +186,7 @@ def test_every_kind_can_be_named(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_broken_plugin_is_a_row_with_its_reason(
     install: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A plugin that cannot be imported is listed as rejected, says why, and the status is 0."""
+    """A plugin that cannot be imported is listed as rejected with the reason, and the status is 0."""
     install(BROKEN)
     plugins = listed(capsys)
     assert plugins["cli_fake_runner"]["status"] == "rejected"
@@ -209,7 +209,7 @@ def test_what_a_plugin_prints_is_not_our_data(
 def test_another_contract_is_named_to_people(
     install: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The table names both contract versions of a plugin that was written for another one."""
+    """The table names the contract version of a plugin that was written for another contract."""
     install("Runner = None", contract="7")
     assert main(["plugins", "--kind", "runner"]) == 0
     (row,) = [r for r in capsys.readouterr().out.splitlines() if "cli_fake_runner" in r]

@@ -1,4 +1,4 @@
-"""The reference says what the code says."""
+"""Tests that the documentation agrees with the code."""
 
 import dataclasses
 import inspect
@@ -60,7 +60,7 @@ def test_the_rules_on_the_conformance_page_are_those_of_the_code() -> None:
 
 @pytest.mark.parametrize("strict", [False, True], ids=["fast", "strict"])
 def test_the_example_of_the_graphs_page_runs(*, strict: bool) -> None:
-    """What docs/graphs.md shows is legal on either tape, and gives what eager execution gives."""
+    """The example of docs/graphs.md is legal on either tape, and gives the results of eager execution."""
     page = (ROOT / "docs/graphs.md").read_text(encoding="utf-8")
     (example,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
     names: dict[str, Any] = {
@@ -77,14 +77,14 @@ def test_the_example_of_the_graphs_page_runs(*, strict: bool) -> None:
 
 
 def test_links_in_the_texts_lead_somewhere() -> None:
-    """Every relative link of the README and the docs is a file that is there."""
+    """Every relative link of the README and the docs leads to an existing file."""
     for text in [ROOT / "README.md", *ROOT.glob("docs/*.md")]:
         for target in re.findall(r"\]\((?!https?:)([^)#]+)", text.read_text(encoding="utf-8")):
             assert (text.parent / target).exists(), f"{text.name}: {target}"
 
 
 def test_the_keys_that_the_readme_shows_exist() -> None:
-    """Every key in the README's example configuration is a key, with a value that it takes."""
+    """The README's example configuration has only existing keys, with valid values."""
     blocks = re.findall(r"```toml\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
     assert blocks
     for block in blocks:
@@ -93,7 +93,7 @@ def test_the_keys_that_the_readme_shows_exist() -> None:
 
 @pytest.mark.parametrize("page", sorted(ROOT.glob("docs/*.md")), ids=lambda page: page.stem)
 def test_included_parts_are_what_the_code_would_write(page: Path) -> None:
-    """Source code, files of packages and contracts on a page: `python docs/reference.py` changes nothing."""
+    """The included parts of a page are up to date: `python docs/reference.py` would change nothing."""
     text = page.read_text(encoding="utf-8")
     assert text == load_reference().included(text)
     assert len(re.findall("<!-- include ", text)) == text.count("<!-- /include -->")
@@ -116,7 +116,7 @@ def test_the_architecture_page_has_the_step_every_distribution_and_every_contrac
 
 
 def test_the_glossary_is_sorted_and_each_word_is_where_it_says() -> None:
-    """Each word has one row; every path in the last column is there, and so is the name before it."""
+    """Words are sorted and unique; each path in the last column exists, and its file has the names there."""
     page = (ROOT / "docs/glossary.md").read_text(encoding="utf-8")
     rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| ")][
         1:
@@ -151,10 +151,10 @@ def test_the_folders_and_files_that_the_pages_name_are_there() -> None:
 
 
 class Drafts(Rig):
-    """The kit's lane of a draft decode, with a model that runs one step in each call."""
+    """The suite's rig of a draft decode, with a model that runs one step in each call."""
 
     def model(self, batch: ForwardBatch, metadata: Any, attend: Attend) -> StepOutputs:
-        """Return as logits some columns of what the first layer's attention gives."""
+        """Return as logits some columns of the first layer's attention output."""
         layer = self.layers[0]
         q, k, v = self._project(0, batch.input_ids, batch.positions)
         columns = attend(q, k, v, layer, metadata).flatten(1)
@@ -177,7 +177,7 @@ def _lane_of(mode: str) -> Config:
 
 
 def test_the_runner_with_attention_outside_of_the_graph_runs() -> None:
-    """What docs/plugins.md shows records a segment more than there are layers, and gives what is right."""
+    """The runner of docs/plugins.md records one segment more than there are layers, and equals the oracle."""
     config = _lane_of("decode")
     rig = Rig(config, backend=ReferenceBackend, runner=_shown("AttentionOutside"), pact="always")
     (steps,) = draw(config, 1, 0)
@@ -190,7 +190,7 @@ def test_the_runner_with_attention_outside_of_the_graph_runs() -> None:
 
 
 def test_the_runner_with_a_forward_pass_for_each_draft_step_runs() -> None:
-    """What docs/plugins.md shows replays to the tokens that an eager run drafts."""
+    """The runner of docs/plugins.md replays to the tokens that an eager run drafts."""
     config = _lane_of("draft_decode")
     rig = Drafts(config, backend=ReferenceBackend, runner=_shown("DraftLoop"), pact="always")
     (steps,) = draw(config, 1, 0)

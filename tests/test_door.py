@@ -1,4 +1,4 @@
-"""The lane's door: a live field that no graph would see is refused, and `extra` is a field like any other."""
+"""Tests of the lane's door, which refuses fields of a batch, and entries of `extra`, without a slot."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -24,7 +24,7 @@ HIDDEN, FLAG = "eagle.hidden_states", "eagle.flag"
 
 @pytest.fixture(autouse=True)
 def _inference() -> Iterator[None]:
-    """Slots are read and cleared in these tests, which inference mode allows."""
+    """Enable inference mode, as lanes do for their steps."""
     with torch.inference_mode():
         yield
 
@@ -46,7 +46,7 @@ FIELDS: dict[str, Any] = {  # of three requests
 
 
 def refused(lane: Lane, batch: ForwardBatch, *names: str) -> None:
-    """Expect that ``batch`` is refused by the names of fields, before anything of it is copied."""
+    """Assert that ``batch`` is refused with these names of fields, before anything of it is copied."""
     assert lane.registry is not None
     slot = lane.registry.get_slot("input_ids").buffer
     assert slot is not None
@@ -70,7 +70,7 @@ def plain() -> Rig:
 @settings(derandomize=True, deadline=None, max_examples=40)
 @given(names=st.sets(st.sampled_from(sorted(FIELDS)), min_size=1))
 def test_every_live_field_without_a_slot_is_refused(names: set[str], plain: Rig) -> None:
-    """Whatever tensors a batch carries beside the slotted ones, the refusal names those and no other."""
+    """The refusal names exactly the tensors of a batch that have no slot."""
     with torch.inference_mode():
         batch = plain.batch(3, 2, 4)
         refused(plain.lane, replace(batch, **{n: FIELDS[n] for n in names}), *names)
@@ -80,7 +80,7 @@ def test_every_live_field_without_a_slot_is_refused(names: set[str], plain: Rig)
 @settings(derandomize=True, deadline=None, max_examples=20)
 @given(names=st.sets(st.sampled_from([HIDDEN, FLAG, "acme.rows"]), min_size=1))
 def test_every_entry_of_extra_without_a_slot_is_refused(names: set[str], plain: Rig) -> None:
-    """Entries of ``extra`` that no slot takes are refused by their dotted names."""
+    """Entries of ``extra`` without a slot are refused by their dotted names."""
     with torch.inference_mode():
         batch = plain.batch(3, 2, 4)
         extra = {name: torch.zeros(3) for name in names}
@@ -88,7 +88,7 @@ def test_every_entry_of_extra_without_a_slot_is_refused(names: set[str], plain: 
 
 
 def test_an_embedding_of_ngrams_without_its_slots_is_refused() -> None:
-    """What an n-gram embedding reads is refused as a field is, though it is no tensor."""
+    """A tensor in ``ngram_embedding_info`` without a slot is refused like a field."""
     rig = Rig()
     info = SimpleNamespace(column_starts=_counts(3), req_lens=_counts(3))
     batch = replace(rig.batch(3, 2, 4), ngram_embedding_info=info)
@@ -96,7 +96,7 @@ def test_an_embedding_of_ngrams_without_its_slots_is_refused() -> None:
 
 
 def test_a_kind_of_batch_is_looked_at_once() -> None:
-    """A kind that was let in is not looked at again; a refused kind is refused every time."""
+    """An admitted kind of batch is checked once for each shape; a refused kind is refused every time."""
     rig = Rig()
     record = rig.lane.captured[SHAPE_OF[4]]
     looks: list[tuple[object, ...]] = []
@@ -121,7 +121,7 @@ def test_a_kind_of_batch_is_looked_at_once() -> None:
 
 
 def test_host_numbers_need_no_slot() -> None:
-    """Ints and tuples of the host are let in: a graph could not read them, and none is told that it does."""
+    """Integers and tuples on the host are admitted without a slot, because no graph reads them."""
     rig = Rig()
     batch = replace(
         rig.batch(3, 2, 4),
@@ -135,7 +135,7 @@ def test_host_numbers_need_no_slot() -> None:
 
 @pytest.mark.parametrize("lane", ["no graphs", "not captured", "too large"])
 def test_an_eager_step_takes_every_field(lane: str) -> None:
-    """Where no graph runs nothing is ignored: every field and every entry of ``extra`` is let in."""
+    """An eager step admits every field and every entry of ``extra``, and the model gets them."""
     seen: list[ForwardBatch] = []
     rig = Rig(runner=EagerRunner) if lane == "no graphs" else Rig(capture=lane == "too large")
     plain = rig.model
@@ -148,14 +148,14 @@ def test_an_eager_step_takes_every_field(lane: str) -> None:
     assert seen[0].encoder_lens is batch.encoder_lens
 
 
-# -- slots of a plugin's own -----------------------------------------------------------------------
+# -- slots that a plugin adds ----------------------------------------------------------------------
 
 
 class Eagle(CudaGraphRunner):
-    """Takes hidden states by token and a flag by request, as fields of its own."""
+    """A runner with two fields of its own: hidden states per token and a flag per request."""
 
     def slots(self) -> Sequence[GraphSlot]:
-        """Return the inputs, and two slots more."""
+        """Return the input slots and two more."""
         hidden = GraphSlot(
             HIDDEN,
             lambda _, tokens: (tokens, WIDTH),
@@ -175,19 +175,19 @@ class Eagle(CudaGraphRunner):
         return [*super().slots(), hidden, flag]
 
     def dummy(self, shape: GraphShape) -> ForwardBatch:
-        """Return a dummy with both."""
+        """Return a dummy with both fields."""
         return with_extra(super().dummy(shape), shape.batch_size)
 
 
 class Forgets(Eagle):
-    """Captures without the fields for which it has slots."""
+    """A runner that captures without the fields for which it has slots."""
 
     def slots(self) -> Sequence[GraphSlot]:
-        """Return the same, the plugin's own as optional ones."""
+        """Return the same slots, the two added ones as optional."""
         return [replace(slot, optional=slot.owner == "eagle") for slot in super().slots()]
 
     def dummy(self, shape: GraphShape) -> ForwardBatch:
-        """Return a dummy without them."""
+        """Return a dummy without both fields."""
         return CudaGraphRunner.dummy(self, shape)
 
 
@@ -244,7 +244,7 @@ def test_fields_of_a_plugin_are_filled_padded_and_seen_by_the_graph(
 
 
 def test_a_batch_without_a_field_that_has_a_slot_is_refused(eagle: Rig) -> None:
-    """A live batch that lacks an entry of ``extra`` is refused by its slot: earlier rows would stay there."""
+    """A batch that lacks an entry of ``extra`` with a slot is refused: the slot would keep earlier rows."""
     batch = with_extra(eagle.batch(3, 2), 2)
     for name in (HIDDEN, FLAG):
         lacks = {n: t for n, t in batch.extra.items() if n != name}
@@ -253,7 +253,7 @@ def test_a_batch_without_a_field_that_has_a_slot_is_refused(eagle: Rig) -> None:
 
 
 def test_a_field_that_no_capture_had_is_refused() -> None:
-    """A field with a slot that the dummy lacked is refused: no graph was recorded with it."""
+    """A field with a slot that the dummy lacked is refused, because no graph was recorded with it."""
     rig = Rig(runner=Forgets)
     batch = rig.batch(3, 2)
     rig.lane.run(batch)
@@ -264,7 +264,7 @@ def test_a_field_that_no_capture_had_is_refused() -> None:
 
 @pytest.mark.parametrize("name", ["hidden", "input_ids"])
 def test_an_entry_of_extra_without_an_owner_is_refused(name: str) -> None:
-    """A name without a dot is refused even where a slot has it: the slot copies the field of that name."""
+    """A name without a dot is refused even if a slot has it: the slot copies the field of that name."""
     rig = Rig()
     refused(
         rig.lane, replace(rig.batch(3, 2), extra={name: torch.zeros(2, dtype=torch.int64)}), name

@@ -1,4 +1,4 @@
-"""What the repository ships runs as it is shipped."""
+"""Tests of the model and the examples that the repository ships."""
 
 import runpy
 from pathlib import Path
@@ -25,7 +25,7 @@ def test_the_model_is_small_and_safe() -> None:
 
 @pytest.mark.parametrize("text", ["Return a ", "naïve café ☕\n\ttabs", "", " ", "\x00\x7f"])
 def test_the_tokenizer_is_bytes(text: str) -> None:
-    """A token is a byte: every text comes back as it was, and nothing is put before it."""
+    """Each token is one byte: decoding gives the encoded text, and no token is put before it."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(MODEL)
     ids = tokenizer.encode(text)
     assert ids == list(text.encode())
@@ -33,7 +33,7 @@ def test_the_tokenizer_is_bytes(text: str) -> None:
 
 
 def test_the_planted_bugs_are_silent_and_then_named(capsys: pytest.CaptureFixture[str]) -> None:
-    """Unchecked, each of the three raises nothing, two answer wrongly; checked, each is named."""
+    """Without checks the three bugs raise nothing, and two answer wrongly; with checks each is named."""
     runpy.run_path(str(ROOT / "examples/break_it.py"), run_name="__main__")
     out = capsys.readouterr().out
     assert out.count("unchecked: no error") == 3
@@ -58,7 +58,7 @@ def test_the_planted_bugs_are_silent_and_then_named(capsys: pytest.CaptureFixtur
     ],
 )
 def test_every_backend_by_name_writes_what_transformers_writes(file: str, backend: str) -> None:
-    """The demo's prompts, greedy, give transformers' tokens through graphs that are all verified."""
+    """Greedy tokens of the demo's prompts equal transformers', and every replay is verified."""
     config = EngineConfig.load(
         ROOT / "examples" / file,
         env={},

@@ -1,4 +1,4 @@
-"""Full graphs of every mode by a runner that writes only its shapes: default slots, dummies, fit."""
+"""Tests of full graphs of every mode, by a runner that implements only `shapes`."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -24,7 +24,7 @@ NAMES = [f"{mode.value}-{topk}" for mode, topk in CASES]
 
 @pytest.fixture(autouse=True)
 def _inference() -> Iterator[None]:
-    """Outputs of graphs are read and cleared in these tests, which inference mode allows."""
+    """Enable inference mode, as lanes do for their steps."""
     with torch.inference_mode():
         yield
 
@@ -57,7 +57,7 @@ def _new_tokens(dummy: ForwardBatch) -> list[int]:
 def test_a_dummy_is_a_batch_that_could_have_been(
     mode: ForwardMode, bs: int, ragged_tokens: int, fill: int, width: int, topk: int, steps: int
 ) -> None:
-    """A default dummy is of exactly its shape, on scratch alone, and its positions follow its lengths."""
+    """A default dummy has exactly its shape, uses only scratch, and has positions that fit its lengths."""
     context = _context(mode, fill, width, topk, steps)
     each = context.tokens_per_request
     tokens = ragged_tokens if each is None else bs * each
@@ -91,7 +91,7 @@ _BY_TOKEN = {"input_ids", "positions", "out_cache_loc", "tree_mask"}
 
 
 def test_a_dummy_counts_real_tokens_where_layers_ask() -> None:
-    """Where the number of real tokens has a slot, a dummy carries it, on the device and on the host."""
+    """If the number of live tokens has a slot, a dummy has it, on the device and on the host."""
     context = replace(_context(ForwardMode.DECODE, 1, 1, 1, 1), num_token_non_padded=True)
     dummy = dummy_batch(GraphShape(ForwardMode.DECODE, 4, 4), context)
     assert dummy.num_token_non_padded is not None
@@ -100,7 +100,7 @@ def test_a_dummy_counts_real_tokens_where_layers_ask() -> None:
 
 @pytest.mark.parametrize("mode", [mode for mode in MODES if not mode.is_ragged])
 def test_a_ragged_dummy_of_a_uniform_mode_is_refused(mode: ForwardMode) -> None:
-    """A shape without a whole number of tokens a request is an error that names it."""
+    """A shape without a whole number of tokens per request is an error that names the shape."""
     shape = GraphShape(mode, 2, 5)
     with pytest.raises(EngineError, match=r"\[bs=2, tokens=5\] has no whole number of tokens"):
         dummy_batch(shape, _context(mode, 1, 1, 1, 1))
@@ -110,7 +110,7 @@ def test_a_ragged_dummy_of_a_uniform_mode_is_refused(mode: ForwardMode) -> None:
 
 
 def _lengths(data: st.DataObject, rig: ModeRig) -> tuple[list[int], list[int] | None]:
-    """Draw cached and new tokens of one to four requests, and room for what the step adds."""
+    """Draw numbers of cached and new tokens of one to four requests, with room for the step's tokens."""
     bs = data.draw(st.integers(1, ROWS))
     room = CONTEXT - max(DRAFTS, STEPS)
     if not rig.mode.is_ragged:
@@ -122,7 +122,7 @@ def _lengths(data: st.DataObject, rig: ModeRig) -> tuple[list[int], list[int] | 
 
 @pytest.mark.parametrize(("mode", "topk"), CASES, ids=NAMES)
 def test_every_mode_is_captured_on_scratch_alone(mode: ForwardMode, topk: int) -> None:
-    """Capturing every shape of a mode writes no KV slot outside the scratch page, and not the page table."""
+    """Capturing every shape of a mode writes neither KV slots outside scratch nor the page table."""
     rig = ModeRig(mode, topk=topk, capture=False)
     for cache in (rig.kv.k[0], rig.kv.v[0]):
         cache[PAGE:] = 7.0
@@ -138,7 +138,7 @@ def test_every_mode_is_captured_on_scratch_alone(mode: ForwardMode, topk: int) -
 
 @pytest.mark.parametrize(("mode", "topk"), CASES, ids=NAMES)
 def test_replays_of_every_mode_equal_eager_steps(mode: ForwardMode, topk: int) -> None:
-    """Over poison, a replay of any batch gives the outputs and the KV cache that an eager step gives."""
+    """On poisoned memory, a replay of any batch gives the outputs and the KV cache of an eager step."""
     rig = ModeRig(mode, topk=topk)
 
     @settings(derandomize=True, deadline=None, max_examples=12)

@@ -1,4 +1,4 @@
-"""The lane: what it counts, which functions its hooks are, and which planted bugs it catches."""
+"""Tests of `Lane`: statistics, hooks, outputs, the two halves of a step, and planted bugs."""
 
 import dataclasses
 import inspect
@@ -40,16 +40,16 @@ from lane_rig import DTYPE, HOOKS, LAYER, SHAPE_OF, VOCAB, WIDTH, Rig
 
 @pytest.fixture(autouse=True)
 def _inference() -> Iterator[None]:
-    """Outputs of graphs are cleared in these tests, which inference mode allows."""
+    """Enable inference mode, in which a test may overwrite the outputs of a graph."""
     with torch.inference_mode():
         yield
 
 
-# -- what it counts --------------------------------------------------------------------------------
+# -- statistics ------------------------------------------------------------------------------------
 
 
 def test_replays_and_eager_runs_are_counted_with_their_reasons() -> None:
-    """Every run is one replay of a shape or one eager run for a reason, and rows are counted."""
+    """Each run counts as a replay of a shape, with its live rows, or as an eager run for a reason."""
     rig = Rig()
     assert rig.agrees(3)
     assert rig.agrees(2, 5, 1)
@@ -73,7 +73,7 @@ def test_replays_and_eager_runs_are_counted_with_their_reasons() -> None:
 
 
 def test_eager_reasons_of_lanes_without_graphs() -> None:
-    """Before capture nothing is captured; a lane of the eager runner never captures."""
+    """The reason is NOT_CAPTURED before capture; with the eager runner it is NO_GRAPHS, and capture fails."""
     rig = Rig(capture=False)
     rig.lane.run(rig.batch(2))
     assert list(rig.lane.stats.eager) == [(ForwardMode.DECODE, EagerReason.NOT_CAPTURED)]
@@ -87,7 +87,7 @@ def test_eager_reasons_of_lanes_without_graphs() -> None:
 
 
 def test_a_lane_that_may_not_capture_runs_eagerly_for_its_own_reason() -> None:
-    """A lane with a reason has no shapes, whatever its runner says, and counts each step by that reason."""
+    """A lane with an `eager_reason` has no shapes and counts its eager steps under that reason."""
     reason = EagerReason("no_compiler", "no C++ compiler")
     rig = Rig(eager_reason=reason)
     assert rig.lane.shapes == ()
@@ -97,7 +97,7 @@ def test_a_lane_that_may_not_capture_runs_eagerly_for_its_own_reason() -> None:
 
 
 def test_shapes_are_captured_largest_first_and_announced() -> None:
-    """Capture goes from the largest shape down, and tells whoever shows progress."""
+    """`capture_all` captures the largest shape first and calls `on_capture` for each shape."""
     rig = Rig(capture=False)
     seen: list[GraphShape] = []
     rig.lane.on_capture = seen.append
@@ -107,7 +107,7 @@ def test_shapes_are_captured_largest_first_and_announced() -> None:
 
 
 def test_only_real_rows_come_back() -> None:
-    """A padded replay returns the rows of the batch, in memory of the graph."""
+    """A padded replay returns only the live rows, in the output memory of the graph."""
     rig = Rig()
     logits = rig.lane.run(rig.batch(4, 4, 4)).logits
     assert logits.shape == (3, VOCAB)
@@ -118,7 +118,7 @@ def test_only_real_rows_come_back() -> None:
     ("mode", "every", "checks"), [("always", 1, 7), ("sampled", 3, 3), ("off", 1, 0)]
 )
 def test_the_pact_is_checked_as_often_as_asked(mode: str, every: int, checks: int) -> None:
-    """Always, at the first replay and every n-th after it, or never."""
+    """The pact is checked at every replay, at the first and every n-th after it, or never."""
     rig = Rig(pact=mode, pact_sample_every=every)
     for _ in range(7):
         assert rig.agrees(1, 2)
@@ -126,7 +126,7 @@ def test_the_pact_is_checked_as_often_as_asked(mode: str, every: int, checks: in
 
 
 def test_a_closed_lane_runs_eagerly() -> None:
-    """Closing releases every graph, and batches are answered without one from then on."""
+    """`close` releases every graph; later batches run eagerly."""
     rig = Rig()
     assert rig.agrees(2, 2)
     graphs = [captured.graph for captured in rig.lane.captured.values()]
@@ -142,7 +142,7 @@ def test_a_closed_lane_runs_eagerly() -> None:
 
 
 class Watcher:
-    """Sees every hook call and its result."""
+    """An observer that records every hook call and its result."""
 
     def __init__(self) -> None:
         self.seen: list[str] = []
@@ -181,12 +181,12 @@ class Watcher:
 
 
 def _resolved(rig: Rig, name: str) -> Any:
-    """Return what a step of the lane calls for hook ``name``."""
+    """Return the callable that a step of the lane uses for hook ``name``."""
     return getattr(rig.lane, f"_{name}")
 
 
 def test_unobserved_hooks_are_bound_methods() -> None:
-    """Without an observer a step calls the plugins' own methods: pluggy is not on the way."""
+    """Without an observer a step calls the plugins' bound methods directly, without pluggy."""
     rig = Rig(capture=False)
     owners = {"populate": rig.runner, "prepare_replay": rig.runner}
     for name in HOOKS:
@@ -196,7 +196,7 @@ def test_unobserved_hooks_are_bound_methods() -> None:
 
 
 def test_an_observer_sees_every_call() -> None:
-    """With a wrapper the hook is pluggy's caller; captures, replays and eager steps are all seen."""
+    """A wrapped hook is a pluggy caller; the observer sees captures, replays and eager steps."""
     watcher = Watcher()
     rig = Rig(observers=[watcher])
     for name in (*HOOKS, "run_step"):
@@ -218,7 +218,7 @@ def test_an_observer_sees_every_call() -> None:
 
 
 def test_an_observer_of_one_hook_costs_the_others_nothing() -> None:
-    """Only the hook that is observed goes through pluggy."""
+    """Only the observed hook goes through pluggy."""
 
     class OnlyReplay:
         calls = 0
@@ -236,7 +236,7 @@ def test_an_observer_of_one_hook_costs_the_others_nothing() -> None:
 
 
 def test_a_hook_with_fewer_arguments_goes_through_pluggy() -> None:
-    """An implementation that leaves arguments out is not called directly, and works."""
+    """An implementation with fewer arguments than its hook is called through pluggy, and works."""
 
     class Brief(FlashInferBackend):
         @hookimpl
@@ -259,7 +259,7 @@ def test_an_observer_that_does_nothing_changes_nothing() -> None:
 
 @pytest.mark.parametrize("name", HOOKS)
 def test_a_missing_hook_is_refused_when_the_lane_is_built(name: str) -> None:
-    """A method of the right name that is not marked is no hook, and the lane says which it is."""
+    """A method with the name of a hook but without `@hookimpl` is refused; the error names the hook."""
 
     def unmarked(self: Any, **kwargs: Any) -> None:
         raise AssertionError("never called")
@@ -274,7 +274,7 @@ def test_a_missing_hook_is_refused_when_the_lane_is_built(name: str) -> None:
 
 
 def test_a_misspelt_hook_is_refused_when_the_lane_is_built() -> None:
-    """A marked method that is no hook of the contract is an error, not a silence."""
+    """A method marked with `@hookimpl` that is not a hook of the contract is an error."""
 
     class Misspelt(FlashInferBackend):
         @hookimpl
@@ -286,7 +286,7 @@ def test_a_misspelt_hook_is_refused_when_the_lane_is_built() -> None:
 
 
 def test_a_hook_with_an_unknown_argument_is_refused_when_the_lane_is_built() -> None:
-    """An implementation that asks for what the hook does not have is an error."""
+    """A hook implementation with an argument that the hook does not have is an error."""
 
     class Greedy:
         @hookimpl(wrapper=True)
@@ -298,7 +298,7 @@ def test_a_hook_with_an_unknown_argument_is_refused_when_the_lane_is_built() -> 
 
 
 def test_the_contract_is_five_first_result_hooks() -> None:
-    """The names and arguments of contract version 1 are these, and arguments are only ever added."""
+    """Contract version 1 has exactly these hooks and arguments; later versions may only add arguments."""
     manager = pluggy.PluginManager("graphpact")
     manager.add_hookspecs(hookspecs)
     found = {n: c.spec for n, c in vars(manager.hook).items() if n[0] != "_"}
@@ -317,7 +317,7 @@ def test_the_contract_is_five_first_result_hooks() -> None:
 
 
 def _gives(outputs: Callable[[StepOutputs], Any], **lane: Any) -> Rig:
-    """Return a captured rig whose model gives ``outputs`` of what it computes."""
+    """Return a captured rig whose model returns ``outputs`` applied to its usual outputs."""
     rig = Rig(capture=False, **lane)
     plain = rig.model
     rig.lane.model = lambda batch, metadata, attend: outputs(plain(batch, metadata, attend))
@@ -326,7 +326,7 @@ def _gives(outputs: Callable[[StepOutputs], Any], **lane: Any) -> Rig:
 
 
 def test_a_shape_with_as_many_tokens_as_requests_is_captured() -> None:
-    """Decode outputs by request and by token are cut by what they declare, though counts are equal."""
+    """Decode outputs are sliced by their declared axis, although batch_size == num_tokens."""
 
     def both(outputs: StepOutputs) -> StepOutputs:
         logits = outputs.logits
@@ -358,7 +358,7 @@ def test_a_shape_with_as_many_tokens_as_requests_is_captured() -> None:
 def test_outputs_without_clear_rows_are_refused_at_capture(
     outputs: Callable[[StepOutputs], Any], says: str
 ) -> None:
-    """An unknown axis, missing rows and a wrong count are refused by the output's name; no graph is kept."""
+    """A wrong return type and an output with a wrong axis or row count are refused; no graph is kept."""
     rig = Rig(capture=False)
     plain = rig.model
     rig.lane.model = lambda batch, metadata, attend: outputs(plain(batch, metadata, attend))
@@ -372,7 +372,7 @@ def test_outputs_without_clear_rows_are_refused_at_capture(
 
 
 def test_there_is_one_record_of_each_captured_shape() -> None:
-    """The lane keeps a mapping of shapes to records, each with its step, graph, pact and statistics."""
+    """`captured` is a read-only mapping of shapes to records; each record has its step and statistics."""
     rig = Rig()
     captured = rig.lane.captured
     assert [shape.batch_size for shape in captured] == [4, 2, 1]
@@ -388,7 +388,7 @@ def test_there_is_one_record_of_each_captured_shape() -> None:
 
 
 def test_a_shape_that_is_captured_again_has_one_record() -> None:
-    """A second capture of a shape replaces its record and its statistics, and replays stay right."""
+    """Capturing a shape again replaces its record and its statistics; replays stay correct."""
     rig = Rig()
     first = rig.lane.captured[SHAPE_OF[2]]
     rig.lane.capture(SHAPE_OF[2])
@@ -401,7 +401,7 @@ def test_a_shape_that_is_captured_again_has_one_record() -> None:
 
 
 def test_a_run_is_a_launch_of_what_was_prepared() -> None:
-    """Prepared and launched apart, a step gives what `run` gives, to the bit, replayed or eager."""
+    """`prepare` and `launch` give the same logits as `run`, bit for bit, for replays and eager steps."""
     one, other = Rig(), Rig()
     for lengths in ((3,), (1, 8, 2), (1, 1, 1, 1, 1)):
         whole = one.lane.run(one.batch(*lengths))
@@ -414,7 +414,7 @@ def test_a_run_is_a_launch_of_what_was_prepared() -> None:
 
 @pytest.mark.parametrize("lengths", [(3, 2), (1, 1, 1, 1, 1)], ids=["replay", "eager"])
 def test_a_prepared_step_is_launched_once_and_before_the_next(lengths: tuple[int, ...]) -> None:
-    """A step that was launched, or prepared before another or before a capture, is refused and not run."""
+    """`launch` refuses a step that was launched before, or that a later `prepare` or capture replaced."""
     rig = Rig()
     prepared = rig.lane.prepare(rig.batch(*lengths))
     rig.lane.launch(prepared)
@@ -432,7 +432,7 @@ def test_a_prepared_step_is_launched_once_and_before_the_next(lengths: tuple[int
 
 
 def test_the_order_of_a_step() -> None:
-    """A step is fill, view, metadata, pact, replay; a capture fill, view, metadata, recorded work, pact."""
+    """The order is fill, view, metadata, pact check, replay; in a capture, forward and pact come last."""
     order: list[str] = []
 
     class Ordered(FlashInferBackend):
@@ -471,7 +471,7 @@ def test_the_order_of_a_step() -> None:
 
 
 def test_the_step_sees_the_live_batch_and_its_metadata() -> None:
-    """What a runner composed finds the view, and live batch and metadata of the last replay, in its step."""
+    """The `Step` given to `compose` holds the view, the metadata and, after a replay, the live batch."""
     steps: list[Step] = []
 
     class Composes(CudaGraphRunner):
@@ -496,16 +496,16 @@ def test_the_step_sees_the_live_batch_and_its_metadata() -> None:
 
 
 class Rebuilds(FlashInferBackend):
-    """Makes new metadata at replay: right contents, in memory that no graph reads."""
+    """A backend that builds new metadata at replay: correct contents, in memory that no graph reads."""
 
     @hookimpl
     def init_metadata_replay(self, view: ForwardBatch, shape: GraphShape, captured: Any) -> Any:
-        """Return a fresh object."""
+        """Return a new metadata object."""
         return self.init_metadata_eager(view)
 
 
 class Rebinds(FlashInferBackend):
-    """Replaces one tensor of the captured object."""
+    """A backend that replaces one tensor of the captured metadata."""
 
     @hookimpl
     def init_metadata_replay(self, view: ForwardBatch, shape: GraphShape, captured: Any) -> Any:
@@ -516,7 +516,7 @@ class Rebinds(FlashInferBackend):
 
 
 class ChangesNumber(FlashInferBackend):
-    """Raises a host number that the graph has frozen."""
+    """A backend that increases a host number that the graph has frozen."""
 
     @hookimpl
     def init_metadata_replay(self, view: ForwardBatch, shape: GraphShape, captured: Any) -> Any:
@@ -526,16 +526,16 @@ class ChangesNumber(FlashInferBackend):
 
 
 class Forgets(FlashInferBackend):
-    """Its replay hook does nothing."""
+    """A backend whose replay hook does nothing."""
 
     @hookimpl
     def init_metadata_replay(self, view: ForwardBatch, shape: GraphShape, captured: Any) -> Any:
-        """Return what was captured, stale."""
+        """Return the captured metadata without filling it."""
         return captured
 
 
 class LeavesItToTheFill(FlashInferBackend):
-    """Declares slots that a fill would write, which eager steps do not have."""
+    """A backend with a slot that a fill would write; eager steps have no fill."""
 
     more: ClassVar[dict[str, Any]] = {}
 
@@ -554,7 +554,7 @@ class LeavesItToTheFill(FlashInferBackend):
     ],
 )
 def test_a_backend_fills_its_own_slots(more: dict[str, Any]) -> None:
-    """A slot that a registry would write for a backend is refused: eager steps would read nothing."""
+    """A backend's slot that the registry would fill is refused, because eager steps have no fill."""
     backend = type("Acme", (LeavesItToTheFill,), {"more": more})
     with pytest.raises(
         SlotError, match=r"slot 'acme\.table' of acme: a backend's slots are filled by"
@@ -563,7 +563,7 @@ def test_a_backend_fills_its_own_slots(more: dict[str, Any]) -> None:
 
 
 def test_a_buffer_is_not_replaced_behind_a_graph() -> None:
-    """After capture a slot's memory cannot be another's, so no fill misses what graphs read."""
+    """The buffer of a slot cannot be reassigned, so fills always write the memory that graphs read."""
     rig = Rig()
     registry = rig.lane.registry
     assert registry is not None
@@ -575,7 +575,7 @@ def test_a_buffer_is_not_replaced_behind_a_graph() -> None:
 
 
 class ReadsHost(FlashInferBackend):
-    """Its kernel path reads a length on the host."""
+    """A backend whose kernel path reads a length on the host."""
 
     def forward(self, *args: Any) -> torch.Tensor:
         """Read, then attend."""
@@ -593,7 +593,7 @@ class ReadsHost(FlashInferBackend):
     ],
 )
 def test_the_pact_catches_when_planted(backend: type[FlashInferBackend], field: str) -> None:
-    """Moved tensors and changed numbers are named, and the graph does not run."""
+    """A moved tensor or a changed host number is a breach that names the field; no replay is counted."""
     rig = Rig(backend=backend)
     with pytest.raises(PactBreach, match=field):
         rig.lane.run(rig.batch(3, 2))
@@ -602,20 +602,20 @@ def test_the_pact_catches_when_planted(backend: type[FlashInferBackend], field: 
 
 
 def test_without_a_pact_the_same_bug_is_a_wrong_answer() -> None:
-    """The planted bug is real: unchecked, its replays are wrong."""
+    """The planted bug is real: without the pact check its replays are wrong."""
     rig = Rig(backend=Rebuilds, pact="off", metadata_in_graph=False)
     assert not rig.agrees(3, 2)
 
 
 def test_a_replay_hook_that_does_nothing_is_wrong_in_values() -> None:
-    """Stale metadata keeps the pact and gives other logits: contents are for values to show."""
+    """Stale metadata passes the pact check and gives wrong logits: the pact does not compare contents."""
     rig = Rig(backend=Forgets, metadata_in_graph=False)
     assert not rig.agrees(5, 3)
     assert rig.lane.stats.pact_checks == 1
 
 
 def test_a_stale_request_row_is_caught_when_planted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request row left over from a larger batch points at poison, and the replay shows it."""
+    """A stale request row of a larger batch leads to poisoned table entries, and the replay raises."""
     rig = Rig()
     assert rig.agrees(2, 3, 4, 5)
     registry = rig.lane.registry
@@ -632,13 +632,13 @@ def test_a_stale_request_row_is_caught_when_planted(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_host_read_in_the_model_keeps_no_graph() -> None:
-    """A kernel path that reads on the host is refused at capture, by line."""
+    """A kernel path that reads on the host is refused at capture; the error names the line."""
     with pytest.raises(CaptureError, match=r"test_lane\.py:\d+: .*\.item\(\)"):
         Rig(backend=ReadsHost)
 
 
 def test_a_failed_capture_leaves_an_eager_lane() -> None:
-    """Where capture failed, batches run eagerly because nothing is captured."""
+    """After a failed capture, batches run eagerly with the reason NOT_CAPTURED."""
     rig = Rig(backend=ReadsHost, capture=False)
     with pytest.raises(CaptureError):
         rig.lane.capture_all()
@@ -646,13 +646,13 @@ def test_a_failed_capture_leaves_an_eager_lane() -> None:
     assert list(rig.lane.stats.eager) == [(ForwardMode.DECODE, EagerReason.NOT_CAPTURED)]
 
 
-# -- where metadata is made ------------------------------------------------------------------------
+# -- metadata work in the graph, or before it ------------------------------------------------------
 
 
 @settings(derandomize=True, deadline=None, max_examples=30)
 @given(steps=st.lists(st.lists(st.integers(1, 8), min_size=1, max_size=4), min_size=1, max_size=5))
 def test_metadata_is_the_same_in_the_graph_as_outside(steps: list[list[int]]) -> None:
-    """Whatever came before, both ways leave the same metadata and the same logits, to the bit."""
+    """Metadata work in the graph or in the hook leaves the same slots and logits, bit for bit."""
     with torch.inference_mode():
         rigs = [Rig(metadata_in_graph=in_graph) for in_graph in (True, False)]
         assert [rig.lane.records_metadata for rig in rigs] == [True, False]
@@ -669,7 +669,7 @@ def test_metadata_is_the_same_in_the_graph_as_outside(steps: list[list[int]]) ->
 
 
 def test_metadata_in_the_graph_leaves_the_hook_nothing_to_do() -> None:
-    """Recorded, metadata is stale until the graph runs; the work is nodes of the graph."""
+    """Recorded metadata work adds nodes to the graph, and its slots stay stale until the graph runs."""
     inside, outside = Rig(), Rig(metadata_in_graph=False)
     registry = inside.lane.registry
     assert registry is not None
@@ -694,7 +694,7 @@ class MakesItOutside(FlashInferBackend):
 
 
 def test_a_backend_that_cannot_is_not_asked_to() -> None:
-    """Its hook makes the metadata by default; to ask for more is refused by the key."""
+    """By default its hook fills the metadata; `metadata_in_graph = true` is refused by that key."""
     rig = Rig(backend=MakesItOutside)
     assert not rig.lane.records_metadata
     assert rig.agrees(3, 2)

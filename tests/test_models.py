@@ -1,4 +1,4 @@
-"""What is loaded, and what is refused before anything is built."""
+"""Tests of loading models and checkpoints, and of those that are refused."""
 
 import json
 import pickle
@@ -28,7 +28,7 @@ CPU = torch.device("cpu")
 
 
 def load(path: Path, dtype: torch.dtype | None = None) -> models.Checkpoint:
-    """Load a checkpoint the way the engine does."""
+    """Load a checkpoint as the engine does."""
     return models.load_checkpoint(path, dtype=dtype, device=CPU, attention=models.ATTENTION_NAME)
 
 
@@ -95,14 +95,14 @@ def test_what_a_backend_lacks_is_refused(feature: str) -> None:
 def test_the_checkpoints_dtype_is_float32_on_a_cpu_unless_asked(
     checkpoint: Callable[..., Path],
 ) -> None:
-    """A bfloat16 checkpoint computes in float32 on a CPU, and in what was asked for otherwise."""
+    """A bfloat16 checkpoint computes in float32 on a CPU, unless another dtype is asked for."""
     path = checkpoint("llama", dtype="bfloat16")
     assert load(path).model.dtype is torch.float32
     assert load(path, torch.bfloat16).model.dtype is torch.bfloat16
 
 
 def test_no_checkpoint_is_named(tmp_path: Path) -> None:
-    """A path that is missing, a file, or without a config is refused with what is needed."""
+    """A path that is missing, a file, or without ``config.json`` is refused with the name of that file."""
     (tmp_path / "file").write_text("x")
     for path in (tmp_path / "missing", tmp_path / "file", tmp_path):
         with pytest.raises(CheckpointError, match=r"config\.json"):
@@ -143,7 +143,7 @@ def test_pickles_are_never_read(copy: Path, tmp_path: Path) -> None:
 
 
 def test_remote_code_does_not_run_unasked(copy: Path, tmp_path: Path) -> None:
-    """A checkpoint with Python files of its own is refused unless remote code was asked for."""
+    """A checkpoint with its own Python files is refused by default, and they do not run."""
     trap = tmp_path / "it ran"
     (copy / "evil.py").write_text(f"open({str(trap)!r}, 'w')\n")
     config = json.loads((copy / "config.json").read_text())
@@ -160,7 +160,7 @@ def test_weights_that_do_not_fit_are_refused(copy: Path) -> None:
     file = copy / "model.safetensors"
     whole = {
         name: weight.clone() for name, weight in load_file(file).items()
-    }  # not the mapped file
+    }  # no views of the mapped file
     name = "model.layers.0.mlp.up_proj.weight"
     metadata = {"format": "pt"}
     save_file({k: v for k, v in whole.items() if k != name}, file, metadata)
@@ -175,7 +175,7 @@ def test_weights_that_do_not_fit_are_refused(copy: Path) -> None:
 
 
 def test_missing_shards_are_named(copy: Path) -> None:
-    """An index that lists a file which is not there, or leads out of the directory, is refused."""
+    """An index that lists a missing file, or one outside the directory, is refused."""
     for shard in ("model-00002-of-00002.safetensors", "../../elsewhere.safetensors"):
         index = {"weight_map": {"a": shard}}
         (copy / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -186,7 +186,7 @@ def test_missing_shards_are_named(copy: Path) -> None:
 def test_a_checkpoint_without_tokenizer_takes_token_ids_only(
     checkpoint: Callable[..., Path],
 ) -> None:
-    """A missing tokenizer is an error when it is asked for, with what to do."""
+    """Loading a missing tokenizer is an error that advises token ids."""
     with pytest.raises(CheckpointError, match="token ids"):
         models.load_tokenizer(checkpoint("llama"))
 
@@ -195,7 +195,7 @@ def test_a_checkpoint_without_tokenizer_takes_token_ids_only(
 def test_hidden_states_through_graphs_are_those_of_transformers(
     checkpoint: Callable[..., Path], architecture: str
 ) -> None:
-    """Hidden states of a replay, beside its logits, are those of transformers' own run of the whole text."""
+    """Hidden states and logits of a replay equal those of transformers' own run of the whole text."""
     path = checkpoint(architecture)
     model = models.TransformersModel(load(path).model, hidden_states=True)
     lengths, context = [5, 3, 7], 16

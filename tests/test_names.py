@@ -1,4 +1,4 @@
-"""One name, one meaning: no two public classes of the distributions have one name."""
+"""One name, one meaning: no two public classes of core and plugins have the same name."""
 
 import ast
 from collections import defaultdict
@@ -6,11 +6,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 SHARED = {"PortableKernels", "NativeKernels", "Recorder"}
-"""What each plugin calls its own: providers of its kernels, and the recorder of another driver."""
+"""Names that several plugins may use: the providers of their kernels, and the recorders of drivers."""
 
 
 def test_no_two_public_classes_have_one_name() -> None:
-    """A reader who knows what a `Step` or a `Rule` is knows it in every module; the museum is edits."""
+    """Each public class name of core and plugins is defined once; museum and tests are not searched."""
     found = defaultdict(list)
     for file in [*ROOT.glob("core/**/*.py"), *ROOT.glob("plugins/*/graphpact_*/**/*.py")]:
         if "museum" in file.parts or "tests" in file.parts:

@@ -1,4 +1,4 @@
-"""Observers: found as plugins, of several distributions around one step, in the order of the lane."""
+"""Tests of observers: found as plugins, nested around the hooks in the lane's order, or rejected."""
 
 import io
 import sys
@@ -18,7 +18,7 @@ from lane_rig import SHAPE_OF, Rig
 
 HOOKS = ["populate", "prepare_replay", "init_metadata_replay", "run_step"]
 CALLS: list[str] = []
-"""What the fake observers of a test note."""
+"""The calls that the fake observers of a test record."""
 
 OBSERVER = """
     from graphpact.hookspecs import hookimpl
@@ -54,7 +54,7 @@ OBSERVER = """
 
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
-    """Return an empty site, with a module through which observers note their calls here."""
+    """Yield an empty site, with a module through which observers record their calls in `CALLS`."""
     calls = types.ModuleType("test_observers_calls")
     calls.CALLS = CALLS  # type: ignore[attr-defined]
     CALLS.clear()
@@ -64,7 +64,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
 
 
 def observers(site: Site, *names: str) -> list[Any]:
-    """Install a distribution for each name, and return what the catalog selects, built."""
+    """Install a distribution for each name, and return instances of the observers in the catalog."""
     for name in names:
         source = OBSERVER.format(name=name)
         site.add(name, source, offers={f"fake_{name}": "Observer"}, group="graphpact.observers")
@@ -76,7 +76,7 @@ def observers(site: Site, *names: str) -> list[Any]:
 def test_observers_of_two_distributions_nest_in_the_declared_order(
     site: Site, names: tuple[str, str]
 ) -> None:
-    """Around every hook of a replay the first observer is outermost, whatever it is called."""
+    """Around every hook of a replay the first observer is outermost, whatever its name."""
     rig = Rig(observers=observers(site, *names), capture=False)
     rig.lane.capture(SHAPE_OF[4])
     CALLS.clear()
@@ -110,7 +110,7 @@ def test_observers_see_eager_steps_too(site: Site) -> None:
 
 
 def test_what_the_inner_observer_returns_is_what_the_outer_gets(site: Site) -> None:
-    """Outputs pass from the innermost observer out, and the outermost has the last word."""
+    """Outputs pass from the innermost observer outwards, and the step returns those of the outermost."""
     source = """
     from graphpact.hookspecs import hookimpl
     from graphpact import StepOutputs
@@ -190,7 +190,7 @@ BAD = {
 
 
 def test_what_is_no_observer_is_rejected_with_the_reason(site: Site) -> None:
-    """No hook, a hook that answers for the lane, and an unknown one are rejected; others are not touched."""
+    """A class without hooks, or with a hook that is no wrapper or unknown, is rejected; a good one loads."""
     group = "graphpact.observers"
     site.add("good", OBSERVER.format(name="good"), offers={"fake_good": "Observer"}, group=group)
     for name, (source, _) in BAD.items():
@@ -207,7 +207,7 @@ def test_what_is_no_observer_is_rejected_with_the_reason(site: Site) -> None:
 
 
 def test_the_trace_writes_a_line_for_each_hook_and_each_step() -> None:
-    """The observer ``trace`` writes what a replay called in its order, the step with its outputs last."""
+    """The observer ``trace`` writes a line for each hook of a replay in order, and the step last."""
     said = io.StringIO()
     rig = Rig(observers=[HookTrace(said)])
     with torch.inference_mode():

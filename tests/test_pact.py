@@ -1,4 +1,4 @@
-"""The pact: every kind of difference between capture and replay is found and named."""
+"""Tests of the pact: every kind of difference between capture and replay is found and named."""
 
 import copy
 import dataclasses
@@ -98,7 +98,7 @@ def _meta(registry: CudaGraphBufferRegistry) -> Meta:
 
 
 def _set(path: str, value: Callable[[Meta], Any]) -> Callable[[Meta], None]:
-    """Return what sets the attribute at ``path`` of a metadata object."""
+    """Return a function that sets the attribute at ``path`` of a metadata object."""
     *outer, last = path.split(".")
 
     def change(meta: Meta) -> None:
@@ -114,7 +114,7 @@ def _change(path: str, key: Any, value: Callable[[Meta], Any]) -> Callable[[Meta
     return lambda meta: getattr(meta, path).__setitem__(key, value(meta))
 
 
-# What changed, the path that the breach names, and more words of it.
+# The change, the path that the breach names, and more words of the error.
 _BREACHES: dict[str, tuple[Callable[[Meta], None], str, list[str]]] = {
     "a new tensor": (
         _set("lengths", lambda m: m.lengths.clone()),
@@ -213,11 +213,11 @@ _BREACHES: dict[str, tuple[Callable[[Meta], None], str, list[str]]] = {
 
 @pytest.mark.parametrize("name", _BREACHES)
 def test_every_difference_is_found_and_named(name: str) -> None:
-    """A difference raises with shape, path, both values, owner where there is one, and what to do."""
+    """A difference raises an error with shape, path, values, the owner if there is one, and a help."""
     change, path, words = _BREACHES[name]
     registry = _registry()
     meta = _meta(registry)
-    held = copy.copy(meta), [*meta.per_layer], {**meta.named}  # so no address is used again
+    held = copy.copy(meta), [*meta.per_layer], {**meta.named}  # so that no address is reused
     view = [torch.zeros(1)]
     pact = Pact.of(SHAPE, registry, view=view, metadata=meta)
     pact.check(view=view, metadata=meta)
@@ -230,7 +230,7 @@ def test_every_difference_is_found_and_named(name: str) -> None:
 
 
 def test_equal_walks_pass_whatever_the_contents() -> None:
-    """Contents may change at will, and a rebuilt container of the same leaves is the same pact."""
+    """Contents may change, and a rebuilt container of the same leaves keeps the pact."""
     registry = _registry()
     meta = _meta(registry)
     pact = Pact.of(SHAPE, registry, view=(1, meta.lengths), metadata=meta)
@@ -243,7 +243,7 @@ def test_equal_walks_pass_whatever_the_contents() -> None:
 
 
 def test_the_view_is_held_to_the_pact_too() -> None:
-    """Every root of the walk counts, under its own name."""
+    """Every root is compared under its own name, and a missing or a new root is a breach."""
     view, meta = torch.zeros(2), torch.zeros(3)
     pact = Pact.of(SHAPE, None, view=view, metadata=meta)
     with pytest.raises(PactBreach, match="view: address"):
@@ -256,7 +256,7 @@ def test_the_view_is_held_to_the_pact_too() -> None:
 
 @pytest.mark.parametrize("meta", [None, 3, {}, [], ()])
 def test_small_metadata(meta: Any) -> None:
-    """No metadata, a bare number and empty containers are pacts like any other."""
+    """No metadata, a bare number and empty containers can be promised and are compared."""
     pact = Pact.of(SHAPE, None, metadata=meta)
     pact.check(metadata=meta)
     with pytest.raises(PactBreach):
@@ -264,7 +264,7 @@ def test_small_metadata(meta: Any) -> None:
 
 
 def test_the_type_of_metadata_is_exact() -> None:
-    """A subclass with the same fields is another type."""
+    """A subclass with the same fields is another type, and so a breach."""
 
     @dataclasses.dataclass
     class Other(Inner):
@@ -277,20 +277,20 @@ def test_the_type_of_metadata_is_exact() -> None:
 
 
 def test_nothing_is_read() -> None:
-    """Building and checking a pact reads no contents: tensors without memory pass through both."""
+    """Building and checking a pact reads no contents: both work with tensors without memory."""
     ghost = torch.zeros(4, device="meta")
     Pact.of(SHAPE, None, metadata=ghost).check(metadata=ghost)
 
 
 def test_a_device_counts_by_itself() -> None:
-    """Empty tensors have one address everywhere, and their devices still differ."""
+    """Empty tensors have the same address on all devices, and another device is still a breach."""
     pact = Pact.of(SHAPE, None, metadata=torch.empty(0))
     with pytest.raises(PactBreach, match="metadata: device captured cpu, got meta"):
         pact.check(metadata=torch.empty(0, device="meta"))
 
 
 def test_plain_objects_are_walked() -> None:
-    """A tensor rebound inside metadata that is no dataclass is found as well."""
+    """A tensor that is rebound in metadata of a plain class is found too."""
 
     class Plain:
         def __init__(self) -> None:
@@ -315,12 +315,12 @@ class Slotted:
         self.__hidden = 1
 
     def hide(self, value: int) -> None:
-        """Set what nobody else can spell."""
+        """Set the private attribute."""
         self.__hidden = value
 
 
 def test_slots_of_plain_objects_are_walked() -> None:
-    """Attributes in ``__slots__`` are fields as well: rebound, changed and set for the first time."""
+    """Attributes in ``__slots__`` are fields too: one that is changed or newly set is a breach."""
     meta = Slotted()
     pact = Pact.of(SHAPE, None, metadata=meta)
     pact.check(metadata=meta)
@@ -334,7 +334,7 @@ def test_slots_of_plain_objects_are_walked() -> None:
 
 
 def test_a_field_that_is_not_set_at_capture_must_stay_so() -> None:
-    """A declared field without a value is no field: set in a replay, or gone from it, it is named."""
+    """A declared field without a value is no field: if a replay sets it or loses it, it is named."""
     meta = Inner(torch.zeros(1), 1)
     del meta.window
     unset = Pact.of(SHAPE, None, metadata=meta)
@@ -349,7 +349,7 @@ def test_a_field_that_is_not_set_at_capture_must_stay_so() -> None:
 
 
 def test_names_that_are_no_identifiers_are_held_as_well() -> None:
-    """Attributes, keys and roots of any spelling are compared, and never run."""
+    """Attributes, keys and roots with any spelling are compared, and never executed."""
 
     class Plain:
         pass
@@ -373,7 +373,7 @@ def test_names_that_are_no_identifiers_are_held_as_well() -> None:
     ids=repr,
 )
 def test_values_are_compared_as_values(value: Any) -> None:
-    """A host value that is built anew for each replay is the same value; NaN is NaN."""
+    """A host value is compared by value, not by identity, and NaN equals NaN."""
     pact = Pact.of(SHAPE, None, metadata=[value])
     again = copy.deepcopy(value) if not isinstance(value, float) else type(value)(str(value))
     pact.check(metadata=[again])
@@ -382,7 +382,7 @@ def test_values_are_compared_as_values(value: Any) -> None:
 
 
 def test_order_of_keys_is_no_promise() -> None:
-    """A mapping and a plain object with the same entries in another order keep the pact."""
+    """A mapping with the same entries in another order keeps the pact; exchanged values do not."""
     first, second = torch.zeros(1), torch.zeros(1)
     pact = Pact.of(SHAPE, None, metadata={"a": first, "b": second})
     pact.check(metadata={"b": second, "a": first})
@@ -396,7 +396,7 @@ def test_order_of_keys_is_no_promise() -> None:
 
 @dataclasses.dataclass(slots=True)
 class Limits:
-    """Metadata with limits of recorded kernels; the last has a default."""
+    """Metadata with bounded limits of recorded kernels; the last has a default."""
 
     lengths: torch.Tensor
     most: int = bounded()
@@ -427,7 +427,7 @@ LENGTHS = torch.zeros(2)
     ],
 )
 def test_a_bounded_number_may_be_smaller(fields: dict[str, Any]) -> None:
-    """What is at most the captured number keeps the pact, alone and in a list."""
+    """A number that is at most the captured one keeps the pact, by itself and in a list."""
     Pact.of(SHAPE, None, metadata=_limits()).check(metadata=_limits(**fields))
 
 
@@ -450,7 +450,7 @@ def test_a_bounded_number_may_be_smaller(fields: dict[str, Any]) -> None:
 def test_a_bounded_number_may_not_be_anything_else(
     fields: dict[str, Any], path: str, rule: str, captured: str, replayed: str
 ) -> None:
-    """A larger number, another type and another length are breaches that say both values."""
+    """A larger number, another type and another length are breaches with both values."""
     pact = Pact.of(SHAPE, None, metadata=_limits())
     with pytest.raises(PactBreach) as error:
         pact.check(metadata=_limits(**fields))
@@ -465,7 +465,7 @@ def test_a_bounded_number_may_not_be_anything_else(
     ids=repr,
 )
 def test_what_is_no_number_cannot_be_bounded(value: Any) -> None:
-    """At capture a bounded field holds a number, or a list or tuple of them, and is refused by name else."""
+    """A bounded field that holds no number, and no list or tuple of numbers, is refused at capture."""
     with pytest.raises(EngineError, match=r"metadata\.most is declared bounded\(\)") as error:
         Pact.of(SHAPE, None, metadata=_limits(most=value))
     assert str(SHAPE) in str(error.value)
@@ -473,7 +473,7 @@ def test_what_is_no_number_cannot_be_bounded(value: Any) -> None:
 
 
 def test_bounded_is_a_field_like_any_other() -> None:
-    """Defaults, factories and the field's own metadata are kept."""
+    """`bounded` keeps defaults, factories and the field's own metadata."""
     fields = {field.name: field for field in dataclasses.fields(Limits)}
     assert _limits() == Limits(LENGTHS, 512, 0.5, [4, 8], 7)
     assert fields["per_tier"].metadata["unit"] == "tokens"
@@ -484,7 +484,7 @@ def test_bounded_is_a_field_like_any_other() -> None:
 
 @dataclasses.dataclass
 class Raw:
-    """What a backend makes before it knows more."""
+    """The raw metadata of a backend."""
 
     lengths: torch.Tensor
     mask: torch.Tensor | None = None
@@ -492,7 +492,7 @@ class Raw:
 
 @dataclasses.dataclass
 class Full:
-    """What the same backend upgrades it to."""
+    """The full metadata to which the same backend upgrades it."""
 
     lengths: torch.Tensor
     indptr: torch.Tensor
@@ -500,7 +500,7 @@ class Full:
 
 
 def test_metadata_that_is_upgraded_on_one_side_is_named() -> None:
-    """Both types, what is missing and what is new are in the first line, whichever side upgraded."""
+    """The first line has both types, the missing and the new fields, whichever side was upgraded."""
     lengths, indptr = torch.zeros(2), torch.zeros(3)
     raw, full = Raw(lengths), Full(lengths, indptr)
     for captured, replayed, words in (
@@ -516,7 +516,7 @@ def test_metadata_that_is_upgraded_on_one_side_is_named() -> None:
 
 
 def test_the_fields_that_both_types_have_are_compared_too() -> None:
-    """Another type does not hide what else differs."""
+    """Another type does not hide other differences."""
     pact = Pact.of(SHAPE, None, metadata=Raw(kept := torch.zeros(2)))
     found = pact.breaches(metadata=Full(torch.zeros(2), torch.zeros(3)))
     assert [(b.path, b.rule) for b in found] == [
@@ -528,7 +528,7 @@ def test_the_fields_that_both_types_have_are_compared_too() -> None:
 
 
 def test_types_of_one_name_are_told_apart() -> None:
-    """Where two types have the same short name, the long ones are given."""
+    """If two types have the same short name, the breach has their qualified names."""
 
     def make() -> type:
         @dataclasses.dataclass
@@ -543,7 +543,7 @@ def test_types_of_one_name_are_told_apart() -> None:
 
 
 def test_plain_metadata_that_gains_or_loses_attributes_is_named() -> None:
-    """An attribute that comes or goes between capture and replay is a breach of the fields."""
+    """An attribute that is added or removed between capture and replay is a breach of the fields."""
 
     class Plain:
         def __init__(self) -> None:
@@ -558,7 +558,7 @@ def test_plain_metadata_that_gains_or_loses_attributes_is_named() -> None:
 
 
 def test_none_and_an_object_are_told_apart_both_ways() -> None:
-    """A field that is None on one side names the other side's type and fields, and what to do."""
+    """If a field is None on one side, the breaches name the other side's type and fields, with advice."""
     inner = Inner(torch.zeros(1), 2)
     for captured, replayed, texts, advice in (
         (
@@ -579,11 +579,11 @@ def test_none_and_an_object_are_told_apart_both_ways() -> None:
         assert advice in found[0].advice
 
 
-# -- how breaches are told -------------------------------------------------------------------------
+# -- the text of breaches --------------------------------------------------------------------------
 
 
 def test_a_breach_is_a_line_a_table_and_what_to_do() -> None:
-    """All breaches are there: the first in words, each as a row of aligned columns, then the help."""
+    """The text has a summary of the first field, a table with a row for each breach, and a help."""
     registry = _registry()
     meta = _meta(registry)
     pact = Pact.of(SHAPE, registry, metadata=meta)
@@ -611,7 +611,7 @@ def test_a_breach_is_a_line_a_table_and_what_to_do() -> None:
 
 
 def test_a_long_table_is_cut_and_counted() -> None:
-    """Twelve rows are shown and the others counted; the error has all of them."""
+    """The text has twelve rows and counts the others; the error has all breaches."""
     pact = Pact.of(SHAPE, None, metadata=[0] * 40)
     with pytest.raises(PactBreach) as error:
         pact.check(metadata=[1] * 40)
@@ -622,7 +622,7 @@ def test_a_long_table_is_cut_and_counted() -> None:
 
 
 def test_a_tensor_in_the_wrong_slot_says_in_which() -> None:
-    """Where a replayed tensor lies in another slot than the captured one, that slot is named."""
+    """If a replayed tensor is in another slot than the captured one, the breach names that slot."""
     registry = _registry("fi.other")
     right, wrong = (registry.get_slot(n).slice_for(4, 4) for n in ("fi.lengths", "fi.other"))
     (breach,) = Pact.of(SHAPE, registry, metadata=right).breaches(metadata=wrong)
@@ -631,7 +631,7 @@ def test_a_tensor_in_the_wrong_slot_says_in_which() -> None:
 
 
 def test_long_values_are_cut() -> None:
-    """A long text in metadata does not fill the screen."""
+    """A long text in metadata is shortened in the breach."""
     (breach,) = Pact.of(SHAPE, None, metadata="a" * 5000).breaches(metadata="b" * 5000)
     assert max(len(breach.captured), len(breach.replayed)) < 100
 
@@ -738,15 +738,15 @@ PROPERTY = settings(
 @PROPERTY
 @given(_TREES)
 def test_every_mutation_of_one_leaf_is_named_exactly(tree: Any) -> None:
-    """A rebuilt tree passes; with one leaf changed, the breaches are of that path and the right rules.
+    """A rebuilt tree passes; with one leaf changed, the breaches have its path and the right rules.
 
-    What is compared across processes names the same path, but for what differs between processes.
+    A difference of saved pacts names the same path, except for addresses and opaque objects.
     """
     pact, saved = Pact.of(SHAPE, None, metadata=tree), _saved(tree)
     leaves = dict(walk({"metadata": tree}))
     assert list(leaves) == [p.path for p in pact.promises if p.form is None]
     again = _replace(tree, "metadata", "nowhere", Plan)
-    assert pact._holds({"metadata": again})  # what runs in every step has no need of the walk
+    assert pact._holds({"metadata": again})  # the check of every step, without the walk
     assert pact.breaches(metadata=again) == ()
     assert diff(saved, _saved(tree)) == ()
     for path, leaf in leaves.items():
@@ -765,7 +765,7 @@ def test_every_mutation_of_one_leaf_is_named_exactly(tree: Any) -> None:
 @PROPERTY
 @given(st.lists(_NUMBERS, max_size=4), st.lists(_NUMBERS, max_size=4))
 def test_bounded_lists_are_bounds_entry_by_entry(captured: list[int], replayed: list[int]) -> None:
-    """A replay passes where the length is as captured and no entry is larger."""
+    """A replay passes if its list has the captured length and no larger entry."""
     pact = Pact.of(SHAPE, None, metadata=_limits(per_tier=captured))
     found = pact.breaches(metadata=_limits(per_tier=replayed))
     larger = [i for i, (a, b) in enumerate(zip(captured, replayed, strict=False)) if b > a]
@@ -777,14 +777,14 @@ def test_bounded_lists_are_bounds_entry_by_entry(captured: list[int], replayed: 
 @PROPERTY
 @given(_TREES)
 def test_what_is_saved_is_loaded(tree: Any) -> None:
-    """Every document is read back as it was, through JSON that any reader takes."""
+    """A saved document is read back unchanged, through JSON without NaN."""
     saved = _saved(tree)
     text = json.dumps(saved.to_dict(), allow_nan=False)
     assert SavedPacts.from_json(text) == saved
 
 
 def test_breaches_are_plain_data() -> None:
-    """A breach has only words, so it can be kept, compared and written."""
+    """A breach has only plain values, so it can be compared and written as JSON."""
     (breach,) = Pact.of(SHAPE, None, metadata=[1]).breaches(metadata=[2])
     assert breach == Breach("metadata[0]", "value", "1", "2", None, breach.advice)
     json.dumps(dataclasses.asdict(breach))

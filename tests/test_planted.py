@@ -1,6 +1,6 @@
-"""Twenty bugs of real engines, each planted in a copy of a plugin, run through a whole engine on a CPU.
+"""Twenty bugs of real engines, each planted in a plugin and run in a whole engine on a CPU.
 
-Each is silent where nothing is checked, and caught, with the field named, where something is.
+Without checks no error names the bug; with checks each bug is caught, and the error names the field.
 """
 
 import dataclasses
@@ -43,13 +43,13 @@ NOTHING = ("verify.pact=off",)
 
 
 class Rebuilt(FlashInferBackend):
-    """Metadata is made anew at replay, in new memory."""
+    """A backend that builds metadata in new memory at replay."""
 
     fill_is_device_only = False
 
     @hookimpl
     def init_metadata_replay(self, view: ForwardBatch, shape: GraphShape, captured: Any) -> Any:
-        """Fill tensors like the captured ones."""
+        """Return metadata of new tensors like the captured ones."""
         names = ("qo_indptr", "kv_indptr", "kv_indices", "kv_last_page_len")
         anew = {name: torch.empty_like(getattr(captured, name)) for name in names}
         rebuilt = dataclasses.replace(captured, **anew)
@@ -59,7 +59,7 @@ class Rebuilt(FlashInferBackend):
 
 
 class Cast(FlashInferBackend):
-    """One field is cast at replay, to what a kernel would rather have."""
+    """A backend that casts one field at replay to another dtype."""
 
     @hookimpl
     def init_metadata_replay(self, view: ForwardBatch, shape: GraphShape, captured: Any) -> Any:
@@ -69,7 +69,7 @@ class Cast(FlashInferBackend):
 
 
 class BakedLength(FlashInferBackend):
-    """The bound of the lengths is that of the batch at hand, at capture too."""
+    """A backend whose bound of the lengths is that of the current batch, at capture too."""
 
     def allocate_metadata(self, view: ForwardBatch, shape: GraphShape, buffers: Any) -> Any:
         """Bound the keys by the longest request."""
@@ -79,17 +79,17 @@ class BakedLength(FlashInferBackend):
 
 
 class ReadsTheDevice(FlashInferBackend):
-    """The replay hook looks at a length on the device."""
+    """A backend whose replay hook reads a length of the device on the host."""
 
     @hookimpl
     def init_metadata_replay(self, view: ForwardBatch, shape: GraphShape, captured: Any) -> Any:
-        """Look, then refresh."""
+        """Read, then refresh."""
         assert view.seq_lens[0].item() > 0
         return super().init_metadata_replay(view, shape, captured)
 
 
 class GrowsItsWorkspace(FlashInferBackend):
-    """A workspace that is no slot is replaced by a larger one when the third step comes."""
+    """A backend that replaces its workspace, which is no slot, by a larger one in the third step."""
 
     def __init__(self, context: Any) -> None:
         super().__init__(context)
@@ -98,23 +98,23 @@ class GrowsItsWorkspace(FlashInferBackend):
 
     @hookimpl
     def init_metadata_replay(self, view: ForwardBatch, shape: GraphShape, captured: Any) -> Any:
-        """Grow when it is time."""
+        """Grow the workspace in the third step, then refresh."""
         self.steps += 1
         if self.steps == 3:
             self.workspace = torch.zeros(128, device=self.context.device)
         return super().init_metadata_replay(view, shape, captured)
 
     def forward(self, *args: Any) -> torch.Tensor:
-        """Attend, with something of the workspace in it."""
+        """Attend, and read the workspace."""
         return super().forward(*args) + self.workspace[0]
 
 
 class ReadsOutputsLate:
-    """An observer of the step replays another graph before the outputs of the first are read."""
+    """An observer that replays another graph before the outputs of the first are read."""
 
     @hookimpl(wrapper=True, trylast=True)
     def run_step(self, lane: Lane) -> Generator[None, StepOutputs, StepOutputs]:
-        """Prefetch what might come next, and return the first result."""
+        """Replay another shape, and return the first outputs."""
         outputs = yield
         other = lane.shapes[0]
         lane.launch(lane.prepare(lane.runner.dummy(other)))
@@ -122,10 +122,10 @@ class ReadsOutputsLate:
 
 
 class KeepsTheTail(CudaGraphRunner):
-    """Padded requests keep the rows of an earlier batch."""
+    """A runner whose padding rows keep the request rows of an earlier batch."""
 
     def slots(self) -> Sequence[GraphSlot]:
-        """Forget one policy."""
+        """Return the slots, one with a wrong policy."""
         kept: dict[str, Any] = {
             "padding_policy": PaddingPolicy.KEEP_PAD,
             "reason": "rows of an earlier batch are valid rows",
@@ -137,7 +137,7 @@ class KeepsTheTail(CudaGraphRunner):
 
 
 class PlansOnce(FlashInferBackend):
-    """What the kernels work by is made when there is none yet."""
+    """A backend that fills metadata only in the first replay of a shape."""
 
     fill_is_device_only = False
 
@@ -147,7 +147,7 @@ class PlansOnce(FlashInferBackend):
 
     @hookimpl
     def init_metadata_replay(self, view: ForwardBatch, shape: GraphShape, captured: Any) -> Any:
-        """Plan, if it has not been done."""
+        """Fill in the first replay of a shape only."""
         if shape not in self.planned:
             self.planned.add(shape)
             return super().init_metadata_replay(view, shape, captured)
@@ -156,39 +156,39 @@ class PlansOnce(FlashInferBackend):
 
 @dataclass(slots=True)
 class FullMetadata(FlashInferMetadata):
-    """What a kernel needs, besides."""
+    """Metadata with one more field."""
 
     num_splits: int = 1
 
 
 class UpgradesAtCapture(FlashInferBackend):
-    """Raw metadata becomes full metadata at capture, and stays raw at replay."""
+    """A backend that returns full metadata at capture and raw metadata at replay."""
 
     @hookimpl
     def init_metadata_capture(self, view: ForwardBatch, shape: GraphShape) -> Any:
-        """Make, and upgrade."""
+        """Make raw metadata, and return full metadata."""
         self.raw = super().init_metadata_capture(view, shape)
         names = [field.name for field in dataclasses.fields(self.raw)]
         return FullMetadata(**{name: getattr(self.raw, name) for name in names})
 
     @hookimpl
     def init_metadata_replay(self, view: ForwardBatch, shape: GraphShape, captured: Any) -> Any:
-        """Refresh the raw one."""
+        """Refresh and return the raw metadata."""
         return super().init_metadata_replay(view, shape, self.raw)
 
 
 @dataclass(slots=True)
 class ListedMetadata(FlashInferMetadata):
-    """The lengths as a list of host numbers, as a planner takes them."""
+    """Metadata with the lengths as a list of host numbers, as a planner takes them."""
 
     kv_lens: list[int] = bounded(default_factory=list)  # noqa: RUF009  a field, whatever its name
 
 
 class ListsOneShort(FlashInferBackend):
-    """The list of lengths leaves a request out."""
+    """A backend whose list of lengths omits a request."""
 
     def allocate_metadata(self, view: ForwardBatch, shape: GraphShape, buffers: Any) -> Any:
-        """List the longest lengths."""
+        """List the largest possible lengths."""
         metadata = super().allocate_metadata(view, shape, buffers)
         names = [field.name for field in dataclasses.fields(metadata)]
         listed = ListedMetadata(**{name: getattr(metadata, name) for name in names})
@@ -197,25 +197,25 @@ class ListsOneShort(FlashInferBackend):
 
     @hookimpl
     def init_metadata_replay(self, view: ForwardBatch, shape: GraphShape, captured: Any) -> Any:
-        """List the lengths of this step, but for the last."""
+        """List the lengths of this step without the last."""
         fresh = super().init_metadata_replay(view, shape, captured)
         return dataclasses.replace(fresh, kv_lens=view.seq_lens_cpu[:-1].tolist())
 
 
 class WritesTheBatch(CudaGraphRunner):
-    """What is too large for some table is cut, in the engine's own batch."""
+    """A runner that clamps positions in the engine's own batch."""
 
     @hookimpl
     def populate(
         self, registry: CudaGraphBufferRegistry, batch: ForwardBatch, shape: GraphShape
     ) -> None:
-        """Cut, then copy."""
+        """Clamp, then fill."""
         batch.positions.clamp_(max=8)
         super().populate(registry, batch, shape)
 
 
 class KeepsPositions(CudaGraphRunner):
-    """Positions are those of the first batch of a bucket."""
+    """A runner that keeps the positions of the first batch of a shape."""
 
     def __init__(self, context: Any) -> None:
         super().__init__(context)
@@ -225,18 +225,18 @@ class KeepsPositions(CudaGraphRunner):
     def populate(
         self, registry: CudaGraphBufferRegistry, batch: ForwardBatch, shape: GraphShape
     ) -> None:
-        """Fill, and put back what was there before."""
+        """Fill, and put back the first positions."""
         super().populate(registry, batch, shape)
         positions = registry.get_slot("positions").slice_for(shape.batch_size, shape.num_tokens)
         positions.copy_(self.first.setdefault(shape, positions.clone()))
 
 
 class GoesAround:
-    """An observer runs the step itself, without the hooks, and gets the positions wrong."""
+    """An observer that runs the step itself, without the hooks and with wrong positions."""
 
     @hookimpl
     def run_step(self, lane: Lane, batch: ForwardBatch) -> StepOutputs | None:
-        """Fill, forget, and replay; leave eager steps to the lane."""
+        """Fill, clear the positions, and replay; leave eager steps to the lane."""
         shape = lane.fit(batch)
         if not isinstance(shape, GraphShape) or lane.registry is None:
             return None
@@ -249,13 +249,13 @@ class GoesAround:
 
 
 class PadsWithTheLastSlot(CudaGraphRunner):
-    """Padded tokens write the last KV slot, which is taken for a sentinel."""
+    """A runner whose padding tokens write the last KV slot, which it takes for a sentinel."""
 
     @hookimpl
     def populate(
         self, registry: CudaGraphBufferRegistry, batch: ForwardBatch, shape: GraphShape
     ) -> None:
-        """Fill, and pad anew."""
+        """Fill, and overwrite the padding."""
         super().populate(registry, batch, shape)
         limits = self.context.limits
         pages = 1 + limits.max_bs * -(-limits.max_context_len // limits.page_size)
@@ -264,20 +264,20 @@ class PadsWithTheLastSlot(CudaGraphRunner):
 
 
 class PadsWithALiveSlot(CudaGraphRunner):
-    """Padded tokens write where the first request does."""
+    """A runner whose padding tokens write the KV slot of the first request."""
 
     @hookimpl
     def populate(
         self, registry: CudaGraphBufferRegistry, batch: ForwardBatch, shape: GraphShape
     ) -> None:
-        """Fill, and pad anew."""
+        """Fill, and overwrite the padding."""
         super().populate(registry, batch, shape)
         slots = registry.get_slot("out_cache_loc").slice_for(shape.batch_size, shape.num_tokens)
         slots[batch.num_tokens :].copy_(slots[:1].expand(shape.num_tokens - batch.num_tokens))
 
 
 class PlansByPages(FlashInferBackend):
-    """Metadata is made anew when a request has a page more: the key leaves the lengths out."""
+    """A backend that plans only if a number of pages changes: the key of its cache omits the lengths."""
 
     fill_is_device_only = False
 
@@ -287,7 +287,7 @@ class PlansByPages(FlashInferBackend):
 
     @hookimpl
     def init_metadata_replay(self, view: ForwardBatch, shape: GraphShape, captured: Any) -> Any:
-        """Plan where the key is new; else write what was planned."""
+        """Plan if the key is new; otherwise write the earlier lengths."""
         key = (shape, ((view.seq_lens_cpu + 15) // 16).tolist())
         if self.planned is None or self.planned[0] != key:
             self.fill_metadata(view, captured)
@@ -300,7 +300,7 @@ class PlansByPages(FlashInferBackend):
 
 
 class NeverJoins(FlashInferBackend):
-    """Metadata is refreshed on a side stream that nobody waits for."""
+    """A backend that refreshes metadata on a side stream and does not join it."""
 
     fill_is_device_only = False
     side: Stream | None = None
@@ -317,7 +317,7 @@ class NeverJoins(FlashInferBackend):
 
 
 class StagesAgain(FlashInferBackend):
-    """Host memory is written for the next step before the copy from it is done."""
+    """A backend that overwrites staging memory before the copy from it is done."""
 
     fill_is_device_only = False
 
@@ -342,7 +342,7 @@ class StagesAgain(FlashInferBackend):
 
 
 class CachesInTheCapture(FlashInferBackend):
-    """What the first capture allocates is used by all graphs."""
+    """A backend that allocates a tensor in the first capture and uses it in all graphs."""
 
     scale: torch.Tensor | None = None
 
@@ -357,20 +357,20 @@ class CachesInTheCapture(FlashInferBackend):
 
 
 class CountsItself(FlashInferBackend):
-    """A semaphore in memory of the backend's own is counted up by every replay, and set back by none."""
+    """A backend with a semaphore in its own memory that every replay increments and none resets."""
 
     def __init__(self, context: Any) -> None:
         super().__init__(context)
         self.semaphore = torch.zeros(1, dtype=torch.int32, device=context.device)
 
     def forward(self, *args: Any) -> torch.Tensor:
-        """Attend, but not when the semaphore is full."""
+        """Attend, or return zeros when the semaphore is full."""
         self.semaphore.add_(1)
         out = super().forward(*args)
         return torch.where(self.semaphore == 64, torch.zeros_like(out), out)
 
 
-# Name, plugin, what is checked, the error, and what it names.
+# Name, plugin, checks, type of the error, and words of its text.
 PLANTED: list[tuple[str, type[Any], tuple[str, ...], type[ContractError], str]] = [
     ("metadata rebuilt", Rebuilt, ALL, PactBreach, "metadata.qo_indptr"),
     ("metadata rebuilt, strict", Rebuilt, STRICT, PoisonError, "flashinfer.qo_indptr"),
@@ -410,9 +410,9 @@ PLANTED: list[tuple[str, type[Any], tuple[str, ...], type[ContractError], str]] 
 
 
 def build(plugin: type[Any], *overrides: str) -> Engine:
-    """Return an engine of four requests with capture sizes 1 and 4, with ``plugin`` for the one of ours.
+    """Return an engine of four requests with capture sizes 1 and 4, and ``plugin`` in place of ours.
 
-    Observers are registered behind the catalog's back, which rejects those that answer for the lane.
+    Observers are registered directly, because the catalog rejects those that answer for the lane.
     """
     is_observer = not issubclass(plugin, CudaGraphRunner | FlashInferBackend)
     place = "cuda_graph" if issubclass(plugin, CudaGraphRunner) else "flashinfer"
@@ -437,7 +437,7 @@ def build(plugin: type[Any], *overrides: str) -> Engine:
 
 
 def generate(engine: Engine) -> list[list[int]]:
-    """Answer the prompts, greedily; one of them twice, so that rows and pages are given back between."""
+    """Return greedy tokens of one prompt, four times, then of all, so that rows and pages are reused."""
     short = SamplingParams(max_new_tokens=2, temperature=0.0)
     long = SamplingParams(max_new_tokens=6, temperature=0.0)
     completions = engine.generate(PROMPTS[:1] * 4, short) + engine.generate(PROMPTS, long)
@@ -446,7 +446,7 @@ def generate(engine: Engine) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def right() -> list[list[int]]:
-    """The tokens of the plugins as they are, with everything checked."""
+    """Return the tokens of the correct plugins, with all checks."""
     return generate(build(FlashInferBackend, *ALL))
 
 
@@ -456,7 +456,7 @@ def right() -> list[list[int]]:
 def test_a_planted_bug_is_caught_and_named(
     plugin: type[Any], checks: tuple[str, ...], error: type[ContractError], named: str
 ) -> None:
-    """The first step that the bug spoils raises an error that names the field."""
+    """The bug raises an error that names the field and has a help."""
     with pytest.raises(error) as caught:
         generate(build(plugin, *checks))
     assert named in str(caught.value)
@@ -468,9 +468,9 @@ def test_a_planted_bug_is_caught_and_named(
 
 @pytest.mark.parametrize("plugin", sorted({p[1] for p in PLANTED}, key=lambda p: p.__name__))
 def test_unchecked_it_is_silent(plugin: type[Any], right: list[list[int]]) -> None:
-    """Without checks the bug raises nothing that names it: tokens come, right ones or wrong ones."""
+    """Without checks no error names the bug: there are as many tokens as without it, some of them wrong."""
     engine = build(plugin, *NOTHING)
-    if plugin is BakedLength:  # the portable kernel has a check of its own, and knows no field
+    if plugin is BakedLength:  # the portable kernel has its own check, whose error names no field
         with pytest.raises(RuntimeError, match="planned for at most"):
             generate(engine)
         return
@@ -482,5 +482,5 @@ def test_unchecked_it_is_silent(plugin: type[Any], right: list[list[int]]) -> No
 
 @pytest.mark.parametrize("checks", [ALL, STRICT, VERIFIED, NOTHING])
 def test_the_plugins_as_they_are_pass(checks: tuple[str, ...], right: list[list[int]]) -> None:
-    """Nothing planted, nothing raised, and the same tokens whatever is checked."""
+    """Without a planted bug no check raises, and the tokens are the same with any checks."""
     assert generate(build(FlashInferBackend, *checks)) == right

@@ -1,4 +1,4 @@
-"""Whose kernels a backend runs: what is chosen, what is refused and when, and who would do instead."""
+"""Tests of kernel providers: choice, refusals, warnings, and the backends that would fit instead."""
 
 import json
 import logging
@@ -49,19 +49,19 @@ NO_GPU = "it runs on a GPU"
 
 
 class Portable(KernelProvider):
-    """Kernels for every device."""
+    """A provider of kernels for every device."""
 
     name = "portable"
 
 
 class Native(KernelProvider):
-    """Kernels for no device that a test has."""
+    """A provider of kernels that are available on no device."""
 
     name = "native"
 
     @classmethod
     def unavailable(cls, device: torch.device) -> str | None:
-        """Return why not."""
+        """Return the reason."""
         del device
         return NO_GPU
 
@@ -79,13 +79,13 @@ class Plain(AttentionBackend):
     )
 
     def declare_slots(self, limits: Limits) -> Sequence[GraphSlot]:
-        """Return none."""
+        """Return no slot."""
         return []
 
     def allocate_metadata(
         self, view: ForwardBatch, shape: GraphShape, buffers: Callable[[str], torch.Tensor]
     ) -> tuple[()]:
-        """Return nothing to fill."""
+        """Return empty metadata."""
         return ()
 
     def fill_metadata(self, view: ForwardBatch, metadata: Any) -> None:
@@ -99,43 +99,43 @@ class Plain(AttentionBackend):
 
 
 class Both(Plain):
-    """A backend whose better kernels cannot run here."""
+    """A backend whose native kernels cannot run here, and whose portable ones can."""
 
     providers = (Native, Portable)
 
 
 class OnlyNative(Plain):
-    """A backend none of whose kernels can run here."""
+    """A backend with native kernels only, which cannot run here."""
 
     providers = (Native,)
 
 
 class NoExtend(Plain):
-    """A backend for decode alone."""
+    """A backend for decode only."""
 
     capabilities = replace(Plain.capabilities, modes=frozenset({ForwardMode.DECODE}))
 
 
 class NoGraphs(Plain):
-    """A backend that no graph can hold."""
+    """A backend without graph support."""
 
     capabilities = replace(Plain.capabilities, graph_support=GraphSupport.NEVER)
 
 
 class NoDecode(Plain):
-    """A backend for extend alone."""
+    """A backend for extend only."""
 
     capabilities = replace(Plain.capabilities, modes=frozenset({ForwardMode.EXTEND}))
 
 
 class LargePages(Plain):
-    """A backend for large pages alone."""
+    """A backend for large pages only."""
 
     capabilities = replace(Plain.capabilities, page_sizes=frozenset({128, 32, 64}))
 
 
 class HalfOnly(Plain):
-    """A backend for half precision alone."""
+    """A backend for half precision only."""
 
     capabilities = replace(Plain.capabilities, dtypes=frozenset({torch.float16}))
 
@@ -153,7 +153,7 @@ class OnGpu(Plain):
 
 
 class Unreadable(Plain):
-    """A backend whose providers cannot be asked."""
+    """A backend with a provider of a wrong type."""
 
     providers = (int,)  # type: ignore[assignment]
 
@@ -165,7 +165,7 @@ def configure(path: Path, *overrides: str) -> EngineConfig:
 
 
 def context(provider: str = "auto", dtype: torch.dtype = torch.float32) -> BackendContext:
-    """Return what a backend of one layer is built with."""
+    """Return the context of a backend of one layer."""
     kv = SimpleNamespace(k=[], v=[])
     limits = Limits(2, 2, 16, 1)
     table = torch.zeros(3, 16, dtype=torch.int32)
@@ -181,7 +181,7 @@ def context(provider: str = "auto", dtype: torch.dtype = torch.float32) -> Backe
 
 
 def installed(**backends: type[AttentionBackend] | str) -> PluginCatalog:
-    """Return a real catalog of attention backends of this file, or of any target, and of our own rest."""
+    """Return a real catalog of backends, as classes of this file or targets, and of our other plugins."""
     offers: dict[Kind, dict[str, str]] = {
         "attention_backend": {
             name: backend if isinstance(backend, str) else f"{__name__}:{backend.__name__}"
@@ -229,7 +229,7 @@ SAID = {
 def test_the_first_that_can_run_is_chosen_and_a_named_one_never_replaced(
     reasons: dict[str, str | Exception | None], asked: str
 ) -> None:
-    """``auto`` takes the first that can run and keeps why not those before it; a name takes that one."""
+    """``auto`` takes the first that can run, with reasons against earlier ones; a name takes that one."""
 
     def provider(name: str, reason: str | Exception | None) -> type[KernelProvider]:
         def unavailable(cls: type[KernelProvider], device: torch.device) -> str | None:
@@ -272,7 +272,7 @@ def test_the_first_that_can_run_is_chosen_and_a_named_one_never_replaced(
 
 
 def test_kernels_that_do_less_than_their_backend_say_what_they_lack() -> None:
-    """A provider's own capabilities are held against the model; ``auto`` goes on to the next."""
+    """A provider's own capabilities have to fit the model; otherwise ``auto`` takes the next provider."""
 
     class Half(Portable):
         name = "native"
@@ -304,7 +304,7 @@ def test_kernels_that_do_less_than_their_backend_say_what_they_lack() -> None:
 def test_each_lane_and_its_verifier_get_what_is_configured(
     overrides: list[str], expected: dict[str, str]
 ) -> None:
-    """A lane's key wins over the engine's; the second backend of a verified lane gets the same."""
+    """A lane's key overrides the engine's; the second backend of a verified lane gets the same."""
     built: list[BackendContext] = []
 
     class Told(Both):
@@ -362,7 +362,7 @@ REFUSED = (
 def test_kernels_that_cannot_run_here_are_refused_before_a_weight_is_read(
     backend: type[AttentionBackend], overrides: list[str], says: str
 ) -> None:
-    """The refusal names lane, key, backend, provider, reason and what to do, and no model is needed."""
+    """The refusal names lane, key, backend, provider, reason and help, and comes before the model is read."""
     config = configure(NOWHERE, "engine.attention_backend=acme", *overrides)
     with pytest.raises(ConfigError) as refused:
         Engine(config, catalog=Catalog(acme=backend))
@@ -370,7 +370,7 @@ def test_kernels_that_cannot_run_here_are_refused_before_a_weight_is_read(
 
 
 def test_providers_that_cannot_be_asked_are_told_as_the_plugin_s() -> None:
-    """What is no provider at all is an error that names the plugin."""
+    """A provider of a wrong type is an error that names the plugin."""
     config = configure(NOWHERE, "engine.attention_backend=acme")
     with pytest.raises(PluginError, match=r"attention_backend 'acme' .*AttributeError"):
         Engine(config, catalog=Catalog(acme=Unreadable))
@@ -406,7 +406,7 @@ def test_kernels_that_cannot_run_the_model_are_refused_before_any_capture(
     assert captured == []
 
 
-# -- what is told --------------------------------------------------------------------------------
+# -- warnings --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -430,7 +430,7 @@ def test_kernels_that_cannot_run_the_model_are_refused_before_any_capture(
 def test_what_is_passed_over_is_said_once(
     overrides: list[str], expected: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One warning for each backend and reason, however many lanes and verifiers have it, in each engine."""
+    """Each engine warns once for each backend and reason, whatever its number of lanes and verifiers."""
     config = configure(TINY, "verify.replay_against_eager=1", *overrides)
     for _ in range(2):
         caplog.clear()
@@ -443,7 +443,7 @@ def test_what_is_passed_over_is_said_once(
 
 
 def test_generate_says_it_on_stderr_and_keeps_its_data_clean(tmp_path: Path) -> None:
-    """In a process of its own the line is all that stderr has, once, and stdout is the JSON."""
+    """In a new process stderr has the warning once, besides the plugin's own output; stdout is the JSON."""
     (tmp_path / "acme_kernels.py").write_text(
         "from graphpact.attention import KernelProvider\n"
         "from graphpact_flashinfer import FlashInferBackend\n"
@@ -483,7 +483,7 @@ def test_generate_says_it_on_stderr_and_keeps_its_data_clean(tmp_path: Path) -> 
     assert said == [f"attention backend 'acme' runs portable kernels; {reason}"]
 
 
-# -- who would do instead ------------------------------------------------------------------------
+# -- backends that would fit -----------------------------------------------------------------------
 
 OTHERS: dict[str, type[AttentionBackend] | str] = {
     "broken": "a_module_that_nobody_has:Backend",
@@ -546,7 +546,7 @@ OTHERS: dict[str, type[AttentionBackend] | str] = {
 def test_a_model_that_a_backend_cannot_run_is_told_who_can(
     selected: str, overrides: list[str], lacks: str, would_do: str | None
 ) -> None:
-    """The refusal lists, by name, exactly the installed backends that would do for that lane."""
+    """The refusal lists, by name, exactly the installed backends that fit that lane."""
     config = configure(TINY, f"engine.attention_backend={selected}", *overrides)
     captured: list[object] = []
     with pytest.raises(UnsupportedModelError) as refused:
@@ -573,7 +573,7 @@ def test_a_model_that_a_backend_cannot_run_is_told_who_can(
 def test_a_backend_that_cannot_be_captured_is_told_who_can(
     overrides: list[str], would_do: str
 ) -> None:
-    """Before a model is read: those with the mode, the device, kernels that run, and graphs."""
+    """Before a model is read, the refusal lists the backends with the mode, device, kernels and graphs."""
     config = configure(NOWHERE, "engine.attention_backend=no_graphs", *overrides)
     with pytest.raises(
         ConfigError, match=r"captures uniform_decode batches.* is never; "
@@ -583,19 +583,19 @@ def test_a_backend_that_cannot_be_captured_is_told_who_can(
 
 
 class Everywhere(Portable):
-    """Native kernels that run here."""
+    """A provider of native kernels that run here."""
 
     name = "native"
 
 
 class NativeEverywhere(Plain):
-    """A backend with native kernels alone, which run here."""
+    """A backend with native kernels only, which run here."""
 
     providers = (Everywhere,)
 
 
 def test_where_only_the_page_size_is_missing_the_sizes_are_the_hint() -> None:
-    """The hint gives the sizes that there are, in order, and only where nothing else is missing."""
+    """The hint lists the supported page sizes in order, and only if nothing else is missing."""
 
     def refusal(layer: LayerSpec) -> str:
         with pytest.raises(UnsupportedModelError) as refused:
@@ -615,7 +615,7 @@ def test_where_only_the_page_size_is_missing_the_sizes_are_the_hint() -> None:
 
 
 def test_branches_count_among_what_is_missing() -> None:
-    """A draft with branches is refused by a backend without trees, and by no other."""
+    """Drafts with top-k > 1 are refused for a backend without trees, and accepted for one with trees."""
 
     def require(can: Capabilities) -> None:
         require_capabilities(
@@ -636,7 +636,7 @@ def test_branches_count_among_what_is_missing() -> None:
 
 @pytest.mark.parametrize("stranger", [object, "portable", type("Nameless", (KernelProvider,), {})])
 def test_what_is_no_provider_keeps_a_backend_from_loading(stranger: Any) -> None:
-    """A backend whose providers hold anything else is rejected by name, and no command fails on it."""
+    """A backend with an invalid provider has a fault that names the class; a valid backend has none."""
     cls = type("Odd", (FlashInferBackend,), {"providers": (stranger,)})
     fault = plugins._class_fault(cls, AttentionBackend)
     assert fault is not None

@@ -1,4 +1,4 @@
-"""The strict guard: what it poisons, what it refuses, and that a right lane does not notice it."""
+"""Tests of the strict guard: what it poisons, what it refuses, and that a correct lane still works."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -21,23 +21,23 @@ from lane_rig import CPU, SHAPE_OF, Rig
 
 @pytest.fixture(autouse=True)
 def _inference() -> Iterator[None]:
-    """Tests read and clear the outputs of graphs, which inference mode allows."""
+    """Enable inference mode, in which a test may overwrite the outputs of a graph."""
     with torch.inference_mode():
         yield
 
 
 class Owner:
-    """Memory outside the lane; notes each call."""
+    """A fake `Ownership` that records its calls."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
 
     def poison_free(self) -> None:
-        """Note it."""
+        """Record the call."""
         self.calls.append("poison")
 
     def check_free(self) -> None:
-        """Note it."""
+        """Record the call."""
         self.calls.append("check")
 
 
@@ -52,7 +52,7 @@ class StrictRig(Rig):
         self.run = self.lane.run
 
     def buffers(self) -> dict[str, torch.Tensor]:
-        """Return the memory of the slots by name, but for staging, from which a copy may be under way."""
+        """Return the memory of the slots by name, except staging, from which a copy may be in flight."""
         assert self.lane.registry is not None
         return {
             slot.name: slot.buffer
@@ -62,14 +62,14 @@ class StrictRig(Rig):
 
 
 class Sees:
-    """An observer inside the guard, which looks at the slots as the hooks find them."""
+    """An observer inside the guard that calls ``look`` after the guard's poisoning, before the fill."""
 
     def __init__(self, look: Any) -> None:
         self.look = look
 
     @hookimpl(wrapper=True, trylast=True)
     def populate(self) -> Any:
-        """Look before the slots are filled."""
+        """Call ``look`` before the slots are filled."""
         self.look()
         return (yield)
 
@@ -78,7 +78,7 @@ class Sees:
 @given(steps=st.lists(st.lists(st.integers(1, 8), min_size=1, max_size=4), min_size=1, max_size=4))
 @pytest.mark.parametrize("in_graph", [True, False])
 def test_a_right_lane_gives_the_same_logits(*, in_graph: bool, steps: list[list[int]]) -> None:
-    """Over poison, a lane whose plugins are right gives what eager execution gives."""
+    """On poisoned memory, a lane with correct plugins gives the logits of eager execution."""
     with torch.inference_mode():
         rig = StrictRig(metadata_in_graph=in_graph)
         for lengths in steps:
@@ -90,7 +90,7 @@ def test_a_right_lane_gives_the_same_logits(*, in_graph: bool, steps: list[list[
 
 
 def test_every_slot_is_poison_before_it_is_filled() -> None:
-    """When the fill begins, no slot holds anything of an earlier step."""
+    """When the fill begins, every slot except staging holds only poison."""
     seen: list[torch.Tensor] = []
 
     def look() -> None:
@@ -105,7 +105,7 @@ def test_every_slot_is_poison_before_it_is_filled() -> None:
 
 
 class FillsOnce(FlashInferBackend):
-    """Declares its page list as memory that is filled once."""
+    """A backend that declares its page list with the policy FILL_ONCE."""
 
     def declare_slots(self, limits: Limits) -> list[GraphSlot]:
         """Return FlashInfer's slots, one of them with another policy."""
@@ -117,7 +117,7 @@ class FillsOnce(FlashInferBackend):
 
 
 def test_what_is_filled_once_is_left_alone() -> None:
-    """A workspace keeps what it holds from step to step."""
+    """A slot with the policy FILL_ONCE is not poisoned and keeps its contents from step to step."""
     rig = StrictRig(backend=FillsOnce)
     assert rig.lane.registry is not None
     slot = rig.lane.registry.get_slot("flashinfer.kv_indices")
@@ -128,7 +128,7 @@ def test_what_is_filled_once_is_left_alone() -> None:
 
 
 def test_rows_that_no_step_wrote_are_named() -> None:
-    """Where a replay gives NaN, the slots whose padded extent still holds poison are named by rows."""
+    """If a replay gives NaN, the error names the slots that still hold poison, with their rows."""
     rig = StrictRig()
     graph = rig.lane.captured[SHAPE_OF[4]].graph
 
@@ -145,7 +145,7 @@ def test_rows_that_no_step_wrote_are_named() -> None:
 
 
 class Reads(FlashInferBackend):
-    """Its replay hook reads on the host, the host's copy or the device's tensor."""
+    """A backend whose replay hook reads ``field`` of the view on the host; here the host copy."""
 
     field = "seq_lens_cpu"
 
@@ -159,19 +159,19 @@ class Reads(FlashInferBackend):
 
 
 class ReadsDevice(Reads):
-    """It reads the device's tensor."""
+    """A backend whose replay hook reads the device tensor on the host."""
 
     field = "seq_lens"
 
 
 def test_the_hosts_copy_may_be_read_in_a_hook() -> None:
-    """``seq_lens_cpu`` is host memory, of the batch and of the view; reading it is no wait."""
+    """A hook may read ``seq_lens_cpu`` of the view, because it is host memory."""
     rig = StrictRig(backend=Reads)
     assert rig.run(rig.batch(3, 2)).logits.shape[0] == 2
 
 
 def test_a_host_read_in_a_hook_is_refused_by_its_line() -> None:
-    """Reading the device's lengths is refused, and the message has the line that does."""
+    """A hook that reads the device's lengths is refused, and the message has the line that reads."""
     rig = StrictRig(backend=ReadsDevice)
     with pytest.raises(ReplayError, match=r"while a replay is prepared.*int\(lengths\.max\(\)\)"):
         rig.run(rig.batch(3, 2))
@@ -179,19 +179,19 @@ def test_a_host_read_in_a_hook_is_refused_by_its_line() -> None:
 
 
 class Fails(FlashInferBackend):
-    """Its replay hook uses a request row as an index, tails and all, before anything filled them."""
+    """A backend whose replay hook indexes with a slot before the slot is filled."""
 
     fill_is_device_only = False
 
     @hookimpl
     def init_metadata_replay(self, view: ForwardBatch, shape: GraphShape, captured: Any) -> Any:
-        """Look up a table with what no step has written yet."""
+        """Index a table with memory that the step has not written yet."""
         self.context.req_to_token[captured.kv_last_page_len.long()]
         return super().init_metadata_replay(view, shape, captured)
 
 
 def test_a_hook_that_fails_on_poison_is_told_as_such() -> None:
-    """The hook, its error and the rows that were not written are in one message."""
+    """One message has the hook, its error, and the slot that was not written."""
     rig = StrictRig(backend=Fails)
     with pytest.raises(PoisonError) as error:
         rig.run(rig.batch(3, 2, 1))
@@ -202,7 +202,7 @@ def test_a_hook_that_fails_on_poison_is_told_as_such() -> None:
 
 
 def test_an_eager_step_is_looked_at_too() -> None:
-    """A batch that no graph holds runs eagerly, and unowned memory is poisoned before and checked after."""
+    """For an eager step, too, unowned memory is poisoned before and checked afterwards."""
     rig = StrictRig()
     rig.run(rig.batch(2, 2, 2, 2, 2))
     assert rig.lane.stats.replays == 0
@@ -210,7 +210,7 @@ def test_an_eager_step_is_looked_at_too() -> None:
 
 
 def test_host_tensors_are_those_whose_name_says_so() -> None:
-    """Of a batch, tensors of fields that end in ``_cpu`` lie on the host, numbers do not count."""
+    """`host_tensors` returns the tensors of fields whose names end in ``_cpu``, and no numbers."""
     rig = Rig()
     batch = rig.batch(3, 2)
     batch.num_token_non_padded_cpu = 2
@@ -218,10 +218,10 @@ def test_host_tensors_are_those_whose_name_says_so() -> None:
 
 
 def test_a_host_tensor_kept_from_step_to_step_stays_the_hosts() -> None:
-    """What a hook of a capture, an eager step or a replay cloned on the host, the next replay may read."""
+    """A replay may read a host tensor that a hook cloned in an earlier capture, eager step or replay."""
 
     class Remembers(FlashInferBackend):
-        """It counts the requests that have grown, on the host."""
+        """A backend that counts, on the host, the requests that have grown."""
 
         fill_is_device_only = False
         before: torch.Tensor | None = None
@@ -251,7 +251,7 @@ class CopiesLengths:
     """An observer that copies the host lengths of each batch to the device, asynchronously.
 
     Args:
-        stages: Whether it copies them through memory of its own.
+        stages: Whether it copies them through its own staging memory.
         waits: Whether it waits for each copy.
     """
 
@@ -264,7 +264,7 @@ class CopiesLengths:
 
     @hookimpl(wrapper=True, trylast=True)
     def prepare_replay(self, batch: ForwardBatch) -> Any:
-        """Copy."""
+        """Copy the lengths."""
         assert self.driver is not None
         if self.copied is not None:
             self.copied.synchronize()
@@ -297,7 +297,7 @@ def _two_steps(copies: CopiesLengths) -> None:
 
 
 def test_a_copy_from_the_batch_in_flight_at_the_end_of_a_step_is_refused() -> None:
-    """A step that leaves a copy from a host tensor of its batch in flight raises, and names the field."""
+    """A step that leaves a copy from a host tensor of its batch in flight raises, with the field's name."""
     with pytest.raises(
         ReplayError, match=r"from seq_lens_cpu of the batch is in flight .*\n.*"
     ) as error:
@@ -308,12 +308,12 @@ def test_a_copy_from_the_batch_in_flight_at_the_end_of_a_step_is_refused() -> No
 
 @pytest.mark.parametrize("how", ["stages", "waits"])
 def test_a_copy_that_leaves_the_batch_alone_is_no_copy_in_flight(how: str) -> None:
-    """A plugin that stages the host tensor in memory of its own, or waits for the copy, may go on."""
+    """A plugin may stage the host tensor in its own memory, or wait for the copy."""
     _two_steps(CopiesLengths(**{how: True}))
 
 
 def test_a_strict_tape_supplies_the_guard() -> None:
-    """A strict driver's guard is given the ownership; a driver that is not strict has none."""
+    """The guard of a strict driver calls the given ownership; a driver that is not strict has no guard."""
     owner = Owner()
     driver = TapeDriver(CPU, strict=True)
     guard = driver.guard(owner)

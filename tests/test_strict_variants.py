@@ -1,4 +1,4 @@
-"""Right backends of other styles than ours pass a strict lane with everything verified: no false alarms."""
+"""Correct backends in other styles than ours pass a strict lane with every replay verified."""
 
 import dataclasses
 import random
@@ -45,30 +45,30 @@ def _slot(name: str, shape_fn: Any, dtype: torch.dtype = torch.int32, **more: An
 
 @dataclass(slots=True)
 class MoreMetadata(FlashInferMetadata):
-    """Ours, and what a variant adds."""
+    """FlashInfer's metadata with a field that a variant adds."""
 
     more: Any = None
 
 
 class Variant(FlashInferBackend):
-    """Metadata is made by the hooks, and can carry more."""
+    """A backend whose hooks fill the metadata, which has one more field."""
 
     fill_is_device_only = False
 
     def allocate_metadata(
         self, view: ForwardBatch, shape: GraphShape, buffers: Buffers
     ) -> MoreMetadata:
-        """Make room for more."""
+        """Return metadata with the added field."""
         made = super().allocate_metadata(view, shape, buffers)
         fields = {field.name: getattr(made, field.name) for field in dataclasses.fields(made)}
         return MoreMetadata(**fields, more=self.make_more(buffers))
 
     def make_more(self, buffers: Buffers) -> Any:
-        """Return what is added."""
+        """Return the value of the added field."""
 
 
 class TwoBodies(Variant):
-    """Capture and replay are written twice; what is the same for every batch, capture alone writes."""
+    """A backend with separate hooks for capture and replay; only capture writes the constant offsets."""
 
     def declare_slots(self, limits: Limits) -> Sequence[GraphSlot]:
         """Declare the query offsets of decode as a constant."""
@@ -96,7 +96,7 @@ class TwoBodies(Variant):
 
     @hookimpl
     def init_metadata_replay(self, view: ForwardBatch, shape: GraphShape, captured: Any) -> Any:
-        """Refresh what a batch changes."""
+        """Refresh all but the constant offsets."""
         self._refresh(view, captured)
         return captured
 
@@ -107,7 +107,7 @@ class TwoBodies(Variant):
 
 
 class OnTheHost(Variant):
-    """Lengths are divided into pages by numpy, in a staging buffer that a copy leaves in its own time."""
+    """A backend that computes last page lengths by numpy in staging memory, and copies asynchronously."""
 
     def __init__(self, context: Any) -> None:
         super().__init__(context)
@@ -121,11 +121,11 @@ class OnTheHost(Variant):
         return [*super().declare_slots(limits), staging]
 
     def make_more(self, buffers: Buffers) -> Any:
-        """Take the staging buffer along."""
+        """Return the staging buffer."""
         return buffers("variant.staging")
 
     def fill_metadata(self, view: ForwardBatch, metadata: Any) -> None:
-        """Fill as ever, but for the last pages."""
+        """Fill, with lengths of the last pages from the host."""
         super().fill_metadata(view, metadata)
         if self.copied is not None:
             self.copied.synchronize()
@@ -141,7 +141,7 @@ class OnTheHost(Variant):
 
 
 class HasAWorkspace(Variant):
-    """Attention puts its queries into a workspace of the backend's, and takes them from there."""
+    """A backend whose attention writes its queries to a workspace, and reads them from there."""
 
     def declare_slots(self, limits: Limits) -> Sequence[GraphSlot]:
         """Declare the workspace."""
@@ -157,7 +157,7 @@ class HasAWorkspace(Variant):
         return [*super().declare_slots(limits), workspace]
 
     def make_more(self, buffers: Buffers) -> Any:
-        """Take the workspace along."""
+        """Return the workspace."""
         return buffers("variant.workspace")
 
     def forward(self, q: torch.Tensor, *args: Any) -> torch.Tensor:
@@ -168,7 +168,7 @@ class HasAWorkspace(Variant):
 
 
 class OnASideStream(Variant):
-    """Metadata is refreshed on a stream of the backend's, between two waits."""
+    """A backend that refreshes metadata on a side stream, which it forks and joins."""
 
     def __init__(self, context: Any) -> None:
         super().__init__(context)
@@ -189,7 +189,7 @@ class OnASideStream(Variant):
 
 
 class Plan:
-    """What a planner keeps from step to step; its tensor is a slot's."""
+    """A plan that is kept from step to step; its tensor is the memory of a slot."""
 
     def __init__(self, last_page_len: torch.Tensor) -> None:
         self.last_page_len = last_page_len
@@ -197,7 +197,7 @@ class Plan:
 
 
 class KeepsAPlan(Variant):
-    """Kernels read what a plan object holds, which is made anew in place for each step."""
+    """A backend whose kernels read a plan object, which is refreshed in place for each step."""
 
     def declare_slots(self, limits: Limits) -> Sequence[GraphSlot]:
         """Declare the plan's tensor."""
@@ -211,18 +211,18 @@ class KeepsAPlan(Variant):
         return [*super().declare_slots(limits), slot]
 
     def make_more(self, buffers: Buffers) -> Any:
-        """Make the plan."""
+        """Return a plan."""
         return Plan(buffers("variant.plan"))
 
     def fill_metadata(self, view: ForwardBatch, metadata: Any) -> None:
-        """Plan."""
+        """Fill, and refresh the plan."""
         super().fill_metadata(view, metadata)
         size = len(metadata.kv_last_page_len)  # an extend has a fake request too
         metadata.more.last_page_len[:size].copy_(metadata.kv_last_page_len)
         metadata.more.num_planned += 1
 
     def forward(self, *args: Any) -> torch.Tensor:
-        """Attend by the plan."""
+        """Attend with the lengths of the plan."""
         *rest, metadata = args
         size = len(metadata.kv_last_page_len)
         planned = dataclasses.replace(metadata, kv_last_page_len=metadata.more.last_page_len[:size])
@@ -230,7 +230,7 @@ class KeepsAPlan(Variant):
 
 
 class DecodesAnywhere(CudaGraphRunner):
-    """Captures decode in a lane of any mode, so that two lanes have the same slots."""
+    """A runner that captures decode in a lane of any mode, so that two lanes have the same slots."""
 
     modes = frozenset(ForwardMode)
 
@@ -239,7 +239,7 @@ class DecodesAnywhere(CudaGraphRunner):
 
 
 def build(backend: type[Any] = FlashInferBackend, *overrides: str) -> Engine:
-    """Return an engine with a strict decode lane, every replay of which is verified."""
+    """Return an engine with a strict decode lane that verifies every replay."""
     config = EngineConfig.load(
         env={},
         overrides=[
@@ -258,7 +258,7 @@ def build(backend: type[Any] = FlashInferBackend, *overrides: str) -> Engine:
 
 
 def serve(engine: Engine, *, requests: int = 6, temperature: float = 0.0) -> None:
-    """Let requests come and go; some live for no decode step at all."""
+    """Serve requests that arrive at random steps, some without a decode step; assert that all is verified."""
     draw = random.Random(0)
     waiting = [
         (
@@ -280,7 +280,7 @@ def serve(engine: Engine, *, requests: int = 6, temperature: float = 0.0) -> Non
     "backend", [TwoBodies, OnTheHost, HasAWorkspace, OnASideStream, KeepsAPlan]
 )
 def test_a_right_backend_of_another_style_passes(backend: type[Any]) -> None:
-    """Two bodies, numpy and copies in flight, a workspace, a side stream, a plan: nothing is raised."""
+    """Separate hooks, numpy with staging, a workspace, a side stream and a plan raise no error."""
     serve(build(backend))
 
 
@@ -300,12 +300,12 @@ def test_a_right_backend_of_another_style_passes(backend: type[Any]) -> None:
     ids=["page of 1", "preempted", "page of 64", "shared"],
 )
 def test_a_right_engine_passes_under_pressure(overrides: list[str]) -> None:
-    """Rows and pages that pass from request to request, through both lanes, alarm nobody."""
+    """Rows and pages that are reused by other requests, in both lanes, raise no error."""
     serve(build(FlashInferBackend, *overrides), temperature=0.8)
 
 
 def test_a_request_that_never_decodes_alarms_nobody() -> None:
-    """A page that the prefill lane had and gave back between two decode steps is free, and not spoilt."""
+    """A page that prefill used and freed between two decode steps raises no error."""
     engine = build()
     engine.add([40, 41, 42], SamplingParams(max_new_tokens=6))
     for step in range(8):

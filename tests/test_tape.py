@@ -1,4 +1,4 @@
-"""The tape: what a replay repeats, what it forgets, and what it refuses to record."""
+"""Tests of the tape: what a replay repeats, what cannot be recorded, and which memory is external."""
 
 import gc
 from collections.abc import Callable, Iterator
@@ -23,14 +23,14 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def _inference() -> Iterator[None]:
-    """A lane steps in inference mode, and so does every test here."""
+    """Enable inference mode, as lanes do for their steps."""
     with torch.inference_mode():
         yield
 
 
 @pytest.fixture
 def driver() -> TapeDriver:
-    """A tape driver of its own for every test."""
+    """Return a new tape driver."""
     return TapeDriver(CPU)
 
 
@@ -44,7 +44,7 @@ def _clear(tensors: list[torch.Tensor]) -> None:
 def _replays_like_eager(
     fn: Callable[..., Any], *inputs: torch.Tensor, rounds: int = 3, seed: int = 0
 ) -> Tape:
-    """Capture ``fn`` and hold replays on other contents of ``inputs`` to eager, bit for bit."""
+    """Capture ``fn`` and assert that replays on new contents of ``inputs`` equal eager, bit for bit."""
     generator = torch.Generator().manual_seed(seed)
     graph = TapeDriver(CPU).capture(lambda: fn(*inputs))
     held = {t.untyped_storage()._cdata for t in inputs}
@@ -70,11 +70,11 @@ def _replays_like_eager(
     return graph
 
 
-# -- what a replay repeats and forgets -------------------------------------------------------------
+# -- what a replay repeats and what it ignores -----------------------------------------------------
 
 
 def test_tensors_are_read_at_replay_and_numbers_stay(driver: TapeDriver) -> None:
-    """A replay sees new contents of a recorded tensor and the host number of the capture."""
+    """A replay reads the new contents of a recorded tensor, but keeps the host number of the capture."""
     x, factor = torch.ones(3), 2
     graph = driver.capture(lambda: x * factor)
     x.fill_(5)
@@ -85,7 +85,7 @@ def test_tensors_are_read_at_replay_and_numbers_stay(driver: TapeDriver) -> None
 
 
 def test_a_new_tensor_under_an_old_name_is_not_seen(driver: TapeDriver) -> None:
-    """The recorded tensor counts, by identity, not the name that it had."""
+    """A replay reads the recorded tensor, not another one that was later stored under the same name."""
     box = {"x": torch.ones(2)}
     old = box["x"]
     graph = driver.capture(lambda: box["x"] + 1)
@@ -96,7 +96,7 @@ def test_a_new_tensor_under_an_old_name_is_not_seen(driver: TapeDriver) -> None:
 
 
 def test_replay_runs_no_python_of_the_region(driver: TapeDriver) -> None:
-    """Python runs for the warm-up and the recording, and never again; a branch stays as taken."""
+    """The region's Python runs only for warm-up and recording; a replay keeps the recorded branch."""
     x, calls = torch.ones(2), []
 
     def region() -> torch.Tensor:
@@ -113,7 +113,7 @@ def test_replay_runs_no_python_of_the_region(driver: TapeDriver) -> None:
 
 
 def test_containers_changed_after_capture_do_not_matter(driver: TapeDriver) -> None:
-    """A list or an index tuple is recorded as it was, whatever happens to it later."""
+    """A list argument is recorded as it was at capture; later changes to the list have no effect."""
     parts, sizes = [torch.ones(1), torch.ones(2)], [2, 1]
     graph = driver.capture(lambda: (torch.cat(parts), torch.zeros(sizes), torch.zeros(3)[None]))
     first = parts[0]
@@ -127,7 +127,7 @@ def test_containers_changed_after_capture_do_not_matter(driver: TapeDriver) -> N
 
 
 def test_in_place_work_is_repeated(driver: TapeDriver) -> None:
-    """An operation that writes its argument does so in each replay, and once for each."""
+    """An in-place operation runs once in each replay."""
     counter = torch.zeros(1)
     graph = driver.capture(lambda: counter.add_(1), warmup=0)
     counter.zero_()
@@ -138,7 +138,7 @@ def test_in_place_work_is_repeated(driver: TapeDriver) -> None:
 
 
 def test_views_are_no_nodes(driver: TapeDriver) -> None:
-    """Views, views of views, expansions and splits cost nothing and follow their base."""
+    """Views, views of views, expansions and splits add no node and follow their base."""
     x = torch.arange(24.0).view(4, 6).clone()
 
     def region() -> tuple[torch.Tensor, ...]:
@@ -151,7 +151,7 @@ def test_views_are_no_nodes(driver: TapeDriver) -> None:
 
 
 def test_writes_through_views_reach_the_base(driver: TapeDriver) -> None:
-    """What a region writes through a view of a view is in the base after a replay."""
+    """A write through a view of a view reaches the base in each replay."""
 
     def region(x: torch.Tensor) -> torch.Tensor:
         y = torch.zeros(4, 6)
@@ -164,7 +164,7 @@ def test_writes_through_views_reach_the_base(driver: TapeDriver) -> None:
 
 
 def test_uninitialised_memory_is_not_run(driver: TapeDriver) -> None:
-    """``empty`` is memory of the graph: no node, and what is put there is put there again."""
+    """``empty`` adds no node: it is memory of the graph, and each replay repeats the writes to it."""
 
     def region(x: torch.Tensor) -> torch.Tensor:
         y = torch.empty(3)
@@ -177,7 +177,7 @@ def test_uninitialised_memory_is_not_run(driver: TapeDriver) -> None:
 
 
 def test_a_graph_holds_what_it_needs(driver: TapeDriver) -> None:
-    """Inputs and intermediates that nobody else holds live as long as the tape."""
+    """The tape keeps intermediates alive to which nothing else holds a reference."""
     x = torch.arange(4.0)
 
     def region() -> torch.Tensor:
@@ -192,7 +192,7 @@ def test_a_graph_holds_what_it_needs(driver: TapeDriver) -> None:
 
 
 def test_graphs_of_one_driver_do_not_overlap(driver: TapeDriver) -> None:
-    """The outputs of one tape stand while another tape of the same driver replays."""
+    """The outputs of a tape do not change when another tape of the same driver replays."""
     x = torch.ones(5)
     one, two = driver.capture(lambda: x + 1), driver.capture(lambda: x + 2)
     x.fill_(10)
@@ -203,7 +203,7 @@ def test_graphs_of_one_driver_do_not_overlap(driver: TapeDriver) -> None:
     assert two.outputs.tolist() == [22] * 5
 
 
-# -- how an operation is run again -----------------------------------------------------------------
+# -- how an operation is repeated ------------------------------------------------------------------
 
 _WITH_OUT = {
     "add": lambda x: x + 1,
@@ -223,7 +223,7 @@ _WITH_OUT = {
     "to a transposed layout": lambda x: x.t() + 1,
     "cumsum": lambda x: x.cumsum(1, dtype=torch.float64),
 }
-_WITHOUT_OUT = {  # some of its operations, at least
+_WITHOUT_OUT = {  # at least one operation of each
     "var_mean": lambda x: torch.var_mean(x, dim=1),
     "embedding": lambda x: functional.embedding((x > 0).long(), x),
     "index": lambda x: x[(x[:, 0] > 0).long(), torch.arange(4)],
@@ -270,7 +270,7 @@ _IN_PLACE = {
 
 @pytest.mark.parametrize("name", [*_WITH_OUT, *_WITHOUT_OUT, *_IN_PLACE])
 def test_every_way_to_run_an_operation_again(name: str) -> None:
-    """Out-variants, run-and-copy and in-place operations replay to what eager execution says."""
+    """Operations with an out variant, without one, and in place replay to the results of eager."""
     fn = {**_WITH_OUT, **_WITHOUT_OUT, **_IN_PLACE}[name]
     graph = _replays_like_eager(fn, torch.randn(4, 6))
     assert graph.num_nodes > 0
@@ -278,14 +278,14 @@ def test_every_way_to_run_an_operation_again(name: str) -> None:
 
 @pytest.mark.parametrize("name", _WITH_OUT)
 def test_out_variants_are_used_where_the_schema_has_one(name: str) -> None:
-    """These operations write straight into the recorded tensors: no node copies afterwards."""
+    """These operations write directly into the recorded tensors: no node runs and then copies."""
     x = torch.randn(4, 6)
     graph = TapeDriver(CPU).capture(lambda: _WITH_OUT[name](x))
     assert not [op for op, _, _ in graph._nodes if isinstance(op, nodes.RunAndCopy)]
 
 
 def test_random_operations_advance() -> None:
-    """Each replay draws new numbers, the ones that eager execution would have drawn."""
+    """Each replay draws new random numbers, equal to those that eager would draw."""
     x = torch.ones(1000)
 
     def region() -> tuple[torch.Tensor, ...]:
@@ -310,7 +310,7 @@ def test_random_operations_advance() -> None:
 
 
 def test_a_custom_operator_is_one_node() -> None:
-    """A kernel of graphpact is one node whatever happens inside, and writes what it writes."""
+    """A custom operator of graphpact is one node, and its replay writes ``out`` from the new inputs."""
     table = torch.arange(12, dtype=torch.int32).view(3, 4)
     rows, indptr = torch.tensor([1, 2]), torch.tensor([0, 2, 3], dtype=torch.int32)
     pages = torch.zeros(4, dtype=torch.int32)
@@ -329,7 +329,7 @@ def test_a_custom_operator_is_one_node() -> None:
 
 
 def test_attention_is_one_node_and_reads_its_index_tensors_at_replay() -> None:
-    """The attention kernel replays for other lengths than those of its capture."""
+    """The attention kernel is one node and replays for other lengths than those of its capture."""
     q, kv = torch.randn(2, 2, 4), torch.randn(8, 1, 4)
     indptr = torch.tensor([0, 1, 2], dtype=torch.int32)
     pages, last = torch.tensor([3, 4, 5, 6], dtype=torch.int32), torch.ones(2, dtype=torch.int32)
@@ -390,7 +390,7 @@ _HOST_READS: dict[str, Callable[[torch.Tensor], Any]] = {
 
 @pytest.mark.parametrize("name", _HOST_READS)
 def test_host_reads_are_refused_by_line(driver: TapeDriver, name: str) -> None:
-    """Reading a tensor on the host while recording raises, names the line, keeps no graph."""
+    """A host read while recording raises an error with its line; the driver can record again."""
     x = torch.ones(2, 3)
     read = _HOST_READS[name]
     with pytest.raises(CaptureError) as error:
@@ -398,7 +398,7 @@ def test_host_reads_are_refused_by_line(driver: TapeDriver, name: str) -> None:
     line = read.__code__.co_firstlineno
     assert f"{__file__}:{line}: " in str(error.value)
     assert "help: " in str(error.value)
-    # The driver is as good as new, and no mode is left on.
+    # The driver still works, and no dispatch mode is left active.
     assert torch.ones(1).item() == 1
     graph = driver.capture(lambda: x * 2)
     x.fill_(4)
@@ -415,14 +415,14 @@ _DYNAMIC_COMPOSITES: dict[str, Callable[[torch.Tensor], Any]] = {
 
 @pytest.mark.parametrize("name", _DYNAMIC_COMPOSITES)
 def test_composite_operators_of_unknown_length_are_refused(driver: TapeDriver, name: str) -> None:
-    """An operation whose length depends on data is refused however torch composes it."""
+    """A composite operation whose output length depends on data is refused."""
     x = torch.ones(2, 3)
     with pytest.raises(CaptureError):
         driver.capture(lambda: _DYNAMIC_COMPOSITES[name](x))
 
 
 def test_shapes_changed_in_place_do_not_change_again() -> None:
-    """``unsqueeze_``, ``t_`` and ``resize_`` in a region are refused, or replay as they were."""
+    """``unsqueeze_`` in a region is refused, or its replays keep the shape of the capture."""
     x = torch.randn(2, 3)
     try:
         graph = TapeDriver(CPU).capture(lambda: x[0].unsqueeze_(0) + 1)
@@ -434,7 +434,7 @@ def test_shapes_changed_in_place_do_not_change_again() -> None:
 
 
 def test_constants_are_restored_before_they_are_changed_again() -> None:
-    """A constant that a region writes starts from its value in every replay, or is refused."""
+    """A constant that a region writes starts from its value in each replay, or capture is refused."""
     x = torch.ones(2)
 
     def region() -> torch.Tensor:
@@ -461,19 +461,19 @@ def test_constants_are_restored_before_they_are_changed_again() -> None:
     ids=["foreach_add", "split_with_sizes_copy", "unbind_copy"],
 )
 def test_lists_of_one_tensor(fn: Callable[[torch.Tensor], Any]) -> None:
-    """An operation that returns a list replays where the list has one tensor."""
+    """An operation that returns a list replays correctly if the list has one tensor."""
     _replays_like_eager(fn, torch.randn(2, 3))
 
 
 def test_an_error_of_the_region_is_the_regions(driver: TapeDriver) -> None:
-    """What the region raises itself comes out as it is, and the driver records on."""
+    """An exception of the region passes through unchanged, and the driver can record again."""
     with pytest.raises(ZeroDivisionError):
         driver.capture(lambda: 1 // 0, warmup=0)
     assert driver.capture(lambda: torch.ones(2) + 1).num_nodes == 2
 
 
 def test_host_reads_in_the_warm_up_are_free(driver: TapeDriver) -> None:
-    """Lazy set-up of the first run may read what it likes."""
+    """Host reads are allowed in the warm-up, for example in lazy initialization."""
     seen: list[float] = []
     x = torch.ones(2)
 
@@ -485,22 +485,22 @@ def test_host_reads_in_the_warm_up_are_free(driver: TapeDriver) -> None:
     assert driver.capture(region).num_nodes == 1
 
 
-# -- whose memory it is ----------------------------------------------------------------------------
+# -- external memory and pool ----------------------------------------------------------------------
 
 
 def _storages(tensors: list[torch.Tensor]) -> dict[int, int]:
-    """Return the bytes of each storage, by identity."""
+    """Return the size in bytes of each storage, by its identity."""
     return {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
 
 
 def _recorded(graph: Tape) -> list[torch.Tensor]:
-    """Return every tensor of a tape's nodes, those that are copied into, and of its outputs."""
+    """Return every tensor of a tape's nodes, of their copy destinations, and of its outputs."""
     copied = [op.outputs for op, _, _ in graph._nodes if isinstance(op, nodes.RunAndCopy)]
     return leaves([graph.outputs, copied, [node[1:] for node in graph._nodes]])
 
 
 def _holds_to_its_memory(graph: Tape, inputs: list[torch.Tensor]) -> None:
-    """Assert that what is external is inputs, what else is recorded is the pool, and nothing is both."""
+    """Assert that recorded inputs are external and that all other recorded memory is the pool."""
     given, recorded = _storages(inputs), _storages(_recorded(graph))
     external = _storages(graph.external_tensors())
     assert external.keys() == recorded.keys() & given.keys()
@@ -509,7 +509,7 @@ def _holds_to_its_memory(graph: Tape, inputs: list[torch.Tensor]) -> None:
 
 @pytest.mark.parametrize("name", [*_WITH_OUT, *_WITHOUT_OUT, *_IN_PLACE])
 def test_what_an_operation_makes_is_the_tapes_and_what_it_was_given_is_not(name: str) -> None:
-    """However an operation is run again, its input is external and its results are the pool."""
+    """For every way to repeat an operation, its input is external and its results are pool."""
     x = torch.randn(4, 6)
     fn = {**_WITH_OUT, **_WITHOUT_OUT, **_IN_PLACE}[name]
     graph = TapeDriver(CPU).capture(lambda: fn(x))
@@ -518,7 +518,7 @@ def test_what_an_operation_makes_is_the_tapes_and_what_it_was_given_is_not(name:
 
 
 def test_constants_and_uninitialised_memory_are_the_tapes(driver: TapeDriver) -> None:
-    """Constants, the copies that restore them and ``empty`` are pool; what nobody kept is not."""
+    """Constants, the copies that restore them and ``empty`` are pool; an unused ``empty`` is not."""
     x = torch.ones(4)
 
     def region() -> torch.Tensor:
@@ -531,7 +531,7 @@ def test_constants_and_uninitialised_memory_are_the_tapes(driver: TapeDriver) ->
 
 
 def test_memory_of_others_is_found_wherever_it_comes_from(driver: TapeDriver) -> None:
-    """A tensor of a closure, a view of one, a written one and a returned one are all external."""
+    """A closure's tensor is external if it is read, read through a view, written or returned."""
     read, seen, written, returned = (torch.ones(8) for _ in range(4))
 
     def region() -> tuple[torch.Tensor, ...]:
@@ -550,7 +550,7 @@ def test_memory_of_others_is_found_wherever_it_comes_from(driver: TapeDriver) ->
 
 
 def test_memory_that_was_freed_while_recording_is_nobodys_alibi(driver: TapeDriver) -> None:
-    """A storage that follows a freed one at the same address is not taken for the tape's own."""
+    """An external storage that may reuse the identity of a freed one is not counted as pool."""
     host = bytearray(16)
 
     def region() -> list[torch.Tensor]:
@@ -566,14 +566,14 @@ def test_memory_that_was_freed_while_recording_is_nobodys_alibi(driver: TapeDriv
 
 
 def test_empty_tensors_are_nobodys(driver: TapeDriver) -> None:
-    """A tensor without elements has no memory that could be external."""
+    """A tensor without elements is neither external nor pool."""
     nothing = torch.empty(0)
     graph = driver.capture(lambda: torch.cat([nothing, nothing]))
     assert (graph.external_tensors(), graph.pool_nbytes) == ([], 0)
 
 
 def test_a_released_tape_has_no_memory(driver: TapeDriver) -> None:
-    """After release nothing is external, nothing is pool, and inputs are held no longer."""
+    """A released tape has no external tensors and an empty pool, and no longer holds its inputs."""
     inputs = [torch.ones(3)]
     graph = driver.capture(lambda: inputs[0] + 1)
     held = StorageWeakRef(inputs.pop().untyped_storage())
@@ -589,7 +589,7 @@ def test_a_released_tape_has_no_memory(driver: TapeDriver) -> None:
 
 
 def test_release_gives_the_memory_back(driver: TapeDriver) -> None:
-    """A released tape holds no operation and no output."""
+    """`release` frees the intermediates and the outputs of a tape."""
     held: list[StorageWeakRef] = []
 
     def region() -> torch.Tensor:
@@ -608,7 +608,7 @@ def test_release_gives_the_memory_back(driver: TapeDriver) -> None:
 
 
 def test_a_released_graph_cannot_be_replayed(driver: TapeDriver) -> None:
-    """Replaying what was released raises, as the driver contract says."""
+    """Replaying a released tape raises, as the driver contract requires."""
     graph = driver.capture(lambda: torch.ones(2) + 1)
     graph.release()
     with pytest.raises(Exception):  # noqa: B017, PT011  any error will do
@@ -616,7 +616,7 @@ def test_a_released_graph_cannot_be_replayed(driver: TapeDriver) -> None:
 
 
 def test_a_tape_runs_on_any_device() -> None:
-    """Nothing keeps the tape from a device: it is eager torch."""
+    """The tape is available on the CPU and on CUDA, because it runs only eager torch."""
     assert TapeDriver.unavailable(CPU) is None
     assert TapeDriver.unavailable(torch.device("cuda")) is None
 
@@ -627,7 +627,7 @@ def test_a_tape_runs_on_any_device() -> None:
 @settings(derandomize=True, deadline=None, max_examples=200)
 @given(program=PROGRAMS, seed=st.integers(0, 999))
 def test_random_programs_replay_bit_for_bit(program: list[tuple[str, int, int]], seed: int) -> None:
-    """Any program of small operations replays on new contents to what eager says, in memory of its own."""
+    """A random program replays on new contents like eager, and its memory is external or pool."""
     with torch.inference_mode():
         inputs = torch.randn(4, 4), torch.randn(4, 4)
         graph = _replays_like_eager(
@@ -637,7 +637,7 @@ def test_random_programs_replay_bit_for_bit(program: list[tuple[str, int, int]],
 
 
 def test_a_forgotten_operation_is_caught_when_planted() -> None:
-    """A recorder that takes an in-place operation for a view is seen by the comparison."""
+    """The comparison catches a recorder that drops an in-place operation."""
     keep = recorder.Recorder._record
 
     def forgetful(self: Any, func: Any, *rest: Any) -> None:

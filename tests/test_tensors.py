@@ -1,4 +1,4 @@
-"""Comparing and locating tensors: NaN, tolerances, extents; and what a tensor around a lane is."""
+"""Tests of comparing and locating tensors: NaN, tolerances, extents, and names of a lane's tensors."""
 
 import math
 import re
@@ -26,7 +26,7 @@ NAN = float("nan")
 
 
 def test_nan_is_the_same_as_nan_and_infinity_is_no_large_number() -> None:
-    """Of numbers of every kind; the largest float is not infinite."""
+    """NaN equals NaN, also in complex numbers, and infinity differs from the largest float."""
     a = torch.tensor([1.0, NAN, math.inf, NAN])
     b = torch.tensor([1.0, NAN, torch.finfo(torch.float32).max, 0.0])
     assert same(a, b).tolist() == [True, True, False, False]
@@ -38,21 +38,21 @@ def test_nan_is_the_same_as_nan_and_infinity_is_no_large_number() -> None:
 
 
 def test_excess_is_in_shares_of_what_is_allowed() -> None:
-    """It grows with the size of what is expected; NaN is infinitely far from everything."""
+    """`excess` is relative to a tolerance that grows with the expected value; for NaN it is infinite."""
     found = excess(torch.tensor([1.0, 9.02, NAN]), torch.tensor([1.0, 9.0, 1.0]), 1e-3)
     assert found.tolist() == pytest.approx([0.0, 2.0, math.inf], rel=1e-4)
 
 
 @pytest.mark.parametrize("of", ["attention", "model"])
 def test_tolerances_follow_the_dtype(of: str) -> None:
-    """The coarser the dtype the more is allowed; one that is not known is allowed the most."""
+    """A coarser dtype has a larger tolerance; an unknown dtype has the largest."""
     order = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e5m2)
     allowed = [tolerance_of(dtype, of) for dtype in order]  # type: ignore[arg-type]
     assert allowed == sorted(allowed)
 
 
 def test_extents_and_addresses_of_strided_tensors() -> None:
-    """Gaps between rows count, an empty tensor covers nothing, and both go by one storage."""
+    """An extent includes gaps between rows, an empty tensor's is empty, and views share a storage id."""
     whole = torch.zeros(6, 4)
     column = whole[1:, 2:3]
     assert extent_of(column) == (24, 24 + 4 * 4 * 4 + 4)
@@ -63,7 +63,7 @@ def test_extents_and_addresses_of_strided_tensors() -> None:
 
 
 def test_a_map_names_what_a_tensor_is() -> None:
-    """Slots by their label, the backend's own by the attribute, the engine's by what it is; a view too."""
+    """A map names slots by label, the backend's tensors by attribute, the engine's by kind, and views too."""
     config = next(c for c in configs_of(ReferenceBackend.capabilities) if c.case.width == 1)
     rig = Rig(config, backend=ReferenceBackend, capture=False)
     memory = MemoryMap(rig.registry, rig.backend)
@@ -84,7 +84,7 @@ def test_a_map_names_what_a_tensor_is() -> None:
 
 
 def test_storages_and_nan_are_compared_in_one_place() -> None:
-    """No module works out again whose storage a tensor is, or what is the same as NaN."""
+    """No core module but `tensors` has its own code for storage identity or for equality of NaN."""
     again = re.compile(
         r"untyped_storage\(\)\.(?:_cdata|data_ptr\(\) ==)|isnan\(\) & \w+\.isnan\(\)"
     )

@@ -1,4 +1,4 @@
-"""The contract in small: a hand-written model, a lane, replays that equal eager. Read me first."""
+"""A small example of the contract: a model, a lane, and replays that equal eager. Read it first."""
 
 import random
 from dataclasses import replace
@@ -33,7 +33,7 @@ SLOTS = (1 + ROWS * PAGES) * PAGE  # page 0 is scratch
 
 
 class Tiny:
-    """Embedding, one attention layer through the backend, head."""
+    """A model of an embedding, one attention layer through the backend, and a head."""
 
     def __init__(self, generator: torch.Generator) -> None:
         def weight(*shape: int) -> torch.Tensor:
@@ -45,7 +45,7 @@ class Tiny:
         self.calls = 0
 
     def __call__(self, batch: ForwardBatch, metadata: Any, attend: Attend) -> StepOutputs:
-        """Return a row of logits a request."""
+        """Return one row of logits per request."""
         self.calls += 1
         hidden = self.embed[batch.input_ids] + self.place[batch.positions]
         q, k, v = (hidden @ self.qkv).view(-1, 3, HEADS, WIDTH).unbind(1)
@@ -74,12 +74,12 @@ class World:
         self.lane.capture_all()
 
     def batch(self, size: int) -> ForwardBatch:
-        """Return live requests; the memory that none of them owns is poisoned."""
+        """Return a batch of random requests; unowned memory is poisoned."""
         rows = self.random.sample(range(1, ROWS + 1), size)
         lengths = [self.random.randint(1, CONTEXT) for _ in rows]
-        self.table[1:] = SLOTS + 1  # a row that is gone points nowhere
+        self.table[1:] = SLOTS + 1  # an unowned row has no valid slot
         for cache in (self.kv.k[0], self.kv.v[0]):
-            cache[PAGE:] = float("nan")  # a slot that is free holds nothing
+            cache[PAGE:] = float("nan")  # an unowned slot holds NaN
         for row, length in zip(rows, lengths, strict=True):
             slots = torch.arange(length, dtype=torch.int32) + PAGE * (1 + (row - 1) * PAGES)
             self.table[row, :length] = slots
@@ -100,7 +100,7 @@ class World:
         )
 
     def step(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the logits of a random batch, replayed and eager; both wrote the same."""
+        """Return replayed and eager logits of a random batch; assert that both wrote the same KV."""
         batch = self.batch(size)
         for captured in self.lane.captured.values():
             captured.graph.outputs.logits.fill_(float("nan"))
@@ -117,7 +117,7 @@ class World:
 
 @torch.inference_mode()
 def test_replayed_batches_equal_eager_whatever_came_before() -> None:
-    """Random decode batches of every size, in random order, replay to what eager execution says."""
+    """Random decode batches of every size, in random order, replay to the logits of eager execution."""
     world = World(seed=1)
     captured_calls = world.model.calls
     sizes = [size for size in range(1, 5) for _ in range(8)]
@@ -134,7 +134,7 @@ def test_replayed_batches_equal_eager_whatever_came_before() -> None:
 
 @torch.inference_mode()
 def test_shrink_after_grow_in_one_shape() -> None:
-    """Three requests after four, in the shape of four: the fourth row leaves nothing."""
+    """Three requests after four, in the shape of four, are not changed by the stale fourth row."""
     world = World(seed=2)
     for size in (4, 3, 4, 3, 3):
         replayed, eager = world.step(size)
@@ -144,7 +144,7 @@ def test_shrink_after_grow_in_one_shape() -> None:
 
 @torch.inference_mode()
 def test_larger_than_the_largest_shape_runs_eagerly() -> None:
-    """A batch that no graph holds is answered all the same, and its reason is counted."""
+    """A batch that is larger than the largest shape runs eagerly, and its reason is counted."""
     world = World(seed=3)
     replayed, eager = world.step(5)
     torch.testing.assert_close(replayed, eager, rtol=0, atol=1e-9)
@@ -153,10 +153,10 @@ def test_larger_than_the_largest_shape_runs_eagerly() -> None:
 
 
 class KeepsRows(CudaGraphRunner):
-    """Leaves earlier request rows in the padding, with a reason that is none."""
+    """A runner that keeps earlier request rows in the padding, for a wrong reason."""
 
     def slots(self) -> list[GraphSlot]:
-        """Forget one policy."""
+        """Return the slots, one with a wrong policy."""
         kept = {"padding_policy": PaddingPolicy.KEEP_PAD, "reason": "they are valid rows"}
         return [
             replace(slot, **kept) if slot.name == "req_pool_indices" else slot
@@ -166,14 +166,14 @@ class KeepsRows(CudaGraphRunner):
 
 @torch.inference_mode()
 def test_a_stale_row_is_caught_when_planted() -> None:
-    """Poisoned memory shows a request row that went away and was not padded."""
+    """With poisoned memory, a stale request row in the padding raises or gives wrong logits."""
     world = World(seed=4, runner=KeepsRows)
     world.step(4)
     wrong = 0
     for _ in range(4):
         try:
             replayed, eager = world.step(3)
-        except IndexError:  # the stale row's table points nowhere
+        except IndexError:  # the stale row has no valid slot
             wrong += 1
         else:
             wrong += not torch.allclose(replayed, eager)

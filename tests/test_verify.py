@@ -1,4 +1,4 @@
-"""The verifier: right replays pass, wrong ones do not, and the first wrong field is named."""
+"""Tests of the verifier: correct replays pass, wrong ones raise and name the first wrong field."""
 
 import dataclasses
 import functools
@@ -37,7 +37,7 @@ from support import make_slot
 
 CPU = torch.device("cpu")
 CONTEXT, PAGE, ROWS, VOCAB, WIDTH = 8, 2, 4, 7, 4
-SLOTS = PAGE + ROWS * CONTEXT + PAGE  # scratch first, and a page at the end that nobody owns
+SLOTS = PAGE + ROWS * CONTEXT + PAGE  # scratch first, and a page at the end that no request owns
 LAYERS = [LayerSpec(i, 1, 1, WIDTH, WIDTH, scaling=0.5) for i in range(2)]
 
 
@@ -52,13 +52,13 @@ class Rig:
     """A verified lane of two attention layers.
 
     Args:
-        share: Of the replays that are verified.
-        seed: Of that choice.
-        backend: The lane's kind of backend.
-        captured: Another one, for the lane and not for the eager run: what is wrong in a test.
-        runner: The lane's kind of runner.
-        observers: More of them, inside the verifier.
-        in_graph: Whether metadata work is recorded, so that what is planted before a replay is lost.
+        share: Share of the replays that are verified.
+        seed: Seed of the choice of these replays.
+        backend: Class of the backends of the lane and of the eager runs.
+        captured: Another class, for the lane only: the wrong backend of a test.
+        runner: Class of the lane's runner.
+        observers: More observers, inside the verifier.
+        in_graph: Whether metadata work is recorded, which overwrites bugs planted before a replay.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Rig:
             runner=self.runner,
             backend=make_backend(self.kv, captured or backend),
             driver=driver(CPU),
-            pact="off",  # it would find some of what is planted before the replay
+            pact="off",  # it would find some bugs that are planted before the replay
             metadata_in_graph=in_graph,
             observers=[self.verifier, *observers],
         )
@@ -119,7 +119,7 @@ class Rig:
         return StepOutputs(logits=(q[:, 0] @ self.weights[3].t(), "bs"))
 
     def batch(self, *lengths: int) -> ForwardBatch:
-        """Return requests of ``lengths`` on the first rows."""
+        """Return a batch of ``lengths`` on the first rows."""
         lens = torch.tensor(lengths)
         rows = torch.arange(1, len(lengths) + 1)
         return ForwardBatch(
@@ -138,7 +138,7 @@ class Rig:
         return self.lane.run(self.batch(*lengths))
 
     def failure(self, *lengths: int, **fields: Any) -> VerificationError:
-        """Return what the verifier raises for a batch of ``lengths``, which must be wrong."""
+        """Assert that the verifier raises for a batch of ``lengths``, and return its error."""
         batch = dataclasses.replace(self.batch(*lengths), **fields)
         with pytest.raises(VerificationError) as raised:
             self.lane.run(batch)
@@ -146,7 +146,7 @@ class Rig:
         return raised.value
 
     def before_replay(self, do: Callable[[], None]) -> None:
-        """Plant: do something to the slots after each fill, before the graph runs."""
+        """Plant a bug: call ``do`` after the metadata hook of each replay, before the graph runs."""
         refresh = self.lane._init_metadata_replay
 
         def planted(**kwargs: Any) -> Any:
@@ -157,7 +157,7 @@ class Rig:
         self.lane._init_metadata_replay = planted
 
     def after_replay(self, do: Callable[[torch.Tensor], Any]) -> None:
-        """Plant: do something to the logits of every graph after it ran."""
+        """Plant a bug: call ``do`` with the logits of each graph after it ran."""
         for captured in self.lane.captured.values():
             graph = captured.graph
 
@@ -178,13 +178,13 @@ class Rig:
 
 @pytest.fixture(autouse=True)
 def _inference() -> Iterator[None]:
-    """Plants write to outputs of graphs, which inference mode allows."""
+    """Enable inference mode, in which planted bugs may write to outputs of graphs."""
     with torch.inference_mode():
         yield
 
 
 def test_right_replays_pass_and_are_counted() -> None:
-    """With a share of 1 every replay is verified, agrees, and returns the replay's own rows."""
+    """With a share of 1 every replay is verified and agrees, and the step returns the replay's rows."""
     rig = Rig()
     for lengths in ((1,), (3, 2, 5), (4,), (6, 1, 8, 7), (2, 2, 2)):
         batch = rig.batch(*lengths)
@@ -193,13 +193,13 @@ def test_right_replays_pass_and_are_counted() -> None:
         assert logits.data_ptr() in graphs
         assert logits.shape == (len(lengths), VOCAB)
     assert rig.verifier.verified == rig.lane.stats.replays == 5
-    assert rig.eager_calls == 2 * 5  # of the padded rows, and of the batch
+    assert rig.eager_calls == 2 * 5  # one of the padded rows, one of the batch
     assert rig.verifier.largest_difference < 1e-4
 
 
 @pytest.mark.parametrize("bits", [1, 8])
 def test_other_work_shows_to_the_last_bit(bits: int) -> None:
-    """What is less than another kernel's rounding is seen, where a replay runs an eager run's kernels."""
+    """If a driver repeats eager kernels, a difference of a few bits in one logit raises."""
     rig = Rig()
     rig.run(3, 2, 4)
     rig.after_replay(lambda outputs: outputs[1, :1].mul_(1 + bits * 2.0**-23))
@@ -209,13 +209,13 @@ def test_other_work_shows_to_the_last_bit(bits: int) -> None:
 
 
 class OtherKernels(TapeDriver):
-    """A driver whose replays round otherwise than eager runs do."""
+    """A driver that does not promise to repeat the kernels of eager runs."""
 
     repeats_eager_kernels = False
 
 
 def test_other_kernels_may_round_otherwise() -> None:
-    """Where a driver does not promise the same kernels, replays are held to a tolerance."""
+    """If a driver does not promise the same kernels, replays are compared with a tolerance."""
     rig = Rig(driver=OtherKernels)
     rig.after_replay(lambda outputs: outputs[1, :1].mul_(1 + 2.0**-20))
     rig.run(3, 2, 4)
@@ -246,7 +246,7 @@ class Shortens:
 
 
 def test_what_observers_make_of_outputs_is_verified_too() -> None:
-    """Rows that come back in another order, or not at all, raise though the graph is right."""
+    """Rows that an observer reorders or drops raise, although the graph is correct."""
     with pytest.raises(VerificationError, match="logits of request"):
         Rig(observers=(Swaps(),)).run(3, 2, 4)
     message = r"3 requests returned logits \(2, 7\), an eager run returned logits \(3, 7\)"
@@ -255,7 +255,7 @@ def test_what_observers_make_of_outputs_is_verified_too() -> None:
 
 
 def test_a_share_of_nothing_verifies_nothing() -> None:
-    """With a share of 0 the lane runs alone: no eager run, no copy of the cache."""
+    """With a share of 0 nothing is verified: there is no eager run and no copy of the cache."""
     rig = Rig(share=0.0)
     rig.after_replay(lambda outputs: outputs.fill_(99))
     for _ in range(20):
@@ -265,7 +265,7 @@ def test_a_share_of_nothing_verifies_nothing() -> None:
 
 
 def test_a_share_is_a_share() -> None:
-    """About a quarter of the steps is verified for a share of a quarter; one seed, one choice."""
+    """A share of 0.25 verifies about a quarter of the replays; equal seeds choose the same replays."""
     counts = []
     for _ in range(2):
         rig = Rig(share=0.25, seed=3)
@@ -280,7 +280,7 @@ def test_a_share_is_a_share() -> None:
 
 
 def test_eager_steps_are_not_verified() -> None:
-    """A batch that ran without a graph is returned as it is and not counted."""
+    """A batch that ran eagerly is not run again and not counted as verified."""
     rig = Rig()
     batch = rig.batch(2, 2, 2, 2)
     batch.forward_mode = ForwardMode.EXTEND
@@ -291,7 +291,7 @@ def test_eager_steps_are_not_verified() -> None:
 
 
 def test_the_eager_run_leaves_the_live_cache_alone() -> None:
-    """What the replay wrote stays: verification writes its copy only."""
+    """Verification writes only its copy of the cache and keeps what the replay wrote."""
     rig, plain = Rig(), Rig(share=0.0)
     for lengths in ((3, 2), (4, 3), (5, 4)):
         a, b = (r.run(*lengths).logits for r in (rig, plain))
@@ -301,7 +301,7 @@ def test_the_eager_run_leaves_the_live_cache_alone() -> None:
 
 
 def test_wrong_logits_are_named_by_request() -> None:
-    """A row that differs raises with lane, request, and by how much."""
+    """A row that differs raises an error with lane, request, and size of the difference."""
     rig = Rig()
     rig.run(3, 2, 4)
     rig.after_replay(lambda outputs: outputs[1].add_(0.5))
@@ -310,7 +310,7 @@ def test_wrong_logits_are_named_by_request() -> None:
 
 
 def test_padded_rows_may_hold_anything() -> None:
-    """Rows that no request has are not compared."""
+    """Padding rows of the outputs are not compared."""
     rig = Rig()
     rig.after_replay(lambda outputs: outputs[3:].fill_(float("nan")))
     rig.run(3, 2, 4)
@@ -327,7 +327,7 @@ def test_what_is_no_number_is_caught(value: float) -> None:
 
 
 def test_stale_metadata_is_caught() -> None:
-    """A replay that attends to other keys differs from eager."""
+    """A replay with other page indices attends to other keys and raises."""
     rig = Rig()
     rig.run(1, 1)
     rig.run(2, 2)
@@ -337,7 +337,7 @@ def test_stale_metadata_is_caught() -> None:
 
 
 def test_a_stray_write_is_caught_though_logits_agree() -> None:
-    """A padded row that writes its key to a live slot is found in the cache, not in the logits."""
+    """A padding row that writes to a KV slot outside scratch is found in the cache, though logits agree."""
     rig = Rig()
     for lengths in ((1, 1, 1), (2, 2, 2)):
         rig.run(*lengths)
@@ -361,7 +361,7 @@ def test_every_layer_and_both_halves_are_compared(part: str, layer: int, name: s
 
 
 def test_scratch_may_hold_anything() -> None:
-    """The whole scratch page is out of the comparison."""
+    """The scratch page is not compared."""
     rig = Rig()
     rig.after_replay(lambda outputs: rig.kv.k[0][:PAGE].fill_(float("nan")))
     rig.run(4, 3, 2)
@@ -369,18 +369,18 @@ def test_scratch_may_hold_anything() -> None:
 
 
 def test_poison_that_nobody_touched_is_no_difference() -> None:
-    """Free KV slots that hold NaN, before and after, agree."""
+    """Free KV slots that hold NaN before and after the step are no difference."""
     rig = Rig()
     for cache in rig.kv.k + rig.kv.v:
         cache[-PAGE:] = float("nan")
     rig.run(1, 1)
 
 
-# -- what differs first ----------------------------------------------------------------------------
+# -- the first field that differs ------------------------------------------------------------------
 
 
 class Damage:
-    """An observer inside the verifier: changes what a hook returned, in every replay."""
+    """An observer inside the verifier that changes the view or the metadata of every replay."""
 
     def __init__(
         self,
@@ -391,7 +391,7 @@ class Damage:
 
     @hookimpl(wrapper=True)
     def prepare_replay(self) -> Generator[None, ForwardBatch, ForwardBatch]:
-        """Write to the view, before metadata is derived of it."""
+        """Write to the view, before metadata is derived from it."""
         view = yield
         self.view(view)
         return view
@@ -403,7 +403,7 @@ class Damage:
 
 
 def _wrong_outputs(rig: Rig) -> None:
-    """Plant: the recorded work itself is wrong."""
+    """Plant a bug in the recorded work: one row of logits is wrong."""
     rig.after_replay(lambda outputs: outputs[0].add_(1))
 
 
@@ -417,7 +417,7 @@ def _wrong_outputs(rig: Rig) -> None:
     ],
 )
 def test_a_real_row_of_the_view_is_named(field: str, row: int, value: int, eager: int) -> None:
-    """What is changed in a slot after the fill is named by field and row, alone, whoever reads it."""
+    """A live row that is changed after the fill is named by field and row; derived fields are not named."""
     damage = Damage(lambda view: getattr(view, field)[row : row + 1].fill_(value))
     rig = Rig(observers=(damage,))
     rig.kv.k[0].normal_(generator=rig.generator)
@@ -442,7 +442,7 @@ def test_a_real_row_of_the_view_is_named(field: str, row: int, value: int, eager
     ],
 )
 def test_a_metadata_tensor_is_named(field: str, at: int, value: int, eager: int) -> None:
-    """One wrong element of metadata is named with its slot and owner, though the view is right."""
+    """One wrong element of metadata is named with its slot and owner; the view is correct."""
     rig = Rig()
     rig.kv.k[0].normal_(generator=rig.generator)
     rig.kv.v[0].normal_(generator=rig.generator)
@@ -458,7 +458,7 @@ def test_a_metadata_tensor_is_named(field: str, at: int, value: int, eager: int)
 
 
 def test_all_fields_that_differ_are_named_after_the_first() -> None:
-    """A second wrong field follows the first, by its name."""
+    """The error names a second wrong field after the first."""
     rig = Rig()
     rig.before_replay(lambda: rig.slot("flashinfer.kv_last_page_len").fill_(2))
     rig.before_replay(lambda: rig.slot("flashinfer.kv_indices").fill_(0))
@@ -468,7 +468,7 @@ def test_all_fields_that_differ_are_named_after_the_first() -> None:
 
 
 def test_metadata_that_the_graph_writes_is_read_after_the_replay() -> None:
-    """Where metadata work is recorded, what the hook returned is stale, and what the graph left counts."""
+    """If metadata work is recorded, the metadata that the graph wrote is compared, not the hook's."""
     rig = Rig(in_graph=True)
     rig.before_replay(lambda: rig.slot("flashinfer.kv_last_page_len").fill_(9))
     rig.run(3, 4)
@@ -482,7 +482,7 @@ def test_metadata_that_the_graph_writes_is_read_after_the_replay() -> None:
 
 @dataclasses.dataclass
 class Scaled:
-    """Metadata with a host number that is no bound."""
+    """Metadata with a host number that is not bounded."""
 
     inner: FlashInferMetadata
     longest: int
@@ -490,20 +490,20 @@ class Scaled:
 
 @dataclasses.dataclass
 class Bounded:
-    """Metadata with a host number that is one."""
+    """Metadata with a bounded host number."""
 
     inner: FlashInferMetadata
     longest: int = bounded()
 
 
 class Scaling(FlashInferBackend):
-    """Scales what it attends to by the longest sequence, which a capture freezes."""
+    """A backend that scales its outputs by the longest sequence, which a capture freezes."""
 
     kind: type[Any] = Scaled
     at_capture = 1
 
     def allocate_metadata(self, view: Any, shape: GraphShape, buffers: Any) -> Any:
-        """Add the number: the batch's own, but in the lane."""
+        """Add the number: ``at_capture`` in the lane, the batch's longest sequence in an eager run."""
         is_captured = self._registry is not None
         longest = self.at_capture if is_captured else int(view.seq_lens_cpu.max())
         return self.kind(super().allocate_metadata(view, shape, buffers), longest)
@@ -513,7 +513,7 @@ class Scaling(FlashInferBackend):
         super().fill_metadata(view, metadata.inner)
 
     def plan_metadata(self, view: Any, metadata: Any) -> None:
-        """Plan as ever."""
+        """Plan all but the number."""
         super().plan_metadata(view, metadata.inner)
 
     def forward(self, q: Any, k: Any, v: Any, layer: LayerSpec, metadata: Any) -> torch.Tensor:
@@ -522,7 +522,7 @@ class Scaling(FlashInferBackend):
 
 
 class WithBound(Scaling):
-    """Was captured with as long a sequence as there can be, and only has the number."""
+    """A backend captured with the longest possible sequence, which does not use the number."""
 
     kind = Bounded
     at_capture = CONTEXT
@@ -533,13 +533,13 @@ class WithBound(Scaling):
 
 
 class BoundTooLow(WithBound):
-    """Was captured with a bound that a batch can exceed."""
+    """A backend captured with a bound that a batch can exceed."""
 
     at_capture = 2
 
 
 def test_a_frozen_host_number_is_named() -> None:
-    """A number of capture's that is not the batch's is named with both values."""
+    """A host number of the capture that differs from the batch's is named with both values."""
     rig = Rig(backend=Scaling)
     rig.run(1, 1, 1)
     error = rig.failure(2, 5, 3)
@@ -549,7 +549,7 @@ def test_a_frozen_host_number_is_named() -> None:
 
 
 def test_a_bound_may_be_larger_and_not_smaller() -> None:
-    """Of a bounded number only one below the batch's own is a difference."""
+    """A bounded number is a difference only if it is below the batch's number."""
     for kind, field in ((WithBound, None), (BoundTooLow, "metadata.longest")):
         rig = Rig(backend=kind)
         rig.run(2, 5, 3)
@@ -572,7 +572,7 @@ class Attributes:
 
 
 class Plain(FlashInferBackend):
-    """Keeps its metadata in a plain class, with what is hard to compare beside it."""
+    """A backend with metadata of a plain class, some fields of which are hard to compare."""
 
     def declare_slots(self, limits: Limits) -> list[GraphSlot]:
         """Add a slot of floats."""
@@ -610,7 +610,7 @@ def _without(name: str) -> Callable[[Any], Any]:
 
 
 class Other(FlashInferMetadata):
-    """The same fields under another name."""
+    """A class with the same fields under another name."""
 
 
 @pytest.mark.parametrize(
@@ -647,7 +647,7 @@ class Other(FlashInferMetadata):
 def test_fields_and_types_are_named(
     backend: type[FlashInferBackend], change: Callable[[Any], Any], field: str, words: str
 ) -> None:
-    """What is there once only, or of another type or extent, is the field that is named."""
+    """A field that exists on one side only, or has another type or extent, is named."""
     rig = Rig(backend=backend, observers=(Damage(metadata=change),))
     _wrong_outputs(rig)
     error = rig.failure(3, 4, 5)
@@ -657,7 +657,7 @@ def test_fields_and_types_are_named(
 
 
 def test_a_number_where_eager_has_none_is_named() -> None:
-    """NaN is a value like any other: a replay that has a number there differs."""
+    """NaN is compared as a value: a replay with a number where eager has NaN differs."""
     rig = Rig(backend=Plain, observers=(Damage(metadata=lambda m: _filled(m, "weights")),))
     _wrong_outputs(rig)
     error = rig.failure(3, 1)
@@ -671,7 +671,7 @@ def _filled(metadata: Any, name: str) -> Any:
 
 
 def test_a_field_that_no_slot_carries_is_refused_and_not_compared() -> None:
-    """A tensor that no graph would see is refused at the lane's door, in a verified step as in another."""
+    """A tensor without a slot is refused at the lane's door in a verified step too, and not verified."""
     rig = Rig()
     rig.run(3, 4)
     batch = dataclasses.replace(
@@ -683,14 +683,14 @@ def test_a_field_that_no_slot_carries_is_refused_and_not_compared() -> None:
 
 
 def test_the_verifier_sees_what_the_lane_gets() -> None:
-    """It stands outside every other observer, wherever those were given."""
+    """The verifier is outside the other observers, so that it sees what they change."""
     damage = Damage(metadata=lambda m: dataclasses.replace(m, max_q_len=0))
     rig = Rig(observers=(damage,))
     _wrong_outputs(rig)
     assert rig.failure(3, 4).field == "metadata.max_q_len"
 
 
-# -- padded rows -----------------------------------------------------------------------------------
+# -- padding rows ----------------------------------------------------------------------------------
 
 
 def _write_tail(name: str, value: int) -> Callable[[ForwardBatch], Any]:
@@ -698,7 +698,7 @@ def _write_tail(name: str, value: int) -> Callable[[ForwardBatch], Any]:
 
 
 def test_a_padded_row_that_writes_is_the_suspect() -> None:
-    """Where only a tail is wrong no field is named, but the slot whose padded rows capture did not have."""
+    """If only padding rows are wrong no field is named; a slot that differs from capture is the suspect."""
     rig = Rig()
     rig.before_replay(lambda: rig.slot("out_cache_loc")[3:].fill_(SLOTS - 1))
     error = rig.failure(3, 3, 3)
@@ -714,7 +714,7 @@ def test_a_padded_row_that_writes_is_the_suspect() -> None:
 
 @pytest.mark.parametrize("name", ["req_pool_indices", "seq_lens", "positions", "input_ids"])
 def test_stale_rows_of_the_view_are_suspects(name: str) -> None:
-    """A tail that an earlier batch left is named, and what is derived from it is not."""
+    """Stale padding rows of the view are the only suspect; fields derived from them are not named."""
     rig = Rig(observers=(Damage(_write_tail(name, 2)),))
     _wrong_outputs(rig)
     error = rig.failure(3, 3, 3)
@@ -726,7 +726,7 @@ def test_stale_rows_of_the_view_are_suspects(name: str) -> None:
     [("kv_last_page_len", 3, 2), ("kv_indptr", 4, 8), ("kv_indices", 6, 5)],
 )
 def test_stale_rows_of_metadata_are_suspects(name: str, at: int, value: int) -> None:
-    """Padded rows of metadata are held to what the backend derives from the view."""
+    """Padding rows of metadata are compared with what the backend derives from the view."""
     rig = Rig()
     rig.before_replay(lambda: rig.slot(f"flashinfer.{name}")[at].fill_(value))
     _wrong_outputs(rig)
@@ -736,10 +736,10 @@ def test_stale_rows_of_metadata_are_suspects(name: str, at: int, value: int) -> 
 
 
 class Loose(CudaGraphRunner):
-    """Keeps earlier tokens in the tail of ``input_ids``, and captures at other positions."""
+    """A runner that keeps padding rows of ``input_ids`` as they are and captures at other positions."""
 
     def slots(self) -> list[GraphSlot]:
-        """Return declarations of which ``input_ids`` keeps its tail."""
+        """Return the slots; that of ``input_ids`` keeps its padding rows."""
         kept = {"padding_policy": PaddingPolicy.FOREACH_COPY, "reason": "any token is a token"}
         return [
             dataclasses.replace(slot, **kept) if slot.name == "input_ids" else slot
@@ -747,14 +747,14 @@ class Loose(CudaGraphRunner):
         ]
 
     def dummy(self, shape: GraphShape) -> ForwardBatch:
-        """Return padding at another position than the pad value."""
+        """Return a dummy whose positions are not the pad value."""
         dummy = super().dummy(shape)
         dummy.positions.fill_(3)
         return dummy
 
 
 def test_suspects_that_a_policy_explains_come_last() -> None:
-    """A stale row is first, then a pad value that capture did not have, then a tail that is kept."""
+    """Suspects are a stale row, then a pad value that differs from capture, then rows kept by policy."""
     rig = Rig(runner=Loose, observers=(Damage(_write_tail("req_pool_indices", 2)),))
     rig.lane.run(dataclasses.replace(rig.batch(1, 1, 1, 1), input_ids=torch.full((4,), 5)))
     _wrong_outputs(rig)
@@ -765,7 +765,7 @@ def test_suspects_that_a_policy_explains_come_last() -> None:
 
 
 def test_a_host_number_of_the_batch_is_a_suspect() -> None:
-    """A number that a view carries is capture's; where the batch has another, that is said."""
+    """The view has the host number of capture; it is a suspect if the batch has another one."""
     rig = Rig()
     _wrong_outputs(rig)
     error = rig.failure(3, 4, num_token_non_padded_cpu=2)
@@ -773,14 +773,14 @@ def test_a_host_number_of_the_batch_is_a_suspect() -> None:
     assert "view.num_token_non_padded_cpu: replay None, eager 2" in error.message
 
 
-# -- what is not named -----------------------------------------------------------------------------
+# -- fields that are not named ---------------------------------------------------------------------
 
 
 class DevicePacking(FlashInferBackend):
-    """Writes all of ``kv_indices``: what nobody reads is a page of the last request, padding or not."""
+    """A backend that fills unread entries of ``kv_indices`` with a page of the last row, live or padding."""
 
     def fill_metadata(self, view: Any, metadata: FlashInferMetadata) -> None:
-        """Fill, then write what is behind the last page."""
+        """Fill, then write the entries after the last page."""
         super().fill_metadata(view, metadata)
         pages = metadata.kv_indices
         last = self.context.req_to_token[view.req_pool_indices[-1:], 0] // PAGE
@@ -808,7 +808,7 @@ def test_right_fields_are_never_named(
     garbage: int,
     in_graph: bool,  # noqa: FBT001  a case
 ) -> None:
-    """Where only the recorded work is wrong nothing is named, whatever unwritten tails held before."""
+    """If only the recorded work is wrong no field is named, whatever unwritten entries held before."""
     rig = _broken_rig(backend, in_graph=in_graph)
     rig.slot("flashinfer.kv_indices").fill_(garbage)
     error = rig.failure(*lengths)
@@ -834,7 +834,7 @@ def test_right_replays_never_raise(
     garbage: int,
     in_graph: bool,  # noqa: FBT001  a case
 ) -> None:
-    """Batches of any lengths, on a cache of anything, agree with their eager runs."""
+    """Batches of any lengths, on a cache with any contents, agree with their eager runs."""
     rig = _right_rig(in_graph=in_graph)
     rig.slot("flashinfer.kv_indices").fill_(garbage)
     for cache in (*rig.kv.k, *rig.kv.v):
@@ -844,10 +844,10 @@ def test_right_replays_never_raise(
 
 
 class Counting(CudaGraphRunner):
-    """Has slots that are computed, and one that a batch may lack."""
+    """A runner with computed slots and an optional one."""
 
     def slots(self) -> list[GraphSlot]:
-        """Return declarations of which ``global_num_tokens_gpu`` is always the padded count."""
+        """Return slots of which ``global_num_tokens_gpu`` is always the padded count, and an optional one."""
         registry = build_decode_registry(
             max_bs=4,
             max_num_token=4,
@@ -860,7 +860,7 @@ class Counting(CudaGraphRunner):
         return [*registry, make_slot("encoder_lens", optional=True)]
 
     def dummy(self, shape: GraphShape) -> ForwardBatch:
-        """Return padding with one of the fields that a batch may lack."""
+        """Return a dummy with the optional field."""
         return dataclasses.replace(
             super().dummy(shape),
             encoder_lens=torch.zeros(shape.batch_size, dtype=torch.int64),
@@ -868,7 +868,7 @@ class Counting(CudaGraphRunner):
 
 
 def test_what_is_no_copy_of_the_batch_is_not_held_to_it() -> None:
-    """A computed slot, and a field that a batch may lack and lacks, are as they should be."""
+    """A computed slot, and an optional field that the batch lacks, are no difference."""
     rig = Rig(runner=Counting)
     _wrong_outputs(rig)
     error = rig.failure(3, 3, 3, global_num_tokens_gpu=torch.tensor([3], dtype=torch.int32))
@@ -876,7 +876,7 @@ def test_what_is_no_copy_of_the_batch_is_not_held_to_it() -> None:
 
 
 def test_a_cache_is_no_metadata() -> None:
-    """Where metadata refers to the KV cache, a key that is wrong there is not called its field."""
+    """If metadata refers to the KV cache, a wrong key there is not reported as a field of metadata."""
     rig = Rig(backend=Plain)
     rig.after_replay(lambda outputs: rig.kv.k[0][PAGE].fill_(3e3))
     error = rig.failure(4)
@@ -885,7 +885,7 @@ def test_a_cache_is_no_metadata() -> None:
 
 
 def test_what_padding_changes_is_said_beside_the_suspects() -> None:
-    """An element that the padded view and the batch alone give differently is no fault of the replay."""
+    """A metadata element that differs only because of padding is reported as such, and is no suspect."""
     rig = Rig(backend=DevicePacking)
     _wrong_outputs(rig)
     error = rig.failure(3, 3, 3)
@@ -894,17 +894,17 @@ def test_what_padding_changes_is_said_beside_the_suspects() -> None:
 
 
 class Fragile(FlashInferBackend):
-    """Cannot derive metadata in memory that holds ones."""
+    """A backend that derives eager metadata only in memory that holds zeros."""
 
     def fill_metadata(self, view: Any, metadata: FlashInferMetadata) -> None:
-        """Refuse unless the memory is new."""
+        """Fill, or raise if the memory of an eager run is not new."""
         if self._registry is None and int(metadata.kv_last_page_len[0]):
             raise ValueError("not new")
         super().fill_metadata(view, metadata)
 
 
 def test_a_backend_that_fails_in_the_comparison_hides_nothing() -> None:
-    """The difference is told, and that its cause was not found, and why."""
+    """The error has the difference, the reason why metadata was not compared, and the other suspects."""
     rig = Rig(backend=Fragile, observers=(Damage(_write_tail("positions", 2)),))
     _wrong_outputs(rig)
     error = rig.failure(3, 3, 3)
@@ -917,7 +917,7 @@ def test_a_backend_that_fails_in_the_comparison_hides_nothing() -> None:
 
 
 def test_a_replay_may_not_change_the_page_table() -> None:
-    """What recorded work writes to ``req_to_token`` is found, though the results agree."""
+    """A write of recorded work to ``req_to_token`` raises, before any eager run."""
     rig = Rig()
     rig.after_replay(lambda outputs: rig.table[4, 7:].fill_(1))
     error = rig.failure(3, 4)
@@ -929,7 +929,7 @@ def test_a_replay_may_not_change_the_page_table() -> None:
 
 
 def test_a_verifier_belongs_to_the_one_lane_that_it_observes() -> None:
-    """It has no lane before its first step, and refuses the step of a second lane."""
+    """A verifier has no lane before its first step, and refuses the step of a second lane."""
     rig = Rig()
     with pytest.raises(EngineError, match=r"observed no step of a lane\n.*observers=\[verifier\]"):
         _ = rig.verifier.lane
@@ -951,7 +951,7 @@ def test_a_verifier_belongs_to_the_one_lane_that_it_observes() -> None:
 
 
 def test_an_unverified_step_keeps_nothing() -> None:
-    """Outside a verified step nothing is copied, derived or held, after a step that raised too."""
+    """An unverified step copies and derives nothing, and a step that raised leaves nothing held."""
     rig = Rig(share=0.5, seed=1)
     derived: list[int] = []
     real = rig.verifier._backend.init_metadata_eager
@@ -968,7 +968,7 @@ def test_an_unverified_step_keeps_nothing() -> None:
         derived.clear()
         rig.run(3, 2, 4)
         was_verified = rig.verifier.verified - before
-        assert len(derived) == 2 * was_verified  # of the padded rows, and of the batch
+        assert len(derived) == 2 * was_verified  # one of the padded rows, one of the batch
         assert bool(rig.shadow.k[1].isnan().all()) is not bool(was_verified)
     rig.before_replay(lambda: 1 / 0)
     rig.verifier.share = 1

@@ -1,7 +1,8 @@
-"""Each distribution, built to a wheel, imports with what it declares and nothing else.
+"""The wheel of each distribution imports with its declared dependencies and nothing else.
 
-An environment is a folder: the wheels of the distribution and of what it needs of ours, and links to what
-they need of others, as the metadata of both says. Python runs with that folder in the place of its own.
+An environment is a folder of links: to the unpacked wheels of the distribution and of our distributions
+that it requires, and to their installed third-party requirements, as the metadata of both declares. Python
+runs with this folder in place of its own site-packages.
 """
 
 import subprocess
@@ -46,12 +47,12 @@ sys.exit(main(sys.argv[2:]))
 
 @dataclass(frozen=True)
 class Wheels:
-    """Unpacked wheels of this repository, by the name of their distribution."""
+    """The unpacked wheels of this repository, by name of their distribution."""
 
     folders: dict[str, Path]
 
     def needs(self, name: str, extras: frozenset[str]) -> Iterator[Requirement]:
-        """Yield what a distribution, of ours or installed, needs with these extras."""
+        """Yield the requirements of a distribution, ours or installed, with these extras."""
         if name in self.folders:
             (info,) = self.folders[name].glob("*.dist-info")
             found = PathDistribution(info).requires
@@ -65,7 +66,7 @@ class Wheels:
                 yield need
 
     def closure(self, name: str, *extras: str) -> set[str]:
-        """Return the names of all that a distribution needs, itself among them."""
+        """Return the names of all direct and indirect requirements of a distribution, and its own name."""
         todo, done = [(name, frozenset(extras))], set[tuple[str, frozenset[str]]]()
         while todo:
             at = todo.pop()
@@ -88,13 +89,13 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> Wheels:
         _python("-m", "hatchling", "build", "-t", "wheel", "-d", str(built), cwd=project)
         (wheel,) = built.glob("*.whl")
         folders[name] = root / name
-        zipfile.ZipFile(wheel).extractall(folders[name])  # our own
+        zipfile.ZipFile(wheel).extractall(folders[name])  # built from our own source
     return Wheels(folders)
 
 
 @pytest.fixture(scope="module")
 def environment(wheels: Wheels, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Return what makes the folder of a distribution and of all that it declares."""
+    """Return a function that makes the folder of a distribution and of all its requirements."""
 
     def make(name: str, *extras: str) -> Path:
         site = tmp_path_factory.mktemp("site")
@@ -128,7 +129,7 @@ def _python(
 @pytest.mark.sweep
 @pytest.mark.parametrize("name", PROJECTS)
 def test_a_wheel_imports_with_what_it_declares(name: str, environment: Callable[..., Path]) -> None:
-    """Every module of the distribution is imported from its wheel, beside declared dependencies alone."""
+    """Every module that needs no extra imports from the wheel, with only its declared dependencies."""
     package, left_out = name.replace("-", "_"), NEEDS_AN_EXTRA.get(name, [])
     told = _python("-I", "-S", "-c", IMPORT_ALL, str(environment(name)), package, *left_out)
     assert package in told.stdout.split()
@@ -137,7 +138,7 @@ def test_a_wheel_imports_with_what_it_declares(name: str, environment: Callable[
 def test_the_command_alone_lists_plugins_and_knows_who_has_the_others(
     environment: Callable[..., Path],
 ) -> None:
-    """``graphpact[cli]`` runs ``plugins``; of any other command of ours it names the distribution."""
+    """``graphpact[cli]`` alone runs ``plugins``; for our other commands it names the distribution."""
     site = str(environment("graphpact", "cli"))
     assert "eager" in _python("-I", "-S", "-c", COMMAND, site, "plugins").stdout
     for command, owner in (
@@ -155,6 +156,6 @@ def test_the_command_alone_lists_plugins_and_knows_who_has_the_others(
 
 
 def test_the_command_needs_its_extra_and_says_so(environment: Callable[..., Path]) -> None:
-    """The core without typer and rich ends with status 2 and the extra that brings them."""
+    """Without typer and rich the core's command ends with status 2 and names the extra to install."""
     told = _python("-I", "-S", "-c", COMMAND, str(environment("graphpact")), "plugins", status=2)
     assert told.stderr.endswith('pip install "graphpact[cli]"\n')

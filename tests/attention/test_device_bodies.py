@@ -1,4 +1,4 @@
-"""The bodies that portable kernels have for other devices, which read nothing on the host, on a CPU."""
+"""Tests on a CPU of the code of portable kernels for other devices, which reads nothing on the host."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ LANES = [
 
 @pytest.fixture(autouse=True)
 def _elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let no kernel read its index tensors."""
+    """Let no kernel read its index tensors on the host."""
     monkeypatch.setattr(_library, "may_read", lambda tensor: False)
 
 
@@ -32,5 +32,5 @@ def _elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_lane_answers_what_the_oracle_says(
     backend: type[AttentionBackend], config: Config
 ) -> None:
-    """Padded to its bounds, every kernel gives the oracle's rows, and writes nobody's memory."""
+    """Padded to its bounds, every kernel gives the oracle's rows and does not write unowned memory."""
     hold_to_oracle(backend, config, strict=False, max_examples=2)

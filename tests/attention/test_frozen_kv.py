@@ -1,4 +1,4 @@
-"""`AttentionBackend.forward` without new keys and values, and layers that read the cache of another."""
+"""Tests of `AttentionBackend.forward` with frozen KV, and of layers that use another layer's cache."""
 
 import importlib.util
 from collections.abc import Callable
@@ -51,13 +51,13 @@ class SharedConfig(Config):
 
     @property
     def layers(self) -> list[LayerSpec]:
-        """The layers of the kit, the second without a cache of its own."""
+        """The layers of the suite, of which the second uses the cache of the first."""
         plain, special = super().layers
         return [plain, replace(special, kv_layer=0)]
 
 
 class SharedRig(Rig):
-    """A model that writes in its first layer and only attends in the second."""
+    """A rig whose model writes KV in its first layer and only attends in the second."""
 
     def model(self, batch: Any, metadata: Any, attend: Attend) -> StepOutputs:
         """Return ``rows``, ``[T, columns]``: the outputs of both layers."""
@@ -83,12 +83,12 @@ def bits(rig: Rig) -> list[torch.Tensor]:
 
 
 def same(before: list[torch.Tensor], after: list[torch.Tensor]) -> list[bool]:
-    """Return for each tensor whether it is what it was."""
+    """Return for each tensor whether it is unchanged."""
     return [torch.equal(a, b) for a, b in zip(before, after, strict=True)]
 
 
 def each_problem(rig: Rig, check: Callable[[Any, Any], None]) -> None:
-    """Call ``check`` with the batch and the eager metadata of drawn problems on the rig's memory."""
+    """Load drawn problems into the rig; call ``check`` with the batch and eager metadata of each."""
     with torch.inference_mode():
         for steps in draw(rig.config, 2, 0):
             for problem in steps:
@@ -103,7 +103,7 @@ def each_problem(rig: Rig, check: Callable[[Any, Any], None]) -> None:
 def test_attending_alone_repeats_a_writing_forward(
     backend: type[AttentionBackend], config: Config
 ) -> None:
-    """Attending after a forward that wrote gives the same output, and leaves the cache as it is."""
+    """Without keys and values, `forward` repeats the output of the one that wrote; the cache is unchanged."""
     rig = Rig(config, backend=backend, capture=False)
     seen = []
 
@@ -124,7 +124,7 @@ def test_attending_alone_repeats_a_writing_forward(
 def test_a_layer_uses_the_cache_that_it_names(
     backend: type[AttentionBackend], config: Config
 ) -> None:
-    """A layer with ``kv_layer`` reads and writes that cache; its own one is neither read nor written."""
+    """A layer with ``kv_layer`` reads and writes that cache, and neither reads nor writes its own."""
     rig = Rig(shared(config), backend=backend, capture=False)
     first, second = rig.layers
     own = replace(second, kv_layer=None)
@@ -143,7 +143,7 @@ def test_a_layer_uses_the_cache_that_it_names(
         assert torch.equal(rig.backend.forward(q, None, None, second, metadata), expected)
         rig.backend.forward(q, k + 1, v + 1, second, metadata)
         kept = same(before, bits(rig))
-        at = range(len(kept))  # keys and values of a layer lie together
+        at = range(len(kept))  # keys and values of a layer are adjacent
         assert all(kept[i] for i in at if i >= half)
         assert not all(kept[i] for i in at if i < half) or batch.num_tokens == 0
 
@@ -156,7 +156,7 @@ def test_a_layer_uses_the_cache_that_it_names(
 def test_a_graph_attends_to_a_shared_cache(
     backend: type[AttentionBackend], config: Config, *, strict: bool
 ) -> None:
-    """A replay of a model with a layer that writes no keys gives what an eager step gives."""
+    """A replay of a model with a layer that writes no KV gives the outputs of an eager step."""
 
     def driver(device: torch.device) -> GraphDriver:
         return TapeDriver(device, strict=strict)
@@ -175,7 +175,7 @@ def test_a_graph_attends_to_a_shared_cache(
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_keys_without_values_are_refused(backend: type[AttentionBackend]) -> None:
-    """One of both is an error that names the layer and what is missing; nothing is written."""
+    """Keys without values, or the reverse, are an error that names the layer; nothing is written."""
     (_, config), *_ = [param.values for param in LANES if param.values[0] is backend]
     rig = Rig(config, backend=backend, capture=False)
     before = bits(rig)
@@ -206,7 +206,7 @@ def test_keys_without_values_are_refused(backend: type[AttentionBackend]) -> Non
     ],
 )
 def test_a_cache_that_does_not_fit_is_refused(changes: dict[str, Any], says: str) -> None:
-    """A backend is not built for a layer that names a cache of other widths, or none."""
+    """Building a backend fails if a layer names a cache of other widths, or one that does not exist."""
     (_, config), *_ = [param.values for param in LANES if param.values[0] is FA3Backend]
     context = Rig(config, backend=FA3Backend, capture=False).backend.context
     plain, special = context.layers

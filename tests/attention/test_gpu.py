@@ -1,4 +1,4 @@
-"""On a GPU: native kernels and portable ones, under CUDA graphs, against the oracle."""
+"""Tests on a GPU: native and portable kernels in CUDA graphs, compared with the oracle."""
 
 from dataclasses import replace
 from itertools import product
@@ -29,7 +29,7 @@ HEADS = (
 
 
 def _configs(backend: type[AttentionBackend]) -> list[Config]:
-    """Return what a backend declares of the sizes that vendors' kernels know."""
+    """Return the configurations, of sizes that vendors' kernels support, that a backend declares."""
     can = backend.capabilities
     found = []
     for case, page_size, heads in product(CASES, (16, 64, 256), HEADS):
@@ -60,7 +60,7 @@ def _configs(backend: type[AttentionBackend]) -> list[Config]:
 def test_a_lane_answers_what_the_oracle_says(
     backend: type[AttentionBackend], config: Config, provider: ProviderName
 ) -> None:
-    """Recorded by CUDA graphs, real rows are the oracle's, and memory of nobody's is untouched."""
+    """In CUDA graphs, live rows equal the oracle's, and unowned memory is not written."""
     reason = _refusal(backend, config) if provider == "native" else None
     if reason is not None:
         pytest.skip(reason)
@@ -68,7 +68,7 @@ def test_a_lane_answers_what_the_oracle_says(
 
 
 def _refusal(backend: type[AttentionBackend], config: Config, device: torch.device) -> str | None:
-    """Return why the native kernels cannot run this, or None where they can."""
+    """Return the reason why the native kernels cannot run this, or None if they can."""
     empty = torch.zeros(0, device=GPU)
     context = BackendContext(
         *(GPU, config.dtype, config.layers, config.limits, empty, None),  # type: ignore[arg-type]

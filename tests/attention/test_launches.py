@@ -1,4 +1,4 @@
-"""How much work a step gives the device before its replay, and that docs/attention.md says so."""
+"""Counts of device operations before a replay, and their table in docs/attention.md."""
 
 import dataclasses
 from pathlib import Path
@@ -26,7 +26,7 @@ BACKENDS: dict[str, type[AttentionBackend]] = {
 
 
 class Launches(TorchDispatchMode):
-    """Counts operations on memory of the device; host memory on a CPU lane is told by its storages."""
+    """A counter of operations on device memory, which on a CPU lane is a given set of storages."""
 
     def __init__(self, device_memory: list[torch.Tensor]) -> None:
         super().__init__()
@@ -34,10 +34,10 @@ class Launches(TorchDispatchMode):
         self._device = {t.untyped_storage().data_ptr() for t in device_memory}
         self._kept: list[
             torch.Tensor
-        ] = []  # else host memory could take the address of what is gone
+        ] = []  # keeps addresses in use, so that host memory cannot get them
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run ``func``; count it where it reads or writes the device, but for views and new memory."""
+        """Run ``func``; count it if it reads or writes device memory and is no view and no allocation."""
         out = func(*args, **(kwargs or {}))
         given = leaves((args, kwargs))
         touched = any(t.untyped_storage().data_ptr() in self._device for t in given)
@@ -55,7 +55,7 @@ class Launches(TorchDispatchMode):
 
 
 def _count(backend: type[AttentionBackend], case: Case, *, in_graph: bool) -> str:
-    """Return how many launches the replay hook makes, in a model without windows; a dash where undeclared."""
+    """Return the number of launches of the replay hook, without windows; a dash if undeclared."""
     found = next((c for c in configs_of(backend.capabilities) if c.case == case), None)
     if found is None:
         return "-"
@@ -72,12 +72,12 @@ def _count(backend: type[AttentionBackend], case: Case, *, in_graph: bool) -> st
 
 
 def _device_memory(registry: CudaGraphBufferRegistry) -> list[torch.Tensor]:
-    host = torch.device("cpu")  # a slot that names it lies there on a GPU too
+    host = torch.device("cpu")  # a slot that declares it is in host memory on a GPU too
     return [s.buffer for s in registry if s.buffer is not None and s.device != host]
 
 
 def test_the_page_says_how_many_launches_a_replay_hook_makes() -> None:
-    """docs/attention.md has what is counted; where the graph has the rest, hooks only copy plans."""
+    """docs/attention.md has the counted table; with the work in the graph, hooks only copy plans."""
     columns = [(name, in_graph) for name in BACKENDS for in_graph in (True, False)]
     rows = [
         "| mode | "

@@ -1,4 +1,4 @@
-"""The engine around its lanes: what goes in, what comes out, and what is refused at its door."""
+"""Tests of the engine around its lanes: prompts, completions, and refused configurations."""
 
 import os
 import shutil
@@ -39,7 +39,7 @@ def configure(path: Path, *overrides: str) -> EngineConfig:
 
 @pytest.fixture
 def tiny() -> Iterator[Engine]:
-    """Return an engine on the shipped model."""
+    """Yield an engine on the shipped model."""
     with Engine(configure(TINY, "engine.max_num_seqs=4")) as engine:
         yield engine
 
@@ -91,7 +91,7 @@ def test_a_stream_nobody_reads_on_leaves_nothing_behind(tiny: Engine) -> None:
     ],
 )
 def test_one_bad_prompt_starts_none(bad: Any, says: str, tiny: Engine) -> None:
-    """A prompt that cannot be served is named by its place, and the others are not started."""
+    """An invalid prompt is an error with its position, and the other prompts are not started."""
     with pytest.raises(RequestError, match=f"prompt 2 of 3: .*{says}"):
         tiny.stream(["good", bad, "good"])
     assert is_idle(tiny)
@@ -99,7 +99,7 @@ def test_one_bad_prompt_starts_none(bad: Any, says: str, tiny: Engine) -> None:
 
 
 def test_equal_prompts_differ_and_runs_repeat() -> None:
-    """Without a seed of their own equal prompts draw differently, and the engine's seed repeats them."""
+    """Equal prompts without their own seed draw different tokens, which the engine's seed repeats."""
     params = SamplingParams(max_new_tokens=12, temperature=1.0)
     runs = []
     for seed in (5, 5, 6):
@@ -110,7 +110,7 @@ def test_equal_prompts_differ_and_runs_repeat() -> None:
 
 
 def test_a_closed_engine_goes_on_eagerly(tiny: Engine) -> None:
-    """After close() no graph is left, and the same tokens come from eager runs, counted as such."""
+    """After `close` the same tokens come from eager runs, with the reason not_captured."""
     params = SamplingParams(max_new_tokens=8)
     before = tiny.generate(["The "], params)[0].token_ids
     replays = tiny.lanes[0].stats.replays
@@ -129,7 +129,7 @@ def test_a_model_without_tokenizer_takes_token_ids(checkpoint: Callable[..., Pat
 
 
 def test_stop_tokens_end_a_request(tiny: Engine) -> None:
-    """A stop token ends its request with the reason, and is kept."""
+    """A stop token ends its request with reason stop, and is kept."""
     whole = tiny.generate(["The "], SamplingParams(max_new_tokens=12))[0].token_ids
     stop = whole[5]
     params = SamplingParams(max_new_tokens=12, stop_token_ids=frozenset({stop}))
@@ -161,7 +161,7 @@ def test_text_comes_in_whole_characters(text: str) -> None:
     assert all("\ufffd" not in piece or "\ufffd" in text for piece in pieces)
 
 
-# -- refusals at the door ------------------------------------------------------------------------
+# -- refused configurations ------------------------------------------------------------------------
 
 
 def test_a_runner_in_the_wrong_lane_is_refused() -> None:
@@ -188,7 +188,7 @@ def test_a_backend_that_cannot_be_captured_is_refused() -> None:
 
 
 def test_a_backend_that_lacks_a_mode_is_refused() -> None:
-    """A backend without the mode of a lane that it was selected for is refused, with what it has."""
+    """A backend without the mode of its lane is refused; the error lists the modes that it has."""
 
     class DecodeOnly(FlashInferBackend):
         capabilities = replace(
@@ -202,7 +202,7 @@ def test_a_backend_that_lacks_a_mode_is_refused() -> None:
 
 @pytest.mark.parametrize("kind", ["attention_backend", "runner", "graph_driver"])
 def test_a_plugin_that_raises_is_named(kind: str) -> None:
-    """Whatever a plugin's constructor raises is told with the plugin's kind and name."""
+    """An error of a plugin while it is checked or built is reported with the plugin's kind and name."""
 
     class Backend(FlashInferBackend):
         def __init__(self, context: Any) -> None:
@@ -254,14 +254,14 @@ class Lenient(TapeDriver):
 def test_a_strict_lane_without_a_strict_driver_is_refused(
     lane: str, overrides: list[str], says: str
 ) -> None:
-    """``strict`` for a lane without graphs, or of a driver without a strict mode, is a mistake."""
+    """``strict`` is refused for a lane without graphs, and for a driver without a strict mode."""
     config = configure(TINY, f"lanes.{lane}.strict=true", *overrides)
     with pytest.raises(ConfigError, match=rf"lanes\.{lane}\.strict = true, but .*{says}"):
         Engine(config, catalog=Catalog(lenient=Lenient))
 
 
 def test_limits_that_do_not_fit_are_refused() -> None:
-    """More positions than the model's, and more KV cache than memory, are refused with the numbers."""
+    """A `max_model_len` over the model's, and pages over the memory budget, are refused with the numbers."""
     with pytest.raises(ConfigError, match="max_model_len is 5000; the model has 1024"):
         Engine(configure(TINY, "engine.max_model_len=5000"))
     with pytest.raises(ConfigError, match="GiB are available"):
@@ -270,16 +270,16 @@ def test_limits_that_do_not_fit_are_refused() -> None:
 
 @pytest.mark.parametrize("told", [["SC_AVPHYS_PAGES"], ["SC_PHYS_PAGES"], []])
 def test_memory_is_found_on_every_system(told: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the system does not tell its free memory, an engine is built all the same."""
+    """An engine is built even if the system does not report its free memory."""
     monkeypatch.setattr("os.sysconf_names", {name: os.sysconf_names[name] for name in told})
     with Engine(configure(TINY, "engine.max_num_seqs=2")) as engine:
         assert engine.memory.pages.num_pages == 2 * 1024 // 16
 
 
 def test_a_generation_config_of_its_own_ends_text(tmp_path: Path) -> None:
-    """End tokens are the generation config's, one or several, where there is one."""
+    """The end tokens are those of the model's generation config, if there is one; it may have several."""
     path = Path(shutil.copytree(TINY, tmp_path / "model"))
-    (path / "generation_config.json").write_text('{"eos_token_id": [32, 256]}')  # a space ends it
+    (path / "generation_config.json").write_text('{"eos_token_id": [32, 256]}')  # 32 is a space
     with Engine(configure(path)) as engine:
         assert engine.eos_token_ids == {32, 256}
         (done,) = engine.generate(["If the file does"], SamplingParams(max_new_tokens=60))

@@ -1,4 +1,4 @@
-"""Tokens through captured graphs are the tokens of transformers."""
+"""Tokens from captured graphs equal the tokens of transformers."""
 
 import itertools
 import random
@@ -17,7 +17,7 @@ PROMPT_LENGTHS = (1, 5, 16, 17, 40, 3, 60, 2)
 
 
 def make_engine(path: Path, *overrides: str) -> Engine:
-    """Build an engine on a CPU whose every replay is verified."""
+    """Build an engine on a CPU that verifies every replay."""
     return Engine(
         EngineConfig.load(
             None,
@@ -41,7 +41,7 @@ def make_engine(path: Path, *overrides: str) -> Engine:
 def test_greedy_tokens_equal_transformers(
     architecture: str, page_size: int, checkpoint: Callable[..., Path]
 ) -> None:
-    """Greedy tokens equal transformers' for every prompt, and nearly every one came from a replay."""
+    """Greedy tokens equal transformers' for every prompt, and every decode step is a verified replay."""
     path = checkpoint(architecture)
     draw = random.Random(architecture)
     prompts = [[draw.randrange(2, 199) for _ in range(n)] for n in PROMPT_LENGTHS]
@@ -71,11 +71,11 @@ def test_greedy_tokens_equal_transformers(
         len(r.output_token_ids) - 1 for r in requests
     )
     padded = [s for shape, s in decode.shapes.items() if s.padding_waste(shape) > 0]
-    assert padded  # some batch was smaller than its bucket
+    assert padded  # some batch was smaller than its shape
 
 
 def test_logits_are_the_graphs_own(checkpoint: Callable[..., Path]) -> None:
-    """What a step returns was written by its replay: outputs cleared before it are overwritten."""
+    """A step returns what its replay wrote: outputs that held NaN before it are overwritten."""
     engine = make_engine(checkpoint("llama"), "verify.replay_against_eager=0.0")
     lane = engine.lanes[0]
     engine.add([5, 6, 7], SamplingParams(max_new_tokens=3))
@@ -83,7 +83,7 @@ def test_logits_are_the_graphs_own(checkpoint: Callable[..., Path]) -> None:
     engine.step()
     scheduled = engine.scheduler.schedule()
     assert scheduled is not None
-    with torch.inference_mode():  # the outputs were made in it
+    with torch.inference_mode():  # the outputs are inference tensors
         for captured in lane.captured.values():
             captured.graph.outputs.logits.fill_(float("nan"))
     logits = lane.run(scheduled.batch).logits
@@ -102,7 +102,7 @@ def test_logits_are_the_graphs_own(checkpoint: Callable[..., Path]) -> None:
 def test_a_gpu_writes_the_same_tokens(
     architecture: str, driver: str, checkpoint: Callable[..., Path]
 ) -> None:
-    """On a GPU, through CUDA graphs and through the tape, every replay verified, tokens are a CPU's."""
+    """On a GPU, with CUDA graphs and with the tape, tokens equal a CPU's, and every replay is verified."""
     path = checkpoint(architecture)
     draw = random.Random(architecture)
     prompts = [[draw.randrange(2, 199) for _ in range(n)] for n in PROMPT_LENGTHS]
@@ -119,7 +119,7 @@ def test_a_gpu_writes_the_same_tokens(
 def test_batches_without_a_bucket_run_eagerly_with_the_reason(
     checkpoint: Callable[..., Path],
 ) -> None:
-    """A batch larger than the largest bucket runs eagerly, is counted with its reason, and is right."""
+    """A batch larger than the largest shape runs eagerly with that reason, and gives the same tokens."""
     path = checkpoint("llama")
     engine = make_engine(path, "lanes.decode.batch_sizes=[1,2]")
     prompts = [[3 + i, 4, 5] for i in range(4)]

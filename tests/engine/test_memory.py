@@ -1,4 +1,4 @@
-"""Graph-resident memory: every tensor that a graph touches is somebody's, and what is nobody's is seen."""
+"""Tests of graph-resident memory: declared tensors are listed, and undeclared ones are found."""
 
 import gc
 import json
@@ -34,7 +34,7 @@ SHARING = ["lanes.decode.share_buffers=true", "lanes.prefill.share_buffers=true"
 
 
 class DecodesAnywhere(CudaGraphRunner):
-    """Captures decode in a lane of any mode, so that two lanes have graphs."""
+    """A runner that captures decode in a lane of any mode, so that two lanes have graphs."""
 
     modes = frozenset(ForwardMode)
 
@@ -43,7 +43,7 @@ class DecodesAnywhere(CudaGraphRunner):
 
 
 class Undeclared(FlashInferBackend):
-    """Reads a table of its own, which is neither a slot nor a weight."""
+    """A backend that reads its own table, which is neither a slot nor a weight."""
 
     table: torch.Tensor | None = None
 
@@ -55,7 +55,7 @@ class Undeclared(FlashInferBackend):
         layer: LayerSpec,
         metadata: Metadata,
     ) -> torch.Tensor:
-        """Attend with queries that are scaled by as many rows of the table as there are tokens."""
+        """Attend with queries that are scaled by the table, one row for each token."""
         if self.table is None:
             self.table = torch.ones(8, 1, 1, dtype=q.dtype)
         return super().forward(q * self.table[: len(q)], k, v, layer, metadata)
@@ -69,7 +69,7 @@ def build(*overrides: str, backend: type[AttentionBackend] = FlashInferBackend) 
 
 @pytest.fixture(scope="module")
 def demo() -> Iterator[Engine]:
-    """The demo's engine, for tests that only look at it."""
+    """Yield the demo's engine, for tests that do not change it."""
     with build() as engine:
         yield engine
 
@@ -107,7 +107,7 @@ def inside(tensor: torch.Tensor, *others: torch.Tensor) -> bool:
 
 
 def declared(engine: Engine, lane: Lane) -> dict[str, list[torch.Tensor]]:
-    """Return what a graph may touch besides its pool, by kind."""
+    """Return the tensors that a graph may use besides its pool, by kind."""
     assert lane.registry is not None
     model, memory = engine.model.model, engine.memory
     return {
@@ -118,11 +118,11 @@ def declared(engine: Engine, lane: Lane) -> dict[str, list[torch.Tensor]]:
     }
 
 
-# -- the promise -----------------------------------------------------------------------------------
+# -- declared memory -------------------------------------------------------------------------------
 
 
 def test_every_recorded_tensor_of_the_demo_is_declared_or_the_tapes_own() -> None:
-    """A tensor in the nodes of a tape is slot, weight, KV cache or request table, or dies with the tape."""
+    """Each tensor of a tape is slot, weight, KV cache or request table, or is freed with the tape."""
     engine = build()
     memory = EngineMemory.of(engine)
     pools = {row.name: row.nbytes for row in memory.rows if row.kind == "pool"}
@@ -153,7 +153,7 @@ def test_every_recorded_tensor_of_the_demo_is_declared_or_the_tapes_own() -> Non
 
 
 def test_what_is_declared_is_listed_with_its_facts(demo: Engine) -> None:
-    """Slots, layers and weights of the demo each have one row, as large as the tensor that they are."""
+    """Each slot, KV cache tensor and weight in a graph of the demo has one row with the tensor's facts."""
     memory = EngineMemory.of(demo)
     (lane,) = [lane for lane in demo.lanes if lane.registry is not None]
     assert lane.registry is not None
@@ -189,14 +189,14 @@ def test_what_is_declared_is_listed_with_its_facts(demo: Engine) -> None:
 
 
 def test_the_picture_in_the_docs_is_the_demos(demo: Engine) -> None:
-    """docs/slots.svg is what ``graphpact doctor --memory -c examples/demo.toml --picture`` draws."""
+    """docs/slots.svg is the picture of ``graphpact doctor --memory -c examples/demo.toml --picture``."""
     registries = [lane.registry for lane in demo.lanes if lane.registry is not None]
     picture = DEMO.parents[1] / "docs/slots.svg"
     assert picture.read_text(encoding="utf-8") == draw(r.describe() for r in registries)
 
 
 def test_which_slots_graphs_read_is_told(demo: Engine) -> None:
-    """Inputs of the model are in the graphs of decode; lengths are read by what prepares them."""
+    """Slots that the decode graphs read have `in_graph`; ``seq_lens_cpu``, which no graph reads, has not."""
     rows = {row.name: row.in_graph for row in EngineMemory.of(demo).rows if row.kind == "slot"}
     assert rows["input_ids"]
     assert rows["flashinfer.kv_indices"]
@@ -206,7 +206,7 @@ def test_which_slots_graphs_read_is_told(demo: Engine) -> None:
 def test_the_command_lists_every_slot_and_tensor(
     demo: Engine, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What ``doctor --memory --json`` writes has each row, by name, that Python has."""
+    """``doctor --memory --json`` prints the rows of `EngineMemory`, with every slot."""
     monkeypatch.delenv("GRAPHPACT_DISABLE_PLUGINS", raising=False)
     status = main(["doctor", "--memory", "--json", "-c", str(DEMO), "-s", 'engine.device="cpu"'])
     out, err = capsys.readouterr()
@@ -220,11 +220,11 @@ def test_the_command_lists_every_slot_and_tensor(
     assert len(slots) >= 10
 
 
-# -- what breaks it --------------------------------------------------------------------------------
+# -- undeclared memory -----------------------------------------------------------------------------
 
 
 def test_a_tensor_that_nobody_declared_is_unknown() -> None:
-    """A backend's own table is found, once for all shapes, as large as the largest view of it."""
+    """A backend's undeclared table is found, once for all shapes, with the size of its largest view."""
     with build(backend=Undeclared) as engine:
         (row,) = EngineMemory.of(engine).unknown
         assert (row.lane, row.shape, row.dtype) == ("decode", (8, 1, 1), "float32")
@@ -232,7 +232,7 @@ def test_a_tensor_that_nobody_declared_is_unknown() -> None:
 
 
 def test_a_tensor_that_ends_behind_what_is_declared_is_unknown() -> None:
-    """Beginning in declared memory is not enough: all of a tensor has to be declared."""
+    """A tensor that begins in declared memory and ends outside it is undeclared."""
     base = torch.zeros(12)
     known = _Ranges([_extent(base[:4]), _extent(base[4:8])])
     inner = [base[:4], base[1:3], base[:8:2], base[:8].view(2, 4).t()]
@@ -246,7 +246,7 @@ def test_a_tensor_that_ends_behind_what_is_declared_is_unknown() -> None:
 def test_the_command_warns_of_what_nobody_declared(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An undeclared tensor is a warning with shape, dtype and what to do; the status stays 0."""
+    """An undeclared tensor is a warning with shape, dtype and a help; the status stays 0."""
     doctor: Any = PluginCatalog.scan(env={}).select("command", "doctor")
     catalog = Catalog(flashinfer=Undeclared, doctor=doctor)
     monkeypatch.setattr(PluginCatalog, "scan", lambda **_: catalog)
@@ -266,11 +266,11 @@ def test_the_command_warns_of_what_nobody_declared(
     assert "[8, 1, 1]" in problem["what"]
 
 
-# -- lanes together --------------------------------------------------------------------------------
+# -- several lanes ---------------------------------------------------------------------------------
 
 
 def union(engine: Engine) -> int:
-    """Return how many addresses the declared tensors of all lanes with graphs cover together."""
+    """Return the number of addresses that declared tensors of all lanes with graphs cover together."""
     ranges: list[range] = []
     for lane in engine.lanes:
         if lane.registry is not None:
@@ -293,7 +293,7 @@ def union(engine: Engine) -> int:
 
 @pytest.mark.parametrize("sharing", [False, True], ids=["apart", "sharing"])
 def test_totals_count_nothing_twice(sharing: bool) -> None:  # noqa: FBT001  a parameter of the test
-    """Two lanes' bytes are the addresses that they cover together, and what their pools have."""
+    """The bytes of two lanes are the addresses that they cover together, plus their pools."""
     overrides = ["lanes.prefill.runner=decodes_anywhere", *(SHARING if sharing else [])]
     with build(*overrides) as engine:
         memory = EngineMemory.of(engine)
@@ -316,7 +316,7 @@ def test_totals_count_nothing_twice(sharing: bool) -> None:  # noqa: FBT001  a p
 
 
 def test_a_lane_without_graphs_says_so(demo: Engine) -> None:
-    """An eager lane has no rows and a reason; so has every lane once the engine is closed."""
+    """An eager lane, and every lane of a closed engine, has no rows and a reason."""
     decode, prefill = EngineMemory.of(demo).lanes
     assert (prefill.rows, str(prefill.absent)) == ((), "this lane captures nothing")
     assert decode.absent is None
@@ -331,7 +331,7 @@ def test_a_lane_without_graphs_says_so(demo: Engine) -> None:
 def test_a_driver_that_cannot_tell_gets_every_weight_and_no_verdict(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Without external tensors all weights are listed, what graphs touch is open, a pool may be too."""
+    """Without external tensors all weights are listed, `in_graph` is None, and a pool's size may be None."""
     monkeypatch.setattr(Tape, "external_tensors", lambda _: None)
     with build("lanes.decode.batch_sizes=[1, 2]", backend=Undeclared) as engine:
         for graph in tapes(engine.lanes[0]).values():
@@ -357,7 +357,7 @@ _EXTENTS = st.tuples(st.sampled_from("ab"), st.integers(0, 12), st.integers(1, 6
 def test_ranges_agree_with_sets_of_addresses(
     extents: list[tuple[str, int, int]], one: tuple[str, int, int]
 ) -> None:
-    """What ranges hold and meet is what sets of single addresses contain and share."""
+    """`contains` and `overlaps` of ranges agree with sets of single addresses."""
 
     def every(*extents: tuple[str, int, int]) -> set[tuple[str, int]]:
         return {(device, at) for device, first, end in extents for at in range(first, end)}

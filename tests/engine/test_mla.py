@@ -1,4 +1,4 @@
-"""Latent attention: absorbed it is what transformers computes, and the engine knows when to have it."""
+"""Tests of MLA: the absorbed form equals transformers, and the engine uses it if every lane can."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -42,7 +42,7 @@ class Versatile(FlashInferBackend):
 
 
 class Choosy(Versatile):
-    """Such a one, for pages of 32 only."""
+    """A backend that attends over latents and over heads, for pages of 32 only."""
 
     capabilities = replace(Versatile.capabilities, page_sizes=frozenset({32}))
 
@@ -54,7 +54,7 @@ def attend_in_a_loop(
     layer: LayerSpec,
     metadata: list[int],
 ) -> torch.Tensor:
-    """Attend causally, over requests, queries and heads; metadata is the requests' lengths."""
+    """Attend causally in loops over requests, queries and heads; metadata is the requests' lengths."""
     assert k is not None
     assert v is not None
     out, group = q.new_empty(*q.shape[:2], v.shape[2]), q.shape[1] // k.shape[1]
@@ -70,7 +70,7 @@ def attend_in_a_loop(
 
 
 def load(path: Path) -> Any:
-    """Load a model in float64, with experts that compute in it."""
+    """Load a model in float64, with experts that compute in float64."""
     model = models.load_checkpoint(
         path, dtype=torch.float64, device=torch.device("cpu"), attention=models.ATTENTION_NAME
     ).model
@@ -112,7 +112,7 @@ def prompt_of(length: int, seed: int) -> list[int]:
 def test_absorbed_form_equals_transformers(
     architecture: str, overrides: dict[str, Any], checkpoint: Callable[..., Path]
 ) -> None:
-    """In float64 logits of the absorbed form are those of transformers' own forward pass."""
+    """In float64 the logits of the absorbed form equal those of transformers' own forward pass."""
     model = load(checkpoint(architecture, **overrides))
     absorbed = models.TransformersModel(model, absorb=True)
     prompt = prompt_of(21, 0)
@@ -126,7 +126,7 @@ def test_absorbed_form_equals_transformers(
 
 @needs_seam
 def test_layers_ask_for_latents_when_absorbed(checkpoint: Callable[..., Path]) -> None:
-    """Absorbed, all heads share one key of latent and rotated part; the scaling is the model's own."""
+    """In the absorbed form all heads share one key, of latent and rotated part, with the model's scaling."""
     model = load(checkpoint("deepseek_v3"))
     scaling = 24**-0.5
     (expanded, _) = models.TransformersModel(model).layers
@@ -139,7 +139,7 @@ def test_layers_ask_for_latents_when_absorbed(checkpoint: Callable[..., Path]) -
 
 @needs_seam
 def test_both_forms_of_one_model_stand_side_by_side(checkpoint: Callable[..., Path]) -> None:
-    """A model is as it was after each forward pass, one that fails too, so both forms can share it."""
+    """Each forward pass leaves the model unchanged, even if it fails, so that both forms can share it."""
     model = load(checkpoint("deepseek_v2"))
     absorbed, expanded = (models.TransformersModel(model, absorb=a) for a in (True, False))
     prompts = [prompt_of(9, 1)]
@@ -162,28 +162,28 @@ def test_both_forms_of_one_model_stand_side_by_side(checkpoint: Callable[..., Pa
 def test_logits_do_not_depend_on_neighbours(
     architecture: str, *, absorb: bool, checkpoint: Callable[..., Path]
 ) -> None:
-    """A request's logits are the same beside any other request, and alone."""
+    """A request's logits are the same with any other request in its batch, and close to those alone."""
     model = models.TransformersModel(load(checkpoint(architecture)), absorb=absorb)
     mine = prompt_of(11, 2)
     beside = [logits_of(model, [prompt_of(8, seed), mine])[1] for seed in (3, 4, 5)]
     assert torch.equal(beside[0], beside[1])
     assert torch.equal(beside[0], beside[2])
-    # Routers compute in float32, whose rounding goes by the number of rows.
+    # Routers compute in float32, whose rounding depends on the number of rows.
     torch.testing.assert_close(logits_of(model, [mine])[0], beside[0], rtol=0, atol=1e-4)
 
 
 class FancyLinear(torch.nn.Linear):
-    """A linear map that may do more than its weight says, as a quantised one does."""
+    """A linear layer that may compute more than a product with its weight, as a quantized one does."""
 
 
 class FancyTensor(torch.nn.Parameter):
-    """A weight that may stand for something else, as a quantised one does."""
+    """A weight that may represent other values, as a quantized one does."""
 
 
 @needs_seam
 @pytest.mark.parametrize("what", ["bias", "FancyLinear", "FancyTensor"])
 def test_what_cannot_be_absorbed_is_refused(what: str, checkpoint: Callable[..., Path]) -> None:
-    """Only a plain linear map without bias is absorbed; anything else still runs expanded."""
+    """Only a plain linear layer without bias is absorbed; other layers still have the expanded form."""
     model = load(checkpoint("deepseek_v3"))
     module = model.model.layers[1].self_attn
     if what == "FancyTensor":
@@ -200,7 +200,7 @@ def test_what_cannot_be_absorbed_is_refused(what: str, checkpoint: Callable[...,
 def test_an_older_transformers_is_named(
     checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where transformers has no seam the absorbed form is refused, with the version that has it."""
+    """If transformers has no seam, the absorbed form is refused; the hint names a version that has it."""
     model = load(checkpoint("deepseek_v3"))
     monkeypatch.delattr(DeepseekV3Attention, "expand_kv", raising=False)
     with pytest.raises(UnsupportedModelError, match=transformers.__version__) as caught:
@@ -209,7 +209,7 @@ def test_an_older_transformers_is_named(
 
 
 def make_engine(path: Path, decode: str, prefill: str, *overrides: str) -> Engine:
-    """Build an engine whose lanes have the backends of those names, every replay verified."""
+    """Build an engine whose lanes have the backends of these names, and that verifies every replay."""
     config = EngineConfig.load(
         None,
         env={},
@@ -231,7 +231,7 @@ def make_engine(path: Path, decode: str, prefill: str, *overrides: str) -> Engin
 def test_an_engine_keeps_latents_where_every_lane_can(
     strict: str, checkpoint: Callable[..., Path]
 ) -> None:
-    """Absorbed and expanded engines write the same tokens; one keeps 32 numbers a token, the other 144."""
+    """Absorbed and expanded engines give the same tokens; a layer caches 32 or 144 numbers per token."""
     path = checkpoint("deepseek_v3")
     prompts = [prompt_of(n, n) for n in (1, 17, 40, 5)]
     params = SamplingParams(max_new_tokens=8, ignore_eos=True)
@@ -253,7 +253,7 @@ def test_an_engine_keeps_latents_where_every_lane_can(
 
 @needs_seam
 def test_latents_buy_a_larger_cache(checkpoint: Callable[..., Path]) -> None:
-    """The memory budget counts a latent once: in the same memory lie 144 / 32 as many pages."""
+    """The memory budget counts a latent once: the same memory holds 144 / 32 times as many pages."""
     path = checkpoint("deepseek_v3")
     pages = {}
     for name in ("versatile", "flashinfer"):
@@ -265,7 +265,7 @@ def test_latents_buy_a_larger_cache(checkpoint: Callable[..., Path]) -> None:
 
 
 def test_lanes_that_disagree_are_named(checkpoint: Callable[..., Path]) -> None:
-    """A backend for latents alone is refused beside one without MLA, and the other lane is named."""
+    """A backend for latents only is refused if another lane's has no MLA; the error names that lane."""
     path = checkpoint("deepseek_v3")
     for lanes, other in (
         (("latents", "flashinfer"), "prefill"),
@@ -278,7 +278,7 @@ def test_lanes_that_disagree_are_named(checkpoint: Callable[..., Path]) -> None:
     for model, decode, says in (
         ("llama", "latents", "head layout gqa"),
         ("deepseek_v3", "choosy", "page size 16"),
-    ):  # these fail whatever the other lane has
+    ):  # these fail with any backend in the other lane
         with pytest.raises(UnsupportedModelError, match=says) as caught:
             make_engine(checkpoint(model), decode, "flashinfer")
         assert "has no MLA" not in str(caught.value)

@@ -1,4 +1,4 @@
-"""Engines with several lanes of one mode: who runs a batch, what comes out, and what is reported."""
+"""Tests of engines with several lanes of one mode: choice of a lane, tokens, and reports."""
 
 import json
 from collections import Counter
@@ -31,7 +31,7 @@ def build(*overrides: str, **options: Any) -> Engine:
 
 
 def tokens(engine: Engine) -> list[list[int]]:
-    """Return what four requests of different lengths get, so that the batch shrinks from four to one."""
+    """Return the tokens of four requests of different lengths, whose batch shrinks from four to one."""
     for number, prompt in enumerate(PROMPTS, 1):
         engine.add(prompt, SamplingParams(max_new_tokens=3 * number, ignore_eos=True))
     got: dict[str, list[int]] = {}
@@ -42,7 +42,7 @@ def tokens(engine: Engine) -> list[list[int]]:
 
 
 def replays(engine: Engine) -> dict[str, int]:
-    """Return the replays of each lane."""
+    """Return the number of replays of each lane."""
     return {lane.name: lane.stats.replays for lane in engine.lanes}
 
 
@@ -66,7 +66,7 @@ def expected() -> list[list[int]]:
 def test_each_batch_runs_in_the_first_lane_that_fits(
     more: list[str], expected: list[list[int]]
 ) -> None:
-    """Batches of one or two requests and larger ones replay in their own lanes, with the same tokens."""
+    """Batches of one or two requests replay in one lane and larger ones in another; tokens are the same."""
     with build(*FEW, *more, "verify.replay_against_eager=1.0") as engine:
         assert [lane.name for lane in engine.lanes] == ["few", "decode", "prefill"]
         assert tokens(engine) == expected
@@ -76,7 +76,7 @@ def test_each_batch_runs_in_the_first_lane_that_fits(
 
 
 def test_a_batch_that_fits_no_lane_runs_eagerly_in_the_first(expected: list[list[int]]) -> None:
-    """Where no lane of a mode has a shape, the first counts the eager run with its own reason."""
+    """If no lane of a mode has a shape, the first lane runs eagerly and counts its own reason."""
     sizes = ['lanes.one.mode="decode"', "lanes.one.batch_sizes=[1]", "lanes.decode.batch_sizes=[2]"]
     with build(*sizes) as engine:
         assert tokens(engine) == expected
@@ -87,7 +87,7 @@ def test_a_batch_that_fits_no_lane_runs_eagerly_in_the_first(expected: list[list
 
 
 def test_an_eager_lane_may_come_first(expected: list[list[int]]) -> None:
-    """A first lane without graphs takes what the others have no shape for."""
+    """A first lane without graphs runs the batches for which the other lanes have no shape."""
     more = ['lanes.rest.mode="decode"', "lanes.rest.runner=eager", "lanes.decode.batch_sizes=[1]"]
     with build(*more) as engine:
         assert tokens(engine) == expected
@@ -96,7 +96,7 @@ def test_an_eager_lane_may_come_first(expected: list[list[int]]) -> None:
 
 
 def test_a_closed_engine_runs_in_the_first_lane(expected: list[list[int]]) -> None:
-    """Without graphs no lane has a shape, and the first of each mode runs all its batches."""
+    """After `close` no lane has a shape, and the first lane of each mode runs all batches eagerly."""
     engine = build(*FEW)
     engine.close()
     assert tokens(engine) == expected
@@ -126,7 +126,7 @@ def test_a_closed_engine_runs_in_the_first_lane(expected: list[list[int]]) -> No
     ],
 )
 def test_a_lane_that_cannot_be_is_refused_by_name(overrides: list[str], says: str) -> None:
-    """Whatever is wrong with a lane is said with its name, before anything is captured."""
+    """A wrong lane is an error with the lane's name, before anything is captured."""
     captured: list[Any] = []
     with pytest.raises(ConfigError, match=says):
         build(*overrides, on_capture=lambda *args: captured.append(args))
@@ -134,7 +134,7 @@ def test_a_lane_that_cannot_be_is_refused_by_name(overrides: list[str], says: st
 
 
 def test_captures_are_counted_lane_by_lane() -> None:
-    """Progress tells name, shape, and how many of the lane's shapes are done."""
+    """`on_capture` gets the lane's name, the shape, and how many of the lane's shapes are captured."""
     told: list[tuple[str, int, int, int]] = []
     with build(*FEW, on_capture=lambda name, s, n, m: told.append((name, s.batch_size, n, m))):
         assert told == [("few", 2, 1, 2), ("few", 1, 2, 2), ("decode", 4, 1, 1)]
@@ -144,7 +144,7 @@ def test_captures_are_counted_lane_by_lane() -> None:
 def test_runners_are_asked_no_more_than_needed(
     overrides: list[str], most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The only lane of a mode is asked once in a step; of two, each once to choose and one to run."""
+    """With one lane of a mode a step calls `fit` once; with two, once for each lane, and once to run."""
     asked = Counter[int]()
     fit: Callable[..., GraphShape | EagerReason] = CudaGraphRunner.fit
     step = 0
@@ -198,7 +198,7 @@ def test_the_table_of_a_run_has_every_lane(file: str, capsys: pytest.CaptureFixt
 def test_memory_and_pacts_go_by_the_names_of_lanes(
     file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """``doctor --memory`` and ``pact save`` have every lane by name; JSON has the reason's name."""
+    """``doctor --memory`` and ``pact save`` use the lanes' names; JSON has the name of the eager reason."""
     assert main(["doctor", "--memory", "--json", "--config", file]) == 0
     found = {lane["name"]: lane for lane in json.loads(capsys.readouterr().out)["memory"]["lanes"]}
     assert [(name, lane["absent"]) for name, lane in found.items()] == [
@@ -216,7 +216,7 @@ def test_memory_and_pacts_go_by_the_names_of_lanes(
 
 
 def test_a_wrong_lane_is_a_readable_error(file: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """On the command line the fault of a lane is a message with status 2, without a traceback."""
+    """On the command line a wrong lane is a message with status 2, without a traceback."""
     assert main(["generate", "--config", file, "x", "--set", "lanes.long.runer=eager"]) == 2
     err = capsys.readouterr().err
     assert "did you mean lanes.long.runner?" in err

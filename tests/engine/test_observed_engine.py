@@ -1,4 +1,4 @@
-"""Observers of an engine: their order around its lanes, and that they see every step."""
+"""Tests of an engine's observers: their order around its lanes, and the steps that they see."""
 
 from collections.abc import Generator
 from pathlib import Path
@@ -24,13 +24,13 @@ CALLS: list[str] = []
 
 
 class Notes:
-    """Notes when a step begins and ends."""
+    """An observer that records when a step begins and ends."""
 
     name = "given"
 
     @hookimpl(wrapper=True)
     def run_step(self, lane: Lane) -> Around:
-        """Note both ends."""
+        """Record the begin and the end."""
         CALLS.append(f"{self.name} before {lane.name}")
         outputs = yield
         CALLS.append(f"{self.name} after {lane.name}")
@@ -38,7 +38,7 @@ class Notes:
 
 
 class First(Notes):
-    """The first that is configured."""
+    """The first configured observer."""
 
     name = "first"
     built: list["First"] = []  # noqa: RUF012  emptied by the fixture
@@ -48,14 +48,14 @@ class First(Notes):
 
 
 class Second(Notes):
-    """The second that is configured."""
+    """The second configured observer."""
 
     name = "second"
 
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forget what an earlier test noted."""
+    """Clear the records of earlier tests."""
     monkeypatch.delenv("GRAPHPACT_TRACE", raising=False)
     CALLS.clear()
     First.built.clear()
@@ -73,7 +73,7 @@ def run(*overrides: str, catalog: Catalog | None = None, observers: Any = ()) ->
 
 
 def test_observers_given_are_outside_of_those_configured() -> None:
-    """Every step, an eager one too, passes the given observer, then those configured, in their order."""
+    """In each step, also eager, the given observer is outermost; the configured ones follow in order."""
     plain = run()
     assert run('engine.observers=["first", "second"]', observers=[Notes()]) == plain
     order = [
@@ -88,7 +88,7 @@ def test_observers_given_are_outside_of_those_configured() -> None:
 
 
 def test_a_configured_observer_is_built_once_for_each_lane() -> None:
-    """No two lanes share an observer of the configuration."""
+    """Each lane has its own instance of a configured observer."""
     run('engine.observers=["first"]')
     assert len(First.built) == 2
     rest = ['lanes.rest.mode="decode"', "lanes.rest.runner=eager", "lanes.decode.batch_sizes=[1]"]
@@ -97,7 +97,7 @@ def test_a_configured_observer_is_built_once_for_each_lane() -> None:
 
 
 def test_verification_is_outside_of_observers() -> None:
-    """What an observer changes in a replay's outputs is found by verification."""
+    """Verification finds an observer that changes the outputs of a replay."""
 
     class Damages:
         @hookimpl(wrapper=True)
@@ -127,11 +127,11 @@ def test_the_guard_of_a_strict_lane_is_outside_of_observers() -> None:
 
     run("lanes.decode.strict=true", observers=[Looks()])
     states = [(bool(is_poison(a).all()), bool(is_poison(b).any())) for a, b in seen]
-    assert states[1:] == [(True, False), (True, False)]  # behind that of the capture
+    assert states[1:] == [(True, False), (True, False)]  # after that of the capture
 
 
 def test_an_observer_that_cannot_be_built_is_named() -> None:
-    """What the class raises is told with kind and name of the plugin."""
+    """An error of the observer's class is reported with the plugin's kind and name."""
 
     class Raises(Notes):
         def __init__(self) -> None:
@@ -147,7 +147,7 @@ def test_an_observer_that_cannot_be_built_is_named() -> None:
 def test_a_trace_prints_each_hook_once(
     selected: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The variable and the name give one trace, of captures, replays and eager steps."""
+    """The variable, alone or with the plugin's name, gives one trace of captures, replays and eager steps."""
     monkeypatch.setenv("GRAPHPACT_TRACE", "1")
     run(f"engine.observers={selected}")
     lines = capsys.readouterr().err.splitlines()

@@ -1,4 +1,4 @@
-"""Prefill through full graphs, by the example runner of somebody else."""
+"""Prefill in full graphs, by the runner of the third-party example."""
 
 import random
 import sys
@@ -24,7 +24,7 @@ LENGTHS = (
     3,
     60,
     2,
-)  # some fill a bucket, some leave padding, 60 is cut in chunks
+)  # some fill a shape, some leave padding, 60 is split in chunks
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def test_tokens_of_prefill_graphs_equal_transformers(
     *,
     strict: bool,
 ) -> None:
-    """Greedy tokens equal transformers', and every prompt, in chunks or whole, went through a graph."""
+    """Greedy tokens equal transformers', and graphs prefill every prompt, whole or in chunks."""
     path = checkpoint(architecture)
     overrides = [
         f'model.path="{path}"',
@@ -78,7 +78,7 @@ def test_tokens_of_prefill_graphs_equal_transformers(
 def test_a_prompt_whose_graph_is_released_runs_eagerly(
     checkpoint: Callable[..., Path], prefill_runner: type[Any]
 ) -> None:
-    """A lane that was closed serves its batches without a graph, and counts the reason."""
+    """A closed prefill lane runs its batches eagerly and counts the reason."""
     overrides = [
         f'model.path="{checkpoint("llama")}"',
         'engine.device="cpu"',

@@ -1,4 +1,4 @@
-"""Many requests, too little memory."""
+"""Many requests with too few pages for all of them."""
 
 import random
 from collections.abc import Callable
@@ -17,7 +17,7 @@ def run(path: Path, *overrides: str) -> tuple[Engine, list[list[int]]]:
         env={},
         overrides=[
             f'model.path="{path}"',
-            'model.dtype="float64"',  # ties between logits cannot decide anything
+            'model.dtype="float64"',  # so that no tie between logits decides a token
             'engine.device="cpu"',
             "engine.max_num_seqs=16",
             "engine.max_num_batched_tokens=48",
@@ -55,7 +55,7 @@ def run(path: Path, *overrides: str) -> tuple[Engine, list[list[int]]]:
 
 @pytest.mark.parametrize("pool", [24])
 def test_pressure_changes_no_token(pool: int, checkpoint: Callable[..., Path]) -> None:
-    """With a pool too small for them all, 1,000 requests finish with the tokens of the roomy run."""
+    """With too few pages, 1,000 requests are preempted and finish with the tokens of a run with enough."""
     path = checkpoint("llama", num_hidden_layers=1)
     roomy, expected = run(path)
     tight, got = run(path, f"engine.num_pages={pool}")

@@ -1,4 +1,4 @@
-"""Lanes that say so share the memory of their inputs, and none notices."""
+"""Lanes with `share_buffers` share the memory of their inputs, and give the same results."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +20,7 @@ BOTH = ["lanes.decode.share_buffers=true", "lanes.prefill.share_buffers=true"]
 
 
 class DecodesAnywhere(CudaGraphRunner):
-    """Captures decode in a lane of any mode, so that two lanes have the same slots."""
+    """A runner that captures decode in a lane of any mode, so that two lanes have the same slots."""
 
     modes = frozenset(ForwardMode)
 
@@ -29,7 +29,7 @@ class DecodesAnywhere(CudaGraphRunner):
 
 
 class OtherLength(DecodesAnywhere):
-    """Pads with another length than the backend declares."""
+    """A runner that pads with another length than the backend declares."""
 
     def __init__(self, context: RunnerContext) -> None:
         super().__init__(replace(context, backend=replace(context.backend, seq_len_fill_value=7)))
@@ -52,7 +52,7 @@ def _addresses(engine: Engine) -> list[dict[str, int]]:
 
 
 def _batch(engine: Engine, size: int, seed: int) -> ForwardBatch:
-    """Return requests of the rows 1 to ``size``, each with its first page and nothing cached."""
+    """Return a batch of the request rows 1 to ``size``, each with one page and no cached token."""
     rows = torch.arange(1, size + 1)
     page = engine.memory.limits.page_size
     engine.memory.requests.req_to_token[rows, :page] = (
@@ -72,7 +72,7 @@ def _batch(engine: Engine, size: int, seed: int) -> ForwardBatch:
 
 
 def test_lanes_that_say_so_have_their_inputs_in_one_place() -> None:
-    """Inputs of lanes that share have one address; what a backend derives has one for each lane."""
+    """Input slots of sharing lanes have one address; other slots have one for each lane."""
     with _engine(*BOTH) as engine:
         decode, prefill = _addresses(engine)
     assert [decode[name] for name in INPUTS] == [prefill[name] for name in INPUTS]
@@ -82,14 +82,14 @@ def test_lanes_that_say_so_have_their_inputs_in_one_place() -> None:
 
 @pytest.mark.parametrize("overrides", [[], BOTH[:1], BOTH[1:]], ids=["none", "first", "second"])
 def test_others_have_memory_of_their_own(overrides: list[str]) -> None:
-    """Unless both lanes say so, no slot of one lies where one of the other does."""
+    """Unless both lanes have `share_buffers`, their slots have no address in common."""
     with _engine(*overrides) as engine:
         decode, prefill = _addresses(engine)
     assert not set(decode.values()) & set(prefill.values())
 
 
 def test_lanes_that_share_take_turns_and_answer_as_alone() -> None:
-    """Replays of both lanes in turn, growing and shrinking, equal eager runs of the same batches."""
+    """Alternating replays of both lanes, with growing and shrinking batches, equal eager runs."""
     with _engine(*BOTH) as engine:
         for step, size in enumerate((3, 8, 1, 5, 5, 2)):
             lane = engine.lanes[step % 2]
@@ -112,12 +112,12 @@ def test_sharing_changes_no_answer() -> None:
 
 
 def test_another_sentinel_is_refused_before_anything_is_captured() -> None:
-    """A lane that would pad a shared slot with another value is refused, naming both lanes."""
+    """A lane that would pad a shared slot with another value is refused; the error names both lanes."""
     with pytest.raises(SlotError, match=r"in lane 'prefill' holds 7 .* in lane 'decode'"):
         _engine(*BOTH, prefill="other_length")
 
 
 def test_a_runner_without_buffers_has_none_to_share() -> None:
-    """Sharing the buffers of a runner that captures nothing is a mistake in the configuration."""
+    """`share_buffers` for a lane whose runner captures nothing is a configuration error."""
     with pytest.raises(ConfigError, match=r"lanes\.prefill\.share_buffers = true, but"):
         _engine(*BOTH, prefill="eager")

@@ -1,7 +1,7 @@
-"""Every row of docs/graph_acts.toml, done: what the tape does with it is what the table says.
+"""Tests that perform each row of docs/graph_acts.toml: the tape has to do what the table says.
 
-An act is found by the id of its row: a region in `_REGIONS`, or a function of that name with an underscore
-before it. It is done on the strict tape, on the fast one, and, where there is a GPU, on CUDA graphs.
+An act has the id of its row as its name: a region in `_REGIONS`, or a function of that name with a leading
+underscore. It is performed on the strict tape, on the fast tape and, where there is a GPU, on CUDA graphs.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ _NO_CUDA = CudaDriver.unavailable(_CUDA)
 
 
 class _World:
-    """The memory around one act: on the driver's device, and on the host."""
+    """The tensors that one act uses, on the driver's device and on the host."""
 
     def __init__(self, driver: GraphDriver) -> None:
         self.driver = driver
@@ -69,7 +69,7 @@ class _World:
         self.driver.declare(DeclaredMemory(refreshed=device, host=host, **more))
 
     def refresh(self, turn: int) -> None:
-        """Put the contents of a turn into the memory."""
+        """Write the contents of turn 0 or 1 into the tensors."""
         x = [[1.0, 2.0, 3.0, 4.0], [-5.0, 8.0, 3.0, 0.5]]
         y = [[9.0, 8.0, 7.0, 6.0], [0.0, 1.0, -1.0, 2.0]]
         mask = [[True, False, True, False], [True, True, False, False]]
@@ -92,12 +92,12 @@ class _World:
 
 @dataclass(frozen=True)
 class _Seen:
-    """What an act left to be seen, a list of values a turn.
+    """The results of an act, as one list of values for each turn.
 
     Args:
-        replayed: What replays left.
-        eager: What eager execution leaves on the same contents.
-        cuda: What CUDA graphs leave; as eager execution where it is not given.
+        replayed: Results of the replays.
+        eager: Results of eager execution on the same contents.
+        cuda: Results of CUDA graphs; None if they equal ``eager``.
     """
 
     replayed: list[Any]
@@ -107,13 +107,13 @@ class _Seen:
 
 @dataclass(frozen=True)
 class _Act:
-    """One act.
+    """An act of the table.
 
     Args:
-        perform: Does it.
-        line: Whether its refusal names the line that did it.
-        error: Its refusal.
-        gpu: Whether a GPU can do it safely, and tells.
+        perform: Performs the act.
+        line: Whether the error that refuses it names a line of the act.
+        error: Type or types of the error that refuses it.
+        gpu: Whether a GPU can perform it safely, with a result that can be checked.
     """
 
     perform: Callable[[_World], _Seen]
@@ -126,7 +126,7 @@ _ACTS: dict[str, _Act] = {}
 
 
 def _act(**about: Any) -> Callable[[Callable[[_World], _Seen]], Callable[[_World], _Seen]]:
-    """Take a function for the act of its name."""
+    """Return a decorator that registers a function as the act of its name."""
 
     def register(perform: Callable[[_World], _Seen]) -> Callable[[_World], _Seen]:
         _ACTS[perform.__name__.removeprefix("_")] = _Act(perform, **about)
@@ -141,7 +141,7 @@ def _values(tree: Any) -> list[torch.Tensor]:
 
 
 def _clear(graph: Graph, world: _World) -> None:
-    """Clear the outputs that are the graph's own."""
+    """Overwrite the outputs that are not tensors of the world."""
     given = {t.untyped_storage().data_ptr() for t in leaves([*vars(world).values()])}
     for t in leaves(graph.outputs):
         if t.untyped_storage().data_ptr() not in given:
@@ -149,7 +149,7 @@ def _clear(graph: Graph, world: _World) -> None:
 
 
 def _eager(world: _World, region: Callable[[], Any]) -> list[Any]:
-    """Run a region on the contents of both turns."""
+    """Run a region eagerly on the contents of both turns, and return its results."""
     left = []
     for turn in (0, 1):
         world.refresh(turn)
@@ -158,7 +158,7 @@ def _eager(world: _World, region: Callable[[], Any]) -> list[Any]:
 
 
 def _replays(world: _World, graph: Graph) -> list[Any]:
-    """Replay a graph on the contents of both turns."""
+    """Replay a graph on the contents of both turns, and return its results."""
     left = []
     for turn in (0, 1):
         world.refresh(turn)
@@ -170,19 +170,19 @@ def _replays(world: _World, graph: Graph) -> list[Any]:
 
 
 def _legal(world: _World, region: Callable[[], Any]) -> _Seen:
-    """Hold the replays of a region to eager execution."""
+    """Return the results of replays of a region and of eager execution."""
     return _Seen(_replays(world, world.driver.capture(region)), _eager(world, region))
 
 
 def _frozen(world: _World, region: Callable[[], Any], change: Callable[[], Any]) -> _Seen:
-    """Change after the capture what is frozen: CUDA does what eager execution did before."""
+    """Replay after ``change`` changed frozen values: CUDA gives the eager results of before the change."""
     before = _eager(world, region)
     graph = world.driver.capture(region)
     change()
     return _Seen(_replays(world, graph), _eager(world, region), before)
 
 
-# -- regions that need nothing but the world -------------------------------------------------------
+# -- regions that use only the world ---------------------------------------------------------------
 
 
 def _put(tensor: torch.Tensor, key: Any, value: Any) -> torch.Tensor:
@@ -337,7 +337,7 @@ def _pinned_allocation(w: _World) -> _Seen:
         torch.empty(4, pin_memory=True)
         return w.x + 1
 
-    graph = w.driver.capture(region, warmup=0)  # without a GPU, torch itself would refuse it there
+    graph = w.driver.capture(region, warmup=0)  # without a GPU, torch would refuse it in a warm-up
     return _Seen(_replays(w, graph), _eager(w, lambda: w.x + 1))
 
 
@@ -372,7 +372,7 @@ def _go_on_after_error(w: _World) -> _Seen:
 
 
 def _after(w: _World, change: Callable[[list[torch.Tensor]], Any]) -> _Seen:
-    """Let ``change`` change an input after the capture, in the list that alone holds it."""
+    """Replay after ``change`` changed an input, to which its list holds the only reference."""
     box = [torch.ones(4, device=w.device)]
     graph = w.driver.capture(lambda: w.x + box[0])
     change(box)
@@ -427,7 +427,7 @@ def _input_cast_anew(w: _World) -> _Seen:
 
 @_act(gpu=False)
 def _autocast_cache(w: _World) -> _Seen:
-    @torch.inference_mode(mode=False)  # in which autocast would keep no cast
+    @torch.inference_mode(mode=False)  # in inference mode, autocast caches no cast
     @torch.no_grad()
     def region() -> torch.Tensor:
         return functional.linear(rows, weight)
@@ -435,7 +435,7 @@ def _autocast_cache(w: _World) -> _Seen:
     with torch.inference_mode(mode=False):
         weight, rows = torch.nn.Parameter(torch.ones(4, 4, device=w.device)), w.x.new_ones(2, 4)
         with torch.autocast(w.device.type, torch.bfloat16):
-            functional.linear(rows, weight)  # casts the weight, and keeps the cast until the end
+            functional.linear(rows, weight)  # casts the weight, and caches the cast until the end
             graph = w.driver.capture(region)
     return _Seen(_replays(w, graph), [])
 
@@ -826,7 +826,7 @@ def _new_generator(w: _World) -> _Seen:
 
 @_act()
 def _dynamic_shape(w: _World) -> _Seen:
-    """Capture two rows, and be given four."""
+    """Capture with two rows, and replay with four."""
     out = torch.zeros(4, device=w.device)
     w.declare(caches=[out])
     rows = [2]
@@ -927,7 +927,7 @@ def _two_captures_at_once(w: _World) -> _Seen:
 
 # -- the table -------------------------------------------------------------------------------------
 
-# What the fast tape does otherwise, in rows of which it does the same.
+# Acts that the tests of the fast tape skip, each with the reason why it differs there.
 _NOT_FAST = {
     "capture_does_not_run": "it runs what it records",
     "copy_into_pinned_host": "it takes every copy to the host for a host read",
@@ -945,7 +945,7 @@ def _verdict(row: dict[str, str]) -> str:
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Return whether two trees of values are equal bit for bit, and hold a number each."""
+    """Return whether two trees of values are equal bit for bit, with no empty list."""
     if isinstance(a, torch.Tensor):
         return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b)
     if isinstance(a, list):
@@ -954,7 +954,7 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _does_what_cuda_does(name: str, seen: _Seen) -> None:
-    """Hold what an act left to the verdict of its row: wrong in CUDA's way, where that is wrong."""
+    """Assert that replays give CUDA's results, and that these equal eager only if the row says legal."""
     cuda = seen.eager if seen.cuda is None else seen.cuda
     assert _same(seen.replayed, cuda), f"{name}: {seen.replayed}, where CUDA leaves {cuda}"
     is_eager = _verdict(_ROWS[name]) == "legal"
@@ -962,7 +962,7 @@ def _does_what_cuda_does(name: str, seen: _Seen) -> None:
 
 
 def _is_refused(name: str, driver: GraphDriver) -> None:
-    """Hold an act to its refusal, by line, with what to do, and the driver to working on."""
+    """Assert that an act is refused, with its line and a help, and that the driver still captures."""
     act = _ACTS[name]
     with pytest.raises(act.error) as caught:
         act.perform(_World(driver))
@@ -978,7 +978,7 @@ def _is_refused(name: str, driver: GraphDriver) -> None:
 
 
 def _lines(name: str) -> set[int]:
-    """Return the lines of this file where an act is done."""
+    """Return the numbers of the lines of this file that may perform an act."""
     lines: set[int] = set()
     for fn in (_REGIONS.get(name, _ACTS[name].perform), _put, _after):
         text, first = inspect.getsourcelines(fn)
@@ -988,18 +988,18 @@ def _lines(name: str) -> set[int]:
 
 @pytest.fixture(autouse=True)
 def _inference() -> Iterator[None]:
-    """A lane steps in inference mode, and so does every act."""
+    """Enable inference mode, as lanes do for their steps."""
     with torch.inference_mode():
         yield
 
 
 @pytest.mark.parametrize("name", _ROWS)
 def test_a_row_says_no_less_than_cuda_does(name: str) -> None:
-    """What fails is refused, what goes wrong is refused or seen, and what is otherwise has its reason."""
+    """The tape entry of a row is allowed for its CUDA verdict; stricter and GPU-only entries have a note."""
     row = _ROWS[name]
     allowed = {
         "fails": {"refused"},
-        "wrong result": {"refused", "shows", "same"},  # the same wrong result: see below
+        "wrong result": {"refused", "shows", "same"},  # same: the wrong result of CUDA
         "undefined": {"refused", "shows"},
         "frozen": {"same", "refused"},
         "legal": {"same", "refused"},
@@ -1013,14 +1013,14 @@ def test_a_row_says_no_less_than_cuda_does(name: str) -> None:
 
 
 def test_every_row_has_its_act_and_every_act_its_row() -> None:
-    """What the table says is done by an act of that name, but for what only a GPU can do."""
+    """Each row has an act of its name, except those that only a GPU can do, and each act has a row."""
     assert set(_ACTS) == {name for name, row in _ROWS.items() if row["tape"] != "gpu only"}
     assert set(_NOT_FAST) <= set(_ACTS)
 
 
 @pytest.mark.parametrize("name", _ACTS)
 def test_the_strict_tape_does_what_the_table_says(name: str) -> None:
-    """Each act is refused, seen in what it leaves, or leaves what CUDA graphs leave, as its row has it."""
+    """On the strict tape each act is refused, differs from eager, or does what CUDA does, as its row says."""
     driver = TapeDriver(torch.device("cpu"), strict=True)
     if _ROWS[name]["tape"] == "refused":
         _is_refused(name, driver)
@@ -1041,7 +1041,7 @@ def test_the_strict_tape_does_what_the_table_says(name: str) -> None:
     ],
 )
 def test_the_fast_tape_does_what_is_legal(name: str) -> None:
-    """What is legal or frozen in a CUDA graph is so in a fast tape."""
+    """An act that is legal or frozen in a CUDA graph gives the same results on the fast tape."""
     _does_what_cuda_does(name, _ACTS[name].perform(_World(TapeDriver(torch.device("cpu")))))
 
 
@@ -1056,13 +1056,13 @@ def test_the_fast_tape_does_what_is_legal(name: str) -> None:
     ],
 )
 def test_the_fast_tape_refuses_host_reads(name: str) -> None:
-    """A host read is refused by line in the fast mode, too."""
+    """The fast tape refuses host reads too; the error names the line."""
     _is_refused(name, TapeDriver(torch.device("cpu")))
 
 
 @pytest.mark.parametrize("strict", [False, True], ids=["fast", "strict"])
 def test_a_copy_in_a_region_reads_the_host_at_every_replay(*, strict: bool) -> None:
-    """What `pinned_to_device` asks for: a region's copy_async is a node that reads its source again."""
+    """`copy_async` in a region, which row `pinned_to_device` advises, reads its source in each replay."""
     w = _World(TapeDriver(torch.device("cpu"), strict=strict))
 
     def region() -> torch.Tensor:
@@ -1082,7 +1082,7 @@ def test_a_copy_in_a_region_reads_the_host_at_every_replay(*, strict: bool) -> N
     [name for name, act in _ACTS.items() if act.gpu and _verdict(_ROWS[name]) != "undefined"],
 )
 def test_cuda_graphs_do_what_the_table_says(name: str) -> None:
-    """Each act whose outcome can be seen safely does on a GPU what its row says, in a process of its own."""
+    """On a GPU, in a separate process, each act that is safe and defined there does what its row says."""
     done = subprocess.run(
         [sys.executable, __file__, name],
         env={**os.environ, "PYTHONPATH": str(_TESTS)},
@@ -1095,7 +1095,7 @@ def test_cuda_graphs_do_what_the_table_says(name: str) -> None:
 
 
 def _on_gpu(name: str) -> None:
-    """Do an act on CUDA graphs and hold it to its row."""
+    """Perform an act on CUDA graphs, and assert what its row says."""
     world = _World(CudaDriver(_CUDA))
     if _verdict(_ROWS[name]) != "fails":
         _does_what_cuda_does(name, _ACTS[name].perform(world))

@@ -1,6 +1,6 @@
-"""What the `cuda` driver tells of the memory that its graphs read, on a stand-in for `torch.cuda`.
+"""External tensors that the `cuda` driver reports for its graphs, tested with fakes of `torch.cuda`.
 
-The stand-in records nothing: what is under test is what the driver sees while a region runs.
+The fakes record nothing: these tests cover what the driver sees while a region runs.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ SHAPE = SHAPE_OF[2]
 
 
 class FakeGraph:
-    """``torch.cuda.CUDAGraph``, which does nothing."""
+    """A fake ``torch.cuda.CUDAGraph`` that does nothing."""
 
     def capture_begin(self, pool: Any = None, *, check_input_liveness: bool = False) -> None:
         """Begin."""
@@ -44,7 +44,7 @@ class FakeGraph:
 
 
 class FakeEvent:
-    """``torch.cuda.Event``."""
+    """A fake ``torch.cuda.Event``."""
 
     def record(self, stream: Any = None) -> None:
         """Mark nothing."""
@@ -54,7 +54,7 @@ class FakeEvent:
 
 
 class FakeStream:
-    """``torch.cuda.Stream``."""
+    """A fake ``torch.cuda.Stream``."""
 
     def __init__(self, *_: Any) -> None:
         pass
@@ -65,7 +65,7 @@ class FakeStream:
 
 @pytest.fixture(autouse=True)
 def _cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Let the driver find a GPU whose memory is the host's."""
+    """Replace what the driver uses of `torch.cuda` by fakes, on host memory."""
     fakes: dict[str, Any] = {
         "CUDAGraph": FakeGraph,
         "Event": FakeEvent,
@@ -86,14 +86,14 @@ def _cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def storages(graph: Graph) -> list[int]:
-    """Return the storages that a graph tells of, by address."""
+    """Return the addresses of the storages that a graph reports as external."""
     external = graph.external_tensors()
     assert external is not None
     return [t.untyped_storage().data_ptr() for t in external]
 
 
 def test_inputs_are_seen_and_what_the_region_makes_is_not() -> None:
-    """Tensors that were there before are told in the order of their use, equal views once."""
+    """Tensors that existed before the region are reported in order of use, and equal views once."""
     x, table, out = torch.ones(8), torch.ones(8), torch.zeros(6)
 
     def region() -> torch.Tensor:
@@ -108,7 +108,7 @@ def test_inputs_are_seen_and_what_the_region_makes_is_not() -> None:
 
 
 def test_the_arguments_of_a_custom_operator_are_seen() -> None:
-    """An operator of a library is one dispatch: what it reads and writes is told."""
+    """A custom operator is one dispatch; the tensors that it reads and writes are reported."""
     counts, offsets = torch.ones(3, dtype=torch.int64), torch.zeros(4, dtype=torch.int32)
     with torch.inference_mode():
         graph = CudaDriver(CPU).capture(lambda: write_indptr(counts, out=offsets))
@@ -116,12 +116,12 @@ def test_the_arguments_of_a_custom_operator_are_seen() -> None:
 
 
 def test_what_goes_round_the_dispatcher_is_not_seen() -> None:
-    """A kernel that takes an address is no operation of torch: that is what `dispatched` says."""
+    """A kernel that takes an address is not dispatched, so its tensor is not reported: `dispatched`."""
     hidden, seen = torch.ones(4), torch.ones(4)
     raw = hidden.numpy()
 
     def region() -> torch.Tensor:
-        raw[:] = 2  # as a kernel does that is launched with a pointer
+        raw[:] = 2  # like a kernel that is launched with a pointer
         return seen + 1
 
     graph = CudaDriver(CPU).capture(region)
@@ -130,7 +130,7 @@ def test_what_goes_round_the_dispatcher_is_not_seen() -> None:
 
 
 def test_a_returned_input_and_a_gone_one() -> None:
-    """An input that the region returns as it is counts; memory that was freed is told no longer."""
+    """An input that the region returns is reported; memory that was freed is no longer reported."""
     held, temporary = torch.ones(4), torch.ones(4)
     gone = weakref.ref(temporary)
     region = [temporary]
@@ -144,7 +144,7 @@ def test_a_returned_input_and_a_gone_one() -> None:
 
 
 def test_an_eager_call_is_no_part_of_the_graph() -> None:
-    """What a call between segments reads is not told, and what it returns is the graph's."""
+    """A tensor that an eager call reads is not reported, and neither is the tensor that it returns."""
     driver = CudaDriver(CPU)
     x, other, y = (torch.ones(4) for _ in range(3))
 
@@ -158,7 +158,7 @@ def test_an_eager_call_is_no_part_of_the_graph() -> None:
 
 
 def test_warm_up_runs_are_not_looked_at() -> None:
-    """What the first run alone uses is no input of the graph."""
+    """A tensor that only the first warm-up run uses is not reported."""
     first, later, runs = torch.ones(4), torch.ones(4), [0]
 
     def region() -> torch.Tensor:
@@ -169,7 +169,7 @@ def test_warm_up_runs_are_not_looked_at() -> None:
 
 
 def test_a_capture_that_fails_leaves_no_mode() -> None:
-    """The region's error comes through, and operations are dispatched as before."""
+    """An error of the region passes through and leaves no dispatch mode active."""
 
     def fails() -> None:
         raise KeyError
@@ -182,7 +182,7 @@ def test_a_capture_that_fails_leaves_no_mode() -> None:
 
 
 def test_sparse_and_wrapped_tensors_are_no_obstacle() -> None:
-    """A region may use tensors without storage; of a wrapper what is inside is told."""
+    """A region may use tensors without storage; for a wrapper its inner tensors are reported."""
     sparse = torch.eye(3).to_sparse()
     inside = torch.ones(3)
     wrapped: Any = TwoTensor(inside, inside.clone())
@@ -195,7 +195,7 @@ def test_sparse_and_wrapped_tensors_are_no_obstacle() -> None:
 
 
 def test_higher_order_operators_run() -> None:
-    """An operator that takes another one runs in a region, and its tensors are told."""
+    """A higher-order operator runs in a region, and its tensors are reported."""
     x, y = (torch.ones(2, 2, dtype=torch.int8) for _ in range(2))
 
     def region() -> Any:
@@ -205,23 +205,23 @@ def test_higher_order_operators_run() -> None:
 
 
 class HoldsLengths(FlashInferBackend):
-    """Attention reads a tensor that the backend makes anew in every step."""
+    """A backend whose attention reads a tensor that the backend creates anew in every step."""
 
     lens: torch.Tensor
     fill_is_device_only = False
 
     def fill_metadata(self, view: ForwardBatch, metadata: Any) -> None:
-        """Fill, and make it."""
+        """Fill, and create the tensor."""
         super().fill_metadata(view, metadata)
         self.lens = view.seq_lens + 1
 
     def forward(self, *args: Any) -> torch.Tensor:
-        """Attend, and use it."""
+        """Attend, and read the tensor."""
         return super().forward(*args) + 0 * self.lens.sum()
 
 
 def test_the_pact_covers_what_the_backend_holds() -> None:
-    """A tensor of the backend that the graph reads is promised, and its replacement is a breach."""
+    """The pact covers a tensor of the backend that the graph reads; replacing it is a breach."""
     rig = Rig(backend=HoldsLengths, driver=CudaDriver(CPU))
     assert rig.lane.captured[SHAPE].held == ["lens"]
     assert rig.lane.stats.externals == "dispatched"
@@ -230,17 +230,17 @@ def test_the_pact_covers_what_the_backend_holds() -> None:
 
 
 class NoSlot(FlashInferBackend):
-    """The offsets of queries lie in memory that no slot declares."""
+    """A backend whose query offsets are in memory that no slot declares."""
 
     def allocate_metadata(self, view: ForwardBatch, shape: GraphShape, buffers: Buffers) -> Any:
-        """Bind them elsewhere."""
+        """Bind the offsets to a new tensor."""
         made = super().allocate_metadata(view, shape, buffers)
         made.qo_indptr = torch.zeros_like(made.qo_indptr)
         return made
 
 
 def test_a_strict_lane_finds_metadata_outside_the_slots() -> None:
-    """Strict, metadata that the graph reads and no slot has is refused, as on the tape."""
+    """A strict lane refuses metadata that the graph reads outside all slots, as on the tape."""
     with pytest.raises(CaptureError, match=r"metadata\.qo_indptr, which is no slot's memory"):
         Rig(backend=NoSlot, driver=CudaDriver(CPU, strict=True))
     assert Rig(driver=CudaDriver(CPU, strict=True)).lane.captured.get(SHAPE) is not None
@@ -249,7 +249,7 @@ def test_a_strict_lane_finds_metadata_outside_the_slots() -> None:
 def test_a_driver_that_tells_nothing_is_named_in_the_statistics(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Without external tensors no check pretends to have looked: the lane says `unknown`."""
+    """If the driver does not report external tensors, the statistics of the lane say `unknown`."""
     assert Rig().lane.stats.externals == "all"
     monkeypatch.setattr(Tape, "external_tensors", lambda _: None)
     lane = Rig().lane
@@ -260,9 +260,9 @@ def test_a_driver_that_tells_nothing_is_named_in_the_statistics(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.complex64])
 def test_a_host_number_is_no_input(dtype: torch.dtype) -> None:
-    """Of another device's tensors a number without dimensions is taken by value, any other is told."""
+    """A zero-dimensional tensor of another device is taken by value; any other tensor is reported."""
     watch = CudaDriver(
         torch.device("cuda", 0)
-    ).capture  # the device of the region is not the tensors'
+    ).capture  # a different device from that of the tensors
     number, row = torch.tensor(2, dtype=dtype), torch.ones(3, dtype=dtype)
     assert storages(watch(lambda: row * number)) == [row.data_ptr()]

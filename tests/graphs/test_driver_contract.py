@@ -1,6 +1,6 @@
-"""The driver contract, the same tests for every driver.
+"""Tests of the driver contract, the same for every driver.
 
-The tape runs here, inductor where there is a compiler, CUDA graphs where there is a GPU.
+The tape runs everywhere, inductor where there is a compiler, CUDA graphs where there is a GPU.
 """
 
 import functools
@@ -43,11 +43,11 @@ _DRIVERS = [
 
 @pytest.mark.parametrize("kind", _DRIVERS)
 class TestDriverContract:
-    """What `graphpact.graphs.driver` promises of every driver."""
+    """The promises of `graphpact.graphs.driver`, which every driver keeps."""
 
     @pytest.fixture(autouse=True)
     def _inference(self) -> Iterator[None]:
-        """A lane steps in inference mode, and so does every test here."""
+        """Enable inference mode, as lanes do for their steps."""
         with torch.inference_mode():
             yield
 
@@ -55,19 +55,19 @@ class TestDriverContract:
     def driver(
         self, kind: tuple[type[GraphDriver], torch.device], request: pytest.FixtureRequest
     ) -> GraphDriver:
-        """A driver of the kind under test."""
+        """Return a driver of the kind under test."""
         make, device = kind
         if make is InductorDriver:
             request.getfixturevalue("compiler")
         return make(device)
 
     def test_it_says_where_it_is_available(self, driver: GraphDriver) -> None:
-        """A driver that was made is available on its device, and has the name it is selected by."""
+        """A driver is available on its own device, and has one of the names of our drivers."""
         assert type(driver).unavailable(driver.device) is None
         assert driver.name in ("tape", "inductor", "cuda")
 
     def test_replay_reads_tensors_and_keeps_numbers(self, driver: GraphDriver) -> None:
-        """Tensors count by address and at replay, host numbers as they were at capture."""
+        """A replay reads the new contents of a tensor, and uses host numbers as they were at capture."""
         x, factor = torch.ones(4, device=driver.device), 3.0
         graph = driver.capture(lambda: x * factor + 1)
         factor = 50.0
@@ -91,7 +91,7 @@ class TestDriverContract:
             assert graph.outputs["more"][1].tolist() == [value] * 3
 
     def test_replay_runs_no_python(self, driver: GraphDriver) -> None:
-        """The region runs once a warm-up and once for the recording."""
+        """The region's Python runs once per warm-up and once for the recording, and in no replay."""
         x, calls = torch.ones(2, device=driver.device), []
 
         def region() -> torch.Tensor:
@@ -105,7 +105,7 @@ class TestDriverContract:
         assert graph.outputs.tolist() == [4, 4]
 
     def test_writes_to_outside_tensors_are_repeated(self, driver: GraphDriver) -> None:
-        """In-place work on a tensor of the caller happens once a replay."""
+        """In-place work on a tensor of the caller happens once per replay."""
         cache = torch.zeros(6, 2, device=driver.device)
         where = torch.tensor([1, 2], device=driver.device)
         rows = torch.ones(2, 2, device=driver.device)
@@ -117,7 +117,7 @@ class TestDriverContract:
         assert cache.sum(1).tolist() == [0, 0, 0, 4, 0, 4]
 
     def test_a_model_sized_region(self, driver: GraphDriver) -> None:
-        """Matmuls, a norm, attention, an embedding and in-place work replay as eager runs them."""
+        """Matmuls, a norm, attention, an embedding and in-place work replay to the results of eager."""
         device = driver.device
         weight = torch.randn(16, 16, device=device)
         ids = torch.zeros(3, dtype=torch.int64, device=device)
@@ -137,7 +137,7 @@ class TestDriverContract:
             torch.testing.assert_close(graph.outputs, region())
 
     def test_graphs_of_one_driver_interleave(self, driver: GraphDriver) -> None:
-        """Graphs of one pool replay in any order, the largest captured first."""
+        """Graphs of one pool, the largest captured first, replay in any order."""
         inputs = [torch.zeros(n, device=driver.device) for n in (64, 8, 1)]
         graphs = [driver.capture(lambda x=x: (x * 2).sin() + 1) for x in inputs]
         for i in (0, 2, 1, 1, 2, 0, 1):
@@ -147,7 +147,7 @@ class TestDriverContract:
             torch.testing.assert_close(graphs[i].outputs, (inputs[i] * 2).sin() + 1)
 
     def test_a_host_read_is_refused_and_the_driver_works_on(self, driver: GraphDriver) -> None:
-        """A host read keeps no graph and spoils neither the driver nor the device."""
+        """A host read is refused, and the driver and the device still work."""
         x = torch.ones(3, device=driver.device)
         with pytest.raises(CaptureError, match="help: "):
             driver.capture(lambda: x * x.sum().item())
@@ -179,7 +179,7 @@ class TestDriverContract:
             assert torch.equal(graph.outputs, expected[1:].t() + 1)
 
     def test_what_an_operator_of_ones_own_writes_is_written(self, driver: GraphDriver) -> None:
-        """A custom operator that mutates its argument does so in each replay, from what is there then."""
+        """A custom operator that mutates its argument does so in each replay, from the current inputs."""
         table = torch.arange(12, dtype=torch.int32, device=driver.device).view(3, 4)
         rows = torch.tensor([1, 2], device=driver.device)
         indptr = torch.tensor([0, 2, 3], dtype=torch.int32, device=driver.device)
@@ -203,7 +203,7 @@ class TestDriverContract:
             assert graph.outputs.tolist() == [2 * page for page in packed]
 
     def test_eager_calls_break_a_graph_into_segments(self, driver: GraphDriver) -> None:
-        """In each replay an eager call reads what the segment before it computed, and feeds the next."""
+        """In each replay an eager call reads the results of the segment before, and feeds the next one."""
         x = torch.ones(3, device=driver.device)
         seen: list[list[float]] = []
 
@@ -227,7 +227,7 @@ class TestDriverContract:
         assert driver.eager_call(on_the_host, x).tolist() == [4.0] * 3
 
     def test_an_eager_call_in_an_eager_call_is_a_part_of_it(self, driver: GraphDriver) -> None:
-        """It is no break of its own, is made once a replay, and may wait for the device."""
+        """A nested eager call adds no segment, runs once per replay, and may synchronize the device."""
         x, seen = torch.ones(2, device=driver.device), []
 
         def inner(y: torch.Tensor) -> torch.Tensor:
@@ -246,7 +246,7 @@ class TestDriverContract:
         assert graph.outputs.tolist() == [130, 130]
 
     def test_an_eager_call_may_not_change_its_form(self, driver: GraphDriver) -> None:
-        """A replayed call that returns another shape, dtype, number or structure is refused by its name."""
+        """An eager call whose result has another shape, dtype, number or structure in a replay raises."""
         x = torch.ones(4, device=driver.device)
         results: list[Any] = [x[:2] * 1, 7]
 
@@ -261,7 +261,7 @@ class TestDriverContract:
                 graph.replay()
 
     def test_outputs_that_are_kept_are_copied(self, driver: GraphDriver) -> None:
-        """A copy of a graph's outputs stands whatever its neighbours in the pool replay."""
+        """A copy of a graph's outputs does not change when other graphs of the pool replay."""
         x = torch.ones(64, device=driver.device)
         graphs = [driver.capture(lambda n=n: (x[:n] * 2 + n).sin()) for n in (64, 16, 4)]
         x.fill_(0.5)
@@ -273,7 +273,7 @@ class TestDriverContract:
             torch.testing.assert_close(copy, (x[:n] * 2 + n).sin())
 
     def test_it_says_when_it_captures(self, driver: GraphDriver) -> None:
-        """It captures while the region is recorded, and not in the warm-up, before or afterwards."""
+        """`is_capturing` is true only while the region is recorded: not in the warm-up, before or after."""
         x, said = torch.ones(2, device=driver.device), []
 
         def region() -> torch.Tensor:
@@ -287,7 +287,7 @@ class TestDriverContract:
 
     @pytest.mark.parametrize("at", [0, 1, 2])
     def test_an_error_leaves_no_half_graph(self, driver: GraphDriver, at: int) -> None:
-        """What a region raises comes out as it is, wherever it was raised, and the driver records on."""
+        """An error in any segment of a region passes through unchanged, and the driver can record again."""
         x, y = torch.ones(3, device=driver.device), torch.zeros(3, device=driver.device)
 
         def region() -> torch.Tensor:
@@ -306,14 +306,14 @@ class TestDriverContract:
         assert graph.outputs.tolist() == [15] * 3
 
     def test_captures_do_not_nest(self, driver: GraphDriver) -> None:
-        """A capture inside a capture is refused, and the next one is recorded."""
+        """A capture inside another is refused, and the next capture works."""
         x = torch.ones(2, device=driver.device)
         with pytest.raises(CaptureError, match="inside another"):
             driver.capture(lambda: driver.capture(lambda: x + 1).outputs)
         assert driver.capture(lambda: x + 1).num_segments == 1
 
     def test_side_streams_fork_and_join(self, driver: GraphDriver) -> None:
-        """Work of a side stream that waits and is waited for is part of every replay."""
+        """Work on a side stream that is forked and joined is part of every replay."""
         x = torch.ones(1 << 16, device=driver.device)
 
         def region() -> torch.Tensor:
@@ -335,7 +335,7 @@ class TestDriverContract:
             assert graph.outputs[:2].tolist() == [value * 3 + 1] * 2
 
     def test_host_memory_is_copied_in_the_streams_order(self, driver: GraphDriver) -> None:
-        """What copy_async brings is there for the next replay; after a wait its source is free again."""
+        """The next replay reads what `copy_async` copied; after a wait its source may be rewritten."""
         pinned = torch.zeros(8, pin_memory=driver.device.type == "cuda")
         x = torch.zeros(8, device=driver.device)
         graph = driver.capture(lambda: x + 1)
@@ -350,7 +350,7 @@ class TestDriverContract:
             assert graph.outputs.tolist() == [value + 1] * 8
 
     def test_random_numbers_advance(self, driver: GraphDriver) -> None:
-        """Two replays draw different numbers."""
+        """Each replay draws different numbers."""
         graph = driver.capture(lambda: torch.rand(100, device=driver.device))
         drawn = set()
         for _ in range(3):
@@ -359,7 +359,7 @@ class TestDriverContract:
         assert len(drawn) == 3
 
     def test_garbage_is_not_collected_into_a_graph(self, driver: GraphDriver) -> None:
-        """The collector is in the state that it was in before, captured or refused."""
+        """The garbage collector is enabled after a capture and after a refused one."""
         x = torch.ones(1, device=driver.device)
         driver.capture(lambda: x + 1)
         with pytest.raises(CaptureError):
@@ -367,7 +367,7 @@ class TestDriverContract:
         assert gc.isenabled()
 
     def test_it_says_how_much_it_keeps(self, driver: GraphDriver) -> None:
-        """A graph's pool is at least its outputs, where the driver can tell, and nothing once released."""
+        """`pool_nbytes` is at least the size of the outputs, or -1 if unknown, and 0 after release."""
         x = torch.ones(1 << 20, device=driver.device)
         graph = driver.capture(lambda: x * 2 + 1)
         assert graph.pool_nbytes == -1 or graph.pool_nbytes >= graph.outputs.nbytes
@@ -377,7 +377,7 @@ class TestDriverContract:
         assert graph.pool_nbytes == 0
 
     def test_it_says_what_it_reads_or_that_it_cannot(self, driver: GraphDriver) -> None:
-        """Memory that a graph reads and did not make is external, outputs are not; or none is told."""
+        """External tensors are those that the graph reads and did not allocate, or None if unknown."""
         x = torch.ones(8, device=driver.device)
         table = torch.ones(8, device=driver.device)
         graph = driver.capture(lambda: x[2:] * table[:6] + 1)
@@ -391,7 +391,7 @@ class TestDriverContract:
         assert graph.external_tensors() == []
 
     def test_release_lets_go_of_outputs(self, driver: GraphDriver) -> None:
-        """A released graph holds its outputs no longer."""
+        """A released graph no longer holds its outputs."""
         x = torch.ones(2, device=driver.device)
         graph = driver.capture(lambda: x + 1)
         outputs = weakref.ref(graph.outputs)
@@ -402,7 +402,7 @@ class TestDriverContract:
 
 
 def test_cuda_says_why_it_is_unavailable() -> None:
-    """CUDA graphs are refused on a CPU with a reason, before anything of CUDA is touched."""
+    """The CUDA driver is unavailable on a CPU, with a reason that names the device."""
     reason = CudaDriver.unavailable(torch.device("cpu"))
     assert reason is not None
     assert "cpu" in reason
@@ -410,5 +410,5 @@ def test_cuda_says_why_it_is_unavailable() -> None:
 
 @pytest.mark.skipif(not _NO_CUDA, reason="this machine has a GPU")
 def test_without_a_gpu_cuda_says_so() -> None:
-    """A machine without a GPU is told so by name."""
+    """Without a GPU, the CUDA driver says that torch sees no CUDA device."""
     assert _NO_CUDA == "torch sees no CUDA device"

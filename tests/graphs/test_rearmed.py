@@ -1,4 +1,4 @@
-"""Counters that nothing resets: the strict tape finds them in every segment, and finds nothing else."""
+"""The strict tape finds counters that nothing resets, in every segment, and refuses nothing else."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def _inference() -> Iterator[None]:
-    """A lane steps in inference mode, and so does every test here."""
+    """Enable inference mode, as lanes do for their steps."""
     with torch.inference_mode():
         yield
 
@@ -41,7 +41,7 @@ class World:
         return torch.where(self.workspace == 1, x, 0)
 
     def broken(self, call: Callable[..., Any], *args: torch.Tensor) -> Graph:
-        """Capture work, an eager call, and work on what it returned."""
+        """Capture work, an eager call, and work on its result."""
         return self.driver.capture(
             lambda: self.driver.eager_call(call, self.x * 2, *args) + self.x, warmup=0
         )
@@ -49,7 +49,7 @@ class World:
 
 @pytest.mark.parametrize("planted", [0, 1, 2, None])
 def test_a_counter_is_found_in_any_segment(planted: int | None) -> None:
-    """A graph of three segments is refused where one of them counts on, and not where none does."""
+    """A graph of three segments is refused if one of them has a counter, and captured if none has."""
     w = World()
 
     def region() -> torch.Tensor:
@@ -74,7 +74,7 @@ def test_a_counter_in_a_workspace_is_found_in_an_eager_call() -> None:
 
 
 def test_a_counter_in_what_an_eager_call_returned_is_found() -> None:
-    """Memory that the call hands out each time, and the next segment counts in, is reset by nothing."""
+    """A counter in memory that an eager call returns each time is refused, because nothing resets it."""
     w, kept = World(), torch.zeros(4)
 
     def region() -> torch.Tensor:
@@ -86,7 +86,7 @@ def test_a_counter_in_what_an_eager_call_returned_is_found() -> None:
 
 @pytest.mark.parametrize("name", ["cache", "x", "unread"])
 def test_an_eager_call_may_write_declared_memory(name: str) -> None:
-    """An eager call that adds to the KV cache, or to a slot, is no counter: each step brings it anew."""
+    """An eager call may add to the KV cache or to a slot: each step writes them anew, so it is no counter."""
     w = World()
     memory = getattr(w, name)
 
@@ -96,15 +96,15 @@ def test_an_eager_call_may_write_declared_memory(name: str) -> None:
 
     before = memory.clone()
     w.broken(attend)
-    memory.sub_(1)  # of the capture's own call; those of the check are undone
+    memory.sub_(1)  # undoes the capture's own call; the check undid its own calls
     assert torch.equal(memory, before)
 
 
 def test_an_eager_call_may_write_what_it_is_given() -> None:
-    """A buffer given to an eager call, declared or not, is the caller's to prepare."""
+    """An eager call may write a buffer that it is given, because its caller prepares the buffer."""
     w, given = World(), torch.zeros(4)
     w.broken(lambda q, out: out.add_(q).clone(), given)
-    assert given.tolist() == [2.0] * 4  # of the capture's own call
+    assert given.tolist() == [2.0] * 4  # written by the capture's own call
 
 
 def test_what_an_eager_call_leaves_unwritten_is_no_difference() -> None:
@@ -113,7 +113,7 @@ def test_what_an_eager_call_leaves_unwritten_is_no_difference() -> None:
     contents = iter(range(100))
 
     def attend(q: torch.Tensor) -> torch.Tensor:
-        torch.full((4,), float(next(contents)))  # freed at once: what the next allocation may find
+        torch.full((4,), float(next(contents)))  # freed at once: `out` may reuse its memory
         out = torch.empty(4)
         out[:2] = q[:2]
         return out
@@ -123,6 +123,6 @@ def test_what_an_eager_call_leaves_unwritten_is_no_difference() -> None:
 
 
 def test_what_is_random_is_no_difference() -> None:
-    """Eager calls and segments that draw random numbers draw the same in both replays."""
+    """An eager call that draws random numbers draws the same ones in both replays of the check."""
     w = World()
     assert w.broken(lambda q: torch.rand_like(q) + q).num_segments == 2

@@ -1,6 +1,6 @@
-"""The recorder: its rules hold in the same way for every driver that uses it.
+"""Tests of the recorder, whose rules are the same for every driver that uses it.
 
-Inductor's graphs are interpreted here instead of compiled: what is recorded is under test.
+Inductor's graphs are interpreted here and not compiled, because only the recording is under test.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,7 +26,7 @@ ALL = {**FAST, "strict": lambda: TapeDriver(CPU, strict=True)}
 
 @pytest.fixture(autouse=True)
 def _inference(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A lane steps in inference mode; FX graphs are run node by node."""
+    """Enable inference mode, and run FX graphs node by node instead of compiling them."""
     monkeypatch.setattr(torch._inductor, "compile", lambda module, _, __: module)
     with torch.inference_mode():
         yield
@@ -34,27 +34,27 @@ def _inference(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture(params=ALL)
 def driver(request: pytest.FixtureRequest) -> GraphDriver:
-    """A driver that uses the recorder."""
+    """Return a driver that uses the recorder."""
     make: Callable[[], GraphDriver] = ALL[request.param]
     return make()
 
 
 @pytest.fixture(params=FAST)
 def fast(request: pytest.FixtureRequest) -> GraphDriver:
-    """A driver that uses the recorder, without strict rules."""
+    """Return a driver that uses the recorder, without strict rules."""
     make: Callable[[], GraphDriver] = FAST[request.param]
     return make()
 
 
 def record(fn: Callable[[GraphDriver, Recorder], Any]) -> Recording:
-    """Return the recording of ``fn``, which is given a driver and the recorder."""
+    """Return the recording of ``fn``, which is called with a driver and the recorder."""
     recorder = Recorder(HostReadGuard(HostMemory(), "while it is recorded", CaptureError))
     driver = TapeDriver(CPU)
     return recorder.record(driver, lambda: fn(driver, recorder))
 
 
 def test_memory_is_recorded_and_not_names(driver: GraphDriver) -> None:
-    """A tensor that is given other memory after the capture leaves the replay where it was."""
+    """A replay reads the memory that a tensor had at capture, even if the tensor has other memory now."""
     x = torch.ones(3)
     old = x.detach()
     graph = driver.capture(lambda: x + 1)
@@ -65,7 +65,7 @@ def test_memory_is_recorded_and_not_names(driver: GraphDriver) -> None:
 
 
 def test_a_name_may_have_two_memories_in_a_region(driver: GraphDriver) -> None:
-    """A tensor that is given other memory inside a region is read in each where it was then."""
+    """If a tensor gets other memory inside a region, each recorded read keeps its own memory."""
     one, two = torch.ones(3), torch.ones(3)
 
     def region() -> torch.Tensor:
@@ -82,7 +82,7 @@ def test_a_name_may_have_two_memories_in_a_region(driver: GraphDriver) -> None:
 
 
 def test_shapes_of_own_memory_may_change_in_place(driver: GraphDriver) -> None:
-    """Work before and after a change of shape in place replays on the shapes of then."""
+    """Work before and after an in-place change of shape replays with the shapes of the recording."""
     x = torch.arange(6.0).view(2, 3)
 
     def region() -> tuple[torch.Tensor, torch.Tensor]:
@@ -103,14 +103,14 @@ def test_shapes_of_own_memory_may_change_in_place(driver: GraphDriver) -> None:
 
 
 def test_shapes_of_external_memory_may_not(driver: GraphDriver) -> None:
-    """A change of the shape of a tensor of the outside is refused at its line."""
+    """An in-place change of the shape of an external tensor is refused; the error names the line."""
     x = torch.ones(3)
     with pytest.raises(CaptureError, match=r"unsqueeze_.* in place while .*, at .*recorder\.py:"):
         driver.capture(lambda: x.unsqueeze_(0), warmup=0)
 
 
 def test_constants_start_from_their_value_in_every_replay(fast: GraphDriver) -> None:
-    """A tensor made from Python numbers, which the region writes, holds them again at the next replay."""
+    """A tensor made from Python numbers, which the region writes, is reset to them in each replay."""
     graph = fast.capture(lambda: torch.tensor([1.0, 2.0]).add_(1.0))
     for _ in range(3):
         graph.replay()
@@ -119,7 +119,7 @@ def test_constants_start_from_their_value_in_every_replay(fast: GraphDriver) -> 
 
 
 def test_uninitialised_memory_is_no_work(driver: GraphDriver) -> None:
-    """Every way to ask for memory without content is memory of the graph, and no node."""
+    """Every way to allocate uninitialized memory gives memory of the graph, and adds no node."""
     x = torch.ones(2, 3)
 
     def region() -> list[torch.Tensor]:
@@ -144,7 +144,7 @@ def test_uninitialised_memory_is_no_work(driver: GraphDriver) -> None:
 
 
 def test_host_numbers_are_kept_by_value(driver: GraphDriver) -> None:
-    """A number of declared host memory is that of the capture in every replay."""
+    """A number from declared host memory keeps its value of the capture in every replay."""
     x, lengths = torch.ones(3), torch.tensor([2, 3])
     driver.declare(DeclaredMemory(host=[lengths]))
     graph = driver.capture(lambda: x + lengths[1])
@@ -154,7 +154,7 @@ def test_host_numbers_are_kept_by_value(driver: GraphDriver) -> None:
 
 
 def test_containers_are_kept_as_they_were(driver: GraphDriver) -> None:
-    """A list that changes after the capture does not change what is replayed."""
+    """A list that changes after the capture does not change the replay."""
     parts = [torch.ones(1), torch.full((2,), 2.0)]
     first = parts[0]
     graph = driver.capture(lambda: torch.cat(parts))
@@ -165,7 +165,7 @@ def test_containers_are_kept_as_they_were(driver: GraphDriver) -> None:
 
 
 def test_what_a_segment_made_is_read_in_any_later_one(driver: GraphDriver) -> None:
-    """The last segment reads, and writes, what the first made, over eager calls that do not know it."""
+    """A later segment reads and writes a tensor of the first, across eager calls that do not take it."""
     x, seen = torch.ones(2), []
 
     def region() -> torch.Tensor:
@@ -195,7 +195,7 @@ def test_what_a_segment_made_is_read_in_any_later_one(driver: GraphDriver) -> No
 def test_drivers_record_the_same_work(
     program: list[tuple[str, int, int]], breaks: list[int], seed: int
 ) -> None:
-    """Every driver counts the same nodes, segments and external memory, and replays to the same bits."""
+    """All drivers count the same nodes, segments and external memory; replays are equal bit for bit."""
     with torch.inference_mode():
         x, y = torch.zeros(4, 4), torch.zeros(4, 4)
         graphs = []
@@ -231,11 +231,11 @@ def test_drivers_record_the_same_work(
             assert all(map(torch.equal, results[0], other))
 
 
-# -- the record itself -----------------------------------------------------------------------------
+# -- the recording ---------------------------------------------------------------------------------
 
 
 def test_a_recording_tells_what_outlives_each_segment() -> None:
-    """Of what a segment allocates, that is told which a later segment, a call or the outputs read."""
+    """`outliving` has, per segment, the memory that a later segment, an eager call or the outputs read."""
     x = torch.ones(2)
     made: dict[str, torch.Tensor] = {}
 
@@ -257,7 +257,7 @@ def test_a_recording_tells_what_outlives_each_segment() -> None:
 
 
 def test_a_recording_has_one_tensor_for_each_place() -> None:
-    """Tensors of one place are one object in the record, and those of another place another."""
+    """Tensors at the same place in memory are one object in the recording; a tensor elsewhere is another."""
     x = torch.ones(4)
     recording = record(lambda *_: (x[:2] + 1, x[:2] * 2, x[2:] + 1))
     given = [call.args[0] for call in recording.segments[0].calls if call.is_work]
@@ -267,7 +267,7 @@ def test_a_recording_has_one_tensor_for_each_place() -> None:
 
 
 def test_a_recording_names_the_line_of_each_call() -> None:
-    """A call knows the line of the region that asked for it, through operations that torch divides."""
+    """Each call has the line of the region that made it, also where torch decomposes an operation."""
     x = torch.ones(2, 2)
     recording = record(lambda *_: torch.nn.functional.linear(x, x))
     for call in recording.segments[0].calls:
@@ -276,7 +276,7 @@ def test_a_recording_names_the_line_of_each_call() -> None:
 
 
 def test_parts_are_segments_with_eager_calls_between() -> None:
-    """A recording begins and ends with a segment, even an empty one."""
+    """A recording begins and ends with a segment, even if these are empty."""
     x = torch.ones(2)
     recording = record(lambda _, recorder: recorder.eager_call(torch.neg, (x,)))
     assert [type(part) for part in recording.parts] == [Segment, EagerCall, Segment]
