@@ -36,10 +36,6 @@ class ForwardMode(enum.Enum):
     """No request: a rank that runs the step because other ranks have work. Its batch has the fields of its
     lane's batches, without rows."""
 
-    __hash__ = (
-        object.__hash__
-    )  # by identity: a step hashes shapes several times, and Enum's own is Python
-
     @property
     def is_decode(self) -> bool:
         """Whether this is plain decode: one new token per request."""
