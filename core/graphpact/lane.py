@@ -359,6 +359,7 @@ class Lane:
         return registry
 
     def _is_pact_due(self) -> bool:
+        """Count this replay, and return whether its pact is checked."""
         if not self._pact_every:
             return False
         self._steps_to_check -= 1
