@@ -9,10 +9,9 @@ import torch
 
 from graphpact.attention import AttentionBackend
 from graphpact_conformance.experiments import order, values
-from graphpact_conformance.problems import Config
+from graphpact_conformance.problems import Config, draw
 from graphpact_conformance.results import Finding
 from graphpact_conformance.subject import LaneUnderTest
-from graphpact_conformance.suite import draw
 
 
 def findings_of(

@@ -8,7 +8,7 @@ import torch
 
 from graphpact import ForwardBatch, ForwardMode
 from graphpact.errors import EngineError, ReplayError
-from graphpact_tape.guard import _check_host_lengths
+from graphpact_tape.tape import TapeDriver
 from lane_rig import Rig
 from mode_rig import ModeRig
 
@@ -94,14 +94,17 @@ def test_a_sequence_longer_than_its_row_is_refused() -> None:
 
 
 def test_lengths_of_host_and_device_have_to_agree() -> None:
-    """The check of the strict guard refuses host lengths that differ from the device's."""
-    batch = _batch(ForwardMode.DECODE, 2, 2)
-    _check_host_lengths(batch)
+    """A strict lane refuses a batch whose host lengths differ from the device's, and runs others."""
+    driver = TapeDriver(torch.device("cpu"), strict=True)
+    rig = Rig(driver=driver, observers=[driver.guard()])
+    batch = rig.batch(3, 2)
+    rig.lane.run(batch)
     batch.seq_lens_cpu[1] = 4
     with pytest.raises(
-        ReplayError, match=r"seq_lens_cpu of the batch is \[9, 4\], seq_lens is \[9, 9\]"
+        ReplayError, match=r"seq_lens_cpu of the batch is \[3, 4\], seq_lens is \[3, 2\]"
     ):
-        _check_host_lengths(batch)
+        rig.lane.run(batch)
+    assert rig.lane.stats.replays == 1
 
 
 def test_a_tree_is_refused_by_a_lane_of_chains() -> None:

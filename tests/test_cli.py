@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 
 import pytest
+from typer.core import TyperCommand
 
 from graphpact import errors
 from graphpact.cli import main
@@ -97,11 +98,18 @@ def test_a_misspelt_command_line_is_a_usage_error(
     assert "Traceback" not in err
 
 
-def test_no_command_is_answered_with_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
-    """Without arguments the commands are listed, and the status is 2."""
+def test_no_command_is_answered_with_the_commands(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without arguments the commands are listed, none is run, and the status is 2."""
+    ran: list[str] = []
+    monkeypatch.setattr(TyperCommand, "invoke", lambda command, _: ran.append(command.name))
     assert main([]) == 2
     shown = "".join(capsys.readouterr())
     assert all(command in shown for command in ("generate", "plugins", "doctor"))
+    assert ran == []
+    assert main(["plugins"]) == 0
+    assert ran == ["plugins"]
 
 
 @pytest.mark.parametrize(

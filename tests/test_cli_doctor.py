@@ -36,7 +36,7 @@ def examined(capsys: pytest.CaptureFixture[str], status: int = 0) -> dict[str, A
 
 
 def test_a_machine_that_can_generate_passes(capsys: pytest.CaptureFixture[str]) -> None:
-    """If everything is installed the status is 0, and the report has versions, extras and devices."""
+    """If everything is installed the status is 0; the report has versions, extras, devices and drivers."""
     report = examined(capsys)
     assert report["python"] == ".".join(map(str, sys.version_info[:3]))
     assert report["packages"]["torch"] == importlib.metadata.version("torch")
@@ -45,6 +45,9 @@ def test_a_machine_that_can_generate_passes(capsys: pytest.CaptureFixture[str]) 
     assert report["threads"] == torch.get_num_threads()
     assert len(report["cuda"]["devices"]) == torch.cuda.device_count()
     assert {"graphpact", "graphpact-flashinfer"} <= set(report["distributions"])
+    devices = {"cpu", *(f"cuda:{n}" for n in range(torch.cuda.device_count()))}
+    found = {(driver["name"], driver["device"]) for driver in report["drivers"]}
+    assert {(name, each) for name in ("tape", "inductor", "cuda") for each in devices} <= found
     assert not [p for p in report["problems"] if p["severity"] == "error"]
 
 

@@ -216,11 +216,15 @@ def test_a_file_holds_one_prompt_a_line(generate: Generate, tmp_path: Path) -> N
 
 
 def test_stdin_is_read_where_there_is_no_other_prompt(
-    generate: Generate, monkeypatch: pytest.MonkeyPatch
+    generate: Generate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Stdin gives one prompt per line, if no argument gives a prompt or the file is ``-``."""
+    """Stdin gives one prompt per line, if no argument and no file gives a prompt, or the file is ``-``."""
+    (tmp_path / "prompts.txt").write_text("of the file\n")
     set_stdin(monkeypatch, b"one\n\n two\n")
     assert prompts_of(generate("--json", "zero")) == ["zero"]
+    of_the_file = ("--file", str(tmp_path / "prompts.txt"))
+    assert prompts_of(generate("--json", *of_the_file)) == ["of the file"]
+    assert prompts_of(generate("--json", *of_the_file, "zero")) == ["zero", "of the file"]
     assert prompts_of(generate("--json")) == ["one", " two"]
     set_stdin(monkeypatch, b"three\n")
     assert prompts_of(generate("--json", "--file", "-", "zero")) == ["zero", "three"]
@@ -367,13 +371,25 @@ def test_a_damaged_checkpoint_is_one_error(
 def test_options_win_over_the_configuration_file(
     generate: Generate, tiny: Path, tmp_path: Path
 ) -> None:
-    """``--model`` overrides the file; the other keys are taken from the file."""
+    """``--model`` and ``--seed`` override the file; the other keys are taken from the file."""
     file = tmp_path / "engine.toml"
-    file.write_text('[model]\npath = "/nowhere"\n[lanes.decode]\nrunner = "eager"\n')
+    file.write_text(
+        '[model]\npath = "/nowhere"\n[engine]\nseed = 2\n[lanes.decode]\nrunner = "eager"\n'
+    )
     status, out, err = generate("--config", str(file), "--json", "x")
     assert status == 0
     assert json.loads(out)["prompt"] == "x"
     assert "decode, eager" in err
+    drawn = ("--json", "--temperature=2", "x")
+    of_the_file, of_the_option, expected = (
+        generate(*options, *drawn)[1]
+        for options in (
+            ("--config", str(file)),
+            ("--config", str(file), "--seed=1"),
+            ("--seed=1", "--set", "lanes.decode.runner=eager"),
+        )
+    )
+    assert of_the_option == expected != of_the_file
     status, _, err = generate("--config", str(file), "x", model=None)
     assert status == 2
     assert "/nowhere" in err
@@ -392,10 +408,15 @@ def test_a_model_s_folder_may_have_any_name(
 def test_what_a_plugin_prints_is_not_in_the_text(
     generate: Generate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Text that a plugin prints while it is imported goes to stderr, so that stdout stays JSON."""
+    """Text that a plugin prints while it is imported or built goes to stderr, so that stdout stays JSON."""
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "loud_cli_plugin.py").write_text(
-        "from graphpact.runners import EagerRunner\nprint('[noise]')\nclass Loud(EagerRunner): ...\n"
+        "from graphpact.runners import EagerRunner\n"
+        "print('[noise]')\n"
+        "class Loud(EagerRunner):\n"
+        "    def __init__(self, context):\n"
+        "        print('[built]')\n"
+        "        super().__init__(context)\n"
     )
     info = tmp_path / "loud_cli_plugin-1.0.dist-info"
     info.mkdir()
@@ -408,6 +429,7 @@ def test_what_a_plugin_prints_is_not_in_the_text(
     assert status == 0
     assert json.loads(out)["prompt"] == "x"
     assert err.startswith("[noise]\n")
+    assert "[built]\n" in err
 
 
 def test_a_seed_repeats_a_run(generate: Generate) -> None:
@@ -423,13 +445,14 @@ def test_a_seed_repeats_a_run(generate: Generate) -> None:
     assert first[0] != first[1]
 
 
-def test_sampling_options_that_change_nothing_are_told(generate: Generate) -> None:
-    """``--top-k`` at temperature 0 gives a warning on stderr, also with ``--quiet``; the run goes on."""
-    status, out, err = generate("--top-k=3", "x", "--quiet")
+@pytest.mark.parametrize("option", ["--top-k=3", "--top-p=0.5"])
+def test_sampling_options_that_change_nothing_are_told(option: str, generate: Generate) -> None:
+    """``--top-k`` or ``--top-p`` at temperature 0 warns on stderr, also with ``--quiet``; the run goes on."""
+    status, out, err = generate(option, "x", "--quiet")
     assert status == 0
     assert out
     assert err.startswith("warning: --top-p and --top-k")
-    assert generate("--top-k=3", "--temperature=1", "x", "--quiet")[2] == ""
+    assert generate(option, "--temperature=1", "x", "--quiet")[2] == ""
 
 
 # -- reports ---------------------------------------------------------------------------------------

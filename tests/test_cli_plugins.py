@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from graphpact import CONTRACT_VERSION
 from graphpact.attention import KernelProvider
 from graphpact.cli import main
 from graphpact.cli.plugins import KindOption
@@ -209,10 +210,10 @@ def test_what_a_plugin_prints_is_not_our_data(
 def test_another_contract_is_named_to_people(
     install: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The table names the contract version of a plugin that was written for another contract."""
+    """The table names the contract version of a plugin of another contract, and the version of graphpact."""
     install("Runner = None", contract="7")
     assert main(["plugins", "--kind", "runner"]) == 0
     (row,) = [r for r in capsys.readouterr().out.splitlines() if "cli_fake_runner" in r]
     assert "rejected" in row
     assert "cli-fake 2.5" in row
-    assert "contract version 7" in row
+    assert f"contract version 7; this graphpact has version {CONTRACT_VERSION}" in row

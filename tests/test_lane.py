@@ -372,7 +372,7 @@ def test_outputs_without_clear_rows_are_refused_at_capture(
 
 
 def test_there_is_one_record_of_each_captured_shape() -> None:
-    """`captured` is a read-only mapping of shapes to records; each record has its step and statistics."""
+    """`captured` maps each shape, read-only, to its own step, graph, pact and statistics."""
     rig = Rig()
     captured = rig.lane.captured
     assert [shape.batch_size for shape in captured] == [4, 2, 1]
@@ -383,6 +383,16 @@ def test_there_is_one_record_of_each_captured_shape() -> None:
         assert rig.lane.registry is not None
         again = rig.lane.registry.static_inputs(rig.batch(1), shape)
         assert record.step.view is again
+        outputs = rig.lane.run(rig.batch(*[3] * shape.batch_size))
+        assert outputs.logits.data_ptr() == record.graph.outputs.logits.data_ptr()
+        assert record.graph.outputs.logits.shape == (shape.batch_size, VOCAB)
+        assert record.pact.shape == shape
+        held = rig.lane.held_by_backend(shape)
+        record.pact.check(view=record.step.view, metadata=record.metadata, **held)
+        for other in captured.values():
+            if other is not record:
+                view, metadata = other.step.view, other.metadata
+                assert record.pact.breaches(view=view, metadata=metadata, **held)
     with pytest.raises(TypeError):
         captured[SHAPE_OF[1]] = captured[SHAPE_OF[2]]  # type: ignore[index]
 

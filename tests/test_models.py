@@ -3,15 +3,17 @@
 import json
 import pickle
 import shutil
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, dynamic_module_utils
 
 from graphpact import BackendContext, ForwardBatch, Lane, Limits
 from graphpact.attention import LayerSpec
@@ -27,9 +29,11 @@ from graphpact_tape.tape import TapeDriver
 CPU = torch.device("cpu")
 
 
-def load(path: Path, dtype: torch.dtype | None = None) -> models.Checkpoint:
+def load(path: Path, dtype: torch.dtype | None = None, **more: Any) -> models.Checkpoint:
     """Load a checkpoint as the engine does."""
-    return models.load_checkpoint(path, dtype=dtype, device=CPU, attention=models.ATTENTION_NAME)
+    return models.load_checkpoint(
+        path, dtype=dtype, device=CPU, attention=models.ATTENTION_NAME, **more
+    )
 
 
 @pytest.fixture
@@ -142,10 +146,21 @@ def test_pickles_are_never_read(copy: Path, tmp_path: Path) -> None:
     assert not trap.exists()
 
 
-def test_remote_code_does_not_run_unasked(copy: Path, tmp_path: Path) -> None:
-    """A checkpoint with its own Python files is refused by default, and they do not run."""
+def test_remote_code_does_not_run_unasked(
+    copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python files of a checkpoint run with ``trust_remote_code`` only; by default it is refused."""
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(sys, "path", [*sys.path])  # transformers adds its cache of modules
     trap = tmp_path / "it ran"
-    (copy / "evil.py").write_text(f"open({str(trap)!r}, 'w')\n")
+    (copy / "evil.py").write_text(
+        "from transformers import LlamaConfig, LlamaForCausalLM\n"
+        f"open({str(trap)!r}, 'w').close()\n"
+        "class Config(LlamaConfig):\n"
+        "    model_type = 'evil'\n"
+        "class Model(LlamaForCausalLM):\n"
+        "    config_class = Config\n"
+    )
     config = json.loads((copy / "config.json").read_text())
     config["model_type"] = "evil"
     config["auto_map"] = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
@@ -153,6 +168,8 @@ def test_remote_code_does_not_run_unasked(copy: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="trust_remote_code"):
         load(copy)
     assert not trap.exists()
+    assert type(load(copy, trust_remote_code=True).model).__name__ == "Model"
+    assert trap.exists()
 
 
 def test_weights_that_do_not_fit_are_refused(copy: Path) -> None:

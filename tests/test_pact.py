@@ -7,6 +7,7 @@ import json
 import math
 from collections import namedtuple
 from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -382,13 +383,17 @@ def test_values_are_compared_as_values(value: Any) -> None:
 
 
 def test_order_of_keys_is_no_promise() -> None:
-    """A mapping with the same entries in another order keeps the pact; exchanged values do not."""
+    """Entries of a mapping or an object in another order keep the pact; exchanged values do not."""
     first, second = torch.zeros(1), torch.zeros(1)
-    pact = Pact.of(SHAPE, None, metadata={"a": first, "b": second})
-    pact.check(metadata={"b": second, "a": first})
-    with pytest.raises(PactBreach) as error:
-        pact.check(metadata={"b": first, "a": second})
-    assert [b.path for b in error.value.breaches] == ["metadata['a']", "metadata['b']"]
+    for make, names in (
+        (dict, ["metadata['a']", "metadata['b']"]),
+        (SimpleNamespace, ["metadata.a", "metadata.b"]),
+    ):
+        pact = Pact.of(SHAPE, None, metadata=make(a=first, b=second))
+        pact.check(metadata=make(b=second, a=first))
+        with pytest.raises(PactBreach) as error:
+            pact.check(metadata=make(b=first, a=second))
+        assert [b.path for b in error.value.breaches] == names
 
 
 # -- bounded host numbers --------------------------------------------------------------------------

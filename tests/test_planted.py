@@ -436,12 +436,21 @@ def build(plugin: type[Any], *overrides: str) -> Engine:
     return engine
 
 
-def generate(engine: Engine) -> list[list[int]]:
-    """Return greedy tokens of one prompt, four times, then of all, so that rows and pages are reused."""
-    short = SamplingParams(max_new_tokens=2, temperature=0.0)
-    long = SamplingParams(max_new_tokens=6, temperature=0.0)
-    completions = engine.generate(PROMPTS[:1] * 4, short) + engine.generate(PROMPTS, long)
-    return [completion.token_ids for completion in completions]
+def generate(engine: Engine, tokens: list[list[int]] | None = None) -> list[list[int]]:
+    """Return greedy tokens of one prompt, four times, then of all, so that rows and pages are reused.
+
+    Args:
+        engine: The engine.
+        tokens: Gets the tokens of each step that returns, also if a later step raises.
+    """
+    tokens = [] if tokens is None else tokens
+    for prompts, count in ((PROMPTS[:1] * 4, 2), (PROMPTS, 6)):
+        first = len(tokens)
+        tokens += [[] for _ in prompts]
+        params = SamplingParams(max_new_tokens=count, temperature=0.0)
+        for delta in engine.stream(prompts, params):
+            tokens[first + delta.index].append(delta.token_id)
+    return tokens
 
 
 @pytest.fixture(scope="module")
@@ -454,11 +463,17 @@ def right() -> list[list[int]]:
     ("plugin", "checks", "error", "named"), [p[1:] for p in PLANTED], ids=[p[0] for p in PLANTED]
 )
 def test_a_planted_bug_is_caught_and_named(
-    plugin: type[Any], checks: tuple[str, ...], error: type[ContractError], named: str
+    plugin: type[Any],
+    checks: tuple[str, ...],
+    error: type[ContractError],
+    named: str,
+    right: list[list[int]],
 ) -> None:
-    """The bug raises an error that names the field and has a help."""
+    """The bug raises an error that names the field and has a help, before any token is wrong."""
+    tokens: list[list[int]] = []
     with pytest.raises(error) as caught:
-        generate(build(plugin, *checks))
+        generate(build(plugin, *checks), tokens)
+    assert all(got == expected[: len(got)] for got, expected in zip(tokens, right, strict=False))
     assert named in str(caught.value)
     assert "help: " in str(caught.value)
     if isinstance(caught.value, VerificationError) and named.startswith(("view.", "metadata.")):

@@ -17,7 +17,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from importlib_metadata import EntryPoint
 
-from graphpact import plugins
 from graphpact.attention import (
     AttentionBackend,
     BackendContext,
@@ -31,6 +30,7 @@ from graphpact.attention import (
 from graphpact.attention.providers import choose_provider, require_provider
 from graphpact.batch import ForwardBatch, ForwardMode
 from graphpact.buffers import GraphSlot
+from graphpact.cli import main
 from graphpact.errors import ConfigError, PluginError
 from graphpact.plugins import Kind, PluginCatalog, PluginInfo
 from graphpact.shapes import GraphShape
@@ -635,10 +635,17 @@ def test_branches_count_among_what_is_missing() -> None:
 
 
 @pytest.mark.parametrize("stranger", [object, "portable", type("Nameless", (KernelProvider,), {})])
-def test_what_is_no_provider_keeps_a_backend_from_loading(stranger: Any) -> None:
-    """A backend with an invalid provider has a fault that names the class; a valid backend has none."""
+def test_what_is_no_provider_keeps_a_backend_from_loading(
+    stranger: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`graphpact plugins` lists a backend with an invalid provider as rejected, and others as loaded."""
     cls = type("Odd", (FlashInferBackend,), {"providers": (stranger,)})
-    fault = plugins._class_fault(cls, AttentionBackend)
-    assert fault is not None
-    assert "Odd.providers has" in fault
-    assert plugins._class_fault(FlashInferBackend, AttentionBackend) is None
+    monkeypatch.setattr(sys.modules[__name__], "Odd", cls, raising=False)
+    catalog = installed(odd=cls, both=Both)
+    scanned = SimpleNamespace(scan=lambda: catalog)
+    monkeypatch.setattr("graphpact.cli.plugins.PluginCatalog", scanned)
+    assert main(["plugins", "--json", "--kind", "attention_backend"]) == 0
+    found = {each["name"]: each for each in json.loads(capsys.readouterr().out)}
+    assert found["odd"]["status"] == "rejected"
+    assert "Odd.providers has" in found["odd"]["reason"]
+    assert (found["both"]["status"], found["both"]["reason"]) == ("loaded", None)

@@ -113,17 +113,20 @@ def test_replay_runs_no_python_of_the_region(driver: TapeDriver) -> None:
 
 
 def test_containers_changed_after_capture_do_not_matter(driver: TapeDriver) -> None:
-    """A list argument is recorded as it was at capture; later changes to the list have no effect."""
+    """Lists of tensors, sizes and indices are recorded as at capture; later changes have no effect."""
     parts, sizes = [torch.ones(1), torch.ones(2)], [2, 1]
-    graph = driver.capture(lambda: (torch.cat(parts), torch.zeros(sizes), torch.zeros(3)[None]))
+    x, where = torch.arange(4.0), [3, 1]
+    graph = driver.capture(lambda: (torch.cat(parts), torch.zeros(sizes), x[where]))
     first = parts[0]
     parts.clear()
     sizes[:] = [9, 9]
+    where[:] = [0, 0, 0]
     first.fill_(4)
     _clear(leaves(graph.outputs))
     graph.replay()
     assert graph.outputs[0].tolist() == [4, 1, 1]
     assert graph.outputs[1].tolist() == [[0], [0]]
+    assert graph.outputs[2].tolist() == [3, 1]
 
 
 def test_in_place_work_is_repeated(driver: TapeDriver) -> None:
@@ -177,18 +180,23 @@ def test_uninitialised_memory_is_not_run(driver: TapeDriver) -> None:
 
 
 def test_a_graph_holds_what_it_needs(driver: TapeDriver) -> None:
-    """The tape keeps intermediates alive to which nothing else holds a reference."""
-    x = torch.arange(4.0)
+    """The tape keeps inputs and intermediates alive to which nothing else holds a reference."""
+    given = [torch.arange(4.0)]
 
     def region() -> torch.Tensor:
         weight = torch.full((4,), 3.0)
-        return (x * weight).sum(0, keepdim=True)
+        return (given[0] * weight).sum(0, keepdim=True)
 
     graph = driver.capture(region)
     assert driver.capture(lambda: torch.rand(4, 4) @ torch.rand(4, 4)).num_nodes == 3
-    x.fill_(1)
+    given[0].fill_(1)
+    memory = StorageWeakRef(given.pop().untyped_storage())
+    gc.collect()
+    assert not memory.expired()
     graph.replay()
     assert graph.outputs.item() == 12
+    graph.release()
+    assert memory.expired()
 
 
 def test_graphs_of_one_driver_do_not_overlap(driver: TapeDriver) -> None:
@@ -421,16 +429,31 @@ def test_composite_operators_of_unknown_length_are_refused(driver: TapeDriver, n
         driver.capture(lambda: _DYNAMIC_COMPOSITES[name](x))
 
 
-def test_shapes_changed_in_place_do_not_change_again() -> None:
-    """``unsqueeze_`` in a region is refused, or its replays keep the shape of the capture."""
-    x = torch.randn(2, 3)
-    try:
-        graph = TapeDriver(CPU).capture(lambda: x[0].unsqueeze_(0) + 1)
-    except CaptureError:
-        return
-    assert graph.outputs.shape == (1, 3)
-    graph.replay()
-    assert graph.outputs.shape == (1, 3)
+@pytest.mark.parametrize(
+    ("work", "shape"),
+    [
+        (lambda t: t.unsqueeze_(0).cumsum(1), (1, 2, 1, 1, 3)),
+        (lambda t: t.squeeze_(1).cumsum(1), (2, 1, 3)),
+        (lambda t: t.transpose_(0, 3).cumsum(0), (3, 1, 1, 2)),
+        (lambda t: t[:, 0, 0].t_().cumsum(0), (3, 2)),
+    ],
+    ids=["unsqueeze_", "squeeze_", "transpose_", "t_"],
+)
+def test_shapes_changed_in_place_do_not_change_again(
+    driver: TapeDriver, work: Callable[[torch.Tensor], torch.Tensor], shape: tuple[int, ...]
+) -> None:
+    """A tensor of the region keeps its new shape in every replay; one from outside is refused."""
+    x = torch.randn(2, 1, 1, 3)
+    graph = driver.capture(lambda: work(x * 2))
+    for _ in range(2):
+        x.normal_()
+        _clear(leaves(graph.outputs))
+        graph.replay()
+        assert graph.outputs.shape == shape
+        assert torch.equal(graph.outputs, work(x * 2))
+    with pytest.raises(CaptureError, match="changes a tensor's shape in place"):
+        driver.capture(lambda: work(x), warmup=0)
+    assert x.shape == (2, 1, 1, 3)
 
 
 def test_constants_are_restored_before_they_are_changed_again() -> None:

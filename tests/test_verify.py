@@ -58,6 +58,7 @@ class Rig:
         captured: Another class, for the lane only: the wrong backend of a test.
         runner: Class of the lane's runner.
         observers: More observers, inside the verifier.
+        outside: More observers, outside the verifier.
         in_graph: Whether metadata work is recorded, which overwrites bugs planted before a replay.
     """
 
@@ -70,6 +71,7 @@ class Rig:
         captured: type[FlashInferBackend] | None = None,
         runner: type[CudaGraphRunner] = CudaGraphRunner,
         observers: tuple[object, ...] = (),
+        outside: tuple[object, ...] = (),
         in_graph: bool = False,
         driver: type[TapeDriver] = TapeDriver,
     ) -> None:
@@ -104,7 +106,7 @@ class Rig:
             driver=driver(CPU),
             pact="off",  # it would find some bugs that are planted before the replay
             metadata_in_graph=in_graph,
-            observers=[self.verifier, *observers],
+            observers=[*outside, self.verifier, *observers],
         )
         self.eager_calls = 0
         self.lane.capture_all()
@@ -280,14 +282,15 @@ def test_a_share_is_a_share() -> None:
 
 
 def test_eager_steps_are_not_verified() -> None:
-    """A batch that ran eagerly is not run again and not counted as verified."""
-    rig = Rig()
+    """A batch that ran eagerly is not run again, not counted as verified, and its outputs are returned."""
+    rig, plain = Rig(), Rig(share=0.0)
     batch = rig.batch(2, 2, 2, 2)
     batch.forward_mode = ForwardMode.EXTEND
     batch.extend_seq_lens = batch.extend_seq_lens_cpu = torch.ones(4, dtype=torch.int64)
-    rig.lane.run(batch)
+    outputs = rig.lane.run(batch)
     assert rig.verifier.verified == 0
     assert rig.eager_calls == 1
+    assert torch.equal(outputs.logits, plain.lane.run_eager(batch).logits)
 
 
 def test_the_eager_run_leaves_the_live_cache_alone() -> None:
@@ -683,11 +686,14 @@ def test_a_field_that_no_slot_carries_is_refused_and_not_compared() -> None:
 
 
 def test_the_verifier_sees_what_the_lane_gets() -> None:
-    """The verifier is outside the other observers, so that it sees what they change."""
+    """The verifier sees what observers after it in the lane's list change, and not what others do."""
     damage = Damage(metadata=lambda m: dataclasses.replace(m, max_q_len=0))
-    rig = Rig(observers=(damage,))
-    _wrong_outputs(rig)
-    assert rig.failure(3, 4).field == "metadata.max_q_len"
+    for rig, field in (
+        (Rig(observers=(damage,)), "metadata.max_q_len"),
+        (Rig(outside=(damage,)), None),
+    ):
+        _wrong_outputs(rig)
+        assert rig.failure(3, 4).field == field
 
 
 # -- padding rows ----------------------------------------------------------------------------------
@@ -917,9 +923,14 @@ def test_a_backend_that_fails_in_the_comparison_hides_nothing() -> None:
 
 
 def test_a_replay_may_not_change_the_page_table() -> None:
-    """A write of recorded work to ``req_to_token`` raises, before any eager run."""
-    rig = Rig()
-    rig.after_replay(lambda outputs: rig.table[4, 7:].fill_(1))
+    """A write of recorded work to ``req_to_token`` raises before any eager run, although results agree."""
+    rig, unverified = Rig(), Rig(share=0.0)
+    for each in (rig, unverified):
+        each.after_replay(lambda outputs, each=each: each.table[4, 7:].fill_(1))
+    batch = unverified.batch(3, 4)
+    replayed = unverified.lane.run(batch).clone()
+    assert int(unverified.table[4, 7]) == 1
+    assert torch.equal(replayed.logits, unverified.lane.run_eager(batch).logits)
     error = rig.failure(3, 4)
     assert error.field == "req_to_token"
     assert "changed the page table: decode[bs=2, tokens=2]: req_to_token[4, 7] was 33 and is 1" in (

@@ -67,7 +67,7 @@ def test_a_lane_answers_what_the_oracle_says(
     hold_to_oracle(backend, config, strict=False, driver=CudaDriver, provider=provider, device=GPU)
 
 
-def _refusal(backend: type[AttentionBackend], config: Config, device: torch.device) -> str | None:
+def _refusal(backend: type[AttentionBackend], config: Config) -> str | None:
     """Return the reason why the native kernels cannot run this, or None if they can."""
     empty = torch.zeros(0, device=GPU)
     context = BackendContext(

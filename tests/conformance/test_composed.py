@@ -13,10 +13,9 @@ from compiling import compiler  # noqa: F401  a fixture
 from graphpact.graphs import GraphDriver
 from graphpact_conformance.experiments.base import differences
 from graphpact_conformance.museum import VARIANTS
-from graphpact_conformance.problems import configs_of
+from graphpact_conformance.problems import configs_of, draw
 from graphpact_conformance.reference import ReferenceBackend, ReferenceRunner
 from graphpact_conformance.rig import CPU, Rig
-from graphpact_conformance.suite import draw
 from graphpact_cpu_graph.inductor import InductorDriver
 from graphpact_cuda_graph.driver import CudaDriver
 from graphpact_tape.tape import TapeDriver

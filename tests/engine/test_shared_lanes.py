@@ -2,16 +2,19 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from graphpact import ForwardBatch, ForwardMode
 from graphpact.errors import ConfigError, SlotError
+from graphpact.graphs import Graph, GraphDriver
 from graphpact.runners import RunnerContext
 from graphpact_cuda_graph import CudaGraphRunner
 from graphpact_engine import Engine, SamplingParams
 from graphpact_engine.config import EngineConfig
+from graphpact_tape.tape import TapeDriver
 from support import Catalog
 
 TINY = Path(__file__).parents[2] / "examples/models/tiny-llama"
@@ -111,10 +114,23 @@ def test_sharing_changes_no_answer() -> None:
     assert texts[0] == texts[1]
 
 
-def test_another_sentinel_is_refused_before_anything_is_captured() -> None:
-    """A lane that would pad a shared slot with another value is refused; the error names both lanes."""
+def test_another_sentinel_is_refused_before_anything_is_captured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A lane that would pad a shared slot with another value is refused, and no lane captures anything."""
+    captures: list[GraphDriver] = []
+    real = TapeDriver.capture
+
+    def capture(driver: TapeDriver, *args: Any, **more: Any) -> Graph:
+        captures.append(driver)
+        return real(driver, *args, **more)
+
+    monkeypatch.setattr(TapeDriver, "capture", capture)
     with pytest.raises(SlotError, match=r"in lane 'prefill' holds 7 .* in lane 'decode'"):
         _engine(*BOTH, prefill="other_length")
+    assert captures == []
+    with _engine(*BOTH):
+        assert captures
 
 
 def test_a_runner_without_buffers_has_none_to_share() -> None:

@@ -1085,7 +1085,7 @@ def test_cuda_graphs_do_what_the_table_says(name: str) -> None:
     """On a GPU, in a separate process, each act that is safe and defined there does what its row says."""
     done = subprocess.run(
         [sys.executable, __file__, name],
-        env={**os.environ, "PYTHONPATH": str(_TESTS)},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
         timeout=300,

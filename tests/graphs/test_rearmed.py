@@ -100,11 +100,20 @@ def test_an_eager_call_may_write_declared_memory(name: str) -> None:
     assert torch.equal(memory, before)
 
 
-def test_an_eager_call_may_write_what_it_is_given() -> None:
-    """An eager call may write a buffer that it is given, because its caller prepares the buffer."""
-    w, given = World(), torch.zeros(4)
+@pytest.mark.parametrize("name", ["undeclared", "unread", "cache"])
+def test_an_eager_call_may_write_what_it_is_given(name: str) -> None:
+    """An eager call may write a buffer that it is given: undeclared memory, a slot, KV cache."""
+    w = World()
+    given = torch.zeros(4) if name == "undeclared" else getattr(w, name)[:4]
     w.broken(lambda q, out: out.add_(q).clone(), given)
     assert given.tolist() == [2.0] * 4  # written by the capture's own call
+
+
+def test_a_workspace_that_an_eager_call_is_given_is_no_exception() -> None:
+    """An eager call that adds to a workspace which it is given is refused, because nothing resets it."""
+    w = World()
+    with pytest.raises(CaptureError, match="second replay on the same inputs"):
+        w.broken(lambda q, out: q + out.add_(1), w.workspace)
 
 
 def test_what_an_eager_call_leaves_unwritten_is_no_difference() -> None:
@@ -122,7 +131,16 @@ def test_what_an_eager_call_leaves_unwritten_is_no_difference() -> None:
     assert graph.num_segments == 2
 
 
-def test_what_is_random_is_no_difference() -> None:
-    """An eager call that draws random numbers draws the same ones in both replays of the check."""
+@pytest.mark.parametrize("place", ["first segment", "eager call", "second segment"])
+def test_what_is_random_is_no_difference(place: str) -> None:
+    """Segments and eager calls draw the same random numbers in both replays of the check."""
     w = World()
-    assert w.broken(lambda q: torch.rand_like(q) + q).num_segments == 2
+
+    def drawn(q: torch.Tensor, here: str) -> torch.Tensor:
+        return torch.rand_like(q) + q if here == place else q + 1
+
+    def region() -> torch.Tensor:
+        x = w.driver.eager_call(drawn, drawn(w.x, "first segment"), "eager call")
+        return drawn(x, "second segment")
+
+    assert w.driver.capture(region, warmup=0).num_segments == 2
