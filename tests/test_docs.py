@@ -18,11 +18,10 @@ from graphpact.graphs import DeclaredMemory
 from graphpact.lane import Lane
 from graphpact.step import Attend
 from graphpact_conformance.experiments.base import differences
-from graphpact_conformance.problems import VOCAB, Config, configs_of
+from graphpact_conformance.problems import VOCAB, Config, configs_of, draw
 from graphpact_conformance.reference import ReferenceBackend
 from graphpact_conformance.rig import Rig
 from graphpact_conformance.rules import RULES
-from graphpact_conformance.suite import draw
 from graphpact_engine.config import RESERVED_VARIABLES, EngineConfig, config_keys
 from graphpact_tape.tape import TapeDriver
 from support import load_reference

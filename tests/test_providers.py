@@ -470,7 +470,8 @@ def test_generate_says_it_on_stderr_and_keeps_its_data_clean(tmp_path: Path) -> 
     sets = [f"model.path={TINY}", "engine.device=cpu", "engine.attention_backend=acme"]
     done = subprocess.run(
         [*command, *(word for each in sets for word in ("--set", each))],
-        env=os.environ | {"PYTHONPATH": str(tmp_path), "PYTHONWARNINGS": "error"},
+        env=os.environ
+        | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path]), "PYTHONWARNINGS": "error"},
         capture_output=True,
         text=True,
         check=False,
