@@ -217,13 +217,19 @@ class StaleRows(ReferenceBackend):
             metadata.table.copy_(self.context.req_to_token[before])
 
 
-class PadsReadLiveRows(ReferenceBackend):
-    """A backend whose padding rows read request row 1, which a live request may own."""
+class PadsReadRowOne(ReferenceBackend):
+    """A backend whose padding rows read request row 1 in a replay, not row 0; row 1 may be unowned."""
 
-    def fill_metadata(self, view: ForwardBatch, metadata: ReferenceMetadata) -> None:
-        """Fill, with a table in which row 1 replaces row 0."""
-        super().fill_metadata(view, metadata)
-        metadata.table.copy_(self.context.req_to_token[view.req_pool_indices.clamp(min=1)])
+    fill_is_device_only = False
+
+    @hookimpl
+    def init_metadata_replay(
+        self, view: ForwardBatch, shape: GraphShape, captured: ReferenceMetadata
+    ) -> ReferenceMetadata:
+        """Refresh, with a table in which row 1 replaces row 0."""
+        ReferenceBackend.init_metadata_replay(self, view=view, shape=shape, captured=captured)
+        captured.table.copy_(self.context.req_to_token[view.req_pool_indices.clamp(min=1)])
+        return captured
 
 
 class PadsWriteFirstPage(ReferenceBackend):
@@ -364,6 +370,7 @@ PLANTED: list[tuple[type[ReferenceBackend], str, str]] = [
     (PackedDraftExtend, "draft_extend", WRONG),
     (StaleRows, "decode", "out of"),
     (StaleRows, "mixed", "out of"),
+    (PadsReadRowOne, "decode", "out of bounds"),
     (PadsWriteFirstPage, "extend", "in KV slots ["),
     (TreeIgnored, "target_verify_tree", WRONG),
     (DraftsUncounted, "target_verify", WRONG),

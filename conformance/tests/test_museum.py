@@ -5,9 +5,11 @@ import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
+from conformance_reports import finding
 from graphpact.cli import main
 from graphpact_conformance.cli.museum import ROOMS, describe
 from graphpact_conformance.museum import EXHIBITS, VARIANTS, Exhibit, Variant, Visit, visit_all
@@ -34,12 +36,12 @@ def test_an_exhibit_is_caught_under_its_own_rule(
     """The suite finds the bug; the finding has expected, actual, a field or hook, help, and a command."""
     seen = visits[exhibit.name]
     assert seen.is_right, describe(seen)
-    finding = seen.findings[exhibit.rule]
-    assert finding.expected
-    assert finding.actual
-    assert finding.field or finding.hook
-    assert finding.help
-    assert finding.reproduce
+    found = seen.findings[exhibit.rule]
+    assert found.expected
+    assert found.actual
+    assert found.field or found.hook
+    assert found.help
+    assert found.reproduce
 
 
 @pytest.mark.sweep
@@ -95,12 +97,19 @@ def _own_marks(page: str) -> str:
 # -- the command -----------------------------------------------------------------------------------
 
 
-def test_the_command_lists_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
-    """``--list --only`` lists the exhibits of a rule, each with its thread."""
+def test_the_command_lists_what_there_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """``--list --only`` lists the exhibits of a rule, each with its thread, and runs nothing."""
+    runs = Mock(return_value=[])
+    monkeypatch.setattr("graphpact_conformance.museum.visit_all", runs)
     assert main(["museum", "--list", "--only", "GP03", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert {t["name"] for t in told} == {e.name for e in EXHIBITS if e.rule == "GP03"}
     assert all("#" in t["thread"] for t in told)
+    assert not runs.called
+    main(["museum", "--only", "GP03"])
+    assert runs.called
 
 
 def test_the_command_shows_one_room(capsys: pytest.CaptureFixture[str]) -> None:
@@ -128,17 +137,22 @@ def test_the_command_shows_a_matrix(capsys: pytest.CaptureFixture[str]) -> None:
 def test_an_exhibit_that_is_missed_is_status_1(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The exit status is 1 if an exhibit has no finding, and 0 if a variant has none."""
-    blind = [Visit(EXHIBITS[0], lanes=("decode",)), Visit(VARIANTS[0], lanes=("decode",))]
+    """The exit status is 1 if an exhibit has no finding or a variant has one, and 0 if a variant has none."""
+    alarm = {"GP03": finding()}
+    seen = [Visit(piece, lanes=("decode",)) for piece in (EXHIBITS[0], VARIANTS[0])]
+    seen.append(Visit(VARIANTS[1], alarm, lanes=("decode",)))
 
-    def nothing_seen(pieces: Any, *args: Any, **more: Any) -> list[Visit]:
-        """Return visits in which nothing was found."""
-        return [v for v in blind if v.piece in pieces]
+    def some_seen(pieces: Any, *args: Any, **more: Any) -> list[Visit]:
+        """Return visits in which nothing was found but a false alarm."""
+        return [v for v in seen if v.piece in pieces]
 
-    monkeypatch.setattr("graphpact_conformance.museum.visit_all", nothing_seen)
+    monkeypatch.setattr("graphpact_conformance.museum.visit_all", some_seen)
     assert main(["museum", EXHIBITS[0].name]) == 1
     assert "MISSED" in capsys.readouterr().out
     assert main(["museum", VARIANTS[0].name]) == 0
+    assert "ALARM" not in capsys.readouterr().out
+    assert main(["museum", VARIANTS[0].name, VARIANTS[1].name]) == 1
+    assert "ALARM" in capsys.readouterr().out
 
 
 def test_what_is_not_there_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -483,17 +483,26 @@ def test_a_comparison_is_what_changed_cell_by_cell(before: Cells, after: Cells) 
 
 
 def test_cells_are_told_apart_by_plugin_partner_and_question() -> None:
-    """Results with one lane name but another partner or another general check are separate cells."""
+    """Results with one lane name but another plugin, partner or general check are separate cells."""
     general = [result(rule=None, check="quiet"), result(rule=None, check="ends")]
-    before = report(plugin(general), plugin([result()], partner="cuda_graph"), plugin([result()]))
+    before = report(
+        plugin(general),
+        plugin([result()], partner="cuda_graph"),
+        plugin([result()]),
+        plugin([result("fail")], name="fa3"),
+    )
     broken = [general[0], result("fail", None, check="ends")]
     after = report(
-        plugin(broken), plugin([result("fail")], partner="cuda_graph"), plugin([result()])
+        plugin(broken),
+        plugin([result("fail")], partner="cuda_graph"),
+        plugin([result()]),
+        plugin([result()], name="fa3"),
     )
     told = {(c.plugin, c.rule) for c in compare(before, after).changes}
     assert told == {
         ("flashinfer", "general: ends"),
         ("flashinfer + cuda_graph", "GP03 stale-pad-tail"),
+        ("fa3", "GP03 stale-pad-tail"),
     }
     assert compare(before, after).unchanged == 2
 

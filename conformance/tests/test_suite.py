@@ -5,11 +5,13 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
 
+from conformance_reports import report
 from graphpact import ForwardBatch, ForwardMode, GraphShape, hookimpl
 from graphpact.attention import AttentionBackend, GraphSupport
 from graphpact.buffers import CudaGraphBufferRegistry
@@ -19,8 +21,8 @@ from graphpact_conformance.claims import claims_of, undeclared
 from graphpact_conformance.experiments import EXPERIMENTS
 from graphpact_conformance.experiments.base import Experiment
 from graphpact_conformance.problems import CASES, Drawn, configs_of, draw
-from graphpact_conformance.reference import ReferenceBackend, ReferenceRunner
-from graphpact_conformance.results import Finding, Outcome, Result
+from graphpact_conformance.reference import ReferenceBackend, ReferenceMetadata, ReferenceRunner
+from graphpact_conformance.results import ExitCode, Finding, Outcome, Result
 from graphpact_conformance.rules import RULES
 from graphpact_conformance.shrink import TRIALS, shrunk
 from graphpact_conformance.subject import CannotCaptureError, LaneUnderTest
@@ -56,6 +58,19 @@ def test_every_name_is_a_target_and_so_is_every_pair() -> None:
         Target("runner", "fast"),
         Target("attention_backend", "mine", "fast"),
     ]
+
+
+def test_a_pair_without_a_common_mode_is_no_target() -> None:
+    """A backend and a runner without a common mode are no pair, and neither is a runner without graphs."""
+    decodes = replace(ReferenceBackend.capabilities, modes=frozenset({ForwardMode.DECODE}))
+    catalog = ListedCatalog(
+        mine=ReferenceBackend,
+        decodes=type("Decodes", (ReferenceBackend,), {"capabilities": decodes}),
+        extends=type("Extends", (ReferenceRunner,), {"modes": frozenset({ForwardMode.EXTEND})}),
+        never=DeclaresNoGraphs,
+    )
+    found = suite.targets(["mine", "decodes", "extends", "never"], catalog)
+    assert [str(target) for target in found if target.partner] == ["mine + extends"]
 
 
 @pytest.mark.parametrize(
@@ -448,7 +463,7 @@ def test_a_pair_is_held_to_the_earlier_contract(monkeypatch: pytest.MonkeyPatch)
 def test_a_capability_that_works_undeclared_keeps_from_a_strict_pass(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A page size that works undeclared gives a hint, and a hint prevents a strict pass."""
+    """A page size that works undeclared gives a hint; a hint prevents a strict pass, but not conformance."""
     capabilities = replace(ReferenceBackend.capabilities, page_sizes=frozenset({16, 64}))
     forgets = type("Forgets", (ReferenceBackend,), {"capabilities": capabilities})
     catalog = ListedCatalog(forgets=forgets)
@@ -469,8 +484,11 @@ def test_a_capability_that_works_undeclared_keeps_from_a_strict_pass(
     target = Target("attention_backend", "forgets")
     told = suite.examine(target, Options(), Listener())
     assert [hint.partition(":")[0] for hint in told.hints] == ["page_size 1"]
-    whole = told.model_copy(update={"claims": []})  # no lane ran
+    whole = told.model_copy(update={"claims": [], "results": found})  # no lane ran
     assert whole.shortfalls == ["an answer to 1 hint"]
+    assert whole.is_conformant
+    assert report(whole).exit_code is ExitCode.CONFORMANT
+    assert report(whole, options={"strict": True}).exit_code is ExitCode.NOT_CONFORMANT
     assert suite.merged([told, told]).hints == told.hints
 
 
@@ -492,21 +510,39 @@ def test_draws_do_not_depend_on_what_is_imported(monkeypatch: pytest.MonkeyPatch
 
 
 def test_an_experiment_finds_no_trace_of_another() -> None:
-    """Each experiment gets new lanes and the seed's random numbers; the global random state is restored."""
-    seen: list[tuple[int, float]] = []
+    """Each experiment gets new lanes, empty caches of tensors, and the seed's random numbers.
+
+    The global random state is restored.
+    """
+    seen: list[tuple[int, int, float]] = []
+
+    @cache
+    def zeros(rows: int) -> torch.Tensor:
+        """Return a new tensor for each number of rows."""
+        return torch.zeros(rows)
+
+    class Caches(ReferenceBackend):
+        """A backend whose fills cache a tensor."""
+
+        def fill_metadata(self, view: ForwardBatch, metadata: ReferenceMetadata) -> None:
+            """Fill, and cache a tensor."""
+            super().fill_metadata(view, metadata)
+            zeros(view.batch_size)
 
     def leaves_traces(lane: LaneUnderTest, steps: Drawn) -> Iterator[Finding]:
         """Run a step, and draw a random number."""
-        seen.append((lane.rig().lane.stats.replays, float(torch.rand(1))))
+        cached = zeros.cache_info().currsize
+        seen.append((lane.rig().lane.stats.replays, cached, float(torch.rand(1))))
         lane.rig().step(steps.exact)
+        assert zeros.cache_info().currsize
         yield from ()
 
-    plan = PlannedLane(lane(), is_full=True)
+    plan = PlannedLane(LaneUnderTest(DECODE, Caches), is_full=True)
     both = [Experiment(name, ("GP01",), leaves_traces) for name in "ab"]
     before = torch.get_rng_state()
     assert [r.outcome for r in suite.examine_lane(plan, QUICK, experiments=both)] == [Outcome.PASS]
     assert seen[0] == seen[1]
-    assert seen[0][0] == 0
+    assert seen[0][:2] == (0, 0)
     assert torch.equal(before, torch.get_rng_state())
 
 
@@ -514,7 +550,10 @@ def test_an_experiment_finds_no_trace_of_another() -> None:
 
 
 def test_a_capability_is_what_is_declared_and_what_was_shown() -> None:
-    """A declared capability that fails disagrees, and so does an undeclared one that works, with a hint."""
+    """A declared capability that a failed lane needs disagrees; so does an undeclared one that works.
+
+    All other capabilities agree. Only the undeclared one has a hint.
+    """
     cls = with_claims({"heads mla": "since 0.4", "page_size 1": "not_implemented"})
     cls.capabilities = replace(cls.capabilities, page_sizes=frozenset({16, 64}), sinks=False)
     small, large = (config_of(f"decode-page{n}-gqa-float32") for n in (16, 64))
@@ -532,6 +571,10 @@ def test_a_capability_is_what_is_declared_and_what_was_shown() -> None:
     assert found["feature sinks"].disagrees
     assert "declare it" in str(found["feature sinks"].hint)
     assert found["feature trees"].declared == "full"
+    needed = {"mode decode", "page_size 64", "heads gqa", "dtype float32"}
+    features = {"feature sliding_window", "feature softcap", "feature sinks"}
+    assert {name for name, claim in found.items() if claim.disagrees} == needed | features
+    assert [name for name, claim in found.items() if claim.hint] == ["feature sinks"]
 
 
 @pytest.mark.parametrize(

@@ -371,12 +371,17 @@ def test_two_runs_differ_in_times_alone(report: Report, bench: Bench) -> None:
         (["good"], ExitCode.CONFORMANT),
         (["leaves", "good"], ExitCode.NOT_CONFORMANT),
         (["stubborn", "good"], ExitCode.NOT_CONFORMANT),
+        (["unlucky", "good"], ExitCode.SUITE_ERROR),
+        (["leaves", "unlucky"], ExitCode.SUITE_ERROR),
         (["empty"], ExitCode.NOTHING_RAN),
         ([], ExitCode.NOTHING_RAN),
     ],
 )
 def test_the_exit_code(report: Report, names: list[str], code: ExitCode) -> None:
-    """The exit status is 0 for a conformant plugin, 1 after a lost process, 5 if nothing ran."""
+    """The exit status is 0 for a conformant plugin, 1 after a lost process, 5 if nothing ran.
+
+    After a fault of the suite it is 3, even if a process was lost too.
+    """
     part = report.model_copy(update={"plugins": [of(report, name) for name in names]})
     assert part.exit_code == code
 

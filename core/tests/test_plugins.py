@@ -230,15 +230,29 @@ def test_a_disabled_plugin_is_rejected_without_import(site: Site, entry: str) ->
     assert isinstance(outcomes(catalog)["fake_two"], Loaded)
 
 
-@pytest.mark.parametrize("entry", ["fake_onne", "graph_driver:fake_one", "x:y:z"])
+@pytest.mark.parametrize(
+    ("entry", "hint"),
+    [
+        ("fake_onne", "did you mean 'fake_one'?"),
+        ("runner:fake_onne", "did you mean 'runner:fake_one'?"),
+        ("graph_driver:fake_one", "did you mean 'graph_driver:"),
+        ("x:y:z", "unset it, or name some of: "),
+    ],
+)
 def test_disabling_what_is_not_there_is_an_error(
-    site: Site, monkeypatch: pytest.MonkeyPatch, entry: str
+    site: Site, monkeypatch: pytest.MonkeyPatch, entry: str, hint: str
 ) -> None:
-    """An entry of the variable that matches no installed plugin is an error."""
+    """An entry of the variable that matches no installed plugin is an error with the nearest name.
+
+    If no name is near, the hint lists the installed ones.
+    """
     site.add("one", GOOD, offers={"fake_one": "Runner"})
     monkeypatch.setenv(DISABLE_VARIABLE, entry)
-    with pytest.raises(ConfigError, match=f"{entry!r} matches no installed plugin"):
+    with pytest.raises(ConfigError, match=f"{entry!r} matches no installed plugin") as refused:
         PluginCatalog.scan()
+    assert str(refused.value.hint).startswith(hint)
+    if entry == "x:y:z":
+        assert "fake_one" in str(refused.value.hint)
 
 
 def test_two_distributions_with_one_name_are_both_refused(site: Site) -> None:

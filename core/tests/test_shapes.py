@@ -231,6 +231,9 @@ def test_a_plugin_adds_a_reason_of_its_own() -> None:
 
 
 def test_modes() -> None:
-    """`is_decode` is true for decode and false for extend."""
-    assert ForwardMode.DECODE.is_decode
-    assert not ForwardMode.EXTEND.is_decode
+    """`is_decode` is true for decode only, and `is_ragged` for extend and mixed only."""
+    assert [mode for mode in ForwardMode if mode.is_decode] == [ForwardMode.DECODE]
+    assert [mode for mode in ForwardMode if mode.is_ragged] == [
+        ForwardMode.EXTEND,
+        ForwardMode.MIXED,
+    ]

@@ -369,10 +369,9 @@ def test_a_file_that_is_not_toml_is_refused_with_its_line(
 
 @pytest.mark.parametrize("name", ["absent.toml", ".", "nul\0.toml"])
 def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path, name: str) -> None:
-    """A missing file, a folder and an invalid file name raise a ConfigError."""
+    """A missing file, a folder and an invalid file name raise a ConfigError with the file."""
     message = refusal(path=tmp_path / name)
-    assert message.startswith("the configuration file")
-    assert "cannot be read" in message
+    assert message.startswith(f"the configuration file {tmp_path / name} cannot be read: ")
 
 
 HOSTILE = (

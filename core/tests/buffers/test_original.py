@@ -469,7 +469,7 @@ def test_counts_may_stay_the_batchs() -> None:
 
 
 def test_prefill_is_built_as_there() -> None:
-    """The prefill factory takes the original's arguments, and the padding rows of input ids are zero."""
+    """The prefill factory takes the original's arguments; the padding rows of every token slot are zero."""
     registry = build_prefill_registry(
         device=CPU,
         max_bs=1,
@@ -483,11 +483,18 @@ def test_prefill_is_built_as_there() -> None:
         share_pool=False,
         source=None,
     )
-    buffer = _buffer(registry, "input_ids")
-    buffer.fill_(50)
+    for slot in registry:
+        _buffer(registry, slot.name).fill_(50)
     counts = {"raw_bs": 1, "padded_bs": 1, "raw_num_tokens": 3, "padded_num_tokens": 8}
     registry.fill_from(StepBatch(1, input_ids=torch.tensor([1, 2, 3])), **counts)
-    assert buffer.tolist() == [1, 2, 3, 0, 0, 0, 0, 0, 50, 50]
+    tail = [0] * 5 + [50] * 2
+    assert _buffer(registry, "input_ids").tolist() == [1, 2, 3, *tail]
+    for name in ("positions", "out_cache_loc"):
+        assert _buffer(registry, name).tolist() == [50, 50, 50, *tail]
+    assert _buffer(registry, "mrope_positions").tolist() == [[50, 50, 50, *tail]] * 3
+    assert {slot.name for slot in registry if slot.axis == "tokens"} == {
+        *("input_ids", "positions", "out_cache_loc", "mrope_positions")
+    }
     assert _buffer(registry, "out_cache_loc").dtype is torch.int32
     assert not registry.has_slot("input_embeds")
     assert registry.has_slot("mrope_positions")

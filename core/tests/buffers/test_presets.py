@@ -306,15 +306,31 @@ def test_prefill_zeroes_every_token_tail() -> None:
 
 
 def test_the_names_of_arguments_are_the_originals() -> None:
-    """The decode factory has the original's arguments first; both factories end with ours, all by name."""
-    original = ["device", "max_bs", "max_num_token", "seq_len_fill_value", "cache_loc_dtype"]
-    decode = inspect.signature(build_decode_registry).parameters
-    assert list(decode)[:5] == original
-    assert list(decode)[-3:] == ["enable_mrope", "zero_input_ids", "lane"]
-    prefill = inspect.signature(build_prefill_registry).parameters
-    assert list(prefill)[-1] == "lane"
-    for parameters in (decode, prefill):
+    """Both factories have the original's arguments, in its order and by name, and optional ones of ours.
+
+    Only the first ones are required; the original also requires ``cache_loc_dtype``.
+    """
+    sizes = ["device", "max_bs", "max_num_token"]
+    both = ["share_pool", "source"]
+    decode = [*sizes, "seq_len_fill_value", "cache_loc_dtype", "enable_mamba_track"]
+    decode += ["is_encoder_decoder", "encoder_len_fill_value", "encoder_lens_dtype"]
+    decode += ["enable_num_token_non_padded", "require_gathered_buffer", "enable_prefill_cp"]
+    decode += ["require_mlp_tp_gather", "dp_size", "register_global_num_tokens", *both]
+    prefill = [*sizes, "cache_loc_dtype", "is_multimodal", "hidden_size", "embed_dtype"]
+    prefill += ["enable_mamba_track", "register_input_embeds", *both]
+    counts = {"nsa_enable_prefill_cp", "enable_prefill_cp"}
+    counts |= {"enable_num_token_non_padded", "require_gathered_buffer"}
+    required = {build_decode_registry: decode[:4], build_prefill_registry: prefill[:3]}
+    for build, original, ours in (
+        (build_decode_registry, decode, {"enable_mrope", "zero_input_ids", "lane"}),
+        (build_prefill_registry, prefill, {"lane"}),
+    ):
+        parameters = inspect.signature(build).parameters
+        assert [name for name in parameters if name in original] == original
+        assert {*parameters} - {*original} - counts == ours
         assert {p.kind for p in parameters.values()} == {inspect.Parameter.KEYWORD_ONLY}
+        optional = [name for name, p in parameters.items() if p.default is not p.empty]
+        assert [name for name in parameters if name not in optional] == required[build]
         assert parameters["share_pool"].default is False  # the original's is True
         assert parameters["lane"].default is None
 
@@ -483,7 +499,7 @@ def test_proxies_of_decode_are_copied() -> None:
 
 
 def test_proxies_of_prefill_zero_their_tails() -> None:
-    """Prefill runs padding tokens, so the padding rows of proxy tensors are zero."""
+    """Prefill runs padding tokens, so padding rows of proxy tensors are zero; a stage may send nothing."""
     source = _source(_prefill(), pp_proxy_tensors=_nested()["pp_proxy_tensors"])
     registry = _prefill(source=source)
     row = ((TOKENS, HIDDEN), torch.float32, "tokens", ZERO, None)
@@ -492,6 +508,11 @@ def test_proxies_of_prefill_zero_their_tails() -> None:
     states = source.pp_proxy_tensors
     assert states["hidden_states"][:, 0].tolist() == [2] * 5 + [0] * 3 + [1] * 4
     assert states["residual"][:, 0].tolist() == [3] * 5 + [0] * 3 + [1] * 4
+    for rows in states.values():
+        rows.fill_(7)
+    _fill(registry)
+    for rows in states.values():
+        assert rows[:, 0].tolist() == [7] * 5 + [0] * 3 + [7] * 4
 
 
 def test_ids_of_a_tracer_keep_their_tails() -> None:

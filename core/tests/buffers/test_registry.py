@@ -708,16 +708,27 @@ def test_post_fill_runs_after_all_copies() -> None:
 
 
 def test_a_source_sees_the_counts_and_what_a_stage_sent() -> None:
-    """A source_fn gets the context of this fill, including its proxy tensors."""
+    """A source_fn gets the batch of this fill, and a context with its counts and its proxy tensors."""
+    seen: list[tuple[Any, FillContext, Any]] = []
+
+    def source(batch: Any, context: FillContext) -> torch.Tensor:
+        seen.append((batch, context, context.pp_proxy_tensors))
+        tensor: torch.Tensor = context.pp_proxy_tensors.tensors["a"]
+        return tensor
+
     registry = _registry()
-    slot = registry.register_slot(
-        make_slot("proxy.a", source_fn=lambda _, context: context.pp_proxy_tensors.tensors["a"])
-    )
+    slot = registry.register_slot(make_slot("proxy.a", source_fn=source))
     for step in range(3):
+        batch = SimpleNamespace()
         sent = SimpleNamespace(tensors={"a": torch.tensor([step, 9])})
-        counts = {"raw_bs": 2, "padded_bs": 3, "raw_num_tokens": 2, "padded_num_tokens": 3}
-        registry.fill_from(SimpleNamespace(), pp_proxy_tensors=sent, **counts)
+        counts = {"raw_bs": 2, "padded_bs": 3, "raw_num_tokens": 4 + step, "padded_num_tokens": 7}
+        registry.fill_from(batch, pp_proxy_tensors=sent, **counts)
         assert slot.slice_for(3, 3).tolist() == [step, 9, 0]
+        got, context, proxies = seen.pop()
+        assert got is batch
+        assert context == FillContext(2, 3, 4 + step, 7)
+        assert proxies is sent
+        assert not seen  # called once
 
 
 def test_a_source_goes_before_the_field_of_its_name() -> None:

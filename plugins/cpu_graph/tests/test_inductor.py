@@ -1,7 +1,10 @@
 """The inductor driver: replays, memory, eager calls, and refusals."""
 
 import contextlib
+import gc
+import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,6 +14,7 @@ from hypothesis import strategies as st
 
 from graphpact.errors import CaptureError, ConfigError, EngineError, ReplayError
 from graphpact.graphs.driver import DeclaredMemory
+from graphpact.graphs.segments import EagerCall
 from graphpact_cpu_graph import inductor
 from graphpact_cpu_graph.inductor import InductorDriver, InductorGraph, missing_compiler
 from graphpact_kernels import pack_kv_indices, write_kv_cache
@@ -205,10 +209,24 @@ def test_graphs_of_one_driver_do_not_disturb_each_other(interpreted: None) -> No
 
 
 def test_a_released_graph_is_not_replayed(interpreted: None) -> None:
-    """A released graph has no outputs, no pool and no external tensors; its replay raises EngineError."""
-    x = torch.zeros(2)
-    graph = capture(lambda: x + 1)
+    """A released graph has no outputs, no pool and no external tensors; its replay raises EngineError.
+
+    Its code, and every tensor that only it held, are freed: outputs, results between segments, weights.
+    """
+    driver, inputs = InductorDriver(CPU), [torch.zeros(2), torch.full((2,), 3.0)]
+    graph = driver.capture(lambda: driver.eager_call(torch.sin, inputs[0] * 2) * inputs[1])
+    held: list[Any] = [graph.outputs, *graph.external_tensors(), *graph._steps]
+    held += [step.func for step in graph._steps if isinstance(step, partial)]
+    held += [step.result for step in graph._steps if isinstance(step, EagerCall)]
+    gone = [weakref.ref(each) for each in held]
+    inputs.clear()
+    held.clear()
+    gc.collect()
+    assert len(gone) == 9
+    assert all(ref() is not None for ref in gone)
     graph.release()
+    gc.collect()
+    assert not [ref() for ref in gone if ref() is not None]
     assert (graph.outputs, graph.pool_nbytes, graph.external_tensors()) == (None, 0, [])
     with pytest.raises(EngineError, match="released"):
         graph.replay()

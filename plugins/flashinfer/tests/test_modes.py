@@ -247,8 +247,11 @@ def test_a_tree_needs_a_lane_that_was_laid_out_for_it() -> None:
 
 @pytest.mark.parametrize("mode", [*ForwardMode])
 def test_an_idle_rank_has_empty_metadata(mode: ForwardMode) -> None:
-    """In every mode, a batch without requests has metadata with which attention returns no rows."""
-    backend = backend_of()
+    """In every mode, metadata of a batch without requests has no query, key or chunk.
+
+    With it, attention returns no rows.
+    """
+    backend = backend_of(windows=(None, 4))
     empty = torch.zeros(0, dtype=torch.int64)
     batch = ForwardBatch(
         forward_mode=mode,
@@ -265,6 +268,13 @@ def test_an_idle_rank_has_empty_metadata(mode: ForwardMode) -> None:
     metadata = backend.init_metadata_eager(batch)
     q, kv = torch.zeros(0, 2, 4), torch.zeros(0, 1, 4)
     part = metadata.steps[0] if mode is ForwardMode.DRAFT_DECODE else metadata
+    assert len(part.out_cache_loc) == 0
+    assert not part.qo_indptr.any()
+    for indices in (part, part.windows[4]):
+        assert not indices.kv_indptr.any()
+        assert isinstance(indices.plan, PortablePlan)
+        assert indices.plan.arguments.num_rows == 0
+        assert not indices.plan.o_indptr.any()
     assert backend.forward(q, kv, kv, backend.context.layers[0], part).shape == (0, 2, 4)
 
 

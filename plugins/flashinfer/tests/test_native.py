@@ -7,6 +7,7 @@ plan. It attends by plain loops over its buffers.
 import sys
 import types
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -273,6 +274,58 @@ def test_native_and_portable_kernels_read_the_same_metadata(
     assert len(Wrapper.made) == 2  # one for each window: every step returned it
 
 
+@pytest.mark.parametrize("topk", [1, 2])
+def test_native_and_portable_kernels_agree_in_every_draft_step(topk: int) -> None:
+    """In each step of a draft decode, with one branch or two, and a window or none, outputs are equal."""
+    context = _context(None, 5, draft=DraftLimits(num_steps=3, topk=topk))
+    native, portable = Backend(context), FlashInferBackend(context)
+    first = torch.tensor([CONTEXT + 9, 2 * CONTEXT + 3])[:, None, None]  # after each sequence
+    slots = first + torch.arange(topk * 3).view(topk, 3)
+    batch = _batch(
+        ForwardMode.DRAFT_DECODE, [9, 3], [topk, topk], out_cache_loc=slots.flatten(0, 1)
+    )
+    metadata = [backend.init_metadata_eager(batch).steps for backend in (native, portable)]
+    assert [len(steps) for steps in metadata] == [3, 3]
+    generator = torch.Generator().manual_seed(1)
+    for parts in zip(*metadata, strict=True):
+        q, k, v = (torch.randn(2 * topk, n, 4, generator=generator) for n in (2, 1, 1))
+        for layer in context.layers:
+            results = [
+                backend.forward(q, k, v, layer, part)
+                for backend, part in zip((native, portable), parts, strict=True)
+            ]
+            torch.testing.assert_close(*results)
+            again = native.forward(q, None, None, layer, parts[0])
+            assert torch.equal(again, results[0])  # attends to the written keys
+
+
+@pytest.mark.parametrize("mode", [*ForwardMode])
+def test_native_kernels_of_an_idle_rank_return_no_rows(mode: ForwardMode) -> None:
+    """In every mode, attention by native kernels returns no rows for a batch without requests."""
+    context = _context(None, 5)
+    native, portable = Backend(context), FlashInferBackend(context)
+    empty = torch.zeros(0, dtype=torch.int64)
+    locations = empty.view(0, 1) if mode is ForwardMode.DRAFT_DECODE else empty
+    batch = ForwardBatch(
+        forward_mode=mode,
+        batch_size=0,
+        input_ids=empty,
+        positions=empty,
+        out_cache_loc=locations,
+        req_pool_indices=empty,
+        seq_lens=empty,
+        seq_lens_cpu=empty,
+        extend_seq_lens=empty,
+        extend_seq_lens_cpu=empty,
+    )
+    q, kv = torch.zeros(0, 2, 4), torch.zeros(0, 1, 4)
+    for backend in (native, portable):
+        metadata = backend.init_metadata_eager(batch)
+        part = metadata.steps[0] if mode is ForwardMode.DRAFT_DECODE else metadata
+        for layer in context.layers:
+            assert backend.forward(q, kv, kv, layer, part).shape == (0, 2, 4)
+
+
 def test_every_set_of_indices_is_planned_in_a_workspace_of_its_own() -> None:
     """Each set of indices has its own int workspace; all share one workspace for partial results."""
     backend = Backend(_context(None, 5))
@@ -407,11 +460,21 @@ def test_where_it_cannot_run_the_reason_is_told() -> None:
 
 
 def test_layers_that_one_plan_cannot_serve_are_refused() -> None:
-    """Layers of one window with different numbers of heads are refused: one plan cannot serve them."""
-    context = _context(None, None)
-    layers = [context.layers[0], LayerSpec(1, 4, 1, 4, 4, 0.5)]
-    object.__setattr__(context, "layers", layers)
-    reason = OnACPU.refusal(context)
-    assert reason is not None
-    assert "layers differ in heads" in reason
-    assert OnACPU.refusal(_context(None, 5)) is None
+    """Layers of one window with other heads, scaling or softcap are refused: one plan cannot serve them.
+
+    Layers of different windows may differ: each window has a plan.
+    """
+    for other in (
+        LayerSpec(1, 4, 1, 4, 4, 0.5),
+        LayerSpec(1, 2, 2, 4, 4, 0.5),
+        LayerSpec(1, 2, 1, 4, 4, 0.25),
+        LayerSpec(1, 2, 1, 4, 4, 0.5, softcap=3.0),
+    ):
+        context = _context(None, None)
+        layers = [context.layers[0], other]
+        object.__setattr__(context, "layers", layers)
+        reason = OnACPU.refusal(context)
+        assert reason is not None
+        assert "layers differ in heads, head_dim, scaling or softcap" in reason
+        layers[1] = replace(other, sliding_window=5)
+        assert OnACPU.refusal(context) is None
