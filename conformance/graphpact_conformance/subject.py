@@ -9,7 +9,7 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -154,23 +154,14 @@ class LaneUnderTest:
         for clear in caches_of(self):
             clear()
         lane = self.like(self.config)
-        lane._ways = self._ways  # noqa: SLF001  the same for every experiment
+        lane._ways = self._ways  # noqa: SLF001  found once for all trials of an experiment
         if listed is not None:
             lane.listed = frozenset(listed)
         return lane
 
     def like(self, config: Config) -> "LaneUnderTest":
         """Return a lane of the same plugins in another configuration, without rigs."""
-        return LaneUnderTest(
-            config,
-            self.backend,
-            self.runner,
-            self.kind,
-            self.provider,
-            self.device,
-            self.driver,
-            self.listed,
-        )
+        return replace(self, config=config)
 
     @property
     def captures_nothing(self) -> bool:

@@ -84,6 +84,11 @@ class Target:
     def __str__(self) -> str:
         return self.name if self.partner is None else f"{self.name} + {self.partner}"
 
+    @property
+    def names(self) -> str:
+        """Its names as arguments of ``graphpact check``."""
+        return self.name if self.partner is None else f"{self.name} {self.partner}"
+
 
 class Listener(Protocol):
     """Callbacks of a run."""
@@ -353,10 +358,10 @@ def examine(
     """
     catalog = PluginCatalog.scan()
     info = _info(catalog, target)
-    names = target.name if target.partner is None else f"{target.name} {target.partner}"
+    contract = _contract_of(target, catalog)
     first, parts = part
     every = [
-        replace(plan, names=names, contract=_contract_of(target, catalog))
+        replace(plan, names=target.names, contract=contract)
         for plan in lanes_of(target, options, catalog)
     ]
     every.sort(key=lambda plan: not plan.is_full)  # so that parts take about the same time

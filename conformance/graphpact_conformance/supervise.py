@@ -584,11 +584,9 @@ class _Examination:
 
     def _reproduce(self, work: str) -> str:
         """Return the command that reproduces ``work``, with the selected rules."""
-        target = self._target
-        names = target.name if target.partner is None else f"{target.name} {target.partner}"
         lane, separator, _ = work.partition(" :: ")
         only = sorted(self._options.only)
-        return reproduce_line(names, only, lane if separator else "*", self._options)
+        return reproduce_line(self._target.names, only, lane if separator else "*", self._options)
 
     def _note_noise(self, source: str, work: str, expected: str, actual: str) -> None:
         finding = Finding(rule=None, hook=None, field=source, expected=expected, actual=actual)

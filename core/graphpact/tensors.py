@@ -13,11 +13,14 @@ from typing import Literal
 
 import torch
 
-_TOLERANCE = {  # (one attention against float64 with inputs of scale 1, a whole model on two kernels)
-    torch.float64: (1e-9, 1e-10),
-    torch.float32: (1e-5, 1e-4),
-    torch.bfloat16: (4 * torch.finfo(torch.bfloat16).eps, 3e-2),
-    torch.float16: (4 * torch.finfo(torch.float16).eps, 5e-3),
+_TOLERANCE = {
+    "attention": {  # inputs of scale 1
+        torch.float64: 1e-9,
+        torch.float32: 1e-5,
+        torch.bfloat16: 4 * torch.finfo(torch.bfloat16).eps,
+        torch.float16: 4 * torch.finfo(torch.float16).eps,
+    },
+    "model": {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 5e-3},
 }
 _DEFAULT_TOLERANCE = 1e-1  # of any other dtype
 
@@ -43,7 +46,7 @@ def tolerance_of(dtype: torch.dtype, of: Literal["attention", "model"] = "model"
         of: ``attention``: one or two layers against float64. ``model``: a whole model on other kernels,
             which sum in another order.
     """
-    return _TOLERANCE.get(dtype, (_DEFAULT_TOLERANCE,) * 2)[of == "model"]
+    return _TOLERANCE[of].get(dtype, _DEFAULT_TOLERANCE)
 
 
 def excess(actual: torch.Tensor, expected: torch.Tensor, tolerance: float) -> torch.Tensor:

@@ -23,7 +23,7 @@ import bisect
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias
 
 import torch
 
@@ -240,7 +240,7 @@ def _lane_memory(lane: Lane, engine: Engine) -> LaneMemory:
             lane.name, None, None, reason, externals="all", registry=registry, rows=()
         )
     external = _external_tensors(graphs.values())
-    externals = max((graph.externals for graph in graphs.values()), key=get_args(Externals).index)
+    externals = lane.stats.externals
     used = _Ranges(_extent(t) for t in external or ())
 
     def in_graph(where: Extent) -> bool | None:

@@ -52,7 +52,7 @@ def draw(descriptions: Iterable[RegistryDescription]) -> str:
     largest = max((row.nbytes or 0 for row in rows), default=0)
     left = _MARGIN + _CHARACTER * max((len(_short(row.name)) for row in rows), default=0) + 12
     captions = (
-        f"length: square root of bytes; the longest is {in_words(largest)}",
+        f"length: square root of bytes; the longest is {format_bytes(largest)}",
         "hatched: rows of an earlier batch can be left in the tail",
     )
 
@@ -82,7 +82,7 @@ def draw(descriptions: Iterable[RegistryDescription]) -> str:
     return _document(descriptions, body, math.ceil(widest) + _MARGIN, y + _MARGIN)
 
 
-def in_words(nbytes: int) -> str:
+def format_bytes(nbytes: int) -> str:
     """Return a number of bytes with its unit: ``512 B``, ``1.5 KiB``, ``2.0 GiB``."""
     if nbytes < 1024:
         return f"{nbytes} B"
@@ -102,7 +102,7 @@ def _short(name: str, most: int = _LONGEST_NAME) -> str:
 
 
 def _label(row: SlotRow) -> str:
-    size = "disabled" if row.nbytes is None else in_words(row.nbytes)
+    size = "disabled" if row.nbytes is None else format_bytes(row.nbytes)
     return _short(f"{size}, {row.padding}, {row.owner or _UNNAMED}", _LONGEST_LABEL)
 
 

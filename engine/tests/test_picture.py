@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphpact.buffers import CudaGraphBufferRegistry, GraphSlot, PaddingPolicy
-from graphpact_engine.picture import draw, in_words
+from graphpact_engine.picture import draw, format_bytes
 from registry_kit import CPU, HOSTILE, declared, padding, registries, small, spelled
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -119,7 +119,7 @@ def test_no_registry_is_a_picture_too() -> None:
 @given(nbytes=st.integers(0, 2**50))
 def test_bytes_in_words_are_near(nbytes: int) -> None:
     """A size in words differs by at most 0.051 of its unit, and is below 1024 except in GiB."""
-    number, unit = in_words(nbytes).replace(",", "").split()
+    number, unit = format_bytes(nbytes).replace(",", "").split()
     scale = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}[unit]
     assert abs(float(number) * scale - nbytes) <= 0.051 * scale
     assert float(number) < 1024 or unit == "GiB"

@@ -11,7 +11,7 @@ from rich.console import Console
 from graphpact.cli.console import clean, print_table
 from graphpact.errors import UsageError
 from graphpact_engine.memory import EngineMemory, LaneMemory, MemoryRow
-from graphpact_engine.picture import draw, in_words
+from graphpact_engine.picture import draw, format_bytes
 
 _IN_GRAPH = {True: "graph", False: "preparation", None: "?"}
 _SLOTS = ("slot", "owner", "shape", "dtype", "device", "policy", "used by", "bytes", "reason")
@@ -149,27 +149,27 @@ def _totals(memory: EngineMemory) -> Iterable[str]:
         if lane.absent is None:
             slots, pools = lane.of_kind("slot"), lane.of_kind("pool")
             yield (
-                f"lane {lane.lane}: {in_words(memory.own_nbytes[lane.lane])} of its own:"
-                f" {len(slots)} slots, {in_words(_sum(slots))}"
+                f"lane {lane.lane}: {format_bytes(memory.own_nbytes[lane.lane])} of its own:"
+                f" {len(slots)} slots, {format_bytes(_sum(slots))}"
                 + (
-                    f" ({in_words(lane.registry.allocated_nbytes)} allocated)"
+                    f" ({format_bytes(lane.registry.allocated_nbytes)} allocated)"
                     if lane.registry is not None
                     else ""
                 )
-                + f"; {len(pools)} pools, {in_words(_sum(pools))}"
+                + f"; {len(pools)} pools, {format_bytes(_sum(pools))}"
             )
     if memory.common_slots:
         yield (
             f"slots that lanes share: {len(memory.common_slots)},"
-            f" {in_words(_sum(memory.common_slots))}"
+            f" {format_bytes(_sum(memory.common_slots))}"
         )
     if memory.shared:
         parts = []
         for kind, word in (("weight", "weights"), ("kv_cache", "KV cache"), ("request_table", "")):
             rows = [row for row in memory.shared if row.kind == kind]
-            parts.append(f"{word or 'request table'}, {in_words(_sum(rows))}")
+            parts.append(f"{word or 'request table'}, {format_bytes(_sum(rows))}")
         yield f"shared by all lanes: {'; '.join(parts)}"
-    yield f"graph-resident in all: {in_words(memory.nbytes)}"
+    yield f"graph-resident in all: {format_bytes(memory.nbytes)}"
 
 
 def _sum(rows: Iterable[MemoryRow]) -> int:
