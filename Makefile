@@ -37,7 +37,7 @@ check: $(STAMP)       ## lint, format, types, imports, docstrings
 	$(BIN)/lint-imports
 	$(BIN)/interrogate -q .
 
-format: $(STAMP)      ## mend what can be mended by itself
+format: $(STAMP)      ## fix what ruff can fix
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 

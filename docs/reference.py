@@ -135,7 +135,7 @@ def _file(path: str) -> str:
 
 
 def _modules(folder: str) -> str:
-    """Return a table of the modules of a package: the first line of what each says of itself."""
+    """Return a table of the modules of a package: the first line of each docstring."""
     rows = ["| file | holds |", "|---|---|"]
     for path in sorted((ROOT / folder).rglob("*.py"), key=lambda p: (len(p.parts), p)):
         told = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
