@@ -1,0 +1,31 @@
+"""Command lines that ask for what is not there: one line, the right status, no traceback.
+
+Does not: name every option; `tests/test_cli*.py` have the commands' own tests.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from hostile_rig import command, refused
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["genrate", "Hello"], ["genrate", "generate"]),
+        (["generate", "--model", "/nowhere", "Hello"], ["/nowhere", "no such directory"]),
+        (["generate", "--config", "/nowhere.toml", "Hello"], ["/nowhere.toml"]),
+        (["generate", "--set", "engine.max_nun_seqs=1", "Hello"], ["max_nun_seqs", "max_num_seqs"]),
+        (["generate", "--set", "engine.attention_backend=flashinfr", "Hello"], ["flashinfer"]),
+        (["check", "flashinfr"], ["flashinfr", "flashinfer"]),
+        (["explain", "GP99"], ["GP99"]),
+        (["report", "/nowhere.json"], ["/nowhere.json"]),
+    ],
+    ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else None,
+)
+def test_what_is_not_there_is_refused_by_name(
+    arguments: list[str], words: list[str], tmp_path: Path
+) -> None:
+    """A command that names something that does not exist ends with status 2 and one error that names it."""
+    refused(command(*arguments, cwd=tmp_path), *words)
