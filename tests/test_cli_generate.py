@@ -557,10 +557,10 @@ def test_progress_is_shown_on_a_terminal(
 
 
 def test_verify_compares_every_replay(generate: Generate) -> None:
-    """``--verify`` verifies all replays and gives the largest difference."""
+    """``--verify`` verifies all replays, and says which were held to the bit and the largest difference."""
     status, _, err = generate("--verify", "abc", "x")
     assert status == 0
-    assert "5 of 5 replays verified, largest difference" in err.splitlines()[-1]
+    assert "5 of 5 replays verified, 5 to the bit, largest difference" in err.splitlines()[-1]
 
 
 def test_set_has_the_last_word_on_the_share(generate: Generate) -> None:

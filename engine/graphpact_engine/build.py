@@ -26,6 +26,7 @@ from graphpact_engine.plans import LanePlan, ModelSpec, call_plugin
 from graphpact_engine.pools import KVCache, KVLayerShape, PagePool, RequestPool
 from graphpact_engine.trace import HookTrace
 from graphpact_engine.verify import Verifier
+from graphpact_tape.tape import TapeDriver
 
 OnCapture = Callable[[str, GraphShape, int, int], None]
 """Called after each capture with lane name, shape, number of captured shapes, and total number of shapes."""
@@ -193,6 +194,8 @@ def build_lane(
             seed=config.engine.seed,
         )
         outer.append(verifier)
+        if isinstance(driver, TapeDriver):
+            driver.traced = True  # tells the verifier where replays must be equal to the bit
     lane = Lane(
         plan.name,
         model=model,

@@ -24,8 +24,8 @@ from graphpact_conformance.problems import Config, Drawn, Problem, corner, half_
 from graphpact_conformance.results import Finding
 from graphpact_conformance.rig import Rig
 from graphpact_conformance.subject import CannotCaptureError, LaneUnderTest, planned_shapes
-from graphpact_tape.recorder import TracedCall
 from graphpact_tape.tape import TapeDriver
+from graphpact_tape.trace import TracedCall
 
 _RANKS = 2
 _RANK_HELP = (

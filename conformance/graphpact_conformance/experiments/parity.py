@@ -37,8 +37,8 @@ from graphpact_conformance.results import Finding
 from graphpact_conformance.rig import Leaf, Rig, StepRecord
 from graphpact_conformance.subject import LaneUnderTest, Way, reset_slot
 from graphpact_tape.poison import poison_of
-from graphpact_tape.recorder import TracedCall
 from graphpact_tape.tape import Tape
+from graphpact_tape.trace import TracedCall, first_difference
 
 __tracebackhide__ = True  # traced calls then name the line of the plugin
 
@@ -483,46 +483,36 @@ def _compare_with_warm_up(lane: LaneUnderTest, way: Way, step: StepRecord) -> Fi
         )
 
 
-_CUTS = ("aten.slice.", "aten.narrow.", "aten.select.")
-"""Operations that return a view of a part. A graph does not depend on the size of the whole."""
-
-
 def compare_traces(
     recorded: Sequence[TracedCall], other: Sequence[TracedCall]
 ) -> Mapping[str, str] | None:
     """Return the first difference of two recordings, its rule and both sides in words, or None."""
-    for at, (mine, theirs) in enumerate(zip(recorded, other, strict=False)):
-        if mine.op != theirs.op:
-            return {
-                "rule": "GP10",
-                "field": f"operation {at}",
-                "here": f"{mine.op} at {mine.line}",
-                "there": f"{theirs.op} at {theirs.line}",
-            }
-        for i, (a, b) in enumerate(zip(mine.arguments, theirs.arguments, strict=False)):
-            is_tensor = isinstance(a, tuple) or isinstance(b, tuple)
-            if a == b or (not is_tensor and not (is_readable(a) and is_readable(b))) or a != a:  # noqa: PLR0124
-                continue
-            if is_tensor and mine.op.startswith(_CUTS):
-                continue  # the base may have another size; a wrong part shows where it is used
-            return {
-                "rule": "GP07" if is_tensor else "GP08",
-                "field": f"argument {i} of {mine.op} at {mine.line}",
-                "here": str(a),
-                "there": str(b),
-            }
-    if len(recorded) != len(other):
-        longer = max(recorded, other, key=len)
-        call = longer[min(len(recorded), len(other))]
-        which = ("recorded", "not recorded")
-        here, there = which if longer is recorded else which[::-1]
+    found = first_difference(recorded, other)
+    if found is None:
+        return None
+    mine, theirs = found.mine, found.theirs
+    if found.argument is not None and mine is not None and theirs is not None:
+        a, b = mine.arguments[found.argument], theirs.arguments[found.argument]
+        return {
+            "rule": "GP07" if isinstance(a, tuple) or isinstance(b, tuple) else "GP08",
+            "field": f"argument {found.argument} of {mine.op} at {mine.line}",
+            "here": str(a),
+            "there": str(b),
+        }
+    if mine is not None and theirs is not None:
         return {
             "rule": "GP10",
-            "field": f"{call.op} at {call.line}",
-            "here": here,
-            "there": there,
+            "field": f"operation {found.at}",
+            "here": f"{mine.op} at {mine.line}",
+            "there": f"{theirs.op} at {theirs.line}",
         }
-    return None
+    more = mine or theirs
+    return {
+        "rule": "GP10",
+        "field": "" if more is None else f"{more.op} at {more.line}",
+        "here": "not recorded" if mine is None else "recorded",
+        "there": "not recorded" if theirs is None else "recorded",
+    }
 
 
 def _compare_traces(

@@ -82,8 +82,9 @@ def _totals(engine: Engine, tokens: int, seconds: float) -> str:
         verified = sum(verifier.verified for verifier in engine.verifiers)
         part = f"{verified} of {replays} replays verified"
         if verified:
+            equal = sum(verifier.equal_to_the_bit for verifier in engine.verifiers)
             worst = max(verifier.largest_difference for verifier in engine.verifiers)
-            part += f", largest difference {worst:.2g}"
+            part += f", {equal} to the bit, largest difference {worst:.2g}"
         parts.append(part)
     if shapes:
         spent = sum(s.capture_seconds for s in shapes)

@@ -3,6 +3,7 @@
     tape        the driver, fast and strict
     recorder    records dispatched operations for replay
     nodes       runs a recorded call again
+    trace       the operations of a run, compared with those of another
     strict      the strict tape: every replay runs over poison
     order       streams, events and copies, with a check for missing waits
     host        distinguishes host tensors from device tensors, and refuses host reads
@@ -19,11 +20,13 @@ from graphpact_tape.host import HostMemory, HostReadGuard, WeakTensor, tensors_o
 from graphpact_tape.nodes import RunAndCopy, make_node
 from graphpact_tape.order import Order, TapeEvent, TapeStream
 from graphpact_tape.poison import is_poison, poison, poison_of
-from graphpact_tape.recorder import RecordedCall, Recorder, Recording, Segment, TracedCall
+from graphpact_tape.recorder import RecordedCall, Recorder, Recording, Segment
 from graphpact_tape.strict import StrictRecorder, StrictTape
 from graphpact_tape.tape import Tape, TapeDriver
+from graphpact_tape.trace import Difference, TracedCall, first_difference
 
 __all__ = [
+    "Difference",
     "HostMemory",
     "HostReadGuard",
     "Order",
@@ -41,6 +44,7 @@ __all__ = [
     "TapeStream",
     "TracedCall",
     "WeakTensor",
+    "first_difference",
     "is_due",
     "is_poison",
     "make_node",

@@ -22,16 +22,16 @@ Does not: replay, compile, or check rules beyond those of recording; the strict 
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
-from torch.utils import _pytree as pytree
 
 from graphpact.graphs.driver import GraphDriver
 from graphpact.graphs.lines import Line
 from graphpact.graphs.segments import EagerCall
 from graphpact.tensors import storage_id
 from graphpact_tape.host import HostReadGuard, Watcher, map_tensors, tensors_of
+from graphpact_tape.trace import TracedCall
 
 __tracebackhide__ = True  # a message names the line of the region
 
@@ -53,32 +53,6 @@ UNINITIALISED = frozenset(
 """Operations that return uninitialised memory; a replay need not run them."""
 
 _RESIZES = frozenset({_aten.resize_, _aten.resize_as_, _aten.set_})
-
-
-class TracedCall(NamedTuple):
-    """One dispatched operation, without its memory.
-
-    Args:
-        op: Its name, with the overload.
-        arguments: Its arguments, flattened: dtype, shape and stride of a tensor, else the value.
-        line: The caller's line.
-    """
-
-    op: str
-    arguments: tuple[object, ...]
-    line: str
-
-    @classmethod
-    def of(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "TracedCall":
-        """Return the trace of a call."""
-        leaves = pytree.tree_leaves((args, kwargs))
-        described = tuple(
-            (str(leaf.dtype), tuple(leaf.shape), leaf.stride())
-            if isinstance(leaf, torch.Tensor)
-            else leaf
-            for leaf in leaves
-        )
-        return cls(str(func), described, str(Line()))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

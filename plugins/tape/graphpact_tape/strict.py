@@ -141,9 +141,14 @@ class StrictRecorder(Recorder):
     """A recorder that holds external memory weakly and refuses writes to memory that was not declared."""
 
     def __init__(
-        self, guard: HostReadGuard, shared: "StrictShared", memory: DeclaredMemory
+        self,
+        guard: HostReadGuard,
+        shared: "StrictShared",
+        memory: DeclaredMemory,
+        *,
+        traced: bool = False,
     ) -> None:
-        super().__init__(guard)
+        super().__init__(guard, traced=traced)
         self.shared = shared
         self.memory = memory
         self.external: list[_External] = []
@@ -300,6 +305,7 @@ class StrictTape(Graph):
 
     def __init__(self, recorder: StrictRecorder, recording: Recording) -> None:
         self.outputs = recording.outputs
+        self.trace = recording.trace
         self.num_segments = len(recording.segments)
         self.num_nodes = recording.num_nodes
         self._shared = recorder.shared

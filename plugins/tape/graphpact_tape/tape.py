@@ -84,7 +84,7 @@ class TapeDriver(RecordingDriver):
     Args:
         device: See `GraphDriver`.
         strict: See `GraphDriver`.
-        traced: Whether `Tape.trace` keeps every operation that a capture dispatches; not in strict mode.
+        traced: Whether tapes keep a `trace`: every operation that their capture dispatched.
     """
 
     name: ClassVar[str] = "tape"
@@ -93,7 +93,7 @@ class TapeDriver(RecordingDriver):
 
     def __init__(self, device: torch.device, *, strict: bool = False, traced: bool = False) -> None:
         super().__init__(device, strict=strict)
-        self._traced = traced
+        self.traced = traced
         self._shared = StrictShared(device) if strict else None
 
     @classmethod
@@ -117,9 +117,9 @@ class TapeDriver(RecordingDriver):
             host = HostMemory(self.memory.host, strict=self.strict)
             guard = HostReadGuard(host, _WHEN, CaptureError)
             if self._shared is None:
-                return Tape(self.record(Recorder(guard, traced=self._traced), fn))
+                return Tape(self.record(Recorder(guard, traced=self.traced), fn))
             self._shared.order.synchronize()
-            strict = StrictRecorder(guard, self._shared, self.memory)
+            strict = StrictRecorder(guard, self._shared, self.memory, traced=self.traced)
             with self._shared.watching(guard), strict.recording():
                 tape = StrictTape(strict, self.record(strict, fn))
             return self._shared.keep(tape, self.memory, armed)

@@ -1,0 +1,88 @@
+"""Traces: the operations that a region dispatched, without their memory, and the first in which two differ.
+
+Two runs of a region that dispatch the same operations on the same extents, with the same numbers, run the
+same kernels. Their results are equal bit for bit if their inputs are.
+
+Does not: record for replay; `graphpact_tape.recorder` does.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils import _pytree as pytree
+
+from graphpact.graphs.lines import Line
+from graphpact.pact import is_readable
+
+__tracebackhide__ = True
+
+_CUTS = ("aten.slice.", "aten.narrow.", "aten.select.")
+"""Operations that return a view of a part. A graph does not depend on the size of the whole."""
+
+
+class TracedCall(NamedTuple):
+    """One dispatched operation, without its memory.
+
+    Args:
+        op: Its name, with the overload.
+        arguments: Its arguments, flattened: dtype, shape and stride of a tensor, else the value.
+        line: The caller's line.
+    """
+
+    op: str
+    arguments: tuple[object, ...]
+    line: Line
+
+    @classmethod
+    def of(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "TracedCall":
+        """Return the trace of a call."""
+        leaves = pytree.tree_leaves((args, kwargs))
+        described = tuple(
+            (str(leaf.dtype), tuple(leaf.shape), leaf.stride())
+            if isinstance(leaf, torch.Tensor)
+            else leaf
+            for leaf in leaves
+        )
+        return cls(str(func), described, Line())
+
+
+class Difference(NamedTuple):
+    """The first place in which two traces differ.
+
+    Args:
+        at: Index of the call.
+        argument: Index of the argument of it that differs; None if it is another operation, or if one of the
+            traces has ended.
+        mine: The call of the first trace, or None if it has ended.
+        theirs: The call of the second trace, or None if it has ended.
+    """
+
+    at: int
+    argument: int | None
+    mine: TracedCall | None
+    theirs: TracedCall | None
+
+
+def first_difference(
+    first: Sequence[TracedCall], second: Sequence[TracedCall]
+) -> Difference | None:
+    """Return where two traces differ, or None.
+
+    Arguments without a readable value are not compared, nor the size of a tensor of which an operation only
+    takes a part: a wrong part shows where it is used.
+    """
+    for at, (mine, theirs) in enumerate(zip(first, second, strict=False)):
+        if mine.op != theirs.op:
+            return Difference(at, None, mine, theirs)
+        for i, (a, b) in enumerate(zip(mine.arguments, theirs.arguments, strict=False)):
+            is_tensor = isinstance(a, tuple) or isinstance(b, tuple)
+            is_cut = is_tensor and mine.op.startswith(_CUTS)
+            if a == b or is_cut or not (is_tensor or (is_readable(a) and is_readable(b))):
+                continue
+            if a == a:  # noqa: PLR0124  false for NaN
+                return Difference(at, i, mine, theirs)
+    at = min(len(first), len(second))
+    if len(first) != len(second):
+        return Difference(at, None, *(t[at] if at < len(t) else None for t in (first, second)))
+    return None
