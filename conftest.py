@@ -1,12 +1,19 @@
-"""A fixture with small checkpoints, which are written to disk once per session."""
+"""A fixture with small checkpoints, which are written to disk once per session; hypothesis's profile.
+
+Does not: limit the time of an example: the machines that run the tests are shared.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 from checkpoints import save_random_checkpoint
+
+settings.register_profile("shared machine", deadline=None)
+settings.load_profile("shared machine")
 
 
 @pytest.fixture(scope="session")

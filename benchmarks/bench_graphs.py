@@ -184,6 +184,7 @@ def make_engine(path: Path, largest: int, *overrides: str) -> Engine:
                 'engine.device="cpu"',
                 f"engine.max_num_seqs={largest}",
                 "engine.max_num_batched_tokens=4096",
+                f"engine.num_threads={torch.get_num_threads()}",  # as everything that it is compared with
                 *overrides,
             ],
         )

@@ -43,6 +43,7 @@ def test_a_machine_that_can_generate_passes(capsys: pytest.CaptureFixture[str]) 
     assert report["packages"]["transformers"] is not None
     assert report["extras"] == {"engine": True, "cli": True, "conformance": True}
     assert report["threads"] == torch.get_num_threads()
+    assert report["threads_of_small_models"] in (1, torch.get_num_threads())
     assert len(report["cuda"]["devices"]) == torch.cuda.device_count()
     assert {"graphpact", "graphpact-flashinfer"} <= set(report["distributions"])
     devices = {"cpu", *(f"cuda:{n}" for n in range(torch.cuda.device_count()))}

@@ -67,7 +67,7 @@ def plain() -> Rig:
         return Rig()
 
 
-@settings(derandomize=True, deadline=None, max_examples=40)
+@settings(derandomize=True, max_examples=40)
 @given(names=st.sets(st.sampled_from(sorted(FIELDS)), min_size=1))
 def test_every_live_field_without_a_slot_is_refused(names: set[str], plain: Rig) -> None:
     """The refusal names exactly the tensors of a batch that have no slot."""
@@ -77,7 +77,7 @@ def test_every_live_field_without_a_slot_is_refused(names: set[str], plain: Rig)
         plain.lane.run(batch)
 
 
-@settings(derandomize=True, deadline=None, max_examples=20)
+@settings(derandomize=True, max_examples=20)
 @given(names=st.sets(st.sampled_from([HIDDEN, FLAG, "acme.rows"]), min_size=1))
 def test_every_entry_of_extra_without_a_slot_is_refused(names: set[str], plain: Rig) -> None:
     """Entries of ``extra`` without a slot are refused by their dotted names."""
@@ -216,7 +216,7 @@ def eagle() -> Rig:
     return rig
 
 
-@settings(derandomize=True, deadline=None, max_examples=15)
+@settings(derandomize=True, max_examples=15)
 @given(steps=st.lists(st.integers(1, 4), min_size=1, max_size=4))
 def test_fields_of_a_plugin_are_filled_padded_and_seen_by_the_graph(
     steps: list[int], eagle: Rig

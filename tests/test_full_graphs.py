@@ -44,7 +44,7 @@ def _new_tokens(dummy: ForwardBatch) -> list[int]:
     return [dummy.num_tokens // dummy.batch_size] * dummy.batch_size
 
 
-@settings(derandomize=True, deadline=None, max_examples=60)
+@settings(derandomize=True, max_examples=60)
 @given(
     bs=st.integers(1, 6),
     ragged_tokens=st.integers(1, 40),
@@ -141,7 +141,7 @@ def test_replays_of_every_mode_equal_eager_steps(mode: ForwardMode, topk: int) -
     """On poisoned memory, a replay of any batch gives the outputs and the KV cache of an eager step."""
     rig = ModeRig(mode, topk=topk)
 
-    @settings(derandomize=True, deadline=None, max_examples=12)
+    @settings(derandomize=True, max_examples=12)
     @given(data=st.data())
     def steps(data: st.DataObject) -> None:
         with torch.inference_mode():

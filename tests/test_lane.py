@@ -659,7 +659,7 @@ def test_a_failed_capture_leaves_an_eager_lane() -> None:
 # -- metadata work in the graph, or before it ------------------------------------------------------
 
 
-@settings(derandomize=True, deadline=None, max_examples=30)
+@settings(derandomize=True, max_examples=30)
 @given(steps=st.lists(st.lists(st.integers(1, 8), min_size=1, max_size=4), min_size=1, max_size=5))
 def test_metadata_is_the_same_in_the_graph_as_outside(steps: list[list[int]]) -> None:
     """Metadata work in the graph or in the hook leaves the same slots and logits, bit for bit."""

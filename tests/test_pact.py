@@ -734,7 +734,6 @@ def _saved(tree: Any) -> SavedPacts:
 
 PROPERTY = settings(
     derandomize=True,
-    deadline=None,
     max_examples=60,
     suppress_health_check=[HealthCheck.too_slow],
 )

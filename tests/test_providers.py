@@ -221,7 +221,7 @@ SAID = {
 }
 
 
-@settings(derandomize=True, deadline=None)
+@settings(derandomize=True)
 @given(
     reasons=st.dictionaries(st.sampled_from(["native", "portable"]), REASON),
     asked=st.sampled_from(["auto", "native", "portable"]),

@@ -74,7 +74,7 @@ class Sees:
         return (yield)
 
 
-@settings(derandomize=True, deadline=None, max_examples=40)
+@settings(derandomize=True, max_examples=40)
 @given(steps=st.lists(st.lists(st.integers(1, 8), min_size=1, max_size=4), min_size=1, max_size=4))
 @pytest.mark.parametrize("in_graph", [True, False])
 def test_a_right_lane_gives_the_same_logits(*, in_graph: bool, steps: list[list[int]]) -> None:

@@ -647,7 +647,7 @@ def test_a_tape_runs_on_any_device() -> None:
 # -- random programs -------------------------------------------------------------------------------
 
 
-@settings(derandomize=True, deadline=None, max_examples=200)
+@settings(derandomize=True, max_examples=200)
 @given(program=PROGRAMS, seed=st.integers(0, 999))
 def test_random_programs_replay_bit_for_bit(program: list[tuple[str, int, int]], seed: int) -> None:
     """A random program replays on new contents like eager, and its memory is external or pool."""

@@ -881,7 +881,7 @@ def _broken_rig(backend: type[FlashInferBackend], *, in_graph: bool) -> Rig:
 @given(
     lengths=st.lists(st.integers(1, CONTEXT), min_size=1, max_size=4), garbage=st.integers(0, 99)
 )
-@settings(derandomize=True, max_examples=15, deadline=None)
+@settings(derandomize=True, max_examples=15)
 def test_right_fields_are_never_named(
     backend: type[FlashInferBackend],
     lengths: list[int],
@@ -908,7 +908,7 @@ def _right_rig(*, in_graph: bool) -> Rig:
 @given(
     lengths=st.lists(st.integers(1, CONTEXT), min_size=1, max_size=4), garbage=st.integers(0, 99)
 )
-@settings(derandomize=True, max_examples=20, deadline=None)
+@settings(derandomize=True, max_examples=20)
 def test_right_replays_never_raise(
     lengths: list[int],
     garbage: int,

@@ -56,7 +56,7 @@ def _config(name: str) -> Config:
 # -- random batches --------------------------------------------------------------------------------
 
 
-@settings(derandomize=True, deadline=None, max_examples=150)
+@settings(derandomize=True, max_examples=150)
 @given(data=st.data())
 def test_a_sequence_is_what_it_says(data: st.DataObject) -> None:
     """Batches fit their captured shapes; no KV slot is scratch or used twice; page tables match the slots."""

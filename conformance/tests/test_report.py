@@ -34,7 +34,7 @@ from graphpact_conformance.report.digest import plain
 from graphpact_conformance.results import Claim, Outcome, PluginResults, Report
 from graphpact_conformance.rules import RULES, causes_first
 
-quick = settings(derandomize=True, deadline=None, max_examples=40)
+quick = settings(derandomize=True, max_examples=40)
 
 
 class Page(HTMLParser):

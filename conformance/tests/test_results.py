@@ -14,7 +14,7 @@ from graphpact_conformance.results import Claim, ExitCode, Outcome, Report, wors
 from support import load_reference
 
 ROOT = Path(__file__).parents[2]
-quick = settings(derandomize=True, deadline=None)
+quick = settings(derandomize=True)
 some_outcomes = st.lists(st.sampled_from(Outcome), max_size=6)
 RAN = {"pass", "fail", "xfail", "xpass", "error"}
 

@@ -190,7 +190,7 @@ def test_a_run_that_lost_work_judges_no_entry(lost: Result) -> None:
     assert judged(lost) == [lost_lane]
 
 
-@settings(derandomize=True, deadline=None)
+@settings(derandomize=True)
 @given(
     st.lists(
         st.tuples(

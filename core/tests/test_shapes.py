@@ -11,7 +11,7 @@ from graphpact.batch import ForwardMode
 from graphpact.errors import ConfigError
 from graphpact.shapes import CaptureSizes, EagerReason, GraphShape, default_decode_batch_sizes
 
-EXAMPLES = settings(derandomize=True, deadline=None, max_examples=100)
+EXAMPLES = settings(derandomize=True, max_examples=100)
 SIZES = st.lists(st.integers(1, 40), min_size=1, max_size=8)
 UNIFORM = [mode for mode in ForwardMode if not mode.is_ragged and mode is not ForwardMode.IDLE]
 RAGGED = [mode for mode in ForwardMode if mode.is_ragged]

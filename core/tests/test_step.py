@@ -20,7 +20,7 @@ def _rows(axis: Axis, requests: int, tokens: int) -> int:
     return {"bs": requests, "tokens": tokens, "none": 3}[axis]
 
 
-@settings(derandomize=True, deadline=None, max_examples=100)
+@settings(derandomize=True, max_examples=100)
 @given(
     padded=st.tuples(COUNTS, COUNTS),
     share=st.tuples(st.floats(0, 1), st.floats(0, 1)),

@@ -155,6 +155,14 @@ class EngineSection(_Section):
         lt=2**63,
         description="Seed of every request without its own, and of verification.",
     )
+    num_threads: int | None = Field(
+        default=None,
+        ge=1,
+        le=2**10,
+        description="CPU threads of the operators of a step. Default: 1 for a model of at most 64 MiB on a"
+        " CPU, whose operations are too short to be divided, unless OMP_NUM_THREADS or MKL_NUM_THREADS is"
+        " set; otherwise torch's own number.",
+    )
     observers: Names = Field(
         default=(),
         description="Plugins that observe the hooks and steps of every lane, such as trace; the first is the"

@@ -42,6 +42,7 @@ from graphpact_engine.request import FinishReason, Request, SamplingParams
 from graphpact_engine.sampler import Sampler
 from graphpact_engine.scheduler import Scheduler
 from graphpact_engine.text import TextStream
+from graphpact_engine.threads import choose_num_threads, running_on
 from graphpact_engine.verify import Verifier
 
 Prompt = str | Sequence[int]
@@ -151,8 +152,11 @@ class Engine:
                 self.verifiers.append(verifier)
         for lanes in self._lanes_of.values():
             require_each_can_run(lanes)
-        for lane in self.lanes:
-            lane.capture_all()
+        weights = sum(weight.nbytes for _, weight in self.model.named_weights())
+        self.num_threads = choose_num_threads(config.engine.num_threads, self.device, weights)
+        with running_on(self.num_threads):
+            for lane in self.lanes:
+                lane.capture_all()
         self.scheduler = Scheduler(
             self.memory.requests,
             self.memory.pages,
@@ -226,11 +230,12 @@ class Engine:
         scheduled = self.scheduler.schedule()
         if scheduled is None:
             return []
-        logits = self.lane_of(scheduled.batch).run(scheduled.batch).logits
-        rows = scheduled.sampled_indices
-        if len(rows) < len(scheduled.requests):
-            logits = logits[rows]
-        sampled = iter(self._sampler.sample(logits, scheduled.sampled_requests))
+        with running_on(self.num_threads):
+            logits = self.lane_of(scheduled.batch).run(scheduled.batch).logits
+            rows = scheduled.sampled_indices
+            if len(rows) < len(scheduled.requests):
+                logits = logits[rows]
+            sampled = iter(self._sampler.sample(logits, scheduled.sampled_requests))
         return self.scheduler.commit(
             scheduled, [next(sampled) if yields else None for yields in scheduled.samples]
         )

@@ -42,6 +42,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "engine.num_pages": POSITIVE,
     "engine.kv_cache_memory_gib": st.floats(1e-6, 1e6) | POSITIVE,
     "engine.seed": st.integers(0, 2**63 - 1),
+    "engine.num_threads": st.integers(1, 2**10),
     "engine.observers": st.lists(WORDS, max_size=3),
     "lanes.decode.mode": st.just("decode"),
     "lanes.decode.model": st.just("target"),

@@ -74,7 +74,7 @@ def test_everything_except_scratch_is_poison_at_first() -> None:
     rig.ownership.check_free()
 
 
-@settings(derandomize=True, deadline=None, max_examples=60)
+@settings(derandomize=True, max_examples=60)
 @given(
     st.lists(
         st.tuples(st.sampled_from(["row", "page"]), st.booleans(), st.integers(0, 9)), max_size=14

@@ -29,7 +29,7 @@ def titles(picture: str) -> list[str]:
     return [str(group.findtext(f"{SVG}title")) for group in root.iter(f"{SVG}g")]
 
 
-@settings(derandomize=True, deadline=None, max_examples=150)
+@settings(derandomize=True, max_examples=150)
 @given(registry=registries())
 def test_the_picture_is_one_safe_document_with_every_slot(
     registry: CudaGraphBufferRegistry,

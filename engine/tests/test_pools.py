@@ -11,7 +11,6 @@ from graphpact_engine.pools import KVCache, KVLayerShape, PagePool, RequestPool
 
 MACHINE = settings(
     derandomize=True,
-    deadline=None,
     max_examples=60,
     stateful_step_count=40,
     suppress_health_check=[HealthCheck.too_slow],

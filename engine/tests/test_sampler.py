@@ -69,7 +69,7 @@ SAMPLING = st.builds(
 )
 
 
-@settings(derandomize=True, deadline=None, max_examples=60)
+@settings(derandomize=True, max_examples=60)
 @given(params=st.lists(SAMPLING, min_size=1, max_size=7), rng=st.randoms(use_true_random=False))
 def test_a_draw_does_not_depend_on_the_batch(params: list[SamplingParams], rng: Any) -> None:
     """Over five steps, a request draws the same tokens alone and at any place of a batch."""

@@ -202,7 +202,7 @@ def test_a_file_that_is_no_document_of_pacts_is_refused(content: str | bytes, sa
     assert "help: " in str(error.value)
 
 
-@settings(derandomize=True, deadline=None, max_examples=60)
+@settings(derandomize=True, max_examples=60)
 @given(st.data())
 def test_a_damaged_document_is_refused_or_read(data: st.DataObject) -> None:
     """Loading a damaged file gives pacts or a UsageError, and no other exception."""

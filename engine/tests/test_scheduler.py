@@ -573,7 +573,6 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 SchedulerMachine.TestCase.settings = settings(
     derandomize=True,
-    deadline=None,
     max_examples=60,
     stateful_step_count=40,
     suppress_health_check=[HealthCheck.too_slow],

@@ -14,7 +14,7 @@ from graphpact_kernels._attend import ScoreOptions
 from graphpact_kernels.paged_attention import _attend_padded, _Layout
 from graphpact_kernels.paged_cache import _pack_padded
 
-EXAMPLES = settings(derandomize=True, deadline=None, max_examples=150)
+EXAMPLES = settings(derandomize=True, max_examples=150)
 NAN = float("nan")
 
 

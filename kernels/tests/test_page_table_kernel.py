@@ -19,7 +19,7 @@ from graphpact_kernels import (
 from graphpact_kernels._attend import Keys, ScoreOptions, attend_padded, own_slots
 from graphpact_kernels.page_table_attention import BLOCK, write_page_table
 
-EXAMPLES = settings(derandomize=True, deadline=None, max_examples=100)
+EXAMPLES = settings(derandomize=True, max_examples=100)
 NAN, NONE = float("nan"), float("-inf")
 INT = {"dtype": torch.int32}
 PATHS = ("cpu", "elsewhere")

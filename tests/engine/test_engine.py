@@ -2,7 +2,7 @@
 
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from graphpact.attention import GraphSupport
 from graphpact.batch import ForwardMode
 from graphpact.errors import ConfigError, PluginError
+from graphpact.hookspecs import hookimpl
 from graphpact_cuda_graph import CudaGraphRunner
 from graphpact_engine import Engine, SamplingParams
 from graphpact_engine.config import EngineConfig
@@ -52,6 +53,33 @@ def is_idle(engine: Engine) -> bool:
         and memory.pages.num_free == memory.pages.num_pages
         and memory.requests.num_free == memory.requests.max_requests
     )
+
+
+class CountsThreads:
+    """An observer that keeps the number of torch's threads of every step."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    @hookimpl(wrapper=True)
+    def run_step(self) -> Generator[None, Any, Any]:
+        """Keep the number."""
+        self.seen.append(torch.get_num_threads())
+        return (yield)
+
+
+def test_steps_run_on_the_configured_threads() -> None:
+    """Captures and steps run on ``engine.num_threads``; the caller's number is the same before and after."""
+    before = torch.get_num_threads()
+    counts, captured = CountsThreads(), []
+    with Engine(
+        configure(TINY, f"engine.num_threads={before + 1}"),
+        observers=[counts],
+        on_capture=lambda *_: captured.append(torch.get_num_threads()),
+    ) as engine:
+        engine.generate([[1, 2, 3]], SamplingParams(max_new_tokens=3))
+    assert {*counts.seen} == {*captured} == {before + 1}
+    assert torch.get_num_threads() == before
 
 
 def test_streaming_gives_what_generate_gives(tiny: Engine) -> None:
@@ -150,7 +178,7 @@ def test_the_context_is_a_limit(checkpoint: Callable[..., Path]) -> None:
 # -- text ----------------------------------------------------------------------------------------
 
 
-@settings(derandomize=True, deadline=None, max_examples=60)
+@settings(derandomize=True, max_examples=60)
 @given(text=st.text(max_size=12))
 def test_text_comes_in_whole_characters(text: str) -> None:
     """Pieces of a stream of bytes add up to the text, and none ends inside a character."""

@@ -187,7 +187,6 @@ def test_what_a_segment_made_is_read_in_any_later_one(driver: GraphDriver) -> No
 
 @settings(
     derandomize=True,
-    deadline=None,
     max_examples=60,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )

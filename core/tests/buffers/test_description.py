@@ -11,7 +11,7 @@ from graphpact.buffers.description import SlotRow
 from registry_kit import declared, padding, registries, small, spelled
 
 
-@settings(derandomize=True, deadline=None, max_examples=150)
+@settings(derandomize=True, max_examples=150)
 @given(registry=registries())
 def test_the_table_has_one_aligned_line_a_slot(registry: CudaGraphBufferRegistry) -> None:
     """With any names, each slot has one printable line, with its cells under their headings."""
@@ -53,7 +53,7 @@ def test_the_table_of_a_decode_registry() -> None:
 # -- JSON ------------------------------------------------------------------------------------------
 
 
-@settings(derandomize=True, deadline=None, max_examples=150)
+@settings(derandomize=True, max_examples=150)
 @given(registry=registries())
 def test_json_says_all_of_it_and_totals_are_right(registry: CudaGraphBufferRegistry) -> None:
     """Strict JSON has every slot's declaration, and the totals are those of the buffers."""

@@ -426,7 +426,7 @@ def _grouped_as(grouping: Grouping) -> Iterator[None]:
 
 
 @both_groupings
-@settings(derandomize=True, deadline=None, max_examples=400)
+@settings(derandomize=True, max_examples=400)
 @given(case=cases())
 def test_every_byte_is_what_the_model_says(grouping: Grouping, case: Case) -> None:
     """After every fill of any history, all memory of all lanes equals a model of plain lists."""

@@ -23,7 +23,7 @@ from graphpact.parallel import ParallelContext, local_num_token_non_padded
 BUCKET, REAL, SIZE = 1024, 1018, 2
 SHARES = {0: 512, 1: 506}
 RAW_SHARE = 509  # a rank's share of the raw length; padding moves the boundary between the ranks
-EXAMPLES = settings(derandomize=True, deadline=None, max_examples=100)
+EXAMPLES = settings(derandomize=True, max_examples=100)
 
 
 @dataclasses.dataclass
@@ -204,7 +204,7 @@ def test_no_rank_has_more_than_its_rows(size: int, bucket: int, count: int) -> N
 
 
 @both
-@settings(derandomize=True, deadline=None, max_examples=40)
+@settings(derandomize=True, max_examples=40)
 @given(
     size=st.integers(1, 4),
     rank=st.integers(0, 3),

@@ -32,6 +32,7 @@ from graphpact_engine.cli.options import (
     load_settings,
 )
 from graphpact_engine.config import ENV_PREFIX, EngineConfig
+from graphpact_engine.threads import SMALL_MODEL, choose_num_threads
 
 _NOT_USABLE = 3
 _EXTRAS = {
@@ -166,6 +167,7 @@ def examine() -> dict[str, Any]:
         if hasattr(os, "sched_getaffinity")
         else os.cpu_count(),
         "threads": torch.get_num_threads(),
+        "threads_of_small_models": choose_num_threads(None, torch.device("cpu"), SMALL_MODEL),
         "cuda": cuda,
         "packages": versions,
         "extras": {
@@ -277,10 +279,12 @@ def _show(report: dict[str, Any]) -> None:
     console = data()
     cuda = report["cuda"]
     versions = report["packages"]
+    small = f"{report['threads_of_small_models']} (engine.num_threads)"
     rows = [
         ("python", f"{report['python']} ({report['executable']})"),
         ("platform", report["platform"]),
-        ("cpus", f"{report['cpus']}, torch uses {report['threads']}"),
+        ("cpus", str(report["cpus"])),
+        ("threads", f"torch uses {report['threads']}; a step of a small model {small}"),
         (
             "cuda",
             f"torch is built for {cuda['built']}" if cuda["built"] else "torch is built without it",

@@ -65,6 +65,13 @@ def generate(
             help="Seed of the run; sets engine.seed. Equal prompts still get different outputs."
         ),
     ] = None,
+    threads: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="CPU threads of a step; sets engine.num_threads. Default: 1 for a small model.",
+        ),
+    ] = None,
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos", help="Do not stop at the model's end tokens.")
     ] = False,
@@ -114,7 +121,9 @@ def generate(
         top_k=top_k,
         ignore_eos=ignore_eos,
     )
-    settings = load_settings(config, model, sets, _options(seed=seed, verify=verify))
+    settings = load_settings(
+        config, model, sets, _options(seed=seed, threads=threads, verify=verify)
+    )
     texts = read_prompts(prompts or [], file)
     if temperature == 0 and (top_p != 1 or top_k != 0):
         warning("--top-p and --top-k have no effect at --temperature 0")
@@ -144,11 +153,13 @@ def generate(
     report()
 
 
-def _options(*, seed: int | None, verify: bool) -> dict[str, str]:
+def _options(*, seed: int | None, threads: int | None, verify: bool) -> dict[str, str]:
     """Return the options that set configuration keys as ``key=value`` strings, by option."""
     options = {}
     if seed is not None:
         options["--seed"] = f"engine.seed={seed}"
+    if threads is not None:
+        options["--threads"] = f"engine.num_threads={threads}"
     if verify:
         options["--verify"] = "verify.replay_against_eager=1.0"
     return options

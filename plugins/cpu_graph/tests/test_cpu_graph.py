@@ -113,7 +113,7 @@ def rig(compiler: None) -> Rig:
 # -- capture sizes ---------------------------------------------------------------------------------
 
 
-@settings(derandomize=True, deadline=None, max_examples=60)
+@settings(derandomize=True, max_examples=60)
 @given(largest=st.integers(1, 300))
 def test_the_default_sizes_are_few_and_cover_every_step(largest: int) -> None:
     """By default the runner captures the powers of two below the largest step, and the largest step."""
@@ -126,7 +126,7 @@ def test_the_default_sizes_are_few_and_cover_every_step(largest: int) -> None:
 # -- replays ---------------------------------------------------------------------------------------
 
 
-@settings(derandomize=True, deadline=None, max_examples=60)
+@settings(derandomize=True, max_examples=60)
 @given(lengths=st.lists(st.integers(1, CONTEXT), min_size=1, max_size=ROWS))
 def test_replays_equal_eager_runs(lengths: list[int], rig: Rig) -> None:
     """The replay of any batch that fits, after any other batch, equals its eager run."""

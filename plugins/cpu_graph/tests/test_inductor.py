@@ -115,7 +115,6 @@ def test_caches_are_written_in_place(compiler: None) -> None:
 
 @settings(
     derandomize=True,
-    deadline=None,
     max_examples=80,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )

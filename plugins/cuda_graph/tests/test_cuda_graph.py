@@ -152,7 +152,7 @@ def test_configured_sizes_are_taken_as_they_are() -> None:
     )
 
 
-@settings(derandomize=True, deadline=None, max_examples=40)
+@settings(derandomize=True, max_examples=40)
 @given(max_bs=st.integers(1, 600))
 def test_the_default_sizes_end_at_the_largest_step(max_bs: int) -> None:
     """The largest default capture size is the largest step."""

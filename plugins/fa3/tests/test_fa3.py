@@ -46,7 +46,7 @@ from graphpact_tape.recorder import Recorder
 from oracle_kit import hold_to_oracle
 
 MAX_BS = 4
-EXAMPLES = settings(derandomize=True, deadline=None, max_examples=5)
+EXAMPLES = settings(derandomize=True, max_examples=5)
 BLOCK = 16
 VERIFY, DRAFT = ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_DECODE
 EXTEND_DRAFT = Case(ForwardMode.DRAFT_EXTEND)
@@ -260,7 +260,7 @@ def _decode(lengths: list[int]) -> ForwardBatch:
     )
 
 
-@settings(derandomize=True, deadline=None, max_examples=30)
+@settings(derandomize=True, max_examples=30)
 @given(accepted=st.lists(st.integers(0, DRAFT_WIDTH), min_size=1, max_size=MAX_BS))
 def test_draft_extend_has_one_stride_whatever_was_accepted(accepted: list[int]) -> None:
     """For any accepted lengths, query offsets are multiples of the draft's width, and max_seqlen_q is it."""

@@ -26,7 +26,7 @@ from graphpact.pact import Pact
 from graphpact_flashinfer import FlashInferBackend, FlashInferMetadata
 
 CPU = torch.device("cpu")
-EXAMPLES = settings(derandomize=True, deadline=None, max_examples=60)
+EXAMPLES = settings(derandomize=True, max_examples=60)
 CONTEXT, ROWS, MAX_BS = 20, 6, 4
 
 

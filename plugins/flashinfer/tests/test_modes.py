@@ -20,7 +20,7 @@ from graphpact_flashinfer.rows import Rows
 from graphpact_tape.tape import TapeDriver
 
 CPU = torch.device("cpu")
-EXAMPLES = settings(derandomize=True, deadline=None, max_examples=60)
+EXAMPLES = settings(derandomize=True, max_examples=60)
 CONTEXT, ROWS = 96, 4
 STATIC = 64  # tokens of an extend graph
 CHAIN = DraftLimits()

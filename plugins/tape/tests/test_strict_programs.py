@@ -91,7 +91,7 @@ class _Program:
             assert torch.equal(a, b)
 
 
-@settings(derandomize=True, deadline=None, max_examples=150)
+@settings(derandomize=True, max_examples=150)
 @given(
     programs=st.lists(st.tuples(PROGRAMS, _WAYS), min_size=1, max_size=2),
     seed=st.integers(0, 999),

@@ -32,7 +32,7 @@ from graphpact_trtllm_mla import NativeKernels, TRTLLMMLABackend
 from graphpact_trtllm_mla.operators import attend_latents
 
 CPU = torch.device("cpu")
-EXAMPLES = settings(derandomize=True, deadline=None, max_examples=60)
+EXAMPLES = settings(derandomize=True, max_examples=60)
 CONTEXT, ROWS, MAX_BS, WIDTH, STEPS = 150, 6, 4, 4, 3
 RANK, ROPE, HEADS = 16, 8, 3
 RAGGED = (ForwardMode.EXTEND, ForwardMode.MIXED)
