@@ -1,7 +1,7 @@
 """Pictures as a viewer sees them: every text with its colour, its background and its extent, light and dark.
 
 Reads what our own pictures use: classes, ``fill`` and ``font-size`` as attributes or in the style, flat
-colours, rectangles, texts that are not transformed, and one block for ``prefers-color-scheme: dark``.
+colours, rectangles, texts that are not transformed, and blocks for ``prefers-color-scheme: dark``.
 
 Does not: render; the extent of a text is an estimate for wide fonts.
 """
@@ -15,7 +15,8 @@ from typing import Literal
 Scheme = Literal["light", "dark"]
 SCHEMES: tuple[Scheme, ...] = ("light", "dark")
 _SVG = "{http://www.w3.org/2000/svg}"
-_DARK = re.compile(r"@media\s*\(prefers-color-scheme:\s*dark\)\s*\{((?:[^{}]*\{[^{}]*\})*)\s*\}")
+_MEDIA = re.compile(r"@media\s*([^{}]*?)\s*\{((?:[^{}]*\{[^{}]*\})*)\s*\}")
+_DARK = "(prefers-color-scheme: dark)"
 _RULE = re.compile(r"([^{}]+)\{([^{}]*)\}")
 # of a character, in font sizes: those of DejaVu, the widest of the usual fonts
 _WIDTHS = {"monospace": (0.61, 0.61), "sans-serif": (0.32, 0.62)}
@@ -49,10 +50,10 @@ class Written:
 
 
 def stylesheet(css: str, scheme: Scheme) -> dict[str, dict[str, str]]:
-    """Return the properties of every selector of ``css`` in a colour scheme."""
-    dark = "".join(_DARK.findall(css))
+    """Return the properties of every selector of ``css`` on a wide screen in a colour scheme."""
+    dark = "".join(body for media, body in _MEDIA.findall(css) if media == _DARK)
     found: dict[str, dict[str, str]] = {}
-    for part in (_DARK.sub("", css), dark if scheme == "dark" else ""):
+    for part in (_MEDIA.sub("", css), dark if scheme == "dark" else ""):
         for selectors, body in _RULE.findall(part):
             pairs = (pair.partition(":")[::2] for pair in body.split(";") if ":" in pair)
             properties = {name.strip(): value.strip() for name, value in pairs}
