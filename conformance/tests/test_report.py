@@ -478,6 +478,24 @@ def test_many_failures_of_a_rule_are_folded_and_complete() -> None:
     assert all(f"lane {n};" in folded for n in range(3, 2000))
 
 
+def test_long_names_take_three_lines_at_most() -> None:
+    """Wherever a page shows a plugin's name, it is cut to three lines, and the title has it in full."""
+    name, partner = "n" * 5000, "p" * 5000
+    held = plugin(
+        [result("fail"), result(rule="GP04")],
+        name=name,
+        partner=partner,
+        claims=[Claim(capability="trees", declared="full", shown="fail")],
+        hints=["a hint"],
+        not_shown=["a GPU"],
+    )
+    page = Page(to_html(report(held)))
+    titles = [dict(attrs)["title"] or "" for _, attrs in page.of_class("name")]
+    for long in (name, partner):
+        assert page.text.count(long) == sum(long in title for title in titles) >= 8
+    assert stylesheet(_css(), "light")[".name"]["-webkit-line-clamp"] == "3"
+
+
 def _css() -> str:
     (css,) = re.findall(r"<style>(.*?)</style>", to_html(report()), flags=re.DOTALL)
     return re.sub(r"/\*.*?\*/", "", css, flags=re.DOTALL)
