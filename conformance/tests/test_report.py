@@ -473,9 +473,9 @@ def test_many_failures_of_a_rule_are_folded_and_complete() -> None:
     text = to_html(report(plugin([result("fail", lane=f"lane {n};") for n in range(2000)])))
     article = text.partition("<article")[2].partition("</article>")[0]
     shown, _, folded = article.partition("<details>")
-    assert [f"lane {n};" in shown for n in range(5)] == [True] * 3 + [False] * 2
     assert "<summary>and in 1997 more</summary>" in folded
-    assert all(f"lane {n};" in folded for n in range(3, 2000))
+    lanes = [[int(n) for n in re.findall(r"lane (\d+);", part)] for part in (shown, folded)]
+    assert lanes == [[0, 1, 2], [*range(3, 2000)]]
 
 
 def test_long_names_take_three_lines_at_most() -> None:
