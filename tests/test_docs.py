@@ -84,10 +84,8 @@ COLUMN = 830  # pixels: where a README is shown
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("picture", PICTURES, ids=lambda picture: picture.stem)
-def test_a_picture_can_be_read_on_a_light_and_on_a_dark_page(
-    picture: Path, scheme: Scheme
-) -> None:
-    """Every text has a contrast of 4.5 to what is below it, stays inside of it, and is 10 pixels high at least.
+def test_a_picture_can_be_read_on_a_light_and_on_a_dark_page(picture: Path, scheme: Scheme) -> None:
+    """Every text has a contrast of 4.5 to what is below it, stays inside of it, and has 10 pixels.
 
     The palette is in the picture's own style, and the size is that in a README's column.
     """

@@ -434,17 +434,20 @@ FAILURES = [
 
 @pytest.mark.parametrize("results", FAILURES)
 def test_a_page_marks_the_rule_to_begin_with_as_the_terminal_does(results: list[Result]) -> None:
-    """The verdict is above the matrix; it, one cell, one article and the terminal have the same first rule."""
+    """The verdict is above the matrix; it, a cell, an article and the terminal begin with one rule."""
     made = report(plugin(results), plugin([result()], name="fa3"))
     text, shown = to_html(made), drawn(made)
     (first, *others) = to_fix(rows(made.plugins[0]))
     (line,) = [line for line in shown.splitlines() if line.endswith("← begin here")]
     assert f" {first.label} " in line
     told = [line for line in shown.splitlines() if line.startswith("begin with ")]
-    assert [line.partition(": ")[0] for line in told] == [f"begin with {first.label}"] * bool(others)
+    assert [line.partition(": ")[0] for line in told] == [f"begin with {first.label}"] * bool(
+        others
+    )
     assert text.count('<span class="begin">begin here</span>') == 2
     cell, article = (
-        part.rpartition(' id="')[2].partition('"')[0] for part in text.split("begin here</span>")[:2]
+        part.rpartition(' id="')[2].partition('"')[0]
+        for part in text.split("begin here</span>")[:2]
     )
     assert (cell, article) == (f"c-p1-{first.key}", f"p1-{first.key}")
     places = [
@@ -458,7 +461,7 @@ def test_a_page_marks_the_rule_to_begin_with_as_the_terminal_does(results: list[
 
 
 def test_a_page_without_failures_marks_no_rule() -> None:
-    """A report of passes, or of nothing that ran, has its verdict above the matrix and no rule to begin with."""
+    """Without failures the verdict is above the matrix, and there is no rule to begin with."""
     for outcome in ("pass", "not_run", "unsupported", "xfail"):
         made = report(plugin([result(outcome, rule) for rule in RULES]))
         text = to_html(made)
@@ -502,7 +505,7 @@ def _css() -> str:
 
 
 def test_the_matrix_scrolls_under_its_header_and_beside_its_first_column() -> None:
-    """The box of the matrix scrolls both ways; its header and its first column are sticky, on the page's colour."""
+    """The box of the matrix scrolls both ways; its header and its first column are sticky and opaque."""
     page = Page(to_html(full_report("x")))
     ((_, box),) = page.of_class("frozen")
     assert dict(box)["tabindex"] == "0"

@@ -92,7 +92,7 @@ sizes = st.lists(st.integers(0, 2**14), max_size=5)
 def test_bars_are_linear_in_bytes_on_one_scale_that_is_printed(
     one: list[int], other: list[int]
 ) -> None:
-    """In a picture of two registries every bar ends at its bytes on the scale above it, or is 2 pixels long."""
+    """In a picture of two registries every bar ends at its bytes on the scale, or is 2 pixels long."""
     root = ET.fromstring(draw(lanes_of_sizes(one, other)))  # noqa: S314  our own
     ticks = [
         float(element.attrib["x"])
