@@ -208,12 +208,16 @@ RULES: dict[str, Rule] = {rule.id: rule for rule in _RULES}
 """Every rule by its id, in order."""
 
 
-_CAUSES_FIRST = (
-    *("GP16", "GP15", "GP14", "GP01"),  # memory: its address, owner and lifetime
-    *("GP19", "GP12", "GP18"),  # state from before the step, and the choice of the graph
-    *("GP03", "GP09", "GP08", "GP10", "GP05", "GP04", "GP07", "GP02"),  # contents
-    *("GP20", "GP11", "GP13", "GP06", "GP17"),  # consequences
-)
+_CAUSES_FIRST = {
+    "the memory that graphs read": ("GP16", "GP15", "GP14", "GP01"),
+    "the state before the step and the choice of the graph": ("GP19", "GP12", "GP18"),
+    "the contents of the buffers": (
+        *("GP03", "GP09", "GP08", "GP10"),
+        *("GP05", "GP04", "GP07", "GP02"),
+    ),
+    "the effects of a step": ("GP20", "GP11", "GP13", "GP06", "GP17"),
+}
+_CONCERNS = {rule: subject for subject, rules in _CAUSES_FIRST.items() for rule in rules}
 
 
 def causes_first(rules: Iterable[str]) -> list[str]:
@@ -222,7 +226,12 @@ def causes_first(rules: Iterable[str]) -> list[str]:
     One bug breaks several rules: a stale padding row is read, leaks into live rows, and differs between
     ranks. The order comes from the museum. Its page says how often the first rule is the rule of the exhibit.
     """
-    return sorted(rules, key=_CAUSES_FIRST.index)
+    return sorted(rules, key=[*_CONCERNS].index)
+
+
+def concern_of(rule: str) -> str:
+    """Return in words what a rule is about: earlier subjects of `causes_first` affect later ones."""
+    return _CONCERNS[rule]
 
 
 def find_rule(text: str) -> Rule:

@@ -30,9 +30,10 @@ from graphpact_conformance.report import (
     to_junit,
     verdict,
 )
-from graphpact_conformance.report.digest import plain
-from graphpact_conformance.results import Claim, Outcome, PluginResults, Report
-from graphpact_conformance.rules import RULES, causes_first
+from graphpact_conformance.report.digest import plain, standing, to_fix, why_first
+from graphpact_conformance.results import Claim, Outcome, PluginResults, Report, Result
+from graphpact_conformance.rules import RULES, causes_first, concern_of
+from svg_kit import SCHEMES, Scheme, contrast, mixed, stylesheet
 
 quick = settings(derandomize=True, max_examples=40)
 
@@ -43,6 +44,7 @@ class Page(HTMLParser):
     def __init__(self, text: str) -> None:
         super().__init__()
         self.tags: list[tuple[str, tuple[str, ...]]] = []
+        self.elements: list[tuple[str, list[tuple[str, str | None]]]] = []
         self.ids: list[str] = []
         self.links: list[str] = []
         self.text = ""
@@ -53,12 +55,17 @@ class Page(HTMLParser):
         """Note the tag."""
         told = dict(attrs)
         self.tags.append((tag, tuple(told)))
+        self.elements.append((tag, attrs))
         self.ids += [told["id"] or ""] if "id" in told else []
         self.links += [told["href"] or ""] if "href" in told else []
 
     def handle_data(self, data: str) -> None:
         """Collect text."""
         self.text += data
+
+    def of_class(self, name: str) -> list[tuple[str, list[tuple[str, str | None]]]]:
+        """Return the elements of a class, with their attributes."""
+        return [e for e in self.elements if name in (dict(e[1]).get("class") or "").split()]
 
 
 def parsed(text: str) -> ET.Element:
@@ -137,10 +144,7 @@ VERDICTS = [
     (
         plugin([result("fail", "GP02"), result("fail", "GP05"), result("fail", "GP03")]),
         False,
-        (
-            "not conformant: GP02 missed-refresh, GP03 stale-pad-tail, GP05 pad-extent; begin with GP03,"
-            " others may follow from it"
-        ),
+        "not conformant: GP02 missed-refresh, GP03 stale-pad-tail, GP05 pad-extent",
     ),
     (
         plugin([result("fail"), result("error", "GP05")]),
@@ -167,6 +171,63 @@ def test_every_rule_has_its_place_between_cause_and_consequence() -> None:
     assert causes_first(reversed(RULES)) == causes_first(RULES)
 
 
+@quick
+@given(st.lists(st.sampled_from([*RULES]), unique=True))
+def test_the_rule_to_begin_with_is_the_likeliest_cause(broken: list[str]) -> None:
+    """Errors of the suite come first, then rules by their order of causes, then general checks."""
+    results = [result("fail", rule) for rule in broken]
+    results += [result(rule=rule) for rule in RULES if rule not in broken]
+    expected = causes_first(broken)
+    assert [row.key for row in to_fix(rows(plugin(results)))] == expected
+    worse = [*results, result("fail", None), result("error", "GP17", reason="a fault")]
+    order = [row.key for row in to_fix(rows(plugin(worse)))]
+    assert order == ["GP17", *(rule for rule in expected if rule != "GP17"), "general"]
+
+
+def test_why_to_begin_with_a_rule_is_said_if_others_fail_too() -> None:
+    """Of several failures the first is given a reason: what it concerns, or that the suite stopped there."""
+
+    def why(*results: Result) -> str:
+        return why_first(to_fix(rows(plugin(results))))
+
+    one, other, general = result("fail"), result("fail", "GP06"), result("fail", None)
+    assert why(result()) == why(one) == ""
+    assert why(one, other) == (
+        "it concerns the contents of the buffers, and the other may follow from it"
+    )
+    assert why(one, other, general).endswith("and the other 2 may follow from it")
+    assert why(one, result("error", "GP06")) == (
+        "the suite could not continue there, so the results are incomplete"
+    )
+    assert all(concern_of(rule) for rule in RULES)
+
+
+@pytest.mark.parametrize(
+    ("results", "strict", "stands"),
+    [
+        ([result()], False, "pass"),
+        ([result(), result("not_run", "GP17")], False, "pass"),
+        ([result(), result("not_run", "GP17")], True, "fail"),
+        ([result(), result("fail")], False, "fail"),
+        ([result(), result("xpass")], False, "xpass"),
+        ([result("fail"), result("error", "GP05")], False, "error"),
+        ([result("unsupported"), result("not_run", "GP17")], False, "not_run"),
+        ([], False, "not_run"),
+    ],
+)
+def test_a_plugin_stands_as_its_verdict_says(
+    results: list[Result],
+    strict: bool,  # noqa: FBT001  a parameter
+    stands: str,
+) -> None:
+    """A plugin's sign is that of a pass exactly if its verdict begins with conformant."""
+    held = plugin(results)
+    assert standing(held, strict=strict) == stands
+    said = verdict(held, strict=strict)
+    assert said.startswith("conformant") == (stands == "pass")
+    assert said.startswith("no verdict") == (stands in ("error", "not_run"))
+
+
 def test_the_summary_counts_plugins_and_results() -> None:
     """The last line has the number of conformant plugins, the count of each outcome, seed and time."""
     made = report(plugin([result(), result()]), plugin([result("fail"), result("not_run")]), seed=7)
@@ -189,7 +250,7 @@ def test_a_failure_is_told_whole_in_a_terminal() -> None:
     for name, told in evidence(finding()):
         assert re.search(rf"│     {name} +{re.escape(told)}\n", text)
     for line in (
-        "├── ✗ GP03 stale-pad-tail       1 fail",
+        "├── ✗ GP03 stale-pad-tail       1 fail  ← begin here",
         f"│   {RULES['GP03'].requirement}",
         "│   ✗ decode, page 16  shrink_after_grow",
         "├── ✓ GP04 bad-pad-sentinel     1 pass",
@@ -315,8 +376,11 @@ def test_every_cell_of_the_matrix_opens_its_evidence() -> None:
     made = full_report("x")
     text = to_html(made)
     page = Page(text)
-    cells = [link for link in page.links if link != "#matrix"]
+    cells = [dict(attrs)["href"] or "" for tag, attrs in page.of_class("cell") if tag == "a"]
     assert len(cells) == sum(len(rows(held)) for held in made.plugins)
+    assert {link for link in page.links if link.startswith("#c-")} == {
+        f"#c-{link[1:]}" for link in cells
+    }
     assert len(set(page.ids)) == len(page.ids)
     assert {link[1:] for link in page.links} <= set(page.ids)
     requirements = {row.key: row.requirement for held in made.plugins for row in rows(held)}
@@ -356,6 +420,146 @@ def test_foreign_text_stays_text_in_a_page(text: str) -> None:
     told, calm = (comparison_to_html(changed, said, name) for name in (said, "x"))
     assert Page(told).tags == Page(calm).tags
     assert all(c.isprintable() or c in "\n\t" for c in told)
+
+
+FAILURES = [
+    [result("fail", "GP02"), result("fail", "GP05"), result("fail", "GP03"), result(rule="GP01")],
+    [result("fail", rule) for rule in (None, *RULES)],
+    [result("fail"), result("not_run", "GP17"), result("unsupported", "GP10")],
+    [result("fail"), result("error", "GP05", reason="a fault"), result("xpass", "GP08")],
+    [result("fail", None, check="quiet", level="SHOULD"), result()],
+    [result("fail", "GP03", lane=f"lane {n}") for n in range(2000)],
+]
+
+
+@pytest.mark.parametrize("results", FAILURES)
+def test_a_page_marks_the_rule_to_begin_with_as_the_terminal_does(results: list[Result]) -> None:
+    """The verdict is above the matrix; it, a cell, an article and the terminal begin with one rule."""
+    made = report(plugin(results), plugin([result()], name="fa3"))
+    text, shown = to_html(made), drawn(made)
+    (first, *others) = to_fix(rows(made.plugins[0]))
+    (line,) = [line for line in shown.splitlines() if line.endswith("← begin here")]
+    assert f" {first.label} " in line
+    told = [line for line in shown.splitlines() if line.startswith("begin with ")]
+    assert [line.partition(": ")[0] for line in told] == [f"begin with {first.label}"] * bool(
+        others
+    )
+    assert text.count('<span class="begin">begin here</span>') == 2
+    cell, article = (
+        part.rpartition(' id="')[2].partition('"')[0]
+        for part in text.split("begin here</span>")[:2]
+    )
+    assert (cell, article) == (f"c-p1-{first.key}", f"p1-{first.key}")
+    places = [
+        text.index(verdict(made.plugins[0])),
+        text.index(f'<a class="first" href="#p1-{first.key}">{first.label}</a>'),
+        text.index('class="matrix"'),
+        *(text.index(f'id="p1-{row.key}"') for row in (first, *others)),
+    ]
+    assert places == sorted(places)
+    assert why_first([first, *others]) in text
+
+
+def test_a_page_without_failures_marks_no_rule() -> None:
+    """Without failures the verdict is above the matrix, and there is no rule to begin with."""
+    for outcome in ("pass", "not_run", "unsupported", "xfail"):
+        made = report(plugin([result(outcome, rule) for rule in RULES]))
+        text = to_html(made)
+        assert text.index(verdict(made.plugins[0])) < text.index('class="matrix"')
+        assert not Page(text).of_class("begin")
+        assert "begin with" not in text
+        assert "begin" not in drawn(made)
+
+
+def test_many_failures_of_a_rule_are_folded_and_complete() -> None:
+    """Of 2,000 failing lanes, three are open on the page, the others are folded, and none is left out."""
+    text = to_html(report(plugin([result("fail", lane=f"lane {n};") for n in range(2000)])))
+    article = text.partition("<article")[2].partition("</article>")[0]
+    shown, _, folded = article.partition("<details>")
+    assert "<summary>and in 1997 more</summary>" in folded
+    lanes = [[int(n) for n in re.findall(r"lane (\d+);", part)] for part in (shown, folded)]
+    assert lanes == [[0, 1, 2], [*range(3, 2000)]]
+
+
+def test_long_names_take_three_lines_at_most() -> None:
+    """Wherever a page shows a plugin's name, it is cut to three lines, and the title has it in full."""
+    name, partner = "n" * 5000, "p" * 5000
+    held = plugin(
+        [result("fail"), result(rule="GP04")],
+        name=name,
+        partner=partner,
+        claims=[Claim(capability="trees", declared="full", shown="fail")],
+        hints=["a hint"],
+        not_shown=["a GPU"],
+    )
+    page = Page(to_html(report(held)))
+    titles = [dict(attrs)["title"] or "" for _, attrs in page.of_class("name")]
+    for long in (name, partner):
+        assert page.text.count(long) == sum(long in title for title in titles) >= 8
+    assert stylesheet(_css(), "light")[".name"]["-webkit-line-clamp"] == "3"
+
+
+def _css() -> str:
+    (css,) = re.findall(r"<style>(.*?)</style>", to_html(report()), flags=re.DOTALL)
+    return re.sub(r"/\*.*?\*/", "", css, flags=re.DOTALL)
+
+
+def test_the_matrix_scrolls_under_its_header_and_beside_its_first_column() -> None:
+    """The box of the matrix scrolls both ways; its header and its first column are sticky and opaque."""
+    page = Page(to_html(full_report("x")))
+    ((_, box),) = page.of_class("frozen")
+    assert dict(box)["tabindex"] == "0"
+    assert dict(box)["aria-labelledby"] in page.ids
+    rules = stylesheet(_css(), "light")
+    assert rules[".frozen"]["overflow"] == "auto"
+    assert "max-height" in rules[".frozen"]
+    assert rules[".matrix th"]["position"] == "sticky"
+    assert rules[".matrix th"]["background"] == "var(--page)"
+    assert rules[".matrix thead th"]["top"] == rules[".matrix tbody th"]["left"] == "0"
+    corner = rules[".matrix thead th:first-child"]
+    assert corner["left"] == "0"
+    assert int(corner["z-index"]) > int(rules[".matrix thead th"]["z-index"])
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_the_colours_of_a_page_can_be_read(scheme: Scheme) -> None:
+    """In both schemes, words and signs have a contrast of 4.5 to the page, to cards, and to every tint."""
+    rules = stylesheet(_css(), scheme)
+    colours = {n: value for n, value in rules[":root"].items() if n.startswith("--")}
+    page, raised, word, soft = (colours[f"--{n}"] for n in ("page", "raised", "word", "soft"))
+    share = float(colours["--shade"].removesuffix("%")) / 100
+    assert rules[".cell"]["background"] == (
+        "color-mix(in srgb, var(--tone) var(--shade), var(--page))"
+    )
+    assert rules[".cell.fail"] == {"background": "var(--tone)", "color": "var(--page)"}
+    for outcome in Outcome:
+        tone = colours[re.sub(r"var\((.*)\)", r"\1", rules[f".{outcome.value}"]["--tone"])]
+        tint = mixed(share, tone, page)
+        for over, below in ((tone, page), (tone, raised), (tone, tint), (word, tint), (soft, tint)):
+            assert contrast(over, below) >= 4.5, (outcome, over, below)
+    for over in (word, soft):
+        assert min(contrast(over, page), contrast(over, raised)) >= 4.5
+
+
+def test_a_page_can_be_used_without_colours_and_without_a_mouse() -> None:
+    """Each cell is a link named by rule, plugin, counts and mark; each header has its scope and a name."""
+    made = full_report("x")
+    for text in (to_html(made), comparison_to_html(compare(report(), made), "a", "b")):
+        page = Page(text)
+        headers = [dict(attrs) for tag, attrs in page.elements if tag == "th"]
+        assert headers
+        assert {attrs.get("scope") for attrs in headers} == {"row", "col"} & {
+            attrs.get("scope") for attrs in headers
+        }
+        assert "<th></th>" not in re.sub(r"<th [^>]*>", "<th>", text)
+    page = Page(to_html(made))
+    links = [dict(attrs) for tag, attrs in page.of_class("cell") if tag == "a"]
+    labels = [attrs["aria-label"] or "" for attrs in links]
+    assert labels[0].startswith("general, x + x: 1 error, 1 fail, ")
+    assert [label for label in labels if label.endswith(", begin here")] == [
+        label for label in labels if label.startswith("GP03 stale-pad-tail, x + x: ")
+    ]
+    assert all(dict(attrs).get("tabindex") in (None, "0") for _, attrs in page.elements)
 
 
 def test_a_page_shows_claims_hints_and_what_was_not_run() -> None:

@@ -4,7 +4,7 @@ Does not: read the contents of buffers.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 
 from graphpact.buffers.description import (
@@ -28,13 +28,16 @@ _COLOURS = (
     "#2f95a3",
     "#8b72c8",
 )
-_CHARACTER, _LINE, _MARGIN, _BAR = 7.3, 22, 24, 320  # pixels
+_CHARACTER, _LINE, _MARGIN, _BAR, _THINNEST = 7.3, 22, 24, 320, 2.0  # pixels
 _LONGEST_NAME, _LONGEST_LABEL = 44, 96  # characters; the bar's title has the full text
+_TICKS = 4  # at most, besides zero
 _STYLE = """
+:root{color-scheme:light dark}
 .gp-page{fill:#ffffff} .gp-word{fill:#0f172a} .gp-soft{fill:#526075} .gp-head{font-weight:600}
-.gp-gap{stroke:#ffffff;stroke-width:3}
+.gp-gap{stroke:#ffffff;stroke-width:3} .gp-tick{fill:#cbd5e1} .gp-any{fill:#94a3b8}
 @media (prefers-color-scheme: dark){
-.gp-page{fill:#0f172a} .gp-word{fill:#f1f5f9} .gp-soft{fill:#9fb0c6} .gp-gap{stroke:#0f172a}
+.gp-page{fill:#0f172a} .gp-word{fill:#f1f5f9} .gp-soft{fill:#9fb0c6}
+.gp-gap{stroke:#0f172a} .gp-tick{fill:#334155} .gp-any{fill:#64748b}
 }
 """
 
@@ -42,8 +45,9 @@ _STYLE = """
 def draw(descriptions: Iterable[RegistryDescription]) -> str:
     """Return one picture of registries: a bar per slot, coloured by owner, hatched if its tail is kept.
 
-    The picture is an SVG document without scripts or external resources. The length of a bar is the square
-    root of its bytes, on one scale for all registries; the bytes are printed beside it.
+    The picture is an SVG document without scripts or external resources, readable on a light and on a dark
+    page. Its legend has the owners. The length of a bar is its bytes, on one linear scale from zero for all
+    registries; a bar too short to be seen is drawn longer. The bytes are printed beside it.
     """
     descriptions = list(descriptions)
     rows = [row for one in descriptions for row in one.slots]
@@ -51,34 +55,24 @@ def draw(descriptions: Iterable[RegistryDescription]) -> str:
     colours = {owner: _COLOURS[at % len(_COLOURS)] for at, owner in enumerate(owners)}
     largest = max((row.nbytes or 0 for row in rows), default=0)
     left = _MARGIN + _CHARACTER * max((len(_short(row.name)) for row in rows), default=0) + 12
-    captions = (
-        f"length: square root of bytes; the longest is {format_bytes(largest)}",
-        "hatched: rows of an earlier batch can be left in the tail",
-    )
 
-    body: list[str] = []
-    y = _MARGIN
-    widest = left + _BAR
+    any_kept = any(row.keeps_tail and row.nbytes for row in rows)
+    body, y, widest = _legend(colours, any_kept=any_kept)
     for one in descriptions:
         heading = f"{plain_text(one.label)}: {one.totals}"
         body.append(_text(_MARGIN, y + 14, heading, "gp-word gp-head"))
         widest = max(widest, _MARGIN + _CHARACTER * len(heading))
         y += _LINE + 4
+        if one.slots:
+            body += _scale(largest, left=left, y=y, lines=len(one.slots))
+            y += _LINE
         for row in one.slots:
             colour = colours[plain_text(row.owner or _UNNAMED)]
             label, length = _label(row), _length(row.nbytes, largest)
             body.append(_bar(row, label, colour, left=left, y=y, length=length))
-            widest = max(widest, left + length + 8 + _CHARACTER * len(label))
+            widest = max(widest, left + _BAR + 16 + _CHARACTER * len(label))
             y += _LINE
         y += 10
-    for owner in owners:
-        body.append(_text(_MARGIN + 20, y + 14, _short(owner), "gp-soft"))
-        body.append(_rect(_MARGIN, y + 4, 12, 12, f'fill="{colours[owner]}"'))
-        y += _LINE
-    for caption in captions:
-        body.append(_text(_MARGIN, y + 14, caption, "gp-soft"))
-        widest = max(widest, _MARGIN + _CHARACTER * len(caption))
-        y += _LINE
     return _document(descriptions, body, math.ceil(widest) + _MARGIN, y + _MARGIN)
 
 
@@ -107,9 +101,33 @@ def _label(row: SlotRow) -> str:
 
 
 def _length(nbytes: int | None, largest: int) -> float:
-    if not nbytes:
-        return 0.0
-    return max(2.0, _BAR * math.sqrt(nbytes / largest))
+    return max(_THINNEST, _BAR * nbytes / largest) if nbytes else 0.0
+
+
+def _legend(colours: Mapping[str, str], *, any_kept: bool) -> tuple[list[str], int, float]:
+    """Return the legend, the height of its end, and its right end."""
+    entries = [(_short(owner), [f'fill="{colour}"']) for owner, colour in colours.items()]
+    if any_kept:
+        words = "hatched: rows of an earlier batch can be left in the tail"
+        entries.append((words, ['class="gp-any"', 'fill="url(#gp-kept)"']))
+    body, y, widest = [], _MARGIN, 0.0
+    for words, fills in entries:
+        body += [_rect(_MARGIN, y + 3, 14, 14, fill) for fill in fills]
+        body.append(_text(_MARGIN + 22, y + 14, words, "gp-soft"))
+        widest = max(widest, _MARGIN + 22 + _CHARACTER * len(words))
+        y += _LINE
+    return body, y + 10, widest
+
+
+def _scale(largest: int, *, left: float, y: float, lines: int) -> Iterator[str]:
+    """Yield the scale of bytes above the bars, with a line through them for each tick."""
+    step = 1
+    while step * _TICKS < largest:
+        step *= 2
+    for nbytes in range(0, largest + 1, step):
+        x = left + _BAR * nbytes / max(1, largest)
+        yield _text(x, y + 12, format_bytes(nbytes), "gp-soft", "middle" if nbytes else "start")
+        yield _rect(x, y + 18, 1, lines * _LINE + 4, 'class="gp-tick"')
 
 
 def _text(x: float, y: float, text: str, kind: str, anchor: str = "start") -> str:
@@ -127,7 +145,7 @@ def _bar(row: SlotRow, label: str, colour: str, *, left: float, y: float, length
         parts.append(_rect(left, y + 3, length, 14, f'fill="{colour}"'))
         if row.keeps_tail:
             parts.append(_rect(left, y + 3, length, 14, 'fill="url(#gp-kept)"'))
-    parts.append(_text(left + length + 8, y + 14, label, "gp-soft"))
+    parts.append(_text(left + _BAR + 16, y + 14, label, "gp-soft"))
     heads = dict(zip(COLUMNS, slot_cells(row), strict=True))
     title = "; ".join(f"{name}: {value}" for name, value in heads.items() if value)
     return f"<g><title>{escape(plain_text(title))}</title>{''.join(parts)}</g>"

@@ -1,6 +1,8 @@
 """A registry as a picture."""
 
+import re
 import xml.etree.ElementTree as ET
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -8,8 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphpact.buffers import CudaGraphBufferRegistry, GraphSlot, PaddingPolicy
+from graphpact.buffers.description import RegistryDescription
 from graphpact_engine.picture import draw, format_bytes
 from registry_kit import CPU, HOSTILE, declared, padding, registries, small, spelled
+from svg_kit import SCHEMES, Scheme, contrast, written
 
 SVG = "{http://www.w3.org/2000/svg}"
 ELEMENTS = {"svg", "title", "desc", "style", "defs", "pattern", "path", "rect", "text", "g"}
@@ -58,46 +62,94 @@ def test_hostile_names_are_spelled_out(text: str) -> None:
         assert title.count(spelled(text)) == 3
 
 
-def test_bars_grow_with_bytes_on_one_scale() -> None:
-    """In one picture of two registries, a slot with four times the bytes has a bar of twice the length."""
-    both = []
-    for lane, sizes in (("one", [100, 400]), ("two", [1600])):
+def lanes_of_sizes(*lanes: Sequence[int]) -> list[RegistryDescription]:
+    """Return registries with a slot of each size, in bytes; each lane's slots have their own owner."""
+    described = []
+    for at, sizes in enumerate(lanes):
+        lane = f"lane{at}"
         registry = CudaGraphBufferRegistry(device=CPU, max_bs=1, max_num_tokens=1, lane=lane)
-        for size in sizes:
+        for n, size in enumerate(sizes):
             registry.register_slot(
                 GraphSlot(
-                    f"s{size}",
+                    f"s{n}",
                     lambda _bs, _t, size=size: (size,),
                     torch.int8,
                     axis="none",
                     padding_policy=PaddingPolicy.ZERO,
                     copy_from_fb=False,
-                    owner=lane,
+                    owner=f"owner {at}",
                 )
             )
-        both.append(registry.describe())
-    picture = draw(both)
-    assert [title.split("; ")[0] for title in titles(picture)] == [
-        "slot: s100",
-        "slot: s400",
-        "slot: s1600",
+        described.append(registry.describe())
+    return described
+
+
+sizes = st.lists(st.integers(0, 2**14), max_size=5)
+
+
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(one=sizes, other=sizes)
+def test_bars_are_linear_in_bytes_on_one_scale_that_is_printed(
+    one: list[int], other: list[int]
+) -> None:
+    """In a picture of two registries every bar ends at its bytes on the scale, or is 2 pixels long."""
+    root = ET.fromstring(draw(lanes_of_sizes(one, other)))  # noqa: S314  our own
+    ticks = [
+        float(element.attrib["x"])
+        for element in root.iter(f"{SVG}rect")
+        if element.get("class") == "gp-tick"
     ]
-    root = ET.fromstring(picture)  # noqa: S314  our own
-    bars = [group.find(f"{SVG}rect") for group in root.iter(f"{SVG}g")]
-    widths = [float(bar.attrib["width"]) for bar in bars if bar is not None]
-    assert widths == pytest.approx([widths[0], 2 * widths[0], 4 * widths[0]])
-    colours = [bar.attrib["fill"] for bar in bars if bar is not None]
-    assert colours[0] == colours[1] != colours[2]
     words = [element.text or "" for element in root.iter(f"{SVG}text")]
-    assert {"one", "two"} <= set(words)  # the legend
-    assert any(word.startswith("lane two: 1 slot") for word in words)
-    assert any("square root of bytes" in word for word in words)
+    labels = [word for word in words if re.fullmatch(r"[\d.]+ (B|KiB)", word)]
+    assert len(labels) == len(ticks)
+    largest = max([*one, *other], default=0)
+    assert words.count("0 B") == sum(map(bool, (one, other)))
+    if not largest:
+        return
+    zero, ratio = min(ticks), 320 / largest
+    for x, label in zip(ticks, labels, strict=True):
+        number, unit = label.split()
+        nbytes = float(number) * {"B": 1, "KiB": 1024}[unit]
+        assert x == pytest.approx(zero + ratio * nbytes, abs=0.1 + 0.051 * 1024 * ratio)
+    for group, nbytes in zip(root.iter(f"{SVG}g"), [*one, *other], strict=True):
+        bar = group.find(f"{SVG}rect")
+        assert (bar is None) == (nbytes == 0)
+        if bar is not None:
+            assert float(bar.attrib["x"]) == pytest.approx(zero, abs=0.1)
+            length = max(2, ratio * nbytes)
+            assert float(bar.attrib["width"]) == pytest.approx(length, abs=0.1)
+
+
+def test_the_legend_has_each_owner_in_the_colour_of_its_bars() -> None:
+    """Before the bars, a square in the colour of an owner's bars stands beside the owner's name."""
+    root = ET.fromstring(draw(lanes_of_sizes([8, 16], [32])))  # noqa: S314  our own
+    top = [element for element in root if element.tag in (f"{SVG}rect", f"{SVG}text")][1:5]
+    legend = {top[1].text: top[0].get("fill"), top[3].text: top[2].get("fill")}
+    bars = [group.find(f"{SVG}rect") for group in root.iter(f"{SVG}g")]
+    colours = [bar.get("fill") for bar in bars if bar is not None]
+    assert colours == [legend["owner 0"], legend["owner 0"], legend["owner 1"]]
+    assert len(set(colours)) == 2
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@settings(derandomize=True, deadline=None, max_examples=30)
+@given(registry=registries())
+def test_every_text_is_on_the_page_and_can_be_read(
+    scheme: Scheme, registry: CudaGraphBufferRegistry
+) -> None:
+    """For any slots, every text is inside the page, with a contrast of 4.5, and no bar is below it."""
+    for text in written(draw([registry.describe(), *lanes_of_sizes([2**12, 1])]), scheme):
+        assert contrast(text.colour, text.below.colour) >= 4.5
+        if text.text.isascii():  # the width of others is unknown
+            assert 0 <= text.left < text.right <= text.below.right
+        assert 0 <= text.top < text.bottom <= text.below.bottom
 
 
 def test_kept_tails_are_hatched_and_reset_ones_are_not() -> None:
-    """Bars are hatched exactly for slots whose padding rows can hold rows of an earlier batch."""
+    """Bars are hatched exactly for slots whose tail can hold rows of an earlier batch; the legend says so."""
     registry = small()
-    root = ET.fromstring(draw([registry.describe()]))  # noqa: S314  our own
+    picture = draw([registry.describe()])
+    root = ET.fromstring(picture)  # noqa: S314  our own
     hatched = [
         len(group.findall(f"{SVG}rect[@fill='url(#gp-kept)']")) == 1
         for group in root.iter(f"{SVG}g")
@@ -105,6 +157,8 @@ def test_kept_tails_are_hatched_and_reset_ones_are_not() -> None:
     expected = [slot.enabled and slot.keeps_tail for slot in declared(registry)]
     assert hatched == expected
     assert {True, False} <= set(hatched)
+    assert "hatched: rows of an earlier batch" in picture
+    assert "hatched" not in draw(lanes_of_sizes([8, 16]))
 
 
 def test_no_registry_is_a_picture_too() -> None:

@@ -14,6 +14,7 @@ from graphpact.cli.console import clean, print_table, talk
 from graphpact_conformance.report.comparison import Comparison, OutcomeChange
 from graphpact_conformance.report.digest import (
     GLYPHS,
+    MOST_SHOWN,
     VERDICTS,
     Row,
     evidence,
@@ -22,7 +23,9 @@ from graphpact_conformance.report.digest import (
     rows,
     say,
     summary,
+    to_fix,
     verdict,
+    why_first,
 )
 from graphpact_conformance.results import (
     Claim,
@@ -44,7 +47,6 @@ _STYLES = {
     Outcome.ERROR: "bold bright_red",
 }
 _WHATS = {"worse": "bold red", "appeared": "blue", "vanished": "dim", "better": "green"}
-_MOST = 3  # failures of one rule that are shown in full
 _GUIDE, _CORNER, _BAR, _BLANK = "├── ", "└── ", "│   ", "    "
 
 
@@ -72,8 +74,10 @@ def _print_plugin(console: Console, plugin: PluginResults, *, strict: bool) -> N
     found = rows(plugin)
     width = max((len(row.label) for row in found), default=0)
     notes = _notes(plugin)
+    broken = to_fix(found)
     for at, row in enumerate(found):
-        _print_row(console, row, width, last=at == len(found) - 1 and not notes)
+        last = at == len(found) - 1 and not notes
+        _print_row(console, row, width, last=last, first=row in broken[:1])
     for at, (heading, texts) in enumerate(notes):
         last = at == len(notes) - 1
         console.print(Text.assemble((_CORNER if last else _GUIDE, "dim"), (heading, "bold")))
@@ -81,13 +85,17 @@ def _print_plugin(console: Console, plugin: PluginResults, *, strict: bool) -> N
             _print_under(console, _BLANK if last else _BAR, Text(clean(text)))
     colour = "bold green" if is_good(plugin, strict=strict) else "bold red"
     console.print(Text(_line(verdict(plugin, strict=strict)), colour), soft_wrap=True)
+    if why := why_first(broken):
+        console.print(Text(f"begin with {broken[0].label}: {why}"), soft_wrap=True)
 
 
-def _print_row(console: Console, row: Row, width: int, *, last: bool) -> None:
+def _print_row(console: Console, row: Row, width: int, *, last: bool, first: bool) -> None:
     line = Text.assemble((_CORNER if last else _GUIDE, "dim"), _sign(row.outcome))
     line.append(f" {row.label:<{width}}  ")
     for at, (outcome, number) in enumerate(row.counts.items()):
         line.append(", " if at else "").append(f"{number} {say(outcome)}", _STYLES[outcome])
+    if first:
+        line.append("  ← begin here", "bold")
     reasons = [reason for (outcome, reason) in row.others if reason and outcome is row.outcome]
     if reasons:
         line.append(f": {_line('; '.join(reasons))}", "dim")
@@ -98,7 +106,7 @@ def _print_row(console: Console, row: Row, width: int, *, last: bool) -> None:
 
 def _print_failures(console: Console, row: Row, guide: str) -> None:
     _print_under(console, guide, Text(row.requirement, "italic"))
-    for result in row.failures[:_MOST]:
+    for result in row.failures[:MOST_SHOWN]:
         head = Text.assemble(_sign(result.outcome), f" {_line(result.lane)}")
         head.append(f"  {_line(result.check)}", "dim")
         if not result.counts_against:
@@ -111,7 +119,7 @@ def _print_failures(console: Console, row: Row, guide: str) -> None:
         if len(result.findings) > 1:
             more = f"and {len(result.findings) - 1} more findings in this lane"
             _print_under(console, guide + "  ", Text(more, "dim"))
-    if rest := row.failures[_MOST:]:
+    if rest := row.failures[MOST_SHOWN:]:
         _print_under(console, guide, Text(f"and in {len(rest)} more: {_line(lanes(rest))}", "dim"))
 
 

@@ -17,7 +17,10 @@ from graphpact_conformance.results import (
     Result,
     worst,
 )
-from graphpact_conformance.rules import RULES, Rule, causes_first
+from graphpact_conformance.rules import RULES, Rule, causes_first, concern_of
+
+MOST_SHOWN = 3
+"""Number of failures of one rule that are shown in full; others are folded or counted."""
 
 GENERAL = "general"
 """The key of general checks, which belong to no rule."""
@@ -115,6 +118,32 @@ def rows(plugin: PluginResults) -> list[Row]:
     return [Row(rule, results) for rule, results in found if results]
 
 
+def to_fix(found: Iterable[Row]) -> list[Row]:
+    """Return the rows with failures, the one to begin with first.
+
+    Errors of the suite come first, because they leave the results incomplete. Then come broken rules by
+    `causes_first`. The general checks are last: in the museum they fail as a consequence of a broken rule.
+    """
+    broken = [row for row in found if row.failures]
+    order = causes_first(row.key for row in broken if row.rule)
+
+    def rank(row: Row) -> tuple[bool, int]:
+        is_error = row.outcome is Outcome.ERROR
+        return not is_error, order.index(row.key) if row.rule else len(order)
+
+    return sorted(broken, key=rank)
+
+
+def why_first(broken: Sequence[Row]) -> str:
+    """Return why to begin with the first of the rows of `to_fix`; empty if it is the only one."""
+    if len(broken) < 2:
+        return ""
+    if broken[0].outcome is Outcome.ERROR:
+        return "the suite could not continue there, so the results are incomplete"
+    others = "the other" if len(broken) == 2 else f"the other {len(broken) - 1}"
+    return f"it concerns {concern_of(broken[0].key)}, and {others} may follow from it"
+
+
 def evidence(finding: Finding) -> list[tuple[str, str]]:
     """Return the parts of a finding with their names, in the order of the output."""
     parts = (
@@ -138,7 +167,7 @@ def verdict(plugin: PluginResults, *, strict: bool = False) -> str:
         return f"no verdict: the suite could not continue with {', '.join(errors)}"
     broken = [_say_broken(row) for row in found if any(r.counts_against for r in row.results)]
     if broken:
-        return f"not conformant: {', '.join(broken)}{_where_to_begin(found)}"
+        return f"not conformant: {', '.join(broken)}"
     if not plugin.is_conformant:
         return "no verdict: nothing passed, nothing failed"
     known = [row.label for row in found if row.outcome is Outcome.XFAIL]
@@ -155,6 +184,16 @@ def verdict(plugin: PluginResults, *, strict: bool = False) -> str:
 def is_good(plugin: PluginResults, *, strict: bool = False) -> bool:
     """Return whether a plugin is conformant."""
     return plugin.is_conformant and not (strict and plugin.shortfalls)
+
+
+def standing(plugin: PluginResults, *, strict: bool = False) -> Outcome:
+    """Return the verdict on a plugin as one outcome: pass, the kind of failure, or not run for no verdict."""
+    if is_good(plugin, strict=strict):
+        return Outcome.PASS
+    found = worst(result.outcome for result in plugin.results)
+    if found.is_failure:
+        return found
+    return Outcome.FAIL if plugin.is_conformant else Outcome.NOT_RUN
 
 
 def summary(report: Report) -> str:
@@ -204,14 +243,6 @@ def _say_broken(row: Row) -> str:
     if row.rule:
         return row.label
     return f"{row.label} ({', '.join(dict.fromkeys(result.check for result in row.failures))})"
-
-
-def _where_to_begin(found: Sequence[Row]) -> str:
-    """Return a hint to the likeliest cause if several rules are broken."""
-    broken = [row.key for row in found if row.rule and any(r.counts_against for r in row.results)]
-    if len(broken) < 2:
-        return ""
-    return f"; begin with {causes_first(broken)[0]}, others may follow from it"
 
 
 def _where(plugin: PluginResults) -> str:

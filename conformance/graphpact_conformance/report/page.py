@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 def to_html(report: Report) -> str:
     """Return ``report`` as a page.
 
-    The page has a matrix of rules by plugins, where each cell links to its evidence, then verdicts, failures,
-    claims, hints, the parts that this machine could not show, and the options of the run.
+    The page has the verdict on each plugin with the rule to begin with, a matrix of rules by plugins, where
+    each cell links to its evidence, then failures, claims, hints, the parts that this machine could not show,
+    and the options of the run.
     """
     columns = [{row.key: row for row in digest.rows(plugin)} for plugin in report.plugins]
     labels = {key: row for column in columns for key, row in column.items()}
@@ -28,6 +29,7 @@ def to_html(report: Report) -> str:
         "report.html.jinja",
         report=report,
         columns=columns,
+        to_fix=[digest.to_fix(column.values()) for column in columns],
         # in the order of the rules
         rules=sorted(labels.values(), key=lambda row: "" if row.rule is None else row.key),
         headline=digest.VERDICTS[report.exit_code],
@@ -74,7 +76,9 @@ def _environment() -> "Environment":
         glyphs=digest.GLYPHS,
         outcomes=WORST_FIRST,
         verdict=digest.verdict,
-        is_good=digest.is_good,
+        standing=digest.standing,
+        why_first=digest.why_first,
+        most_shown=digest.MOST_SHOWN,
         evidence=digest.evidence,
         say=digest.say,
         say_counts=digest.say_counts,
