@@ -25,7 +25,8 @@ from graphpact.shapes import GraphShape
 from graphpact_engine.cli.progress import capture_progress
 from graphpact_engine.cli.report import _rows
 from graphpact_engine.cli.writers import JsonWriter, TextWriter, Writer
-from graphpact_engine.engine import Delta, Engine
+from graphpact_engine.deltas import Delta
+from graphpact_engine.engine import Engine
 from graphpact_engine.request import FinishReason
 from graphpact_engine.verify import Verifier
 

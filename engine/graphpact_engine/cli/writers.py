@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from graphpact.cli.console import clean, data
-from graphpact_engine.engine import Delta
+from graphpact_engine.deltas import Delta
 
 
 @dataclass(slots=True)
