@@ -86,7 +86,7 @@ class SamplingParams:
         self._keep("logit_bias", dict)
         for name, (holds, allowed) in _RANGES.items():
             value = getattr(self, name)
-            if not (holds(value) or (value is None and name in _OF_THE_MODEL)):
+            if not (value is None and name in _MAY_BE_NONE) and not holds(value):
                 _refuse(name, value, allowed)
         if self.min_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
             _refuse(
@@ -98,7 +98,7 @@ class SamplingParams:
     def _keep(self, name: str, convert: Callable[[Any], object]) -> None:
         """Replace a collection by a copy of one type, which its owner cannot change."""
         value = getattr(self, name)
-        if value is None and name in _OF_THE_MODEL:
+        if value is None and name in _MAY_BE_NONE:
             return
         try:
             object.__setattr__(self, name, convert(value))
@@ -118,7 +118,7 @@ class SamplingParams:
         )
 
 
-_OF_THE_MODEL = {"min_new_tokens", "repetition_penalty", "suppress_tokens", "seed", "stop"}
+_MAY_BE_NONE = {"min_new_tokens", "repetition_penalty", "suppress_tokens", "seed", "stop"}
 """Parameters that may be None."""
 
 

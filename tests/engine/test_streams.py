@@ -253,17 +253,17 @@ def test_a_stream_in_a_cycle_gives_its_memory_back(engine: Engine) -> None:
         holder.stream, holder.itself = engine.stream(["The "], tokens(30)), holder
         next(holder.stream)
 
-    lane = engine.lanes[0]
-    run = type(lane).run
+    scheduler = engine.scheduler
+    grow = scheduler._grow
 
-    def collect_and_run(batch: ForwardBatch) -> Any:
+    def collect_and_grow(request: Request) -> bool:
         gc.collect()
-        return run(lane, batch)
+        return grow(request)
 
     expected = alone(engine, "If ", 6)
     drop_one()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lane, "run", collect_and_run)
+        patch.setattr(scheduler, "_grow", collect_and_grow)
         assert engine.generate(["If "], tokens(6))[0].token_ids == expected
     assert is_idle(engine)
 
