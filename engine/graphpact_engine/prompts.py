@@ -16,6 +16,7 @@ Message: TypeAlias = Mapping[str, Any]
 Prompt: TypeAlias = str | Sequence[int] | Sequence[Message]
 """Text; token ids, as any sequence of integers or a one-dimensional array; or a conversation."""
 
+_BYTES = bytes | bytearray | memoryview
 _KINDS = "a prompt is a str, a list of token ids, or a list of messages"
 
 
@@ -36,9 +37,7 @@ def list_prompts(prompts: object) -> list[Any]:
             f"prompts must be a list of prompts; got one {_kind(prompts)}",
             hint="give a list with the token ids of each prompt, without padding",
         )
-    if isinstance(
-        prompts, bytes | bytearray | memoryview | Mapping | AbstractSet
-    ) or not isinstance(prompts, Iterable):
+    if isinstance(prompts, _BYTES | Mapping | AbstractSet) or not isinstance(prompts, Iterable):
         raise RequestError(f"prompts must be a list of prompts; got {_kind(prompts)}", hint=_KINDS)
     listed = list(prompts)
     if listed and all(isinstance(each, int) for each in listed):
@@ -71,7 +70,7 @@ def encode(prompt: Any, tokenizer: Callable[[], Any]) -> list[int]:
         return encoded
     if _is_array(prompt):
         prompt = prompt.tolist()
-    if isinstance(prompt, bytes | bytearray | memoryview) or not isinstance(prompt, Sequence):
+    if isinstance(prompt, _BYTES) or not isinstance(prompt, Sequence):
         raise RequestError(f"the prompt is of type {_kind(prompt)}", hint=_KINDS)
     if len(prompt) and isinstance(prompt[0], Mapping):
         return _encode_conversation(prompt, tokenizer())
@@ -134,7 +133,7 @@ def _token_id(value: Any) -> int:
 
 def _is_array(value: object) -> bool:
     """Return whether ``value`` is an array or tensor of numpy, torch and the like, or a number of theirs."""
-    return hasattr(value, "tolist") and hasattr(value, "ndim")
+    return hasattr(value, "tolist") and hasattr(value, "ndim") and not isinstance(value, _BYTES)
 
 
 def _kind(value: object) -> str:
