@@ -1,5 +1,6 @@
 """Stop strings: the text is cut before the first, and no part of one is ever shown."""
 
+import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,7 @@ def tokenised_texts(draw: st.DrawFn) -> tuple[str, list[bytes]]:
     data = text.encode()
     cuts = sorted(draw(st.sets(st.integers(0, len(data)), max_size=len(data))))
     edges = [0, *cuts, len(data)]
-    return text, [data[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+    return text, [data[a:b] for a, b in itertools.pairwise(edges)]
 
 
 @settings(derandomize=True, deadline=None, max_examples=600)
@@ -81,7 +82,7 @@ def test_streamed_text_is_the_whole_text_cut(
         seen += 1
         output.read(range(seen), finished=seen == len(tokens))
         so_far = "".join(output.pieces)
-        expected, found = cut(whole, stop, len(unsearched))
+        expected, _ = cut(whole, stop, len(unsearched))
         assert expected.startswith(so_far)
         assert len(output.pieces) == seen
     assert ("".join(output.pieces), output.is_stopped) == cut(whole, stop, len(unsearched))

@@ -107,7 +107,7 @@ def test_what_is_no_list_of_prompts_is_refused(
         (torch.tensor(5), ["of type int"]),
         (torch.tensor([84.0]), ["element of type float"]),
         (torch.tensor([True]), ["element of type bool"]),
-        ([torch.tensor(True)], ["element of type Tensor"]),
+        ([torch.ones((), dtype=torch.bool)], ["element of type Tensor"]),
         ([torch.tensor([84, 104])], ["element of type Tensor of shape [2]"]),
         ([84, {"role": "user"}], ["element of type dict"]),
         ([-1], ["token id -1; the vocabulary of the model is 0 to 257"]),

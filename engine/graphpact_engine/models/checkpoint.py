@@ -84,8 +84,10 @@ def load_checkpoint(
         raise UnsupportedModelError(
             f"{path}: {config.model_type} is an encoder-decoder model; graphpact runs decoders"
         )
+    text = config.get_text_config()
+    generation = load_generation_defaults(path, config, int(text.vocab_size))
     if dtype is None:
-        own = config.get_text_config().dtype
+        own = text.dtype
         dtype = torch.float32 if own is None or device.type == "cpu" else own
     # transformers logs mismatches between weights and config; they are raised as errors below instead.
     log = logging.getLogger("transformers")
@@ -120,11 +122,10 @@ def load_checkpoint(
                 f" {', '.join(listed[:3])}{more}",
                 hint="save config and weights of one model together with save_pretrained",
             )
-    text = config.get_text_config()
     return Checkpoint(
         path=path,
         model=model.to(device).eval(),
-        generation=load_generation_defaults(path, config, int(text.vocab_size)),
+        generation=generation,
         max_model_len=int(getattr(text, "max_position_embeddings", None) or 2048),
         vocab_size=int(text.vocab_size),
     )

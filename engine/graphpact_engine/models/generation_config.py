@@ -130,8 +130,8 @@ class GenerationDefaults:
 def load_generation_defaults(path: Path, config: Any, vocab_size: int) -> GenerationDefaults:
     """Return what the generation config of a checkpoint says; a warning names the fields that are not served.
 
-    Without a file, the fields are those of the model's config, as in transformers; so are the end tokens if
-    the file does not name any.
+    Without a file, the fields are those of ``config.json``, where old checkpoints have them; so are the end
+    tokens if the file does not name any.
 
     Args:
         path: The directory of the checkpoint.
@@ -142,11 +142,13 @@ def load_generation_defaults(path: Path, config: Any, vocab_size: int) -> Genera
         CheckpointError: The file is no JSON object, or a field that is served has an invalid value.
     """
     file = path / FILE
+    fields = {"eos_token_id": getattr(config.get_text_config(), "eos_token_id", None)}
     if file.exists():
-        fields = {"eos_token_id": config.get_text_config().eos_token_id, **_read(file)}
+        fields |= _read(file)
     else:
         file = path / "config.json"
-        fields = _of_model(file, config)
+        known = vars(GenerationConfig())
+        fields = {name: value for name, value in _read(file).items() if name in known} | fields
     not_served = {
         name: value
         for name, value in fields.items()
@@ -169,24 +171,15 @@ def load_generation_defaults(path: Path, config: Any, vocab_size: int) -> Genera
 
 
 def _read(file: Path) -> dict[str, Any]:
-    """Return the contents of a generation config file."""
+    """Return the contents of a JSON file."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         message = " ".join(str(error).split())
         raise CheckpointError(f"{file}: not readable as JSON: {message}") from error
     if not isinstance(content, dict):
-        raise CheckpointError(f"{file}: not a generation config: expected a JSON object")
+        raise CheckpointError(f"{file}: expected a JSON object")
     return content
-
-
-def _of_model(file: Path, config: Any) -> dict[str, Any]:
-    """Return the generation fields of a model's config, where old checkpoints have them."""
-    try:
-        return dict(vars(GenerationConfig.from_model_config(config)))
-    except Exception as error:
-        message = " ".join(str(error).split())
-        raise CheckpointError(f"{file}: its generation fields are invalid: {message}") from error
 
 
 def _end_tokens(value: object) -> frozenset[int]:
