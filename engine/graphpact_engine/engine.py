@@ -9,7 +9,7 @@ Does not: serve a network, or run two steps at once.
 
 import functools
 import reprlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self, TypeAlias
 
@@ -180,6 +180,14 @@ class Engine:
         if self._tokenizer is None:
             self._tokenizer = self._load_tokenizer()
         return self._tokenizer
+
+    @property
+    def recommended_sampling(self) -> Mapping[str, float]:
+        """The temperature, top_p, top_k and min_p that the checkpoint recommends; empty for greedy.
+
+        They are not applied by themselves: ``SamplingParams(**engine.recommended_sampling)``.
+        """
+        return self._generation.recommended
 
     def close(self) -> None:
         """Release the graphs of every lane. Later steps of the engine run eagerly."""

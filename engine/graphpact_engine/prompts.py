@@ -95,13 +95,14 @@ def check_text(text: str, name: str) -> None:
 def _encode_conversation(messages: Sequence[Any], tokenizer: Any) -> list[int]:
     """Return the token ids of a conversation, up to the place where the answer begins."""
     for number, message in enumerate(messages, 1):
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        name = f"message {number} of the conversation"
+        if not _is_message(message):
             raise RequestError(
-                f"message {number} of the conversation has no role: {reprlib.repr(message)}",
+                f"{name} is no message: {reprlib.repr(message)}",
                 hint='a message is {"role": "user", "content": "..."}',
             )
-        if isinstance(content := message.get("content"), str) and content:
-            check_text(content, f"message {number} of the conversation")
+        if message.get("content") and isinstance(message["content"], str):
+            check_text(message["content"], name)
     if getattr(tokenizer, "chat_template", None) is None:
         raise RequestError(
             "the tokenizer of the checkpoint has no chat template, so it cannot encode a conversation",
@@ -119,6 +120,16 @@ def _encode_conversation(messages: Sequence[Any], tokenizer: Any) -> list[int]:
             f" {type(error).__name__}: {' '.join(str(error).split())[:300]}"
         ) from error
     return encoded
+
+
+def _is_message(value: Any) -> bool:
+    """Return whether ``value`` has a role, and content or what may stand for it, such as calls of tools."""
+    if not isinstance(value, Mapping) or not isinstance(value.get("role"), str):
+        return False
+    content = value.get("content")
+    return isinstance(content, str | list) or (
+        content is None and not value.keys() <= {"role", "content"}
+    )
 
 
 def _token_id(value: Any) -> int:
