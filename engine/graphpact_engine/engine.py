@@ -41,12 +41,12 @@ from graphpact_engine.plans import (
     resolve_device,
     select_observers,
 )
-from graphpact_engine.prompts import Prompt, encode, list_prompts
+from graphpact_engine.prompts import Prompt, encode, list_prompts, require_tokens
 from graphpact_engine.request import FinishReason, Request, SamplingParams
 from graphpact_engine.sampler import Sampler
 from graphpact_engine.scheduler import Scheduler
-from graphpact_engine.threads import choose_num_threads, running_on
 from graphpact_engine.text import OutputText
+from graphpact_engine.threads import choose_num_threads, running_on
 from graphpact_engine.verify import Verifier
 
 Sampling: TypeAlias = SamplingParams | Sequence[SamplingParams] | None
@@ -215,10 +215,12 @@ class Engine:
         """
         number = self._num_requests
         token_ids = encode(prompt, lambda: self.tokenizer)
-        self._check_tokens(token_ids, "the prompt has")
-        sampling = self._complete(sampling, len(token_ids))
+        require_tokens(token_ids, self.vocab_size, "the prompt has")
         request = Request(
-            str(number), token_ids, sampling, default_seed=self.config.engine.seed + number
+            str(number),
+            token_ids,
+            self._complete(sampling, len(token_ids)),
+            default_seed=self.config.engine.seed + number,
         )
         self.scheduler.add(request)
         self._num_requests += 1
@@ -371,31 +373,11 @@ class Engine:
                 f"sampling must be SamplingParams; got {type(sampling).__name__}",
                 hint="SamplingParams(max_new_tokens=64, temperature=0.8)",
             )
-        sampling = self._generation.complete(sampling or SamplingParams(), prompt_len)
-        never = sampling.suppress_tokens or ()
-        for name in ("suppress_tokens", "logit_bias"):
-            tokens = sorted(getattr(sampling, name) or ())
-            self._check_tokens(tokens, f"sampling parameter {name} has")
-        ends = () if sampling.ignore_eos else self.eos_token_ids
-        if sampling.min_new_tokens:
-            never = {*never, *ends, *sampling.stop_token_ids}
-        if len(never) >= self.vocab_size:
-            raise RequestError(
-                "sampling parameters suppress every token of the vocabulary",
-                hint="remove tokens from suppress_tokens or stop_token_ids",
-            )
-        if sampling.stop:
+        completed = self._generation.complete(sampling or SamplingParams(), prompt_len)
+        completed.require_served(self.vocab_size, self.eos_token_ids)
+        if completed.stop:
             _ = self.tokenizer  # raises without one
-        return sampling
-
-    def _check_tokens(self, token_ids: Sequence[int], who: str) -> None:
-        """Raise RequestError for the first token id outside the vocabulary."""
-        for token in token_ids:
-            if not 0 <= token < self.vocab_size:
-                raise RequestError(
-                    f"{who} token id {token}; the vocabulary of the model is 0 to"
-                    f" {self.vocab_size - 1}",
-                )
+        return completed
 
     def _decoder(self) -> Any:
         """Return the tokenizer, or None if the checkpoint has none."""

@@ -50,20 +50,16 @@ def change_logits(
     known = torch.where(known < 0, known * repetition, known / repetition)
     scores[at] = known - counts * frequency - (counts > 0) * presence
     at, forbidden = _pairs(
-        [dict.fromkeys(_suppressed(request, end_token_ids), -math.inf) for request in requests],
+        [
+            dict.fromkeys(
+                params.suppressed(len(request.output_token_ids), end_token_ids), -math.inf
+            )
+            for request, params in zip(requests, sampling, strict=True)
+        ],
         scores,
     )
     scores[at] = forbidden
     return scores
-
-
-def _suppressed(request: Request, end_token_ids: Collection[int]) -> Collection[int]:
-    """Return the tokens that the next one must not be."""
-    sampling = request.sampling
-    never = sampling.suppress_tokens or ()
-    if len(request.output_token_ids) >= (sampling.min_new_tokens or 0):
-        return never
-    return {*never, *sampling.stop_token_ids, *(() if sampling.ignore_eos else end_token_ids)}
 
 
 def _pairs(

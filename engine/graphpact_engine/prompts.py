@@ -77,6 +77,19 @@ def encode(prompt: Any, tokenizer: Callable[[], Any]) -> list[int]:
     return [each if type(each) is int else _token_id(each) for each in prompt]
 
 
+def require_tokens(token_ids: Iterable[int], vocab_size: int, who: str) -> None:
+    """Check that token ids are of a vocabulary.
+
+    Raises:
+        RequestError: Names ``who``, such as "the prompt has", and the first token id outside of it.
+    """
+    for token in token_ids:
+        if not 0 <= token < vocab_size:
+            raise RequestError(
+                f"{who} token id {token}; the vocabulary of the model is 0 to {vocab_size - 1}"
+            )
+
+
 def check_text(text: str, name: str) -> None:
     """Check that a text is not empty, and can be encoded.
 

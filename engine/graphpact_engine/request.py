@@ -14,6 +14,7 @@ from typing import Any, Literal, NoReturn
 import torch
 
 from graphpact_engine.errors import RequestError
+from graphpact_engine.prompts import require_tokens
 from graphpact_engine.text import OutputText
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -104,6 +105,28 @@ class SamplingParams:
             object.__setattr__(self, name, convert(value))
         except (TypeError, ValueError):
             _refuse(name, value, _RANGES[name][1])
+
+    def require_served(self, vocab_size: int, end_token_ids: Collection[int]) -> None:
+        """Check the parameters against the vocabulary of a model and its end tokens.
+
+        Raises:
+            RequestError: A token id is outside the vocabulary, or every token is suppressed.
+        """
+        for name in ("suppress_tokens", "logit_bias", "stop_token_ids"):
+            tokens = sorted(getattr(self, name) or ())
+            require_tokens(tokens, vocab_size, f"sampling parameter {name} has")
+        if len(self.suppressed(0, end_token_ids)) >= vocab_size:
+            raise RequestError(
+                "sampling parameters suppress every token of the vocabulary",
+                hint="remove tokens from suppress_tokens or stop_token_ids",
+            )
+
+    def suppressed(self, num_new_tokens: int, end_token_ids: Collection[int]) -> Collection[int]:
+        """Return the tokens that must not be generated after ``num_new_tokens`` tokens."""
+        never = self.suppress_tokens or ()
+        if num_new_tokens >= (self.min_new_tokens or 0):
+            return never
+        return {*never, *self.stop_token_ids, *(() if self.ignore_eos else end_token_ids)}
 
     @property
     def changes_logits(self) -> bool:

@@ -218,6 +218,8 @@ def test_fields_without_effect_give_no_warning(
         ('{"eos_token_id": [[1]]}', "eos_token_id"),
         ('{"eos_token_id": 1.0}', "eos_token_id"),
         ('{"eos_token_id": true}', "eos_token_id"),
+        ('{"eos_token_id": 199}', "eos_token_id must be a token id from 0 to 198"),
+        ('{"eos_token_id": -1}', "eos_token_id"),
         ('{"do_sample": true, "temperature": "hot"}', "temperature must be .* got 'hot'"),
         ('{"do_sample": true, "top_p": 7}', "top_p must be"),
     ],

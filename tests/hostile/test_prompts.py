@@ -217,6 +217,7 @@ def test_anything_is_served_or_refused(prompts: Any, engine: Engine) -> None:
         (SamplingParams, ["got type"]),
         (SamplingParams(suppress_tokens=[258]), ["suppress_tokens has token id 258"]),
         (SamplingParams(logit_bias={300: 1.0}), ["logit_bias has token id 300"]),
+        (SamplingParams(stop_token_ids=[258]), ["stop_token_ids has token id 258"]),
         (SamplingParams(suppress_tokens=range(258)), ["suppress every token"]),
         (
             SamplingParams(suppress_tokens=range(256), stop_token_ids=[257], min_new_tokens=1),

@@ -161,7 +161,7 @@ def load_generation_defaults(path: Path, config: Any, vocab_size: int) -> Genera
         _log.warning("%s: these fields are not served, and change no token: %s", file, listed)
     try:
         return GenerationDefaults(
-            eos_token_ids=_end_tokens(fields.get("eos_token_id")),
+            eos_token_ids=_end_tokens(fields.get("eos_token_id"), vocab_size),
             sampling=_served(fields, vocab_size),
             min_length=_min_length(fields.get("min_length")),
             recommended=_recommended(fields),
@@ -182,12 +182,13 @@ def _read(file: Path) -> dict[str, Any]:
     return content
 
 
-def _end_tokens(value: object) -> frozenset[int]:
+def _end_tokens(value: object, vocab_size: int) -> frozenset[int]:
     """Return ``eos_token_id`` as a set."""
     tokens = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(type(token) is int and token >= 0 for token in tokens):
+    if not all(type(token) is int and 0 <= token < vocab_size for token in tokens):
         raise RequestError(
-            f"eos_token_id must be a token id or a list of them; got {reprlib.repr(value)}"
+            f"eos_token_id must be a token id from 0 to {vocab_size - 1}, a list of them, or null;"
+            f" got {reprlib.repr(value)}"
         )
     return frozenset(tokens)
 
