@@ -184,9 +184,21 @@ def test_fields_without_effect_give_no_warning(
 ) -> None:
     """Neutral values of fields that are not served are silent; so are served fields and limits."""
     neutral = {
-        name: value
-        for name, value in GenerationConfig._get_default_generation_params().items()
-        if name != "eos_token_id"
+        **dict.fromkeys(OTHER_VALUES),
+        "do_sample": False,
+        "num_beams": 1,
+        "num_beam_groups": 1,
+        "num_return_sequences": 1,
+        "typical_p": 1.0,
+        "epsilon_cutoff": 0.0,
+        "encoder_repetition_penalty": 1.0,
+        "no_repeat_ngram_size": 0,
+        "guidance_scale": 1,
+        "bad_words_ids": [],
+        "remove_invalid_values": False,
+        "temperature": 1.0,
+        "top_k": 50,
+        "max_length": 20,
     }
     build(write({**neutral, "repetition_penalty": 1.2, "use_cache": True, "min_p": 0.1})).close()
     assert told(caplog) == []
