@@ -25,7 +25,8 @@ from graphpact.shapes import GraphShape
 from graphpact_engine.cli.progress import capture_progress
 from graphpact_engine.cli.report import _rows
 from graphpact_engine.cli.writers import JsonWriter, TextWriter, Writer
-from graphpact_engine.engine import Delta, Engine
+from graphpact_engine.deltas import Delta
+from graphpact_engine.engine import Engine
 from graphpact_engine.request import FinishReason
 from graphpact_engine.verify import Verifier
 
@@ -445,13 +446,13 @@ def test_a_seed_repeats_a_run(generate: Generate) -> None:
     assert first[0] != first[1]
 
 
-@pytest.mark.parametrize("option", ["--top-k=3", "--top-p=0.5"])
+@pytest.mark.parametrize("option", ["--top-k=3", "--top-p=0.5", "--min-p=0.1"])
 def test_sampling_options_that_change_nothing_are_told(option: str, generate: Generate) -> None:
-    """``--top-k`` or ``--top-p`` at temperature 0 warns on stderr, also with ``--quiet``; the run goes on."""
+    """Options of drawing at temperature 0 warn on stderr, also with ``--quiet``; the run goes on."""
     status, out, err = generate(option, "x", "--quiet")
     assert status == 0
     assert out
-    assert err.startswith("warning: --top-p and --top-k")
+    assert err.startswith("warning: --top-p, --top-k and --min-p")
     assert generate(option, "--temperature=1", "x", "--quiet")[2] == ""
 
 

@@ -4,6 +4,7 @@ import dataclasses
 import inspect
 import itertools
 import re
+import shutil
 import textwrap
 import tomllib
 from pathlib import Path
@@ -24,6 +25,7 @@ from graphpact_conformance.problems import VOCAB, Config, configs_of, draw
 from graphpact_conformance.reference import ReferenceBackend
 from graphpact_conformance.rig import Rig
 from graphpact_conformance.rules import RULES
+from graphpact_engine import Engine, SamplingParams
 from graphpact_engine.config import RESERVED_VARIABLES, EngineConfig, config_keys
 from graphpact_tape.tape import TapeDriver
 from support import load_reference
@@ -124,6 +126,23 @@ def test_the_picture_of_the_step_has_its_calls_and_both_ways_to_fill_metadata() 
         assert name in drawn
     assert "metadata_in_graph" in inspect.signature(Lane).parameters
     assert "metadata_in_graph" in drawn
+
+
+def test_the_example_of_the_generation_page_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The example of docs/generation.md runs on the shipped model with a chat template."""
+    page = (ROOT / "docs/generation.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    model = shutil.copytree(ROOT / "examples/models/tiny-llama", tmp_path / "model")
+    (model / "chat_template.jinja").write_text("{{ messages[0]['content'] }} ")
+    config = EngineConfig.load(None, env={}, overrides=[f'model.path="{model}"'])
+    with Engine(config) as engine:
+        names: dict[str, Any] = {"engine": engine, "SamplingParams": SamplingParams}
+        exec(example, names)  # noqa: S102  our own page
+        assert not engine.scheduler.has_work
+    assert names["request"].output_token_ids
+    assert len(capsys.readouterr().out) > 50
 
 
 def test_links_in_the_texts_lead_somewhere() -> None:

@@ -8,13 +8,15 @@ Does not: serve a network, or run two steps at once.
 """
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+import reprlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 
 import torch
 
 from graphpact.batch import ForwardBatch, ForwardMode
+from graphpact.errors import UsageError
 from graphpact.lane import Lane
 from graphpact.plugins import PluginCatalog
 from graphpact.shapes import GraphShape
@@ -28,6 +30,7 @@ from graphpact_engine.build import (
     require_each_can_run,
 )
 from graphpact_engine.config import EngineConfig
+from graphpact_engine.deltas import DeltaStream
 from graphpact_engine.errors import CheckpointError, RequestError
 from graphpact_engine.plans import (
     ModelSpec,
@@ -38,36 +41,31 @@ from graphpact_engine.plans import (
     resolve_device,
     select_observers,
 )
+from graphpact_engine.prompts import Prompt, encode, list_prompts, require_tokens
 from graphpact_engine.request import FinishReason, Request, SamplingParams
 from graphpact_engine.sampler import Sampler
 from graphpact_engine.scheduler import Scheduler
-from graphpact_engine.text import TextStream
+from graphpact_engine.text import OutputText
 from graphpact_engine.threads import choose_num_threads, running_on
 from graphpact_engine.verify import Verifier
 
-Prompt = str | Sequence[int]
-"""Text, or token ids."""
+Sampling: TypeAlias = SamplingParams | Sequence[SamplingParams] | None
+"""The sampling parameters of all prompts, or one for each prompt; None: the defaults."""
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """The result of one prompt. ``text`` is empty if the checkpoint has no tokenizer."""
+    """The result of one prompt.
+
+    ``text`` ends before a stop string, ``token_ids`` with the token that completed it. ``text`` is empty if
+    the checkpoint has no tokenizer.
+    """
 
     index: int
     prompt: Prompt
     text: str
     token_ids: list[int]
     finish_reason: FinishReason
-
-
-@dataclass(frozen=True, slots=True)
-class Delta:
-    """One generated token of one prompt. ``text`` is empty while a character is incomplete."""
-
-    index: int
-    token_id: int
-    text: str
-    finish_reason: FinishReason | None
 
 
 class Engine:
@@ -118,7 +116,8 @@ class Engine:
         expanding = lane_without_latents(plans)
         self.model = models.TransformersModel(checkpoint.model, absorb=expanding is None)
         self.vocab_size = checkpoint.vocab_size
-        self.eos_token_ids = checkpoint.eos_token_ids
+        self._generation = checkpoint.generation
+        self.eos_token_ids = checkpoint.generation.eos_token_ids
         spec = ModelSpec(
             self.model.layers,
             self.model.dtype,
@@ -166,8 +165,10 @@ class Engine:
             eos_token_ids=self.eos_token_ids,
             device=self.device,
         )
-        self._sampler = Sampler()
+        self._sampler = Sampler(self.eos_token_ids)
         self._num_requests = 0
+        self._is_stepping = False
+        self._to_abort: list[Request | str] = []  # aborted during a step
 
     @property
     def tokenizer(self) -> Any:
@@ -179,6 +180,14 @@ class Engine:
         if self._tokenizer is None:
             self._tokenizer = self._load_tokenizer()
         return self._tokenizer
+
+    @property
+    def recommended_sampling(self) -> Mapping[str, float]:
+        """The temperature, top_p, top_k and min_p that the checkpoint recommends; empty for greedy.
+
+        They are not applied by themselves: ``SamplingParams(**engine.recommended_sampling)``.
+        """
+        return self._generation.recommended
 
     def close(self) -> None:
         """Release the graphs of every lane. Later steps of the engine run eagerly."""
@@ -200,25 +209,17 @@ class Engine:
         outputs, and a run can be repeated.
 
         Raises:
-            RequestError: The prompt is empty, has a token id outside the vocabulary, or is too long for
-                this engine; nothing was queued.
+            RequestError: The prompt is no prompt, is empty or too long for this engine, or it or the sampling
+                parameters have a token id outside the vocabulary; nothing was queued.
+            CheckpointError: Text or stop strings need a tokenizer, and the checkpoint has none.
         """
         number = self._num_requests
-        if prompt == "":  # some tokenizers turn it into a single begin token
-            raise RequestError(
-                f"request '{number}' has an empty prompt", hint="give at least one character"
-            )
-        token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        for token in token_ids:
-            if not 0 <= token < self.vocab_size:
-                raise RequestError(
-                    f"request '{number}' has token id {token}; the vocabulary of the model is 0 to"
-                    f" {self.vocab_size - 1}",
-                )
+        token_ids = encode(prompt, lambda: self.tokenizer)
+        require_tokens(token_ids, self.vocab_size, "the prompt has")
         request = Request(
             str(number),
             token_ids,
-            sampling or SamplingParams(),
+            self._complete(sampling, len(token_ids)),
             default_seed=self.config.engine.seed + number,
         )
         self.scheduler.add(request)
@@ -226,19 +227,54 @@ class Engine:
         return request
 
     def step(self) -> list[Request]:
-        """Run one batch and return the requests that received a token."""
-        scheduled = self.scheduler.schedule()
-        if scheduled is None:
-            return []
-        with running_on(self.num_threads):
-            logits = self.lane_of(scheduled.batch).run(scheduled.batch).logits
-            rows = scheduled.sampled_indices
-            if len(rows) < len(scheduled.requests):
-                logits = logits[rows]
-            sampled = iter(self._sampler.sample(logits, scheduled.sampled_requests))
-        return self.scheduler.commit(
-            scheduled, [next(sampled) if yields else None for yields in scheduled.samples]
-        )
+        """Run one batch and return the requests that received a token.
+
+        If the model fails, no request changes, and the next call repeats the step.
+
+        Raises:
+            UsageError: A step of this engine is running: in another thread, or around this call.
+        """
+        if self._is_stepping:
+            raise UsageError(
+                "a step of this engine is already running",
+                hint="call an engine from one thread, and not from an observer",
+            )
+        self._is_stepping = True
+        try:
+            return self._step()
+        finally:
+            self._is_stepping = False
+            while self._to_abort:
+                self.scheduler.abort(self._to_abort.pop())
+
+    def abort(self, request: Request | str) -> bool:
+        """End a request and free its memory; during a step, at the end of the step.
+
+        Args:
+            request: The request or its id.
+
+        Returns:
+            Whether the request was alive. A request that has ended, or of another engine, is left alone.
+
+        Raises:
+            RequestError: ``request`` is neither a request nor an id.
+        """
+        if not isinstance(request, Request | str):
+            raise RequestError(
+                f"cannot abort {reprlib.repr(request)}: it is no request",
+                hint="give what `Engine.add` returned, or its request_id",
+            )
+        if self._is_stepping:  # garbage collection may close a stream at any time
+            self._to_abort.append(request)
+            return self.scheduler.is_alive(request)
+        return self.scheduler.abort(request)
+
+    def text_of(self, request: Request) -> str:
+        """Return the text that a request has generated so far, as far as it may be shown.
+
+        An incomplete character at the end is left out, and what may be the beginning of a stop string.
+        """
+        return "".join(self._read(request).pieces)
 
     def lane_of(self, batch: ForwardBatch) -> Lane:
         """Return the lane that runs ``batch``: the first lane of its mode with a shape that fits.
@@ -252,68 +288,96 @@ class Engine:
 
     # -- many prompts ----------------------------------------------------------------------------
 
-    def stream(
-        self, prompts: Sequence[Prompt], sampling: SamplingParams | None = None
-    ) -> Iterator[Delta]:
-        """Continue all prompts together and yield each token as it is generated.
+    def stream(self, prompts: Iterable[Prompt], sampling: Sampling = None) -> DeltaStream:
+        """Continue all prompts together and return an iterator of their tokens, as they are generated.
+
+        The prompts are queued at once. Several streams may take turns, and generate together: each gets
+        its own tokens. Closing a stream, or dropping it, aborts its requests.
 
         Raises:
             RequestError: A prompt can never be served; no prompt was started.
         """
-        return self._stream(self._add_all(prompts, sampling))
+        listed = list_prompts(prompts)
+        each = _sampling_of_each(sampling, len(listed))
+        requests: list[Request] = []
+        try:
+            for prompt, its_sampling in zip(listed, each, strict=True):
+                requests.append(self.add(prompt, its_sampling))
+        except BaseException as error:
+            for request in requests:
+                self.abort(request)
+            if isinstance(error, RequestError):
+                which = f"prompt {len(requests) + 1} of {len(listed)}"
+                raise RequestError(f"{which}: {error.message}", hint=error.hint) from error
+            raise
+        return DeltaStream(requests, step=self.step, read=self._read, abort=self.abort)
 
-    def generate(
-        self, prompts: Sequence[Prompt], sampling: SamplingParams | None = None
-    ) -> list[Completion]:
+    def generate(self, prompts: Iterable[Prompt], sampling: Sampling = None) -> list[Completion]:
         """Continue all prompts together and return the completions in the prompts' order.
 
         Raises:
             RequestError: A prompt can never be served; no prompt was started.
         """
-        texts = [""] * len(prompts)
-        token_ids: list[list[int]] = [[] for _ in prompts]
-        reasons: list[FinishReason] = ["abort"] * len(prompts)
-        for delta in self.stream(prompts, sampling):
-            texts[delta.index] += delta.text
-            token_ids[delta.index].append(delta.token_id)
-            if delta.finish_reason is not None:
-                reasons[delta.index] = delta.finish_reason
+        listed = list_prompts(prompts)
+        with self.stream(listed, sampling) as stream:
+            for _ in stream:
+                pass
         return [
-            Completion(i, prompt, texts[i], token_ids[i], reasons[i])
-            for i, prompt in enumerate(prompts)
+            Completion(
+                i,
+                prompt,
+                self.text_of(request),
+                list(request.output_token_ids),
+                request.finish_reason or "abort",
+            )
+            for i, (prompt, request) in enumerate(zip(listed, stream.requests, strict=True))
         ]
 
     # -- inside ----------------------------------------------------------------------------------
 
-    def _add_all(self, prompts: Sequence[Prompt], sampling: SamplingParams | None) -> list[Request]:
-        requests: list[Request] = []
-        try:
-            for prompt in prompts:
-                requests.append(self.add(prompt, sampling))  # noqa: PERF401  undone below
-        except Exception as error:
-            for request in requests:
-                self.scheduler.abort(request.request_id)
-            if isinstance(error, RequestError):
-                which = f"prompt {len(requests) + 1} of {len(prompts)}"
-                raise RequestError(f"{which}: {error.message}", hint=error.hint) from error
-            raise
-        return requests
+    def _step(self) -> list[Request]:
+        """Run one batch; see `step`."""
+        scheduled = self.scheduler.schedule()
+        if scheduled is None:
+            return []
+        with running_on(self.num_threads):
+            logits = self.lane_of(scheduled.batch).run(scheduled.batch).logits
+            rows = scheduled.sampled_indices
+            if len(rows) < len(scheduled.requests):
+                logits = logits[rows]
+            sampled = iter(self._sampler.sample(logits, scheduled.sampled_requests))
+        advanced = self.scheduler.commit(
+            scheduled, [next(sampled) if yields else None for yields in scheduled.samples]
+        )
+        for request in advanced:
+            if request.sampling.stop and self._read(request).is_stopped:
+                self.scheduler.stop(request)
+        return advanced
 
-    def _stream(self, requests: list[Request]) -> Iterator[Delta]:
-        index_of = {id(request): i for i, request in enumerate(requests)}
-        texts = [TextStream(self._decoder()) for _ in requests]
-        try:
-            while any(not request.is_finished for request in requests):
-                for request in self.step():
-                    index = index_of.get(id(request))
-                    if index is None:
-                        continue  # not of this call: queued with add()
-                    token = request.output_token_ids[-1]
-                    text = texts[index].push(token, last=request.is_finished)
-                    yield Delta(index, token, text, request.finish_reason)
-        finally:  # the caller may stop iterating early
-            for request in requests:
-                self.scheduler.abort(request.request_id)
+    def _read(self, request: Request) -> OutputText:
+        """Return the text of a request, up to its newest token."""
+        if request.text is None:
+            sampling = request.sampling
+            request.text = OutputText(
+                self._decoder(),
+                sampling.stop or (),
+                min_new_tokens=sampling.min_new_tokens or 0,
+            )
+        request.text.read(request.output_token_ids, finished=request.is_finished)
+        return request.text
+
+    def _complete(self, sampling: SamplingParams | None, prompt_len: int) -> SamplingParams:
+        """Return the sampling parameters of a request: what they leave open is the checkpoint's."""
+        if not isinstance(sampling, SamplingParams | None):
+            raise RequestError(
+                f"sampling must be SamplingParams; got {type(sampling).__name__}",
+                hint="SamplingParams(max_new_tokens=64, temperature=0.8)",
+            )
+        completed = self._generation.complete(sampling or SamplingParams(), prompt_len)
+        completed.require_served(self.vocab_size, self.eos_token_ids)
+        if completed.stop:
+            _ = self.tokenizer  # raises without one
+        return completed
 
     def _decoder(self) -> Any:
         """Return the tokenizer, or None if the checkpoint has none."""
@@ -321,3 +385,15 @@ class Engine:
             return self.tokenizer
         except CheckpointError:
             return None
+
+
+def _sampling_of_each(sampling: Any, count: int) -> list[Any]:
+    """Return the sampling parameters of each of ``count`` prompts; `Engine.add` checks their type."""
+    if not isinstance(sampling, Sequence):
+        return [sampling] * count
+    if len(sampling) != count:
+        raise RequestError(
+            f"there are {count} prompts and {len(sampling)} sampling parameters",
+            hint="give one for all prompts, or a list with one for each",
+        )
+    return list(sampling)

@@ -1,20 +1,24 @@
 """One request: its prompt, sampling parameters, output so far, and memory.
 
-Does not: change its own state or allocate memory (the scheduler does both), or handle text: prompts and
-outputs are token ids.
+Does not: change its own state or allocate memory (the scheduler does both), or decode text (`OutputText`
+does).
 """
 
 import enum
-import math
+import numbers
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
-from typing import Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 
 from graphpact_engine.errors import RequestError
+from graphpact_engine.prompts import require_tokens
+from graphpact_engine.text import OutputText
 
 FinishReason = Literal["stop", "length", "abort"]
-"""Why a request ended: a stop or end token, a length limit, or `Scheduler.abort`."""
+"""Why a request ended: an end token, stop token or stop string, a length limit, or `Engine.abort`."""
 
 _MAX_SEED = 2**64 - 1
 
@@ -36,47 +40,109 @@ class RequestState(enum.Enum):
 class SamplingParams:
     """The parameters by which the tokens of one request are chosen, and by which it ends.
 
+    The default is greedy, whatever the checkpoint recommends. Fields whose default is None take the value of
+    the checkpoint's generation config, or have no effect if it has none. Logits are changed in this order:
+    ``logit_bias``, ``repetition_penalty``, presence and frequency penalties, suppressed tokens; then
+    temperature, ``top_k``, ``top_p`` and ``min_p``.
+
     Raises:
         RequestError: A value is out of its range; the message names field, value and range.
     """
 
     max_new_tokens: int = 128
     """Maximum number of tokens to generate; 1 or more."""
+    min_new_tokens: int | None = None
+    """Number of tokens before which no end token, stop token or stop string ends the request."""
     temperature: float = 0.0
     """0: greedy. Above 0: logits are divided by it before a token is drawn."""
     top_p: float = 1.0
     """Draw from the smallest set of likeliest tokens with at least this probability; above 0, at most 1."""
     top_k: int = 0
     """Draw from this many likeliest tokens; 0 for all."""
+    min_p: float = 0.0
+    """Draw from tokens with at least this share of the likeliest token's probability; 0 for all."""
+    repetition_penalty: float | None = None
+    """Logits of tokens of prompt and output are divided by it if positive, else multiplied; 0.01 to 100."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logits of tokens of the output; -2 to 2."""
+    frequency_penalty: float = 0.0
+    """Subtracted from the logit of a token for each time that the output has it; -2 to 2."""
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    """Numbers, from -100 to 100, that are added to the logits of tokens."""
+    suppress_tokens: Collection[int] | None = None
+    """Tokens that are never generated."""
     seed: int | None = None
     """Seed of the request's random numbers, 0 to 2**64 - 1; None uses the seed of the engine."""
-    stop_token_ids: frozenset[int] = frozenset()
+    stop: Sequence[str] | None = None
+    """Strings that end the request, or one string. The text is cut before the first, the tokens are not."""
+    stop_token_ids: Collection[int] = frozenset()
     """Tokens that end the request, in addition to the model's end tokens. The token is part of the output."""
     ignore_eos: bool = False
     """Whether the model's end tokens do not end this request."""
 
     def __post_init__(self) -> None:
-        _require(_is_int(self.max_new_tokens, 1), "max_new_tokens", self.max_new_tokens, ">= 1")
-        _require(
-            math.isfinite(self.temperature) and self.temperature >= 0,
-            "temperature",
-            self.temperature,
-            "finite and >= 0",
+        self._keep("stop", lambda stop: (stop,) if isinstance(stop, str) else tuple(stop))
+        self._keep("stop_token_ids", frozenset)
+        self._keep("suppress_tokens", frozenset)
+        self._keep("logit_bias", dict)
+        for name, (holds, allowed) in _RANGES.items():
+            value = getattr(self, name)
+            if not (value is None and name in _MAY_BE_NONE) and not holds(value):
+                _refuse(name, value, allowed)
+        if self.min_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
+            _refuse(
+                "min_new_tokens",
+                self.min_new_tokens,
+                f"at most max_new_tokens, {self.max_new_tokens}",
+            )
+
+    def _keep(self, name: str, convert: Callable[[Any], object]) -> None:
+        """Replace a collection by a copy of one type, which its owner cannot change."""
+        value = getattr(self, name)
+        if value is None and name in _MAY_BE_NONE:
+            return
+        try:
+            object.__setattr__(self, name, convert(value))
+        except (TypeError, ValueError):
+            _refuse(name, value, _RANGES[name][1])
+
+    def require_served(self, vocab_size: int, end_token_ids: Collection[int]) -> None:
+        """Check the parameters against the vocabulary of a model and its end tokens.
+
+        Raises:
+            RequestError: A token id is outside the vocabulary, or every token is suppressed.
+        """
+        for name in ("suppress_tokens", "logit_bias", "stop_token_ids"):
+            tokens = sorted(getattr(self, name) or ())
+            require_tokens(tokens, vocab_size, f"sampling parameter {name} has")
+        if len(self.suppressed(0, end_token_ids)) >= vocab_size:
+            raise RequestError(
+                "sampling parameters suppress every token of the vocabulary",
+                hint="remove tokens from suppress_tokens or stop_token_ids",
+            )
+
+    def suppressed(self, num_new_tokens: int, end_token_ids: Collection[int]) -> Collection[int]:
+        """Return the tokens that must not be generated after ``num_new_tokens`` tokens."""
+        never = self.suppress_tokens or ()
+        if num_new_tokens >= (self.min_new_tokens or 0):
+            return never
+        return {*never, *self.stop_token_ids, *(() if self.ignore_eos else end_token_ids)}
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether a bias, a penalty or a suppressed token changes the logits in any step."""
+        return bool(
+            self.logit_bias
+            or self.suppress_tokens
+            or self.min_new_tokens
+            or self.presence_penalty
+            or self.frequency_penalty
+            or self.repetition_penalty not in {None, 1.0}
         )
-        _require(0 < self.top_p <= 1, "top_p", self.top_p, "> 0 and <= 1")
-        _require(_is_int(self.top_k, 0), "top_k", self.top_k, "a whole number >= 0, 0 for off")
-        _require(
-            self.seed is None or (_is_int(self.seed, 0) and self.seed <= _MAX_SEED),
-            "seed",
-            self.seed,
-            "None or 0 to 2**64 - 1",
-        )
-        _require(
-            all(_is_int(token, 0) for token in self.stop_token_ids),
-            "stop_token_ids",
-            self.stop_token_ids,
-            "token ids >= 0",
-        )
+
+
+_MAY_BE_NONE = {"min_new_tokens", "repetition_penalty", "suppress_tokens", "seed", "stop"}
+"""Parameters that may be None."""
 
 
 def _is_int(value: object, at_least: int) -> bool:
@@ -84,10 +150,45 @@ def _is_int(value: object, at_least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= at_least
 
 
-def _require(valid: bool, field_name: str, value: object, allowed: str) -> None:  # noqa: FBT001  a result, not a mode
-    """Raise RequestError if a sampling parameter is not valid."""
-    if not valid:
-        raise RequestError(f"sampling parameter {field_name} must be {allowed}; got {value!r}")
+def _is_number(value: Any, lowest: float, highest: float = sys.float_info.max) -> bool:
+    """Return whether ``value`` is a number, not a bool, in a range with both ends; NaN is in none."""
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    return is_number and bool(lowest <= value <= highest)
+
+
+def _are_tokens(value: Collection[object]) -> bool:
+    """Return whether every element is a token id."""
+    return all(_is_int(token, 0) for token in value)
+
+
+_RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "max_new_tokens": (lambda x: _is_int(x, 1), "a whole number >= 1"),
+    "min_new_tokens": (lambda x: _is_int(x, 0), "a whole number >= 0"),
+    "temperature": (lambda x: _is_number(x, 0), "finite and >= 0"),
+    "top_p": (lambda x: _is_number(x, 0, 1) and x > 0, "> 0 and <= 1"),
+    "top_k": (lambda x: _is_int(x, 0), "a whole number >= 0, 0 for off"),
+    "min_p": (lambda x: _is_number(x, 0, 1), ">= 0 and <= 1"),
+    "repetition_penalty": (lambda x: _is_number(x, 0.01, 100), ">= 0.01 and <= 100"),
+    "presence_penalty": (lambda x: _is_number(x, -2, 2), ">= -2 and <= 2"),
+    "frequency_penalty": (lambda x: _is_number(x, -2, 2), ">= -2 and <= 2"),
+    "logit_bias": (
+        lambda x: _are_tokens(x) and all(_is_number(bias, -100, 100) for bias in x.values()),
+        "a mapping of token ids >= 0 to numbers >= -100 and <= 100",
+    ),
+    "suppress_tokens": (_are_tokens, "token ids >= 0"),
+    "seed": (lambda x: _is_int(x, 0) and x <= _MAX_SEED, "None or 0 to 2**64 - 1"),
+    "stop": (
+        lambda x: all(isinstance(each, str) and each != "" for each in x),
+        "strings that are not empty",
+    ),
+    "stop_token_ids": (_are_tokens, "token ids >= 0"),
+    "ignore_eos": (lambda x: isinstance(x, bool), "True or False"),
+}
+"""Of each parameter: whether a value is valid, and the valid values in words."""
+
+
+def _refuse(name: str, value: object, allowed: str) -> NoReturn:
+    raise RequestError(f"sampling parameter {name} must be {allowed}; got {value!r}")
 
 
 @dataclass(slots=True, eq=False)
@@ -121,11 +222,18 @@ class Request:
     """Its index in the order of arrival; set by the scheduler."""
     generator: torch.Generator = field(init=False, repr=False)
     """Its random number generator on the host, seeded once; preemption keeps its state."""
+    text: OutputText | None = field(default=None, init=False, repr=False)
+    """The text of its output, as far as it was read; None before."""
+    changes_logits: bool = field(init=False, repr=False)
+    """Whether its parameters change logits before a token is chosen."""
+    _counts: dict[int, int] = field(default_factory=dict, init=False, repr=False)
+    _num_counted: int = field(default=0, init=False, repr=False)
 
     def __post_init__(self, default_seed: int) -> None:
         seed = self.sampling.seed
         self.generator = torch.Generator(device="cpu")
         self.generator.manual_seed(default_seed if seed is None else seed)
+        self.changes_logits = self.sampling.changes_logits
 
     @property
     def num_tokens(self) -> int:
@@ -144,3 +252,12 @@ class Request:
         if end <= at:
             return prompt[start:end]
         return prompt[start:] + self.output_token_ids[max(start - at, 0) : end - at]
+
+    def output_counts(self) -> Mapping[int, int]:
+        """Return how often the output has each known token; 0 for tokens of the prompt alone."""
+        if not self._counts:
+            self._counts = dict.fromkeys(self.prompt_token_ids, 0)
+        for token in self.output_token_ids[self._num_counted :]:
+            self._counts[token] = self._counts.get(token, 0) + 1
+        self._num_counted = len(self.output_token_ids)
+        return self._counts

@@ -1,4 +1,4 @@
-"""`Sampler`: logits to tokens, greedy or by temperature, top-k and top-p.
+"""`Sampler`: logits to tokens, greedy or by temperature, top-k, top-p and min-p.
 
 The token of a request depends only on its own logits, parameters and random numbers: the same seed and
 logits give the same token in any batch. Float sums would break this: their rounding depends on the shape
@@ -10,11 +10,12 @@ Does not: choose the rows that yield a token (the scheduler does), append tokens
 return probabilities or logprobs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
 from graphpact.errors import EngineError
+from graphpact_engine.logits import change_logits
 from graphpact_engine.request import Request
 
 _ONE = 2**36
@@ -23,7 +24,14 @@ vocabulary of up to 2**27 tokens cannot overflow int64."""
 
 
 class Sampler:
-    """A sampler of one token per row of logits."""
+    """A sampler of one token per row of logits.
+
+    Args:
+        end_token_ids: The end tokens of the model, which no request gets before ``min_new_tokens``.
+    """
+
+    def __init__(self, end_token_ids: Collection[int] = ()) -> None:
+        self._end_token_ids = end_token_ids
 
     def sample(self, logits: torch.Tensor, requests: Sequence[Request]) -> list[int]:
         """Return a token for each row, with one transfer to the host after all device work.
@@ -46,6 +54,13 @@ class Sampler:
             )
         if not requests:
             return []
+        changed = [at for at, request in enumerate(requests) if request.changes_logits]
+        if changed:
+            index = torch.tensor(changed, device=logits.device)
+            scores = change_logits(
+                logits[index], [requests[at] for at in changed], self._end_token_ids
+            )
+            logits = logits.to(scores.dtype).index_copy(0, index, scores)
         likeliest = logits.argmax(dim=-1)  # argmax returns a NaN if there is one
         best = logits.gather(1, likeliest.unsqueeze(1))
         tokens = likeliest
@@ -74,18 +89,21 @@ class Sampler:
 
 
 def _is_filtered(request: Request) -> bool:
-    """Return whether top-k or top-p restrict the tokens of the request."""
+    """Return whether top-k, top-p or min-p restrict the tokens of the request."""
     sampling = request.sampling
-    return sampling.temperature > 0 and (sampling.top_k > 0 or sampling.top_p < 1)
+    return sampling.temperature > 0 and (
+        sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
+    )
 
 
 def _params(requests: Sequence[Request], vocab: int, device: torch.device) -> torch.Tensor:
-    """Return ``[4, n, 1]`` float64: temperature, top_p, top_k, and a new uniform number in [0, 1)."""
+    """Return ``[5, n, 1]`` float64: temperature, top_p, top_k, min_p, and a new uniform number in [0, 1)."""
     rows = [
         (
             request.sampling.temperature,
             request.sampling.top_p,
             request.sampling.top_k or vocab,
+            request.sampling.min_p,
             torch.rand((), generator=request.generator, dtype=torch.float64).item(),
         )
         for request in requests
@@ -101,20 +119,21 @@ def _weights(scores: torch.Tensor, best: torch.Tensor, temperature: torch.Tensor
 
 def _draw_any(_scores: torch.Tensor, weights: torch.Tensor, params: torch.Tensor) -> torch.Tensor:
     """Return ``[n]`` int64: a token drawn by weight."""
-    return _pick(weights, params[3]).squeeze(1)
+    return _pick(weights, params[4]).squeeze(1)
 
 
 def _draw_filtered(
     scores: torch.Tensor, weights: torch.Tensor, params: torch.Tensor
 ) -> torch.Tensor:
-    """Return ``[n]`` int64: a token drawn by weight from the top-p of the top-k tokens."""
-    _, top_p, top_k, uniform = params
+    """Return ``[n]`` int64: a token drawn by weight from the top-p of the top-k tokens, if over min-p."""
+    _, top_p, top_k, min_p, uniform = params
     order = scores.sort(dim=-1, descending=True, stable=True).indices
     ranks = torch.arange(scores.shape[1], device=scores.device)
     ranked = weights.gather(1, order).masked_fill_(ranks >= top_k, 0)
     upto = ranked.cumsum(dim=-1)
     likelier = upto - ranked  # 0 for the likeliest token, so it is always kept
     ranked.masked_fill_(likelier >= top_p * upto[:, -1:], 0)
+    ranked.masked_fill_(ranked < min_p * _ONE, 0)  # `_ONE` is the weight of the likeliest
     return order.gather(1, _pick(ranked, uniform)).squeeze(1)
 
 

@@ -227,13 +227,27 @@ class Scheduler:
                 self._finish(request, reason)
         return got
 
-    def abort(self, request_id: str) -> bool:
-        """End a request and free its memory; return False if no alive request has this id."""
-        request = self._alive.get(request_id)
-        if request is None:
-            return False
-        self._finish(request, "abort")
-        return True
+    def abort(self, request: Request | str) -> bool:
+        """End a request and free its memory; return False if it is not alive in this scheduler.
+
+        Args:
+            request: The request or its id.
+        """
+        alive = self._find(request)
+        if alive is not None:
+            self._finish(alive, "abort")
+        return alive is not None
+
+    def is_alive(self, request: Request | str) -> bool:
+        """Return whether a request, or the request of an id, is alive in this scheduler."""
+        return self._find(request) is not None
+
+    def stop(self, request: Request) -> None:
+        """Give a request the reason "stop", because its text has a stop string; end it if it is alive."""
+        if request.is_finished:  # by a limit, with the same token
+            request.finish_reason = "stop"
+        else:
+            self._finish(request, "stop")
 
     def check_invariants(self) -> None:
         """Check that every page and row has at most one owner, and that the queue is in order.
@@ -274,6 +288,11 @@ class Scheduler:
         for rule, holds in rules.items():
             if not holds:
                 raise EngineError(f"the scheduler violates the rule: {rule}")
+
+    def _find(self, request: Request | str) -> Request | None:
+        """Return an alive request, given itself or its id."""
+        alive = self._alive.get(request if isinstance(request, str) else request.request_id)
+        return alive if request is alive or isinstance(request, str) else None
 
     def _in_state(self, state: RequestState) -> list[Request]:
         """Return the admitted requests of one state, oldest first."""
@@ -360,13 +379,13 @@ class Scheduler:
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
         """End a request in any state."""
+        del self._alive[request.request_id]
         if request.state is RequestState.WAITING:
             self._waiting.remove(request)
         else:
             self._release(request)
         request.state = RequestState.FINISHED
         request.finish_reason = reason
-        del self._alive[request.request_id]
 
     def _reason_to_finish(self, request: Request, token: int) -> FinishReason | None:
         """Return why the request ends with its newest token, ``token``; None if it does not end."""

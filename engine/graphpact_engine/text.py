@@ -1,12 +1,13 @@
-"""`TextStream`: token ids to text, one token at a time, in complete characters.
+"""Token ids to text, one token at a time: complete characters, cut before a stop string.
 
 One character may take several tokens, and the text of a token may depend on the token before it. So a
 window of tokens is decoded twice, without and with the new tokens, and the difference is returned once it
-does not end inside a character.
+does not end inside a character. Text that may be the beginning of a stop string is held back until it is not.
 
 Does not: encode.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
@@ -29,16 +30,92 @@ class TextStream:
         """Return the text that ``token_id`` completes; for the last token, all remaining text."""
         if self._tokenizer is None:
             return ""
-        self._token_ids.append(token_id)
-        before = self._decode(self._given)
-        now = self._decode(len(self._token_ids))
+        token_ids = [*self._token_ids[self._window :], token_id]
+        before = self._decode(token_ids[: self._given - self._window])
+        now = self._decode(token_ids)
+        self._token_ids.append(token_id)  # from here on nothing raises: a failed push is no push
         if now.endswith(_UNFINISHED) and not last:
             return ""
         self._window, self._given = self._given, len(self._token_ids)
         return now[len(before) :]
 
-    def _decode(self, end: int) -> str:
-        text: str = self._tokenizer.decode(
-            self._token_ids[self._window : end], skip_special_tokens=True
-        )
+    def _decode(self, token_ids: list[int]) -> str:
+        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
         return text
+
+
+class StopStrings:
+    """Text up to the first stop string: the one that ends first, and of those the longest.
+
+    Args:
+        stop: The stop strings, not empty.
+    """
+
+    def __init__(self, stop: Sequence[str]) -> None:
+        self._stop = stop
+        self._held = ""
+        self.found = False
+        """Whether a stop string was complete; from then on there is no text."""
+
+    def push(self, text: str, *, last: bool = False) -> str:
+        """Return the text that no stop string can begin in; for the last text, all up to a stop string."""
+        if self.found:
+            return ""
+        text = self._held + text
+        hits = [(at + len(stop), at) for stop in self._stop if (at := text.find(stop)) >= 0]
+        self.found = bool(hits)
+        if hits:
+            _, end = min(hits)
+        else:
+            end = len(text) if last else len(text) - self._num_begun(text)
+        self._held = text[end:]
+        return text[:end]
+
+    def _num_begun(self, text: str) -> int:
+        """Return the length of the longest end of ``text`` that a stop string begins with."""
+        return max(
+            (
+                n
+                for stop in self._stop
+                for n in range(1, min(len(stop), len(text) + 1))
+                if text.endswith(stop[:n])
+            ),
+            default=0,
+        )
+
+
+class OutputText:
+    """The text of one request's output, in one piece for each token.
+
+    Args:
+        tokenizer: A transformers tokenizer; with None all text is empty.
+        stop: The stop strings.
+        min_new_tokens: Number of tokens before which no stop string is looked for.
+    """
+
+    def __init__(
+        self, tokenizer: Any, stop: Sequence[str] = (), *, min_new_tokens: int = 0
+    ) -> None:
+        self.pieces: list[str] = []
+        """The text that each token completed; their sum is all text that may be shown."""
+        self._decoder = TextStream(tokenizer)
+        self._stop = StopStrings(stop)
+        self._min_new_tokens = min_new_tokens
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether the text was cut before a stop string."""
+        return self._stop.found
+
+    def read(self, token_ids: Sequence[int], *, finished: bool) -> None:
+        """Decode the tokens that have no piece yet.
+
+        Args:
+            token_ids: All tokens of the output.
+            finished: Whether there will be no more.
+        """
+        while (at := len(self.pieces)) < len(token_ids):
+            last = finished and at == len(token_ids) - 1
+            text = self._decoder.push(token_ids[at], last=last)
+            searched = at + 1 >= self._min_new_tokens
+            self.pieces.append(self._stop.push(text, last=last) if searched else text)

@@ -111,7 +111,7 @@ def test_a_stream_nobody_reads_on_leaves_nothing_behind(tiny: Engine) -> None:
 @pytest.mark.parametrize(
     ("bad", "says"),
     [
-        ("", "empty prompt"),
+        ("", "the prompt is empty"),
         ([], "empty prompt"),
         ([258], "token id 258; the vocabulary of the model is 0 to 257"),
         ([-1], "token id -1"),

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from graphpact.cli.console import data, talk, warning
+from graphpact.cli.console import data, note, talk, warning
 from graphpact.errors import ContractError
 from graphpact_engine.cli.options import (
     ConfigOption,
@@ -47,9 +47,20 @@ def generate(
             "--max-new-tokens", "-n", help="Maximum number of tokens to generate per prompt."
         ),
     ] = _DEFAULT_NEW_TOKENS,
+    min_new_tokens: Annotated[
+        int | None,
+        typer.Option(
+            help="Number of tokens before which no answer ends. Default: the checkpoint's.",
+            show_default=False,
+        ),
+    ] = None,
     temperature: Annotated[
-        float, typer.Option(help="0: greedy. Above 0: tokens are sampled at this temperature.")
-    ] = 0.0,
+        float | None,
+        typer.Option(
+            help="0, the default: greedy. Above 0: tokens are sampled at this temperature.",
+            show_default=False,
+        ),
+    ] = None,
     top_p: Annotated[
         float,
         typer.Option(
@@ -59,6 +70,29 @@ def generate(
     top_k: Annotated[
         int, typer.Option(help="Sample from this many likeliest tokens; 0 for all.")
     ] = 0,
+    min_p: Annotated[
+        float,
+        typer.Option(
+            help="Sample from tokens with at least this share of the likeliest token's probability."
+        ),
+    ] = 0.0,
+    repetition_penalty: Annotated[
+        float | None,
+        typer.Option(
+            help="Divide positive logits of earlier tokens by it, multiply negative ones."
+            " Default: the checkpoint's.",
+            show_default=False,
+        ),
+    ] = None,
+    presence_penalty: Annotated[
+        float, typer.Option(help="Subtract it from the logits of generated tokens.")
+    ] = 0.0,
+    frequency_penalty: Annotated[
+        float,
+        typer.Option(
+            help="Subtract it from the logit of a token for each time that it was generated."
+        ),
+    ] = 0.0,
     seed: Annotated[
         int | None,
         typer.Option(
@@ -72,8 +106,23 @@ def generate(
             help="CPU threads of a step; sets engine.num_threads. Default: 1 for a small model.",
         ),
     ] = None,
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="TEXT",
+            help="End an answer before this text; repeatable. Default: the checkpoint's.",
+            show_default=False,
+        ),
+    ] = None,
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos", help="Do not stop at the model's end tokens.")
+    ] = False,
+    chat: Annotated[
+        bool,
+        typer.Option(
+            "--chat",
+            help="Each prompt is a message of a user, put into the tokenizer's chat template.",
+        ),
     ] = False,
     as_json: Annotated[
         bool,
@@ -116,24 +165,37 @@ def generate(
 
     sampling = SamplingParams(
         max_new_tokens=max_new_tokens,
-        temperature=temperature,
+        min_new_tokens=min_new_tokens,
+        temperature=temperature or 0.0,
         top_p=top_p,
         top_k=top_k,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        stop=stop or None,
         ignore_eos=ignore_eos,
     )
     settings = load_settings(
         config, model, sets, _options(seed=seed, threads=threads, verify=verify)
     )
     texts = read_prompts(prompts or [], file)
-    if temperature == 0 and (top_p != 1 or top_k != 0):
-        warning("--top-p and --top-k have no effect at --temperature 0")
+    if not temperature and (top_p != 1 or top_k != 0 or min_p != 0):
+        warning("--top-p, --top-k and --min-p have no effect at --temperature 0")
 
     engine = build_engine(settings, quiet=quiet)
+    if temperature is None and engine.recommended_sampling and not quiet:
+        options = (
+            f"--{name.replace('_', '-')} {value}"
+            for name, value in engine.recommended_sampling.items()
+        )
+        note(f"generation is greedy; the checkpoint recommends {' '.join(options)}")
     writer: Writer
     if as_json:
         writer = JsonWriter(texts)
     else:
-        writer = TextWriter(texts, live=data().is_terminal if stream is None else stream)
+        live = data().is_terminal if stream is None else stream
+        writer = TextWriter(texts, live=live, after_prompt="\n" if chat else "")
     start = time.perf_counter()
 
     def report() -> None:
@@ -142,7 +204,8 @@ def generate(
         print_report(talk(), engine, tokens=tokens, seconds=seconds, quiet=quiet)
 
     try:
-        for delta in engine.stream(texts, sampling):
+        asked = [[{"role": "user", "content": text}] for text in texts] if chat else texts
+        for delta in engine.stream(asked, sampling):
             writer.push(delta)
     except ContractError:  # the report helps to find the fault
         writer.close()

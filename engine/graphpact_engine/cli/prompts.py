@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from graphpact.errors import UsageError
-from graphpact_engine.errors import RequestError
+from graphpact_engine.prompts import check_text
 
 _STDIN = Path("-")
 _HINT = 'graphpact generate "a prompt" ..., --file FILE, or pipe one prompt per line'
@@ -24,7 +24,7 @@ def read_prompts(arguments: Sequence[str], file: Path | None) -> list[str]:
         RequestError: An argument is empty or is not text.
     """
     for number, prompt in enumerate(arguments, 1):
-        _check_argument(number, prompt)
+        check_text(prompt, f"prompt {number}")
     prompts = list(arguments)
     if file is not None:
         prompts += _lines(file)
@@ -33,17 +33,6 @@ def read_prompts(arguments: Sequence[str], file: Path | None) -> list[str]:
             raise UsageError("there is no prompt", hint=_HINT)
         prompts = _lines(_STDIN)
     return prompts
-
-
-def _check_argument(number: int, prompt: str) -> None:
-    if not prompt:
-        raise RequestError(f"prompt {number} is empty", hint="give at least one character")
-    try:
-        prompt.encode()
-    except (
-        UnicodeEncodeError
-    ) as error:  # Python decodes invalid bytes of arguments as lone surrogates
-        raise RequestError(f"prompt {number} is not UTF-8 text: {prompt!r}") from error
 
 
 def _lines(file: Path) -> list[str]:

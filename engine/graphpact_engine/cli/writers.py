@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from graphpact.cli.console import clean, data
-from graphpact_engine.engine import Delta
+from graphpact_engine.deltas import Delta
 
 
 @dataclass(slots=True)
@@ -84,11 +84,13 @@ class TextWriter(Writer):
     Args:
         prompts: The prompts, in the order of output.
         live: Whether to write each token at once instead of complete answers.
+        after_prompt: Text between a prompt and its continuation.
     """
 
-    def __init__(self, prompts: Sequence[str], *, live: bool) -> None:
+    def __init__(self, prompts: Sequence[str], *, live: bool, after_prompt: str = "") -> None:
         super().__init__(prompts)
         self._live = live
+        self._after_prompt = after_prompt
         self._console = data()
         self._written: int | None = (
             None  # characters of the answer; None if its prompt is not written yet
@@ -121,3 +123,4 @@ class TextWriter(Writer):
             self._console.out(clean(prompt), style="bold", highlight=False, end="")
         else:
             sys.stdout.write(prompt)
+        sys.stdout.write(self._after_prompt)

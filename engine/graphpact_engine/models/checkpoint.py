@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from graphpact_engine.errors import CheckpointError, UnsupportedModelError
+from graphpact_engine.models.generation_config import GenerationDefaults, load_generation_defaults
 
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -37,14 +38,14 @@ class Checkpoint:
     Args:
         path: The directory.
         model: The transformers model, in evaluation mode, on its device.
-        eos_token_ids: The end tokens of the generation config.
+        generation: End tokens and defaults of sampling parameters.
         max_model_len: Number of positions of the model.
         vocab_size: Number of token ids of the model.
     """
 
     path: Path
     model: Any
-    eos_token_ids: frozenset[int]
+    generation: GenerationDefaults
     max_model_len: int
     vocab_size: int
 
@@ -83,8 +84,10 @@ def load_checkpoint(
         raise UnsupportedModelError(
             f"{path}: {config.model_type} is an encoder-decoder model; graphpact runs decoders"
         )
+    text = config.get_text_config()
+    generation = load_generation_defaults(path, config, int(text.vocab_size))
     if dtype is None:
-        own = config.get_text_config().dtype
+        own = text.dtype
         dtype = torch.float32 if own is None or device.type == "cpu" else own
     # transformers logs mismatches between weights and config; they are raised as errors below instead.
     log = logging.getLogger("transformers")
@@ -119,11 +122,10 @@ def load_checkpoint(
                 f" {', '.join(listed[:3])}{more}",
                 hint="save config and weights of one model together with save_pretrained",
             )
-    text = config.get_text_config()
     return Checkpoint(
         path=path,
         model=model.to(device).eval(),
-        eos_token_ids=_eos_token_ids(path, text),
+        generation=generation,
         max_model_len=int(getattr(text, "max_position_embeddings", None) or 2048),
         vocab_size=int(text.vocab_size),
     )
@@ -211,18 +213,6 @@ def _check_safetensors(file: Path) -> None:
             f" {_one_line(error)}",
             hint="copy or download the file again",
         ) from error
-
-
-def _eos_token_ids(path: Path, config: Any) -> frozenset[int]:
-    ids = getattr(config, "eos_token_id", None)
-    if (path / "generation_config.json").is_file():
-        try:
-            ids = GenerationConfig.from_pretrained(path).eos_token_id
-        except Exception as error:
-            raise _not_loaded(path, "generation_config.json", error) from error
-    if ids is None:
-        return frozenset()
-    return frozenset([ids] if isinstance(ids, int) else ids)
 
 
 def _not_loaded(path: Path, part: str, error: Exception) -> CheckpointError:

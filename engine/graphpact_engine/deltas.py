@@ -1,0 +1,103 @@
+"""`DeltaStream`: the tokens of some requests of an engine, one `Delta` for each token.
+
+Every request keeps its own output, and a stream keeps how much of it was given. So any number of streams,
+and calls of `Engine.step`, can take turns: a token that another one's step generated waits in its request.
+
+Does not: queue requests, or run a step by itself: each pull that finds no token waiting runs one.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+from graphpact_engine.request import FinishReason, Request
+from graphpact_engine.text import OutputText
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """One generated token of one prompt.
+
+    ``text`` is the text that may be shown with this token. It is empty while a character is incomplete, and
+    while the text may be the beginning of a stop string.
+    """
+
+    index: int
+    token_id: int
+    text: str
+    finish_reason: FinishReason | None
+
+
+class DeltaStream(Iterator[Delta]):
+    """An iterator of the tokens of some requests, in the order of their generation.
+
+    The last delta of a request has its finish reason, unless the request was aborted after it. Closing the
+    stream aborts the requests that have not ended; so do an error of a pull and the end of the stream's life.
+
+    Args:
+        requests: The requests, queued in an engine. `Delta.index` is an index in them.
+        step: Runs a step of that engine.
+        read: Returns the text of a request, up to its newest token.
+        abort: Aborts a request.
+    """
+
+    def __init__(
+        self,
+        requests: Sequence[Request],
+        *,
+        step: Callable[[], object],
+        read: Callable[[Request], OutputText],
+        abort: Callable[[Request], object],
+    ) -> None:
+        self.requests = tuple(requests)
+        """The requests, in the order of the prompts."""
+        self._step = step
+        self._read = read
+        self._abort = abort
+        self._num_given = [0] * len(requests)
+        self._open = list(range(len(requests)))  # indices of requests that may have more tokens
+        self._ready: deque[Delta] = deque()
+
+    def __next__(self) -> Delta:
+        try:
+            self._collect()
+            while self._open and not self._ready:
+                self._step()
+                self._collect()
+        except BaseException:
+            self.close()
+            raise
+        if not self._ready:
+            raise StopIteration
+        return self._ready.popleft()
+
+    def close(self) -> None:
+        """Abort the requests that have not ended. There are no more deltas."""
+        self._open.clear()
+        self._ready.clear()
+        for request in self.requests:
+            self._abort(request)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+    def _collect(self) -> None:
+        """Take the tokens that were generated since the last call."""
+        if self._ready:
+            return
+        for index in self._open:
+            request = self.requests[index]
+            token_ids, pieces = request.output_token_ids, self._read(request).pieces
+            for at in range(self._num_given[index], len(token_ids)):
+                last = request.is_finished and at == len(token_ids) - 1
+                reason = request.finish_reason if last else None
+                self._ready.append(Delta(index, token_ids[at], pieces[at], reason))
+            self._num_given[index] = len(token_ids)
+        self._open = [index for index in self._open if not self.requests[index].is_finished]
