@@ -33,6 +33,18 @@ from graphpact_engine.config import config_keys
 
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
+PAGES = sorted(
+    path
+    for pattern in (
+        "*.md",
+        "docs/*.md",
+        "*/README.md",
+        "plugins/*/README.md",
+        "examples/*/README.md",
+    )
+    for path in ROOT.glob(pattern)
+)
+"""Every page: the README, those of `docs`, and the READMEs of distributions and examples."""
 SCHEMA = ROOT / "conformance/graphpact_conformance/results.schema.json"
 _WRITTEN = "<!-- from here on written by docs/reference.py from docs/graph_acts.toml -->\n"
 _RULES, _END_OF_RULES = "<!-- rules -->\n", "<!-- /rules -->"
@@ -316,5 +328,5 @@ if __name__ == "__main__":
     for name, write in (("graphs.md", graphs), ("conformance.md", conformance)):
         page = DOCS / name
         page.write_text(write(page.read_text(encoding="utf-8")), encoding="utf-8")
-    for page in DOCS.glob("*.md"):
+    for page in PAGES:
         page.write_text(included(page.read_text(encoding="utf-8")), encoding="utf-8")
