@@ -28,7 +28,7 @@ hookimpl = pluggy.HookimplMarker(PROJECT)
 
 
 class HookMethods:
-    """Base class of backends and runners: their methods with the name of a hook implement it, marked or not."""
+    """Base class of backends and runners: a method with the name of a hook implements it, marked or not."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

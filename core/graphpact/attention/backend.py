@@ -70,7 +70,7 @@ class Buffers(Protocol):
 
 
 @dataclass(slots=True)
-class SlotBuffers:
+class _SlotBuffers:
     """Slots of a registry, sliced for graphs of ``shape``."""
 
     registry: CudaGraphBufferRegistry
@@ -86,7 +86,7 @@ class SlotBuffers:
 
 
 @dataclass(slots=True)
-class EagerBuffers:
+class _EagerBuffers:
     """Newly allocated buffers of one batch, for metadata that no graph reads.
 
     Workspaces are not allocated anew: ``workspace`` returns the one that all steps of the backend use.
@@ -175,10 +175,9 @@ class AttentionBackend(HookMethods, abc.ABC):
         """
 
     def refresh_metadata(self, view: ForwardBatch, metadata: Any) -> None:
-        """Bring captured ``metadata`` up to date for a replay: the second body of a backend that has two.
+        """Bring captured ``metadata`` up to date for a replay; by default by `fill_metadata`.
 
-        By default `fill_metadata`. It may leave what is the same for every batch of the shape. In a graph that
-        fills its metadata (`fill_is_device_only`) it is not called.
+        It may leave what is the same for every batch. Not called where the graph fills the metadata.
         """
         self.fill_metadata(view, metadata)
 
@@ -260,7 +259,7 @@ class AttentionBackend(HookMethods, abc.ABC):
                 f"{type(self).__name__} is attached to no registry",
                 hint="Lane() attaches it; outside a lane call attach() before capture",
             )
-        return self._make_metadata(view, shape, lambda step: SlotBuffers(registry, shape, step))
+        return self._make_metadata(view, shape, lambda step: _SlotBuffers(registry, shape, step))
 
     def init_metadata_replay(self, view: ForwardBatch, shape: GraphShape, captured: Any) -> Any:
         """Refresh the captured metadata, unless the graph fills it."""
@@ -284,7 +283,7 @@ class AttentionBackend(HookMethods, abc.ABC):
         """
         shape = GraphShape(batch.forward_mode, batch.batch_size, batch.num_tokens)
         slots = {slot.name: slot for slot in self.declare_slots(self.context.limits)}
-        buffers = EagerBuffers(slots, shape, self.context.device, self._workspace, fill)
+        buffers = _EagerBuffers(slots, shape, self.context.device, self._workspace, fill)
         return self._make_metadata(batch, shape, lambda _: buffers)
 
     # -- inside ----------------------------------------------------------------------------------
