@@ -1,6 +1,6 @@
-"""Write the reference: ``docs/configuration.md``, parts of other pages, and the schema of ``results.json``.
+"""Write the reference: ``docs/reference/``, ``docs/configuration.md``, parts of other pages, and a schema.
 
-The parts are the acts of ``docs/graphs.md``, the rules of ``docs/conformance.md``, and on every page what
+The schema is that of ``results.json``; `api` writes the pages of ``docs/reference/``. The parts are the acts of ``docs/graphs.md``, the rules of ``docs/conformance.md``, and on every page what
 stands between ``<!-- include WHAT -->`` and ``<!-- /include -->``: source code, the files of a package, the
 contracts of imports (see `INCLUDES`). Run it after a change of the configuration, of
 ``docs/graph_acts.toml``, of `graphpact_conformance.results`, of the rules and their stories, of the step, of
@@ -321,6 +321,11 @@ def _toml(value: object) -> str:
 
 
 if __name__ == "__main__":
+    import api
+
+    for path, text in api.write().items():
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text, encoding="utf-8")
     if "--museum" in sys.argv[1:]:
         (DOCS / "museum.md").write_text(museum(_visit_museum()), encoding="utf-8")
     (DOCS / "configuration.md").write_text(configuration(), encoding="utf-8")
