@@ -51,7 +51,15 @@ Prompt = str | Sequence[int]
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """The result of one prompt. ``text`` is empty if the checkpoint has no tokenizer."""
+    """The result of one prompt. ``text`` is empty if the checkpoint has no tokenizer.
+
+    Args:
+        index: Index of the prompt in the call.
+        prompt: The prompt, as it was given.
+        text: The generated text.
+        token_ids: The generated tokens.
+        finish_reason: Why it ended.
+    """
 
     index: int
     prompt: Prompt
@@ -62,7 +70,14 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """One generated token of one prompt. ``text`` is empty while a character is incomplete."""
+    """One generated token of one prompt. ``text`` is empty while a character is incomplete.
+
+    Args:
+        index: Index of the prompt in the call.
+        token_id: The token.
+        text: The text that it completes.
+        finish_reason: Why the request ended with this token; None if it goes on.
+    """
 
     index: int
     token_id: int
