@@ -1,12 +1,12 @@
 """Write the reference: ``docs/reference/``, ``docs/configuration.md``, parts of other pages, and a schema.
 
-The schema is that of ``results.json``; `api` writes the pages of ``docs/reference/``. The parts are the acts of ``docs/graphs.md``, the rules of ``docs/conformance.md``, and on every page what
-stands between ``<!-- include WHAT -->`` and ``<!-- /include -->``: source code, the files of a package, the
-contracts of imports (see `INCLUDES`). Run it after a change of the configuration, of
-``docs/graph_acts.toml``, of `graphpact_conformance.results`, of the rules and their stories, of the step, of
-the core's modules, or of the import contracts; with ``--museum``, which takes minutes, after a change of the
-museum or of the suite's experiments, for ``docs/museum.md``. Tests hold the files to what this script would
-write.
+The schema is that of ``results.json``; `api` writes the pages of ``docs/reference/``. The parts are the acts
+of ``docs/graphs.md``, the rules of ``docs/conformance.md``, and on every page what stands between ``<!--
+include WHAT -->`` and ``<!-- /include -->``: source code, the files of a package, the contracts of imports
+(see `INCLUDES`). Run it after a change of the configuration, of ``docs/graph_acts.toml``, of
+`graphpact_conformance.results`, of the rules and their stories, of the step, of the core's modules, or of the
+import contracts; with ``--museum``, which takes minutes, after a change of the museum or of the suite's
+experiments, for ``docs/museum.md``. Tests hold the files to what this script would write.
 
 Does not: build a site.
 """
