@@ -32,6 +32,8 @@ from graphpact.buffers import input_slots
 from graphpact.graphs import DeclaredMemory
 from graphpact.plugins import CONTRACT_GROUP, KINDS, PluginInfo, observer_fault
 from graphpact.step import Attend
+from graphpact_conformance.driver_contract import CHECKS, DriverCheck
+from graphpact_conformance.experiments.base import differences
 from graphpact_conformance.problems import VOCAB, Config, configs_of, draw
 from graphpact_conformance.reference import ReferenceBackend, ReferenceRunner
 from graphpact_conformance.results import Outcome
@@ -200,6 +202,23 @@ def test_the_observer_sees_slow_steps(
     assert f"watched: {batch.batch_size} requests" in capsys.readouterr().err
 
 
+def test_the_driver_keeps_the_contract_and_runs_a_lane() -> None:
+    """`TimedDriver` keeps every promise of a driver; its lane answers as the oracle does, and has times."""
+    driver = importlib.import_module("recipes.driver").TimedDriver
+    for name in CHECKS:
+        DriverCheck(name, driver, torch.device("cpu"))()
+    config = _lane_of("decode")
+    rig = Rig(config, backend=ReferenceBackend, runner=ReferenceRunner, driver=driver)
+    (steps,) = draw(config, 1, 0)
+    for problem in steps:
+        step = rig.step(problem)
+        assert step.error is None
+        assert not differences(rig, step, rig.answer(problem))
+    assert rig.lane.stats.replays
+    assert any(sum(captured.graph.seconds.values()) > 0 for captured in rig.lane.captured.values())
+    assert driver.unavailable(torch.device("cuda")) is not None
+
+
 # -- every block of every page ---------------------------------------------------------------------
 
 
@@ -230,6 +249,7 @@ def _names_of(page: str) -> dict[str, Any]:
             "model": lambda x: x * 2 + 1,
             "batches": [torch.full((4,), float(n)) for n in range(3)],
             "answers": [],
+            "MyDriver": TapeDriver,
         }
     elif page == "docs/registry.md":
         names["registry"] = CudaGraphBufferRegistry(
@@ -262,8 +282,12 @@ def test_every_block_of_python_runs(
     Path("engine.toml").write_text(config.replace('"models/', f'"{ROOT}/examples/models/'), "utf-8")
     names = _names_of(page)
     exec(code.replace("my_backend", "flashinfer"), names)  # noqa: S102  our own page
-    if page == "docs/graphs.md":
+    if "answers.append" in code:
         assert [a.tolist() for a in names["answers"]] == [[2.0 * n + 1] * 4 for n in range(3)]
+    if "driver_contract" in code:
+        (mark,) = names["test_keeps_the_contract"].pytestmark
+        for parameters in mark.args[1]:
+            names["test_keeps_the_contract"](*parameters.values)
 
 
 @pytest.mark.parametrize(("page", "code"), _blocks("toml"))

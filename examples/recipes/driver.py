@@ -6,7 +6,7 @@ Does not: have a strict mode, streams or asynchronous copies: the base class doe
 """
 
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -31,7 +31,7 @@ class TimedGraph(Graph):
         self.num_nodes = recording.num_nodes
         self.num_segments = len(recording.segments)
         self.pool_nbytes = sum(memory.nbytes() for memory in recording.used_memory().values())
-        self.seconds: Counter[str] = Counter()
+        self.seconds: dict[str, float] = defaultdict(float)
         self._external: list[torch.Tensor] = recording.external_tensors()
         self._work: list[tuple[str, Node]] | None = []
         for part in recording.parts:
