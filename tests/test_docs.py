@@ -112,6 +112,14 @@ def test_included_parts_are_what_the_code_would_write(page: Path) -> None:
     assert len(re.findall("<!-- include ", text)) == text.count("<!-- /include -->")
 
 
+def test_every_page_is_in_the_index_of_the_site() -> None:
+    """docs/index.md lists every page of docs, so that `make docs` builds and links it."""
+    index = (ROOT / "docs/index.md").read_text(encoding="utf-8")
+    listed = set(re.findall(r"^([\w/]+)$", index, re.MULTILINE))
+    pages = {page.stem for page in ROOT.glob("docs/*.md")} - {"index"}
+    assert listed == {*pages, "reference/README"}
+
+
 def test_the_architecture_page_has_the_step_every_distribution_and_every_contract() -> None:
     """The page shows the lane's own code, names each distribution's folder, and includes each contract."""
     page = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
