@@ -112,6 +112,13 @@ def test_a_list_of_slots_of_ones_own_breaks_the_rules_that_the_page_names() -> N
     assert failed == set(re.findall(r"GP\d\d", named))
 
 
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_is_on_a_page(name: str) -> None:
+    """A page of the documentation includes each recipe whole."""
+    include = f"<!-- include file examples/{name.replace('.', '/')}.py -->"
+    assert any(include in page.read_text(encoding="utf-8") for page in load_reference().PAGES)
+
+
 # -- recipes that are no plugins of the suite ------------------------------------------------------
 
 
