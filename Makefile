@@ -7,7 +7,7 @@ DISTS  := core kernels plugins/tape plugins/cuda_graph plugins/cpu_graph plugins
           engine conformance
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo break test test-all bench check format clean
+.PHONY: demo break test test-all bench check docs format clean
 
 demo: $(STAMP)        ## write text through captured decode graphs, every replay verified
 	$(BIN)/graphpact generate --config examples/demo.toml --file examples/prompts.txt \
@@ -37,12 +37,17 @@ check: $(STAMP)       ## lint, format, types, imports, docstrings
 	$(BIN)/lint-imports
 	$(BIN)/interrogate -q .
 
+docs:                 ## build the pages as a site, build/docs/index.html
+	$(PYTHON) -m venv $(VENV)-docs
+	$(VENV)-docs/bin/python -m pip install --quiet --requirement requirements-docs.txt
+	$(VENV)-docs/bin/sphinx-build -q -n -W --keep-going docs build/docs
+
 format: $(STAMP)      ## fix what ruff can fix
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 clean:                ## forget the environment and every cache
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-docs build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(STAMP): $(PINS) requirements-dev.txt $(DISTS:%=%/pyproject.toml)

@@ -1,12 +1,12 @@
-"""Write the reference: ``docs/configuration.md``, parts of other pages, and the schema of ``results.json``.
+"""Write the reference: ``docs/reference/``, ``docs/configuration.md``, parts of other pages, and a schema.
 
-The parts are the acts of ``docs/graphs.md``, the rules of ``docs/conformance.md``, and on every page what
-stands between ``<!-- include WHAT -->`` and ``<!-- /include -->``: source code, the files of a package, the
-contracts of imports (see `INCLUDES`). Run it after a change of the configuration, of
-``docs/graph_acts.toml``, of `graphpact_conformance.results`, of the rules and their stories, of the step, of
-the core's modules, or of the import contracts; with ``--museum``, which takes minutes, after a change of the
-museum or of the suite's experiments, for ``docs/museum.md``. Tests hold the files to what this script would
-write.
+The schema is that of ``results.json``; `api` writes the pages of ``docs/reference/``. The parts are the acts
+of ``docs/graphs.md``, the rules of ``docs/conformance.md``, and on every page what stands between ``<!--
+include WHAT -->`` and ``<!-- /include -->``: source code, the files of a package, the contracts of imports
+(see `INCLUDES`). Run it after a change of the configuration, of ``docs/graph_acts.toml``, of
+`graphpact_conformance.results`, of the rules and their stories, of the step, of the core's modules, or of the
+import contracts; with ``--museum``, which takes minutes, after a change of the museum or of the suite's
+experiments, for ``docs/museum.md``. Tests hold the files to what this script would write.
 
 Does not: build a site.
 """
@@ -33,6 +33,18 @@ from graphpact_engine.config import config_keys
 
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
+PAGES = sorted(
+    path
+    for pattern in (
+        "*.md",
+        "docs/*.md",
+        "*/README.md",
+        "plugins/*/README.md",
+        "examples/*/README.md",
+    )
+    for path in ROOT.glob(pattern)
+)
+"""Every page: the README, those of `docs`, and the READMEs of distributions and examples."""
 SCHEMA = ROOT / "conformance/graphpact_conformance/results.schema.json"
 _WRITTEN = "<!-- from here on written by docs/reference.py from docs/graph_acts.toml -->\n"
 _RULES, _END_OF_RULES = "<!-- rules -->\n", "<!-- /rules -->"
@@ -309,6 +321,11 @@ def _toml(value: object) -> str:
 
 
 if __name__ == "__main__":
+    import api
+
+    for path, text in api.write().items():
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text, encoding="utf-8")
     if "--museum" in sys.argv[1:]:
         (DOCS / "museum.md").write_text(museum(_visit_museum()), encoding="utf-8")
     (DOCS / "configuration.md").write_text(configuration(), encoding="utf-8")
@@ -316,5 +333,5 @@ if __name__ == "__main__":
     for name, write in (("graphs.md", graphs), ("conformance.md", conformance)):
         page = DOCS / name
         page.write_text(write(page.read_text(encoding="utf-8")), encoding="utf-8")
-    for page in DOCS.glob("*.md"):
+    for page in PAGES:
         page.write_text(included(page.read_text(encoding="utf-8")), encoding="utf-8")

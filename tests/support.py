@@ -30,9 +30,9 @@ from graphpact_trtllm_mla import TRTLLMMLABackend
 ROOT = Path(__file__).parents[1]
 
 
-def load_reference() -> ModuleType:
-    """Return the script that writes the reference pages, as a module."""
-    spec = importlib.util.spec_from_file_location("reference", ROOT / "docs/reference.py")
+def load_reference(name: str = "reference") -> ModuleType:
+    """Return a script that writes reference pages, as a module."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / f"docs/{name}.py")
     assert spec is not None
     assert spec.loader is not None
     reference = importlib.util.module_from_spec(spec)

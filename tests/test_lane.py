@@ -1,6 +1,7 @@
 """Tests of `Lane`: statistics, hooks, outputs, the two halves of a step, and planted bugs."""
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
@@ -257,16 +258,46 @@ def test_an_observer_that_does_nothing_changes_nothing() -> None:
         assert torch.equal(a, b)
 
 
+def _counted(hook: Callable[..., Any], calls: list[str]) -> Callable[..., Any]:
+    """Return ``hook`` with the same arguments and without a marker, which notes each call."""
+
+    @functools.wraps(hook, updated=())
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls.append(hook.__name__)
+        return hook(*args, **kwargs)
+
+    return counted
+
+
+@pytest.mark.parametrize("way", ["in the class", "in a base class"])
+@pytest.mark.parametrize("name", HOOKS)
+def test_an_override_of_a_hook_needs_no_marker(name: str, way: str) -> None:
+    """A method of a backend or a runner, or of a mixin, with the name of a hook is called in each step."""
+    base: Any = CudaGraphRunner if name in ("populate", "prepare_replay") else FlashInferBackend
+    calls: list[str] = []
+    with_hook = {name: _counted(getattr(base, name), calls)}
+    if way == "in the class":
+        kind = type("Unmarked", (base,), with_hook)
+    else:
+        kind = type("Unmarked", (type("Mixin", (), with_hook), base), {})
+    rig = Rig(**{"runner" if base is CudaGraphRunner else "backend": kind})
+    at_capture = len(calls)
+    assert rig.agrees(2, 7)
+    assert len(calls) - at_capture == (name != "init_metadata_capture")
+    assert calls
+
+
 @pytest.mark.parametrize("name", HOOKS)
 def test_a_missing_hook_is_refused_when_the_lane_is_built(name: str) -> None:
-    """A method with the name of a hook but without `@hookimpl` is refused; the error names the hook."""
+    """A method put into a class later, without `@hookimpl`, is refused; the error names the hook."""
 
     def unmarked(self: Any, **kwargs: Any) -> None:
         raise AssertionError("never called")
 
     base: Any = CudaGraphRunner if name in ("populate", "prepare_replay") else FlashInferBackend
     part = "runner" if base is CudaGraphRunner else "backend"
-    kind = type("Unmarked", (base,), {name: unmarked})
+    kind = type("Unmarked", (base,), {})
+    setattr(kind, name, unmarked)
     with pytest.raises(EngineError) as error:
         Rig(**{part: kind})
     assert repr(name) in str(error.value)

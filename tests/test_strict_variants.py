@@ -19,7 +19,7 @@ from graphpact import (
     PaddingPolicy,
     hookimpl,
 )
-from graphpact.attention import Buffers, SlotBuffers
+from graphpact.attention import Buffers
 from graphpact.graphs import Event, Stream
 from graphpact.runners import RunnerContext
 from graphpact_cuda_graph import CudaGraphRunner
@@ -68,7 +68,7 @@ class Variant(FlashInferBackend):
 
 
 class TwoBodies(Variant):
-    """A backend with separate hooks for capture and replay; only capture writes the constant offsets."""
+    """A backend with separate bodies for capture and replay; only capture writes the constant offsets."""
 
     def declare_slots(self, limits: Limits) -> Sequence[GraphSlot]:
         """Declare the query offsets of decode as a constant."""
@@ -83,27 +83,10 @@ class TwoBodies(Variant):
         )
         return [*slots, once]
 
-    @hookimpl
-    def init_metadata_capture(self, view: ForwardBatch, shape: GraphShape) -> Any:
-        """Bind and fill everything."""
-        registry = self._registry
-        assert registry is not None
-
-        metadata = self.allocate_metadata(view, shape, SlotBuffers(registry, shape))
-        torch.arange(shape.batch_size + 1, out=metadata.qo_indptr)
-        self._refresh(view, metadata)
-        return metadata
-
-    @hookimpl
-    def init_metadata_replay(self, view: ForwardBatch, shape: GraphShape, captured: Any) -> Any:
-        """Refresh all but the constant offsets."""
-        self._refresh(view, captured)
-        return captured
-
-    def _refresh(self, view: ForwardBatch, metadata: MoreMetadata) -> None:
-        spare = dataclasses.replace(metadata, qo_indptr=torch.empty_like(metadata.qo_indptr))
-        self.fill_metadata(view, spare)
-        self.plan_metadata(view, metadata)
+    def refresh_metadata(self, view: ForwardBatch, metadata: MoreMetadata) -> None:
+        """Write all but the constant offsets."""
+        spare = torch.empty_like(metadata.qo_indptr)
+        super().fill_metadata(view, dataclasses.replace(metadata, qo_indptr=spare))
 
 
 class OnTheHost(Variant):

@@ -102,7 +102,15 @@ def static_shapes(case: Case) -> list[GraphShape]:
 
 @dataclass(frozen=True)
 class Heads:
-    """The heads of every layer of a lane."""
+    """The heads of every layer of a lane.
+
+    Args:
+        name: Their layout in names of lanes, such as ``gqa``.
+        num_q_heads: Query heads.
+        num_kv_heads: Key and value heads.
+        head_dim: Width of a query head and of a key head.
+        kv_lora_rank: Width of the latent (MLA), or None.
+    """
 
     name: str
     num_q_heads: int

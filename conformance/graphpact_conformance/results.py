@@ -21,20 +21,25 @@ SCHEMA_VERSION = 1
 
 
 class Outcome(enum.StrEnum):
-    """The result of one requirement in one lane."""
+    """The result of one requirement in one lane.
+
+    Attributes:
+        PASS: The requirement held in all drawn batches.
+        FAIL: It was broken.
+        XFAIL: It failed, and the plugin's ``xfails.toml`` lists the failure.
+        XPASS: It passed although ``xfails.toml`` lists a failure; this counts as a failure.
+        UNSUPPORTED: It needs a capability that the plugin does not declare.
+        NOT_RUN: It needs another machine, or a lane that could not be captured.
+        ERROR: The suite itself has a fault, or could not continue.
+    """
 
     PASS = "pass"  # noqa: S105  no secret
     FAIL = "fail"
     XFAIL = "xfail"
-    """It failed, and the plugin's ``xfails.toml`` lists the failure."""
     XPASS = "xpass"
-    """It passed although ``xfails.toml`` lists a failure; this counts as a failure."""
     UNSUPPORTED = "unsupported"
-    """It needs a capability that the plugin does not declare."""
     NOT_RUN = "not_run"
-    """It needs another machine, or a lane that could not be captured."""
     ERROR = "error"
-    """The suite itself has a fault, or could not continue."""
 
     @property
     def ran(self) -> bool:
@@ -65,7 +70,15 @@ def worst(outcomes: Iterable[Outcome]) -> Outcome:
 
 
 class ExitCode(enum.IntEnum):
-    """Exit codes of ``graphpact check``."""
+    """Exit codes of ``graphpact check``.
+
+    Attributes:
+        CONFORMANT: No MUST failed, and something passed.
+        NOT_CONFORMANT: A MUST failed, or with ``--strict`` something was not shown.
+        USAGE: An unknown plugin or option, or a list of known failures that cannot be read.
+        SUITE_ERROR: The suite or its environment has a fault: no verdict.
+        NOTHING_RAN: No verdict either.
+    """
 
     CONFORMANT = 0
     NOT_CONFORMANT = 1
@@ -137,12 +150,12 @@ class Result(_Model):
     lane: Text = Field(
         description="Mode, page size, head layout and dtype; or another name for the checked part."
     )
-    outcome: Outcome
-    level: Level = "MUST"
+    outcome: Outcome = Field(description="The result; see Outcome.")
+    level: Level = Field(default="MUST", description="The level of the requirement.")
     reason: Text | None = Field(
         default=None, description="The reason of an outcome other than pass and fail."
     )
-    findings: list[Finding] = Field(default_factory=list)
+    findings: list[Finding] = Field(default_factory=list, description="The evidence of a failure.")
     examples: int = Field(default=0, description="Number of drawn sequences of batches.")
     seconds: float = Field(default=0.0, description="Wall time; ignored in comparisons.")
 
@@ -157,10 +170,12 @@ class Claim(_Model):
     """One capability: its declared value and the result of the run."""
 
     capability: Text = Field(description="Such as 'mode decode' or 'page size 16'.")
-    declared: Literal["unknown", "unsupported", "not_implemented", "since", "full"]
+    declared: Literal["unknown", "unsupported", "not_implemented", "since", "full"] = Field(
+        description="The declared value."
+    )
     since: Text | None = Field(default=None, description="The version, where declared is 'since'.")
-    shown: Literal["pass", "fail", "not_run"]
-    hint: Text | None = None
+    shown: Literal["pass", "fail", "not_run"] = Field(description="The result of its lanes.")
+    hint: Text | None = Field(default=None, description="Advice to declare it, where it works.")
 
     @property
     def is_made(self) -> bool:
@@ -176,22 +191,24 @@ class Claim(_Model):
 class PluginResults(_Model):
     """All results of one plugin, alone or with a partner."""
 
-    kind: Text
-    name: Text
-    distribution: Text
-    version: Text
+    kind: Text = Field(description="attention_backend or runner.")
+    name: Text = Field(description="Its entry-point name.")
+    distribution: Text = Field(description="The distribution that offers it.")
+    version: Text = Field(description="The version of that distribution.")
     contract: Text | None = Field(description="Contract version that its distribution declares.")
     partner: Text | None = Field(default=None, description="Runner that a backend was paired with.")
     drivers: list[Text] = Field(default_factory=list, description="Drivers that were exercised.")
     provider: Text | None = Field(default=None, description="Kernel provider that was exercised.")
-    device: Text = "cpu"
-    claims: list[Claim] = Field(default_factory=list)
-    hints: list[Text] = Field(default_factory=list)
+    device: Text = Field(default="cpu", description="Device of the lanes.")
+    claims: list[Claim] = Field(default_factory=list, description="Its capabilities; of backends.")
+    hints: list[Text] = Field(
+        default_factory=list, description="Undeclared capabilities that work."
+    )
     not_shown: list[Text] = Field(
         default_factory=list,
         description="Parts that this machine could not exercise, with the reason.",
     )
-    results: list[Result] = Field(default_factory=list)
+    results: list[Result] = Field(default_factory=list, description="Its results, lane by lane.")
 
     @property
     def label(self) -> str:
@@ -236,25 +253,25 @@ class PluginResults(_Model):
 class Environment(_Model):
     """The environment of a run."""
 
-    graphpact: Text
-    python: Text
-    torch: Text
-    platform: Text
-    device: Text
-    device_name: Text | None = None
+    graphpact: Text = Field(description="Version of graphpact.")
+    python: Text = Field(description="Version of Python.")
+    torch: Text = Field(description="Version of torch.")
+    platform: Text = Field(description="Operating system and architecture.")
+    device: Text = Field(description="Device of the run.")
+    device_name: Text | None = Field(default=None, description="Name of the GPU.")
 
 
 class Report(_Model):
     """One run of the suite."""
 
-    schema_version: Literal[1] = 1
-    environment: Environment
-    seed: int
-    examples: int
+    schema_version: Literal[1] = Field(default=1, description="Version of this format.")
+    environment: Environment = Field(description="Versions and device of the run.")
+    seed: int = Field(description="Seed of all random batches.")
+    examples: int = Field(description="Sequences of batches for each experiment and lane.")
     options: Options = Field(default_factory=dict, description="The options of the run.")
     started: Text = Field(description="ISO 8601; ignored in comparisons.")
-    seconds: float
-    plugins: list[PluginResults]
+    seconds: float = Field(description="Wall time; ignored in comparisons.")
+    plugins: list[PluginResults] = Field(description="The results of each plugin and pair.")
 
     @property
     def strict(self) -> bool:

@@ -18,23 +18,26 @@ from graphpact.errors import EngineError
 
 
 class ForwardMode(enum.Enum):
-    """The kind of a step. A graph is captured for one mode."""
+    """The kind of a step. A graph is captured for one mode.
+
+    Attributes:
+        DECODE: One new token per request.
+        EXTEND: One or more new tokens per request after a cached prefix, or none: prefill, or a chunk of it.
+        MIXED: An extend in which some requests decode, with one token each.
+        TARGET_VERIFY: The target model reads the drafts of every request, the same number of tokens each.
+        DRAFT_DECODE: The draft model decodes several steps in a row, one token per branch in each.
+        DRAFT_EXTEND: The draft model reads the verified tokens: the same number per request, accepted or not.
+        IDLE: No request: a rank that runs the step because other ranks have work. Its batch has the fields of
+            its lane's batches, without rows.
+    """
 
     DECODE = "decode"
-    """One new token per request."""
     EXTEND = "extend"
-    """One or more new tokens per request after a cached prefix of zero or more: prefill, or a chunk of it."""
     MIXED = "mixed"
-    """An extend in which some requests decode, with one token each."""
     TARGET_VERIFY = "target_verify"
-    """The target model reads the drafts of every request, the same number of tokens each."""
     DRAFT_DECODE = "draft_decode"
-    """The draft model decodes several steps in a row, one token per branch in each."""
     DRAFT_EXTEND = "draft_extend"
-    """The draft model reads the verified tokens: the same number per request, accepted or not."""
     IDLE = "idle"
-    """No request: a rank that runs the step because other ranks have work. Its batch has the fields of its
-    lane's batches, without rows."""
 
     @property
     def is_decode(self) -> bool:
@@ -53,68 +56,72 @@ class ForwardBatch:
 
     Shapes: ``bs`` requests, ``T`` tokens. Tensors lie on the engine's device, except those whose names end in
     ``_cpu``: they lie on the host and may be read at any time.
+
+    Args:
+        forward_mode: The kind of the step.
+        batch_size: Requests in the batch; in a padded view, those of the shape.
+        input_ids: ``[T]`` int64: token ids.
+        positions: ``[T]`` int64: position of each token in its sequence, from 0.
+        out_cache_loc: ``[T]`` int64: KV slot of each token's key and value; 0 is scratch. In draft decode,
+            whose ``T`` tokens are the branches: ``[T, num_steps]``, the KV slot of each branch in each step.
+        req_pool_indices: ``[bs]`` int64: row of each request in the request pool; 0 is scratch.
+        seq_lens: ``[bs]`` int64: tokens of each sequence with a KV slot after this step, new ones included.
+            In target verify and draft decode: before this step, since drafts are not yet part of the
+            sequence.
+        seq_lens_cpu: ``[bs]`` int64 on the host: the same numbers.
+        extend_seq_lens: ``[bs]`` int64: new tokens of each request; extend and mixed only.
+        extend_seq_lens_cpu: ``[bs]`` int64 on the host: the same numbers.
+        tree_mask: ``[T, T // bs]`` bool: whether each draft token sees each draft token of its request;
+            target verify of draft trees only. Without it drafts are a chain: each sees itself and those
+            before it.
+        num_correct_drafts: ``[bs]`` int32: accepted drafts of each request, from 0; draft extend only.
+        draft_step: Index of the draft step of this batch, from 0; see `at_draft_step`.
+        draft_cache_loc: ``[T, num_steps]`` int64: the KV slots of all steps; see `at_draft_step`.
+        mrope_positions: ``[3, T]`` int64: temporal, height and width positions, for multimodal rope.
+        input_embeds: ``[T, hidden_size]``: embeddings instead of ``input_ids``.
+        encoder_lens: ``[bs]`` int32: tokens of each request's encoder input, for cross attention.
+        mamba_track_indices: ``[bs]`` int64: index at which each request's recurrent state is kept for reuse.
+        mamba_track_mask: ``[bs]`` bool: whether the request's state is kept in this step.
+        mamba_track_seqlens: ``[bs]`` int32: tokens of each sequence in the kept state.
+        num_token_non_padded: ``[1]`` int32: real tokens, for layers that must not touch padding.
+        num_token_non_padded_cpu: Real tokens of all attention-TP ranks, on the host.
+        global_num_tokens_gpu: ``[1]`` or ``[dp_size]`` int32: tokens of each DP rank in the gathered buffer.
+        global_num_tokens_cpu: Tokens of each DP rank in this step, on the host, if layers gather over ranks:
+            all ranks then replay the shape of the largest.
+        global_num_tokens_for_logprob_gpu: The same for tokens with requested log probabilities.
+        ngram_embedding_info: An object with ``column_starts`` and ``req_lens``, both ``[bs]`` int32.
+        extra: A plugin's own fields by dotted names, such as ``eagle.hidden_states``. A lane with graphs
+            refuses fields without a slot, as all others.
     """
 
     forward_mode: ForwardMode
     batch_size: int
-    """Requests in the batch; in a padded view, those of the shape."""
     input_ids: torch.Tensor
-    """``[T]`` int64: token ids."""
     positions: torch.Tensor
-    """``[T]`` int64: position of each token in its sequence, from 0."""
     out_cache_loc: torch.Tensor
-    """``[T]`` int64: KV slot of each token's key and value; 0 is scratch. In draft decode, whose ``T`` tokens
-    are the branches: ``[T, num_steps]``, the KV slot of each branch in each step."""
     req_pool_indices: torch.Tensor
-    """``[bs]`` int64: row of each request in the request pool; 0 is scratch."""
     seq_lens: torch.Tensor
-    """``[bs]`` int64: tokens of each sequence with a KV slot after this step, new ones included. In target
-    verify and draft decode: before this step, since drafts are not yet part of the sequence."""
     seq_lens_cpu: torch.Tensor
-    """``[bs]`` int64 on the host: the same numbers."""
     extend_seq_lens: torch.Tensor | None = None
-    """``[bs]`` int64: new tokens of each request; extend and mixed only."""
     extend_seq_lens_cpu: torch.Tensor | None = None
-    """``[bs]`` int64 on the host: the same numbers."""
     tree_mask: torch.Tensor | None = None
-    """``[T, T // bs]`` bool: whether each draft token sees each draft token of its request; target verify of
-    draft trees only. Without it drafts are a chain: each sees itself and those before it."""
     num_correct_drafts: torch.Tensor | None = None
-    """``[bs]`` int32: accepted drafts of each request, 0 or more; draft extend only. The number of queries
-    does not depend on it."""
     draft_step: int | None = None
-    """Index of the draft step of this batch, from 0; see `at_draft_step`."""
     draft_cache_loc: torch.Tensor | None = None
-    """``[T, num_steps]`` int64: the KV slots of all steps; see `at_draft_step`."""
 
     mrope_positions: torch.Tensor | None = None
-    """``[3, T]`` int64: temporal, height and width position of each token, for multimodal rope."""
     input_embeds: torch.Tensor | None = None
-    """``[T, hidden_size]``: embeddings instead of ``input_ids``."""
     encoder_lens: torch.Tensor | None = None
-    """``[bs]`` int32: tokens of each request's encoder input, for cross attention."""
     mamba_track_indices: torch.Tensor | None = None
-    """``[bs]`` int64: index at which each request's recurrent state is kept for reuse."""
     mamba_track_mask: torch.Tensor | None = None
-    """``[bs]`` bool: whether the request's state is kept in this step."""
     mamba_track_seqlens: torch.Tensor | None = None
-    """``[bs]`` int32: tokens of each sequence in the kept state."""
     num_token_non_padded: torch.Tensor | None = None
-    """``[1]`` int32: real tokens, for layers that must not touch padding."""
     num_token_non_padded_cpu: int | None = None
-    """Real tokens of all attention-TP ranks, on the host."""
     global_num_tokens_gpu: torch.Tensor | None = None
-    """``[1]`` or ``[dp_size]`` int32: tokens of each DP rank in the gathered buffer."""
     global_num_tokens_cpu: tuple[int, ...] | None = None
-    """Tokens of each DP rank in this step, on the host, if layers gather over ranks: all ranks then replay
-    the shape of the largest."""
     global_num_tokens_for_logprob_gpu: torch.Tensor | None = None
-    """``[1]`` or ``[dp_size]`` int32: the same for tokens with requested log probabilities."""
     ngram_embedding_info: Any = None
-    """Input of an n-gram embedding: an object with ``column_starts`` and ``req_lens``, ``[bs]`` int32."""
     extra: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """A plugin's own fields by dotted names, such as ``eagle.hidden_states``. A lane with graphs refuses
-    fields without a slot, as all others."""
 
     @property
     def num_tokens(self) -> int:

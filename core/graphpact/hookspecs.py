@@ -11,6 +11,7 @@ versions of a hook may add arguments and never remove them.
 Does not: call the hooks (`graphpact.lane` does) or find their implementers (`graphpact.plugins` does).
 """
 
+import inspect
 from typing import Any
 
 import pluggy
@@ -24,6 +25,17 @@ CONTRACT_VERSION = 1
 
 hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)
+
+
+class HookMethods:
+    """Base class of backends and runners: a method with the name of a hook implements it, marked or not."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for hook in (populate, prepare_replay, init_metadata_capture, init_metadata_replay):
+            method = getattr(cls, hook.__name__, None)
+            if inspect.isfunction(method) and not hasattr(method, f"{PROJECT}_impl"):
+                hookimpl(method)
 
 
 @hookspec(firstresult=True)

@@ -43,12 +43,15 @@ PactMode = Literal["always", "sampled", "off"]
 
 @dataclass(slots=True)
 class ShapeStats:
-    """Statistics of one captured shape. Times in seconds."""
+    """Statistics of one captured shape.
+
+    Its ``replays``, the live requests and tokens in them (``raw_rows``, ``raw_tokens``), ``capture_seconds``,
+    ``num_nodes``, and ``externals``: how completely the driver reports the memory that the graph reads.
+    """
 
     capture_seconds: float = 0.0
     num_nodes: int = 0
     externals: Externals = "all"
-    """How completely the driver reports the memory that the graph reads; see `graphpact.graphs.Externals`."""
     replays: int = 0
     raw_rows: int = 0
     raw_tokens: int = 0
@@ -60,7 +63,7 @@ class ShapeStats:
 
 @dataclass(slots=True)
 class LaneStats:
-    """Counts of one lane since it was built."""
+    """Counts of one lane: ``shapes``, ``eager`` runs by mode and reason, and ``pact_checks``."""
 
     shapes: dict[GraphShape, ShapeStats] = field(default_factory=dict)
     eager: Counter[tuple[ForwardMode, EagerReason]] = field(default_factory=Counter)

@@ -146,7 +146,7 @@ def _slot_names(kind: type) -> Iterator[str]:
 
 
 class TensorFacts(NamedTuple):
-    """The promised properties of a tensor. ``stride`` is in elements."""
+    """The promised ``address``, ``shape``, ``stride`` (in elements), ``dtype`` and ``device`` of a tensor."""
 
     address: int
     shape: torch.Size

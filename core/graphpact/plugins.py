@@ -102,7 +102,7 @@ class PluginInfo:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A plugin that passed every stage; ``cls`` is its class or command."""
+    """A plugin that passed every stage: its ``info``, and ``cls``, its class or command."""
 
     info: PluginInfo
     cls: Any
@@ -110,7 +110,7 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """A plugin that failed a stage, and why."""
+    """A plugin that failed a stage: its ``info``, and the ``reason``."""
 
     info: PluginInfo
     reason: str
@@ -304,7 +304,7 @@ def _load(info: PluginInfo, entry_point: EntryPoint) -> Plugin:
         else:
             base = _BASES[info.kind]
             reason = _class_fault(cls, base) or (
-                observer_fault(cls) if info.kind == "observer" else _hook_fault(cls, base)
+                observer_fault(cls) if info.kind == "observer" else _hook_fault(cls)
             )
     except KeyboardInterrupt:
         raise
@@ -333,14 +333,13 @@ def _class_fault(cls: Any, base: type[Any]) -> str | None:
     return f"{cls.__name__} does not set {', '.join(unset)}" if unset else None
 
 
-def _hook_fault(cls: type[Any], base: type[Any]) -> str | None:
+def _hook_fault(cls: type[Any]) -> str | None:
     """Return the fault of the hooks that ``cls`` implements, or None."""
     manager = pluggy.PluginManager(PROJECT)
     manager.add_hookspecs(hookspecs)
     hooks = [name for name in vars(manager.hook) if name[0] != "_"]
-    of_base, of_cls = _Unbuilt(base), _Unbuilt(cls)
+    of_cls = _Unbuilt(cls)
     try:
-        manager.register(of_base, name=base.__qualname__)
         manager.register(of_cls, name=f"{cls.__module__}.{cls.__qualname__}")
         manager.check_pending()
     except pluggy.PluginValidationError as error:
@@ -350,10 +349,6 @@ def _hook_fault(cls: type[Any], base: type[Any]) -> str | None:
                 hint = f"did you mean {near!r}" if near else f"hooks: {', '.join(hooks)}"
                 return f"{cls.__name__} implements an unknown hook {caller.name!r}; {hint}"
         return " ".join(str(error).split())
-    unmarked = {caller.name for caller in manager.get_hookcallers(of_base) or ()}
-    unmarked -= {caller.name for caller in manager.get_hookcallers(of_cls) or ()}
-    if unmarked:
-        return f"{cls.__name__} overrides {', '.join(sorted(unmarked))} without @graphpact.hookimpl"
     return None
 
 
@@ -362,7 +357,7 @@ def observer_fault(cls: type[Any]) -> str | None:
 
     The class implements a hook that the contract does not have, no hook, or a hook without ``wrapper=True``.
     """
-    if reason := _hook_fault(cls, object):
+    if reason := _hook_fault(cls):
         return reason
     options = {
         name: opts

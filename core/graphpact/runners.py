@@ -19,7 +19,7 @@ from graphpact.attention import Capabilities, DraftLimits, GraphSupport, Limits
 from graphpact.batch import ForwardBatch, ForwardMode
 from graphpact.buffers import CudaGraphBufferRegistry, GraphSlot, input_slots
 from graphpact.errors import ConfigError, EngineError
-from graphpact.hookspecs import hookimpl
+from graphpact.hookspecs import HookMethods
 from graphpact.shapes import CaptureSizes, EagerReason, GraphShape
 from graphpact.step import Forward, Region, Step
 
@@ -83,7 +83,7 @@ class RunnerContext:
         return sizes
 
 
-class GraphRunner(abc.ABC):
+class GraphRunner(HookMethods, abc.ABC):
     """Base class of runner plugins.
 
     A subclass sets `modes` and `needs`, and writes `shapes`. The defaults are for full graphs of every mode:
@@ -155,7 +155,6 @@ class GraphRunner(abc.ABC):
 
     # -- hooks -----------------------------------------------------------------------------------
 
-    @hookimpl
     def populate(
         self, registry: CudaGraphBufferRegistry, batch: ForwardBatch, shape: GraphShape
     ) -> None:
@@ -168,7 +167,6 @@ class GraphRunner(abc.ABC):
             padded_num_tokens=shape.num_tokens,
         )
 
-    @hookimpl
     def prepare_replay(
         self, registry: CudaGraphBufferRegistry, batch: ForwardBatch, shape: GraphShape
     ) -> ForwardBatch:

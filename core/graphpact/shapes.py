@@ -48,15 +48,10 @@ class EagerReason:
     text: str = field(compare=False)
 
     NO_GRAPHS: ClassVar["EagerReason"]
-    """The lane captures nothing."""
     NOT_CAPTURED: ClassVar["EagerReason"]
-    """The shape that fits is not captured (yet, or no longer)."""
     WRONG_MODE: ClassVar["EagerReason"]
-    """The lane's runner does not capture this mode."""
     OVER_LARGEST: ClassVar["EagerReason"]
-    """No captured shape is large enough."""
     OTHER_WIDTH: ClassVar["EagerReason"]
-    """Its requests have another number of tokens than the captured shapes."""
 
     def __str__(self) -> str:
         return self.text

@@ -143,8 +143,9 @@ BROKEN = {
         "Argument(s) {'shp'} are declared in the hookimpl but can not be found in the hookspec",
     ),
     "unmarked": (
-        GOOD + "    Runner.populate = lambda self, registry, batch, shape: None",
-        "Good overrides populate without @graphpact.hookimpl",
+        GOOD
+        + "    Runner = type('Other', (Runner,), {'populate': lambda self, registry, shp: None})",
+        "Argument(s) {'shp'} are declared in the hookimpl but can not be found in the hookspec",
     ),
     "hostile": (
         """

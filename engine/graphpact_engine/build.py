@@ -38,8 +38,13 @@ _MEMORY_SHARE = {"cuda": 0.8, "cpu": 0.5}  # default share of free memory for th
 class Memory:
     """The memory that all lanes share.
 
-    ``buffers`` is for lanes with ``share_buffers``. ``shadow`` is the cache on which verification runs
-    steps again; None without verification.
+    Args:
+        limits: The largest counts of all lanes.
+        requests: The request rows.
+        pages: The pages of KV slots.
+        kv_cache: The KV cache.
+        shadow: The cache on which verification runs steps again; None without verification.
+        buffers: Memory of lanes with ``share_buffers``.
     """
 
     limits: Limits

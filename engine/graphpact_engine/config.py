@@ -284,7 +284,7 @@ class VerifyConfig(_Section):
 
 
 class EngineConfig(_Section):
-    """The whole configuration."""
+    """The whole configuration: the tables ``model``, ``engine``, ``lanes`` and ``verify``."""
 
     model: ModelConfig = ModelConfig()
     engine: EngineSection = EngineSection()

@@ -19,8 +19,12 @@ from graphpact_engine.text import OutputText
 class Delta:
     """One generated token of one prompt.
 
-    ``text`` is the text that may be shown with this token. It is empty while a character is incomplete, and
-    while the text may be the beginning of a stop string.
+    Args:
+        index: Index of the prompt in the call.
+        token_id: The token.
+        text: The text that may be shown with this token: empty while a character is incomplete, and while the
+            text may be the beginning of a stop string.
+        finish_reason: Why the request ended with this token; None if it goes on.
     """
 
     index: int

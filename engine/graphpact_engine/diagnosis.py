@@ -41,19 +41,33 @@ _VALUES = (
 
 @dataclass(slots=True)
 class Replay:
-    """The batch, view and metadata of one replay."""
+    """The batch, view and metadata of one replay.
+
+    Args:
+        batch: The live batch.
+        shape: The replayed shape.
+        view: The static inputs.
+        view_before: A copy of the view before the replay: the graph may write its slots.
+        metadata: The metadata of the replay; None before the hook has run.
+    """
 
     batch: ForwardBatch
     shape: GraphShape
     view: ForwardBatch
     view_before: ForwardBatch
-    """A copy of the view before the replay: the graph may write its slots."""
     metadata: Any = None
 
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """The last part of an error message, and the attributes of the error."""
+    """The last part of an error message, and the attributes of the error.
+
+    Args:
+        text: The cause in words.
+        hint: What to do.
+        field: The first field that differs, or None.
+        suspects: Fields of padding rows that may be the cause, where ``field`` is None.
+    """
 
     text: str
     hint: str

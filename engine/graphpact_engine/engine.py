@@ -57,8 +57,12 @@ Sampling: TypeAlias = SamplingParams | Sequence[SamplingParams] | None
 class Completion:
     """The result of one prompt.
 
-    ``text`` ends before a stop string, ``token_ids`` with the token that completed it. ``text`` is empty if
-    the checkpoint has no tokenizer.
+    Args:
+        index: Index of the prompt in the call.
+        prompt: The prompt, as it was given.
+        text: The generated text, up to a stop string; empty if the checkpoint has no tokenizer.
+        token_ids: The generated tokens, with the one that completed a stop string.
+        finish_reason: Why it ended.
     """
 
     index: int

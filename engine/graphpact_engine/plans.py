@@ -45,7 +45,19 @@ _FORWARD_MODES: dict[LaneMode, ForwardMode] = {
 
 @dataclass(frozen=True, slots=True)
 class LanePlan:
-    """The plugins and settings of one lane, before anything is built."""
+    """The plugins and settings of one lane, before anything is built.
+
+    Args:
+        name: Name of the lane.
+        mode: Forward mode of its batches.
+        config: Its table of the configuration.
+        runner: The runner.
+        backend: The attention backend.
+        backend_name: The name by which the backend was selected.
+        driver: The graph driver.
+        provider: The requested kernels.
+        eager_reason: Why the lane runs eagerly although its runner captures; None if it captures.
+    """
 
     name: str
     mode: ForwardMode
@@ -56,7 +68,6 @@ class LanePlan:
     driver: type[GraphDriver]
     provider: ProviderName
     eager_reason: EagerReason | None = None
-    """Why the lane runs eagerly although its runner captures; None if it captures."""
 
     @property
     def provider_setting(self) -> str:
@@ -68,16 +79,24 @@ class LanePlan:
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """The properties of the loaded model that lanes and memory depend on."""
+    """The properties of the loaded model that lanes and memory depend on.
+
+    Args:
+        layers: Its attention layers.
+        dtype: Dtype of weights and KV cache.
+        device: Device of the weights.
+        max_model_len: The longest sequence, in tokens.
+        expanded_for: The lane whose backend makes the model's MLA layers run expanded; None if none are
+            expanded.
+        expanded_layers: Returns ``layers`` in expanded form; None if the model caches no latents.
+    """
 
     layers: Sequence[LayerSpec]
     dtype: torch.dtype
     device: torch.device
     max_model_len: int
     expanded_for: "LanePlan | None" = None
-    """The lane whose backend makes the model's MLA layers run expanded; None if none are expanded."""
     expanded_layers: Callable[[], Sequence[LayerSpec]] | None = None
-    """Returns ``layers`` in expanded form; None if the model caches no latents."""
 
 
 def resolve_device(name: str) -> torch.device:

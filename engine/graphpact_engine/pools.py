@@ -155,13 +155,20 @@ class PagePool(_Ids):
 
 @dataclass(frozen=True, slots=True)
 class KVLayerShape:
-    """The KV heads of one attention layer, and the sizes of a key and a value."""
+    """The KV heads of one attention layer, and the sizes of a key and a value.
+
+    Args:
+        num_kv_heads: Key and value heads.
+        head_dim: Width of a key head.
+        v_head_dim: Width of a value head.
+        value_in_key: Whether the value is the first ``v_head_dim`` elements of the key (MLA) and needs no own
+            memory.
+    """
 
     num_kv_heads: int
     head_dim: int
     v_head_dim: int
     value_in_key: bool = False
-    """Whether the value is the first ``v_head_dim`` elements of the key (MLA) and needs no own memory."""
 
     @property
     def width(self) -> int:

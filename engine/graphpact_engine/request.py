@@ -24,16 +24,19 @@ _MAX_SEED = 2**64 - 1
 
 
 class RequestState(enum.Enum):
-    """The state of a request."""
+    """The state of a request.
+
+    Attributes:
+        WAITING: Owns no memory: new, or preempted.
+        PREFILLING: Owns memory; some of its known tokens are not yet in the KV cache.
+        RUNNING: All known tokens except the newest are in the KV cache; its next step is a decode.
+        FINISHED: Ended; owns no memory.
+    """
 
     WAITING = "waiting"
-    """Owns no memory: new, or preempted."""
     PREFILLING = "prefilling"
-    """Owns memory; some of its known tokens are not yet in the KV cache."""
     RUNNING = "running"
-    """All known tokens except the newest are in the KV cache; its next step is a decode."""
     FINISHED = "finished"
-    """Ended; owns no memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,40 +48,47 @@ class SamplingParams:
     ``logit_bias``, ``repetition_penalty``, presence and frequency penalties, suppressed tokens; then
     temperature, ``top_k``, ``top_p`` and ``min_p``.
 
+    Args:
+        max_new_tokens: Maximum number of tokens to generate; 1 or more.
+        min_new_tokens: Number of tokens before which no end token, stop token or stop string ends the
+            request.
+        temperature: 0: greedy. Above 0: logits are divided by it before a token is drawn.
+        top_p: Draw from the smallest set of likeliest tokens with at least this probability; above 0, at most
+            1.
+        top_k: Draw from this many likeliest tokens; 0 for all.
+        min_p: Draw from tokens with at least this share of the likeliest token's probability; 0 for all.
+        repetition_penalty: Logits of tokens of prompt and output are divided by it if positive, else
+            multiplied; 0.01 to 100.
+        presence_penalty: Subtracted from the logits of tokens of the output; -2 to 2.
+        frequency_penalty: Subtracted from the logit of a token for each time that the output has it; -2 to 2.
+        logit_bias: Numbers, from -100 to 100, that are added to the logits of tokens.
+        suppress_tokens: Tokens that are never generated.
+        seed: Seed of the request's random numbers, 0 to 2**64 - 1; None uses the seed of the engine.
+        stop: Strings that end the request, or one string. The text is cut before the first, the tokens are
+            not.
+        stop_token_ids: Tokens that end the request, in addition to the model's end tokens. The token is part
+            of the output.
+        ignore_eos: Whether the model's end tokens do not end this request.
+
     Raises:
         RequestError: A value is out of its range; the message names field, value and range.
     """
 
     max_new_tokens: int = 128
-    """Maximum number of tokens to generate; 1 or more."""
     min_new_tokens: int | None = None
-    """Number of tokens before which no end token, stop token or stop string ends the request."""
     temperature: float = 0.0
-    """0: greedy. Above 0: logits are divided by it before a token is drawn."""
     top_p: float = 1.0
-    """Draw from the smallest set of likeliest tokens with at least this probability; above 0, at most 1."""
     top_k: int = 0
-    """Draw from this many likeliest tokens; 0 for all."""
     min_p: float = 0.0
-    """Draw from tokens with at least this share of the likeliest token's probability; 0 for all."""
     repetition_penalty: float | None = None
-    """Logits of tokens of prompt and output are divided by it if positive, else multiplied; 0.01 to 100."""
     presence_penalty: float = 0.0
-    """Subtracted from the logits of tokens of the output; -2 to 2."""
     frequency_penalty: float = 0.0
-    """Subtracted from the logit of a token for each time that the output has it; -2 to 2."""
     logit_bias: Mapping[int, float] = field(default_factory=dict)
-    """Numbers, from -100 to 100, that are added to the logits of tokens."""
     suppress_tokens: Collection[int] | None = None
-    """Tokens that are never generated."""
     seed: int | None = None
-    """Seed of the request's random numbers, 0 to 2**64 - 1; None uses the seed of the engine."""
     stop: Sequence[str] | None = None
-    """Strings that end the request, or one string. The text is cut before the first, the tokens are not."""
     stop_token_ids: Collection[int] = frozenset()
-    """Tokens that end the request, in addition to the model's end tokens. The token is part of the output."""
     ignore_eos: bool = False
-    """Whether the model's end tokens do not end this request."""
 
     def __post_init__(self) -> None:
         self._keep("stop", lambda stop: (stop,) if isinstance(stop, str) else tuple(stop))
@@ -200,6 +210,17 @@ class Request:
         prompt_token_ids: The prompt.
         sampling: The sampling parameters and end conditions.
         default_seed: Seed of the random numbers if ``sampling.seed`` is None.
+        output_token_ids: Tokens generated so far; preemption keeps them.
+        state: Its state.
+        row: Its row in the request pool; None if it owns none.
+        pages: Its KV pages, in order of position.
+        num_computed: Number of leading tokens whose keys and values are in the cache.
+        finish_reason: Why it ended; None before.
+        num_preemptions: How often it was preempted: its memory freed, its tokens computed again.
+        arrival: Its index in the order of arrival; set by the scheduler.
+        generator: Its random number generator on the host, seeded once; preemption keeps its state.
+        text: The text of its output, as far as it was read; None before.
+        changes_logits: Whether its parameters change logits before a token is chosen.
     """
 
     request_id: str
@@ -207,25 +228,16 @@ class Request:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     default_seed: InitVar[int] = 0
     output_token_ids: list[int] = field(default_factory=list, init=False)
-    """Tokens generated so far; preemption keeps them."""
     state: RequestState = field(default=RequestState.WAITING, init=False)
     row: int | None = field(default=None, init=False)
-    """Its row in the request pool; None if it owns none."""
     pages: list[int] = field(default_factory=list, init=False)
-    """Its KV pages, in order of position."""
     num_computed: int = field(default=0, init=False)
-    """Number of leading tokens whose keys and values are in the cache."""
     finish_reason: FinishReason | None = field(default=None, init=False)
     num_preemptions: int = field(default=0, init=False)
-    """How often it was preempted: its memory freed, its tokens computed again."""
     arrival: int = field(default=-1, init=False)
-    """Its index in the order of arrival; set by the scheduler."""
     generator: torch.Generator = field(init=False, repr=False)
-    """Its random number generator on the host, seeded once; preemption keeps its state."""
     text: OutputText | None = field(default=None, init=False, repr=False)
-    """The text of its output, as far as it was read; None before."""
     changes_logits: bool = field(init=False, repr=False)
-    """Whether its parameters change logits before a token is chosen."""
     _counts: dict[int, int] = field(default_factory=dict, init=False, repr=False)
     _num_counted: int = field(default=0, init=False, repr=False)
 

@@ -33,15 +33,19 @@ from graphpact_engine.request import FinishReason, Request, RequestState
 
 @dataclass(frozen=True, slots=True)
 class ScheduledBatch:
-    """The work of one step: a batch to run, and which of its requests yield a token."""
+    """The work of one step: a batch to run, and which of its requests yield a token.
+
+    Args:
+        batch: The batch.
+        requests: In batch order, oldest first.
+        samples: Whether each request yields a token; False while part of its prompt remains.
+        step: Number of the step; only the newest step can be committed.
+    """
 
     batch: ForwardBatch
     requests: list[Request]
-    """In batch order, oldest first."""
     samples: list[bool]
-    """Whether each request yields a token; False while part of its prompt remains."""
     step: int
-    """Number of the step; only the newest step can be committed."""
 
     @property
     def sampled_indices(self) -> list[int]:

@@ -24,15 +24,22 @@ __tracebackhide__ = True  # a driver names the line that calls a kernel
 
 @dataclass(frozen=True, slots=True)
 class ScoreOptions:
-    """Options of the scores, and of which keys a query sees."""
+    """Options of the scores, and of which keys a query sees.
+
+    Args:
+        scaling: Factor on the scores.
+        sliding_window: Keys that a query sees, its own included; 0 for all.
+        softcap: Bound on the scores by a tanh; 0 for none.
+        sinks: ``[num_q_heads]`` logits of a key without value, or None.
+        is_causal: Whether the last query of a request is at its last key's position; else each query sees all
+            keys.
+    """
 
     scaling: float
     sliding_window: int = 0
-    """Keys that a query sees, its own included; 0 for all."""
     softcap: float = 0.0
     sinks: torch.Tensor | None = None
     is_causal: bool = True
-    """Whether the last query of a request is at its last key's position; else each query sees all keys."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ _RULE_COLUMNS = ("rule", "level", "since", "requirement", "hooks")
 
 
 class DeviceOption(enum.StrEnum):
-    """The choices of `--device`."""
+    """The choices of `--device`: ``cpu`` and ``cuda``."""
 
     cpu = "cpu"
     cuda = "cuda"

@@ -100,7 +100,15 @@ def with_spare(*names: str) -> Callable[[Any], Any]:
 
 @dataclass(frozen=True, slots=True)
 class Attended:
-    """One call of `AttentionBackend.forward`, with its output ``[tokens, q heads, v head dim]``."""
+    """One call of `AttentionBackend.forward`: its arguments, and ``out``, its output.
+
+    Args:
+        q: ``[T, num_q_heads, head_dim]``.
+        k: ``[T, num_kv_heads, head_dim]``, or None.
+        layer: The layer.
+        metadata: The metadata of the step.
+        out: ``[T, num_q_heads, v_head_dim]``.
+    """
 
     q: torch.Tensor
     k: torch.Tensor

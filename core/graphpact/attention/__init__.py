@@ -8,14 +8,7 @@
 Does not: choose shapes, pad batches or record graphs.
 """
 
-from graphpact.attention.backend import (
-    AttentionBackend,
-    Buffers,
-    DraftMetadata,
-    SlotBuffers,
-    each_step,
-    new_kv,
-)
+from graphpact.attention.backend import AttentionBackend, Buffers, DraftMetadata, each_step, new_kv
 from graphpact.attention.capabilities import (
     Capabilities,
     DraftLimits,
@@ -41,7 +34,6 @@ __all__ = [
     "LayerSpec",
     "Limits",
     "ProviderName",
-    "SlotBuffers",
     "each_step",
     "kv_tensors",
     "new_kv",

@@ -2,7 +2,7 @@
 
 A backend writes one body, `AttentionBackend.fill_metadata`, which computes the tensors of its metadata from
 a view. The base class implements both hooks and the eager path with it, so that capture and replay agree. A
-backend that needs two bodies overrides the hooks.
+backend that needs two bodies writes `AttentionBackend.refresh_metadata` too, for replays.
 
 A draft decode has several steps in one graph. Its metadata is a `DraftMetadata`, one entry per step, each
 made by the same body from `ForwardBatch.at_draft_step`.
@@ -24,7 +24,7 @@ from graphpact.batch import ForwardBatch
 from graphpact.buffers import CudaGraphBufferRegistry, GraphSlot
 from graphpact.errors import EngineError, SlotError
 from graphpact.graphs import GraphDriver
-from graphpact.hookspecs import hookimpl
+from graphpact.hookspecs import HookMethods
 from graphpact.shapes import GraphShape
 
 
@@ -70,7 +70,7 @@ class Buffers(Protocol):
 
 
 @dataclass(slots=True)
-class SlotBuffers:
+class _SlotBuffers:
     """Slots of a registry, sliced for graphs of ``shape``."""
 
     registry: CudaGraphBufferRegistry
@@ -86,7 +86,7 @@ class SlotBuffers:
 
 
 @dataclass(slots=True)
-class EagerBuffers:
+class _EagerBuffers:
     """Newly allocated buffers of one batch, for metadata that no graph reads.
 
     Workspaces are not allocated anew: ``workspace`` returns the one that all steps of the backend use.
@@ -109,11 +109,11 @@ class EagerBuffers:
         return torch.full(shape, value, dtype=slot.dtype, device=slot.device or self.device)
 
 
-class AttentionBackend(abc.ABC):
+class AttentionBackend(HookMethods, abc.ABC):
     """Base class of attention plugins.
 
-    A subclass sets `capabilities` and writes `declare_slots`, `allocate_metadata`, `fill_metadata`
-    and `forward`.
+    A subclass sets `capabilities` and writes `declare_slots`, `allocate_metadata`, `fill_metadata` and
+    `forward`; one whose replays prepare metadata in another way than captures, `refresh_metadata` too.
     """
 
     capabilities: ClassVar[Capabilities]
@@ -135,8 +135,8 @@ class AttentionBackend(abc.ABC):
 
     plan_metadata: Callable[[ForwardBatch, Any], None] | None = None
     """An optional method ``(view, metadata) -> None`` for host work, such as a kernel's plan, made from
-    ``seq_lens_cpu``. It runs after `fill_metadata`, and before every replay even if the graph fills the
-    metadata. It reads no device tensor."""
+    ``seq_lens_cpu``. It runs after either body, and before every replay even if the graph fills the metadata.
+    It reads no device tensor."""
 
     def __init__(self, context: BackendContext) -> None:
         _require_caches(context)
@@ -173,6 +173,13 @@ class AttentionBackend(abc.ABC):
 
         Reads no device tensor on the host and rebinds no field.
         """
+
+    def refresh_metadata(self, view: ForwardBatch, metadata: Any) -> None:
+        """Bring captured ``metadata`` up to date for a replay; by default by `fill_metadata`.
+
+        It may leave what is the same for every batch. Not called where the graph fills the metadata.
+        """
+        self.fill_metadata(view, metadata)
 
     @abc.abstractmethod
     def forward(
@@ -244,7 +251,6 @@ class AttentionBackend(abc.ABC):
         self._workspaces.clear()
         self.driver = driver
 
-    @hookimpl
     def init_metadata_capture(self, view: ForwardBatch, shape: GraphShape) -> Any:
         """Bind slices of the registered slots for ``shape`` and fill them."""
         registry = self._registry
@@ -253,13 +259,12 @@ class AttentionBackend(abc.ABC):
                 f"{type(self).__name__} is attached to no registry",
                 hint="Lane() attaches it; outside a lane call attach() before capture",
             )
-        return self._make_metadata(view, shape, lambda step: SlotBuffers(registry, shape, step))
+        return self._make_metadata(view, shape, lambda step: _SlotBuffers(registry, shape, step))
 
-    @hookimpl
     def init_metadata_replay(self, view: ForwardBatch, shape: GraphShape, captured: Any) -> Any:
-        """Refill the captured metadata with the body of the capture, unless the graph does it."""
+        """Refresh the captured metadata, unless the graph fills it."""
         del shape  # the captured metadata is bound to it
-        self._refresh_metadata(view, captured, fill=not self.records_metadata)
+        self._run(None if self.records_metadata else self.refresh_metadata, view, captured)
         return captured
 
     def record_metadata(self, view: ForwardBatch, metadata: Any) -> None:
@@ -278,7 +283,7 @@ class AttentionBackend(abc.ABC):
         """
         shape = GraphShape(batch.forward_mode, batch.batch_size, batch.num_tokens)
         slots = {slot.name: slot for slot in self.declare_slots(self.context.limits)}
-        buffers = EagerBuffers(slots, shape, self.context.device, self._workspace, fill)
+        buffers = _EagerBuffers(slots, shape, self.context.device, self._workspace, fill)
         return self._make_metadata(batch, shape, lambda _: buffers)
 
     # -- inside ----------------------------------------------------------------------------------
@@ -316,7 +321,7 @@ class AttentionBackend(abc.ABC):
             )
         else:
             metadata = self.allocate_metadata(view, shape, buffers(0))
-        self._refresh_metadata(view, metadata, fill=True)
+        self._run(self.fill_metadata, view, metadata)
         return metadata
 
     def _require_trees(self) -> None:
@@ -332,15 +337,12 @@ class AttentionBackend(abc.ABC):
                 hint="build the backend with Limits(draft=DraftLimits(topk=...)) of the draft",
             )
 
-    def _refresh_metadata(self, view: ForwardBatch, metadata: Any, *, fill: bool) -> None:
-        plan = self.plan_metadata
-        if not fill and plan is None:
-            return
-        for at, part in each_step(view, metadata):
-            if fill:
-                self.fill_metadata(at, part)
-            if plan is not None:
-                plan(at, part)
+    def _run(self, body: Callable[..., None] | None, view: ForwardBatch, metadata: Any) -> None:
+        """Call ``body``, if any, and `plan_metadata`, if any, for each step."""
+        bodies = [each for each in (body, self.plan_metadata) if each is not None]
+        for at, part in each_step(view, metadata) if bodies else ():
+            for each in bodies:
+                each(at, part)
 
 
 def _require_caches(context: BackendContext) -> None:

@@ -16,14 +16,13 @@ from graphpact.batch import ForwardMode
 class GraphSupport(enum.Enum):
     """The batches that graphs can hold, as a backend supports or a runner needs it.
 
-    In rising order; each includes the ones before it.
+    In rising order; each includes the ones before it: NEVER; UNIFORM_DECODE, one query token per request;
+    UNIFORM, the same number of query tokens for every request; ALWAYS.
     """
 
     NEVER = "never"
     UNIFORM_DECODE = "uniform_decode"
-    """One query token per request."""
     UNIFORM = "uniform"
-    """The same number of query tokens for every request."""
     ALWAYS = "always"
 
     def covers(self, needed: "GraphSupport") -> bool:
@@ -33,14 +32,17 @@ class GraphSupport(enum.Enum):
 
 
 class HeadLayout(enum.Enum):
-    """How the query heads of a layer share keys and values."""
+    """How the query heads of a layer share keys and values.
+
+    Attributes:
+        MHA: Each query head has its own key head.
+        GQA: Groups of query heads share a key head.
+        MLA: All query heads share one compressed latent, which the cache stores.
+    """
 
     MHA = "mha"
-    """Each query head has its own key head."""
     GQA = "gqa"
-    """Groups of query heads share a key head."""
     MLA = "mla"
-    """All query heads share one compressed latent, which the cache stores."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,12 +109,14 @@ class DraftLimits:
 class Limits:
     """The largest counts of a lane; slots are sized by them.
 
+    A slot's ``shape_fn`` is called with requests and tokens, so its rows need none of these; its columns do.
+
     Args:
-        max_bs: Requests in a step.
-        max_num_tokens: Tokens in a step.
-        max_context_len: Tokens in a sequence.
-        page_size: KV slots in a page.
-        draft: The largest draft.
+        max_bs: Requests in a step: for workspaces, and for captured bounds of host numbers.
+        max_num_tokens: Tokens in a step: the same.
+        max_context_len: Tokens in a sequence, drafts included: columns of a table of KV slots.
+        page_size: KV slots in a page: slot ``s`` is in page ``s // page_size``.
+        draft: The largest draft: columns by draft step, branch or draft token.
     """
 
     max_bs: int
@@ -123,7 +127,7 @@ class Limits:
 
     @property
     def max_pages_per_request(self) -> int:
-        """Pages of a sequence of ``max_context_len`` tokens."""
+        """Pages of a sequence of ``max_context_len`` tokens: columns of a page table."""
         return -(-self.max_context_len // self.page_size)
 
 

@@ -38,19 +38,22 @@ staging    host memory from which an asynchronous copy fills another slot
 
 
 class PaddingPolicy(enum.Enum):
-    """The contents of padding rows, those between the raw and the padded count, after a fill."""
+    """The contents of padding rows, those between the raw and the padded count, after a fill.
+
+    Attributes:
+        KEEP_PAD: Not written. A lane requires the reason why stale padding is safe.
+        FILL_SENTINEL: ``pad_value``.
+        ZERO: Zero.
+        FOREACH_COPY: Not written, as KEEP_PAD; the original's default. A lane requires a reason too.
+        FILL_ONCE: ``pad_value`` in a new buffer, not written later. If live rows are copied, they stay in the
+            padding rows of smaller batches, and a lane requires the reason why that is safe.
+    """
 
     KEEP_PAD = "keep_pad"
-    """Not written. A lane requires the reason why stale padding is safe."""
     FILL_SENTINEL = "fill_sentinel"
-    """``pad_value``."""
     ZERO = "zero"
-    """Zero."""
     FOREACH_COPY = "foreach_copy"
-    """Not written, as KEEP_PAD; the original's default for inputs. A lane requires a reason too."""
     FILL_ONCE = "fill_once"
-    """``pad_value`` in a new buffer, not written later. If live rows are copied, they stay in the padding
-    rows of smaller batches, and a lane requires the reason why that is safe."""
 
     @property
     def resets_tail(self) -> bool:

@@ -23,7 +23,10 @@ _FEATURES = ("sliding_window", "softcap", "sinks", "trees")
 
 
 class KindOption(enum.StrEnum):
-    """`graphpact.plugins.Kind` as an enum, for typer."""
+    """`graphpact.plugins.Kind` for typer.
+
+    Members: ``attention_backend``, ``runner``, ``graph_driver``, ``observer``, ``command``.
+    """
 
     attention_backend = "attention_backend"
     runner = "runner"

@@ -18,7 +18,14 @@ from graphpact_engine.deltas import Delta
 
 @dataclass(slots=True)
 class GeneratedText:
-    """The output of one prompt so far."""
+    """The output of one prompt so far.
+
+    Args:
+        prompt: The prompt.
+        text: The generated text.
+        token_ids: The generated tokens.
+        finish_reason: Why it ended; None while it runs.
+    """
 
     prompt: str
     text: str = ""

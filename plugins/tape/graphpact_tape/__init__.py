@@ -23,10 +23,9 @@ from graphpact_tape.poison import is_poison, poison, poison_of
 from graphpact_tape.recorder import RecordedCall, Recorder, Recording, Segment
 from graphpact_tape.strict import StrictRecorder, StrictTape
 from graphpact_tape.tape import Tape, TapeDriver
-from graphpact_tape.trace import Difference, TracedCall, first_difference
+from graphpact_tape.trace import TracedCall, TraceDifference, first_difference
 
 __all__ = [
-    "Difference",
     "HostMemory",
     "HostReadGuard",
     "Order",
@@ -42,6 +41,7 @@ __all__ = [
     "TapeDriver",
     "TapeEvent",
     "TapeStream",
+    "TraceDifference",
     "TracedCall",
     "WeakTensor",
     "first_difference",

@@ -92,7 +92,7 @@ class RecordedCall:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Segment:
-    """The recorded calls between two eager calls."""
+    """The recorded ``calls`` between two eager calls."""
 
     calls: list[RecordedCall] = field(default_factory=list)
 

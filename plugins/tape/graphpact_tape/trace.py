@@ -47,7 +47,7 @@ class TracedCall(NamedTuple):
         return cls(str(func), described, Line())
 
 
-class Difference(NamedTuple):
+class TraceDifference(NamedTuple):
     """The first place in which two traces differ.
 
     Args:
@@ -66,7 +66,7 @@ class Difference(NamedTuple):
 
 def first_difference(
     first: Sequence[TracedCall], second: Sequence[TracedCall]
-) -> Difference | None:
+) -> TraceDifference | None:
     """Return where two traces differ, or None.
 
     Arguments without a readable value are not compared, nor the size of a tensor of which an operation only
@@ -74,15 +74,15 @@ def first_difference(
     """
     for at, (mine, theirs) in enumerate(zip(first, second, strict=False)):
         if mine.op != theirs.op:
-            return Difference(at, None, mine, theirs)
+            return TraceDifference(at, None, mine, theirs)
         for i, (a, b) in enumerate(zip(mine.arguments, theirs.arguments, strict=False)):
             is_tensor = isinstance(a, tuple) or isinstance(b, tuple)
             is_cut = is_tensor and mine.op.startswith(_CUTS)
             if a == b or is_cut or not (is_tensor or (is_readable(a) and is_readable(b))):
                 continue
             if a == a:  # noqa: PLR0124  false for NaN
-                return Difference(at, i, mine, theirs)
+                return TraceDifference(at, i, mine, theirs)
     at = min(len(first), len(second))
     if len(first) != len(second):
-        return Difference(at, None, *(t[at] if at < len(t) else None for t in (first, second)))
+        return TraceDifference(at, None, *(t[at] if at < len(t) else None for t in (first, second)))
     return None

@@ -1,0 +1,41 @@
+"""`AttentionOutside`: a runner whose graphs leave attention out (a breakable graph).
+
+Every layer's attention is an eager call between two segments of the graph.
+
+Does not: choose sizes by itself: `DecodeRunner` captures the configured ones.
+"""
+
+from typing import Any
+
+import torch
+
+from graphpact import LayerSpec, Step
+from graphpact.runners import DecodeRunner
+from graphpact.shapes import default_decode_batch_sizes
+from graphpact.step import Forward, Region, StepOutputs
+
+
+class AttentionOutside(DecodeRunner):
+    """A runner of decode graphs with one segment more than there are layers."""
+
+    def default_batch_sizes(self) -> list[int]:
+        """Return the request counts to capture if none are configured; the last is the largest step."""
+        return default_decode_batch_sizes(self.context.limits.max_bs)
+
+    def compose(self, forward: Forward, step: Step) -> Region:
+        """Return the region of a graph: one forward pass, broken at every layer."""
+
+        def attend(
+            q: torch.Tensor,
+            k: torch.Tensor | None,
+            v: torch.Tensor | None,
+            layer: LayerSpec,
+            metadata: Any,
+        ) -> torch.Tensor:
+            del metadata  # that of the capture; `step.attend` reads that of this replay
+            return step.driver.eager_call(step.attend, q, k, v, layer)
+
+        def region() -> StepOutputs:
+            return forward(step.view, step.metadata, attend)
+
+        return region

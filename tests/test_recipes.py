@@ -1,0 +1,322 @@
+"""The recipes of the documentation: `examples/recipes`, the third party's plugins, and every block of a page.
+
+The recipes that are plugins run under the conformance suite, in this process.
+"""
+
+import dataclasses
+import importlib
+import re
+import shutil
+import sys
+import tomllib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+import graphpact
+import graphpact.attention
+from graphpact import (
+    AttentionBackend,
+    CudaGraphBufferRegistry,
+    EagerReason,
+    ForwardBatch,
+    GraphRunner,
+    GraphSlot,
+    Lane,
+    StepOutputs,
+)
+from graphpact.buffers import input_slots
+from graphpact.graphs import DeclaredMemory
+from graphpact.plugins import CONTRACT_GROUP, KINDS, PluginInfo, observer_fault
+from graphpact.step import Attend
+from graphpact_conformance.driver_contract import CHECKS, DriverCheck
+from graphpact_conformance.experiments.base import differences
+from graphpact_conformance.problems import VOCAB, Config, configs_of, draw
+from graphpact_conformance.reference import ReferenceBackend, ReferenceRunner
+from graphpact_conformance.results import Outcome
+from graphpact_conformance.rig import Rig
+from graphpact_conformance.suite import Options, examine_lane, plan_lanes
+from graphpact_conformance.xfails import _entry
+from graphpact_engine import Engine, SamplingParams
+from graphpact_engine.config import EngineConfig
+from graphpact_tape.tape import TapeDriver
+from support import load_reference
+
+ROOT = Path(__file__).parents[1]
+RECIPES = sorted(f"recipes.{path.stem}" for path in (ROOT / "examples/recipes").glob("*.py"))
+THIRD_PARTY = ["my_attention.prefill"]  # `tests/conformance/test_third_party.py` has the backend
+NOT_CHECKED = {"DraftLoop": "the suite's model runs all draft steps in one call"}
+"""Recipes that the suite cannot check, and why; each has a test of its own below."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _examples_on_the_path() -> Iterator[None]:
+    """Make the recipes importable by the names that they use, and forget them afterwards."""
+    before, path = set(sys.modules), [str(ROOT / "examples"), str(ROOT / "examples/third_party")]
+    sys.path[:0] = path
+    yield
+    for name in set(sys.modules) - before:
+        if name.partition(".")[0] in ("recipes", "my_attention"):
+            del sys.modules[name]
+    sys.path[:] = [entry for entry in sys.path if entry not in path]
+
+
+def _classes(module: ModuleType, base: type[Any] = object) -> list[type[Any]]:
+    """Return the classes that a module defines, and that derive from ``base``."""
+    return [
+        value
+        for value in vars(module).values()
+        if isinstance(value, type)
+        and value.__module__ == module.__name__
+        and issubclass(value, base)
+    ]
+
+
+@pytest.mark.parametrize("name", [*RECIPES, *THIRD_PARTY])
+def test_every_plugin_of_the_recipes_is_conformant(name: str) -> None:
+    """No rule fails for a backend or a runner of the documentation, and every rule of its lanes has run."""
+    module = importlib.import_module(name)
+    options = Options(size="quick", examples=1)
+    for cls in [*_classes(module, AttentionBackend), *_classes(module, GraphRunner)]:
+        if cls.__name__ in NOT_CHECKED:
+            continue
+        if issubclass(cls, GraphRunner):
+            plans = plan_lanes(ReferenceBackend, cls, options, kind="runner")
+        else:
+            plans = plan_lanes(cls, ReferenceRunner, options)
+        assert plans
+        results = [result for plan in plans for result in examine_lane(plan, options)]
+        assert [r for r in results if r.outcome is not Outcome.PASS] == []
+
+
+def test_a_list_of_slots_of_ones_own_breaks_the_rules_that_the_page_names() -> None:
+    """A runner that leaves out a rank's share of the live tokens fails as docs/plugins.md says."""
+    runner = importlib.import_module("recipes.runner")
+
+    class OwnList(runner.AttentionOutside):  # type: ignore[misc, name-defined]
+        def slots(self) -> Sequence[GraphSlot]:
+            at = self.context
+            return input_slots(
+                at.mode,
+                seq_len_fill_value=at.padded_seq_len,
+                num_token_non_padded=at.num_token_non_padded,
+            )
+
+    options = Options(size="quick", examples=1, lanes=("decode*",))
+    (plan,) = plan_lanes(ReferenceBackend, OwnList, options, kind="runner")
+    failed = {r.rule for r in examine_lane(plan, options) if r.outcome is Outcome.FAIL}
+    page = (ROOT / "docs/plugins.md").read_text(encoding="utf-8")
+    (named,) = re.findall(r"A list of one's own breaks ([GP\d, and]+) where", page)
+    assert failed == set(re.findall(r"GP\d\d", named))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_is_on_a_page(name: str) -> None:
+    """A page of the documentation includes each recipe whole."""
+    include = f"<!-- include file examples/{name.replace('.', '/')}.py -->"
+    assert any(include in page.read_text(encoding="utf-8") for page in load_reference().PAGES)
+
+
+# -- recipes that are no plugins of the suite ------------------------------------------------------
+
+
+def _lane_of(mode: str) -> Config:
+    name = f"{mode}-page16-gqa-float32"
+    return next(c for c in configs_of(ReferenceBackend.capabilities) if str(c) == name)
+
+
+class Drafts(Rig):
+    """The suite's rig of a draft decode, with a model that runs one step in each call."""
+
+    def model(self, batch: ForwardBatch, metadata: Any, attend: Attend) -> StepOutputs:
+        """Return as logits some columns of the first layer's attention output."""
+        layer = self.layers[0]
+        q, k, v = self._project(0, batch.input_ids, batch.positions)
+        columns = attend(q, k, v, layer, metadata).flatten(1)
+        return StepOutputs(logits=(columns[:, :VOCAB], "tokens"))
+
+
+def test_the_runner_with_a_forward_pass_for_each_draft_step_runs() -> None:
+    """Replays of `DraftLoop` have the tokens that an eager run drafts."""
+    config, runner = (
+        _lane_of("draft_decode"),
+        importlib.import_module("recipes.draft_loop").DraftLoop,
+    )
+    rig = Drafts(config, backend=ReferenceBackend, runner=runner, pact="always")
+    (steps,) = draw(config, 1, 0)
+    for problem in steps:
+        rig.load(problem)
+        batch = rig.batch_of(problem)
+        drafted = rig.lane.run(batch).clone()
+        assert drafted.axes == {"draft_tokens": "tokens"}
+        assert drafted["draft_tokens"].shape == (batch.num_tokens, batch.num_draft_steps)
+        assert drafted["draft_tokens"].equal(rig.lane.run_eager(batch)["draft_tokens"])
+    assert rig.lane.stats.replays == len(steps)
+
+
+def test_the_runner_with_attention_outside_of_the_graph_has_a_segment_for_each_layer() -> None:
+    """Graphs of `AttentionOutside` have one segment more than the model has layers."""
+    runner = importlib.import_module("recipes.runner").AttentionOutside
+    rig = Rig(_lane_of("decode"), backend=ReferenceBackend, runner=runner)
+    assert {c.graph.num_segments for c in rig.lane.captured.values()} == {len(rig.layers) + 1}
+
+
+def test_the_runner_with_an_input_of_its_own_takes_it_from_the_batch() -> None:
+    """Replays of `WithHidden` see the field of a batch in live rows, and zeros without it and in padding."""
+    module = importlib.import_module("recipes.extra_input")
+    config = _lane_of("decode")
+    rig = Rig(config, backend=ReferenceBackend, runner=module.WithHidden)
+    (steps,) = draw(config, 1, 0)
+    slot = rig.registry.get_slot("acme.hidden")
+    for problem, given in ((steps.padded, True), (steps.padded, False)):
+        batch = rig.batch_of(problem)
+        hidden = torch.randn(batch.num_tokens, module.WIDTH)
+        if given:
+            batch.extra = {"acme.hidden": hidden}
+        assert rig.step(problem, batch=batch).replays == 1
+        rows = slot.slice_for(batch.batch_size + 1, batch.num_tokens + 1)
+        assert rows[:-1].equal(hidden if given else torch.zeros_like(hidden))
+        assert not rows[-1].any()
+
+
+def test_the_observer_sees_slow_steps(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`SlowSteps` is a valid observer, prints steps above its limit, and leaves the outputs unchanged."""
+    module = importlib.import_module("recipes.observer")
+    assert observer_fault(module.SlowSteps) is None
+    config = _lane_of("decode")
+    rig = Rig(config, backend=ReferenceBackend, runner=ReferenceRunner)
+    watched = Lane(
+        "watched",
+        model=rig.model,
+        runner=rig.runner,
+        backend=rig.lane.backend,
+        driver=rig.lane.driver,
+        eager_reason=EagerReason.NO_GRAPHS,
+        observers=[module.SlowSteps()],
+    )
+    (steps,) = draw(config, 1, 0)
+    rig.load(steps.small)
+    batch = rig.batch_of(steps.small)
+    outputs = watched.run(batch)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(module, "SECONDS", -1.0)
+    rig.load(steps.small)
+    assert watched.run(batch)["rows"].equal(outputs["rows"])
+    assert f"watched: {batch.batch_size} requests" in capsys.readouterr().err
+
+
+def test_the_driver_keeps_the_contract_and_runs_a_lane() -> None:
+    """`TimedDriver` keeps every promise of a driver; its lane answers as the oracle does, and has times."""
+    driver = importlib.import_module("recipes.driver").TimedDriver
+    for name in CHECKS:
+        DriverCheck(name, driver, torch.device("cpu"))()
+    config = _lane_of("decode")
+    rig = Rig(config, backend=ReferenceBackend, runner=ReferenceRunner, driver=driver)
+    (steps,) = draw(config, 1, 0)
+    for problem in steps:
+        step = rig.step(problem)
+        assert step.error is None
+        assert not differences(rig, step, rig.answer(problem))
+    assert rig.lane.stats.replays
+    assert any(sum(captured.graph.seconds.values()) > 0 for captured in rig.lane.captured.values())
+    assert driver.unavailable(torch.device("cuda")) is not None
+
+
+# -- every block of every page ---------------------------------------------------------------------
+
+
+def _blocks(language: str) -> list[Any]:
+    """Return every block of ``language`` in the pages that is not included from code."""
+    found = []
+    for page in load_reference().PAGES:
+        text = page.read_text(encoding="utf-8")
+        text = re.sub(r"<!-- include .*?<!-- /include -->", "", text, flags=re.DOTALL)
+        name = page.relative_to(ROOT)
+        blocks = re.findall(rf"^```{language}\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
+        found += [
+            pytest.param(f"{name}", code, id=f"{name}-{at}") for at, code in enumerate(blocks)
+        ]
+    return found
+
+
+def _names_of(page: str) -> dict[str, Any]:
+    """Return the names that the blocks of a page use without defining them."""
+    names: dict[str, Any] = {**vars(graphpact), **vars(graphpact.attention)}
+    names |= {"graphpact": graphpact, "torch": torch, "dataclass": dataclasses.dataclass}
+    if page == "docs/graphs.md":
+        names |= {
+            "DeclaredMemory": DeclaredMemory,
+            "driver": TapeDriver(torch.device("cpu"), strict=True),
+            "x": torch.zeros(4),
+            "staging": torch.zeros(4),
+            "model": lambda x: x * 2 + 1,
+            "batches": [torch.full((4,), float(n)) for n in range(3)],
+            "answers": [],
+            "MyDriver": TapeDriver,
+        }
+    elif page == "docs/registry.md":
+        names["registry"] = CudaGraphBufferRegistry(
+            device=torch.device("cpu"), max_bs=4, max_num_tokens=4
+        )
+    elif page == "docs/generation.md":
+        model = shutil.copytree(ROOT / "examples/models/tiny-llama", Path("templated"))
+        (model / "chat_template.jinja").write_text("{{ messages[0]['content'] }} ")
+        config = EngineConfig.load(None, env={}, overrides=[f'model.path="{model}"'])
+        names |= {"engine": Engine(config), "SamplingParams": SamplingParams}
+    elif page == "docs/plugins.md":
+        names |= {"logits": torch.zeros(2, 5), "hidden": torch.zeros(3, 4)}
+    return names
+
+
+BACKEND = PluginInfo("attention_backend", "my_backend", "my-attention", "1", "my:Backend", "1")
+"""The plugin of docs/conformance.md."""
+
+ELSEWHERE = {"examples/third_party/README.md": "tests/conformance/test_third_party.py"}
+"""Pages whose blocks are no programs, and the test that has their text."""
+
+
+@pytest.mark.parametrize(("page", "code"), _blocks("python"))
+def test_every_block_of_python_runs(
+    page: str, code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A block of Python in a page is included from tested code, or runs as it is."""
+    if page in ELSEWHERE:
+        lines = code.splitlines()
+        tested = (ROOT / ELSEWHERE[page]).read_text(encoding="utf-8")
+        assert all(line.strip() in tested for line in lines)
+        return
+    monkeypatch.chdir(tmp_path)
+    config = (ROOT / "examples/demo.toml").read_text(encoding="utf-8")
+    Path("engine.toml").write_text(config.replace('"models/', f'"{ROOT}/examples/models/'), "utf-8")
+    names = _names_of(page)
+    exec(code.replace("my_backend", "flashinfer"), names)  # noqa: S102  our own page
+    if "answers.append" in code:
+        assert [a.tolist() for a in names["answers"]] == [[2.0 * n + 1] * 4 for n in range(3)]
+    if page == "docs/generation.md":
+        assert names["request"].output_token_ids
+        assert not names["engine"].scheduler.has_work
+        names["engine"].close()
+    if "driver_contract" in code:
+        (mark,) = names["test_keeps_the_contract"].pytestmark
+        for parameters in mark.args[1]:
+            names["test_keeps_the_contract"](*parameters.values)
+
+
+@pytest.mark.parametrize(("page", "code"), _blocks("toml"))
+def test_every_block_of_toml_is_valid(page: str, code: str) -> None:
+    """A block of TOML is valid: an engine's configuration, entry points, or a list of known failures."""
+    table = tomllib.loads(code)
+    if set(table) == {"project"}:
+        groups = table["project"]["entry-points"]
+        assert set(groups) <= {CONTRACT_GROUP, *(f"graphpact.{kind}s" for kind in KINDS)}
+    elif set(table) == {"xfail"}:
+        for entry in table["xfail"]:
+            assert _entry(Path("xfails.toml"), 1, entry, [BACKEND]).name == "my_backend"
+    else:
+        EngineConfig.model_validate({"model": {"path": "a"}} | table)
