@@ -76,24 +76,12 @@ def lay_out_memory(config: EngineConfig, spec: ModelSpec) -> Memory:
         ConfigError: A limit exceeds that of the model, or the KV cache does not fit in memory.
     """
     engine, device = config.engine, spec.device
-    context = engine.max_model_len or spec.max_model_len
-    if context > spec.max_model_len:
-        raise ConfigError(
-            f"engine.max_model_len is {context}; the model has {spec.max_model_len} positions",
-            hint=f"set it to {spec.max_model_len} or less, or leave it out",
-        )
     if engine.max_num_batched_tokens < engine.max_num_seqs:
         raise ConfigError(
             f"engine.max_num_batched_tokens is {engine.max_num_batched_tokens}, engine.max_num_seqs is"
             f" {engine.max_num_seqs}; a decode step has one token per request",
             hint=f"set engine.max_num_batched_tokens to {engine.max_num_seqs} or more",
         )
-    limits = Limits(
-        max_bs=engine.max_num_seqs,
-        max_num_tokens=engine.max_num_batched_tokens,
-        max_context_len=context,
-        page_size=engine.page_size,
-    )
     shapes = [
         KVLayerShape(s.num_kv_heads, s.head_dim, s.v_head_dim, s.kv_lora_rank is not None)
         for s in spec.layers
@@ -101,6 +89,14 @@ def lay_out_memory(config: EngineConfig, spec: ModelSpec) -> Memory:
     per_slot = spec.dtype.itemsize * sum(s.width for s in shapes)
     budget = _kv_budget(engine.kv_cache_memory_gib, device)
     affordable = budget // (per_slot * engine.page_size) - 1  # page 0 is scratch
+    limits = Limits(
+        max_bs=engine.max_num_seqs,
+        max_num_tokens=engine.max_num_batched_tokens,
+        max_context_len=_context_len(
+            engine.max_model_len, spec.max_model_len, max(affordable, 1) * engine.page_size
+        ),
+        page_size=engine.page_size,
+    )
     num_pages = engine.num_pages or min(
         engine.max_num_seqs * limits.max_pages_per_request, affordable
     )
@@ -116,12 +112,40 @@ def lay_out_memory(config: EngineConfig, spec: ModelSpec) -> Memory:
     kv_cache = KVCache(pages.num_slots, shapes, spec.dtype, device)
     return Memory(
         limits,
-        RequestPool(engine.max_num_seqs, context, device),
+        RequestPool(engine.max_num_seqs, limits.max_context_len, device),
         pages,
         kv_cache,
         kv_cache.clone() if config.verify.replay_against_eager else None,
         SharedBuffers(sharing),
     )
+
+
+def _context_len(asked: int | None, positions: int | None, affordable: int) -> int:
+    """Return the maximum sequence length: ``asked``, or as many of the model's positions as are affordable.
+
+    Args:
+        asked: ``engine.max_model_len``.
+        positions: The number of positions of the model, if it is known.
+        affordable: The number of tokens that a KV cache has room for in memory.
+    """
+    if asked is None:
+        if positions is None:
+            raise ConfigError(
+                "the checkpoint's config.json does not say how many positions the model has",
+                hint="set engine.max_model_len to the longest sequence that it is made for",
+            )
+        return min(positions, affordable)
+    if positions is not None and asked > positions:
+        raise ConfigError(
+            f"engine.max_model_len is {asked}; the model has {positions} positions",
+            hint=f"set it to {positions} or less, or leave it out",
+        )
+    if asked > affordable:
+        raise ConfigError(
+            f"engine.max_model_len is {asked}; there is memory for a KV cache of {affordable} tokens",
+            hint=f"set it to {affordable} or less, or raise engine.kv_cache_memory_gib",
+        )
+    return asked
 
 
 def build_observers(selected: Sequence[tuple[str, type[Any]]]) -> list[object]:

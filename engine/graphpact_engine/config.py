@@ -135,7 +135,8 @@ class EngineSection(_Section):
     max_model_len: int | None = Field(
         default=None,
         ge=2,
-        description="Maximum sequence length, prompt and output. Default: the model's limit.",
+        description="Maximum sequence length, prompt and output. Default: the model's limit, or what fits in"
+        " memory. Needed for a model whose config has no limit.",
     )
     page_size: PageSize = Field(default=16, description="Tokens per page of the KV cache.")
     num_pages: int | None = Field(

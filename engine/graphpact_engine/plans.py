@@ -94,7 +94,8 @@ class ModelSpec:
     layers: Sequence[LayerSpec]
     dtype: torch.dtype
     device: torch.device
-    max_model_len: int
+    max_model_len: int | None
+    """Number of positions; None if the config of the model does not say."""
     expanded_for: "LanePlan | None" = None
     expanded_layers: Callable[[], Sequence[LayerSpec]] | None = None
 

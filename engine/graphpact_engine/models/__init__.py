@@ -15,7 +15,8 @@ except ImportError as error:
         hint='pip install "graphpact[engine]"',
     ) from error
 
-from graphpact_engine.models.checkpoint import Checkpoint, load_checkpoint, load_tokenizer
+from graphpact_engine.models.checkpoint import Checkpoint, load_checkpoint
+from graphpact_engine.models.tokenizer import load_tokenizer
 from graphpact_engine.models.transformers_model import ATTENTION_NAME, TransformersModel
 
 __all__ = ["ATTENTION_NAME", "Checkpoint", "TransformersModel", "load_checkpoint", "load_tokenizer"]

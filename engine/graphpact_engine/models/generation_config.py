@@ -8,7 +8,6 @@ others would change the tokens: a warning names them when the checkpoint is load
 Does not: change logits; `graphpact_engine.logits` does.
 """
 
-import json
 import logging
 import reprlib
 from collections.abc import Mapping
@@ -19,6 +18,7 @@ from typing import Any
 from transformers import GenerationConfig
 
 from graphpact_engine.errors import CheckpointError, RequestError
+from graphpact_engine.models.config_file import read_json
 from graphpact_engine.request import SamplingParams
 
 _log = logging.getLogger(__name__)
@@ -144,11 +144,11 @@ def load_generation_defaults(path: Path, config: Any, vocab_size: int) -> Genera
     file = path / FILE
     fields = {"eos_token_id": getattr(config.get_text_config(), "eos_token_id", None)}
     if file.exists():
-        fields |= _read(file)
+        fields |= read_json(file)
     else:
         file = path / "config.json"
         known = vars(GenerationConfig())
-        fields = {name: value for name, value in _read(file).items() if name in known} | fields
+        fields = {name: value for name, value in read_json(file).items() if name in known} | fields
     not_served = {
         name: value
         for name, value in fields.items()
@@ -168,18 +168,6 @@ def load_generation_defaults(path: Path, config: Any, vocab_size: int) -> Genera
         )
     except RequestError as error:
         raise CheckpointError(f"{file}: {error.message}", hint=f"correct {file.name}") from error
-
-
-def _read(file: Path) -> dict[str, Any]:
-    """Return the contents of a JSON file."""
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        message = " ".join(str(error).split())
-        raise CheckpointError(f"{file}: not readable as JSON: {message}") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{file}: expected a JSON object")
-    return content
 
 
 def _end_tokens(value: object, vocab_size: int) -> frozenset[int]:
