@@ -354,11 +354,27 @@ def rule_of(error: BaseException) -> str | None:
 
 
 def message_of(error: BaseException) -> str:
-    """Return the first line of an error's message, with the type for errors outside graphpact."""
+    """Return the first line of an error's message, with the type for errors outside graphpact.
+
+    An error without a message is told with its place instead.
+    """
     if isinstance(error, GraphpactError):
         return error.message.strip().splitlines()[0]
     lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
+    return f"{type(error).__name__}: {lines[0] if lines else f'no message, at {place_of(error)}'}"
+
+
+def place_of(error: BaseException) -> str:
+    """Return the innermost file and line of an error outside torch, from the folder of its package on."""
+    places = [
+        (frame.f_globals.get("__name__", ""), Path(frame.f_code.co_filename), line)
+        for frame, line in traceback.walk_tb(error.__traceback__)
+    ]
+    own = [place for place in places if not place[0].startswith("torch.")] or places
+    if not own:
+        return "an unknown line"
+    module, path, line = own[-1]
+    return f"{'/'.join(path.parts[-1 - module.count('.') :])}:{line}"
 
 
 def _hook_of(step: StepRecord | None) -> str | None:

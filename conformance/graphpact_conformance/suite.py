@@ -35,6 +35,7 @@ from graphpact_conformance.subject import (
     CannotCaptureError,
     LaneUnderTest,
     message_of,
+    place_of,
     planned_shapes,
 )
 
@@ -611,6 +612,8 @@ def _run(
             done.findings = [lane.of_error(error, expected=expected)]
         else:
             done.error = f"{experiment.name}: {message_of(error)}"
+            if (place := place_of(error)) not in done.error:
+                done.error += f", at {place}"
     done.seconds = time.perf_counter() - start
     return done
 

@@ -221,10 +221,15 @@ def states(rig: Rig) -> dict[str, torch.Tensor]:
             if slot is None:
                 number = f"a tensor of {tensor.dtype} {tuple(tensor.shape)}, number {at}"
                 name, whole = memory.attribute_of(tensor) or (number, tensor)
-                found[name] = whole
+                found[name] = _without_repeats(whole)
             elif slot.padding_policy is PaddingPolicy.FILL_ONCE and slot.buffer is not None:
                 found[slot.label] = slot.buffer
     return found
+
+
+def _without_repeats(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the part of a tensor with one entry per address: `torch.Tensor.expand` repeats entries."""
+    return tensor[tuple(slice(0, None if step else 1) for step in tensor.stride())]
 
 
 def _copies(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
