@@ -247,10 +247,7 @@ class Rig:
         self.observer = Observer()
         records = driver(device)
         self.guard = records.guard() if guarded else None
-        context = runner_context(config, self.backend.capabilities, device)
-        if runner.needs is GraphSupport.NEVER:
-            context = replace(context, batch_sizes=None)
-        self.runner = runner(context)
+        self.runner = runner(runner_context(config, self.backend.capabilities, device, runner))
         self.lane = Lane(
             mode.value,
             model=self.model,
@@ -565,16 +562,21 @@ class Rig:
 
 
 def runner_context(
-    config: Config, capabilities: Capabilities, device: torch.device
+    config: Config, capabilities: Capabilities, device: torch.device, runner: type[GraphRunner]
 ) -> RunnerContext:
-    """Return the context of a lane's runner; only runners of ragged modes choose their shapes."""
+    """Return the context of a lane's runner.
+
+    It has the sizes to capture, except for runners of ragged modes, which choose their shapes, and for
+    runners that need no graph support, which may capture nothing and refuse sizes.
+    """
     mode, limits = config.case.lane_mode, config.limits
+    chooses = mode.is_ragged or runner.needs is GraphSupport.NEVER
     return RunnerContext(
         device,
         capabilities,
         limits,
         mode=mode,
-        batch_sizes=None if mode.is_ragged else [s.batch_size for s in config.shapes],
+        batch_sizes=None if chooses else [s.batch_size for s in config.shapes],
         lane=mode.value,
         num_token_non_padded=config.counts,
         require_gathered_buffer=config.counts,
