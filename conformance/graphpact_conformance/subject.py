@@ -166,9 +166,7 @@ class LaneUnderTest:
     @property
     def captures_nothing(self) -> bool:
         """Whether the runner has no shape to capture; False if it cannot be asked for its shapes."""
-        context = runner_context(
-            self.config, self.backend.capabilities, self.device, self.runner
-        )
+        context = runner_context(self.config, self.backend.capabilities, self.device, self.runner)
         try:
             return not self.runner(context).shapes()
         except (Exception, SystemExit):  # noqa: BLE001  the capture of the lane reports the error

@@ -39,7 +39,7 @@ class WritesInTheHook(WritesInTheGraph):
 
 
 class DependsOnTheBatch(RIGHT):
-    """A backend with the lengths of the capture in a constant, which its kernel reads as those of the batch."""
+    """A backend whose kernel reads lengths from a constant, which has those of the capture."""
 
     fill_is_device_only = False
 

@@ -55,7 +55,9 @@ def checked(
     found = {}
     for plan in suite.plan_lanes(backend, runner, FULL, kind=kind):
         is_full = full or plan.lane.captures_nothing
-        found[plan.lane.config.case] = list(suite.examine_lane(replace(plan, is_full=is_full), options))
+        found[plan.lane.config.case] = list(
+            suite.examine_lane(replace(plan, is_full=is_full), options)
+        )
     return found
 
 

@@ -506,7 +506,7 @@ def _root(backend: AttentionBackend, held: Sequence[str]) -> dict[str, Any]:
 
 
 def declared_memory(registry: CudaGraphBufferRegistry, backend: AttentionBackend) -> DeclaredMemory:
-    """Return the memory around a lane's graphs, by its use. Constants, which nothing writes, are not in it."""
+    """Return the memory around a lane's graphs, by its use. Constants are not in it: nothing writes them."""
     caches = kv_tensors(backend.context.kv_cache)
     slots = {s.name: s.buffer for s in registry if s.buffer is not None and s.role != "constant"}
     once = {slot.name for slot in registry if slot.padding_policy is PaddingPolicy.FILL_ONCE}

@@ -65,10 +65,10 @@ class Arenas:
 
 
 def new_buffer(
-    slot: GraphSlot, shape: tuple[int, ...], device: torch.device, value: float, *, pin: bool = False
+    slot: GraphSlot, shape: tuple[int, ...], device: torch.device, fill: float, *, pin: bool = False
 ) -> torch.Tensor:
-    """Return new memory for a slot with the contents that it declares, otherwise filled with ``value``."""
-    buffer = torch.full(shape, value, dtype=slot.dtype, device=device, pin_memory=pin)
+    """Return new memory for a slot with the contents that it declares, otherwise filled with ``fill``."""
+    buffer = torch.full(shape, fill, dtype=slot.dtype, device=device, pin_memory=pin)
     if slot.contents is not None:
         call(slot, "{}: its contents", slot.contents, buffer)
     return buffer
