@@ -304,3 +304,38 @@ def test_a_pair_that_an_engine_refuses_is_no_target() -> None:
     catalog = ListedCatalog(always=declaring(), uniform=uniform, extends=extends)
     found = suite.targets(["always", "uniform", "extends"], catalog)
     assert [str(target) for target in found if target.partner] == ["always + extends"]
+
+
+# -- eager steps beside replays --------------------------------------------------------------------
+
+
+class FollowsTheLastLane(ReferenceBackend):
+    """A backend with one scale for all its lanes, which a graph reads and an eager prefill changes."""
+
+    scale = torch.ones(())
+
+    def init_metadata_eager(self, batch: ForwardBatch, **more: Any) -> Any:
+        """Write the scale for this batch, and the usual one for all other modes."""
+        self.scale.fill_(2.0 if batch.forward_mode is ForwardMode.EXTEND else 1.0)
+        return super().init_metadata_eager(batch, **more)
+
+    def forward(self, *args: Any) -> torch.Tensor:
+        """Attend, and scale; an eager prefill divides by its own."""
+        out = super().forward(*args) * self.scale
+        return out / 2 if args[-1].staging is None and self._is_prefill else out
+
+    @property
+    def _is_prefill(self) -> bool:
+        return self.context.mode is ForwardMode.EXTEND
+
+
+def test_an_eager_step_of_another_mode_between_replays_changes_nothing() -> None:
+    """State that lanes of one backend share, and that an eager prefill writes, is GP14 of the decode lane."""
+    modes = frozenset({ForwardMode.DECODE, ForwardMode.EXTEND})
+    for base, expected in ((ReferenceBackend, Outcome.PASS), (FollowsTheLastLane, Outcome.FAIL)):
+        backend = declaring(base, modes=modes, graph_support=GraphSupport.UNIFORM_DECODE)
+        options = replace(FULL, only=frozenset({"GP14"}))
+        found = checked(backend, full=True, options=options)
+        outcomes = {r.rule: r.outcome for r in found[Case(ForwardMode.DECODE)]}
+        assert outcomes["GP14"] is expected
+        assert {r.outcome for r in found[Case(ForwardMode.EXTEND)]} == {Outcome.UNSUPPORTED}
