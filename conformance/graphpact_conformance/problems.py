@@ -507,10 +507,12 @@ def _counts(rng: random.Random, config: Config, index: int, *, exact: bool) -> l
     """Draw the number of new tokens of each request."""
     case = config.case
     shape = config.shapes[index]
+    size = shape.batch_size, shape.num_tokens
     fewer = [
         s
         for s in config.shapes
-        if s != shape and s.batch_size <= shape.batch_size and s.num_tokens <= shape.num_tokens
+        if s.batch_size <= size[0] and s.num_tokens <= size[1]
+        if (s.batch_size, s.num_tokens) != size
     ]
     smaller = fewer[-1] if fewer else GraphShape(case.mode, 0, 0)
     least, most = smaller.batch_size + 1, shape.batch_size

@@ -363,12 +363,16 @@ def message_of(error: BaseException) -> str:
 
 
 def place_of(error: BaseException) -> str:
-    """Return the innermost file and line of an error outside torch, from the folder of its package on."""
+    """Return the innermost file and line of an error, from the folder of its package on.
+
+    Lines of torch and of Python's own modules do not count.
+    """
+    foreign = {"torch", *sys.stdlib_module_names}
     places = [
         (frame.f_globals.get("__name__", ""), Path(frame.f_code.co_filename), line)
         for frame, line in traceback.walk_tb(error.__traceback__)
     ]
-    own = [place for place in places if not place[0].startswith("torch.")] or places
+    own = [place for place in places if place[0].partition(".")[0] not in foreign] or places
     if not own:
         return "an unknown line"
     module, path, line = own[-1]
