@@ -14,10 +14,10 @@ from typing import Any, Literal
 
 import torch
 
-from graphpact.attention import AttentionBackend, Capabilities, HeadLayout
+from graphpact.attention import AttentionBackend, Capabilities, GraphSupport, HeadLayout
 from graphpact.batch import ForwardMode
 from graphpact.errors import ConfigError
-from graphpact_conformance.problems import Case, Config, configs_of
+from graphpact_conformance.problems import CASES, Case, Config, configs_of
 from graphpact_conformance.results import Claim
 
 Declared = Literal["unknown", "unsupported", "not_implemented", "since", "full"]
@@ -62,8 +62,10 @@ def claims_of(
     return found
 
 
-def undeclared(cls: type[AttentionBackend]) -> Iterator[tuple[str, Config]]:
-    """Yield undeclared capabilities of a backend, each with a simple lane that needs it.
+def undeclared(
+    cls: type[AttentionBackend],
+) -> Iterator[tuple[str, type[AttentionBackend], Config]]:
+    """Yield undeclared capabilities of a backend: the backend with each declared, and a simple lane for it.
 
     Capabilities with an entry in its ``claims`` are left out.
     """
@@ -83,7 +85,8 @@ def undeclared(cls: type[AttentionBackend]) -> Iterator[tuple[str, Config]]:
             candidates = [replace(c, **switched_on) for c in declared]
         best = min(candidates, key=lambda c: _distance(c, plain), default=None)
         if best is not None:
-            yield capability, best
+            more = {"capabilities": wider, "__module__": cls.__module__}
+            yield capability, type(cls.__name__, (cls,), more), best
 
 
 def _capabilities(can: Capabilities) -> Iterator[tuple[str, bool]]:
@@ -97,6 +100,10 @@ def _capabilities(can: Capabilities) -> Iterator[tuple[str, bool]]:
         yield f"dtype {_short(dtype)}", dtype in can.dtypes
     for feature in FEATURES:
         yield f"feature {feature}", bool(getattr(can, feature))
+    cases = [c for c in CASES if c.mode in can.modes and (can.trees or c.branches == 1)]
+    for level in GraphSupport:
+        if any(case.needs is level for case in cases):
+            yield f"graphs {level.value}", can.graph_support.covers(level)
 
 
 def _needs(config: Config) -> set[str]:
@@ -106,6 +113,7 @@ def _needs(config: Config) -> set[str]:
         f"page_size {config.page_size}",
         f"heads {config.heads.name}",
         f"dtype {_short(config.dtype)}",
+        f"graphs {config.case.needs.value}",
     }
     flags = {
         "sliding_window": config.sliding_window,
@@ -158,6 +166,8 @@ def _wider(can: Capabilities, kind: str, value: str) -> Capabilities:
         more["head_layouts"] = can.head_layouts | {HeadLayout(value)}
     elif kind == "dtype":
         more["dtypes"] = can.dtypes | {getattr(torch, value)}
+    elif kind == "graphs":
+        more["graph_support"] = GraphSupport(value)
     else:
         more[value] = True
     return replace(can, **more)

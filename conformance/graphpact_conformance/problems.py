@@ -165,7 +165,11 @@ class Config:
     @property
     def num_rows(self) -> int:
         """Rows of the request pool."""
-        return self.shapes[-1].batch_size + SPARE_ROWS
+        return self._most_requests + SPARE_ROWS
+
+    @property
+    def _most_requests(self) -> int:
+        return max(s.batch_size for s in self.shapes)
 
     @property
     def layers(self) -> list[LayerSpec]:
@@ -193,18 +197,18 @@ class Config:
     @property
     def limits(self) -> Limits:
         """The limits of the lane."""
-        largest, case = self.shapes[-1], self.case
+        case = self.case
         tokens = DRAFT_WIDTH if case.width == DRAFT_WIDTH else 1
         draft = DraftLimits(case.num_steps, case.branches, tokens)
-        most = largest.batch_size + self.room
-        most_tokens = largest.num_tokens + self.room * (case.width or 1)
+        most = self._most_requests + self.room
+        most_tokens = max(s.num_tokens for s in self.shapes) + self.room * (case.width or 1)
         return Limits(most, most_tokens, CONTEXT, self.page_size, draft)
 
     @property
     def num_pages(self) -> int:
         """Pages of the KV cache: scratch, the pages of the longest requests, one unowned page."""
         own = CONTEXT + self.case.branches * NUM_STEPS
-        return 1 + self.shapes[-1].batch_size * -(-own // self.page_size) + 1
+        return 1 + (self._most_requests + self.room) * -(-own // self.page_size) + 1
 
 
 def configs_of(capabilities: Capabilities, device: torch.device = CPU) -> Iterator[Config]:
@@ -503,10 +507,12 @@ def _counts(rng: random.Random, config: Config, index: int, *, exact: bool) -> l
     """Draw the number of new tokens of each request."""
     case = config.case
     shape = config.shapes[index]
+    size = shape.batch_size, shape.num_tokens
     fewer = [
         s
         for s in config.shapes
-        if (s.batch_size, s.num_tokens) < (shape.batch_size, shape.num_tokens)
+        if s.batch_size <= size[0] and s.num_tokens <= size[1]
+        if (s.batch_size, s.num_tokens) != size
     ]
     smaller = fewer[-1] if fewer else GraphShape(case.mode, 0, 0)
     least, most = smaller.batch_size + 1, shape.batch_size
@@ -625,7 +631,8 @@ def steady(config: Config) -> tuple[Problem, list[Problem]]:
     is stale after one of them.
     """
     bs, width = config.shapes[-1].batch_size, config.case.width or 1
-    prefixes = [max(config.page_size // 2, 2) + i for i in range(bs)]
+    middle = max(min(config.page_size, CONTEXT) // 2, 2)
+    prefixes = [middle + i for i in range(bs)]
     parents, accepted = [range(width - 1)] * bs, [0] * bs
     one_less = [prefix - 1 for prefix in prefixes]
     before = [_lay_out(config, one_less, parents, accepted, seed) for seed in (0, 1)]

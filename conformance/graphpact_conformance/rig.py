@@ -50,6 +50,11 @@ NAN = float("nan")
 
 _Around = Generator[None, Any, Any]
 
+Undo = Callable[[], None]
+Ready = Callable[[ForwardBatch, Any], Undo | None]
+"""``(view, metadata) -> undo``: called between the hooks and the replay. Its result is called after the step:
+it restores memory that no step writes."""
+
 
 class Observer:
     """An observer that keeps view and metadata of each step.
@@ -57,11 +62,13 @@ class Observer:
     Attributes:
         before: Called with registry and shape before a step is prepared; may be None.
         ready: Called with view and metadata after preparation and before the replay; may be None.
+        undo: The result of the last call of `ready`.
     """
 
     def __init__(self) -> None:
         self.before: Callable[[CudaGraphBufferRegistry, GraphShape], None] | None = None
-        self.ready: Callable[[ForwardBatch, Any], None] | None = None
+        self.ready: Ready | None = None
+        self.undo: Undo | None = None
         self.forget()
 
     def forget(self) -> None:
@@ -102,7 +109,7 @@ class Observer:
         metadata = yield
         self.metadata = metadata
         if self.ready is not None:
-            self.ready(view, metadata)
+            self.undo = self.ready(view, metadata)
         return metadata
 
 
@@ -247,10 +254,7 @@ class Rig:
         self.observer = Observer()
         records = driver(device)
         self.guard = records.guard() if guarded else None
-        context = runner_context(config, self.backend.capabilities, device)
-        if runner.needs is GraphSupport.NEVER:
-            context = replace(context, batch_sizes=None)
-        self.runner = runner(context)
+        self.runner = runner(runner_context(config, self.backend.capabilities, device, runner))
         self.lane = Lane(
             mode.value,
             model=self.model,
@@ -397,7 +401,7 @@ class Rig:
         *,
         eagerly: bool = False,
         fill: Callable[[BoundSlot], None] | None = None,
-        ready: Callable[[ForwardBatch, Any], None] | None = None,
+        ready: Ready | None = None,
         after_load: Callable[[], None] | None = None,
         batch: ForwardBatch | None = None,
     ) -> StepRecord:
@@ -407,7 +411,7 @@ class Rig:
             problem: The batch, and the memory before it.
             eagerly: Whether to run without a graph.
             fill: Called before the step is prepared, with every slot that the step has to write.
-            ready: Called between the hooks and the replay.
+            ready: Called between the hooks and the replay; see `Ready`.
             after_load: Called after memory is loaded.
             batch: A batch to run instead of the problem's own one.
         """
@@ -432,6 +436,9 @@ class Rig:
             self.observer.ready = self.observer.before = None
         step.replays = self.lane.stats.replays - before
         self._see(step)
+        if self.observer.undo is not None:
+            self.observer.undo()
+            self.observer.undo = None
         step.caches = {n: t.clone().cpu() for n, t in kv_tensors(self.kv).items()}
         step.table = self.table.clone().cpu()
         step.changed_fields = [
@@ -565,16 +572,21 @@ class Rig:
 
 
 def runner_context(
-    config: Config, capabilities: Capabilities, device: torch.device
+    config: Config, capabilities: Capabilities, device: torch.device, runner: type[GraphRunner]
 ) -> RunnerContext:
-    """Return the context of a lane's runner; only runners of ragged modes choose their shapes."""
+    """Return the context of a lane's runner.
+
+    It has the sizes to capture, except for runners of ragged modes, which choose their shapes, and for
+    runners that need no graph support, which may capture nothing and refuse sizes.
+    """
     mode, limits = config.case.lane_mode, config.limits
+    chooses = mode.is_ragged or runner.needs is GraphSupport.NEVER
     return RunnerContext(
         device,
         capabilities,
         limits,
         mode=mode,
-        batch_sizes=None if mode.is_ragged else [s.batch_size for s in config.shapes],
+        batch_sizes=None if chooses else [s.batch_size for s in config.shapes],
         lane=mode.value,
         num_token_non_padded=config.counts,
         require_gathered_buffer=config.counts,

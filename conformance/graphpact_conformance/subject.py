@@ -166,9 +166,7 @@ class LaneUnderTest:
     @property
     def captures_nothing(self) -> bool:
         """Whether the runner has no shape to capture; False if it cannot be asked for its shapes."""
-        if self.runner.needs is GraphSupport.NEVER:
-            return True
-        context = runner_context(self.config, self.backend.capabilities, self.device)
+        context = runner_context(self.config, self.backend.capabilities, self.device, self.runner)
         try:
             return not self.runner(context).shapes()
         except (Exception, SystemExit):  # noqa: BLE001  the capture of the lane reports the error
@@ -354,11 +352,31 @@ def rule_of(error: BaseException) -> str | None:
 
 
 def message_of(error: BaseException) -> str:
-    """Return the first line of an error's message, with the type for errors outside graphpact."""
+    """Return the first line of an error's message, with the type for errors outside graphpact.
+
+    An error without a message is told with its place instead.
+    """
     if isinstance(error, GraphpactError):
         return error.message.strip().splitlines()[0]
     lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
+    return f"{type(error).__name__}: {lines[0] if lines else f'no message, at {place_of(error)}'}"
+
+
+def place_of(error: BaseException) -> str:
+    """Return the innermost file and line of an error, from the folder of its package on.
+
+    Lines of torch and of Python's own modules do not count.
+    """
+    foreign = {"torch", *sys.stdlib_module_names}
+    places = [
+        (frame.f_globals.get("__name__", ""), Path(frame.f_code.co_filename), line)
+        for frame, line in traceback.walk_tb(error.__traceback__)
+    ]
+    own = [place for place in places if place[0].partition(".")[0] not in foreign] or places
+    if not own:
+        return "an unknown line"
+    module, path, line = own[-1]
+    return f"{'/'.join(path.parts[-1 - module.count('.') :])}:{line}"
 
 
 def _hook_of(step: StepRecord | None) -> str | None:

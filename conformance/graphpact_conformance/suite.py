@@ -35,6 +35,7 @@ from graphpact_conformance.subject import (
     CannotCaptureError,
     LaneUnderTest,
     message_of,
+    place_of,
     planned_shapes,
 )
 
@@ -160,9 +161,11 @@ def _kind_of(name: str, catalog: PluginCatalog) -> tuple[TargetKind, str]:
 
 
 def _can_pair(catalog: PluginCatalog, backend: str, runner: str) -> bool:
+    """Return whether an engine gives this runner and this backend to one lane, for graphs."""
     served = catalog.select("runner", runner)
     can = catalog.select("attention_backend", backend).capabilities
-    return bool(served.modes & can.modes) and served.needs is not GraphSupport.NEVER
+    captures = served.needs is not GraphSupport.NEVER and can.graph_support.covers(served.needs)
+    return bool(served.modes & can.modes) and captures
 
 
 # -- lanes -------------------------------------------------------------------------------------------
@@ -281,7 +284,7 @@ def _with_shapes_of(
     device: torch.device,
 ) -> Config:
     """Return a configuration with the shapes that a runner captures by default."""
-    context = runner_context(config, backend.capabilities, device)
+    context = runner_context(config, backend.capabilities, device, runner)
     try:
         shapes = planned_shapes(runner(context))
     except Exception:  # noqa: BLE001  the capture of the lane reports the error
@@ -376,7 +379,7 @@ def examine(
         listener.found(_declares_nothing(info))
     is_whole = target.partner is None and not (options.only or options.lanes)
     if first == 0 and is_whole:
-        for result in _unsupported(target, _modes_of(target, catalog), every):
+        for result in _unsupported(target, catalog, every, options.device):
             listener.found(result)
     claims: list[Claim] = []
     if target.kind == "attention_backend" and is_whole:
@@ -456,22 +459,31 @@ def _modes_of(target: Target, catalog: PluginCatalog) -> Collection[ForwardMode]
 
 
 def _unsupported(
-    target: Target, modes: Collection[ForwardMode], plans: Sequence[PlannedLane]
+    target: Target, catalog: PluginCatalog, plans: Sequence[PlannedLane], device: str
 ) -> Iterator[Result]:
     """Yield a result for each kind of step without a lane, with the undeclared capability."""
     there = {plan.lane.config.case for plan in plans}
+    modes, can = _modes_of(target, catalog), ReferenceBackend.capabilities
+    if target.kind == "attention_backend":
+        can = catalog.select("attention_backend", target.name).capabilities
     for case in CASES:
-        if case not in there:
-            lacks = (
-                "trees" if case.mode in modes and case.branches > 1 else f"mode {case.mode.value}"
-            )
-            yield Result(
-                rule=None,
-                check="declares",
-                lane=str(case),
-                outcome=Outcome.UNSUPPORTED,
-                reason=f"{target} does not declare {lacks}",
-            )
+        if case in there:
+            continue
+        if case.mode not in modes:
+            lacks = f"mode {case.mode.value}"
+        elif case.branches > 1 and not can.trees:
+            lacks = "trees"
+        elif device not in can.devices:
+            lacks = f"device {device}"
+        else:
+            lacks = "page sizes, dtypes, head layouts and head_dims of any lane"
+        yield Result(
+            rule=None,
+            check="declares",
+            lane=str(case),
+            outcome=Outcome.UNSUPPORTED,
+            reason=f"{target} does not declare {lacks}",
+        )
 
 
 def _info(catalog: PluginCatalog, target: Target) -> PluginInfo:
@@ -611,6 +623,8 @@ def _run(
             done.findings = [lane.of_error(error, expected=expected)]
         else:
             done.error = f"{experiment.name}: {message_of(error)}"
+            if (place := place_of(error)) not in done.error:
+                done.error += f", at {place}"
     done.seconds = time.perf_counter() - start
     return done
 
@@ -737,14 +751,16 @@ def reproduce_line(names: str, only: Iterable[str], lane: str, options: Options)
 
 
 def _probe(cls: type[AttentionBackend], options: Options) -> list[tuple[str, bool]]:
-    """Return undeclared capabilities, and whether they work."""
+    """Return undeclared capabilities, and whether they work; a graph has to keep every rule for that."""
     found = []
-    experiments = [e for e in EXPERIMENTS if e.depth == "lightest"]
+    outputs = [e for e in EXPERIMENTS if e.depth == "lightest"]
     few = replace(options, examples=1, shrink=False, only=frozenset())
-    for capability, config in undeclared(cls):
-        plan = PlannedLane(LaneUnderTest(config, cls), is_full=True)
+    works = (Outcome.PASS, Outcome.UNSUPPORTED)
+    for capability, wider, config in undeclared(cls):
+        plan = PlannedLane(LaneUnderTest(config, wider), is_full=True)
+        experiments = EXPERIMENTS if capability.startswith("graphs ") else outputs
         results = list(examine_lane(plan, few, experiments=experiments))
-        found.append((capability, all(r.outcome is Outcome.PASS for r in results)))
+        found.append((capability, all(r.outcome in works for r in results)))
     return found
 
 

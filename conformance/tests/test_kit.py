@@ -129,6 +129,22 @@ def test_a_backend_gets_no_lane_that_it_does_not_declare() -> None:
             assert (layer.sinks, layer.softcap, layer.sliding_window) == (None, None, None)
 
 
+def test_a_lane_has_room_for_every_shape() -> None:
+    """Limits, request rows and batches are those of all capture sizes, also if none contains the others.
+
+    A shape that is captured twice, in two variants, is no smaller shape of the other.
+    """
+    sizes = [GraphShape(ForwardMode.EXTEND, 4, 8), GraphShape(ForwardMode.EXTEND, 1, 24)]
+    sizes += [replace(size, variant="short") for size in sizes]
+    config = replace(_config("extend-page16-mha-float32"), capture_shapes=tuple(sizes))
+    assert (config.limits.max_bs, config.limits.max_num_tokens) == (4, 24)
+    assert config.num_rows > 4
+    for steps in draw(config, 20, 0):
+        for problem in (steps.exact, steps.small, steps.padded):
+            requests, tokens = len(problem.requests), len(problem.tokens)
+            assert any(requests <= s.batch_size and tokens <= s.num_tokens for s in sizes)
+
+
 def _declared(support: GraphSupport) -> Capabilities:
     return replace(ReferenceBackend.capabilities, graph_support=support)
 

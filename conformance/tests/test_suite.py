@@ -1,5 +1,6 @@
 """Tests of the suite: targets, lanes, random batches, outcomes, smaller batches, and claims."""
 
+import re
 import subprocess
 import sys
 import time
@@ -230,8 +231,20 @@ def test_faults_of_the_suite_are_errors_and_lanes_without_graphs_did_not_run() -
         "GP03": Outcome.PASS,
         "GP04": Outcome.NOT_RUN,
     }
-    assert "ZeroDivisionError: ours" in str(found["GP01"].reason)
+    said = r"a: ZeroDivisionError: ours, at (conformance/tests/)?test_suite\.py:\d+"
+    assert re.fullmatch(said, str(found["GP01"].reason))
+    assert found["GP01"].lane == str(DECODE)
     assert "theirs" in str(found["GP04"].reason)
+
+
+@pytest.mark.parametrize("raised", [AssertionError(), ValueError("")])
+def test_an_error_without_a_message_is_told_with_its_place(raised: Exception) -> None:
+    """The experiment, the type, the file and the line are named, for a fault of the suite and of a plugin."""
+    found = outcomes(experiment("a", "GP01", found=raised))["GP01"]
+    said = rf"{type(raised).__name__}: no message, at (\w+/)*test_suite\.py:\d+"
+    assert re.fullmatch(f"a: {said}", str(found.reason))
+    finding = lane().of_error(raised, expected="x")
+    assert re.fullmatch(said, finding.actual)
 
 
 class NoShapes(CudaGraphRunner):
@@ -571,7 +584,9 @@ def test_a_capability_is_what_is_declared_and_what_was_shown() -> None:
     assert found["feature sinks"].disagrees
     assert "declare it" in str(found["feature sinks"].hint)
     assert found["feature trees"].declared == "full"
-    needed = {"mode decode", "page_size 64", "heads gqa", "dtype float32"}
+    needed = {
+        *("mode decode", "page_size 64", "heads gqa", "dtype float32", "graphs uniform_decode")
+    }
     features = {"feature sliding_window", "feature softcap", "feature sinks"}
     assert {name for name, claim in found.items() if claim.disagrees} == needed | features
     assert [name for name, claim in found.items() if claim.hint] == ["feature sinks"]
@@ -597,7 +612,7 @@ def test_what_is_not_declared_is_probed_in_a_lane_that_needs_it() -> None:
     cls.capabilities = replace(
         cls.capabilities, page_sizes=frozenset({16}), sinks=False, softcap=False
     )
-    probes = dict(undeclared(cls))
+    probes = {name: config for name, _, config in undeclared(cls)}
     assert {*probes} == {"page_size 1", "page_size 64", "feature sinks"}
     assert probes["page_size 64"].page_size == 64
     assert probes["feature sinks"].sinks

@@ -437,8 +437,8 @@ class Lane:
             ):
                 raise CaptureError(
                     f"lane {self.name!r}: {shape}: the graph reads {path}, which is no slot's memory",
-                    hint="declare it in declare_slots() and take it from buffers(name): reports show and"
-                    " strict lanes poison slots only",
+                    hint="declare it in declare_slots(), a constant with role='constant', and take it from"
+                    " buffers(name): reports show and strict lanes poison slots only",
                     rule="GP01",
                 )
 
@@ -506,9 +506,9 @@ def _root(backend: AttentionBackend, held: Sequence[str]) -> dict[str, Any]:
 
 
 def declared_memory(registry: CudaGraphBufferRegistry, backend: AttentionBackend) -> DeclaredMemory:
-    """Return the memory around a lane's graphs, by its use. Slots that are filled once are workspaces."""
+    """Return the memory around a lane's graphs, by its use. Constants are not in it: nothing writes them."""
     caches = kv_tensors(backend.context.kv_cache)
-    slots = {slot.name: slot.buffer for slot in registry if slot.buffer is not None}
+    slots = {s.name: s.buffer for s in registry if s.buffer is not None and s.role != "constant"}
     once = {slot.name for slot in registry if slot.padding_policy is PaddingPolicy.FILL_ONCE}
     host = [slot for slot in registry if slot.device == torch.device("cpu")]
     host_memory = [*(slot.buffer for slot in host), *map(registry.template_of, host)]

@@ -322,7 +322,7 @@ class Diagnosis:
         if isinstance(replayed, torch.Tensor) and isinstance(reference.value, torch.Tensor):
             if storage_id(replayed) in self._caches:
                 return
-            if slot is not None and slot.is_workspace:
+            if slot is not None and slot.role == "workspace":
                 return
             at = reference.first_wrong(replayed, unless)
             if at is None:

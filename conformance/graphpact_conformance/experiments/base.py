@@ -5,6 +5,7 @@ Does not: check a rule.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -15,7 +16,7 @@ from graphpact.pact import walk
 from graphpact.tensors import equal, excess, same, tolerance_of
 from graphpact_conformance.problems import Drawn, Problem
 from graphpact_conformance.results import Finding
-from graphpact_conformance.rig import Answer, Leaf, Rig, StepRecord
+from graphpact_conformance.rig import Answer, Leaf, Ready, Rig, StepRecord, Undo
 from graphpact_conformance.subject import LaneUnderTest
 
 Scope = Literal["attention_backend", "runner"]
@@ -192,15 +193,27 @@ def is_right(lane: LaneUnderTest, rig: Rig, problem: Problem, *, eagerly: bool =
 TensorEdit = Callable[[torch.Tensor], None]
 
 
-def altered(changes: dict[str, TensorEdit]) -> Callable[[ForwardBatch, Any], None]:
-    """Return a callback that edits tensors of view and metadata, by path, between hooks and replay."""
+def altered(changes: dict[str, TensorEdit]) -> Ready:
+    """Return a callback that edits tensors of view and metadata, by path, between hooks and replay.
 
-    def ready(view: ForwardBatch, metadata: Any) -> None:
+    After the step they are as before, also those that no step writes.
+    """
+
+    def ready(view: ForwardBatch, metadata: Any) -> Undo:
+        kept: list[tuple[torch.Tensor, torch.Tensor]] = []
         for path, value in walk({"view": view, "metadata": metadata}):
             if path in changes and isinstance(value, torch.Tensor):
+                kept.append((value, value.clone()))
                 changes[path](value)
+        return partial(_restore, kept)
 
     return ready
+
+
+def _restore(kept: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Write the kept contents of tensors back, the last edit first."""
+    for tensor, before in reversed(kept):
+        tensor.copy_(before)
 
 
 def put(mask: torch.Tensor, value: torch.Tensor | float) -> TensorEdit:

@@ -5,6 +5,7 @@ A guarded lane runs on the strict tape, whose errors name their rule.
 Does not: compare with attention in float64, except where no other comparison is possible.
 """
 
+import contextlib
 import functools
 import gc
 from collections.abc import Sequence
@@ -25,7 +26,8 @@ from graphpact_conformance.experiments.base import (
     sides_of,
     wrong_results,
 )
-from graphpact_conformance.problems import Drawn, Problem, corner, of_size
+from graphpact_conformance.problems import Case, Drawn, Problem, corner, of_size
+from graphpact_conformance.reference import ReferenceRunner
 from graphpact_conformance.results import Finding
 from graphpact_conformance.rig import Rig, StepRecord
 from graphpact_conformance.subject import (
@@ -221,10 +223,15 @@ def states(rig: Rig) -> dict[str, torch.Tensor]:
             if slot is None:
                 number = f"a tensor of {tensor.dtype} {tuple(tensor.shape)}, number {at}"
                 name, whole = memory.attribute_of(tensor) or (number, tensor)
-                found[name] = whole
+                found[name] = _without_repeats(whole)
             elif slot.padding_policy is PaddingPolicy.FILL_ONCE and slot.buffer is not None:
                 found[slot.label] = slot.buffer
     return found
+
+
+def _without_repeats(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the part of a tensor with one entry per address: `torch.Tensor.expand` repeats entries."""
+    return tensor[tuple(slice(0, None if step else 1) for step in tensor.stride())]
 
 
 def _copies(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -292,7 +299,22 @@ def _run_eager_activity(lane: LaneUnderTest, rig: Rig) -> None:
         for count in (1, 3, largest + lane.config.room):  # sizes without a graph
             rig.step(of_size(lane.config, count), eagerly=True)
     rig.step(corner(lane.config), eagerly=True)
+    _run_other_mode(lane)
     del junk
+
+
+def _run_other_mode(lane: LaneUnderTest) -> None:
+    """Run a batch of another mode without a graph, in a lane of its own, as prefill beside decode does.
+
+    The lanes have nothing in common but the plugin's classes and modules. Errors are findings of its lane.
+    """
+    here, modes = lane.config.case.lane_mode, lane.backend.capabilities.modes
+    mode = ForwardMode.DECODE if here.is_ragged else ForwardMode.EXTEND
+    if lane.kind == "attention_backend" and mode in modes:
+        config = replace(lane.config, case=Case(mode), capture_shapes=(), room=0)
+        with contextlib.suppress(Exception, SystemExit):
+            other = replace(lane, config=config, runner=ReferenceRunner).build(capture=False)
+            other.step(corner(config), eagerly=True)
 
 
 # -- many captures -----------------------------------------------------------------------------------

@@ -328,7 +328,7 @@ def _is_moved(mine: torch.Tensor, theirs: torch.Tensor) -> bool:
 
 _CONTENT_HELP = {
     "GP02": "write the same values in the replay hook as in the capture hook, from the view: use one"
-    " function for both",
+    " function for both; only what is the same for every batch is a constant",
     "GP05": "count padding rows where the graph has them: use the counts of the shape, not of the batch",
     "GP07": "use the same stride, order and element width at replay as at capture; a uniform stride of"
     " queries does not depend on accepted lengths",

@@ -292,7 +292,8 @@ def _help(lane: LaneUnderTest, leaf: Leaf, rule: str) -> str:
 
 
 _HELP = {
-    "GP02": "write `{name}` in the replay hook (fill_metadata), from the view, in place",
+    "GP02": "write `{name}` in the replay hook (fill_metadata), from the view, in place; if it is the same"
+    " for every batch, declare its slot with role='constant'",
     "GP03": "reset the tail in every step: padding_policy=ZERO or FILL_SENTINEL where a fill copies the"
     " head, otherwise write all rows up to the padded count",
     "GP09": "plan before every replay, from the lengths of this batch (plan_metadata); the key of a cached"

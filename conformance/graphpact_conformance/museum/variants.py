@@ -12,7 +12,7 @@ import torch
 
 from graphpact.attention import Buffers, LayerSpec, Limits
 from graphpact.batch import ForwardBatch
-from graphpact.buffers import CudaGraphBufferRegistry, GraphSlot, PaddingPolicy
+from graphpact.buffers import CudaGraphBufferRegistry, GraphSlot, PaddingPolicy, metadata_slot
 from graphpact.graphs import Event, GraphDriver, Stream
 from graphpact.hookspecs import hookimpl
 from graphpact.pact import bounded
@@ -332,6 +332,53 @@ def _keeps_a_plan(base: type[Any]) -> type[Any]:
             return out
 
     return KeepsAPlan
+
+
+@dataclass
+class _Indexed:
+    """The base's metadata, and the index of each token in the batch."""
+
+    inner: Any
+    index: torch.Tensor
+
+
+def _reads_a_constant(base: type[Any]) -> type[Any]:
+    class ReadsAConstant(base):  # type: ignore[misc]
+        """Its kernel takes the index of each token from memory that is written once."""
+
+        def declare_slots(self, limits: Limits) -> Sequence[GraphSlot]:
+            """Declare the index."""
+            index = metadata_slot(
+                "variant.index",
+                lambda _, tokens: (tokens,),
+                torch.int64,
+                role="constant",
+                axis="tokens",
+                contents=lambda new: torch.arange(len(new), out=new),
+            )
+            return [*super().declare_slots(limits), index]
+
+        def allocate_metadata(
+            self, view: ForwardBatch, shape: GraphShape, buffers: Buffers
+        ) -> _Indexed:
+            """Return the metadata and the index."""
+            inner = super().allocate_metadata(view, shape, buffers)
+            return _Indexed(inner, buffers("variant.index"))
+
+        def fill_metadata(self, view: ForwardBatch, metadata: _Indexed) -> None:
+            """Fill what depends on the batch."""
+            super().fill_metadata(view, metadata.inner)
+
+        def plan_metadata(self, view: ForwardBatch, metadata: _Indexed) -> None:
+            """Plan what depends on the batch."""
+            super().plan_metadata(view, metadata.inner)
+
+        def forward(self, *args: Any) -> torch.Tensor:
+            """Attend, and take each row by its index."""
+            out: torch.Tensor = super().forward(*args[:-1], args[-1].inner)
+            return out[args[-1].index]
+
+    return ReadsAConstant
 
 
 def _reads_zero_as_empty(base: type[Any]) -> type[Any]:
@@ -813,6 +860,13 @@ VARIANTS: list[Variant] = [
         base="fa3",
         lanes=("decode", "draft_extend"),
         make=_keeps_a_plan,
+    ),
+    Variant(
+        name="constant-in-a-slot",
+        style="The kernel reads an arange from a slot that is written once and is no step's work.",
+        base="reference",
+        lanes=("decode", "extend", "draft_decode"),
+        make=_reads_a_constant,
     ),
     Variant(
         name="length-zero-is-empty",

@@ -22,6 +22,7 @@ from graphpact.attention.context import BackendContext
 from graphpact.attention.providers import KernelProvider, choose_provider
 from graphpact.batch import ForwardBatch
 from graphpact.buffers import CudaGraphBufferRegistry, GraphSlot
+from graphpact.buffers.arenas import new_buffer
 from graphpact.errors import EngineError, SlotError
 from graphpact.graphs import GraphDriver
 from graphpact.hookspecs import HookMethods
@@ -102,11 +103,11 @@ class _EagerBuffers:
     def __call__(self, name: str) -> torch.Tensor:
         """Return a new buffer for the slot ``name``, filled with its initial value or ``fill``."""
         slot = self.slots[name]
-        if slot.is_workspace:
+        if slot.role == "workspace":
             return self.workspace(slot)
         shape = slot.shape_fn(self.shape.batch_size, self.shape.num_tokens)
         value = slot.initial_value if self.fill is None else self.fill
-        return torch.full(shape, value, dtype=slot.dtype, device=slot.device or self.device)
+        return new_buffer(slot, shape, slot.device or self.device, value)
 
 
 class AttentionBackend(HookMethods, abc.ABC):
@@ -231,7 +232,7 @@ class AttentionBackend(HookMethods, abc.ABC):
             slot
             for step in range(limits.draft.num_steps)
             for slot in self.declare_slots(limits)
-            if not (step and slot.is_workspace)
+            if not (step and slot.role in ("workspace", "constant"))
             for slot in [replace(slot, name=_at_step(slot.name, step)) if step else slot]
         ]
         for slot in slots:
@@ -295,12 +296,8 @@ class AttentionBackend(HookMethods, abc.ABC):
         if slot.name not in self._workspaces:
             limits, device = self.context.limits, slot.device or self.context.device
             with torch.inference_mode(mode=False):  # a step outside inference mode may write it too
-                self._workspaces[slot.name] = torch.full(
-                    slot.shape_fn(limits.max_bs, limits.max_num_tokens),
-                    slot.initial_value,
-                    dtype=slot.dtype,
-                    device=device,
-                )
+                shape = slot.shape_fn(limits.max_bs, limits.max_num_tokens)
+                self._workspaces[slot.name] = new_buffer(slot, shape, device, slot.initial_value)
         return self._workspaces[slot.name]
 
     def _make_metadata(

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 import torch
 
-from graphpact.buffers.slots import GraphSlot
+from graphpact.buffers.slots import GraphSlot, call
 from graphpact.tensors import storage_id
 
 _ROWS = 16  # of one allocation: enough for the slots of one width in every preset
@@ -51,9 +51,7 @@ class Arenas:
         """Return a buffer of ``shape`` that holds the slot's initial value."""
         pin = self._pins and device.type == "cpu"
         if not _suits(slot, shape):
-            own = torch.full(
-                shape, slot.initial_value, dtype=slot.dtype, device=device, pin_memory=pin
-            )
+            own = new_buffer(slot, shape, device, slot.initial_value, pin=pin)
             self.nbytes += own.nbytes
             return own
         kind, rows = (slot.dtype, device, shape[-1]), math.prod(shape[:-1])
@@ -64,6 +62,16 @@ class Arenas:
             self.nbytes += arena.nbytes
         taken = arena.take(rows, slot.initial_value)
         return taken[0] if len(shape) == 1 else taken
+
+
+def new_buffer(
+    slot: GraphSlot, shape: tuple[int, ...], device: torch.device, fill: float, *, pin: bool = False
+) -> torch.Tensor:
+    """Return new memory for a slot with the contents that it declares, otherwise filled with ``fill``."""
+    buffer = torch.full(shape, fill, dtype=slot.dtype, device=device, pin_memory=pin)
+    if slot.contents is not None:
+        call(slot, "{}: its contents", slot.contents, buffer)
+    return buffer
 
 
 class Arena:

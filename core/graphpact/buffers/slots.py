@@ -24,7 +24,9 @@ from graphpact.errors import GraphpactError, SlotError, UnallocatedSlotError
 Axis = Literal["bs", "tokens", "none"]
 """The count that a slot's rows follow: requests, tokens, or neither (then it is never padded)."""
 
-SlotRole = Literal["offsets", "lengths", "table", "plan", "mask", "workspace", "staging"]
+SlotRole = Literal[
+    "offsets", "lengths", "table", "plan", "mask", "workspace", "staging", "constant"
+]
 """The use of a backend's slot by its kernels, so that tools need not guess from names.
 
 offsets    begin of each request's part of a packed axis: ``cu_seqlens``, ``indptr``
@@ -34,6 +36,7 @@ plan       a kernel's split of its work, made from lengths, often on the host
 mask       the keys that each query sees
 workspace  memory that kernels write before they read it; no step prepares it
 staging    host memory from which an asynchronous copy fills another slot
+constant   values that no step writes, such as an ``arange``; see ``contents`` of `GraphSlot`
 """
 
 
@@ -126,6 +129,7 @@ class GraphSlot:
         role: Its use by kernels; None for the inputs of a model. See `metadata_slot`.
         narrows: Whether a fill may copy int64 into this int32 slot. The owner guarantees that the values fit;
             others wrap. The presets set it for int32 memory that they adopt.
+        contents: Writes the initial values into a new buffer, by index alone; None: the one initial value.
 
     Raises:
         SlotError: An unknown axis or role, a missing pad value or one that the dtype cannot hold, a source_fn
@@ -150,6 +154,7 @@ class GraphSlot:
     optional: bool = False
     role: SlotRole | None = None
     narrows: bool = False
+    contents: Callable[[torch.Tensor], object] | None = None
 
     def __post_init__(self) -> None:
         self._check_types()
@@ -225,11 +230,6 @@ class GraphSlot:
         return (self.copy_from_fb and not self.optional) or self.post_fill is not None
 
     @property
-    def is_workspace(self) -> bool:
-        """Whether it is scratch memory of kernels, shared by all steps."""
-        return self.role == "workspace"
-
-    @property
     def keeps_tail(self) -> bool:
         """Whether rows of an earlier batch can stay in the padding rows, so that a lane requires a reason."""
         if self.axis == "none":
@@ -284,11 +284,12 @@ def metadata_slot(
     extra_rows: int = 0,
     slice_fn: SliceFn | None = None,
     pad_value: float | bool = 0,
+    contents: Callable[[torch.Tensor], object] | None = None,
 ) -> GraphSlot:
     """Return the declaration of a slot that a backend fills: metadata, or a workspace.
 
-    The backend writes every row of the padded extent in every step; fills do not touch it. Two roles differ:
-    only kernels write a workspace, and staging lies on the host.
+    The backend writes every row of the padded extent in every step; fills do not touch it. Three roles
+    differ: only kernels write a workspace, nothing writes a constant, and staging lies on the host.
 
     Args:
         name: ``owner.what``: the part before the first dot is the owner.
@@ -299,7 +300,8 @@ def metadata_slot(
         axis: The count that its rows follow; ``"none"`` for packed indices, plans and workspaces.
         extra_rows: Rows beyond that count: 1 for offsets.
         slice_fn: See `GraphSlot`; instead of ``extra_rows``.
-        pad_value: Initial value of a workspace.
+        pad_value: Initial value of a workspace or a constant.
+        contents: See `GraphSlot`; for a constant, such as ``lambda t: torch.arange(len(t), out=t)``.
 
     Raises:
         SlotError: The name has no owner, or `GraphSlot` refuses an argument.
@@ -312,7 +314,7 @@ def metadata_slot(
         )
     if extra_rows:
         slice_fn = partial(_head, extra_rows)
-    once = role == "workspace"
+    once = role in ("workspace", "constant")
     return GraphSlot(
         name,
         rows,
@@ -326,6 +328,7 @@ def metadata_slot(
         owner=owner,
         reason=None if once else "every row of the padded extent is written in every step",
         role=role,
+        contents=contents,
     )
 
 

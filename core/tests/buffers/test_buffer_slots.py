@@ -175,6 +175,7 @@ def test_the_order_of_arguments_is_the_originals() -> None:
         "optional",
         "role",
         "narrows",
+        "contents",
     }
 
 
@@ -401,3 +402,41 @@ def test_a_metadata_slot_without_an_owner_is_refused(name: str) -> None:
     """A name that is not ``owner.what`` is refused, and the error shows this form."""
     with pytest.raises(SlotError, match=r"a metadata slot is named owner\.what"):
         metadata_slot(name, _rows, torch.int32, role="table")
+
+
+# -- constants -------------------------------------------------------------------------------------
+
+
+def _counted(name: str = "acme.index", **more: Any) -> GraphSlot:
+    """Return the slot of a constant: the index of each token."""
+    contents = {"contents": lambda new: torch.arange(len(new), out=new)}
+    return metadata_slot(
+        name,
+        lambda _, tokens: (tokens,),
+        torch.int64,
+        role="constant",
+        axis="tokens",
+        **(contents | more),
+    )
+
+
+def test_a_constant_is_written_when_it_is_registered_and_never_after() -> None:
+    """A constant holds its contents, or its pad value, from the start; no fill writes it."""
+    registry = _registry("decode")
+    bound = registry.register_slot(_counted())
+    ones = registry.register_slot(_counted("acme.ones", contents=None, pad_value=1))
+    for _ in range(2):
+        assert bound.slice_for(2, 5).tolist() == [0, 1, 2, 3, 4]
+        assert ones.slice_for(2, 3).tolist() == [1, 1, 1]
+        registry.fill_from(
+            SimpleNamespace(), raw_bs=1, padded_bs=2, raw_num_tokens=1, padded_num_tokens=2
+        )
+    assert (bound.padding_policy, bound.reason) == (P.FILL_ONCE, None)
+
+
+def test_contents_that_raise_name_their_slot() -> None:
+    """An exception of the function is a `SlotError` with slot and owner, and nothing is registered."""
+    registry = _registry("decode")
+    with pytest.raises(SlotError, match=r"slot 'acme.index' of acme: its contents raised KeyError"):
+        registry.register_slot(_counted(contents=lambda _: {}["absent"]))
+    assert not registry.has_slot("acme.index")

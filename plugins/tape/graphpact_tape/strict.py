@@ -276,7 +276,7 @@ class StrictRecorder(Recorder):
             raise self.guard.refusal(
                 f"{func} writes {name}, which is not declared as written,",
                 "a graph may write slots of its registry, the KV cache, and memory that it allocates: make"
-                " this memory a slot",
+                " this memory a slot, of another role than constant",
                 "GP19",
             )
         if storage not in self._undo:
@@ -432,7 +432,8 @@ class _PreparationWatch(Watcher):
             if (name := self._protected.get(storage_id(tensor))) is not None:
                 raise self.guard.refusal(
                     f"{func} writes {name}, which the preparation of a replay may only read,",
-                    "write slots alone: the batch, and other memory that graphs read, are read-only here",
+                    "write slots alone: the batch, constants, and other memory that graphs read, are"
+                    " read-only here",
                     "GP19",
                 )
         given = tensors_of((args, kwargs))

@@ -1,0 +1,115 @@
+"""Constants of a backend: right ones pass, a constant that a step writes or should write is caught.
+
+The right one is the museum's variant ``constant-in-a-slot``.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from graphpact import ForwardBatch, GraphShape, hookimpl
+from graphpact.attention import Buffers
+from graphpact_conformance import suite
+from graphpact_conformance.museum import VARIANTS
+from graphpact_conformance.reference import ReferenceBackend
+from graphpact_conformance.results import Outcome, Result
+from graphpact_conformance.suite import Options
+
+OPTIONS = Options(size="quick", examples=1, shrink=False)
+RIGHT: type[Any] = next(v for v in VARIANTS if v.name == "constant-in-a-slot").make(
+    ReferenceBackend
+)
+
+
+class WritesInTheGraph(RIGHT):
+    """A backend whose recorded work writes the constant."""
+
+    def fill_metadata(self, view: ForwardBatch, metadata: Any) -> None:
+        """Fill, and write the same values."""
+        super().fill_metadata(view, metadata)
+        torch.arange(len(metadata.index), out=metadata.index)
+
+
+class WritesInTheHook(WritesInTheGraph):
+    """A backend whose replay hook writes the constant."""
+
+    fill_is_device_only = False
+
+
+class DependsOnTheBatch(RIGHT):
+    """A backend whose kernel reads lengths from a constant, which has those of the capture."""
+
+    fill_is_device_only = False
+
+    def allocate_metadata(self, view: ForwardBatch, shape: GraphShape, buffers: Buffers) -> Any:
+        """Write the last key of every token, once."""
+        metadata = super().allocate_metadata(view, shape, buffers)
+        self.fill_metadata(view, metadata)
+        metadata.index.copy_(metadata.inner.last)
+        return metadata
+
+    @hookimpl
+    def init_metadata_replay(self, view: ForwardBatch, shape: GraphShape, captured: Any) -> Any:
+        """Refresh the rest."""
+        return RIGHT.init_metadata_replay(self, view=view, shape=shape, captured=captured)
+
+    def forward(self, *args: Any) -> torch.Tensor:
+        """Attend up to the last key that the constant has."""
+        *given, metadata = args
+        inner = replace(metadata.inner, last=metadata.index)
+        return ReferenceBackend.forward(self, *given, inner)
+
+
+def results_of(backend: type[Any], case: str, *rules: str) -> list[Result]:
+    """Return the results of a decode lane, or of another kind of step, for some rules or all."""
+    options = replace(OPTIONS, only=frozenset(rules))
+    (plan,) = [
+        plan
+        for plan in suite.plan_lanes(backend, suite.ReferenceRunner, OPTIONS)
+        if str(plan.lane.config.case) == case
+    ]
+    return list(suite.examine_lane(plan, options))
+
+
+@pytest.mark.parametrize("case", ["decode", "draft_decode"])
+def test_a_constant_is_no_missed_refresh(case: str) -> None:
+    """A slot of the role ``constant`` that no step writes breaks no rule of refreshes, also in drafts."""
+    found = results_of(RIGHT, case, "GP02", "GP03", "GP09", "GP19")
+    assert {r.outcome for r in found} == {Outcome.PASS}
+
+
+@pytest.mark.parametrize("backend", [WritesInTheGraph, WritesInTheHook])
+def test_a_write_to_a_constant_is_told(backend: type[Any]) -> None:
+    """Work that writes a constant, even the same values, is refused by a strict lane with the slot's name."""
+    (found,) = results_of(backend, "decode", "GP19")
+    assert found.outcome is Outcome.FAIL
+    assert any("writes slot 'variant.index'" in finding.actual for finding in found.findings)
+
+
+def test_a_constant_that_depends_on_the_batch_is_a_missed_refresh() -> None:
+    """A constant with values of one batch is GP02, with the slot; the help says what a constant is."""
+    (found,) = results_of(DependsOnTheBatch, "decode", "GP02")
+    assert found.outcome is Outcome.FAIL
+    (finding,) = [f for f in found.findings if "slot 'variant.index'" in str(f.field)]
+    assert "only what is the same for every batch is a constant" in str(finding.help)
+
+
+def test_the_help_of_a_missed_refresh_names_the_role() -> None:
+    """The help for an entry that a replay does not write names the role of constants."""
+
+    class Undeclared(ReferenceBackend):
+        """A backend that writes the request of each token only once."""
+
+        fill_is_device_only = False
+
+        @hookimpl
+        def init_metadata_replay(self, view: ForwardBatch, shape: GraphShape, captured: Any) -> Any:
+            """Refresh all but one tensor."""
+            spare = replace(captured, request=captured.request.clone())
+            ReferenceBackend.init_metadata_replay(self, view=view, shape=shape, captured=spare)
+            return captured
+
+    (found,) = results_of(Undeclared, "decode", "GP02")
+    assert any("role='constant'" in str(finding.help) for finding in found.findings)

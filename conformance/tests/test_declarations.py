@@ -1,0 +1,341 @@
+"""Plugins that declare less are conformant if they are right, and fail under a rule if they are not.
+
+A backend may support graphs of some batches only, a runner may capture few shapes. The suite runs eagerly
+what cannot be captured, and says so.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+import torch
+
+from graphpact import Capabilities, ForwardBatch, ForwardMode, GraphShape
+from graphpact.attention import AttentionBackend, Buffers, GraphSupport
+from graphpact.runners import GraphRunner
+from graphpact_conformance import suite
+from graphpact_conformance.problems import CASES, Case
+from graphpact_conformance.reference import ReferenceBackend, ReferenceMetadata, ReferenceRunner
+from graphpact_conformance.results import Outcome, Result
+from graphpact_conformance.suite import Options, Target
+from support import ListedCatalog
+
+FULL = Options(size="quick", examples=1, shrink=False)
+"""In lanes that are not full: eager and replayed outputs."""
+LIGHT = replace(FULL, size="normal")
+"""In lanes that are not full: also padding, and the largest step."""
+RIGHT = ReferenceBackend.capabilities
+MODES = {
+    "decode": {ForwardMode.DECODE},
+    "extend": {ForwardMode.EXTEND},
+    "decode and extend": {ForwardMode.DECODE, ForwardMode.EXTEND},
+    "verify alone": {ForwardMode.TARGET_VERIFY},
+    "all": set(ForwardMode),
+}
+
+
+def declaring(
+    base: type[AttentionBackend] = ReferenceBackend, **declared: Any
+) -> type[AttentionBackend]:
+    """Return a backend that declares something else."""
+    body = {"capabilities": replace(base.capabilities, **declared), "__module__": base.__module__}
+    return type("Declares", (base,), body)
+
+
+def checked(
+    backend: type[AttentionBackend] = ReferenceBackend,
+    runner: type[GraphRunner] = ReferenceRunner,
+    *,
+    full: bool = False,
+    options: Options = LIGHT,
+) -> dict[Case, list[Result]]:
+    """Return the results of each lane of a quick run; all experiments run if ``full``, or without graphs."""
+    kind: suite.TargetKind = "runner" if backend is ReferenceBackend else "attention_backend"
+    found = {}
+    for plan in suite.plan_lanes(backend, runner, FULL, kind=kind):
+        is_full = full or plan.lane.captures_nothing
+        found[plan.lane.config.case] = list(
+            suite.examine_lane(replace(plan, is_full=is_full), options)
+        )
+    return found
+
+
+def require_right(found: Mapping[Case, Sequence[Result]]) -> None:
+    """Assert that everything passed, except for what is not declared."""
+    wrong = [
+        (r.lane, r.rule, r.outcome.value, r.reason, r.findings)
+        for results in found.values()
+        for r in results
+        if r.outcome not in (Outcome.PASS, Outcome.UNSUPPORTED)
+    ]
+    assert not wrong
+    assert found
+    for results in found.values():
+        assert any(r.outcome is Outcome.PASS for r in results)
+
+
+# -- levels of graph support -----------------------------------------------------------------------
+
+
+def _require_level(modes: set[ForwardMode], support: GraphSupport, *, full: bool) -> None:
+    backend = declaring(modes=frozenset(modes), graph_support=support)
+    found = checked(backend, full=full, options=FULL)
+    require_right(found)
+    assert {*found} == {case for case in CASES if case.mode in modes}
+    for case, results in found.items():
+        says = f"{case} needs graph support {case.needs.value!r}, declared is {support.value!r}"
+        for result in results:
+            is_shown = result.rule is None or support.covers(case.needs)
+            assert (result.outcome is Outcome.PASS) is is_shown
+            assert result.reason == (None if is_shown else says)
+
+
+@pytest.mark.parametrize("support", GraphSupport)
+@pytest.mark.parametrize("modes", MODES)
+def test_a_right_backend_of_every_level_is_conformant(modes: str, support: GraphSupport) -> None:
+    """For every level and set of modes: no failure, no error; eager runs are checked where none is captured.
+
+    The results of a lane that cannot be captured say so, for every rule.
+    """
+    _require_level(MODES[modes], support, full=False)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("support", GraphSupport)
+def test_a_right_backend_of_every_level_keeps_every_rule(support: GraphSupport) -> None:
+    """The same with all experiments, for every mode."""
+    _require_level(MODES["all"], support, full=True)
+
+
+def test_a_level_that_is_too_low_is_told() -> None:
+    """A backend whose graphs work beyond its declared support has a hint, and one without has none.
+
+    A claim silences it, as for every capability.
+    """
+    modes = frozenset({ForwardMode.EXTEND})
+    others = {f"mode {mode.value}": "unknown" for mode in ForwardMode if mode not in modes}
+    for base, works in ((ReferenceBackend, True), (CannotCaptureRagged, False)):
+        backend = declaring(base, modes=modes, graph_support=GraphSupport.UNIFORM)
+        backend.claims = others
+        probed = suite._probe(backend, LIGHT)
+        assert probed == [("graphs always", works)]
+        hints = suite.hints_of(suite.claims_of(backend, [], probed))
+        assert ["it works and is not declared" in hint for hint in hints] == [True] * works
+        backend.claims = {**others, "graphs always": "not_implemented"}
+        assert suite._probe(backend, LIGHT) == []
+
+
+class CannotCaptureRagged(ReferenceBackend):
+    """A backend whose graphs hold uniform batches only; eager batches may be ragged."""
+
+    def allocate_metadata(
+        self, view: ForwardBatch, shape: GraphShape, buffers: Buffers
+    ) -> ReferenceMetadata:
+        """Refuse a ragged batch in a graph."""
+        assert view.extend_seq_lens is None or not buffers.in_graph
+        return super().allocate_metadata(view, shape, buffers)
+
+
+class CapturesRaggedAsUniform(ReferenceBackend):
+    """A backend whose graphs give every request the same number of tokens; eager batches may be ragged."""
+
+    def fill_request(self, view: ForwardBatch, request: torch.Tensor) -> None:
+        """Divide the tokens evenly in a graph."""
+        super().fill_request(view, request)
+        if self._registry is not None and self._registry.slot_of(request) is not None:
+            width = max(view.num_tokens // max(view.batch_size, 1), 1)
+            torch.arange(view.num_tokens, out=request)
+            request.div_(width, rounding_mode="floor").clamp_(max=view.batch_size)
+
+
+@pytest.mark.parametrize(
+    ("backend", "rule"), [(CannotCaptureRagged, "GP12"), (CapturesRaggedAsUniform, "GP04")]
+)
+def test_a_level_that_is_not_kept_fails(backend: type[ReferenceBackend], rule: str) -> None:
+    """A backend that declares more than its graphs hold fails, without an error of the suite.
+
+    With the support that it has it is conformant.
+    """
+    modes = frozenset({ForwardMode.EXTEND})
+    require_right(checked(declaring(backend, modes=modes, graph_support=GraphSupport.UNIFORM)))
+    is_refused = backend is CannotCaptureRagged
+    (results,) = checked(declaring(backend, modes=modes), full=is_refused).values()
+    assert not [r for r in results if r.outcome is Outcome.ERROR]
+    failed = {r.rule for r in results if r.outcome is Outcome.FAIL}
+    assert rule in failed, failed
+
+
+# -- every capability ------------------------------------------------------------------------------
+
+OF_ANY = {"page_sizes": (1, 2, 32, 256), "head_dims": (1, 24, 64)}
+"""Values of the sets that are not restricted."""
+NOT_LESS = {"devices": "a run has one device", "needs_host_plan": "it plans on the host"}
+"""Fields without a smaller declaration that is right for the suite's own backend."""
+
+
+def _narrowed(can: Capabilities) -> Iterator[tuple[str, Any]]:
+    """Yield each field with each smaller value."""
+    for field in fields(can):
+        name, value = field.name, getattr(can, field.name)
+        if name in NOT_LESS:
+            continue
+        if isinstance(value, bool):
+            smaller: list[Any] = [False][: value is True]
+        elif isinstance(value, GraphSupport):
+            smaller = [level for level in GraphSupport if level is not value]
+        elif isinstance(value, int):
+            smaller = [1, 17, 80]
+        elif value is None:
+            smaller = [frozenset({v}) for v in OF_ANY[name]]
+        else:
+            smaller = [frozenset({v}) for v in sorted(value, key=str)]
+        for less in smaller:
+            yield name, less
+
+
+NARROWED = [pytest.param(name, less, id=f"{name}-{less}") for name, less in _narrowed(RIGHT)]
+
+
+@pytest.mark.parametrize(("name", "less"), NARROWED)
+def test_a_right_backend_that_declares_less_is_conformant(name: str, less: Any) -> None:
+    """With any field of the capabilities narrowed, everything passes or is unsupported."""
+    declared = {"modes": frozenset({ForwardMode.DECODE}), name: less}
+    require_right(checked(declaring(**declared)))
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(("name", "less"), NARROWED)
+def test_a_right_backend_that_declares_less_keeps_every_rule(name: str, less: Any) -> None:
+    """The same with all experiments, for decode and extend."""
+    declared = {"modes": frozenset({ForwardMode.DECODE, ForwardMode.EXTEND}), name: less}
+    require_right(checked(declaring(**declared), full=True))
+
+
+def test_every_capability_is_narrowed() -> None:
+    """Every field of the capabilities is narrowed, or listed with the reason."""
+    assert {name for name, _ in _narrowed(RIGHT)} | {*NOT_LESS} == {f.name for f in fields(RIGHT)}
+
+
+@pytest.mark.parametrize(
+    ("declared", "says"),
+    [
+        ({"modes": frozenset({ForwardMode.DECODE})}, "mode extend"),
+        ({"devices": frozenset({"cuda"})}, "device cpu"),
+        ({"page_sizes": frozenset()}, "page sizes"),
+        ({"head_layouts": frozenset()}, "head layouts"),
+    ],
+)
+def test_a_kind_of_step_without_a_lane_names_what_is_not_declared(
+    declared: dict[str, Any], says: str
+) -> None:
+    """A backend without a lane for a kind of step has an unsupported result with the reason."""
+    catalog = ListedCatalog(mine=declaring(**declared))
+    target = Target("attention_backend", "mine")
+    plans = suite.lanes_of(target, FULL, catalog)
+    told = {r.lane: r for r in suite._unsupported(target, catalog, plans, "cpu")}
+    assert told["extend"].outcome is Outcome.UNSUPPORTED
+    assert says in str(told["extend"].reason)
+
+
+# -- runners ---------------------------------------------------------------------------------------
+
+
+def capturing(
+    mode: ForwardMode, shapes: Callable[[Any], Sequence[tuple[int, int]]]
+) -> type[GraphRunner]:
+    """Return a runner of the core that captures shapes of these requests and tokens, given the limits."""
+    body = {
+        "modes": frozenset({mode}),
+        "needs": GraphSupport.ALWAYS if mode.is_ragged else GraphSupport.UNIFORM_DECODE,
+        "shapes": lambda self: [
+            GraphShape(mode, *size) for size in shapes(self.context.limits.max_bs)
+        ],
+        "__module__": GraphRunner.__module__,
+    }
+    return type("Captures", (GraphRunner,), body)
+
+
+DECODES: dict[str, Callable[[int], Sequence[tuple[int, int]]]] = {
+    "one request": lambda _: [(1, 1)],
+    "the largest": lambda most: [(most, most)],
+    "both": lambda most: sorted({(1, 1), (most, most)}),
+    "one in between": lambda most: [(min(3, most),) * 2],
+}
+EXTENDS: dict[str, Callable[[int], Sequence[tuple[int, int]]]] = {
+    "one bucket": lambda _: [(4, 24)],
+    "one request": lambda _: [(1, 16)],
+    "one token": lambda _: [(1, 1)],
+    "no room for prompts": lambda _: [(4, 4)],
+    "two axes": lambda _: [(1, 8), (1, 24), (4, 8), (4, 24)],
+    "neither contains the other": lambda _: [(1, 24), (4, 8)],
+}
+
+
+@pytest.mark.parametrize(
+    ("mode", "shapes"),
+    [
+        *(pytest.param(ForwardMode.DECODE, f, id=f"decode, {name}") for name, f in DECODES.items()),
+        *(pytest.param(ForwardMode.EXTEND, f, id=f"extend, {name}") for name, f in EXTENDS.items()),
+    ],
+)
+def test_a_right_runner_of_any_shapes_is_conformant(
+    mode: ForwardMode, shapes: Callable[[int], Sequence[tuple[int, int]]]
+) -> None:
+    """A runner that captures few shapes, or shapes of two axes, has no failure and no error."""
+    found = checked(runner=capturing(mode, shapes))
+    require_right(found)
+    assert {r.outcome for results in found.values() for r in results} == {Outcome.PASS}
+
+
+def test_a_runner_that_needs_no_graph_support_is_checked_for_what_it_captures() -> None:
+    """``needs = NEVER`` does not excuse a runner from the rules: what it captures is examined."""
+    runner = capturing(ForwardMode.DECODE, DECODES["the largest"])
+    runner.needs = GraphSupport.NEVER
+    found = checked(runner=runner)
+    require_right(found)
+    assert {r.outcome for results in found.values() for r in results} == {Outcome.PASS}
+
+
+def test_a_pair_that_an_engine_refuses_is_no_target() -> None:
+    """A runner that needs more graph support than a backend has makes no pair with it."""
+    extends = capturing(ForwardMode.EXTEND, EXTENDS["one bucket"])
+    uniform = declaring(graph_support=GraphSupport.UNIFORM)
+    catalog = ListedCatalog(always=declaring(), uniform=uniform, extends=extends)
+    found = suite.targets(["always", "uniform", "extends"], catalog)
+    assert [str(target) for target in found if target.partner] == ["always + extends"]
+
+
+# -- eager steps beside replays --------------------------------------------------------------------
+
+
+class FollowsTheLastLane(ReferenceBackend):
+    """A backend with one scale for all its lanes, which a graph reads and an eager prefill changes."""
+
+    scale = torch.ones(())
+
+    def init_metadata_eager(self, batch: ForwardBatch, **more: Any) -> Any:
+        """Write the scale for this batch, and the usual one for all other modes."""
+        self.scale.fill_(2.0 if batch.forward_mode is ForwardMode.EXTEND else 1.0)
+        return super().init_metadata_eager(batch, **more)
+
+    def forward(self, *args: Any) -> torch.Tensor:
+        """Attend, and scale; an eager prefill divides by its own."""
+        out = super().forward(*args) * self.scale
+        return out / 2 if args[-1].staging is None and self._is_prefill else out
+
+    @property
+    def _is_prefill(self) -> bool:
+        return self.context.mode is ForwardMode.EXTEND
+
+
+def test_an_eager_step_of_another_mode_between_replays_changes_nothing() -> None:
+    """State that lanes of one backend share, and that an eager prefill writes, is GP14 of the decode lane."""
+    modes = frozenset({ForwardMode.DECODE, ForwardMode.EXTEND})
+    for base, expected in ((ReferenceBackend, Outcome.PASS), (FollowsTheLastLane, Outcome.FAIL)):
+        backend = declaring(base, modes=modes, graph_support=GraphSupport.UNIFORM_DECODE)
+        options = replace(FULL, only=frozenset({"GP14"}))
+        found = checked(backend, full=True, options=options)
+        outcomes = {r.rule: r.outcome for r in found[Case(ForwardMode.DECODE)]}
+        assert outcomes["GP14"] is expected
+        assert {r.outcome for r in found[Case(ForwardMode.EXTEND)]} == {Outcome.UNSUPPORTED}
