@@ -8,6 +8,7 @@ Does not: change a model's code, have a cache of its own, or select a backend.
 """
 
 import inspect
+import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 from graphpact.attention import LayerSpec
 from graphpact.batch import ForwardBatch
 from graphpact.buffers import Axis
+from graphpact.errors import CaptureError
 from graphpact.step import Attend, StepOutputs
 from graphpact_engine.models.interface import Attention, attending
 from graphpact_engine.models.latents import (
@@ -26,6 +28,12 @@ from graphpact_engine.models.latents import (
     latents_as_keys,
 )
 from graphpact_engine.models.probe import probe_layers
+
+
+def _is_of_backend(error: BaseException) -> bool:
+    """Return whether ``error`` passed through the lane's attention."""
+    attend = _LaneAttention.attend.__code__
+    return any(frame.f_code is attend for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 # Some models call this method of transformers to warn of padding tokens, for which they read input_ids on the
@@ -115,12 +123,25 @@ class TransformersModel:
 
         In decode and for a ragged batch, logits are ``[bs, vocab]``, of the last token of each request. In
         other modes they are ``[T, vocab]``, of every token.
+
+        Raises:
+            CaptureError: In a capture, the model's own code does work that a graph cannot hold.
         """
         last = None
         if batch.extend_seq_lens is not None:
             last = torch.cumsum(batch.extend_seq_lens, dim=0) - 1
         attention = _LaneAttention(attend, metadata, self._layers)
-        logits, hidden = self._forward(attention, batch.input_ids, batch.positions, last)
+        try:
+            logits, hidden = self._forward(attention, batch.input_ids, batch.positions, last)
+        except CaptureError as error:
+            if _is_of_backend(error):
+                raise
+            raise CaptureError(
+                f"model type {self.model.config.model_type!r} cannot be captured: {error.message}",
+                hint="the line is the model's own; run the model eagerly: --set"
+                f" lanes.{batch.forward_mode.value}.runner=eager",
+                rule=error.rule,
+            ) from error
         by_request = last is not None or batch.forward_mode.is_decode
         outputs: dict[str, tuple[torch.Tensor, Axis]] = {
             "logits": (logits, "bs" if by_request else "tokens")
