@@ -1,4 +1,7 @@
-"""The sweep: small models of every causal architecture of transformers, each held against transformers itself.
+"""The sweep: a small model of every causal architecture of transformers, held against transformers itself.
 
-Does not: test an architecture with the weights that somebody trained.
+    python -m model_sweep                writes docs/models.md; `make models`
+    python -m model_sweep llama gpt2     prints the rows of these two
+
+Does not: try trained weights.
 """

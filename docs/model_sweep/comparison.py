@@ -1,134 +1,150 @@
-"""One architecture held against transformers: every logit that an engine computes, against one full forward pass.
+"""One architecture held against transformers: every logit that an engine computes, against a full forward pass.
 
-The engine serves prompts of several lengths together, so that their tokens lie at many places of its batches,
-beyond every window and threshold of the small models. It does so twice: prefill in chunks with captured decode
-graphs on the tape, and prefill at once, eagerly.
+The engine serves prompts of several lengths together, twice: with prefill in chunks and decode steps captured on
+the tape, and with prefill at once and no graphs. So tokens lie at many places of many batches, before and after
+every window and threshold of the small model.
 
-Does not: compare tokens; equal logits give equal tokens.
+Does not: compare tokens; equal logits have equal tokens.
 """
 
+import re
+import tempfile
 from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from model_sweep.small_models import MAX_POSITIONS, VOCAB, save_small_model, small_config
 from transformers import AutoModelForCausalLM
 
 from graphpact.batch import ForwardBatch
 from graphpact.errors import CaptureError
-from graphpact_engine.errors import UnsupportedModelError
 from graphpact.hookspecs import hookimpl
 from graphpact_engine import Engine, SamplingParams
 from graphpact_engine.config import EngineConfig
-
-from model_sweep.small_models import MAX_POSITIONS, VOCAB, save_small_model
+from graphpact_engine.errors import UnsupportedModelError
 
 PROMPT_LENGTHS = (3, 70, 1, 33)
 NEW_TOKENS = 8
 TOLERANCE = 1e-3
-"""Largest difference of two logits, in standard deviations of the logits."""
+"""Largest difference of two equal logits, in standard deviations of the logits; float32 errs by 1e-5."""
+
+_CHUNKS = ("engine.max_num_batched_tokens=16",)
+_GRAPHS = ("lanes.decode.runner=cuda_graph", "lanes.decode.batch_sizes=[2,4]")
+_AT_ONCE = ("engine.max_num_batched_tokens=256",)
+_EAGER = ("lanes.decode.runner=eager",)
 
 Verdict = Literal["equal", "refused", "not built", "wrong", "crashed"]
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    architecture: str
+    """What was found for one case.
+
+    Attributes:
+        case: One of `model_sweep.small_models.CASES`.
+        verdict: ``not built``: transformers cannot make or run the small model.
+        decode: Whether decode steps ran in graphs, ``captured``, or not, ``eager``; empty if not equal.
+        reason: Why it was refused, not built or not captured, or what differs.
+    """
+
+    case: str
     verdict: Verdict
-    captured: bool = False
+    decode: Literal["captured", "eager", ""] = ""
     reason: str = ""
 
 
-class _Logits:
-    """An observer that keeps the logits of every step, by the request's row and the position of its token."""
+def compare(case: str, **changed: Any) -> Result:
+    """Hold a small model of ``case``, with settings ``changed``, against transformers."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder)
+        try:
+            save_small_model(path, small_config(case, **changed))
+            reference = AutoModelForCausalLM.from_pretrained(
+                path, attn_implementation="eager", dtype=torch.float32
+            ).eval()
+            _logits(reference, list(range(40)))
+        except Exception as error:  # noqa: BLE001  any fault of a model that is not ours
+            return Result(case, "not built", reason=_in_words(error, path))
+        uncaptured = None
+        try:
+            try:
+                steps = _serve(path, *_CHUNKS, *_GRAPHS)
+            except CaptureError as error:
+                uncaptured = _in_words(error, path)
+                steps = _serve(path, *_CHUNKS, *_EAGER)
+            steps += _serve(path, *_AT_ONCE, *_EAGER)
+        except UnsupportedModelError as error:
+            return Result(case, "refused", reason=_in_words(error, path))
+    difference = max(_difference(reference, *step) for step in steps)
+    if not difference < TOLERANCE:
+        return Result(case, "wrong", reason=f"logits differ by {difference:.2g} standard deviations")
+    return Result(case, "equal", "eager" if uncaptured else "captured", uncaptured or "")
+
+
+class _Steps:
+    """An observer that keeps the tokens of every sequence, and the logits of every step."""
 
     def __init__(self) -> None:
-        self.tokens: dict[int, dict[int, int]] = {}
-        self.logits: dict[int, dict[int, torch.Tensor]] = {}
+        self.tokens: dict[int, list[int]] = {}  # by the request's row
+        self.logits: list[tuple[int, int, torch.Tensor]] = []  # row, position, logits of that token
+        self.replays = 0
 
     @hookimpl(wrapper=True)
     def run_step(self, batch: ForwardBatch) -> Generator[None, Any, Any]:
-        """Keep the logits of one step."""
+        """Keep the tokens and logits of one step."""
         outputs = yield
         lens = batch.extend_seq_lens_cpu
         counts = [1] * batch.batch_size if lens is None else lens.tolist()
-        rows, ends = batch.req_pool_indices.tolist(), torch.tensor(counts).cumsum(0).tolist()
-        ids, positions = batch.input_ids.tolist(), batch.positions.tolist()
-        for i, row in enumerate(rows):
-            for at in range(ends[i] - counts[i], ends[i]):
-                self.tokens.setdefault(row, {})[positions[at]] = ids[at]
-            self.logits.setdefault(row, {})[positions[ends[i] - 1]] = outputs.logits[i].float().clone()
+        rows, logits = batch.req_pool_indices.tolist(), outputs.logits.float().clone()
+        for row, new, of_row in zip(rows, batch.input_ids.split(counts), logits, strict=True):
+            known = self.tokens.setdefault(row, [])
+            known += new.tolist()
+            self.logits.append((row, len(known) - 1, of_row))
         return outputs
 
 
-def compare(architecture: str, path: Path, catalog: Any = None) -> Result:
-    """Hold one architecture against transformers, in a model that is written to ``path``."""
-    try:
-        save_small_model(path, architecture)
-    except Exception as error:
-        return Result(architecture, "not built", reason=one_line(error))
-    try:
-        _reference(path)(input_ids=torch.arange(40)[None])
-    except Exception as error:
-        return Result(architecture, "not built", reason="transformers: " + one_line(error))
-    try:
-        captured, difference = _captured(path, catalog)
-        whole = _difference(path, catalog, "lanes.decode.runner='eager'", "engine.max_num_batched_tokens=256")
-    except UnsupportedModelError as error:
-        return Result(architecture, "refused", reason=one_line(error))
-    worst = max(difference, whole)
-    if not worst < TOLERANCE:
-        return Result(architecture, "wrong", captured == "", f"{difference} {whole} {captured}")
-    return Result(architecture, "equal", captured == "", captured)
-
-
-def _captured(path: Path, catalog: Any) -> tuple[str, float]:
-    try:
-        return "", _difference(path, catalog, "engine.max_num_batched_tokens=16", "lanes.decode.batch_sizes=[2,4]", replays=True)
-    except CaptureError as error:
-        return one_line(error), _difference(
-            path, catalog, "lanes.decode.runner='eager'", "engine.max_num_batched_tokens=16"
-        )
-
-
-def _difference(path: Path, catalog: Any, *settings: str, replays=False) -> float:
-    seen = _Logits()
-    config = EngineConfig.load(
-        None,
-        env={},
-        overrides=[
-            f"model.path={str(path)!r}",
-            "engine.device='cpu'",
-            f"engine.max_num_seqs={len(PROMPT_LENGTHS)}",
-            f"engine.max_model_len={MAX_POSITIONS}",
-            "engine.page_size=4",
-            *settings,
-        ],
-    )
-    with Engine(config, catalog=catalog, observers=[seen]) as engine:
-        generator = torch.Generator().manual_seed(1)
-        prompts = [torch.randint(0, VOCAB, (n,), generator=generator).tolist() for n in PROMPT_LENGTHS]
+def _serve(path: Path, *settings: str) -> list[tuple[list[int], int, torch.Tensor]]:
+    """Return the tokens of a sequence, a position and the logits there, for each request of each step."""
+    seen = _Steps()
+    base = {
+        "model.path": path,
+        "engine.device": "cpu",
+        "engine.max_num_seqs": len(PROMPT_LENGTHS),
+        "engine.max_model_len": MAX_POSITIONS,
+        "engine.page_size": 4,
+    }
+    overrides = [*(f"{key}={value}" for key, value in base.items()), *settings]
+    generator = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(VOCAB, (n,), generator=generator).tolist() for n in PROMPT_LENGTHS]
+    with Engine(EngineConfig.load(None, env={}, overrides=overrides), observers=[seen]) as engine:
         engine.generate(prompts, SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True))
-        if replays:
-            assert engine.lanes[0].stats.replays or engine.lanes[1].stats.replays
-    model = _reference(path)
-    worst = 0.0
-    assert len(seen.tokens) == len(prompts)
-    for row, tokens in seen.tokens.items():
-        ids = torch.tensor([[tokens[at] for at in sorted(tokens)]])
-        with torch.inference_mode():
-            expected = model(input_ids=ids, use_cache=False).logits[0].float()
-        for at, logits in seen.logits[row].items():
-            d = (logits - expected[at]).abs().max() / expected.std()
-            worst = max(worst, float(d)) if d == d else float("inf")
-    return worst
+        replays = sum(lane.stats.replays for lane in engine.lanes)
+    whole = sorted(tokens[:n] for tokens, n in zip(seen.tokens.values(), PROMPT_LENGTHS, strict=True))
+    if whole != sorted(prompts) or bool(replays) is not (_GRAPHS[0] in settings):
+        raise AssertionError("a request was preempted, or its steps did not run as asked")
+    return [(seen.tokens[row], position, logits) for row, position, logits in seen.logits]
 
 
-def _reference(path: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager", dtype=torch.float32).eval()
+def _difference(
+    reference: Any, tokens: list[int], position: int, logits: torch.Tensor
+) -> float:
+    expected = _logits(reference, tokens)
+    return float(((logits - expected[position]).abs().max() / expected.std()).nan_to_num(torch.inf))
 
 
-def one_line(error: BaseException) -> str:
-    """Return the first line of an error's message."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+def _logits(reference: Any, tokens: list[int]) -> torch.Tensor:
+    """Return the logits ``[T, vocab]`` of one full forward pass of transformers."""
+    with torch.inference_mode():
+        given = reference(input_ids=torch.tensor([tokens]), use_cache=False)
+    logits: torch.Tensor = given.logits[0].float()
+    return logits
+
+
+def _in_words(error: BaseException, path: Path) -> str:
+    """Return an error's message on one line, without this machine's paths and the model's name."""
+    text = getattr(error, "message", None) or f"{type(error).__name__}: {error}"
+    text = re.sub(r"\S+/site-packages/", "", " ".join(text.split()).replace(f"{path}: ", ""))
+    text = re.sub(r"^model type '\S+' (is not supported, because it has: )?", "", text)
+    return text if len(text) <= 300 else f"{text[:300]} .."
