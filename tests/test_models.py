@@ -63,7 +63,7 @@ def test_layers_are_what_the_model_asks_of_attention(checkpoint: Callable[..., P
         ("llama4", "chunked_attention"),
         ("longrope", "depends on the longest sequence"),
         ("dynamic_rope", "depends on the longest sequence"),
-        ("bart", "queries, keys or values that depend on other tokens"),
+        ("bart", "depend on their neighbours, or on their place"),
         ("phimoe", "a sliding window of 16 that is not passed to its attention"),
         ("mpt", "without masks and caches|0 use transformers' attention"),
         ("lfm2", "state besides keys and values|1 use transformers' attention"),

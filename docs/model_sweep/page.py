@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import get_args
 
 import transformers
+
 from model_sweep.comparison import NEW_TOKENS, PROMPT_LENGTHS, Result, Verdict
 
 PAGE = Path(__file__).parents[1] / "models.md"
@@ -22,15 +23,15 @@ Every causal architecture of {version}, as a small random model, held against tr
 
 {counts}
 
-- **equal**: prompts of {lengths} tokens run together and get {new} more tokens each. The logits of every step equal
-  those of one full forward pass of transformers, with prefill in chunks and decode steps in graphs on the tape,
-  and with prefill at once and no graphs.
-- **refused**: the engine does not load the model, and says why. A model runs only if each token depends on its own
-  sequence alone, through its position and its attention; a probe of a few forward passes finds out.
+- **equal**: prompts of {lengths} tokens run together and get {new} more tokens each. The logits of every
+  step equal those of one full forward pass of transformers: with prefill in chunks and decode steps in graphs
+  on the tape, and with prefill at once and no graphs.
+- **refused**: the engine does not load the model, and says why. A model runs only if each token depends on
+  its own sequence alone, through its position and its attention. A probe of a few forward passes finds out.
 - **not built**: transformers itself cannot make the small model, or cannot run it.
 
-Decode is *captured*, or *eager* where the model's own code does what a graph cannot hold. A capture then fails with
-the reason below; `--set lanes.decode.runner=eager` runs the model.
+Decode is *captured*, or *eager* where the model's own code does what a graph cannot hold. A capture of it
+fails with the reason below; `--set lanes.decode.runner=eager` runs the model.
 
 | architecture | verdict | decode | reason |
 |---|---|---|---|

@@ -50,7 +50,9 @@ def run_cases(cases: Sequence[str], *, at_once: int | None = None) -> Iterator[R
                 running.append(_Running(waiting.pop(), process, pipe, until))
             left = min(one.until for one in running) - time.monotonic()
             ready = wait([one.pipe for one in running], timeout=max(left, 0))
-            for one in [one for one in running if one.pipe in ready or time.monotonic() > one.until]:
+            for one in [
+                one for one in running if one.pipe in ready or time.monotonic() > one.until
+            ]:
                 running.remove(one)
                 yield _end(one)
     finally:

@@ -89,7 +89,9 @@ _LIMITS = tuple(
     )
 )
 _TOKENS = {"bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0}
-_LAYER_COUNTS = re.compile(r"(num_(hidden_|decoder_|encoder_)?|n_|decoder_|encoder_)layers?|num_blocks")
+_LAYER_COUNTS = re.compile(
+    r"(num_(hidden_|decoder_|encoder_)?|n_|decoder_|encoder_)layers?|num_blocks"
+)
 # Keys have as many heads as queries in the small model if they have in the large one.
 _HEADS_OF_KEYS = {
     "num_key_value_heads": "num_attention_heads",
@@ -137,7 +139,12 @@ _SPECIAL: dict[str, dict[str, Any]] = {
 
 
 def small_config(case: str, **changed: Any) -> Any:
-    """Return the configuration of a small decoder of ``case``, which is one of `CASES`, with settings changed."""
+    """Return the configuration of a small decoder.
+
+    Args:
+        case: One of `CASES`.
+        changed: Settings that differ.
+    """
     architecture, settings = VARIANTS.get(case, (case, {}))
     cls = CONFIG_MAPPING[architecture]
     return cls(**{**_shrunk(cls(), settings.get("layer_types")), **settings, **changed})
@@ -167,22 +174,26 @@ def _shrunk(config: Any, kinds: list[str] | None = None) -> dict[str, Any]:
             part = getattr(config, name)
             if part is not None and not isinstance(part, dict):
                 made[name] = _shrunk(part)
-        elif name in _DECODER or name in _TOKENS:
-            made[name] = {**_DECODER, **_TOKENS}[name]
         elif isinstance(value, list) and len(value) == count:
             made[name] = [_limited(name, item) for item in value[:layers]]
         elif isinstance(value, list) and re.search("layer|idx", name):  # numbers of layers
             made[name] = [item for item in value if not isinstance(item, int) or item < layers]
         elif _LAYER_COUNTS.fullmatch(name):
             made[name] = min(value, layers) if isinstance(value, int) else value
-        elif name == "head_dim" and value == values.get("qk_rope_head_dim"):
-            made[name] = _limited("qk_rope_head_dim", value)
-        elif name in _HEADS_OF_KEYS and value is not None:
-            many = value == values.get(_HEADS_OF_KEYS[name])
-            made[name] = _HEADS if many else min(value, _KV_HEADS)
-        elif _limited(name, value) is not value:
-            made[name] = _limited(name, value)
-    return {**made, **_SPECIAL.get(config.model_type, {})}
+        elif (small := _small(name, value, values)) is not value:
+            made[name] = small
+    common = {k: v for k, v in {**_DECODER, **_TOKENS}.items() if k in values}
+    return {**made, **common, **_SPECIAL.get(config.model_type, {})}
+
+
+def _small(name: str, value: Any, values: dict[str, Any]) -> Any:
+    """Return a setting of a small model; ``values`` are all settings of the large one."""
+    if name == "head_dim" and value == values.get("qk_rope_head_dim"):
+        return _limited("qk_rope_head_dim", value)
+    if name in _HEADS_OF_KEYS and value is not None:
+        many = value == values.get(_HEADS_OF_KEYS[name])
+        return _HEADS if many else min(value, _KV_HEADS)
+    return _limited(name, value)
 
 
 def _limited(name: str, value: Any) -> Any:
@@ -190,7 +201,7 @@ def _limited(name: str, value: Any) -> Any:
     if not isinstance(value, int) or isinstance(value, bool):
         return value
     limit = next((limit for pattern, limit in _LIMITS if pattern.fullmatch(name)), value)
-    return value if value <= limit else limit
+    return min(value, limit)
 
 
 def _layer_count(values: dict[str, Any]) -> int:

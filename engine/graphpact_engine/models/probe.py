@@ -1,16 +1,17 @@
-"""Finds the attention layers of a model, and whether a token's outputs depend on nothing but its own sequence.
+"""Finds the attention layers of a model, and whether it computes each token from its own sequence alone.
 
-The engine runs the tokens of all requests as one flat row, so a model must compute each token from its id, its
-``position_ids`` entry and its attention output alone. A few forward passes of `_NUM_TOKENS` tokens show it.
-Every second token is the same one at the same position; the tokens between them are others:
+The engine runs the tokens of all requests as one flat row. So a token may depend on its id, its entry of
+``position_ids`` and its attention outputs, and on nothing else. A few forward passes of one row show it:
+every second token of the row is the same one, at the same position, and the tokens between them are others.
 
     record      the equal tokens have equal queries, keys, values and logits, wherever they are in the row
-    no ids      positions 0, 1, 2, .. have the results of a pass without ``position_ids``
-    positions   the others are at the last position of the model: the equal tokens keep their results
-    places      an ``arange`` over the tokens begins at 2**20: beyond any threshold of the model, however far
-    NaN         the attention of the others returns NaN: the equal tokens stay finite
+    no ids      without ``position_ids`` a model uses positions 0, 1, 2, .., as it does with them
+    positions   the others move to the model's last position; the equal tokens keep their results
+    places      whatever counts the tokens of the row (an ``arange``) begins at 2**20, beyond every threshold
+                of a model; the equal tokens keep their results
+    others      the others become other tokens, whose attention returns NaN: neither reaches the equal tokens
 
-Does not: find what depends on the number of tokens by a decision in Python, beyond `_NUM_TOKENS`.
+Does not: find what a model decides in Python by the length of a row, beyond `_NUM_TOKENS`.
 """
 
 import re
@@ -56,8 +57,9 @@ _WINDOWED = {"full_attention": False, "sliding_attention": True}
 # Their frequencies depend on the longest sequence of a batch, so other requests would change the output.
 _BATCH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 
-_NUM_TOKENS = 23  # a prime that no model has as a size: an arange of this length counts tokens
+_NUM_TOKENS = 23  # fewer for a model with fewer positions; as a prime, no other size of a model
 _SHIFT = 2**20  # beyond every context window, and exact in float32
+_COUNTING = frozenset({"arange", "cumsum", "linspace"})  # operations that can number tokens
 _INDEXING = re.compile("index|gather|scatter|embedding|take")  # operations with a tensor of indices
 _EQUAL = slice(0, None, 2)
 _OTHERS = slice(1, None, 2)
@@ -83,7 +85,9 @@ def probe_layers(model: Any, forward: Forward) -> dict[int, LayerSpec]:
             first.run(forward, *tokens)
             refused = [*first.refused, *_unlike_plain_attention(model, config, first.layers)]
             if not all(_close(t[_EQUAL], t[:1]) for t in first.seen):
-                refused.append("tokens that depend on other tokens, or on positions besides position_ids")
+                refused.append(
+                    "tokens that depend on their neighbours, or on their place in the batch"
+                )
             if not refused:
                 refused += _beyond_its_sequence(config, forward, first, *tokens)
     except Exception as error:
@@ -94,7 +98,8 @@ def probe_layers(model: Any, forward: Forward) -> dict[int, LayerSpec]:
         ) from error
     if refused:
         raise UnsupportedModelError(
-            f"model type {config.model_type!r} is not supported, because it has: {'; '.join(refused)}",
+            f"model type {config.model_type!r} is not supported, because it has:"
+            f" {'; '.join(dict.fromkeys(refused))}",
             hint=_SUPPORTED,
         )
     return first.layers
@@ -148,13 +153,17 @@ class _Pass:
 
 
 def _tokens(config: Any, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ids and positions ``[T]``: every second token is the same one, at the same position."""
+    """Return ids and positions ``[T]``: every second token is the same one, at the same position.
+
+    None is a special token, which a model may treat in its own way.
+    """
+    count = min(_NUM_TOKENS, _num_positions(config))
     special = {getattr(config, f"{name}_token_id", None) for name in ("pad", "bos", "eos")}
     plain = [i for i in range(min(config.vocab_size, 32)) if i not in special] or [0]
-    ids = torch.tensor([plain[i % len(plain)] for i in range(_NUM_TOKENS)], device=device)
+    ids = torch.tensor([plain[i % len(plain)] for i in range(count)], device=device)
     ids[_EQUAL] = plain[-1]
-    positions = torch.arange(_NUM_TOKENS, device=device)
-    positions[_EQUAL] = 1
+    positions = torch.arange(count, device=device)
+    positions[_EQUAL] = count // 2
     return ids, positions
 
 
@@ -163,32 +172,39 @@ def _beyond_its_sequence(
 ) -> Iterator[str]:
     """Yield what a token depends on, besides its id, its position and its attention output."""
     counted, given = _Pass(), _Pass()
-    places = torch.arange(_NUM_TOKENS, device=ids.device)
     counted.run(forward, ids, None)
-    given.run(forward, ids, places)
+    given.run(forward, ids, torch.arange(len(ids), device=ids.device))
     if not all(map(_close, counted.seen, given.seen)):
         yield "positions of its own: without position_ids they are not 0, 1, 2, .."
     far = positions.clone()
-    far[_OTHERS] = max(_NUM_TOKENS, getattr(config, "max_position_embeddings", None) or 0) - 1
+    far[_OTHERS] = _num_positions(config) - 1
     others = _Pass()
     others.run(forward, ids, far)
-    if not _keeps(first, others):
+    if not _keeps(first.seen, others.seen):
         yield "tokens that depend on the positions of other tokens in the batch"
-    shifted, places_read = _Pass(), _ShiftedPlaces()
-    with places_read:
-        shifted.run(forward, ids, positions)
-    if not _keeps(first, shifted):
-        yield f"tokens that depend on their place in the batch: {places_read.lines()}"
-    spread = _Pass(spreads_nan=True)
-    spread.run(forward, ids, positions)
-    if any(t[_EQUAL].isnan().any() for t in spread.seen):
-        yield "tokens that depend on other tokens: NaN spreads from one request to others"
+    moved, places = _Pass(), _ShiftedPlaces(len(ids))
+    with places:
+        moved.run(forward, ids, positions)
+    if not _keeps(first.seen, moved.seen):
+        yield f"tokens that depend on their place in the batch: {places.lines()}"
+    mixed = _Pass(spreads_nan=True)
+    mixed.run(forward, ids[:1].expand_as(ids), positions)
+    # Later layers may round in another way: experts get other numbers of tokens.
+    if not _keeps(first.seen[:3], mixed.seen[:3]) or any(
+        t[_EQUAL].isnan().any() for t in mixed.seen
+    ):
+        yield "tokens that depend on other tokens of the batch"
 
 
-def _keeps(first: _Pass, other: _Pass) -> bool:
+def _num_positions(config: Any) -> int:
+    """Return how many positions a model has, as far as its configuration says."""
+    count = getattr(config, "max_position_embeddings", None) or 0
+    return int(count) if count > 0 else _NUM_TOKENS  # XLNet says -1: no limit
+
+
+def _keeps(first: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
     """Return whether the equal tokens have the same results in two passes."""
-    pairs = zip(first.seen, other.seen, strict=True)
-    return all(_close(a[_EQUAL], b[_EQUAL]) for a, b in pairs)
+    return all(_close(a[_EQUAL], b[_EQUAL]) for a, b in zip(first, other, strict=True))
 
 
 def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -196,17 +212,18 @@ def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 class _ShiftedPlaces(DispatchMode):
-    """A dispatch mode in which an ``arange`` over the tokens begins at `_SHIFT`.
+    """A dispatch mode in which the numbers of ``num_tokens`` tokens in a row begin at `_SHIFT`.
 
-    A tensor of indices gets its first values back: a model may select its own rows by their numbers.
+    Used as indices they are what they were: a model may select its own rows by their numbers.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, num_tokens: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch has no annotation here
+        self._num_tokens = num_tokens
         self._lines: dict[str, None] = {}
 
     def lines(self) -> str:
-        """Return the lines of the model that made the shifted tensors."""
+        """Return the first lines of the model that number tokens."""
         return " and ".join(list(self._lines)[:2])
 
     def __torch_dispatch__(
@@ -220,10 +237,12 @@ class _ShiftedPlaces(DispatchMode):
         if _INDEXING.search(name):
             args = args[0], *map_tensors(_unshifted, args[1:])  # the first is the data
         result = func(*args, **(kwargs or {}))
-        if name == "arange" and len(result) == _NUM_TOKENS:
-            self._lines[str(Line())] = None
-            return result + _SHIFT
-        return result
+        if name not in _COUNTING or result.shape[-1:] != (self._num_tokens,):
+            return result
+        if not (result.diff() == 1).all():
+            return result
+        self._lines[str(Line())] = None
+        return result + _SHIFT
 
 
 def _unshifted(index: torch.Tensor) -> torch.Tensor:
@@ -232,9 +251,7 @@ def _unshifted(index: torch.Tensor) -> torch.Tensor:
     return torch.where(index >= _SHIFT // 2, index % _SHIFT, index)
 
 
-def _unlike_plain_attention(
-    model: Any, config: Any, layers: dict[int, LayerSpec]
-) -> Iterator[str]:
+def _unlike_plain_attention(model: Any, config: Any, layers: dict[int, LayerSpec]) -> Iterator[str]:
     """Yield what the configuration names and the layers' arguments do not express."""
     if getattr(model, "_is_stateful", False):
         yield "state besides keys and values"

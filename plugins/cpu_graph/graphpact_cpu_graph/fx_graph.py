@@ -87,7 +87,7 @@ class SegmentGraph:
 
     def _empty_like(self, tensor: torch.Tensor) -> fx.Node:
         layout = tensor.shape, tensor.stride()
-        kind = {"dtype": tensor.dtype, "device": tensor.device}
+        kind: dict[str, Any] = {"dtype": tensor.dtype, "device": tensor.device}
         return self.graph.call_function(_aten.empty_strided.default, layout, kind)
 
     def _node_of(self, tensor: torch.Tensor) -> fx.Node:

@@ -1,8 +1,8 @@
 """Operations that the compiler calls as they are, with the shape and stride of their recorded result.
 
-Torch's fake implementation of ``_grouped_mm``, the product of every expert with its own tokens, refuses dtypes
-that the operation itself computes on a CPU, so a compiler cannot find the shape of the result. The recording
-has it.
+Torch's fake implementation of ``_grouped_mm``, the product of every expert with its own tokens, refuses
+dtypes that the operation itself computes on a CPU, so a compiler cannot find the shape of the result. The
+recording has it.
 
 Does not: make an operation faster.
 """
