@@ -31,7 +31,6 @@ TOLERANCE = 1e-3
 """Largest difference of two equal logits, in standard deviations of the logits; float32 errs by 1e-5."""
 
 _CHUNKS = ("engine.max_num_batched_tokens=16",)
-_GRAPHS = ("lanes.decode.runner=cuda_graph", "lanes.decode.batch_sizes=[2,4]")
 _AT_ONCE = ("engine.max_num_batched_tokens=256",)
 _EAGER = ("lanes.decode.runner=eager",)
 
@@ -55,8 +54,15 @@ class Result:
     reason: str = ""
 
 
-def compare(case: str, **changed: Any) -> Result:
-    """Hold a small model of ``case``, with settings ``changed``, against transformers."""
+def compare(case: str, *, runner: str = "cuda_graph", **changed: Any) -> Result:
+    """Hold a small model against transformers.
+
+    Args:
+        case: One of `model_sweep.small_models.CASES`.
+        runner: Captures the decode steps.
+        changed: Settings of the model that differ.
+    """
+    graphs = (f"lanes.decode.runner={runner}", "lanes.decode.batch_sizes=[2,4]")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
         try:
@@ -70,7 +76,7 @@ def compare(case: str, **changed: Any) -> Result:
         uncaptured = None
         try:
             try:
-                steps = _serve(path, *_CHUNKS, *_GRAPHS)
+                steps = _serve(path, *_CHUNKS, *graphs)
             except CaptureError as error:
                 uncaptured = _in_words(error, path)
                 steps = _serve(path, *_CHUNKS, *_EAGER)
@@ -124,7 +130,7 @@ def _serve(path: Path, *settings: str) -> list[tuple[list[int], int, torch.Tenso
         engine.generate(prompts, SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True))
         replays = sum(lane.stats.replays for lane in engine.lanes)
     served = [tokens[:n] for tokens, n in zip(seen.tokens.values(), PROMPT_LENGTHS, strict=True)]
-    if served != prompts or bool(replays) is not (_GRAPHS[0] in settings):
+    if served != prompts or bool(replays) is (_EAGER[0] in settings):
         raise AssertionError("a request was preempted, or its steps did not run as asked")
     return [(seen.tokens[row], position, logits) for row, position, logits in seen.logits]
 

@@ -7,12 +7,14 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from model_sweep import comparison, page
+from model_sweep import comparison
 from model_sweep.__main__ import main
 from model_sweep.comparison import Result, compare
 from model_sweep.page import PAGE, is_of_this_version, render, row, rows
 from model_sweep.processes import run_cases
 from model_sweep.small_models import CASES, MAX_POSITIONS, VOCAB, small_config
+
+from compiling import compiler  # noqa: F401  a fixture
 
 SAMPLE = (
     "bert",
@@ -58,6 +60,16 @@ def test_the_page_is_what_the_sweep_writes() -> None:
     assert render(run_cases(CASES)) == written
 
 
+@pytest.mark.sweep
+@pytest.mark.parametrize("case", ["gpt2", "gpt_oss", "mixtral"])
+def test_compiled_steps_are_equal_too(
+    case: str, quiet: None, request: pytest.FixtureRequest
+) -> None:
+    """A model with a pad token, and mixtures of experts, compile and equal transformers."""
+    request.getfixturevalue("compiler")
+    assert compare(case, runner="cpu_graph") == Result(case, "equal", "captured")
+
+
 @of_this_version
 def test_the_page_has_every_architecture() -> None:
     """Every architecture of transformers is in the table; none is wrong, none crashed, half of them run."""
@@ -84,11 +96,30 @@ def test_a_difference_of_one_step_is_wrong(monkeypatch: pytest.MonkeyPatch, quie
         assert compare("llama", num_hidden_layers=1).verdict == "wrong"
 
 
-def test_a_crash_costs_one_row(capsys: pytest.CaptureFixture[str]) -> None:
-    """A case that raises in its process is `crashed`, the others have their rows, and the command fails."""
-    results = {result.case: result for result in run_cases(["no such case", "bloom"], at_once=2)}
-    assert results["no such case"] == Result("no such case", "not built", reason="KeyError: 'no such case'")
-    assert results["bloom"].verdict == "refused"
+def test_a_crash_costs_one_row() -> None:
+    """A case that raises, dies or hangs is `crashed`, with the cause; the other cases have their results."""
+    cases = {
+        "1 / 0": "ZeroDivisionError: division by zero",
+        "__import__('os').abort()": "its process died",
+        "__import__('time').sleep(600)": "no result in time",
+    }
+    good = "__import__('model_sweep.comparison').comparison.Result('good', 'equal')"
+    found = {r.case: r for r in run_cases([*cases, good], work=eval, at_once=4, time_limit=5)}
+    assert found.pop("good").verdict == "equal"
+    assert {case: result.reason for case, result in found.items()} == cases
+    assert {result.verdict for result in found.values()} == {"crashed"}
+
+
+def test_the_command_fails_if_a_case_is_wrong(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The exit status is 1 if a case is wrong or crashed, 2 for an unknown case, else 0; rows are printed."""
+    for verdict, status in (("equal", 0), ("refused", 0), ("wrong", 1), ("crashed", 1)):
+        monkeypatch.setattr(
+            "model_sweep.__main__.run_cases", lambda cases, v=verdict: [Result(c, v) for c in cases]
+        )
+        assert main(["llama"]) == status
+        assert f"| llama | {verdict} |" in capsys.readouterr().out
     assert main(["no such case"]) == 2
     assert "no such case" in capsys.readouterr().err
 
@@ -104,4 +135,3 @@ def test_small_models_are_small() -> None:
         for name in ("sliding_window", "attention_chunk_size", "floor_scale"):
             assert (getattr(config, name, None) or 0) < max(comparison.PROMPT_LENGTHS) // 2, case
         assert (getattr(config, "max_position_embeddings", None) or 0) <= MAX_POSITIONS
-    assert page.PAGE.is_file()
