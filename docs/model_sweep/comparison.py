@@ -22,7 +22,7 @@ from graphpact.errors import CaptureError
 from graphpact.hookspecs import hookimpl
 from graphpact_engine import Engine, SamplingParams
 from graphpact_engine.config import EngineConfig
-from graphpact_engine.errors import UnsupportedModelError
+from graphpact_engine.errors import CheckpointError, UnsupportedModelError
 from model_sweep.small_models import MAX_POSITIONS, VOCAB, save_small_model, small_config
 
 PROMPT_LENGTHS = (3, 70, 1, 33)
@@ -81,7 +81,7 @@ def compare(case: str, *, runner: str = "cuda_graph", **changed: Any) -> Result:
                 uncaptured = _in_words(error, path)
                 steps = _serve(path, *_CHUNKS, *_EAGER)
             steps += _serve(path, *_AT_ONCE, *_EAGER)
-        except UnsupportedModelError as error:
+        except (CheckpointError, UnsupportedModelError) as error:
             return Result(case, "refused", reason=_in_words(error, path))
     difference = _largest_difference(reference, steps)
     if not difference < TOLERANCE:
@@ -159,6 +159,6 @@ def _logits(reference: Any, tokens: list[int]) -> torch.Tensor:
 def _in_words(error: BaseException, path: Path) -> str:
     """Return an error's message on one line, without this machine's paths and the model's name."""
     text = getattr(error, "message", None) or f"{type(error).__name__}: {error}"
-    text = re.sub(r"\S+/site-packages/", "", " ".join(text.split()).replace(f"{path}: ", ""))
+    text = re.sub(rf"\S+/site-packages/|{re.escape(str(path))}(: |/)", "", " ".join(text.split()))
     text = re.sub(r"^model type '\S+' (is not supported, because it has: )?", "", text)
     return text if len(text) <= 200 else f"{text[:200]} .."

@@ -28,6 +28,7 @@ SAMPLE = (
     "mllama",
     "opt",
     "phi3, longrope",
+    "qwen2_moe",
     "roberta",
 )
 
