@@ -7,7 +7,7 @@ DISTS  := core kernels plugins/tape plugins/cuda_graph plugins/cpu_graph plugins
           engine conformance
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo break test test-all bench check docs format clean
+.PHONY: demo break test test-all bench models check docs format clean
 
 demo: $(STAMP)        ## write text through captured decode graphs, every replay verified
 	$(BIN)/graphpact generate --config examples/demo.toml --file examples/prompts.txt \
@@ -29,6 +29,10 @@ test-all: test        ## run the tests, and then the long sweeps
 bench: $(STAMP)       ## measure, as ratios inside one process
 	$(BIN)/python benchmarks/bench_fill.py
 	$(BIN)/python benchmarks/bench_graphs.py
+
+models: export OMP_NUM_THREADS ?= 1
+models: $(STAMP)      ## hold every architecture of transformers against transformers, and write docs/models.md
+	PYTHONPATH=docs $(BIN)/python -m model_sweep
 
 check: $(STAMP)       ## lint, format, types, imports, docstrings
 	$(BIN)/ruff check .

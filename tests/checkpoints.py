@@ -104,6 +104,9 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
             "is_decoder": True,
         },
     ),
+    "gpt2": ("GPT2Config", {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128}),
+    # It reads the number of tokens of each expert on the host.
+    "jetmoe": ("JetMoeConfig", {"kv_channels": 16, "num_local_experts": 4}),
     # It applies its window only in the mask.
     "phimoe": ("PhimoeConfig", {"sliding_window": 16, "num_local_experts": 4}),
     "mpt": ("MptConfig", {"d_model": 64, "n_layers": 2, "n_heads": 4}),

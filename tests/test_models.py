@@ -18,13 +18,16 @@ from transformers import AutoModelForCausalLM, dynamic_module_utils
 from graphpact import BackendContext, ForwardBatch, Lane, Limits
 from graphpact.attention import LayerSpec
 from graphpact.batch import ForwardMode
+from graphpact.errors import CaptureError
 from graphpact.runners import EagerRunner, RunnerContext
 from graphpact_cuda_graph import CudaGraphRunner
-from graphpact_engine import models
+from graphpact_engine import Engine, SamplingParams, models
 from graphpact_engine.capabilities import require_capabilities
+from graphpact_engine.config import EngineConfig
 from graphpact_engine.errors import CheckpointError, UnsupportedModelError
 from graphpact_flashinfer import FlashInferBackend
 from graphpact_tape.tape import TapeDriver
+from support import Catalog, reference_tokens
 
 CPU = torch.device("cpu")
 
@@ -63,7 +66,7 @@ def test_layers_are_what_the_model_asks_of_attention(checkpoint: Callable[..., P
         ("llama4", "chunked_attention"),
         ("longrope", "depends on the longest sequence"),
         ("dynamic_rope", "depends on the longest sequence"),
-        ("bart", "queries, keys or values that depend on other tokens"),
+        ("bart", "depend on their neighbours, or on their place"),
         ("phimoe", "a sliding window of 16 that is not passed to its attention"),
         ("mpt", "without masks and caches|0 use transformers' attention"),
         ("lfm2", "state besides keys and values|1 use transformers' attention"),
@@ -75,6 +78,50 @@ def test_models_that_need_more_than_attention_are_refused(
     """A model whose work is not all in the attention interface is refused at load, with the reason."""
     with pytest.raises(UnsupportedModelError, match=reason):
         models.TransformersModel(load(checkpoint(architecture)).model)
+
+
+def test_a_line_that_cannot_be_captured_is_named_as_the_models(
+    checkpoint: Callable[..., Path],
+) -> None:
+    """A host read of the model's own code is told with its line, and with a setting that runs the model."""
+    path = checkpoint("jetmoe")
+    asked = [f"model.path={path}", "engine.device=cpu", "engine.max_num_seqs=2"]
+    with pytest.raises(
+        CaptureError, match=r"model type 'jetmoe'.*modeling_jetmoe\.py:\d+: "
+    ) as caught:
+        Engine(EngineConfig.load(None, env={}, overrides=asked))
+    assert caught.value.hint is not None
+    setting = caught.value.hint.partition("--set ")[2]
+    with Engine(EngineConfig.load(None, env={}, overrides=[*asked, setting])) as engine:
+        [completion] = engine.generate([[5, 6, 7]], SamplingParams(max_new_tokens=4))
+    assert completion.token_ids == reference_tokens(path, [5, 6, 7], 4)
+
+
+def test_a_fault_of_the_backend_in_a_capture_is_not_the_models(
+    checkpoint: Callable[..., Path],
+) -> None:
+    """A host read of an attention backend is not told as a line of the model."""
+
+    class Reading(FlashInferBackend):
+        def forward(self, q: torch.Tensor, *args: Any, **more: Any) -> torch.Tensor:
+            q.sum().item()
+            return super().forward(q, *args, **more)
+
+    asked = [f"model.path={checkpoint('llama')}", "engine.device=cpu", "engine.max_num_seqs=2"]
+    config = EngineConfig.load(None, env={}, overrides=asked)
+    with pytest.raises(CaptureError, match=r"test_models\.py") as caught:
+        Engine(config, catalog=Catalog(flashinfer=Reading))
+    assert "model type" not in str(caught.value)
+
+
+def test_pad_tokens_are_tokens(checkpoint: Callable[..., Path]) -> None:
+    """A model with a pad token, of which transformers would warn, is captured and continues pad tokens."""
+    path = checkpoint("gpt2")
+    asked = [f"model.path={path}", "engine.device=cpu", "engine.max_num_seqs=2"]
+    with Engine(EngineConfig.load(None, env={}, overrides=asked)) as engine:
+        [completion] = engine.generate([[0, 6, 0]], SamplingParams(max_new_tokens=4))
+        assert engine.lanes[0].stats.replays or engine.lanes[1].stats.replays
+    assert completion.token_ids == reference_tokens(path, [0, 6, 0], 4)
 
 
 @pytest.mark.parametrize("feature", ["sliding_window", "softcap", "sinks"])

@@ -179,8 +179,8 @@ def max_positions(path: Path, config: Any) -> int | None:
     """
     for name in ("sliding_window", *_POSITIONS):
         value = getattr(config, name, None)
-        if value is None:
-            continue
+        if value is None or (name == "sliding_window" and value == 0 and value is not False):
+            continue  # Qwen2-MoE says 0 for no window
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**31:
             raise CheckpointError(
                 f"{path / _NAME}: {name} is {_short(value)}; it must be a whole number from 1 to 2**31 - 1"

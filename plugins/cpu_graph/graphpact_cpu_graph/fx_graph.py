@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from graphpact.errors import CaptureError
 from graphpact.tensors import extent_of, storage_id
+from graphpact_cpu_graph.opaque import OPAQUE
 from graphpact_tape.host import tensors_of, written_by
 from graphpact_tape.recorder import RecordedCall, Segment
 
@@ -76,9 +77,18 @@ class SegmentGraph:
     def _add(self, call: RecordedCall) -> None:
         given = tensors_of((call.args, call.kwargs))
         args, kwargs = pytree.tree_map_only(torch.Tensor, self._node_of, (call.args, call.kwargs))
-        node = self.graph.call_function(call.op, args, kwargs)
+        if call.op in OPAQUE:
+            node = self._empty_like(call.result)
+            self.graph.call_function(OPAQUE[call.op], args, {**kwargs, "out": node})
+        else:
+            node = self.graph.call_function(call.op, args, kwargs)
         self._written += [_addresses(t) for t in written_by(call.op, call.args, call.kwargs)]
         self._bind(node, call.result, given)
+
+    def _empty_like(self, tensor: torch.Tensor) -> fx.Node:
+        layout = tensor.shape, tensor.stride()
+        kind: dict[str, Any] = {"dtype": tensor.dtype, "device": tensor.device}
+        return self.graph.call_function(_aten.empty_strided.default, layout, kind)
 
     def _node_of(self, tensor: torch.Tensor) -> fx.Node:
         node = self._made.get(id(tensor))

@@ -94,6 +94,27 @@ def test_a_replay_does_what_the_region_does(kind: str, request: pytest.FixtureRe
     assert [t.data_ptr() for t in outputs] == addresses
 
 
+def test_experts_compile_in_every_dtype(compiler: None) -> None:
+    """A grouped product compiles in every dtype in which torch computes it, with an eager run's layout."""
+    ends = torch.tensor([2, 2, 5], dtype=torch.int32)
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    tokens = [torch.randn(5, 8).to(dtype) for dtype in dtypes]
+    weights = [torch.randn(3, 8, 8).to(dtype) for dtype in dtypes]
+
+    def region() -> list[torch.Tensor]:
+        return [
+            torch.nn.functional.grouped_mm(x + 1, w.transpose(1, 2), offs=ends).relu()
+            for x, w in zip(tokens, weights, strict=True)
+        ]
+
+    graph = capture(region)
+    for x in tokens:
+        x.mul_(-2)
+    ends.copy_(torch.tensor([1, 4, 5]))
+    graph.replay()
+    torch.testing.assert_close(graph.outputs, region(), check_stride=True)
+
+
 def test_caches_are_written_in_place(compiler: None) -> None:
     """A compiled replay allocates far less than the cache that it writes and reads."""
     cache, where, x = torch.zeros(200_000, 1, 4), torch.tensor([3, 5]), torch.ones(2, 1, 4)

@@ -1,0 +1,68 @@
+"""The attention function that transformers calls, and what it does while a forward pass runs.
+
+The function is registered with transformers' ``AttentionInterface`` under a name without a mask function, so
+transformers builds no masks.
+
+Does not: attend; the `Attention` of the forward pass does.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Protocol
+
+import torch
+from transformers import AttentionInterface
+
+ATTENTION_NAME = "graphpact"
+
+
+class Attention(Protocol):
+    """The implementation that the registered attention function calls."""
+
+    def attend(
+        self, module: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, asked: dict[str, Any]
+    ) -> torch.Tensor:
+        """Return the output ``[T, heads, v_head_dim]`` of one layer.
+
+        Args:
+            module: The attention module of the model.
+            q: ``[T, heads, head_dim]``.
+            k: ``[T, kv_heads, head_dim]``.
+            v: ``[T, kv_heads, v_head_dim]``.
+            asked: The other arguments of transformers' call, by name; always with ``scaling``.
+        """
+        ...
+
+
+_active: ContextVar[Attention] = ContextVar("graphpact_attention")
+
+
+@contextmanager
+def attending(attention: Attention) -> Iterator[None]:
+    """Let ``attention`` serve the forward passes inside the context."""
+    token = _active.set(attention)
+    try:
+        yield
+    finally:
+        _active.reset(token)
+
+
+def _attention_function(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **asked: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attend over ``[1, heads, T, dim]``; the signature is defined by transformers."""
+    asked["attention_mask"] = attention_mask
+    if asked.get("scaling") is None:
+        asked["scaling"] = query.shape[-1] ** -0.5
+    q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
+    out = _active.get().attend(module, q, k, v, asked)
+    return out[None], None
+
+
+AttentionInterface.register(ATTENTION_NAME, _attention_function)

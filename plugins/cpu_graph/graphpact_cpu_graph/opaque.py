@@ -1,0 +1,47 @@
+"""Operations that the compiler calls as they are, with the shape and stride of their recorded result.
+
+Torch's fake implementation of ``_grouped_mm``, the product of every expert with its own tokens, refuses
+dtypes that the operation itself computes on a CPU, so a compiler cannot find the shape of the result. The
+recording has it.
+
+Does not: make an operation faster.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_aten = torch.ops.aten
+_library = torch.library.Library("graphpact_cpu_graph", "DEF")
+
+
+def _grouped_mm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    offs: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    *,
+    out: torch.Tensor,
+) -> None:
+    out.copy_(_aten._grouped_mm.default(a, b, offs, bias, out_dtype))  # noqa: SLF001  no public name
+
+
+def _define(schema: str, function: Callable[..., None]) -> Callable[..., None]:
+    name = schema.partition("(")[0]
+    _library.define(schema)
+    _library.impl(name, function, "CPU")
+    torch.library.register_fake(f"graphpact_cpu_graph::{name}", lambda *_, **__: None)
+    overload: Callable[..., None] = getattr(torch.ops.graphpact_cpu_graph, name).default
+    return overload
+
+
+OPAQUE: dict[Any, Callable[..., None]] = {
+    _aten._grouped_mm.default: _define(  # noqa: SLF001  no public name
+        "grouped_mm(Tensor a, Tensor b, Tensor? offs=None, Tensor? bias=None,"
+        " ScalarType? out_dtype=None, *, Tensor(a!) out) -> ()",
+        _grouped_mm,
+    )
+}
+"""By operation: an operator with the same arguments that writes its result to ``out``."""

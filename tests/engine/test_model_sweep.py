@@ -1,0 +1,138 @@
+"""The sweep over transformers' architectures: docs/models.md is what it measures."""
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from model_sweep import comparison
+from model_sweep.__main__ import main
+from model_sweep.comparison import Result, compare
+from model_sweep.page import PAGE, is_of_this_version, render, row, rows
+from model_sweep.processes import run_cases
+from model_sweep.small_models import CASES, MAX_POSITIONS, VOCAB, small_config
+
+from compiling import compiler  # noqa: F401  a fixture
+
+SAMPLE = (
+    "bert",
+    "bloom",
+    "deepseek_v3",
+    "gemma2",
+    "gpt2",
+    "gpt_oss",
+    "jetmoe",
+    "llama4_text, full attention",
+    "mllama",
+    "opt",
+    "phi3, longrope",
+    "qwen2_moe",
+    "roberta",
+)
+
+written = PAGE.read_text(encoding="utf-8")
+of_this_version = pytest.mark.skipif(
+    not is_of_this_version(written),
+    reason=f"docs/models.md was written with another version than {transformers.__version__}",
+)
+
+
+@pytest.fixture
+def quiet() -> Iterator[None]:
+    """Allow what transformers and torch warn of in models that are not ours."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+@of_this_version
+@pytest.mark.parametrize("case", SAMPLE)
+def test_a_sample_is_as_the_page_says(case: str, quiet: None) -> None:
+    """An architecture has the verdict and the reason of its row, and none is wrong."""
+    assert row(compare(case)) == rows(written)[case]
+
+
+@of_this_version
+@pytest.mark.sweep
+def test_the_page_is_what_the_sweep_writes() -> None:
+    """Every architecture, in a process of its own, has the row of the page."""
+    assert render(run_cases(CASES)) == written
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("case", ["gpt2", "gpt_oss", "mixtral"])
+def test_compiled_steps_are_equal_too(
+    case: str, quiet: None, request: pytest.FixtureRequest
+) -> None:
+    """A model with a pad token, and mixtures of experts, compile and equal transformers."""
+    request.getfixturevalue("compiler")
+    assert compare(case, runner="cpu_graph") == Result(case, "equal", "captured")
+
+
+@of_this_version
+def test_the_page_has_every_architecture() -> None:
+    """Every architecture of transformers is in the table; none is wrong, none crashed, half of them run."""
+    table = rows(written)
+    assert tuple(table) == CASES
+    verdicts = [line.split(" | ")[1] for line in table.values()]
+    assert not {"wrong", "crashed"} & set(verdicts)
+    assert verdicts.count("equal") > len(verdicts) / 2
+
+
+def test_a_difference_of_one_step_is_wrong(monkeypatch: pytest.MonkeyPatch, quiet: None) -> None:
+    """Logits that are off in one row of one step, or NaN, make the verdict `wrong`."""
+    serve = comparison._serve
+
+    def off_by(amount: float) -> Any:
+        def serve_worse(*args: Any) -> Any:
+            *steps, (tokens, position, logits) = serve(*args)
+            return [*steps, (tokens, position, logits + amount * (torch.arange(VOCAB) == 7))]
+
+        return serve_worse
+
+    for amount in (1e-2, torch.nan):
+        monkeypatch.setattr(comparison, "_serve", off_by(amount))
+        assert compare("llama", num_hidden_layers=1).verdict == "wrong"
+
+
+def test_a_crash_costs_one_row() -> None:
+    """A case that raises, dies or hangs is `crashed`, with the cause; the other cases have their results."""
+    cases = {
+        "1 / 0": "ZeroDivisionError: division by zero",
+        "__import__('os').abort()": "its process died",
+        "__import__('time').sleep(600)": "no result in time",
+    }
+    good = "__import__('model_sweep.comparison').comparison.Result('good', 'equal')"
+    found = {r.case: r for r in run_cases([*cases, good], work=eval, at_once=4, time_limit=5)}
+    assert found.pop("good").verdict == "equal"
+    assert {case: result.reason for case, result in found.items()} == cases
+    assert {result.verdict for result in found.values()} == {"crashed"}
+
+
+def test_the_command_fails_if_a_case_is_wrong(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The exit status is 1 if a case is wrong or crashed, 2 for an unknown case, else 0; rows are printed."""
+    for verdict, status in (("equal", 0), ("refused", 0), ("wrong", 1), ("crashed", 1)):
+        monkeypatch.setattr(
+            "model_sweep.__main__.run_cases", lambda cases, v=verdict: [Result(c, v) for c in cases]
+        )
+        assert main(["llama"]) == status
+        assert f"| llama | {verdict} |" in capsys.readouterr().out
+    assert main(["no such case"]) == 2
+    assert "no such case" in capsys.readouterr().err
+
+
+def test_small_models_are_small() -> None:
+    """Windows and thresholds of a small model are shorter than the prompts of the comparison."""
+    for case in CASES:
+        try:
+            config = small_config(case).get_text_config(decoder=True)
+        except Exception:  # noqa: BLE001, S112  transformers' own defaults are not all valid
+            continue
+        assert config.vocab_size <= max(VOCAB, 320)
+        for name in ("sliding_window", "attention_chunk_size", "floor_scale"):
+            assert (getattr(config, name, None) or 0) < max(comparison.PROMPT_LENGTHS) // 2, case
+        assert (getattr(config, "max_position_embeddings", None) or 0) <= MAX_POSITIONS
