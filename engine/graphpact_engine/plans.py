@@ -85,7 +85,7 @@ class ModelSpec:
         layers: Its attention layers.
         dtype: Dtype of weights and KV cache.
         device: Device of the weights.
-        max_model_len: The longest sequence, in tokens.
+        max_model_len: Number of its positions; None if its config does not say.
         expanded_for: The lane whose backend makes the model's MLA layers run expanded; None if none are
             expanded.
         expanded_layers: Returns ``layers`` in expanded form; None if the model caches no latents.
@@ -95,7 +95,6 @@ class ModelSpec:
     dtype: torch.dtype
     device: torch.device
     max_model_len: int | None
-    """Number of positions; None if the config of the model does not say."""
     expanded_for: "LanePlan | None" = None
     expanded_layers: Callable[[], Sequence[LayerSpec]] | None = None
 

@@ -136,10 +136,11 @@ class TransformersModel:
         except CaptureError as error:
             if _is_of_backend(error):
                 raise
+            lane = "decode" if batch.forward_mode.is_decode else "prefill"
             raise CaptureError(
                 f"model type {self.model.config.model_type!r} cannot be captured: {error.message}",
                 hint="the line is the model's own; run the model eagerly: --set"
-                f" lanes.{batch.forward_mode.value}.runner=eager",
+                f" lanes.{lane}.runner=eager",
                 rule=error.rule,
             ) from error
         by_request = last is not None or batch.forward_mode.is_decode
