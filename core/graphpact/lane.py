@@ -168,9 +168,8 @@ class Lane:
         self.stats = LaneStats()
         self.on_capture: Callable[[GraphShape], None] | None = None
         """Called with each shape after it was captured."""
-        shapes = all_returned(
-            runner.shapes(), GraphShape, runner, "shapes"
-        )  # refuses impossible sizes
+        # Called in eager lanes too: it refuses impossible sizes.
+        shapes = all_returned(runner.shapes(), GraphShape, runner, "shapes")
         self.shapes = () if eager_reason is not None else shapes
         """The shapes to capture."""
         self.registry = self._make_registry(share_pool) if self.shapes else None

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import ParamSpec, TypeVar
 
-from graphpact.errors import EngineError, GraphpactError, describe_error
+from graphpact.errors import EngineError, GraphpactError, KernelRefusal, describe_error
 from graphpact.plugins import PluginCatalog, PluginInfo
 
 P = ParamSpec("P")
@@ -28,7 +28,7 @@ def names_plugins(method: Callable[P, T]) -> Callable[P, T]:
     """Decorate a function that calls plugins.
 
     Raises:
-        EngineError: A plugin raised anything that is no `GraphpactError`; the message has its name, the
+        EngineError: A plugin raised anything that is no `GraphpactError` and no `KernelRefusal`; the message has its name, the
             function of it that was called, the exception, and the line that raised it.
     """
 
@@ -36,7 +36,7 @@ def names_plugins(method: Callable[P, T]) -> Callable[P, T]:
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
         try:
             return method(*args, **kwargs)
-        except (GraphpactError, KeyboardInterrupt):
+        except (GraphpactError, KernelRefusal, KeyboardInterrupt):
             raise
         except BaseException as error:  # SystemExit; the panics of Rust extensions
             fault = _fault(error)
