@@ -28,8 +28,8 @@ def names_plugins(method: Callable[P, T]) -> Callable[P, T]:
     """Decorate a function that calls plugins.
 
     Raises:
-        EngineError: A plugin raised anything that is no `GraphpactError` and no `KernelRefusal`; the message has its name, the
-            function of it that was called, the exception, and the line that raised it.
+        EngineError: A plugin raised anything but a `GraphpactError` or a `KernelRefusal`. The message has
+            its name, the function of it that was called, the exception, and the line that raised it.
     """
 
     @functools.wraps(method)
