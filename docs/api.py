@@ -48,6 +48,8 @@ def modules(folder: Path) -> list[Module]:
         parts = parts[:-1] if parts[-1] == "__init__" else parts
         if not any(part.startswith("_") for part in parts):
             tree = ast.parse(path.read_text(encoding="utf-8"))
+            if (stub := path.with_suffix(".pyi")).exists():  # the names that it imports on access
+                tree.body += ast.parse(stub.read_text(encoding="utf-8")).body
             found.append(Module(".".join(parts), tree))
     return sorted(found, key=lambda module: module.name)
 
@@ -186,7 +188,8 @@ def _exports(module: Module) -> list[str]:
     ]
     offered = set(ast.literal_eval(lists[0])) if lists else set()
     lines = []
-    for node in module.tree.body:
+    lazy = [n for each in module.tree.body if isinstance(each, ast.If) for n in each.body]
+    for node in [*module.tree.body, *lazy]:  # lazy: `if TYPE_CHECKING`, imported on access
         names = [each.asname or each.name for each in getattr(node, "names", ())]
         if isinstance(node, ast.ImportFrom) and (names := [n for n in names if n in offered]):
             told = ", ".join(f"`{name}`" for name in names)

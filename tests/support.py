@@ -3,12 +3,15 @@
 Does not: hold fixtures; those are in ``conftest.py``.
 """
 
+import contextlib
 import importlib.util
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import strategies as st
 from torch.nn import functional
@@ -16,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from graphpact.attention import AttentionBackend
 from graphpact.buffers import CudaGraphBufferRegistry, GraphSlot, PaddingPolicy
+from graphpact.cli.survey import describe
 from graphpact.graphs import GraphDriver
 from graphpact.plugins import Kind, PluginCatalog, PluginInfo
 from graphpact.runners import EagerRunner, GraphRunner
@@ -38,6 +42,17 @@ def load_reference(name: str = "reference") -> ModuleType:
     reference = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(reference)
     return reference
+
+
+def survey_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have ``plugins`` and ``doctor`` import plugins in this process, to see what a test has patched."""
+
+    def survey(catalog: PluginCatalog, kind: Kind | None = None) -> list[dict[str, Any]]:
+        with contextlib.redirect_stdout(sys.stderr):
+            return [describe(catalog.load(info)) for info in catalog.infos(kind)]
+
+    monkeypatch.setattr("graphpact.cli.plugins.survey", survey)
+    monkeypatch.setattr("graphpact_engine.cli.machine.survey", survey)
 
 
 class Catalog(PluginCatalog):

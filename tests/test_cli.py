@@ -1,12 +1,17 @@
 """Behaviour common to all commands: output streams, exit statuses, and no traceback by default."""
 
+import ast
+import os
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 from typer.core import TyperCommand
 
+import graphpact
 from graphpact import errors
 from graphpact.cli import main
 from graphpact.plugins import PluginCatalog
@@ -52,20 +57,30 @@ def test_without_its_extra_the_command_says_what_to_install(missing: str) -> Non
 
 
 def test_importing_graphpact_stays_light() -> None:
-    """`import graphpact` imports neither transformers, nor a plugin, nor the command line's tools."""
+    """`import graphpact` imports neither torch, nor a plugin, nor the command line's tools."""
     done = python("-X", "importtime", "-c", "import graphpact")
     assert done.returncode == 0
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
-    assert "graphpact.lane" in imported
-    heavy = {
-        "transformers",
-        "safetensors",
-        "typer",
-        "rich",
-        "graphpact.cli",
-        "graphpact_engine.models",
-    }
+    assert "graphpact.errors" in imported
+    heavy = {"torch", "pydantic", "typer", "rich", "graphpact.cli", "graphpact.lane"}
     assert not imported & (heavy | {"graphpact_flashinfer", "graphpact_cuda_graph"})
+
+
+def test_every_public_name_is_there_and_declared_once() -> None:
+    """Each name of `graphpact.__all__` can be imported, and the stub declares the same names."""
+    stub = ast.parse(Path(graphpact.__file__).with_suffix(".pyi").read_text(encoding="utf-8"))
+    (declared,) = [
+        ast.literal_eval(node.value)
+        for node in stub.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+    ]
+    assert sorted(declared) == graphpact.__all__
+    for name in graphpact.__all__:
+        assert getattr(graphpact, name) is not None
+    assert "lane" not in graphpact.__all__
+    assert graphpact.lane.Lane is graphpact.Lane
+    with pytest.raises(AttributeError, match="has no attribute 'lan'"):
+        graphpact.lan  # noqa: B018
 
 
 def test_version_names_every_distribution(capsys: pytest.CaptureFixture[str]) -> None:
@@ -173,13 +188,14 @@ def test_a_narrow_terminal_does_not_break_a_message(
 def test_an_unforeseen_error_is_one_line(
     scan_raises: list[BaseException], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """An unexpected error is one line, then a line on how to get the traceback; the status is 3."""
+    """An unexpected error is one line with its place, then how to get the traceback; the status is 3."""
     scan_raises.append(RuntimeError("two\nlines of [b]it[/b]"))
     assert main(["plugins"]) == 3
     out, err = capsys.readouterr()
     first, second = err.splitlines()
     assert out == ""
-    assert first == "internal error: RuntimeError: two lines of [b]it[/b]"
+    said = r"internal error: RuntimeError: two lines of \[b\]it\[/b\] \(at tests/test_cli.py:\d+\)"
+    assert re.fullmatch(said, first)
     assert "GRAPHPACT_TRACEBACK=1" in second
 
 
@@ -215,7 +231,9 @@ def test_an_interrupted_command_says_so_by_its_status(
     assert "Traceback" not in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", [["plugins"], ["plugins", "--json"], ["--version"]])
+@pytest.mark.parametrize(
+    "arguments", [["explain"], ["explain", "--json"], ["--version"], ["explain", "--help"]]
+)
 def test_a_reader_that_leaves_is_no_error(arguments: list[str]) -> None:
     """If the reader closes stdout, the command ends with 141, as after SIGPIPE, and stderr stays empty."""
     with subprocess.Popen(
@@ -227,3 +245,71 @@ def test_a_reader_that_leaves_is_no_error(arguments: list[str]) -> None:
         said = process.stderr.read()
         assert process.wait(120) == 141
     assert said == b""
+
+
+def completed(*words: str, of: str = "bash") -> tuple[list[str], str]:
+    """Return what a shell is offered after ``graphpact`` and ``words``, and whether torch was imported."""
+    program = (
+        "import sys; from graphpact.cli import main; status = main()\n"
+        "sys.exit(f'status {status}, torch' if status or 'torch' in sys.modules else 0)"
+    )
+    line = " ".join(("graphpact", *words))
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={
+            **os.environ,
+            "_GRAPHPACT_COMPLETE": f"complete_{of}",
+            "COMP_WORDS": line,
+            "COMP_CWORD": str(len(words)),
+            "_TYPER_COMPLETE_ARGS": line,
+            "_TYPER_COMPLETE_FISH_ACTION": "get-args",
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    return done.stdout.split("\n")[:-1] if done.stdout.strip() else [], done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        (("ge",), ["generate"]),
+        (("check", "flash"), ["flashinfer"]),
+        (("check", "--only", "GP2"), ["GP20"]),
+        (("explain", "GP0"), [f"GP0{n}" for n in range(1, 10)]),
+        (("generate", "--set", "lanes.prefill.ru"), ["lanes.prefill.runner="]),
+        (("generate", "-c", "{file}", "-s", "lanes.acme.mode="), ["decode", "prefill"]),
+        (("generate", "--set", "lanes.acme."), []),
+        (("generate", "-s", "engine.attention_backend=fl"), ["flashinfer"]),
+        (("generate", "-c", "/nowhere", "-s", "engine.se"), ["engine.seed="]),
+    ],
+)
+def test_a_shell_is_offered_what_fits(
+    words: tuple[str, ...], offered: list[str], tmp_path: Path
+) -> None:
+    """Commands, plugins, rules, keys, lanes and values that begin with a word are offered, without torch."""
+    file = tmp_path / "a.toml"
+    file.write_text("[lanes.acme]\nmode = 'decode'\n")
+    found, err = completed(*(word.replace("{file}", str(file)) for word in words))
+    key = words[-1].partition("=")
+    assert found == [f"{key[0]}={each}" if key[1] else each for each in offered]
+    assert err == ""
+
+
+def test_fish_is_offered_help_too() -> None:
+    """A shell that shows help gets the summaries of commands and the names of rules."""
+    assert completed("pl", of="fish")[0][0].startswith("plugins\tList the installed plugins")
+    assert completed("explain", "GP03", of="fish") == (["GP03\tstale-pad-tail"], "")
+
+
+@pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["generate", "--help"]])
+def test_what_needs_no_torch_does_not_import_it(arguments: list[str]) -> None:
+    """Versions and help are printed without torch and transformers, whose import takes seconds."""
+    done = python(
+        "-c",
+        f"import sys; from graphpact.cli import main; status = main({arguments!r})\n"
+        "sys.exit(status or len({'torch', 'transformers'} & sys.modules.keys()))",
+    )
+    assert (done.returncode, done.stderr) == (0, "")

@@ -196,7 +196,7 @@ def test_what_is_no_observer_is_rejected_with_the_reason(site: Site) -> None:
     for name, (source, _) in BAD.items():
         site.add(name, source, offers={f"fake_{name}": "Observer"}, group=group)
     catalog = PluginCatalog.scan()
-    found = {p.info.name: p for p in catalog.check("observer")}
+    found = {info.name: catalog.load(info) for info in catalog.infos("observer")}
     assert isinstance(found["fake_good"], Loaded)
     for name, (_, says) in BAD.items():
         plugin = found[f"fake_{name}"]

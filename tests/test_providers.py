@@ -39,7 +39,7 @@ from graphpact_engine.capabilities import require_capabilities
 from graphpact_engine.config import EngineConfig
 from graphpact_engine.errors import UnsupportedModelError
 from graphpact_flashinfer import FlashInferBackend
-from support import Catalog
+from support import Catalog, survey_here
 
 CPU = torch.device("cpu")
 TINY = Path(__file__).parents[1] / "examples/models/tiny-llama"
@@ -645,6 +645,7 @@ def test_what_is_no_provider_keeps_a_backend_from_loading(
     catalog = installed(odd=cls, both=Both)
     scanned = SimpleNamespace(scan=lambda: catalog)
     monkeypatch.setattr("graphpact.cli.plugins.PluginCatalog", scanned)
+    survey_here(monkeypatch)
     assert main(["plugins", "--json", "--kind", "attention_backend"]) == 0
     found = {each["name"]: each for each in json.loads(capsys.readouterr().out)}
     assert found["odd"]["status"] == "rejected"

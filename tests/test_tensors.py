@@ -12,12 +12,12 @@ from graphpact.memory_map import MemoryMap
 from graphpact.tensors import (
     address_range,
     equal,
-    excess,
     extent_of,
     same,
     storage_id,
     tolerance_of,
 )
+from graphpact_conformance.experiments.base import excess
 from graphpact_conformance.problems import configs_of
 from graphpact_conformance.reference import ReferenceBackend
 from graphpact_conformance.rig import Rig

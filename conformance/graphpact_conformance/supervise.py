@@ -20,7 +20,7 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from multiprocessing import connection
@@ -31,6 +31,7 @@ from pydantic import TypeAdapter
 
 import graphpact
 from graphpact import errors
+from graphpact.cli.survey import child_environment, ending, kill
 from graphpact.errors import ConfigError, GraphpactError, RejectedPluginError, UsageError
 from graphpact.plugins import PluginCatalog, PluginInfo
 from graphpact_conformance.results import (
@@ -53,6 +54,7 @@ RESTARTS = 3
 WORKER = (sys.executable, "-B", "-P", "-u", "-m", "graphpact_conformance.worker")
 """Command line of the worker. ``-B``: warnings of the compiler then do not depend on caches."""
 
+_SETTINGS = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}  # of the environment of a worker
 _START_BOUND = 300.0  # seconds for the import of graphpact, before the plugin's timeout starts
 _MOST_WORKERS = 8
 _MOST_WRITTEN = 64 << 20  # bytes of stdout or stderr; a plugin with more is stopped
@@ -251,7 +253,7 @@ class _Process:
                     stdout=self._out,
                     stderr=self._err,
                     pass_fds=(writer, self._stack),
-                    env=_child_environment(),
+                    env=child_environment() | _SETTINGS,
                     start_new_session=True,
                 )
             finally:
@@ -279,14 +281,14 @@ class _Process:
 
     def kill(self) -> None:
         """Kill it and its child processes."""
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        kill(self._process)
 
     def ending(self) -> _Ending:
         """Return the description of its end."""
         fault = self._fault or (
-            "" if self._is_done and not self._process.returncode else self._status()
+            ""
+            if self._is_done and not self._process.returncode
+            else ending(self._process.returncode)
         )
         return _Ending(
             fault=fault,
@@ -348,12 +350,6 @@ class _Process:
             self._process.send_signal(signal.SIGUSR1)
             time.sleep(_SAMPLE_PAUSE)
 
-    def _status(self) -> str:
-        status = self._process.returncode
-        if status >= 0:
-            return f"it ended the process: exit status {status}"
-        return f"signal {-status} ({signal.Signals(-status).name}) ended the process"
-
     def _evidence(self) -> list[str]:
         frames = _steady_frames(os.pread(self._stack, 1 << 20, 0).decode(errors="replace"))
         said = tail(self._err).splitlines()
@@ -365,13 +361,6 @@ class _Process:
         work = next(work for work, before in reversed(self._works) if not before)
         text = os.pread(self._out, 4096, 0).decode(errors="replace")
         return work, next((line for line in text.splitlines() if line.strip()), "")[:200]
-
-
-def _child_environment() -> dict[str, str]:
-    """Return the environment of a worker: the import path of this process, and one thread."""
-    path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)  # noqa: PTH109  text to text
-    ours = {"PYTHONPATH": path, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
-    return {**os.environ, **ours}
 
 
 def _steady_frames(dumps: str) -> list[str]:

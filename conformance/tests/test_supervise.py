@@ -533,5 +533,5 @@ def test_an_interrupt_leaves_no_process_behind(bench: Bench) -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        bench.check("hangs", on_begin=interrupt)
+        bench.check("hangs", on_begin=interrupt, workers=1)
     assert not is_alive(int((bench.root / "hangs").read_text()))

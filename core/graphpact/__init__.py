@@ -1,80 +1,46 @@
 """graphpact: the agreement between the capture of a graph and the preparation of its replays.
 
-This module re-exports the names that plugins and engines share. It imports no transformers, no plugin, no
-command line, and `conformance` only on access.
+This module re-exports the names that plugins and engines share. Each is imported on first access, so that
+``graphpact --version`` does not wait for torch. ``__init__.pyi`` declares them for type checkers.
+
+Does not: import transformers, a plugin, or the command line.
 """
 
 import importlib
-from collections.abc import Callable
 from typing import Any
 
-from graphpact.attention import AttentionBackend, BackendContext, Capabilities, LayerSpec, Limits
-from graphpact.batch import ForwardBatch, ForwardMode
-from graphpact.buffers import (
-    CudaGraphBufferRegistry,
-    FillContext,
-    GraphSlot,
-    PaddingPolicy,
-    metadata_slot,
-)
-from graphpact.errors import GraphpactError, UsageError
-from graphpact.graphs import Graph, GraphDriver
-from graphpact.hookspecs import CONTRACT_VERSION, hookimpl, hookspec
-from graphpact.lane import Lane, PreparedStep
-from graphpact.pact import Pact, bounded
-from graphpact.runners import GraphRunner
-from graphpact.shapes import CaptureSizes, EagerReason, GraphShape
-from graphpact.step import Step, StepOutputs
+from graphpact._version import __version__ as __version__
+from graphpact.errors import UsageError
 
-conformance: Callable[..., Callable[[Callable[..., None]], Callable[..., None]]]
-"""`graphpact_conformance.conformance`, of another distribution; imported on access."""
-
-__all__ = [
-    "CONTRACT_VERSION",
-    "AttentionBackend",
-    "BackendContext",
-    "Capabilities",
-    "CaptureSizes",
-    "CudaGraphBufferRegistry",
-    "EagerReason",
-    "FillContext",
-    "ForwardBatch",
-    "ForwardMode",
-    "Graph",
-    "GraphDriver",
-    "GraphRunner",
-    "GraphShape",
-    "GraphSlot",
-    "GraphpactError",
-    "Lane",
-    "LayerSpec",
-    "Limits",
-    "Pact",
-    "PaddingPolicy",
-    "PreparedStep",
-    "Step",
-    "StepOutputs",
-    "bounded",
-    "conformance",
-    "hookimpl",
-    "hookspec",
-    "metadata_slot",
-]
+_NAMES = {
+    "attention": "AttentionBackend BackendContext Capabilities LayerSpec Limits",
+    "batch": "ForwardBatch ForwardMode",
+    "buffers": "CudaGraphBufferRegistry FillContext GraphSlot PaddingPolicy metadata_slot",
+    "errors": "GraphpactError",
+    "graphs": "Graph GraphDriver",
+    "hookspecs": "CONTRACT_VERSION hookimpl hookspec",
+    "lane": "Lane PreparedStep",
+    "pact": "Pact bounded",
+    "runners": "GraphRunner",
+    "shapes": "CaptureSizes EagerReason GraphShape",
+    "step": "Step StepOutputs",
+}
+_HOMES = {name: f"graphpact.{home}" for home, names in _NAMES.items() for name in names.split()}
+_HOMES["conformance"] = "graphpact_conformance"
+__all__: list[str] = [*sorted(_HOMES)]  # noqa: PLE0604  strings
 
 
 def __getattr__(name: str) -> Any:
-    if name == "__version__":
-        from graphpact._version import __version__  # noqa: PLC0415  lazy
-
-        return __version__
-    if name == "conformance":
-        try:
-            return importlib.import_module("graphpact_conformance").conformance
-        except ModuleNotFoundError as error:
-            if error.name != "graphpact_conformance":
-                raise
+    home = _HOMES.get(name, f"graphpact.{name}")
+    try:
+        module = importlib.import_module(home)
+    except ModuleNotFoundError as error:
+        if error.name != home:
+            raise
+        if name == "conformance":
             raise UsageError(
                 "graphpact.conformance needs graphpact_conformance, which is not installed",
                 hint='pip install "graphpact[conformance]"',
             ) from error
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
+    return getattr(module, name) if name in _HOMES else module

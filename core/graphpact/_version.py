@@ -1,3 +1,5 @@
-"""The version, alone in a file so that the build reads it without importing the package."""
+"""The versions, alone in a file that is read without importing torch."""
 
 __version__ = "0.1.0"
+CONTRACT_VERSION = 1
+"""The version of the contract; see `graphpact.hookspecs`."""

@@ -21,9 +21,14 @@ Does not: print or exit; the command line does.
 """
 
 import difflib
+import reprlib
+import traceback
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from pathlib import Path
+from typing import Any, ClassVar, Literal, TypeVar
+
+T = TypeVar("T")
 
 
 class GraphpactError(Exception):
@@ -200,6 +205,38 @@ class PoisonError(ReplayError):
 
 class EngineError(GraphpactError):
     """The engine broke one of its own rules: a defect of graphpact or of a plugin."""
+
+
+def describe_error(error: BaseException) -> str:
+    """Return an exception's type and message in one line, even if its ``__str__`` raises."""
+    try:
+        message = " ".join(str(error).split())
+    except Exception:  # noqa: BLE001  a third party's __str__
+        message = "(its message cannot be read)"
+    return f"{type(error).__name__}: {message}" if message else type(error).__name__
+
+
+def place_of(error: BaseException) -> str:
+    """Return the file (its last two parts) and the line that raised an exception."""
+    *_, (frame, line) = traceback.walk_tb(error.__traceback__)
+    return "/".join(Path(frame.f_code.co_filename).parts[-2:]) + f":{line}"
+
+
+def returned(value: Any, kind: Any, by: object, method: str) -> Any:
+    """Return ``value``, which a plugin's method returned; raise `EngineError` unless it is a ``kind``."""
+    if isinstance(value, kind):
+        return value
+    cls, name = type(by), getattr(kind, "__name__", kind)
+    raise EngineError(
+        f"{cls.__module__}.{cls.__name__}.{method}() returned {reprlib.repr(value)}, not {name}",
+        hint=f"a defect of that plugin; the docstring of {method}() has what it returns",
+    )
+
+
+def all_returned(values: Any, kind: type[T], by: object, method: str) -> tuple[T, ...]:
+    """Return the values that a plugin's method returned; raise `EngineError` unless each is a ``kind``."""
+    values = returned(values, Iterable, by, method)
+    return tuple(returned(each, kind, by, method) for each in values)
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str | None:

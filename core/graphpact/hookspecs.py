@@ -16,12 +16,12 @@ from typing import Any
 
 import pluggy
 
+from graphpact._version import CONTRACT_VERSION as CONTRACT_VERSION  # noqa: PLC0414  of the contract
 from graphpact.batch import ForwardBatch
 from graphpact.buffers import CudaGraphBufferRegistry
 from graphpact.shapes import GraphShape
 
 PROJECT = "graphpact"
-CONTRACT_VERSION = 1
 
 hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)

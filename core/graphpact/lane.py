@@ -27,15 +27,15 @@ import torch
 from graphpact import hookspecs
 from graphpact.attention import AttentionBackend, kv_tensors
 from graphpact.batch import ForwardBatch, ForwardMode
-from graphpact.buffers import CudaGraphBufferRegistry, PaddingPolicy, SharedBuffers
-from graphpact.errors import CaptureError, ConfigError, EngineError
+from graphpact.buffers import CudaGraphBufferRegistry, GraphSlot, PaddingPolicy, SharedBuffers
+from graphpact.errors import CaptureError, ConfigError, EngineError, all_returned, returned
 from graphpact.graphs import DeclaredMemory, Externals, Graph, GraphDriver
 from graphpact.hookspecs import hookimpl
 from graphpact.memory_map import MemoryMap
 from graphpact.pact import Pact, walk
 from graphpact.runners import GraphRunner
 from graphpact.shapes import EagerReason, GraphShape
-from graphpact.step import Forward, Step, StepOutputs
+from graphpact.step import Forward, Region, Step, StepOutputs
 from graphpact.tensors import storage_id
 
 PactMode = Literal["always", "sampled", "off"]
@@ -168,7 +168,8 @@ class Lane:
         self.stats = LaneStats()
         self.on_capture: Callable[[GraphShape], None] | None = None
         """Called with each shape after it was captured."""
-        shapes = tuple(runner.shapes())  # called in eager lanes too: it refuses impossible sizes
+        # Called in eager lanes too: it refuses impossible sizes.
+        shapes = all_returned(runner.shapes(), GraphShape, runner, "shapes")
         self.shapes = () if eager_reason is not None else shapes
         """The shapes to capture."""
         self.registry = self._make_registry(share_pool) if self.shapes else None
@@ -191,6 +192,7 @@ class Lane:
         They are valid until the next replay of the lane's driver.
         """
         outputs: StepOutputs = self._run_step(lane=self, batch=batch)
+        returned(outputs, StepOutputs, self._outermost, "run_step")
         return outputs
 
     def prepare(self, batch: ForwardBatch) -> PreparedStep:
@@ -264,9 +266,10 @@ class Lane:
         """Return the captured shape that ``batch`` replays, or the reason why there is none."""
         if not self.shapes:
             return self.eager_reason or EagerReason.NO_GRAPHS
-        fit = self.runner.fit(batch)
-        if isinstance(fit, GraphShape) and fit not in self._captured:
-            return EagerReason.NOT_CAPTURED
+        fit: GraphShape | EagerReason = self.runner.fit(batch)
+        if isinstance(fit, GraphShape):
+            return fit if fit in self._captured else EagerReason.NOT_CAPTURED
+        returned(fit, GraphShape | EagerReason, self.runner, "fit")
         return fit
 
     # -- capture ---------------------------------------------------------------------------------
@@ -295,20 +298,23 @@ class Lane:
         self._prepared += 1
         with torch.inference_mode():
             if batch is None:
-                batch = self.runner.dummy(shape)
+                batch = returned(self.runner.dummy(shape), ForwardBatch, self.runner, "dummy")
                 self._require_scratch(shape, batch)
-            self._populate(registry=registry, batch=batch, shape=shape)
+            none = self._populate(registry=registry, batch=batch, shape=shape)
+            returned(none, type(None), self.runner, "populate")
             view = self._prepare_replay(registry=registry, batch=batch, shape=shape)
+            returned(view, ForwardBatch, self.runner, "prepare_replay")
             with driver.unprepared(view.host_tensors()):
                 metadata = self._init_metadata_capture(view=view, shape=shape)
             step = Step(shape, view, driver, self.backend, metadata, batch)
-            region = self.runner.compose(self.model, step)
+            region: Region = self.runner.compose(self.model, step)
+            returned(region, Callable, self.runner, "compose")
 
             def record() -> StepOutputs:
                 self.backend.record_metadata(step.view, step.metadata)
                 return region()
 
-            graph = driver.capture(record)
+            graph: Graph = returned(driver.capture(record), Graph, driver, "capture")
         try:
             self._require_outputs(graph.outputs, shape)
             used = {storage_id(t) for t in graph.external_tensors() or ()}
@@ -357,7 +363,7 @@ class Lane:
             share_pool=share_pool,
             lane=self.name,
         )
-        for slot in self.runner.slots():
+        for slot in all_returned(self.runner.slots(), GraphSlot, self.runner, "slots"):
             registry.register_slot(slot)
         return registry
 
@@ -467,6 +473,7 @@ class Lane:
         self._init_metadata_capture = self._resolve("init_metadata_capture")
         self._init_metadata_replay = self._resolve("init_metadata_replay")
         self._run_step = self._resolve("run_step")
+        self._outermost = self.plugin_manager.hook.run_step.get_hookimpls()[-1].plugin
 
     def _resolve(self, name: str) -> Callable[..., Any]:
         """Return the callable of hook ``name``: a bound method, or pluggy's caller if it is wrapped."""

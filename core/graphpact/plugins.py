@@ -14,31 +14,25 @@ import inspect
 import logging
 import os
 import re
+import reprlib
 import types
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args, overload
 
 import pluggy
-from importlib_metadata import (
-    EntryPoint,
-    PackageNotFoundError,
-    distribution,
-    distributions,
-)
+from importlib_metadata import EntryPoint, PackageNotFoundError, distribution, distributions
 
-from graphpact import hookspecs
-from graphpact.attention import AttentionBackend, KernelProvider
+import graphpact
+from graphpact._version import CONTRACT_VERSION, __version__
 from graphpact.errors import (
     AmbiguousPluginError,
     ConfigError,
     RejectedPluginError,
     UnknownPluginError,
+    describe_error,
     did_you_mean,
 )
-from graphpact.graphs import GraphDriver
-from graphpact.hookspecs import CONTRACT_VERSION, PROJECT
-from graphpact.runners import GraphRunner
 
 Kind = Literal["attention_backend", "runner", "graph_driver", "observer", "command"]
 """The kinds of plugins; each has an entry-point group. The first three have a base class, an observer is a
@@ -50,11 +44,10 @@ CONTRACT_GROUP = "graphpact.contract"
 DISABLE_VARIABLE = "GRAPHPACT_DISABLE_PLUGINS"
 """Environment variable: plugins to disable, ``name`` or ``kind:name``, separated by commas."""
 
-_BASES: dict[Kind, type[Any]] = {
-    "attention_backend": AttentionBackend,
-    "runner": GraphRunner,
-    "graph_driver": GraphDriver,
-    "observer": object,
+_BASES: dict[Kind, str] = {  # names of `graphpact`, which imports torch when it is asked for one
+    "attention_backend": "AttentionBackend",
+    "runner": "GraphRunner",
+    "graph_driver": "GraphDriver",
 }
 _OFFERS: dict[str, dict[Kind, str]] = {  # plugins of the first-party distributions
     "graphpact": {"runner": "eager", "command": "plugins"},
@@ -99,6 +92,11 @@ class PluginInfo:
     def __str__(self) -> str:
         return f"{self.name} ({self.distribution} {self.version})"
 
+    @property
+    def disabling(self) -> str:
+        """How to disable it, in words."""
+        return f"{DISABLE_VARIABLE}={self.kind}:{self.name} disables it"
+
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
@@ -120,7 +118,7 @@ Plugin = Loaded | Rejected
 
 
 class PluginCatalog:
-    """The installed plugins. Each is imported once, when it is selected or checked.
+    """The installed plugins. Each is imported once, when it is selected or loaded.
 
     Args:
         entry_points: The entry point of each plugin.
@@ -134,7 +132,7 @@ class PluginCatalog:
         self, entry_points: Mapping[PluginInfo, EntryPoint], disabled: frozenset[str] = frozenset()
     ) -> None:
         self._entry_points = dict(sorted(entry_points.items(), key=lambda item: _order(item[0])))
-        self._disabled = disabled
+        self.disabled = disabled
         self._decided: dict[PluginInfo, Plugin] = {}
         spellings = {spelling for info in self._entry_points for spelling in _spellings(info)}
         if unknown := sorted(disabled - spellings):
@@ -162,16 +160,27 @@ class PluginCatalog:
         """Return the installed plugins of ``kind``, or all, sorted by kind and name."""
         return [info for info in self._entry_points if kind in (None, info.kind)]
 
-    def check(self, kind: Kind | None = None) -> list[Plugin]:
-        """Load every plugin of ``kind``, or all, and return the results, sorted by kind and name."""
-        return [self._decide(info) for info in self.infos(kind)]
+    def load(self, info: PluginInfo) -> Plugin:
+        """Return one plugin, imported and checked at the first call, or why it is rejected."""
+        if info not in self._decided:
+            reason = self._metadata_fault(info)
+            self._decided[info] = (
+                _load(info, self._entry_points[info]) if reason is None else Rejected(info, reason)
+            )
+        return self._decided[info]
+
+    def reject(self, info: PluginInfo, reason: str) -> None:
+        """Reject a plugin without importing it."""
+        self._decided[info] = Rejected(info, reason)
 
     @overload
-    def select(self, kind: Literal["attention_backend"], name: str) -> type[AttentionBackend]: ...
+    def select(
+        self, kind: Literal["attention_backend"], name: str
+    ) -> "type[graphpact.AttentionBackend]": ...
     @overload
-    def select(self, kind: Literal["runner"], name: str) -> type[GraphRunner]: ...
+    def select(self, kind: Literal["runner"], name: str) -> "type[graphpact.GraphRunner]": ...
     @overload
-    def select(self, kind: Literal["graph_driver"], name: str) -> type[GraphDriver]: ...
+    def select(self, kind: Literal["graph_driver"], name: str) -> "type[graphpact.GraphDriver]": ...
     @overload
     def select(self, kind: Literal["observer"], name: str) -> type[Any]: ...
     @overload
@@ -187,7 +196,7 @@ class PluginCatalog:
         offers = [info for info in self.infos(kind) if info.name == name]
         if not offers:
             raise self._unknown(kind, name)
-        plugin = self._decide(offers[0])
+        plugin = self.load(offers[0])
         if isinstance(plugin, Loaded):
             return plugin.cls
         if len(offers) > 1 and not self._is_disabled(offers[0]):
@@ -201,16 +210,8 @@ class PluginCatalog:
 
     # -- inside ----------------------------------------------------------------------------------
 
-    def _decide(self, info: PluginInfo) -> Plugin:
-        if info not in self._decided:
-            reason = self._metadata_fault(info)
-            self._decided[info] = (
-                _load(info, self._entry_points[info]) if reason is None else Rejected(info, reason)
-            )
-        return self._decided[info]
-
     def _is_disabled(self, info: PluginInfo) -> bool:
-        return not self._disabled.isdisjoint(_spellings(info))
+        return not self.disabled.isdisjoint(_spellings(info))
 
     def _metadata_fault(self, info: PluginInfo) -> str | None:
         """Return why ``info`` is rejected before anything is imported, or None."""
@@ -222,8 +223,10 @@ class PluginCatalog:
             return f"offered by {names}"
         if info.contract is None:
             return f"{info.distribution} declares no contract version in the group {CONTRACT_GROUP}"
-        if not re.fullmatch("[0-9]+", info.contract):
-            return f"its contract version {info.contract!r} is not an integer"
+        if not re.fullmatch("[0-9]{1,9}", info.contract):
+            return (
+                f"its contract version {reprlib.repr(info.contract)} is not an integer below 10**9"
+            )
         if not 1 <= int(info.contract) <= CONTRACT_VERSION:
             versions = "version 1" if CONTRACT_VERSION == 1 else f"versions 1 to {CONTRACT_VERSION}"
             return f"written for contract version {info.contract}; this graphpact has {versions}"
@@ -255,6 +258,14 @@ class PluginCatalog:
         return UnknownPluginError("".join([message, *rejected, *other_kinds]), hint=hint)
 
 
+def installed_versions() -> dict[str, str]:
+    """Return the version of graphpact and of every distribution with plugins, by name."""
+    infos = PluginCatalog.scan(env={}).infos()
+    return {"graphpact": __version__} | {
+        info.distribution: info.version for info in sorted(infos, key=lambda i: i.distribution)
+    }
+
+
 def _order(info: PluginInfo) -> tuple[str, ...]:
     return info.kind, info.name, info.distribution, info.version, info.target
 
@@ -282,7 +293,7 @@ def _installed() -> dict[PluginInfo, EntryPoint]:
                     info = PluginInfo(kind, e.name, dist.name, dist.version, e.value, contract)
                     found[info] = e
         except Exception as error:  # noqa: BLE001  third-party metadata
-            _log.warning("a distribution's metadata cannot be read: %s", _describe_error(error))
+            _log.warning("a distribution's metadata cannot be read: %s", describe_error(error))
     return found
 
 
@@ -302,17 +313,14 @@ def _load(info: PluginInfo, entry_point: EntryPoint) -> Plugin:
         if info.kind == "command":
             reason = None if callable(cls) else f"refers to {cls!r}, which cannot be called"
         else:
-            base = _BASES[info.kind]
+            base = getattr(graphpact, _BASES[info.kind]) if info.kind in _BASES else object
             reason = _class_fault(cls, base) or (
                 observer_fault(cls) if info.kind == "observer" else _hook_fault(cls)
             )
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # noqa: BLE001  SystemExit; the panics of Rust extensions
-        reason = (
-            f"{stage} {info.target} raised {_describe_error(error)};"
-            f" {DISABLE_VARIABLE}={info.kind}:{info.name} disables it"
-        )
+        reason = f"{stage} {info.target} raised {describe_error(error)}; {info.disabling}"
     return Loaded(info, cls) if reason is None else Rejected(info, reason)
 
 
@@ -326,8 +334,10 @@ def _class_fault(cls: Any, base: type[Any]) -> str | None:
         return f"{cls.__name__} is abstract: it lacks {', '.join(sorted(lacks))}"
     required = [n for n, a in inspect.get_annotations(base).items() if "ClassVar" in str(a)]
     unset = [name for name in required if not hasattr(cls, name)]
-    for each in (issubclass(cls, AttentionBackend) and cls.providers) or ():
-        is_provider = isinstance(each, type) and issubclass(each, KernelProvider)
+    for each in (issubclass(cls, graphpact.AttentionBackend) and cls.providers) or ():
+        is_provider = isinstance(each, type) and issubclass(
+            each, graphpact.attention.KernelProvider
+        )
         if not is_provider or getattr(each, "name", None) not in ("native", "portable"):
             return f"{cls.__name__}.providers has {each!r}, no KernelProvider called native or portable"
     return f"{cls.__name__} does not set {', '.join(unset)}" if unset else None
@@ -335,8 +345,8 @@ def _class_fault(cls: Any, base: type[Any]) -> str | None:
 
 def _hook_fault(cls: type[Any]) -> str | None:
     """Return the fault of the hooks that ``cls`` implements, or None."""
-    manager = pluggy.PluginManager(PROJECT)
-    manager.add_hookspecs(hookspecs)
+    manager = pluggy.PluginManager(graphpact.hookspecs.PROJECT)
+    manager.add_hookspecs(graphpact.hookspecs)
     hooks = [name for name in vars(manager.hook) if name[0] != "_"]
     of_cls = _Unbuilt(cls)
     try:
@@ -362,7 +372,11 @@ def observer_fault(cls: type[Any]) -> str | None:
     options = {
         name: opts
         for name in dir(cls)
-        if (opts := getattr(inspect.getattr_static(cls, name), f"{PROJECT}_impl", None))
+        if (
+            opts := getattr(
+                inspect.getattr_static(cls, name), f"{graphpact.hookspecs.PROJECT}_impl", None
+            )
+        )
     }
     if not options:
         return f"{cls.__name__} implements no hook"
@@ -385,12 +399,3 @@ class _Unbuilt:
                 vars(self)[name] = getattr(cls, name)
             elif inspect.isfunction(method):
                 vars(self)[name] = types.MethodType(method, cls)
-
-
-def _describe_error(error: BaseException) -> str:
-    """Return an exception's type and message in one line, even if its ``__str__`` raises."""
-    try:
-        message = " ".join(str(error).split())
-    except Exception:  # noqa: BLE001  a third party's __str__
-        message = "(its message cannot be read)"
-    return f"{type(error).__name__}: {message}" if message else type(error).__name__

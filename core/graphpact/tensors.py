@@ -1,7 +1,7 @@
 """Comparison and memory location of tensors.
 
     same, equal            comparison; NaN equals NaN
-    tolerance_of, excess   allowed rounding error, and the error in units of it
+    tolerance_of           allowed rounding error
     storage_id             identity of the storage
     extent_of              byte range within the storage
     address_range          address range
@@ -47,13 +47,6 @@ def tolerance_of(dtype: torch.dtype, of: Literal["attention", "model"] = "model"
             which sum in another order.
     """
     return _TOLERANCE[of].get(dtype, _DEFAULT_TOLERANCE)
-
-
-def excess(actual: torch.Tensor, expected: torch.Tensor, tolerance: float) -> torch.Tensor:
-    """Return ``|actual - expected|`` divided by ``tolerance * (1 + |expected|)``; inf where one is NaN."""
-    wide = expected.double()
-    ratio = (actual.double() - wide).abs() / (tolerance * (1 + wide.abs()))
-    return ratio.nan_to_num(nan=float("inf"))
 
 
 def storage_id(tensor: torch.Tensor) -> int:

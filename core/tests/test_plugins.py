@@ -54,7 +54,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
 
 def outcomes(catalog: PluginCatalog) -> dict[str, Plugin]:
     """Return the checked fake plugins by name."""
-    plugins = [plugin for kind in KINDS for plugin in catalog.check(kind)]
+    plugins = [catalog.load(info) for kind in KINDS for info in catalog.infos(kind)]
     return {p.info.name: p for p in plugins if p.info.distribution.startswith("fake-")}
 
 
@@ -93,6 +93,7 @@ def test_what_the_metadata_says_is_in_the_info(site: Site) -> None:
         (None, "fake-old declares no contract version"),
         ("two", "contract version 'two' is not an integer"),
         ("2", "written for contract version 2; this graphpact has version 1"),
+        ("1" * 5000, "is not an integer below 10**9"),
         ("-1", "contract version '-1' is not an integer"),
         ("²", "contract version '²' is not an integer"),
     ],
@@ -261,7 +262,7 @@ def test_two_distributions_with_one_name_are_both_refused(site: Site) -> None:
     site.add("one", GOOD, offers={"fake_twin": "Runner"}, version="1.5")
     site.add("two", GOOD, offers={"fake_twin": "Runner", "fake_only": "Runner"}, version="2.5")
     catalog = PluginCatalog.scan()
-    twins = [p for p in catalog.check("runner") if p.info.name == "fake_twin"]
+    twins = [catalog.load(i) for i in catalog.infos("runner") if i.name == "fake_twin"]
     assert [p.info.distribution for p in twins] == ["fake-one", "fake-two"]
     with pytest.raises(AmbiguousPluginError) as refused:
         catalog.select("runner", "fake_twin")
@@ -310,12 +311,12 @@ def test_a_plugin_is_loaded_once(site: Site) -> None:
     assert "fake_one" not in sys.modules
 
 
-def test_a_check_is_sorted_by_kind_and_name(site: Site) -> None:
-    """The results of a check are sorted by kind, then by name."""
+def test_a_catalog_is_sorted_by_kind_and_name(site: Site) -> None:
+    """The plugins of a catalog are sorted by kind, then by name."""
     site.add("b", GOOD, offers={"fake_z": "Runner", "fake_a": "Runner"})
     site.add("a", GOOD, offers={"fake_m": "Driver"}, group="graphpact.graph_drivers")
     catalog = PluginCatalog.scan()
-    names = [(p.info.kind, p.info.name) for p in catalog.check()]
+    names = [(info.kind, info.name) for info in catalog.infos()]
     assert names == sorted(names)
     assert set(outcomes(catalog)) == {"fake_z", "fake_a", "fake_m"}
 
@@ -403,9 +404,8 @@ def test_our_own_distributions_pass_the_same_door(
         (info / "entry_points.txt").write_text("\n".join(lines))
         monkeypatch.syspath_prepend(str(file.parent))
     monkeypatch.syspath_prepend(str(tmp_path))
-    ours = [
-        p for p in PluginCatalog.scan(env={}).check() if p.info.distribution.startswith("graphp")
-    ]
+    catalog = PluginCatalog.scan(env={})
+    ours = [catalog.load(i) for i in catalog.infos() if i.distribution.startswith("graphp")]
     assert {p.info.name for p in ours} == declared
     assert [p for p in ours if isinstance(p, Rejected)] == []
 

@@ -32,7 +32,6 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from graphpact.attention import ProviderName
 from graphpact.errors import ConfigError, did_you_mean
 
 ENV_PREFIX = "GRAPHPACT_"
@@ -47,6 +46,8 @@ RESERVED_VARIABLES = frozenset(
 """Variables with the prefix that are not configuration keys."""
 
 KeyPath = tuple[str, ...]
+ProviderName = Literal["auto", "native", "portable"]
+"""As `graphpact.attention.ProviderName`, which would import torch when a key is completed."""
 LaneMode = Literal["decode", "prefill"]
 LANE_MODES: tuple[LaneMode, ...] = get_args(LaneMode)
 """The modes of lanes. A lane named after a mode has that mode."""
@@ -498,6 +499,9 @@ def _from_file(path: Path | None) -> Iterator[_Setting]:
     if path is None:
         return
     try:
+        is_passed = str(path).startswith(("/dev/fd/", "/dev/stdin"))  # as a shell's <(command)
+        if path.exists() and not (path.is_file() or path.is_dir() or is_passed):
+            raise ConfigError(f"{path} is a pipe or a device, not a configuration file")
         data = path.read_bytes()
         document = tomllib.loads(data.decode())
     except UnicodeDecodeError as error:

@@ -32,6 +32,7 @@ from graphpact_engine.build import (
 from graphpact_engine.config import EngineConfig
 from graphpact_engine.deltas import DeltaStream
 from graphpact_engine.errors import CheckpointError, RequestError
+from graphpact_engine.faults import names_plugins
 from graphpact_engine.plans import (
     ModelSpec,
     check_backends,
@@ -87,6 +88,7 @@ class Engine:
         CaptureError: Capturing a shape failed.
     """
 
+    @names_plugins
     def __init__(
         self,
         config: EngineConfig,
@@ -230,6 +232,7 @@ class Engine:
         self._num_requests += 1
         return request
 
+    @names_plugins
     def step(self) -> list[Request]:
         """Run one batch and return the requests that received a token.
 

@@ -24,7 +24,13 @@ from graphpact.attention import (
 )
 from graphpact.attention.providers import choose_provider, lacking, require_provider
 from graphpact.batch import ForwardMode
-from graphpact.errors import ConfigError, GraphpactError, PluginError
+from graphpact.errors import (
+    ConfigError,
+    GraphpactError,
+    PluginError,
+    describe_error,
+    place_of,
+)
 from graphpact.graphs import GraphDriver
 from graphpact.plugins import Loaded, PluginCatalog, observer_fault
 from graphpact.runners import EagerRunner, GraphRunner
@@ -269,7 +275,7 @@ def _backends_that(
 
     return [
         plugin.info.name
-        for plugin in catalog.check("attention_backend")
+        for plugin in map(catalog.load, catalog.infos("attention_backend"))
         if isinstance(plugin, Loaded) and ask(plugin.cls)
     ]
 
@@ -336,10 +342,10 @@ def call_plugin(kind: str, name: str, make: Callable[..., T], *args: Any) -> T:
     """Call into a plugin; raise `PluginError` with its name for any exception that is no `GraphpactError`."""
     try:
         return make(*args)
-    except GraphpactError:
+    except (GraphpactError, KeyboardInterrupt):
         raise
-    except Exception as error:
+    except BaseException as error:  # SystemExit; the panics of Rust extensions
         raise PluginError(
-            f"{kind} {name!r} cannot be used: it raised {type(error).__name__}: {error}",
+            f"{kind} {name!r} cannot be used: it raised {describe_error(error)} (at {place_of(error)})",
             hint="select another one, or set GRAPHPACT_TRACEBACK=1 to see the traceback",
         ) from error

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, TypeAlias, Type
 
 from graphpact.batch import ForwardMode
 from graphpact.errors import UsageError
+from graphpact.files import write_file
 from graphpact.graphs import Externals
 from graphpact.pact import Pact, Promise, TensorFacts, is_readable, type_name
 from graphpact.shapes import GraphShape
@@ -165,14 +166,10 @@ class SavedPacts:
 
         Raises:
             UsageError: The file exists, or cannot be written.
+            GraphpactError: The disk is full or broken; a file that was there is as it was.
         """
         require_target(path, overwrite=overwrite)
-        text = json.dumps(self.to_dict(), indent=1) + "\n"
-        try:
-            with path.open("w" if overwrite else "x", encoding="utf-8") as file:
-                file.write(text)
-        except OSError as error:
-            raise _unwritable(path, error.strerror or str(error)) from error
+        write_file(path, json.dumps(self.to_dict(), indent=1) + "\n")
 
     @classmethod
     def load(cls, path: Path) -> "SavedPacts":

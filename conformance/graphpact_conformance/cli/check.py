@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from graphpact.cli.console import data, note, print_table
-from graphpact.cli.extras import need_extra
 from graphpact.errors import UsageError
+from graphpact.plugins import PluginCatalog
+from graphpact_conformance.cli.extras import need_extra
 from graphpact_conformance.rules import RULES, Rule, find_rule
 
 if TYPE_CHECKING:
@@ -35,11 +36,24 @@ class DeviceOption(enum.StrEnum):
     cuda = "cuda"
 
 
+def complete_plugin(incomplete: str) -> list[str]:
+    """Return the installed backends and runners whose names begin with ``incomplete``."""
+    infos = PluginCatalog.scan(env={}).infos()
+    names = {i.name for i in infos if i.kind in ("attention_backend", "runner")}
+    return sorted(name for name in names if name.startswith(incomplete))
+
+
+def complete_rule(incomplete: str) -> list[tuple[str, str]]:
+    """Return the ids of rules that begin with ``incomplete``, with their names."""
+    return [(rule.id, rule.name) for rule in RULES.values() if rule.id.startswith(incomplete)]
+
+
 def check(
     names: Annotated[
         list[str] | None,
         typer.Argument(
             metavar="NAME...",
+            autocompletion=complete_plugin,
             help="Backends and runners to check, alone and in pairs. Use `runner:NAME` if a backend has the"
             " same name.",
             show_default=False,
@@ -49,7 +63,10 @@ def check(
     only: Annotated[
         list[str] | None,
         typer.Option(
-            "--only", metavar="RULE", help="Check only this rule, such as GP03; repeatable."
+            "--only",
+            metavar="RULE",
+            help="Check only this rule, such as GP03; repeatable.",
+            autocompletion=complete_rule,
         ),
     ] = None,
     lane: Annotated[
@@ -159,15 +176,17 @@ def _listeners(shown: "Progress | None") -> dict[str, Any]:
 
 def _write(found: "Report", directory: Path | None, *, as_json: bool) -> None:
     from graphpact_conformance.cli.results import print_report  # noqa: PLC0415  pydantic
+    from graphpact_conformance.report.files import FILES, save  # noqa: PLC0415
 
-    if as_json:
-        sys.stdout.write(found.model_dump_json(indent=2) + "\n")
-    else:
-        print_report(data(), found)
+    try:
+        if directory is not None:
+            save(found, directory)
+    finally:  # a fault of the disk does not lose the results; a fault of stdout does not lose the files
+        if as_json:
+            sys.stdout.write(found.model_dump_json(indent=2) + "\n")
+        else:
+            print_report(data(), found)
     if directory is not None:
-        from graphpact_conformance.report.files import FILES, save  # noqa: PLC0415  pydantic
-
-        save(found, directory)
         note(f"{', '.join(FILES)} written to {directory}")
 
 
@@ -209,8 +228,6 @@ def print_rules(rules: Collection[Rule], *, as_json: bool) -> None:
 
 
 def _installed_hint() -> str:
-    from graphpact.plugins import PluginCatalog  # noqa: PLC0415  torch
-
     catalog = PluginCatalog.scan()
     infos = [*catalog.infos("attention_backend"), *catalog.infos("runner")]
     names = dict.fromkeys(info.name for info in infos)

@@ -14,7 +14,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from graphpact.cli.console import data
-from graphpact_conformance.cli.check import print_rules
+from graphpact_conformance.cli.check import complete_rule, print_rules
 from graphpact_conformance.rules import RULES, Rule, find_rule
 
 if TYPE_CHECKING:
@@ -26,7 +26,12 @@ _WIDEST = 100  # columns of prose
 def explain(
     rule: Annotated[
         str | None,
-        typer.Argument(metavar="RULE", help="Its id or name, such as GP03.", show_default=False),
+        typer.Argument(
+            metavar="RULE",
+            help="Its id or name, such as GP03.",
+            show_default=False,
+            autocompletion=complete_rule,
+        ),
     ] = None,
     *,
     as_json: Annotated[bool, typer.Option("--json", help="Write JSON.")] = False,

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from graphpact.cli.console import data, note, print_table, talk
-from graphpact.cli.extras import need_extra
 from graphpact.errors import UsageError, did_you_mean
+from graphpact_conformance.cli.check import complete_rule
+from graphpact_conformance.cli.extras import need_extra
 from graphpact_conformance.rules import RULES, find_rule
 
 if TYPE_CHECKING:
@@ -38,7 +39,10 @@ def museum(
     room: Annotated[
         list[str] | None,
         typer.Option(
-            "--room", metavar="ROOM", help=f"Run only this room: {', '.join(ROOMS)}; repeatable."
+            "--room",
+            metavar="ROOM",
+            help=f"Run only this room: {', '.join(ROOMS)}; repeatable.",
+            autocompletion=lambda incomplete: [r for r in ROOMS if r.startswith(incomplete)],
         ),
     ] = None,
     only: Annotated[
@@ -47,6 +51,7 @@ def museum(
             "--only",
             metavar="RULE",
             help="Run only exhibits of this rule, such as GP03; repeatable.",
+            autocompletion=complete_rule,
         ),
     ] = None,
     list_pieces: Annotated[

@@ -12,7 +12,8 @@ from typing import Annotated
 import typer
 
 from graphpact.cli.console import data, note
-from graphpact.cli.extras import need_extra
+from graphpact.files import write_file
+from graphpact_conformance.cli.extras import need_extra
 
 _WORSE = 1
 
@@ -65,7 +66,5 @@ def report(
 
 
 def _write(path: Path, text: str) -> None:
-    from graphpact_conformance.report.files import write  # noqa: PLC0415  pydantic
-
-    write(path, text)
+    write_file(path, text)
     note(f"written to {path}")

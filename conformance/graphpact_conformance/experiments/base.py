@@ -13,7 +13,7 @@ import torch
 from graphpact.batch import ForwardBatch
 from graphpact.errors import Breach
 from graphpact.pact import walk
-from graphpact.tensors import equal, excess, same, tolerance_of
+from graphpact.tensors import equal, same, tolerance_of
 from graphpact_conformance.problems import Drawn, Problem
 from graphpact_conformance.results import Finding
 from graphpact_conformance.rig import Answer, Leaf, Ready, Rig, StepRecord, Undo
@@ -67,6 +67,13 @@ def same_rows(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
 def how_far(rig: Rig, rows: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     """Return the error of output rows as a multiple of the rounding tolerance."""
     return excess(rows, expected, tolerance_of(rig.config.dtype, "attention"))
+
+
+def excess(actual: torch.Tensor, expected: torch.Tensor, tolerance: float) -> torch.Tensor:
+    """Return ``|actual - expected|`` divided by ``tolerance * (1 + |expected|)``; inf where one is NaN."""
+    wide = expected.double()
+    ratio = (actual.double() - wide).abs() / (tolerance * (1 + wide.abs()))
+    return ratio.nan_to_num(nan=float("inf"))
 
 
 def same_step(a: StepRecord, b: StepRecord, *, first_slot: int, padded: bool = True) -> bool:

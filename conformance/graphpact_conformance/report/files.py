@@ -9,6 +9,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from graphpact.errors import UsageError
+from graphpact.files import write_file
 from graphpact_conformance.report.junit import to_junit
 from graphpact_conformance.report.page import to_html
 from graphpact_conformance.results import SCHEMA_VERSION, Report
@@ -36,23 +37,12 @@ def save(report: Report, directory: Path) -> None:
 
     Raises:
         UsageError: They cannot be written.
+        GraphpactError: The disk is full or broken.
     """
     make_directory(directory)
     texts = (report.model_dump_json(indent=2) + "\n", to_junit(report), to_html(report))
     for name, text in zip(FILES, texts, strict=True):
-        write(directory / name, text)
-
-
-def write(path: Path, text: str) -> None:
-    """Write one file.
-
-    Raises:
-        UsageError: It cannot be written.
-    """
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"{path} cannot be written: {_why(error)}") from error
+        write_file(directory / name, text)
 
 
 def load(path: Path) -> Report:

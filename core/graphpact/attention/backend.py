@@ -23,7 +23,7 @@ from graphpact.attention.providers import KernelProvider, choose_provider
 from graphpact.batch import ForwardBatch
 from graphpact.buffers import CudaGraphBufferRegistry, GraphSlot
 from graphpact.buffers.arenas import new_buffer
-from graphpact.errors import EngineError, SlotError
+from graphpact.errors import EngineError, SlotError, all_returned
 from graphpact.graphs import GraphDriver
 from graphpact.hookspecs import HookMethods
 from graphpact.shapes import GraphShape
@@ -231,7 +231,7 @@ class AttentionBackend(HookMethods, abc.ABC):
         slots = [
             slot
             for step in range(limits.draft.num_steps)
-            for slot in self.declare_slots(limits)
+            for slot in all_returned(self.declare_slots(limits), GraphSlot, self, "declare_slots")
             if not (step and slot.role in ("workspace", "constant"))
             for slot in [replace(slot, name=_at_step(slot.name, step)) if step else slot]
         ]

@@ -7,10 +7,13 @@
 Does not: import typer and rich before `main` is called; they are the extra ``graphpact[cli]``.
 """
 
+import errno
 import os
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
+from typing import TextIO
 
 from graphpact.errors import GraphpactError
 
@@ -19,8 +22,9 @@ __all__ = ["main"]
 TRACEBACK_VARIABLE = "GRAPHPACT_TRACEBACK"
 """Environment variable: ``1`` prints the traceback of an error before its message."""
 
-_NOT_INSTALLED = 2
-_INTERNAL_ERROR = 3
+_USAGE, _FAULT, _INTERRUPTED, _SIGPIPE = 2, 3, 130, 141  # as shells report the signals
+_LOST = {errno.EPIPE, errno.EBADF, errno.EIO, errno.EFBIG, errno.ENOSPC, errno.EDQUOT}
+"""What writing to stdout raises; the error of a file has its name."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -29,26 +33,66 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: Arguments after the command's name; by default those of the process.
     """
+    status, error = 0, None
     try:
-        from graphpact.cli import app, console  # noqa: PLC0415  an extra
-    except ModuleNotFoundError as missing:
-        package = (missing.name or "").partition(".")[0]
-        if package not in {"typer", "rich"}:
-            raise
+        _open_streams()
+        with suppress(AttributeError):  # not a file
+            sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+        from graphpact.cli import app  # noqa: PLC0415  an extra
+
+        status = app.run(arguments)
+    except BaseException as raised:  # noqa: BLE001  users see no traceback by default
+        error = raised
+    _open_streams()  # a plugin may have closed them
+    lost = _flush(sys.stdout)
+    if isinstance(error, OSError) and error.filename is None and error.errno in _LOST:
+        lost, error = error, None
+    if lost is not None and error is None:
+        if isinstance(lost, BrokenPipeError):
+            return _SIGPIPE
+        why = getattr(lost, "strerror", None) or lost
+        error = GraphpactError(f"the output cannot be written to stdout: {why}")
+    status = status if error is None else _tell(error)
+    _flush(sys.stderr)
+    return status
+
+
+def _tell(error: BaseException) -> int:
+    """Print an error and return its exit status."""
+    chain = [error]  # an interrupted import may raise another error
+    while (cause := chain[-1].__cause__ or chain[-1].__context__) and cause not in chain:
+        chain.append(cause)
+    if any(isinstance(each, KeyboardInterrupt) for each in chain):
+        return _INTERRUPTED
+    if os.environ.get(TRACEBACK_VARIABLE, "0") not in {"", "0"}:
+        with suppress(OSError):
+            traceback.print_exception(error)
+    package = (getattr(error, "name", None) or "").partition(".")[0]
+    if isinstance(error, ModuleNotFoundError) and package in {"typer", "rich"}:
         sys.stderr.write(f'error: the command line needs {package}: pip install "graphpact[cli]"\n')
-        return _NOT_INSTALLED
-    try:
-        return app.run(arguments)
-    except GraphpactError as error:
-        _show_traceback()
+        return _USAGE
+    from graphpact.cli import console  # noqa: PLC0415  an extra
+
+    if isinstance(error, GraphpactError):
         console.error(error.message, error.hint)
         return error.code
-    except Exception as error:  # noqa: BLE001  users see no traceback by default
-        _show_traceback()
-        console.internal_error(error, f"{TRACEBACK_VARIABLE}=1 prints the traceback")
-        return _INTERNAL_ERROR
+    console.internal_error(error, f"{TRACEBACK_VARIABLE}=1 prints the traceback")
+    return _FAULT
 
 
-def _show_traceback() -> None:
-    if os.environ.get(TRACEBACK_VARIABLE, "0") not in {"", "0"}:
-        traceback.print_exc()
+def _open_streams() -> None:
+    """Open standard streams that are closed; messages to them are dropped, and output fails."""
+    for name, mode, flags in (("stdin", "r", 0), ("stdout", "w", 0), ("stderr", "w", os.O_WRONLY)):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, flags), mode, encoding="utf-8"))
+
+
+def _flush(stream: TextIO) -> OSError | ValueError | None:
+    """Flush a stream; return its error, and drop the rest, which the interpreter would flush at its end."""
+    try:
+        stream.flush()
+    except (OSError, ValueError) as error:
+        with suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        return error
+    return None

@@ -8,20 +8,18 @@ option, an invalid number) with status 2.
 """
 
 import functools
-import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Annotated, Any
 
+import rich  # noqa: F401  commands need it: of the same extra
 import typer
 from typer.core import TyperGroup
 
-from graphpact.cli.plugins import distributions
 from graphpact.errors import ConfigError, GraphpactError
-from graphpact.plugins import PluginCatalog
+from graphpact.plugins import PluginCatalog, installed_versions
 
-_SIGPIPE_STATUS = 141  # the status that a shell reports for SIGPIPE
 _OPTIONS: dict[str, Any] = {
     "rich_markup_mode": "markdown",  # joins the lines of a paragraph
     "pretty_exceptions_enable": False,
@@ -29,15 +27,16 @@ _OPTIONS: dict[str, Any] = {
 }
 
 
+class _Passing(BaseException):
+    """Carries an exception past typer, which ends some with status 1."""
+
+
 @contextmanager
-def _exit_on_broken_pipe() -> Iterator[None]:
-    """Return a context that flushes stdout, and exits with status 141 if its reader closed the pipe."""
+def _past_typer() -> Iterator[None]:
     try:
         yield
-        sys.stdout.flush()
-    except BrokenPipeError:
-        _discard_stdout()
-        raise typer.Exit(_SIGPIPE_STATUS) from None
+    except (OSError, EOFError, KeyboardInterrupt) as error:
+        raise _Passing from error
 
 
 @functools.cache
@@ -55,9 +54,14 @@ def _catalog() -> PluginCatalog:
 class _Group(TyperGroup):
     """The group of installed commands."""
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the command line; this prints help and versions."""
+        with _past_typer():
+            return super().parse_args(ctx, args)
+
     def invoke(self, ctx: Any) -> Any:
-        """Run the command; exit without an error if the reader of its output closed the pipe."""
-        with _exit_on_broken_pipe():
+        """Run the command."""
+        with _past_typer():
             return super().invoke(ctx)
 
     def list_commands(self, ctx: Any) -> list[str]:
@@ -129,9 +133,8 @@ def _main(
 def _show_versions(*, wanted: bool) -> None:
     if not wanted:
         return
-    with _exit_on_broken_pipe():
-        for name, version in distributions().items():
-            sys.stdout.write(f"{name} {version}\n")
+    for name, version in installed_versions().items():
+        sys.stdout.write(f"{name} {version}\n")
     raise typer.Exit
 
 
@@ -151,18 +154,20 @@ def run(arguments: Sequence[str] | None = None) -> int:
     """
     given = sys.argv[1:] if arguments is None else list(arguments)
     _catalog.cache_clear()
+    error: BaseException | None = None
     try:
         _app()(args=given, prog_name="graphpact")
+    except _Passing as passing:
+        error = passing.__cause__
+    except OSError as unprinted:  # stderr is full, and typer refuses the command line
+        return getattr(unprinted.__context__, "exit_code", 3)
     except SystemExit as end:
-        return end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.__context__, BrokenPipeError):  # rich ends the process then
+            error = end.__context__
+        elif isinstance(end.code, str):
+            error = GraphpactError(end.code)
+        else:
+            return end.code or 0
+    if error is not None:
+        raise error
     return 0
-
-
-def _discard_stdout() -> None:
-    """Redirect stdout to the null device: the interpreter's last flush must not fail."""
-    try:
-        null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, sys.stdout.fileno())
-        os.close(null)
-    except (OSError, ValueError):
-        pass  # stdout is no file: nothing to flush

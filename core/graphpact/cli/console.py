@@ -8,11 +8,15 @@ Does not: choose the messages, or end the process.
 
 import sys
 from collections.abc import Collection, Sequence
+from contextlib import nullcontext, suppress
+from typing import Any
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+
+from graphpact.errors import describe_error, place_of
 
 _CONTROLS = {
     code: f"\\x{code:02x}"
@@ -22,11 +26,12 @@ _CONTROLS = {
 
 
 class _Console(Console):
-    """A console that leaves broken pipes to `graphpact.cli.app`."""
+    """A console that drops messages to a broken stderr."""
 
-    def on_broken_pipe(self) -> None:
-        """Raise the error; rich would end the process."""
-        raise BrokenPipeError
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Print as rich does."""
+        with suppress(OSError) if self.stderr else nullcontext():
+            super().print(*args, **kwargs)
 
 
 def clean(text: object) -> str:
@@ -71,10 +76,9 @@ def note(message: str) -> None:
     _print("", "", message, None)
 
 
-def internal_error(error: Exception, hint: str) -> None:
-    """Print an unexpected exception on stderr."""
-    message = f"internal error: {type(error).__name__}: {' '.join(str(error).split())}"
-    _print("", "", message, hint)
+def internal_error(error: BaseException, hint: str) -> None:
+    """Print an unexpected exception, and the line that raised it, on stderr."""
+    _print("", "", f"internal error: {describe_error(error)} (at {place_of(error)})", hint)
 
 
 def _print(label: str, style: str, message: str, hint: str | None) -> None:

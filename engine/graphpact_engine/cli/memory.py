@@ -10,6 +10,7 @@ from rich.console import Console
 
 from graphpact.cli.console import clean, print_table
 from graphpact.errors import UsageError
+from graphpact.files import write_file
 from graphpact_engine.memory import EngineMemory, LaneMemory, MemoryRow
 from graphpact_engine.picture import draw, format_bytes
 
@@ -133,15 +134,9 @@ def write_picture(file: Path, memory: EngineMemory) -> None:
 
     Raises:
         UsageError: The file cannot be written.
+        GraphpactError: The disk is full or broken; a file that was there is as it was.
     """
-    picture = draw(lane.registry for lane in memory.lanes if lane.registry is not None)
-    try:
-        file.write_text(picture, encoding="utf-8")
-    except OSError as error:
-        raise UsageError(
-            f"the picture cannot be written to {file}: {error.strerror or error}",
-            hint="name a file that can be written: --picture FILE.svg",
-        ) from error
+    write_file(file, draw(lane.registry for lane in memory.lanes if lane.registry is not None))
 
 
 def _totals(memory: EngineMemory) -> Iterable[str]:

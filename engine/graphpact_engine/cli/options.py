@@ -7,17 +7,38 @@ import contextlib
 import json
 import os
 import sys
+import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
 
+from graphpact.plugins import PluginCatalog
 from graphpact_engine.cli.progress import capture_progress
 
 if TYPE_CHECKING:
     from graphpact_engine.config import EngineConfig
     from graphpact_engine.engine import Engine
+
+
+def complete_setting(ctx: typer.Context, incomplete: str) -> list[str]:
+    """Return how ``KEY=VALUE`` can go on: with keys, those of the lanes of ``--config`` too, then values."""
+    from graphpact_engine.config import LANE_MODES, config_keys  # noqa: PLC0415  slow: pydantic
+
+    lanes: list[str] = [*LANE_MODES]
+    with contextlib.suppress(OSError, ValueError, AttributeError, TypeError):  # no or an odd file
+        document = tomllib.loads(Path(ctx.params["config"]).read_text(encoding="utf-8"))
+        lanes += [lane for lane in document["lanes"] if lane not in lanes]
+    key, equals, _ = incomplete.partition("=")
+    keys = {each.name: each for each in config_keys(lanes)}
+    found = [f"{name}=" for name in keys]
+    if equals and key in keys:
+        kind = key.rpartition(".")[2]  # a key with a plugin is named after its kind
+        plugins = [i.name for i in PluginCatalog.scan(env={}).infos() if i.kind == kind]
+        found = [f"{key}={value}" for value in [*plugins, *keys[key].choices]]
+    return [each for each in found if each.startswith(incomplete)]
+
 
 ModelOption: TypeAlias = Annotated[
     str | None,
@@ -34,6 +55,7 @@ SetOption: TypeAlias = Annotated[
         "-s",
         metavar="KEY=VALUE",
         help="Set one key of the configuration; repeatable. Overrides all other sources.",
+        autocompletion=complete_setting,
         show_default=False,
     ),
 ]

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -25,14 +25,9 @@ from graphpact_engine.cli.options import (
     build_engine,
     load_settings,
 )
-from graphpact_engine.saved_pacts import (
-    Change,
-    SavedPact,
-    SavedPacts,
-    SavedPromise,
-    diff,
-    require_target,
-)
+
+if TYPE_CHECKING:
+    from graphpact_engine.saved_pacts import Change, SavedPact, SavedPromise
 
 _DIFFERENT = 1
 
@@ -68,6 +63,12 @@ def save(
     The location of a tensor in the file is a slot and an offset in bytes, not an address, so that files of
     two processes can be compared.
     """
+    from graphpact_engine.saved_pacts import (  # noqa: PLC0415  torch
+        SavedPact,
+        SavedPacts,
+        require_target,
+    )
+
     settings = load_settings(config, model, sets)
     require_target(file, overwrite=force)
     with build_engine(settings) as engine:
@@ -106,6 +107,8 @@ def show(
 
     `<= 512` is a host number that may be smaller in a replay; `= 512` must be equal.
     """
+    from graphpact_engine.saved_pacts import SavedPacts  # noqa: PLC0415  torch
+
     saved = SavedPacts.load(file)
     if as_json:
         sys.stdout.write(json.dumps(saved.to_dict(), indent=2) + "\n")
@@ -137,6 +140,8 @@ def compare(
 
     Exit status: 0 if all promises are equal, 1 if they differ, 2 if a file cannot be read.
     """
+    from graphpact_engine.saved_pacts import SavedPacts, diff  # noqa: PLC0415  torch
+
     changes = diff(SavedPacts.load(old), SavedPacts.load(new))
     if as_json:
         report = {"equal": not changes, "changes": [asdict(change) for change in changes]}
@@ -147,12 +152,12 @@ def compare(
         raise typer.Exit(_DIFFERENT)
 
 
-def _heading(held: SavedPact) -> str:
+def _heading(held: "SavedPact") -> str:
     count = _how_many(len(held.promises), "promise")
     return f"lane {held.lane}, {held.shape}: {count}; {_COVERAGE[held.externals]}"
 
 
-def _promised(promise: SavedPromise) -> str:
+def _promised(promise: "SavedPromise") -> str:
     tensor = promise.tensor
     if tensor is not None:
         return (
@@ -163,14 +168,14 @@ def _promised(promise: SavedPromise) -> str:
     return f"{'<=' if promise.bounded else '='} {promise.value}"
 
 
-def _place(promise: SavedPromise) -> str:
+def _place(promise: "SavedPromise") -> str:
     tensor = promise.tensor
     if tensor is None:
         return ""
     return "no slot" if tensor.slot is None else f"{tensor.slot} + {tensor.offset} bytes"
 
 
-def _print_changes(changes: Sequence[Change]) -> None:
+def _print_changes(changes: Sequence["Change"]) -> None:
     """Print a row for each change, and their number."""
     console = data()
     if not changes:

@@ -5,17 +5,20 @@ Does not: print anything if stderr is not a terminal.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 from rich.text import Text
 
 from graphpact.cli.console import clean, talk
-from graphpact.shapes import GraphShape
-from graphpact_engine.build import OnCapture
+
+if TYPE_CHECKING:
+    from graphpact.shapes import GraphShape
+    from graphpact_engine.build import OnCapture
 
 
 @contextmanager
-def capture_progress(name: str, *, quiet: bool = False) -> Iterator[OnCapture | None]:
+def capture_progress(name: str, *, quiet: bool = False) -> Iterator["OnCapture | None"]:
     """Show that ``name`` is loading, then a progress bar per lane while its shapes are captured.
 
     Yields None, and shows nothing, if ``quiet`` or not on a terminal.
@@ -33,7 +36,7 @@ def capture_progress(name: str, *, quiet: bool = False) -> Iterator[OnCapture | 
     progress = Progress(*columns, console=console, transient=True)
     bars: dict[str, TaskID] = {}
 
-    def on_capture(lane: str, shape: GraphShape, done: int, total: int) -> None:
+    def on_capture(lane: str, shape: "GraphShape", done: int, total: int) -> None:
         if not bars:  # one display at a time
             loading.stop()
             progress.start()

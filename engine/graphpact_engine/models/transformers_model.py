@@ -18,7 +18,7 @@ import torch
 from graphpact.attention import LayerSpec
 from graphpact.batch import ForwardBatch
 from graphpact.buffers import Axis
-from graphpact.errors import CaptureError
+from graphpact.errors import CaptureError, returned
 from graphpact.step import Attend, StepOutputs
 from graphpact_engine.models.interface import Attention, attending
 from graphpact_engine.models.latents import (
@@ -57,7 +57,10 @@ class _LaneAttention:
         self, module: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, asked: dict[str, Any]
     ) -> torch.Tensor:
         del asked  # recorded by the probe in the layer's spec
-        return self.attend_with(q, k, v, self.layers[module.layer_idx], self.metadata)
+        out = self.attend_with(q, k, v, self.layers[module.layer_idx], self.metadata)
+        backend = getattr(self.attend_with, "__self__", self.attend_with)
+        tensor: torch.Tensor = returned(out, torch.Tensor, backend, "forward")
+        return tensor
 
 
 @dataclass(slots=True)

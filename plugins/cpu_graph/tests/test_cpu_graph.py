@@ -32,7 +32,7 @@ from graphpact_engine.config import EngineConfig
 from graphpact_engine.memory import EngineMemory
 from graphpact_engine.plans import plan_lanes
 from graphpact_flashinfer import FlashInferBackend
-from support import Catalog
+from support import Catalog, survey_here
 
 CPU = torch.device("cpu")
 TINY = Path(__file__).parents[3] / "examples/models/tiny-llama"
@@ -248,6 +248,7 @@ def test_doctor_and_plugins_tell_of_it(
     without_compiler: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Both commands report the missing compiler; doctor warns that the lane runs eagerly."""
+    survey_here(monkeypatch)
     monkeypatch.setenv("GRAPHPACT_LANES__DECODE__RUNNER", "cpu_graph")
     monkeypatch.setenv("GRAPHPACT_ENGINE__DEVICE", "cpu")
     main(["doctor", "--json"])

@@ -1,0 +1,48 @@
+"""`write_file`: writes a file completely or not at all.
+
+Does not: make directories.
+"""
+
+import errno
+import os
+import secrets
+import shutil
+from contextlib import suppress
+from pathlib import Path
+
+from graphpact.errors import GraphpactError, UsageError
+
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
+
+
+def write_file(file: Path, text: str) -> None:
+    """Write ``text`` to ``file`` as UTF-8; if that fails, a file that was there is as it was.
+
+    The text goes to a new file in the same directory, which then replaces ``file``, or the target of a link.
+    A device or a pipe is written directly.
+
+    Raises:
+        UsageError: It cannot be written.
+        GraphpactError: The disk is full or broken.
+    """
+    target = Path(os.path.realpath(file))
+    temporary = target.with_name(f".graphpact-{secrets.token_hex(8)}")
+    try:
+        is_replaced = target.is_file() or not target.exists()
+        path = temporary if is_replaced else target
+        with path.open("w", encoding="utf-8", errors="backslashreplace") as stream:
+            stream.write(text)
+            stream.flush()
+            if is_replaced:
+                os.fsync(stream.fileno())
+        if is_replaced:
+            if target.exists():
+                shutil.copymode(target, temporary)
+            temporary.replace(target)
+    except OSError as error:
+        kind = GraphpactError if error.errno in _FULL else UsageError
+        hint = "name a path that can be written"
+        raise kind(f"{file} cannot be written: {error.strerror or error}", hint=hint) from error
+    finally:
+        with suppress(OSError):
+            temporary.unlink()

@@ -1,0 +1,185 @@
+"""`examine`: what is installed on a machine, and what prevents it from generating text.
+
+Does not: print it; ``graphpact doctor`` does.
+"""
+
+import os
+import platform
+import sys
+import warnings
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import importlib_metadata
+import torch
+
+from graphpact.cli.survey import survey
+from graphpact.errors import GraphpactError, describe_error
+from graphpact.plugins import PluginCatalog, installed_versions
+from graphpact_engine.config import ENV_PREFIX, EngineConfig
+from graphpact_engine.threads import SMALL_MODEL, choose_num_threads
+
+_EXTRAS = {
+    "engine": ("transformers", "safetensors", "jinja2"),
+    "cli": ("typer", "rich"),
+    "conformance": ("hypothesis", "pytest", "jinja2"),
+}
+_PACKAGES = dict.fromkeys(
+    ("torch", "pluggy", "pydantic", *(name for names in _EXTRAS.values() for name in names))
+)
+_VARIABLES = (  # reported in addition to the variables of graphpact
+    "CUDA_VISIBLE_DEVICES",
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "PYTORCH_CUDA_ALLOC_CONF",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """A problem of this machine.
+
+    Args:
+        severity: ``error`` if no text can be generated until it is fixed.
+        what: The problem.
+        help: The fix.
+    """
+
+    severity: Literal["error", "warning"]
+    what: str
+    help: str | None = None
+
+
+def examine() -> dict[str, Any]:
+    """Return everything that was found, for JSON."""
+    problems: list[Fault] = []
+    versions = {name: _version(name) for name in _PACKAGES}
+    cuda = _cuda(problems)
+    catalog = _catalog(problems)
+    found = survey(catalog)
+    for info, plugin in zip(catalog.infos(), found, strict=True):
+        if (reason := plugin["reason"]) is not None:
+            catalog.reject(info, reason)  # selecting it below does not import it
+            what = f"{info.kind} {info} was rejected: {reason}"
+            problems.append(Fault("warning", what, "update it, uninstall it, or do not select it"))
+    _try_models(problems)
+    _try_defaults(catalog, problems)
+    return {
+        "usable": all(problem.severity != "error" for problem in problems),
+        "python": platform.python_version(),
+        "executable": sys.executable,
+        "platform": platform.platform(),
+        "cpus": len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "threads_of_small_models": choose_num_threads(None, torch.device("cpu"), SMALL_MODEL),
+        "cuda": cuda,
+        "packages": versions,
+        "extras": {
+            extra: all(versions[name] is not None for name in names)
+            for extra, names in _EXTRAS.items()
+        },
+        "distributions": installed_versions(),
+        "drivers": [
+            {"name": plugin["name"], "device": device, "unavailable": reason}
+            for plugin in found
+            for device, reason in (plugin["unavailable"] or {}).items()
+        ],
+        "kernels": [
+            {
+                "backend": plugin["name"],
+                "provider": provider,
+                "device": device,
+                "unavailable": reason,
+            }
+            for plugin in found
+            for provider, reasons in (plugin["providers"] or {}).items()
+            for device, reason in reasons.items()
+        ],
+        "plugins": found,
+        "environment": {
+            name: value
+            for name, value in sorted(os.environ.items())
+            if name.startswith(ENV_PREFIX) or name in _VARIABLES
+        },
+        "problems": [asdict(problem) for problem in problems],
+    }
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib_metadata.version(name)
+    except importlib_metadata.PackageNotFoundError:
+        return None
+
+
+def _cuda(problems: list[Fault]) -> dict[str, Any]:
+    """Return the CUDA devices of torch; add its warnings to ``problems``."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    problems += [Fault("warning", " ".join(str(one.message).split())) for one in caught]
+    built: str | None = torch.version.cuda
+    if built is not None and not count:
+        what = f"torch is built for CUDA {built} but sees no CUDA device"
+        problems.append(
+            Fault(
+                "warning",
+                what,
+                "graphs are recorded on the tape; check the GPU driver with nvidia-smi",
+            )
+        )
+    devices = []
+    for number in range(count):
+        properties = torch.cuda.get_device_properties(number)
+        devices.append(
+            {
+                "name": properties.name,
+                "capability": f"{properties.major}.{properties.minor}",
+                "memory_gib": round(properties.total_memory / 2**30, 1),
+            }
+        )
+    return {"built": built, "devices": devices}
+
+
+def _catalog(problems: list[Fault]) -> PluginCatalog:
+    try:
+        return PluginCatalog.scan()
+    except GraphpactError as error:
+        problems.append(Fault("error", error.message, error.hint))
+        return PluginCatalog.scan(env={})
+
+
+def _try_models(problems: list[Fault]) -> None:
+    try:
+        import graphpact_engine.models  # noqa: F401, PLC0415  only to check that it can be imported
+    except GraphpactError as error:
+        problems.append(Fault("error", error.message, error.hint))
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # noqa: BLE001  a broken installation can raise anything
+        what = f"transformers cannot be imported: {describe_error(error)}"
+        problems.append(Fault("error", what, 'pip install --upgrade "graphpact[engine]"'))
+
+
+def _try_defaults(catalog: PluginCatalog, problems: list[Fault]) -> None:
+    """Check that the plugins selected by default or by the environment can be used here."""
+    from graphpact_engine.plans import plan_lanes, resolve_device, select_observers  # noqa: PLC0415
+
+    try:
+        config = EngineConfig.load()
+        device = resolve_device(config.engine.device)
+        for plan in plan_lanes(config, catalog, device):
+            if plan.eager_reason is not None:
+                what = f"lane {plan.name} runs eagerly: {plan.eager_reason.text}"
+                why = plan.driver.unavailable(device)
+                problems.append(Fault("warning", f"{what} ({plan.driver.name}: {why})"))
+        select_observers(config, catalog)
+    except GraphpactError as error:
+        problems.append(Fault("error", error.message, error.hint))
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # noqa: BLE001  plugin code can raise anything
+        what = f"the lanes cannot be planned: {describe_error(error)}"
+        problems.append(Fault("error", what, "select other plugins, or fix the one that raised"))

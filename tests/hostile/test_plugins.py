@@ -1,0 +1,286 @@
+"""Plugins that end, hang or crash their process, raise anything, or return what a hook must not.
+
+Does not: examine plugins as the conformance suite does; `conformance/tests/test_supervise.py` has that.
+"""
+
+import json
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fake_site import Site, installed
+from graphpact.cli import main, survey
+from graphpact.errors import EngineError
+from graphpact_engine import Engine
+from graphpact_engine.config import EngineConfig
+from hostile_rig import command
+
+DEMO = Path(__file__).parents[2] / "examples/demo.toml"
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
+    """Yield an empty folder of installed distributions."""
+    with installed(tmp_path / "site", monkeypatch) as site:
+        yield site
+
+
+# -- importing -----------------------------------------------------------------------------------
+
+IMPORTS = {  # what each module does, and its reason in the list
+    "leaves": ("os._exit(0)", "it ended the process: exit status 0"),
+    "exits": ("sys.exit(0)", "raised SystemExit: 0"),
+    "crashes": ("os.kill(os.getpid(), signal.SIGSEGV)", "signal 11 (SIGSEGV) ended the process"),
+    "hangs": ("time.sleep(1000)", "it did not finish within 4 s"),
+    "interrupts": ("raise KeyboardInterrupt", "raised KeyboardInterrupt"),
+    "panics": ("raise type('Panic', (BaseException,), {})('rust')", "raised Panic: rust"),
+    "mute": ("class E(Exception):\n    def __str__(self): raise OSError\nraise E", "raised E"),
+    "loops": ("def f(): f()\nf()", "raised RecursionError"),
+    "syntax": ("def", "raised SyntaxError"),
+    "closes": ("os.close(1); os.close(2); sys.stdout.close(); sys.stderr = None", None),
+    "writes": ("print('{\"kind\": 1}'); os.write(1, b'noise')", None),
+    "forks": ("os.fork() or time.sleep(1000)", None),
+}
+
+
+def test_a_plugin_that_takes_its_process_along_is_a_row(
+    site: Site, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """``plugins`` lists every plugin, each bad one with its own reason, and ends with status 0."""
+    for name, (body, _) in IMPORTS.items():
+        source = f"import os, signal, sys, time\n{body}\ndef run(): pass\n"
+        site.add(name, source, offers={f"fake_{name}": "run"}, group="graphpact.commands")
+    monkeypatch.setattr(survey, "LIMIT", 4.0)
+    assert main(["plugins", "--json", "--kind", "command"]) == 0
+    out, err = capfd.readouterr()
+    found = {each["name"]: each for each in json.loads(out)}
+    assert {"generate", "plugins"} <= found.keys()
+    for name, (_, reason) in IMPORTS.items():
+        said = found[f"fake_{name}"]["reason"]
+        assert said is None if reason is None else reason in said, (name, said)
+        assert (
+            reason is None or f"GRAPHPACT_DISABLE_PLUGINS=command:fake_{name} disables it" in said
+        )
+    assert "Traceback" not in err
+
+
+def test_doctor_survives_the_plugin_that_is_selected(
+    site: Site, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """If the selected backend ends the process that imports it, ``doctor`` says so and ends with status 3."""
+    site.add(
+        "gone",
+        "import os; os._exit(0)",
+        offers={"fake_gone": "Backend"},
+        group="graphpact.attention_backends",
+    )
+    monkeypatch.setenv("GRAPHPACT_ENGINE__ATTENTION_BACKEND", "fake_gone")
+    assert main(["doctor"]) == 3
+    out = capsys.readouterr().out
+    assert "error: attention_backend fake_gone (fake-gone 1.0) was rejected" in out
+    assert "it ended the process: exit status 0" in out
+    assert "Text cannot be generated on this machine." in out
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "says"),
+    [
+        ("raise EOFError", 3, "internal error: EOFError (at "),
+        ("raise BrokenPipeError(32, 'Broken pipe', 'other')", 3, "internal error: BrokenPipeError"),
+        ("raise OSError(28, 'No space left', 'a.log')", 3, "internal error: OSError: [Errno 28]"),
+        (
+            "raise type('Panic', (BaseException,), {})('rust')",
+            3,
+            "internal error: Panic: rust (at ",
+        ),
+        ("raise GeneratorExit", 3, "internal error: GeneratorExit (at "),
+        ("raise KeyboardInterrupt", 130, ""),
+        ("raise SystemExit('no such tape')", 3, "error: no such tape"),
+        ("raise SystemExit(7)", 7, ""),
+        ("sys.stdout.close(); print('x')", 3, "closed file"),
+        ("sys.stdout = None; raise ValueError('x')", 3, "internal error: ValueError: x (at "),
+    ],
+)
+def test_a_command_that_raises_anything_is_told_in_one_line(
+    body: str, status: int, says: str, site: Site
+) -> None:
+    """What a command raises gives its own status or 3, one line with its place, and never status 1."""
+    source = f"import sys\ndef run() -> None:\n    {body}\n"
+    site.add("odd", source, offers={"fake-odd": "run"}, group="graphpact.commands")
+    done = command("fake-odd", folders=(site.root,))
+    assert (done.status, done.out) == (status, "")
+    assert says in done.err
+    assert "Traceback" not in done.err
+    assert done.err.count("error: ") == (1 if says else 0)
+
+
+@pytest.mark.parametrize("contract", ["1" * 5000, "0", "-1", "1.0", "", "\u0661"])
+def test_an_odd_contract_version_is_a_reason(
+    contract: str, site: Site, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A plugin whose contract version is no small number is refused by name when it is selected."""
+    site.add("odd", "raise SystemExit", offers={"fake_odd": "Runner"}, contract=contract)
+    assert (
+        main(["generate", "--set", "lanes.decode.runner=fake_odd", "--config", str(DEMO), "x"]) == 2
+    )
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("error: ") == 1
+    assert "fake_odd" in err
+    assert len(err) < 2000
+
+
+# -- in an engine --------------------------------------------------------------------------------
+
+HEAD = """
+import os, sys, torch
+from graphpact import GraphShape, hookimpl
+from graphpact_cuda_graph import CudaGraphRunner
+from graphpact_flashinfer import FlashInferBackend
+from graphpact_tape.tape import TapeDriver
+
+"""
+BASES = {
+    "attention_backend": ("FlashInferBackend", "engine.attention_backend"),
+    "runner": ("CudaGraphRunner", "lanes.decode.runner"),
+    "graph_driver": ("TapeDriver", "lanes.decode.graph_driver"),
+    "observer": ("object", "engine.observers"),
+}
+HOOKS = {
+    "populate": "registry, batch, shape",
+    "prepare_replay": "registry, batch, shape",
+    "init_metadata_capture": "view, shape",
+    "init_metadata_replay": "view, shape, captured",
+}
+
+
+def override(method: str, body: str) -> str:
+    """Return the source of a method, or a hook, with ``body``."""
+    given = HOOKS.get(method, "*given")
+    mark = "@hookimpl\n" if method in HOOKS else ""
+    return f"{mark}def {method}(self, {given}):\n{textwrap.indent(body, '    ')}\n"
+
+
+def run(site: Site, kind: str, members: str) -> int:
+    """Generate text with a plugin ``fake_odd`` whose class has these members; return the status."""
+    base, key = BASES[kind]
+    source = f"{HEAD}class Odd({base}):\n    name = 'fake_odd'\n{textwrap.indent(members, '    ')}"
+    site.add("odd", source, offers={"fake_odd": "Odd"}, group=f"graphpact.{kind}s")
+    value = "['fake_odd']" if kind == "observer" else "fake_odd"
+    sets = (f"{key}={value}", "lanes.decode.batch_sizes=[1]")
+    options = [each for one in sets for each in ("--set", one)]
+    return main(["generate", "--config", str(DEMO), "-q", "-n", "3", *options, "Hello"])
+
+
+RAISES = [
+    ("attention_backend", "forward", "raise NotImplementedError", "NotImplementedError"),
+    ("attention_backend", "forward", "sys.exit(0)", "SystemExit: 0"),
+    ("attention_backend", "fill_metadata", "raise KeyError('kv')", "KeyError: 'kv'"),
+    ("attention_backend", "allocate_metadata", "raise GeneratorExit", "GeneratorExit"),
+    ("attention_backend", "declare_slots", "raise OSError(28, 'full')", "OSError: [Errno 28] full"),
+    ("runner", "shapes", "raise RuntimeError", "RuntimeError"),
+    ("runner", "fit", "raise RuntimeError('two\\nlines')", "RuntimeError: two lines"),
+    ("runner", "compose", "def go(): raise EOFError\nreturn go", "EOFError"),
+    (
+        "runner",
+        "prepare_replay",
+        "raise type('Panic', (BaseException,), {})('rust')",
+        "Panic: rust",
+    ),
+    (
+        "graph_driver",
+        "capture",
+        "raise BrokenPipeError(32, 'pipe')",
+        "BrokenPipeError: [Errno 32] pipe",
+    ),
+    ("observer", "run_step", "", "ZeroDivisionError: division by zero"),
+]
+
+
+@pytest.mark.parametrize(("kind", "method", "body", "said"), RAISES)
+def test_what_a_plugin_raises_is_told_with_its_name(
+    kind: str, method: str, body: str, said: str, site: Site, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The one error names kind, plugin, distribution, the exception and the line; the status is 3."""
+    members = override(method, body)
+    if kind == "observer":
+        members = "@hookimpl(wrapper=True)\ndef run_step(self, lane, batch):\n    yield\n    return 1 / 0\n"
+    assert run(site, kind, members) == 3
+    out, err = capsys.readouterr()
+    (error,) = [line for line in err.splitlines() if "error: " in line]
+    assert out == ""
+    assert error.startswith(f"error: {kind} fake_odd (fake-odd 1.0): ")
+    assert f" raised {said} (at site/fake_odd.py:" in error
+    assert "Traceback" not in err
+
+
+RETURNS = [
+    ("attention_backend", "forward", "return None", "forward() returned None, not Tensor"),
+    ("attention_backend", "forward", "return given[:1]", "forward() returned (tensor"),
+    (
+        "attention_backend",
+        "declare_slots",
+        "return None",
+        "declare_slots() returned None, not Iterable",
+    ),
+    (
+        "attention_backend",
+        "declare_slots",
+        "return ['a']",
+        "declare_slots() returned 'a', not GraphSlot",
+    ),
+    ("attention_backend", "init_metadata_capture", "return None", "attention_backend fake_odd"),
+    ("runner", "shapes", "return None", "shapes() returned None, not Iterable"),
+    ("runner", "shapes", "return [8]", "shapes() returned 8, not GraphShape"),
+    ("runner", "slots", "return 'ab'", "slots() returned 'a', not GraphSlot"),
+    ("runner", "fit", "return None", "fit() returned None, not "),
+    ("runner", "fit", "return 3", "fit() returned 3, not "),
+    ("runner", "dummy", "return {}", "dummy() returned {}, not ForwardBatch"),
+    ("runner", "compose", "return 1", "compose() returned 1, not Callable"),
+    ("runner", "populate", "return True", "populate() returned True, not NoneType"),
+    ("runner", "prepare_replay", "return None", "prepare_replay() returned None, not ForwardBatch"),
+    ("graph_driver", "capture", "return None", "capture() returned None, not Graph"),
+    ("observer", "run_step", "", "run_step() returned None, not StepOutputs"),
+]
+
+
+@pytest.mark.parametrize(("kind", "method", "body", "said"), RETURNS)
+def test_a_wrong_return_value_is_told_with_the_plugin(
+    kind: str, method: str, body: str, said: str, site: Site, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The one error names the plugin's class, the method, what came and what is expected; status 3."""
+    members = override(method, body)
+    if kind == "observer":
+        members = "@hookimpl(wrapper=True)\ndef run_step(self, lane, batch):\n    yield\n"
+    assert run(site, kind, members) == 3
+    out, err = capsys.readouterr()
+    (error,) = [line for line in err.splitlines() if "error: " in line]
+    assert out == ""
+    assert error.startswith("error: ")
+    assert said in error
+    assert "odd" in error
+    assert "Traceback" not in err
+
+
+def test_a_program_gets_the_exception_as_the_cause(site: Site) -> None:
+    """Through the API too the error names the plugin; the exception of the plugin is its cause."""
+    site.add(
+        "odd",
+        f"{HEAD}class Odd(CudaGraphRunner):\n    def fit(self, batch): raise LookupError('mine')\n",
+        offers={"fake_odd": "Odd"},
+    )
+    config = EngineConfig.load(DEMO, overrides=["lanes.decode.runner=fake_odd"], env={})
+    with Engine(config) as engine, pytest.raises(EngineError, match="runner fake_odd") as told:
+        engine.generate(["Hello"])
+    assert isinstance(told.value.__cause__, LookupError)
+
+
+def test_an_error_of_graphpact_that_a_plugin_raises_is_its_own(
+    site: Site, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What a plugin refuses on purpose keeps its message, its help and its status."""
+    body = "from graphpact.errors import ConfigError\nraise ConfigError('it is so', hint='do this')"
+    assert run(site, "runner", override("shapes", body)) == 2
+    assert capsys.readouterr().err.endswith("error: it is so\n  help: do this\n")
