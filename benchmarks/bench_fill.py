@@ -121,9 +121,7 @@ def make_batch(registry: CudaGraphBufferRegistry, case: Case) -> ForwardBatch:
     return ForwardBatch(forward_mode=ForwardMode.DECODE, batch_size=case.raw, **fields)
 
 
-def fill_slot_by_slot(
-    registry: CudaGraphBufferRegistry, batch: ForwardBatch, context: FillContext
-) -> None:
+def fill_slot_by_slot(registry: CudaGraphBufferRegistry, batch: ForwardBatch, context: FillContext) -> None:
     """Do the work of a fill slot by slot: one fill and one copy per slot, without checks."""
     for slot in registry:
         buffer, rows = slot.buffer, context.rows(slot.axis)
@@ -238,9 +236,7 @@ def measure(case: Case, device: torch.device, *, rounds: int, calls: int) -> tup
 def main() -> None:
     """Measure every case and print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument(
-        "--quick", action="store_true", help="few rounds: a smoke test, not a measurement"
-    )
+    parser.add_argument("--quick", action="store_true", help="few rounds: a smoke test, not a measurement")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     options = parser.parse_args()
     device = torch.device(options.device)

@@ -120,9 +120,7 @@ class Variant(ABC):
 class EngineVariant(Variant):
     """The graphpact engine with a configuration."""
 
-    def __init__(
-        self, name: str, path: Path, sizes: Sequence[int], rounds: int, *overrides: str
-    ) -> None:
+    def __init__(self, name: str, path: Path, sizes: Sequence[int], rounds: int, *overrides: str) -> None:
         super().__init__(name, sizes, rounds)
         self.engine = make_engine(path, max(sizes), *overrides)
 
@@ -350,9 +348,7 @@ def measure_parts(path: Path, scale: Scale, *, compiled: bool) -> list[tuple[obj
     def share(part: float) -> list[str]:
         return [f"{part / bare[variant]:.1%}" if variant in bare else "-" for variant in REPLAYED]
 
-    rows: list[tuple[object, ...]] = [
-        (name, f"{part:.1f}", *share(part)) for name, part in parts.items()
-    ]
+    rows: list[tuple[object, ...]] = [(name, f"{part:.1f}", *share(part)) for name, part in parts.items()]
     rows += [
         (f"{variant} replay by itself", f"{bare[variant]:.0f}" if variant in bare else "-", "", "")
         for variant in REPLAYED
@@ -395,9 +391,7 @@ def main() -> None:
     """Measure everything and print the tables."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="one layer, one round: a smoke test")
-    parser.add_argument(
-        "--threads", type=int, help="number of torch threads; torch's default if not given"
-    )
+    parser.add_argument("--threads", type=int, help="number of torch threads; torch's default if not given")
     options = parser.parse_args()
     if options.threads is not None:
         torch.set_num_threads(options.threads)
@@ -416,9 +410,7 @@ def main() -> None:
         variants = make_variants(path, scale, compiled)
         rows = measure_steps(variants, scale)
         parts = measure_parts(path, scale, compiled=SIZE in compiled)
-    console.print(
-        f"all variants generate the same tokens: {scale.new} per prompt of {scale.prompt}\n"
-    )
+    console.print(f"all variants generate the same tokens: {scale.new} per prompt of {scale.prompt}\n")
     print_table(console, STEPS, rows, numbers=(STEPS[0], *STEPS[2:]))
     if no_compiler:
         console.print(f"cpu_graph is skipped: {no_compiler}")

@@ -183,9 +183,7 @@ def _description(node: ast.Assign | ast.AnnAssign) -> str | None:
 
 def _exports(module: Module) -> list[str]:
     """Return what a package has from its modules: the names of ``__all__``, by module."""
-    lists = [
-        n.value for n in module.tree.body if isinstance(n, ast.Assign) and _name(n) == "__all__"
-    ]
+    lists = [n.value for n in module.tree.body if isinstance(n, ast.Assign) and _name(n) == "__all__"]
     offered = set(ast.literal_eval(lists[0])) if lists else set()
     lines = []
     lazy = [n for each in module.tree.body if isinstance(each, ast.If) for n in each.body]

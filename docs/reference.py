@@ -221,9 +221,7 @@ def museum(told: Sequence[Mapping[str, Any]]) -> str:
         "|---|" + ":-:|" * len(RULES),
     ]
     for t in exhibits:
-        marks = [
-            "" if rule not in t["findings"] else "●" if rule == t["rule"] else "○" for rule in RULES
-        ]
+        marks = ["" if rule not in t["findings"] else "●" if rule == t["rule"] else "○" for rule in RULES]
         lines.append(f"| `{t['name']}` | {' | '.join(marks)} |")
     lines += ["", "## What is planted", ""]
     for rule in RULES.values():

@@ -47,8 +47,7 @@ class KeepsRequestRows(CudaGraphRunner):
             "reason": "an earlier row is a valid row",
         }
         return [
-            replace(slot, **kept) if slot.name == "req_pool_indices" else slot
-            for slot in super().slots()
+            replace(slot, **kept) if slot.name == "req_pool_indices" else slot for slot in super().slots()
         ]
 
 
@@ -112,10 +111,7 @@ def main() -> None:
             generate(name, plugin, "verify.pact=off", check)
             print(f"   {check}: NOT CAUGHT")
         except ContractError as error:
-            print(
-                f"   {check}:\n      {type(error).__name__}: "
-                + f"{error}".replace("\n", "\n      ")
-            )
+            print(f"   {check}:\n      {type(error).__name__}: " + f"{error}".replace("\n", "\n      "))
 
 
 if __name__ == "__main__":

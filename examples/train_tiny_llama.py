@@ -355,9 +355,7 @@ class Result:
     loss: float
 
 
-def save(
-    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path
-) -> LlamaForCausalLM:
+def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> LlamaForCausalLM:
     """Write a bfloat16 copy of the model and the tokenizer; return the copy loaded from the files."""
     folder.mkdir(parents=True, exist_ok=True)
     copy = LlamaForCausalLM(model.config)
@@ -369,9 +367,7 @@ def save(
     tokenizer.save_pretrained(folder)
     config = folder / "tokenizer_config.json"  # use the class name of older releases
     text = config.read_text(encoding="utf-8")
-    config.write_text(
-        text.replace('"TokenizersBackend"', '"PreTrainedTokenizerFast"'), encoding="utf-8"
-    )
+    config.write_text(text.replace('"TokenizersBackend"', '"PreTrainedTokenizerFast"'), encoding="utf-8")
     (folder / "model.safetensors").chmod(0o644)
     return LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
@@ -441,9 +437,7 @@ def train(args: argparse.Namespace) -> None:
     print(f"held out, as saved: {result.loss:.3f} bits/byte; wrote {args.output}")
 
 
-def write_card(
-    args: argparse.Namespace, corpus: Corpus, model: LlamaForCausalLM, result: Result
-) -> None:
+def write_card(args: argparse.Namespace, corpus: Corpus, model: LlamaForCausalLM, result: Result) -> None:
     """Write the model card beside the weights."""
     parameters = sum(p.numel() for p in model.parameters())
     options = f"--minutes {args.minutes:g} --threads {args.threads} --dropout {args.dropout:g}"

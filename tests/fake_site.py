@@ -40,9 +40,7 @@ class Site:
         if contract is not None:
             lines += ["[graphpact.contract]", f"{contract} = graphpact.hookspecs:CONTRACT_VERSION"]
         (info / "entry_points.txt").write_text("\n".join(lines))
-        (info / "METADATA").write_text(
-            f"Metadata-Version: 2.1\nName: fake-{name}\nVersion: {version}\n"
-        )
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: fake-{name}\nVersion: {version}\n")
         (info / "RECORD").write_text("")
         return module
 

@@ -108,9 +108,7 @@ class ModeRig:
         for part in metadata.steps if self.mode is ForwardMode.DRAFT_DECODE else [metadata]:
             q = attend(q, k, v, LAYER, part)
         hidden = q[:, 0]
-        return StepOutputs(
-            logits=(hidden @ self.weights[3].t(), "tokens"), hidden_states=(hidden, "tokens")
-        )
+        return StepOutputs(logits=(hidden @ self.weights[3].t(), "tokens"), hidden_states=(hidden, "tokens"))
 
     def batch(self, lengths: Sequence[int], new: Sequence[int] | None = None) -> ForwardBatch:
         """Return a batch of requests with ``lengths`` tokens before the step, on the first rows.
@@ -155,9 +153,7 @@ class ModeRig:
             seq_lens_cpu=lens.clone(),
             extend_seq_lens=added if ragged else None,
             extend_seq_lens_cpu=added.clone() if ragged else None,
-            tree_mask=self._tree(bs)
-            if self.topk > 1 and mode is ForwardMode.TARGET_VERIFY
-            else None,
+            tree_mask=self._tree(bs) if self.topk > 1 and mode is ForwardMode.TARGET_VERIFY else None,
             num_correct_drafts=torch.zeros(bs, dtype=torch.int32) if extend else None,
         )
 

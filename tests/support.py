@@ -109,9 +109,7 @@ def reference_tokens(path: Path, prompt: list[int], count: int) -> list[int]:
         attn_implementation="eager",  # the implementation that always applies a soft cap
     ).eval()
     ids = torch.tensor([prompt])
-    out = model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False
-    )
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False)
     tokens: list[int] = out[0, len(prompt) :].tolist()
     return tokens
 
@@ -167,9 +165,7 @@ STEPS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     "embedding": lambda a, b: functional.embedding(a.gt(0).long()[:, 0], b),
     "sdpa": lambda a, b: functional.scaled_dot_product_attention(a[None], b[None], a[None])[0],
     "factory": lambda a, b: (
-        torch.full((4, 4), 2.0, device=a.device)
-        + torch.arange(4, device=a.device)
-        - torch.ones_like(a)
+        torch.full((4, 4), 2.0, device=a.device) + torch.arange(4, device=a.device) - torch.ones_like(a)
     ),
     "round trip": lambda a, b: a.to(torch.bfloat16).to(torch.float32),
     "bmm": lambda a, b: torch.bmm(a.view(2, 2, 4), b[None].expand(2, 4, 4)).view(4, 4),

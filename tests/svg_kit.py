@@ -94,17 +94,12 @@ def written(picture: str, scheme: Scheme) -> Iterator[Written]:
             narrow, usual = _WIDTHS[has["font-family"].rpartition(",")[2].strip()]
             width = size * sum(narrow if c in _NARROW else usual for c in text)
             width *= 1.08 if has.get("font-weight", "400") >= "600" else 1
-            left = (
-                x
-                - width * {"start": 0.0, "middle": 0.5, "end": 1.0}[has.get("text-anchor", "start")]
-            )
+            left = x - width * {"start": 0.0, "middle": 0.5, "end": 1.0}[has.get("text-anchor", "start")]
             middle = y - size / 3
             below = [b for b in boxes if b.left <= x <= b.right and b.top <= middle <= b.bottom]
             assert below, f"nothing is drawn below {text!r}"
             assert has.get("fill", "").startswith("#"), f"{text!r} has no colour"
-            yield Written(
-                text, size, left, left + width, y - size, y + size / 4, has["fill"], below[-1]
-            )
+            yield Written(text, size, left, left + width, y - size, y + size / 4, has["fill"], below[-1])
 
 
 _PLACE = ("x", "y", "width", "height")

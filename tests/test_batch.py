@@ -17,9 +17,7 @@ def _batch(mode: ForwardMode, bs: int, tokens: int, **more: Any) -> ForwardBatch
     lens = torch.full((bs,), 9)
     slots = torch.zeros(tokens, dtype=torch.int64)
     fields: dict[str, Any] = {
-        "out_cache_loc": slots[:, None].expand(-1, 2)
-        if mode is ForwardMode.DRAFT_DECODE
-        else slots,
+        "out_cache_loc": slots[:, None].expand(-1, 2) if mode is ForwardMode.DRAFT_DECODE else slots,
         "extend_seq_lens": torch.full((bs,), tokens // bs) if mode.is_ragged else None,
         "extend_seq_lens_cpu": torch.full((bs,), tokens // bs) if mode.is_ragged else None,
     }
@@ -100,9 +98,7 @@ def test_lengths_of_host_and_device_have_to_agree() -> None:
     batch = rig.batch(3, 2)
     rig.lane.run(batch)
     batch.seq_lens_cpu[1] = 4
-    with pytest.raises(
-        ReplayError, match=r"seq_lens_cpu of the batch is \[3, 4\], seq_lens is \[3, 2\]"
-    ):
+    with pytest.raises(ReplayError, match=r"seq_lens_cpu of the batch is \[3, 4\], seq_lens is \[3, 2\]"):
         rig.lane.run(batch)
     assert rig.lane.stats.replays == 1
 

@@ -13,9 +13,7 @@ from graphpact_cpu_graph import inductor
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 
-def run_quick(
-    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> list[str]:
+def run_quick(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> list[str]:
     """Return the lines that a quick run of a benchmark prints."""
     monkeypatch.setattr(sys, "argv", [name, "--quick"])
     runpy.run_path(str(BENCHMARKS / name), run_name="__main__")

@@ -51,9 +51,7 @@ def test_without_its_extra_the_command_says_what_to_install(missing: str) -> Non
     )
     assert done.returncode == 2
     assert done.stdout == ""
-    assert done.stderr == (
-        f'error: the command line needs {missing}: pip install "graphpact[cli]"\n'
-    )
+    assert done.stderr == (f'error: the command line needs {missing}: pip install "graphpact[cli]"\n')
 
 
 def test_importing_graphpact_stays_light() -> None:
@@ -236,9 +234,7 @@ def test_an_interrupted_command_says_so_by_its_status(
 )
 def test_a_reader_that_leaves_is_no_error(arguments: list[str]) -> None:
     """If the reader closes stdout, the command ends with 141, as after SIGPIPE, and stderr stays empty."""
-    with subprocess.Popen(
-        [*CLI, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    ) as process:
+    with subprocess.Popen([*CLI, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         process.stdout.close()
@@ -286,9 +282,7 @@ def completed(*words: str, of: str = "bash") -> tuple[list[str], str]:
         (("generate", "-c", "/nowhere", "-s", "engine.se"), ["engine.seed="]),
     ],
 )
-def test_a_shell_is_offered_what_fits(
-    words: tuple[str, ...], offered: list[str], tmp_path: Path
-) -> None:
+def test_a_shell_is_offered_what_fits(words: tuple[str, ...], offered: list[str], tmp_path: Path) -> None:
     """Commands, plugins, rules, keys, lanes and values that begin with a word are offered, without torch."""
     file = tmp_path / "a.toml"
     file.write_text("[lanes.acme]\nmode = 'decode'\n")

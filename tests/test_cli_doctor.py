@@ -73,9 +73,7 @@ def test_a_driver_that_fails_to_answer_is_reported(
     monkeypatch.setattr(TapeDriver, "unavailable", unavailable)
     assert main(["doctor", "--json"]) == 3
     report = json.loads(capsys.readouterr().out)
-    (reason,) = [
-        d["unavailable"] for d in report["drivers"] if (d["name"], d["device"]) == ("tape", "cpu")
-    ]
+    (reason,) = [d["unavailable"] for d in report["drivers"] if (d["name"], d["device"]) == ("tape", "cpu")]
     assert reason == "OSError: libdriver.so is missing"
 
 
@@ -97,8 +95,7 @@ def test_each_kernel_provider_says_why_it_cannot_be_used(
     monkeypatch.setattr(FlashInferBackend, "providers", (Native, Portable))
     report = examined(capsys)
     found = {
-        (one["backend"], one["provider"], one["device"]): one["unavailable"]
-        for one in report["kernels"]
+        (one["backend"], one["provider"], one["device"]): one["unavailable"] for one in report["kernels"]
     }
     reason = "OSError: libacme.so is missing"
     assert found["flashinfer", "native", "cpu"] == reason
@@ -259,9 +256,7 @@ def test_a_driver_that_sees_a_part_says_which(
     monkeypatch.setattr(Tape, "sees", "dispatched")
     assert main(MEMORY) == 0
     last = capsys.readouterr().out.splitlines()[-1]
-    assert last.startswith(
-        "Everything that torch operations read and write is declared. Driver tape does"
-    )
+    assert last.startswith("Everything that torch operations read and write is declared. Driver tape does")
     assert "kernels launched below torch's dispatcher" in last
     assert main([*MEMORY, "--json"]) == 0
     lane = json.loads(capsys.readouterr().out)["memory"]["lanes"][0]
@@ -270,9 +265,7 @@ def test_a_driver_that_sees_a_part_says_which(
     assert touched <= {True, None}
 
 
-def test_the_picture_shows_the_slots_of_all_lanes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_picture_shows_the_slots_of_all_lanes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """``--picture`` writes one SVG document that names every slot; JSON on stdout stays JSON."""
     file = tmp_path / "slots.svg"
     file.write_text("an older picture")
@@ -285,9 +278,7 @@ def test_the_picture_shows_the_slots_of_all_lanes(
     assert {row["name"] for row in rows if row["kind"] == "slot"} <= words
 
 
-@pytest.mark.parametrize(
-    "where", ["folder", "missing/slots.svg", "slots.png", "readonly/slots.svg"]
-)
+@pytest.mark.parametrize("where", ["folder", "missing/slots.svg", "slots.png", "readonly/slots.svg"])
 def test_a_picture_that_cannot_be_written_is_refused(
     where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -326,9 +317,7 @@ def test_options_of_memory_alone_are_a_usage_error(
     assert main(["doctor", *options]) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert all(
-        option in err for option in options if option.startswith("--") and option != "--json"
-    )
+    assert all(option in err for option in options if option.startswith("--") and option != "--json")
     assert "add --memory" in err
 
 

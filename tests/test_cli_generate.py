@@ -50,9 +50,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory, checkpoint: Callable[..., Pat
     bytes_only = Tokenizer(models.BPE(vocabulary, []))
     bytes_only.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     bytes_only.decoder = decoders.ByteLevel()
-    bytes_only.post_processor = processors.TemplateProcessing(
-        single="<s> $A", special_tokens=[("<s>", 0)]
-    )
+    bytes_only.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     transformers.PreTrainedTokenizerFast(
         tokenizer_object=bytes_only,
         bos_token="<s>",  # noqa: S106  no secret: a token of text
@@ -95,9 +93,7 @@ def prompts_of(run: tuple[int, str, str]) -> list[str]:
 # -- output ----------------------------------------------------------------------------------------
 
 
-def test_json_is_one_object_a_line_in_the_order_of_the_prompts(
-    generate: Generate, tiny: Path
-) -> None:
+def test_json_is_one_object_a_line_in_the_order_of_the_prompts(generate: Generate, tiny: Path) -> None:
     """Each prompt has one line, an object of four keys in this order; its text is the decoded tokens."""
     prompts = ["abcdef", "x", "Return ", "x"]
     status, out, _ = generate("--json", *prompts)
@@ -143,14 +139,10 @@ def deltas(*pieces: tuple[int, str, FinishReason | None]) -> list[Delta]:
     return [Delta(index, 7, text, reason) for index, text, reason in pieces]
 
 
-INTERLEAVED = deltas(
-    (1, "B", None), (0, "a", None), (2, "x", "stop"), (1, "C", "length"), (0, "b", "length")
-)
+INTERLEAVED = deltas((1, "B", None), (0, "a", None), (2, "x", "stop"), (1, "C", "length"), (0, "b", "length"))
 
 
-def written(
-    writer: Writer, steps: Sequence[Delta], capsys: pytest.CaptureFixture[str]
-) -> list[str]:
+def written(writer: Writer, steps: Sequence[Delta], capsys: pytest.CaptureFixture[str]) -> list[str]:
     """Return the text that ``writer`` writes at each step."""
     said = []
     for delta in steps:
@@ -369,14 +361,10 @@ def test_a_damaged_checkpoint_is_one_error(
 # -- options and configuration ---------------------------------------------------------------------
 
 
-def test_options_win_over_the_configuration_file(
-    generate: Generate, tiny: Path, tmp_path: Path
-) -> None:
+def test_options_win_over_the_configuration_file(generate: Generate, tiny: Path, tmp_path: Path) -> None:
     """``--model`` and ``--seed`` override the file; the other keys are taken from the file."""
     file = tmp_path / "engine.toml"
-    file.write_text(
-        '[model]\npath = "/nowhere"\n[engine]\nseed = 2\n[lanes.decode]\nrunner = "eager"\n'
-    )
+    file.write_text('[model]\npath = "/nowhere"\n[engine]\nseed = 2\n[lanes.decode]\nrunner = "eager"\n')
     status, out, err = generate("--config", str(file), "--json", "x")
     assert status == 0
     assert json.loads(out)["prompt"] == "x"
@@ -497,9 +485,7 @@ def test_the_table_says_why_a_decode_ran_eagerly(generate: Generate) -> None:
 def test_unused_shapes_share_a_row(generate: Generate) -> None:
     """Shapes that were never replayed share one row if a lane has many shapes."""
     sizes = list(range(1, 12))
-    _, _, err = generate(
-        "a", "--set", "engine.max_num_seqs=11", "--set", f"lanes.decode.batch_sizes={sizes}"
-    )
+    _, _, err = generate("a", "--set", "engine.max_num_seqs=11", "--set", f"lanes.decode.batch_sizes={sizes}")
     rows = table_of(err)
     assert rows["decode: decode[bs=1, tokens=1]"][0] == "5"
     assert rows["decode: 10 more shapes"][-1] == "never replayed"
@@ -589,9 +575,7 @@ def test_a_broken_promise_ends_with_its_own_status(
     """A replay that differs from its eager run is an error with status 1, after a complete line on stdout."""
     real = Verifier._compare
 
-    def planted(
-        self: Verifier, what: str, replayed: torch.Tensor, eager: torch.Tensor, **more: Any
-    ) -> None:
+    def planted(self: Verifier, what: str, replayed: torch.Tensor, eager: torch.Tensor, **more: Any) -> None:
         real(self, what, replayed + 100, eager, **more)
 
     monkeypatch.setattr(Verifier, "_compare", planted)

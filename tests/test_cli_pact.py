@@ -58,9 +58,7 @@ def _promise(document: dict[str, Any], pact: int, path: str) -> dict[str, Any]:
 # -- save ------------------------------------------------------------------------------------------
 
 
-def test_saving_writes_every_captured_shape(
-    saved: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_saving_writes_every_captured_shape(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The file has each shape of each lane that captures, and no address of this process."""
     pacts = SavedPacts.load(saved).pacts
     assert [(pact.lane, pact.batch_size) for pact in pacts] == [("decode", n) for n in (8, 4, 2, 1)]
@@ -91,9 +89,7 @@ def test_two_engines_of_one_configuration_promise_the_same(saved: Path, tmp_path
     assert main(["pact", "diff", str(saved), str(again)]) == 0
 
 
-def test_the_engine_is_the_one_that_was_asked_for(
-    tmp_path: Path, checkpoint: Callable[..., Path]
-) -> None:
+def test_the_engine_is_the_one_that_was_asked_for(tmp_path: Path, checkpoint: Callable[..., Path]) -> None:
     """``--model`` and ``--set`` select the engine, as they do for ``generate``."""
     file = tmp_path / "pacts.json"
     options = ["-m", str(checkpoint("llama")), "-s", "lanes.decode.batch_sizes=[3]"]
@@ -189,9 +185,7 @@ def test_an_engine_that_cannot_be_built_is_the_usual_error(
 # -- show ------------------------------------------------------------------------------------------
 
 
-def test_people_read_a_table_for_each_shape(
-    saved: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_people_read_a_table_for_each_shape(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Each lane and shape has a heading, and a row for each field with type, promise and slot."""
     assert main(["pact", "show", str(saved)]) == 0
     out, err = capsys.readouterr()
@@ -343,8 +337,6 @@ def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixtu
     assert main(["pact", command, "-h"]) == 0
     out, err = capsys.readouterr()
     assert err == ""
-    named = [
-        p.opts if p.param_type_name == "option" else [p.metavar] for p in COMMANDS[command].params
-    ]
+    named = [p.opts if p.param_type_name == "option" else [p.metavar] for p in COMMANDS[command].params]
     assert named
     assert all(name in out for names in named for name in names)

@@ -136,17 +136,14 @@ def test_kernel_providers_are_shown_by_device(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert listed(capsys, "-k", "attention_backend")["flashinfer"]["providers"] == {
         "native": {
-            device: f"OSError: libacme.so is not for {device}"
-            for device in ("cpu", "cuda:0", "cuda:1")
+            device: f"OSError: libacme.so is not for {device}" for device in ("cpu", "cuda:0", "cuda:1")
         },
         "portable": {"cpu": None, "cuda:0": "taken", "cuda:1": None},
     }
     assert main(["plugins", "-k", "attention_backend"]) == 0
     rows = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert "portable kernels cpu: available; cuda:0: taken; cuda:1: available" in rows
-    assert any(
-        row.startswith("native kernels cpu: OSError: libacme.so is not for cpu;") for row in rows
-    )
+    assert any(row.startswith("native kernels cpu: OSError: libacme.so is not for cpu;") for row in rows)
     monkeypatch.setattr(FlashInferBackend, "providers", ())
     plugins = listed(capsys)
     assert plugins["flashinfer"]["providers"] is None
@@ -182,9 +179,7 @@ def test_people_read_the_same_on_stdout(capsys: pytest.CaptureFixture[str]) -> N
 @pytest.mark.usefixtures("here")
 def test_only_one_kind_is_listed_where_it_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     """``--kind`` leaves the other kinds out."""
-    assert {p["kind"] for p in listed(capsys, "--kind", "graph_driver").values()} == {
-        "graph_driver"
-    }
+    assert {p["kind"] for p in listed(capsys, "--kind", "graph_driver").values()} == {"graph_driver"}
 
 
 def test_every_kind_can_be_named(capsys: pytest.CaptureFixture[str]) -> None:

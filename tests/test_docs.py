@@ -102,9 +102,7 @@ def test_links_in_the_texts_lead_somewhere() -> None:
             assert (text.parent / target).exists(), f"{text.name}: {target}"
 
 
-@pytest.mark.parametrize(
-    "page", load_reference().PAGES, ids=lambda page: f"{page.relative_to(ROOT)}"
-)
+@pytest.mark.parametrize("page", load_reference().PAGES, ids=lambda page: f"{page.relative_to(ROOT)}")
 def test_included_parts_are_what_the_code_would_write(page: Path) -> None:
     """The included parts of a page are up to date: `python docs/reference.py` would change nothing."""
     text = page.read_text(encoding="utf-8")
@@ -139,9 +137,7 @@ def test_the_architecture_page_has_the_step_every_distribution_and_every_contrac
 def test_the_glossary_is_sorted_and_each_word_is_where_it_says() -> None:
     """Words are sorted and unique; each path in the last column exists, and its file has the names there."""
     page = (ROOT / "docs/glossary.md").read_text(encoding="utf-8")
-    rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| ")][
-        1:
-    ]
+    rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| ")][1:]
     words = [row[0].strip("`").lower() for row in rows]
     assert len(words) > 100
     assert words == sorted(set(words))

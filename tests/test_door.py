@@ -194,9 +194,7 @@ class Forgets(Eagle):
 def with_extra(batch: ForwardBatch, size: int, value: float = 0.0) -> ForwardBatch:
     """Return the batch with both fields, rows counted up from ``value``."""
     rows = torch.arange(size, dtype=DTYPE) + value
-    return replace(
-        batch, extra={HIDDEN: rows[:, None].expand(-1, WIDTH).clone(), FLAG: rows.long()}
-    )
+    return replace(batch, extra={HIDDEN: rows[:, None].expand(-1, WIDTH).clone(), FLAG: rows.long()})
 
 
 @pytest.fixture(scope="module")
@@ -218,9 +216,7 @@ def eagle() -> Rig:
 
 @settings(derandomize=True, max_examples=15)
 @given(steps=st.lists(st.integers(1, 4), min_size=1, max_size=4))
-def test_fields_of_a_plugin_are_filled_padded_and_seen_by_the_graph(
-    steps: list[int], eagle: Rig
-) -> None:
+def test_fields_of_a_plugin_are_filled_padded_and_seen_by_the_graph(steps: list[int], eagle: Rig) -> None:
     """Entries of ``extra`` are copied to their slots and padded by policy; a replay computes with them."""
     with torch.inference_mode():
         rig = eagle
@@ -266,6 +262,4 @@ def test_a_field_that_no_capture_had_is_refused() -> None:
 def test_an_entry_of_extra_without_an_owner_is_refused(name: str) -> None:
     """A name without a dot is refused even if a slot has it: the slot copies the field of that name."""
     rig = Rig()
-    refused(
-        rig.lane, replace(rig.batch(3, 2), extra={name: torch.zeros(2, dtype=torch.int64)}), name
-    )
+    refused(rig.lane, replace(rig.batch(3, 2), extra={name: torch.zeros(2, dtype=torch.int64)}), name)

@@ -78,7 +78,5 @@ def test_every_backend_by_name_writes_what_transformers_writes(file: str, backen
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     for prompt, completion in zip(prompts, done, strict=True):
         ids = torch.tensor([list(prompt.encode())])
-        out = model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False
-        )
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False)
         assert completion.token_ids == out[0, ids.shape[1] :].tolist()

@@ -115,9 +115,7 @@ def test_only_real_rows_come_back() -> None:
     assert logits.data_ptr() == rig.lane.captured[SHAPE_OF[4]].graph.outputs.logits.data_ptr()
 
 
-@pytest.mark.parametrize(
-    ("mode", "every", "checks"), [("always", 1, 7), ("sampled", 3, 3), ("off", 1, 0)]
-)
+@pytest.mark.parametrize(("mode", "every", "checks"), [("always", 1, 7), ("sampled", 3, 3), ("off", 1, 0)])
 def test_the_pact_is_checked_as_often_as_asked(mode: str, every: int, checks: int) -> None:
     """The pact is checked at every replay, at the first and every n-th after it, or never."""
     rig = Rig(pact=mode, pact_sample_every=every)
@@ -597,9 +595,7 @@ class LeavesItToTheFill(FlashInferBackend):
 def test_a_backend_fills_its_own_slots(more: dict[str, Any]) -> None:
     """A backend's slot that the registry would fill is refused, because eager steps have no fill."""
     backend = type("Acme", (LeavesItToTheFill,), {"more": more})
-    with pytest.raises(
-        SlotError, match=r"slot 'acme\.table' of acme: a backend's slots are filled by"
-    ):
+    with pytest.raises(SlotError, match=r"slot 'acme\.table' of acme: a backend's slots are filled by"):
         Rig(backend=backend)
 
 
@@ -701,8 +697,7 @@ def test_metadata_is_the_same_in_the_graph_as_outside(steps: list[list[int]]) ->
             logits = [rig.lane.run(rig.batch(*lengths)).logits for rig in rigs]
             assert torch.equal(*logits)
             slots = [
-                {s.name: s.buffer for s in rig.lane.registry or () if s.owner == "flashinfer"}
-                for rig in rigs
+                {s.name: s.buffer for s in rig.lane.registry or () if s.owner == "flashinfer"} for rig in rigs
             ]
             assert slots[0]
             for name, buffer in slots[0].items():
@@ -739,7 +734,5 @@ def test_a_backend_that_cannot_is_not_asked_to() -> None:
     rig = Rig(backend=MakesItOutside)
     assert not rig.lane.records_metadata
     assert rig.agrees(3, 2)
-    with pytest.raises(
-        ConfigError, match=r"lanes.decode.metadata_in_graph = true, but MakesItOutside"
-    ):
+    with pytest.raises(ConfigError, match=r"lanes.decode.metadata_in_graph = true, but MakesItOutside"):
         Rig(backend=MakesItOutside, metadata_in_graph=True)

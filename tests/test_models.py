@@ -34,9 +34,7 @@ CPU = torch.device("cpu")
 
 def load(path: Path, dtype: torch.dtype | None = None, **more: Any) -> models.Checkpoint:
     """Load a checkpoint as the engine does."""
-    return models.load_checkpoint(
-        path, dtype=dtype, device=CPU, attention=models.ATTENTION_NAME, **more
-    )
+    return models.load_checkpoint(path, dtype=dtype, device=CPU, attention=models.ATTENTION_NAME, **more)
 
 
 @pytest.fixture
@@ -86,9 +84,7 @@ def test_a_line_that_cannot_be_captured_is_named_as_the_models(
     """A host read of the model's own code is told with its line, and with a setting that runs the model."""
     path = checkpoint("jetmoe")
     asked = [f"model.path={path}", "engine.device=cpu", "engine.max_num_seqs=2"]
-    with pytest.raises(
-        CaptureError, match=r"model type 'jetmoe'.*modeling_jetmoe\.py:\d+: "
-    ) as caught:
+    with pytest.raises(CaptureError, match=r"model type 'jetmoe'.*modeling_jetmoe\.py:\d+: ") as caught:
         Engine(EngineConfig.load(None, env={}, overrides=asked))
     assert caught.value.hint is not None
     setting = caught.value.hint.partition("--set ")[2]
@@ -222,9 +218,7 @@ def test_remote_code_does_not_run_unasked(
 def test_weights_that_do_not_fit_are_refused(copy: Path) -> None:
     """A missing weight, a spare one and one of another shape are each named, never filled in."""
     file = copy / "model.safetensors"
-    whole = {
-        name: weight.clone() for name, weight in load_file(file).items()
-    }  # no views of the mapped file
+    whole = {name: weight.clone() for name, weight in load_file(file).items()}  # no views of the mapped file
     name = "model.layers.0.mlp.up_proj.weight"
     metadata = {"format": "pt"}
     save_file({k: v for k, v in whole.items() if k != name}, file, metadata)
@@ -316,6 +310,4 @@ def test_hidden_states_through_graphs_are_those_of_transformers(
             expected = plain(prompt[None], output_hidden_states=True)
         hidden = outputs["hidden_states"][row]
         torch.testing.assert_close(hidden, expected.hidden_states[-1][0, -1], rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(
-            outputs.logits[row], expected.logits[0, -1], rtol=1e-4, atol=1e-4
-        )
+        torch.testing.assert_close(outputs.logits[row], expected.logits[0, -1], rtol=1e-4, atol=1e-4)

@@ -693,9 +693,7 @@ def _containers(inside: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     return st.one_of(
         many,
         many.map(tuple),
-        st.dictionaries(
-            st.one_of(st.text(max_size=3), st.integers()), inside, min_size=1, max_size=3
-        ),
+        st.dictionaries(st.one_of(st.text(max_size=3), st.integers()), inside, min_size=1, max_size=3),
         st.builds(Pair, inside, inside),
         st.builds(
             lambda values, slots: _make([f"f{i}" for i in range(len(values))], values, slots=slots),

@@ -206,9 +206,7 @@ class WritesTheBatch(CudaGraphRunner):
     """A runner that clamps positions in the engine's own batch."""
 
     @hookimpl
-    def populate(
-        self, registry: CudaGraphBufferRegistry, batch: ForwardBatch, shape: GraphShape
-    ) -> None:
+    def populate(self, registry: CudaGraphBufferRegistry, batch: ForwardBatch, shape: GraphShape) -> None:
         """Clamp, then fill."""
         batch.positions.clamp_(max=8)
         super().populate(registry, batch, shape)
@@ -222,9 +220,7 @@ class KeepsPositions(CudaGraphRunner):
         self.first: dict[GraphShape, torch.Tensor] = {}
 
     @hookimpl
-    def populate(
-        self, registry: CudaGraphBufferRegistry, batch: ForwardBatch, shape: GraphShape
-    ) -> None:
+    def populate(self, registry: CudaGraphBufferRegistry, batch: ForwardBatch, shape: GraphShape) -> None:
         """Fill, and put back the first positions."""
         super().populate(registry, batch, shape)
         positions = registry.get_slot("positions").slice_for(shape.batch_size, shape.num_tokens)
@@ -252,9 +248,7 @@ class PadsWithTheLastSlot(CudaGraphRunner):
     """A runner whose padding tokens write the last KV slot, which it takes for a sentinel."""
 
     @hookimpl
-    def populate(
-        self, registry: CudaGraphBufferRegistry, batch: ForwardBatch, shape: GraphShape
-    ) -> None:
+    def populate(self, registry: CudaGraphBufferRegistry, batch: ForwardBatch, shape: GraphShape) -> None:
         """Fill, and overwrite the padding."""
         super().populate(registry, batch, shape)
         limits = self.context.limits
@@ -267,9 +261,7 @@ class PadsWithALiveSlot(CudaGraphRunner):
     """A runner whose padding tokens write the KV slot of the first request."""
 
     @hookimpl
-    def populate(
-        self, registry: CudaGraphBufferRegistry, batch: ForwardBatch, shape: GraphShape
-    ) -> None:
+    def populate(self, registry: CudaGraphBufferRegistry, batch: ForwardBatch, shape: GraphShape) -> None:
         """Fill, and overwrite the padding."""
         super().populate(registry, batch, shape)
         slots = registry.get_slot("out_cache_loc").slice_for(shape.batch_size, shape.num_tokens)

@@ -195,9 +195,7 @@ def installed(**backends: type[AttentionBackend] | str) -> PluginCatalog:
     }
     return PluginCatalog(
         {
-            PluginInfo(kind, name, "test", "1.0", target, "1"): EntryPoint(
-                name, target, f"graphpact.{kind}s"
-            )
+            PluginInfo(kind, name, "test", "1.0", target, "1"): EntryPoint(name, target, f"graphpact.{kind}s")
             for kind, names in offers.items()
             for name, target in names.items()
         }
@@ -237,9 +235,7 @@ def test_the_first_that_can_run_is_chosen_and_a_named_one_never_replaced(
                 raise reason
             return reason
 
-        return type(
-            name, (KernelProvider,), {"name": name, "unavailable": classmethod(unavailable)}
-        )
+        return type(name, (KernelProvider,), {"name": name, "unavailable": classmethod(unavailable)})
 
     providers = [provider(name, reason) for name, reason in reasons.items()]
     passed_over, taken = {}, None
@@ -263,9 +259,7 @@ def test_the_first_that_can_run_is_chosen_and_a_named_one_never_replaced(
             refuse()
         texts.append(str(refused.value))
     assert texts[0] == texts[1]
-    assert texts[0].startswith(
-        "it has no " + ("kernels" if asked == "auto" else f"{asked} kernels")
-    )
+    assert texts[0].startswith("it has no " + ("kernels" if asked == "auto" else f"{asked} kernels"))
     assert all(reason in texts[0] for reason in passed_over.values())
     assert refused.value.message.count("\n") == 0
     assert ('"auto" takes' in texts[0]) is (asked != "auto")
@@ -313,9 +307,7 @@ def test_each_lane_and_its_verifier_get_what_is_configured(
             assert isinstance(self.kernels, Portable)
             built.append(context)
 
-    config = configure(
-        TINY, "engine.attention_backend=told", "verify.replay_against_eager=1", *overrides
-    )
+    config = configure(TINY, "engine.attention_backend=told", "verify.replay_against_eager=1", *overrides)
     engine = build(config, told=Told)
     assert engine.lanes[0].stats.replays
     assert [c.mode.value for c in built].count("decode") == 2
@@ -383,9 +375,7 @@ def test_providers_that_cannot_be_asked_are_told_as_the_plugin_s() -> None:
         ("engine.kernel_provider=native", 'lanes.prefill: engine.kernel_provider = "native", but'),
     ],
 )
-def test_kernels_that_cannot_run_the_model_are_refused_before_any_capture(
-    override: str, says: str
-) -> None:
+def test_kernels_that_cannot_run_the_model_are_refused_before_any_capture(override: str, says: str) -> None:
     """A named provider without the lane's mode is refused by lane and key; no lane was captured."""
 
     class DecodeOnly(Portable):
@@ -399,9 +389,7 @@ def test_kernels_that_cannot_run_the_model_are_refused_before_any_capture(
     config = configure(TINY, "engine.attention_backend=acme", override)
     with pytest.raises(ConfigError) as refused:
         Engine(config, catalog=Catalog(acme=Acme), on_capture=lambda *told: captured.append(told))
-    assert refused.value.message.startswith(
-        f"{says} attention backend 'acme' has no native kernels"
-    )
+    assert refused.value.message.startswith(f"{says} attention backend 'acme' has no native kernels")
     assert refused.value.message.endswith("they lack mode extend (has decode)")
     assert captured == []
 
@@ -436,9 +424,7 @@ def test_what_is_passed_over_is_said_once(
         caplog.clear()
         with caplog.at_level(logging.WARNING):
             build(config, one=Both, two=Both, plain=Plain)
-        assert [
-            r.getMessage() for r in caplog.records if r.name.startswith("graphpact")
-        ] == expected
+        assert [r.getMessage() for r in caplog.records if r.name.startswith("graphpact")] == expected
         assert {r.levelname for r in caplog.records} <= {"WARNING"}
 
 
@@ -571,14 +557,10 @@ def test_a_model_that_a_backend_cannot_run_is_told_who_can(
         (["lanes.decode.kernel_provider=native"], "only_acme"),
     ],
 )
-def test_a_backend_that_cannot_be_captured_is_told_who_can(
-    overrides: list[str], would_do: str
-) -> None:
+def test_a_backend_that_cannot_be_captured_is_told_who_can(overrides: list[str], would_do: str) -> None:
     """Before a model is read, the refusal lists the backends with the mode, device, kernels and graphs."""
     config = configure(NOWHERE, "engine.attention_backend=no_graphs", *overrides)
-    with pytest.raises(
-        ConfigError, match=r"captures uniform_decode batches.* is never; "
-    ) as refused:
+    with pytest.raises(ConfigError, match=r"captures uniform_decode batches.* is never; ") as refused:
         Engine(config, catalog=installed(**OTHERS, only_acme=NativeEverywhere))
     assert refused.value.message.endswith(f"; attention backends that fit: {would_do}")
 

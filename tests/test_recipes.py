@@ -70,9 +70,7 @@ def _classes(module: ModuleType, base: type[Any] = object) -> list[type[Any]]:
     return [
         value
         for value in vars(module).values()
-        if isinstance(value, type)
-        and value.__module__ == module.__name__
-        and issubclass(value, base)
+        if isinstance(value, type) and value.__module__ == module.__name__ and issubclass(value, base)
     ]
 
 
@@ -239,9 +237,7 @@ def _blocks(language: str) -> list[Any]:
         text = re.sub(r"<!-- include .*?<!-- /include -->", "", text, flags=re.DOTALL)
         name = page.relative_to(ROOT)
         blocks = re.findall(rf"^```{language}\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
-        found += [
-            pytest.param(f"{name}", code, id=f"{name}-{at}") for at, code in enumerate(blocks)
-        ]
+        found += [pytest.param(f"{name}", code, id=f"{name}-{at}") for at, code in enumerate(blocks)]
     return found
 
 
@@ -261,9 +257,7 @@ def _names_of(page: str) -> dict[str, Any]:
             "MyDriver": TapeDriver,
         }
     elif page == "docs/registry.md":
-        names["registry"] = CudaGraphBufferRegistry(
-            device=torch.device("cpu"), max_bs=4, max_num_tokens=4
-        )
+        names["registry"] = CudaGraphBufferRegistry(device=torch.device("cpu"), max_bs=4, max_num_tokens=4)
     elif page == "docs/generation.md":
         model = shutil.copytree(ROOT / "examples/models/tiny-llama", Path("templated"))
         (model / "chat_template.jinja").write_text("{{ messages[0]['content'] }} ")

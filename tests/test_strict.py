@@ -298,9 +298,7 @@ def _two_steps(copies: CopiesLengths) -> None:
 
 def test_a_copy_from_the_batch_in_flight_at_the_end_of_a_step_is_refused() -> None:
     """A step that leaves a copy from a host tensor of its batch in flight raises, with the field's name."""
-    with pytest.raises(
-        ReplayError, match=r"from seq_lens_cpu of the batch is in flight .*\n.*"
-    ) as error:
+    with pytest.raises(ReplayError, match=r"from seq_lens_cpu of the batch is in flight .*\n.*") as error:
         _two_steps(CopiesLengths())
     assert error.value.rule == "GP16"
     assert f"{__file__}:" in str(error.value)

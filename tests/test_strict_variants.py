@@ -55,9 +55,7 @@ class Variant(FlashInferBackend):
 
     fill_is_device_only = False
 
-    def allocate_metadata(
-        self, view: ForwardBatch, shape: GraphShape, buffers: Buffers
-    ) -> MoreMetadata:
+    def allocate_metadata(self, view: ForwardBatch, shape: GraphShape, buffers: Buffers) -> MoreMetadata:
         """Return metadata with the added field."""
         made = super().allocate_metadata(view, shape, buffers)
         fields = {field.name: getattr(made, field.name) for field in dataclasses.fields(made)}
@@ -98,9 +96,7 @@ class OnTheHost(Variant):
 
     def declare_slots(self, limits: Limits) -> Sequence[GraphSlot]:
         """Declare host memory for the lengths of the last pages."""
-        staging = _slot(
-            "variant.staging", lambda bs, _: (bs,), axis="bs", role="staging", device=CPU
-        )
+        staging = _slot("variant.staging", lambda bs, _: (bs,), axis="bs", role="staging", device=CPU)
         return [*super().declare_slots(limits), staging]
 
     def make_more(self, buffers: Buffers) -> Any:
@@ -259,9 +255,7 @@ def serve(engine: Engine, *, requests: int = 6, temperature: float = 0.0) -> Non
     assert verifier.largest_difference < 1e-3
 
 
-@pytest.mark.parametrize(
-    "backend", [TwoBodies, OnTheHost, HasAWorkspace, OnASideStream, KeepsAPlan]
-)
+@pytest.mark.parametrize("backend", [TwoBodies, OnTheHost, HasAWorkspace, OnASideStream, KeepsAPlan])
 def test_a_right_backend_of_another_style_passes(backend: type[Any]) -> None:
     """Separate hooks, numpy with staging, a workspace, a side stream and a plan raise no error."""
     serve(build(backend))

@@ -260,9 +260,7 @@ _WITHOUT_OUT = {  # at least one operation of each
 _IN_PLACE = {
     "masked_fill_": lambda x: x.masked_fill_(x > 0, -1.0),
     "index_put": lambda x: x.index_put((torch.tensor([0, 2]),), x[1] * 3),
-    "index_put_ accumulate": lambda x: x.index_put_(
-        (torch.tensor([1, 1]),), x[:2] * 2, accumulate=True
-    ),
+    "index_put_ accumulate": lambda x: x.index_put_((torch.tensor([1, 1]),), x[:2] * 2, accumulate=True),
     "setitem": lambda x: (x.__setitem__((slice(None), 1), x[:, 0]), x)[1],
     "index_copy_": lambda x: x.index_copy_(0, torch.tensor([3, 0]), x[1:3] * 2),
     "scatter_add_": lambda x: x.scatter_add_(1, torch.zeros(4, 6).long(), x.clone()),
@@ -653,9 +651,7 @@ def test_random_programs_replay_bit_for_bit(program: list[tuple[str, int, int]],
     """A random program replays on new contents like eager, and its memory is external or pool."""
     with torch.inference_mode():
         inputs = torch.randn(4, 4), torch.randn(4, 4)
-        graph = _replays_like_eager(
-            lambda *xs: run_program(program, *xs), *inputs, rounds=2, seed=seed
-        )
+        graph = _replays_like_eager(lambda *xs: run_program(program, *xs), *inputs, rounds=2, seed=seed)
         _holds_to_its_memory(graph, list(inputs))
 
 

@@ -85,9 +85,7 @@ def test_a_map_names_what_a_tensor_is() -> None:
 
 def test_storages_and_nan_are_compared_in_one_place() -> None:
     """No core module but `tensors` has its own code for storage identity or for equality of NaN."""
-    again = re.compile(
-        r"untyped_storage\(\)\.(?:_cdata|data_ptr\(\) ==)|isnan\(\) & \w+\.isnan\(\)"
-    )
+    again = re.compile(r"untyped_storage\(\)\.(?:_cdata|data_ptr\(\) ==)|isnan\(\) & \w+\.isnan\(\)")
     root = Path(graphpact.__file__).parent
     modules = [p for p in root.rglob("*.py") if "museum" not in p.parts and p.name != "tensors.py"]
     assert [str(p) for p in modules if again.search(p.read_text(encoding="utf-8"))] == []

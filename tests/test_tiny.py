@@ -159,8 +159,7 @@ class KeepsRows(CudaGraphRunner):
         """Return the slots, one with a wrong policy."""
         kept = {"padding_policy": PaddingPolicy.KEEP_PAD, "reason": "they are valid rows"}
         return [
-            replace(slot, **kept) if slot.name == "req_pool_indices" else slot
-            for slot in super().slots()
+            replace(slot, **kept) if slot.name == "req_pool_indices" else slot for slot in super().slots()
         ]
 
 

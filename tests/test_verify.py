@@ -255,9 +255,7 @@ class DenseBackend(FlashInferBackend):
     ) -> torch.Tensor:
         """Write keys and values, and attend."""
         slots, counts, out = metadata
-        keys, values = (
-            kv[layer.layer_id] for kv in (self.context.kv_cache.k, self.context.kv_cache.v)
-        )
+        keys, values = (kv[layer.layer_id] for kv in (self.context.kv_cache.k, self.context.kv_cache.v))
         assert k is not None
         assert v is not None
         keys[out], values[out] = k, v
@@ -751,9 +749,7 @@ def test_a_field_that_no_slot_carries_is_refused_and_not_compared() -> None:
     """A tensor without a slot is refused at the lane's door in a verified step too, and not verified."""
     rig = Rig()
     rig.run(3, 4)
-    batch = dataclasses.replace(
-        rig.batch(3, 4), mrope_positions=torch.zeros(3, 2, dtype=torch.int64)
-    )
+    batch = dataclasses.replace(rig.batch(3, 4), mrope_positions=torch.zeros(3, 2, dtype=torch.int64))
     with pytest.raises(EngineError, match="the batch carries 'mrope_positions'"):
         rig.lane.run(batch)
     assert rig.verifier.verified == rig.lane.stats.replays == 1
@@ -878,9 +874,7 @@ def _broken_rig(backend: type[FlashInferBackend], *, in_graph: bool) -> Rig:
 
 @pytest.mark.parametrize("in_graph", [False, True])
 @pytest.mark.parametrize("backend", [FlashInferBackend, Plain, WithBound, DevicePacking])
-@given(
-    lengths=st.lists(st.integers(1, CONTEXT), min_size=1, max_size=4), garbage=st.integers(0, 99)
-)
+@given(lengths=st.lists(st.integers(1, CONTEXT), min_size=1, max_size=4), garbage=st.integers(0, 99))
 @settings(derandomize=True, max_examples=15)
 def test_right_fields_are_never_named(
     backend: type[FlashInferBackend],
@@ -905,9 +899,7 @@ def _right_rig(*, in_graph: bool) -> Rig:
 
 
 @pytest.mark.parametrize("in_graph", [False, True])
-@given(
-    lengths=st.lists(st.integers(1, CONTEXT), min_size=1, max_size=4), garbage=st.integers(0, 99)
-)
+@given(lengths=st.lists(st.integers(1, CONTEXT), min_size=1, max_size=4), garbage=st.integers(0, 99))
 @settings(derandomize=True, max_examples=20)
 def test_right_replays_never_raise(
     lengths: list[int],
@@ -1029,9 +1021,7 @@ def test_a_verifier_belongs_to_the_one_lane_that_it_observes() -> None:
         eager_reason=EagerReason.NO_GRAPHS,
         observers=[rig.verifier],
     )
-    with pytest.raises(
-        EngineError, match="verifier of lane 'decode' cannot also verify lane 'draft'"
-    ):
+    with pytest.raises(EngineError, match="verifier of lane 'decode' cannot also verify lane 'draft'"):
         other.run(rig.batch(1))
 
 

@@ -60,9 +60,7 @@ class Wheels:
             found = distribution(name).requires
         for text in found or ():
             need = Requirement(text)
-            if need.marker is None or any(
-                need.marker.evaluate({"extra": extra}) for extra in extras | {""}
-            ):
+            if need.marker is None or any(need.marker.evaluate({"extra": extra}) for extra in extras | {""}):
                 yield need
 
     def closure(self, name: str, *extras: str) -> set[str]:
@@ -72,10 +70,7 @@ class Wheels:
             at = todo.pop()
             if at not in done:
                 done.add(at)
-                todo += [
-                    (canonicalize_name(need.name), frozenset(need.extras))
-                    for need in self.needs(*at)
-                ]
+                todo += [(canonicalize_name(need.name), frozenset(need.extras)) for need in self.needs(*at)]
         return {at for at, _ in done}
 
 
@@ -104,9 +99,7 @@ def environment(wheels: Wheels, tmp_path_factory: pytest.TempPathFactory) -> Cal
                 tops = {path: path.name for path in wheels.folders[each].iterdir()}
             else:
                 files = distribution(each).files or ()
-                names = {
-                    file.parts[0] for file in files if file.parts[0] not in ("..", "__pycache__")
-                }
+                names = {file.parts[0] for file in files if file.parts[0] not in ("..", "__pycache__")}
                 tops = {Path(str(distribution(each).locate_file(top))): top for top in names}
             for path, top in tops.items():
                 if not (site / top).exists():
@@ -116,12 +109,8 @@ def environment(wheels: Wheels, tmp_path_factory: pytest.TempPathFactory) -> Cal
     return make
 
 
-def _python(
-    *arguments: str, cwd: Path | None = None, status: int = 0
-) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(
-        [sys.executable, *arguments], cwd=cwd, capture_output=True, text=True, check=False
-    )
+def _python(*arguments: str, cwd: Path | None = None, status: int = 0) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run([sys.executable, *arguments], cwd=cwd, capture_output=True, text=True, check=False)
     assert done.returncode == status, done.stdout + done.stderr
     return done
 

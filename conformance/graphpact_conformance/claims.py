@@ -56,9 +56,7 @@ def claims_of(
         hint = None
         if not is_declared and state == "pass":
             hint = "it works and is not declared: declare it, or give it a value in `claims`"
-        found.append(
-            Claim(capability=capability, declared=declared, since=since, shown=state, hint=hint)
-        )
+        found.append(Claim(capability=capability, declared=declared, since=since, shown=state, hint=hint))
     return found
 
 

@@ -458,9 +458,7 @@ def it_says_how_much_it_keeps(driver: GraphDriver) -> None:
     x = torch.ones(1 << 20, device=driver.device)
     graph = driver.capture(lambda: x * 2 + 1)
     known = graph.pool_nbytes != -1
-    _require(
-        "`pool_nbytes` has the outputs", not known or graph.pool_nbytes >= graph.outputs.nbytes
-    )
+    _require("`pool_nbytes` has the outputs", not known or graph.pool_nbytes >= graph.outputs.nbytes)
     later = driver.capture(lambda: x[:8] + 1)
     _require("`pool_nbytes` is a size, or -1", later.pool_nbytes >= -1)
     graph.release()

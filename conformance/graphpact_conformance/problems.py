@@ -351,9 +351,7 @@ class Problem:
         case, steps = self.case, self.case.num_steps
         new = [len(r.tokens) for r in self.requests]
         counted = case.mode not in (ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_DECODE)
-        lens = _int64(
-            [len(r.cached) + counted * n for r, n in zip(self.requests, new, strict=True)]
-        )
+        lens = _int64([len(r.cached) + counted * n for r, n in zip(self.requests, new, strict=True)])
         slots = _int64([t.slots for t in self.tokens]).view(-1, steps)
         return ForwardBatch(
             forward_mode=self.mode,
@@ -376,9 +374,7 @@ class Problem:
 
     def _tree_mask(self) -> torch.Tensor:
         rows = [
-            [i in r.path(j) for i in range(DRAFT_WIDTH)]
-            for r in self.requests
-            for j in range(len(r.tokens))
+            [i in r.path(j) for i in range(DRAFT_WIDTH)] for r in self.requests for j in range(len(r.tokens))
         ]
         return torch.tensor(rows, dtype=torch.bool).view(-1, DRAFT_WIDTH)
 
@@ -449,9 +445,7 @@ def _problem(rng: random.Random, config: Config, index: int, *, exact: bool) -> 
     case = config.case
     counts = _counts(rng, config, index, exact=exact)
     prefixes = [_prefix(rng, case, config.page_size, count) for count in counts]
-    parents = [
-        [rng.randint(0, j - 1) if case.tree else j - 1 for j in range(1, count)] for count in counts
-    ]
+    parents = [[rng.randint(0, j - 1) if case.tree else j - 1 for j in range(1, count)] for count in counts]
     accepted = [rng.randint(0, count - 1) for count in counts]
     return _lay_out(config, prefixes, parents, accepted, rng.randint(0, 999))
 

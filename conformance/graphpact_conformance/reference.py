@@ -108,9 +108,7 @@ class ReferenceBackend(AttentionBackend):
             slot("staging", "staging", by_request=True),
         ]
 
-    def allocate_metadata(
-        self, view: ForwardBatch, shape: GraphShape, buffers: Buffers
-    ) -> ReferenceMetadata:
+    def allocate_metadata(self, view: ForwardBatch, shape: GraphShape, buffers: Buffers) -> ReferenceMetadata:
         """Return the slices of the slots, with the draft columns of the step."""
         del shape  # the slices have it
         columns = 0
@@ -316,9 +314,7 @@ class ReferenceRunner(GraphRunner):
         """Return a slot for every field of the mode's batches."""
         case, declared = self.case, []
 
-        def add(
-            name: str, *row: int, pad: int | bool = 0, dtype: torch.dtype = torch.int64
-        ) -> None:
+        def add(name: str, *row: int, pad: int | bool = 0, dtype: torch.dtype = torch.int64) -> None:
             by_token = name in ("input_ids", "positions", "out_cache_loc", "tree_mask")
             declared.append(
                 GraphSlot(

@@ -94,9 +94,7 @@ def _storable(text: str) -> str:
 
 def _as_read_back(options: dict[str, Any]) -> dict[str, Any]:
     """Return options as read back from a file: tuples become lists, undecodable characters are replaced."""
-    read: dict[str, Any] = json.loads(
-        json.dumps(options, ensure_ascii=False).encode(errors="replace")
-    )
+    read: dict[str, Any] = json.loads(json.dumps(options, ensure_ascii=False).encode(errors="replace"))
     return read
 
 
@@ -117,26 +115,18 @@ RuleId: TypeAlias = Annotated[str, AfterValidator(_known)]
 
 
 class _Model(BaseModel):
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, json_schema_serialization_defaults_required=True
-    )
+    model_config = ConfigDict(extra="forbid", frozen=True, json_schema_serialization_defaults_required=True)
 
 
 class Finding(_Model):
     """One breach of a requirement, and its evidence."""
 
-    rule: RuleId | None = Field(
-        description="Id of the rule, such as GP03; null for findings without a rule."
-    )
+    rule: RuleId | None = Field(description="Id of the rule, such as GP03; null for findings without a rule.")
     hook: Text | None = Field(description="The hook at fault, where it is known.")
-    field: Text | None = Field(
-        description="The field that differs, such as view.req_pool_indices[3:4]."
-    )
+    field: Text | None = Field(description="The field that differs, such as view.req_pool_indices[3:4].")
     expected: Text = Field(description="The expected value or behaviour.")
     actual: Text = Field(description="The actual value or behaviour.")
-    batch: Text | None = Field(
-        default=None, description="The smallest failing batch that was found."
-    )
+    batch: Text | None = Field(default=None, description="The smallest failing batch that was found.")
     shape: Text | None = Field(default=None, description="The replayed shape.")
     help: Text | None = Field(default=None, description="How to fix it.")
     reproduce: Text | None = Field(default=None, description="The command that reproduces it.")
@@ -201,9 +191,7 @@ class PluginResults(_Model):
     provider: Text | None = Field(default=None, description="Kernel provider that was exercised.")
     device: Text = Field(default="cpu", description="Device of the lanes.")
     claims: list[Claim] = Field(default_factory=list, description="Its capabilities; of backends.")
-    hints: list[Text] = Field(
-        default_factory=list, description="Undeclared capabilities that work."
-    )
+    hints: list[Text] = Field(default_factory=list, description="Undeclared capabilities that work.")
     not_shown: list[Text] = Field(
         default_factory=list,
         description="Parts that this machine could not exercise, with the reason.",
@@ -230,9 +218,7 @@ class PluginResults(_Model):
     def shortfalls(self) -> list[str]:
         """The missing parts of a strict pass, besides failed MUSTs; one phrase per kind."""
         not_run = self._rules_with(lambda result: result.outcome is Outcome.NOT_RUN)
-        should = self._rules_with(
-            lambda result: result.outcome.is_failure and not result.counts_against
-        )
+        should = self._rules_with(lambda result: result.outcome.is_failure and not result.counts_against)
         claims = [c.capability for c in self.claims if c.is_made and c.shown != "pass"]
         phrases = []
         if not_run:

@@ -239,16 +239,13 @@ class Rig:
     ) -> None:
         self.config, self.device = config, device
         self.layers = [
-            replace(at, sinks=None if at.sinks is None else at.sinks.to(device))
-            for at in config.layers
+            replace(at, sinks=None if at.sinks is None else at.sinks.to(device)) for at in config.layers
         ]
         self._make_weights()
         self._make_memory()
         mode, limits = config.case.lane_mode, config.limits
         self.backend = backend(
-            BackendContext(
-                *(device, config.dtype, self.layers, limits, self.table, self.kv, mode, provider)
-            )
+            BackendContext(*(device, config.dtype, self.layers, limits, self.table, self.kv, mode, provider))
         )
         self._slots: dict[int, BoundSlot] = {}
         self.observer = Observer()
@@ -442,9 +439,7 @@ class Rig:
         step.caches = {n: t.clone().cpu() for n, t in kv_tensors(self.kv).items()}
         step.table = self.table.clone().cpu()
         step.changed_fields = [
-            name
-            for name, tensor in batch.tensors().items()
-            if not bool(same(tensor, given[name]).all())
+            name for name, tensor in batch.tensors().items() if not bool(same(tensor, given[name]).all())
         ]
         return step
 
@@ -530,9 +525,7 @@ class Rig:
                 steps.append((q_k_v[0].cpu(), q_k_v[1].cpu(), q_k_v[2].cpu()))
             columns.append(attend(problem.requests, layer, steps, k, v))
         if self.config.heads.kv_lora_rank is not None:
-            v_caches = [
-                k[..., : cache.shape[-1]] for k, cache in zip(k_caches, v_caches, strict=True)
-            ]
+            v_caches = [k[..., : cache.shape[-1]] for k, cache in zip(k_caches, v_caches, strict=True)]
         by_step = [part.flatten(1) for step in zip(*columns, strict=True) for part in step]
         out = torch.cat(by_step, dim=1)
         rows = torch.cat([out, *self._shared_of(problem, out)], dim=1)

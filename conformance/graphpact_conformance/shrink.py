@@ -64,9 +64,7 @@ def _found_in(lane: LaneUnderTest, experiment: Experiment, steps: Drawn) -> list
 def _alone(steps: Drawn) -> Iterator[Drawn]:
     """Yield batches of one request each: the first requests, then the second ones."""
     for i in range(max(len(problem.requests) for problem in steps)):
-        yield Drawn(
-            *(_of(p, [p.requests[i % len(p.requests)]] if p.requests else []) for p in steps)
-        )
+        yield Drawn(*(_of(p, [p.requests[i % len(p.requests)]] if p.requests else []) for p in steps))
 
 
 def _without_one(steps: Drawn) -> Iterator[Drawn]:

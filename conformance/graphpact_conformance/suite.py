@@ -249,8 +249,7 @@ def plan_lanes(
     configs = [
         config
         for config in configs_of(backend.capabilities, device)
-        if config.case.mode in modes
-        or (config.case.mode is ForwardMode.IDLE and ForwardMode.DECODE in modes)
+        if config.case.mode in modes or (config.case.mode is ForwardMode.IDLE and ForwardMode.DECODE in modes)
     ]
     if runner is not ReferenceRunner:
         configs = [_with_shapes_of(runner, config, backend, device) for config in configs]
@@ -272,9 +271,7 @@ def plan_lanes(
             for plan in plans
             if plan.lane.driver is None
         ]
-    return [
-        p for p in plans if not options.lanes or any(fnmatchcase(str(p), g) for g in options.lanes)
-    ]
+    return [p for p in plans if not options.lanes or any(fnmatchcase(str(p), g) for g in options.lanes)]
 
 
 def _with_shapes_of(
@@ -364,8 +361,7 @@ def examine(
     contract = _contract_of(target, catalog)
     first, parts = part
     every = [
-        replace(plan, names=target.names, contract=contract)
-        for plan in lanes_of(target, options, catalog)
+        replace(plan, names=target.names, contract=contract) for plan in lanes_of(target, options, catalog)
     ]
     every.sort(key=lambda plan: not plan.is_full)  # so that parts take about the same time
     plans = every[first::parts]
@@ -412,14 +408,9 @@ def merged(parts: Sequence[PluginResults]) -> PluginResults:
     """Return the joined results of all parts, in the order of the lanes."""
     if len(parts) == 1:
         return parts[0]
-    by_lane = [
-        [list(group) for _, group in groupby(part.results, key=lambda r: r.lane)] for part in parts
-    ]
+    by_lane = [[list(group) for _, group in groupby(part.results, key=lambda r: r.lane)] for part in parts]
     results = [
-        result
-        for groups in zip_longest(*by_lane, fillvalue=[])
-        for group in groups
-        for result in group
+        result for groups in zip_longest(*by_lane, fillvalue=[]) for group in groups for result in group
     ]
     kept: list[Result] = []
     for result in results:
@@ -611,9 +602,7 @@ def _run(
                     found = shrunk(lane, experiment, steps, found, on_trial)
                 done.findings = [f for f in found if f.rule in (None, *experiment.examines)]
                 if unlisted := {str(f.rule) for f in found if f not in done.findings}:
-                    done.error = (
-                        f"{experiment.name} reports {', '.join(unlisted)}, which it does not list"
-                    )
+                    done.error = f"{experiment.name} reports {', '.join(unlisted)}, which it does not list"
                 break
     except CannotCaptureError as error:
         done.not_run = f"the lane cannot be captured: {error}"

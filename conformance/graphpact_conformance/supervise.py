@@ -286,9 +286,7 @@ class _Process:
     def ending(self) -> _Ending:
         """Return the description of its end."""
         fault = self._fault or (
-            ""
-            if self._is_done and not self._process.returncode
-            else ending(self._process.returncode)
+            "" if self._is_done and not self._process.returncode else ending(self._process.returncode)
         )
         return _Ending(
             fault=fault,

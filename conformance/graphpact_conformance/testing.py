@@ -67,9 +67,7 @@ def conformance(
     except UsageError as error:
         raise pytest.Collector.CollectError(str(error)) from error
     checks = [
-        Check(examination, target, rule)
-        for target in examination.targets
-        for rule in (None, *RULES.values())
+        Check(examination, target, rule) for target in examination.targets for rule in (None, *RULES.values())
     ]
     return pytest.mark.parametrize("check", [pytest.param(check, id=check.id) for check in checks])
 
@@ -133,9 +131,7 @@ class Examination:
         _require_choice("size", options.size, get_args(Size))
         _require_choice("device", options.device, get_args(Device))
         if not names:
-            raise UsageError(
-                "there is nothing to check", hint='give a name: conformance("my_backend")'
-            )
+            raise UsageError("there is nothing to check", hint='give a name: conformance("my_backend")')
         catalog = PluginCatalog.scan()
         self.targets = tuple(targets(names, catalog))
         self._options = options

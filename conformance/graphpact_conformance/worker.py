@@ -174,9 +174,7 @@ def _name_targets(job: dict[str, Any], reporter: Reporter) -> dict[str, Any]:
     """Return the targets of the names of a job; this imports the plugins."""
     catalog = PluginCatalog.scan()
     for name in job["names"]:
-        reporter.begins(
-            f"looking for {name}"
-        )  # imports the plugin; a crash here is attributed to this name
+        reporter.begins(f"looking for {name}")  # imports the plugin; a crash here is attributed to this name
         suite.targets([name], catalog)
     targets = suite.targets(job["names"], catalog)
     return {
@@ -189,9 +187,7 @@ def _device_name(device: str) -> str | None:
     if device != "cuda":
         return None
     if not torch.cuda.is_available():
-        raise UsageError(
-            "device cuda: torch has no such device on this machine", hint="leave --device out"
-        )
+        raise UsageError("device cuda: torch has no such device on this machine", hint="leave --device out")
     return str(torch.cuda.get_device_name())
 
 
@@ -199,9 +195,7 @@ def _examine(job: dict[str, Any], reporter: Reporter) -> dict[str, Any]:
     target = TypeAdapter(suite.Target).validate_python(job["target"])
     options = TypeAdapter(suite.Options).validate_python(job["options"])
     first, parts = job["part"]
-    plugin = suite.examine(
-        target, options, reporter, skip=frozenset(job["skip"]), part=(first, parts)
-    )
+    plugin = suite.examine(target, options, reporter, skip=frozenset(job["skip"]), part=(first, parts))
     return plugin.model_dump(mode="json")
 
 
@@ -227,9 +221,7 @@ def main() -> None:
         by_plugin = homes.raised(error)
         nothing_done = reporter.work is None or "names" in job
         if isinstance(error, UsageError) and nothing_done and not by_plugin:
-            reporter.say(
-                "refused", type=type(error).__name__, message=error.message, hint=error.hint
-            )
+            reporter.say("refused", type=type(error).__name__, message=error.message, hint=error.hint)
         else:
             lines = "".join(traceback.format_exception(error)).splitlines()
             reporter.say("raised", by_plugin=by_plugin, text=steady("\n".join(lines[-8:])))

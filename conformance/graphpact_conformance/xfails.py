@@ -174,9 +174,7 @@ def _stale(entry: Xfail) -> Result:
         actual=f"no lane of {entry.name} that matches {entry.lane!r} checks {entry.rule}",
         help="remove the entry, or fix its lane",
     )
-    return Result(
-        rule=None, check="xfails", lane=entry.lane, outcome=Outcome.FAIL, findings=[finding]
-    )
+    return Result(rule=None, check="xfails", lane=entry.lane, outcome=Outcome.FAIL, findings=[finding])
 
 
 # -- the file ------------------------------------------------------------------------------------
@@ -239,7 +237,5 @@ def _plugin(named: str | None, wheel: Sequence[PluginInfo]) -> PluginInfo:
     near = did_you_mean(named or "", [info.name for info in wheel])
     raise UsageError(
         "plugin is missing" if named is None else f"plugin = {named!r} is unknown or ambiguous",
-        hint=f"did you mean {near!r}?"
-        if near and not fit
-        else f"use one of {', '.join(spellings)}",
+        hint=f"did you mean {near!r}?" if near and not fit else f"use one of {', '.join(spellings)}",
     )

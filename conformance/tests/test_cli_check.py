@@ -63,9 +63,7 @@ def test_options_reach_the_suite(arguments: list[str], asked: dict[str, Any], su
     assert got["workers"] is None
 
 
-def test_off_a_terminal_there_is_no_progress(
-    suite: Suite, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_off_a_terminal_there_is_no_progress(suite: Suite, capsys: pytest.CaptureFixture[str]) -> None:
     """Without a terminal the suite gets no progress callbacks, and stdout has only the report."""
     got = suite()
     assert main(["check", "flashinfer", "--workers", "3"]) == 0
@@ -88,17 +86,13 @@ def test_off_a_terminal_there_is_no_progress(
     ],
 )
 @pytest.mark.parametrize("how", [[], ["--json"]])
-def test_the_status_is_that_of_the_report(
-    made: Report, status: int, how: list[str], suite: Suite
-) -> None:
+def test_the_status_is_that_of_the_report(made: Report, status: int, how: list[str], suite: Suite) -> None:
     """The exit status is that of the report, with and without ``--json``."""
     suite(made)
     assert main(["check", "flashinfer", *how]) == status
 
 
-def test_json_is_the_report_and_nothing_else(
-    suite: Suite, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_json_is_the_report_and_nothing_else(suite: Suite, capsys: pytest.CaptureFixture[str]) -> None:
     """With ``--json`` stdout is one report, equal to the suite's; output of plugins goes to stderr."""
     made = report(plugin([result("fail")]))
     suite(made)
@@ -337,9 +331,7 @@ def test_two_reports_are_compared(
     assert bad in page.read_text()
     assert main(["report", bad, good, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
-    assert [(c["what"], c["before"], c["after"]) for c in told["changes"]] == [
-        ("better", "fail", "pass")
-    ]
+    assert [(c["what"], c["before"], c["after"]) for c in told["changes"]] == [("better", "fail", "pass")]
     assert main(["report", good, good]) == 0
     assert "1 unchanged" in capsys.readouterr().out
 

@@ -18,9 +18,7 @@ from graphpact_conformance.results import Outcome, Result
 from graphpact_conformance.suite import Options
 
 OPTIONS = Options(size="quick", examples=1, shrink=False)
-RIGHT: type[Any] = next(v for v in VARIANTS if v.name == "constant-in-a-slot").make(
-    ReferenceBackend
-)
+RIGHT: type[Any] = next(v for v in VARIANTS if v.name == "constant-in-a-slot").make(ReferenceBackend)
 
 
 class WritesInTheGraph(RIGHT):

@@ -35,9 +35,7 @@ MODES = {
 }
 
 
-def declaring(
-    base: type[AttentionBackend] = ReferenceBackend, **declared: Any
-) -> type[AttentionBackend]:
+def declaring(base: type[AttentionBackend] = ReferenceBackend, **declared: Any) -> type[AttentionBackend]:
     """Return a backend that declares something else."""
     body = {"capabilities": replace(base.capabilities, **declared), "__module__": base.__module__}
     return type("Declares", (base,), body)
@@ -55,9 +53,7 @@ def checked(
     found = {}
     for plan in suite.plan_lanes(backend, runner, FULL, kind=kind):
         is_full = full or plan.lane.captures_nothing
-        found[plan.lane.config.case] = list(
-            suite.examine_lane(replace(plan, is_full=is_full), options)
-        )
+        found[plan.lane.config.case] = list(suite.examine_lane(replace(plan, is_full=is_full), options))
     return found
 
 
@@ -129,9 +125,7 @@ def test_a_level_that_is_too_low_is_told() -> None:
 class CannotCaptureRagged(ReferenceBackend):
     """A backend whose graphs hold uniform batches only; eager batches may be ragged."""
 
-    def allocate_metadata(
-        self, view: ForwardBatch, shape: GraphShape, buffers: Buffers
-    ) -> ReferenceMetadata:
+    def allocate_metadata(self, view: ForwardBatch, shape: GraphShape, buffers: Buffers) -> ReferenceMetadata:
         """Refuse a ragged batch in a graph."""
         assert view.extend_seq_lens is None or not buffers.in_graph
         return super().allocate_metadata(view, shape, buffers)
@@ -241,16 +235,12 @@ def test_a_kind_of_step_without_a_lane_names_what_is_not_declared(
 # -- runners ---------------------------------------------------------------------------------------
 
 
-def capturing(
-    mode: ForwardMode, shapes: Callable[[Any], Sequence[tuple[int, int]]]
-) -> type[GraphRunner]:
+def capturing(mode: ForwardMode, shapes: Callable[[Any], Sequence[tuple[int, int]]]) -> type[GraphRunner]:
     """Return a runner of the core that captures shapes of these requests and tokens, given the limits."""
     body = {
         "modes": frozenset({mode}),
         "needs": GraphSupport.ALWAYS if mode.is_ragged else GraphSupport.UNIFORM_DECODE,
-        "shapes": lambda self: [
-            GraphShape(mode, *size) for size in shapes(self.context.limits.max_bs)
-        ],
+        "shapes": lambda self: [GraphShape(mode, *size) for size in shapes(self.context.limits.max_bs)],
         "__module__": GraphRunner.__module__,
     }
     return type("Captures", (GraphRunner,), body)

@@ -60,9 +60,7 @@ def _config(name: str) -> Config:
 @given(data=st.data())
 def test_a_sequence_is_what_it_says(data: st.DataObject) -> None:
     """Batches fit their captured shapes; no KV slot is scratch or used twice; page tables match the slots."""
-    config = data.draw(
-        st.sampled_from([*configs_of(ReferenceBackend.capabilities)]), label="config"
-    )
+    config = data.draw(st.sampled_from([*configs_of(ReferenceBackend.capabilities)]), label="config")
     case = config.case
     if case.mode is ForwardMode.IDLE:
         return
@@ -491,9 +489,7 @@ def _with_hidden_states(batch: ForwardBatch) -> ForwardBatch:
         (ReferenceRunner, "the batch carries 'mine.hidden_states', which .* has no slot for"),
     ],
 )
-def test_an_extra_field_has_a_slot_or_is_refused(
-    runner: type[ReferenceRunner], refused: str | None
-) -> None:
+def test_an_extra_field_has_a_slot_or_is_refused(runner: type[ReferenceRunner], refused: str | None) -> None:
     """The lane refuses a batch with a field that has no slot, which a graph would ignore silently."""
     config = _config("draft_extend-page16-mha-float32")
     rig = Rig(config, backend=ReferenceBackend, runner=runner)

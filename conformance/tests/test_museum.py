@@ -30,9 +30,7 @@ def visits() -> dict[str, Visit]:
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("exhibit", EXHIBITS, ids=lambda exhibit: exhibit.name)
-def test_an_exhibit_is_caught_under_its_own_rule(
-    exhibit: Exhibit, visits: dict[str, Visit]
-) -> None:
+def test_an_exhibit_is_caught_under_its_own_rule(exhibit: Exhibit, visits: dict[str, Visit]) -> None:
     """The suite finds the bug; the finding has expected, actual, a field or hook, help, and a command."""
     seen = visits[exhibit.name]
     assert seen.is_right, describe(seen)

@@ -192,9 +192,7 @@ def test_why_to_begin_with_a_rule_is_said_if_others_fail_too() -> None:
 
     one, other, general = result("fail"), result("fail", "GP06"), result("fail", None)
     assert why(result()) == why(one) == ""
-    assert why(one, other) == (
-        "it concerns the contents of the buffers, and the other may follow from it"
-    )
+    assert why(one, other) == ("it concerns the contents of the buffers, and the other may follow from it")
     assert why(one, other, general).endswith("and the other 2 may follow from it")
     assert why(one, result("error", "GP06")) == (
         "the suite could not continue there, so the results are incomplete"
@@ -278,9 +276,7 @@ def test_many_failures_of_a_rule_are_told_in_short() -> None:
 def test_a_narrow_terminal_folds_text_and_keeps_commands(width: int) -> None:
     """Evidence is wrapped in its own column without loss; the command to copy stays on one line."""
     long = "number " * 30
-    command = (
-        "graphpact check flashinfer --only GP03 --lane 'decode, page 16' --seed 0 --examples 2"
-    )
+    command = "graphpact check flashinfer --only GP03 --lane 'decode, page 16' --seed 0 --examples 2"
     told = finding(actual=long, reproduce=command)
     text = drawn(report(plugin([result("fail", findings=[told])])), width)
     assert f"reproduce  {command}\n" in text
@@ -335,9 +331,7 @@ def test_junit_has_a_case_for_each_result() -> None:
     root = parsed(to_junit(made))
     suites = root.findall("testsuite")
     assert [suite.get("name") for suite in suites] == ["flashinfer", "flashinfer + cuda_graph"]
-    cases = {
-        (case.get("name") or "").partition(" ")[0]: case for case in suites[0].iter("testcase")
-    }
+    cases = {(case.get("name") or "").partition(" ")[0]: case for case in suites[0].iter("testcase")}
     assert list(cases) == list(kinds)
     for outcome, kind in kinds.items():
         assert [child.tag for child in cases[outcome]] == ([kind] if kind else [])
@@ -378,9 +372,7 @@ def test_every_cell_of_the_matrix_opens_its_evidence() -> None:
     page = Page(text)
     cells = [dict(attrs)["href"] or "" for tag, attrs in page.of_class("cell") if tag == "a"]
     assert len(cells) == sum(len(rows(held)) for held in made.plugins)
-    assert {link for link in page.links if link.startswith("#c-")} == {
-        f"#c-{link[1:]}" for link in cells
-    }
+    assert {link for link in page.links if link.startswith("#c-")} == {f"#c-{link[1:]}" for link in cells}
     assert len(set(page.ids)) == len(page.ids)
     assert {link[1:] for link in page.links} <= set(page.ids)
     requirements = {row.key: row.requirement for held in made.plugins for row in rows(held)}
@@ -396,9 +388,7 @@ def test_a_page_needs_nothing_from_outside() -> None:
     made = full_report("x")
     for text in (to_html(made), comparison_to_html(compare(report(), made), "a", "b")):
         page = Page(text)
-        assert {"script", "img", "link", "iframe", "object"} & {
-            tag for tag, _ in page.tags
-        } == set()
+        assert {"script", "img", "link", "iframe", "object"} & {tag for tag, _ in page.tags} == set()
         assert not [name for _, names in page.tags for name in names if name in ("src", "srcset")]
         assert all(link.startswith("#") for link in page.links)
         assert "url(" not in text
@@ -441,13 +431,10 @@ def test_a_page_marks_the_rule_to_begin_with_as_the_terminal_does(results: list[
     (line,) = [line for line in shown.splitlines() if line.endswith("← begin here")]
     assert f" {first.label} " in line
     told = [line for line in shown.splitlines() if line.startswith("begin with ")]
-    assert [line.partition(": ")[0] for line in told] == [f"begin with {first.label}"] * bool(
-        others
-    )
+    assert [line.partition(": ")[0] for line in told] == [f"begin with {first.label}"] * bool(others)
     assert text.count('<span class="begin">begin here</span>') == 2
     cell, article = (
-        part.rpartition(' id="')[2].partition('"')[0]
-        for part in text.split("begin here</span>")[:2]
+        part.rpartition(' id="')[2].partition('"')[0] for part in text.split("begin here</span>")[:2]
     )
     assert (cell, article) == (f"c-p1-{first.key}", f"p1-{first.key}")
     places = [
@@ -528,9 +515,7 @@ def test_the_colours_of_a_page_can_be_read(scheme: Scheme) -> None:
     colours = {n: value for n, value in rules[":root"].items() if n.startswith("--")}
     page, raised, word, soft = (colours[f"--{n}"] for n in ("page", "raised", "word", "soft"))
     share = float(colours["--shade"].removesuffix("%")) / 100
-    assert rules[".cell"]["background"] == (
-        "color-mix(in srgb, var(--tone) var(--shade), var(--page))"
-    )
+    assert rules[".cell"]["background"] == ("color-mix(in srgb, var(--tone) var(--shade), var(--page))")
     assert rules[".cell.fail"] == {"background": "var(--tone)", "color": "var(--page)"}
     for outcome in Outcome:
         tone = colours[re.sub(r"var\((.*)\)", r"\1", rules[f".{outcome.value}"]["--tone"])]
@@ -714,9 +699,7 @@ def test_cells_are_told_apart_by_plugin_partner_and_question() -> None:
 def test_changes_of_one_kind_are_told_together_and_the_setup_beside_them() -> None:
     """Lanes with the same change share a row; differences in seed and versions follow."""
     before = report(plugin([result(lane=f"lane {n}") for n in range(4)]))
-    after = report(
-        plugin([result("fail", lane=f"lane {n}") for n in range(4)], version="0.2.0"), seed=3
-    )
+    after = report(plugin([result("fail", lane=f"lane {n}") for n in range(4)], version="0.2.0"), seed=3)
     found = compare(before, after)
     (change,) = found.changes
     assert change.lanes == ("lane 0", "lane 1", "lane 2", "lane 3")

@@ -57,9 +57,7 @@ def test_a_story_is_told_in_full(story: Story) -> None:
 def test_what_is_to_be_changed_exists(story: Story) -> None:
     """Every name in code quotes of a story's fix is a name in the code of the core or of a plugin."""
     sources = [*ROOT.glob("core/graphpact/**/*.py"), *ROOT.glob("plugins/*/graphpact_*/*.py")]
-    code = "\n".join(
-        path.read_text(encoding="utf-8") for path in sources if path.name != "stories.py"
-    )
+    code = "\n".join(path.read_text(encoding="utf-8") for path in sources if path.name != "stories.py")
     words = set(re.findall(r"\w+", code))
     shown = CODE.findall(story.fix)
     assert shown

@@ -102,9 +102,7 @@ def test_a_quick_run_has_one_lane_for_each_kind_of_step() -> None:
     normal = suite.lanes_of(Target("attention_backend", "mine"), Options(), CATALOG)
     assert [(str(p), True) for p in quick] == [(str(p), p.is_full) for p in normal][: len(quick)]
     met = {pair for plan in normal for pair in suite._pairs(plan.lane.config)}
-    thorough = suite.lanes_of(
-        Target("attention_backend", "mine"), Options(size="thorough"), CATALOG
-    )
+    thorough = suite.lanes_of(Target("attention_backend", "mine"), Options(size="thorough"), CATALOG)
     everything = {pair for plan in thorough for pair in suite._pairs(plan.lane.config)}
     assert met == everything
     assert len(quick) < len(normal) < len(thorough)
@@ -170,9 +168,7 @@ def outcomes(*experiments: Experiment, **options: Any) -> dict[str | None, Resul
 
 def test_a_rule_passes_where_everything_that_examines_it_found_nothing() -> None:
     """A rule that no experiment examines has no result; a finding of one experiment fails the rule."""
-    found = outcomes(
-        experiment("a", "GP01", "GP02"), experiment("b", "GP02", "GP03", found=["GP02"])
-    )
+    found = outcomes(experiment("a", "GP01", "GP02"), experiment("b", "GP02", "GP03", found=["GP02"]))
     assert {rule: r.outcome for rule, r in found.items()} == {
         "GP01": Outcome.PASS,
         "GP02": Outcome.FAIL,
@@ -181,8 +177,7 @@ def test_a_rule_passes_where_everything_that_examines_it_found_nothing() -> None
     assert found["GP02"].check == "a, b"
     (finding,) = found["GP02"].findings
     assert finding.reproduce == (
-        "graphpact check mine --only GP02 --lane 'decode-page16-gqa-float32' --seed 0 --examples 2"
-        " --quick"
+        "graphpact check mine --only GP02 --lane 'decode-page16-gqa-float32' --seed 0 --examples 2 --quick"
     )
     assert finding.batch is not None
     assert finding.batch.startswith("<decode: row")
@@ -360,9 +355,7 @@ def test_rows_that_are_kept_from_step_to_step_are_told() -> None:
         next: list[int] | None = None
 
         @hookimpl
-        def populate(
-            self, registry: CudaGraphBufferRegistry, batch: ForwardBatch, shape: GraphShape
-        ) -> None:
+        def populate(self, registry: CudaGraphBufferRegistry, batch: ForwardBatch, shape: GraphShape) -> None:
             """Fill, and restore the old request rows if every length has grown by one."""
             rows = registry.get_slot("req_pool_indices").slice_for(batch.batch_size, 0)
             kept, lens = rows.clone(), batch.seq_lens_cpu.tolist()
@@ -571,8 +564,7 @@ def test_a_capability_is_what_is_declared_and_what_was_shown() -> None:
     cls.capabilities = replace(cls.capabilities, page_sizes=frozenset({16, 64}), sinks=False)
     small, large = (config_of(f"decode-page{n}-gqa-float32") for n in (16, 64))
     found = {
-        c.capability: c
-        for c in claims_of(cls, [(small, True), (large, False)], [("feature sinks", True)])
+        c.capability: c for c in claims_of(cls, [(small, True), (large, False)], [("feature sinks", True)])
     }
     assert (found["page_size 16"].shown, found["page_size 64"].shown) == ("pass", "fail")
     assert found["page_size 64"].disagrees
@@ -584,9 +576,7 @@ def test_a_capability_is_what_is_declared_and_what_was_shown() -> None:
     assert found["feature sinks"].disagrees
     assert "declare it" in str(found["feature sinks"].hint)
     assert found["feature trees"].declared == "full"
-    needed = {
-        *("mode decode", "page_size 64", "heads gqa", "dtype float32", "graphs uniform_decode")
-    }
+    needed = {*("mode decode", "page_size 64", "heads gqa", "dtype float32", "graphs uniform_decode")}
     features = {"feature sliding_window", "feature softcap", "feature sinks"}
     assert {name for name, claim in found.items() if claim.disagrees} == needed | features
     assert [name for name, claim in found.items() if claim.hint] == ["feature sinks"]
@@ -609,9 +599,7 @@ def test_claims_that_say_nothing_known_are_refused(said: dict[str, str], says: s
 def test_what_is_not_declared_is_probed_in_a_lane_that_needs_it() -> None:
     """Each undeclared capability is probed in a decode lane that needs it, unless a claim lists the gap."""
     cls = with_claims({"feature softcap": "not_implemented"})
-    cls.capabilities = replace(
-        cls.capabilities, page_sizes=frozenset({16}), sinks=False, softcap=False
-    )
+    cls.capabilities = replace(cls.capabilities, page_sizes=frozenset({16}), sinks=False, softcap=False)
     probes = {name: config for name, _, config in undeclared(cls)}
     assert {*probes} == {"page_size 1", "page_size 64", "feature sinks"}
     assert probes["page_size 64"].page_size == 64

@@ -218,9 +218,7 @@ def told() -> list[tuple[str, Result]]:
 @pytest.fixture(scope="module")
 def report(bench: Bench, told: list[tuple[str, Result]]) -> Report:
     """Return the report of one run over every plugin of `BAD`, with two workers."""
-    return bench.check(
-        *BAD, workers=2, on_result=lambda target, result: told.append((target.name, result))
-    )
+    return bench.check(*BAD, workers=2, on_result=lambda target, result: told.append((target.name, result)))
 
 
 def of(report: Report, name: str) -> PluginResults:
@@ -486,9 +484,7 @@ def test_known_failures_are_applied(bench: Bench) -> None:
         "".join(f'[[xfail]]\nrule = "GP01"\nlane = "work_{n}"\nreason = "r{n}"\n' for n in (1, 2))
     )
     told: list[Outcome] = []
-    report = bench.check(
-        "known", workers=1, on_result=lambda _, result: told.append(result.outcome)
-    )
+    report = bench.check("known", workers=1, on_result=lambda _, result: told.append(result.outcome))
     assert [r.outcome for r in report.plugins[0].results] == [Outcome.XFAIL, Outcome.XPASS]
     assert told == [Outcome.XFAIL, Outcome.PASS, Outcome.XPASS]
     assert report.exit_code == ExitCode.NOT_CONFORMANT
@@ -518,9 +514,7 @@ def test_what_is_no_event_is_a_failure(bench: Bench) -> None:
 def test_a_worker_that_does_not_start_is_no_fault_of_a_plugin() -> None:
     """If the worker dies before it is ready, the exit status is 3, and the error has its stderr."""
     command = [sys.executable, "-c", "raise SystemExit('no such machine')"]
-    with pytest.raises(
-        GraphpactError, match="exit status 1\n  on stderr:\n  no such machine"
-    ) as lost:
+    with pytest.raises(GraphpactError, match="exit status 1\n  on stderr:\n  no such machine") as lost:
         supervise.check(["good"], Options(), command=command)
     assert lost.value.code == ExitCode.SUITE_ERROR
 

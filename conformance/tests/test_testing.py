@@ -93,9 +93,7 @@ def test_each_rule_is_a_test_that_comes_out_as_the_rule_does(run: Run, examined:
     """A rule's test passes, fails, skips or is an xfail as the rule does; an xpass fails."""
     reports = run('"flashinfer"')
     assert list(reports) == ["answers", *(f"{rule.id}-{rule.name}" for rule in RULES.values())]
-    told = {
-        name[:4]: (r.outcome, f"{r.longreprtext} xfail: {_why(r)}") for name, r in reports.items()
-    }
+    told = {name[:4]: (r.outcome, f"{r.longreprtext} xfail: {_why(r)}") for name, r in reports.items()}
     for rule, outcome, text in (
         ("answ", "passed", ""),
         ("GP01", "passed", ""),
@@ -131,9 +129,7 @@ def test_a_failure_says_what_the_terminal_says(run: Run) -> None:
     assert drawn[start + len(told)].startswith("not conformant")
 
 
-def test_equal_tests_share_an_examination_and_others_have_their_own(
-    run: Run, examined: Examined
-) -> None:
+def test_equal_tests_share_an_examination_and_others_have_their_own(run: Run, examined: Examined) -> None:
     """The suite runs once for each plugin and set of options, with one thread, for all equal tests."""
     before = torch.get_num_threads()
     torch.set_num_threads(2)
@@ -154,9 +150,7 @@ def test_equal_tests_share_an_examination_and_others_have_their_own(
     ]
 
 
-def test_a_backend_and_a_runner_are_examined_alone_and_together(
-    run: Run, examined: Examined
-) -> None:
+def test_a_backend_and_a_runner_are_examined_alone_and_together(run: Run, examined: Examined) -> None:
     """Each plugin and their pair have their own tests; an error of the suite fails only where it occurred."""
     reports = run('"flashinfer", "cuda_graph"')
     assert [name for name, *_ in examined] == [
@@ -188,8 +182,7 @@ def test_on_a_machine_without_the_device_all_is_skipped(
     reports = run('"flashinfer", device="cuda"')
     assert len(reports) == 1 + len(RULES)
     assert all(
-        r.skipped and "torch has no such device on this machine" in r.longreprtext
-        for r in reports.values()
+        r.skipped and "torch has no such device on this machine" in r.longreprtext for r in reports.values()
     )
     assert not examined
 
@@ -233,6 +226,5 @@ def test_nothing_that_the_tests_need_is_imported_before_they_are_there() -> None
         [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True
     )
     assert done.stdout == (
-        "this needs hypothesis, which is not installed\n"
-        '  help: pip install "graphpact[conformance]"\n'
+        'this needs hypothesis, which is not installed\n  help: pip install "graphpact[conformance]"\n'
     )

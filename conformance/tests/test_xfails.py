@@ -17,9 +17,7 @@ from graphpact_conformance.xfails import Xfail, Xfails, plugin_home
 FULL = Options()
 BACKEND, RUNNER = Target("attention_backend", "fake_one"), Target("runner", "fake_run")
 PAIR = Target("attention_backend", "fake_one", "fake_run")
-ENTRY = Xfail(
-    "attention_backend", "fake_one", "GP07", "draft*", "known", None, "p/xfails.toml, entry 1,"
-)
+ENTRY = Xfail("attention_backend", "fake_one", "GP07", "draft*", "known", None, "p/xfails.toml, entry 1,")
 
 Read = Callable[..., Xfails]
 
@@ -210,9 +208,7 @@ def test_no_failure_gets_lost(drawn: list[tuple[str, str, Outcome]]) -> None:
     expected = []
     for is_covered, (lane, _, outcome) in zip(covered, drawn, strict=True):
         changed = {Outcome.FAIL: "xfail", Outcome.PASS: "pass" if fails else "xpass"}
-        expected.append(
-            (lane, changed.get(outcome, outcome.value) if is_covered else outcome.value)
-        )
+        expected.append((lane, changed.get(outcome, outcome.value) if is_covered else outcome.value))
     assert told == expected + ([] if any(covered) else [("draft*", "fail")])
 
 

@@ -184,9 +184,7 @@ class PactBreach(ContractError):  # noqa: N818  a breach of the pact is the esta
         breaches: Every difference in the order of the walk; the first names the rule.
     """
 
-    def __init__(
-        self, message: str, *, hint: str | None = None, breaches: Sequence[Breach] = ()
-    ) -> None:
+    def __init__(self, message: str, *, hint: str | None = None, breaches: Sequence[Breach] = ()) -> None:
         super().__init__(message, hint=hint, rule=breaches[0].broken if breaches else None)
         self.breaches = tuple(breaches)
 

@@ -246,9 +246,7 @@ class Lane:
         self._require_consistent(batch)
         return self.forward_eager(batch)
 
-    def forward_eager(
-        self, batch: ForwardBatch, backend: AttentionBackend | None = None
-    ) -> StepOutputs:
+    def forward_eager(self, batch: ForwardBatch, backend: AttentionBackend | None = None) -> StepOutputs:
         """Run the region of ``batch`` without a graph, and without checking the batch.
 
         Args:
@@ -390,9 +388,7 @@ class Lane:
                 hint="draft fewer tokens near the end, or raise max_context_len by one draft",
             )
 
-    def _admit(
-        self, batch: ForwardBatch, kind: tuple[object, ...], captured: CapturedShape
-    ) -> None:
+    def _admit(self, batch: ForwardBatch, kind: tuple[object, ...], captured: CapturedShape) -> None:
         """Admit batches of ``kind``; raise `EngineError` for tensors that a graph would silently ignore."""
         registry, view = self.registry, captured.step.view.tensors()
         names = list(batch.tensors())
@@ -431,9 +427,7 @@ class Lane:
             )
         outputs.require_rows(shape)
 
-    def _require_slots(
-        self, shape: GraphShape, metadata: Any, memory: MemoryMap, used: set[int]
-    ) -> None:
+    def _require_slots(self, shape: GraphShape, metadata: Any, memory: MemoryMap, used: set[int]) -> None:
         """Raise `CaptureError` for metadata that lies in storages ``used`` by the graph and in no slot."""
         for path, value in walk({"metadata": metadata}):
             if (
@@ -486,12 +480,7 @@ class Lane:
                 hint=f"decorate the method with @graphpact.hookimpl and call it {name!r}",
             )
         spec = caller.spec
-        if (
-            plain
-            and len(implementations) == 1
-            and spec
-            and set(plain[0].argnames) == set(spec.argnames)
-        ):
+        if plain and len(implementations) == 1 and spec and set(plain[0].argnames) == set(spec.argnames):
             return plain[0].function
         return caller
 

@@ -200,10 +200,7 @@ class Pact:
     """
 
     def __init__(
-        self,
-        shape: GraphShape,
-        roots: Mapping[str, Promise],
-        registry: CudaGraphBufferRegistry | None = None,
+        self, shape: GraphShape, roots: Mapping[str, Promise], registry: CudaGraphBufferRegistry | None = None
     ) -> None:
         self.shape = shape
         self._roots = roots
@@ -211,9 +208,7 @@ class Pact:
         self._holds = _compile(roots)
 
     @classmethod
-    def of(
-        cls, shape: GraphShape, registry: CudaGraphBufferRegistry | None = None, **parts: Any
-    ) -> "Pact":
+    def of(cls, shape: GraphShape, registry: CudaGraphBufferRegistry | None = None, **parts: Any) -> "Pact":
         """Return the pact of the named ``parts``: ``view=..., metadata=...``.
 
         Args:
@@ -224,9 +219,7 @@ class Pact:
         Raises:
             EngineError: A `bounded` field is no number and no list or tuple of numbers.
         """
-        roots = {
-            name: _promise(name, part, shape, registry, root=True) for name, part in parts.items()
-        }
+        roots = {name: _promise(name, part, shape, registry, root=True) for name, part in parts.items()}
         return cls(shape, roots, registry)
 
     @property

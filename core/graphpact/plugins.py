@@ -61,8 +61,7 @@ _OFFERS: dict[str, dict[Kind, str]] = {  # plugins of the first-party distributi
     "graphpact-conformance": {"command": "check explain museum report"},
 }
 _FIRST_PARTY: dict[Kind, dict[str, str]] = {
-    kind: {n: d for d, offers in _OFFERS.items() for n in offers.get(kind, "").split()}
-    for kind in KINDS
+    kind: {n: d for d, offers in _OFFERS.items() for n in offers.get(kind, "").split()} for kind in KINDS
 }
 _GROUPS: dict[str, Kind] = {f"graphpact.{kind}s": kind for kind in KINDS}
 
@@ -174,9 +173,7 @@ class PluginCatalog:
         self._decided[info] = Rejected(info, reason)
 
     @overload
-    def select(
-        self, kind: Literal["attention_backend"], name: str
-    ) -> "type[graphpact.AttentionBackend]": ...
+    def select(self, kind: Literal["attention_backend"], name: str) -> "type[graphpact.AttentionBackend]": ...
     @overload
     def select(self, kind: Literal["runner"], name: str) -> "type[graphpact.GraphRunner]": ...
     @overload
@@ -224,9 +221,7 @@ class PluginCatalog:
         if info.contract is None:
             return f"{info.distribution} declares no contract version in the group {CONTRACT_GROUP}"
         if not re.fullmatch("[0-9]{1,9}", info.contract):
-            return (
-                f"its contract version {reprlib.repr(info.contract)} is not an integer below 10**9"
-            )
+            return f"its contract version {reprlib.repr(info.contract)} is not an integer below 10**9"
         if not 1 <= int(info.contract) <= CONTRACT_VERSION:
             versions = "version 1" if CONTRACT_VERSION == 1 else f"versions 1 to {CONTRACT_VERSION}"
             return f"written for contract version {info.contract}; this graphpact has {versions}"
@@ -251,9 +246,7 @@ class PluginCatalog:
         if name in wheels:
             hint = f"pip install {wheels[name]}"
         elif near is not None:
-            hint = f"did you mean {near!r}?" + (
-                "" if near in names else f" pip install {wheels[near]}"
-            )
+            hint = f"did you mean {near!r}?" + ("" if near in names else f" pip install {wheels[near]}")
         message = f"no {kind} is called {name!r}\n  available: {listing}"
         return UnknownPluginError("".join([message, *rejected, *other_kinds]), hint=hint)
 
@@ -335,9 +328,7 @@ def _class_fault(cls: Any, base: type[Any]) -> str | None:
     required = [n for n, a in inspect.get_annotations(base).items() if "ClassVar" in str(a)]
     unset = [name for name in required if not hasattr(cls, name)]
     for each in (issubclass(cls, graphpact.AttentionBackend) and cls.providers) or ():
-        is_provider = isinstance(each, type) and issubclass(
-            each, graphpact.attention.KernelProvider
-        )
+        is_provider = isinstance(each, type) and issubclass(each, graphpact.attention.KernelProvider)
         if not is_provider or getattr(each, "name", None) not in ("native", "portable"):
             return f"{cls.__name__}.providers has {each!r}, no KernelProvider called native or portable"
     return f"{cls.__name__} does not set {', '.join(unset)}" if unset else None
@@ -372,11 +363,7 @@ def observer_fault(cls: type[Any]) -> str | None:
     options = {
         name: opts
         for name in dir(cls)
-        if (
-            opts := getattr(
-                inspect.getattr_static(cls, name), f"{graphpact.hookspecs.PROJECT}_impl", None
-            )
-        )
+        if (opts := getattr(inspect.getattr_static(cls, name), f"{graphpact.hookspecs.PROJECT}_impl", None))
     }
     if not options:
         return f"{cls.__name__} implements no hook"

@@ -155,9 +155,7 @@ class GraphRunner(HookMethods, abc.ABC):
 
     # -- hooks -----------------------------------------------------------------------------------
 
-    def populate(
-        self, registry: CudaGraphBufferRegistry, batch: ForwardBatch, shape: GraphShape
-    ) -> None:
+    def populate(self, registry: CudaGraphBufferRegistry, batch: ForwardBatch, shape: GraphShape) -> None:
         """Copy ``batch`` into the slots and pad them to ``shape`` by their policies."""
         registry.fill_from(
             batch,

@@ -116,9 +116,7 @@ class CaptureSizes:
         return cls(tuple(sizes))
 
     @classmethod
-    def by_tokens(
-        cls, mode: ForwardMode, token_counts: Sequence[int], batch_size: int
-    ) -> "CaptureSizes":
+    def by_tokens(cls, mode: ForwardMode, token_counts: Sequence[int], batch_size: int) -> "CaptureSizes":
         """Return the shapes of ``token_counts`` tokens with room for ``batch_size`` requests each."""
         return cls(tuple(GraphShape(mode, batch_size, count) for count in token_counts))
 

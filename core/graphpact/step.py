@@ -123,21 +123,14 @@ def _unflatten(leaves: Iterable[Any], axes: Iterable[tuple[str, Axis]]) -> StepO
     return outputs
 
 
-pytree.register_pytree_node(
-    StepOutputs, _flatten, _unflatten, serialized_type_name="graphpact.StepOutputs"
-)
+pytree.register_pytree_node(StepOutputs, _flatten, _unflatten, serialized_type_name="graphpact.StepOutputs")
 
 
 class Attend(Protocol):
     """Attention as a forward pass calls it: `AttentionBackend.forward`, or a runner's replacement."""
 
     def __call__(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
-        layer: LayerSpec,
-        metadata: Any,
+        self, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, layer: LayerSpec, metadata: Any
     ) -> torch.Tensor:
         """Return ``[T, num_q_heads, v_head_dim]``; see `AttentionBackend.forward`."""
 
@@ -181,11 +174,7 @@ class Step:
         return self.shape.num_tokens
 
     def attend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
-        layer: LayerSpec,
+        self, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, layer: LayerSpec
     ) -> torch.Tensor:
         """Attend with the metadata of this replay; eager calls between two segments use it."""
         return self.backend.forward(q, k, v, layer, self.metadata)

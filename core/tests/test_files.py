@@ -19,9 +19,7 @@ PACKAGES = [*ROOT.glob("*/graphpact*/"), *ROOT.glob("plugins/*/graphpact*/")]
 
 @pytest.mark.parametrize("there", [True, False])
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left"), KeyboardInterrupt()])
-@pytest.mark.parametrize(
-    "stage", [(Path, "open"), (os, "fsync"), (shutil, "copymode"), (Path, "replace")]
-)
+@pytest.mark.parametrize("stage", [(Path, "open"), (os, "fsync"), (shutil, "copymode"), (Path, "replace")])
 def test_a_write_that_fails_changes_nothing(
     stage: tuple[object, str],
     error: BaseException,

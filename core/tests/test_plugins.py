@@ -79,9 +79,7 @@ def test_scanning_imports_nothing_and_selecting_imports_one(site: Site) -> None:
 
 def test_what_the_metadata_says_is_in_the_info(site: Site) -> None:
     """An info names kind, name, distribution, version, target and contract as installed."""
-    site.add(
-        "one", GOOD, offers={"fake_one": "Driver"}, group="graphpact.graph_drivers", version="3.4"
-    )
+    site.add("one", GOOD, offers={"fake_one": "Driver"}, group="graphpact.graph_drivers", version="3.4")
     info = outcomes(PluginCatalog.scan())["fake_one"].info
     assert (info.kind, info.name, info.version) == ("graph_driver", "fake_one", "3.4")
     assert (info.distribution, info.target, info.contract) == ("fake-one", "fake_one:Driver", "1")
@@ -144,8 +142,7 @@ BROKEN = {
         "Argument(s) {'shp'} are declared in the hookimpl but can not be found in the hookspec",
     ),
     "unmarked": (
-        GOOD
-        + "    Runner = type('Other', (Runner,), {'populate': lambda self, registry, shp: None})",
+        GOOD + "    Runner = type('Other', (Runner,), {'populate': lambda self, registry, shp: None})",
         "Argument(s) {'shp'} are declared in the hookimpl but can not be found in the hookspec",
     ),
     "hostile": (
@@ -385,18 +382,14 @@ def test_a_kind_that_does_not_exist_is_an_unknown_plugin() -> None:
         PluginCatalog({}).select("sampler", "greedy")  # type: ignore[call-overload]
 
 
-def test_our_own_distributions_pass_the_same_door(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_our_own_distributions_pass_the_same_door(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every plugin that a pyproject.toml of this repository declares is found and loads."""
     declared = set()
     for file in PROJECTS:
         project = tomllib.loads(file.read_text())["project"]
         info = tmp_path / f"{project['name'].replace('-', '_')}-0.1.0.dist-info"
         info.mkdir()
-        (info / "METADATA").write_text(
-            f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: 0.1.0\n"
-        )
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: 0.1.0\n")
         lines = []
         for group, offers in project.get("entry-points", {}).items():
             lines += [f"[{group}]", *(f"{name} = {target}" for name, target in offers.items())]

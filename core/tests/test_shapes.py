@@ -34,9 +34,7 @@ def _batch(
 
 
 @EXAMPLES
-@given(
-    sizes=SIZES, ranks=st.lists(st.integers(0, 45), min_size=1, max_size=4), width=st.integers(1, 3)
-)
+@given(sizes=SIZES, ranks=st.lists(st.integers(0, 45), min_size=1, max_size=4), width=st.integers(1, 3))
 def test_ranks_that_gather_take_the_shape_of_the_largest(
     sizes: list[int], ranks: list[int], width: int
 ) -> None:
@@ -98,9 +96,7 @@ def test_the_smallest_shape_that_holds_a_ragged_batch(
     """A ragged batch takes the fitting shape of its variant with the fewest tokens."""
     shapes = [GraphShape(mode, size, count, of) for size, count, of in pairs]
     fitting = [
-        s
-        for s in shapes
-        if s.batch_size >= requests and s.num_tokens >= tokens and s.variant == variant
+        s for s in shapes if s.batch_size >= requests and s.num_tokens >= tokens and s.variant == variant
     ]
     found = CaptureSizes(tuple(shapes)).fit(_batch(requests, mode, tokens=tokens), variant)
     if not fitting:
@@ -115,9 +111,7 @@ def test_the_smallest_shape_that_holds_a_ragged_batch(
     size=st.integers(1, 22),
     variant=st.sampled_from(VARIANTS),
 )
-def test_a_variant_takes_no_shape_of_another(
-    sizes: list[tuple[int, str]], size: int, variant: str
-) -> None:
+def test_a_variant_takes_no_shape_of_another(sizes: list[tuple[int, str]], size: int, variant: str) -> None:
     """A uniform batch takes the smallest fitting size of its own variant, and never another variant's."""
     shapes = tuple(GraphShape(ForwardMode.DECODE, n, n, of) for n, of in sizes)
     fitting = [n for n, of in sizes if of == variant and n >= size]
@@ -182,9 +176,7 @@ def test_impossible_sizes_are_refused(sizes: list[int]) -> None:
         ([GraphShape(ForwardMode.DRAFT_EXTEND, 2, 5)], "another number of tokens per request"),
     ],
 )
-def test_shapes_that_no_lane_captures_together_are_refused(
-    shapes: list[GraphShape], says: str
-) -> None:
+def test_shapes_that_no_lane_captures_together_are_refused(shapes: list[GraphShape], says: str) -> None:
     """Shapes without tokens, of two modes, or of two widths in a uniform mode are refused by name."""
     with pytest.raises(ConfigError, match=says):
         CaptureSizes(tuple(shapes))

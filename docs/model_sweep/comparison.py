@@ -85,9 +85,7 @@ def compare(case: str, *, runner: str = "cuda_graph", **changed: Any) -> Result:
             return Result(case, "refused", reason=_in_words(error, path))
     difference = _largest_difference(reference, steps)
     if not difference < TOLERANCE:
-        return Result(
-            case, "wrong", reason=f"logits differ by {difference:.2g} standard deviations"
-        )
+        return Result(case, "wrong", reason=f"logits differ by {difference:.2g} standard deviations")
     return Result(case, "equal", "eager" if uncaptured else "captured", uncaptured or "")
 
 

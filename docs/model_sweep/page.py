@@ -45,8 +45,7 @@ def render(results: Iterable[Result]) -> str:
     shown = [v for v in get_args(Verdict) if found[v] or v in ("wrong", "crashed")]
     text = _TEXT.format(
         version=_VERSION + transformers.__version__,
-        counts=", ".join(f"{found[verdict]} {verdict}" for verdict in shown)
-        + f"; {len(results)} in all.",
+        counts=", ".join(f"{found[verdict]} {verdict}" for verdict in shown) + f"; {len(results)} in all.",
         lengths=", ".join(map(str, sorted(PROMPT_LENGTHS))),
         new=NEW_TOKENS,
     )

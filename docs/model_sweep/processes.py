@@ -66,9 +66,7 @@ def run_cases(
                 running.append(_Running(waiting.pop(), process, pipe, until))
             left = min(one.until for one in running) - time.monotonic()
             ready = wait([one.pipe for one in running], timeout=max(left, 0))
-            for one in [
-                one for one in running if one.pipe in ready or time.monotonic() > one.until
-            ]:
+            for one in [one for one in running if one.pipe in ready or time.monotonic() > one.until]:
                 running.remove(one)
                 yield _end(one)
     finally:

@@ -89,9 +89,7 @@ _LIMITS = tuple(
     )
 )
 _TOKENS = {"bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0}
-_LAYER_COUNTS = re.compile(
-    r"(num_(hidden_|decoder_|encoder_)?|n_|decoder_|encoder_)layers?|num_blocks"
-)
+_LAYER_COUNTS = re.compile(r"(num_(hidden_|decoder_|encoder_)?|n_|decoder_|encoder_)layers?|num_blocks")
 # Keys have as many heads as queries in the small model if they have in the large one.
 _HEADS_OF_KEYS = {
     "num_key_value_heads": "num_attention_heads",

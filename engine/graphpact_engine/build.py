@@ -97,9 +97,7 @@ def lay_out_memory(config: EngineConfig, spec: ModelSpec) -> Memory:
         ),
         page_size=engine.page_size,
     )
-    num_pages = engine.num_pages or min(
-        engine.max_num_seqs * limits.max_pages_per_request, affordable
-    )
+    num_pages = engine.num_pages or min(engine.max_num_seqs * limits.max_pages_per_request, affordable)
     if not 1 <= num_pages <= affordable:
         raise ConfigError(
             f"a KV cache of {num_pages} pages of {engine.page_size} tokens needs"
@@ -261,9 +259,7 @@ def require_each_can_run(lanes: Sequence[Lane]) -> None:
         shapes, taken = set(lane.runner.shapes()), set(earlier.runner.shapes())
         first = f"lanes.{earlier.name} comes first and captures"
         if not shapes:
-            why = (
-                "it captures nothing, and of several lanes of one mode only the first runs eagerly"
-            )
+            why = "it captures nothing, and of several lanes of one mode only the first runs eagerly"
             hint = "put it first, or remove it"
         elif shapes == taken:
             why, hint = f"{first} the same shapes", "give it other batch_sizes, or remove it"
@@ -277,9 +273,7 @@ def require_each_can_run(lanes: Sequence[Lane]) -> None:
         )
 
 
-def backend_context(
-    plan: LanePlan, spec: ModelSpec, memory: Memory, kv_cache: KVBuffers
-) -> BackendContext:
+def backend_context(plan: LanePlan, spec: ModelSpec, memory: Memory, kv_cache: KVBuffers) -> BackendContext:
     """Return the context for building the backend of a lane on ``kv_cache``."""
     return BackendContext(
         spec.device,

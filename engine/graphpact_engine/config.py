@@ -76,9 +76,7 @@ PageSize = Annotated[
     Field(ge=1, le=2**16, json_schema_extra={"allowed": "a power of two, from 1 to 65536"}),
     AfterValidator(_power_of_two),
 ]
-BatchSizes = Annotated[
-    tuple[Annotated[int, Field(ge=1)], ...], Strict(strict=False), Field(min_length=1)
-]
+BatchSizes = Annotated[tuple[Annotated[int, Field(ge=1)], ...], Strict(strict=False), Field(min_length=1)]
 Names = Annotated[tuple[Name, ...], Strict(strict=False)]
 LaneName = Annotated[str, Field(pattern=_LANE_NAME)]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -339,9 +337,7 @@ class EngineConfig(_Section):
         except ValidationError as error:
             faults += _render(error, settings, keys)
         if faults:
-            raise ConfigError(
-                "the configuration is not valid:" + "".join(f"\n  {fault}" for fault in faults)
-            )
+            raise ConfigError("the configuration is not valid:" + "".join(f"\n  {fault}" for fault in faults))
         return config
 
 
@@ -484,9 +480,7 @@ class _Setting:
         return len(self.path) == 2 and _is_table(self.path) and self.value == {}
 
 
-def _flatten(
-    path: KeyPath, value: Any, source: str, variable: str | None = None
-) -> Iterator[_Setting]:
+def _flatten(path: KeyPath, value: Any, source: str, variable: str | None = None) -> Iterator[_Setting]:
     """Yield a setting for every key in ``value``; an unknown table counts as one key."""
     if isinstance(value, dict) and _is_table(path) and (value or len(path) < 2):
         for key, inner in value.items():
@@ -531,9 +525,7 @@ def _from_env(env: Mapping[str, str], faults: list[str]) -> Iterator[_Setting]:
         if not name.startswith(ENV_PREFIX) or name in RESERVED_VARIABLES:
             continue
         if name in seen:
-            faults.append(
-                f"{variable} and {seen[name]} are both set (environment): keep one of them"
-            )
+            faults.append(f"{variable} and {seen[name]} are both set (environment): keep one of them")
         seen[name] = variable
         # A lane name may contain "__": the part between the first and the last "__" is the name.
         table, _, key = name.removeprefix(ENV_PREFIX).lower().rpartition("__")

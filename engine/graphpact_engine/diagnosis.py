@@ -96,9 +96,7 @@ class _Reference:
             written, and only these are compared.
     """
 
-    def __init__(
-        self, value: Any = _ABSENT, again: Any = _ABSENT, *, bounded: bool = False
-    ) -> None:
+    def __init__(self, value: Any = _ABSENT, again: Any = _ABSENT, *, bounded: bool = False) -> None:
         self.value = value
         self.bounded = bounded
         self.written = torch.zeros(0, dtype=torch.bool)
@@ -146,9 +144,7 @@ class _Derived:
     """The metadata that a backend derives eagerly from one batch, by leaf."""
 
     def __init__(self, backend: AttentionBackend, batch: ForwardBatch, shape: GraphShape) -> None:
-        once, again = (
-            _leaves(backend.init_metadata_eager(batch, fill=fill), shape) for fill in (0, 1)
-        )
+        once, again = (_leaves(backend.init_metadata_eager(batch, fill=fill), shape) for fill in (0, 1))
         self._leaves = {
             path: _Reference(value, again.get(path, (_ABSENT, False))[0], bounded=is_bounded)
             for path, (value, is_bounded) in once.items()
@@ -192,16 +188,12 @@ class Diagnosis:
         """Return the cause of the wrong replay."""
         found = list(self._wrong_in_view())
         if found:
-            return _first(
-                found, hint="check the fill of the slot, and any write to it after the fill"
-            )
+            return _first(found, hint="check the fill of the slot, and any write to it after the fill")
         replay = self._replay
         try:
             eager = _Derived(self._backend, replay.batch, replay.shape)
             padded = _Derived(self._backend, replay.view, replay.shape)
-            metadata = {
-                path: value for path, (value, _) in _leaves(replay.metadata, replay.shape).items()
-            }
+            metadata = {path: value for path, (value, _) in _leaves(replay.metadata, replay.shape).items()}
         except Exception as error:  # noqa: BLE001  a plugin error must not hide the difference
             return _rest(
                 "the view agrees in its live rows; metadata could not be compared:"

@@ -51,9 +51,7 @@ def change_logits(
     scores[at] = known - counts * frequency - (counts > 0) * presence
     at, forbidden = _pairs(
         [
-            dict.fromkeys(
-                params.suppressed(len(request.output_token_ids), end_token_ids), -math.inf
-            )
+            dict.fromkeys(params.suppressed(len(request.output_token_ids), end_token_ids), -math.inf)
             for request, params in zip(requests, sampling, strict=True)
         ],
         scores,

@@ -236,9 +236,7 @@ def _lane_memory(lane: Lane, engine: Engine) -> LaneMemory:
         reason = EagerReason.NOT_CAPTURED
         if lane.registry is None:
             reason = lane.eager_reason or EagerReason.NO_GRAPHS
-        return LaneMemory(
-            lane.name, None, None, reason, externals="all", registry=registry, rows=()
-        )
+        return LaneMemory(lane.name, None, None, reason, externals="all", registry=registry, rows=())
     external = _external_tensors(graphs.values())
     externals = lane.stats.externals
     used = _Ranges(_extent(t) for t in external or ())

@@ -30,8 +30,7 @@ class EngineOwnership:
         self._table = requests.req_to_token
         size = pages.page_size
         self._caches = {
-            name: cache.view(-1, size, *cache.shape[1:])
-            for name, cache in kv_tensors(kv_cache).items()
+            name: cache.view(-1, size, *cache.shape[1:]) for name, cache in kv_tensors(kv_cache).items()
         }
         self._poisoned_rows: frozenset[int] = frozenset()
         self._poisoned_pages: frozenset[int] = frozenset()

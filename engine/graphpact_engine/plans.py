@@ -122,9 +122,7 @@ def resolve_device(name: str) -> torch.device:
     return device
 
 
-def plan_lanes(
-    config: EngineConfig, catalog: PluginCatalog, device: torch.device
-) -> list[LanePlan]:
+def plan_lanes(config: EngineConfig, catalog: PluginCatalog, device: torch.device) -> list[LanePlan]:
     """Look up the plugins of every lane, in the order of the lanes.
 
     Raises:
@@ -182,12 +180,8 @@ def plan_lanes(
                 "lanes.%s: runner %r captures nothing and runs eagerly: its graph driver %r: %s",
                 *(name, lane.runner, driver_name, reason),
             )
-        plan = LanePlan(
-            name, mode, lane, runner, backend, backend_name, driver, provider, eager_reason
-        )
-        require = functools.partial(
-            require_provider, plan.provider_setting, backend.providers, provider
-        )
+        plan = LanePlan(name, mode, lane, runner, backend, backend_name, driver, provider, eager_reason)
+        require = functools.partial(require_provider, plan.provider_setting, backend.providers, provider)
         call_plugin("attention_backend", backend_name, require, device)
         plans.append(plan)
     return plans
@@ -225,9 +219,7 @@ def lane_without_latents(plans: Sequence[LanePlan]) -> LanePlan | None:
     All lanes share one KV cache: one backend without MLA makes the cache hold keys and values of every head
     instead of latents.
     """
-    return next(
-        (p for p in plans if HeadLayout.MLA not in p.backend.capabilities.head_layouts), None
-    )
+    return next((p for p in plans if HeadLayout.MLA not in p.backend.capabilities.head_layouts), None)
 
 
 def check_backends(
@@ -259,9 +251,7 @@ def check_backends(
         _log.warning("%s", line)
 
 
-def _backends_that(
-    fits: Callable[[type[AttentionBackend]], bool], catalog: PluginCatalog
-) -> list[str]:
+def _backends_that(fits: Callable[[type[AttentionBackend]], bool], catalog: PluginCatalog) -> list[str]:
     """Return the names of the installed attention backends that ``fits`` accepts.
 
     Broken backends, and those for which ``fits`` raises, are left out.
@@ -290,9 +280,7 @@ def _serves(
     """Return whether ``backend`` fits a lane, checked without a model."""
     can = backend.capabilities
     require_provider(backend.__name__, backend.providers, provider, device)
-    return (
-        mode in can.modes and device.type in can.devices and can.graph_support.covers(runner.needs)
-    )
+    return mode in can.modes and device.type in can.devices and can.graph_support.covers(runner.needs)
 
 
 def _can_run(

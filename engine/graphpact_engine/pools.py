@@ -77,9 +77,7 @@ class RequestPool(_Ids):
         super().__init__(max_requests)
         self.max_requests = max_requests
         self.max_context_len = max_context_len
-        self.req_to_token = torch.zeros(
-            (max_requests + 1, max_context_len), dtype=torch.int32, device=device
-        )
+        self.req_to_token = torch.zeros((max_requests + 1, max_context_len), dtype=torch.int32, device=device)
 
     def alloc(self) -> int | None:
         """Allocate a row, from 1 up; return None if none is free."""
@@ -210,9 +208,7 @@ class KVCache:
         self.v = [
             k[..., : at.v_head_dim]
             if at.value_in_key
-            else torch.zeros(
-                (num_slots, at.num_kv_heads, at.v_head_dim), dtype=dtype, device=device
-            )
+            else torch.zeros((num_slots, at.num_kv_heads, at.v_head_dim), dtype=dtype, device=device)
             for at, k in zip(self.layers, self.k, strict=True)
         ]
 

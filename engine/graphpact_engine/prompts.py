@@ -140,9 +140,7 @@ def _is_message(value: Any) -> bool:
     if not isinstance(value, Mapping) or not isinstance(value.get("role"), str):
         return False
     content = value.get("content")
-    return isinstance(content, str | list) or (
-        content is None and not value.keys() <= {"role", "content"}
-    )
+    return isinstance(content, str | list) or (content is None and not value.keys() <= {"role", "content"})
 
 
 def _token_id(value: Any) -> int:

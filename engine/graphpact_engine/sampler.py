@@ -57,9 +57,7 @@ class Sampler:
         changed = [at for at, request in enumerate(requests) if request.changes_logits]
         if changed:
             index = torch.tensor(changed, device=logits.device)
-            scores = change_logits(
-                logits[index], [requests[at] for at in changed], self._end_token_ids
-            )
+            scores = change_logits(logits[index], [requests[at] for at in changed], self._end_token_ids)
             logits = logits.to(scores.dtype).index_copy(0, index, scores)
         likeliest = logits.argmax(dim=-1)  # argmax returns a NaN if there is one
         best = logits.gather(1, likeliest.unsqueeze(1))
@@ -91,9 +89,7 @@ class Sampler:
 def _is_filtered(request: Request) -> bool:
     """Return whether top-k, top-p or min-p restrict the tokens of the request."""
     sampling = request.sampling
-    return sampling.temperature > 0 and (
-        sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
-    )
+    return sampling.temperature > 0 and (sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0)
 
 
 def _params(requests: Sequence[Request], vocab: int, device: torch.device) -> torch.Tensor:
@@ -122,9 +118,7 @@ def _draw_any(_scores: torch.Tensor, weights: torch.Tensor, params: torch.Tensor
     return _pick(weights, params[4]).squeeze(1)
 
 
-def _draw_filtered(
-    scores: torch.Tensor, weights: torch.Tensor, params: torch.Tensor
-) -> torch.Tensor:
+def _draw_filtered(scores: torch.Tensor, weights: torch.Tensor, params: torch.Tensor) -> torch.Tensor:
     """Return ``[n]`` int64: a token drawn by weight from the top-p of the top-k tokens, if over min-p."""
     _, top_p, top_k, min_p, uniform = params
     order = scores.sort(dim=-1, descending=True, stable=True).indices

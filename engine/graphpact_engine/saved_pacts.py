@@ -246,9 +246,7 @@ def _require_ours(content: bytes | str, source: str) -> None:
     except (ValueError, RecursionError) as error:
         raise _foreign(f"{source} is not JSON: {error}") from error
     if not isinstance(document, dict) or document.get("document") != _DOCUMENT:
-        raise _foreign(
-            f'{source} is JSON but not a document of pacts: it lacks "document": "{_DOCUMENT}"'
-        )
+        raise _foreign(f'{source} is JSON but not a document of pacts: it lacks "document": "{_DOCUMENT}"')
     found = document.get("format")
     if not isinstance(found, int) or isinstance(found, bool) or found < 1:
         raise _broken(source, f"format: {found!r} is not a version")

@@ -215,9 +215,7 @@ class Scheduler:
         self._to_commit = None
         got: list[Request] = []
         computed = scheduled.batch.seq_lens_cpu.tolist()
-        for request, token, num_computed in zip(
-            scheduled.requests, token_ids, computed, strict=True
-        ):
+        for request, token, num_computed in zip(scheduled.requests, token_ids, computed, strict=True):
             if request.is_finished:
                 continue
             request.num_computed = num_computed
@@ -284,8 +282,7 @@ class Scheduler:
             "a running request has one token to compute": all(
                 at.num_computed == at.num_tokens - 1 for at in self._in_state(RequestState.RUNNING)
             ),
-            "requests are in the order of arrival": in_order
-            == sorted(in_order, key=lambda at: at.arrival),
+            "requests are in the order of arrival": in_order == sorted(in_order, key=lambda at: at.arrival),
             "alive requests are admitted or waiting": set(map(id, in_order))
             == set(map(id, self._alive.values())),
         }
@@ -304,9 +301,7 @@ class Scheduler:
 
     def _longest(self, request: Request) -> int:
         """Return the maximum number of tokens of the request."""
-        return min(
-            len(request.prompt_token_ids) + request.sampling.max_new_tokens, self.max_model_len
-        )
+        return min(len(request.prompt_token_ids) + request.sampling.max_new_tokens, self.max_model_len)
 
     def _plan_extend(self) -> ScheduledBatch | None:
         """Continue started prefills, oldest first, then admit requests while tokens and memory last."""
@@ -324,8 +319,7 @@ class Scheduler:
         requests = [
             request
             for request in self._in_state(RequestState.RUNNING)
-            if request.state is RequestState.RUNNING
-            and self._grow(request)  # an older one may preempt it
+            if request.state is RequestState.RUNNING and self._grow(request)  # an older one may preempt it
         ]
         return self._decode_batch(requests) if requests else None
 
@@ -336,8 +330,7 @@ class Scheduler:
         request = self._waiting[0]
         pages_for = self._pages.pages_for
         margin = sum(  # the number of admitted requests that can still need a page
-            self._longest(other) > len(other.pages) * self._pages.page_size
-            for other in self._admitted
+            self._longest(other) > len(other.pages) * self._pages.page_size for other in self._admitted
         )
         if (
             self._rows.num_free == 0
@@ -465,9 +458,7 @@ class Scheduler:
             extend_seq_lens=new,
             extend_seq_lens_cpu=host[5],
         )
-        samples = [
-            end == request.num_tokens for request, end in zip(requests, seq_lens, strict=True)
-        ]
+        samples = [end == request.num_tokens for request, end in zip(requests, seq_lens, strict=True)]
         return ScheduledBatch(batch, requests, samples, self._step)
 
 

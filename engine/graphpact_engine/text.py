@@ -93,9 +93,7 @@ class OutputText:
         min_new_tokens: Number of tokens before which no stop string is looked for.
     """
 
-    def __init__(
-        self, tokenizer: Any, stop: Sequence[str] = (), *, min_new_tokens: int = 0
-    ) -> None:
+    def __init__(self, tokenizer: Any, stop: Sequence[str] = (), *, min_new_tokens: int = 0) -> None:
         self.pieces: list[str] = []
         """The text that each token completed; their sum is all text that may be shown."""
         self._decoder = TextStream(tokenizer)

@@ -147,9 +147,7 @@ class Verifier:
             if self._replay is None or self._replay.metadata is None:
                 raise
             reason = error.message if isinstance(error, ReplayError) else f"{error!r}"
-            found = self._error(
-                f"the replay of {self._replay.shape} failed: {reason}", self._replay
-            )
+            found = self._error(f"the replay of {self._replay.shape} failed: {reason}", self._replay)
             if found.field is None and not found.suspects and isinstance(error, ReplayError):
                 found.hint = error.hint or found.hint
             raise found from error
@@ -201,9 +199,7 @@ class Verifier:
         equal = [self._compare(label, a, b, first=first, **options) for label, a, b, first in pairs]
         return all(equal)
 
-    def _compare_table(
-        self, before: torch.Tensor, after: torch.Tensor, replay: Replay | None
-    ) -> None:
+    def _compare_table(self, before: torch.Tensor, after: torch.Tensor, replay: Replay | None) -> None:
         if torch.equal(before, after):
             return
         row, position = (before != after).nonzero()[0].tolist()

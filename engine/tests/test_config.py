@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from graphpact.attention import ProviderName
 from graphpact.errors import ConfigError
 from graphpact.plugins import DISABLE_VARIABLE
 from graphpact_engine.config import (
@@ -21,6 +22,7 @@ from graphpact_engine.config import (
     LanesConfig,
     config_keys,
 )
+from graphpact_engine.config import ProviderName as ConfiguredProviderName
 
 WORDS = st.from_regex(r"[a-z][a-z0-9_]{0,12}", fullmatch=True).filter(
     lambda word: word not in ("true", "false", "inf", "nan")
@@ -358,9 +360,7 @@ def test_a_value_that_an_earlier_source_got_wrong_may_be_mended_by_a_later_one(f
         (b"engine.seed = 1" + b"0" * 5_000, "cannot be read"),
     ],
 )
-def test_a_file_that_is_not_toml_is_refused_with_its_line(
-    file: Path, data: bytes, says: str
-) -> None:
+def test_a_file_that_is_not_toml_is_refused_with_its_line(file: Path, data: bytes, says: str) -> None:
     """An ill-formed file raises a ConfigError with the file and the fault, with its line if known."""
     file.write_bytes(data)
     message = refusal(path=file)
@@ -419,3 +419,8 @@ def test_one_fault_has_one_line() -> None:
     text = refusal("lanes.decode.batch_sizes=[0]")
     assert text.count("batch_sizes") == 1
     assert "batch_sizes[0] = 0" in text
+
+
+def test_the_configuration_knows_the_providers_of_the_contract() -> None:
+    """The names of kernel providers are the contract's; the configuration repeats them to stay without torch."""
+    assert ConfiguredProviderName == ProviderName

@@ -77,9 +77,7 @@ def empty_folder(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.M
         ),
     ],
 )
-def test_a_mode_has_the_lanes_that_are_written_and_else_its_default(
-    text: str, expected: list[str]
-) -> None:
+def test_a_mode_has_the_lanes_that_are_written_and_else_its_default(text: str, expected: list[str]) -> None:
     """Lanes of one mode keep their order; a mode without a lane gets a default lane with its name."""
     assert lanes(text=text) == expected
 
@@ -99,11 +97,7 @@ def test_lanes_come_in_the_order_in_which_the_sources_name_them() -> None:
 @given(tables=st.dictionaries(NAMES, TABLES, max_size=4))
 def test_every_source_makes_the_same_lanes(tables: dict[str, dict[str, Any]]) -> None:
     """Lanes of any names mean the same in a file, in variables, in --set and as inline tables."""
-    keys = {
-        (name, key): json.dumps(value)
-        for name, table in tables.items()
-        for key, value in table.items()
-    }
+    keys = {(name, key): json.dumps(value) for name, table in tables.items() for key, value in table.items()}
     text = "\n".join(f"lanes.{name}.{key} = {value}" for (name, key), value in keys.items())
     from_file = load(text=text).lanes
     assert [name for name, _ in from_file.items() if name in tables] == sorted(
@@ -119,9 +113,7 @@ def test_every_source_makes_the_same_lanes(tables: dict[str, dict[str, Any]]) ->
 def test_the_order_of_lanes_is_part_of_a_configuration() -> None:
     """Two configurations with the same lanes in another order differ; equal ones have one hash."""
     one, other = ({"mode": "decode", "batch_sizes": (size,)} for size in (1, 2))
-    ab, ba = (
-        LanesConfig.model_validate(t) for t in ({"a": one, "b": other}, {"b": other, "a": one})
-    )
+    ab, ba = (LanesConfig.model_validate(t) for t in ({"a": one, "b": other}, {"b": other, "a": one}))
     assert ab != ba
     assert ab == LanesConfig.model_validate({"a": one, "b": other})
     assert hash(ab) == hash(LanesConfig.model_validate({"a": one, "b": other}))
@@ -195,9 +187,7 @@ def test_the_reference_lists_the_keys_of_a_lane_once() -> None:
         ("lanes..runner=x", "lanes. (--set): not a valid lane name"),
     ],
 )
-def test_a_fault_of_a_lane_has_one_line_with_key_source_and_what_to_do(
-    setting: str, says: str
-) -> None:
+def test_a_fault_of_a_lane_has_one_line_with_key_source_and_what_to_do(setting: str, says: str) -> None:
     """A fault of a lane is one line with key, source and fix, also for a lane that only --set names."""
     message = refusal(setting)
     assert says in message

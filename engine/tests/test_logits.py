@@ -50,9 +50,7 @@ def expected(row: torch.Tensor, request: Request) -> torch.Tensor:
         bias = [[[token], float(value)] for token, value in sampling.logit_bias.items()]
         processors.append(transformers.SequenceBiasLogitsProcessor(bias))
     if sampling.repetition_penalty:
-        processors.append(
-            transformers.RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty)
-        )
+        processors.append(transformers.RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
     ids = torch.tensor([prompt + output])
     scores = transformers.LogitsProcessorList(processors)(ids, row.float())
     for token in set(output):  # of OpenAI: transformers has no processor for them
@@ -61,14 +59,10 @@ def expected(row: torch.Tensor, request: Request) -> torch.Tensor:
     processors = []
     if sampling.min_new_tokens and ends:
         processors.append(
-            transformers.MinNewTokensLengthLogitsProcessor(
-                len(prompt), sampling.min_new_tokens, sorted(ends)
-            )
+            transformers.MinNewTokensLengthLogitsProcessor(len(prompt), sampling.min_new_tokens, sorted(ends))
         )
     if sampling.suppress_tokens:
-        processors.append(
-            transformers.SuppressTokensLogitsProcessor(sorted(sampling.suppress_tokens))
-        )
+        processors.append(transformers.SuppressTokensLogitsProcessor(sorted(sampling.suppress_tokens)))
     return transformers.LogitsProcessorList(processors)(ids, scores)
 
 
@@ -89,9 +83,7 @@ def test_changed_logits_are_those_of_transformers(batch: list[Request], seed: in
 
 @settings(derandomize=True, deadline=None, max_examples=100)
 @given(batch=st.lists(requests(), min_size=2, max_size=5), seed=st.integers(0, 99))
-def test_the_token_of_a_request_does_not_depend_on_the_others(
-    batch: list[Request], seed: int
-) -> None:
+def test_the_token_of_a_request_does_not_depend_on_the_others(batch: list[Request], seed: int) -> None:
     """In bfloat16 too, a request gets the same token alone and among requests whose logits are changed."""
     source = torch.Generator().manual_seed(seed)
     logits = (torch.randn(len(batch), VOCAB, generator=source) * 4).bfloat16()
@@ -154,9 +146,7 @@ def test_the_support_is_that_of_transformers(
         warpers.append(transformers.MinPLogitsWarper(min_p))
     kept = transformers.LogitsProcessorList(warpers)(torch.zeros(1, 1, dtype=torch.long), logits)
     probabilities = kept.softmax(-1)[0]
-    sampling = SamplingParams(
-        temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed
-    )
+    sampling = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
     count = 300
     many = [Request(str(at), [1], sampling, default_seed=at) for at in range(count)]
     for at, request in enumerate(many):
@@ -174,9 +164,7 @@ def test_every_token_suppressed_but_one_is_that_one() -> None:
         request = Request(
             "r",
             [1],
-            SamplingParams(
-                temperature=temperature, suppress_tokens=[t for t in range(VOCAB) if t != 4]
-            ),
+            SamplingParams(temperature=temperature, suppress_tokens=[t for t in range(VOCAB) if t != 4]),
         )
         assert Sampler().sample(logits, [request]) == [4]
     assert math.isinf(change_logits(logits, [request], END)[0, 5])

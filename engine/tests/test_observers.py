@@ -75,13 +75,9 @@ def test_observers_are_selected_in_the_order_of_the_configuration() -> None:
 
 def test_names_of_observers_are_answered_like_those_of_other_plugins() -> None:
     """The error for an unknown name has the nearest name; for a broken plugin, the reason."""
-    with pytest.raises(
-        UnknownPluginError, match=r"no observer is called 'trase'(.|\n)*mean 'trace'"
-    ):
+    with pytest.raises(UnknownPluginError, match=r"no observer is called 'trase'(.|\n)*mean 'trace'"):
         select("trace", "trase")
-    with pytest.raises(
-        RejectedPluginError, match=r"observer broken \(acme 1\) was rejected: .*no_such"
-    ):
+    with pytest.raises(RejectedPluginError, match=r"observer broken \(acme 1\) was rejected: .*no_such"):
         select("broken")
 
 
@@ -92,9 +88,7 @@ def test_what_an_observer_raises_when_it_is_built_is_told_as_its_own() -> None:
         def __init__(self) -> None:
             raise OSError("no socket")
 
-    with pytest.raises(
-        PluginError, match="observer 'acme' cannot be used: it raised OSError: no socket"
-    ):
+    with pytest.raises(PluginError, match="observer 'acme' cannot be used: it raised OSError: no socket"):
         build_observers([("trace", HookTrace), ("acme", Raises)])
 
 

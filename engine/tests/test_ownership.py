@@ -75,11 +75,7 @@ def test_everything_except_scratch_is_poison_at_first() -> None:
 
 
 @settings(derandomize=True, max_examples=60)
-@given(
-    st.lists(
-        st.tuples(st.sampled_from(["row", "page"]), st.booleans(), st.integers(0, 9)), max_size=14
-    )
-)
+@given(st.lists(st.tuples(st.sampled_from(["row", "page"]), st.booleans(), st.integers(0, 9)), max_size=14))
 def test_owned_memory_is_unchanged_and_unowned_memory_is_poison(
     history: list[tuple[str, bool, int]],
 ) -> None:

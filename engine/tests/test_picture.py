@@ -53,9 +53,7 @@ def test_hostile_names_are_spelled_out(text: str) -> None:
     """Markup and unprintable text in names, owners and reasons appear escaped in the picture."""
     registry = CudaGraphBufferRegistry(device=CPU, max_bs=1, max_num_tokens=1)
     registry.register_slot(
-        GraphSlot(
-            text, lambda bs, _: (bs,), torch.int8, copy_from_fb=False, owner=text, reason=text
-        )
+        GraphSlot(text, lambda bs, _: (bs,), torch.int8, copy_from_fb=False, owner=text, reason=text)
     )
     (title,) = titles(draw([registry.describe()]))
     if text:
@@ -89,15 +87,11 @@ sizes = st.lists(st.integers(0, 2**14), max_size=5)
 
 @settings(derandomize=True, deadline=None, max_examples=60)
 @given(one=sizes, other=sizes)
-def test_bars_are_linear_in_bytes_on_one_scale_that_is_printed(
-    one: list[int], other: list[int]
-) -> None:
+def test_bars_are_linear_in_bytes_on_one_scale_that_is_printed(one: list[int], other: list[int]) -> None:
     """In a picture of two registries every bar ends at its bytes on the scale, or is 2 pixels long."""
     root = ET.fromstring(draw(lanes_of_sizes(one, other)))  # noqa: S314  our own
     ticks = [
-        float(element.attrib["x"])
-        for element in root.iter(f"{SVG}rect")
-        if element.get("class") == "gp-tick"
+        float(element.attrib["x"]) for element in root.iter(f"{SVG}rect") if element.get("class") == "gp-tick"
     ]
     words = [element.text or "" for element in root.iter(f"{SVG}text")]
     labels = [word for word in words if re.fullmatch(r"[\d.]+ (B|KiB)", word)]
@@ -134,9 +128,7 @@ def test_the_legend_has_each_owner_in_the_colour_of_its_bars() -> None:
 @pytest.mark.parametrize("scheme", SCHEMES)
 @settings(derandomize=True, deadline=None, max_examples=30)
 @given(registry=registries())
-def test_every_text_is_on_the_page_and_can_be_read(
-    scheme: Scheme, registry: CudaGraphBufferRegistry
-) -> None:
+def test_every_text_is_on_the_page_and_can_be_read(scheme: Scheme, registry: CudaGraphBufferRegistry) -> None:
     """For any slots, every text is inside the page, with a contrast of 4.5, and no bar is below it."""
     for text in written(draw([registry.describe(), *lanes_of_sizes([2**12, 1])]), scheme):
         assert contrast(text.colour, text.below.colour) >= 4.5
@@ -150,10 +142,7 @@ def test_kept_tails_are_hatched_and_reset_ones_are_not() -> None:
     registry = small()
     picture = draw([registry.describe()])
     root = ET.fromstring(picture)  # noqa: S314  our own
-    hatched = [
-        len(group.findall(f"{SVG}rect[@fill='url(#gp-kept)']")) == 1
-        for group in root.iter(f"{SVG}g")
-    ]
+    hatched = [len(group.findall(f"{SVG}rect[@fill='url(#gp-kept)']")) == 1 for group in root.iter(f"{SVG}g")]
     expected = [slot.enabled and slot.keeps_tail for slot in declared(registry)]
     assert hatched == expected
     assert {True, False} <= set(hatched)

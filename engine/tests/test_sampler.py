@@ -117,9 +117,7 @@ def test_seeds_decide_the_draws() -> None:
         ({"temperature": 0.25, "top_p": 0.7}, {3}),  # top-p judges the tempered probabilities
     ],
 )
-def test_the_support_is_exactly_the_top_k_and_top_p(
-    sampling: dict[str, Any], support: set[int]
-) -> None:
+def test_the_support_is_exactly_the_top_k_and_top_p(sampling: dict[str, Any], support: set[int]) -> None:
     """Top-k, then top-p of the tempered probabilities, keep these tokens: no more, no fewer."""
     logits = [math.log(p) for p in (0.05, 0.3, 0.1, 0.4, 0.15)]
     assert set(draws(logits, 600, **sampling)) == support
@@ -142,9 +140,7 @@ def test_ties_at_the_border_go_to_the_lower_token() -> None:
         ({"temperature": 1.3, "top_p": 0.9}, [0, 1, 2, 4]),
     ],
 )
-def test_tokens_come_as_often_as_the_softmax_says(
-    sampling: dict[str, Any], kept: list[int]
-) -> None:
+def test_tokens_come_as_often_as_the_softmax_says(sampling: dict[str, Any], kept: list[int]) -> None:
     """4,000 draws agree with the renormalised tempered softmax (chi-square, p > 0.001)."""
     logits = [0.4, 1.9, 1.1, -1.5, 0.9, -2.0]
     tempered = torch.tensor(logits, dtype=torch.float64) / sampling.get("temperature", 1.0)
@@ -179,9 +175,7 @@ def test_a_large_vocabulary_is_drawn_from_end_to_end() -> None:
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0}, {"temperature": 1.0, "top_k": 2}])
 @pytest.mark.parametrize("bad", [[0.0, math.nan, 9.0], [-math.inf] * 3, [math.inf, 0.0, 0.0]])
-def test_the_error_for_invalid_logits_names_the_request(
-    sampling: dict[str, Any], bad: list[float]
-) -> None:
+def test_the_error_for_invalid_logits_names_the_request(sampling: dict[str, Any], bad: list[float]) -> None:
     """NaN, all minus infinity, or plus infinity raise EngineError naming that request only."""
     requests = [request("fine", **sampling), request("broken", **sampling)]
     with pytest.raises(EngineError, match="'broken'") as raised:
@@ -231,9 +225,7 @@ def test_parameters_at_the_edges_are_taken() -> None:
 
 def test_the_largest_seeds_reach_the_generator() -> None:
     """Every valid seed can seed a generator, and neighbours at the upper end differ."""
-    states = {
-        bytes(request(seed=seed).generator.get_state().numpy()) for seed in (2**64 - 1, 2**64 - 2)
-    }
+    states = {bytes(request(seed=seed).generator.get_state().numpy()) for seed in (2**64 - 1, 2**64 - 2)}
     assert len(states) == 2
 
 

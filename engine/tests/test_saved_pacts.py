@@ -82,9 +82,7 @@ def _document() -> dict[str, Any]:
     registry = _registry()
     parts = {"view": Limits(), "metadata": _meta(registry)}
     pacts = [Pact.of(dataclasses.replace(SHAPE, variant=v), registry, **parts) for v in ("", "b")]
-    return SavedPacts.of(
-        [("decode", pacts[0]), ("decode", pacts[1]), ("verify", pacts[0])]
-    ).to_dict()
+    return SavedPacts.of([("decode", pacts[0]), ("decode", pacts[1]), ("verify", pacts[0])]).to_dict()
 
 
 def test_a_saved_pact_has_what_can_be_compared_and_no_address() -> None:

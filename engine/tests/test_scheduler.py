@@ -101,15 +101,11 @@ class Bench:
             assert all(scheduled.samples)
         assert int(news.sum()) == batch.num_tokens
         ends = batch.seq_lens.tolist()
-        positions = [
-            at for end, new in zip(ends, news.tolist(), strict=True) for at in range(end - new, end)
-        ]
+        positions = [at for end, new in zip(ends, news.tolist(), strict=True) for at in range(end - new, end)]
         assert batch.positions.tolist() == positions
         self.cache[batch.out_cache_loc] = batch.input_ids
         table = self.rows.req_to_token[batch.req_pool_indices]
-        return [
-            self.cache[slots[:end].long()].tolist() for slots, end in zip(table, ends, strict=True)
-        ]
+        return [self.cache[slots[:end].long()].tolist() for slots, end in zip(table, ends, strict=True)]
 
     def step(self) -> ScheduledBatch | None:
         """Schedule, run the fake model, commit, and check all that must hold between steps."""
@@ -308,8 +304,7 @@ def test_the_youngest_is_preempted_and_returns_in_the_order_of_arrival() -> None
     """With three growing requests, the oldest is never preempted, and they finish in order."""
     bench = Bench(16, model_len=16)
     requests = [
-        bench.add(at, [at], max_new_tokens=15, ignore_eos=True, stop_token_ids=frozenset())
-        for at in range(3)
+        bench.add(at, [at], max_new_tokens=15, ignore_eos=True, stop_token_ids=frozenset()) for at in range(3)
     ]
     finished: list[str] = []
     while step := bench.step():
@@ -376,9 +371,7 @@ def test_lengths_end_a_request(
         ({"max_new_tokens": 3}, 3, "stop"),
     ],
 )
-def test_end_and_stop_tokens_end_a_request(
-    sampling: dict[str, Any], length: int, reason: str
-) -> None:
+def test_end_and_stop_tokens_end_a_request(sampling: dict[str, Any], length: int, reason: str) -> None:
     """The end token stops a request unless ignored, a stop token always; both are kept."""
     answers = [1, 2, EOS, 3, 4, 5, 6, 8, 9]
     bench = Bench(64, choose=lambda _, request: answers[len(request.output_token_ids)])

@@ -56,15 +56,9 @@ class AcmeBackend(AttentionBackend):
     def declare_slots(self, limits: Limits) -> Sequence[GraphSlot]:
         """Return every graph-resident buffer: here one, a row for each request."""
         width = limits.max_context_len
-        return [
-            metadata_slot(
-                "acme.table", lambda bs, _: (bs, width), torch.int64, role="table", axis="bs"
-            )
-        ]
+        return [metadata_slot("acme.table", lambda bs, _: (bs, width), torch.int64, role="table", axis="bs")]
 
-    def allocate_metadata(
-        self, view: ForwardBatch, shape: GraphShape, buffers: Buffers
-    ) -> AcmeMetadata:
+    def allocate_metadata(self, view: ForwardBatch, shape: GraphShape, buffers: Buffers) -> AcmeMetadata:
         """Bind tensors of the view and slices of the slots for one shape."""
         del shape  # `buffers` slices for it
         return AcmeMetadata(view.out_cache_loc, view.seq_lens, buffers("acme.table"))
@@ -94,8 +88,7 @@ class AcmeBackend(AttentionBackend):
         seen = position < metadata.num_keys[:, None]
         # Slots that a request does not own may hold NaN, and NaN times a weight of zero is NaN.
         keys, values = (
-            cache[metadata.table].masked_fill(~seen[:, :, None, None], 0).transpose(1, 2)
-            for cache in caches
+            cache[metadata.table].masked_fill(~seen[:, :, None, None], 0).transpose(1, 2) for cache in caches
         )
         return self.attend(q, keys, values, seen, layer.scaling)
 

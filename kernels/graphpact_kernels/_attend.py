@@ -107,9 +107,7 @@ class Steps:
     def __init__(self) -> None:
         self._last: list[tuple[Hashable, torch.Tensor, StepLayout]] = []
 
-    def find(
-        self, numbers: Hashable, pages: torch.Tensor, make: Callable[[], StepLayout]
-    ) -> StepLayout:
+    def find(self, numbers: Hashable, pages: torch.Tensor, make: Callable[[], StepLayout]) -> StepLayout:
         """Return the layout of ``numbers`` and ``pages``; make it if it is not cached."""
         for had, held, step in self._last:
             if had == numbers and torch.equal(held, pages):

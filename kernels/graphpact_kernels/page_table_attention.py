@@ -43,9 +43,7 @@ def _round4(n: int) -> int:
     return -(-n // 4) * 4
 
 
-def _schedule_attention(
-    cu_seqlens_q: torch.Tensor, cache_seqlens: torch.Tensor, out: torch.Tensor
-) -> None:
+def _schedule_attention(cu_seqlens_q: torch.Tensor, cache_seqlens: torch.Tensor, out: torch.Tensor) -> None:
     bs = cache_seqlens.shape[0]
     width = _round4(bs)
     out.zero_()
@@ -64,9 +62,7 @@ _schedule = define_kernel(
 )
 
 
-def schedule_attention(
-    cu_seqlens_q: torch.Tensor, cache_seqlens: torch.Tensor, *, out: torch.Tensor
-) -> None:
+def schedule_attention(cu_seqlens_q: torch.Tensor, cache_seqlens: torch.Tensor, *, out: torch.Tensor) -> None:
     """Write the schedule of a step into ``out``, on the device.
 
     Args:
@@ -197,9 +193,7 @@ def _check(
     for i, length in enumerate(lengths):
         num_q = offsets[i + 1] - offsets[i]
         if num_q > max_seqlen_q:
-            raise KernelRefusal(
-                f"request {i}: {num_q} queries, max_seqlen_q is {max_seqlen_q}", rule="GP08"
-            )
+            raise KernelRefusal(f"request {i}: {num_q} queries, max_seqlen_q is {max_seqlen_q}", rule="GP08")
         if not 0 <= length <= num_pages * page_size:
             raise KernelRefusal(
                 f"request {i}: {length} keys, its row of page_table has room for {num_pages * page_size}",

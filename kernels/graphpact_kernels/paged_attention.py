@@ -129,9 +129,7 @@ def _check(
         pages = kv_indptr[i + 1] - kv_indptr[i]
         keys = (pages - 1) * page_size + last if pages else 0
         if pages and not 1 <= last <= page_size:
-            raise KernelRefusal(
-                f"kv_last_page_len[{i}] is {last}, a page has {page_size} keys", rule="GP04"
-            )
+            raise KernelRefusal(f"kv_last_page_len[{i}] is {last}, a page has {page_size} keys", rule="GP04")
         if num_q > keys:
             raise KernelRefusal(
                 f"request {i}: causal attention of {num_q} queries over {keys} keys", rule="GP04"

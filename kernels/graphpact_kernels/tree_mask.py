@@ -55,17 +55,13 @@ def _pack_tree_mask(
     if _library.may_read(out):
         size = int(mask_indptr[-1])
         if size > out.shape[0]:
-            raise KernelRefusal(
-                f"the mask has {out.shape[0]} bytes, this batch needs {size}", rule="GP13"
-            )
+            raise KernelRefusal(f"the mask has {out.shape[0]} bytes, this batch needs {size}", rule="GP13")
     byte = torch.arange(size, dtype=mask_indptr.dtype, device=out.device)
     request = torch.searchsorted(mask_indptr[1:], byte, right=True)
     request = request.clamp_(max=len(seq_lens) - 1)
     lane = torch.arange(8, device=out.device)
     bit = (byte - mask_indptr[request])[:, None] * 8 + lane
-    seen = _bits(
-        tree_mask, seq_lens, first_key, kv_lens, sliding_window, request[:, None].expand(-1, 8), bit
-    )
+    seen = _bits(tree_mask, seq_lens, first_key, kv_lens, sliding_window, request[:, None].expand(-1, 8), bit)
     out[:size].copy_((seen.to(torch.uint8) << lane.to(torch.uint8)).sum(dim=1))
 
 

@@ -219,24 +219,18 @@ def test_other_dtypes(dtype: torch.dtype, decode: bool, path: str) -> None:  # n
     """The output has the dtype of the queries and is near the float64 reference."""
     for extra in ({}, {"softcap": 5.0}, {"sinks": True, "sliding_window": 3}):
         num_q = [1, 1, 1] if decode else [3, 1, 4]
-        problem = _problem(
-            num_q=num_q, prefix=[0, 9, 5], heads=(4, 2), dtype=dtype, decode=decode, **extra
-        )
+        problem = _problem(num_q=num_q, prefix=[0, 9, 5], heads=(4, 2), dtype=dtype, decode=decode, **extra)
         got = problem.run(path)
         assert got.dtype is dtype
         tolerance = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}[dtype]
-        torch.testing.assert_close(
-            got.double(), problem.reference(), rtol=tolerance, atol=tolerance
-        )
+        torch.testing.assert_close(got.double(), problem.reference(), rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("decode", [True, False])
 @pytest.mark.parametrize("path", ["cpu", "elsewhere"])
 def test_reads_of_unowned_memory_are_caught(decode: bool, path: str) -> None:  # noqa: FBT001
     """A last page that is declared one key too long reads poison: the tests above can fail."""
-    problem = _problem(
-        num_q=[1, 1] if decode else [2, 1], prefix=[3, 4], page_size=16, decode=decode
-    )
+    problem = _problem(num_q=[1, 1] if decode else [2, 1], prefix=[3, 4], page_size=16, decode=decode)
     longer = problem.arguments["kv_last_page_len"] + torch.tensor([0, 1], dtype=torch.int32)
     rows = problem.run(path, kv_last_page_len=longer)
     assert bool(rows[-1].isnan().any())
@@ -336,9 +330,7 @@ def _tables(draw: st.DrawFn) -> tuple[torch.Tensor, list[int], list[int], int]:
 
 @EXAMPLES
 @given(case=_tables(), spare=st.integers(0, 4))
-def test_packing_equals_a_loop(
-    case: tuple[torch.Tensor, list[int], list[int], int], spare: int
-) -> None:
+def test_packing_equals_a_loop(case: tuple[torch.Tensor, list[int], list[int], int], spare: int) -> None:
     """Pages are packed request after request; a CPU writes nothing after them, other devices write zeros."""
     table, rows, pages, page_size = case
     expected = [

@@ -60,9 +60,7 @@ class PageTableCall:
             is_causal=a["causal"],
         )
         caches = self.k_cache, self.v_cache
-        attend_padded(
-            self.q, *caches, a["cu_seqlens_q"], keys, a["max_seqlen_q"], options, out, lse=lse
-        )
+        attend_padded(self.q, *caches, a["cu_seqlens_q"], keys, a["max_seqlen_q"], options, out, lse=lse)
         return out, lse
 
     def reference(self, planned: list[int] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -231,9 +229,7 @@ def test_a_request_without_any_query(path: str, latent: bool) -> None:  # noqa: 
 def test_other_dtypes(dtype: torch.dtype, path: str) -> None:
     """The output has the dtype of the queries, the log-sum-exp is float32; both are near the reference."""
     for extra in ({}, {"softcap": 5.0, "causal": False}, {"sinks": True, "sliding_window": 3}):
-        problem = make_problem(
-            num_q=[3, 1, 4], num_kv=[3, 10, 9], heads=(4, 2), dtype=dtype, **extra
-        )
+        problem = make_problem(num_q=[3, 1, 4], num_kv=[3, 10, 9], heads=(4, 2), dtype=dtype, **extra)
         out, lse = problem.run(path)
         assert out.dtype is dtype
         assert lse.dtype is torch.float32
@@ -316,9 +312,7 @@ def test_a_schedule_counts_blocks_and_leaves_zeros(problem: PageTableCall, spare
 @given(problem=problems(), path=st.sampled_from(PATHS))
 def test_a_right_schedule_changes_nothing(problem: PageTableCall, path: str) -> None:
     """The schedule of its own step does not change the result of a call."""
-    assert_same(
-        problem.run(path, scheduler_metadata=schedule_of(problem)), problem.run(path), **TIGHT
-    )
+    assert_same(problem.run(path, scheduler_metadata=schedule_of(problem)), problem.run(path), **TIGHT)
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -365,9 +359,7 @@ def test_the_page_table_has_pages_and_scratch_behind_them(
 
 
 @EXAMPLES
-@given(
-    problem=problems(causal=False, sliding_window=None, sinks=False, page_size=1), data=st.data()
-)
+@given(problem=problems(causal=False, sliding_window=None, sinks=False, page_size=1), data=st.data())
 def test_two_halves_merge_to_the_whole(problem: PageTableCall, data: st.DataObject) -> None:
     """Attention over two disjoint sets of keys, even empty ones, merges to attention over their union."""
     a = problem.arguments

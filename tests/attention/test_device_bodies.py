@@ -17,8 +17,7 @@ LANES = [
     pytest.param(backend, config, id=f"{backend.__name__}-{config}")
     for backend in (FlashInferBackend, FA3Backend, TRTLLMMLABackend)
     for config in configs_of(backend.capabilities)
-    if config.dtype is torch.float32
-    and (config.page_size, config.heads.name) in ((16, "gqa"), (64, "mla"))
+    if config.dtype is torch.float32 and (config.page_size, config.heads.name) in ((16, "gqa"), (64, "mla"))
 ]
 
 
@@ -29,8 +28,6 @@ def _elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("backend", "config"), LANES)
-def test_a_lane_answers_what_the_oracle_says(
-    backend: type[AttentionBackend], config: Config
-) -> None:
+def test_a_lane_answers_what_the_oracle_says(backend: type[AttentionBackend], config: Config) -> None:
     """Padded to its bounds, every kernel gives the oracle's rows and does not write unowned memory."""
     hold_to_oracle(backend, config, strict=False, max_examples=2)

@@ -99,9 +99,7 @@ def each_problem(rig: Rig, check: Callable[[Any, Any], None]) -> None:
 
 
 @pytest.mark.parametrize(("backend", "config"), LANES)
-def test_attending_alone_repeats_a_writing_forward(
-    backend: type[AttentionBackend], config: Config
-) -> None:
+def test_attending_alone_repeats_a_writing_forward(backend: type[AttentionBackend], config: Config) -> None:
     """Without keys and values, `forward` repeats the output of the one that wrote; the cache is unchanged."""
     rig = Rig(config, backend=backend, capture=False)
     seen = []
@@ -120,9 +118,7 @@ def test_attending_alone_repeats_a_writing_forward(
 
 
 @pytest.mark.parametrize(("backend", "config"), LANES)
-def test_a_layer_uses_the_cache_that_it_names(
-    backend: type[AttentionBackend], config: Config
-) -> None:
+def test_a_layer_uses_the_cache_that_it_names(backend: type[AttentionBackend], config: Config) -> None:
     """A layer with ``kv_layer`` reads and writes that cache, and neither reads nor writes its own."""
     rig = Rig(shared(config), backend=backend, capture=False)
     first, second = rig.layers

@@ -32,9 +32,7 @@ class Launches(TorchDispatchMode):
         super().__init__()
         self.count = 0
         self._device = {t.untyped_storage().data_ptr() for t in device_memory}
-        self._kept: list[
-            torch.Tensor
-        ] = []  # keeps addresses in use, so that host memory cannot get them
+        self._kept: list[torch.Tensor] = []  # keeps addresses in use, so that host memory cannot get them
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run ``func``; count it if it reads or writes device memory and is no view and no allocation."""
@@ -47,8 +45,7 @@ class Launches(TorchDispatchMode):
             self._device.update(t.untyped_storage().data_ptr() for t in made)
             storages = {t.untyped_storage().data_ptr() for t in given}
             is_view = func.is_view or (
-                not func._schema.is_mutable
-                and all(t.untyped_storage().data_ptr() in storages for t in made)
+                not func._schema.is_mutable and all(t.untyped_storage().data_ptr() in storages for t in made)
             )
             self.count += not is_view and "empty" not in func.name()
         return out
@@ -80,9 +77,7 @@ def test_the_page_says_how_many_launches_a_replay_hook_makes() -> None:
     """docs/attention.md has the counted table; with the work in the graph, hooks only copy plans."""
     columns = [(name, in_graph) for name in BACKENDS for in_graph in (True, False)]
     rows = [
-        "| mode | "
-        + " | ".join(f"{n}, {'in the graph' if g else 'by the hook'}" for n, g in columns)
-        + " |",
+        "| mode | " + " | ".join(f"{n}, {'in the graph' if g else 'by the hook'}" for n, g in columns) + " |",
         "|---|" + "---|" * len(columns),
     ]
     for case in CASES:

@@ -50,9 +50,7 @@ def _replays(
     """
     variant = next(v for v in VARIANTS if v.name == name)
     config = next(
-        c
-        for c in configs_of(ReferenceBackend.capabilities)
-        if str(c) == f"{mode}-page16-gqa-float32"
+        c for c in configs_of(ReferenceBackend.capabilities) if str(c) == f"{mode}-page16-gqa-float32"
     )
     rig = Rig(
         config,

@@ -58,9 +58,7 @@ def options_of(line: str, monkeypatch: pytest.MonkeyPatch) -> Options:
 
 
 @pytest.mark.parametrize("name", CHOSEN)
-def test_the_printed_line_shows_the_finding_again(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_printed_line_shows_the_finding_again(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """For each rule that an exhibit breaks, the command line of its first finding gives an equal finding."""
     exhibit = BY_NAME[name]
     first = visit(exhibit)

@@ -85,9 +85,7 @@ def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Elsewhere:
 
 
 def _run(*arguments: str, cwd: Path | None = None) -> None:
-    done = subprocess.run(
-        [sys.executable, *arguments], cwd=cwd, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([sys.executable, *arguments], cwd=cwd, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -108,9 +106,7 @@ def test_nothing_of_this_repository_is_there(elsewhere: Elsewhere) -> None:
 
 def test_the_example_keeps_the_pact_by_command_and_by_pytest(elsewhere: Elsewhere) -> None:
     """`graphpact check` ends with status 0; the example's own tests pass, none is skipped."""
-    assert "conformant on the tape" in elsewhere.run(
-        "graphpact", "check", "my_attention", "--quick"
-    )
+    assert "conformant on the tape" in elsewhere.run("graphpact", "check", "my_attention", "--quick")
     told = elsewhere.run(*PYTEST, "-W", "error")
     assert re.search(r"^21 passed in ", told, re.MULTILINE)
 
@@ -120,9 +116,7 @@ def test_a_bug_in_the_installed_plugin_is_told_and_can_be_told_again(elsewhere: 
     assert WRONG in (EXAMPLE / "README.md").read_text()  # the README describes this bug
     elsewhere.plant(RIGHT, WRONG)
     try:
-        told = elsewhere.run(
-            "graphpact", "check", "my_attention", "--quick", "--lane", "dec*", status=1
-        )
+        told = elsewhere.run("graphpact", "check", "my_attention", "--quick", "--lane", "dec*", status=1)
         finding = told[told.index("✗ GP03 stale-pad-tail") :]
         for name, text in (
             ("hook", "init_metadata_replay"),

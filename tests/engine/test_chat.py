@@ -25,9 +25,7 @@ HELLO = [{"role": "system", "content": "Be short."}, {"role": "user", "content":
 
 def build(path: Path) -> Engine:
     """Return an engine on a checkpoint."""
-    return Engine(
-        EngineConfig.load(None, env={}, overrides=[f'model.path="{path}"', 'engine.device="cpu"'])
-    )
+    return Engine(EngineConfig.load(None, env={}, overrides=[f'model.path="{path}"', 'engine.device="cpu"']))
 
 
 @pytest.fixture(scope="module")
@@ -107,9 +105,7 @@ def test_a_hostile_template_is_refused(
         engine.generate([HELLO], SHORT)
 
 
-def test_the_command_chats(
-    chatty: Path, capsys: pytest.CaptureFixture[str], engine: Engine
-) -> None:
+def test_the_command_chats(chatty: Path, capsys: pytest.CaptureFixture[str], engine: Engine) -> None:
     """``--chat`` makes each prompt a user's message; the answer stands on a line of its own."""
     expected = engine.generate([[{"role": "user", "content": "Hi"}]], SHORT)[0]
     options = ["--model", str(chatty), "--chat", "-n", "4", "--ignore-eos", "--quiet", "Hi"]
@@ -122,9 +118,7 @@ def test_the_command_chats(
     assert "has no chat template" in capsys.readouterr().err
 
 
-def test_the_options_of_the_command_are_parameters(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_options_of_the_command_are_parameters(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each sampling option of the command sets the parameter of its name, and no other."""
     params: dict[str, Any] = {
         "max_new_tokens": 30,
@@ -172,6 +166,4 @@ def test_what_a_checkpoint_recommends_is_told(
     said = "generation is greedy; the checkpoint recommends --temperature 0.6 --top-p 0.9" in err
     assert said == (given == ())
     with build(path) as engine:
-        assert SamplingParams(**engine.recommended_sampling) == SamplingParams(
-            temperature=0.6, top_p=0.9
-        )
+        assert SamplingParams(**engine.recommended_sampling) == SamplingParams(temperature=0.6, top_p=0.9)

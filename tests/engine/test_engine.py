@@ -219,9 +219,7 @@ def test_a_backend_that_lacks_a_mode_is_refused() -> None:
     """A backend without the mode of its lane is refused; the error lists the modes that it has."""
 
     class DecodeOnly(FlashInferBackend):
-        capabilities = replace(
-            FlashInferBackend.capabilities, modes=frozenset({ForwardMode.DECODE})
-        )
+        capabilities = replace(FlashInferBackend.capabilities, modes=frozenset({ForwardMode.DECODE}))
 
     config = configure(TINY, "engine.attention_backend=decode_only")
     with pytest.raises(UnsupportedModelError, match=r"mode extend \(has decode\)"):
@@ -279,9 +277,7 @@ class Lenient(TapeDriver):
         ),
     ],
 )
-def test_a_strict_lane_without_a_strict_driver_is_refused(
-    lane: str, overrides: list[str], says: str
-) -> None:
+def test_a_strict_lane_without_a_strict_driver_is_refused(lane: str, overrides: list[str], says: str) -> None:
     """``strict`` is refused for a lane without graphs, and for a driver without a strict mode."""
     config = configure(TINY, f"lanes.{lane}.strict=true", *overrides)
     with pytest.raises(ConfigError, match=rf"lanes\.{lane}\.strict = true, but .*{says}"):

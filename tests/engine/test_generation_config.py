@@ -39,9 +39,7 @@ def write(checkpoint: Callable[..., Path], tmp_path: Path) -> Callable[..., Path
 
 def build(path: Path) -> Engine:
     """Return an engine on a checkpoint."""
-    return Engine(
-        EngineConfig.load(None, env={}, overrides=[f'model.path="{path}"', 'engine.device="cpu"'])
-    )
+    return Engine(EngineConfig.load(None, env={}, overrides=[f'model.path="{path}"', 'engine.device="cpu"']))
 
 
 FIELDS: list[dict[str, Any]] = [
@@ -65,17 +63,13 @@ def test_tokens_follow_the_generation_config_as_in_transformers(
         done = engine.generate(PROMPTS, SamplingParams(max_new_tokens=12))
         plain = engine.generate(
             PROMPTS,
-            SamplingParams(
-                max_new_tokens=12, repetition_penalty=1.0, suppress_tokens=(), min_new_tokens=0
-            ),
+            SamplingParams(max_new_tokens=12, repetition_penalty=1.0, suppress_tokens=(), min_new_tokens=0),
         )
     tokens = [each.token_ids for each in done]
     assert tokens == [reference_tokens(path, prompt, 12) for prompt in PROMPTS]
     # What a request says itself is preferred: here, that nothing changes its logits.
     (path / generation_config.FILE).write_text(json.dumps({"eos_token_id": ends}))
-    assert [p.token_ids for p in plain] == [
-        reference_tokens(path, prompt, 12) for prompt in PROMPTS
-    ]
+    assert [p.token_ids for p in plain] == [reference_tokens(path, prompt, 12) for prompt in PROMPTS]
     assert (tokens != [p.token_ids for p in plain]) == bool(fields)
 
 
@@ -98,9 +92,7 @@ def test_stop_strings_of_the_checkpoint_end_a_text(tmp_path: Path) -> None:
     (path / generation_config.FILE).write_text('{"eos_token_id": 256, "stop_strings": ["e "]}')
     with build(path) as engine:
         params = SamplingParams(max_new_tokens=30)
-        cut, whole = engine.generate(
-            ["The "] * 2, [params, SamplingParams(max_new_tokens=30, stop=())]
-        )
+        cut, whole = engine.generate(["The "] * 2, [params, SamplingParams(max_new_tokens=30, stop=())])
     assert cut.finish_reason == "stop"
     assert cut.text == whole.text[: whole.text.index("e ")]
 

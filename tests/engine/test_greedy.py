@@ -109,9 +109,7 @@ def test_a_gpu_writes_the_same_tokens(
     params = SamplingParams(max_new_tokens=16)
     options = ("engine.max_num_batched_tokens=24", 'model.dtype="float64"')
     on_cpu = make_engine(path, *options).generate(prompts, params)
-    engine = make_engine(
-        path, *options, 'engine.device="cuda"', f"lanes.decode.graph_driver={driver}"
-    )
+    engine = make_engine(path, *options, 'engine.device="cuda"', f"lanes.decode.graph_driver={driver}")
     assert [c.token_ids for c in engine.generate(prompts, params)] == [c.token_ids for c in on_cpu]
     assert engine.lanes[0].stats.replays == engine.verifiers[0].verified > 20
 

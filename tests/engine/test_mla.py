@@ -228,9 +228,7 @@ def make_engine(path: Path, decode: str, prefill: str, *overrides: str) -> Engin
 
 @needs_seam
 @pytest.mark.parametrize("strict", ["false", "true"])
-def test_an_engine_keeps_latents_where_every_lane_can(
-    strict: str, checkpoint: Callable[..., Path]
-) -> None:
+def test_an_engine_keeps_latents_where_every_lane_can(strict: str, checkpoint: Callable[..., Path]) -> None:
     """Absorbed and expanded engines give the same tokens; a layer caches 32 or 144 numbers per token."""
     path = checkpoint("deepseek_v3")
     prompts = [prompt_of(n, n) for n in (1, 17, 40, 5)]
@@ -240,9 +238,7 @@ def test_an_engine_keeps_latents_where_every_lane_can(
         ("latents", "versatile", 32, {(1, 32), (1, 24)}),
         ("versatile", "flashinfer", 144, {(4, 24), (4, 12)}),
     ):
-        engine = make_engine(
-            path, decode, prefill, f"lanes.decode.strict={strict}", "engine.num_pages=40"
-        )
+        engine = make_engine(path, decode, prefill, f"lanes.decode.strict={strict}", "engine.num_pages=40")
         cache = engine.memory.kv_cache
         assert {tuple(t.shape[1:]) for t in (*cache.k, *cache.v)} == widths
         assert cache.nbytes == 2 * width * 4 * (40 + 1) * 16

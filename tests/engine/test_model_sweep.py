@@ -63,9 +63,7 @@ def test_the_page_is_what_the_sweep_writes() -> None:
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("case", ["gpt2", "gpt_oss", "mixtral"])
-def test_compiled_steps_are_equal_too(
-    case: str, quiet: None, request: pytest.FixtureRequest
-) -> None:
+def test_compiled_steps_are_equal_too(case: str, quiet: None, request: pytest.FixtureRequest) -> None:
     """A model with a pad token, and mixtures of experts, compile and equal transformers."""
     request.getfixturevalue("compiler")
     assert compare(case, runner="cpu_graph") == Result(case, "equal", "captured")

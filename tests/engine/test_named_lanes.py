@@ -63,9 +63,7 @@ def expected() -> list[list[int]]:
     ],
     ids=["alike", "other-backend", "shared", "strict"],
 )
-def test_each_batch_runs_in_the_first_lane_that_fits(
-    more: list[str], expected: list[list[int]]
-) -> None:
+def test_each_batch_runs_in_the_first_lane_that_fits(more: list[str], expected: list[list[int]]) -> None:
     """Batches of one or two requests replay in one lane and larger ones in another; tokens are the same."""
     with build(*FEW, *more, "verify.replay_against_eager=1.0") as engine:
         assert [lane.name for lane in engine.lanes] == ["few", "decode", "prefill"]
@@ -180,10 +178,7 @@ def file(tmp_path: Path) -> str:
 
 def test_the_table_of_a_run_has_every_lane(file: str, capsys: pytest.CaptureFixture[str]) -> None:
     """``graphpact generate`` lists the shapes and eager runs of each lane under the lane's name."""
-    assert (
-        main(["generate", "--config", file, "-n", "4", "Return ", "-s", "lanes.decode.strict=true"])
-        == 0
-    )
+    assert main(["generate", "--config", file, "-n", "4", "Return ", "-s", "lanes.decode.strict=true"]) == 0
     rows = [line.split() for line in capsys.readouterr().err.splitlines()]
     shapes = [(row[0], row[1], row[3]) for row in rows if row and row[0] in ("long", "decode")]
     assert shapes == [

@@ -137,9 +137,7 @@ def test_an_observer_that_cannot_be_built_is_named() -> None:
         def __init__(self) -> None:
             raise OSError("no socket")
 
-    with pytest.raises(
-        PluginError, match="observer 'acme' cannot be used: it raised OSError: no socket"
-    ):
+    with pytest.raises(PluginError, match="observer 'acme' cannot be used: it raised OSError: no socket"):
         run('engine.observers=["acme"]', catalog=Catalog(acme=Raises))
 
 

@@ -58,9 +58,7 @@ def _batch(engine: Engine, size: int, seed: int) -> ForwardBatch:
     """Return a batch of the request rows 1 to ``size``, each with one page and no cached token."""
     rows = torch.arange(1, size + 1)
     page = engine.memory.limits.page_size
-    engine.memory.requests.req_to_token[rows, :page] = (
-        rows[:, None] * page + torch.arange(page)
-    ).int()
+    engine.memory.requests.req_to_token[rows, :page] = (rows[:, None] * page + torch.arange(page)).int()
     generator = torch.Generator().manual_seed(seed)
     return ForwardBatch(
         forward_mode=ForwardMode.DECODE,

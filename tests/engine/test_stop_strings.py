@@ -97,9 +97,7 @@ def test_streamed_text_is_the_whole_text_cut(
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
     """Yield an engine on the shipped model, whose tokens are bytes."""
-    config = EngineConfig.load(
-        None, env={}, overrides=[f'model.path="{TINY}"', 'engine.device="cpu"']
-    )
+    config = EngineConfig.load(None, env={}, overrides=[f'model.path="{TINY}"', 'engine.device="cpu"'])
     with Engine(config) as engine:
         yield engine
 
@@ -156,9 +154,7 @@ def test_the_last_token_may_complete_a_stop_string(engine: Engine) -> None:
 def test_held_text_is_given_with_the_last_token(engine: Engine) -> None:
     """Text that might have begun a stop string is shown when the request ends without one."""
     whole = engine.generate(["The "], params(max_new_tokens=5))[0].text
-    deltas = list(
-        engine.stream(["The "], params(max_new_tokens=5, stop=[whole + "?", whole[3:] + "!"]))
-    )
+    deltas = list(engine.stream(["The "], params(max_new_tokens=5, stop=[whole + "?", whole[3:] + "!"])))
     assert [delta.text for delta in deltas] == ["", "", "", "", whole]
     assert deltas[-1].finish_reason == "length"
 
@@ -167,9 +163,7 @@ def test_stop_strings_need_a_tokenizer(tmp_path: Path) -> None:
     """Stop strings for a checkpoint without a tokenizer are refused; without them it serves token ids."""
     for name in ("config.json", "model.safetensors"):
         shutil.copy(TINY / name, tmp_path)
-    config = EngineConfig.load(
-        None, env={}, overrides=[f'model.path="{tmp_path}"', 'engine.device="cpu"']
-    )
+    config = EngineConfig.load(None, env={}, overrides=[f'model.path="{tmp_path}"', 'engine.device="cpu"'])
     with Engine(config) as engine:
         with pytest.raises(CheckpointError, match="no tokenizer"):
             engine.generate([[84]], params(stop="x"))

@@ -118,9 +118,7 @@ class Consumers(RuleBasedStateMachine):
         self.streams: list[tuple[DeltaStream, list[tuple[str, int]], list[list[Any]]]] = []
         self.by_hand: list[tuple[Request, str, int]] = []
 
-    prompts = st.lists(
-        st.tuples(st.sampled_from(PROMPTS), st.integers(1, 20)), min_size=0, max_size=3
-    )
+    prompts = st.lists(st.tuples(st.sampled_from(PROMPTS), st.integers(1, 20)), min_size=0, max_size=3)
     which = st.integers(0, 9)
 
     @rule(prompts=prompts)

@@ -247,8 +247,7 @@ _REGIONS: dict[str, Callable[[_World], Any]] = {
     "empty_graph": lambda w: w.x,
 }
 _ACTS.update(
-    (name, _Act(lambda w, region=region: _legal(w, lambda: region(w))))
-    for name, region in _REGIONS.items()
+    (name, _Act(lambda w, region=region: _legal(w, lambda: region(w)))) for name, region in _REGIONS.items()
 )
 
 
@@ -403,9 +402,7 @@ def _input_set(w: _World) -> _Seen:
 @_act()
 def _input_rebound(w: _World) -> _Seen:
     held = [torch.full((4,), 2.0, device=w.device)]
-    return _frozen(
-        w, lambda: w.x * held[-1], lambda: held.append(torch.full((4,), 5.0, device=w.device))
-    )
+    return _frozen(w, lambda: w.x * held[-1], lambda: held.append(torch.full((4,), 5.0, device=w.device)))
 
 
 @_act()
@@ -1034,11 +1031,7 @@ def test_the_strict_tape_does_what_the_table_says(name: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    [
-        name
-        for name in _ACTS
-        if _verdict(_ROWS[name]) in ("legal", "frozen") and name not in _NOT_FAST
-    ],
+    [name for name in _ACTS if _verdict(_ROWS[name]) in ("legal", "frozen") and name not in _NOT_FAST],
 )
 def test_the_fast_tape_does_what_is_legal(name: str) -> None:
     """An act that is legal or frozen in a CUDA graph gives the same results on the fast tape."""
@@ -1050,9 +1043,7 @@ def test_the_fast_tape_does_what_is_legal(name: str) -> None:
     [
         name
         for name in _ACTS
-        if _ROWS[name]["kind"] == "host read"
-        and _verdict(_ROWS[name]) == "fails"
-        and name not in _NOT_FAST
+        if _ROWS[name]["kind"] == "host read" and _verdict(_ROWS[name]) == "fails" and name not in _NOT_FAST
     ],
 )
 def test_the_fast_tape_refuses_host_reads(name: str) -> None:

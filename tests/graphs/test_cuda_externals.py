@@ -261,8 +261,6 @@ def test_a_driver_that_tells_nothing_is_named_in_the_statistics(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.complex64])
 def test_a_host_number_is_no_input(dtype: torch.dtype) -> None:
     """A zero-dimensional tensor of another device is taken by value; any other tensor is reported."""
-    watch = CudaDriver(
-        torch.device("cuda", 0)
-    ).capture  # a different device from that of the tensors
+    watch = CudaDriver(torch.device("cuda", 0)).capture  # a different device from that of the tensors
     number, row = torch.tensor(2, dtype=dtype), torch.ones(3, dtype=dtype)
     assert storages(watch(lambda: row * number)) == [row.data_ptr()]

@@ -21,9 +21,7 @@ _CUDA = torch.device("cuda", 0)
 _NO_CUDA = CudaDriver.unavailable(_CUDA)
 _DRIVERS = [
     pytest.param((TapeDriver, torch.device("cpu")), id="tape"),
-    pytest.param(
-        (functools.partial(TapeDriver, strict=True), torch.device("cpu")), id="tape-strict"
-    ),
+    pytest.param((functools.partial(TapeDriver, strict=True), torch.device("cpu")), id="tape-strict"),
     pytest.param((InductorDriver, torch.device("cpu")), id="inductor"),
     pytest.param(
         (CudaDriver, _CUDA),

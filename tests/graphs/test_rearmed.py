@@ -30,9 +30,7 @@ class World:
         self.cache = torch.zeros(8)
         self.workspace = torch.zeros(1)
         self.driver.declare(
-            DeclaredMemory(
-                refreshed=[self.x, self.unread], caches=[self.cache], workspaces=[self.workspace]
-            )
+            DeclaredMemory(refreshed=[self.x, self.unread], caches=[self.cache], workspaces=[self.workspace])
         )
 
     def count(self, x: torch.Tensor) -> torch.Tensor:
@@ -42,9 +40,7 @@ class World:
 
     def broken(self, call: Callable[..., Any], *args: torch.Tensor) -> Graph:
         """Capture work, an eager call, and work on its result."""
-        return self.driver.capture(
-            lambda: self.driver.eager_call(call, self.x * 2, *args) + self.x, warmup=0
-        )
+        return self.driver.capture(lambda: self.driver.eager_call(call, self.x * 2, *args) + self.x, warmup=0)
 
 
 @pytest.mark.parametrize("planted", [0, 1, 2, None])

@@ -101,9 +101,7 @@ class Finite:
     """An observer that asserts that every step gives finite logits."""
 
     @hookimpl(wrapper=True)
-    def run_step(
-        self, lane: Lane, batch: ForwardBatch
-    ) -> Generator[None, StepOutputs, StepOutputs]:
+    def run_step(self, lane: Lane, batch: ForwardBatch) -> Generator[None, StepOutputs, StepOutputs]:
         """Look at the logits of a step."""
         del lane, batch
         outputs = yield
@@ -143,9 +141,7 @@ def store(path: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> No
     save_file(tensors, path / SINGLE, {"format": "pt"})
 
 
-def split(
-    path: Path, first: str = "a.safetensors", second: str = "b.safetensors"
-) -> dict[str, str]:
+def split(path: Path, first: str = "a.safetensors", second: str = "b.safetensors") -> dict[str, str]:
     """Replace the single file by two and an index; return the map of the index."""
     tensors = load_file(path / SINGLE)
     names = sorted(tensors)
@@ -304,9 +300,7 @@ def test_end_tokens_are_token_ids(ids: Any, file: str, model: Path, refuses: Ref
     refuses(model, file, "eos_token_id")
 
 
-@pytest.mark.parametrize(
-    ("ids", "expected"), [(None, set()), ([], set()), (3, {3}), ([3, 198], {3, 198})]
-)
+@pytest.mark.parametrize(("ids", "expected"), [(None, set()), ([], set()), (3, {3}), ([3, 198], {3, 198})])
 def test_end_tokens_are_none_one_or_several(ids: Any, expected: set[int], model: Path) -> None:
     """Null, one id and a list of ids are served."""
     (model / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
@@ -316,9 +310,7 @@ def test_end_tokens_are_none_one_or_several(ids: Any, expected: set[int], model:
 # -- the number of positions -----------------------------------------------------------------------
 
 
-def test_a_model_has_the_positions_of_its_config(
-    checkpoint: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_a_model_has_the_positions_of_its_config(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     """The number is found under the name that the model type uses, and is never made up."""
     assert load(checkpoint("llama")).max_model_len == 128
     small = {
@@ -354,9 +346,7 @@ def test_a_model_without_a_number_of_positions_needs_one(remote: Path) -> None:
     with pytest.raises(ConfigError, match=r"(?s)how many positions.*engine\.max_model_len"):
         engine(remote, "model.trust_remote_code=true")
     served = engine(remote, "model.trust_remote_code=true", "engine.max_model_len=32")
-    assert served.generate([[5, 9, 3]], SamplingParams(max_new_tokens=2, ignore_eos=True))[
-        0
-    ].token_ids
+    assert served.generate([[5, 9, 3]], SamplingParams(max_new_tokens=2, ignore_eos=True))[0].token_ids
     with pytest.raises(ConfigError, match="there is memory for"):
         engine(remote, "model.trust_remote_code=true", f"engine.max_model_len={10**15}")
 
@@ -385,9 +375,7 @@ def opened_in(*folders: Path) -> Iterator[set[str]]:
         os.close(watch)
 
 
-@pytest.mark.skipif(
-    sys.platform != "linux", reason="inotify tells which files are opened; Linux has it"
-)
+@pytest.mark.skipif(sys.platform != "linux", reason="inotify tells which files are opened; Linux has it")
 @pytest.mark.parametrize("sharded", [False, True])
 def test_the_files_of_the_list_are_opened_and_no_others(*, sharded: bool, model: Path) -> None:
     """Loading opens the configs and the weight files of the resolved list; decoys beside them stay closed."""
@@ -656,9 +644,7 @@ TENSORS: dict[str, tuple[Callable[[dict[str, torch.Tensor]], Any], list[str]]] =
 
 
 @pytest.mark.parametrize("case", TENSORS)
-def test_weights_that_are_not_finite_floats_are_refused(
-    case: str, model: Path, refuses: Refuses
-) -> None:
+def test_weights_that_are_not_finite_floats_are_refused(case: str, model: Path, refuses: Refuses) -> None:
     """A tensor that is no float, or is NaN or infinite somewhere, is refused with its name and format."""
     change, words = TENSORS[case]
     store(model, change)
@@ -746,9 +732,7 @@ def test_a_tokenizer_that_loads_and_cannot_encode_is_one_error(tmp_path: Path) -
     for file in TINY.glob("*.json"):
         shutil.copy(file, tmp_path)
     (tmp_path / "tokenizer_config.json").write_text(
-        json.dumps(
-            json.loads((TINY / "tokenizer_config.json").read_text()) | {"model_max_length": "long"}
-        )
+        json.dumps(json.loads((TINY / "tokenizer_config.json").read_text()) | {"model_max_length": "long"})
     )
     with pytest.raises(CheckpointError, match="tokenizer"):
         models.load_tokenizer(tmp_path)
@@ -835,9 +819,7 @@ def test_a_mutated_config_runs_or_is_refused(
             place[key] = data.draw(VALUES)
     (path / "config.json").write_text(json.dumps(config))
     try:
-        answers = engine(path).generate(
-            [[5, 9, 3]], SamplingParams(max_new_tokens=3, ignore_eos=True)
-        )
+        answers = engine(path).generate([[5, 9, 3]], SamplingParams(max_new_tokens=3, ignore_eos=True))
     except UsageError:
         return
     assert len(answers[0].token_ids) == 3

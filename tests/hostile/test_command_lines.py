@@ -24,8 +24,6 @@ from hostile_rig import command, refused
     ],
     ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else None,
 )
-def test_what_is_not_there_is_refused_by_name(
-    arguments: list[str], words: list[str], tmp_path: Path
-) -> None:
+def test_what_is_not_there_is_refused_by_name(arguments: list[str], words: list[str], tmp_path: Path) -> None:
     """A command that names something that does not exist ends with status 2 and one error that names it."""
     refused(command(*arguments, cwd=tmp_path), *words)

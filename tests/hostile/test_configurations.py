@@ -46,9 +46,7 @@ FILES: dict[str, tuple[bytes, list[str]]] = {
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_an_odd_file_is_refused(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_odd_file_is_refused(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A file that is no configuration gives one error with its name and the fault, and status 2."""
     data, words = FILES[name]
     file = tmp_path / "odd.toml"
@@ -81,9 +79,7 @@ def test_what_is_no_file_is_refused_without_reading_it(kind: str, tmp_path: Path
     refused(command("generate", "--config", path, "Hello"), str(path))
 
 
-def test_a_shell_may_pass_the_output_of_a_command(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_shell_may_pass_the_output_of_a_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A pipe that the shell has opened, as by ``--config <(command)``, is read like a file."""
     reader, writer = os.pipe()
     os.write(writer, b"engine.sede = 1\n")

@@ -120,9 +120,7 @@ def test_an_interrupt_during_an_import_is_one(module: str) -> None:
 
 def test_an_import_that_turns_an_interrupt_into_an_error_is_one() -> None:
     """Where a library raises another error because of Ctrl-C, the status is 130 too."""
-    raises = (
-        "try: raise KeyboardInterrupt\n            except BaseException: raise ImportError('x')"
-    )
+    raises = "try: raise KeyboardInterrupt\n            except BaseException: raise ImportError('x')"
     program = INTERRUPT.format(module="torch", config=DEMO, raises=raises)
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=LIMIT

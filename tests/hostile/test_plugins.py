@@ -60,9 +60,7 @@ def test_a_plugin_that_takes_its_process_along_is_a_row(
     for name, (_, reason) in IMPORTS.items():
         said = found[f"fake_{name}"]["reason"]
         assert said is None if reason is None else reason in said, (name, said)
-        assert (
-            reason is None or f"GRAPHPACT_DISABLE_PLUGINS=command:fake_{name} disables it" in said
-        )
+        assert reason is None or f"GRAPHPACT_DISABLE_PLUGINS=command:fake_{name} disables it" in said
     assert "Traceback" not in err
 
 
@@ -122,9 +120,7 @@ def test_an_odd_contract_version_is_a_reason(
 ) -> None:
     """A plugin whose contract version is no small number is refused by name when it is selected."""
     site.add("odd", "raise SystemExit", offers={"fake_odd": "Runner"}, contract=contract)
-    assert (
-        main(["generate", "--set", "lanes.decode.runner=fake_odd", "--config", str(DEMO), "x"]) == 2
-    )
+    assert main(["generate", "--set", "lanes.decode.runner=fake_odd", "--config", str(DEMO), "x"]) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert err.count("error: ") == 1

@@ -27,9 +27,7 @@ SHORT = SamplingParams(max_new_tokens=2)
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
     """Yield an engine on the shipped model, whose tokens are bytes."""
-    config = EngineConfig.load(
-        None, env={}, overrides=[f'model.path="{TINY}"', 'engine.device="cpu"']
-    )
+    config = EngineConfig.load(None, env={}, overrides=[f'model.path="{TINY}"', 'engine.device="cpu"'])
     with Engine(config) as engine:
         yield engine
 
@@ -67,9 +65,7 @@ def refused(engine: Engine, prompts: Any, *words: str, sampling: Any = SHORT) ->
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_what_is_no_list_of_prompts_is_refused(
-    prompts: Any, words: list[str], engine: Engine
-) -> None:
+def test_what_is_no_list_of_prompts_is_refused(prompts: Any, words: list[str], engine: Engine) -> None:
     """A single prompt, or no ordered collection, is refused; the error says how to give one prompt."""
     refused(engine, prompts, *words)
 
@@ -121,9 +117,7 @@ def test_what_is_no_list_of_prompts_is_refused(
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_what_is_no_prompt_is_refused_with_its_place(
-    prompt: Any, words: list[str], engine: Engine
-) -> None:
+def test_what_is_no_prompt_is_refused_with_its_place(prompt: Any, words: list[str], engine: Engine) -> None:
     """A prompt of another type or with another element is refused by its number; none was started."""
     refused(engine, ["The ", prompt, "If "], "prompt 2 of 3: ", *words)
 
@@ -152,9 +146,7 @@ def test_token_ids_of_any_integer_type_are_served(same: Any, engine: Engine) -> 
     assert done[0].token_ids == done[1].token_ids
     assert done[1].prompt is same
     assert repr(same) == before
-    assert (
-        engine.generate([range(84, 88)], SHORT)[0].text == engine.generate(["TUVW"], SHORT)[0].text
-    )
+    assert engine.generate([range(84, 88)], SHORT)[0].text == engine.generate(["TUVW"], SHORT)[0].text
 
 
 @pytest.mark.parametrize("make", [list, tuple, iter, collections.deque, lambda x: (p for p in x)])
@@ -181,9 +173,7 @@ def test_a_generator_of_prompts_that_raises_starts_nothing(engine: Engine) -> No
 
 ANYTHING = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary(),
-    lambda inner: (
-        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=3), inner, max_size=3)
-    ),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
     max_leaves=8,
 )
 
@@ -226,9 +216,7 @@ def test_anything_is_served_or_refused(prompts: Any, engine: Engine) -> None:
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_sampling_that_fits_no_prompt_is_refused(
-    sampling: Any, words: list[str], engine: Engine
-) -> None:
+def test_sampling_that_fits_no_prompt_is_refused(sampling: Any, words: list[str], engine: Engine) -> None:
     """Sampling parameters of another type or number, or with tokens that do not exist, are refused."""
     refused(engine, ["The ", "If "], *words, sampling=sampling)
 
@@ -236,9 +224,7 @@ def test_sampling_that_fits_no_prompt_is_refused(
 def test_each_prompt_may_have_its_own_parameters(engine: Engine) -> None:
     """A list of parameters gives each prompt its own; None is the default."""
     lengths = [3, 1, 7]
-    done = engine.generate(
-        ["The "] * 4, [*(SamplingParams(max_new_tokens=n) for n in lengths), None]
-    )
+    done = engine.generate(["The "] * 4, [*(SamplingParams(max_new_tokens=n) for n in lengths), None])
     assert [len(each.token_ids) for each in done][:3] == lengths
     assert len(done[3].token_ids) > 7
 

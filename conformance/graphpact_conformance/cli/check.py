@@ -71,17 +71,13 @@ def check(
     ] = None,
     lane: Annotated[
         list[str] | None,
-        typer.Option(
-            "--lane", metavar="GLOB", help="Check only lanes with matching names; repeatable."
-        ),
+        typer.Option("--lane", metavar="GLOB", help="Check only lanes with matching names; repeatable."),
     ] = None,
     list_rules: Annotated[
         bool,
         typer.Option("--list", help="List the rules, or the lanes of NAMEs, without a run."),
     ] = False,
-    device: Annotated[
-        DeviceOption, typer.Option("--device", help="Device of the lanes.")
-    ] = DeviceOption.cpu,
+    device: Annotated[DeviceOption, typer.Option("--device", help="Device of the lanes.")] = DeviceOption.cpu,
     strict: Annotated[
         bool,
         typer.Option(
@@ -92,14 +88,10 @@ def check(
     ] = False,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer lanes.")] = False,
     thorough: Annotated[bool, typer.Option("--thorough", help="More lanes.")] = False,
-    seed: Annotated[
-        int | None, typer.Option("--seed", min=0, help="Seed of random batches.")
-    ] = None,
+    seed: Annotated[int | None, typer.Option("--seed", min=0, help="Seed of random batches.")] = None,
     examples: Annotated[
         int | None,
-        typer.Option(
-            "--examples", min=1, help="Sequences of batches for each experiment and lane."
-        ),
+        typer.Option("--examples", min=1, help="Sequences of batches for each experiment and lane."),
     ] = None,
     workers: Annotated[
         int | None,
@@ -201,8 +193,7 @@ def _print_lanes(names: Sequence[str], options: "Options", *, as_json: bool) -> 
     with contextlib.redirect_stdout(sys.stderr):
         catalog = PluginCatalog.scan()
         lanes = {
-            str(target): suite.lanes_of(target, options, catalog)
-            for target in suite.targets(names, catalog)
+            str(target): suite.lanes_of(target, options, catalog) for target in suite.targets(names, catalog)
         }
     rows = [
         (name, str(plan), [e.name for e in suite.experiments_of(plan, options)])
@@ -231,8 +222,4 @@ def _installed_hint() -> str:
     catalog = PluginCatalog.scan()
     infos = [*catalog.infos("attention_backend"), *catalog.infos("runner")]
     names = dict.fromkeys(info.name for info in infos)
-    return (
-        f"give one or more of: {', '.join(names)}"
-        if names
-        else "no backend and no runner is installed"
-    )
+    return f"give one or more of: {', '.join(names)}" if names else "no backend and no runner is installed"

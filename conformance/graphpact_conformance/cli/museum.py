@@ -112,8 +112,7 @@ def describe(visit: "Visit") -> dict[str, Any]:
         "missing": visit.missing,
         "errors": list(visit.errors),
         "findings": {
-            rule or "general": finding.model_dump(mode="json")
-            for rule, finding in visit.findings.items()
+            rule or "general": finding.model_dump(mode="json") for rule, finding in visit.findings.items()
         },
     }
 
@@ -149,9 +148,7 @@ def print_matrix(visits: Sequence["Visit"]) -> None:
     )
 
 
-def _choose(
-    names: Sequence[str], rules: set[str], rooms: Sequence[str]
-) -> list["Exhibit | Variant"]:
+def _choose(names: Sequence[str], rules: set[str], rooms: Sequence[str]) -> list["Exhibit | Variant"]:
     from graphpact_conformance.museum import EXHIBITS, VARIANTS  # noqa: PLC0415  all the suite needs
 
     pieces: list[Exhibit | Variant] = [*EXHIBITS, *VARIANTS]

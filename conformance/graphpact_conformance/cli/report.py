@@ -25,9 +25,7 @@ def report(
     ],
     other: Annotated[
         Path | None,
-        typer.Argument(
-            metavar="B.json", help="A later report to compare with.", show_default=False
-        ),
+        typer.Argument(metavar="B.json", help="A later report to compare with.", show_default=False),
     ] = None,
     *,
     html: Annotated[

@@ -68,9 +68,7 @@ def _print_plugin(console: Console, plugin: PluginResults, *, strict: bool) -> N
         f"  {plugin.kind.replace('_', ' ')}, {plugin.distribution} {plugin.version},"
         f" contract {plugin.contract or 'not declared'}"
     )
-    console.print(
-        Text.assemble((_line(plugin.label), "bold"), (_line(about), "dim")), soft_wrap=True
-    )
+    console.print(Text.assemble((_line(plugin.label), "bold"), (_line(about), "dim")), soft_wrap=True)
     found = rows(plugin)
     width = max((len(row.label) for row in found), default=0)
     notes = _notes(plugin)

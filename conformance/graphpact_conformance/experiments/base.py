@@ -91,9 +91,7 @@ def same_step(a: StepRecord, b: StepRecord, *, first_slot: int, padded: bool = T
         return True
     if not same_rows(a.rows, b.rows) or (padded and not same_rows(a.outputs, b.outputs)):
         return False
-    return all(
-        equal(cache[first_slot:], b.caches[name][first_slot:]) for name, cache in a.caches.items()
-    )
+    return all(equal(cache[first_slot:], b.caches[name][first_slot:]) for name, cache in a.caches.items())
 
 
 @dataclass(frozen=True)

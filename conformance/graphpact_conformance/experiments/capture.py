@@ -68,9 +68,7 @@ def _of_strict_failure(lane: LaneUnderTest, error: BaseException) -> Finding:
     )
 
 
-_UNWRITTEN = (
-    "write every row that the kernels read, also at capture: see GP02 and GP03 in this lane"
-)
+_UNWRITTEN = "write every row that the kernels read, also at capture: see GP02 and GP03 in this lane"
 
 
 def _of_failure(lane: LaneUnderTest, error: BaseException, live: Problem) -> list[Finding]:

@@ -66,8 +66,7 @@ def graph_choice(lane: LaneUnderTest, _: Drawn) -> Findings:
                 "GP12",
                 hook="prepare_replay",
                 field="fit()",
-                expected=" or ".join(map(str, held_by))
-                or "an EagerReason: no captured shape holds it",
+                expected=" or ".join(map(str, held_by)) or "an EagerReason: no captured shape holds it",
                 actual=str(asked),
                 problem=problem,
                 help="let fit() depend only on the batch: return the smallest captured shape of its mode"
@@ -89,18 +88,14 @@ def graph_choice(lane: LaneUnderTest, _: Drawn) -> Findings:
                 )
             continue
         replayed = [
-            shape
-            for shape, stats in rig.lane.stats.shapes.items()
-            if stats.replays > before.get(shape, 0)
+            shape for shape, stats in rig.lane.stats.shapes.items() if stats.replays > before.get(shape, 0)
         ]
         counted = rig.lane.stats.eager.total() - eager
         if replayed != ([best] if best else []) or counted != (0 if best else 1):
             yield lane.finding(
                 "GP12",
                 field="Lane.stats",
-                expected=f"one replay of {best}"
-                if best
-                else "one eager run, counted with its reason",
+                expected=f"one replay of {best}" if best else "one eager run, counted with its reason",
                 actual=f"replays of {', '.join(map(str, replayed)) or 'none'}, {counted} eager runs",
                 step=step,
                 help="return a captured shape from fit(), or an EagerReason",
@@ -170,9 +165,7 @@ def _smallest(shapes: Sequence[GraphShape], batch: ForwardBatch) -> list[GraphSh
     return [
         shape
         for shape, (bs, tokens) in zip(fits, sizes, strict=True)
-        if not any(
-            other != (bs, tokens) and other[0] <= bs and other[1] <= tokens for other in sizes
-        )
+        if not any(other != (bs, tokens) and other[0] <= bs and other[1] <= tokens for other in sizes)
     ]
 
 
@@ -391,9 +384,7 @@ def _same_captures(lane: LaneUnderTest, rigs: Sequence[Rig]) -> Findings:
             return
 
 
-def _other_work(
-    first: Sequence[TracedCall], second: Sequence[TracedCall]
-) -> tuple[int, str, str] | None:
+def _other_work(first: Sequence[TracedCall], second: Sequence[TracedCall]) -> tuple[int, str, str] | None:
     """Return the first recorded operation that differs between two ranks, and both in words.
 
     Operations and tensor shapes count. Host numbers may differ, such as the first row of a rank.
@@ -420,9 +411,7 @@ def _sizes_of(call: TracedCall) -> str:
     return f" of {', '.join(map(str, sizes))}" if sizes else ""
 
 
-def _same_steps(
-    plain: LaneUnderTest, lane: LaneUnderTest, rigs: Sequence[Rig], problem: Problem
-) -> Findings:
+def _same_steps(plain: LaneUnderTest, lane: LaneUnderTest, rigs: Sequence[Rig], problem: Problem) -> Findings:
     """Step all ranks of a tensor-parallel group with one batch: each rank has a share of the padded rows."""
     shapes = []
     for rank, rig in enumerate(rigs):

@@ -178,12 +178,7 @@ def _compare_with_dummy(
 ) -> Findings:
     for path, leaf in step.leaves.items():
         then = kept.get(path)
-        if (
-            then is None
-            or leaf.slot is None
-            or not leaf.is_resident
-            or then.shape != leaf.value.shape
-        ):
+        if then is None or leaf.slot is None or not leaf.is_resident or then.shape != leaf.value.shape:
             continue
         then = then.cpu()
         garbage = torch.full_like(then, poison_of(then.dtype))
@@ -203,9 +198,7 @@ def _compare_with_dummy(
         )
 
 
-def _has_effect(
-    rig: Rig, step: StepRecord, path: str, differs: torch.Tensor, then: torch.Tensor
-) -> bool:
+def _has_effect(rig: Rig, step: StepRecord, path: str, differs: torch.Tensor, then: torch.Tensor) -> bool:
     """Return whether the values that capture wrote change the results of the graph."""
     batch = rig.runner.dummy(step.shape) if step.shape is not None else None
     problem = step.problem

@@ -120,9 +120,7 @@ def _compare(lane: LaneUnderTest, rig: Rig, way: Way, problem: Problem) -> _Comp
 
 
 @torch.inference_mode()
-def _capture(
-    twin: Rig, problem: Problem, shape: GraphShape, batch: ForwardBatch | None = None
-) -> StepRecord:
+def _capture(twin: Rig, problem: Problem, shape: GraphShape, batch: ForwardBatch | None = None) -> StepRecord:
     """Capture a batch in place of the runner's dummy, replay it once, and return the record."""
     twin.load(problem)
     twin.lane.capture(shape, twin.batch_of(problem) if batch is None else batch)
@@ -167,14 +165,11 @@ def _counts_real_rows(step: StepRecord, breach: Breach) -> bool:
     """Return whether a shape has live rows where the captured shape has padded rows."""
     shape = step.shape
     assert shape is not None  # noqa: S101  it was replayed
-    numbers = [
-        [int(n) for n in re.findall(r"\d+", text)] for text in (breach.captured, breach.replayed)
-    ]
+    numbers = [[int(n) for n in re.findall(r"\d+", text)] for text in (breach.captured, breach.replayed)]
     raw = len(step.problem.requests), len(step.problem.tokens)
     padded = shape.batch_size, shape.num_tokens
     return any(
-        c - n in (padded[0] - raw[0], padded[1] - raw[1]) and c != n
-        for c, n in zip(*numbers, strict=False)
+        c - n in (padded[0] - raw[0], padded[1] - raw[1]) and c != n for c, n in zip(*numbers, strict=False)
     )
 
 
@@ -362,17 +357,13 @@ def _compare_memory(
     step, seen = pair
     shape = step.shape
     assert shape is not None  # noqa: S101  it was replayed
-    for at, (mine, theirs) in enumerate(
-        zip(_outside(rig, shape), _outside(twin, shape), strict=False)
-    ):
+    for at, (mine, theirs) in enumerate(zip(_outside(rig, shape), _outside(twin, shape), strict=False)):
         if (mine.shape, mine.dtype) != (theirs.shape, theirs.dtype):
             return  # other recorded work, a finding of the traces
         if equal(mine, theirs):
             continue
 
-        def renew(
-            _: ForwardBatch, __: Any, mine: torch.Tensor = mine, theirs: torch.Tensor = theirs
-        ) -> None:
+        def renew(_: ForwardBatch, __: Any, mine: torch.Tensor = mine, theirs: torch.Tensor = theirs) -> None:
             mine.copy_(theirs)
 
         kept = mine.clone()
@@ -445,9 +436,7 @@ class _Tracer(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         del types
-        if (
-            func is not torch.ops.aten.detach.default
-        ):  # torch dispatches more of them under a recorder
+        if func is not torch.ops.aten.detach.default:  # torch dispatches more of them under a recorder
             self.calls.append(TracedCall.of(func, args, kwargs or {}))
         return func(*args, **(kwargs or {}))
 
@@ -483,9 +472,7 @@ def _compare_with_warm_up(lane: LaneUnderTest, way: Way, step: StepRecord) -> Fi
         )
 
 
-def compare_traces(
-    recorded: Sequence[TracedCall], other: Sequence[TracedCall]
-) -> Mapping[str, str] | None:
+def compare_traces(recorded: Sequence[TracedCall], other: Sequence[TracedCall]) -> Mapping[str, str] | None:
     """Return the first difference of two recordings, its rule and both sides in words, or None."""
     found = first_difference(recorded, other)
     if found is None:

@@ -205,9 +205,7 @@ def _stale(
         if bool(mask.any()) and any(before.shows(rig, base, leaf, mask, v) for v in values):
             first, second = (values_at(v, mask) for v in values)
             why = f"{first} after one history, {second} after another"
-            yield _finding(
-                lane, base, leaf, rule, mask, "a value that depends only on this batch", why
-            )
+            yield _finding(lane, base, leaf, rule, mask, "a value that depends only on this batch", why)
 
 
 def _finding(
@@ -248,9 +246,7 @@ def _plans_at_fault(lane: LaneUnderTest, rig: Rig, problem: Problem) -> Findings
     if largest.shape != base.shape:
         return
     changes = {
-        leaf.path: put(
-            torch.ones_like(leaf.value, dtype=torch.bool), largest.leaves[leaf.path].value
-        )
+        leaf.path: put(torch.ones_like(leaf.value, dtype=torch.bool), largest.leaves[leaf.path].value)
         for leaf in plans
     }
     for chosen in (*([leaf] for leaf in plans), plans):

@@ -55,9 +55,7 @@ def answers_eagerly(lane: LaneUnderTest, steps: Drawn) -> Findings:
 
 def _judge_eager(lane: LaneUnderTest, rig: Rig, step: StepRecord) -> Findings:
     if step.error is not None:
-        yield lane.of_error(
-            step.error, expected="an eager run of a declared kind of batch", step=step
-        )
+        yield lane.of_error(step.error, expected="an eager run of a declared kind of batch", step=step)
         return
     yield from wrong_results(
         lane,
@@ -159,12 +157,8 @@ def _of_difference(
             "padding tokens must write KV slot 0: reset the tail of out_cache_loc to 0",
         )
     elif padded and is_right(lane, rig, exact):
-        help_ = (
-            "batches without padding are right: check the contents and the counts of padding rows"
-        )
-    elif not _is_prepared_otherwise(lane, rig, problem) and is_right(
-        lane, rig, problem, eagerly=True
-    ):
+        help_ = "batches without padding are right: check the contents and the counts of padding rows"
+    elif not _is_prepared_otherwise(lane, rig, problem) and is_right(lane, rig, problem, eagerly=True):
         rule = "GP10"
         help_ = (
             "the hooks prepare the same as a capture of this batch, so the recorded work is wrong for it:"
@@ -202,9 +196,7 @@ def largest_step(lane: LaneUnderTest, _: Drawn) -> Findings:
         step = rig.step(largest)
         expected = "the largest batch that the limits allow is replayed correctly"
         if step.error is not None:
-            found = lane.of_error(
-                step.error, expected=expected, rule="GP13", step=step, help=_SIZES
-            )
+            found = lane.of_error(step.error, expected=expected, rule="GP13", step=step, help=_SIZES)
             yield found
             if found.rule != "GP13":
                 yield found.model_copy(update={"rule": "GP13", "help": _SIZES})
@@ -273,13 +265,9 @@ def _only_padded_fails(lane: LaneUnderTest, rig: Rig, step: StepRecord, exact: P
         found = lane.of_error(step.error, expected=expected, step=step)
         yield found.model_copy(update={"rule": "GP03", "help": _STALE_HELP})
         return
-    out_of_range = any(
-        "out of bounds" in str(e) or "out of range" in str(e) for e in causes(step.error)
-    )
+    out_of_range = any("out of bounds" in str(e) or "out of range" in str(e) for e in causes(step.error))
     rule = "GP04" if out_of_range else "GP05"
-    found = lane.of_error(
-        step.error, expected=expected, rule=rule, step=step, help=_PADDED_HELP[rule]
-    )
+    found = lane.of_error(step.error, expected=expected, rule=rule, step=step, help=_PADDED_HELP[rule])
     yield found
     if found.rule in ("GP04", "GP07") and not out_of_range:
         yield found.model_copy(update={"rule": "GP05", "help": _PADDED_HELP["GP05"]})
@@ -424,13 +412,9 @@ def _leftovers_leak(lane: LaneUnderTest, rig: Rig, base: StepRecord, exact: Prob
             yield from _compare_real(lane, rig, base, step, what)
 
 
-def _compare_real(
-    lane: LaneUnderTest, rig: Rig, base: StepRecord, step: StepRecord, what: str
-) -> Findings:
+def _compare_real(lane: LaneUnderTest, rig: Rig, base: StepRecord, step: StepRecord, what: str) -> Findings:
     if step.error is not None:
-        yield lane.of_error(
-            step.error, expected=f"{what} does not change live rows", rule="GP06", step=step
-        )
+        yield lane.of_error(step.error, expected=f"{what} does not change live rows", rule="GP06", step=step)
         return
     if same_rows(base.rows, step.rows) or not same_rows(base.rows, rig.step(base.problem).rows):
         return  # equal; or the step is not deterministic, a finding of `repeated`
@@ -489,11 +473,7 @@ def _pads_read(lane: LaneUnderTest, rig: Rig, base: StepRecord) -> Findings:
         f" padding row",
         expected="an output that depends only on scratch",
         actual="it changes with keys of live requests or unowned KV slots"
-        + (
-            ", and with zeroed slots it does not: it reads values of an earlier batch"
-            if is_stale
-            else ""
-        ),
+        + (", and with zeroed slots it does not: it reads values of an earlier batch" if is_stale else ""),
         step=base,
         help=_STALE_HELP
         if is_stale
@@ -561,11 +541,7 @@ def _pads_count(lane: LaneUnderTest, rig: Rig, base: StepRecord, exact: Problem)
         return
     step = rig.step(base.problem, fill=_clear)
     wrong = [] if step.error else differences(rig, step, lane.answer(rig, base.problem))
-    if (
-        not wrong
-        or not is_right(lane, rig, exact)
-        or not is_right(lane, rig, base.problem, eagerly=True)
-    ):
+    if not wrong or not is_right(lane, rig, exact) or not is_right(lane, rig, base.problem, eagerly=True):
         return
     yield lane.finding(
         "GP05",

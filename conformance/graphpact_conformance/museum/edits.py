@@ -30,9 +30,7 @@ def after_replay_hook(edit: Edit) -> Make:
             fill_is_device_only = False
 
             @hookimpl
-            def init_metadata_replay(
-                self, view: ForwardBatch, shape: GraphShape, captured: Any
-            ) -> Any:
+            def init_metadata_replay(self, view: ForwardBatch, shape: GraphShape, captured: Any) -> Any:
                 """Refresh, and then run the edit."""
                 fresh = super().init_metadata_replay(view, shape, captured)
                 for at, part in each_step(view, fresh):
@@ -71,9 +69,7 @@ def not_refreshed(spare: Callable[[Any], Any], *, in_graph: bool) -> Make:
             fill_is_device_only = False
 
             @hookimpl
-            def init_metadata_replay(
-                self, view: ForwardBatch, shape: GraphShape, captured: Any
-            ) -> Any:
+            def init_metadata_replay(self, view: ForwardBatch, shape: GraphShape, captured: Any) -> Any:
                 """Write all other fields."""
                 del shape
                 for at, part in each_step(view, captured):
@@ -148,13 +144,9 @@ def after_attention(then: Then, more: Callable[[Any], Sequence[GraphSlot]] | Non
     return make
 
 
-def workspace(
-    name: str, *shape: int, value: float = 0, dtype: torch.dtype = torch.float32
-) -> GraphSlot:
+def workspace(name: str, *shape: int, value: float = 0, dtype: torch.dtype = torch.float32) -> GraphSlot:
     """Return a workspace slot, filled once."""
-    return metadata_slot(
-        f"museum.{name}", lambda *_: shape, dtype, role="workspace", pad_value=value
-    )
+    return metadata_slot(f"museum.{name}", lambda *_: shape, dtype, role="workspace", pad_value=value)
 
 
 def there(backend: Any, name: str) -> torch.Tensor:

@@ -112,9 +112,7 @@ def _planned_without_drafts(base: type[Any]) -> type[Any]:
 
 def _scheduled_otherwise(_: Any, view: ForwardBatch, metadata: Any) -> None:
     lens = metadata.cache_seqlens - view.tokens_per_request
-    schedule_attention(
-        metadata.cu_seqlens_q, (lens // 2).to(torch.int32), out=metadata.scheduler_metadata
-    )
+    schedule_attention(metadata.cu_seqlens_q, (lens // 2).to(torch.int32), out=metadata.scheduler_metadata)
 
 
 _STALE = [
@@ -187,9 +185,7 @@ _STALE = [
 # -- GP16: streams and staging -----------------------------------------------------------------------
 
 
-def _staged(
-    name: str, copy: Callable[[Any, torch.Tensor, torch.Tensor, torch.Tensor], None]
-) -> Make:
+def _staged(name: str, copy: Callable[[Any, torch.Tensor, torch.Tensor, torch.Tensor], None]) -> Make:
     """Return a factory of backends that copies its lengths from host memory at replay.
 
     Args:
@@ -212,9 +208,7 @@ def _staged(
                 return [*super().declare_slots(limits), staging]
 
             @hookimpl
-            def init_metadata_replay(
-                self, view: ForwardBatch, shape: GraphShape, captured: Any
-            ) -> Any:
+            def init_metadata_replay(self, view: ForwardBatch, shape: GraphShape, captured: Any) -> Any:
                 """Refresh, and copy the lengths."""
                 fresh = super().init_metadata_replay(view, shape, captured)
                 for step, (at, part) in enumerate(each_step(view, fresh)):
@@ -244,9 +238,7 @@ def _cleared(backend: Any, target: torch.Tensor, staging: torch.Tensor, lens: to
     backend.copied.record()
 
 
-def _event_by_shape(
-    backend: Any, target: torch.Tensor, staging: torch.Tensor, lens: torch.Tensor
-) -> None:
+def _event_by_shape(backend: Any, target: torch.Tensor, staging: torch.Tensor, lens: torch.Tensor) -> None:
     events = backend.copied = backend.copied or {}
     if len(lens) in events:
         events[len(lens)].synchronize()
@@ -256,9 +248,7 @@ def _event_by_shape(
     events[len(lens)].record()
 
 
-def _marked_early(
-    backend: Any, target: torch.Tensor, staging: torch.Tensor, lens: torch.Tensor
-) -> None:
+def _marked_early(backend: Any, target: torch.Tensor, staging: torch.Tensor, lens: torch.Tensor) -> None:
     events = backend.copied = backend.copied or {}
     if staging.data_ptr() in events:
         events[staging.data_ptr()].synchronize()
@@ -305,9 +295,7 @@ def _on_a_side_stream(*, forks: bool, joins: bool) -> Make:
             side: Any = None
 
             @hookimpl
-            def init_metadata_replay(
-                self, view: ForwardBatch, shape: GraphShape, captured: Any
-            ) -> Any:
+            def init_metadata_replay(self, view: ForwardBatch, shape: GraphShape, captured: Any) -> Any:
                 """Refresh on the side."""
                 main = self.driver.current_stream()
                 self.side = self.side or self.driver.stream()

@@ -33,9 +33,7 @@ _Fit: TypeAlias = GraphShape | EagerReason
 
 
 def _populating(
-    edit: Callable[
-        [Any, Callable[[], None], CudaGraphBufferRegistry, ForwardBatch, GraphShape], None
-    ],
+    edit: Callable[[Any, Callable[[], None], CudaGraphBufferRegistry, ForwardBatch, GraphShape], None],
 ) -> Make:
     """Return a factory of runners with another ``populate``.
 
@@ -263,9 +261,7 @@ def _method(owner: type[Any], name: str, edit: Callable[..., Any]) -> Around:
 
 def _batches(edit: Callable[[ForwardBatch, Problem], ForwardBatch]) -> Around:
     """Return a context in which the suite makes other batches."""
-    return _method(
-        Problem, "batch", lambda right, problem, **more: edit(right(problem, **more), problem)
-    )
+    return _method(Problem, "batch", lambda right, problem, **more: edit(right(problem, **more), problem))
 
 
 # -- GP12: which graph -------------------------------------------------------------------------------
@@ -717,9 +713,7 @@ _GP11 = [
         planted="The extend lengths are in another order on the host than on the device.",
         base="reference_runner",
         lanes=("mixed",),
-        make=_dummies(
-            lambda _, d: replace(d, extend_seq_lens_cpu=d.required_extend_lens()[1].flip(0))
-        ),
+        make=_dummies(lambda _, d: replace(d, extend_seq_lens_cpu=d.required_extend_lens()[1].flip(0))),
         site="runner",
     ),
     Exhibit(
@@ -945,9 +939,7 @@ _GP05 = [
         planted="The view has the batch's number of lengths, and the shape's number of tokens.",
         base="reference_runner",
         lanes=("target_verify",),
-        make=_viewing(
-            lambda view, batch: replace(view, seq_lens=view.seq_lens[: max(batch.batch_size, 1)])
-        ),
+        make=_viewing(lambda view, batch: replace(view, seq_lens=view.seq_lens[: max(batch.batch_size, 1)])),
         site="runner",
     ),
     Exhibit(
@@ -1318,8 +1310,7 @@ _OTHERS = [
         make=_dummies(
             lambda runner, d: replace(
                 d,
-                out_cache_loc=torch.arange(d.num_tokens, device=d.device)
-                + runner.context.limits.page_size,
+                out_cache_loc=torch.arange(d.num_tokens, device=d.device) + runner.context.limits.page_size,
             )
         ),
         site="runner",

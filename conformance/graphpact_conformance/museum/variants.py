@@ -104,9 +104,7 @@ def _as_named_tuple(base: type[Any]) -> type[Any]:
             return _Tuple(*(getattr(made, field.name) for field in fields(made)))
 
         @hookimpl
-        def init_metadata_replay(
-            self, view: ForwardBatch, shape: GraphShape, captured: _Tuple
-        ) -> _Tuple:
+        def init_metadata_replay(self, view: ForwardBatch, shape: GraphShape, captured: _Tuple) -> _Tuple:
             """Refresh, and return another tuple of the same tensors."""
             base.init_metadata_replay(self, view=view, shape=shape, captured=captured)
             return captured._replace()
@@ -126,17 +124,13 @@ def _bounds_by_the_batch(base: type[Any]) -> type[Any]:
     class Bounds(base):  # type: ignore[misc]
         """Captures a bound at the limits, and tells in every step how long the longest sequence is."""
 
-        def allocate_metadata(
-            self, view: ForwardBatch, shape: GraphShape, buffers: Buffers
-        ) -> _Bounded:
+        def allocate_metadata(self, view: ForwardBatch, shape: GraphShape, buffers: Buffers) -> _Bounded:
             """Return the metadata and the bound."""
             most = self.context.limits.max_context_len
             return _Bounded(super().allocate_metadata(view, shape, buffers), most)
 
         @hookimpl
-        def init_metadata_replay(
-            self, view: ForwardBatch, shape: GraphShape, captured: _Bounded
-        ) -> _Bounded:
+        def init_metadata_replay(self, view: ForwardBatch, shape: GraphShape, captured: _Bounded) -> _Bounded:
             """Refresh, and say what the batch needs; the graph keeps its bound."""
             base.init_metadata_replay(self, view=view, shape=shape, captured=captured)
             lens = view.seq_lens_cpu.tolist()
@@ -311,9 +305,7 @@ def _keeps_a_plan(base: type[Any]) -> type[Any]:
             plan = _slot("plan", lambda bs, _: (bs,), torch.int32, role="plan")
             return [*super().declare_slots(limits), plan]
 
-        def allocate_metadata(
-            self, view: ForwardBatch, shape: GraphShape, buffers: Buffers
-        ) -> _Planned:
+        def allocate_metadata(self, view: ForwardBatch, shape: GraphShape, buffers: Buffers) -> _Planned:
             """Return the metadata and its plan."""
             inner = super().allocate_metadata(view, shape, buffers)
             return _Planned(inner, _Plan(buffers("variant.plan")))
@@ -358,9 +350,7 @@ def _reads_a_constant(base: type[Any]) -> type[Any]:
             )
             return [*super().declare_slots(limits), index]
 
-        def allocate_metadata(
-            self, view: ForwardBatch, shape: GraphShape, buffers: Buffers
-        ) -> _Indexed:
+        def allocate_metadata(self, view: ForwardBatch, shape: GraphShape, buffers: Buffers) -> _Indexed:
             """Return the metadata and the index."""
             inner = super().allocate_metadata(view, shape, buffers)
             return _Indexed(inner, buffers("variant.index"))
@@ -551,9 +541,7 @@ def _pads_by_itself(base: type[Any]) -> type[Any]:
         """Copies fields and fills tails with calls of its own."""
 
         @hookimpl
-        def populate(
-            self, registry: CudaGraphBufferRegistry, batch: ForwardBatch, shape: GraphShape
-        ) -> None:
+        def populate(self, registry: CudaGraphBufferRegistry, batch: ForwardBatch, shape: GraphShape) -> None:
             """Copy, then fill."""
             for slot in registry:
                 if not slot.copy_from_fb or slot.axis == "none":
@@ -629,9 +617,7 @@ def _stages_inputs(base: type[Any]) -> type[Any]:
             return region
 
         @hookimpl
-        def populate(
-            self, registry: CudaGraphBufferRegistry, batch: ForwardBatch, shape: GraphShape
-        ) -> None:
+        def populate(self, registry: CudaGraphBufferRegistry, batch: ForwardBatch, shape: GraphShape) -> None:
             """Fill as ever, and stage lengths."""
             base.populate(self, registry=registry, batch=batch, shape=shape)
             if self.driver is None:

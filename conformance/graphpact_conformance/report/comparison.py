@@ -71,8 +71,7 @@ class Comparison:
     def counts(self) -> dict[What, int]:
         """Number of cells per kind of change."""
         return {
-            what: sum(len(change.lanes) for change in self.changes if change.what == what)
-            for what in WHATS
+            what: sum(len(change.lanes) for change in self.changes if change.what == what) for what in WHATS
         }
 
     @property

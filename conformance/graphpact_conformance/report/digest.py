@@ -112,9 +112,7 @@ class Row:
 
 def rows(plugin: PluginResults) -> list[Row]:
     """Return a row for each rule with results, by id; general checks come first."""
-    found = [
-        (rule, tuple(plugin.of_rule(rule.id if rule else None))) for rule in (None, *RULES.values())
-    ]
+    found = [(rule, tuple(plugin.of_rule(rule.id if rule else None))) for rule in (None, *RULES.values())]
     return [Row(rule, results) for rule, results in found if results]
 
 
@@ -234,8 +232,7 @@ def plain(text: str) -> str:
     Characters that XML cannot hold and characters that change the direction of writing are escaped too.
     """
     return "".join(
-        c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode("ascii")
-        for c in text
+        c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode("ascii") for c in text
     )
 
 

@@ -73,9 +73,7 @@ def load(path: Path) -> Report:
         place = ".".join(map(str, first["loc"])) or "the whole"
         count = error.error_count()
         more = f", and {count - 1} more" if count > 1 else ""
-        raise UsageError(
-            f"{file} is not a report: {place}: {first['msg']}{more}", hint=_HINT
-        ) from error
+        raise UsageError(f"{file} is not a report: {place}: {first['msg']}{more}", hint=_HINT) from error
 
 
 def _why(error: OSError) -> str:

@@ -46,9 +46,7 @@ def comparison_to_html(comparison: Comparison, before: str, after: str) -> str:
         before: Name of the first report.
         after: Name of the second report.
     """
-    return _draw(
-        "comparison.html.jinja", comparison=comparison, before=before, after=after, whats=WHATS
-    )
+    return _draw("comparison.html.jinja", comparison=comparison, before=before, after=after, whats=WHATS)
 
 
 def _draw(template: str, **names: Any) -> str:

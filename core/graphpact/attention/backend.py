@@ -184,12 +184,7 @@ class AttentionBackend(HookMethods, abc.ABC):
 
     @abc.abstractmethod
     def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
-        layer: LayerSpec,
-        metadata: Any,
+        self, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, layer: LayerSpec, metadata: Any
     ) -> torch.Tensor:
         """Write ``k`` and ``v``, if given, to the KV cache of ``layer.cache_layer``, and attend.
 
@@ -224,8 +219,7 @@ class AttentionBackend(HookMethods, abc.ABC):
         """
         if self._registry is not None:
             raise EngineError(
-                f"{type(self).__name__} is attached to a lane already",
-                hint="build one backend for each lane",
+                f"{type(self).__name__} is attached to a lane already", hint="build one backend for each lane"
             )
         limits = self.context.limits
         slots = [
@@ -300,12 +294,7 @@ class AttentionBackend(HookMethods, abc.ABC):
                 self._workspaces[slot.name] = new_buffer(slot, shape, device, slot.initial_value)
         return self._workspaces[slot.name]
 
-    def _make_metadata(
-        self,
-        view: ForwardBatch,
-        shape: GraphShape,
-        buffers: Callable[[int], Buffers],
-    ) -> Any:
+    def _make_metadata(self, view: ForwardBatch, shape: GraphShape, buffers: Callable[[int], Buffers]) -> Any:
         """Return metadata, bound and filled; ``buffers`` returns the buffers of a draft step."""
         if view.is_tree:
             self._require_trees()

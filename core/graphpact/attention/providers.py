@@ -52,9 +52,7 @@ class KernelProvider:
         return "they lack " + "; ".join(missing) if missing else None
 
 
-def why_unavailable(
-    unavailable: Callable[[torch.device], str | None], device: torch.device
-) -> str | None:
+def why_unavailable(unavailable: Callable[[torch.device], str | None], device: torch.device) -> str | None:
     """Return ``unavailable(device)`` in one line, or None. An exception is the reason: it is plugin code."""
     try:
         reason = unavailable(device)
@@ -92,16 +90,11 @@ def choose_provider(
     Raises:
         ConfigError: The named provider does not exist or cannot run here, or no provider can.
     """
-    return _choose(
-        owner, providers, context.provider, context.device, lambda each: each.refusal(context)
-    )
+    return _choose(owner, providers, context.provider, context.device, lambda each: each.refusal(context))
 
 
 def require_provider(
-    owner: str,
-    providers: Sequence[type[KernelProvider]],
-    asked: ProviderName,
-    device: torch.device,
+    owner: str, providers: Sequence[type[KernelProvider]], asked: ProviderName, device: torch.device
 ) -> None:
     """Raise the `ConfigError` that `choose_provider` would raise for any model, before a model is loaded."""
     _choose(owner, providers, asked, device, lambda each: why_unavailable(each.unavailable, device))

@@ -45,9 +45,7 @@ class Arenas:
     def __iter__(self) -> Iterator["Arena"]:
         return iter(self._arenas)
 
-    def allocate(
-        self, slot: GraphSlot, shape: tuple[int, ...], device: torch.device
-    ) -> torch.Tensor:
+    def allocate(self, slot: GraphSlot, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
         """Return a buffer of ``shape`` that holds the slot's initial value."""
         pin = self._pins and device.type == "cpu"
         if not _suits(slot, shape):
@@ -88,9 +86,7 @@ class Arena:
         template: The same shape, filled with the pad value of each row.
     """
 
-    def __init__(
-        self, dtype: torch.dtype, device: torch.device, width: int, *, pin: bool = False
-    ) -> None:
+    def __init__(self, dtype: torch.dtype, device: torch.device, width: int, *, pin: bool = False) -> None:
         unit = max(1, _ALIGNMENT // dtype.itemsize)
         aligned = -(-max(width, 1) // unit) * unit
         self.kind = (dtype, device, width)
@@ -128,9 +124,7 @@ class Arena:
         row, column = divmod(int(view.storage_offset()), self.memory.stride(0))
         end, right = row + view.shape[0], column + view.shape[-1]
         block = self.memory[row:end, column:right]
-        if view.shape != block.shape or any(
-            value != pad_value for value in self._pad_values[row:end]
-        ):
+        if view.shape != block.shape or any(value != pad_value for value in self._pad_values[row:end]):
             return None
         one_row = view.shape[0] == 1
         same = view.stride(1) == 1 and (one_row or view.stride(0) == block.stride(0))

@@ -159,6 +159,4 @@ def slot_cells(row: SlotRow) -> tuple[str, ...]:
 
 def plain_text(text: str) -> str:
     """Return ``text`` with non-printable characters escaped, so that it stays one line."""
-    return "".join(
-        c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text
-    )
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)

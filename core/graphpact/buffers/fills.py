@@ -79,12 +79,7 @@ class FillPlan:
     """
 
     def __init__(
-        self,
-        context: FillContext,
-        slots: Iterable[BoundSlot],
-        arenas: Sequence[Arena],
-        *,
-        strict: bool,
+        self, context: FillContext, slots: Iterable[BoundSlot], arenas: Sequence[Arena], *, strict: bool
     ) -> None:
         slots = list(slots)
         sources = {slot.name: _source_of(slot) for slot in slots if slot.copy_from_fb}
@@ -166,9 +161,7 @@ class FillPlan:
 
         names = {id(head.view): head.slot.name for head in present}
         pairs = [(head.view, source) for head, source in heads if source is not None]
-        empty = [
-            (head.view, _everywhere(head.slot, head.view)) for head in absent if head.is_strict
-        ]
+        empty = [(head.view, _everywhere(head.slot, head.view)) for head in absent if head.is_strict]
         copies = []
         for group in _by_kernel([*pairs, *empty, *self._fixed]):
             of_batch = [names[id(target)] for target, _ in group if id(target) in names]
@@ -230,9 +223,7 @@ class _Head:
 class _Sourced:
     """A slot that is copied from the result of its ``source_fn``."""
 
-    def __init__(
-        self, slot: BoundSlot, source_fn: SourceFn, context: FillContext, *, strict: bool
-    ) -> None:
+    def __init__(self, slot: BoundSlot, source_fn: SourceFn, context: FillContext, *, strict: bool) -> None:
         self._slot = slot
         self._source_fn = source_fn
         self._target = slot.slice_for(context.raw_bs, context.raw_num_tokens)
@@ -266,9 +257,7 @@ def _everywhere(slot: GraphSlot, view: torch.Tensor) -> torch.Tensor:
     return value.expand_as(view)
 
 
-def _fitting(
-    slot: GraphSlot, target: torch.Tensor, source: torch.Tensor, *, strict: bool
-) -> torch.Tensor:
+def _fitting(slot: GraphSlot, target: torch.Tensor, source: torch.Tensor, *, strict: bool) -> torch.Tensor:
     """Return ``source``, checked to fill ``target``.
 
     Raises:
@@ -282,8 +271,7 @@ def _fitting(
         )
     fits = source.shape == target.shape or (not source.dim() and target.numel() == 1)
     if fits and (
-        converts_exactly(source.dtype, target.dtype)
-        or (slot.narrows and source.dtype is torch.int64)
+        converts_exactly(source.dtype, target.dtype) or (slot.narrows and source.dtype is torch.int64)
     ):
         return source
     raise SlotError(
@@ -334,11 +322,7 @@ def _plan_tails(
                 break
         else:
             loose.append((slot, tail))
-    blocks = [
-        arenas[number].block(place)
-        for number, places in placed.items()
-        for place in _merged(places)
-    ]
+    blocks = [arenas[number].block(place) for number, places in placed.items() for place in _merged(places)]
 
     def by_copy(tail: torch.Tensor) -> bool:
         return _copied_one_by_one(tail.device)

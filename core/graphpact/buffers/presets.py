@@ -92,11 +92,7 @@ def build_decode_registry(
         SlotError: ``source`` lacks a tensor, or has one of another shape, device or kind of dtype.
     """
     registry = CudaGraphBufferRegistry(
-        device=device,
-        max_bs=max_bs,
-        max_num_tokens=max_num_token,
-        share_pool=share_pool,
-        lane=lane,
+        device=device, max_bs=max_bs, max_num_tokens=max_num_token, share_pool=share_pool, lane=lane
     )
     slot = _declarer(_DECODE)
     slots = [
@@ -202,11 +198,7 @@ def build_prefill_registry(
         SlotError: See `build_decode_registry`.
     """
     registry = CudaGraphBufferRegistry(
-        device=device,
-        max_bs=max_bs,
-        max_num_tokens=max_num_token,
-        share_pool=share_pool,
-        lane=lane,
+        device=device, max_bs=max_bs, max_num_tokens=max_num_token, share_pool=share_pool, lane=lane
     )
     slot = _declarer(_PREFILL)
     slots = _token_slots(slot, cache_loc_dtype)
@@ -223,14 +215,7 @@ def build_prefill_registry(
             )
     if enable_mamba_track:
         slots += [
-            slot(
-                name,
-                _requests,
-                dtype,
-                axis="bs",
-                policy=PaddingPolicy.FOREACH_COPY,
-                reason=_ONLY_REAL,
-            )
+            slot(name, _requests, dtype, axis="bs", policy=PaddingPolicy.FOREACH_COPY, reason=_ONLY_REAL)
             for name, dtype in (
                 ("mamba_track_indices", torch.int64),
                 ("mamba_track_mask", torch.bool),
@@ -312,14 +297,7 @@ def _declarer(owner: str) -> _Declarer:
         if policy is None:
             policy = PaddingPolicy.ZERO if pad_value is None else PaddingPolicy.FILL_SENTINEL
         return GraphSlot(
-            name,
-            shape_fn,
-            dtype,
-            axis=axis,
-            padding_policy=policy,
-            pad_value=pad_value,
-            owner=owner,
-            **more,
+            name, shape_fn, dtype, axis=axis, padding_policy=policy, pad_value=pad_value, owner=owner, **more
         )
 
     return declare
@@ -400,14 +378,10 @@ def _global_num_tokens(slot: _Declarer, name: str, count: int, *, is_padded: boo
     )
 
 
-def _register(
-    registry: CudaGraphBufferRegistry, slots: Iterable[GraphSlot], source: Any | None
-) -> None:
+def _register(registry: CudaGraphBufferRegistry, slots: Iterable[GraphSlot], source: Any | None) -> None:
     """Register ``slots``, each bound to the tensor of its name in ``source`` if there is one."""
     slots = list(slots)
-    missing = [
-        s.label for s in slots if source is not None and getattr(source, s.name, None) is None
-    ]
+    missing = [s.label for s in slots if source is not None and getattr(source, s.name, None) is None]
     if missing:
         raise SlotError(
             f"the source lacks {', '.join(missing)}; nothing was adopted",
@@ -423,9 +397,7 @@ def _register(
 
 def _with_dtype_of(tensor: torch.Tensor, slot: GraphSlot) -> GraphSlot:
     """Return ``slot`` with the dtype of ``tensor`` if both are of one kind, otherwise unchanged."""
-    kinds = [
-        (d is torch.bool, d.is_complex, d.is_floating_point) for d in (tensor.dtype, slot.dtype)
-    ]
+    kinds = [(d is torch.bool, d.is_complex, d.is_floating_point) for d in (tensor.dtype, slot.dtype)]
     if tensor.dtype is slot.dtype or kinds[0] != kinds[1]:
         return slot
     narrows = slot.dtype is torch.int64 and tensor.dtype is torch.int32
@@ -433,11 +405,7 @@ def _with_dtype_of(tensor: torch.Tensor, slot: GraphSlot) -> GraphSlot:
 
 
 def _adopt(
-    registry: CudaGraphBufferRegistry,
-    slot: _Declarer,
-    name: str,
-    tensor: torch.Tensor,
-    **declaration: Any,
+    registry: CudaGraphBufferRegistry, slot: _Declarer, name: str, tensor: torch.Tensor, **declaration: Any
 ) -> None:
     """Register a slot called ``name`` in the memory of ``tensor``, with its shape and dtype."""
     shape = tuple(tensor.shape)

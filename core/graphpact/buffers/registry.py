@@ -57,9 +57,7 @@ class CudaGraphBufferRegistry:
             if not isinstance(most, int) or most < 0:
                 raise SlotError(f"{what} is {most!r}", hint="give an integer, 0 or more")
         if not isinstance(share_pool, (bool, SharedBuffers, type(None))):
-            raise SlotError(
-                f"share_pool is {share_pool!r}", hint="give True, False or a SharedBuffers"
-            )
+            raise SlotError(f"share_pool is {share_pool!r}", hint="give True, False or a SharedBuffers")
         self.device = torch.empty(0, device=device).device  # with an index, as tensors have
         self.max_bs = max_bs
         self.max_num_tokens = max_num_tokens
@@ -175,9 +173,7 @@ class CudaGraphBufferRegistry:
             plan = self._compile((raw_bs, padded_bs, raw_num_tokens, padded_num_tokens))
         plan.run(batch, pp_proxy_tensors)
 
-    def extract_buffer(
-        self, *, padded_bs: int, padded_num_tokens: int, forward_batch_template: B
-    ) -> B:
+    def extract_buffer(self, *, padded_bs: int, padded_num_tokens: int, forward_batch_template: B) -> B:
         """Return the view of a shape: the template with the fields that have slots replaced by slices.
 
         A field that is None in the template stays None, unless its slot is computed. Slots with dotted names
@@ -220,9 +216,7 @@ class CudaGraphBufferRegistry:
         view = self._static_inputs.get(shape)
         if view is None:
             view = self.extract_buffer(
-                padded_bs=shape.batch_size,
-                padded_num_tokens=shape.num_tokens,
-                forward_batch_template=batch,
+                padded_bs=shape.batch_size, padded_num_tokens=shape.num_tokens, forward_batch_template=batch
             )
             self._static_inputs[shape] = view
         return view

@@ -24,9 +24,7 @@ from graphpact.errors import GraphpactError, SlotError, UnallocatedSlotError
 Axis = Literal["bs", "tokens", "none"]
 """The count that a slot's rows follow: requests, tokens, or neither (then it is never padded)."""
 
-SlotRole = Literal[
-    "offsets", "lengths", "table", "plan", "mask", "workspace", "staging", "constant"
-]
+SlotRole = Literal["offsets", "lengths", "table", "plan", "mask", "workspace", "staging", "constant"]
 """The use of a backend's slot by its kernels, so that tools need not guess from names.
 
 offsets    begin of each request's part of a packed axis: ``cu_seqlens``, ``indptr``
@@ -240,9 +238,7 @@ class GraphSlot:
 
     def bound(self, buffer: torch.Tensor | None) -> "BoundSlot":
         """Return this declaration with memory; a registry calls it."""
-        return BoundSlot(
-            **{f.name: getattr(self, f.name) for f in fields(GraphSlot)}, buffer=buffer
-        )
+        return BoundSlot(**{f.name: getattr(self, f.name) for f in fields(GraphSlot)}, buffer=buffer)
 
 
 @dataclass(frozen=True)
@@ -262,9 +258,7 @@ class BoundSlot(GraphSlot):
             UnallocatedSlotError: The slot is not enabled, so it has no buffer.
         """
         if self.buffer is None:
-            raise UnallocatedSlotError(
-                f"{self.label} has no buffer", hint="declare it with enabled=True"
-            )
+            raise UnallocatedSlotError(f"{self.label} has no buffer", hint="declare it with enabled=True")
         if self.axis == "none":
             n = self.buffer.shape[0] if self.buffer.dim() else 0
         else:

@@ -139,9 +139,7 @@ def _show_versions(*, wanted: bool) -> None:
 
 
 def _app() -> Callable[..., Any]:
-    app = typer.Typer(
-        name="graphpact", cls=_Group, help=_main.__doc__, no_args_is_help=True, **_OPTIONS
-    )
+    app = typer.Typer(name="graphpact", cls=_Group, help=_main.__doc__, no_args_is_help=True, **_OPTIONS)
     app.callback()(_main)
     return typer.main.get_command(app)
 

@@ -19,9 +19,7 @@ from rich.text import Text
 from graphpact.errors import describe_error, place_of
 
 _CONTROLS = {
-    code: f"\\x{code:02x}"
-    for code in (*range(0x20), 0x7F, *range(0x80, 0xA0))
-    if chr(code) not in "\n\t"
+    code: f"\\x{code:02x}" for code in (*range(0x20), 0x7F, *range(0x80, 0xA0)) if chr(code) not in "\n\t"
 }
 
 

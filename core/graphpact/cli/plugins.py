@@ -17,9 +17,7 @@ from graphpact.plugins import Kind, PluginCatalog
 
 def plugins(
     *,
-    kind: Annotated[
-        Kind | None, typer.Option("--kind", "-k", help="Only plugins of this kind.")
-    ] = None,
+    kind: Annotated[Kind | None, typer.Option("--kind", "-k", help="Only plugins of this kind.")] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Write a JSON array with one object for each plugin.")
     ] = False,

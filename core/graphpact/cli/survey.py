@@ -45,9 +45,7 @@ def survey(catalog: PluginCatalog, kind: Kind | None = None) -> list[dict[str, A
         found += lines[1:]
         if len(lines) <= len(rest):
             info = infos[len(found)]
-            found.append(
-                describe(Rejected(info, f"loading {info.target}: {end}; {info.disabling}"))
-            )
+            found.append(describe(Rejected(info, f"loading {info.target}: {end}; {info.disabling}")))
     return found
 
 

@@ -5,15 +5,7 @@ Helpers for drivers: `EagerCall` is a call between two segments, `Line` names th
 Does not: choose what is recorded, or find drivers; they are plugins with entry points.
 """
 
-from graphpact.graphs.driver import (
-    DeclaredMemory,
-    Event,
-    Externals,
-    Graph,
-    GraphDriver,
-    Ownership,
-    Stream,
-)
+from graphpact.graphs.driver import DeclaredMemory, Event, Externals, Graph, GraphDriver, Ownership, Stream
 from graphpact.graphs.lines import Line
 from graphpact.graphs.segments import EagerCall
 

@@ -132,10 +132,7 @@ class Stream:
         return self
 
     def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         pass
 
@@ -269,8 +266,7 @@ class GraphDriver(abc.ABC):
         """
         del ownership
         raise ConfigError(
-            f"graph driver {self.name!r} has no guard"
-            + ("" if self.strict else " outside its strict mode"),
+            f"graph driver {self.name!r} has no guard" + ("" if self.strict else " outside its strict mode"),
             hint='use the driver "tape" in a strict lane, TapeDriver(device, strict=True)',
         )
 

@@ -82,9 +82,7 @@ def test_extents_that_differ_are_reset_each_for_itself() -> None:
     for slot in registry:
         assert slot.buffer is not None
         slot.buffer.fill_(1)
-    registry.fill_from(
-        SimpleNamespace(), raw_bs=1, padded_bs=2, raw_num_tokens=2, padded_num_tokens=4
-    )
+    registry.fill_from(SimpleNamespace(), raw_bs=1, padded_bs=2, raw_num_tokens=2, padded_num_tokens=4)
     assert _content(registry) == [
         [1, 0, 1, 1],
         [1, 1, 0, 0],
@@ -98,9 +96,7 @@ def test_more_slots_than_an_arena_has_rows() -> None:
     registry = _registry()
     names = [f"slot{number}" for number in range(35)]
     for number, name in enumerate(names):
-        registry.register_slot(
-            make_slot(name, padding_policy=PaddingPolicy.FILL_SENTINEL, pad_value=-number)
-        )
+        registry.register_slot(make_slot(name, padding_policy=PaddingPolicy.FILL_SENTINEL, pad_value=-number))
     fill(registry, 2, 4, **{name: torch.tensor([8, 9]) for name in names})
     assert _content(registry) == [[8, 9, -number, -number] for number in range(35)]
     assert len(list(registry._memory)) == 3

@@ -112,9 +112,7 @@ def test_a_pad_value_that_the_dtype_lacks_is_refused(dtype: torch.dtype, value: 
 def test_a_pad_value_is_held_exactly(dtype: torch.dtype, value: float) -> None:
     """Any pad value that the dtype can hold is exact in a new buffer and in reset padding rows."""
     registry = CudaGraphBufferRegistry(device="cpu", max_bs=4, max_num_tokens=8)
-    slot = registry.register_slot(
-        _slot(dtype=dtype, padding_policy=P.FILL_SENTINEL, pad_value=value)
-    )
+    slot = registry.register_slot(_slot(dtype=dtype, padding_policy=P.FILL_SENTINEL, pad_value=value))
     assert slot.buffer is not None
     assert slot.buffer.tolist() == [value] * 4
     slot.buffer.zero_()
@@ -428,9 +426,7 @@ def test_a_constant_is_written_when_it_is_registered_and_never_after() -> None:
     for _ in range(2):
         assert bound.slice_for(2, 5).tolist() == [0, 1, 2, 3, 4]
         assert ones.slice_for(2, 3).tolist() == [1, 1, 1]
-        registry.fill_from(
-            SimpleNamespace(), raw_bs=1, padded_bs=2, raw_num_tokens=1, padded_num_tokens=2
-        )
+        registry.fill_from(SimpleNamespace(), raw_bs=1, padded_bs=2, raw_num_tokens=1, padded_num_tokens=2)
     assert (bound.padding_policy, bound.reason) == (P.FILL_ONCE, None)
 
 

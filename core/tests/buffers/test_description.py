@@ -45,8 +45,7 @@ def test_the_table_of_a_decode_registry() -> None:
     assert "disabled" in cells["later"]
     registry = small()
     assert lines[-1] == (
-        f"8 slots and 1 disabled, {registry.nbytes:,} bytes;"
-        f" {registry.allocated_nbytes:,} bytes allocated"
+        f"8 slots and 1 disabled, {registry.nbytes:,} bytes; {registry.allocated_nbytes:,} bytes allocated"
     )
 
 

@@ -69,18 +69,14 @@ def test_a_gpu_holds_what_a_cpu_holds() -> None:
     [(13, 16, torch.int64, 2), (16, 16, torch.int64, 1), (13, 16, torch.int32, 3)],
     ids=["padded", "unpadded", "mixed dtypes"],
 )
-def test_a_decode_fill_is_a_few_launches(
-    size: int, padded: int, lengths: torch.dtype, launches: int
-) -> None:
+def test_a_decode_fill_is_a_few_launches(size: int, padded: int, lengths: torch.dtype, launches: int) -> None:
     """A fill is one launch for padding rows, if any, and one per pair of dtypes, without synchronization."""
     registry, batch = _registry("cuda"), _batch("cuda", size, lengths)
     _fill(registry, batch, padded)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        with profile(
-            activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU], acc_events=True
-        ) as profiled:
+        with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU], acc_events=True) as profiled:
             _fill(registry, batch, padded)
     finally:
         torch.cuda.set_sync_debug_mode("default")

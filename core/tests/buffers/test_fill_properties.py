@@ -148,8 +148,7 @@ def cases(draw: st.DrawFn) -> Case:
     max_tokens = draw(st.sampled_from((4, 6)))
     some = st.frozensets(st.integers(0, len(declared) - 1), max_size=3)
     pairs = [
-        st.lists(st.integers(0, most), min_size=2, max_size=2).map(sorted)
-        for most in (MAX_BS, max_tokens)
+        st.lists(st.integers(0, most), min_size=2, max_size=2).map(sorted) for most in (MAX_BS, max_tokens)
     ]
     steps = st.builds(
         FillStep,
@@ -348,9 +347,7 @@ def _head(spec: Spec, number: int, step: int, rows: int) -> Rows:
     ]
 
 
-def _live(
-    case: Case, number: int, step: FillStep
-) -> tuple[SimpleNamespace, dict[str, Rows | None]]:
+def _live(case: Case, number: int, step: FillStep) -> tuple[SimpleNamespace, dict[str, Rows | None]]:
     """Return a batch of this step, and the rows in it by slot."""
     raw_bs, _, raw_tokens, _ = step.counts
     batch = SimpleNamespace(computed={})
@@ -484,9 +481,7 @@ def _fails(case: Case, grouping: Grouping) -> None:
 
 @both_groupings
 @pytest.mark.parametrize(("layout", "axis", "memory"), EVERY_LAYOUT)
-def test_planted_zero_leaves_the_tail(
-    grouping: Grouping, layout: str, axis: str, memory: str
-) -> None:
+def test_planted_zero_leaves_the_tail(grouping: Grouping, layout: str, axis: str, memory: str) -> None:
     """A ZERO slot whose padding rows are not reset fails the property in every layout."""
     case = _of(PaddingPolicy.ZERO, layout=layout, axis=axis, memory=memory)
     check_case(grouping, case=case)

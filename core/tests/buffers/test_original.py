@@ -55,9 +55,7 @@ def _process_wide() -> Iterator[None]:
 
 
 def _registry(*, tokens: int = TOKENS, share_pool: bool = False) -> CudaGraphBufferRegistry:
-    return CudaGraphBufferRegistry(
-        device=CPU, max_bs=REQUESTS, max_num_tokens=tokens, share_pool=share_pool
-    )
+    return CudaGraphBufferRegistry(device=CPU, max_bs=REQUESTS, max_num_tokens=tokens, share_pool=share_pool)
 
 
 def _ids() -> GraphSlot:
@@ -85,9 +83,7 @@ def _fill(registry: CudaGraphBufferRegistry, batch: Any, **more: Any) -> None:
 
 
 def _view(registry: CudaGraphBufferRegistry, template: StepBatch) -> StepBatch:
-    return registry.extract_buffer(
-        padded_bs=4, padded_num_tokens=8, forward_batch_template=template
-    )
+    return registry.extract_buffer(padded_bs=4, padded_num_tokens=8, forward_batch_template=template)
 
 
 # -- declaring -------------------------------------------------------------------------------------
@@ -402,9 +398,7 @@ def test_sharing_does_not_depend_on_the_order(sizes: tuple[int, int]) -> None:
 def test_the_key_of_a_shared_buffer() -> None:
     """Name, number of elements and dtype are the key; another shape is a view of the same memory."""
     first = share_input_buffer("ids", torch.zeros(6, dtype=torch.int64))
-    assert (
-        share_input_buffer("ids", torch.ones(6, dtype=torch.int64)).data_ptr() == first.data_ptr()
-    )
+    assert share_input_buffer("ids", torch.ones(6, dtype=torch.int64)).data_ptr() == first.data_ptr()
     table = share_input_buffer("ids", torch.ones(2, 3, dtype=torch.int64))
     assert (table.data_ptr(), tuple(table.shape)) == (first.data_ptr(), (2, 3))
     for name, other in (

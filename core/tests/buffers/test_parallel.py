@@ -138,9 +138,7 @@ def test_a_view_always_shows_the_count(build: str) -> None:
     """A view has the count's slot, gathered or not, even if the template lacks it: the count is computed."""
     for gathered in (True, False):
         registry = _registry(build, require_gathered_buffer=gathered)
-        view = registry.extract_buffer(
-            padded_bs=1, padded_num_tokens=8, forward_batch_template=_Counted()
-        )
+        view = registry.extract_buffer(padded_bs=1, padded_num_tokens=8, forward_batch_template=_Counted())
         assert view.num_token_non_padded is registry.get_slot("num_token_non_padded").buffer
 
 

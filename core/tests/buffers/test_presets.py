@@ -205,9 +205,7 @@ def test_decode_alone() -> None:
 @pytest.mark.parametrize("dp_size", [1, DP])
 def test_global_counts(dp_size: int, *, gathered: bool, expected: int) -> None:
     """If gathered, every count is the padded number of tokens; otherwise a fill writes none."""
-    registry = _decode(
-        require_gathered_buffer=gathered, require_mlp_tp_gather=dp_size > 1, dp_size=dp_size
-    )
+    registry = _decode(require_gathered_buffer=gathered, require_mlp_tp_gather=dp_size > 1, dp_size=dp_size)
     names = ("global_num_tokens_gpu", "global_num_tokens_for_logprob_gpu")
     _fill(registry, **{name: torch.full((dp_size,), 99, dtype=I32) for name in names})
     for name in names:
@@ -337,9 +335,7 @@ def test_the_names_of_arguments_are_the_originals() -> None:
 
 # -- adopting --------------------------------------------------------------------------------------
 
-both = pytest.mark.parametrize(
-    ("build", "flags"), [(_decode, ALL_OF_DECODE), (_prefill, ALL_OF_PREFILL)]
-)
+both = pytest.mark.parametrize(("build", "flags"), [(_decode, ALL_OF_DECODE), (_prefill, ALL_OF_PREFILL)])
 
 
 @both
@@ -377,9 +373,7 @@ def test_a_source_of_another_kind(build: Any, flags: dict[str, Any]) -> None:
         torch.ones(TOKENS + 1, dtype=I32),
     ):
         source.positions = wrong
-        with pytest.raises(
-            SlotError, match=r"slot 'positions' of (decode|prefill) inputs: declared"
-        ):
+        with pytest.raises(SlotError, match=r"slot 'positions' of (decode|prefill) inputs: declared"):
             build(**flags, source=source)
 
 
@@ -451,9 +445,7 @@ def test_what_decode_adopts_besides() -> None:
     assert len(table) == len(vars(source)) - 2 + 4
     buffer = registry.get_slot("ngram_embedding_info.req_lens").buffer
     assert buffer is source.ngram_embedding_info.req_lens
-    assert (
-        registry.get_slot("pp_proxy_tensors.residual").buffer is source.pp_proxy_tensors["residual"]
-    )
+    assert registry.get_slot("pp_proxy_tensors.residual").buffer is source.pp_proxy_tensors["residual"]
     assert registry.get_slot("rids_int").buffer is source.rids_int
 
 

@@ -27,12 +27,8 @@ P = PaddingPolicy
 I64, I32, F32 = torch.int64, torch.int32, torch.float32
 
 
-def _registry(
-    max_bs: int = 4, max_num_tokens: int = 8, lane: str | None = None
-) -> CudaGraphBufferRegistry:
-    return CudaGraphBufferRegistry(
-        device="cpu", max_bs=max_bs, max_num_tokens=max_num_tokens, lane=lane
-    )
+def _registry(max_bs: int = 4, max_num_tokens: int = 8, lane: str | None = None) -> CudaGraphBufferRegistry:
+    return CudaGraphBufferRegistry(device="cpu", max_bs=max_bs, max_num_tokens=max_num_tokens, lane=lane)
 
 
 def _bytes(registry: CudaGraphBufferRegistry) -> dict[str, Any]:
@@ -167,9 +163,7 @@ def test_devices_are_compared_as_devices() -> None:
     """``cuda`` and ``cuda:0``, here ``cpu`` and ``cpu:0``, are one device to a registry."""
     registry = CudaGraphBufferRegistry(device="cpu:0", max_bs=4, max_num_tokens=4)
     registry.register_slot(make_slot(), bind=torch.zeros(4, dtype=I64))
-    registry.register_slot(
-        make_slot("host", device=torch.device("cpu")), bind=torch.zeros(4, dtype=I64)
-    )
+    registry.register_slot(make_slot("host", device=torch.device("cpu")), bind=torch.zeros(4, dtype=I64))
 
 
 def test_a_slot_may_lie_on_another_device() -> None:
@@ -220,9 +214,7 @@ def test_what_a_lane_takes() -> None:
     registry = _registry()
     registry.register_slot(make_slot("zero"))
     registry.register_slot(make_slot("sentinel", padding_policy=P.FILL_SENTINEL, pad_value=1))
-    registry.register_slot(
-        make_slot("once", padding_policy=P.FILL_ONCE, pad_value=1, copy_from_fb=False)
-    )
+    registry.register_slot(make_slot("once", padding_policy=P.FILL_ONCE, pad_value=1, copy_from_fb=False))
     registry.register_slot(make_slot("whole", axis="none"))
     registry.register_slot(make_slot("kept", padding_policy=P.KEEP_PAD, reason="nobody reads it"))
     registry.register_slot(make_slot("off", padding_policy=P.KEEP_PAD, owner=None, enabled=False))
@@ -380,9 +372,7 @@ def test_another_rank_is_refused(shape: tuple[int, ...]) -> None:
         (torch.complex64, F32, False),
     ],
 )
-def test_a_dtype_converts_exactly_or_not(
-    source: torch.dtype, target: torch.dtype, *, is_exact: bool
-) -> None:
+def test_a_dtype_converts_exactly_or_not(source: torch.dtype, target: torch.dtype, *, is_exact: bool) -> None:
     """A fill converts a dtype only if the slot's dtype holds each of its values exactly."""
     assert fills.converts_exactly(source, target) is is_exact
     registry = _registry()
@@ -507,9 +497,7 @@ def test_counts_out_of_order_are_refused(counts: tuple[int, int, int, int], says
 
 
 @pytest.mark.parametrize("where", ["host", "device"])
-def test_a_source_that_raises_leaves_nothing_written(
-    monkeypatch: pytest.MonkeyPatch, where: str
-) -> None:
+def test_a_source_that_raises_leaves_nothing_written(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     """An error of a source_fn names its slot, and is raised before any row is written."""
     monkeypatch.setattr(fills, "_copied_one_by_one", lambda _: where == "host")
 
@@ -533,9 +521,7 @@ def test_a_post_fill_that_raises_is_named() -> None:
     registry = _registry()
     registry.register_slot(make_slot(post_fill=broken))
     lengths = torch.tensor([1])
-    with pytest.raises(
-        SlotError, match="the post_fill of slot 'lengths' of somebody raised KeyError"
-    ):
+    with pytest.raises(SlotError, match="the post_fill of slot 'lengths' of somebody raised KeyError"):
         fill(registry, 1, 1, lengths=lengths, error=KeyError("x"))
     ours = UnknownSlotError("of its own")
     with pytest.raises(UnknownSlotError) as error:
@@ -603,9 +589,7 @@ def test_a_slot_that_is_refused_leaves_no_memory(changes: dict[str, Any]) -> Non
 def test_a_lanes_slot_has_a_row_for_all_there_can_be() -> None:
     """A lane refuses a slot with fewer rows than its axis, at registration and when a registry joins it."""
     slots = [make_slot(shape_fn=lambda *_: (3,)) for _ in range(2)]
-    with _refused(
-        _registry(lane="decode"), "has 3 rows; its axis 'bs' has up to 4 in lane 'decode'"
-    ):
+    with _refused(_registry(lane="decode"), "has 3 rows; its axis 'bs' has up to 4 in lane 'decode'"):
         _registry(lane="decode").register_slot(slots[0])
     registry = _registry()
     registry.register_slot(slots[1])
@@ -617,9 +601,7 @@ def test_two_slots_do_not_lie_in_one_place() -> None:
     """A slot cannot be bound to the memory of another slot; interleaved columns are allowed."""
     registry = _registry()
     first = registry.register_slot(make_slot())
-    with _refused(
-        registry, "slot 'other' of somebody is bound to the memory of slot 'lengths' of somebody"
-    ):
+    with _refused(registry, "slot 'other' of somebody is bound to the memory of slot 'lengths' of somebody"):
         registry.register_slot(make_slot("other"), bind=first.buffer)
     columns = torch.zeros(4, 2, dtype=I64)  # interleaved, but disjoint
     for number, name in enumerate("ab"):
@@ -634,9 +616,7 @@ def test_a_field_that_has_no_memory_is_refused(monkeypatch: pytest.MonkeyPatch, 
     registry.register_slot(make_slot("first"))
     registry.register_slot(make_slot())
     absent = torch.ones(1, dtype=I64, device="meta")
-    with _refused(
-        registry, "slot 'lengths' of somebody lies on cpu, and this batch has it on meta"
-    ):
+    with _refused(registry, "slot 'lengths' of somebody lies on cpu, and this batch has it on meta"):
         fill(registry, 1, 4, first=torch.tensor([1]), lengths=absent)
 
 
@@ -665,9 +645,7 @@ def test_tokens_and_requests_are_padded_by_their_own_counts() -> None:
     """A slot is padded by the counts of its axis: requests or tokens."""
     registry = _registry()
     lengths = registry.register_slot(make_slot())
-    ids = registry.register_slot(
-        make_slot("ids", axis="tokens", shape_fn=lambda _, tokens: (tokens,))
-    )
+    ids = registry.register_slot(make_slot("ids", axis="tokens", shape_fn=lambda _, tokens: (tokens,)))
     for slot in registry:
         assert slot.buffer is not None
         slot.buffer.fill_(-7)
@@ -803,9 +781,7 @@ def test_neighbours_with_tails_of_their_own(monkeypatch: pytest.MonkeyPatch, whe
     monkeypatch.setattr(fills, "_copied_one_by_one", lambda _: where == "host")
     registry = _registry(max_bs=8, max_num_tokens=8)
     slots = [
-        registry.register_slot(make_slot(f"{axis}{i}", axis=axis))
-        for i in "12"
-        for axis in ("bs", "tokens")
+        registry.register_slot(make_slot(f"{axis}{i}", axis=axis)) for i in "12" for axis in ("bs", "tokens")
     ]
     for slot in slots:
         assert slot.buffer is not None
@@ -943,9 +919,7 @@ def test_the_inputs_of_decode_lie_in_one_arena() -> None:
     (arena,) = registry._memory
     buffers = [slot.buffer for slot in registry if slot.buffer is not None]
     assert len(buffers) == 6
-    assert {b.untyped_storage().data_ptr() for b in buffers} == {
-        arena.memory.untyped_storage().data_ptr()
-    }
+    assert {b.untyped_storage().data_ptr() for b in buffers} == {arena.memory.untyped_storage().data_ptr()}
     assert {(b.data_ptr() - arena.memory.data_ptr()) % 512 for b in buffers} == {0}
     assert arena.template[:6, 0].tolist() == [0, 0, 0, 0, 1, 1]
 
@@ -991,9 +965,7 @@ def test_the_view_is_slices_of_slots() -> None:
     registry = _viewed()
     off, lengths = torch.ones(1), torch.tensor([1, 2])
     template = _Batch(2, lengths=lengths, off=off, note="as it was")
-    view = registry.extract_buffer(
-        padded_bs=3, padded_num_tokens=5, forward_batch_template=template
-    )
+    view = registry.extract_buffer(padded_bs=3, padded_num_tokens=5, forward_batch_template=template)
     assert (view.batch_size, view.note) == (3, "as it was")
     assert view.off is off
     for name in ("lengths", "computed", "sourced"):
@@ -1007,9 +979,7 @@ def test_the_view_is_slices_of_slots() -> None:
 
 def test_what_nobody_copied_is_not_shown() -> None:
     """A field that the template lacks is None in the view, unless its slot computes it or has a source_fn."""
-    view = _viewed().extract_buffer(
-        padded_bs=3, padded_num_tokens=5, forward_batch_template=_Batch(2)
-    )
+    view = _viewed().extract_buffer(padded_bs=3, padded_num_tokens=5, forward_batch_template=_Batch(2))
     assert view.lengths is None
     assert view.off is None
     assert view.computed is not None
@@ -1098,8 +1068,7 @@ def test_shared_memory_is_found_in_every_registry() -> None:
     """For shared memory `slot_of` returns the slot of the registry that is asked."""
     pool = SharedBuffers()
     registries = [
-        CudaGraphBufferRegistry(device="cpu", max_bs=4, max_num_tokens=4, share_pool=pool)
-        for _ in range(2)
+        CudaGraphBufferRegistry(device="cpu", max_bs=4, max_num_tokens=4, share_pool=pool) for _ in range(2)
     ]
     slots = [registry.register_slot(make_slot()) for registry in registries]
     for registry, slot in zip(registries, slots, strict=True):

@@ -35,12 +35,8 @@ def _process_wide() -> Iterator[None]:
 _slot = functools.partial(make_slot, reason="nobody reads it")
 
 
-def _registry(
-    pool: SharedBuffers | Literal[True, False], lane: str | None = None
-) -> CudaGraphBufferRegistry:
-    return CudaGraphBufferRegistry(
-        device="cpu", max_bs=4, max_num_tokens=8, share_pool=pool, lane=lane
-    )
+def _registry(pool: SharedBuffers | Literal[True, False], lane: str | None = None) -> CudaGraphBufferRegistry:
+    return CudaGraphBufferRegistry(device="cpu", max_bs=4, max_num_tokens=8, share_pool=pool, lane=lane)
 
 
 def _address(slot: BoundSlot) -> int:
@@ -181,9 +177,7 @@ def test_another_sentinel_is_refused(
     assert registry.slot_names() == []
 
 
-@pytest.mark.parametrize(
-    ("policy", "pad_value"), [(P.ZERO, None), (P.FILL_SENTINEL, 5), (P.FILL_ONCE, 5)]
-)
+@pytest.mark.parametrize(("policy", "pad_value"), [(P.ZERO, None), (P.FILL_SENTINEL, 5), (P.FILL_ONCE, 5)])
 def test_joining_writes_nothing(policy: PaddingPolicy, pad_value: int | None) -> None:
     """A slot that joins shared memory does not initialise it again."""
     pool = SharedBuffers()
@@ -418,9 +412,7 @@ def test_what_is_written_once_must_be_there(held: int) -> None:
     if held == 5:
         assert _registry(pool=True).register_slot(once).buffer is first
     else:
-        with pytest.raises(
-            SlotError, match="shares its memory with 'lengths' of share_input_buffer"
-        ):
+        with pytest.raises(SlotError, match="shares its memory with 'lengths' of share_input_buffer"):
             _registry(pool=True).register_slot(once)
     assert first.tolist() == [held] * 4
 
@@ -435,9 +427,7 @@ def test_not_a_number_is_a_sentinel_like_another() -> None:
     """Slots with NaN as their pad value share memory, although NaN is not equal to itself."""
     pool, slots = SharedBuffers(), []
     for _ in range(2):
-        registry = CudaGraphBufferRegistry(
-            device="cpu", max_bs=2, max_num_tokens=2, share_pool=pool
-        )
+        registry = CudaGraphBufferRegistry(device="cpu", max_bs=2, max_num_tokens=2, share_pool=pool)
         slot = GraphSlot(
             "scores",
             lambda max_bs, _: (max_bs,),

@@ -43,9 +43,7 @@ def generate(
     sets: SetOption = None,
     max_new_tokens: Annotated[
         int,
-        typer.Option(
-            "--max-new-tokens", "-n", help="Maximum number of tokens to generate per prompt."
-        ),
+        typer.Option("--max-new-tokens", "-n", help="Maximum number of tokens to generate per prompt."),
     ] = _DEFAULT_NEW_TOKENS,
     min_new_tokens: Annotated[
         int | None,
@@ -63,13 +61,9 @@ def generate(
     ] = None,
     top_p: Annotated[
         float,
-        typer.Option(
-            help="Sample from the smallest set of likeliest tokens with at least this probability."
-        ),
+        typer.Option(help="Sample from the smallest set of likeliest tokens with at least this probability."),
     ] = 1.0,
-    top_k: Annotated[
-        int, typer.Option(help="Sample from this many likeliest tokens; 0 for all.")
-    ] = 0,
+    top_k: Annotated[int, typer.Option(help="Sample from this many likeliest tokens; 0 for all.")] = 0,
     min_p: Annotated[
         float,
         typer.Option(
@@ -89,15 +83,11 @@ def generate(
     ] = 0.0,
     frequency_penalty: Annotated[
         float,
-        typer.Option(
-            help="Subtract it from the logit of a token for each time that it was generated."
-        ),
+        typer.Option(help="Subtract it from the logit of a token for each time that it was generated."),
     ] = 0.0,
     seed: Annotated[
         int | None,
-        typer.Option(
-            help="Seed of the run; sets engine.seed. Equal prompts still get different outputs."
-        ),
+        typer.Option(help="Seed of the run; sets engine.seed. Equal prompts still get different outputs."),
     ] = None,
     threads: Annotated[
         int | None,
@@ -176,9 +166,7 @@ def generate(
         stop=stop or None,
         ignore_eos=ignore_eos,
     )
-    settings = load_settings(
-        config, model, sets, _options(seed=seed, threads=threads, verify=verify)
-    )
+    settings = load_settings(config, model, sets, _options(seed=seed, threads=threads, verify=verify))
     texts = read_prompts(prompts or [], file)
     if not temperature and (top_p != 1 or top_k != 0 or min_p != 0):
         warning("--top-p, --top-k and --min-p have no effect at --temperature 0")
@@ -186,8 +174,7 @@ def generate(
     engine = build_engine(settings, quiet=quiet)
     if temperature is None and engine.recommended_sampling and not quiet:
         options = (
-            f"--{name.replace('_', '-')} {value}"
-            for name, value in engine.recommended_sampling.items()
+            f"--{name.replace('_', '-')} {value}" for name, value in engine.recommended_sampling.items()
         )
         note(f"generation is greedy; the checkpoint recommends {' '.join(options)}")
     writer: Writer

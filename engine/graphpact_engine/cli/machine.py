@@ -69,16 +69,13 @@ def examine() -> dict[str, Any]:
         "python": platform.python_version(),
         "executable": sys.executable,
         "platform": platform.platform(),
-        "cpus": len(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else os.cpu_count(),
+        "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "threads": torch.get_num_threads(),
         "threads_of_small_models": choose_num_threads(None, torch.device("cpu"), SMALL_MODEL),
         "cuda": cuda,
         "packages": versions,
         "extras": {
-            extra: all(versions[name] is not None for name in names)
-            for extra, names in _EXTRAS.items()
+            extra: all(versions[name] is not None for name in names) for extra, names in _EXTRAS.items()
         },
         "distributions": installed_versions(),
         "drivers": [

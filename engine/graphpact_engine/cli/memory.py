@@ -155,8 +155,7 @@ def _totals(memory: EngineMemory) -> Iterable[str]:
             )
     if memory.common_slots:
         yield (
-            f"slots that lanes share: {len(memory.common_slots)},"
-            f" {format_bytes(_sum(memory.common_slots))}"
+            f"slots that lanes share: {len(memory.common_slots)}, {format_bytes(_sum(memory.common_slots))}"
         )
     if memory.shared:
         parts = []

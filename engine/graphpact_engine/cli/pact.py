@@ -97,9 +97,7 @@ def save(
 
 @pact.command()
 def show(
-    file: Annotated[
-        Path, typer.Argument(metavar="FILE", help="A file written by `graphpact pact save`.")
-    ],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A file written by `graphpact pact save`.")],
     *,
     as_json: JsonOption = False,
 ) -> None:
@@ -121,17 +119,14 @@ def show(
             console.print()
         console.print(clean(_heading(held)), soft_wrap=True)
         rows = [
-            (promise.path, promise.type, _promised(promise), _place(promise))
-            for promise in held.promises
+            (promise.path, promise.type, _promised(promise), _place(promise)) for promise in held.promises
         ]
         print_table(console, ("field", "type", "promises", "memory"), rows)
 
 
 @pact.command(name="diff")
 def compare(
-    old: Annotated[
-        Path, typer.Argument(metavar="OLD", help="A file written by `graphpact pact save`.")
-    ],
+    old: Annotated[Path, typer.Argument(metavar="OLD", help="A file written by `graphpact pact save`.")],
     new: Annotated[Path, typer.Argument(metavar="NEW", help="The file to compare it with.")],
     *,
     as_json: JsonOption = False,
@@ -160,9 +155,7 @@ def _heading(held: "SavedPact") -> str:
 def _promised(promise: "SavedPromise") -> str:
     tensor = promise.tensor
     if tensor is not None:
-        return (
-            f"{tensor.dtype} {list(tensor.shape)}, stride {list(tensor.stride)}, on {tensor.device}"
-        )
+        return f"{tensor.dtype} {list(tensor.shape)}, stride {list(tensor.stride)}, on {tensor.device}"
     if promise.value is None:
         return ""  # the type is the promise
     return f"{'<=' if promise.bounded else '='} {promise.value}"
@@ -181,9 +174,7 @@ def _print_changes(changes: Sequence["Change"]) -> None:
     if not changes:
         console.print("All promises are equal.")
         return
-    rows = [
-        (c.lane, c.shape or "", c.path or "", c.what, _word(c.old), _word(c.new)) for c in changes
-    ]
+    rows = [(c.lane, c.shape or "", c.path or "", c.what, _word(c.old), _word(c.new)) for c in changes]
     print_table(console, ("lane", "shape", "field", "what", "old", "new"), rows)
     console.print()
     where = len({(change.lane, change.shape) for change in changes})

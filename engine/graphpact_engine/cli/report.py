@@ -102,8 +102,7 @@ def _warn_if_unverified(engine: Engine) -> None:
     replays = sum(lane.stats.replays for lane in engine.lanes)
     if replays:
         warning(
-            f"no replay was verified: a share of {share:g} selected none of"
-            f" {_count(replays, 'replay')}",
+            f"no replay was verified: a share of {share:g} selected none of {_count(replays, 'replay')}",
             "raise verify.replay_against_eager, or pass --verify",
         )
         return

@@ -99,9 +99,7 @@ class TextWriter(Writer):
         self._live = live
         self._after_prompt = after_prompt
         self._console = data()
-        self._written: int | None = (
-            None  # characters of the answer; None if its prompt is not written yet
-        )
+        self._written: int | None = None  # characters of the answer; None if its prompt is not written yet
 
     def close(self) -> None:
         """End the line of an interrupted run."""

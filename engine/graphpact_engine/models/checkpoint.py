@@ -77,9 +77,7 @@ def load_checkpoint(
     stored = open_weights(path, raw)
     require_plausible(path, raw, len(stored))
     with _loading(path, "config.json", attention):
-        config = AutoConfig.from_pretrained(
-            path, local_files_only=True, trust_remote_code=trust_remote_code
-        )
+        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
         text = config.get_text_config()
     if config.is_encoder_decoder:
         raise UnsupportedModelError(

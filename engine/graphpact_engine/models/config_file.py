@@ -100,9 +100,7 @@ def read_config(path: Path, *, trust_remote_code: bool) -> dict[str, Any]:
     remote = config.get("auto_map") if trust_remote_code else None
     if not isinstance(config.get("model_type"), str) and remote is None:
         # transformers would take the type from the name of the directory
-        raise CheckpointError(
-            f"{file}: model_type is {_short(config.get('model_type'))}", hint=_GIVE
-        )
+        raise CheckpointError(f"{file}: model_type is {_short(config.get('model_type'))}", hint=_GIVE)
     if config.get("configuration_files") is not None:
         raise CheckpointError(
             f"{file}: configuration_files names other files to read in its place; only {_NAME} is read"
@@ -131,11 +129,7 @@ def require_plausible(path: Path, config: Mapping[str, Any], num_tensors: int) -
         CheckpointError: ``config`` counts more layers than there are tensors.
     """
     for where, value in _items(config):
-        if (
-            where.rpartition(".")[2] in _LAYER_COUNTS
-            and isinstance(value, int)
-            and value > num_tensors
-        ):
+        if where.rpartition(".")[2] in _LAYER_COUNTS and isinstance(value, int) and value > num_tensors:
             raise CheckpointError(
                 f"{path / _NAME}: {where} is {_short(value)}; the weights have {num_tensors:,} tensors",
                 hint="save config and weights of one model together with save_pretrained",

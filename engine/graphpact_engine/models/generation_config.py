@@ -120,9 +120,7 @@ class GenerationDefaults:
             "min_new_tokens": min(least, sampling.max_new_tokens),
         }
         left_open = {
-            name: value
-            for name, value in defaults.items()
-            if value and getattr(sampling, name) is None
+            name: value for name, value in defaults.items() if value and getattr(sampling, name) is None
         }
         return replace(sampling, **left_open) if left_open else sampling
 

@@ -105,9 +105,7 @@ def _latent_layer(module: Any) -> LatentLayer:
                 hint=_EXPANDED,
             )
     if bias is not None:
-        raise UnsupportedModelError(
-            f"{name}: kv_b_proj has a bias, which cannot be absorbed", hint=_EXPANDED
-        )
+        raise UnsupportedModelError(f"{name}: kv_b_proj has a bias, which cannot be absorbed", hint=_EXPANDED)
     nope, width = module.qk_nope_head_dim, module.qk_nope_head_dim + module.v_head_dim
     by_head = weight.detach().view(-1, width, module.kv_lora_rank)
     return LatentLayer(by_head[:, :nope], by_head[:, nope:])

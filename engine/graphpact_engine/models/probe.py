@@ -33,8 +33,7 @@ Forward = Callable[[Attention, torch.Tensor, torch.Tensor | None], torch.Tensor]
 """Runs a model: attention, token ids ``[T]``, positions ``[T]`` or None, to logits ``[T, vocab]``."""
 
 _SUPPORTED = (
-    "supported are decoders in which every layer attends causally through transformers' attention"
-    " interface"
+    "supported are decoders in which every layer attends causally through transformers' attention interface"
 )
 
 # Arguments that do not change the result of attention.
@@ -85,9 +84,7 @@ def probe_layers(model: Any, forward: Forward) -> dict[int, LayerSpec]:
             first.run(forward, *tokens)
             refused = [*first.refused, *_unlike_plain_attention(model, config, first.layers)]
             if not all(_close(t[_EQUAL], t[:1]) for t in first.seen):
-                refused.append(
-                    "tokens that depend on their neighbours, or on their place in the batch"
-                )
+                refused.append("tokens that depend on their neighbours, or on their place in the batch")
             if not refused:
                 refused += _beyond_its_sequence(config, forward, first, *tokens)
     except Exception as error:
@@ -158,7 +155,9 @@ def _tokens(config: Any, device: torch.device) -> tuple[torch.Tensor, torch.Tens
     None is a special token, which a model may treat in its own way.
     """
     count = min(_NUM_TOKENS, _num_positions(config))
-    special = {getattr(config, f"{name}_token_id", None) for name in ("pad", "bos", "eos")}
+    ends = getattr(config, "eos_token_id", None)
+    special = {*ends} if isinstance(ends, list) else {ends}
+    special |= {getattr(config, f"{name}_token_id", None) for name in ("pad", "bos")}
     plain = [i for i in range(min(config.vocab_size, 32)) if i not in special] or [0]
     ids = torch.tensor([plain[i % len(plain)] for i in range(count)], device=device)
     ids[_EQUAL] = plain[-1]
@@ -190,9 +189,7 @@ def _beyond_its_sequence(
     mixed = _Pass(spreads_nan=True)
     mixed.run(forward, ids[:1].expand_as(ids), positions)
     # Later layers may round in another way: experts get other numbers of tokens.
-    if not _keeps(first.seen[:3], mixed.seen[:3]) or any(
-        t[_EQUAL].isnan().any() for t in mixed.seen
-    ):
+    if not _keeps(first.seen[:3], mixed.seen[:3]) or any(t[_EQUAL].isnan().any() for t in mixed.seen):
         yield "tokens that depend on other tokens of the batch"
 
 
@@ -257,8 +254,7 @@ def _unlike_plain_attention(model: Any, config: Any, layers: dict[int, LayerSpec
         yield "state besides keys and values"
     if len(layers) != config.num_hidden_layers:
         yield (
-            f"{config.num_hidden_layers} layers, of which {len(layers)} use transformers' attention"
-            " interface"
+            f"{config.num_hidden_layers} layers, of which {len(layers)} use transformers' attention interface"
         )
     kinds = getattr(config, "layer_types", None) or []
     for kind, layer in zip(kinds, layers.values(), strict=False):

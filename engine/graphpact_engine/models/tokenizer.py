@@ -31,9 +31,7 @@ def load_tokenizer(path: Path, *, trust_remote_code: bool = False) -> Any:
     hint = "save one with tokenizer.save_pretrained, or pass token ids instead of text"
     if not trust_remote_code and not any((path / name).is_file() for name in _FILES):
         # some versions of transformers return an empty tokenizer without files
-        raise CheckpointError(
-            f"{path}: no tokenizer: there is none of {', '.join(_FILES)}", hint=hint
-        )
+        raise CheckpointError(f"{path}: no tokenizer: there is none of {', '.join(_FILES)}", hint=hint)
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             path, local_files_only=True, trust_remote_code=trust_remote_code

@@ -142,14 +142,11 @@ class TransformersModel:
             lane = "decode" if batch.forward_mode.is_decode else "prefill"
             raise CaptureError(
                 f"model type {self.model.config.model_type!r} cannot be captured: {error.message}",
-                hint="the line is the model's own; run the model eagerly: --set"
-                f" lanes.{lane}.runner=eager",
+                hint=f"the line is the model's own; run the model eagerly: --set lanes.{lane}.runner=eager",
                 rule=error.rule,
             ) from error
         by_request = last is not None or batch.forward_mode.is_decode
-        outputs: dict[str, tuple[torch.Tensor, Axis]] = {
-            "logits": (logits, "bs" if by_request else "tokens")
-        }
+        outputs: dict[str, tuple[torch.Tensor, Axis]] = {"logits": (logits, "bs" if by_request else "tokens")}
         if hidden is not None:
             outputs["hidden_states"] = (hidden, "tokens")
         return StepOutputs(**outputs)

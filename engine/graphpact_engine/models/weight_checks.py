@@ -114,9 +114,7 @@ def require_finite_weights(path: Path, model: torch.nn.Module) -> None:
         if rotary or bool(buffer.isnan().any()):
             raise CheckpointError(
                 f"{path}: buffer {name!r} has NaN or infinite values",
-                hint="correct the parameters of the rotary embedding in config.json"
-                if rotary
-                else None,
+                hint="correct the parameters of the rotary embedding in config.json" if rotary else None,
             )
 
 

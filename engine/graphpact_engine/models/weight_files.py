@@ -113,9 +113,7 @@ def _wanted(path: Path, config: Mapping[str, Any]) -> dict[str, set[str]]:
 def _files_of_index(index: Path) -> dict[str, set[str]]:
     placed = read_json(index).get("weight_map")
     if not isinstance(placed, dict) or not placed:
-        raise CheckpointError(
-            f"{index}: not a weight index: there is no object weight_map", hint=_WHOLE
-        )
+        raise CheckpointError(f"{index}: not a weight index: there is no object weight_map", hint=_WHOLE)
     files: dict[str, set[str]] = {}
     for tensor, name in placed.items():
         if not isinstance(name, str):
@@ -132,9 +130,7 @@ def _require_own_files(path: Path, names: list[str], *, suffix: str = ".safetens
     for name in names:
         parts = PurePosixPath(name)
         if parts.is_absolute() or ".." in parts.parts or "\\" in name or ":" in name:
-            raise CheckpointError(
-                f"{path}: the weight file {name!r} is outside the directory", hint=_WHOLE
-            )
+            raise CheckpointError(f"{path}: the weight file {name!r} is outside the directory", hint=_WHOLE)
         if parts.suffix != suffix:
             raise CheckpointError(
                 f"{path}: the weight file {name!r} is not a {suffix} file; no others are read",
@@ -145,9 +141,7 @@ def _require_own_files(path: Path, names: list[str], *, suffix: str = ".safetens
         raise _missing(path, missing)
     home = path.resolve()
     allowed = [home]
-    if (
-        home.parent.name == "snapshots"
-    ):  # the Hugging Face cache: snapshots/REVISION/NAME -> blobs/HASH
+    if home.parent.name == "snapshots":  # the Hugging Face cache: snapshots/REVISION/NAME -> blobs/HASH
         allowed.append(home.parent.parent / "blobs")
     for name in names:
         real = (path / name).resolve()

@@ -48,9 +48,7 @@ class MyAttentionBackend(AttentionBackend):
     """A backend for decode and prefill, with MHA, GQA or MLA heads and pages of any size."""
 
     capabilities = Capabilities(
-        modes=frozenset(
-            {ForwardMode.DECODE, ForwardMode.EXTEND, ForwardMode.MIXED, ForwardMode.IDLE}
-        ),
+        modes=frozenset({ForwardMode.DECODE, ForwardMode.EXTEND, ForwardMode.MIXED, ForwardMode.IDLE}),
         graph_support=GraphSupport.ALWAYS,
         dtypes=frozenset({torch.float32, torch.bfloat16}),
         devices=frozenset({"cpu"}),

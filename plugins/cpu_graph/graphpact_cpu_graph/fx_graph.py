@@ -158,9 +158,7 @@ class SegmentGraph:
         """Return ``tensor`` as a view of the flat ``base``; compilers optimize slices best."""
         call = self.graph.call_function
         if not tensor.is_contiguous():
-            strided: fx.Node = call(
-                _aten.as_strided.default, (base, tensor.shape, tensor.stride(), offset)
-            )
+            strided: fx.Node = call(_aten.as_strided.default, (base, tensor.shape, tensor.stride(), offset))
             return strided
         part: fx.Node = call(_aten.slice.Tensor, (base, 0, offset, offset + tensor.numel()))
         view: fx.Node = call(_aten.view.default, (part, tensor.shape))

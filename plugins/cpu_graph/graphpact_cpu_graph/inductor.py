@@ -143,8 +143,7 @@ def _compile(segment: SegmentGraph, inputs: list[torch.Tensor]) -> Callable[[], 
     with torch.inference_mode(mode=False), torch.no_grad():
         with FakeTensorMode():
             examples: list[Any] = [
-                torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
-                for t in inputs
+                torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in inputs
             ]
         try:
             compiled = _inductor.compile(module, examples, _OPTIONS)

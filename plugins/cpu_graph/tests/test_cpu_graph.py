@@ -62,9 +62,7 @@ class Rig:
             "decode",
             model=self.model,
             runner=self.runner,
-            backend=FlashInferBackend(
-                BackendContext(CPU, DTYPE, [LAYER], limits, self.table, self.kv)
-            ),
+            backend=FlashInferBackend(BackendContext(CPU, DTYPE, [LAYER], limits, self.table, self.kv)),
             driver=InductorDriver(CPU),
         )
         self.lane.capture_all()
@@ -223,9 +221,7 @@ def test_without_a_compiler_decode_runs_eagerly(
 def test_a_named_driver_is_never_given_up(without_compiler: None) -> None:
     """A driver that the configuration names is used, or is an error at start if it is unavailable."""
     named = configure('lanes.decode.graph_driver="inductor"')
-    with pytest.raises(
-        ConfigError, match=r"lanes\.decode\.graph_driver: 'inductor': no C\+\+ comp"
-    ):
+    with pytest.raises(ConfigError, match=r"lanes\.decode\.graph_driver: 'inductor': no C\+\+ comp"):
         plan_lanes(named, Catalog(), CPU)
     plan = plan_lanes(configure('lanes.decode.graph_driver="tape"'), Catalog(), CPU)[0]
     assert (plan.driver.name, plan.eager_reason) == ("tape", None)

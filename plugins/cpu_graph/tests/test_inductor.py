@@ -309,9 +309,7 @@ def test_host_reads_are_refused_with_their_line(
 ) -> None:
     """Each kind of host read raises with the line in this file; the driver can capture again afterwards."""
     driver, x = InductorDriver(CPU), torch.ones(3)
-    with pytest.raises(
-        CaptureError, match=r"contents on the host .*, at .*test_inductor\.py:\d+: "
-    ):
+    with pytest.raises(CaptureError, match=r"contents on the host .*, at .*test_inductor\.py:\d+: "):
         driver.capture(lambda: read(x + 1), warmup=0)
     assert not driver.is_capturing
     x.tolist()
@@ -322,9 +320,7 @@ def test_declared_host_memory_is_free_to_read(interpreted: None) -> None:
     """Declared host tensors, and tensors computed from them alone, may be read; graphs keep their values."""
     driver, x, lengths = InductorDriver(CPU), torch.ones(3), torch.tensor([2, 3])
     driver.declare(DeclaredMemory(host=[lengths]))
-    graph = driver.capture(
-        lambda: x * lengths.max().item() + lengths[:1].tolist()[0] + lengths[0] * 10
-    )
+    graph = driver.capture(lambda: x * lengths.max().item() + lengths[:1].tolist()[0] + lengths[0] * 10)
     lengths.fill_(100)
     graph.replay()
     assert graph.outputs.tolist() == [25.0, 25.0, 25.0]

@@ -47,9 +47,7 @@ def _capabilities(fill: int = 1) -> Capabilities:
     )
 
 
-def _runner(
-    max_bs: int = 8, batch_sizes: list[int] | None = None, fill: int = 1
-) -> CudaGraphRunner:
+def _runner(max_bs: int = 8, batch_sizes: list[int] | None = None, fill: int = 1) -> CudaGraphRunner:
     limits = Limits(max_bs, max_bs, CONTEXT, PAGE)
     return CudaGraphRunner(
         RunnerContext(CPU, _capabilities(fill), limits, batch_sizes=batch_sizes, lane="decode")
@@ -101,9 +99,7 @@ class Rig:
         self.table = torch.zeros(max_bs + 1, CONTEXT, dtype=torch.int32)
         self.table[1:] = torch.arange(PAGE, num_slots, dtype=torch.int32).view(max_bs, CONTEXT)
         limits = Limits(max_bs, max_bs, CONTEXT, PAGE)
-        backend = SumBackend(
-            BackendContext(CPU, torch.float32, [LAYER], limits, self.table, self.kv)
-        )
+        backend = SumBackend(BackendContext(CPU, torch.float32, [LAYER], limits, self.table, self.kv))
         self.runner = _runner(max_bs, batch_sizes, fill)
         self.lane = Lane(
             "decode",

@@ -99,9 +99,7 @@ class FA3Backend(AttentionBackend):
             _slot(_of_tree("page_table", window), lambda _, tokens: (tokens, width), "table"),
         ]
 
-    def allocate_metadata(
-        self, view: ForwardBatch, shape: GraphShape, buffers: Buffers
-    ) -> FA3Metadata:
+    def allocate_metadata(self, view: ForwardBatch, shape: GraphShape, buffers: Buffers) -> FA3Metadata:
         """Return the metadata of ``shape``; its tensors are slices of the declared slots.
 
         The bounds of a graph hold for every replay. An eager step has bounds of its own, from the host

@@ -220,9 +220,7 @@ class FlashAttention3(LibraryKernels):
             return True
         if v_head_dim % 8:
             return False
-        return (128 < head_dim <= 192 and 96 < v_head_dim <= 128) or (
-            head_dim <= 64 and v_head_dim <= 512
-        )
+        return (128 < head_dim <= 192 and 96 < v_head_dim <= 128) or (head_dim <= 64 and v_head_dim <= 512)
 
     def schedule(self, rows: FA3Metadata, *, causal: bool) -> int:
         """Copy the library's schedule into the head of the buffer."""

@@ -77,9 +77,7 @@ def fill_tree(view: ForwardBatch, req_to_token: torch.Tensor, tree: TreeMetadata
         depth = drafts.depth
         last_unseen = (depth[:, None] if isinstance(depth, torch.Tensor) else depth) - window
         slots = torch.cat([req_to_token[rows[:, None], inside], drafts.slots], dim=1)
-        sees = torch.cat(
-            [position < lens[:, None], drafts.sees & (drafts.depths > last_unseen)], dim=1
-        )
+        sees = torch.cat([position < lens[:, None], drafts.sees & (drafts.depths > last_unseen)], dim=1)
         _pack(slots, sees, out)
 
 

@@ -309,12 +309,8 @@ def test_a_stale_row_is_caught_when_planted() -> None:
 # -- the step --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("case", "nodes"), [(DECODE, 1), (TREE, 1), (BRANCHES, NUM_STEPS)], ids=str
-)
-def test_the_schedule_is_one_node_a_step(
-    case: Case, nodes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(("case", "nodes"), [(DECODE, 1), (TREE, 1), (BRANCHES, NUM_STEPS)], ids=str)
+def test_the_schedule_is_one_node_a_step(case: Case, nodes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph of two layers records one schedule for each step, and the kernels of both layers read it."""
     calls: list[tuple[str, tuple[Any, ...]]] = []
     perform = Recorder.perform
@@ -336,9 +332,7 @@ def test_the_schedule_is_one_node_a_step(
 def test_layers_with_a_window_are_given_no_schedule() -> None:
     """A schedule without blocks changes the layer without a window and not the layer with one."""
     rig = rig_of(make_config(DECODE))
-    problem = Problem(
-        DECODE, [ProblemRequest(1, [3, 4, 5], [Token(2, [6], None, 0)], [3, 4, 5, 6])], 0
-    )
+    problem = Problem(DECODE, [ProblemRequest(1, [3, 4, 5], [Token(2, [6], None, 0)], [3, 4, 5, 6])], 0)
     rig.load(problem)
     batch = problem.batch()
     q, k, v = torch.randn(1, 4, 8), torch.randn(1, 2, 8), torch.randn(1, 2, 8)
@@ -408,9 +402,7 @@ def test_a_tree_in_a_lane_of_chains_is_refused() -> None:
 def test_an_extend_batch_needs_its_lengths() -> None:
     """An extend without the number of new tokens of each request is refused."""
     rig = rig_of(make_config(Case(ForwardMode.EXTEND)))
-    problem = Problem(
-        Case(ForwardMode.EXTEND), [ProblemRequest(1, [], [Token(0, [9], None, 0)], [9])], 0
-    )
+    problem = Problem(Case(ForwardMode.EXTEND), [ProblemRequest(1, [], [Token(0, [9], None, 0)], [9])], 0)
     for name in ("extend_seq_lens", "extend_seq_lens_cpu"):
         batch = problem.batch()
         setattr(batch, name, None)
@@ -444,9 +436,7 @@ def test_eager_metadata_is_memory_of_its_own() -> None:
         assert slot.buffer is not None
         slot.buffer.fill_(-9)
     tokens = [Token(0, [10 + 3 * j + i for i in range(3)], None, 0) for j in range(2)]
-    rig.backend.init_metadata_eager(
-        Problem(BRANCHES, [ProblemRequest(1, [9], tokens, [9])], 0).batch()
-    )
+    rig.backend.init_metadata_eager(Problem(BRANCHES, [ProblemRequest(1, [9], tokens, [9])], 0).batch())
     assert slots
     assert all(bool((s.buffer == -9).all()) for s in slots if s.buffer is not None)
 

@@ -244,9 +244,7 @@ def test_calls_of_flash_attention_answer_as_the_oracle(
     assert any(flash_attention.used)
 
 
-@pytest.mark.skipif(
-    torch.__version__ < "2.13", reason="varlen_attn takes block tables from torch 2.13 on"
-)
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="varlen_attn takes block tables from torch 2.13 on")
 @pytest.mark.parametrize("case", [c for c in CASES if c.branches == 1], ids=str)
 def test_calls_of_torch_answer_as_the_oracle(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """In every mode without branches, calls bound to torch's signature equal the oracle, with windows."""
@@ -366,16 +364,12 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.13.0+cu130"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: here.has_cuda)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: here.capability)
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: name if name in here.installed else None
-    )
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name if name in here.installed else None)
     return here
 
 
 def _context(**changes: Any) -> BackendContext:
-    limits = Limits(
-        4, 16, 512, changes.pop("page_size", 16), DraftLimits(topk=changes.pop("topk", 1))
-    )
+    limits = Limits(4, 16, 512, changes.pop("page_size", 16), DraftLimits(topk=changes.pop("topk", 1)))
     dtype = changes.pop("dtype", torch.bfloat16)
     spec = {"num_kv_heads": 2, "head_dim": 64, "v_head_dim": 64, "scaling": 1.0} | changes
     layers = [LayerSpec(0, 4, **spec)]  # type: ignore[arg-type]
@@ -405,9 +399,7 @@ def test_native_kernels_are_refused_with_the_reason(machine: SimpleNamespace) ->
     assert NativeKernels.unavailable(CUDA) == "torch sees no CUDA device"
 
 
-def test_an_older_torch_is_refused(
-    machine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_older_torch_is_refused(machine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels of torch before 2.13 are not used."""
     monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.12.1"))
     assert "torch 2.12.1 has no block table" in (TorchVarlen.unavailable(CUDA) or "")
@@ -423,10 +415,7 @@ def test_the_first_library_that_has_it_all_is_taken(machine: SimpleNamespace) ->
     for lacks in ({"softcap": 2.0}, {"sinks": torch.ones(4)}, {"topk": 2}, {"v_head_dim": 32}):
         assert _taken(_context(**large, **lacks)) is None
     machine.installed.add("sgl_kernel")
-    assert (
-        _taken(_context(**small, softcap=2.0, sinks=torch.ones(4), topk=2))
-        == "sgl_kernel.flash_attn"
-    )
+    assert _taken(_context(**small, softcap=2.0, sinks=torch.ones(4), topk=2)) == "sgl_kernel.flash_attn"
     machine.installed.add("flash_attn_interface")
     assert _taken(_context(**small)) == "flash_attn_interface"
     machine.capability = (10, 0)
@@ -443,9 +432,7 @@ def test_the_first_library_that_has_it_all_is_taken(machine: SimpleNamespace) ->
         ({"head_dim": 128, "v_head_dim": 64}, "they lack v_head_dim 64 with head_dim 128"),
     ],
 )
-def test_what_no_library_has_is_refused(
-    machine: SimpleNamespace, lacks: dict[str, Any], says: str
-) -> None:
+def test_what_no_library_has_is_refused(machine: SimpleNamespace, lacks: dict[str, Any], says: str) -> None:
     """Float32, float64 and head_dims that no library is built for are refused; the reason names them."""
     machine.installed |= {"sgl_kernel", "flash_attn_interface"}
     reason = NativeKernels.refusal(_context(page_size=256, **lacks))

@@ -16,9 +16,7 @@ PROMPT_LENGTHS = (1, 17, 40, 3, 30)
 COUNTS = (12, 5, 9, 14, 7)
 
 
-def generate(
-    path: Path, prompts: list[list[int]], *overrides: str
-) -> tuple[Engine, list[list[int]]]:
+def generate(path: Path, prompts: list[list[int]], *overrides: str) -> tuple[Engine, list[list[int]]]:
     """Run an engine that verifies every replay; return the engine and the generated tokens."""
     options = [
         f'model.path="{path}"',

@@ -149,9 +149,7 @@ class FlashInferBackend(AttentionBackend):
             max_q_len=self._max_q_len(view, shape, counted),
         )
 
-    def _bind_set(
-        self, view: ForwardBatch, window: int | None, buffers: Buffers
-    ) -> dict[str, torch.Tensor]:
+    def _bind_set(self, view: ForwardBatch, window: int | None, buffers: Buffers) -> dict[str, torch.Tensor]:
         """Return the tensors of one set of indices, by the names of the metadata's fields."""
         rows = num_rows(view)
         tensors = {
@@ -223,9 +221,7 @@ class FlashInferBackend(AttentionBackend):
         for window, indices in metadata.windows.items():
             self._fill_set(view, metadata, indices, window, requests, lens, num_q)
 
-    def _fill_ragged_queries(
-        self, view: ForwardBatch, metadata: FlashInferMetadata
-    ) -> torch.Tensor:
+    def _fill_ragged_queries(self, view: ForwardBatch, metadata: FlashInferMetadata) -> torch.Tensor:
         """Fill ``qo_indptr`` of an extend; return ``[bs + 1]`` query counts, with the fake request's last."""
         num_q, _ = view.required_extend_lens()
         offsets = metadata.qo_indptr

@@ -138,9 +138,7 @@ class PortableKernels(FlashInferKernels):
         assert isinstance(plan, PortablePlan)  # noqa: S101  make_plan returned it
         size = _SMALLEST_CHUNK
         most = plan.arguments.max_chunks
-        while sum(chunks := [-(-keys // size) for keys in rows.num_kv]) > most and size < max(
-            rows.num_kv
-        ):
+        while sum(chunks := [-(-keys // size) for keys in rows.num_kv]) > most and size < max(rows.num_kv):
             size *= 2
         numbers = [size, *itertools.accumulate(chunks, initial=0)]
         staged = self._staged.get(plan.kv_chunk_size.data_ptr())

@@ -92,9 +92,7 @@ class _EagerWrapper:
             num_kv = (kv_indptr.diff() - 1) * size + last_page_len
             num_bytes = -(-(qo_indptr.diff() * num_kv) // 8)
             more["packed_custom_mask"] = mask[: int(num_bytes.sum())]
-        self.wrapper.plan(
-            qo_indptr, kv_indptr, tensors["kv_indices"], last_page_len, *numbers, **more
-        )
+        self.wrapper.plan(qo_indptr, kv_indptr, tensors["kv_indices"], last_page_len, *numbers, **more)
         if mask is not None:
             # With a packed mask FlashInfer computes offsets in bits, but its kernel takes bytes.
             self.wrapper._mask_indptr_buf = tensors["mask_indptr"]  # noqa: SLF001
@@ -142,9 +140,7 @@ class NativeKernels(FlashInferKernels):
             return "flashinfer is not installed: pip install flashinfer-python"
         major, minor = torch.cuda.get_device_capability(device)
         if (major, minor) < (7, 5):
-            return (
-                f"FlashInfer needs compute capability 7.5 or more, this device has {major}.{minor}"
-            )
+            return f"FlashInfer needs compute capability 7.5 or more, this device has {major}.{minor}"
         return None
 
     @classmethod
@@ -166,14 +162,10 @@ class NativeKernels(FlashInferKernels):
         """Return an int workspace for each set of indices, and one workspace for partial results."""
         del limits  # FlashInfer's workspaces have a fixed size
 
-        planned = metadata_slot(
-            prefix + "int_workspace", lambda *_: (_INT_BYTES,), torch.uint8, role="plan"
-        )
+        planned = metadata_slot(prefix + "int_workspace", lambda *_: (_INT_BYTES,), torch.uint8, role="plan")
         if prefix != "flashinfer.":
             return [planned]
-        partial = metadata_slot(
-            _FLOAT_WORKSPACE, lambda *_: (_FLOAT_BYTES,), torch.uint8, role="workspace"
-        )
+        partial = metadata_slot(_FLOAT_WORKSPACE, lambda *_: (_FLOAT_BYTES,), torch.uint8, role="workspace")
         return [planned, partial]
 
     def make_plan(

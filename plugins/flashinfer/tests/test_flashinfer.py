@@ -44,9 +44,7 @@ class Rig:
                 slot = self.pages[row][j // page_size] * page_size + j % page_size
                 self.table[row, j] = slot
         num_slots = (ROWS * per_row + 1) * page_size
-        self.kv = SimpleNamespace(
-            k=[torch.zeros(num_slots, 1, 4)], v=[torch.zeros(num_slots, 1, 4)]
-        )
+        self.kv = SimpleNamespace(k=[torch.zeros(num_slots, 1, 4)], v=[torch.zeros(num_slots, 1, 4)])
         self.limits = Limits(MAX_BS, 64, CONTEXT, page_size)
         self.layer = LayerSpec(0, 1, 1, 4, 4, scaling=0.5)
         self.backend = self.make()
@@ -57,9 +55,7 @@ class Rig:
             BackendContext(CPU, torch.float32, [self.layer], self.limits, self.table, self.kv)
         )
 
-    def batch(
-        self, rows: list[int], lengths: list[int], new: list[int] | None = None
-    ) -> ForwardBatch:
+    def batch(self, rows: list[int], lengths: list[int], new: list[int] | None = None) -> ForwardBatch:
         """Return a decode batch, or an extend batch if ``new`` is given."""
         lens, count = torch.tensor(lengths), new or [1] * len(rows)
         positions = [j for n, c in zip(lengths, count, strict=True) for j in range(n - c, n)]
@@ -109,9 +105,7 @@ class Rig:
 
 RIGS = {size: Rig(size) for size in (1, 3, 16)}
 PAGE_SIZES = st.sampled_from(sorted(RIGS))
-REQUESTS = st.lists(
-    st.tuples(st.integers(1, ROWS), st.integers(1, CONTEXT)), min_size=1, max_size=MAX_BS
-)
+REQUESTS = st.lists(st.tuples(st.integers(1, ROWS), st.integers(1, CONTEXT)), min_size=1, max_size=MAX_BS)
 
 
 @pytest.fixture(autouse=True)
@@ -141,9 +135,7 @@ def _view(registry: CudaGraphBufferRegistry, batch: ForwardBatch, padded: int) -
         raw_num_tokens=batch.num_tokens,
         padded_num_tokens=padded,
     )
-    return registry.extract_buffer(
-        padded_bs=padded, padded_num_tokens=padded, forward_batch_template=batch
-    )
+    return registry.extract_buffer(padded_bs=padded, padded_num_tokens=padded, forward_batch_template=batch)
 
 
 @EXAMPLES

@@ -102,9 +102,7 @@ def test_scratch_is_the_only_page_of_the_fake_request() -> None:
     """The fake request has page 0 only, as often as its padding tokens need, for any earlier contents."""
     backend = backend_of(4)
     for raw in (3, 61, 64, 9):
-        metadata = backend.init_metadata_eager(
-            batch_of(ForwardMode.EXTEND, [raw], STATIC, [raw]), fill=77
-        )
+        metadata = backend.init_metadata_eager(batch_of(ForwardMode.EXTEND, [raw], STATIC, [raw]), fill=77)
         fake = FakeRequest.of(STATIC, raw, 4)
         start, end = metadata.kv_indptr[-2:].tolist()
         assert end - start == fake.num_dummy_pages == -(-(STATIC - raw) // 4)
@@ -138,9 +136,7 @@ def test_an_extend_without_lengths_on_the_host_is_refused() -> None:
 def test_the_stride_of_draft_extend_is_uniform_whatever_was_accepted(accepted: int) -> None:
     """``qo_indptr`` steps by num_draft_tokens for any accepted length (SGLang PR 19807)."""
     backend, width = backend_of(), 4
-    batch = batch_of(
-        ForwardMode.DRAFT_EXTEND, [9, 30, 17], 3 * width, [max(accepted, 1), accepted, 1]
-    )
+    batch = batch_of(ForwardMode.DRAFT_EXTEND, [9, 30, 17], 3 * width, [max(accepted, 1), accepted, 1])
     metadata = backend.init_metadata_eager(batch)
     assert metadata.qo_indptr.tolist() == [0, 4, 8, 12]
     assert metadata.kv_indptr.tolist() == [0, 3, 11, 16]
@@ -166,9 +162,7 @@ def test_branches_share_the_sequence_and_see_their_own_slots() -> None:
     metadata = backend.init_metadata_eager(batch).steps[1]
     rows = [
         metadata.kv_indices[a:b].tolist()
-        for a, b in zip(
-            metadata.kv_indptr[:-1].tolist(), metadata.kv_indptr[1:].tolist(), strict=True
-        )
+        for a, b in zip(metadata.kv_indptr[:-1].tolist(), metadata.kv_indptr[1:].tolist(), strict=True)
     ]
     assert rows[0] == [*range(96, 101), 300, 301]
     assert rows[1] == [*range(96, 101), 303, 304]
@@ -238,9 +232,7 @@ def test_mask_bits_say_what_each_draft_token_sees(data: st.DataObject, window: i
 
 def test_a_tree_needs_a_lane_that_was_laid_out_for_it() -> None:
     """A tree mask in a lane with top-k 1 is refused; the error names the limit."""
-    batch = batch_of(
-        ForwardMode.TARGET_VERIFY, [5], 2, tree_mask=torch.ones(2, 2, dtype=torch.bool)
-    )
+    batch = batch_of(ForwardMode.TARGET_VERIFY, [5], 2, tree_mask=torch.ones(2, 2, dtype=torch.bool))
     with pytest.raises(EngineError, match=r"limits\.draft\.topk is 1"):
         backend_of().init_metadata_eager(batch)
 
@@ -285,9 +277,7 @@ def test_an_idle_rank_has_empty_metadata(mode: ForwardMode) -> None:
 @given(lengths=st.lists(st.integers(1, CONTEXT), min_size=1, max_size=ROWS))
 def test_a_plan_covers_every_key_and_fits_the_grid(lengths: list[int]) -> None:
     """The chunks of a plan cover all keys of each request and are at most ``max_chunks``."""
-    metadata = backend_of(1).init_metadata_eager(
-        batch_of(ForwardMode.DECODE, lengths, len(lengths))
-    )
+    metadata = backend_of(1).init_metadata_eager(batch_of(ForwardMode.DECODE, lengths, len(lengths)))
     plan = metadata.plan
     assert isinstance(plan, PortablePlan)
     size, chunks = int(plan.kv_chunk_size), plan.o_indptr.diff().tolist()
@@ -313,9 +303,7 @@ def _captured() -> tuple[FlashInferBackend, Any, GraphShape, FlashInferMetadata,
     def view_of(lengths: list[int]) -> ForwardBatch:
         batch = batch_of(ForwardMode.DECODE, lengths, 2)
         registry.fill_from(batch, raw_bs=2, padded_bs=2, raw_num_tokens=2, padded_num_tokens=2)
-        return registry.extract_buffer(
-            padded_bs=2, padded_num_tokens=2, forward_batch_template=batch
-        )
+        return registry.extract_buffer(padded_bs=2, padded_num_tokens=2, forward_batch_template=batch)
 
     view = view_of([1, 1])
     metadata = backend.init_metadata_capture(view, shape)

@@ -281,9 +281,7 @@ def test_native_and_portable_kernels_agree_in_every_draft_step(topk: int) -> Non
     native, portable = Backend(context), FlashInferBackend(context)
     first = torch.tensor([CONTEXT + 9, 2 * CONTEXT + 3])[:, None, None]  # after each sequence
     slots = first + torch.arange(topk * 3).view(topk, 3)
-    batch = _batch(
-        ForwardMode.DRAFT_DECODE, [9, 3], [topk, topk], out_cache_loc=slots.flatten(0, 1)
-    )
+    batch = _batch(ForwardMode.DRAFT_DECODE, [9, 3], [topk, topk], out_cache_loc=slots.flatten(0, 1))
     metadata = [backend.init_metadata_eager(batch).steps for backend in (native, portable)]
     assert [len(steps) for steps in metadata] == [3, 3]
     generator = torch.Generator().manual_seed(1)
@@ -394,9 +392,7 @@ def test_metadata_of_two_steps_may_be_alive_at_once() -> None:
     """Metadata of two steps keep their own plans; freed metadata returns its wrapper for reuse."""
     context = _context(None)
     native, portable = Backend(context), FlashInferBackend(context)
-    batches = [
-        _batch(ForwardMode.DECODE, lengths, [1] * len(lengths)) for lengths in ([9, 3], [20, 6, 4])
-    ]
+    batches = [_batch(ForwardMode.DECODE, lengths, [1] * len(lengths)) for lengths in ([9, 3], [20, 6, 4])]
     layer, generator = context.layers[0], torch.Generator().manual_seed(1)
     made = [native.init_metadata_eager(batch) for batch in batches]
     for at in (0, 1, 0):
@@ -428,9 +424,7 @@ def test_a_captured_wrapper_is_planned_again_before_every_replay() -> None:
     def view_of(lengths: list[int]) -> ForwardBatch:
         batch = _batch(ForwardMode.DECODE, lengths, [1, 1])
         registry.fill_from(batch, raw_bs=2, padded_bs=2, raw_num_tokens=2, padded_num_tokens=2)
-        return registry.extract_buffer(
-            padded_bs=2, padded_num_tokens=2, forward_batch_template=batch
-        )
+        return registry.extract_buffer(padded_bs=2, padded_num_tokens=2, forward_batch_template=batch)
 
     view = view_of([1, 1])
     captured = backend.init_metadata_capture(view, shape)

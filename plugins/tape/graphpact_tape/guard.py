@@ -48,9 +48,7 @@ class StrictGuard:
     # -- the preparation -------------------------------------------------------------------------
 
     @hookimpl(wrapper=True)
-    def populate(
-        self, registry: CudaGraphBufferRegistry, batch: ForwardBatch, shape: GraphShape
-    ) -> _Around:
+    def populate(self, registry: CudaGraphBufferRegistry, batch: ForwardBatch, shape: GraphShape) -> _Around:
         """Poison the slots, and refuse host reads while they are filled."""
         self._prepared = registry, shape, batch
         _check_host_lengths(batch)
@@ -69,9 +67,7 @@ class StrictGuard:
         """Refuse host reads while metadata is refreshed."""
         return (yield from self._guarded("init_metadata_replay", view))
 
-    def _guarded(
-        self, hook: str, batch: ForwardBatch, read_only: Sequence[torch.Tensor] = ()
-    ) -> _Around:
+    def _guarded(self, hook: str, batch: ForwardBatch, read_only: Sequence[torch.Tensor] = ()) -> _Around:
         try:
             with self._driver.preparation(batch.host_tensors(), read_only):
                 return (yield)
@@ -100,9 +96,7 @@ class StrictGuard:
             unwritten = self._unwritten()
             if not unwritten or unwritten in error.message:
                 raise
-            raise PoisonError(
-                error.message + unwritten, hint=error.hint, rule=self._rule()
-            ) from error
+            raise PoisonError(error.message + unwritten, hint=error.hint, rule=self._rule()) from error
         self._check_copies(lane, batch)
         if lane.stats.replays > before:
             for name, output in outputs.items():

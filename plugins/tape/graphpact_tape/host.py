@@ -48,9 +48,7 @@ _READS = {
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd  # noqa: SLF001  no public name
 
 # These reach the dispatcher, but torch has no tag for them: bool(tensor), a split by a tensor.
-_UNTAGGED_READS = frozenset(
-    {_aten.is_nonzero.default, _aten.tensor_split.tensor_indices_or_sections}
-)
+_UNTAGGED_READS = frozenset({_aten.is_nonzero.default, _aten.tensor_split.tensor_indices_or_sections})
 
 _INDEX_PUTS = frozenset({_aten.index_put_.default, _aten.index_put.default})
 _MASKED_FILLS = frozenset({_aten.masked_fill_.Tensor, _aten.masked_fill.Tensor})
@@ -288,9 +286,7 @@ class HostReadGuard(TorchFunctionMode):
         if kwargs.get("pin_memory") or func is torch.Tensor.pin_memory:
             raise self.refusal("allocates pinned memory", "allocate it earlier")
         made_on_host = _is_made_on_host(func, args, kwargs)
-        if func is torch.Tensor.new_tensor or (
-            func in _FROM_PYTHON and placed and not tensors_of(args[:1])
-        ):
+        if func is torch.Tensor.new_tensor or (func in _FROM_PYTHON and placed and not tensors_of(args[:1])):
             raise self.refusal(
                 "copies Python numbers to the device, which makes the host wait,",
                 "make the tensor earlier, or use torch.full or torch.arange, which run on the device",

@@ -233,9 +233,7 @@ class Recorder(Watcher):
             self.guard.paused = False
         known = {storage_id(t) for t in tensors_of(args)}
         self.results.update(
-            (storage_id(t), t.untyped_storage())
-            for t in tensors_of(result)
-            if storage_id(t) not in known
+            (storage_id(t), t.untyped_storage()) for t in tensors_of(result) if storage_id(t) not in known
         )
         self.parts += [EagerCall(fn, args, result), Segment()]
         return result
@@ -261,9 +259,7 @@ class Recorder(Watcher):
 
     def add(self, call: RecordedCall) -> None:
         """Add a call to the record. ``call`` has the caller's tensors, the record has aliases."""
-        args, kwargs, result, made = map_tensors(
-            self.held, (call.args, call.kwargs, call.result, call.made)
-        )
+        args, kwargs, result, made = map_tensors(self.held, (call.args, call.kwargs, call.result, call.made))
         segment = self.parts[-1]
         assert isinstance(segment, Segment)  # noqa: S101  each eager call is followed by one
         segment.calls.append(RecordedCall(call.op, args, kwargs, result, made, call.line))
@@ -282,9 +278,7 @@ class Recorder(Watcher):
                 "use the variant that returns a view: the recorded tensor keeps its shape",
             )
 
-    def _record(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
-    ) -> None:
+    def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         given = {storage_id(t) for t in tensors_of((args, kwargs))}
         made = tuple(t if storage_id(t) not in given else None for t in tensors_of(result))
         self.allocates(tensors_of(made))

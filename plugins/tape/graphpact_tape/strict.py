@@ -115,9 +115,7 @@ class _StrictNode:
         """Return the node that runs ``call`` again."""
         op, args, kwargs = make_node(call)
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        borrowed = [
-            (at, leaf.which) for at, leaf in enumerate(leaves) if isinstance(leaf, _Borrowed)
-        ]
+        borrowed = [(at, leaf.which) for at, leaf in enumerate(leaves) if isinstance(leaf, _Borrowed)]
         return cls(op, leaves, spec, borrowed, str(call.op), call.line)
 
     def run(self, external: list[torch.Tensor]) -> None:
@@ -160,9 +158,7 @@ class StrictRecorder(Recorder):
         self._func: object = None  # the current operation
         self._pools = shared.pools()
         self._undo: dict[int, tuple[WeakTensor, torch.Tensor]] = {}
-        self._writable = {
-            storage_id(t) for t in (*memory.refreshed, *memory.caches, *memory.workspaces)
-        }
+        self._writable = {storage_id(t) for t in (*memory.refreshed, *memory.caches, *memory.workspaces)}
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
@@ -270,9 +266,7 @@ class StrictRecorder(Recorder):
         storage = storage_id(tensor)
         self.changed.add(self.borrow(tensor))
         if self._writable and storage not in self._writable:
-            name = (
-                self.memory.name_of(tensor) or f"a tensor of {tensor.dtype} {tuple(tensor.shape)}"
-            )
+            name = self.memory.name_of(tensor) or f"a tensor of {tensor.dtype} {tuple(tensor.shape)}"
             raise self.guard.refusal(
                 f"{func} writes {name}, which is not declared as written,",
                 "a graph may write slots of its registry, the KV cache, and memory that it allocates: make"
@@ -461,9 +455,7 @@ class StrictShared:
         """Return the storages that all captures allocated."""
         return {storage for tape in self._tapes for storage in tape.pool}
 
-    def keep(
-        self, tape: StrictTape, memory: DeclaredMemory, armed: list[torch.Tensor]
-    ) -> StrictTape:
+    def keep(self, tape: StrictTape, memory: DeclaredMemory, armed: list[torch.Tensor]) -> StrictTape:
         """Register ``tape``, check that two replays of it give the same result, and return it.
 
         Args:
@@ -517,9 +509,7 @@ class StrictShared:
         self._learn(memory, host)
         guard = HostReadGuard(self._host, "while a replay is prepared", ReplayError)
         protected = {
-            external.tensor.storage.cdata: external.name
-            for tape in self._tapes
-            for external in tape.external
+            external.tensor.storage.cdata: external.name for tape in self._tapes for external in tape.external
         }
         for tensor in (*memory.refreshed, *memory.workspaces):
             protected.pop(storage_id(tensor), None)

@@ -39,9 +39,7 @@ class TracedCall(NamedTuple):
         """Return the trace of a call."""
         leaves = pytree.tree_leaves((args, kwargs))
         described = tuple(
-            (str(leaf.dtype), tuple(leaf.shape), leaf.stride())
-            if isinstance(leaf, torch.Tensor)
-            else leaf
+            (str(leaf.dtype), tuple(leaf.shape), leaf.stride()) if isinstance(leaf, torch.Tensor) else leaf
             for leaf in leaves
         )
         return cls(str(func), described, Line())
@@ -64,9 +62,7 @@ class TraceDifference(NamedTuple):
     theirs: TracedCall | None
 
 
-def first_difference(
-    first: Sequence[TracedCall], second: Sequence[TracedCall]
-) -> TraceDifference | None:
+def first_difference(first: Sequence[TracedCall], second: Sequence[TracedCall]) -> TraceDifference | None:
     """Return where two traces differ, or None.
 
     Arguments without a readable value are not compared, nor the size of a tensor of which an operation only

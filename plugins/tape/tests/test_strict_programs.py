@@ -19,9 +19,7 @@ from support import PROGRAMS, leaves, run_program
 CPU = torch.device("cpu")
 
 # The ways to submit a step of a program to the device.
-_WAYS = st.lists(
-    st.sampled_from(["main", "main", "side", "event", "eager"]), min_size=9, max_size=9
-)
+_WAYS = st.lists(st.sampled_from(["main", "main", "side", "event", "eager"]), min_size=9, max_size=9)
 
 
 @pytest.fixture(autouse=True)
@@ -57,9 +55,7 @@ def _call(driver: GraphDriver, way: str, step: Callable[..., Any], *args: torch.
 class _Program:
     """A random program with its own inputs, captured by a driver."""
 
-    def __init__(
-        self, driver: GraphDriver, steps: list[tuple[str, int, int]], ways: list[str]
-    ) -> None:
+    def __init__(self, driver: GraphDriver, steps: list[tuple[str, int, int]], ways: list[str]) -> None:
         self._driver, self._steps, self._ways = driver, steps, ways
         self.inputs = torch.zeros(4, 4, device=CPU), torch.zeros(4, 4, device=CPU)
         self.cache = torch.zeros(4, device=CPU)
@@ -208,9 +204,7 @@ def _record_forward(path: Path) -> tuple[Graph, Callable[[], torch.Tensor], torc
         "lfm2",
     ],
 )
-def test_models_are_recorded_without_a_refusal(
-    architecture: str, checkpoint: Callable[..., Path]
-) -> None:
+def test_models_are_recorded_without_a_refusal(architecture: str, checkpoint: Callable[..., Path]) -> None:
     """The strict tape records a forward pass of transformers; replays for other tokens equal eager runs."""
     graph, forward, ids = _record_forward(checkpoint(architecture))
     for seed in (1, 2):

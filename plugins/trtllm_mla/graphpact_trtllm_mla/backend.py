@@ -72,9 +72,7 @@ class TRTLLMMLABackend(AttentionBackend):
             *self.kernels.declare_slots(),
         ]
 
-    def allocate_metadata(
-        self, view: ForwardBatch, shape: GraphShape, buffers: Buffers
-    ) -> TRTLLMMLAMetadata:
+    def allocate_metadata(self, view: ForwardBatch, shape: GraphShape, buffers: Buffers) -> TRTLLMMLAMetadata:
         """Return the metadata of ``shape``; its tensors are slices of the declared slots.
 
         The bounds of a graph hold for every batch of its shape. An eager batch has bounds of its own, from

@@ -80,9 +80,7 @@ class NativeKernels(KernelProvider):
 
     def declare_slots(self) -> list[GraphSlot]:
         """Return the slot of the workspace, with semaphores that every launch resets to 0."""
-        return [
-            metadata_slot(WORKSPACE, lambda *_: (WORKSPACE_BYTES,), torch.uint8, role="workspace")
-        ]
+        return [metadata_slot(WORKSPACE, lambda *_: (WORKSPACE_BYTES,), torch.uint8, role="workspace")]
 
     @classmethod
     def unavailable(cls, device: torch.device) -> str | None:

@@ -53,9 +53,7 @@ def reference_tokens(path: Path, prompt: list[int], count: int) -> list[int]:
     """Return the tokens of transformers' greedy generation for ``prompt``."""
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     ids = torch.tensor([prompt])
-    out = model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False
-    )
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False)
     return list(out[0, len(prompt) :].tolist())
 
 
@@ -96,9 +94,7 @@ def test_greedy_tokens_equal_transformers(
 
 @needs_seam
 @pytest.mark.parametrize("in_graph", ["true", "false"])
-def test_metadata_is_made_by_the_graph_or_before_it(
-    in_graph: str, checkpoint: Callable[[str], Path]
-) -> None:
+def test_metadata_is_made_by_the_graph_or_before_it(in_graph: str, checkpoint: Callable[[str], Path]) -> None:
     """Tokens equal transformers', with metadata recorded in the graph or filled by the replay hook."""
     engine = make_engine(checkpoint("deepseek_v3"), f"lanes.decode.metadata_in_graph={in_graph}")
     assert engine.lanes[0].records_metadata is (in_graph == "true")

@@ -205,9 +205,7 @@ def dummy(rig: Rig, shape: GraphShape) -> ForwardBatch:
 
 @EXAMPLES
 @given(page_size=PAGE_SIZES, mode=MODES, data=st.data())
-def test_eager_metadata_equals_a_loop(
-    page_size: int, mode: ForwardMode, data: st.DataObject
-) -> None:
+def test_eager_metadata_equals_a_loop(page_size: int, mode: ForwardMode, data: st.DataObject) -> None:
     """The tensors of any batch of any mode equal loops over its requests."""
     rig, requests = RIGS[page_size], data.draw(requests_of(mode))
     metadata = rig.make().init_metadata_eager(rig.batch(mode, requests), fill=-9)
@@ -449,9 +447,7 @@ def test_declared_capabilities() -> None:
     asked: dict[str, Any] = {"mode": ForwardMode.DECODE, "dtype": torch.float32, "device": CPU}
     layer = RIGS[32].layer
     assert declared.missing([layer], page_size=32, **asked) == []
-    wants = replace(
-        layer, sliding_window=3, softcap=2.0, sinks=torch.ones(HEADS), kv_lora_rank=None
-    )
+    wants = replace(layer, sliding_window=3, softcap=2.0, sinks=torch.ones(HEADS), kv_lora_rank=None)
     assert declared.missing([wants], page_size=16, topk=2, **asked) == [
         "page size 16 (has 32, 64)",
         "head layout gqa (has mla)",
@@ -580,8 +576,7 @@ def test_native_kernels_get_what_portable_ones_get(
     monkeypatch.setattr(NativeKernels, "unavailable", lambda _: None)
     rig = RIGS[64]
     native, portable = (
-        TRTLLMMLABackend(big_context(device=CPU, provider=provider))
-        for provider in ("native", "portable")
+        TRTLLMMLABackend(big_context(device=CPU, provider=provider)) for provider in ("native", "portable")
     )
     width = width_of(mode)
     batch = rig.batch(mode, [(3, 70, width), (5, 9, width)])
@@ -677,9 +672,7 @@ def test_native_kernels_say_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"layers": [replace(BIG, head_dim=320)]}, "head_dim 320"),
     ],
 )
-def test_what_native_kernels_lack_is_left_to_portable_ones(
-    changes: dict[str, Any], says: str
-) -> None:
+def test_what_native_kernels_lack_is_left_to_portable_ones(changes: dict[str, Any], says: str) -> None:
     """If native kernels lack a feature, ``auto`` uses portable ones and keeps why; ``native`` is refused."""
     context = big_context(**changes)
     backend = TRTLLMMLABackend(context)
