@@ -422,5 +422,5 @@ def test_one_fault_has_one_line() -> None:
 
 
 def test_the_configuration_knows_the_providers_of_the_contract() -> None:
-    """The names of kernel providers are the contract's; the configuration repeats them to stay without torch."""
+    """The configuration repeats the contract's names of kernel providers, to stay without torch."""
     assert ConfiguredProviderName == ProviderName
