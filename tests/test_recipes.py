@@ -243,7 +243,8 @@ def _blocks(language: str) -> list[Any]:
 
 def _names_of(page: str) -> dict[str, Any]:
     """Return the names that the blocks of a page use without defining them."""
-    names: dict[str, Any] = {**vars(graphpact), **vars(graphpact.attention)}
+    names: dict[str, Any] = {name: getattr(graphpact, name) for name in graphpact.__all__}
+    names |= vars(graphpact.attention)
     names |= {"graphpact": graphpact, "torch": torch, "dataclass": dataclasses.dataclass}
     if page == "docs/graphs.md":
         names |= {
