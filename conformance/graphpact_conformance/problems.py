@@ -498,7 +498,7 @@ def _lay_out(
 
 
 def _counts(rng: random.Random, config: Config, index: int, *, exact: bool) -> list[int]:
-    """Draw the number of new tokens of each request."""
+    """Draw the number of new tokens of each request, so that no smaller shape holds them."""
     case = config.case
     shape = config.shapes[index]
     size = shape.batch_size, shape.num_tokens
@@ -508,18 +508,21 @@ def _counts(rng: random.Random, config: Config, index: int, *, exact: bool) -> l
         if s.batch_size <= size[0] and s.num_tokens <= size[1]
         if (s.batch_size, s.num_tokens) != size
     ]
-    smaller = fewer[-1] if fewer else GraphShape(case.mode, 0, 0)
-    least, most = smaller.batch_size + 1, shape.batch_size
+    most = shape.batch_size
     if case.width is not None:
-        least = most if exact else least
+        least = most if exact else (fewer[-1].batch_size if fewer else 0) + 1
         most = most - (not exact and least < most)
         return [case.width] * rng.randint(least, most)
-    bs = most if exact else rng.randint(1, most - (most > 1))
+
+    def least_tokens(bs: int) -> int:
+        """Return the fewest tokens with which no smaller shape holds ``bs`` requests."""
+        return max((s.num_tokens + 1 for s in fewer if s.batch_size >= bs), default=bs)
+
+    sizes = [n for n in range(1, most + (most == 1)) if least_tokens(n) <= shape.num_tokens]
+    bs = most if exact else rng.choice(sizes or [most])
     left, counts = shape.num_tokens - bs, [1] * bs
     for i in range(bs):
-        least = 0
-        if i == 0 and bs <= smaller.batch_size:  # then the tokens must exceed the smaller shape
-            least = smaller.num_tokens + 1 - bs
+        least = least_tokens(bs) - bs if i == 0 else 0
         one = case.mode is ForwardMode.MIXED and i % 2 == 1
         more = 0 if one else rng.randint(least, max(least, left - (not exact)))
         counts[i] += more

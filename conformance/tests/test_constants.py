@@ -36,6 +36,19 @@ class WritesInTheHook(WritesInTheGraph):
     fill_is_device_only = False
 
 
+class WritesAtCapture(RIGHT):
+    """A backend whose capture hook writes a number of its shape into the constant, which all shapes share."""
+
+    fill_is_device_only = False
+
+    @hookimpl
+    def init_metadata_capture(self, view: ForwardBatch, shape: GraphShape) -> Any:
+        """Bind, and write."""
+        metadata = RIGHT.init_metadata_capture(self, view=view, shape=shape)
+        metadata.index.clamp_(max=shape.batch_size - 2)
+        return metadata
+
+
 class DependsOnTheBatch(RIGHT):
     """A backend whose kernel reads lengths from a constant, which has those of the capture."""
 
@@ -84,6 +97,13 @@ def test_a_write_to_a_constant_is_told(backend: type[Any]) -> None:
     (found,) = results_of(backend, "decode", "GP19")
     assert found.outcome is Outcome.FAIL
     assert any("writes slot 'variant.index'" in finding.actual for finding in found.findings)
+
+
+def test_a_constant_that_a_capture_writes_is_told() -> None:
+    """A capture that changes a constant is refused by a strict lane, with the slot and what to do."""
+    (found,) = results_of(WritesAtCapture, "decode", "GP19")
+    assert found.outcome is Outcome.FAIL
+    assert any("wrote slot 'variant.index'" in finding.actual for finding in found.findings)
 
 
 def test_a_constant_that_depends_on_the_batch_is_a_missed_refresh() -> None:

@@ -258,6 +258,7 @@ EXTENDS: dict[str, Callable[[int], Sequence[tuple[int, int]]]] = {
     "one token": lambda _: [(1, 1)],
     "no room for prompts": lambda _: [(4, 4)],
     "two axes": lambda _: [(1, 8), (1, 24), (4, 8), (4, 24)],
+    "one count of tokens": lambda most: [(n, 24) for n in sorted({1, 2, most})],
     "neither contains the other": lambda _: [(1, 24), (4, 8)],
 }
 

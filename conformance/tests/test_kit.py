@@ -143,6 +143,21 @@ def test_a_lane_has_room_for_every_shape() -> None:
             assert any(requests <= s.batch_size and tokens <= s.num_tokens for s in sizes)
 
 
+@given(
+    st.lists(st.sampled_from([1, 2, 3, 4]), min_size=1, max_size=3, unique=True),
+    st.lists(st.sampled_from([4, 7, 16, 24]), min_size=1, max_size=3, unique=True),
+)
+def test_batches_for_a_grid_of_shapes_replay(requests: list[int], tokens: list[int]) -> None:
+    """With every pair of counts as a shape, one shape holds each drawn batch; the full one fills the largest."""
+    sizes = [GraphShape(ForwardMode.EXTEND, n, t) for n in sorted(requests) for t in sorted(tokens)]
+    config = replace(_config("extend-page16-mha-float32"), capture_shapes=tuple(sizes))
+    for steps in draw(config, 6, 0):
+        for problem in (steps.exact, steps.small, steps.padded):
+            rows, new = len(problem.requests), len(problem.tokens)
+            assert any(rows <= s.batch_size and new <= s.num_tokens for s in sizes)
+        assert (len(steps.exact.requests), len(steps.exact.tokens)) == (max(requests), max(tokens))
+
+
 def _declared(support: GraphSupport) -> Capabilities:
     return replace(ReferenceBackend.capabilities, graph_support=support)
 

@@ -227,7 +227,8 @@ def returned(value: Any, kind: Any, by: object, method: str) -> Any:
     cls, name = type(by), getattr(kind, "__name__", kind)
     raise EngineError(
         f"{cls.__module__}.{cls.__name__}.{method}() returned {reprlib.repr(value)}, not {name}",
-        hint=f"a defect of that plugin; the docstring of {method}() has what it returns",
+        hint=f"a defect of that plugin, or of an observer that wraps {method}() and does not return what its"
+        f" yield gave; the docstring of {method}() has what it returns",
     )
 
 

@@ -27,7 +27,7 @@ import torch
 from graphpact import hookspecs
 from graphpact.attention import AttentionBackend, kv_tensors
 from graphpact.batch import ForwardBatch, ForwardMode
-from graphpact.buffers import CudaGraphBufferRegistry, GraphSlot, PaddingPolicy, SharedBuffers
+from graphpact.buffers import BoundSlot, CudaGraphBufferRegistry, GraphSlot, PaddingPolicy, SharedBuffers
 from graphpact.errors import CaptureError, ConfigError, EngineError, all_returned, returned
 from graphpact.graphs import DeclaredMemory, Externals, Graph, GraphDriver
 from graphpact.hookspecs import hookimpl
@@ -36,7 +36,7 @@ from graphpact.pact import Pact, walk
 from graphpact.runners import GraphRunner
 from graphpact.shapes import EagerReason, GraphShape
 from graphpact.step import Forward, Region, Step, StepOutputs
-from graphpact.tensors import storage_id
+from graphpact.tensors import equal, storage_id
 
 PactMode = Literal["always", "sampled", "off"]
 
@@ -294,6 +294,7 @@ class Lane:
             raise EngineError(f"lane {self.name!r} cannot capture {shape}: it has no graphs")
         start = time.perf_counter()
         self._prepared += 1
+        constants = [(s, s.buffer.clone()) for s in registry if s.role == "constant" and s.buffer is not None]
         with torch.inference_mode():
             if batch is None:
                 batch = returned(self.runner.dummy(shape), ForwardBatch, self.runner, "dummy")
@@ -322,6 +323,7 @@ class Lane:
             pact = Pact.of(shape, registry, **roots)
             if driver.strict:
                 self._require_slots(shape, metadata, memory, used)
+                self._require_constants(shape, constants)
         except BaseException:
             graph.release()
             raise
@@ -440,6 +442,19 @@ class Lane:
                     hint="declare it in declare_slots(), a constant with role='constant', and take it from"
                     " buffers(name): reports show and strict lanes poison slots only",
                     rule="GP01",
+                )
+
+    def _require_constants(
+        self, shape: GraphShape, constants: Sequence[tuple[BoundSlot, torch.Tensor]]
+    ) -> None:
+        """Raise `CaptureError` for a constant that the capture changed: graphs of all shapes read it."""
+        for slot, before in constants:
+            if slot.buffer is not None and not equal(slot.buffer, before):
+                raise CaptureError(
+                    f"lane {self.name!r}: the capture of {shape} wrote {slot.label}, a constant",
+                    hint="write it by `contents` alone; a value that differs by shape is a host number of the"
+                    " metadata, or an element of a constant index",
+                    rule="GP19",
                 )
 
     def _records_metadata(self, setting: bool | None) -> bool:  # noqa: FBT001  passed through

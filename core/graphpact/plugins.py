@@ -92,6 +92,11 @@ class PluginInfo:
         return f"{self.name} ({self.distribution} {self.version})"
 
     @property
+    def is_ours(self) -> bool:
+        """Whether graphpact's own distributions offer it."""
+        return self.distribution in _OFFERS
+
+    @property
     def disabling(self) -> str:
         """How to disable it, in words."""
         return f"{DISABLE_VARIABLE}={self.kind}:{self.name} disables it"

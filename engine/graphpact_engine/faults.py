@@ -39,7 +39,7 @@ def names_plugins(method: Callable[P, T]) -> Callable[P, T]:
         except (GraphpactError, KernelRefusal, KeyboardInterrupt):
             raise
         except BaseException as error:  # SystemExit; the panics of Rust extensions
-            fault = _fault(error)
+            fault = _fault(error, args[0] if args else None)
             if fault is None:
                 raise
             raise fault from error
@@ -47,8 +47,11 @@ def names_plugins(method: Callable[P, T]) -> Callable[P, T]:
     return call
 
 
-def _fault(error: BaseException) -> EngineError | None:
-    """Return the error that names the plugin in which ``error`` was raised, or None if it was in none."""
+def _fault(error: BaseException, engine: object) -> EngineError | None:
+    """Return the error that names the plugin in which ``error`` was raised, or None if it was in none.
+
+    Of several plugins of one package it is one whose class a frame works on, or else one that a lane has.
+    """
     offers: dict[str, list[PluginInfo]] = {}
     for info in PluginCatalog.scan(env={}).infos():
         offers.setdefault(_package(info.target), []).append(info)
@@ -68,7 +71,11 @@ def _fault(error: BaseException) -> EngineError | None:
     if not own:
         return None
     (inner, line), (outer, _) = own[0], own[-1]
-    plugins = _of_class(offers[owner], [frame for frame, _ in own])
+    workers = [frame.f_locals.get("self") for frame, _ in own]
+    plugins = _of_class(offers[owner], workers)
+    if len(plugins) > 1:
+        lanes = getattr(engine, "lanes", ())
+        plugins = _of_class(plugins, [x for lane in lanes for x in (lane.runner, lane.backend, lane.driver)])
     names = " or ".join(f"{info.kind} {info.name}" for info in plugins)
     place = "/".join(Path(inner.f_code.co_filename).parts[-2:])
     return EngineError(
@@ -82,10 +89,10 @@ def _package(module: str) -> str:
     return re.split("[.:]", module)[0]
 
 
-def _of_class(offers: Sequence[PluginInfo], frames: Sequence[FrameType]) -> Sequence[PluginInfo]:
-    """Return those of a package's plugins whose class one of the frames works on; all if none does."""
-    for frame in frames:
-        classes = {each.__name__ for each in type(frame.f_locals.get("self")).__mro__}
+def _of_class(offers: Sequence[PluginInfo], workers: Sequence[object]) -> Sequence[PluginInfo]:
+    """Return those of a package's plugins whose class the first of these objects has; all if none does."""
+    for worker in workers:
+        classes = {each.__name__ for each in type(worker).__mro__}
         if found := [info for info in offers if info.target.rpartition(":")[2] in classes]:
             return found
     return offers

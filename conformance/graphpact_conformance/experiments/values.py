@@ -102,7 +102,10 @@ def answers_replayed(lane: LaneUnderTest, steps: Drawn) -> Findings:
 def _judge_run(lane: LaneUnderTest, rig: Rig, step: StepRecord, eager_runs: int) -> Findings:
     """Check that the step was one replay, and changed neither page table nor batch."""
     if step.error is None and step.replays != 1:
-        how = "ran eagerly" if eager_runs else f"counted {step.replays} replays"
+        how = f"counted {step.replays} replays"
+        if eager_runs:
+            held, (_, reason) = step.problem, [*rig.lane.stats.eager][-1]
+            how = f"ran {len(held.requests)} requests of {len(held.tokens)} tokens eagerly: {reason.text}"
         yield lane.finding(
             "GP12" if eager_runs else "GP02",
             field="Lane.stats",

@@ -178,7 +178,8 @@ class AttentionBackend(HookMethods, abc.ABC):
     def refresh_metadata(self, view: ForwardBatch, metadata: Any) -> None:
         """Bring captured ``metadata`` up to date for a replay; by default by `fill_metadata`.
 
-        It may leave what is the same for every batch. Not called where the graph fills the metadata.
+        It may leave host numbers, and slots of the role ``constant``: all others are poisoned before each
+        step of a strict lane. Not called where the graph fills the metadata.
         """
         self.fill_metadata(view, metadata)
 

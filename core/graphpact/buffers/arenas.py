@@ -16,6 +16,7 @@ from collections.abc import Iterator
 import torch
 
 from graphpact.buffers.slots import GraphSlot, call
+from graphpact.errors import SlotError
 from graphpact.tensors import storage_id
 
 _ROWS = 16  # of one allocation: enough for the slots of one width in every preset
@@ -65,10 +66,17 @@ class Arenas:
 def new_buffer(
     slot: GraphSlot, shape: tuple[int, ...], device: torch.device, fill: float, *, pin: bool = False
 ) -> torch.Tensor:
-    """Return new memory for a slot with the contents that it declares, otherwise filled with ``fill``."""
+    """Return new memory for a slot with the contents that it declares, otherwise filled with ``fill``.
+
+    Raises:
+        SlotError: ``contents`` raised, or returned another tensor than the one that it was to write.
+    """
     buffer = torch.full(shape, fill, dtype=slot.dtype, device=device, pin_memory=pin)
     if slot.contents is not None:
-        call(slot, "{}: its contents", slot.contents, buffer)
+        made = call(slot, "{}: its contents", slot.contents, buffer)
+        if isinstance(made, torch.Tensor) and storage_id(made) != storage_id(buffer):
+            hint = "write into the buffer that it is given: lambda t: torch.arange(len(t), out=t)"
+            raise SlotError(f"{slot.label}: its contents returned another tensor, and wrote none", hint=hint)
     return buffer
 
 

@@ -70,6 +70,13 @@ class _Group(TyperGroup):
         return [info.name for info in _catalog().infos("command")]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Return a command for the help and for completion, which import no third party's code."""
+        other = next((i for i in _catalog().infos("command") if i.name == cmd_name and not i.is_ours), None)
+        if other is None:
+            return self._loaded(ctx, cmd_name)
+        return _refusing(cmd_name, GraphpactError("not run"), f"(of {other.distribution} {other.version})")
+
+    def _loaded(self, ctx: Any, cmd_name: str) -> Any:
         """Return the command ``cmd_name``; if it cannot be loaded, a command that raises the reason.
 
         Raises:
@@ -80,14 +87,14 @@ class _Group(TyperGroup):
         except GraphpactError as error:
             if cmd_name not in self.list_commands(ctx):
                 raise
-            return _refusing(cmd_name, error)
+            return _refusing(cmd_name, error, f"(cannot be loaded: {error.message})")
         return _command(cmd_name, target)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Return name, command and arguments; typer refuses an option in place of a command."""
         if args[0].startswith("-"):
             ctx.fail(f"No such option: {args[0]}")
-        return args[0], self.get_command(ctx, args[0]), args[1:]
+        return args[0], self._loaded(ctx, args[0]), args[1:]
 
 
 def _command(name: str, target: Any) -> Any:
@@ -101,13 +108,13 @@ def _command(name: str, target: Any) -> Any:
     return typer.main.get_command(single)
 
 
-def _refusing(name: str, error: GraphpactError) -> Any:
-    """Return a command that raises ``error`` and has it in its help."""
+def _refusing(name: str, error: GraphpactError, told: str) -> Any:
+    """Return a command that raises ``error``; ``told`` is its help."""
 
     def refuse() -> None:
         raise error
 
-    refuse.__doc__ = f"(cannot be loaded: {error.message})"
+    refuse.__doc__ = told
     command = _command(name, refuse)
     command.ignore_unknown_options = True
     command.allow_extra_args = True

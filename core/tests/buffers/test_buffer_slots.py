@@ -436,3 +436,13 @@ def test_contents_that_raise_name_their_slot() -> None:
     with pytest.raises(SlotError, match=r"slot 'acme.index' of acme: its contents raised KeyError"):
         registry.register_slot(_counted(contents=lambda _: {}["absent"]))
     assert not registry.has_slot("acme.index")
+
+
+def test_contents_that_make_another_tensor_are_refused() -> None:
+    """A function that returns a tensor of its own, and leaves the buffer as it was, is a `SlotError`."""
+    registry = _registry("decode")
+    with pytest.raises(SlotError, match="its contents returned another tensor") as raised:
+        registry.register_slot(_counted(contents=lambda new: torch.arange(len(new))))
+    assert "out=t" in str(raised.value.hint)
+    assert not registry.has_slot("acme.index")
+    registry.register_slot(_counted(contents=lambda new: new[:1].fill_(3)))

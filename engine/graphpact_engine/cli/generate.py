@@ -185,10 +185,10 @@ def generate(
         writer = TextWriter(texts, live=live, after_prompt="\n" if chat else "")
     start = time.perf_counter()
 
-    def report() -> None:
+    def report(*, failed: bool = False) -> None:
         seconds = time.perf_counter() - start
         tokens = sum(len(answer.token_ids) for answer in writer.answers)
-        print_report(talk(), engine, tokens=tokens, seconds=seconds, quiet=quiet)
+        print_report(talk(), engine, tokens=tokens, seconds=seconds, quiet=quiet, failed=failed)
 
     try:
         asked = [[{"role": "user", "content": text}] for text in texts] if chat else texts
@@ -196,7 +196,7 @@ def generate(
             writer.push(delta)
     except ContractError:  # the report helps to find the fault
         writer.close()
-        report()
+        report(failed=True)
         raise
     finally:
         writer.close()

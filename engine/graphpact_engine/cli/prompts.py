@@ -5,12 +5,14 @@ Does not: tokenize, or check lengths; the engine does.
 
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 from graphpact.errors import UsageError
 from graphpact_engine.prompts import check_text
 
 _STDIN = Path("-")
+_LARGEST = 2**28  # bytes of one file; a device may have no end
 _HINT = 'graphpact generate "a prompt" ..., --file FILE, or pipe one prompt per line'
 
 
@@ -20,7 +22,7 @@ def read_prompts(arguments: Sequence[str], file: Path | None) -> list[str]:
     A file and stdin have one prompt per line. Blank lines are skipped; other whitespace is kept.
 
     Raises:
-        UsageError: There is no prompt, or a file cannot be read as UTF-8.
+        UsageError: There is no prompt, or a file is too large or cannot be read as UTF-8.
         RequestError: An argument is empty or is not text.
     """
     for number, prompt in enumerate(arguments, 1):
@@ -38,7 +40,12 @@ def read_prompts(arguments: Sequence[str], file: Path | None) -> list[str]:
 def _lines(file: Path) -> list[str]:
     name = "stdin" if file == _STDIN else f"the prompt file {file}"
     try:
-        raw = sys.stdin.buffer.read() if file == _STDIN else file.read_bytes()
+        with nullcontext(sys.stdin.buffer) if file == _STDIN else file.open("rb") as stream:
+            raw = stream.read(_LARGEST + 1)
+        if len(raw) > _LARGEST:
+            raise UsageError(
+                f"{name} has more than {_LARGEST >> 20} MiB", hint="run its prompts in several parts"
+            )
         text = raw.decode("utf-8-sig")
     except OSError as error:
         raise UsageError(f"{name} cannot be read: {error.strerror or error}") from error

@@ -18,7 +18,13 @@ _MAX_SHAPES = 8  # if a lane has more shapes, those that were never replayed sha
 
 
 def print_report(
-    console: Console, engine: Engine, *, tokens: int, seconds: float, quiet: bool = False
+    console: Console,
+    engine: Engine,
+    *,
+    tokens: int,
+    seconds: float,
+    quiet: bool = False,
+    failed: bool = False,
 ) -> None:
     """Print the report of a run.
 
@@ -28,6 +34,7 @@ def print_report(
         tokens: Number of generated tokens.
         seconds: Duration of the run, including prefill.
         quiet: Print only the warning that no replay was verified although verification is on.
+        failed: Whether the run ended with an error, such as that of a verification; there is no warning then.
     """
     if not quiet:
         rows = [row for lane in engine.lanes for row in _rows(lane, bars=console.is_terminal)]
@@ -35,7 +42,8 @@ def print_report(
             console.print()
             print_table(console, _COLUMNS, rows, numbers=_NUMBERS)
         note(_totals(engine, tokens, seconds))
-    _warn_if_unverified(engine)
+    if not failed:
+        _warn_if_unverified(engine)
 
 
 def _rows(lane: Lane, *, bars: bool) -> Iterator[tuple[object, ...]]:
@@ -84,7 +92,7 @@ def _totals(engine: Engine, tokens: int, seconds: float) -> str:
         if verified:
             equal = sum(verifier.equal_to_the_bit for verifier in engine.verifiers)
             worst = max(verifier.largest_difference for verifier in engine.verifiers)
-            part += f", {equal} to the bit, largest difference {worst:.2g}"
+            part += f", largest difference {worst:.2g} ({equal} equal to the bit with the same padding)"
         parts.append(part)
     if shapes:
         spent = sum(s.capture_seconds for s in shapes)

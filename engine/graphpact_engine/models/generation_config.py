@@ -156,7 +156,7 @@ def load_generation_defaults(path: Path, config: Any, vocab_size: int) -> Genera
     }
     if not_served:
         listed = ", ".join(f"{name} = {reprlib.repr(value)}" for name, value in not_served.items())
-        _log.warning("%s: these fields are not served, and change no token: %s", file, listed)
+        _log.warning("%s: not served, although other tokens would follow from it: %s", file, listed)
     try:
         return GenerationDefaults(
             eos_token_ids=_end_tokens(fields.get("eos_token_id"), vocab_size),

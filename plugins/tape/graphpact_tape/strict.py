@@ -426,8 +426,8 @@ class _PreparationWatch(Watcher):
             if (name := self._protected.get(storage_id(tensor))) is not None:
                 raise self.guard.refusal(
                     f"{func} writes {name}, which the preparation of a replay may only read,",
-                    "write slots alone: the batch, constants, and other memory that graphs read, are"
-                    " read-only here",
+                    "write slots alone: the batch, and other memory that graphs read, are read-only here; a"
+                    " slot of the role constant is written once, by its contents",
                     "GP19",
                 )
         given = tensors_of((args, kwargs))
