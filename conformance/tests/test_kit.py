@@ -148,7 +148,7 @@ def test_a_lane_has_room_for_every_shape() -> None:
     st.lists(st.sampled_from([4, 7, 16, 24]), min_size=1, max_size=3, unique=True),
 )
 def test_batches_for_a_grid_of_shapes_replay(requests: list[int], tokens: list[int]) -> None:
-    """With every pair of counts as a shape, one holds each drawn batch, and the full one fills the largest."""
+    """With every pair of counts as a shape, each drawn batch has one that holds it."""
     sizes = [GraphShape(ForwardMode.EXTEND, n, t) for n in sorted(requests) for t in sorted(tokens)]
     config = replace(_config("extend-page16-mha-float32"), capture_shapes=tuple(sizes))
     for steps in draw(config, 6, 0):
