@@ -84,7 +84,7 @@ def results_of(backend: type[Any], case: str, *rules: str) -> list[Result]:
     return list(suite.examine_lane(plan, options))
 
 
-@pytest.mark.parametrize("case", ["decode", "draft_decode"])
+@pytest.mark.parametrize("case", ["decode", pytest.param("draft_decode", marks=pytest.mark.sweep)])
 def test_a_constant_is_no_missed_refresh(case: str) -> None:
     """A slot of the role ``constant`` that no step writes breaks no rule of refreshes, also in drafts."""
     found = results_of(RIGHT, case, "GP02", "GP03", "GP09", "GP19")

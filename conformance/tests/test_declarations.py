@@ -33,6 +33,8 @@ MODES = {
     "verify alone": {ForwardMode.TARGET_VERIFY},
     "all": set(ForwardMode),
 }
+MINOR = {"decode", "verify alone"}
+"""Sets that the others have too, for the sweeps."""
 
 
 def declaring(base: type[AttentionBackend] = ReferenceBackend, **declared: Any) -> type[AttentionBackend]:
@@ -88,7 +90,10 @@ def _require_level(modes: set[ForwardMode], support: GraphSupport, *, full: bool
 
 
 @pytest.mark.parametrize("support", GraphSupport)
-@pytest.mark.parametrize("modes", MODES)
+@pytest.mark.parametrize(
+    "modes",
+    [pytest.param(m, marks=pytest.mark.sweep) if m in MINOR else m for m in MODES],
+)
 def test_a_right_backend_of_every_level_is_conformant(modes: str, support: GraphSupport) -> None:
     """For every level and set of modes: no failure, no error; eager runs are checked where none is captured.
 

@@ -612,6 +612,7 @@ def with_claims(claims: dict[str, str]) -> type[AttentionBackend]:
     return type("Claims", (ReferenceBackend,), {"claims": claims})
 
 
+@pytest.mark.sweep
 def test_the_kits_own_runner_passes_in_every_mode() -> None:
     """The suite's own runner passes all rules in every mode, including verify, drafts and padded prefill."""
     plans = suite.plan_lanes(ReferenceBackend, ReferenceRunner, QUICK, kind="runner")

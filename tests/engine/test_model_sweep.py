@@ -95,6 +95,7 @@ def test_a_difference_of_one_step_is_wrong(monkeypatch: pytest.MonkeyPatch, quie
         assert compare("llama", num_hidden_layers=1).verdict == "wrong"
 
 
+@pytest.mark.sweep
 def test_a_crash_costs_one_row() -> None:
     """A case that raises, dies or hangs is `crashed`, with the cause; the other cases have their results."""
     cases = {
