@@ -294,7 +294,8 @@ class Lane:
             raise EngineError(f"lane {self.name!r} cannot capture {shape}: it has no graphs")
         start = time.perf_counter()
         self._prepared += 1
-        constants = [(s, s.buffer.clone()) for s in registry if s.role == "constant" and s.buffer is not None]
+        fixed = [slot for slot in registry if driver.strict and slot.role == "constant"]
+        constants = [(slot, slot.buffer.clone()) for slot in fixed if slot.buffer is not None]
         with torch.inference_mode():
             if batch is None:
                 batch = returned(self.runner.dummy(shape), ForwardBatch, self.runner, "dummy")
