@@ -16,6 +16,7 @@ Does not: repair anything, or verify batches that ran eagerly.
 """
 
 import dataclasses
+import functools
 import math
 import random
 from collections.abc import Callable, Generator
@@ -187,7 +188,13 @@ class Verifier:
         as_padded: bool = False,
     ) -> bool:
         """Compare every output, and the KV caches outside the scratch page; return whether all bits agree."""
-        options: dict[str, Any] = {"replay": replay, "as_padded": as_padded}
+        # Recording a run costs one, so it is recorded at most once for all outputs and caches.
+        repeated = (
+            functools.cache(functools.partial(self._is_repeated, replay))
+            if as_padded and replay is not None
+            else None
+        )
+        options: dict[str, Any] = {"replay": replay, "repeated": repeated}
         pairs = [
             (f"{name} of {_ROWS[outputs.axes[name]]}", output, expected[name], 0)
             for name, output in outputs.items()
@@ -221,7 +228,7 @@ class Verifier:
         *,
         first: int,
         replay: Replay | None,
-        as_padded: bool,
+        repeated: Callable[[], bool] | None,
     ) -> bool:
         """Compare the rows from ``first`` on; return whether all their bits agree.
 
@@ -231,7 +238,7 @@ class Verifier:
             eager: Those of the eager run.
             first: The first row to compare.
             replay: The replay.
-            as_padded: Whether the eager run was of the same padded rows, not of the live ones.
+            repeated: For an eager run of the same padded rows: returns `_is_repeated`; None for live rows.
         """
         # Most rows of a cache are equal bit for bit; only the others are compared in float64.
         unequal = (replayed[first:] != eager[first:]).flatten(1).any(dim=1)
@@ -248,11 +255,9 @@ class Verifier:
         if not worst:
             return True
         self.largest_difference = max(self.largest_difference, worst)
-        if worst <= tolerance_of(eager.dtype) * max(1.0, scale) and not (
-            as_padded and replay is not None and self._is_repeated(replay)
-        ):
+        if worst <= tolerance_of(eager.dtype) * max(1.0, scale) and not (repeated and repeated()):
             return False
-        other = "an eager run of the same padded rows" if as_padded else "eager run"
+        other = "eager run" if repeated is None else "an eager run of the same padded rows"
         raise self._error(
             f"replay and {other} differ: {_shape_of(replay)}: {label} {int(rows[off.argmax()])} by"
             f" {worst:.3g} (values up to {scale:.3g})",
