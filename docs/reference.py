@@ -142,8 +142,9 @@ def _source(module: str, *names: str) -> str:
 
 
 def _file(path: str) -> str:
-    """Return a Python file of the repository as a code block."""
-    return "```python\n" + (ROOT / path).read_text(encoding="utf-8").strip() + "\n```\n"
+    """Return a file of the repository as a code block; its suffix is the language."""
+    language = {".py": "python"}.get(Path(path).suffix, Path(path).suffix[1:])
+    return f"```{language}\n" + (ROOT / path).read_text(encoding="utf-8").strip() + "\n```\n"
 
 
 def _modules(folder: str) -> str:

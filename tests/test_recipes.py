@@ -104,7 +104,7 @@ def test_a_list_of_slots_of_ones_own_breaks_the_rules_that_the_page_names() -> N
                 num_token_non_padded=at.num_token_non_padded,
             )
 
-    options = Options(size="quick", examples=1, lanes=("decode*",))
+    options = Options(size="quick", examples=1, lanes=("decode*",), shrink=False)
     (plan,) = plan_lanes(ReferenceBackend, OwnList, options, kind="runner")
     failed = {r.rule for r in examine_lane(plan, options) if r.outcome is Outcome.FAIL}
     page = (ROOT / "docs/plugins.md").read_text(encoding="utf-8")
@@ -255,7 +255,7 @@ def _names_of(page: str) -> dict[str, Any]:
             "model": lambda x: x * 2 + 1,
             "batches": [torch.full((4,), float(n)) for n in range(3)],
             "answers": [],
-            "MyDriver": TapeDriver,
+            "TimedDriver": importlib.import_module("recipes.driver").TimedDriver,
         }
     elif page == "docs/registry.md":
         names["registry"] = CudaGraphBufferRegistry(device=torch.device("cpu"), max_bs=4, max_num_tokens=4)
@@ -305,9 +305,11 @@ def test_every_block_of_python_runs(
 
 @pytest.mark.parametrize(("page", "code"), _blocks("toml"))
 def test_every_block_of_toml_is_valid(page: str, code: str) -> None:
-    """A block of TOML is valid: an engine's configuration, entry points, or a list of known failures."""
+    """A block of TOML is valid: entry points, package data, known failures, or an engine's configuration."""
     table = tomllib.loads(code)
-    if set(table) == {"project"}:
+    if set(table) == {"tool"}:
+        assert "xfails.toml" in table["tool"]["setuptools"]["package-data"]["acme_attention"]
+    elif set(table) == {"project"}:
         groups = table["project"]["entry-points"]
         assert set(groups) <= {CONTRACT_GROUP, *(f"graphpact.{kind}s" for kind in KINDS)}
     elif set(table) == {"xfail"}:

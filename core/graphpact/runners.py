@@ -202,13 +202,7 @@ class EagerRunner(GraphRunner):
     needs = GraphSupport.NEVER
 
     def shapes(self) -> Sequence[GraphShape]:
-        """Return no shapes; raise `ConfigError` if capture sizes are configured."""
-        if self.context.batch_sizes is not None:
-            raise ConfigError(
-                f"lanes.{self.context.lane}.batch_sizes = {list(self.context.batch_sizes)} for the runner"
-                " 'eager', which captures nothing",
-                hint="leave batch_sizes out, or select a runner that captures",
-            )
+        """Return no shapes."""
         return ()
 
 

@@ -6,7 +6,7 @@ Does not: decide what the graph of a shape records (the runner does) or record i
 """
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -68,8 +68,9 @@ EagerReason.OTHER_WIDTH = EagerReason("other_width", "another number of tokens p
 class CaptureSizes:
     """The shapes that are captured for one mode.
 
-    A batch takes the smallest shape with at least its requests and its tokens. In modes that are not ragged
-    (decode, target verify, drafts) all requests have the same number of tokens.
+    A batch takes the smallest shape with at least its requests and its tokens: of the fewest tokens, and of
+    these of the fewest requests. In modes that are not ragged (decode, target verify, drafts) all requests
+    have the same number of tokens.
 
     Args:
         shapes: Shapes of one mode; sorted and made unique. If the mode is not ragged, all with the same
@@ -112,13 +113,17 @@ class CaptureSizes:
         cls, mode: ForwardMode, batch_sizes: Sequence[int], tokens_per_request: int = 1
     ) -> "CaptureSizes":
         """Return the shapes of ``batch_sizes`` requests with ``tokens_per_request`` tokens each."""
-        sizes = [GraphShape(mode, size, size * tokens_per_request) for size in batch_sizes]
-        return cls(tuple(sizes))
+        return cls.by_pairs(mode, [(size, size * tokens_per_request) for size in batch_sizes])
 
     @classmethod
     def by_tokens(cls, mode: ForwardMode, token_counts: Sequence[int], batch_size: int) -> "CaptureSizes":
         """Return the shapes of ``token_counts`` tokens with room for ``batch_size`` requests each."""
-        return cls(tuple(GraphShape(mode, batch_size, count) for count in token_counts))
+        return cls.by_pairs(mode, [(batch_size, count) for count in token_counts])
+
+    @classmethod
+    def by_pairs(cls, mode: ForwardMode, pairs: Iterable[tuple[int, int]]) -> "CaptureSizes":
+        """Return the shapes of ``pairs`` of a request count and a token count."""
+        return cls(tuple(GraphShape(mode, size, count) for size, count in pairs))
 
     @property
     def mode(self) -> ForwardMode:

@@ -15,9 +15,9 @@ import torch
 
 from graphpact.attention import AttentionBackend, BackendContext, KVBuffers, Limits
 from graphpact.buffers import SharedBuffers
-from graphpact.errors import ConfigError
+from graphpact.errors import ConfigError, all_returned
 from graphpact.lane import Lane
-from graphpact.runners import EagerRunner, RunnerContext
+from graphpact.runners import EagerRunner, GraphRunner, RunnerContext
 from graphpact.shapes import GraphShape
 from graphpact.step import Forward
 from graphpact_engine.config import EngineConfig
@@ -200,6 +200,7 @@ def build_lane(
         lane=plan.name,
     )
     runner = call_plugin("runner", plan.config.runner, plan.runner, context)
+    _require_configured_sizes(plan, runner)
     driver = call_plugin(
         "graph_driver",
         plan.driver.name,
@@ -244,6 +245,21 @@ def build_lane(
     if on_capture is not None:
         lane.on_capture = _count_captures(lane, on_capture)
     return lane, verifier
+
+
+def _require_configured_sizes(plan: LanePlan, runner: GraphRunner) -> None:
+    """Refuse capture sizes that the runner does not use: its shapes have exactly the configured ones."""
+    configured = plan.config.batch_sizes
+    if configured is None:
+        return
+    captured = {shape.batch_size for shape in all_returned(runner.shapes(), GraphShape, runner, "shapes")}
+    if captured != set(configured):
+        sizes = ", ".join(map(str, sorted(captured)))
+        raise ConfigError(
+            f"lanes.{plan.name}.batch_sizes = {list(configured)}, but runner {plan.config.runner!r}"
+            + (f" captures shapes of {sizes} requests" if captured else " captures nothing"),
+            hint="leave batch_sizes out, or select a runner that captures the configured request counts",
+        )
 
 
 def require_each_can_run(lanes: Sequence[Lane]) -> None:

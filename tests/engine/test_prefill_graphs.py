@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from graphpact.batch import ForwardMode
+from graphpact.errors import ConfigError
 from graphpact.shapes import EagerReason
 from graphpact_engine import Engine, SamplingParams
 from graphpact_engine.config import EngineConfig
@@ -73,6 +74,52 @@ def test_tokens_of_prefill_graphs_equal_transformers(
     assert any(s.padding_waste(shape) > 0 for shape, s in stats.shapes.items())
     assert engine.verifiers
     assert all(v.verified == v.lane.stats.replays for v in engine.verifiers)
+
+
+def test_prompts_replay_shapes_of_their_requests_and_tokens(
+    checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With shapes on two axes one prompt takes a shape of one request, and several take the larger one."""
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    from recipes.prefill_grid import PrefillGrid
+
+    path = checkpoint("llama")
+    overrides = [
+        f'model.path="{path}"',
+        'engine.device="cpu"',
+        "engine.max_num_seqs=4",
+        "engine.max_num_batched_tokens=32",
+        'lanes.prefill.runner="grid"',
+        "lanes.prefill.batch_sizes=[1, 3]",
+        "verify.replay_against_eager=1.0",
+    ]
+    config = EngineConfig.load(None, env={}, overrides=overrides)
+    prompts = [[[5] * 9], [[5] * 9, [6] * 3, [7] * 5]]
+    with Engine(config, catalog=Catalog(grid=PrefillGrid)) as engine:
+        (prefill,) = [lane for lane in engine.lanes if lane.name == "prefill"]
+        for batch in prompts:
+            done = engine.generate(batch, SamplingParams(max_new_tokens=3))
+            assert [c.token_ids for c in done] == [reference_tokens(path, p, 3) for p in batch]
+    replayed = {(s.batch_size, s.num_tokens): n.replays for s, n in prefill.stats.shapes.items()}
+    assert replayed == {(1, 16): 1, (3, 16): 0, (1, 32): 0, (3, 32): 1}
+    assert not prefill.stats.eager
+
+
+def test_configured_sizes_that_a_runner_does_not_use_are_refused(
+    checkpoint: Callable[..., Path], prefill_runner: type[Any]
+) -> None:
+    """``batch_sizes`` are refused, with the captured ones, for a runner that chooses its sizes itself."""
+    overrides = [
+        f'model.path="{checkpoint("llama")}"',
+        'lanes.prefill.runner="my_prefill"',
+        "lanes.prefill.batch_sizes=[1, 2]",
+        "engine.max_num_seqs=4",
+    ]
+    config = EngineConfig.load(None, env={}, overrides=overrides)
+    with pytest.raises(
+        ConfigError, match=r"lanes\.prefill\.batch_sizes = \[1, 2\], .*'my_prefill' captures shapes of 4"
+    ):
+        Engine(config, catalog=Catalog(my_prefill=prefill_runner))
 
 
 def test_a_prompt_whose_graph_is_released_runs_eagerly(
