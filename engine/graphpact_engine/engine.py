@@ -368,6 +368,7 @@ class Engine:
             request.text = OutputText(
                 self._decoder(),
                 sampling.stop or (),
+                prompt=request.prompt_token_ids,
                 min_new_tokens=sampling.min_new_tokens or 0,
             )
         request.text.read(request.output_token_ids, finished=request.is_finished)

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
+_CONTEXT = 8
+"""Tokens of a prompt's end that are decoded with the first ones of its output; a character has at most 4."""
 
 
 class TextStream:
@@ -18,13 +20,17 @@ class TextStream:
 
     Args:
         tokenizer: A transformers tokenizer; with None all text is empty.
+        prompt: The tokens before the first one. Many tokenizers drop the space at the beginning of a text,
+            and the output of a request is no beginning.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, prompt: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
-        self._token_ids: list[int] = []
+        self._token_ids = [] if tokenizer is None else list(prompt[-_CONTEXT:])
+        if self._token_ids and self._decode(self._token_ids).endswith(_UNFINISHED):
+            self._token_ids = []  # the prompt ends inside a character, which is no text of the output
         self._window = 0  # first token that is decoded
-        self._given = 0  # number of tokens whose text was returned
+        self._given = len(self._token_ids)  # number of tokens whose text was returned
 
     def push(self, token_id: int, *, last: bool = False) -> str:
         """Return the text that ``token_id`` completes; for the last token, all remaining text."""
@@ -90,13 +96,21 @@ class OutputText:
     Args:
         tokenizer: A transformers tokenizer; with None all text is empty.
         stop: The stop strings.
+        prompt: The tokens of the prompt.
         min_new_tokens: Number of tokens before which no stop string is looked for.
     """
 
-    def __init__(self, tokenizer: Any, stop: Sequence[str] = (), *, min_new_tokens: int = 0) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        stop: Sequence[str] = (),
+        *,
+        prompt: Sequence[int] = (),
+        min_new_tokens: int = 0,
+    ) -> None:
         self.pieces: list[str] = []
         """The text that each token completed; their sum is all text that may be shown."""
-        self._decoder = TextStream(tokenizer)
+        self._decoder = TextStream(tokenizer, prompt)
         self._stop = StopStrings(stop)
         self._min_new_tokens = min_new_tokens
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
 import transformers
 from hypothesis import given, settings
@@ -21,7 +22,7 @@ from graphpact_cuda_graph import CudaGraphRunner
 from graphpact_engine import Engine, SamplingParams
 from graphpact_engine.config import EngineConfig
 from graphpact_engine.errors import RequestError, UnsupportedModelError
-from graphpact_engine.text import TextStream
+from graphpact_engine.text import OutputText, TextStream
 from graphpact_flashinfer import FlashInferBackend
 from graphpact_tape.tape import TapeDriver
 from support import Catalog
@@ -187,6 +188,35 @@ def test_text_comes_in_whole_characters(text: str) -> None:
     pieces = [stream.push(t, last=i == len(tokens) - 1) for i, t in enumerate(tokens)]
     assert "".join(pieces) == text
     assert all("\ufffd" not in piece or "\ufffd" in text for piece in pieces)
+
+
+def _spaced() -> transformers.PreTrainedTokenizerFast:
+    """Return a tokenizer as SentencePiece has them: it drops the space at the beginning of a text."""
+    words = tokenizers.models.WordLevel({"▁a": 0, "▁b": 1, "c": 2})
+    made = tokenizers.Tokenizer(words)
+    made.decoder = tokenizers.decoders.Metaspace()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=made)
+
+
+@settings(derandomize=True, max_examples=60)
+@given(
+    tokens=st.lists(st.integers(0, 2), min_size=2, max_size=24),
+    at=st.integers(1, 23),
+)
+def test_the_text_of_a_prompt_and_its_output_is_the_text_of_all_tokens(tokens: list[int], at: int) -> None:
+    """An output keeps the space that it begins with: it goes on where the prompt ends."""
+    tokenizer, at = _spaced(), min(at, len(tokens) - 1)
+    output = OutputText(tokenizer, prompt=tokens[:at])
+    output.read(tokens[at:], finished=True)
+    assert tokenizer.decode(tokens[:at]) + "".join(output.pieces) == tokenizer.decode(tokens)
+
+
+def test_a_prompt_that_ends_inside_a_character_is_no_part_of_the_output() -> None:
+    """The rest of a character that a prompt began is shown as what it is, and the text after it is whole."""
+    begun, *rest = "é!".encode()
+    output = OutputText(transformers.AutoTokenizer.from_pretrained(TINY), prompt=[begun])
+    output.read(rest, finished=True)
+    assert "".join(output.pieces) == "\ufffd!"
 
 
 # -- refused configurations ------------------------------------------------------------------------
