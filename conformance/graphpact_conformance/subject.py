@@ -254,7 +254,7 @@ class LaneUnderTest:
             field=field,
             expected=_ADDRESS.sub("0x…", expected),
             actual=_ADDRESS.sub("0x…", actual),
-            batch=None if problem is None else repr(problem),
+            batch=None if problem is None else problem.words,
             shape=shape,
             help=help,
         )

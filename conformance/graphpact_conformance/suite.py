@@ -21,7 +21,7 @@ from graphpact.attention import AttentionBackend, GraphSupport
 from graphpact.batch import ForwardMode
 from graphpact.errors import UnknownPluginError, UsageError, did_you_mean
 from graphpact.hookspecs import CONTRACT_VERSION
-from graphpact.plugins import Kind, PluginCatalog, PluginInfo
+from graphpact.plugins import KINDS, Kind, PluginCatalog, PluginInfo
 from graphpact.runners import GraphRunner
 from graphpact_conformance.claims import claims_of, undeclared
 from graphpact_conformance.experiments import EXPERIMENTS, Experiment
@@ -139,10 +139,7 @@ def _kind_of(name: str, catalog: PluginCatalog) -> tuple[TargetKind, str]:
         for kind in kinds:
             if asked == kind:
                 return kind, bare
-        raise UsageError(
-            f"{name!r}: plugins of kind {asked!r} cannot be checked",
-            hint=f"write KIND:NAME, with the kind {' or '.join(kinds)}",
-        )
+        raise _cannot_check(name, asked)
     offers = [kind for kind in kinds if any(i.name == name for i in catalog.infos(kind))]
     if len(offers) == 1:
         return offers[0], name
@@ -151,6 +148,9 @@ def _kind_of(name: str, catalog: PluginCatalog) -> tuple[TargetKind, str]:
             f"{name!r} is the name of an attention backend and of a runner",
             hint=f"write attention_backend:{name} or runner:{name}",
         )
+    others = [kind for kind in KINDS if any(i.name == name for i in catalog.infos(kind))]
+    if others:
+        raise _cannot_check(name, others[0])
     there = [info for kind in kinds for info in catalog.infos(kind)]
     near = did_you_mean(name, [info.name for info in there])
     raise UnknownPluginError(
@@ -158,6 +158,19 @@ def _kind_of(name: str, catalog: PluginCatalog) -> tuple[TargetKind, str]:
         + (", ".join(str(info) for info in there) or "none"),
         hint=f"did you mean {near!r}?" if near else "`graphpact plugins` lists what is installed",
     )
+
+
+def _cannot_check(name: str, kind: str) -> UsageError:
+    """Return the error for a plugin of a kind that the suite does not check."""
+    hint = "only attention backends and runners have rules: give the name of one"
+    if kind not in KINDS:
+        hint = "write KIND:NAME, with the kind attention_backend or runner"
+    elif kind == "graph_driver":
+        hint = (
+            "the promises of a driver are tests for its own pytest: @driver_contract(MyDriver), from"
+            ' graphpact_conformance.driver_contract; see "Writing a driver" in docs/graphs.md'
+        )
+    return UsageError(f"{name!r}: plugins of kind {kind!r} cannot be checked", hint=hint)
 
 
 def _can_pair(catalog: PluginCatalog, backend: str, runner: str) -> bool:
