@@ -207,6 +207,14 @@ class LaneUnderTest:
             if not slot.copy_from_fb and slot.post_fill is None and slot.buffer is not None
         )
 
+    def body_of(self, rig: Rig) -> str:
+        """Return the name of the backend's method that writes the metadata of a replay, for texts."""
+        if not rig.lane.records_metadata:  # otherwise the graph runs `fill_metadata`
+            for name in ("init_metadata_replay", "refresh_metadata"):
+                if getattr(self.backend, name) is not getattr(AttentionBackend, name):
+                    return f"`{name}`"
+        return "`fill_metadata`"
+
     @torch.inference_mode()
     def answer(self, rig: Rig, problem: Problem) -> Answer:
         """Return the oracle's answer for a batch, computed once."""

@@ -184,6 +184,23 @@ def test_the_rule_to_begin_with_is_the_likeliest_cause(broken: list[str]) -> Non
     assert order == ["GP17", *(rule for rule in expected if rule != "GP17"), "general"]
 
 
+@quick
+@given(st.lists(st.tuples(st.sampled_from([*RULES]), st.booleans()), unique_by=lambda broken: broken[0]))
+def test_what_names_a_hook_comes_before_what_only_sees_outputs(broken: list[tuple[str, bool]]) -> None:
+    """A rule with a finding that names the hook comes before those without, also among the lanes of a rule."""
+
+    def failed(rule: str, hook: str | None) -> Result:
+        return result("fail", rule, lane=str(hook), findings=[finding(rule, hook=hook)])
+
+    located = [rule for rule, is_located in broken if is_located]
+    results = [failed(rule, None) for rule, _ in broken]
+    results += [failed(rule, "populate") for rule in located]
+    order = to_fix(rows(plugin(results)))
+    others = [rule for rule, is_located in broken if not is_located]
+    assert [row.key for row in order] == [*causes_first(located), *causes_first(others)]
+    assert [row.failures[0].lane for row in order[: len(located)]] == ["populate"] * len(located)
+
+
 def test_why_to_begin_with_a_rule_is_said_if_others_fail_too() -> None:
     """Of several failures the first is given a reason: what it concerns, or that the suite stopped there."""
 

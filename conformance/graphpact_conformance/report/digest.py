@@ -97,8 +97,14 @@ class Row:
 
     @property
     def failures(self) -> list[Result]:
-        """The results that are failures."""
-        return [result for result in self.results if result.outcome.is_failure]
+        """The results that are failures; first errors of the suite, then those that name a hook at fault."""
+        broken = [result for result in self.results if result.outcome.is_failure]
+        return sorted(broken, key=lambda r: (r.outcome is not Outcome.ERROR, not r.is_located))
+
+    @property
+    def is_located(self) -> bool:
+        """Whether a failure names the hook at fault."""
+        return any(result.is_located for result in self.failures)
 
     @property
     def others(self) -> dict[tuple[Outcome, str | None], list[Result]]:
@@ -120,10 +126,13 @@ def to_fix(found: Iterable[Row]) -> list[Row]:
     """Return the rows with failures, the one to begin with first.
 
     Errors of the suite come first, because they leave the results incomplete. Then come broken rules by
-    `causes_first`. The general checks are last: in the museum they fail as a consequence of a broken rule.
+    `causes_first`, those whose findings name a hook before those that were only seen by their outputs. The
+    general checks are last: in the museum they fail as a consequence of a broken rule.
     """
     broken = [row for row in found if row.failures]
-    order = causes_first(row.key for row in broken if row.rule)
+    order = causes_first(
+        (row.key for row in broken if row.rule), {row.key for row in broken if row.is_located}
+    )
 
     def rank(row: Row) -> tuple[bool, int]:
         is_error = row.outcome is Outcome.ERROR
