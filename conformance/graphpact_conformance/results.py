@@ -160,6 +160,12 @@ class Result(_Model):
         return any(finding.is_located for finding in self.findings)
 
     @property
+    def breaks_rule(self) -> bool:
+        """Whether it is a broken MUST rule, known or not."""
+        is_broken = self.outcome in (Outcome.FAIL, Outcome.XFAIL)
+        return is_broken and self.rule is not None and RULES[self.rule].level == "MUST"
+
+    @property
     def counts_against(self) -> bool:
         """Whether this result makes the plugin non-conformant."""
         level = RULES[self.rule].level if self.rule else self.level

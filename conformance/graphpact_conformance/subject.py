@@ -177,9 +177,9 @@ class LaneUnderTest:
         """The declaration that excludes graphs of this lane; None if graphs are declared."""
         support, needed = self.backend.capabilities.graph_support, self.config.case.needs
         if self.runner.needs is GraphSupport.NEVER:
-            return f"{self.runner.__name__} declares that it captures nothing"
+            return f"no graphs: {self.runner.__name__} declares that it captures nothing"
         if not support.covers(needed):
-            return f"{self.config.case} needs graph support {needed.value!r}, declared is {support.value!r}"
+            return f"no graphs: needs graph support {needed.value!r}, declared {support.value!r}"
         return None
 
     @property

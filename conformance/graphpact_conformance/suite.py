@@ -379,10 +379,12 @@ def examine(
     every.sort(key=lambda plan: not plan.is_full)  # so that parts take about the same time
     plans = every[first::parts]
     shown: list[tuple[Config, bool]] = []
+    told: list[Result] = []
     for plan in plans:
         results = list(examine_lane(plan, options, listener.begins, skip=skip))
         for result in results:
             listener.found(result)
+        told += results
         shown.append((plan.lane.config, not any(r.outcome is Outcome.FAIL for r in results)))
     if first == 0 and not _modes_of(target, catalog):
         listener.found(_declares_nothing(info))
@@ -399,8 +401,9 @@ def examine(
             probed = _probe(cls, options)
         claims = claims_of(cls, shown, probed)
         if parts == 1:
-            listener.found(of_claims(claims))
-    drivers = ["tape", *(p.lane.driver.name for p in plans if p.lane.driver is not None)]
+            listener.found(of_claims(claims, told))
+    lanes = [plan.lane for plan in plans if not plan.lane.captures_nothing]
+    drivers = ["tape", *(lane.driver.name for lane in lanes if lane.driver is not None)]
     return PluginResults(
         kind=target.kind,
         name=target.name,
@@ -408,7 +411,7 @@ def examine(
         version=info.version,
         contract=info.contract,
         partner=target.partner,
-        drivers=list(dict.fromkeys(drivers)) if plans else [],
+        drivers=list(dict.fromkeys(drivers)) if lanes else [],
         provider=_provider(every, target),
         device=options.device,
         claims=claims,
@@ -432,7 +435,7 @@ def merged(parts: Sequence[PluginResults]) -> PluginResults:
     results = kept
     claims = [_all_of(claims) for claims in zip(*(part.claims for part in parts), strict=True)]
     if claims:
-        results.append(of_claims(claims))
+        results.append(of_claims(claims, results))
     drivers = dict.fromkeys(name for part in parts for name in part.drivers)
     return parts[0].model_copy(
         update={
@@ -474,19 +477,19 @@ def _unsupported(
         if case in there:
             continue
         if case.mode not in modes:
-            lacks = f"mode {case.mode.value}"
+            reason = "the mode is not declared"
         elif case.branches > 1 and not can.trees:
-            lacks = "trees"
+            reason = "draft trees are not declared"
         elif device not in can.devices:
-            lacks = f"device {device}"
+            reason = f"device {device} is not declared"
         else:
-            lacks = "page sizes, dtypes, head layouts and head_dims of any lane"
+            reason = "no lane has the declared page sizes, dtypes, head layouts and head_dims"
         yield Result(
             rule=None,
             check="declares",
             lane=str(case),
             outcome=Outcome.UNSUPPORTED,
-            reason=f"{target} does not declare {lacks}",
+            reason=reason,
         )
 
 
@@ -689,10 +692,14 @@ def _without_graphs(
 
     A rule without a finding is unsupported if the declarations exclude graphs, otherwise not run.
     """
-    declared = plan.lane.no_graphs_declared
+    reason = plan.lane.no_graphs_declared
+    outcome = Outcome.UNSUPPORTED if reason else Outcome.NOT_RUN
+    reason = reason or "no graphs: the runner has no shape to capture"
     found = {r.rule: r for r in results if r.rule is None or r.outcome is not Outcome.PASS}
     if None in found:
         yield found[None]
+        if found[None].outcome in (Outcome.PASS, Outcome.FAIL):
+            reason += "; eager steps were checked"
     for rule in RULES.values():
         names = [e.name for e in chosen if rule.id in e.examines]
         if not names or (options.only and rule.id not in options.only):
@@ -701,9 +708,9 @@ def _without_graphs(
             rule=rule.id,
             check=", ".join(names),
             lane=str(plan),
-            outcome=Outcome.UNSUPPORTED if declared else Outcome.NOT_RUN,
+            outcome=outcome,
             level=rule.level,
-            reason=declared or "the runner has no shape to capture",
+            reason=reason,
         )
 
 
@@ -776,9 +783,18 @@ def hints_of(claims: Sequence[Claim]) -> list[str]:
     return [f"{claim.capability}: {claim.hint}" for claim in claims if claim.hint]
 
 
-def of_claims(claims: Sequence[Claim]) -> Result:
-    """Return the result of a backend's claims: every declared capability must pass."""
+def of_claims(claims: Sequence[Claim], results: Iterable[Result]) -> Result:
+    """Return the result of a backend's claims: every declared capability must pass.
+
+    A capability that fails because a rule does is a failure of the rule alone, which may be a known one.
+
+    Args:
+        claims: The claims.
+        results: The results of all lanes.
+    """
     wrong = [c for c in claims if c.is_made and c.shown == "fail"]
+    if any(result.breaks_rule for result in results):
+        wrong = []
     return Result(
         rule=None,
         check="claims",

@@ -313,7 +313,7 @@ class UniformDecode(ReferenceBackend):
         (
             LaneUnderTest(config_of("target_verify-page16-gqa-float32"), UniformDecode),
             Outcome.UNSUPPORTED,
-            "needs graph support 'uniform', declared is 'uniform_decode'",
+            "needs graph support 'uniform', declared 'uniform_decode'",
         ),
     ],
     ids=["a runner", "a pair", "a runner that declares it", "a backend that declares it"],
