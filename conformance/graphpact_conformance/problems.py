@@ -325,16 +325,17 @@ class Problem:
         return "; ".join([size, *map(self._words_of, self.requests), f"seed {self.seed}"])
 
     def _words_of(self, request: ProblemRequest) -> str:
-        tokens, plural = request.tokens, "" if len(request.tokens) == 1 else "s"
-        parts = [
-            f"row {request.row}: {_counted(len(request.cached), 'cached key')}",
-            f"{_counted(len(tokens), 'new token')} with id{plural} {', '.join(str(t.token_id) for t in tokens)}",
-        ]
+        tokens = request.tokens
+        ids = ", ".join(str(t.token_id) for t in tokens)
         slots = ", ".join(" then ".join(map(str, t.slots)) for t in tokens)
-        many = plural or "s" * (self.case.num_steps > 1)
-        text = f"{' and '.join(parts)} written to KV slot{many} {slots}"
+        text = (
+            f"row {request.row}: {_counted(len(request.cached), 'cached key')} and"
+            f" {_counted(len(tokens), 'new token')} with id{_s(len(tokens))} {ids},"
+            f" written to KV slot{_s(len(tokens) * self.case.num_steps)} {slots}"
+        )
         if self.case.tree:
-            text += f" after tokens {', '.join('none' if t.parent is None else str(t.parent) for t in tokens)}"
+            parents = ", ".join("none" if t.parent is None else str(t.parent) for t in tokens)
+            text += f", after new tokens {parents}"
         if self.case.mode is ForwardMode.DRAFT_EXTEND:
             text += f", {_counted(request.accepted, 'draft')} accepted"
         return text
@@ -396,7 +397,12 @@ class Problem:
 
 
 def _counted(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+    return f"{number} {noun}{_s(number)}"
+
+
+def _s(number: int) -> str:
+    """Return the ending of a noun after a number."""
+    return "" if number == 1 else "s"
 
 
 def _int64(values: Sequence[object]) -> torch.Tensor:

@@ -175,10 +175,7 @@ class RecordedBody(ReferenceBackend):
     ],
 )
 def test_the_help_of_a_missed_refresh_names_the_body_and_the_role(backend: type[Any], body: str) -> None:
-    """The help for an entry that a replay does not write names the method that ran, and the role of constants.
-
-    No other method is named.
-    """
+    """The help for an entry that a replay does not write names the method that ran, and the role."""
     (found,) = results_of(backend, "decode", "GP02")
     first = str(found.findings[0].help)
     assert f"write `request` in `{body}`" in first

@@ -112,7 +112,7 @@ class LosesOutputs(TapeDriver):
     ],
 )
 def test_every_failure_begins_with_the_promise(make: type[TapeDriver], broken: set[str]) -> None:
-    """However a driver breaks a promise, the check fails with the text of the promise, then with the cause."""
+    """However a driver breaks a promise, the check fails with the text of the promise and the cause."""
     failed = set()
     for name, promise in CHECKS.items():
         try:

@@ -162,12 +162,13 @@ def _unwritten(
             yield _finding(lane, rig, base, leaf, rule, mask, asked, why)
     is_input = hook_of(leaf) == "populate"
     if found and way == "graph" and not is_input and _hook_writes(lane, base.problem, leaf, never):
+        body = lane.body_of(lane.rig("hook"))
         yield lane.finding(
             "GP10",
             hook="init_metadata_capture",
             field=f"{leaf.path}{spell(never)} ({slot.label})",
-            expected=f"the recorded work writes every entry that {lane.body_of(lane.rig('hook'))} writes where the"
-            " graph records no metadata work",
+            expected=f"the recorded work writes every entry that {body} writes where the graph records no"
+            " metadata work",
             actual="it writes the entry, and the recorded work does not",
             step=base,
             help="record the same body (fill_metadata) for every step of a draft and in every run, without"

@@ -182,7 +182,7 @@ def unchecked(plugin: PluginResults) -> list[str]:
         for (reason, outcome), results in groups.items()
     ]
     more = len(lines) - _MOST_REASONS
-    return lines[:_MOST_REASONS] + ([f"and {more} more reasons"] if more > 0 else [])
+    return lines[:_MOST_REASONS] + ([f"and {more} more"] if more > 0 else [])
 
 
 def _where_of(results: Sequence[Result], plugin: PluginResults) -> str:
