@@ -167,7 +167,7 @@ def _cannot_check(name: str, kind: str) -> UsageError:
         hint = "write KIND:NAME, with the kind attention_backend or runner"
     elif kind == "graph_driver":
         hint = (
-            "the promises of a driver are tests for its own pytest: @driver_contract(MyDriver), from"
+            "a driver is tested in its own pytest, by @driver_contract(MyDriver) of"
             ' graphpact_conformance.driver_contract; see "Writing a driver" in docs/graphs.md'
         )
     return UsageError(f"{name!r}: plugins of kind {kind!r} cannot be checked", hint=hint)
