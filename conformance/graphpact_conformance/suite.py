@@ -726,14 +726,9 @@ def _not_in_force(rule: Rule, plan: PlannedLane, done: Sequence[_Done]) -> Resul
 
 
 def _distinct(findings: Sequence[Finding]) -> list[Finding]:
-    """Return the first finding of each rule, hook and field; those that name both hook and field come first.
-
-    Findings that only see outputs have no hook.
-    """
+    """Return the first finding of each rule, hook and field; those that name the hook at fault come first."""
     first: dict[tuple[str | None, str | None, str | None], Finding] = {}
-    for finding in sorted(
-        findings, key=lambda f: (not (f.is_located and f.field), f.field is None, f.help is None)
-    ):
+    for finding in sorted(findings, key=lambda f: (not f.is_located, f.field is None, f.help is None)):
         key = (finding.rule, finding.hook, (finding.field or "").partition("[")[0])
         first.setdefault(key, finding)
     return [*first.values()][:8]

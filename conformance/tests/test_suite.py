@@ -207,7 +207,7 @@ def test_a_rule_passes_where_everything_that_examines_it_found_nothing() -> None
 
 
 def test_the_finding_that_is_shown_first_names_hook_and_field() -> None:
-    """Of the findings of a rule, one with a hook and a field comes before those that only see outputs."""
+    """Of the findings of a rule, those with a hook come before those that only see outputs."""
     seen = {"expected": "1", "actual": "2"}
 
     def run(lane: LaneUnderTest, steps: Drawn) -> Iterator[Finding]:
@@ -218,7 +218,7 @@ def test_the_finding_that_is_shown_first_names_hook_and_field() -> None:
         yield lane.finding("GP02", **seen, help="both", hook="init_metadata_replay", field="metadata.a")
 
     found = outcomes(Experiment("a", ("GP02",), run))["GP02"].findings
-    assert [f.help for f in found] == ["both", "outputs", "an error", "a hook"]
+    assert [f.help for f in found] == ["both", "a hook", "outputs", "an error"]
 
 
 def test_a_finding_of_a_rule_that_is_not_listed_is_a_fault_of_the_suite() -> None:
