@@ -248,7 +248,8 @@ def _broken(told: Mapping[str, Any]) -> list[str]:
 
 
 def _begins_right(told: Mapping[str, Any]) -> bool:
-    return bool(causes_first(_broken(told))[0] == told["rule"])
+    located = {rule for rule in _broken(told) if told["findings"][rule]["hook"]}
+    return bool(causes_first(_broken(told), located)[0] == told["rule"])
 
 
 def _kinds(told: Mapping[str, Any]) -> list[str]:

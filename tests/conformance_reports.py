@@ -3,11 +3,14 @@
 Does not: run the suite.
 """
 
+import io
 from collections.abc import Sequence
 from typing import Any
 
 from hypothesis import strategies as st
+from rich.console import Console
 
+from graphpact_conformance.cli.results import print_report
 from graphpact_conformance.results import (
     Claim,
     Environment,
@@ -83,6 +86,16 @@ def report(*plugins: PluginResults, **changes: Any) -> Report:
         "seconds": 1.5,
     }
     return Report(plugins=list(plugins or [plugin([result()])]), **{**fields, **changes})
+
+
+def drawn(made: Report, width: int = 100, *, colours: bool = False) -> str:
+    """Return a report as printed on a terminal of the given width."""
+    file = io.StringIO()
+    console = Console(
+        file=file, width=width, force_terminal=colours, markup=False, emoji=False, highlight=False
+    )
+    print_report(console, made)
+    return file.getvalue()
 
 
 def full_report(text: str = "x") -> Report:

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import torch
 
-from graphpact.errors import CaptureError, ReplayError
+from graphpact.errors import CaptureError, ReplayError, describe_error
 from graphpact.graphs import GraphDriver
 
 CHECKS: dict[str, Callable[[GraphDriver], None]] = {}
@@ -47,15 +47,17 @@ class DriverCheck:
         """Check the promise on a new driver.
 
         Raises:
-            AssertionError: The driver breaks the promise; the message has both values.
+            AssertionError: The driver breaks the promise, or raises an error. The message begins with the
+                promise; then it has both values, or the error.
         """
         __tracebackhide__ = True
         promise = CHECKS[self.name]
         with torch.inference_mode():  # as lanes do for their steps
             try:
                 promise(self.make(self.device))
-            except AssertionError as error:
-                raise AssertionError(f"{promise.__doc__}\n{error}") from error
+            except (Exception, pytest.fail.Exception) as error:
+                what = str(error) if isinstance(error, AssertionError) else describe_error(error)
+                raise AssertionError(f"{promise.__doc__}\n{what}") from error
 
 
 def driver_contract(

@@ -316,12 +316,29 @@ class Problem:
     seed: int
 
     def __repr__(self) -> str:
-        requests = ", ".join(
-            f"row {r.row}: {len(r.cached)} cached"
-            + "".join(f" +{t.token_id}@{t.slots}^{t.parent}" for t in r.tokens)
-            for r in self.requests
+        return f"<{self.words}>"
+
+    @property
+    def words(self) -> str:
+        """The batch in one line: each request with its row, cached keys, new tokens and their KV slots."""
+        size = f"{self.case}, {_counted(len(self.requests), 'request')}"
+        return "; ".join([size, *map(self._words_of, self.requests), f"seed {self.seed}"])
+
+    def _words_of(self, request: ProblemRequest) -> str:
+        tokens = request.tokens
+        ids = ", ".join(str(t.token_id) for t in tokens)
+        slots = ", ".join(" then ".join(map(str, t.slots)) for t in tokens)
+        text = (
+            f"row {request.row}: {_counted(len(request.cached), 'cached key')} and"
+            f" {_counted(len(tokens), 'new token')} with id{_s(len(tokens))} {ids},"
+            f" written to KV slot{_s(len(tokens) * self.case.num_steps)} {slots}"
         )
-        return f"<{self.case}: {requests or 'idle'}; seed {self.seed}>"
+        if self.case.tree:
+            parents = ", ".join("none" if t.parent is None else str(t.parent) for t in tokens)
+            text += f", after new tokens {parents}"
+        if self.case.mode is ForwardMode.DRAFT_EXTEND:
+            text += f", {_counted(request.accepted, 'draft')} accepted"
+        return text
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:  # noqa: ARG002, FBT001  called by hypothesis
         printer.text(repr(self))
@@ -377,6 +394,15 @@ class Problem:
             [i in r.path(j) for i in range(DRAFT_WIDTH)] for r in self.requests for j in range(len(r.tokens))
         ]
         return torch.tensor(rows, dtype=torch.bool).view(-1, DRAFT_WIDTH)
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{_s(number)}"
+
+
+def _s(number: int) -> str:
+    """Return the ending of a noun after a number."""
+    return "" if number == 1 else "s"
 
 
 def _int64(values: Sequence[object]) -> torch.Tensor:

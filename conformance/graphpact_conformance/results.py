@@ -131,6 +131,11 @@ class Finding(_Model):
     help: Text | None = Field(default=None, description="How to fix it.")
     reproduce: Text | None = Field(default=None, description="The command that reproduces it.")
 
+    @property
+    def is_located(self) -> bool:
+        """Whether it names the hook at fault. A finding that only sees outputs has no hook."""
+        return self.hook is not None
+
 
 class Result(_Model):
     """One requirement in one lane of one plugin."""
@@ -148,6 +153,17 @@ class Result(_Model):
     findings: list[Finding] = Field(default_factory=list, description="The evidence of a failure.")
     examples: int = Field(default=0, description="Number of drawn sequences of batches.")
     seconds: float = Field(default=0.0, description="Wall time; ignored in comparisons.")
+
+    @property
+    def is_located(self) -> bool:
+        """Whether one of its findings names the hook at fault."""
+        return any(finding.is_located for finding in self.findings)
+
+    @property
+    def breaks_rule(self) -> bool:
+        """Whether it is a broken MUST rule, known or not."""
+        is_broken = self.outcome in (Outcome.FAIL, Outcome.XFAIL)
+        return is_broken and self.rule is not None and RULES[self.rule].level == "MUST"
 
     @property
     def counts_against(self) -> bool:

@@ -7,7 +7,7 @@ Does not: check anything (see `graphpact_conformance.experiments`), or describe 
 (see `graphpact_conformance.stories`).
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -220,13 +220,19 @@ _CAUSES_FIRST = {
 _CONCERNS = {rule: subject for subject, rules in _CAUSES_FIRST.items() for rule in rules}
 
 
-def causes_first(rules: Iterable[str]) -> list[str]:
+def causes_first(rules: Iterable[str], located: Collection[str] = ()) -> list[str]:
     """Return the ids of broken rules, the most likely cause of the others first.
 
     One bug breaks several rules: a stale padding row is read, leaks into live rows, and differs between
     ranks. The order comes from the museum. Its page says how often the first rule is the rule of the exhibit.
+
+    Args:
+        rules: The broken rules.
+        located: The rules with a finding that names the hook at fault. They come before rules that were only
+            seen by their effects on outputs.
     """
-    return sorted(rules, key=[*_CONCERNS].index)
+    order = [*_CONCERNS]
+    return sorted(rules, key=lambda rule: (rule not in located, order.index(rule)))
 
 
 def concern_of(rule: str) -> str:

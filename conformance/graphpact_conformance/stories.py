@@ -83,7 +83,9 @@ STORIES: dict[str, Story] = {
         values.
         """,
         fix="""
-        Write the field in `fill_metadata`, in every mode, from the view alone. Declare in the runner's
+        Write the field in `fill_metadata`, in every mode, from the view alone; a backend with a second body
+        for replays writes it in `refresh_metadata` too. Only slots of the role `constant` may be left out:
+        their `contents` write them once, and no step does. Declare in the runner's
         `slots()` a slot for every tensor that a batch of the mode carries; a lane refuses a batch with any
         other tensor. Declare a slot with a `source_fn` for data from elsewhere, so that `populate` writes it
         in every step. Declare `optional=True` for a field that some batches lack; the slot then holds its

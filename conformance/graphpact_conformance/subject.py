@@ -177,9 +177,9 @@ class LaneUnderTest:
         """The declaration that excludes graphs of this lane; None if graphs are declared."""
         support, needed = self.backend.capabilities.graph_support, self.config.case.needs
         if self.runner.needs is GraphSupport.NEVER:
-            return f"{self.runner.__name__} declares that it captures nothing"
+            return f"no graphs: {self.runner.__name__} declares that it captures nothing"
         if not support.covers(needed):
-            return f"{self.config.case} needs graph support {needed.value!r}, declared is {support.value!r}"
+            return f"no graphs: needs graph support {needed.value!r}, declared {support.value!r}"
         return None
 
     @property
@@ -206,6 +206,14 @@ class LaneUnderTest:
             for slot in rig.registry
             if not slot.copy_from_fb and slot.post_fill is None and slot.buffer is not None
         )
+
+    def body_of(self, rig: Rig) -> str:
+        """Return the name of the backend's method that writes the metadata of a replay, for texts."""
+        if not rig.lane.records_metadata:  # otherwise the graph runs `fill_metadata`
+            for name in ("init_metadata_replay", "refresh_metadata"):
+                if getattr(self.backend, name) is not getattr(AttentionBackend, name):
+                    return f"`{name}`"
+        return "`fill_metadata`"
 
     @torch.inference_mode()
     def answer(self, rig: Rig, problem: Problem) -> Answer:
@@ -254,7 +262,7 @@ class LaneUnderTest:
             field=field,
             expected=_ADDRESS.sub("0x…", expected),
             actual=_ADDRESS.sub("0x…", actual),
-            batch=None if problem is None else repr(problem),
+            batch=None if problem is None else problem.words,
             shape=shape,
             help=help,
         )

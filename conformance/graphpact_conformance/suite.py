@@ -21,7 +21,7 @@ from graphpact.attention import AttentionBackend, GraphSupport
 from graphpact.batch import ForwardMode
 from graphpact.errors import UnknownPluginError, UsageError, did_you_mean
 from graphpact.hookspecs import CONTRACT_VERSION
-from graphpact.plugins import Kind, PluginCatalog, PluginInfo
+from graphpact.plugins import KINDS, Kind, PluginCatalog, PluginInfo
 from graphpact.runners import GraphRunner
 from graphpact_conformance.claims import claims_of, undeclared
 from graphpact_conformance.experiments import EXPERIMENTS, Experiment
@@ -139,10 +139,7 @@ def _kind_of(name: str, catalog: PluginCatalog) -> tuple[TargetKind, str]:
         for kind in kinds:
             if asked == kind:
                 return kind, bare
-        raise UsageError(
-            f"{name!r}: plugins of kind {asked!r} cannot be checked",
-            hint=f"write KIND:NAME, with the kind {' or '.join(kinds)}",
-        )
+        raise _cannot_check(name, asked)
     offers = [kind for kind in kinds if any(i.name == name for i in catalog.infos(kind))]
     if len(offers) == 1:
         return offers[0], name
@@ -151,6 +148,9 @@ def _kind_of(name: str, catalog: PluginCatalog) -> tuple[TargetKind, str]:
             f"{name!r} is the name of an attention backend and of a runner",
             hint=f"write attention_backend:{name} or runner:{name}",
         )
+    others = [kind for kind in KINDS if any(i.name == name for i in catalog.infos(kind))]
+    if others:
+        raise _cannot_check(name, others[0])
     there = [info for kind in kinds for info in catalog.infos(kind)]
     near = did_you_mean(name, [info.name for info in there])
     raise UnknownPluginError(
@@ -158,6 +158,19 @@ def _kind_of(name: str, catalog: PluginCatalog) -> tuple[TargetKind, str]:
         + (", ".join(str(info) for info in there) or "none"),
         hint=f"did you mean {near!r}?" if near else "`graphpact plugins` lists what is installed",
     )
+
+
+def _cannot_check(name: str, kind: str) -> UsageError:
+    """Return the error for a plugin of a kind that the suite does not check."""
+    hint = "only attention backends and runners have rules: give the name of one"
+    if kind not in KINDS:
+        hint = "write KIND:NAME, with the kind attention_backend or runner"
+    elif kind == "graph_driver":
+        hint = (
+            "a driver is tested in its own pytest, by @driver_contract(MyDriver) of"
+            ' graphpact_conformance.driver_contract; see "Writing a driver" in docs/graphs.md'
+        )
+    return UsageError(f"{name!r}: plugins of kind {kind!r} cannot be checked", hint=hint)
 
 
 def _can_pair(catalog: PluginCatalog, backend: str, runner: str) -> bool:
@@ -366,10 +379,12 @@ def examine(
     every.sort(key=lambda plan: not plan.is_full)  # so that parts take about the same time
     plans = every[first::parts]
     shown: list[tuple[Config, bool]] = []
+    told: list[Result] = []
     for plan in plans:
         results = list(examine_lane(plan, options, listener.begins, skip=skip))
         for result in results:
             listener.found(result)
+        told += results
         shown.append((plan.lane.config, not any(r.outcome is Outcome.FAIL for r in results)))
     if first == 0 and not _modes_of(target, catalog):
         listener.found(_declares_nothing(info))
@@ -386,8 +401,9 @@ def examine(
             probed = _probe(cls, options)
         claims = claims_of(cls, shown, probed)
         if parts == 1:
-            listener.found(of_claims(claims))
-    drivers = ["tape", *(p.lane.driver.name for p in plans if p.lane.driver is not None)]
+            listener.found(of_claims(claims, told))
+    lanes = [plan.lane for plan in plans if not plan.lane.captures_nothing]
+    drivers = ["tape", *(lane.driver.name for lane in lanes if lane.driver is not None)]
     return PluginResults(
         kind=target.kind,
         name=target.name,
@@ -395,7 +411,7 @@ def examine(
         version=info.version,
         contract=info.contract,
         partner=target.partner,
-        drivers=list(dict.fromkeys(drivers)) if plans else [],
+        drivers=list(dict.fromkeys(drivers)) if lanes else [],
         provider=_provider(every, target),
         device=options.device,
         claims=claims,
@@ -419,7 +435,7 @@ def merged(parts: Sequence[PluginResults]) -> PluginResults:
     results = kept
     claims = [_all_of(claims) for claims in zip(*(part.claims for part in parts), strict=True)]
     if claims:
-        results.append(of_claims(claims))
+        results.append(of_claims(claims, results))
     drivers = dict.fromkeys(name for part in parts for name in part.drivers)
     return parts[0].model_copy(
         update={
@@ -461,19 +477,19 @@ def _unsupported(
         if case in there:
             continue
         if case.mode not in modes:
-            lacks = f"mode {case.mode.value}"
+            reason = "the mode is not declared"
         elif case.branches > 1 and not can.trees:
-            lacks = "trees"
+            reason = "draft trees are not declared"
         elif device not in can.devices:
-            lacks = f"device {device}"
+            reason = f"device {device} is not declared"
         else:
-            lacks = "page sizes, dtypes, head layouts and head_dims of any lane"
+            reason = "no lane has the declared page sizes, dtypes, head layouts and head_dims"
         yield Result(
             rule=None,
             check="declares",
             lane=str(case),
             outcome=Outcome.UNSUPPORTED,
-            reason=f"{target} does not declare {lacks}",
+            reason=reason,
         )
 
 
@@ -676,10 +692,14 @@ def _without_graphs(
 
     A rule without a finding is unsupported if the declarations exclude graphs, otherwise not run.
     """
-    declared = plan.lane.no_graphs_declared
+    reason = plan.lane.no_graphs_declared
+    outcome = Outcome.UNSUPPORTED if reason else Outcome.NOT_RUN
+    reason = reason or "no graphs: the runner has no shape to capture"
     found = {r.rule: r for r in results if r.rule is None or r.outcome is not Outcome.PASS}
     if None in found:
         yield found[None]
+        if found[None].outcome in (Outcome.PASS, Outcome.FAIL):
+            reason += "; eager steps were checked"
     for rule in RULES.values():
         names = [e.name for e in chosen if rule.id in e.examines]
         if not names or (options.only and rule.id not in options.only):
@@ -688,9 +708,9 @@ def _without_graphs(
             rule=rule.id,
             check=", ".join(names),
             lane=str(plan),
-            outcome=Outcome.UNSUPPORTED if declared else Outcome.NOT_RUN,
+            outcome=outcome,
             level=rule.level,
-            reason=declared or "the runner has no shape to capture",
+            reason=reason,
         )
 
 
@@ -706,9 +726,9 @@ def _not_in_force(rule: Rule, plan: PlannedLane, done: Sequence[_Done]) -> Resul
 
 
 def _distinct(findings: Sequence[Finding]) -> list[Finding]:
-    """Return the first finding of each rule, hook and field."""
+    """Return the first finding of each rule, hook and field; those that name the hook at fault come first."""
     first: dict[tuple[str | None, str | None, str | None], Finding] = {}
-    for finding in sorted(findings, key=lambda f: (f.field is None, f.help is None)):
+    for finding in sorted(findings, key=lambda f: (not f.is_located, f.field is None, f.help is None)):
         key = (finding.rule, finding.hook, (finding.field or "").partition("[")[0])
         first.setdefault(key, finding)
     return [*first.values()][:8]
@@ -758,9 +778,18 @@ def hints_of(claims: Sequence[Claim]) -> list[str]:
     return [f"{claim.capability}: {claim.hint}" for claim in claims if claim.hint]
 
 
-def of_claims(claims: Sequence[Claim]) -> Result:
-    """Return the result of a backend's claims: every declared capability must pass."""
+def of_claims(claims: Sequence[Claim], results: Iterable[Result]) -> Result:
+    """Return the result of a backend's claims: every declared capability must pass.
+
+    A capability that fails because a rule does is a failure of the rule alone, which may be a known one.
+
+    Args:
+        claims: The claims.
+        results: The results of all lanes.
+    """
     wrong = [c for c in claims if c.is_made and c.shown == "fail"]
+    if any(result.breaks_rule for result in results):
+        wrong = []
     return Result(
         rule=None,
         check="claims",

@@ -14,6 +14,7 @@ from conformance_reports import plugin, report, result
 from graphpact.cli import main
 from graphpact.errors import UnknownPluginError
 from graphpact_conformance import supervise
+from graphpact_conformance.experiments import EXPERIMENTS
 from graphpact_conformance.report import FILES
 from graphpact_conformance.results import Report
 from graphpact_conformance.rules import RULES
@@ -133,6 +134,16 @@ def test_lanes_of_plugins_are_listed(suite: Suite, capsys: pytest.CaptureFixture
     assert got == {}
     assert {t["plugin"] for t in told} == {"fa3", "cuda_graph", "fa3 + cuda_graph"}
     assert all("answers_replayed" in t["experiments"] for t in told)
+
+
+def test_a_lane_without_graphs_lists_what_runs(suite: Suite, capsys: pytest.CaptureFixture[str]) -> None:
+    """``--list`` names for a runner without graphs the experiments that need none, and no other."""
+    suite()
+    assert main(["check", "eager", "--list", "--quick", "--json"]) == 0
+    needs = {e.name: e.needs_graphs for e in EXPERIMENTS}
+    (listed, *others) = [t["experiments"] for t in json.loads(capsys.readouterr().out)]
+    assert all(not needs[name] for name in {*listed}.union(*others))
+    assert "answers_eagerly" in listed
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 The right one is the museum's variant ``constant-in-a-slot``.
 """
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -114,20 +115,70 @@ def test_a_constant_that_depends_on_the_batch_is_a_missed_refresh() -> None:
     assert "only what is the same for every batch is a constant" in str(finding.help)
 
 
-def test_the_help_of_a_missed_refresh_names_the_role() -> None:
-    """The help for an entry that a replay does not write names the role of constants."""
+class OwnHook(ReferenceBackend):
+    """A backend whose replay hook does not write the request of each token."""
 
-    class Undeclared(ReferenceBackend):
-        """A backend that writes the request of each token only once."""
+    fill_is_device_only = False
 
-        fill_is_device_only = False
+    @hookimpl
+    def init_metadata_replay(self, view: ForwardBatch, shape: GraphShape, captured: Any) -> Any:
+        """Refresh all but one tensor."""
+        spare = replace(captured, request=captured.request.clone())
+        ReferenceBackend.init_metadata_replay(self, view=view, shape=shape, captured=spare)
+        return captured
 
-        @hookimpl
-        def init_metadata_replay(self, view: ForwardBatch, shape: GraphShape, captured: Any) -> Any:
-            """Refresh all but one tensor."""
-            spare = replace(captured, request=captured.request.clone())
-            ReferenceBackend.init_metadata_replay(self, view=view, shape=shape, captured=spare)
-            return captured
 
-    (found,) = results_of(Undeclared, "decode", "GP02")
-    assert any("role='constant'" in str(finding.help) for finding in found.findings)
+class OwnBody(ReferenceBackend):
+    """The same with a second body."""
+
+    fill_is_device_only = False
+
+    def refresh_metadata(self, view: ForwardBatch, metadata: Any) -> None:
+        """Refresh all but one tensor."""
+        self.fill_metadata(view, replace(metadata, request=metadata.request.clone()))
+
+
+class OneBody(ReferenceBackend):
+    """The same with one body, which writes the tensor at the captures of two shapes and not later."""
+
+    fill_is_device_only = False
+    calls = 0
+
+    def fill_metadata(self, view: ForwardBatch, metadata: Any) -> None:
+        """Fill, all but one tensor after the captures."""
+        self.calls += 1
+        spare = replace(metadata, request=metadata.request.clone())
+        super().fill_metadata(view, spare if self.calls > 2 else metadata)
+
+
+class RecordedBody(ReferenceBackend):
+    """A backend whose graphs record a body without the request, and whose second body is right."""
+
+    def fill_metadata(self, view: ForwardBatch, metadata: Any) -> None:
+        """Fill, all but one tensor where it is recorded."""
+        assert self.driver is not None
+        spare = replace(metadata, request=metadata.request.clone())
+        super().fill_metadata(view, spare if self.driver.is_capturing else metadata)
+
+    def refresh_metadata(self, view: ForwardBatch, metadata: Any) -> None:
+        """Refresh everything."""
+        super().fill_metadata(view, metadata)
+
+
+@pytest.mark.parametrize(
+    ("backend", "body"),
+    [
+        (OwnHook, "init_metadata_replay"),
+        (OwnBody, "refresh_metadata"),
+        (OneBody, "fill_metadata"),
+        (RecordedBody, "fill_metadata"),
+    ],
+)
+def test_the_help_of_a_missed_refresh_names_the_body_and_the_role(backend: type[Any], body: str) -> None:
+    """The help for an entry that a replay does not write names the method that ran, and the role."""
+    (found,) = results_of(backend, "decode", "GP02")
+    first = str(found.findings[0].help)
+    assert f"write `request` in `{body}`" in first
+    assert "role='constant'" in first
+    told = " ".join(str(finding.help) for finding in found.findings)
+    assert {*re.findall(r"init_metadata_replay|refresh_metadata|fill_metadata", told)} == {body}

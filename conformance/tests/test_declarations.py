@@ -4,20 +4,25 @@ A backend may support graphs of some batches only, a runner may capture few shap
 what cannot be captured, and says so.
 """
 
+import html
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
+from conformance_reports import drawn, report
 from graphpact import Capabilities, ForwardBatch, ForwardMode, GraphShape
 from graphpact.attention import AttentionBackend, Buffers, GraphSupport
 from graphpact.runners import GraphRunner
 from graphpact_conformance import suite
 from graphpact_conformance.problems import CASES, Case
 from graphpact_conformance.reference import ReferenceBackend, ReferenceMetadata, ReferenceRunner
-from graphpact_conformance.results import Outcome, Result
+from graphpact_conformance.report import to_html
+from graphpact_conformance.results import ExitCode, Outcome, Result
+from graphpact_conformance.rules import RULES
 from graphpact_conformance.suite import Options, Target
 from support import ListedCatalog
 
@@ -82,7 +87,8 @@ def _require_level(modes: set[ForwardMode], support: GraphSupport, *, full: bool
     require_right(found)
     assert {*found} == {case for case in CASES if case.mode in modes}
     for case, results in found.items():
-        says = f"{case} needs graph support {case.needs.value!r}, declared is {support.value!r}"
+        says = f"no graphs: needs graph support {case.needs.value!r}, declared {support.value!r}"
+        says += "; eager steps were checked"
         for result in results:
             is_shown = result.rule is None or support.covers(case.needs)
             assert (result.outcome is Outcome.PASS) is is_shown
@@ -107,6 +113,38 @@ def test_a_right_backend_of_every_level_is_conformant(modes: str, support: Graph
 def test_a_right_backend_of_every_level_keeps_every_rule(support: GraphSupport) -> None:
     """The same with all experiments, for every mode."""
     _require_level(MODES["all"], support, full=True)
+
+
+@pytest.mark.parametrize(
+    ("lanes", "verdict"),
+    [
+        pytest.param((), "conformant on the tape", marks=pytest.mark.sweep),
+        (("extend*",), "conformant without graphs"),
+    ],
+)
+def test_what_is_not_captured_is_told(
+    lanes: tuple[str, ...], verdict: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Terminal, page and results say of a lane without graphs why it has none, and what was checked.
+
+    The verdict names no driver where nothing was captured.
+    """
+    modes = frozenset({ForwardMode.DECODE, ForwardMode.EXTEND})
+    backend = declaring(modes=modes, graph_support=GraphSupport.UNIFORM_DECODE)
+    catalog = ListedCatalog(mine=backend)
+    monkeypatch.setattr(suite.PluginCatalog, "scan", lambda: catalog)
+    results: list[Result] = []
+    listener = Mock(found=results.append)
+    target = Target("attention_backend", "mine")
+    plugin = suite.examine(target, replace(FULL, lanes=lanes), listener)
+    made = report(plugin.model_copy(update={"results": results}))
+    says = "no graphs: needs graph support 'always', declared 'uniform_decode'; eager steps were checked"
+    assert f"extend: {says} ({len(RULES)} unsupported)" in (text := drawn(made, 200))
+    assert f"extend: {says} ({len(RULES)} unsupported)" in html.unescape(to_html(made))
+    assert text.count(verdict) == 1
+    told = [r for r in results if r.lane.startswith("extend-") and r.rule]
+    assert {(r.outcome, r.reason) for r in told} == {(Outcome.UNSUPPORTED, says)}
+    assert made.exit_code is ExitCode.CONFORMANT
 
 
 def test_a_level_that_is_too_low_is_told() -> None:
@@ -219,7 +257,7 @@ def test_every_capability_is_narrowed() -> None:
 @pytest.mark.parametrize(
     ("declared", "says"),
     [
-        ({"modes": frozenset({ForwardMode.DECODE})}, "mode extend"),
+        ({"modes": frozenset({ForwardMode.DECODE})}, "the mode"),
         ({"devices": frozenset({"cuda"})}, "device cpu"),
         ({"page_sizes": frozenset()}, "page sizes"),
         ({"head_layouts": frozenset()}, "head layouts"),

@@ -1,6 +1,7 @@
 """The suite's tools: random batches, the lanes of a backend, and planted bugs that must be caught."""
 
 import re
+import string
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -54,6 +55,28 @@ def _config(name: str) -> Config:
 
 
 # -- random batches --------------------------------------------------------------------------------
+
+
+@settings(derandomize=True, max_examples=150)
+@given(data=st.data())
+def test_a_batch_in_words_is_complete(data: st.DataObject) -> None:
+    """The words of a batch say of each request, in its order, all that the batch has, without notation."""
+    config = data.draw(st.sampled_from([*configs_of(ReferenceBackend.capabilities)]), label="config")
+    for problem in (*data.draw(sequences(config)), *neighbours(config, corner(config))):
+        size, *requests, seed = problem.words.split("; ")
+        count = len(problem.requests)
+        assert size == f"{problem.case}, {count} request{'' if count == 1 else 's'}"
+        assert seed == f"seed {problem.seed}"
+        for request, words in zip(problem.requests, requests, strict=True):
+            said = [int(n) for n in re.findall(r"\d+", words.replace("none", "1"))]
+            numbers = [request.row, len(request.cached), len(request.tokens)]
+            numbers += [t.token_id for t in request.tokens]
+            numbers += [slot for t in request.tokens for slot in t.slots]
+            numbers += [1 if t.parent is None else t.parent for t in request.tokens if problem.case.tree]
+            numbers += [request.accepted] * (problem.mode is ForwardMode.DRAFT_EXTEND)
+            assert said == numbers
+            assert not set(words) - set(string.ascii_letters + string.digits + " ,:")
+        assert repr(problem) == f"<{problem.words}>"
 
 
 @settings(derandomize=True, max_examples=150)

@@ -57,6 +57,17 @@ def test_an_exhibit_of_every_site_is_caught() -> None:
         assert visit.is_right, describe(visit)
 
 
+@pytest.mark.parametrize(
+    "name", ["fa3-lengths-cast", pytest.param("flashinfer-planned-by-pages", marks=pytest.mark.sweep)]
+)
+def test_the_advice_begins_with_the_metadata_at_fault(name: str) -> None:
+    """A bug whose outputs look like memory shared by graphs is told first by the hook and the field."""
+    (exhibit,) = [e for e in EXHIBITS if e.name == name]
+    told = describe(visit_all([exhibit])[0])
+    assert "GP15" in told["findings"]
+    assert load_reference()._begins_right(told)
+
+
 def test_the_collection_is_broad() -> None:
     """There are at least 80 exhibits and two per rule; half or more are in our plugins, in every mode."""
     assert len(EXHIBITS) >= 80

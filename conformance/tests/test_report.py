@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree as ET
 
 import pytest
@@ -13,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from conformance_reports import HOSTILE, finding, full_report, plugin, report, result, words
+from conformance_reports import HOSTILE, drawn, finding, full_report, plugin, report, result, words
 from graphpact.errors import UsageError
-from graphpact_conformance.cli.results import Progress, print_comparison, print_report
+from graphpact_conformance.cli.results import Progress, print_comparison
 from graphpact_conformance.report import (
     FILES,
     Comparison,
@@ -30,12 +31,21 @@ from graphpact_conformance.report import (
     to_junit,
     verdict,
 )
-from graphpact_conformance.report.digest import plain, standing, to_fix, why_first
+from graphpact_conformance.report.digest import (
+    disagreements,
+    plain,
+    say,
+    standing,
+    to_fix,
+    unchecked,
+    why_first,
+)
 from graphpact_conformance.results import Claim, Outcome, PluginResults, Report, Result
 from graphpact_conformance.rules import RULES, causes_first, concern_of
 from svg_kit import SCHEMES, Scheme, contrast, mixed, stylesheet
 
 quick = settings(derandomize=True, max_examples=40)
+_RULE_KEYS = st.sampled_from([None, "GP02", "GP03", "GP17", "GP20"])
 
 
 class Page(HTMLParser):
@@ -71,16 +81,6 @@ class Page(HTMLParser):
 def parsed(text: str) -> ET.Element:
     """Return the root element of XML that we wrote."""
     return ET.fromstring(text)  # noqa: S314
-
-
-def drawn(made: Report, width: int = 100, *, colours: bool = False) -> str:
-    """Return a report as printed on a terminal of the given width."""
-    file = io.StringIO()
-    console = Console(
-        file=file, width=width, force_terminal=colours, markup=False, emoji=False, highlight=False
-    )
-    print_report(console, made)
-    return file.getvalue()
 
 
 # -- texts ---------------------------------------------------------------------------------------
@@ -184,6 +184,23 @@ def test_the_rule_to_begin_with_is_the_likeliest_cause(broken: list[str]) -> Non
     assert order == ["GP17", *(rule for rule in expected if rule != "GP17"), "general"]
 
 
+@quick
+@given(st.lists(st.tuples(st.sampled_from([*RULES]), st.booleans()), unique_by=lambda broken: broken[0]))
+def test_what_names_a_hook_comes_before_what_only_sees_outputs(broken: list[tuple[str, bool]]) -> None:
+    """A rule with a finding that names the hook comes before those without, also among its lanes."""
+
+    def failed(rule: str, hook: str | None) -> Result:
+        return result("fail", rule, lane=str(hook), findings=[finding(rule, hook=hook)])
+
+    located = [rule for rule, is_located in broken if is_located]
+    results = [failed(rule, None) for rule, _ in broken]
+    results += [failed(rule, "populate") for rule in located]
+    order = to_fix(rows(plugin(results)))
+    others = [rule for rule, is_located in broken if not is_located]
+    assert [row.key for row in order] == [*causes_first(located), *causes_first(others)]
+    assert [row.failures[0].lane for row in order[: len(located)]] == ["populate"] * len(located)
+
+
 def test_why_to_begin_with_a_rule_is_said_if_others_fail_too() -> None:
     """Of several failures the first is given a reason: what it concerns, or that the suite stopped there."""
 
@@ -252,14 +269,67 @@ def test_a_failure_is_told_whole_in_a_terminal() -> None:
         f"│   {RULES['GP03'].requirement}",
         "│   ✗ decode, page 16  shrink_after_grow",
         "├── ✓ GP04 bad-pad-sentinel     1 pass",
-        "├── ○ GP17 collective-mismatch  1 not run: one process",
-        "│   trees: declared full, shown fail",
+        "├── ○ GP17 collective-mismatch  1 not run",
+        "│   GP17 in decode, page 16: one process (1 not run)",
+        "│   affected by the broken rules: trees",
         "│   a hint",
         "    native kernels: no GPU",
         "not conformant: GP03 stale-pad-tail",
         f"not conformant: {summary(report(held))}",
     ):
         assert f"\n{line}\n" in text
+
+
+REASONS = ("no graphs: declared", "another machine", None)
+
+
+@quick
+@given(
+    st.dictionaries(
+        st.tuples(st.sampled_from(["decode-page1", "decode-page16", "extend-page1", "mixed"]), _RULE_KEYS),
+        st.tuples(st.sampled_from(["pass", "fail", "unsupported", "not_run"]), st.sampled_from(REASONS)),
+    )
+)
+def test_what_was_not_checked_is_told_by_its_reasons(told: dict[Any, tuple[str, str | None]]) -> None:
+    """Every result that did not run is counted in one line with its reason; the line names where.
+
+    A kind of step stands for its lanes if none of them ran otherwise; few rules are named.
+    """
+    results = [
+        result(outcome, rule, lane=lane, reason=reason) for (lane, rule), (outcome, reason) in told.items()
+    ]
+    lines = unchecked(plugin(results))
+    held = Counter((r.reason or "no reason given", r.outcome) for r in results if not r.outcome.ran)
+    assert len(lines) == len(held)
+    for line, ((reason, outcome), number) in zip(lines, held.items(), strict=True):
+        where, _, _ = line.partition(f": {reason} ")
+        assert line == f"{where}: {reason} ({number} {say(outcome)})"
+        mine = [r for r in results if (r.reason or "no reason given", r.outcome) == (reason, outcome)]
+        kinds = {r.lane.partition("-")[0] for r in mine}
+        lanes = {r.lane for r in mine}
+        is_whole = {r.lane for r in results if r.lane.partition("-")[0] in kinds} <= lanes
+        assert set(where.rpartition(" in ")[2].split(", ")) == (kinds if is_whole else lanes)
+        rules = {r.rule for r in mine if r.rule}
+        assert {rule for rule in RULES if rule in where} == (rules if len(rules) <= 3 else set())
+    several = [result("not_run", lane=f"lane {n}", reason=f"reason {n}") for n in range(9)]
+    assert len(unchecked(plugin(several))) == 7
+    assert unchecked(plugin(several))[-1] == "and 3 more"
+
+
+@pytest.mark.parametrize("outcome", ["fail", "xfail"])
+def test_claims_that_follow_from_a_broken_rule_are_one_line(outcome: str) -> None:
+    """Declared capabilities that fail with a rule are one line; without a broken rule each is a line.
+
+    An undeclared capability that works has its own line in any case.
+    """
+    claims = [Claim(capability=f"page_size {n}", declared="full", shown="fail") for n in (1, 16)]
+    claims += [Claim(capability="trees", declared="unsupported", shown="pass")]
+    own = "trees: declared unsupported, shown pass"
+    broken = plugin([result(outcome, reason="known")], claims=claims)
+    assert disagreements(broken) == ["affected by the broken rules: page_size 1, page_size 16", own]
+    general = plugin([result("fail", None)], claims=claims)
+    each = [f"page_size {n}: declared full, shown fail" for n in (1, 16)]
+    assert disagreements(general) == [*each, own]
 
 
 def test_many_failures_of_a_rule_are_told_in_short() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from graphpact import ForwardBatch, ForwardMode, GraphShape, hookimpl
 from graphpact.attention import AttentionBackend, GraphSupport
 from graphpact.buffers import CudaGraphBufferRegistry
 from graphpact.errors import ConfigError, ContractError, UnknownPluginError, UsageError
+from graphpact.plugins import Kind, PluginInfo
 from graphpact_conformance import suite
 from graphpact_conformance.claims import claims_of, undeclared
 from graphpact_conformance.experiments import EXPERIMENTS
@@ -78,14 +80,35 @@ def test_a_pair_without_a_common_mode_is_no_target() -> None:
     ("name", "error", "says"),
     [
         ("mein", UnknownPluginError, "did you mean 'mine'"),
-        ("graph_driver:tape", UsageError, "plugins of kind 'graph_driver' cannot be checked"),
-        ("tape", UnknownPluginError, "no attention backend or runner"),
+        ("graph_driver:mine", UsageError, "plugins of kind 'graph_driver' cannot be checked"),
+        ("nobody", UnknownPluginError, "no attention backend or runner"),
     ],
 )
 def test_what_cannot_be_checked_is_refused(name: str, error: type[UsageError], says: str) -> None:
     """An unknown name, or a kind that cannot be checked, is a usage error that says which of the two."""
     with pytest.raises(error, match=says):
         suite.targets([name], CATALOG)
+
+
+@pytest.mark.parametrize(
+    ("kind", "hint"),
+    [
+        ("graph_driver", "graphpact_conformance.driver_contract"),
+        ("observer", "only attention backends and runners"),
+        ("command", "only attention backends and runners"),
+    ],
+)
+def test_a_plugin_of_another_kind_is_told_by_its_kind(kind: Kind, hint: str) -> None:
+    """The name of a driver, an observer or a command is known; the hint says where a driver is tested.
+
+    With the kind in front of the name it is the same.
+    """
+    info = PluginInfo(kind, "other", "a test", "0", "a:B", "1")
+    catalog = Mock(infos=lambda asked: [info] if asked == kind else [])
+    for name in ("other", f"{kind}:other"):
+        with pytest.raises(UsageError, match=f"'{name}': plugins of kind '{kind}' cannot be checked") as told:
+            suite.targets([name], catalog)
+        assert hint in str(told.value.hint)
 
 
 def test_a_quick_run_has_one_lane_for_each_kind_of_step() -> None:
@@ -180,7 +203,22 @@ def test_a_rule_passes_where_everything_that_examines_it_found_nothing() -> None
         "graphpact check mine --only GP02 --lane 'decode-page16-gqa-float32' --seed 0 --examples 2 --quick"
     )
     assert finding.batch is not None
-    assert finding.batch.startswith("<decode: row")
+    assert finding.batch.startswith("decode, ")
+
+
+def test_the_finding_that_is_shown_first_names_hook_and_field() -> None:
+    """Of the findings of a rule, those with a hook come before those that only see outputs."""
+    seen = {"expected": "1", "actual": "2"}
+
+    def run(lane: LaneUnderTest, steps: Drawn) -> Iterator[Finding]:
+        """Yield findings, the least useful first."""
+        yield lane.finding("GP02", **seen, help="an error")
+        yield lane.finding("GP02", **seen, help="outputs", field="a replay: token 0 of the batch")
+        yield lane.finding("GP02", **seen, help="a hook", hook="populate")
+        yield lane.finding("GP02", **seen, help="both", hook="init_metadata_replay", field="metadata.a")
+
+    found = outcomes(Experiment("a", ("GP02",), run))["GP02"].findings
+    assert [f.help for f in found] == ["both", "a hook", "outputs", "an error"]
 
 
 def test_a_finding_of_a_rule_that_is_not_listed_is_a_fault_of_the_suite() -> None:
@@ -275,7 +313,7 @@ class UniformDecode(ReferenceBackend):
         (
             LaneUnderTest(config_of("target_verify-page16-gqa-float32"), UniformDecode),
             Outcome.UNSUPPORTED,
-            "needs graph support 'uniform', declared is 'uniform_decode'",
+            "needs graph support 'uniform', declared 'uniform_decode'",
         ),
     ],
     ids=["a runner", "a pair", "a runner that declares it", "a backend that declares it"],

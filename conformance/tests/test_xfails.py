@@ -2,17 +2,24 @@
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from graphpact import ForwardBatch, ForwardMode
 from graphpact.errors import UsageError
 from graphpact.plugins import PluginCatalog
+from graphpact_conformance import suite
+from graphpact_conformance.reference import ReferenceBackend
 from graphpact_conformance.results import Outcome, PluginResults, Result
 from graphpact_conformance.suite import Options, Target
 from graphpact_conformance.xfails import Xfail, Xfails, plugin_home
+from support import ListedCatalog
 
 FULL = Options()
 BACKEND, RUNNER = Target("attention_backend", "fake_one"), Target("runner", "fake_run")
@@ -75,6 +82,32 @@ def judged(
 
 
 GOOD = '[[xfail]]\nrule = "GP07"\nreason = "known"\n'
+
+
+class MissesOne(ReferenceBackend):
+    """A backend whose replays do not write one tensor."""
+
+    capabilities = replace(ReferenceBackend.capabilities, modes=frozenset({ForwardMode.DECODE}))
+    fill_is_device_only = False
+
+    def refresh_metadata(self, view: ForwardBatch, metadata: Any) -> None:
+        """Refresh all but one tensor."""
+        self.fill_metadata(view, replace(metadata, request=metadata.request.clone()))
+
+
+def test_a_backend_with_known_failures_alone_is_conformant(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The broken rule is the only failure of a whole run, without one of the claims; if listed, none is."""
+    catalog = ListedCatalog(mine=MissesOne)
+    monkeypatch.setattr(suite.PluginCatalog, "scan", lambda: catalog)
+    target = Target("attention_backend", "mine")
+    results: list[Result] = []
+    options = Options(size="quick", examples=1, shrink=False)
+    found = suite.examine(target, options, Mock(found=results.append))
+    assert {c.shown for c in found.claims if c.capability == "mode decode"} == {"fail"}
+    assert {(r.rule, r.check == "claims") for r in results if r.outcome.is_failure} == {("GP02", False)}
+    xfails = Xfails([Xfail("attention_backend", "mine", "GP02", "*", "known", None, "e")])
+    listed = found.model_copy(update={"results": [xfails.expect(target, r) for r in results]})
+    assert listed.is_conformant
 
 
 def test_a_list_is_read_without_an_import(read: Read) -> None:

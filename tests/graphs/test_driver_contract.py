@@ -63,6 +63,68 @@ def test_a_driver_that_breaks_a_promise_fails_with_it() -> None:
         check()
 
 
+class CannotBeMade(TapeDriver):
+    """A driver whose constructor raises."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        raise OSError("no such library")
+
+
+class CapturesNothing(TapeDriver):
+    """A driver whose `capture` returns None."""
+
+    def capture(self, fn: Callable[[], Any], *, warmup: int = 1) -> Any:
+        """Record, and forget to return."""
+        super().capture(fn, warmup=warmup)
+
+
+class RefusesNothing(TapeDriver):
+    """A driver that hides every error of a capture, and whose replays refuse nothing and run nothing."""
+
+    def capture(self, fn: Callable[[], Any], *, warmup: int = 1) -> Graph:
+        """Record what can be recorded."""
+        try:
+            graph = super().capture(fn, warmup=warmup)
+        except Exception:  # noqa: BLE001  the bug
+            graph = super().capture(lambda: torch.zeros(1))
+        graph.replay = lambda: None  # type: ignore[method-assign]
+        return graph
+
+
+class LosesOutputs(TapeDriver):
+    """A driver whose graphs read an attribute that they lack."""
+
+    def capture(self, fn: Callable[[], Any], *, warmup: int = 1) -> Graph:
+        """Record, and lose the outputs."""
+        graph = super().capture(fn, warmup=warmup)
+        del graph.outputs
+        return graph
+
+
+@pytest.mark.parametrize(
+    ("make", "broken"),
+    [
+        (CannotBeMade, {*CHECKS}),
+        (CapturesNothing, {"outputs_stay_where_they_are"}),
+        (RefusesNothing, {"an_eager_call_may_not_change_its_form", "captures_do_not_nest"}),
+        (LosesOutputs, {"outputs_stay_where_they_are"}),
+    ],
+)
+def test_every_failure_begins_with_the_promise(make: type[TapeDriver], broken: set[str]) -> None:
+    """However a driver breaks a promise, the check fails with the text of the promise and the cause."""
+    failed = set()
+    for name, promise in CHECKS.items():
+        try:
+            DriverCheck(name, make, torch.device("cpu"))()
+        except AssertionError as error:
+            text, _, cause = str(error).partition("\n")
+            assert text == promise.__doc__
+            assert cause
+            failed.add(name)
+    assert broken <= failed
+
+
 @driver_contract(TapeDriver)
 def test_the_decorator_makes_a_test_for_each_promise(check: DriverCheck) -> None:
     """`driver_contract` gives a test one check after another."""

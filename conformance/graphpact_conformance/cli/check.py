@@ -196,9 +196,14 @@ def _print_lanes(names: Sequence[str], options: "Options", *, as_json: bool) -> 
             str(target): suite.lanes_of(target, options, catalog) for target in suite.targets(names, catalog)
         }
     rows = [
-        (name, str(plan), [e.name for e in suite.experiments_of(plan, options)])
+        (
+            name,
+            str(plan),
+            [e.name for e in suite.experiments_of(plan, options) if captures or not e.needs_graphs],
+        )
         for name, plans in lanes.items()
         for plan in plans
+        for captures in [not plan.lane.captures_nothing]
     ]
     if as_json:
         keys = ("plugin", "lane", "experiments")

@@ -17,6 +17,7 @@ from graphpact_conformance.report.digest import (
     MOST_SHOWN,
     VERDICTS,
     Row,
+    disagreements,
     evidence,
     is_good,
     lanes,
@@ -24,11 +25,11 @@ from graphpact_conformance.report.digest import (
     say,
     summary,
     to_fix,
+    unchecked,
     verdict,
     why_first,
 )
 from graphpact_conformance.results import (
-    Claim,
     ExitCode,
     Finding,
     Outcome,
@@ -95,7 +96,7 @@ def _print_row(console: Console, row: Row, width: int, *, last: bool, first: boo
     if first:
         line.append("  ← begin here", "bold")
     reasons = [reason for (outcome, reason) in row.others if reason and outcome is row.outcome]
-    if reasons:
+    if reasons and row.outcome.ran:  # the notes have the others
         line.append(f": {_line('; '.join(reasons))}", "dim")
     console.print(line, soft_wrap=True)
     if row.failures:
@@ -148,16 +149,12 @@ def _print_under(console: Console, guide: str, what: RenderableType) -> None:
 def _notes(plugin: PluginResults) -> list[tuple[str, Sequence[str]]]:
     """Return the notes after the rules, by heading."""
     found = (
-        ("claims that disagree", [_say_claim(c) for c in plugin.claims if c.disagrees]),
+        ("not checked", unchecked(plugin)),
+        ("claims that disagree", disagreements(plugin)),
         ("hints", plugin.hints),
         ("not shown on this machine", plugin.not_shown),
     )
     return [(heading, texts) for heading, texts in found if texts]
-
-
-def _say_claim(claim: Claim) -> str:
-    declared = claim.declared.replace("_", " ") + (f" {claim.since}" if claim.since else "")
-    return f"{claim.capability}: declared {declared}, shown {claim.shown.replace('_', ' ')}"
 
 
 def _sign(outcome: Outcome) -> tuple[str, str]:

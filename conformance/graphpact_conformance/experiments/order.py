@@ -147,7 +147,7 @@ def interleaved(lane: LaneUnderTest, steps: Drawn) -> Findings:
         for name in changed:
             now[name].copy_(armed[id(problem)][name])
         if changed and _same_real(rig, first, rig.step(problem)):
-            yield _unarmed(lane, step, changed, f"the same after {after} as right after capture")
+            yield _unarmed(lane, rig, step, changed, f"the same after {after} as right after capture")
             continue
         if _comes_by_slots(lane, rig, before, problem):
             continue
@@ -188,11 +188,12 @@ def repeated(lane: LaneUnderTest, steps: Drawn) -> Findings:
         changed = [name for name, value in two.items() if not same_rows(value, three[name])]
         if not rows or changed:
             expected = "equal outputs and equal memory after three replays on the same inputs"
-            yield _unarmed(lane, third, changed, expected, gives_other=not rows)
+            yield _unarmed(lane, rig, third, changed, expected, gives_other=not rows)
 
 
 def _unarmed(
     lane: LaneUnderTest,
+    rig: Rig,
     step: StepRecord,
     changed: Sequence[str],
     expected: str,
@@ -205,8 +206,8 @@ def _unarmed(
         expected=expected,
         actual="the replays differ" if gives_other else "the contents differ after each replay",
         step=step,
-        help="reset counters and flags inside the graph, before their first use, or in the replay hook;"
-        " draw random numbers only from the device's default generator",
+        help="reset counters and flags inside the graph, before their first use, or in"
+        f" {lane.body_of(rig)}; draw random numbers only from the device's default generator",
     )
 
 

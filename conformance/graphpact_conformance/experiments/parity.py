@@ -31,7 +31,7 @@ from graphpact_conformance.experiments.base import (
     spell,
     values_at,
 )
-from graphpact_conformance.experiments.refresh import Before, hook_of, is_plan
+from graphpact_conformance.experiments.refresh import Before, help_for, hook_of, is_plan
 from graphpact_conformance.problems import Drawn, Problem, assorted
 from graphpact_conformance.results import Finding
 from graphpact_conformance.rig import Leaf, Rig, StepRecord
@@ -264,7 +264,7 @@ def _compare_contents(
             as_new = as_new or rig.step(step.problem, fill=reset_slot)
             leaf = as_new.leaves.get(path)
             is_past = leaf is not None and not bool((differs & _differs(leaf, theirs)).any())
-            for found in _of_contents(lane, step, mine, theirs, differs, "a capture of this batch"):
+            for found in _of_contents(lane, rig, step, mine, theirs, differs, "a capture of this batch"):
                 yield is_past, found
 
 
@@ -277,8 +277,16 @@ def _differs(mine: Leaf, theirs: Leaf) -> torch.Tensor:
 
 
 def _of_contents(
-    lane: LaneUnderTest, step: StepRecord, mine: Leaf, theirs: Leaf, differs: torch.Tensor, who: str
+    lane: LaneUnderTest,
+    rig: Rig,
+    step: StepRecord,
+    mine: Leaf,
+    theirs: Leaf,
+    differs: torch.Tensor,
+    who: str,
 ) -> Findings:
+    is_constant = mine.slot is not None and mine.slot.role == "constant"
+    texts = {**_CONTENT_HELP, "GP02": _CONSTANT_HELP} if is_constant else _CONTENT_HELP
     label = f" ({mine.slot.label})" if mine.slot is not None else ""
     for rule in _rules_of(lane, mine, theirs, differs):
         yield lane.finding(
@@ -288,7 +296,7 @@ def _of_contents(
             expected=f"the values of {who}: {values_at(theirs.value, differs)}",
             actual=values_at(mine.value, differs),
             step=step,
-            help=_CONTENT_HELP[rule],
+            help=help_for(lane, rig, mine, rule, texts),
         )
 
 
@@ -322,13 +330,17 @@ def _is_moved(mine: torch.Tensor, theirs: torch.Tensor) -> bool:
 
 
 _CONTENT_HELP = {
-    "GP02": "write the same values in the replay hook as in the capture hook, from the view: use one"
-    " function for both; only what is the same for every batch is a constant",
+    "GP02": "write the same values to `{name}` in {body} as for a capture, from the view, in place: use one"
+    " function for both",
     "GP05": "count padding rows where the graph has them: use the counts of the shape, not of the batch",
     "GP07": "use the same stride, order and element width at replay as at capture; a uniform stride of"
     " queries does not depend on accepted lengths",
     "GP09": "plan at replay as at capture, with the arguments and lengths of the recorded kernel",
 }
+_CONSTANT_HELP = (
+    "only what is the same for every batch is a constant: give the slot of `{name}` another role and write it"
+    " in {body}, or let no capture write it and declare its `contents`"
+)
 
 
 def _compare_ways(lane: LaneUnderTest, by_graph: StepRecord, by_hook: StepRecord) -> Findings:
@@ -338,13 +350,15 @@ def _compare_ways(lane: LaneUnderTest, by_graph: StepRecord, by_hook: StepRecord
     by_graph, by_hook = (  # reset slots, since the lanes have replayed different batches
         lane.rig(way).step(by_graph.problem, fill=reset_slot) for way in lane.ways
     )
+    rig = lane.rig("hook")
+    who = f"{lane.body_of(rig)}, where the graph records no metadata work"
     for path, mine in by_graph.leaves.items():
         theirs = by_hook.leaves.get(path)
         if theirs is None or not mine.is_due or mine.value.shape != theirs.value.shape:
             continue
         differs = _differs(mine, theirs)
         if bool(differs.any()):
-            yield from _of_contents(lane, by_graph, mine, theirs, differs, "the replay hook")
+            yield from _of_contents(lane, rig, by_graph, mine, theirs, differs, who)
 
 
 # -- memory outside the registry ---------------------------------------------------------------------

@@ -8,7 +8,7 @@ plan.
 Does not: know the right values; see `graphpact_conformance.experiments.parity`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -159,16 +159,17 @@ def _unwritten(
             asked = expected
             if rule == "GP03" and slot.copy_from_fb:
                 asked = f"padding rows hold {slot.initial_value} in every step, after any batch"
-            yield _finding(lane, base, leaf, rule, mask, asked, why)
+            yield _finding(lane, rig, base, leaf, rule, mask, asked, why)
     is_input = hook_of(leaf) == "populate"
     if found and way == "graph" and not is_input and _hook_writes(lane, base.problem, leaf, never):
+        body = lane.body_of(lane.rig("hook"))
         yield lane.finding(
             "GP10",
             hook="init_metadata_capture",
             field=f"{leaf.path}{spell(never)} ({slot.label})",
-            expected="the recorded work writes every entry that the replay hook writes without recorded"
+            expected=f"the recorded work writes every entry that {body} writes where the graph records no"
             " metadata work",
-            actual="the hook writes it, and the recorded work does not",
+            actual="it writes the entry, and the recorded work does not",
             step=base,
             help="record the same body (fill_metadata) for every step of a draft and in every run, without"
             " work that runs once or branches on contents",
@@ -205,11 +206,12 @@ def _stale(
         if bool(mask.any()) and any(before.shows(rig, base, leaf, mask, v) for v in values):
             first, second = (values_at(v, mask) for v in values)
             why = f"{first} after one history, {second} after another"
-            yield _finding(lane, base, leaf, rule, mask, "a value that depends only on this batch", why)
+            yield _finding(lane, rig, base, leaf, rule, mask, "a value that depends only on this batch", why)
 
 
 def _finding(
     lane: LaneUnderTest,
+    rig: Rig,
     base: StepRecord,
     leaf: Leaf,
     rule: str,
@@ -228,7 +230,7 @@ def _finding(
         expected=expected,
         actual=why,
         step=base,
-        help=_help(lane, leaf, rule),
+        help=help_for(lane, rig, leaf, rule, _HELP),
     )
 
 
@@ -275,21 +277,29 @@ def _is_off(lane: LaneUnderTest, rig: Rig, step: StepRecord) -> torch.Tensor:
     return how_far(rig, step.rows, answer) > 1
 
 
-def _help(lane: LaneUnderTest, leaf: Leaf, rule: str) -> str:
-    """Return the help text for a tensor that is not written, or depends on earlier batches."""
-    if hook_of(leaf) == "populate" and rule != "GP03":
+def help_for(lane: LaneUnderTest, rig: Rig, leaf: Leaf, rule: str, texts: Mapping[str, str]) -> str:
+    """Return the help text of a rule for a tensor, with its name and the method that writes it.
+
+    Args:
+        lane: The lane.
+        rig: The rig of the step.
+        leaf: The tensor.
+        rule: The broken rule.
+        texts: The help of each rule, for metadata of a checked backend.
+    """
+    if hook_of(leaf) == "populate" and rule in ("GP02", "GP09"):
         return "copy it from the batch in every step: registry.fill_from() fills every slot of a registry"
     if lane.kind == "runner" and hook_of(leaf) != "populate":
         return (
             "the suite's own backend writes it from the view: check the view, and whether the hook was"
             " called for this batch"
         )
-    return _HELP[rule].format(name=leaf.path.rsplit(".", 1)[-1])
+    return texts[rule].format(name=leaf.path.rsplit(".", 1)[-1], body=lane.body_of(rig))
 
 
 _HELP = {
-    "GP02": "write `{name}` in the replay hook (fill_metadata), from the view, in place; if it is the same"
-    " for every batch, declare its slot with role='constant'",
+    "GP02": "write `{name}` in {body}, from the view, in place; if it is the same for every batch, declare"
+    " its slot with role='constant' and its `contents`",
     "GP03": "reset the tail in every step: padding_policy=ZERO or FILL_SENTINEL where a fill copies the"
     " head, otherwise write all rows up to the padded count",
     "GP09": "plan before every replay, from the lengths of this batch (plan_metadata); the key of a cached"

@@ -548,7 +548,6 @@ def _pads_count(lane: LaneUnderTest, rig: Rig, base: StepRecord, exact: Problem)
         return
     yield lane.finding(
         "GP05",
-        hook="init_metadata_replay",
         field=f"a replay: {wrong[0].what}",
         expected=f"{wrong[0].expected}; an eager run and batches without padding are right",
         actual=wrong[0].actual,

@@ -63,7 +63,7 @@ def visit(piece: Exhibit | Variant, options: Options = OPTIONS) -> Visit:
     with planted(piece, base, options) as plans:
         results = [result for plan in plans for result in examine_lane(plan, options)]
     findings: dict[str | None, Finding] = {}
-    for result in results:
+    for result in sorted(results, key=lambda r: not r.is_located):
         for finding in result.findings:
             findings.setdefault(result.rule, finding)
     errors = [r.reason or "" for r in results if r.outcome is Outcome.ERROR]

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from graphpact_conformance.results import (
     WORST_FIRST,
+    Claim,
     ExitCode,
     Finding,
     Outcome,
@@ -21,6 +22,9 @@ from graphpact_conformance.rules import RULES, Rule, causes_first, concern_of
 
 MOST_SHOWN = 3
 """Number of failures of one rule that are shown in full; others are folded or counted."""
+
+_MOST_REASONS = 6
+"""Number of reasons that are shown for what was not checked."""
 
 GENERAL = "general"
 """The key of general checks, which belong to no rule."""
@@ -97,8 +101,14 @@ class Row:
 
     @property
     def failures(self) -> list[Result]:
-        """The results that are failures."""
-        return [result for result in self.results if result.outcome.is_failure]
+        """The results that are failures; first errors of the suite, then those that name a hook at fault."""
+        broken = [result for result in self.results if result.outcome.is_failure]
+        return sorted(broken, key=lambda r: (r.outcome is not Outcome.ERROR, not r.is_located))
+
+    @property
+    def is_located(self) -> bool:
+        """Whether a failure names the hook at fault."""
+        return any(result.is_located for result in self.failures)
 
     @property
     def others(self) -> dict[tuple[Outcome, str | None], list[Result]]:
@@ -120,10 +130,13 @@ def to_fix(found: Iterable[Row]) -> list[Row]:
     """Return the rows with failures, the one to begin with first.
 
     Errors of the suite come first, because they leave the results incomplete. Then come broken rules by
-    `causes_first`. The general checks are last: in the museum they fail as a consequence of a broken rule.
+    `causes_first`, those whose findings name a hook before those that were only seen by their outputs. The
+    general checks are last: in the museum they fail as a consequence of a broken rule.
     """
     broken = [row for row in found if row.failures]
-    order = causes_first(row.key for row in broken if row.rule)
+    order = causes_first(
+        (row.key for row in broken if row.rule), {row.key for row in broken if row.is_located}
+    )
 
     def rank(row: Row) -> tuple[bool, int]:
         is_error = row.outcome is Outcome.ERROR
@@ -140,6 +153,52 @@ def why_first(broken: Sequence[Row]) -> str:
         return "the suite could not continue there, so the results are incomplete"
     others = "the other" if len(broken) == 2 else f"the other {len(broken) - 1}"
     return f"it concerns {concern_of(broken[0].key)}, and {others} may follow from it"
+
+
+def disagreements(plugin: PluginResults) -> list[str]:
+    """Return the claims that the results contradict, in words.
+
+    Where a rule is broken, the declared ones that fail are one line: they follow from it.
+    """
+    wrong = [claim for claim in plugin.claims if claim.disagrees]
+    affected = [c for c in wrong if c.is_made and any(r.breaks_rule for r in plugin.results)]
+    lines = [f"affected by the broken rules: {', '.join(c.capability for c in affected)}"] if affected else []
+    return lines + [_say_claim(claim) for claim in wrong if claim not in affected]
+
+
+def _say_claim(claim: Claim) -> str:
+    declared = claim.declared.replace("_", " ") + (f" {claim.since}" if claim.since else "")
+    return f"{claim.capability}: declared {declared}, shown {claim.shown.replace('_', ' ')}"
+
+
+def unchecked(plugin: PluginResults) -> list[str]:
+    """Return the lanes whose requirements were not checked, a line for each reason, with their number."""
+    groups: dict[tuple[str, Outcome], list[Result]] = {}
+    for result in plugin.results:
+        if not result.outcome.ran:
+            groups.setdefault((result.reason or "no reason given", result.outcome), []).append(result)
+    lines = [
+        f"{_where_of(results, plugin)}: {reason} ({len(results)} {say(outcome)})"
+        for (reason, outcome), results in groups.items()
+    ]
+    more = len(lines) - _MOST_REASONS
+    return lines[:_MOST_REASONS] + ([f"and {more} more"] if more > 0 else [])
+
+
+def _where_of(results: Sequence[Result], plugin: PluginResults) -> str:
+    """Return the kinds of step or the lanes of results that did not run, and their rules if these are few."""
+    names = {result.lane for result in results}
+    there = {result.lane for result in plugin.results}
+    kinds = [_kind_of(lane) for lane in dict.fromkeys(result.lane for result in results)]
+    is_whole = {lane for lane in there if _kind_of(lane) in kinds} <= names
+    where = ", ".join(dict.fromkeys(kinds)) if is_whole else lanes(results)
+    rules = list(dict.fromkeys(result.rule for result in results if result.rule))
+    return f"{', '.join(rules)} in {where}" if 0 < len(rules) <= MOST_SHOWN else where
+
+
+def _kind_of(lane: str) -> str:
+    """Return the kind of step of a lane, with which its name begins."""
+    return lane.partition("-")[0]
 
 
 def evidence(finding: Finding) -> list[tuple[str, str]]:
@@ -244,7 +303,7 @@ def _say_broken(row: Row) -> str:
 
 def _where(plugin: PluginResults) -> str:
     drivers = ", ".join(f"the {driver}" for driver in plugin.drivers)
-    parts = [f"on {drivers or 'no driver'}"]
+    parts = [f"on {drivers}" if drivers else "without graphs"]
     if plugin.provider:
         parts.append(f"{plugin.provider} kernels")
     return ", ".join(parts)

@@ -76,6 +76,7 @@ def _environment() -> "Environment":
         verdict=digest.verdict,
         standing=digest.standing,
         why_first=digest.why_first,
+        unchecked=digest.unchecked,
         most_shown=digest.MOST_SHOWN,
         evidence=digest.evidence,
         say=digest.say,
