@@ -286,6 +286,17 @@ class Rig:
         self.lane.capture_all()
         self.observer.forget()
 
+    def serve_declined(self, shape: GraphShape) -> None:
+        """Let this rig replay what the runner declines in the graph of ``shape``: its own dummies, say."""
+        right, declines = self.runner.fit, self.declines
+        if declines:
+
+            def fit(batch: ForwardBatch) -> GraphShape | EagerReason:
+                asked = right(batch)
+                return shape if asked in declines else asked
+
+            self.runner.fit = fit  # type: ignore[method-assign]
+
     @property
     def registry(self) -> CudaGraphBufferRegistry:
         """The lane's registry. Only lanes that capture have one."""

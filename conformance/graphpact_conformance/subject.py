@@ -243,6 +243,7 @@ class LaneUnderTest:
         """Return whether the replay hook writes any slot of the backend."""
         self.rig("hook")  # raises where the lane cannot be captured
         rig = self.build("hook")
+        rig.serve_declined(rig.config.shapes[0])
         batch = rig.runner.dummy(rig.config.shapes[0])
         rig.step(Problem(self.config.case, [], 0), batch=batch, fill=poison_slot)
         return any(
