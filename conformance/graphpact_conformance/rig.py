@@ -177,6 +177,7 @@ class StepRecord:
         shape: The replayed shape; None for an eager run.
         replays: Number of replays that the lane counted.
         reason: The reason of an eager run that the lane counted; None if it counted none.
+        declined: The same, if it is a reason of the runner's own, which it declares.
         leaves: The tensors of view and metadata, by path.
         numbers: The host values of view and metadata, by path.
         breaches: Breaches of the pact.
@@ -193,6 +194,7 @@ class StepRecord:
     shape: GraphShape | None = None
     replays: int = 0
     reason: EagerReason | None = None
+    declined: EagerReason | None = None
     leaves: dict[str, Leaf] = field(default_factory=dict)
     numbers: dict[str, Any] = field(default_factory=dict)
     breaches: tuple[Breach, ...] = ()
@@ -201,12 +203,6 @@ class StepRecord:
     caches: dict[str, torch.Tensor] = field(default_factory=dict)
     table: torch.Tensor | None = None
     changed_fields: list[str] = field(default_factory=list)
-
-    @property
-    def why_declined(self) -> DeclinedError:
-        """The error for an experiment that cannot go on with this step."""
-        assert self.reason is not None  # noqa: S101  the caller saw it
-        return DeclinedError(self.reason)
 
 
 @dataclass(frozen=True)
@@ -287,7 +283,7 @@ class Rig:
         self.observer.forget()
 
     def serve_declined(self, shape: GraphShape) -> None:
-        """Let this rig replay what the runner declines in the graph of ``shape``: its own dummies, say."""
+        """Let this rig replay what the runner declines in the graph of ``shape``, such as its own dummy."""
         right, declines = self.runner.fit, self.declines
         if declines:
 
@@ -474,8 +470,9 @@ class Rig:
         step.changed_fields = [
             name for name, tensor in batch.tensors().items() if not bool(same(tensor, given[name]).all())
         ]
-        if step.reason in self.declines and not may_decline:
-            raise DeclinedError(step.reason)
+        step.declined = step.reason if step.reason in self.declines else None
+        if step.declined is not None and not may_decline:
+            raise DeclinedError(step.declined)
         return step
 
     def _see(self, step: StepRecord) -> None:

@@ -673,7 +673,7 @@ def _by_rule(plan: PlannedLane, options: Options, done: Sequence[_Done]) -> Iter
         findings = [f for d in mine for f in d.findings if f.rule == rule]
         outcome, reason = Outcome.PASS, _left_to_eager_steps(mine) if rule == "GP12" else None
         if findings:
-            outcome = Outcome.FAIL
+            outcome, reason = Outcome.FAIL, None
         elif errors := [d.error for d in mine if d.error]:
             outcome, reason = Outcome.ERROR, errors[0]
         elif stopped := [d.not_run for d in mine if d.not_run]:

@@ -123,7 +123,7 @@ class GraphRunner(HookMethods, abc.ABC):
         """
 
     def fit(self, batch: ForwardBatch) -> GraphShape | EagerReason:
-        """Return the shape that ``batch`` replays, one of `shapes`, or why there is none. Host work only."""
+        """Return the shape of ``batch``, one of `shapes`, or why it runs eagerly. Host work only."""
         return EagerReason.NO_GRAPHS if self._sizes is None else self._sizes.fit(batch)
 
     def slots(self) -> Sequence[GraphSlot]:

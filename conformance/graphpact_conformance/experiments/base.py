@@ -197,10 +197,17 @@ def wrong_results(
         )
 
 
-def is_right(lane: LaneUnderTest, rig: Rig, problem: Problem, *, eagerly: bool = False) -> bool:
-    """Return whether a step of a batch ends without error and agrees with the oracle."""
-    step = rig.step(problem, eagerly=eagerly)
-    return step.error is None and not differences(rig, step, lane.answer(rig, problem))
+def is_right(
+    lane: LaneUnderTest, rig: Rig, problem: Problem, *, eagerly: bool = False, may_decline: bool = False
+) -> bool:
+    """Return whether a step of a batch ends without error and agrees with the oracle.
+
+    A batch that the runner may decline, and declines, shows nothing about graphs, and is not right.
+    """
+    step = rig.step(problem, eagerly=eagerly, may_decline=may_decline)
+    if step.error is not None or step.declined is not None:
+        return False
+    return not differences(rig, step, lane.answer(rig, problem))
 
 
 # -- perturbing --------------------------------------------------------------------------------------
