@@ -188,7 +188,7 @@ class LaneUnderTest:
 
         The same lane if the runner declines nothing, or its reasons do not depend on lengths.
         """
-        if self.declined(corner(self.config)) is None:
+        if not self.runner.declines or self.declined(corner(self.config)) is None:
             return self
         shorter = (replace(self.config, most_cached=most) for most in reversed(range(CONTEXT)))
         served = (config for config in shorter if self.declined(corner(config)) is None)
