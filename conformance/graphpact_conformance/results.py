@@ -150,7 +150,7 @@ class Result(_Model):
     level: Level = Field(default="MUST", description="The level of the requirement.")
     reason: Text | None = Field(
         default=None,
-        description="The reason of an outcome other than fail; of a pass, what was left to eager runs.",
+        description="The reason of an outcome other than fail; of a pass, how many steps were declined.",
     )
     findings: list[Finding] = Field(default_factory=list, description="The evidence of a failure.")
     examples: int = Field(default=0, description="Number of drawn sequences of batches.")

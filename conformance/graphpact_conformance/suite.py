@@ -671,7 +671,7 @@ def _by_rule(plan: PlannedLane, options: Options, done: Sequence[_Done]) -> Iter
             yield _not_in_force(RULES[rule], plan, mine)
             continue
         findings = [f for d in mine for f in d.findings if f.rule == rule]
-        outcome, reason = Outcome.PASS, _left_to_eager_steps(mine) if rule == "GP12" else None
+        outcome, reason = Outcome.PASS, _say_declined(done) if rule == "GP12" else None
         if findings:
             outcome, reason = Outcome.FAIL, None
         elif errors := [d.error for d in mine if d.error]:
@@ -693,11 +693,12 @@ def _by_rule(plan: PlannedLane, options: Options, done: Sequence[_Done]) -> Iter
         )
 
 
-def _left_to_eager_steps(done: Sequence[_Done]) -> str | None:
-    """Return how many steps the runner left to eager runs with declared reasons; None if there are none."""
+def _say_declined(done: Sequence[_Done]) -> str | None:
+    """Return how many steps of a lane the runner declined, by reason; None if it declined none."""
     counted = sum((each.steps for each in done), Counter[EagerReason | None]())
-    reasons = [f"{number} eager as {at.name!r} ({at})" for at, number in counted.items() if at is not None]
-    return f"of {counted.total()} steps {', '.join(reasons)}" if reasons else None
+    total = counted.total()
+    said = [f"{n} of {total} steps declined: {reason}" for reason, n in counted.items() if reason is not None]
+    return ", ".join(said) or None
 
 
 def _without_graphs(

@@ -513,8 +513,9 @@ def _uneven(lane: LaneUnderTest, rigs: Sequence[Rig]) -> Findings:
         [of_size(config, size) if size else Problem(config.case, [], 0) for size in sizes]
         for sizes in ((most, 1), (most, 0), (1, 0), (most + 1, 1))
     ]
-    if config != config.unbounded:
-        groups.append([corner(config.unbounded), of_size(config, most)])
+    declined = next(filter(lane.declined, (corner(config.unbounded), *_sizes(config))), None)
+    if declined is not None:
+        groups.append([declined, of_size(config, most)])
     for group in groups:
         sizes = [len(problem.requests) for problem in group]
         together = tuple(size * width for size in sizes)
