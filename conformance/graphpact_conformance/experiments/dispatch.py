@@ -90,52 +90,59 @@ def graph_choice(lane: LaneUnderTest, _: Drawn) -> Findings:
                 " room for its requests and tokens",
             )
             continue
-        best = asked if isinstance(asked, GraphShape) else None
-        before = {shape: stats.replays for shape, stats in rig.lane.stats.shapes.items()}
-        eager = rig.lane.stats.eager.total()
-        step = rig.step(problem, may_decline=True)
-        if step.error is not None:
-            if best is None:  # a failing replay is a finding of other experiments
-                yield lane.of_error(
-                    step.error,
-                    expected=f"a batch for which fit() returns a reason runs eagerly: {asked}",
-                    rule="GP12",
-                    step=step,
-                    help="return an EagerReason from fit(); Lane.run() then runs the batch eagerly",
-                )
-            continue
-        replayed = [
-            shape for shape, stats in rig.lane.stats.shapes.items() if stats.replays > before.get(shape, 0)
-        ]
-        counted = rig.lane.stats.eager.total() - eager
-        reason = None if best else asked
-        if (replayed, counted, step.reason) != ([best] if best else [], 0 if best else 1, reason):
-            yield lane.finding(
-                "GP12",
-                field="Lane.stats",
-                expected=f"one replay of {best}" if best else f"one eager run, counted as {asked}",
-                actual=f"replays of {', '.join(map(str, replayed)) or 'none'}, {counted} eager runs"
-                + (f", counted as {step.reason}" if step.reason else ""),
-                step=step,
-                help="return a captured shape from fit(), or an EagerReason",
-            )
-        if step.declined is not None:
-            yield from wrong_results(
-                lane, rig, step, what="an eager run", help="no graph is involved: check the region"
-            )
-            continue
-        wrong = differences(rig, step, lane.answer(rig, problem))
-        if wrong and _is_recorded_otherwise(lane, rig, problem):
-            yield lane.finding(
-                "GP12",
-                field=wrong[0].what,
-                expected=wrong[0].expected,
-                actual=wrong[0].actual,
-                step=step,
-                help="a capture of this batch records other work than the graph that replayed it: put"
-                " everything that recorded kernels depend on into the shape",
-            )
+        yield from _run_as_fitted(lane, rig, problem, asked)
     yield from _other_kinds(lane, rig)
+
+
+def _run_as_fitted(
+    lane: LaneUnderTest, rig: Rig, problem: Problem, asked: GraphShape | EagerReason | None
+) -> Findings:
+    """Run a batch: the lane replays the shape that ``fit`` gave, or runs eagerly and counts the reason."""
+    best = asked if isinstance(asked, GraphShape) else None
+    before = {shape: stats.replays for shape, stats in rig.lane.stats.shapes.items()}
+    eager = rig.lane.stats.eager.total()
+    step = rig.step(problem, may_decline=True)
+    if step.error is not None:
+        if best is None:  # a failing replay is a finding of other experiments
+            yield lane.of_error(
+                step.error,
+                expected=f"a batch for which fit() returns a reason runs eagerly: {asked}",
+                rule="GP12",
+                step=step,
+                help="return an EagerReason from fit(); Lane.run() then runs the batch eagerly",
+            )
+        return
+    replayed = [
+        shape for shape, stats in rig.lane.stats.shapes.items() if stats.replays > before.get(shape, 0)
+    ]
+    counted = rig.lane.stats.eager.total() - eager
+    reason = None if best else asked
+    if (replayed, counted, step.reason) != ([best] if best else [], 0 if best else 1, reason):
+        yield lane.finding(
+            "GP12",
+            field="Lane.stats",
+            expected=f"one replay of {best}" if best else f"one eager run, counted as {asked}",
+            actual=f"replays of {', '.join(map(str, replayed)) or 'none'}, {counted} eager runs"
+            + (f", counted as {step.reason}" if step.reason else ""),
+            step=step,
+            help="return a captured shape from fit(), or an EagerReason",
+        )
+    if step.declined is not None:
+        yield from wrong_results(
+            lane, rig, step, what="an eager run", help="no graph is involved: check the region"
+        )
+        return
+    wrong = differences(rig, step, lane.answer(rig, problem))
+    if wrong and _is_recorded_otherwise(lane, rig, problem):
+        yield lane.finding(
+            "GP12",
+            field=wrong[0].what,
+            expected=wrong[0].expected,
+            actual=wrong[0].actual,
+            step=step,
+            help="a capture of this batch records other work than the graph that replayed it: put"
+            " everything that recorded kernels depend on into the shape",
+        )
 
 
 def _ask(
