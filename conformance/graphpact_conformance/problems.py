@@ -8,7 +8,7 @@ Does not: compute attention, or use more of a backend than its declared capabili
 """
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, NamedTuple, TypeVar
@@ -20,6 +20,8 @@ from graphpact import Capabilities, ForwardBatch, ForwardMode, GraphShape, Layer
 from graphpact.attention import DraftLimits, GraphSupport
 
 VOCAB, CONTEXT, WINDOW = 29, 80, 9
+REDRAWS = 20
+"""How often a batch is drawn again if the runner declines it; the last one is kept."""
 NUM_STEPS, DRAFT_WIDTH = 3, 4
 SPARE_ROWS = 3
 """Request rows that no batch uses: row 0, and two more."""
@@ -139,6 +141,8 @@ class Config:
         counts: Whether layers need the count of live tokens, ``num_token_non_padded``.
         capture_shapes: The shapes that the runner captures; those of the case by default.
         room: Requests of a step beyond the largest shape; such a step runs eagerly.
+        most_cached: The most cached keys of a request in the suite's batches. It is smaller than the limits
+            allow if the runner leaves longer requests to eager steps.
     """
 
     case: Case
@@ -151,6 +155,7 @@ class Config:
     counts: bool = False
     capture_shapes: tuple[GraphShape, ...] = ()
     room: int = 0
+    most_cached: int = CONTEXT
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
@@ -161,6 +166,11 @@ class Config:
     def shapes(self) -> Sequence[GraphShape]:
         """The captured shapes, the smallest first."""
         return self.capture_shapes or static_shapes(self.case)
+
+    @property
+    def unbounded(self) -> "Config":
+        """The same configuration, for batches with requests of every length."""
+        return replace(self, most_cached=CONTEXT)
 
     @property
     def num_rows(self) -> int:
@@ -428,34 +438,50 @@ class Drawn(NamedTuple):
     padded: "Problem"
 
 
-def draw(config: Config, count: int, base: int) -> list[Drawn]:
+Declines = Callable[["Problem"], object]
+"""Returns whether the runner leaves a batch that a graph holds to an eager step."""
+
+
+def draw(config: Config, count: int, base: int, declines: Declines = lambda _: False) -> list[Drawn]:
     """Return ``count`` sequences of batches for a lane.
 
     They depend only on the arguments. Hypothesis would also draw constants from the source of imported
-    modules, and other values in other versions.
+    modules, and other values in other versions. A batch that the runner declines is drawn again, at most
+    `REDRAWS` times.
 
     Args:
         config: Configuration of the lane.
         count: Number of sequences. A larger number keeps the first ones.
         base: A seed: equal seeds give equal sequences.
+        declines: Whether the runner leaves a batch to an eager step.
     """
-    return [_drawn(random.Random(f"{base}:{at}"), config) for at in range(count)]  # noqa: S311  test data
+    rngs = [random.Random(f"{base}:{at}") for at in range(count)]  # noqa: S311  test data
+    return [_drawn(rng, config, declines) for rng in rngs]
 
 
 def sequences(config: Config) -> st.SearchStrategy[Drawn]:
     """Return a strategy of sequences for one lane, for property tests."""
-    return st.randoms(use_true_random=False).map(lambda rng: _drawn(rng, config))
+    return st.randoms(use_true_random=False).map(lambda rng: _drawn(rng, config, lambda _: False))
 
 
-def _drawn(rng: random.Random, config: Config) -> Drawn:
+def _drawn(rng: random.Random, config: Config, declines: Declines) -> Drawn:
     if config.case.mode is ForwardMode.IDLE:
         return Drawn(*[Problem(config.case, [], 0)] * 4)
+
+    def problem(index: int, *, exact: bool) -> Problem:
+        drawn = _problem(rng, config, index, exact=exact)
+        for _ in range(REDRAWS):
+            if not declines(drawn):
+                break
+            drawn = _problem(rng, config, index, exact=exact)
+        return drawn
+
     most = len(config.shapes) - 1
     return Drawn(
-        _problem(rng, config, most, exact=True),
-        _problem(rng, config, 0, exact=False),
+        problem(most, exact=True),
+        problem(0, exact=False),
         Problem(config.case, [], rng.randint(0, 99)),
-        _problem(rng, config, most, exact=False),
+        problem(most, exact=False),
     )
 
 
@@ -470,7 +496,7 @@ def _problem(rng: random.Random, config: Config, index: int, *, exact: bool) -> 
     """
     case = config.case
     counts = _counts(rng, config, index, exact=exact)
-    prefixes = [_prefix(rng, case, config.page_size, count) for count in counts]
+    prefixes = [_prefix(rng, config, count) for count in counts]
     parents = [[rng.randint(0, j - 1) if case.tree else j - 1 for j in range(1, count)] for count in counts]
     accepted = [rng.randint(0, count - 1) for count in counts]
     return _lay_out(config, prefixes, parents, accepted, rng.randint(0, 999))
@@ -559,41 +585,54 @@ def _counts(rng: random.Random, config: Config, index: int, *, exact: bool) -> l
     return counts
 
 
-def _prefix(rng: random.Random, case: Case, page_size: int, count: int) -> int:
+def _prefix(rng: random.Random, config: Config, count: int) -> int:
     """Draw the number of cached keys, half of the time near the end of a page or a limit."""
-    drafted = case.mode in (ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_DECODE)
-    least = 1 if drafted or (case.mode is ForwardMode.MIXED and count == 1) else 0
-    most = CONTEXT - max(count, case.num_steps)
+    least, most = _least_prefix(config.case, count), _most_prefix(config, count)
+    page_size = config.page_size
     edges = {least, least + 1, page_size - 1, page_size, page_size + 1, most - 1, most}
     near = rng.choice(sorted(n for n in edges if least <= n <= most))
     return rng.choice((rng.randint(least, most), near))
 
 
+def _least_prefix(case: Case, count: int) -> int:
+    """Return the fewest cached keys of a request with ``count`` new tokens."""
+    drafted = case.mode in (ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_DECODE)
+    return 1 if drafted or (case.mode is ForwardMode.MIXED and count == 1) else 0
+
+
+def _most_prefix(config: Config, count: int, share: int = 1) -> int:
+    """Return the most cached keys of a request with ``count`` new tokens, where limits are divided."""
+    case = config.case
+    most = min(CONTEXT // share - max(count, case.num_steps), config.most_cached // share)
+    return max(most, _least_prefix(case, count))
+
+
 def corner(config: Config) -> Problem:
-    """Return the largest batch that the limits allow: the longest requests, the largest shape full."""
-    return _largest(config, config.shapes[-1].batch_size, CONTEXT)
+    """Return the largest batch of the configuration: the longest requests, the largest shape full."""
+    return _largest(config, config.shapes[-1].batch_size)
 
 
 def of_size(config: Config, num_requests: int) -> Problem:
     """Return a batch of short requests, each with as few new tokens as possible."""
-    parents = [range((config.case.width or 1) - 1)] * num_requests
-    return _lay_out(config, [1] * num_requests, parents, [0] * num_requests, 0)
+    width = config.case.width or 1
+    prefix = min(1, _most_prefix(config, width))
+    return _lay_out(config, [prefix] * num_requests, [range(width - 1)] * num_requests, [0] * num_requests, 0)
 
 
 def half_size_batch(config: Config) -> Problem:
     """Return a batch of half the largest size: half as many requests, half as long."""
-    return _largest(config, max(config.shapes[-1].batch_size // 2, 1), CONTEXT // 2)
+    return _largest(config, max(config.shapes[-1].batch_size // 2, 1), share=2)
 
 
-def _largest(config: Config, num_requests: int, context: int) -> Problem:
+def _largest(config: Config, num_requests: int, share: int = 1) -> Problem:
     case, shape = config.case, config.shapes[-1]
     if case.mode is ForwardMode.IDLE:
         return Problem(case, [], 0)
     counts = [case.width or 1] * num_requests
     if case.width is None:
-        share = shape.num_tokens * num_requests // shape.batch_size
-        counts[0] += min(share, context) - sum(counts)
-    prefixes = [context - max(count, case.num_steps) for count in counts]
+        tokens = shape.num_tokens * num_requests // shape.batch_size
+        counts[0] += min(tokens, CONTEXT // share) - sum(counts)
+    prefixes = [_most_prefix(config, count, share) for count in counts]
     parents = [range(count - 1) for count in counts]
     return _lay_out(config, prefixes, parents, [0] * len(counts), 0)
 
@@ -606,7 +645,7 @@ def neighbours(config: Config, problem: Problem) -> list[Problem]:
     if not problem.requests:
         return []
     size, case = config.page_size, config.case
-    most = [CONTEXT - max(len(r.tokens), case.num_steps) for r in problem.requests]
+    most = [_most_prefix(config, len(r.tokens)) for r in problem.requests]
     prefixes = [len(r.cached) for r in problem.requests]
     shorter = [
         p - 1 if p > 1 and (p - 1) // size == p // size else min(p + 1, m)
@@ -654,7 +693,7 @@ def steady(config: Config) -> tuple[Problem, list[Problem]]:
     is stale after one of them.
     """
     bs, width = config.shapes[-1].batch_size, config.case.width or 1
-    middle = max(min(config.page_size, CONTEXT) // 2, 2)
+    middle = max(min(min(config.page_size, CONTEXT) // 2, config.most_cached - bs + 1), 2)
     prefixes = [middle + i for i in range(bs)]
     parents, accepted = [range(width - 1)] * bs, [0] * bs
     one_less = [prefix - 1 for prefix in prefixes]

@@ -28,7 +28,8 @@ class Outcome(enum.StrEnum):
         FAIL: It was broken.
         XFAIL: It failed, and the plugin's ``xfails.toml`` lists the failure.
         XPASS: It passed although ``xfails.toml`` lists a failure; this counts as a failure.
-        UNSUPPORTED: It needs a capability that the plugin does not declare.
+        UNSUPPORTED: It needs a capability that the plugin does not declare, or a batch that the runner
+            leaves to eager steps.
         NOT_RUN: It needs another machine, or a lane that could not be captured.
         ERROR: The suite itself has a fault, or could not continue.
     """
@@ -148,7 +149,8 @@ class Result(_Model):
     outcome: Outcome = Field(description="The result; see Outcome.")
     level: Level = Field(default="MUST", description="The level of the requirement.")
     reason: Text | None = Field(
-        default=None, description="The reason of an outcome other than pass and fail."
+        default=None,
+        description="The reason of an outcome other than fail; of a pass, how many steps were declined.",
     )
     findings: list[Finding] = Field(default_factory=list, description="The evidence of a failure.")
     examples: int = Field(default=0, description="Number of drawn sequences of batches.")

@@ -29,14 +29,14 @@ from graphpact.attention import (
 )
 from graphpact.batch import ForwardBatch, ForwardMode
 from graphpact.buffers import BoundSlot, CudaGraphBufferRegistry
-from graphpact.errors import Breach
+from graphpact.errors import Breach, all_returned
 from graphpact.graphs import GraphDriver
 from graphpact.hookspecs import hookimpl
 from graphpact.lane import Lane, PactMode
 from graphpact.pact import walk
 from graphpact.parallel import get_parallel
 from graphpact.runners import GraphRunner, RunnerContext
-from graphpact.shapes import GraphShape
+from graphpact.shapes import EagerReason, GraphShape
 from graphpact.step import Attend, StepOutputs
 from graphpact.tensors import same
 from graphpact_conformance.oracle import attend
@@ -54,6 +54,13 @@ Undo = Callable[[], None]
 Ready = Callable[[ForwardBatch, Any], Undo | None]
 """``(view, metadata) -> undo``: called between the hooks and the replay. Its result is called after the step:
 it restores memory that no step writes."""
+
+
+class DeclinedError(Exception):
+    """The runner left a batch to an eager step, with a declared reason; an experiment needs a replay."""
+
+    def __init__(self, reason: EagerReason) -> None:
+        super().__init__(f"the runner leaves this batch to an eager step: {reason}")
 
 
 class Observer:
@@ -169,6 +176,8 @@ class StepRecord:
         stage: The last stage: ``prepare``, ``metadata``, ``replay`` or ``done``.
         shape: The replayed shape; None for an eager run.
         replays: Number of replays that the lane counted.
+        reason: The reason of an eager run that the lane counted; None if it counted none.
+        declined: The same, if it is a reason of the runner's own, which it declares.
         leaves: The tensors of view and metadata, by path.
         numbers: The host values of view and metadata, by path.
         breaches: Breaches of the pact.
@@ -184,6 +193,8 @@ class StepRecord:
     stage: str = "prepare"
     shape: GraphShape | None = None
     replays: int = 0
+    reason: EagerReason | None = None
+    declined: EagerReason | None = None
     leaves: dict[str, Leaf] = field(default_factory=dict)
     numbers: dict[str, Any] = field(default_factory=dict)
     breaches: tuple[Breach, ...] = ()
@@ -252,6 +263,7 @@ class Rig:
         records = driver(device)
         self.guard = records.guard() if guarded else None
         self.runner = runner(runner_context(config, self.backend.capabilities, device, runner))
+        self.declines = own_reasons(self.runner)
         self.lane = Lane(
             mode.value,
             model=self.model,
@@ -269,6 +281,17 @@ class Rig:
         """Capture every shape of the runner."""
         self.lane.capture_all()
         self.observer.forget()
+
+    def serve_declined(self, shape: GraphShape) -> None:
+        """Let this rig replay what the runner declines in the graph of ``shape``, such as its own dummy."""
+        right, declines = self.runner.fit, self.declines
+        if declines:
+
+            def fit(batch: ForwardBatch) -> GraphShape | EagerReason:
+                asked = right(batch)
+                return shape if asked in declines else asked
+
+            self.runner.fit = fit  # type: ignore[method-assign]
 
     @property
     def registry(self) -> CudaGraphBufferRegistry:
@@ -401,6 +424,7 @@ class Rig:
         ready: Ready | None = None,
         after_load: Callable[[], None] | None = None,
         batch: ForwardBatch | None = None,
+        may_decline: bool = False,
     ) -> StepRecord:
         """Run one batch, and return its record, including an error.
 
@@ -411,6 +435,10 @@ class Rig:
             ready: Called between the hooks and the replay; see `Ready`.
             after_load: Called after memory is loaded.
             batch: A batch to run instead of the problem's own one.
+            may_decline: Whether the runner may leave the batch to an eager step, with a declared reason.
+
+        Raises:
+            DeclinedError: It did, and may not.
         """
         self.load(problem)
         if after_load is not None:
@@ -423,7 +451,7 @@ class Rig:
         self.observer.ready = ready
         self.observer.before = None if fill is None else _each_due(fill)
         step = StepRecord(problem)
-        before = self.lane.stats.replays
+        before, eager = self.lane.stats.replays, self.lane.stats.eager.copy()
         try:
             outputs = self.lane.run_eager(batch) if eagerly else self.lane.run(batch)
             step.rows, step.stage = outputs["rows"].detach().clone().cpu(), "done"
@@ -432,6 +460,7 @@ class Rig:
         finally:
             self.observer.ready = self.observer.before = None
         step.replays = self.lane.stats.replays - before
+        step.reason = next((reason for _, reason in self.lane.stats.eager - eager), None)
         self._see(step)
         if self.observer.undo is not None:
             self.observer.undo()
@@ -441,6 +470,9 @@ class Rig:
         step.changed_fields = [
             name for name, tensor in batch.tensors().items() if not bool(same(tensor, given[name]).all())
         ]
+        step.declined = step.reason if step.reason in self.declines else None
+        if step.declined is not None and not may_decline:
+            raise DeclinedError(step.declined)
         return step
 
     def _see(self, step: StepRecord) -> None:
@@ -584,6 +616,21 @@ def runner_context(
         num_token_non_padded=config.counts,
         require_gathered_buffer=config.counts,
     )
+
+
+_OF_THE_CORE = tuple(value for value in vars(EagerReason).values() if isinstance(value, EagerReason))
+
+
+def own_reasons(runner: GraphRunner) -> tuple[EagerReason, ...]:
+    """Return the declared reasons with which a runner may leave a batch to an eager step.
+
+    Reasons of the core are left out: they say that no captured shape holds a batch.
+
+    Raises:
+        EngineError: ``declines`` is no collection of reasons.
+    """
+    declared = all_returned(runner.declines, EagerReason, runner, "declines")
+    return tuple(reason for reason in declared if reason not in _OF_THE_CORE)
 
 
 def _each_due(

@@ -299,11 +299,14 @@ STORIES: dict[str, Story] = {
         detection="""
         Only host work: the suite calls `fit` with batches on both sides of each limit (one less, equal, one
         more), and changes each attribute that a recorded kernel depends on separately. The finding names the
-        batch, the shape that `fit` returned and the right one, or the reason that was not counted.
+        batch, the shape that `fit` returned and the right one, or the reason that was not counted. A batch
+        that a captured shape holds may run eagerly only with a reason in the runner's `declines`; the suite
+        then checks that it does, and replays batches that are not declined.
         """,
         fix="""
         Choose with `CaptureSizes.fit`: the smallest shape that holds the batch. Check a limit of your own in
-        `fit` and return an `EagerReason`, which the lane counts. Put all else that a recorded kernel depends
+        `fit` and return an `EagerReason` of your own, which the class attribute `declines` lists and the lane
+        counts. Put all else that a recorded kernel depends
         on (a length tier, a LoRA set) into the `variant` of the `GraphShape`. Declare only the
         `graph_support` that your kernels have.
         """,

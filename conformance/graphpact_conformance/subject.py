@@ -8,6 +8,7 @@ import inspect
 import re
 import sys
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -22,11 +23,11 @@ from graphpact.errors import GraphpactError
 from graphpact.graphs import GraphDriver
 from graphpact.lane import PactMode
 from graphpact.runners import GraphRunner
-from graphpact.shapes import GraphShape
-from graphpact_conformance.problems import Config, Problem
+from graphpact.shapes import EagerReason, GraphShape
+from graphpact_conformance.problems import CONTEXT, Config, Problem, corner
 from graphpact_conformance.reference import ReferenceBackend, ReferenceRunner
 from graphpact_conformance.results import Finding
-from graphpact_conformance.rig import CPU, Answer, Rig, StepRecord, runner_context
+from graphpact_conformance.rig import CPU, Answer, Rig, StepRecord, own_reasons, runner_context
 from graphpact_conformance.rules import RULES
 from graphpact_tape.guard import is_due
 from graphpact_tape.host import tensors_of
@@ -79,6 +80,7 @@ class LaneUnderTest:
     _rigs: dict[tuple[Way, bool], Rig] = field(default_factory=dict, init=False)
     _answers: dict[int, tuple[Problem, Answer]] = field(default_factory=dict, init=False)
     _ways: tuple[Way, ...] | None = field(default=None, init=False)
+    _asked: GraphRunner | None = field(default=None, init=False)
 
     # -- rigs ------------------------------------------------------------------------------------
 
@@ -163,6 +165,48 @@ class LaneUnderTest:
         """Return a lane of the same plugins in another configuration, without rigs."""
         return replace(self, config=config)
 
+    # -- batches that the runner leaves to eager steps -------------------------------------------
+
+    def declined(self, problem: Problem) -> EagerReason | None:
+        """Return the declared reason with which the runner leaves a batch to an eager step.
+
+        None if it replays the batch, has another reason, or cannot be asked; experiments report the last two.
+        """
+        if not self.runner.declines:
+            return None
+        try:
+            if self._asked is None:
+                context = runner_context(self.config, self.backend.capabilities, self.device, self.runner)
+                self._asked = self.runner(context)
+            asked = self._asked.fit(problem.batch(counts=self.config.counts).to(self.device))
+            return asked if asked in own_reasons(self._asked) else None
+        except (Exception, SystemExit):  # noqa: BLE001  the plugin's code may raise anything
+            return None
+
+    def within_graphs(self) -> "LaneUnderTest":
+        """Return the lane with the longest requests of which the runner replays the largest batch.
+
+        The same lane if the runner declines nothing, or its reasons do not depend on lengths.
+        """
+        if not self.runner.declines or self.declined(corner(self.config)) is None:
+            return self
+        shorter = (replace(self.config, most_cached=most) for most in reversed(range(CONTEXT)))
+        served = (config for config in shorter if self.declined(corner(config)) is None)
+        return self.like(next(served, self.config))
+
+    @property
+    def steps_by_reason(self) -> Counter[EagerReason | None]:
+        """The number of steps of the experiment's rigs: replays under None, declined ones by their reason."""
+        counted: Counter[EagerReason | None] = Counter()
+        for rig in self._rigs.values():
+            counted[None] += rig.lane.stats.replays
+            for (_, reason), number in rig.lane.stats.eager.items():
+                if reason in rig.declines:
+                    counted[reason] += number
+        return counted
+
+    # -- what it captures ------------------------------------------------------------------------
+
     @property
     def captures_nothing(self) -> bool:
         """Whether the runner has no shape to capture; False if it cannot be asked for its shapes."""
@@ -199,6 +243,7 @@ class LaneUnderTest:
         """Return whether the replay hook writes any slot of the backend."""
         self.rig("hook")  # raises where the lane cannot be captured
         rig = self.build("hook")
+        rig.serve_declined(rig.config.shapes[0])
         batch = rig.runner.dummy(rig.config.shapes[0])
         rig.step(Problem(self.config.case, [], 0), batch=batch, fill=poison_slot)
         return any(

@@ -7,9 +7,10 @@ Does not: implement experiments, or write reports.
 """
 
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from itertools import groupby, zip_longest
@@ -23,6 +24,7 @@ from graphpact.errors import UnknownPluginError, UsageError, did_you_mean
 from graphpact.hookspecs import CONTRACT_VERSION
 from graphpact.plugins import KINDS, Kind, PluginCatalog, PluginInfo
 from graphpact.runners import GraphRunner
+from graphpact.shapes import EagerReason
 from graphpact_conformance.claims import claims_of, undeclared
 from graphpact_conformance.experiments import EXPERIMENTS, Experiment
 from graphpact_conformance.problems import CASES, Config, configs_of, draw
@@ -268,7 +270,7 @@ def plan_lanes(
         configs = [_with_shapes_of(runner, config, backend, device) for config in configs]
     chosen = _choose(configs, options.size, few=is_pair or kind == "runner")
     plans = [
-        PlannedLane(LaneUnderTest(config, backend, runner, kind, device=device), is_full)
+        PlannedLane(LaneUnderTest(config, backend, runner, kind, device=device).within_graphs(), is_full)
         for config, is_full in chosen
     ]
     has_own = kind == "runner" and runner.driver is not None and options.size != "quick"
@@ -586,6 +588,8 @@ class _Done:
     examples: int = 0
     seconds: float = 0.0
     not_run: str | None = None
+    declined: str | None = None
+    steps: Counter[EagerReason | None] = field(default_factory=Counter)
     error: str | None = None
 
 
@@ -609,9 +613,10 @@ def _run(
     count = options.examples if experiment.repeats and options.size != "quick" else 1
     try:
         with torch.inference_mode(), _seeded(options.seed, lane.device):
-            for steps in draw(lane.config, count, options.seed):
+            for steps in draw(lane.config, count, options.seed, lane.declined):
                 done.examples += 1
-                found = list(experiment.run(lane, steps))
+                found, declined = experiment.findings(lane, steps)
+                done.declined = done.declined or declined
                 if not found:
                     continue
                 if options.shrink and on_trial is not None:
@@ -630,6 +635,7 @@ def _run(
             done.error = f"{experiment.name}: {message_of(error)}"
             if (place := place_of(error)) not in done.error:
                 done.error += f", at {place}"
+    done.steps = lane.steps_by_reason
     done.seconds = time.perf_counter() - start
     return done
 
@@ -665,13 +671,15 @@ def _by_rule(plan: PlannedLane, options: Options, done: Sequence[_Done]) -> Iter
             yield _not_in_force(RULES[rule], plan, mine)
             continue
         findings = [f for d in mine for f in d.findings if f.rule == rule]
-        outcome, reason = Outcome.PASS, None
+        outcome, reason = Outcome.PASS, _say_declined(done) if rule == "GP12" else None
         if findings:
-            outcome = Outcome.FAIL
+            outcome, reason = Outcome.FAIL, None
         elif errors := [d.error for d in mine if d.error]:
             outcome, reason = Outcome.ERROR, errors[0]
         elif stopped := [d.not_run for d in mine if d.not_run]:
             outcome, reason = Outcome.NOT_RUN, stopped[0]
+        elif declined := [d.declined for d in mine if d.declined]:
+            outcome, reason = Outcome.UNSUPPORTED, declined[0]
         yield Result(
             rule=rule,
             check=", ".join(d.experiment.name for d in mine),
@@ -683,6 +691,14 @@ def _by_rule(plan: PlannedLane, options: Options, done: Sequence[_Done]) -> Iter
             examples=sum(d.examples for d in mine),
             seconds=sum(d.seconds / (len(d.experiment.examines) or 1) for d in mine),
         )
+
+
+def _say_declined(done: Sequence[_Done]) -> str | None:
+    """Return how many steps of a lane the runner declined, by reason; None if it declined none."""
+    counted = sum((each.steps for each in done), Counter[EagerReason | None]())
+    total = counted.total()
+    said = [f"{n} of {total} steps declined: {reason}" for reason, n in counted.items() if reason is not None]
+    return ", ".join(said) or None
 
 
 def _without_graphs(

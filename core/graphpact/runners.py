@@ -8,7 +8,7 @@ Does not: record, check or replay; `graphpact.lane` does.
 """
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
@@ -97,6 +97,8 @@ class GraphRunner(HookMethods, abc.ABC):
     """The graph support that it needs from the backend."""
     driver: ClassVar[str | None] = None
     """The graph driver for ``auto``; None: the default driver of the device."""
+    declines: ClassVar[Collection[EagerReason]] = ()
+    """Reasons of its own with which `fit` may leave a batch that a captured shape holds to an eager step."""
 
     def __init__(self, context: RunnerContext) -> None:
         self.context = context
@@ -121,7 +123,7 @@ class GraphRunner(HookMethods, abc.ABC):
         """
 
     def fit(self, batch: ForwardBatch) -> GraphShape | EagerReason:
-        """Return the shape that ``batch`` replays, one of `shapes`, or why there is none. Host work only."""
+        """Return the shape of ``batch``, one of `shapes`, or why it runs eagerly. Host work only."""
         return EagerReason.NO_GRAPHS if self._sizes is None else self._sizes.fit(batch)
 
     def slots(self) -> Sequence[GraphSlot]:
@@ -221,15 +223,12 @@ def dummy_batch(shape: GraphShape, context: RunnerContext) -> ForwardBatch:
     """
     mode, bs, tokens, device = shape.mode, shape.batch_size, shape.num_tokens, context.device
     draft: DraftLimits = context.limits.draft
-    if mode.is_ragged:
-        new = torch.tensor([tokens // bs + (row < tokens % bs) for row in range(bs)])
-    else:
-        if tokens % bs:
-            raise EngineError(
-                f"{shape} has no whole number of tokens per request",
-                hint="make the token count a multiple of the request count: the mode is not ragged",
-            )
-        new = torch.full((bs,), tokens // bs)
+    if tokens % bs and not mode.is_ragged:
+        raise EngineError(
+            f"{shape} has no whole number of tokens per request",
+            hint="make the token count a multiple of the request count: the mode is not ragged",
+        )
+    new = torch.tensor([tokens // bs + (row < tokens % bs) for row in range(bs)])
     lens = torch.full((bs,), context.padded_seq_len)
     if mode not in (ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_DECODE):
         lens = lens.maximum(new)  # they count the new tokens

@@ -16,7 +16,7 @@ from graphpact.pact import walk
 from graphpact.tensors import equal, same, tolerance_of
 from graphpact_conformance.problems import Drawn, Problem
 from graphpact_conformance.results import Finding
-from graphpact_conformance.rig import Answer, Leaf, Ready, Rig, StepRecord, Undo
+from graphpact_conformance.rig import Answer, DeclinedError, Leaf, Ready, Rig, StepRecord, Undo
 from graphpact_conformance.subject import LaneUnderTest
 
 Scope = Literal["attention_backend", "runner"]
@@ -52,6 +52,16 @@ class Experiment:
     def about(self) -> str:
         """The first line of its docstring."""
         return (self.run.__doc__ or "").strip().splitlines()[0]
+
+    def findings(self, lane: LaneUnderTest, steps: Drawn) -> tuple[list[Finding], str | None]:
+        """Run it, and return its findings, and why it ended early: the runner declined a batch."""
+        found: list[Finding] = []
+        try:
+            for finding in self.run(lane, steps):
+                found.append(finding)  # noqa: PERF402  those before an error count
+        except DeclinedError as declined:
+            return found, str(declined)
+        return found, None
 
 
 # -- comparing ---------------------------------------------------------------------------------------
@@ -187,10 +197,17 @@ def wrong_results(
         )
 
 
-def is_right(lane: LaneUnderTest, rig: Rig, problem: Problem, *, eagerly: bool = False) -> bool:
-    """Return whether a step of a batch ends without error and agrees with the oracle."""
-    step = rig.step(problem, eagerly=eagerly)
-    return step.error is None and not differences(rig, step, lane.answer(rig, problem))
+def is_right(
+    lane: LaneUnderTest, rig: Rig, problem: Problem, *, eagerly: bool = False, may_decline: bool = False
+) -> bool:
+    """Return whether a step of a batch ends without error and agrees with the oracle.
+
+    A batch that the runner may decline, and declines, shows nothing about graphs, and is not right.
+    """
+    step = rig.step(problem, eagerly=eagerly, may_decline=may_decline)
+    if step.error is not None or step.declined is not None:
+        return False
+    return not differences(rig, step, lane.answer(rig, problem))
 
 
 # -- perturbing --------------------------------------------------------------------------------------

@@ -17,12 +17,12 @@ from graphpact.batch import ForwardBatch, ForwardMode
 from graphpact.parallel import get_parallel
 from graphpact.runners import RunnerContext
 from graphpact.shapes import EagerReason, GraphShape
-from graphpact_conformance.experiments.base import Findings, differences, is_right
+from graphpact_conformance.experiments.base import Findings, differences, is_right, wrong_results
 from graphpact_conformance.experiments.parity import compare_with_capture, trace_of
 from graphpact_conformance.experiments.values import pads_leak
 from graphpact_conformance.problems import Config, Drawn, Problem, corner, half_size_batch, of_size
 from graphpact_conformance.results import Finding
-from graphpact_conformance.rig import Rig
+from graphpact_conformance.rig import DeclinedError, Rig
 from graphpact_conformance.subject import CannotCaptureError, LaneUnderTest, planned_shapes
 from graphpact_tape.tape import TapeDriver
 from graphpact_tape.trace import TracedCall
@@ -41,6 +41,14 @@ _COUNT_HELP = (
     "declare the slot whenever layers need it (RunnerContext.num_token_non_padded), and fill it with"
     " graphpact.parallel.local_num_token_non_padded(count, padded tokens): ranks split the padded tokens"
 )
+_DECLINE_HELP = (
+    "return the captured shape; or, if its graph must not serve the batch, return an EagerReason of the"
+    " runner's own, and list it in the class attribute `declines`"
+)
+_DECLINE_RANK_HELP = (
+    "let a declared reason depend only on data that all ranks have. Requests of a rank are its own where"
+    " layers gather over ranks: decline every batch with global_num_tokens_cpu, or none"
+)
 _MOST = (1, 3, 5, 7, 13, 42, 100, 301)
 """Values of max_bs for which runners are asked for their shapes. No regular step of sizes ends at all of
 them."""
@@ -50,18 +58,25 @@ them."""
 
 
 def graph_choice(lane: LaneUnderTest, _: Drawn) -> Findings:
-    """Fit and replay batches of every size: each takes the smallest captured shape that holds it."""
+    """Fit and run batches of every size: each takes the smallest captured shape that holds it.
+
+    Or it runs eagerly, with a reason that the runner declares, or because no captured shape holds it.
+    """
     rig = lane.rig()
     shapes = list(rig.lane.captured)
     yield from _planned(lane, rig, shapes)
-    for problem in (*_sizes(lane.config), half_size_batch(lane.config), corner(lane.config)):
+    largest = [half_size_batch(lane.config), corner(lane.config)]
+    if lane.config != lane.config.unbounded:
+        largest.append(corner(lane.config.unbounded))
+    for problem in (*_sizes(lane.config), *largest):
         batch = rig.batch_of(problem)
         asked, refused = _ask(lane, rig, batch, problem)
         if refused is not None:
             yield refused
             continue
         held_by = _smallest(shapes, batch)
-        if asked not in held_by and not (isinstance(asked, EagerReason) and not held_by):
+        may_be_eager = not held_by or asked in rig.declines
+        if asked not in held_by and not (isinstance(asked, EagerReason) and may_be_eager):
             yield lane.finding(
                 "GP12",
                 hook="prepare_replay",
@@ -69,49 +84,65 @@ def graph_choice(lane: LaneUnderTest, _: Drawn) -> Findings:
                 expected=" or ".join(map(str, held_by)) or "an EagerReason: no captured shape holds it",
                 actual=str(asked),
                 problem=problem,
-                help="let fit() depend only on the batch: return the smallest captured shape of its mode"
-                " with room for its requests and tokens",
+                help=_DECLINE_HELP
+                if isinstance(asked, EagerReason)
+                else "let fit() depend only on the batch: return the smallest captured shape of its mode with"
+                " room for its requests and tokens",
             )
             continue
-        best = asked if isinstance(asked, GraphShape) else None
-        before = {shape: stats.replays for shape, stats in rig.lane.stats.shapes.items()}
-        eager = rig.lane.stats.eager.total()
-        step = rig.step(problem)
-        if step.error is not None:
-            if best is None:  # a failing replay is a finding of other experiments
-                yield lane.of_error(
-                    step.error,
-                    expected="a batch that no captured shape holds runs eagerly",
-                    rule="GP12",
-                    step=step,
-                    help="return an EagerReason from fit(); Lane.run() then runs the batch eagerly",
-                )
-            continue
-        replayed = [
-            shape for shape, stats in rig.lane.stats.shapes.items() if stats.replays > before.get(shape, 0)
-        ]
-        counted = rig.lane.stats.eager.total() - eager
-        if replayed != ([best] if best else []) or counted != (0 if best else 1):
-            yield lane.finding(
-                "GP12",
-                field="Lane.stats",
-                expected=f"one replay of {best}" if best else "one eager run, counted with its reason",
-                actual=f"replays of {', '.join(map(str, replayed)) or 'none'}, {counted} eager runs",
-                step=step,
-                help="return a captured shape from fit(), or an EagerReason",
-            )
-        wrong = differences(rig, step, lane.answer(rig, problem))
-        if wrong and _is_recorded_otherwise(lane, rig, problem):
-            yield lane.finding(
-                "GP12",
-                field=wrong[0].what,
-                expected=wrong[0].expected,
-                actual=wrong[0].actual,
-                step=step,
-                help="a capture of this batch records other work than the graph that replayed it: put"
-                " everything that recorded kernels depend on into the shape",
-            )
+        yield from _run_as_fitted(lane, rig, problem, asked)
     yield from _other_kinds(lane, rig)
+
+
+def _run_as_fitted(
+    lane: LaneUnderTest, rig: Rig, problem: Problem, asked: GraphShape | EagerReason | None
+) -> Findings:
+    """Run a batch: the lane replays the shape that ``fit`` gave, or runs eagerly and counts the reason."""
+    best = asked if isinstance(asked, GraphShape) else None
+    before = {shape: stats.replays for shape, stats in rig.lane.stats.shapes.items()}
+    eager = rig.lane.stats.eager.total()
+    step = rig.step(problem, may_decline=True)
+    if step.error is not None:
+        if best is None:  # a failing replay is a finding of other experiments
+            yield lane.of_error(
+                step.error,
+                expected=f"a batch for which fit() returns a reason runs eagerly: {asked}",
+                rule="GP12",
+                step=step,
+                help="return an EagerReason from fit(); Lane.run() then runs the batch eagerly",
+            )
+        return
+    replayed = [
+        shape for shape, stats in rig.lane.stats.shapes.items() if stats.replays > before.get(shape, 0)
+    ]
+    counted = rig.lane.stats.eager.total() - eager
+    reason = None if best else asked
+    if (replayed, counted, step.reason) != ([best] if best else [], 0 if best else 1, reason):
+        yield lane.finding(
+            "GP12",
+            field="Lane.stats",
+            expected=f"one replay of {best}" if best else f"one eager run, counted as {asked}",
+            actual=f"replays of {', '.join(map(str, replayed)) or 'none'}, {counted} eager runs"
+            + (f", counted as {step.reason}" if step.reason else ""),
+            step=step,
+            help="return a captured shape from fit(), or an EagerReason",
+        )
+    if step.declined is not None:
+        yield from wrong_results(
+            lane, rig, step, what="an eager run", help="no graph is involved: check the region"
+        )
+        return
+    wrong = differences(rig, step, lane.answer(rig, problem))
+    if wrong and _is_recorded_otherwise(lane, rig, problem):
+        yield lane.finding(
+            "GP12",
+            field=wrong[0].what,
+            expected=wrong[0].expected,
+            actual=wrong[0].actual,
+            step=step,
+            help="a capture of this batch records other work than the graph that replayed it: put"
+            " everything that recorded kernels depend on into the shape",
+        )
 
 
 def _ask(
@@ -413,13 +444,17 @@ def _sizes_of(call: TracedCall) -> str:
 
 def _same_steps(plain: LaneUnderTest, lane: LaneUnderTest, rigs: Sequence[Rig], problem: Problem) -> Findings:
     """Step all ranks of a tensor-parallel group with one batch: each rank has a share of the padded rows."""
-    shapes = []
+    answers: list[GraphShape | EagerReason | None] = []
+    declined: EagerReason | None = None
     for rank, rig in enumerate(rigs):
         with _as_rank(rank):
-            step = rig.step(problem)
-            shapes.append(step.shape)
+            step = rig.step(problem, may_decline=True)
+            answers.append(step.reason or step.shape)
+            if step.declined is not None:
+                declined = step.declined
+                continue
             if step.error is not None:
-                if plain.rig().step(problem).error is None:
+                if plain.rig().step(problem, may_decline=True).error is None:
                     yield lane.of_error(
                         step.error,
                         expected=f"rank {rank} replays like a single rank",
@@ -433,7 +468,7 @@ def _same_steps(plain: LaneUnderTest, lane: LaneUnderTest, rigs: Sequence[Rig], 
                 real = None if count is None else int(count.value)
                 yield from _share(lane, rank, step.shape, problem, real)
             wrong = differences(rig, step, rig.answer(problem))
-            if wrong and is_right(plain, plain.rig(), problem):
+            if wrong and is_right(plain, plain.rig(), problem, may_decline=True):
                 yield lane.finding(
                     "GP17",
                     field=f"rank {rank}: {wrong[0].what}",
@@ -444,15 +479,17 @@ def _same_steps(plain: LaneUnderTest, lane: LaneUnderTest, rigs: Sequence[Rig], 
                 )
             if step.outputs is not None:
                 yield from pads_leak(lane, rig, step)
-    if len(set(shapes)) > 1:
+    if len(set(answers)) > 1:
         yield lane.finding(
             "GP17",
             field="the replayed shape",
-            expected=f"the same on all ranks: {shapes[0]}",
-            actual=", ".join(f"rank {rank}: {shape}" for rank, shape in enumerate(shapes)),
+            expected=f"the same on all ranks: {answers[0]}",
+            actual=", ".join(f"rank {rank}: {answer}" for rank, answer in enumerate(answers)),
             problem=problem,
             help="let fit() depend only on data that all ranks have: the batch, and global_num_tokens_cpu",
         )
+    elif declined is not None:
+        raise DeclinedError(declined)
 
 
 def _share(
@@ -479,19 +516,26 @@ def _uneven(lane: LaneUnderTest, rigs: Sequence[Rig]) -> Findings:
     if width is None or config.case.mode is ForwardMode.IDLE:
         return
     most = config.shapes[-1].batch_size
-    for sizes in ((most, 1), (most, 0), (1, 0), (most + 1, 1)):
+    groups = [
+        [of_size(config, size) if size else Problem(config.case, [], 0) for size in sizes]
+        for sizes in ((most, 1), (most, 0), (1, 0), (most + 1, 1))
+    ]
+    declined = next(filter(lane.declined, (corner(config.unbounded), *_sizes(config))), None)
+    if declined is not None:
+        groups.append([declined, of_size(config, most)])
+    for group in groups:
+        sizes = [len(problem.requests) for problem in group]
         together = tuple(size * width for size in sizes)
         answers: list[GraphShape | EagerReason | None] = []
-        for rig, size in zip(rigs, sizes, strict=True):
-            problem = of_size(config, size) if size else Problem(config.case, [], 0)
+        for rig, problem, size in zip(rigs, group, sizes, strict=True):
             batch = replace(rig.batch_of(problem), global_num_tokens_cpu=together)
             asked, refused = _ask(lane, rig, batch, problem)
             if refused is not None:
                 return  # a finding of `graph_choice`
             if isinstance(asked, GraphShape):
-                step = rig.step(problem, batch=batch)
+                step = rig.step(problem, batch=batch, may_decline=True)
                 if step.error is not None:
-                    if rig.step(problem).error is None:
+                    if rig.step(problem, may_decline=True).error is None:
                         what = f"{size} requests, with {together} tokens on the ranks"
                         yield lane.of_error(
                             step.error,
@@ -513,6 +557,8 @@ def _uneven(lane: LaneUnderTest, rigs: Sequence[Rig]) -> Findings:
                 field="the replayed shape",
                 expected=f"the same on all ranks for global_num_tokens_cpu = {together}",
                 actual="; ".join(shown),
-                help="where layers gather over ranks, all take the shape of the largest: CaptureSizes.fit()"
+                help=_DECLINE_RANK_HELP
+                if any(answer in rigs[0].declines for answer in answers)
+                else "where layers gather over ranks, all take the shape of the largest: CaptureSizes.fit()"
                 " uses global_num_tokens_cpu",
             )

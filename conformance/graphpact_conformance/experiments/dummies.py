@@ -126,6 +126,7 @@ def _dummy_replayed(lane: LaneUnderTest, way: Way, shape: GraphShape) -> Finding
     rig = lane.build(way, capture=False)
     problem = Problem(lane.config.case, [], 0)
     rig.load(problem)
+    rig.serve_declined(shape)
     dummy = rig.runner.dummy(shape)
     rig.observer.before = None
     kept: dict[str, torch.Tensor] = {}

@@ -299,7 +299,7 @@ def _run_eager_activity(lane: LaneUnderTest, rig: Rig) -> None:
         largest = lane.config.shapes[-1].batch_size
         for count in (1, 3, largest + lane.config.room):  # sizes without a graph
             rig.step(of_size(lane.config, count), eagerly=True)
-    rig.step(corner(lane.config), eagerly=True)
+    rig.step(corner(lane.config.unbounded), eagerly=True)
     _run_other_mode(lane)
     del junk
 

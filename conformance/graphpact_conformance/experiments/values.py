@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 
 from graphpact.attention import kv_tensors
+from graphpact.batch import ForwardMode
 from graphpact.buffers import BoundSlot
 from graphpact.tensors import same
 from graphpact_conformance.experiments.base import (
@@ -38,8 +39,9 @@ from graphpact_conformance.problems import (
     half_size_batch,
     next_id,
     of_size,
+    shortened,
 )
-from graphpact_conformance.rig import NAN, Rig, StepRecord
+from graphpact_conformance.rig import NAN, DeclinedError, Rig, StepRecord
 from graphpact_conformance.subject import LaneUnderTest, causes
 
 # -- eager -------------------------------------------------------------------------------------------
@@ -48,7 +50,7 @@ from graphpact_conformance.subject import LaneUnderTest, causes
 def answers_eagerly(lane: LaneUnderTest, steps: Drawn) -> Findings:
     """Run each batch without a graph, and compare with attention in float64."""
     rig = lane.rig()
-    for problem in (*steps, corner(lane.config)):
+    for problem in (*steps, corner(lane.config.unbounded)):
         step = rig.step(problem, eagerly=True)
         yield from _judge_eager(lane, rig, step)
 
@@ -86,10 +88,13 @@ def answers_replayed(lane: LaneUnderTest, steps: Drawn) -> Findings:
         )
     if without:
         return
+    declined: StepRecord | None = None
     for problem in (*steps, steps.exact, steps.small):
-        eager_runs = rig.lane.stats.eager.total()
-        step = rig.step(problem)
-        yield from _judge_run(lane, rig, step, rig.lane.stats.eager.total() - eager_runs)
+        step = rig.step(problem, may_decline=True)
+        if step.declined is not None:
+            declined = declined or step
+            continue
+        yield from _judge_run(lane, rig, step)
         if step.error is not None:
             yield lane.of_error(
                 step.error, expected="a batch that fits a captured shape is replayed", step=step
@@ -97,23 +102,44 @@ def answers_replayed(lane: LaneUnderTest, steps: Drawn) -> Findings:
             continue
         for found in differences(rig, step, lane.answer(rig, problem)):
             yield from _of_difference(lane, rig, step, found, steps.exact)
+    if declined is not None and declined.declined is not None:
+        yield from _every_batch_declined(lane, declined, steps)
+        raise DeclinedError(declined.declined)
 
 
-def _judge_run(lane: LaneUnderTest, rig: Rig, step: StepRecord, eager_runs: int) -> Findings:
+def _every_batch_declined(lane: LaneUnderTest, step: StepRecord, steps: Drawn) -> Findings:
+    """Check that the runner replays a batch with requests; in a lane of idle batches, an idle one."""
+    config = lane.config
+    others = (of_size(config, 1), half_size_batch(config), corner(config))
+    asked = [p for p in (*steps, *others) if p.requests or config.case.mode is ForwardMode.IDLE]
+    if all(map(lane.declined, asked)):
+        yield lane.finding(
+            "GP12",
+            hook="prepare_replay",
+            field="fit()",
+            expected="replays of some batches: the runner captures graphs for them",
+            actual=f"every batch is declined: {step.declined}",
+            step=step,
+            help="return a captured shape for the batches that the graphs are made for; a runner that"
+            " captures nothing returns no shapes()",
+        )
+
+
+def _judge_run(lane: LaneUnderTest, rig: Rig, step: StepRecord) -> Findings:
     """Check that the step was one replay, and changed neither page table nor batch."""
     if step.error is None and step.replays != 1:
         how = f"counted {step.replays} replays"
-        if eager_runs:
-            held, (_, reason) = step.problem, [*rig.lane.stats.eager][-1]
-            how = f"ran {len(held.requests)} requests of {len(held.tokens)} tokens eagerly: {reason.text}"
+        if step.reason is not None:
+            held = step.problem
+            how = f"ran {len(held.requests)} requests of {len(held.tokens)} tokens eagerly: {step.reason}"
         yield lane.finding(
-            "GP12" if eager_runs else "GP02",
+            "GP02" if step.reason is None else "GP12",
             field="Lane.stats",
             expected="one replay, prepared by the hooks, for a batch that fits a captured shape",
             actual=f"the lane {how}",
             step=step,
-            help="return from fit() the captured shape that holds the batch; a wrapper of run_step must not"
-            " replace the step",
+            help="return from fit() the captured shape that holds the batch, or a reason of the runner's own"
+            " that its `declines` lists; a wrapper of run_step must not replace the step",
         )
     table = step.problem.page_table(rig.config)
     if step.table is not None and not torch.equal(step.table, table):
@@ -159,7 +185,7 @@ def _of_difference(
             "GP04",
             "padding tokens must write KV slot 0: reset the tail of out_cache_loc to 0",
         )
-    elif padded and is_right(lane, rig, exact):
+    elif padded and is_right(lane, rig, exact, may_decline=True):
         help_ = "batches without padding are right: check the contents and the counts of padding rows"
     elif not _is_prepared_otherwise(lane, rig, problem) and is_right(lane, rig, problem, eagerly=True):
         rule = "GP10"
@@ -225,6 +251,7 @@ def _corners(config: Config) -> list[tuple[Problem, Problem]]:
             replace(r, cached=r.table[:-1], tokens=[replace(r.tokens[-1], parent=None, depth=0)])
             for r in largest.requests
         ]
+        requests = [shortened(r, min(len(r.cached), config.most_cached)) for r in requests]
         found.append((of_size(config, len(requests)), replace(largest, requests=requests)))
     return found
 

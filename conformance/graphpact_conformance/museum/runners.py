@@ -324,6 +324,38 @@ def _by_length(runner: Any, batch: ForwardBatch, right: _Fit) -> _Fit:
     return EagerReason.OVER_LARGEST if is_long else right
 
 
+_LONG = EagerReason("museum_long_context", "a request is longer than the captured context")
+
+
+def _leaves_long_requests(_: Any, batch: ForwardBatch, right: _Fit) -> _Fit:
+    """Leave batches with a long request to eager steps, and those of ranks that gather."""
+    is_long = max(batch.seq_lens_cpu.tolist(), default=0) > 40
+    return _LONG if is_long or batch.global_num_tokens_cpu else right
+
+
+def _leaves_its_long_requests(_: Any, batch: ForwardBatch, right: _Fit) -> _Fit:
+    """Leave batches with a long request to eager steps, whatever the other ranks have."""
+    return _LONG if max(batch.seq_lens_cpu.tolist(), default=0) > 40 else right
+
+
+def _leaves_all_of_rank_1(_: Any, __: ForwardBatch, right: _Fit) -> _Fit:
+    return _LONG if get_parallel().attn_tp_rank else right
+
+
+def _declining(edit: Callable[[Any, ForwardBatch, _Fit], _Fit]) -> Make:
+    """Return a factory of runners with another answer, which declare the reason `_LONG`."""
+
+    def make(base: type[Any]) -> type[Any]:
+        class Declines(_fitting(edit)(base)):  # type: ignore[misc]
+            """A runner that declines batches of long requests."""
+
+            declines = (_LONG,)
+
+        return Declines
+
+    return make
+
+
 def _unlisted(_: Any, batch: ForwardBatch, right: _Fit) -> _Fit:
     """Answer with a shape of exactly the batch's size, which shapes() does not have."""
     if isinstance(right, EagerReason) or not batch.batch_size:
@@ -486,6 +518,27 @@ _GP12 = [
         make=_fitting(_largest),
         site="runner",
     ),
+    Exhibit(
+        name="cuda-graph-leaves-long-requests-undeclared",
+        rule="GP12",
+        thread="vllm-project/vllm#9285",
+        planted="Batches with a long request run eagerly although a captured shape holds them, with a reason"
+        " that the runner does not declare.",
+        base="cuda_graph",
+        lanes=("decode",),
+        make=_fitting(_leaves_long_requests),
+        site="runner",
+    ),
+    Exhibit(
+        name="cpu-graph-declines-every-batch",
+        rule="GP12",
+        thread="vllm-project/vllm#53407",
+        planted="Every batch runs eagerly with a declared reason: the captured graphs are never replayed.",
+        base="cpu_graph",
+        lanes=("decode",),
+        make=_declining(lambda *_: _LONG),
+        site="runner",
+    ),
 ]
 
 # -- GP17: ranks -------------------------------------------------------------------------------------
@@ -596,6 +649,27 @@ _GP17 = [
         base="reference_runner",
         lanes=("draft_extend",),
         make=_fitting(_idle_runs_eagerly),
+        site="runner",
+    ),
+    Exhibit(
+        name="cuda-graph-declines-by-its-own-requests",
+        rule="GP17",
+        thread="vllm-project/vllm#25906",
+        planted="A rank with a long request declines, with a declared reason, while the others replay a graph"
+        " that gathers.",
+        base="cuda_graph",
+        lanes=("decode",),
+        make=_declining(_leaves_its_long_requests),
+        site="runner",
+    ),
+    Exhibit(
+        name="verify-runner-declines-on-one-rank",
+        rule="GP17",
+        thread="sgl-project/sglang#25581",
+        planted="One rank declines every batch, with a declared reason, while the others replay.",
+        base="reference_runner",
+        lanes=("target_verify",),
+        make=_declining(_leaves_all_of_rank_1),
         site="runner",
     ),
     Exhibit(

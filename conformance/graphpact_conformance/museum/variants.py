@@ -709,6 +709,44 @@ def _has_a_cap(base: type[Any]) -> type[Any]:
     return HasACap
 
 
+_LONG_CONTEXT = EagerReason("museum_long_context", "a request is longer than the captured context")
+_HAS_PREFIX = EagerReason("museum_prefix", "a request has cached keys")
+
+
+def _serves_short_contexts(base: type[Any]) -> type[Any]:
+    class ShortContexts(base):  # type: ignore[misc]
+        """Replays batches of at most 40 keys per request; leaves longer ones to eager steps, declared."""
+
+        declines = (_LONG_CONTEXT,)
+
+        def fit(self, batch: ForwardBatch) -> GraphShape | EagerReason:
+            """Decline a batch with a long request; ranks that gather know only their own requests."""
+            is_long = max(batch.seq_lens_cpu.tolist(), default=0) > 40
+            if is_long or batch.global_num_tokens_cpu is not None:
+                return _LONG_CONTEXT
+            fit: GraphShape | EagerReason = super().fit(batch)
+            return fit
+
+    return ShortContexts
+
+
+def _serves_whole_prompts(base: type[Any]) -> type[Any]:
+    class WholePrompts(base):  # type: ignore[misc]
+        """Replays prefills of whole prompts, and leaves batches with cached keys to eager steps, declared."""
+
+        declines = (_HAS_PREFIX,)
+
+        def fit(self, batch: ForwardBatch) -> GraphShape | EagerReason:
+            """Decline a batch with a request that has cached keys."""
+            new = batch.extend_seq_lens_cpu
+            if batch.batch_size and new is not None and not torch.equal(batch.seq_lens_cpu, new):
+                return _HAS_PREFIX
+            fit: GraphShape | EagerReason = super().fit(batch)
+            return fit
+
+    return WholePrompts
+
+
 def _first_column(buffer: torch.Tensor, n: int) -> torch.Tensor:
     return buffer[:n, 0]
 
@@ -965,6 +1003,20 @@ VARIANTS: list[Variant] = [
         base="cuda_graph",
         lanes=("decode",),
         make=_has_a_cap,
+    ),
+    Variant(
+        name="graphs-of-short-contexts",
+        style="Batches with a long request run eagerly, with a reason that the runner declares.",
+        base="cuda_graph",
+        lanes=("decode", "idle"),
+        make=_serves_short_contexts,
+    ),
+    Variant(
+        name="graphs-of-whole-prompts",
+        style="Prefills with cached keys run eagerly, with a reason that the runner declares.",
+        base="reference_runner",
+        lanes=("extend",),
+        make=_serves_whole_prompts,
     ),
     Variant(
         name="inputs-with-a-stride",

@@ -1,0 +1,48 @@
+"""`ShortContexts`: a runner of decode graphs for requests of at most 64 keys.
+
+Kernels that size their work by the captured lengths (a bounded `max_seq_len`, splits of the keys) then do no
+more work than such requests need. A batch with a longer request runs eagerly, counted with its reason.
+
+Does not: capture graphs for long requests. Those are a `variant` of the shapes, or another lane.
+"""
+
+from dataclasses import replace
+
+import torch
+
+from graphpact import EagerReason, ForwardBatch, GraphShape
+from graphpact.runners import DecodeRunner
+from graphpact.shapes import default_decode_batch_sizes
+
+LONGEST = 64
+"""Keys of the longest request that the graphs serve."""
+LONG_CONTEXT = EagerReason("acme_long_context", f"a request has more than {LONGEST} keys")
+OTHER_RANKS = EagerReason("acme_other_ranks", f"another rank may have a request of more than {LONGEST} keys")
+
+
+class ShortContexts(DecodeRunner):
+    """A runner that leaves batches with long requests to eager steps."""
+
+    declines = (LONG_CONTEXT, OTHER_RANKS)
+
+    def default_batch_sizes(self) -> list[int]:
+        """Return the request counts to capture if none are configured; the last is the largest step."""
+        return default_decode_batch_sizes(self.context.limits.max_bs)
+
+    def fit(self, batch: ForwardBatch) -> GraphShape | EagerReason:
+        """Return the smallest shape that holds the batch, or why it runs eagerly.
+
+        Ranks that gather have to agree, and see only their own lengths: their batches run eagerly.
+        """
+        if batch.batch_size and int(batch.seq_lens_cpu.max()) > LONGEST:
+            return LONG_CONTEXT
+        if batch.global_num_tokens_cpu is not None:
+            return OTHER_RANKS
+        return super().fit(batch)
+
+    def dummy(self, shape: GraphShape) -> ForwardBatch:
+        """Return a batch of the longest requests that the graphs serve, on scratch memory."""
+        dummy = super().dummy(shape)
+        longest = min(LONGEST, self.context.limits.max_context_len)
+        lens = torch.full_like(dummy.seq_lens, longest)
+        return replace(dummy, seq_lens=lens, seq_lens_cpu=lens.cpu().clone(), positions=lens - 1)
