@@ -35,7 +35,6 @@ from graphpact_conformance.subject import (
     CannotCaptureError,
     LaneUnderTest,
     message_of,
-    place_of,
     planned_shapes,
 )
 

@@ -17,6 +17,7 @@ import re
 import reprlib
 import types
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal, get_args, overload
 
@@ -32,6 +33,7 @@ from graphpact.errors import (
     UnknownPluginError,
     describe_error,
     did_you_mean,
+    misspelt,
 )
 
 Kind = Literal["attention_backend", "runner", "graph_driver", "observer", "command"]
@@ -312,8 +314,11 @@ def _load(info: PluginInfo, entry_point: EntryPoint) -> Plugin:
             reason = None if callable(cls) else f"refers to {cls!r}, which cannot be called"
         else:
             base = getattr(graphpact, _BASES[info.kind]) if info.kind in _BASES else object
-            reason = _class_fault(cls, base) or (
-                observer_fault(cls) if info.kind == "observer" else _hook_fault(cls)
+            reason = (
+                _class_fault(cls, base)
+                or (observer_fault(cls) if info.kind == "observer" else _hook_fault(cls))
+                or _misspelt_name(cls)
+                or _constructor_fault(cls, info.kind)
             )
     except KeyboardInterrupt:
         raise
@@ -337,6 +342,30 @@ def _class_fault(cls: Any, base: type[Any]) -> str | None:
         if not is_provider or getattr(each, "name", None) not in ("native", "portable"):
             return f"{cls.__name__}.providers has {each!r}, no KernelProvider called native or portable"
     return f"{cls.__name__} does not set {', '.join(unset)}" if unset else None
+
+
+def _misspelt_name(cls: type[Any]) -> str | None:
+    """Return the fault of a public name of ``cls`` that is nearly one that it could override, or None."""
+    for each in cls.__mro__:
+        inherited = {name for base in each.__bases__ for name in dir(base)}
+        own = {name for name in vars(each) if name[0] != "_"}
+        for name in sorted(own - inherited):
+            if near := misspelt(name, sorted(inherited - own)):
+                return f"{each.__name__} has {name!r}, which nothing calls; did you mean {near!r}"
+    return None
+
+
+def _constructor_fault(cls: type[Any], kind: Kind) -> str | None:
+    """Return why a ``cls`` cannot be built with the arguments of its kind, or None."""
+    given = {"observer": (), "graph_driver": ("device",)}.get(kind, ("context",))
+    with suppress(ValueError):  # a class in C may have no signature
+        signature = inspect.signature(cls)
+        try:
+            signature.bind(*given)
+        except TypeError as error:
+            way = f"with {given[0]!r} alone" if given else "without arguments"
+            return f"{cls.__name__}{signature} cannot be built: {error}; a plugin of its kind is built {way}"
+    return None
 
 
 def _hook_fault(cls: type[Any]) -> str | None:

@@ -16,7 +16,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from graphpact.errors import describe_error, place_of
 
 _CONTROLS = {
     code: f"\\x{code:02x}" for code in (*range(0x20), 0x7F, *range(0x80, 0xA0)) if chr(code) not in "\n\t"
@@ -74,9 +73,9 @@ def note(message: str) -> None:
     _print("", "", message, None)
 
 
-def internal_error(error: BaseException, hint: str) -> None:
-    """Print an unexpected exception, and the line that raised it, on stderr."""
-    _print("", "", f"internal error: {describe_error(error)} (at {place_of(error)})", hint)
+def internal_error(what: str, hint: str) -> None:
+    """Print an unexpected exception on stderr."""
+    _print("", "", f"internal error: {what}", hint)
 
 
 def _print(label: str, style: str, message: str, hint: str | None) -> None:
