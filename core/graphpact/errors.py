@@ -222,7 +222,7 @@ def short_path(file: str) -> str:
 
 
 def place_of(error: BaseException) -> str:
-    """Return the innermost file and line of an exception, outside of torch and Python's own modules if any."""
+    """Return the innermost file and line of an exception, if possible outside torch and the stdlib."""
     foreign = {"torch", *sys.stdlib_module_names}
     frames = [*traceback.walk_tb(error.__traceback__)]
     own = [each for each in frames if each[0].f_globals.get("__name__", "").partition(".")[0] not in foreign]
@@ -252,8 +252,8 @@ def all_returned(values: Any, kind: type[T], by: object, method: str) -> tuple[T
 def misspelt(name: str, known: Iterable[str]) -> str | None:
     """Return the known name of which ``name`` is a misspelling, or None.
 
-    Each word of both begins and ends alike. So ``refill``, ``captured``, ``shape`` and ``copy_sync`` are names
-    of their own beside ``fill``, ``capture``, ``shapes`` and ``copy_async``.
+    Each word of both begins and ends alike. So ``refill``, ``captured``, ``shape`` and ``copy_sync`` are
+    names of their own beside ``fill``, ``capture``, ``shapes`` and ``copy_async``.
     """
     for other in difflib.get_close_matches(name, list(known), cutoff=0.75):
         words = itertools.zip_longest(name.split("_"), other.split("_"), fillvalue="")

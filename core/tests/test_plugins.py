@@ -196,16 +196,93 @@ MISSPELT = {
     "GraphDriver": "synchronise eager_cal1l copy_asnyc has_strct_mode gaurd steram current_strem recoreded_run",
 }
 """Misspellings of names that a plugin may override."""
-OWN_NAMES = (
-    "forward_mla forward_decode forward2 fill_metadata_for_draft fill refill_metadata reset_metadata"
-    " read_metadata update_metadata make_metadata metadata plan replan_metadata plans attention attached"
-    " detach declare_metadata declared allocate claim provide provider kernels_of records limits context"
-    " shape shapes_of slot slot_of shots fits refit fast composer composed compile compute compare complete"
-    " dummy_batch dummies populated prepare prepare_capture replay run step device strict name_of"
-    " copy_sync copy copy_in capture_all captured recapture streams stream_of events extent evict guards"
-    " grid sync synchronized eager_calls eager_time prepared was_capturing describe delete batch_sizes"
-    " default_sizes needed mode warmup reasons eager_reasons window windows rows layers pages"
-).split()
+OWN_NAMES = [
+    "forward_mla",
+    "forward_decode",
+    "forward2",
+    "fill_metadata_for_draft",
+    "fill",
+    "refill_metadata",
+    "reset_metadata",
+    "read_metadata",
+    "update_metadata",
+    "make_metadata",
+    "metadata",
+    "plan",
+    "replan_metadata",
+    "plans",
+    "attention",
+    "attached",
+    "detach",
+    "declare_metadata",
+    "declared",
+    "allocate",
+    "claim",
+    "provide",
+    "provider",
+    "kernels_of",
+    "records",
+    "limits",
+    "context",
+    "shape",
+    "shapes_of",
+    "slot",
+    "slot_of",
+    "shots",
+    "fits",
+    "refit",
+    "fast",
+    "composer",
+    "composed",
+    "compile",
+    "compute",
+    "compare",
+    "complete",
+    "dummy_batch",
+    "dummies",
+    "populated",
+    "prepare",
+    "prepare_capture",
+    "replay",
+    "run",
+    "step",
+    "device",
+    "strict",
+    "name_of",
+    "copy_sync",
+    "copy",
+    "copy_in",
+    "capture_all",
+    "captured",
+    "recapture",
+    "streams",
+    "stream_of",
+    "events",
+    "extent",
+    "evict",
+    "guards",
+    "grid",
+    "sync",
+    "synchronized",
+    "eager_calls",
+    "eager_time",
+    "prepared",
+    "was_capturing",
+    "describe",
+    "delete",
+    "batch_sizes",
+    "default_sizes",
+    "needed",
+    "mode",
+    "warmup",
+    "reasons",
+    "eager_reasons",
+    "window",
+    "windows",
+    "rows",
+    "layers",
+    "pages",
+]
 """Names that third parties give their own methods and attributes."""
 
 
@@ -225,7 +302,9 @@ def test_misspellings_differ_from_names_of_their_own(base: str) -> None:
 
 def test_an_observer_is_built_without_arguments(site: Site) -> None:
     """An observer whose constructor requires arguments is rejected by name; defaults are no requirement."""
-    source = GOOD + """
+    source = (
+        GOOD
+        + """
     class Observer:
         def __init__(self, rate, *, file=None): pass
 
@@ -235,6 +314,7 @@ def test_an_observer_is_built_without_arguments(site: Site) -> None:
     class Right(Observer):
         def __init__(self, rate=1): pass
     """
+    )
     offers = {"fake_needy": "Observer", "fake_right": "Right"}
     site.add("one", source, offers=offers, group="graphpact.observers")
     assert isinstance(PluginCatalog.scan().select("observer", "fake_right"), type)

@@ -417,7 +417,7 @@ def test_rows_that_graphs_would_not_see_are_refused(
     """If graphs would see other rows than eager steps, the error names slot and remedy, at registration."""
     slot = metadata_slot("acme.rows", rows, torch.int32, role="table", **({"axis": "bs"} | more))
     registry = CudaGraphBufferRegistry(device="cpu", max_bs=most[0], max_num_tokens=most[1], lane="decode")
-    if rows(*most) == (2,) or "follow" in says and most == (1, 1):
+    if rows(*most) == (2,) or ("follow" in says and most == (1, 1)):
         return  # as many as the axis has
     with pytest.raises(SlotError) as error:
         registry.register_slot(slot)
@@ -456,7 +456,9 @@ def test_rows_that_may_be_right_are_not_refused(
     registry.register_slot(metadata_slot("acme.rows", rows, torch.int32, role="table", **more))
 
 
-@pytest.mark.parametrize(("more", "ignored_by"), [({}, "none"), ({"slice_fn": _rows, "axis": "bs"}, "slice_fn")])
+@pytest.mark.parametrize(
+    ("more", "ignored_by"), [({}, "none"), ({"slice_fn": _rows, "axis": "bs"}, "slice_fn")]
+)
 def test_extra_rows_that_nothing_would_add_are_refused(more: dict[str, Any], ignored_by: str) -> None:
     """Extra rows of a slot without an axis, or beside a slice_fn, are refused where they are declared."""
     with pytest.raises(SlotError, match=f"acme.rows' of acme: extra_rows=1, which .*{ignored_by}.* ignores"):
