@@ -225,10 +225,9 @@ def place_of(error: BaseException) -> str:
     """Return the innermost file and line of an exception, if possible outside torch and the stdlib."""
     foreign = {"torch", *sys.stdlib_module_names}
     frames = [*traceback.walk_tb(error.__traceback__)]
-    own = [each for each in frames if each[0].f_globals.get("__name__", "").partition(".")[0] not in foreign]
-    for frame, line in reversed(own or frames):
-        return f"{short_path(frame.f_code.co_filename)}:{line}"
-    return "an unknown line"
+    own = [f for f in frames if f[0].f_globals.get("__name__", "").partition(".")[0] not in foreign]
+    places = [f"{short_path(frame.f_code.co_filename)}:{line}" for frame, line in own or frames]
+    return places[-1] if places else "an unknown line"
 
 
 def returned(value: Any, kind: Any, by: object, method: str) -> Any:
@@ -252,18 +251,17 @@ def all_returned(values: Any, kind: type[T], by: object, method: str) -> tuple[T
 def misspelt(name: str, known: Iterable[str]) -> str | None:
     """Return the known name of which ``name`` is a misspelling, or None.
 
-    Each word of both begins and ends alike. So ``refill``, ``captured``, ``shape`` and ``copy_sync`` are
-    names of their own beside ``fill``, ``capture``, ``shapes`` and ``copy_async``.
+    Their words begin and end alike: ``refill``, ``captured``, ``shape`` and ``copy_sync`` are names of their
+    own beside ``fill``, ``capture``, ``shapes`` and ``copy_async``.
     """
     for other in difflib.get_close_matches(name, list(known), cutoff=0.75):
         words = itertools.zip_longest(name.split("_"), other.split("_"), fillvalue="")
-        if all(a[:1] == b[:1] and a[-1:] == b[-1:] and _is_near(a, b) for a, b in words):
+        if all((a[:1], a[-1:]) == (b[:1], b[-1:]) and _is_near(a, b) for a, b in words):
             return other
     return None
 
 
 def _is_near(a: str, b: str) -> bool:
-    """Return whether two words have the same letters, or nearly."""
     return sorted(a) == sorted(b) or difflib.SequenceMatcher(None, a, b).ratio() > 0.8
 
 

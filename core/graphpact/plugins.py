@@ -17,8 +17,7 @@ import re
 import reprlib
 import types
 from collections.abc import Mapping
-from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any, Literal, get_args, overload
 
 import pluggy
@@ -137,7 +136,7 @@ class PluginCatalog:
     def __init__(
         self, entry_points: Mapping[PluginInfo, EntryPoint], disabled: frozenset[str] = frozenset()
     ) -> None:
-        self._entry_points = dict(sorted(entry_points.items(), key=lambda item: _order(item[0])))
+        self._entry_points = dict(sorted(entry_points.items(), key=lambda item: astuple(item[0])[:-1]))
         self.disabled = disabled
         self._decided: dict[PluginInfo, Plugin] = {}
         spellings = {spelling for info in self._entry_points for spelling in _spellings(info)}
@@ -266,10 +265,6 @@ def installed_versions() -> dict[str, str]:
     }
 
 
-def _order(info: PluginInfo) -> tuple[str, ...]:
-    return info.kind, info.name, info.distribution, info.version, info.target
-
-
 def _spellings(info: PluginInfo) -> set[str]:
     return {info.name, f"{info.kind}:{info.name}"}
 
@@ -358,13 +353,13 @@ def _misspelt_name(cls: type[Any]) -> str | None:
 def _constructor_fault(cls: type[Any], kind: Kind) -> str | None:
     """Return why a ``cls`` cannot be built with the arguments of its kind, or None."""
     given = {"observer": (), "graph_driver": ("device",)}.get(kind, ("context",))
-    with suppress(ValueError):  # a class in C may have no signature
-        signature = inspect.signature(cls)
-        try:
-            signature.bind(*given)
-        except TypeError as error:
-            way = f"with {given[0]!r} alone" if given else "without arguments"
-            return f"{cls.__name__}{signature} cannot be built: {error}; a plugin of its kind is built {way}"
+    try:
+        inspect.signature(cls).bind(*given)
+    except TypeError as error:
+        way = f"with {given[0]!r}" if given else "without arguments"
+        return f"{cls.__name__} cannot be built {way}: {error}"
+    except ValueError:  # a class in C may have no signature
+        pass
     return None
 
 

@@ -154,8 +154,7 @@ BROKEN = {
     ),
     "two_arguments": (
         GOOD + "    Runner.__init__ = lambda self, context, width: None",
-        "Good(context, width) cannot be built: missing a required argument: 'width';"
-        " a plugin of its kind is built with 'context' alone",
+        "Good cannot be built with 'context': missing a required argument: 'width'",
     ),
     "no_arguments": (GOOD + "    Runner.__init__ = lambda self: None", "too many positional arguments"),
     "hostile": (
@@ -193,7 +192,8 @@ MISSPELT = {
     " init_metadata_cpature init_metadata_egaer cliams fill_is_devce_only",
     "GraphRunner": "compse coompose dumy sltos populte prepare_repaly eagr_reason",
     "DecodeRunner": "defualt_batch_sizes default_batch_szies",
-    "GraphDriver": "synchronise eager_cal1l copy_asnyc has_strct_mode gaurd steram current_strem recoreded_run",
+    "GraphDriver": "synchronise eager_cal1l copy_asnyc has_strct_mode gaurd"
+    " steram current_strem recoreded_run",
 }
 """Misspellings of names that a plugin may override."""
 OWN_NAMES = [
@@ -288,7 +288,7 @@ OWN_NAMES = [
 
 @pytest.mark.parametrize("base", MISSPELT)
 def test_misspellings_differ_from_names_of_their_own(base: str) -> None:
-    """Each misspelling of a base class's name is found, and no name of a third party's own is taken for one."""
+    """Each misspelling of a base's name is found; no name of a third party's own is taken for one."""
     cls = getattr(runners if base == "DecodeRunner" else graphpact, base)
     for name in MISSPELT[base].split():
         assert _misspelt_name(type("Plugin", (cls,), {name: None})) is not None, name
@@ -321,8 +321,8 @@ def test_an_observer_is_built_without_arguments(site: Site) -> None:
     with pytest.raises(RejectedPluginError) as refused:
         PluginCatalog.scan().select("observer", "fake_needy")
     assert refused.value.message == (
-        "observer fake_needy (fake-one 1.0) was rejected: Observer(rate, *, file=None) cannot be built:"
-        " missing a required argument: 'rate'; a plugin of its kind is built without arguments"
+        "observer fake_needy (fake-one 1.0) was rejected: Observer cannot be built without"
+        " arguments: missing a required argument: 'rate'"
     )
 
 

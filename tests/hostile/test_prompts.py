@@ -288,7 +288,7 @@ def test_a_long_prompt_is_no_warning_of_transformers(
 
 
 BYTES = pre_tokenizers.ByteLevel.alphabet()
-MARK = "\u2581"
+UNKNOWN, MARK = "<unk>", "\u2581"
 
 
 def byte_level(normalizer: Any = None, before: Any = None, *, lstrip: bool = False) -> Tokenizer:
@@ -308,9 +308,9 @@ def byte_level(normalizer: Any = None, before: Any = None, *, lstrip: bool = Fal
 def falling_back(*, complete: bool = True, **more: Any) -> Tokenizer:
     """Return a tokenizer as SentencePiece makes them, with bytes for unknown characters."""
     known = [f"<0x{byte:02X}>" for byte in range(256 if complete else 200)]
-    vocab = {token: at for at, token in enumerate(["<unk>", *known, MARK, "t", "h", "e", "th", f"{MARK}th"])}
+    vocab = {token: at for at, token in enumerate([UNKNOWN, *known, MARK, "t", "h", "e", "th", f"{MARK}th"])}
     merges = [("t", "h"), (MARK, "th")]
-    made = Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    made = Tokenizer(models.BPE(vocab, merges, unk_token=UNKNOWN, byte_fallback=True, fuse_unk=True))
     made.normalizer = normalizers.Sequence([normalizers.Prepend(MARK), normalizers.Replace(" ", MARK)])
     for name, value in more.items():
         setattr(made, name, value)
@@ -334,7 +334,7 @@ UNBOUNDED = {
     "removes a pattern": byte_level(before=pre_tokenizers.Split(Regex(r"\s+"), "removed")),
     "an added token takes spaces": byte_level(lstrip=True),
     "joins unknown bytes": falling_back(complete=False),
-    "words": Tokenizer(models.WordPiece({"the": 0, "[UNK]": 1}, unk_token="[UNK]")),
+    "words": Tokenizer(models.WordPiece({"the": 0, "[UNK]": 1})),
     "unigram": Tokenizer(models.Unigram([("<unk>", 0.0), ("the", -1.0)], unk_id=0)),
 }
 

@@ -310,16 +310,16 @@ class CudaGraphBufferRegistry:
             return self.share_pool.buffer_for(slot, shape, device, self.lane)
         return self._memory.allocate(slot, shape, device)
 
-    def _most(self, axis: Axis) -> int:
-        """Return the largest count of an axis."""
-        return self.max_bs if axis == "bs" else self.max_num_tokens
+    def _most(self, slot: GraphSlot) -> int:
+        """Return the largest count of the slot's axis."""
+        return self.max_bs if slot.axis == "bs" else self.max_num_tokens
 
     def _check_slices(self, slot: GraphSlot, shape: tuple[int, ...]) -> None:
         """Raise `SlotError` unless the slot's slices begin at its buffer's start and cut one axis."""
         if slot.slice_fn is None or slot.axis == "none":
             return
         buffer = torch.empty(shape, dtype=slot.dtype, device="meta")  # slices of it cost nothing
-        most = self._most(slot.axis)
+        most = self._most(slot)
         slices = []
         for n in (most, min(1, most)):
             view = call(slot, "{}: its slice_fn", slot.slice_fn, buffer, n, hint=_SLICE)
@@ -327,10 +327,8 @@ class CudaGraphBufferRegistry:
                 raise SlotError(f"{slot.label}: its slice_fn returned {view!r}", hint=_SLICE)
             own = storage_id(view) == storage_id(buffer) and view.storage_offset() == 0
             if view.numel() and not own:
-                raise SlotError(
-                    f"{slot.label}: its slice_fn for {n} rows does not begin where its buffer does",
-                    hint=_SLICE,
-                )
+                where = f"for {n} rows does not begin where its buffer does"
+                raise SlotError(f"{slot.label}: its slice_fn {where}", hint=_SLICE)
             slices.append(view.shape)
         if len(slices[0]) != len(slices[1]) or sum(map(operator.ne, *slices)) > 1:
             raise SlotError(
@@ -351,47 +349,36 @@ class CudaGraphBufferRegistry:
                 f"{slot.label}: {slot.padding_policy.name} without a reason, which lane {lane!r} requires",
                 hint="say with reason= why stale padding is safe, or reset it by ZERO or FILL_SENTINEL",
             )
-        rows, most = (shape or (0,))[0], self._most(slot.axis) + slot.extra_rows
         if slot.axis == "none" or slot.slice_fn is not None:
             return
-        if rows < most:
-            extra = f", and {slot.extra_rows} extra" * bool(slot.extra_rows)
+        rows, most = (shape or (0,))[0], self._most(slot)
+        if rows < most + slot.extra_rows:
             raise SlotError(
-                f"{slot.label} has {rows} rows; its axis {slot.axis!r} has up to"
-                f" {most - slot.extra_rows} in lane {lane!r}{extra}",
+                f"{slot.label} has {rows} rows; its axis {slot.axis!r} has up to {most} in lane {lane!r}"
+                + f", and extra_rows is {slot.extra_rows}" * bool(slot.extra_rows),
                 hint='size it by shape_fn\'s arguments, give a slice_fn, or axis="none"',
             )
         if slot.role is not None:
-            self._require_equal_steps(slot, rows)
+            self._require_whole(slot, rows)
 
-    def _require_equal_steps(self, slot: GraphSlot, rows: int) -> None:
+    def _require_whole(self, slot: GraphSlot, rows: int) -> None:
         """Raise `SlotError` if graphs see fewer rows of a backend's slot than eager steps, which see all.
 
         Only rows that grow one by one with a count prove it; others may have a reserve.
         """
-        other: Axis = "tokens" if slot.axis == "bs" else "bs"
-        follows, follows_other = (self._follows(slot, axis, rows) for axis in (slot.axis, other))
-        extra = rows - self._most(slot.axis)
-        if follows_other and not follows and rows == self._most(other) + slot.extra_rows:
-            raise SlotError(
-                f"{slot.label}: its rows follow {other!r}, its axis is {slot.axis!r}",
-                hint=f'declare it with axis="{other}"',
-            )
-        if follows and not follows_other and extra != slot.extra_rows:
-            raise SlotError(
-                f"{slot.label}: rows(bs, tokens) has {slot.axis} + {extra} rows; a graph would see only"
-                f" {slot.axis}" + f" + {slot.extra_rows}" * bool(slot.extra_rows),
-                hint=f"declare it with extra_rows={extra}",
-            )
-
-    def _follows(self, slot: GraphSlot, axis: Axis, rows: int) -> bool:
-        """Return whether a slot of ``rows`` rows has as many more as the count of ``axis`` has."""
-        counts = {"bs": self.max_bs, "tokens": self.max_num_tokens}
-        more = 7 * counts[axis]
-        counts[axis] += more
-        with suppress(Exception):  # no batch may have these counts
-            return slot.shape_fn(counts["bs"], counts["tokens"])[0] == rows + more
-        return False
+        counts: dict[Axis, int] = {"bs": self.max_bs, "tokens": self.max_num_tokens}
+        follows: list[tuple[Axis, int]] = []
+        for axis, count in counts.items():
+            with suppress(Exception):  # no batch may have these counts
+                if slot.shape_fn(*(counts | {axis: 8 * count}).values())[0] == rows + 7 * count:
+                    follows.append((axis, rows - count))
+        if len(follows) != 1 or follows[0][1] < 0 or follows[0] == (slot.axis, slot.extra_rows):
+            return
+        (axis, extra), seen = follows[0], f"{slot.axis} + {slot.extra_rows}"
+        raise SlotError(
+            f"{slot.label}: rows(bs, tokens) has {axis} + {extra} rows; graphs see {seen} of them",
+            hint=f'declare it with axis="{axis}" and extra_rows={extra}',
+        )
 
     def _compile(self, counts: tuple[int, int, int, int]) -> FillPlan:
         context = FillContext(*counts)

@@ -183,11 +183,10 @@ class GraphSlot:
                 "copy_from_fb=False, so its source_fn is never called",
                 "leave out copy_from_fb or the source_fn",
             )
-        if self.extra_rows and (self.axis == "none" or self.slice_fn is not None):
-            ignoring = 'axis="none"' if self.axis == "none" else "its slice_fn"
+        if self.extra_rows < 0 or (self.extra_rows and (self.axis == "none" or self.slice_fn is not None)):
             self._refuse(
-                f"extra_rows={self.extra_rows}, which {ignoring} ignores",
-                'extra rows are those beyond axis="bs" or axis="tokens", without a slice_fn',
+                f"extra_rows={self.extra_rows}",
+                'extra rows are 1 or more beyond axis="bs" or axis="tokens", without a slice_fn',
             )
 
     def _refuse(self, fault: str, hint: str) -> NoReturn:

@@ -77,15 +77,11 @@ def _tell(error: BaseException, given: Sequence[str]) -> int:
     if isinstance(error, GraphpactError):
         console.error(error.message, error.hint)
         return error.code
-    what, hint = (
-        f"{describe_error(error)} (at {place_of(error)})",
-        f"{TRACEBACK_VARIABLE}=1 prints the traceback",
-    )
-    command = next((word for word in given if not word.startswith("-")), "")
-    if plugin := app.third_party(command):
-        console.error(f"command {plugin} raised {what}", f"a defect of the plugin; {hint}")
-    else:
-        console.internal_error(what, hint)
+    what, hint = describe_error(error), f"{TRACEBACK_VARIABLE}=1 prints the traceback"
+    label, plugin = "internal error: ", app.third_party(given)
+    if plugin is not None:
+        what, hint, label = f"command {plugin} raised {what}", f"a defect of the plugin; {hint}", "error: "
+    console.error(f"{what} (at {place_of(error)})", hint, label)
     return _FAULT
 
 

@@ -51,9 +51,10 @@ def _catalog() -> PluginCatalog:
         return PluginCatalog.scan(env={})
 
 
-def third_party(command: str) -> PluginInfo | None:
-    """Return the third party's plugin that is the command, or None."""
-    return next((i for i in _catalog().infos("command") if i.name == command and not i.is_ours), None)
+def third_party(given: Sequence[str]) -> PluginInfo | None:
+    """Return the third party's command that a command line names, or None."""
+    name = next((word for word in given if not word.startswith("-")), None)
+    return next((i for i in _catalog().infos("command") if i.name == name and not i.is_ours), None)
 
 
 class _Group(TyperGroup):
@@ -76,7 +77,7 @@ class _Group(TyperGroup):
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """Return a command for the help and for completion, which import no third party's code."""
-        other = third_party(cmd_name)
+        other = third_party([cmd_name])
         if other is None:
             return self._loaded(ctx, cmd_name)
         return _refusing(cmd_name, GraphpactError("not run"), f"(of {other.distribution} {other.version})")

@@ -57,9 +57,9 @@ def _console(*, stderr: bool) -> Console:
     )
 
 
-def error(message: str, hint: str | None = None) -> None:
+def error(message: str, hint: str | None = None, label: str = "error: ") -> None:
     """Print an error and its hint on stderr."""
-    _print("error: ", "bold red", message, hint)
+    _print(label, "bold red", message, hint)
 
 
 def warning(message: str, hint: str | None = None) -> None:
@@ -70,11 +70,6 @@ def warning(message: str, hint: str | None = None) -> None:
 def note(message: str) -> None:
     """Print a message on stderr."""
     _print("", "", message, None)
-
-
-def internal_error(what: str, hint: str) -> None:
-    """Print an unexpected exception on stderr."""
-    _print("", "", f"internal error: {what}", hint)
 
 
 def _print(label: str, style: str, message: str, hint: str | None) -> None:
