@@ -114,7 +114,7 @@ def test_what_is_no_list_of_prompts_is_refused(prompts: Any, words: list[str], e
         ([2**70], ["token id 1180591620717411303424"]),
         ("ab\ud800cd", ["not UTF-8 text: 'ab\\ud800cd'"]),
         ("x" * 10**6 + "\udcff", ["not UTF-8 text"]),
-        ("x" * 10**6, ["1000000 tokens", "max_model_len 1024"]),
+        ("x" * 10**6, ["1000000 characters", "at most 1023 leave room"]),
         ([5] * 10**6, ["1000000 tokens"]),
         (range(10**6), ["token id 258"]),
     ],

@@ -456,13 +456,11 @@ def test_rows_that_may_be_right_are_not_refused(
     registry.register_slot(metadata_slot("acme.rows", rows, torch.int32, role="table", **more))
 
 
-@pytest.mark.parametrize(
-    ("more", "ignored_by"), [({}, "none"), ({"slice_fn": _rows, "axis": "bs"}, "slice_fn")]
-)
-def test_extra_rows_that_nothing_would_add_are_refused(more: dict[str, Any], ignored_by: str) -> None:
-    """Extra rows of a slot without an axis, or beside a slice_fn, are refused where they are declared."""
-    with pytest.raises(SlotError, match=r"acme\.rows' of acme: extra_rows=1"):
-        metadata_slot("acme.rows", _rows, torch.int32, role="table", extra_rows=1, **more)
+@pytest.mark.parametrize("more", [{}, {"slice_fn": _rows, "axis": "bs"}, {"extra_rows": -1, "axis": "bs"}])
+def test_extra_rows_that_nothing_would_add_are_refused(more: dict[str, Any]) -> None:
+    """Extra rows without an axis, beside a slice_fn, or below 0 are refused where they are declared."""
+    with pytest.raises(SlotError, match=r"acme\.rows' of acme: extra_rows=-?1"):
+        metadata_slot("acme.rows", _rows, torch.int32, role="table", **({"extra_rows": 1} | more))
 
 
 @pytest.mark.parametrize("name", ["rows", ".rows", "acme.", ""])
