@@ -198,14 +198,13 @@ class GraphSlot:
             ("name", self.name, str),
             ("dtype", self.dtype, torch.dtype),
             ("padding_policy", self.padding_policy, PaddingPolicy),
-            ("pad_value", self.pad_value, (int, float, type(None))),
-            ("owner", self.owner, (str, type(None))),
-            ("reason", self.reason, (str, type(None))),
+            ("pad_value", self.pad_value, int | float | None),
+            ("owner", self.owner, str | None),
+            ("reason", self.reason, str | None),
             ("extra_rows", self.extra_rows, int),
         ):
             if not isinstance(value, kind):
-                kinds = kind if isinstance(kind, tuple) else (kind,)
-                wanted = " or ".join(k.__name__ for k in kinds).replace("NoneType", "None")
+                wanted = getattr(kind, "__name__", str(kind)).replace(" | ", " or ")
                 raise SlotError(
                     f"slot {self.name!r}: {what} is {value!r}, a {type(value).__name__}",
                     hint=f"give a {wanted}",
