@@ -174,8 +174,7 @@ def build_prefill_registry(
 ) -> CudaGraphBufferRegistry:
     """Return a registry with the inputs of prefill graphs, which pad tokens and not requests.
 
-    Graphs compute padding tokens too, so the padding rows of every token slot are zeroed. Arguments that are
-    not listed are those of `build_decode_registry`.
+    Graphs compute padding tokens too, so the padding rows of every token slot are zeroed.
 
     Args:
         device: Device of the slots.
@@ -188,7 +187,13 @@ def build_prefill_registry(
         enable_mamba_track: Add ``mamba_track_indices``, ``mamba_track_mask`` and ``mamba_track_seqlens``.
         register_input_embeds: Whether ``input_embeds`` is graph-resident: the model writes it, no fill copies
             it. False if it is an input of the batch.
+        enable_num_token_non_padded: See `build_decode_registry`.
+        require_gathered_buffer: See `build_decode_registry`.
+        nsa_enable_prefill_cp: See `build_decode_registry`.
+        enable_prefill_cp: See `build_decode_registry`.
+        share_pool: See `build_decode_registry`.
         source: See `build_decode_registry`; ``pp_proxy_tensors`` follow the tokens here.
+        lane: See `CudaGraphBufferRegistry`.
 
     Raises:
         SlotError: See `build_decode_registry`.
