@@ -9,6 +9,7 @@ from collections.abc import Set as AbstractSet
 from typing import Any, TypeAlias
 
 from graphpact_engine.errors import RequestError
+from graphpact_engine.token_counts import least_tokens
 
 Message: TypeAlias = Mapping[str, Any]
 """One message of a conversation, with at least ``role`` and ``content``."""
@@ -109,8 +110,6 @@ def check_text(text: str, name: str) -> None:
 
 def _encodable(text: str, tokenizer: Any, max_tokens: int) -> Any:
     """Return ``tokenizer``; raise `RequestError` if ``text`` has more than ``max_tokens`` for certain."""
-    from graphpact_engine.models import least_tokens  # noqa: PLC0415  an extra
-
     if len(text) > max_tokens and (least := least_tokens(tokenizer, text)) > max_tokens:
         raise RequestError(
             f"the prompt has {len(text)} characters, which are {least} tokens or more; at most {max_tokens}"

@@ -20,7 +20,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_to
 from graphpact_engine import Engine, SamplingParams
 from graphpact_engine.config import EngineConfig
 from graphpact_engine.errors import RequestError
-from graphpact_engine.models import least_tokens
+from graphpact_engine.token_counts import least_tokens
 
 TINY = Path(__file__).parents[2] / "examples/models/tiny-llama"
 IDS = [84, 104, 101, 32]  # the bytes of "The "

@@ -17,14 +17,7 @@ except ImportError as error:
 
 from graphpact_engine.models.checkpoint import Checkpoint, load_checkpoint
 from graphpact_engine.models.interface import ATTENTION_NAME
-from graphpact_engine.models.tokenizer import least_tokens, load_tokenizer
+from graphpact_engine.models.tokenizer import load_tokenizer
 from graphpact_engine.models.transformers_model import TransformersModel
 
-__all__ = [
-    "ATTENTION_NAME",
-    "Checkpoint",
-    "TransformersModel",
-    "least_tokens",
-    "load_checkpoint",
-    "load_tokenizer",
-]
+__all__ = ["ATTENTION_NAME", "Checkpoint", "TransformersModel", "load_checkpoint", "load_tokenizer"]
