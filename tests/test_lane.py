@@ -589,13 +589,16 @@ class LeavesItToTheFill(FlashInferBackend):
     [
         {"source_fn": lambda *_: None},
         {"copy_from_fb": False, "post_fill": lambda *_: None},
+        {"copy_from_fb": False, "role": None},
         {"copy_from_fb": True, "source_fn": lambda *_: None, "optional": True},
     ],
 )
 def test_a_backend_fills_its_own_slots(more: dict[str, Any]) -> None:
     """A backend's slot that the registry would fill is refused, because eager steps have no fill."""
     backend = type("Acme", (LeavesItToTheFill,), {"more": more})
-    with pytest.raises(SlotError, match=r"slot 'acme\.table' of acme: a backend's slots are filled by"):
+    with pytest.raises(
+        SlotError, match=r"slot 'acme\.table' of acme: a backend's slots have a role and are filled by"
+    ):
         Rig(backend=backend)
 
 

@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,12 +16,13 @@ from graphpact.tensors import (
     extent_of,
     same,
     storage_id,
-    tolerance_of,
 )
+from graphpact_conformance.experiments import base
 from graphpact_conformance.experiments.base import excess
 from graphpact_conformance.problems import configs_of
 from graphpact_conformance.reference import ReferenceBackend
 from graphpact_conformance.rig import Rig
+from graphpact_engine import diagnosis
 
 NAN = float("nan")
 
@@ -43,11 +45,11 @@ def test_excess_is_in_shares_of_what_is_allowed() -> None:
     assert found.tolist() == pytest.approx([0.0, 2.0, math.inf], rel=1e-4)
 
 
-@pytest.mark.parametrize("of", ["attention", "model"])
-def test_tolerances_follow_the_dtype(of: str) -> None:
+@pytest.mark.parametrize("tolerance_of", [base.tolerance_of, diagnosis.tolerance_of])
+def test_tolerances_follow_the_dtype(tolerance_of: Callable[[torch.dtype], float]) -> None:
     """A coarser dtype has a larger tolerance; an unknown dtype has the largest."""
     order = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e5m2)
-    allowed = [tolerance_of(dtype, of) for dtype in order]  # type: ignore[arg-type]
+    allowed = [tolerance_of(dtype) for dtype in order]
     assert allowed == sorted(allowed)
 
 

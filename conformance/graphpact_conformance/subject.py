@@ -19,7 +19,7 @@ import torch
 
 from graphpact.attention import AttentionBackend, GraphSupport, ProviderName
 from graphpact.buffers import BoundSlot
-from graphpact.errors import GraphpactError
+from graphpact.errors import GraphpactError, place_of
 from graphpact.graphs import GraphDriver
 from graphpact.lane import PactMode
 from graphpact.runners import GraphRunner
@@ -413,23 +413,6 @@ def message_of(error: BaseException) -> str:
         return error.message.strip().splitlines()[0]
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else f'no message, at {place_of(error)}'}"
-
-
-def place_of(error: BaseException) -> str:
-    """Return the innermost file and line of an error, from the folder of its package on.
-
-    Lines of torch and of Python's own modules do not count.
-    """
-    foreign = {"torch", *sys.stdlib_module_names}
-    places = [
-        (frame.f_globals.get("__name__", ""), Path(frame.f_code.co_filename), line)
-        for frame, line in traceback.walk_tb(error.__traceback__)
-    ]
-    own = [place for place in places if place[0].partition(".")[0] not in foreign] or places
-    if not own:
-        return "an unknown line"
-    module, path, line = own[-1]
-    return f"{'/'.join(path.parts[-1 - module.count('.') :])}:{line}"
 
 
 def _hook_of(step: StepRecord | None) -> str | None:

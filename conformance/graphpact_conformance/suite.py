@@ -20,7 +20,7 @@ import torch
 
 from graphpact.attention import AttentionBackend, GraphSupport
 from graphpact.batch import ForwardMode
-from graphpact.errors import UnknownPluginError, UsageError, did_you_mean
+from graphpact.errors import UnknownPluginError, UsageError, did_you_mean, place_of
 from graphpact.hookspecs import CONTRACT_VERSION
 from graphpact.plugins import KINDS, Kind, PluginCatalog, PluginInfo
 from graphpact.runners import GraphRunner
@@ -37,7 +37,6 @@ from graphpact_conformance.subject import (
     CannotCaptureError,
     LaneUnderTest,
     message_of,
-    place_of,
     planned_shapes,
 )
 

@@ -32,7 +32,7 @@ from pydantic import TypeAdapter
 import graphpact
 from graphpact import errors
 from graphpact.cli.survey import child_environment, ending, kill
-from graphpact.errors import ConfigError, GraphpactError, RejectedPluginError, UsageError
+from graphpact.errors import ConfigError, GraphpactError, RejectedPluginError, UsageError, short_path
 from graphpact.plugins import PluginCatalog, PluginInfo
 from graphpact_conformance.results import (
     Environment,
@@ -43,7 +43,7 @@ from graphpact_conformance.results import (
     Result,
 )
 from graphpact_conformance.suite import Options, Target, merged, reproduce_line
-from graphpact_conformance.worker import short, tail
+from graphpact_conformance.worker import tail
 from graphpact_conformance.xfails import Xfails, plugin_home
 
 TIMEOUT_VARIABLE = "GRAPHPACT_CHECK_TIMEOUT"
@@ -369,7 +369,7 @@ def _steady_frames(dumps: str) -> list[str]:
     stacks = []
     for dump in re.split(r"most recent call first\):\n", dumps)[1:]:
         frames = re.findall(r'^  File "(.*)", line (\d+) in (.*)$', dump, re.MULTILINE)
-        stacks.append([(f"{short(file)}", name, line) for file, line, name in reversed(frames)])
+        stacks.append([(short_path(file), name, line) for file, line, name in reversed(frames)])
     steady = []
     for level in zip(*stacks):  # noqa: B905  as deep as the flattest
         if len({(file, name) for file, name, _ in level}) > 1:

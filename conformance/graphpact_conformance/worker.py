@@ -31,7 +31,7 @@ from typing import Any, TextIO
 import torch
 from pydantic import TypeAdapter
 
-from graphpact.errors import UsageError
+from graphpact.errors import UsageError, short_path
 from graphpact.plugins import PluginCatalog
 from graphpact_conformance import suite
 from graphpact_conformance.results import Outcome, Result
@@ -55,11 +55,6 @@ def tail(fd: int, start: int = 0) -> str:
 def steady(text: str) -> str:
     """Return ``text`` without addresses and times of day, which differ between runs."""
     return _RESTLESS.sub("…", text)
-
-
-def short(file: str) -> str:
-    """Return the last two parts of a path, which are the same on every machine."""
-    return "/".join(Path(file).parts[-2:])
 
 
 class Reporter:
@@ -161,7 +156,7 @@ def _noticing_warnings(homes: _Homes, reporter: Reporter) -> Iterator[None]:
         line: str | None = None,  # noqa: ARG001
     ) -> None:
         if homes.own(filename):
-            at = f"{short(filename)}:{lineno}"
+            at = f"{short_path(filename)}:{lineno}"
             reporter.say("warned", kind=category.__name__, at=at, text=steady(str(message)))
 
     with warnings.catch_warnings():

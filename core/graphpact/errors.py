@@ -21,7 +21,9 @@ Does not: print or exit; the command line does.
 """
 
 import difflib
+import itertools
 import reprlib
+import sys
 import traceback
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -214,10 +216,18 @@ def describe_error(error: BaseException) -> str:
     return f"{type(error).__name__}: {message}" if message else type(error).__name__
 
 
+def short_path(file: str) -> str:
+    """Return the last two parts of a path, which are the same on every machine."""
+    return "/".join(Path(file).parts[-2:])
+
+
 def place_of(error: BaseException) -> str:
-    """Return the file (its last two parts) and the line that raised an exception."""
-    *_, (frame, line) = traceback.walk_tb(error.__traceback__)
-    return "/".join(Path(frame.f_code.co_filename).parts[-2:]) + f":{line}"
+    """Return the innermost file and line of an exception, if possible outside torch and the stdlib."""
+    foreign = {"torch", *sys.stdlib_module_names}
+    frames = [*traceback.walk_tb(error.__traceback__)]
+    own = [f for f in frames if f[0].f_globals.get("__name__", "").partition(".")[0] not in foreign]
+    places = [f"{short_path(frame.f_code.co_filename)}:{line}" for frame, line in own or frames]
+    return places[-1] if places else "an unknown line"
 
 
 def returned(value: Any, kind: Any, by: object, method: str) -> Any:
@@ -236,6 +246,23 @@ def all_returned(values: Any, kind: type[T], by: object, method: str) -> tuple[T
     """Return the values that a plugin's method returned; raise `EngineError` unless each is a ``kind``."""
     values = returned(values, Iterable, by, method)
     return tuple(returned(each, kind, by, method) for each in values)
+
+
+def misspelt(name: str, known: Iterable[str]) -> str | None:
+    """Return the known name of which ``name`` is a misspelling, or None.
+
+    Their words begin and end alike: ``refill``, ``captured``, ``shape`` and ``copy_sync`` are names of their
+    own beside ``fill``, ``capture``, ``shapes`` and ``copy_async``.
+    """
+    for other in difflib.get_close_matches(name, list(known), cutoff=0.75):
+        words = itertools.zip_longest(name.split("_"), other.split("_"), fillvalue="")
+        if all((a[:1], a[-1:]) == (b[:1], b[-1:]) and _is_near(a, b) for a, b in words):
+            return other
+    return None
+
+
+def _is_near(a: str, b: str) -> bool:
+    return sorted(a) == sorted(b) or difflib.SequenceMatcher(None, a, b).ratio() > 0.8
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str | None:

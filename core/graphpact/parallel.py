@@ -9,7 +9,7 @@ Does not: communicate.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -44,16 +44,14 @@ class ParallelContext:
         Raises:
             ConfigError: The rank is not below the size.
         """
-        before = replace(self)
-        now = ParallelContext(
-            self.attn_tp_rank if attn_tp_rank is None else attn_tp_rank,
-            self.attn_tp_size if attn_tp_size is None else attn_tp_size,
-        )
+        before = self.attn_tp_rank, self.attn_tp_size
+        asked = zip((attn_tp_rank, attn_tp_size), before, strict=True)
+        now = ParallelContext(*(old if new is None else new for new, old in asked))
         self.attn_tp_rank, self.attn_tp_size = now.attn_tp_rank, now.attn_tp_size
         try:
             yield self
         finally:
-            self.attn_tp_rank, self.attn_tp_size = before.attn_tp_rank, before.attn_tp_size
+            self.attn_tp_rank, self.attn_tp_size = before
 
 
 _CONTEXT = ParallelContext()

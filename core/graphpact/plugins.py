@@ -17,7 +17,7 @@ import re
 import reprlib
 import types
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any, Literal, get_args, overload
 
 import pluggy
@@ -32,6 +32,7 @@ from graphpact.errors import (
     UnknownPluginError,
     describe_error,
     did_you_mean,
+    misspelt,
 )
 
 Kind = Literal["attention_backend", "runner", "graph_driver", "observer", "command"]
@@ -135,7 +136,7 @@ class PluginCatalog:
     def __init__(
         self, entry_points: Mapping[PluginInfo, EntryPoint], disabled: frozenset[str] = frozenset()
     ) -> None:
-        self._entry_points = dict(sorted(entry_points.items(), key=lambda item: _order(item[0])))
+        self._entry_points = dict(sorted(entry_points.items(), key=lambda item: astuple(item[0])[:-1]))
         self.disabled = disabled
         self._decided: dict[PluginInfo, Plugin] = {}
         spellings = {spelling for info in self._entry_points for spelling in _spellings(info)}
@@ -264,10 +265,6 @@ def installed_versions() -> dict[str, str]:
     }
 
 
-def _order(info: PluginInfo) -> tuple[str, ...]:
-    return info.kind, info.name, info.distribution, info.version, info.target
-
-
 def _spellings(info: PluginInfo) -> set[str]:
     return {info.name, f"{info.kind}:{info.name}"}
 
@@ -312,8 +309,11 @@ def _load(info: PluginInfo, entry_point: EntryPoint) -> Plugin:
             reason = None if callable(cls) else f"refers to {cls!r}, which cannot be called"
         else:
             base = getattr(graphpact, _BASES[info.kind]) if info.kind in _BASES else object
-            reason = _class_fault(cls, base) or (
-                observer_fault(cls) if info.kind == "observer" else _hook_fault(cls)
+            reason = (
+                _class_fault(cls, base)
+                or (observer_fault(cls) if info.kind == "observer" else _hook_fault(cls))
+                or _misspelt_name(cls)
+                or _constructor_fault(cls, info.kind)
             )
     except KeyboardInterrupt:
         raise
@@ -337,6 +337,30 @@ def _class_fault(cls: Any, base: type[Any]) -> str | None:
         if not is_provider or getattr(each, "name", None) not in ("native", "portable"):
             return f"{cls.__name__}.providers has {each!r}, no KernelProvider called native or portable"
     return f"{cls.__name__} does not set {', '.join(unset)}" if unset else None
+
+
+def _misspelt_name(cls: type[Any]) -> str | None:
+    """Return the fault of a public name of ``cls`` that is nearly one that it could override, or None."""
+    for each in cls.__mro__:
+        inherited = {name for base in each.__bases__ for name in dir(base)}
+        own = {name for name in vars(each) if name[0] != "_"}
+        for name in sorted(own - inherited):
+            if near := misspelt(name, sorted(inherited - own)):
+                return f"{each.__name__} has {name!r}, which nothing calls; did you mean {near!r}"
+    return None
+
+
+def _constructor_fault(cls: type[Any], kind: Kind) -> str | None:
+    """Return why a ``cls`` cannot be built with the arguments of its kind, or None."""
+    given = {"observer": (), "graph_driver": ("device",)}.get(kind, ("context",))
+    try:
+        inspect.signature(cls).bind(*given)
+    except TypeError as error:
+        way = f"with {given[0]!r}" if given else "without arguments"
+        return f"{cls.__name__} cannot be built {way}: {error}"
+    except ValueError:  # a class in C may have no signature
+        pass
+    return None
 
 
 def _hook_fault(cls: type[Any]) -> str | None:

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+import graphpact
 from fake_site import Site, installed
+from graphpact import runners
 from graphpact.errors import (
     AmbiguousPluginError,
     ConfigError,
@@ -25,6 +27,7 @@ from graphpact.plugins import (
     Plugin,
     PluginCatalog,
     Rejected,
+    _misspelt_name,
 )
 
 ROOT = Path(__file__).parents[2]
@@ -145,6 +148,15 @@ BROKEN = {
         GOOD + "    Runner = type('Other', (Runner,), {'populate': lambda self, registry, shp: None})",
         "Argument(s) {'shp'} are declared in the hookimpl but can not be found in the hookspec",
     ),
+    "misspelt_method": (
+        GOOD + "    Runner.compse = lambda self, forward, step: forward",
+        "Good has 'compse', which nothing calls; did you mean 'compose'",
+    ),
+    "two_arguments": (
+        GOOD + "    Runner.__init__ = lambda self, context, width: None",
+        "Good cannot be built with 'context': missing a required argument: 'width'",
+    ),
+    "no_arguments": (GOOD + "    Runner.__init__ = lambda self: None", "too many positional arguments"),
     "hostile": (
         """
         class Meta(type):
@@ -173,6 +185,145 @@ def test_every_broken_plugin_is_rejected_beside_a_good_one(site: Site) -> None:
         catalog.select("runner", "fake_misspelt")
     assert "runner fake_misspelt (fake-misspelt 1.0) was rejected" in str(refused.value)
     assert "did you mean 'populate'" in str(refused.value)
+
+
+MISSPELT = {
+    "AttentionBackend": "refresh_metdata refesh_metadata plan_metdata plan_meatdata atach recrod_metadata"
+    " init_metadata_cpature init_metadata_egaer cliams fill_is_devce_only",
+    "GraphRunner": "compse coompose dumy sltos populte prepare_repaly eagr_reason",
+    "DecodeRunner": "defualt_batch_sizes default_batch_szies",
+    "GraphDriver": "synchronise eager_cal1l copy_asnyc has_strct_mode gaurd"
+    " steram current_strem recoreded_run",
+}
+"""Misspellings of names that a plugin may override."""
+OWN_NAMES = [
+    "forward_mla",
+    "forward_decode",
+    "forward2",
+    "fill_metadata_for_draft",
+    "fill",
+    "refill_metadata",
+    "reset_metadata",
+    "read_metadata",
+    "update_metadata",
+    "make_metadata",
+    "metadata",
+    "plan",
+    "replan_metadata",
+    "plans",
+    "attention",
+    "attached",
+    "detach",
+    "declare_metadata",
+    "declared",
+    "allocate",
+    "claim",
+    "provide",
+    "provider",
+    "kernels_of",
+    "records",
+    "limits",
+    "context",
+    "shape",
+    "shapes_of",
+    "slot",
+    "slot_of",
+    "shots",
+    "fits",
+    "refit",
+    "fast",
+    "composer",
+    "composed",
+    "compile",
+    "compute",
+    "compare",
+    "complete",
+    "dummy_batch",
+    "dummies",
+    "populated",
+    "prepare",
+    "prepare_capture",
+    "replay",
+    "run",
+    "step",
+    "device",
+    "strict",
+    "name_of",
+    "copy_sync",
+    "copy",
+    "copy_in",
+    "capture_all",
+    "captured",
+    "recapture",
+    "streams",
+    "stream_of",
+    "events",
+    "extent",
+    "evict",
+    "guards",
+    "grid",
+    "sync",
+    "synchronized",
+    "eager_calls",
+    "eager_time",
+    "prepared",
+    "was_capturing",
+    "describe",
+    "delete",
+    "batch_sizes",
+    "default_sizes",
+    "needed",
+    "mode",
+    "warmup",
+    "reasons",
+    "eager_reasons",
+    "window",
+    "windows",
+    "rows",
+    "layers",
+    "pages",
+]
+"""Names that third parties give their own methods and attributes."""
+
+
+@pytest.mark.parametrize("base", MISSPELT)
+def test_misspellings_differ_from_names_of_their_own(base: str) -> None:
+    """Each misspelling of a base's name is found; no name of a third party's own is taken for one."""
+    cls = getattr(runners if base == "DecodeRunner" else graphpact, base)
+    for name in MISSPELT[base].split():
+        assert _misspelt_name(type("Plugin", (cls,), {name: None})) is not None, name
+    for name in OWN_NAMES:
+        assert _misspelt_name(type("Plugin", (cls,), {name: None})) is None, name
+    known = [name for name in dir(cls) if name[0] != "_"]
+    assert _misspelt_name(type("Plugin", (cls,), dict.fromkeys(known))) is None
+    inner = type("Inner", (cls,), {MISSPELT[base].split()[0]: None})
+    assert "Inner has" in str(_misspelt_name(type("Plugin", (inner,), {})))
+
+
+def test_an_observer_is_built_without_arguments(site: Site) -> None:
+    """An observer whose constructor requires arguments is rejected by name; defaults are no requirement."""
+    source = (
+        GOOD
+        + """
+    class Observer:
+        def __init__(self, rate, *, file=None): pass
+
+        @hookimpl(wrapper=True)
+        def run_step(self): return (yield)
+
+    class Right(Observer):
+        def __init__(self, rate=1): pass
+    """
+    )
+    offers = {"fake_needy": "Observer", "fake_right": "Right"}
+    site.add("one", source, offers=offers, group="graphpact.observers")
+    assert isinstance(PluginCatalog.scan().select("observer", "fake_right"), type)
+    with pytest.raises(RejectedPluginError) as refused:
+        PluginCatalog.scan().select("observer", "fake_needy")
+    assert refused.value.message == (
+        "observer fake_needy (fake-one 1.0) was rejected: Observer cannot be built without"
+        " arguments: missing a required argument: 'rate'"
+    )
 
 
 def test_a_hook_may_be_a_function_from_elsewhere(site: Site) -> None:

@@ -220,7 +220,7 @@ class Engine:
             CheckpointError: Text or stop strings need a tokenizer, and the checkpoint has none.
         """
         number = self._num_requests
-        token_ids = encode(prompt, lambda: self.tokenizer)
+        token_ids = encode(prompt, lambda: self.tokenizer, self.memory.limits.max_context_len - 1)
         require_tokens(token_ids, self.vocab_size, "the prompt has")
         request = Request(
             str(number),

@@ -10,11 +10,10 @@ import functools
 import re
 import traceback
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from types import FrameType
 from typing import ParamSpec, TypeVar
 
-from graphpact.errors import EngineError, GraphpactError, KernelRefusal, describe_error
+from graphpact.errors import EngineError, GraphpactError, KernelRefusal, describe_error, short_path
 from graphpact.plugins import PluginCatalog, PluginInfo
 
 P = ParamSpec("P")
@@ -77,10 +76,9 @@ def _fault(error: BaseException, engine: object) -> EngineError | None:
         lanes = getattr(engine, "lanes", ())
         plugins = _of_class(plugins, [x for lane in lanes for x in (lane.runner, lane.backend, lane.driver)])
     names = " or ".join(f"{info.kind} {info.name}" for info in plugins)
-    place = "/".join(Path(inner.f_code.co_filename).parts[-2:])
     return EngineError(
         f"{names} ({plugins[0].distribution} {plugins[0].version}): {outer.f_code.co_qualname} raised"
-        f" {describe_error(error)} (at {place}:{line})",
+        f" {describe_error(error)} (at {short_path(inner.f_code.co_filename)}:{line})",
         hint="a defect of the plugin; GRAPHPACT_TRACEBACK=1 prints the traceback",
     )
 

@@ -1,6 +1,6 @@
 """Prompts: text, token ids, or the messages of a conversation, checked and turned into token ids.
 
-Does not: load a tokenizer, or compare a prompt with the limits of an engine: `Scheduler.add` does.
+Does not: load a tokenizer, or compare token ids with the limits of an engine: `Scheduler.add` does.
 """
 
 import reprlib
@@ -9,6 +9,7 @@ from collections.abc import Set as AbstractSet
 from typing import Any, TypeAlias
 
 from graphpact_engine.errors import RequestError
+from graphpact_engine.token_counts import least_tokens
 
 Message: TypeAlias = Mapping[str, Any]
 """One message of a conversation, with at least ``role`` and ``content``."""
@@ -52,28 +53,30 @@ def list_prompts(prompts: object) -> list[Any]:
     return listed
 
 
-def encode(prompt: Any, tokenizer: Callable[[], Any]) -> list[int]:
+def encode(prompt: Any, tokenizer: Callable[[], Any], max_tokens: int) -> list[int]:
     """Return the token ids of a prompt.
 
     Args:
         prompt: A `Prompt`, or anything else, which is refused.
         tokenizer: Returns the tokenizer of the checkpoint; called for text and conversations only.
+        max_tokens: The most tokens that are served. Text that certainly has more is refused before it is
+            encoded, which can take minutes; other prompts may be longer.
 
     Raises:
-        RequestError: The prompt is empty, of another type, or no UTF-8 text; or the tokenizer has no chat
-            template, or one that refuses the conversation.
+        RequestError: The prompt is empty, of another type, no UTF-8 text, or too long to be encoded; or the
+            tokenizer has no chat template, or one that refuses the conversation.
         CheckpointError: The checkpoint has no tokenizer.
     """
     if isinstance(prompt, str):
         check_text(prompt, "the prompt")
-        encoded: list[int] = tokenizer().encode(prompt)
+        encoded: list[int] = _encodable(prompt, tokenizer(), max_tokens).encode(prompt, verbose=False)
         return encoded
     if _is_array(prompt):
         prompt = prompt.tolist()
     if isinstance(prompt, _BYTES) or not isinstance(prompt, Sequence):
         raise RequestError(f"the prompt is of type {_kind(prompt)}", hint=_KINDS)
     if len(prompt) and isinstance(prompt[0], Mapping):
-        return _encode_conversation(prompt, tokenizer())
+        return _encode_conversation(prompt, tokenizer(), max_tokens)
     return [each if type(each) is int else _token_id(each) for each in prompt]
 
 
@@ -105,7 +108,18 @@ def check_text(text: str, name: str) -> None:
         raise RequestError(f"{name} is not UTF-8 text: {around!r}") from error
 
 
-def _encode_conversation(messages: Sequence[Any], tokenizer: Any) -> list[int]:
+def _encodable(text: str, tokenizer: Any, max_tokens: int) -> Any:
+    """Return ``tokenizer``; raise `RequestError` if ``text`` has more than ``max_tokens`` for certain."""
+    if len(text) > max_tokens and (least := least_tokens(tokenizer, text)) > max_tokens:
+        raise RequestError(
+            f"the prompt has {len(text)} characters, which are {least} tokens or more; at most {max_tokens}"
+            " leave room for a new one",
+            hint="shorten the prompt, or raise engine.max_model_len up to the limit of the model",
+        )
+    return tokenizer
+
+
+def _encode_conversation(messages: Sequence[Any], tokenizer: Any, max_tokens: int) -> list[int]:
     """Return the token ids of a conversation, up to the place where the answer begins."""
     for number, message in enumerate(messages, 1):
         name = f"message {number} of the conversation"
@@ -121,12 +135,14 @@ def _encode_conversation(messages: Sequence[Any], tokenizer: Any) -> list[int]:
             "the tokenizer of the checkpoint has no chat template, so it cannot encode a conversation",
             hint="give the whole prompt as one str, or save a tokenizer that has a chat_template",
         )
+    given = [dict(message) for message in messages]
     try:
-        encoded: list[int] = tokenizer.apply_chat_template(
-            [dict(message) for message in messages],
-            add_generation_prompt=True,
-            return_dict=False,
+        text = tokenizer.apply_chat_template(given, add_generation_prompt=True, tokenize=False)
+        encoded: list[int] = _encodable(text, tokenizer, max_tokens).apply_chat_template(
+            given, add_generation_prompt=True, return_dict=False, tokenizer_kwargs={"verbose": False}
         )
+    except RequestError:
+        raise
     except Exception as error:  # the template is a program of the checkpoint: it may raise anything
         raise RequestError(
             "the chat template of the tokenizer refuses the conversation:"

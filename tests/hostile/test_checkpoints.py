@@ -711,6 +711,42 @@ def test_code_of_another_repository_is_not_fetched(model: Path) -> None:
         load(model, trust_remote_code=True)
 
 
+@pytest.mark.parametrize(
+    "key",
+    [
+        "head_dim",
+        "hidden_size",
+        "intermediate_size",
+        "num_attention_heads",
+        "num_hidden_layers",
+        "num_key_value_heads",
+        "vocab_size",
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors:UserWarning")
+def test_a_size_that_no_model_has_is_named(key: str, model: Path) -> None:
+    """Whatever a size of 0, below it, too large, or of another type leads to, the refusal names its key."""
+    stored = config_of(model)
+    for value in (0, -1, 10**12, "8", 1.5, True, []):
+        configure(model, **(stored | {key: value}))
+        with pytest.raises(UsageError) as refused:
+            load(model)
+        assert key in refused.value.message, value
+
+
+@pytest.mark.parametrize("name", ["no_such", "silu "])
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_an_unknown_activation_is_named(
+    kind: str, name: str, checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    """A function that transformers does not have is refused with the key that asks for it."""
+    model = Path(shutil.copytree(checkpoint(kind), tmp_path / "model"))
+    key = {"llama": "hidden_act", "gpt2": "activation_function"}[kind]
+    configure(model, **{key: name})
+    with pytest.raises(CheckpointError, match=f"{key} is '{name}' in config.json"):
+        load(model)
+
+
 # -- the tokenizer ---------------------------------------------------------------------------------
 
 TINY = Path(__file__).parents[2] / "examples" / "models" / "tiny-llama"

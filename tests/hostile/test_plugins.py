@@ -82,29 +82,29 @@ def test_doctor_survives_the_plugin_that_is_selected(
     assert "Text cannot be generated on this machine." in out
 
 
+ODD = "error: command fake-odd (fake-odd 1.0) raised "
+
+
 @pytest.mark.parametrize(
     ("body", "status", "says"),
     [
-        ("raise EOFError", 3, "internal error: EOFError (at "),
-        ("raise BrokenPipeError(32, 'Broken pipe', 'other')", 3, "internal error: BrokenPipeError"),
-        ("raise OSError(28, 'No space left', 'a.log')", 3, "internal error: OSError: [Errno 28]"),
-        (
-            "raise type('Panic', (BaseException,), {})('rust')",
-            3,
-            "internal error: Panic: rust (at ",
-        ),
-        ("raise GeneratorExit", 3, "internal error: GeneratorExit (at "),
+        ("raise EOFError", 3, f"{ODD}EOFError (at site/fake_odd.py:3)"),
+        ("raise BrokenPipeError(32, 'Broken pipe', 'other')", 3, f"{ODD}BrokenPipeError"),
+        ("raise OSError(28, 'No space left', 'a.log')", 3, f"{ODD}OSError: [Errno 28]"),
+        ("raise type('Panic', (BaseException,), {})('rust')", 3, f"{ODD}Panic: rust (at "),
+        ("raise GeneratorExit", 3, f"{ODD}GeneratorExit (at "),
+        ("import json; json.loads('{')", 3, "(char 1) (at site/fake_odd.py:3)"),
         ("raise KeyboardInterrupt", 130, ""),
         ("raise SystemExit('no such tape')", 3, "error: no such tape"),
         ("raise SystemExit(7)", 7, ""),
-        ("sys.stdout.close(); print('x')", 3, "closed file"),
-        ("sys.stdout = None; raise ValueError('x')", 3, "internal error: ValueError: x (at "),
+        ("sys.stdout.close(); print('x')", 3, f"{ODD}ValueError: I/O operation on closed file."),
+        ("sys.stdout = None; raise ValueError('x')", 3, f"{ODD}ValueError: x (at "),
     ],
 )
 def test_a_command_that_raises_anything_is_told_in_one_line(
     body: str, status: int, says: str, site: Site
 ) -> None:
-    """What a command raises gives its own status or 3, one line with its place, and never status 1."""
+    """What a command raises gives its own status or 3, one line with its name and place, never status 1."""
     source = f"import sys\ndef run() -> None:\n    {body}\n"
     site.add("odd", source, offers={"fake-odd": "run"}, group="graphpact.commands")
     done = command("fake-odd", folders=(site.root,))
@@ -112,6 +112,21 @@ def test_a_command_that_raises_anything_is_told_in_one_line(
     assert says in done.err
     assert "Traceback" not in done.err
     assert done.err.count("error: ") == (1 if says else 0)
+
+
+def test_a_subcommand_that_raises_is_told_with_the_command(
+    site: Site, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A command with subcommands is named too, and so is what a library raises for it."""
+    source = (
+        "import typer\nimport fractions\nrun = typer.Typer()\n@run.callback()\ndef all(): pass\n"
+        "@run.command()\ndef sub(): fractions.Fraction('x')\n"
+    )
+    site.add("odd", source, offers={"fake-odd": "run"}, group="graphpact.commands")
+    assert main(["fake-odd", "sub"]) == 3
+    err = capsys.readouterr().err
+    assert err.startswith(f"{ODD}ValueError: Invalid literal for Fraction: 'x' (at site/fake_odd.py:7)")
+    assert main(["fake-odd", "sb"]) == 2  # a wrong command line is the user's
 
 
 @pytest.mark.parametrize("contract", ["1" * 5000, "0", "-1", "1.0", "", "\u0661"])
@@ -149,13 +164,15 @@ HOOKS = {
     "prepare_replay": "registry, batch, shape",
     "init_metadata_capture": "view, shape",
     "init_metadata_replay": "view, shape, captured",
+    "run_step": "lane, batch",
 }
 
 
 def override(method: str, body: str) -> str:
     """Return the source of a method, or a hook, with ``body``."""
     given = HOOKS.get(method, "*given")
-    mark = "@hookimpl\n" if method in HOOKS else ""
+    wraps = "(wrapper=True)" if method == "run_step" else ""
+    mark = f"@hookimpl{wraps}\n" if method in HOOKS else ""
     return f"{mark}def {method}(self, {given}):\n{textwrap.indent(body, '    ')}\n"
 
 
@@ -168,6 +185,17 @@ def run(site: Site, kind: str, members: str) -> int:
     sets = (f"{key}={value}", "lanes.decode.batch_sizes=[1]")
     options = [each for one in sets for each in ("--set", one)]
     return main(["generate", "--config", str(DEMO), "-q", "-n", "3", *options, "Hello"])
+
+
+def defect(site: Site, capsys: pytest.CaptureFixture[str], kind: str, members: str) -> str:
+    """Generate text with such a plugin, and return its one error, of status 3."""
+    assert run(site, kind, members) == 3
+    out, err = capsys.readouterr()
+    (error,) = [line for line in err.splitlines() if "error: " in line]
+    assert out == ""
+    assert error.startswith("error: ")
+    assert "Traceback" not in err
+    return error
 
 
 RAISES = [
@@ -191,7 +219,7 @@ RAISES = [
         "raise BrokenPipeError(32, 'pipe')",
         "BrokenPipeError: [Errno 32] pipe",
     ),
-    ("observer", "run_step", "", "ZeroDivisionError: division by zero"),
+    ("observer", "run_step", "yield\nreturn 1 / 0", "ZeroDivisionError: division by zero"),
 ]
 
 
@@ -200,16 +228,9 @@ def test_what_a_plugin_raises_is_told_with_its_name(
     kind: str, method: str, body: str, said: str, site: Site, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The one error names kind, plugin, distribution, the exception and the line; the status is 3."""
-    members = override(method, body)
-    if kind == "observer":
-        members = "@hookimpl(wrapper=True)\ndef run_step(self, lane, batch):\n    yield\n    return 1 / 0\n"
-    assert run(site, kind, members) == 3
-    out, err = capsys.readouterr()
-    (error,) = [line for line in err.splitlines() if "error: " in line]
-    assert out == ""
+    error = defect(site, capsys, kind, override(method, body))
     assert error.startswith(f"error: {kind} fake_odd (fake-odd 1.0): ")
     assert f" raised {said} (at site/fake_odd.py:" in error
-    assert "Traceback" not in err
 
 
 RETURNS = [
@@ -238,7 +259,7 @@ RETURNS = [
     ("runner", "populate", "return True", "populate() returned True, not NoneType"),
     ("runner", "prepare_replay", "return None", "prepare_replay() returned None, not ForwardBatch"),
     ("graph_driver", "capture", "return None", "capture() returned None, not Graph"),
-    ("observer", "run_step", "", "run_step() returned None, not StepOutputs"),
+    ("observer", "run_step", "yield", "run_step() returned None, not StepOutputs"),
 ]
 
 
@@ -247,17 +268,9 @@ def test_a_wrong_return_value_is_told_with_the_plugin(
     kind: str, method: str, body: str, said: str, site: Site, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The one error names the plugin's class, the method, what came and what is expected; status 3."""
-    members = override(method, body)
-    if kind == "observer":
-        members = "@hookimpl(wrapper=True)\ndef run_step(self, lane, batch):\n    yield\n"
-    assert run(site, kind, members) == 3
-    out, err = capsys.readouterr()
-    (error,) = [line for line in err.splitlines() if "error: " in line]
-    assert out == ""
-    assert error.startswith("error: ")
+    error = defect(site, capsys, kind, override(method, body))
     assert said in error
     assert "odd" in error
-    assert "Traceback" not in err
 
 
 def test_a_program_gets_the_exception_as_the_cause(site: Site) -> None:

@@ -231,16 +231,11 @@ class AttentionBackend(HookMethods, abc.ABC):
             for slot in [replace(slot, name=_at_step(slot.name, step)) if step else slot]
         ]
         for slot in slots:
-            if slot.copy_from_fb or slot.post_fill is not None:
+            if slot.copy_from_fb or slot.post_fill is not None or slot.role is None:
                 raise SlotError(
-                    f"{slot.label}: a backend's slots are filled by its fill_metadata; eager steps have no"
-                    " registry that copies a batch field or calls post_fill",
-                    hint="declare it with copy_from_fb=False and without source_fn and post_fill",
-                )
-            if slot.role is None:
-                raise SlotError(
-                    f"{slot.label}: a backend's slot without a role",
-                    hint="declare it with metadata_slot(name, rows, dtype, role=...): tools go by the role",
+                    f"{slot.label}: a backend's slots have a role and are filled by its fill_metadata; eager"
+                    " steps have no registry that copies a batch field or calls post_fill",
+                    hint="declare it with metadata_slot(name, rows, dtype, role=...)",
                 )
             registry.register_slot(slot)
         self._registry = registry

@@ -52,11 +52,9 @@ class SlotRow:
     def of(cls, slot: BoundSlot) -> "SlotRow":
         """Return the row of ``slot``."""
         buffer = slot.buffer if slot.enabled else None
-        value: int | float | bool | str | None = None
-        if slot.padding_policy.has_pad_value:
-            value = slot.pad_value
-            if isinstance(value, float) and not math.isfinite(value):
-                value = str(value)
+        value: float | str | None = slot.pad_value if slot.padding_policy.has_pad_value else None
+        if isinstance(value, float) and not math.isfinite(value):
+            value = str(value)
         return cls(
             name=slot.name,
             owner=slot.owner,

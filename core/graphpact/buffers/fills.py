@@ -370,12 +370,7 @@ def _tail(slot: BoundSlot, context: FillContext) -> torch.Tensor | None:
     cut = [i for i, (a, b) in enumerate(zip(head.shape, whole.shape, strict=True)) if a != b]
     if not cut:
         return None
-    if len(cut) > 1:
-        raise SlotError(
-            f"{slot.label}: its slice_fn cuts {len(cut)} axes between {rows[0]} and {rows[1]} rows",
-            hint="let slice_fn return the first rows along one axis",
-        )
-    axis = cut[0]
+    (axis,) = cut  # `register_slot` refuses a slice_fn that cuts several
     return whole.narrow(axis, head.shape[axis], whole.shape[axis] - head.shape[axis])
 
 

@@ -10,6 +10,7 @@ Does not: declare the metadata of backends; they declare their own slots.
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ import torch
 from graphpact.batch import ForwardMode
 from graphpact.buffers.registry import CudaGraphBufferRegistry
 from graphpact.buffers.sharing import SharedBuffers
-from graphpact.buffers.slots import FillContext, GraphSlot, PaddingPolicy, ShapeFn, SourceFn
+from graphpact.buffers.slots import FillContext, GraphSlot, PaddingPolicy, ShapeFn
 from graphpact.errors import SlotError
 from graphpact.parallel import compute_local_num_token_non_padded, local_num_token_non_padded
 
@@ -94,7 +95,7 @@ def build_decode_registry(
     registry = CudaGraphBufferRegistry(
         device=device, max_bs=max_bs, max_num_tokens=max_num_token, share_pool=share_pool, lane=lane
     )
-    slot = _declarer(_DECODE)
+    slot = partial(_declare, _DECODE)
     slots = [
         *_token_slots(slot, cache_loc_dtype),  # an earlier position may lie outside a rope table
         *_request_slots(slot, seq_len_fill_value),
@@ -200,7 +201,7 @@ def build_prefill_registry(
     registry = CudaGraphBufferRegistry(
         device=device, max_bs=max_bs, max_num_tokens=max_num_token, share_pool=share_pool, lane=lane
     )
-    slot = _declarer(_PREFILL)
+    slot = partial(_declare, _PREFILL)
     slots = _token_slots(slot, cache_loc_dtype)
     if is_multimodal:
         slots.append(_mrope(slot))
@@ -258,7 +259,7 @@ def input_slots(
         require_gathered_buffer: See `build_decode_registry`.
     """
     owner = f"{mode.value} inputs"
-    slot = _declarer(owner)
+    slot = partial(_declare, owner)
     steps = num_draft_steps if mode is ForwardMode.DRAFT_DECODE else None
     slots = [*_token_slots(slot, steps=steps), *_request_slots(slot, seq_len_fill_value)]
     if mode.is_ragged:
@@ -281,26 +282,23 @@ def input_slots(
 _Declarer = Callable[..., GraphSlot]
 
 
-def _declarer(owner: str) -> _Declarer:
-    """Return a function that declares slots of ``owner``, by default with padding rows of ``pad_value``."""
-
-    def declare(
-        name: str,
-        shape_fn: ShapeFn,
-        dtype: torch.dtype = torch.int64,
-        *,
-        axis: Any = "tokens",
-        policy: PaddingPolicy | None = None,
-        pad_value: int | None = None,
-        **more: Any,
-    ) -> GraphSlot:
-        if policy is None:
-            policy = PaddingPolicy.ZERO if pad_value is None else PaddingPolicy.FILL_SENTINEL
-        return GraphSlot(
-            name, shape_fn, dtype, axis=axis, padding_policy=policy, pad_value=pad_value, owner=owner, **more
-        )
-
-    return declare
+def _declare(
+    owner: str,
+    name: str,
+    shape_fn: ShapeFn,
+    dtype: torch.dtype = torch.int64,
+    *,
+    axis: Any = "tokens",
+    policy: PaddingPolicy | None = None,
+    pad_value: int | None = None,
+    **more: Any,
+) -> GraphSlot:
+    """Return a slot of ``owner``, by default with padding rows of ``pad_value``."""
+    if policy is None:
+        policy = PaddingPolicy.ZERO if pad_value is None else PaddingPolicy.FILL_SENTINEL
+    return GraphSlot(
+        name, shape_fn, dtype, axis=axis, padding_policy=policy, pad_value=pad_value, owner=owner, **more
+    )
 
 
 def _token_slots(
@@ -352,7 +350,8 @@ def num_token_non_padded_slot(owner: str, *, is_local: bool) -> GraphSlot:
             )
         buffer.copy_(compute_local_num_token_non_padded(count, padded))
 
-    return _declarer(owner)(
+    return _declare(
+        owner,
         "num_token_non_padded",
         lambda *_: (1,),
         torch.int32,
@@ -426,7 +425,7 @@ def _register_ngram(registry: CudaGraphBufferRegistry, slot: _Declarer, source: 
             getattr(nested, name),
             axis="none",
             policy=PaddingPolicy.KEEP_PAD,
-            source_fn=_ngram(name),
+            source_fn=partial(_ngram, name),
             reason="columns and lengths of an earlier batch are in the token table; " + _CUT_OFF,
         )
 
@@ -443,31 +442,25 @@ def _register_proxies(
             backing,
             axis="tokens" if by_token else "none",
             policy=PaddingPolicy.ZERO if by_token else PaddingPolicy.KEEP_PAD,
-            source_fn=_proxy(name),
+            source_fn=partial(_proxy, name),
             reason=None if by_token else _CUT_OFF,
         )
 
 
-def _ngram(name: str) -> SourceFn:
-    def source_fn(batch: Any, _: FillContext) -> torch.Tensor | None:
-        info = getattr(batch, "ngram_embedding_info", None)
-        return None if info is None else getattr(info, name)
-
-    return source_fn
+def _ngram(name: str, batch: Any, _: FillContext) -> torch.Tensor | None:
+    info = getattr(batch, "ngram_embedding_info", None)
+    return None if info is None else getattr(info, name)
 
 
-def _proxy(name: str) -> SourceFn:
-    def source_fn(_: Any, context: FillContext) -> torch.Tensor | None:
-        proxies = context.pp_proxy_tensors
-        if proxies is None:
-            return None
-        if name not in proxies.tensors:
-            raise SlotError(
-                f"pp_proxy_tensors has no {name!r}, which slot 'pp_proxy_tensors.{name}' copies; it has"
-                f" {', '.join(proxies.tensors) or 'none'}",
-                hint="send every declared tensor, or declare the ones that are sent",
-            )
-        tensor: torch.Tensor = proxies.tensors[name]
-        return tensor
-
-    return source_fn
+def _proxy(name: str, _: Any, context: FillContext) -> torch.Tensor | None:
+    proxies = context.pp_proxy_tensors
+    if proxies is None:
+        return None
+    if name not in proxies.tensors:
+        raise SlotError(
+            f"pp_proxy_tensors has no {name!r}, which slot 'pp_proxy_tensors.{name}' copies; it has"
+            f" {', '.join(proxies.tensors) or 'none'}",
+            hint="send every declared tensor, or declare the ones that are sent",
+        )
+    tensor: torch.Tensor = proxies.tensors[name]
+    return tensor

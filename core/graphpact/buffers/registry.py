@@ -10,6 +10,7 @@ Does not: decide the raw and padded counts (the runner does) or write a batch.
 import dataclasses
 import operator
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import torch
@@ -19,7 +20,7 @@ from graphpact.buffers.arenas import Arena, Arenas
 from graphpact.buffers.description import RegistryDescription, SlotRow
 from graphpact.buffers.fills import FillPlan
 from graphpact.buffers.sharing import PROCESS_WIDE, SharedBuffers
-from graphpact.buffers.slots import BoundSlot, FillContext, GraphSlot, call
+from graphpact.buffers.slots import Axis, BoundSlot, FillContext, GraphSlot, call
 from graphpact.errors import SlotError, UnknownSlotError, did_you_mean
 from graphpact.shapes import GraphShape
 from graphpact.tensors import address_range, storage_id
@@ -326,10 +327,8 @@ class CudaGraphBufferRegistry:
                 raise SlotError(f"{slot.label}: its slice_fn returned {view!r}", hint=_SLICE)
             own = storage_id(view) == storage_id(buffer) and view.storage_offset() == 0
             if view.numel() and not own:
-                raise SlotError(
-                    f"{slot.label}: its slice_fn for {n} rows does not begin where its buffer does",
-                    hint=_SLICE,
-                )
+                where = f"for {n} rows does not begin where its buffer does"
+                raise SlotError(f"{slot.label}: its slice_fn {where}", hint=_SLICE)
             slices.append(view.shape)
         if len(slices[0]) != len(slices[1]) or sum(map(operator.ne, *slices)) > 1:
             raise SlotError(
@@ -350,12 +349,36 @@ class CudaGraphBufferRegistry:
                 f"{slot.label}: {slot.padding_policy.name} without a reason, which lane {lane!r} requires",
                 hint="say with reason= why stale padding is safe, or reset it by ZERO or FILL_SENTINEL",
             )
+        if slot.axis == "none" or slot.slice_fn is not None:
+            return
         rows, most = (shape or (0,))[0], self._most(slot)
-        if slot.axis != "none" and slot.slice_fn is None and rows < most:
+        if rows < most + slot.extra_rows:
             raise SlotError(
-                f"{slot.label} has {rows} rows; its axis {slot.axis!r} has up to {most} in lane {lane!r}",
+                f"{slot.label} has {rows} rows; its axis {slot.axis!r} has up to {most} in lane {lane!r}"
+                + f", and extra_rows is {slot.extra_rows}" * bool(slot.extra_rows),
                 hint='size it by shape_fn\'s arguments, give a slice_fn, or axis="none"',
             )
+        if slot.role is not None:
+            self._require_whole(slot, rows)
+
+    def _require_whole(self, slot: GraphSlot, rows: int) -> None:
+        """Raise `SlotError` if graphs see fewer rows of a backend's slot than eager steps, which see all.
+
+        Only rows that grow one by one with a count prove it; others may have a reserve.
+        """
+        counts: dict[Axis, int] = {"bs": self.max_bs, "tokens": self.max_num_tokens}
+        follows: list[tuple[Axis, int]] = []
+        for axis, count in counts.items():
+            with suppress(Exception):  # no batch may have these counts
+                if slot.shape_fn(*(counts | {axis: 8 * count}).values())[0] == rows + 7 * count:
+                    follows.append((axis, rows - count))
+        if len(follows) != 1 or follows[0][1] < 0 or follows[0] == (slot.axis, slot.extra_rows):
+            return
+        (axis, extra), seen = follows[0], f"{slot.axis} + {slot.extra_rows}"
+        raise SlotError(
+            f"{slot.label}: rows(bs, tokens) has {axis} + {extra} rows; graphs see {seen} of them",
+            hint=f'declare it with axis="{axis}" and extra_rows={extra}',
+        )
 
     def _compile(self, counts: tuple[int, int, int, int]) -> FillPlan:
         context = FillContext(*counts)

@@ -14,7 +14,6 @@ import enum
 import math
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field, fields
-from functools import partial
 from typing import Any, Literal, NoReturn, get_args
 
 import torch
@@ -128,10 +127,12 @@ class GraphSlot:
         narrows: Whether a fill may copy int64 into this int32 slot. The owner guarantees that the values fit;
             others wrap. The presets set it for int32 memory that they adopt.
         contents: Writes the initial values into a new buffer, by index alone; None: the one initial value.
+        extra_rows: Rows beyond the count of the axis: 1 for offsets. A slice_fn decides by itself.
 
     Raises:
         SlotError: An unknown axis or role, a missing pad value or one that the dtype cannot hold, a source_fn
-            that is never called, narrows for another dtype than int32, or an argument of another type.
+            that is never called, narrows for another dtype than int32, extra rows of a slot without an axis
+            or with a slice_fn, or an argument of another type.
     """
 
     name: str
@@ -153,6 +154,7 @@ class GraphSlot:
     role: SlotRole | None = None
     narrows: bool = False
     contents: Callable[[torch.Tensor], object] | None = None
+    extra_rows: int = 0
 
     def __post_init__(self) -> None:
         self._check_types()
@@ -181,6 +183,11 @@ class GraphSlot:
                 "copy_from_fb=False, so its source_fn is never called",
                 "leave out copy_from_fb or the source_fn",
             )
+        if self.extra_rows < 0 or (self.extra_rows and (self.axis == "none" or self.slice_fn is not None)):
+            self._refuse(
+                f"extra_rows={self.extra_rows}",
+                'extra rows are 1 or more beyond axis="bs" or axis="tokens", without a slice_fn',
+            )
 
     def _refuse(self, fault: str, hint: str) -> NoReturn:
         raise SlotError(f"{self.label}: {fault}", hint=hint)
@@ -191,13 +198,13 @@ class GraphSlot:
             ("name", self.name, str),
             ("dtype", self.dtype, torch.dtype),
             ("padding_policy", self.padding_policy, PaddingPolicy),
-            ("pad_value", self.pad_value, (int, float, type(None))),
-            ("owner", self.owner, (str, type(None))),
-            ("reason", self.reason, (str, type(None))),
+            ("pad_value", self.pad_value, int | float | None),
+            ("owner", self.owner, str | None),
+            ("reason", self.reason, str | None),
+            ("extra_rows", self.extra_rows, int),
         ):
             if not isinstance(value, kind):
-                kinds = kind if isinstance(kind, tuple) else (kind,)
-                wanted = " or ".join(k.__name__ for k in kinds).replace("NoneType", "None")
+                wanted = getattr(kind, "__name__", str(kind)).replace(" | ", " or ")
                 raise SlotError(
                     f"slot {self.name!r}: {what} is {value!r}, a {type(value).__name__}",
                     hint=f"give a {wanted}",
@@ -265,7 +272,7 @@ class BoundSlot(GraphSlot):
             n = padded_bs if self.axis == "bs" else padded_num_tokens
         if self.slice_fn is not None:
             return self.slice_fn(self.buffer, n)
-        return self.buffer if self.axis == "none" else self.buffer[:n]
+        return self.buffer if self.axis == "none" else self.buffer[: n + self.extra_rows]
 
 
 def metadata_slot(
@@ -292,7 +299,7 @@ def metadata_slot(
         dtype: Element type.
         role: Its use by kernels.
         axis: The count that its rows follow; ``"none"`` for packed indices, plans and workspaces.
-        extra_rows: Rows beyond that count: 1 for offsets.
+        extra_rows: See `GraphSlot`.
         slice_fn: See `GraphSlot`; instead of ``extra_rows``.
         pad_value: Initial value of a workspace or a constant.
         contents: See `GraphSlot`; for a constant, such as ``lambda t: torch.arange(len(t), out=t)``.
@@ -306,8 +313,6 @@ def metadata_slot(
             f"slot {name!r}: a metadata slot is named owner.what",
             hint="prefix it with the plugin's name, such as 'flashinfer.kv_indptr'",
         )
-    if extra_rows:
-        slice_fn = partial(_head, extra_rows)
     once = role in ("workspace", "constant")
     return GraphSlot(
         name,
@@ -323,11 +328,8 @@ def metadata_slot(
         reason=None if once else "every row of the padded extent is written in every step",
         role=role,
         contents=contents,
+        extra_rows=extra_rows,
     )
-
-
-def _head(extra_rows: int, buffer: torch.Tensor, n: int) -> torch.Tensor:
-    return buffer[: n + extra_rows]
 
 
 def call(

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import TextIO
 
-from graphpact.errors import GraphpactError
+from graphpact.errors import GraphpactError, describe_error, place_of
 
 __all__ = ["main"]
 
@@ -34,13 +34,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: Arguments after the command's name; by default those of the process.
     """
     status, error = 0, None
+    given = sys.argv[1:] if arguments is None else list(arguments)
     try:
         _open_streams()
         with suppress(AttributeError):  # not a file
             sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
         from graphpact.cli import app  # noqa: PLC0415  an extra
 
-        status = app.run(arguments)
+        status = app.run(given)
     except BaseException as raised:  # noqa: BLE001  users see no traceback by default
         error = raised
     _open_streams()  # a plugin may have closed them
@@ -52,13 +53,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _SIGPIPE
         why = getattr(lost, "strerror", None) or lost
         error = GraphpactError(f"the output cannot be written to stdout: {why}")
-    status = status if error is None else _tell(error)
+    status = status if error is None else _tell(error, given)
     _flush(sys.stderr)
     return status
 
 
-def _tell(error: BaseException) -> int:
-    """Print an error and return its exit status."""
+def _tell(error: BaseException, given: Sequence[str]) -> int:
+    """Print an error of the command line ``given`` and return its exit status."""
     chain = [error]  # an interrupted import may raise another error
     while (cause := chain[-1].__cause__ or chain[-1].__context__) and cause not in chain:
         chain.append(cause)
@@ -71,12 +72,16 @@ def _tell(error: BaseException) -> int:
     if isinstance(error, ModuleNotFoundError) and package in {"typer", "rich"}:
         sys.stderr.write(f'error: the command line needs {package}: pip install "graphpact[cli]"\n')
         return _USAGE
-    from graphpact.cli import console  # noqa: PLC0415  an extra
+    from graphpact.cli import app, console  # noqa: PLC0415  an extra
 
     if isinstance(error, GraphpactError):
         console.error(error.message, error.hint)
         return error.code
-    console.internal_error(error, f"{TRACEBACK_VARIABLE}=1 prints the traceback")
+    what, hint = describe_error(error), f"{TRACEBACK_VARIABLE}=1 prints the traceback"
+    label, plugin = "internal error: ", app.third_party(given)
+    if plugin is not None:
+        what, hint, label = f"command {plugin} raised {what}", f"a defect of the plugin; {hint}", "error: "
+    console.error(f"{what} (at {place_of(error)})", hint, label)
     return _FAULT
 
 

@@ -18,7 +18,7 @@ import typer
 from typer.core import TyperGroup
 
 from graphpact.errors import ConfigError, GraphpactError
-from graphpact.plugins import PluginCatalog, installed_versions
+from graphpact.plugins import PluginCatalog, PluginInfo, installed_versions
 
 _OPTIONS: dict[str, Any] = {
     "rich_markup_mode": "markdown",  # joins the lines of a paragraph
@@ -51,6 +51,12 @@ def _catalog() -> PluginCatalog:
         return PluginCatalog.scan(env={})
 
 
+def third_party(given: Sequence[str]) -> PluginInfo | None:
+    """Return the third party's command that a command line names, or None."""
+    name = next((word for word in given if not word.startswith("-")), None)
+    return next((i for i in _catalog().infos("command") if i.name == name and not i.is_ours), None)
+
+
 class _Group(TyperGroup):
     """The group of installed commands."""
 
@@ -71,7 +77,7 @@ class _Group(TyperGroup):
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """Return a command for the help and for completion, which import no third party's code."""
-        other = next((i for i in _catalog().infos("command") if i.name == cmd_name and not i.is_ours), None)
+        other = third_party([cmd_name])
         if other is None:
             return self._loaded(ctx, cmd_name)
         return _refusing(cmd_name, GraphpactError("not run"), f"(of {other.distribution} {other.version})")
@@ -151,17 +157,16 @@ def _app() -> Callable[..., Any]:
     return typer.main.get_command(app)
 
 
-def run(arguments: Sequence[str] | None = None) -> int:
+def run(arguments: Sequence[str]) -> int:
     """Run one command and return its exit status.
 
     Raises:
         GraphpactError: The command failed.
     """
-    given = sys.argv[1:] if arguments is None else list(arguments)
     _catalog.cache_clear()
     error: BaseException | None = None
     try:
-        _app()(args=given, prog_name="graphpact")
+        _app()(args=list(arguments), prog_name="graphpact")
     except _Passing as passing:
         error = passing.__cause__
     except OSError as unprinted:  # stderr is full, and typer refuses the command line

@@ -16,8 +16,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from graphpact.errors import describe_error, place_of
-
 _CONTROLS = {
     code: f"\\x{code:02x}" for code in (*range(0x20), 0x7F, *range(0x80, 0xA0)) if chr(code) not in "\n\t"
 }
@@ -59,9 +57,9 @@ def _console(*, stderr: bool) -> Console:
     )
 
 
-def error(message: str, hint: str | None = None) -> None:
+def error(message: str, hint: str | None = None, label: str = "error: ") -> None:
     """Print an error and its hint on stderr."""
-    _print("error: ", "bold red", message, hint)
+    _print(label, "bold red", message, hint)
 
 
 def warning(message: str, hint: str | None = None) -> None:
@@ -72,11 +70,6 @@ def warning(message: str, hint: str | None = None) -> None:
 def note(message: str) -> None:
     """Print a message on stderr."""
     _print("", "", message, None)
-
-
-def internal_error(error: BaseException, hint: str) -> None:
-    """Print an unexpected exception, and the line that raised it, on stderr."""
-    _print("", "", f"internal error: {describe_error(error)} (at {place_of(error)})", hint)
 
 
 def _print(label: str, style: str, message: str, hint: str | None) -> None:

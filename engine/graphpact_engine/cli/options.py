@@ -8,6 +8,7 @@ import json
 import os
 import sys
 import tomllib
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeAlias
@@ -105,8 +106,17 @@ def _toml_string(text: str) -> str:
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
+def _drop(*_: object, **__: object) -> None:
+    """Show no warning."""
+
+
 def _silence_transformers() -> None:
-    """Turn off progress bars and log messages of transformers, which reads these when it is imported."""
+    """Turn off progress bars and log messages of transformers, which reads these when it is imported.
+
+    Warnings of other packages are for programmers; ``python -W default`` shows them.
+    """
+    if not sys.warnoptions:
+        warnings.showwarning = _drop
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")

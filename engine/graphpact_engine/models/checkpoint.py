@@ -8,8 +8,7 @@ Does not: download anything, or let transformers look for weights.
 """
 
 import copy
-import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,14 +20,16 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from graphpact_engine.errors import CheckpointError, UnsupportedModelError
 from graphpact_engine.models.config_file import (
     max_positions,
+    naming_odd_values,
     one_line,
     read_config,
     require_numbers,
     require_plausible,
 )
 from graphpact_engine.models.generation_config import GenerationDefaults, load_generation_defaults
+from graphpact_engine.models.quiet import quiet
 from graphpact_engine.models.weight_checks import loadable, require_finite_weights, require_size
-from graphpact_engine.models.weight_files import open_weights
+from graphpact_engine.models.weight_files import StoredTensor, open_weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +77,27 @@ def load_checkpoint(
     raw = read_config(path, trust_remote_code=trust_remote_code)
     stored = open_weights(path, raw)
     require_plausible(path, raw, len(stored))
+    with naming_odd_values(raw):
+        return _load(
+            path,
+            stored,
+            dtype=dtype,
+            device=device,
+            attention=attention,
+            trust_remote_code=trust_remote_code,
+        )
+
+
+def _load(
+    path: Path,
+    stored: Mapping[str, StoredTensor],
+    *,
+    dtype: torch.dtype | None,
+    device: torch.device,
+    attention: str,
+    trust_remote_code: bool,
+) -> Checkpoint:
+    """Load the model of a directory whose config was read and whose weight files are open."""
     with _loading(path, "config.json", attention):
         config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
         text = config.get_text_config()
@@ -131,11 +153,9 @@ def load_checkpoint(
 @contextmanager
 def _loading(path: Path, part: str, attention: str) -> Iterator[None]:
     """Turn errors of transformers into refusals, and silence its warnings, which are errors here."""
-    log = logging.getLogger("transformers")
-    level = log.level
-    log.setLevel(logging.ERROR)
     try:
-        yield
+        with quiet():
+            yield
     except Exception as error:
         if isinstance(error, KeyError) and error.args == (attention,):
             raise UnsupportedModelError(
@@ -143,8 +163,6 @@ def _loading(path: Path, part: str, attention: str) -> Iterator[None]:
                 hint="graphpact runs models whose attention uses that interface",
             ) from error
         raise _not_loaded(path, part, error) from error
-    finally:
-        log.setLevel(level)
 
 
 def _not_loaded(path: Path, part: str, error: Exception) -> CheckpointError:

@@ -7,6 +7,7 @@ import json
 import math
 import reprlib
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,10 @@ _POSITIVE_IN_ROPE = frozenset(
     }
 )
 _POSITIVE = frozenset({"attn_logit_softcapping", "final_logit_softcapping"})
+# Words in the keys of sizes and of numbers of parts.
+_SIZE_WORDS = frozenset(
+    {"d", "dim", "embd", "head", "heads", "inner", "layer", "layers", "n", "num", "rank", "size", "width"}
+)
 _EPSILON = ("_eps", "_epsilon")
 # An open interval of the time step of state space models.
 _MAY_BE_INFINITE = frozenset({"time_step_limit"})
@@ -159,6 +164,34 @@ def require_numbers(path: Path, config: Any) -> None:
             need = "0 or a positive number"
         if need:
             raise CheckpointError(f"{path / _NAME}: {where} is {_short(value)}; it must be {need}")
+
+
+@contextmanager
+def naming_odd_values(config: Mapping[str, Any]) -> Iterator[None]:
+    """Name the odd values of ``config`` in a refusal that says only what came of them.
+
+    Odd is a size below 1, a whole number that no size or id has, and a name that a lookup did not find.
+    """
+    try:
+        yield
+    except CheckpointError as error:
+        cause = error.__cause__
+        missing = cause.args[0] if isinstance(cause, KeyError) and cause.args else None
+        odd = [
+            f"{where} is {_short(value)}"
+            for where, value in _items(config)
+            if (isinstance(value, str) and value == missing)
+            or (type(value) is int and (value >= 2**31 or (value < 1 and _is_size(where))))
+        ]
+        if not odd:
+            raise
+        values = f"{', '.join(odd[:3])} in {_NAME}"
+        raise CheckpointError(f"{error.message}; {values}", hint=error.hint) from cause
+
+
+def _is_size(where: str) -> bool:
+    """Return whether a key, with those around it joined by dots, is that of a size or a number of parts."""
+    return not _SIZE_WORDS.isdisjoint(where.rpartition(".")[2].split("_"))
 
 
 def max_positions(path: Path, config: Any) -> int | None:

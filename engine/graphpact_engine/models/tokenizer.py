@@ -10,6 +10,7 @@ from transformers import AutoTokenizer
 
 from graphpact_engine.errors import CheckpointError
 from graphpact_engine.models.config_file import one_line
+from graphpact_engine.models.quiet import quiet
 
 _FILES = (
     "tokenizer.json",
@@ -33,10 +34,11 @@ def load_tokenizer(path: Path, *, trust_remote_code: bool = False) -> Any:
         # some versions of transformers return an empty tokenizer without files
         raise CheckpointError(f"{path}: no tokenizer: there is none of {', '.join(_FILES)}", hint=hint)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            path, local_files_only=True, trust_remote_code=trust_remote_code
-        )
-        tokenizer.decode(tokenizer.encode("a"))  # some faults of its files show only here
+        with quiet():
+            tokenizer = AutoTokenizer.from_pretrained(
+                path, local_files_only=True, trust_remote_code=trust_remote_code
+            )
+            tokenizer.decode(tokenizer.encode("a"))  # some faults of its files show only here
     except Exception as error:
         raise CheckpointError(
             f"{path}: the tokenizer cannot be loaded: {one_line(error)}", hint=hint
