@@ -695,7 +695,7 @@ def test_metadata_is_the_same_in_the_graph_as_outside(steps: list[list[int]]) ->
     """Metadata work in the graph or in the hook leaves the same slots and logits, bit for bit."""
     with torch.inference_mode():
         rigs = [Rig(metadata_in_graph=in_graph) for in_graph in (True, False)]
-        assert [rig.lane.records_metadata for rig in rigs] == [True, False]
+        assert [rig.lane.backend.records_metadata for rig in rigs] == [True, False]
         for lengths in steps:
             logits = [rig.lane.run(rig.batch(*lengths)).logits for rig in rigs]
             assert torch.equal(*logits)
@@ -735,7 +735,7 @@ class MakesItOutside(FlashInferBackend):
 def test_a_backend_that_cannot_is_not_asked_to() -> None:
     """By default its hook fills the metadata; `metadata_in_graph = true` is refused by that key."""
     rig = Rig(backend=MakesItOutside)
-    assert not rig.lane.records_metadata
+    assert not rig.lane.backend.records_metadata
     assert rig.agrees(3, 2)
     with pytest.raises(ConfigError, match=r"lanes.decode.metadata_in_graph = true, but MakesItOutside"):
         Rig(backend=MakesItOutside, metadata_in_graph=True)

@@ -233,7 +233,7 @@ class LaneUnderTest:
         A backend that records all metadata work may have a replay hook without work.
         """
         if self._ways is None:
-            both = self.rig().lane.records_metadata and self._hook_writes()
+            both = self.rig().lane.backend.records_metadata and self._hook_writes()
             ways: tuple[Way, ...] = ("graph", "hook") if both else ("graph",)
             self._ways = ways
             return ways
@@ -254,7 +254,7 @@ class LaneUnderTest:
 
     def body_of(self, rig: Rig) -> str:
         """Return the name of the backend's method that writes the metadata of a replay, for texts."""
-        if not rig.lane.records_metadata:  # otherwise the graph runs `fill_metadata`
+        if not rig.lane.backend.records_metadata:  # otherwise the graph runs `fill_metadata`
             for name in ("init_metadata_replay", "refresh_metadata"):
                 if getattr(self.backend, name) is not getattr(AttentionBackend, name):
                     return f"`{name}`"

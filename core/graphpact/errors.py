@@ -255,14 +255,13 @@ def misspelt(name: str, known: Iterable[str]) -> str | None:
     own beside ``fill``, ``capture``, ``shapes`` and ``copy_async``.
     """
     for other in difflib.get_close_matches(name, list(known), cutoff=0.75):
-        words = itertools.zip_longest(name.split("_"), other.split("_"), fillvalue="")
-        if all((a[:1], a[-1:]) == (b[:1], b[-1:]) and _is_near(a, b) for a, b in words):
+        if all(
+            (a[:1], a[-1:]) == (b[:1], b[-1:])
+            and (sorted(a) == sorted(b) or difflib.SequenceMatcher(None, a, b).ratio() > 0.8)
+            for a, b in itertools.zip_longest(name.split("_"), other.split("_"), fillvalue="")
+        ):
             return other
     return None
-
-
-def _is_near(a: str, b: str) -> bool:
-    return sorted(a) == sorted(b) or difflib.SequenceMatcher(None, a, b).ratio() > 0.8
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str | None:

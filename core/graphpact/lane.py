@@ -339,11 +339,6 @@ class Lane:
         """The record of every captured shape, in the order of capture."""
         return MappingProxyType(self._captured)
 
-    @property
-    def records_metadata(self) -> bool:
-        """Whether the graphs compute the backend's metadata, instead of its replay hook."""
-        return self.backend.records_metadata
-
     def held_by_backend(self, shape: GraphShape) -> dict[str, Any]:
         """Return the pact's root ``backend`` of ``shape``: the backend's attributes that its graph reads."""
         return _root(self.backend, self._captured[shape].held)
@@ -432,12 +427,8 @@ class Lane:
 
     def _require_slots(self, shape: GraphShape, metadata: Any, memory: MemoryMap, used: set[int]) -> None:
         """Raise `CaptureError` for metadata that lies in storages ``used`` by the graph and in no slot."""
-        for path, value in walk({"metadata": metadata}):
-            if (
-                isinstance(value, torch.Tensor)
-                and storage_id(value) in used
-                and not memory.is_declared(value)
-            ):
+        for path, leaf in walk({"metadata": metadata}):
+            if isinstance(leaf, torch.Tensor) and storage_id(leaf) in used and not memory.is_declared(leaf):
                 raise CaptureError(
                     f"lane {self.name!r}: {shape}: the graph reads {path}, which is no slot's memory",
                     hint="declare it in declare_slots(), a constant with role='constant', and take it from"

@@ -248,18 +248,17 @@ class Pact:
         `check` calls it if its compiled expression is False. That expression may be too strict (NaN is not
         equal to NaN there), never too lax.
         """
-        return tuple(self._breaches(parts))
-
-    # -- inside ----------------------------------------------------------------------------------
-
-    def _breaches(self, parts: Mapping[str, Any]) -> Iterator[Breach]:
+        found: list[Breach] = []
         for name in {**self._roots, **parts}:
             if name in self._roots and name in parts:
-                yield from self._differences(self._roots[name], parts[name], root=True)
+                found += self._differences(self._roots[name], parts[name], root=True)
             else:
                 lost, new = (name, "none") if name in self._roots else ("none", name)
                 advice = _ADVICE["fields"]
-                yield Breach(name, "fields", f"missing {lost}", f"new {new}", None, advice)
+                found.append(Breach(name, "fields", f"missing {lost}", f"new {new}", None, advice))
+        return tuple(found)
+
+    # -- inside ----------------------------------------------------------------------------------
 
     def _differences(self, promise: Promise, value: Any, *, root: bool = False) -> Iterator[Breach]:
         parts = _parts(value, root=root)

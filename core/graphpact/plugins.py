@@ -17,6 +17,7 @@ import re
 import reprlib
 import types
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import astuple, dataclass
 from typing import Any, Literal, get_args, overload
 
@@ -309,12 +310,10 @@ def _load(info: PluginInfo, entry_point: EntryPoint) -> Plugin:
             reason = None if callable(cls) else f"refers to {cls!r}, which cannot be called"
         else:
             base = getattr(graphpact, _BASES[info.kind]) if info.kind in _BASES else object
-            reason = (
-                _class_fault(cls, base)
-                or (observer_fault(cls) if info.kind == "observer" else _hook_fault(cls))
-                or _misspelt_name(cls)
-                or _constructor_fault(cls, info.kind)
+            reason = _class_fault(cls, base) or (
+                observer_fault(cls) if info.kind == "observer" else _hook_fault(cls) or _misspelt_name(cls)
             )
+            reason = reason or _argument_fault(cls, info.kind)
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # noqa: BLE001  SystemExit; the panics of Rust extensions
@@ -347,19 +346,6 @@ def _misspelt_name(cls: type[Any]) -> str | None:
         for name in sorted(own - inherited):
             if near := misspelt(name, sorted(inherited - own)):
                 return f"{each.__name__} has {name!r}, which nothing calls; did you mean {near!r}"
-    return None
-
-
-def _constructor_fault(cls: type[Any], kind: Kind) -> str | None:
-    """Return why a ``cls`` cannot be built with the arguments of its kind, or None."""
-    given = {"observer": (), "graph_driver": ("device",)}.get(kind, ("context",))
-    try:
-        inspect.signature(cls).bind(*given)
-    except TypeError as error:
-        way = f"with {given[0]!r}" if given else "without arguments"
-        return f"{cls.__name__} cannot be built {way}: {error}"
-    except ValueError:  # a class in C may have no signature
-        pass
     return None
 
 
@@ -399,6 +385,17 @@ def observer_fault(cls: type[Any]) -> str | None:
     answers = sorted(name for name, opts in options.items() if not opts.get("wrapper"))
     if answers:
         return f"{cls.__name__}: an observer only wraps; {', '.join(answers)} lacks wrapper=True"
+    return None
+
+
+def _argument_fault(cls: type[Any], kind: Kind) -> str | None:
+    """Return why a ``cls`` cannot be built with the arguments of its kind, or None."""
+    given = {"observer": (), "graph_driver": ("device",)}.get(kind, ("context",))
+    try:
+        with suppress(ValueError):  # a class in C may have no signature
+            inspect.signature(cls).bind(*given)
+    except TypeError as error:
+        return f"{cls.__name__} cannot be built with {given[0] if given else 'no argument'}: {error}"
     return None
 
 

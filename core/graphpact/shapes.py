@@ -130,16 +130,6 @@ class CaptureSizes:
         """The mode of all shapes."""
         return self.shapes[0].mode
 
-    @property
-    def max_batch_size(self) -> int:
-        """The largest request count."""
-        return max(shape.batch_size for shape in self.shapes)
-
-    @property
-    def max_num_tokens(self) -> int:
-        """The largest token count."""
-        return self._sizes[-1]
-
     def fit(self, batch: ForwardBatch, variant: str = "") -> GraphShape | EagerReason:
         """Return the smallest shape of ``variant`` that holds ``batch``, or why none does. Host work only.
 

@@ -154,7 +154,7 @@ BROKEN = {
     ),
     "two_arguments": (
         GOOD + "    Runner.__init__ = lambda self, context, width: None",
-        "Good cannot be built with 'context': missing a required argument: 'width'",
+        "Good cannot be built with context: missing a required argument: 'width'",
     ),
     "no_arguments": (GOOD + "    Runner.__init__ = lambda self: None", "too many positional arguments"),
     "hostile": (
@@ -321,8 +321,8 @@ def test_an_observer_is_built_without_arguments(site: Site) -> None:
     with pytest.raises(RejectedPluginError) as refused:
         PluginCatalog.scan().select("observer", "fake_needy")
     assert refused.value.message == (
-        "observer fake_needy (fake-one 1.0) was rejected: Observer cannot be built without"
-        " arguments: missing a required argument: 'rate'"
+        "observer fake_needy (fake-one 1.0) was rejected: Observer cannot be built with no argument:"
+        " missing a required argument: 'rate'"
     )
 
 

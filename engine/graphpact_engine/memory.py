@@ -285,7 +285,7 @@ def _lane_memory(lane: Lane, engine: Engine) -> LaneMemory:
     return LaneMemory(
         lane.name,
         lane.driver.name,
-        lane.records_metadata,
+        lane.backend.records_metadata,
         None,
         externals=externals,
         registry=registry,

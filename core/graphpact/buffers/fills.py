@@ -26,13 +26,6 @@ from graphpact.buffers.slots import BoundSlot, FillContext, GraphSlot, SourceFn,
 from graphpact.errors import SlotError
 
 _MAX_SIGNATURES = 16  # of batches of one plan; more than any engine has
-_MAX_EXACT_INT = {
-    torch.float16: 2**11,
-    torch.bfloat16: 2**8,
-    torch.float32: 2**24,
-    torch.complex32: 2**11,
-    torch.complex64: 2**24,
-}
 _OPTIONAL = "{}, leave the slot out, or declare it optional: it then holds its initial value"
 _MISSING = object()
 
@@ -55,7 +48,7 @@ def converts_exactly(source: torch.dtype, target: torch.dtype) -> bool:
         return torch.promote_types(source, target) is target
     held = torch.iinfo(source)
     if target.is_floating_point or target.is_complex:
-        return held.max <= _MAX_EXACT_INT.get(target, 2**53)
+        return held.max <= 2 / torch.finfo(target).eps
     limits = torch.iinfo(target) if target is not torch.bool else None
     return limits is not None and limits.min <= held.min and held.max <= limits.max
 

@@ -78,5 +78,5 @@ def test_greedy_tokens_equal_transformers(
     decode = engine.lanes[0].stats
     assert decode.replays == engine.verifiers[0].verified > 10
     assert not decode.eager
-    assert engine.lanes[0].records_metadata
+    assert engine.lanes[0].backend.records_metadata
     assert any(s.padding_waste(shape) > 0 for shape, s in decode.shapes.items())

@@ -97,7 +97,7 @@ def test_greedy_tokens_equal_transformers(
 def test_metadata_is_made_by_the_graph_or_before_it(in_graph: str, checkpoint: Callable[[str], Path]) -> None:
     """Tokens equal transformers', with metadata recorded in the graph or filled by the replay hook."""
     engine = make_engine(checkpoint("deepseek_v3"), f"lanes.decode.metadata_in_graph={in_graph}")
-    assert engine.lanes[0].records_metadata is (in_graph == "true")
+    assert engine.lanes[0].backend.records_metadata is (in_graph == "true")
     params = SamplingParams(max_new_tokens=8, ignore_eos=True)
     prompts = [[7, 8, 9] * 25, [10, 11]]
     done = engine.generate(prompts, params)
