@@ -391,7 +391,7 @@ STORIES: dict[str, Story] = {
         buffer that changed before a wait for its copy, or the two operations without an order.
         """,
         fix="""
-        Declare staging memory as a slot with `device=torch.device("cpu")`. Copy it with
+        Declare staging memory as a slot of the role `staging`. Copy it with
         `self.driver.copy_async(target, source)`, then `record()` an event from `self.driver.event()`, and
         `synchronize()` that event before the buffer is written again. Work on `self.driver.stream()` waits
         for the current stream first, and the current stream waits for it: `wait_stream`.
