@@ -15,6 +15,7 @@ from recipes.backend import AcmeBackend, AcmeMetadata
 
 from graphpact import ForwardBatch, GraphShape, GraphSlot, LayerSpec, Limits, metadata_slot
 from graphpact.attention import Buffers
+from graphpact.errors import EngineError
 from graphpact.graphs import Event
 
 
@@ -66,13 +67,15 @@ class StagedOffsets(AcmeBackend):
     def refresh_metadata(self, view: ForwardBatch, metadata: StagedMetadata) -> None:
         """Write the offsets from `seq_lens_cpu`, which has the lengths of padding requests too."""
         super().fill_metadata(view, metadata)
+        driver = self.driver
+        if driver is None:
+            raise EngineError("a replay without a driver: the lane attaches the backend to its own")
         if self._copied is None:
-            self._copied = self.driver.event()  # lanes with graphs have a driver
-        else:
-            self._copied.synchronize()  # the last step's copy may still read the staging memory
+            self._copied = driver.event()
+        self._copied.synchronize()  # the last step's copy may still read the staging memory
         metadata.staging[0] = 0
         torch.cumsum(view.seq_lens_cpu, 0, out=metadata.staging[1:])
-        self.driver.copy_async(metadata.kv_indptr, metadata.staging)
+        driver.copy_async(metadata.kv_indptr, metadata.staging)
         self._copied.record()
 
     def forward(
