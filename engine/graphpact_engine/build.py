@@ -277,6 +277,8 @@ def require_each_can_run(lanes: Sequence[Lane]) -> None:
         if not shapes:
             why = "it captures nothing, and of several lanes of one mode only the first runs eagerly"
             hint = "put it first, or remove it"
+        elif earlier.runner.declines:  # it leaves batches to the later lane
+            continue
         elif shapes == taken:
             why, hint = f"{first} the same shapes", "give it other batch_sizes, or remove it"
         elif shapes < taken:

@@ -30,5 +30,7 @@ class PrefillGrid(GraphRunner):
         while tokens < limits.max_num_tokens:
             counts.append(tokens)
             tokens *= 2
-        pairs = [(bs, tokens) for bs in batch_sizes for tokens in counts if tokens >= bs]
+        # A request has at least one token, and not more than a sequence may have.
+        most = {bs: min(limits.max_num_tokens, bs * limits.max_context_len) for bs in batch_sizes}
+        pairs = [(bs, min(tokens, most[bs])) for bs in batch_sizes for tokens in counts if tokens >= bs]
         return CaptureSizes.by_pairs(self.context.mode, pairs).shapes

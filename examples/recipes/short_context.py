@@ -34,14 +34,19 @@ class ShortContexts(DecodeRunner):
 
         Ranks that gather have to agree, and see only their own lengths: their batches run eagerly.
         """
-        if batch.batch_size and int(batch.seq_lens_cpu.max()) > LONGEST:
-            return LONG_CONTEXT
+        fit = super().fit(batch)
+        if isinstance(fit, EagerReason):  # no shape holds it
+            return fit
         if batch.global_num_tokens_cpu is not None:
             return OTHER_RANKS
-        return super().fit(batch)
+        longest = max(batch.seq_lens_cpu.tolist(), default=0)
+        return LONG_CONTEXT if longest > LONGEST else fit
 
     def dummy(self, shape: GraphShape) -> ForwardBatch:
-        """Return a batch of the longest requests that the graphs serve, on scratch memory."""
+        """Return a batch of the longest requests that the graphs serve, on scratch memory.
+
+        The dummy of the base class would do for backends whose graphs hold no bound of lengths.
+        """
         dummy = super().dummy(shape)
         longest = min(LONGEST, self.context.limits.max_context_len)
         lens = torch.full_like(dummy.seq_lens, longest)

@@ -46,11 +46,42 @@ def replays(engine: Engine) -> dict[str, int]:
     return {lane.name: lane.stats.replays for lane in engine.lanes}
 
 
+class ShortRunner(CudaGraphRunner):
+    """A runner that leaves batches with a request of more than 8 keys to another lane."""
+
+    LONG = EagerReason("long", "a request is long")
+    declines = (LONG,)
+
+    def fit(self, batch: ForwardBatch) -> GraphShape | EagerReason:
+        """Return the shape for short requests."""
+        return self.LONG if max(batch.seq_lens_cpu.tolist(), default=0) > 8 else super().fit(batch)
+
+
 @pytest.fixture(scope="module")
 def expected() -> list[list[int]]:
     """Return the tokens of an engine with one lane for decode, which runs eagerly."""
     with build("lanes.decode.runner=eager") as engine:
         return tokens(engine)
+
+
+def test_a_lane_replays_what_the_one_before_it_declines(expected: list[list[int]]) -> None:
+    """A later lane of the same shapes is built, and takes exactly the batches that the first declines."""
+    config = EngineConfig.load(
+        env={},
+        overrides=[
+            f'model.path="{TINY}"',
+            'engine.device="cpu"',
+            *SMALL,
+            'lanes.short.mode="decode"',
+            'lanes.short.runner="short"',
+            'lanes.decode.runner="cuda_graph"',
+        ],
+    )
+    with Engine(config, catalog=Catalog(short=ShortRunner)) as engine:
+        assert tokens(engine) == expected
+        by_lane = replays(engine)
+        assert by_lane["short"] and by_lane["decode"]
+        assert not [s for lane in engine.lanes if lane.name != "prefill" for s in lane.stats.eager]
 
 
 @pytest.mark.parametrize(

@@ -105,6 +105,38 @@ def test_prompts_replay_shapes_of_their_requests_and_tokens(
     assert not prefill.stats.eager
 
 
+@pytest.mark.parametrize("backend", ["fa3", "flashinfer", "trtllm_mla"])
+@pytest.mark.parametrize("runner", ["grid", "my_prefill"])
+def test_no_shape_has_more_tokens_than_its_requests_have_positions(
+    runner: str,
+    backend: str,
+    checkpoint: Callable[..., Path],
+    prefill_runner: type[Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With more tokens a step than its requests can have, the largest shape has all their positions."""
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    from recipes.prefill_grid import PrefillGrid
+
+    overrides = [
+        f'model.path="{checkpoint("deepseek_v3" if backend == "trtllm_mla" else "llama")}"',
+        'engine.device="cpu"',
+        f"engine.attention_backend={backend}",
+        "engine.page_size=32",
+        "engine.max_num_seqs=1",
+        "engine.max_model_len=40",
+        "engine.max_num_batched_tokens=64",
+        f"lanes.prefill.runner={runner}",
+    ]
+    config = EngineConfig.load(None, env={}, overrides=overrides)
+    with Engine(config, catalog=Catalog(grid=PrefillGrid, my_prefill=prefill_runner)) as engine:
+        engine.generate([[5] * 30], SamplingParams(max_new_tokens=2))
+        (prefill,) = [lane for lane in engine.lanes if lane.name == "prefill"]
+    most = prefill.backend.context.limits.max_context_len
+    assert max(shape.num_tokens for shape in prefill.stats.shapes) == min(most, 64)
+    assert prefill.stats.replays == 1
+
+
 def test_configured_sizes_that_a_runner_does_not_use_are_refused(
     checkpoint: Callable[..., Path], prefill_runner: type[Any]
 ) -> None:

@@ -25,8 +25,10 @@ class BucketPrefillRunner(GraphRunner):
     def shapes(self) -> Sequence[GraphShape]:
         """Return a shape for each bucket, with room for the largest number of requests."""
         limits = self.context.limits
-        counts, size = [limits.max_num_tokens], SMALLEST
-        while size < limits.max_num_tokens:
+        # A step has no more tokens than its requests have positions.
+        most = min(limits.max_num_tokens, limits.max_bs * limits.max_context_len)
+        counts, size = [most], SMALLEST
+        while size < most:
             counts.append(size)
             size *= 2
         return CaptureSizes.by_tokens(ForwardMode.EXTEND, counts, limits.max_bs).shapes
