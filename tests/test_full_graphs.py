@@ -98,6 +98,16 @@ def test_a_dummy_counts_real_tokens_where_layers_ask() -> None:
     assert (dummy.num_token_non_padded.tolist(), dummy.num_token_non_padded_cpu) == ([4], 4)
 
 
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode.is_ragged])
+def test_a_dummy_of_more_tokens_than_its_requests_can_have_is_refused(mode: ForwardMode) -> None:
+    """No batch fills a shape with more tokens than its requests have positions."""
+    context = _context(mode, 2, 1, 1, 1)
+    most = 2 * context.limits.max_context_len
+    assert dummy_batch(GraphShape(mode, 2, most), context).num_tokens == most
+    with pytest.raises(EngineError, match=rf"tokens={most + 1}\] has more tokens than its requests can have"):
+        dummy_batch(GraphShape(mode, 2, most + 1), context)
+
+
 @pytest.mark.parametrize("mode", [mode for mode in MODES if not mode.is_ragged])
 def test_a_ragged_dummy_of_a_uniform_mode_is_refused(mode: ForwardMode) -> None:
     """A shape without a whole number of tokens per request is an error that names the shape."""

@@ -27,7 +27,7 @@ from graphpact.attention import (
     LayerSpec,
     Limits,
 )
-from graphpact.attention.providers import choose_provider, require_provider
+from graphpact.attention.providers import choose_provider, require_provider, why_unavailable
 from graphpact.batch import ForwardBatch, ForwardMode
 from graphpact.buffers import GraphSlot
 from graphpact.cli import main
@@ -633,3 +633,12 @@ def test_what_is_no_provider_keeps_a_backend_from_loading(
     assert found["odd"]["status"] == "rejected"
     assert "Odd.providers has" in found["odd"]["reason"]
     assert (found["both"]["status"], found["both"]["reason"]) == ("loaded", None)
+
+
+@pytest.mark.parametrize("value", [False, True, 0, 1, [], b"no"])
+def test_a_reason_is_a_line_of_text_or_none(value: Any) -> None:
+    """What `unavailable` returns instead of a text or None is the reason, in words."""
+    said = why_unavailable(lambda _: value, CPU)
+    assert said == f"unavailable() returned {value!r}, not a line of text or None"
+    assert why_unavailable(lambda _: None, CPU) is None
+    assert why_unavailable(lambda _: "no\n device", CPU) == "no device"

@@ -137,7 +137,9 @@ class Lane:
         observers: Hook wrappers, each a plugin object of pluggy; the first is the outermost.
 
     Attributes:
+        name, model, runner, backend, driver: The arguments.
         registry: The graph-resident memory; None for a lane that captures nothing.
+        stats: The lane's `LaneStats`.
 
     Raises:
         EngineError: A hook that a graph needs has no implementation.

@@ -10,6 +10,7 @@ are found in the same way.
 Does not: build plugins (the engine does), or replace a plugin that was named.
 """
 
+import difflib
 import inspect
 import logging
 import os
@@ -279,7 +280,11 @@ def _installed() -> dict[PluginInfo, EntryPoint]:
     found: dict[PluginInfo, EntryPoint] = {}
     for any_dist in distributions():
         try:
-            if not _GROUPS.keys() & any_dist.entry_points.groups:
+            groups = any_dist.entry_points.groups
+            for group in sorted(groups - _GROUPS.keys() - {CONTRACT_GROUP}):
+                if near := difflib.get_close_matches(group, _GROUPS, n=1, cutoff=0.9):
+                    _log.warning("%s: entry points in %r; did you mean %r?", any_dist.name, group, near[0])
+            if not _GROUPS.keys() & groups:
                 continue
             dist = _first_of_its_name(any_dist)
             offers = dist.entry_points
@@ -314,6 +319,8 @@ def _load(info: PluginInfo, entry_point: EntryPoint) -> Plugin:
                 observer_fault(cls) if info.kind == "observer" else _hook_fault(cls) or _misspelt_name(cls)
             )
             reason = reason or _argument_fault(cls, info.kind)
+            if info.kind == "graph_driver" and not reason and cls.name != info.name:
+                reason = f"{cls.__name__}.name is {cls.name!r}; reports would name another driver"
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # noqa: BLE001  SystemExit; the panics of Rust extensions

@@ -219,9 +219,15 @@ def dummy_batch(shape: GraphShape, context: RunnerContext) -> ForwardBatch:
         context: The runner's context.
 
     Raises:
-        EngineError: The mode is not ragged and the token count is no multiple of the request count.
+        EngineError: The requests cannot have that many tokens, or the mode is not ragged and the token count
+            is no multiple of the request count.
     """
     mode, bs, tokens, device = shape.mode, shape.batch_size, shape.num_tokens, context.device
+    if tokens > bs * context.limits.max_context_len:
+        raise EngineError(
+            f"lane {context.lane!r}: {shape} has more tokens than its requests can have: no batch fills it",
+            hint="let shapes() stop at batch_size * limits.max_context_len tokens",
+        )
     draft: DraftLimits = context.limits.draft
     if tokens % bs and not mode.is_ragged:
         raise EngineError(

@@ -48,6 +48,11 @@ GOOD = """
 """
 
 
+def driver(name: str) -> str:
+    """Return the source of a graph driver of that name."""
+    return GOOD + f"    Driver.name = {name!r}\n"
+
+
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
     """Return an empty site on ``sys.path``."""
@@ -82,10 +87,46 @@ def test_scanning_imports_nothing_and_selecting_imports_one(site: Site) -> None:
 
 def test_what_the_metadata_says_is_in_the_info(site: Site) -> None:
     """An info names kind, name, distribution, version, target and contract as installed."""
-    site.add("one", GOOD, offers={"fake_one": "Driver"}, group="graphpact.graph_drivers", version="3.4")
+    site.add(
+        "one",
+        driver("fake_one"),
+        offers={"fake_one": "Driver"},
+        group="graphpact.graph_drivers",
+        version="3.4",
+    )
     info = outcomes(PluginCatalog.scan())["fake_one"].info
     assert (info.kind, info.name, info.version) == ("graph_driver", "fake_one", "3.4")
     assert (info.distribution, info.target, info.contract) == ("fake-one", "fake_one:Driver", "1")
+
+
+def test_a_driver_has_the_name_of_its_entry_point(site: Site) -> None:
+    """A driver whose `name` is another one is rejected: its faults would be told of that one."""
+    site.add("one", driver("tape"), offers={"fake_one": "Driver"}, group="graphpact.graph_drivers")
+    said = reason(outcomes(PluginCatalog.scan())["fake_one"])
+    assert said == "Good.name is 'tape'; reports would name another driver"
+
+
+@pytest.mark.parametrize(
+    ("group", "near"),
+    [
+        ("graphpact.graph_driver", "graphpact.graph_drivers"),
+        ("graphpact.grph_drivers", "graphpact.graph_drivers"),
+        ("graphpact.command", "graphpact.commands"),
+        ("graphpact.attention_backend", "graphpact.attention_backends"),
+        ("graphpact.adapters", None),
+        ("graphpact.speculation", None),
+        ("console_scripts", None),
+    ],
+)
+def test_a_misspelt_group_is_told(
+    site: Site, caplog: pytest.LogCaptureFixture, group: str, near: str | None
+) -> None:
+    """A plugin in a group that nothing reads is told with the group that was meant; other groups are not."""
+    site.add("one", GOOD, offers={"fake_one": "Runner"}, group=group)
+    with caplog.at_level(logging.WARNING, "graphpact.plugins"):
+        PluginCatalog.scan()
+    told = [] if near is None else [f"fake-one: entry points in {group!r}; did you mean {near!r}?"]
+    assert caplog.messages == told
 
 
 @pytest.mark.parametrize(
@@ -424,7 +465,7 @@ def test_two_distributions_with_one_name_are_both_refused(site: Site) -> None:
 def test_one_name_in_two_kinds_is_not_ambiguous(site: Site) -> None:
     """Names are unique within a kind: a runner and a driver may share one."""
     site.add("one", GOOD, offers={"fake_name": "Runner"})
-    site.add("two", GOOD, offers={"fake_name": "Driver"}, group="graphpact.graph_drivers")
+    site.add("two", driver("fake_name"), offers={"fake_name": "Driver"}, group="graphpact.graph_drivers")
     catalog = PluginCatalog.scan()
     assert catalog.select("runner", "fake_name") is sys.modules["fake_one"].Runner
     assert catalog.select("graph_driver", "fake_name") is sys.modules["fake_two"].Driver
@@ -462,7 +503,7 @@ def test_a_plugin_is_loaded_once(site: Site) -> None:
 def test_a_catalog_is_sorted_by_kind_and_name(site: Site) -> None:
     """The plugins of a catalog are sorted by kind, then by name."""
     site.add("b", GOOD, offers={"fake_z": "Runner", "fake_a": "Runner"})
-    site.add("a", GOOD, offers={"fake_m": "Driver"}, group="graphpact.graph_drivers")
+    site.add("a", driver("fake_m"), offers={"fake_m": "Driver"}, group="graphpact.graph_drivers")
     catalog = PluginCatalog.scan()
     names = [(info.kind, info.name) for info in catalog.infos()]
     assert names == sorted(names)
@@ -491,7 +532,7 @@ def test_an_unknown_name_says_what_is_there_and_what_was_refused(site: Site) -> 
     """The error has the name, the available and the rejected plugins with reasons, and the nearest name."""
     site.add("one", GOOD, offers={"fake_decode": "Runner"}, version="1.5")
     site.add("old", GOOD, offers={"fake_elder": "Runner"}, contract="0")
-    site.add("drv", GOOD, offers={"fake_decoed": "Driver"}, group="graphpact.graph_drivers")
+    site.add("drv", driver("fake_decoed"), offers={"fake_decoed": "Driver"}, group="graphpact.graph_drivers")
     with pytest.raises(UnknownPluginError) as refused:
         PluginCatalog.scan().select("runner", "fake_decoed")
     text = str(refused.value)

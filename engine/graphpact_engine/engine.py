@@ -83,6 +83,9 @@ class Engine:
         observers: Hook wrappers for every lane, the outermost first. They wrap the observers of the
             configuration; verification and the guard of a strict lane wrap them.
 
+    Attributes:
+        lanes: Every `graphpact.Lane`, with its ``name``, ``stats``, ``runner``, ``backend`` and ``driver``.
+
     Raises:
         UsageError: A name, value, checkpoint or model cannot be used; nothing was captured.
         CaptureError: Capturing a shape failed.

@@ -80,7 +80,7 @@ def test_a_lane_replays_what_the_one_before_it_declines(expected: list[list[int]
     with Engine(config, catalog=Catalog(short=ShortRunner)) as engine:
         assert tokens(engine) == expected
         by_lane = replays(engine)
-        assert by_lane["short"] and by_lane["decode"]
+        assert min(by_lane["short"], by_lane["decode"]) > 0
         assert not [s for lane in engine.lanes if lane.name != "prefill" for s in lane.stats.eager]
 
 

@@ -11,6 +11,7 @@ import torch
 
 from graphpact.attention import kv_tensors
 from graphpact.buffers import PaddingPolicy
+from graphpact.errors import SlotError
 from graphpact.tensors import same
 from graphpact_conformance.experiments.base import (
     Findings,
@@ -26,6 +27,7 @@ from graphpact_conformance.subject import (
     LaneUnderTest,
     Way,
     caches_of,
+    causes,
     planned_shapes,
     reset_slot,
     rule_of,
@@ -76,7 +78,7 @@ def _of_failure(lane: LaneUnderTest, error: BaseException, live: Problem) -> lis
     rule = rule_of(error) or _rule_of_dummy(lane, live) or _rule_of_size(lane)
     hook, help_ = "init_metadata_capture", _FAILED.get(rule or "")
     found = [lane.of_error(error, expected=expected, rule=rule, hook=hook, help=help_)]
-    if rule is None:
+    if rule is None and not any(isinstance(cause, SlotError) for cause in causes(error)):
         found.append(found[0].model_copy(update={"rule": "GP12", "help": _SUPPORT}))
     return found
 

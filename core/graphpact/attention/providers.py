@@ -10,7 +10,7 @@ Does not: hold kernels; plugins and `graphpact_kernels` do.
 """
 
 from collections.abc import Callable, Sequence
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -55,7 +55,9 @@ class KernelProvider:
 def why_unavailable(unavailable: Callable[[torch.device], str | None], device: torch.device) -> str | None:
     """Return ``unavailable(device)`` in one line, or None. An exception is the reason: it is plugin code."""
     try:
-        reason = unavailable(device)
+        reason: Any = unavailable(device)
+        if not isinstance(reason, str | None):
+            reason = f"unavailable() returned {reason!r}, not a line of text or None"
     except Exception as error:  # noqa: BLE001  plugin code
         reason = f"{type(error).__name__}: {error}"
     return None if reason is None else " ".join(reason.split())

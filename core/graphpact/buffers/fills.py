@@ -238,8 +238,9 @@ class _Sourced:
         if source is None and (slot.optional or not self._strict):
             return (target, _everywhere(slot, target)) if self._strict else None
         what = "nothing" if source is None else f"a {type(source).__name__} and no tensor"
+        source_of = "the source_fn of" if slot.source_fn is not None else "ForwardBatch.extra, the source of"
         raise SlotError(
-            f"the source_fn of {slot.label} found {what} in this batch",
+            f"{source_of} {slot.label} found {what} in this batch",
             hint=_OPTIONAL.format("give the batch its source"),
         )
 

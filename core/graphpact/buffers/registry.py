@@ -42,7 +42,7 @@ class CudaGraphBufferRegistry:
         max_num_tokens: Largest token count of a captured shape.
         share_pool: Memory that registries share for slots that every fill refreshes: True for the
             process-wide pool, or a `SharedBuffers`.
-        lane: The lane that it belongs to, or None; see `join_lane`.
+        lane: The lane that it belongs to, whose contract it enforces, or None.
     """
 
     def __init__(
@@ -99,22 +99,6 @@ class CudaGraphBufferRegistry:
             self._static_inputs.clear()
         bound = self._slots[slot.name] = slot.bound(buffer)
         return bound
-
-    def join_lane(self, lane: str) -> None:
-        """Make this the registry of ``lane``, and enforce the contract for its slots and batches.
-
-        Raises:
-            SlotError: It belongs to another lane, or a slot breaks the contract.
-        """
-        if self.lane not in (None, lane):
-            raise SlotError(
-                f"the registry of lane {self.lane!r} cannot be that of {lane!r} too",
-                hint="build one registry for each lane; share_pool= shares memory between them",
-            )
-        for slot in self:
-            self._require_contract(slot, self._shape(slot), lane)
-        self.lane = lane
-        self._plans.clear()
 
     def get_slot(self, name: str) -> BoundSlot:
         """Return the slot called ``name``, enabled or not.
@@ -356,7 +340,7 @@ class CudaGraphBufferRegistry:
             raise SlotError(
                 f"{slot.label} has {rows} rows; its axis {slot.axis!r} has up to {most} in lane {lane!r}"
                 + f", and extra_rows is {slot.extra_rows}" * bool(slot.extra_rows),
-                hint='size it by shape_fn\'s arguments, give a slice_fn, or axis="none"',
+                hint="let shape_fn return that axis's argument plus extra_rows first, or give a slice_fn",
             )
         if slot.role is not None:
             self._require_whole(slot, rows)
