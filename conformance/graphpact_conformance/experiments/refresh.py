@@ -298,8 +298,8 @@ def help_for(lane: LaneUnderTest, rig: Rig, leaf: Leaf, rule: str, texts: Mappin
 
 
 _HELP = {
-    "GP02": "write `{name}` in {body}, from the view, in place; if it is the same for every batch, declare"
-    " its slot with role='constant' and its `contents`",
+    "GP02": "write `{name}` in {body}, from the view, in place, or let the kernel not read past what was"
+    " written; if it is the same for every batch, declare its slot with role='constant' and its `contents`",
     "GP03": "reset the tail in every step: padding_policy=ZERO or FILL_SENTINEL where a fill copies the"
     " head, otherwise write all rows up to the padded count",
     "GP09": "plan before every replay, from the lengths of this batch (plan_metadata); the key of a cached"
