@@ -159,7 +159,7 @@ def test_cuda_says_why_it_is_unavailable() -> None:
 
 
 @pytest.mark.parametrize("watches_inputs", [False, True])
-def test_a_released_cuda_graph_refuses_its_replay(watches_inputs: bool) -> None:
+def test_a_released_cuda_graph_refuses_its_replay(*, watches_inputs: bool) -> None:
     """Without a GPU too: released CUDA graphs raise `EngineError` and make no eager call."""
     calls: list[int] = []
     call = EagerCall(calls.append, (1,), None)
