@@ -109,13 +109,16 @@ def _refused_wrapper(frames: Sequence[FrameType]) -> tuple[object, str] | None:
     """
     if len(frames) < 2 or frames[0].f_code.co_name != "_raise_wrapfail":
         return None
-    generator, did = (frames[0].f_locals.get(name) for name in ("wrap_controller", "msg"))
-    code: Any = getattr(generator, "gi_code", None)
-    for one in frames[1].f_locals.get("hook_impls", ()):
-        if code is not None and getattr(inspect.unwrap(one.function), "__code__", None) is code:
-            where = f"{short_path(code.co_filename)}:{code.co_firstlineno}"
-            return one.plugin, f"{code.co_qualname} {did} (at {where})"
-    return None
+    given: dict[str, Any] = frames[0].f_locals
+    code: Any = getattr(given.get("wrap_controller"), "gi_code", None)
+    plugins = {
+        id(getattr(inspect.unwrap(one.function), "__code__", None)): one.plugin
+        for one in frames[1].f_locals.get("hook_impls", ())
+    }
+    if code is None or id(code) not in plugins:
+        return None
+    where = f"{short_path(code.co_filename)}:{code.co_firstlineno}"
+    return plugins[id(code)], f"{code.co_qualname} {given.get('msg')} (at {where})"
 
 
 def _package(module: str) -> str:
