@@ -261,16 +261,12 @@ ODD_JSON = {
 }
 
 
-@pytest.mark.parametrize(
-    ("kind", "hint"),
-    [("nonesuch", "a newer transformers may have it"), ("llamma", "did you mean llama?"), ("", "a newer")],
-)
-def test_an_unknown_model_type_is_told_before_missing_weights(kind: str, hint: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["nonesuch", "llamma", ""])
+def test_an_unknown_model_type_is_told_before_missing_weights(kind: str, tmp_path: Path) -> None:
     """Of a folder with a config only, a model type that transformers lacks is told, not its weights."""
     (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
-    with pytest.raises(UnsupportedModelError, match=f"has model_type '{kind}', which transformers") as told:
+    with pytest.raises(UnsupportedModelError, match=f"has model_type '{kind}', which transformers"):
         load(tmp_path)
-    assert hint in str(told.value)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
     with pytest.raises(CheckpointError, match="weights are missing"):
         load(tmp_path)

@@ -19,7 +19,6 @@ import torch
 import transformers
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
-from graphpact.errors import did_you_mean
 from graphpact_engine.errors import CheckpointError, UnsupportedModelError
 from graphpact_engine.models.config_file import (
     max_positions,
@@ -96,11 +95,10 @@ def _require_known_type(path: Path, raw: Mapping[str, Any]) -> None:
     """Refuse a model type that transformers does not have, unless the config names code of its own."""
     model_type = raw.get("model_type")
     if raw.get("auto_map") is None and model_type not in CONFIG_MAPPING:
-        near = did_you_mean(str(model_type), list(CONFIG_MAPPING))
         raise UnsupportedModelError(
             f"{path}: config.json has model_type {reprlib.repr(model_type)}, which transformers"
             f" {transformers.__version__} does not know",
-            hint=f"did you mean {near}?" if near else "a newer transformers may have it",
+            hint="check its spelling; a newer transformers may have it",
         )
 
 
