@@ -3,6 +3,7 @@
 Does not: examine plugins as the conformance suite does; `conformance/tests/test_supervise.py` has that.
 """
 
+import dataclasses
 import json
 import sys
 import textwrap
@@ -12,11 +13,13 @@ from pathlib import Path
 import pytest
 
 from fake_site import Site, installed
+from graphpact import ForwardMode
 from graphpact.cli import main, survey
 from graphpact.errors import EngineError
 from graphpact.hookspecs import hookimpl
 from graphpact_engine import Engine
 from graphpact_engine.config import EngineConfig
+from graphpact_engine.memory import EngineMemory
 from hostile_rig import command
 
 DEMO = Path(__file__).parents[2] / "examples/demo.toml"
@@ -382,6 +385,31 @@ def test_closing_releases_every_graph_though_one_release_raises(site: Site) -> N
     engine.generate(["Hello"])
     assert decode.stats.eager.total() > before
     assert all(not lane.captured for lane in engine.lanes if lane is not decode)
+
+
+def test_a_graph_that_fails_after_its_capture_is_told_with_its_driver(site: Site) -> None:
+    """The memory of an engine names the driver of a graph that cannot be described."""
+    late = "if RELEASED: raise KeyError('late')\n        return None"
+    config = EngineConfig.load(DEMO, overrides=graphs(site, external=late), env={})
+    with Engine(config) as engine:
+        sys.modules["fake_odd"].RELEASED.append(1)
+        with pytest.raises(EngineError, match=r"^graph_driver fake_odd .*: Bare.external_tensors raised"):
+            EngineMemory.of(engine)
+
+
+def test_choosing_a_lane_names_the_runner_that_raises(site: Site) -> None:
+    """`Engine.lane_of` names the runner whose `fit` raises, also outside of a step."""
+    fit = "def fit(self, batch): raise LookupError('mine')"
+    site.add("odd", f"{HEAD}class Odd(CudaGraphRunner):\n    {fit}\n", offers={"fake_odd": "Odd"})
+    lanes = ["decode.runner=fake_odd", "decode.batch_sizes=[1]", "two.mode=decode", "two.batch_sizes=[2]"]
+    config = EngineConfig.load(DEMO, overrides=[f"lanes.{key}" for key in lanes], env={})
+    with Engine(config) as engine:
+        engine.add("Hello")
+        scheduled = engine.scheduler.schedule()
+        assert scheduled is not None
+        batch = dataclasses.replace(scheduled.batch, forward_mode=ForwardMode.DECODE)
+        with pytest.raises(EngineError, match=r"^runner fake_odd .*: Odd.fit raised LookupError: mine"):
+            engine.lane_of(batch)
 
 
 def test_an_error_in_a_with_block_is_not_replaced_by_one_of_closing(site: Site) -> None:
