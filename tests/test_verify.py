@@ -24,6 +24,7 @@ from graphpact import (
 )
 from graphpact.buffers import GraphSlot, build_decode_registry
 from graphpact.errors import EngineError
+from graphpact.graphs import Graph
 from graphpact.hookspecs import hookimpl
 from graphpact.runners import RunnerContext
 from graphpact.shapes import EagerReason, GraphShape
@@ -553,6 +554,32 @@ def test_metadata_that_the_graph_writes_is_read_after_the_replay() -> None:
     error = rig.failure(3, 4, 5)
     assert error.field == "metadata.kv_last_page_len"
     assert "metadata.kv_last_page_len[1]: replay 9, eager 2" in error.message
+
+
+class DoesNothing(TapeDriver):
+    """A driver whose replays do nothing."""
+
+    def capture(self, fn: Callable[[], Any], *, warmup: int = 1) -> Graph:
+        """Record, and lose the work."""
+        graph = super().capture(fn, warmup=warmup)
+        graph.replay = lambda: None  # type: ignore[method-assign]
+        return graph
+
+
+def test_wrong_metadata_of_a_graph_that_makes_it_is_not_blamed_on_the_hook() -> None:
+    """Where the graph makes the metadata, the driver and `fill_metadata` are the suspects, else the hook."""
+    error = Rig(in_graph=True, driver=DoesNothing).failure(3, 4)
+    assert error.field is not None
+    assert error.field.startswith("metadata.")
+    assert "the graph makes this metadata: graph driver 'tape' replays" in error.message
+    assert "replay() of the graph driver 'tape'" in (error.hint or "")
+    assert "fill_metadata()" in (error.hint or "")
+    assert "init_metadata_replay" not in str(error)
+    rig = Rig()
+    rig.before_replay(lambda: rig.slot("flashinfer.kv_indices").fill_(0))
+    hooks = rig.failure(3, 4)
+    assert "init_metadata_replay() must refresh" in (hooks.hint or "")
+    assert "driver" not in str(hooks)
 
 
 @dataclasses.dataclass

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import torch
 
-from graphpact.errors import CaptureError, ReplayError, describe_error
+from graphpact.errors import CaptureError, EngineError, ReplayError, describe_error
 from graphpact.graphs import GraphDriver
 
 CHECKS: dict[str, Callable[[GraphDriver], None]] = {}
@@ -493,3 +493,22 @@ def release_lets_go_of_outputs(driver: GraphDriver) -> None:
     gc.collect()
     _expect(outputs(), None)
     _expect(graph.outputs, None)
+
+
+@_check
+def a_released_graph_is_not_replayed(driver: GraphDriver) -> None:
+    """The replay of a released graph raises `EngineError` and does no work; other graphs still replay."""
+    x = torch.zeros(2, device=driver.device)
+    kept = driver.capture(lambda: x + 1)
+    regions = [lambda: x.add_(1), lambda: x.add_(driver.eager_call(torch.add, x, 1))]
+    for region in regions:
+        graph = driver.capture(region)
+        graph.replay()
+        graph.release()
+        x.fill_(7)
+        for _ in range(2):
+            with pytest.raises(EngineError, match="help: "):
+                graph.replay()
+        _expect(x.tolist(), [7, 7])
+        kept.replay()
+        _expect(kept.outputs.tolist(), [8, 8])

@@ -535,9 +535,9 @@ def _from_env(env: Mapping[str, str], faults: list[str]) -> Iterator[_Setting]:
 
 def _from_overrides(overrides: Sequence[str], source: str, faults: list[str]) -> Iterator[_Setting]:
     for override in overrides:
-        key, equals, text = override.partition("=")
-        if equals:
-            path = tuple(part.strip() for part in key.split("."))
+        key, _, text = override.partition("=")
+        path = tuple(part.strip() for part in key.split("."))
+        if "=" in override and all(path):
             yield from _flatten(path, _parse(text), source)
         else:
             faults.append(f"{override!r} ({source}): not of the form key=value")
@@ -569,7 +569,7 @@ def _parse(text: str) -> Any:
 
 def _unknown(setting: _Setting, keys: Mapping[KeyPath, ConfigKey]) -> str:
     """Return the error line for a setting that is not in ``keys``."""
-    path, name = setting.path, ".".join(setting.path)
+    path, name = setting.path, ".".join(part or '""' for part in setting.path)
     known = [key.name for key in keys.values()]
     tables = sorted({key.rpartition(".")[0] for key in known})
     same_tail = [key for key in known if key.rpartition(".")[2] == path[-1]]

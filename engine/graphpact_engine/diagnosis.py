@@ -13,7 +13,7 @@ Does not: decide whether a replay is wrong; the verifier does.
 
 import enum
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -86,10 +86,11 @@ class Cause:
 
 @dataclass(frozen=True, slots=True)
 class _Finding:
-    """A field that differs, and a text with the index and both values."""
+    """A field that differs, a text with the index and both values, and whether a slot has the field."""
 
     field: str
     text: str
+    in_slot: bool
 
 
 class _Reference:
@@ -210,6 +211,17 @@ class Diagnosis:
                 self._padded_view(),
             )
         found = list(self._wrong_in_metadata(metadata, eager, padded))
+        if found and self._lane.backend.records_metadata and found[0].in_slot:
+            name = self._lane.driver.name
+            cause = _first(
+                found,
+                hint="the hook does not write it: either fill_metadata() is wrong for this batch, or replay()"
+                f" of the graph driver {name!r} does not repeat all recorded work; test the driver with"
+                f" @driver_contract, and set lanes.{self._lane.name}.metadata_in_graph = false to leave the"
+                " driver out of the metadata",
+            )
+            by = f"the graph makes this metadata: graph driver {name!r} replays the recorded fill_metadata()"
+            return replace(cause, text=f"{cause.text}; {by}")
         if found:
             return _first(
                 found,
@@ -335,6 +347,7 @@ class Diagnosis:
         yield _Finding(
             path.removesuffix(_TYPE),
             f"{where}: replay {_show(replayed, at)}, {than} {_show(reference.value, at)}{owner}",
+            in_slot=slot is not None,
         )
 
 

@@ -7,16 +7,18 @@
 Does not: serve a network, or run two steps at once.
 """
 
+import contextlib
 import functools
 import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any, Self, TypeAlias
 
 import torch
 
 from graphpact.batch import ForwardBatch, ForwardMode
-from graphpact.errors import UsageError
+from graphpact.errors import EngineError, UsageError
 from graphpact.lane import Lane
 from graphpact.plugins import PluginCatalog
 from graphpact.shapes import GraphShape
@@ -198,16 +200,29 @@ class Engine:
         """
         return self._generation.recommended
 
+    @names_plugins
     def close(self) -> None:
-        """Release the graphs of every lane. Later steps of the engine run eagerly."""
-        for lane in self.lanes:
-            lane.close()
+        """Release the graphs of every lane. Later steps of the engine run eagerly.
+
+        Raises:
+            EngineError: A driver failed to release a graph; every other graph was released.
+        """
+        with contextlib.ExitStack() as stack:
+            for lane in self.lanes:
+                stack.callback(_close, lane)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            self.close()
+        except EngineError as fault:
+            if error is None:
+                raise
+            error.add_note(f"and then: {fault}")  # the first error is the one to tell
 
     # -- one request, one step -------------------------------------------------------------------
 
@@ -286,6 +301,7 @@ class Engine:
         """
         return "".join(self._read(request).pieces)
 
+    @names_plugins
     def lane_of(self, batch: ForwardBatch) -> Lane:
         """Return the lane that runs ``batch``: the first lane of its mode with a shape that fits.
 
@@ -396,6 +412,19 @@ class Engine:
             return self.tokenizer
         except CheckpointError:
             return None
+
+
+def _close(lane: Lane) -> None:
+    """Close a lane; if releasing a graph raises, release its other graphs too."""
+    graphs = [captured.graph for captured in lane.captured.values()]
+    try:
+        lane.close()
+    except BaseException:
+        lane.shapes = ()  # later batches run eagerly
+        for graph in graphs:  # those before the one that raised are released again
+            with contextlib.suppress(Exception):
+                graph.release()
+        raise
 
 
 def _sampling_of_each(sampling: Any, count: int) -> list[Any]:

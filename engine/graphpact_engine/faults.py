@@ -1,19 +1,23 @@
 """`names_plugins`: turns what a plugin raises in an engine into an error that names the plugin.
 
 The plugin is found by the frames of the traceback, innermost first: a method of an object of its package,
-inherited or not, or other code of its package. A frame of the engine ends the search.
+inherited or not, or other code of its package. A frame of the engine ends the search. A hook wrapper that
+does not yield once, and an object that lacks an attribute, raise outside of the plugin: they are found by
+the hook's implementations and by the object.
 
 Does not: change an error of graphpact, an interrupt, or what the engine or a model raises.
 """
 
 import functools
+import inspect
 import re
 import traceback
 from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from graphpact.errors import EngineError, GraphpactError, KernelRefusal, describe_error, short_path
+from graphpact.graphs import Graph
 from graphpact.plugins import PluginCatalog, PluginInfo
 
 P = ParamSpec("P")
@@ -21,14 +25,16 @@ T = TypeVar("T")
 
 _ENGINE = "graphpact_engine"
 _OURS = {"graphpact", _ENGINE, "graphpact_conformance"}
+_TRACEBACK = "GRAPHPACT_TRACEBACK=1 prints the traceback"
 
 
 def names_plugins(method: Callable[P, T]) -> Callable[P, T]:
     """Decorate a function that calls plugins.
 
     Raises:
-        EngineError: A plugin raised anything but a `GraphpactError` or a `KernelRefusal`. The message has
-            its name, the function of it that was called, the exception, and the line that raised it.
+        EngineError: A plugin raised anything but a `GraphpactError` or a `KernelRefusal`, its hook wrapper
+            did not yield once, or an object of it lacks an attribute. The message has its name, the
+            function of it that was called, the exception, and the line that raised it.
     """
 
     @functools.wraps(method)
@@ -38,7 +44,7 @@ def names_plugins(method: Callable[P, T]) -> Callable[P, T]:
         except (GraphpactError, KernelRefusal, KeyboardInterrupt):
             raise
         except BaseException as error:  # SystemExit; the panics of Rust extensions
-            fault = _fault(error, args[0] if args else None)
+            fault = _fault(error, args)
             if fault is None:
                 raise
             raise fault from error
@@ -46,8 +52,10 @@ def names_plugins(method: Callable[P, T]) -> Callable[P, T]:
     return call
 
 
-def _fault(error: BaseException, engine: object) -> EngineError | None:
+def _fault(error: BaseException, given: Sequence[object]) -> EngineError | None:
     """Return the error that names the plugin in which ``error`` was raised, or None if it was in none.
+
+    ``given`` are the arguments of the decorated function: the engine is one of them.
 
     Of several plugins of one package it is one whose class a frame works on, or else one that a lane has.
     """
@@ -56,6 +64,16 @@ def _fault(error: BaseException, engine: object) -> EngineError | None:
         offers.setdefault(_package(info.target), []).append(info)
     offers = {package: infos for package, infos in offers.items() if package not in _OURS}
     frames = [*traceback.walk_tb(error.__traceback__)][::-1]
+    if refused := _refused_wrapper([frame for frame, _ in frames]):
+        observer, did = refused
+        package = _package(type(observer).__module__)
+        names = f"observer {type(observer).__name__}"
+        if package in offers:
+            names = _names(offers[package], [observer], given)
+        return EngineError(
+            f"{names}: {did}",
+            hint="a hook wrapper yields once and returns what that gave: outputs = yield; return outputs",
+        )
     own: list[tuple[FrameType, int]] = []
     owner = ""
     for frame, line in frames:
@@ -67,30 +85,66 @@ def _fault(error: BaseException, engine: object) -> EngineError | None:
         if package in offers and owner in ("", package):
             owner = package
             own.append((frame, line))
-    if not own:
+    if own:
+        (inner, line), (outer, _) = own[0], own[-1]
+        workers = [frame.f_locals.get("self") for frame, _ in own]
+        text = (
+            f"{outer.f_code.co_qualname} raised {describe_error(error)}"
+            f" (at {short_path(inner.f_code.co_filename)}:{line})"
+        )
+    elif isinstance(error, AttributeError) and _package(type(error.obj).__module__) in offers:
+        workers, owner = [error.obj], _package(type(error.obj).__module__)
+        text = f"{type(error.obj).__name__} lacks the attribute {error.name!r}"
+    else:
         return None
-    (inner, line), (outer, _) = own[0], own[-1]
-    workers = [frame.f_locals.get("self") for frame, _ in own]
-    plugins = _of_class(offers[owner], workers)
-    if len(plugins) > 1:
-        lanes = getattr(engine, "lanes", ())
-        plugins = _of_class(plugins, [x for lane in lanes for x in (lane.runner, lane.backend, lane.driver)])
-    names = " or ".join(f"{info.kind} {info.name}" for info in plugins)
-    return EngineError(
-        f"{names} ({plugins[0].distribution} {plugins[0].version}): {outer.f_code.co_qualname} raised"
-        f" {describe_error(error)} (at {short_path(inner.f_code.co_filename)}:{line})",
-        hint="a defect of the plugin; GRAPHPACT_TRACEBACK=1 prints the traceback",
-    )
+    names = _names(offers[owner], workers, given)
+    return EngineError(f"{names}: {text}", hint=f"a defect of the plugin; {_TRACEBACK}")
+
+
+def _refused_wrapper(frames: Sequence[FrameType]) -> tuple[object, str] | None:
+    """Return the plugin whose hook wrapper pluggy refused, and what the wrapper did; None for other errors.
+
+    A wrapper has to yield once. pluggy raises in a frame that has the generator, which has ended; the frame
+    around it has the implementations of the hook. ``frames`` are the innermost first.
+    """
+    if len(frames) < 2 or frames[0].f_code.co_name != "_raise_wrapfail":
+        return None
+    given: dict[str, Any] = frames[0].f_locals
+    code: Any = getattr(given.get("wrap_controller"), "gi_code", None)
+    plugins = {
+        id(getattr(inspect.unwrap(one.function), "__code__", None)): one.plugin
+        for one in frames[1].f_locals.get("hook_impls", ())
+    }
+    if code is None or id(code) not in plugins:
+        return None
+    where = f"{short_path(code.co_filename)}:{code.co_firstlineno}"
+    return plugins[id(code)], f"{code.co_qualname} {given.get('msg')} (at {where})"
 
 
 def _package(module: str) -> str:
     return re.split("[.:]", module)[0]
 
 
+def _names(offers: Sequence[PluginInfo], workers: Sequence[object], given: Sequence[object]) -> str:
+    """Return kind, name and distribution of the plugin of a package on whose objects the frames work."""
+    plugins = _of_class(offers, workers)
+    if len(plugins) > 1:
+        lanes = [lane for each in given for lane in getattr(each, "lanes", ())]
+        plugins = _of_class(plugins, [x for lane in lanes for x in (lane.runner, lane.backend, lane.driver)])
+    names = " or ".join(f"{info.kind} {info.name}" for info in plugins)
+    return f"{names} ({plugins[0].distribution} {plugins[0].version})"
+
+
 def _of_class(offers: Sequence[PluginInfo], workers: Sequence[object]) -> Sequence[PluginInfo]:
-    """Return those of a package's plugins whose class the first of these objects has; all if none does."""
+    """Return those of a package's plugins whose class the first of these objects has; all if none does.
+
+    A graph is no plugin: it is of the package's drivers.
+    """
     for worker in workers:
         classes = {each.__name__ for each in type(worker).__mro__}
-        if found := [info for info in offers if info.target.rpartition(":")[2] in classes]:
+        found = [info for info in offers if info.target.rpartition(":")[2] in classes]
+        if not found and isinstance(worker, Graph):
+            found = [info for info in offers if info.kind == "graph_driver"]
+        if found:
             return found
     return offers

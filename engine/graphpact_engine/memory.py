@@ -34,6 +34,7 @@ from graphpact.lane import Lane
 from graphpact.shapes import EagerReason, GraphShape
 from graphpact.tensors import address_range
 from graphpact_engine.engine import Engine
+from graphpact_engine.faults import names_plugins
 
 Kind = Literal["slot", "pool", "weight", "kv_cache", "request_table", "unknown"]
 """The kind of a row; see the module docstring."""
@@ -127,8 +128,13 @@ class EngineMemory:
     lanes: tuple[LaneMemory, ...]
 
     @classmethod
+    @names_plugins
     def of(cls, engine: Engine) -> "EngineMemory":
-        """Return the memory of the lanes of ``engine``."""
+        """Return the memory of the lanes of ``engine``.
+
+        Raises:
+            EngineError: A driver's plugin failed to describe a graph.
+        """
         return cls(tuple(_lane_memory(lane, engine) for lane in engine.lanes))
 
     @property

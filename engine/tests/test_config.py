@@ -344,6 +344,16 @@ def test_all_faults_are_listed_at_once(file: Path) -> None:
     assert message.count("\n") == 6
 
 
+@pytest.mark.parametrize("key", ["", " ", ".", "engine.", ".seed", "lanes..seed", "engine. .seed"])
+def test_a_key_with_an_empty_part_is_named(key: str, file: Path) -> None:
+    """An override whose key has an empty part is refused with what was given; so is such a key of a file."""
+    assert f"\n  '{key}=3' (--set): not of the form key=value" in refusal(f"{key}=3")
+    quoted = ".".join(f'"{part.strip()}"' for part in key.split("."))
+    file.write_text(f"{quoted} = 3\n")
+    ((_, fault),) = (line.split("  ", 1) for line in refusal(path=file).split("\n")[1:2])
+    assert '""' in fault.partition(" (")[0] or "not a valid lane name" in fault
+
+
 def test_a_value_that_an_earlier_source_got_wrong_may_be_mended_by_a_later_one(file: Path) -> None:
     """Only the value that wins is validated, so --set can override an invalid value in a file."""
     file.write_text("engine.page_size = 3")

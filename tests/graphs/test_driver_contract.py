@@ -11,10 +11,12 @@ import pytest
 import torch
 
 from compiling import compiler  # noqa: F401  a fixture
-from graphpact.graphs import Graph, GraphDriver
+from graphpact.errors import EngineError
+from graphpact.graphs import EagerCall, Graph, GraphDriver
 from graphpact_conformance.driver_contract import CHECKS, DriverCheck, driver_contract
 from graphpact_cpu_graph.inductor import InductorDriver
-from graphpact_cuda_graph.driver import CudaDriver
+from graphpact_cuda_graph.driver import CudaDriver, CudaGraph
+from graphpact_cuda_graph.externals import ExternalsWatch
 from graphpact_tape.tape import TapeDriver
 
 _CUDA = torch.device("cuda", 0)
@@ -102,6 +104,22 @@ class LosesOutputs(TapeDriver):
         return graph
 
 
+class ReplaysReleased(TapeDriver):
+    """A driver whose released graphs accept a replay and do nothing."""
+
+    def capture(self, fn: Callable[[], Any], *, warmup: int = 1) -> Graph:
+        """Record, and refuse no replay after the release."""
+        graph = super().capture(fn, warmup=warmup)
+        release = graph.release
+
+        def forgets() -> None:
+            release()
+            graph.replay = lambda: None  # type: ignore[method-assign]
+
+        graph.release = forgets  # type: ignore[method-assign]
+        return graph
+
+
 @pytest.mark.parametrize(
     ("make", "broken"),
     [
@@ -109,6 +127,7 @@ class LosesOutputs(TapeDriver):
         (CapturesNothing, {"outputs_stay_where_they_are"}),
         (RefusesNothing, {"an_eager_call_may_not_change_its_form", "captures_do_not_nest"}),
         (LosesOutputs, {"outputs_stay_where_they_are"}),
+        (ReplaysReleased, {"a_released_graph_is_not_replayed"}),
     ],
 )
 def test_every_failure_begins_with_the_promise(make: type[TapeDriver], broken: set[str]) -> None:
@@ -137,6 +156,20 @@ def test_cuda_says_why_it_is_unavailable() -> None:
     reason = CudaDriver.unavailable(torch.device("cpu"))
     assert reason is not None
     assert "cpu" in reason
+
+
+@pytest.mark.parametrize("watches_inputs", [False, True])
+def test_a_released_cuda_graph_refuses_its_replay(*, watches_inputs: bool) -> None:
+    """Without a GPU too: released CUDA graphs raise `EngineError` and make no eager call."""
+    calls: list[int] = []
+    call = EagerCall(calls.append, (1,), None)
+    for steps in ([call], [call, call]):
+        watch = ExternalsWatch(torch.device("cpu"))
+        graph = CudaGraph([*steps], None, 0, watch, watches_inputs=watches_inputs)
+        graph.release()
+        with pytest.raises(EngineError, match="a released graph was replayed"):
+            graph.replay()
+    assert calls == []
 
 
 @pytest.mark.skipif(not _NO_CUDA, reason="this machine has a GPU")

@@ -29,7 +29,7 @@ from graphpact.errors import ConfigError, UsageError
 from graphpact_engine import models
 from graphpact_engine.config import EngineConfig
 from graphpact_engine.engine import Engine
-from graphpact_engine.errors import CheckpointError
+from graphpact_engine.errors import CheckpointError, UnsupportedModelError
 from graphpact_engine.request import SamplingParams
 from hostile_rig import Ended, command, refused
 
@@ -259,6 +259,30 @@ ODD_JSON = {
     "a number of 5000 digits": b'{"model_type": "llama", "vocab_size": ' + b"9" * 5000 + b"}",
     "zeros": bytes(4096),
 }
+
+
+@pytest.mark.parametrize("kind", ["nonesuch", "llamma", ""])
+def test_an_unknown_model_type_is_told_before_missing_weights(kind: str, tmp_path: Path) -> None:
+    """Of a folder with a config only, a model type that transformers lacks is told, not its weights."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    with pytest.raises(UnsupportedModelError, match=f"has model_type '{kind}', which transformers"):
+        load(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    with pytest.raises(CheckpointError, match="weights are missing"):
+        load(tmp_path)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("shows", [False, True])
+def test_loading_shows_no_progress_bar(
+    *, shows: bool, model: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model is loaded without a bar on stderr, whatever the program set, which is as before afterwards."""
+    bars = transformers.utils.logging
+    monkeypatch.setattr(bars, "_tqdm_active", shows)
+    load(model)
+    assert capfd.readouterr().err == ""
+    assert bars.is_progress_bar_enabled() is shows
 
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json", INDEX])

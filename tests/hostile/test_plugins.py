@@ -3,7 +3,9 @@
 Does not: examine plugins as the conformance suite does; `conformance/tests/test_supervise.py` has that.
 """
 
+import dataclasses
 import json
+import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,10 +13,13 @@ from pathlib import Path
 import pytest
 
 from fake_site import Site, installed
+from graphpact import ForwardMode
 from graphpact.cli import main, survey
 from graphpact.errors import EngineError
+from graphpact.hookspecs import hookimpl
 from graphpact_engine import Engine
 from graphpact_engine.config import EngineConfig
+from graphpact_engine.memory import EngineMemory
 from hostile_rig import command
 
 DEMO = Path(__file__).parents[2] / "examples/demo.toml"
@@ -271,6 +276,148 @@ def test_a_wrong_return_value_is_told_with_the_plugin(
     error = defect(site, capsys, kind, override(method, body))
     assert said in error
     assert "odd" in error
+
+
+WRAPS = [  # the hook, its body, and what it did
+    ("run_step", "outputs = yield\nyield\nreturn outputs", "has second yield"),
+    ("run_step", "if lane is None: yield\nreturn 1", "did not yield"),
+    ("populate", "yield\nyield", "has second yield"),
+    ("init_metadata_capture", "metadata = yield\nyield", "has second yield"),
+]
+
+
+@pytest.mark.parametrize(("hook", "body", "did"), WRAPS)
+def test_an_observer_that_does_not_yield_once_is_told_with_its_name(
+    hook: str, body: str, did: str, site: Site, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The one error names the observer, the hook, what it did, and the hook's line; the status is 3."""
+    members = override(hook, body).replace("@hookimpl\n", "@hookimpl(wrapper=True)\n")
+    error = defect(site, capsys, "observer", members)
+    assert error == f"error: observer fake_odd (fake-odd 1.0): Odd.{hook} {did} (at site/fake_odd.py:10)"
+
+
+def test_an_observer_of_a_program_that_yields_twice_is_told_by_its_class() -> None:
+    """An observer that is no plugin is named by its class and line, and the engine stays usable."""
+
+    class Twice:
+        @hookimpl(wrapper=True)
+        def run_step(self) -> Iterator[None]:
+            yield
+            yield
+
+    config = EngineConfig.load(DEMO, overrides=["lanes.decode.batch_sizes=[1]"], env={})
+    said = r"^observer Twice: .*Twice.run_step has second yield \(at hostile/test_plugins.py:\d+\)"
+    with Engine(config, observers=[Twice()]) as engine:
+        for _ in range(2):
+            with pytest.raises(EngineError, match=said):
+                engine.generate(["Hello"])
+
+
+GRAPH = """
+from graphpact.graphs import Graph
+
+RELEASED = []
+
+class Bare(Graph):
+    def __init__(self, graph):
+        self.graph = graph
+        self.outputs, self.num_nodes, self.pool_nbytes = graph.outputs, 1, 0
+        {init}
+    def replay(self):
+        self.graph.replay()
+    def release(self):
+        {release}
+        self.graph.release()
+    def external_tensors(self):
+        {external}
+
+class Odd(TapeDriver):
+    name = "fake_odd"
+    def capture(self, fn, warmup=1):
+        return Bare(super().capture(fn, warmup=warmup))
+class Backend(FlashInferBackend):
+    pass
+"""
+
+
+def graphs(site: Site, init: str = "pass", release: str = "pass", external: str = "return None") -> list[str]:
+    """Install a driver whose graphs do this, beside a backend; return the settings that select it."""
+    source = HEAD + GRAPH.format(init=init, release=release, external=external)
+    site.add("odd", source, offers={"fake_odd": "Odd"}, group="graphpact.graph_drivers")
+    return ["lanes.decode.graph_driver=fake_odd", "lanes.decode.batch_sizes=[1, 2]"]
+
+
+@pytest.mark.parametrize(
+    ("faults", "says"),
+    [
+        (
+            {"release": "1 / 0"},
+            "Bare.release raised ZeroDivisionError: division by zero (at site/fake_odd.py:",
+        ),
+        ({"init": "del self.outputs"}, "Bare lacks the attribute 'outputs'"),
+        ({"init": "del self.num_nodes"}, "Bare lacks the attribute 'num_nodes'"),
+        ({"external": "raise KeyError('x')"}, "Bare.external_tensors raised KeyError: 'x' (at site/"),
+    ],
+)
+def test_a_graph_that_fails_is_told_with_its_driver(
+    faults: dict[str, str], says: str, site: Site, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever a graph of a driver does wrong, its release included, ``generate`` names the driver."""
+    sets = [each for one in graphs(site, **faults) for each in ("--set", one)]
+    assert main(["generate", "--config", str(DEMO), "-q", "-n", "3", *sets, "Hello"]) == 3
+    err = capsys.readouterr().err
+    assert err.startswith(f"error: graph_driver fake_odd (fake-odd 1.0): {says}")
+    assert "a defect of the plugin" in err
+
+
+def test_closing_releases_every_graph_though_one_release_raises(site: Site) -> None:
+    """`Engine.close` names the driver, has released every graph, and the engine goes on eagerly."""
+    first = "RELEASED.append(self)\n        if self is RELEASED[0]: 1 / 0"
+    config = EngineConfig.load(DEMO, overrides=graphs(site, release=first), env={})
+    engine = Engine(config)
+    (decode,) = (lane for lane in engine.lanes if lane.name == "decode")
+    taken = {captured.graph for captured in decode.captured.values()}
+    with pytest.raises(EngineError, match="graph_driver fake_odd"):
+        engine.close()
+    assert len(taken) == 2
+    assert set(sys.modules["fake_odd"].RELEASED) == taken
+    before = decode.stats.eager.total()
+    engine.generate(["Hello"])
+    assert decode.stats.eager.total() > before
+    assert all(not lane.captured for lane in engine.lanes if lane is not decode)
+
+
+def test_a_graph_that_fails_after_its_capture_is_told_with_its_driver(site: Site) -> None:
+    """The memory of an engine names the driver of a graph that cannot be described."""
+    late = "if RELEASED: raise KeyError('late')\n        return None"
+    config = EngineConfig.load(DEMO, overrides=graphs(site, external=late), env={})
+    with Engine(config) as engine:
+        sys.modules["fake_odd"].RELEASED.append(1)
+        with pytest.raises(EngineError, match=r"^graph_driver fake_odd .*: Bare.external_tensors raised"):
+            EngineMemory.of(engine)
+
+
+def test_choosing_a_lane_names_the_runner_that_raises(site: Site) -> None:
+    """`Engine.lane_of` names the runner whose `fit` raises, also outside of a step."""
+    fit = "def fit(self, batch): raise LookupError('mine')"
+    site.add("odd", f"{HEAD}class Odd(CudaGraphRunner):\n    {fit}\n", offers={"fake_odd": "Odd"})
+    lanes = ["decode.runner=fake_odd", "decode.batch_sizes=[1]", "two.mode=decode", "two.batch_sizes=[2]"]
+    config = EngineConfig.load(DEMO, overrides=[f"lanes.{key}" for key in lanes], env={})
+    with Engine(config) as engine:
+        engine.add("Hello")
+        scheduled = engine.scheduler.schedule()
+        assert scheduled is not None
+        batch = dataclasses.replace(scheduled.batch, forward_mode=ForwardMode.DECODE)
+        with pytest.raises(EngineError, match=r"^runner fake_odd .*: Odd.fit raised LookupError: mine"):
+            engine.lane_of(batch)
+
+
+def test_an_error_in_a_with_block_is_not_replaced_by_one_of_closing(site: Site) -> None:
+    """If the block of ``with Engine`` raises and closing fails too, the block's error comes out."""
+    config = EngineConfig.load(DEMO, overrides=graphs(site, release="1 / 0"), env={})
+    with pytest.raises(LookupError, match="mine") as told, Engine(config):
+        raise LookupError("mine")
+    assert "Bare.release raised" in told.value.__notes__[0]
 
 
 def test_a_program_gets_the_exception_as_the_cause(site: Site) -> None:

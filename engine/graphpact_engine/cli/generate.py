@@ -171,36 +171,36 @@ def generate(
     if not temperature and (top_p != 1 or top_k != 0 or min_p != 0):
         warning("--top-p, --top-k and --min-p have no effect at --temperature 0")
 
-    engine = build_engine(settings, quiet=quiet)
-    if temperature is None and engine.recommended_sampling and not quiet:
-        options = (
-            f"--{name.replace('_', '-')} {value}" for name, value in engine.recommended_sampling.items()
-        )
-        note(f"generation is greedy; the checkpoint recommends {' '.join(options)}")
-    writer: Writer
-    if as_json:
-        writer = JsonWriter(texts)
-    else:
-        live = data().is_terminal if stream is None else stream
-        writer = TextWriter(texts, live=live, after_prompt="\n" if chat else "")
-    start = time.perf_counter()
+    with build_engine(settings, quiet=quiet) as engine:
+        if temperature is None and engine.recommended_sampling and not quiet:
+            options = (
+                f"--{name.replace('_', '-')} {value}" for name, value in engine.recommended_sampling.items()
+            )
+            note(f"generation is greedy; the checkpoint recommends {' '.join(options)}")
+        writer: Writer
+        if as_json:
+            writer = JsonWriter(texts)
+        else:
+            live = data().is_terminal if stream is None else stream
+            writer = TextWriter(texts, live=live, after_prompt="\n" if chat else "")
+        start = time.perf_counter()
 
-    def report(*, failed: bool = False) -> None:
-        seconds = time.perf_counter() - start
-        tokens = sum(len(answer.token_ids) for answer in writer.answers)
-        print_report(talk(), engine, tokens=tokens, seconds=seconds, quiet=quiet, failed=failed)
+        def report(*, failed: bool = False) -> None:
+            seconds = time.perf_counter() - start
+            tokens = sum(len(answer.token_ids) for answer in writer.answers)
+            print_report(talk(), engine, tokens=tokens, seconds=seconds, quiet=quiet, failed=failed)
 
-    try:
-        asked = [[{"role": "user", "content": text}] for text in texts] if chat else texts
-        for delta in engine.stream(asked, sampling):
-            writer.push(delta)
-    except ContractError:  # the report helps to find the fault
-        writer.close()
-        report(failed=True)
-        raise
-    finally:
-        writer.close()
-    report()
+        try:
+            asked = [[{"role": "user", "content": text}] for text in texts] if chat else texts
+            for delta in engine.stream(asked, sampling):
+                writer.push(delta)
+        except ContractError:  # the report helps to find the fault
+            writer.close()
+            report(failed=True)
+            raise
+        finally:
+            writer.close()
+        report()
 
 
 def _options(*, seed: int | None, threads: int | None, verify: bool) -> dict[str, str]:

@@ -8,6 +8,7 @@ Does not: download anything, or let transformers look for weights.
 """
 
 import copy
+import reprlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+import transformers
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from graphpact_engine.errors import CheckpointError, UnsupportedModelError
 from graphpact_engine.models.config_file import (
@@ -75,6 +77,7 @@ def load_checkpoint(
         UnsupportedModelError: The architecture is not a decoder of transformers.
     """
     raw = read_config(path, trust_remote_code=trust_remote_code)
+    _require_known_type(path, raw)
     stored = open_weights(path, raw)
     require_plausible(path, raw, len(stored))
     with naming_odd_values(raw):
@@ -85,6 +88,17 @@ def load_checkpoint(
             device=device,
             attention=attention,
             trust_remote_code=trust_remote_code,
+        )
+
+
+def _require_known_type(path: Path, raw: Mapping[str, Any]) -> None:
+    """Refuse a model type that transformers does not have, unless the config names code of its own."""
+    model_type = raw.get("model_type")
+    if raw.get("auto_map") is None and model_type not in CONFIG_MAPPING:
+        raise UnsupportedModelError(
+            f"{path}: config.json has model_type {reprlib.repr(model_type)}, which transformers"
+            f" {transformers.__version__} does not know",
+            hint="check its spelling; a newer transformers may have it",
         )
 
 

@@ -20,7 +20,7 @@ from typing import Any, ClassVar, Self
 
 import torch
 
-from graphpact.errors import CaptureError, ReplayError
+from graphpact.errors import CaptureError, EngineError, ReplayError
 from graphpact.graphs.driver import Event, Graph, GraphDriver, Ownership, Stream
 from graphpact.graphs.segments import EagerCall
 from graphpact_cuda_graph.externals import ExternalsWatch
@@ -29,6 +29,10 @@ from graphpact_tape.guard import StrictGuard
 __tracebackhide__ = True
 
 _LIVENESS = "check_input_liveness"
+
+
+def _replay_of_released() -> None:
+    raise EngineError("a released graph was replayed", hint="capture the shape again")
 
 
 class CudaGraph(Graph):
@@ -77,10 +81,12 @@ class CudaGraph(Graph):
 
     def release(self) -> None:
         """Free the executable graphs; the pool stays, because other graphs share it."""
-        self.outputs = self._externals = None
-        self.pool_nbytes = 0
         for graph in self._graphs:
             graph.reset()
+        self.outputs = self._externals = None
+        self.pool_nbytes = 0
+        self._graphs, self._calls = [], []
+        self.replay = _replay_of_released  # type: ignore[method-assign]
 
     def external_tensors(self) -> list[torch.Tensor]:
         """Return the external tensors of the region's dispatched operations that are still alive.
