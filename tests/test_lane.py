@@ -137,6 +137,22 @@ def test_a_closed_lane_runs_eagerly() -> None:
     assert list(rig.lane.stats.eager) == [(ForwardMode.DECODE, EagerReason.NOT_CAPTURED)]
 
 
+def test_closing_a_lane_releases_every_graph() -> None:
+    """If the release of a graph raises, the other graphs are released, and later batches run eagerly."""
+    rig = Rig()
+    graphs = [captured.graph for captured in rig.lane.captured.values()]
+
+    def refuse() -> None:
+        raise OSError("busy")
+
+    graphs[1].release = refuse  # type: ignore[method-assign]
+    with pytest.raises(OSError, match="busy"):
+        rig.lane.close()
+    assert [graph.outputs is None for graph in graphs] == [at != 1 for at in range(len(graphs))]
+    assert rig.agrees(3, 3)
+    rig.lane.close()  # nothing is left
+
+
 # -- hooks -----------------------------------------------------------------------------------------
 
 

@@ -17,6 +17,7 @@ Does not: schedule, sample, or know the kind of model.
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from types import MappingProxyType, SimpleNamespace
 from typing import Any, Literal, get_args
@@ -347,9 +348,10 @@ class Lane:
 
     def close(self) -> None:
         """Release every graph and its memory; later batches run eagerly."""
-        for captured in self._captured.values():
-            captured.graph.release()
-        self._captured.clear()
+        captured, self._captured = self._captured, {}
+        with ExitStack() as stack:  # every graph is released, also if the release of another one raises
+            for each in captured.values():
+                stack.callback(each.graph.release)
 
     # -- inside ----------------------------------------------------------------------------------
 

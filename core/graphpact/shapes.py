@@ -125,18 +125,13 @@ class CaptureSizes:
         """Return the shapes of ``pairs`` of a request count and a token count."""
         return cls(tuple(GraphShape(mode, size, count) for size, count in pairs))
 
-    @property
-    def mode(self) -> ForwardMode:
-        """The mode of all shapes."""
-        return self.shapes[0].mode
-
     def fit(self, batch: ForwardBatch, variant: str = "") -> GraphShape | EagerReason:
         """Return the smallest shape of ``variant`` that holds ``batch``, or why none does. Host work only.
 
         An idle batch fits the smallest shape. If layers gather over DP ranks, all ranks take the shape of the
         largest rank (``global_num_tokens_cpu``).
         """
-        if batch.forward_mode not in (self.mode, ForwardMode.IDLE):
+        if batch.forward_mode not in (self.shapes[0].mode, ForwardMode.IDLE):
             return EagerReason.WRONG_MODE
         requests, tokens = batch.batch_size, batch.num_tokens
         most = max(batch.global_num_tokens_cpu) if batch.global_num_tokens_cpu else 0

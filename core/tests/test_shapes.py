@@ -128,7 +128,7 @@ def test_shapes_ascend_without_repeats(sizes: list[int]) -> None:
     """Every size is listed once, smallest first, whatever order the sizes were given in."""
     captured = CaptureSizes.uniform(ForwardMode.DECODE, sizes, 2)
     assert [s.batch_size for s in captured.shapes] == sorted(set(sizes))
-    assert captured.mode is ForwardMode.DECODE
+    assert {s.mode for s in captured.shapes} == {ForwardMode.DECODE}
     assert all(captured.fit(_batch(s.batch_size, width=2)) == s for s in captured.shapes)
 
 

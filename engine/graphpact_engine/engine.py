@@ -209,7 +209,7 @@ class Engine:
         """
         with contextlib.ExitStack() as stack:
             for lane in self.lanes:
-                stack.callback(_close, lane)
+                stack.callback(lane.close)
 
     def __enter__(self) -> Self:
         return self
@@ -412,19 +412,6 @@ class Engine:
             return self.tokenizer
         except CheckpointError:
             return None
-
-
-def _close(lane: Lane) -> None:
-    """Close a lane; if releasing a graph raises, release its other graphs too."""
-    graphs = [captured.graph for captured in lane.captured.values()]
-    try:
-        lane.close()
-    except BaseException:
-        lane.shapes = ()  # later batches run eagerly
-        for graph in graphs:  # those before the one that raised are released again
-            with contextlib.suppress(Exception):
-                graph.release()
-        raise
 
 
 def _sampling_of_each(sampling: Any, count: int) -> list[Any]:

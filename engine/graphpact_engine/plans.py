@@ -169,7 +169,7 @@ def plan_lanes(config: EngineConfig, catalog: PluginCatalog, device: torch.devic
                 f"lanes.{name}.metadata_in_graph = true, but runner {lane.runner!r} captures nothing",
                 hint="remove metadata_in_graph, or select a runner that captures",
             )
-        reason = call_plugin("graph_driver", driver_name, driver.unavailable, device)
+        reason = call_plugin("graph_driver", driver_name, _unavailable, driver, driver_name, device)
         eager_reason = None
         if reason is not None:
             if lane.graph_driver == "auto" and runner.driver is not None:
@@ -185,6 +185,17 @@ def plan_lanes(config: EngineConfig, catalog: PluginCatalog, device: torch.devic
         call_plugin("attention_backend", backend_name, require, device)
         plans.append(plan)
     return plans
+
+
+def _unavailable(driver: type[GraphDriver], name: str, device: torch.device) -> str | None:
+    """Return why a driver cannot record on ``device``, or None."""
+    reason: Any = driver.unavailable(device)
+    if isinstance(reason, str | None):
+        return reason
+    raise PluginError(
+        f"graph driver {name!r}: unavailable() returned {reason!r}, not a line of text or None",
+        hint="a defect of that plugin: return why it cannot record on the device, or None",
+    )
 
 
 def select_observers(config: EngineConfig, catalog: PluginCatalog) -> list[tuple[str, type[Any]]]:

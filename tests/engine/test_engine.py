@@ -283,6 +283,19 @@ def test_a_plugin_that_raises_is_named(kind: str) -> None:
         Engine(config, catalog=Catalog(acme=plugin))
 
 
+def test_a_driver_that_gives_no_line_of_text_is_refused_by_name() -> None:
+    """What `unavailable` returns in place of a text or None is told with the driver."""
+
+    class Driver(TapeDriver):
+        @classmethod
+        def unavailable(cls, device: torch.device) -> Any:
+            return False
+
+    config = configure(TINY, "lanes.decode.graph_driver=acme")
+    with pytest.raises(PluginError, match=r"'acme': unavailable\(\) returned False, not a line of text"):
+        Engine(config, catalog=Catalog(acme=Driver))
+
+
 def test_shapes_for_a_runner_that_captures_nothing_are_refused() -> None:
     """batch_sizes in an eager lane have no effect, so they are refused."""
     with pytest.raises(ConfigError, match="captures nothing"):
