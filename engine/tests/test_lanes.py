@@ -184,7 +184,7 @@ def test_the_reference_lists_the_keys_of_a_lane_once() -> None:
         ),
         ("lanes.1.runner=x", "lanes.1 (--set): not a valid lane name"),
         ("lanes.a-b={}", "lanes.a-b (--set): not a valid lane name"),
-        ("lanes..runner=x", "lanes. (--set): not a valid lane name"),
+        ("lanes..runner=x", "'lanes..runner=x' (--set): not of the form key=value"),
     ],
 )
 def test_a_fault_of_a_lane_has_one_line_with_key_source_and_what_to_do(setting: str, says: str) -> None:
@@ -239,7 +239,7 @@ class FakeLane:
         self.name = name
         self.asked = 0
         self._shapes = [GraphShape(ForwardMode.DECODE, size, size) for size in sizes]
-        self.runner = SimpleNamespace(shapes=lambda: self._shapes)
+        self.runner = SimpleNamespace(shapes=lambda: self._shapes, declines=())
 
     def fit(self, batch: Any) -> GraphShape | EagerReason:
         """Return the smallest shape that is large enough."""

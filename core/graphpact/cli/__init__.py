@@ -78,7 +78,9 @@ def _tell(error: BaseException, given: Sequence[str]) -> int:
         console.error(error.message, error.hint)
         return error.code
     what, hint = describe_error(error), f"{TRACEBACK_VARIABLE}=1 prints the traceback"
-    label, plugin = "internal error: ", app.third_party(given)
+    label, plugin = "internal error: ", None
+    with suppress(Exception):  # the catalog may be what failed
+        plugin = app.third_party(given)
     if plugin is not None:
         what, hint, label = f"command {plugin} raised {what}", f"a defect of the plugin; {hint}", "error: "
     console.error(f"{what} (at {place_of(error)})", hint, label)
