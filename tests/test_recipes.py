@@ -74,7 +74,14 @@ def _classes(module: ModuleType, base: type[Any] = object) -> list[type[Any]]:
     ]
 
 
-@pytest.mark.parametrize("name", [*RECIPES, *THIRD_PARTY])
+LONG = ("recipes.prefill_grid", "my_attention.prefill")
+"""Recipes with many shapes; `tests/engine/test_prefill_graphs.py` runs them in engines."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[pytest.mark.sweep] * (n in LONG)) for n in [*RECIPES, *THIRD_PARTY]],
+)
 def test_every_plugin_of_the_recipes_is_conformant(name: str) -> None:
     """No rule fails for a backend or a runner of the documentation, and every rule of its lanes has run."""
     module = importlib.import_module(name)
@@ -91,6 +98,7 @@ def test_every_plugin_of_the_recipes_is_conformant(name: str) -> None:
         assert [r for r in results if r.outcome is not Outcome.PASS] == []
 
 
+@pytest.mark.sweep
 def test_a_list_of_slots_of_ones_own_breaks_the_rules_that_the_page_names() -> None:
     """A runner that leaves out a rank's share of the live tokens fails as docs/plugins.md says."""
     runner = importlib.import_module("recipes.runner")
