@@ -147,6 +147,7 @@ def test_what_is_not_captured_is_told(
     assert made.exit_code is ExitCode.CONFORMANT
 
 
+@pytest.mark.sweep
 def test_a_level_that_is_too_low_is_told() -> None:
     """A backend whose graphs work beyond its declared support has a hint, and one without has none.
 

@@ -134,6 +134,7 @@ def test_the_command_shows_one_room(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--room padding --quick" in capsys.readouterr().out
 
 
+@pytest.mark.sweep
 def test_the_command_shows_a_matrix(capsys: pytest.CaptureFixture[str]) -> None:
     """With one exhibit and one variant the command prints one caught, one passed, and ends with status 0."""
     names = [EXHIBITS[0].name, VARIANTS[0].name]

@@ -111,6 +111,7 @@ def test_the_example_keeps_the_pact_by_command_and_by_pytest(elsewhere: Elsewher
     assert re.search(r"^21 passed in ", told, re.MULTILINE)
 
 
+@pytest.mark.sweep
 def test_a_bug_in_the_installed_plugin_is_told_and_can_be_told_again(elsewhere: Elsewhere) -> None:
     """Padding rows with stale pages are reported by the command, by its reproduce line, and by pytest."""
     assert WRONG in (EXAMPLE / "README.md").read_text()  # the README describes this bug

@@ -53,6 +53,7 @@ def run(path: Path, *overrides: str) -> tuple[Engine, list[list[int]]]:
     return engine, [request.output_token_ids for request in requests]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("pool", [24])
 def test_pressure_changes_no_token(pool: int, checkpoint: Callable[..., Path]) -> None:
     """With too few pages, 1,000 requests are preempted and finish with the tokens of a run with enough."""

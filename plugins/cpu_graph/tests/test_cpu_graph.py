@@ -177,6 +177,7 @@ def tokens(engine: Engine) -> list[list[int]]:
     return [request.output_token_ids for request in requests]
 
 
+@pytest.mark.sweep
 def test_tokens_are_those_of_the_tape(compiler: None) -> None:
     """Compiled graphs, with every replay verified, generate the same tokens as the tape."""
     with Engine(configure('lanes.decode.runner="cuda_graph"'), catalog=Catalog()) as engine:
