@@ -69,8 +69,7 @@ def encode(prompt: Any, tokenizer: Callable[[], Any], max_tokens: int) -> list[i
     """
     if isinstance(prompt, str):
         check_text(prompt, "the prompt")
-        encoded: list[int] = _encodable(prompt, tokenizer(), max_tokens).encode(prompt, verbose=False)
-        return encoded
+        return _encode_text(prompt, tokenizer(), max_tokens)
     if _is_array(prompt):
         prompt = prompt.tolist()
     if isinstance(prompt, _BYTES) or not isinstance(prompt, Sequence):
@@ -108,15 +107,16 @@ def check_text(text: str, name: str) -> None:
         raise RequestError(f"{name} is not UTF-8 text: {around!r}") from error
 
 
-def _encodable(text: str, tokenizer: Any, max_tokens: int) -> Any:
-    """Return ``tokenizer``; raise `RequestError` if ``text`` has more than ``max_tokens`` for certain."""
+def _encode_text(text: str, tokenizer: Any, max_tokens: int, **options: Any) -> list[int]:
+    """Return the token ids of ``text``; refuse a text that certainly has more than ``max_tokens``."""
     if len(text) > max_tokens and (least := least_tokens(tokenizer, text)) > max_tokens:
         raise RequestError(
             f"the prompt has {len(text)} characters, which are {least} tokens or more; at most {max_tokens}"
             " leave room for a new one",
             hint="shorten the prompt, or raise engine.max_model_len up to the limit of the model",
         )
-    return tokenizer
+    encoded: list[int] = tokenizer.encode(text, verbose=False, **options)
+    return encoded
 
 
 def _encode_conversation(messages: Sequence[Any], tokenizer: Any, max_tokens: int) -> list[int]:
@@ -138,9 +138,7 @@ def _encode_conversation(messages: Sequence[Any], tokenizer: Any, max_tokens: in
     given = [dict(message) for message in messages]
     try:
         text = tokenizer.apply_chat_template(given, add_generation_prompt=True, tokenize=False)
-        encoded: list[int] = _encodable(text, tokenizer, max_tokens).apply_chat_template(
-            given, add_generation_prompt=True, return_dict=False, tokenizer_kwargs={"verbose": False}
-        )
+        return _encode_text(text, tokenizer, max_tokens, add_special_tokens=False)  # the template has them
     except RequestError:
         raise
     except Exception as error:  # the template is a program of the checkpoint: it may raise anything
@@ -148,7 +146,6 @@ def _encode_conversation(messages: Sequence[Any], tokenizer: Any, max_tokens: in
             "the chat template of the tokenizer refuses the conversation:"
             f" {type(error).__name__}: {' '.join(str(error).split())[:300]}"
         ) from error
-    return encoded
 
 
 def _is_message(value: Any) -> bool:

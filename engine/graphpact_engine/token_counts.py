@@ -3,6 +3,7 @@
 Does not: encode; long texts take minutes, so `graphpact_engine.prompts` asks here first.
 """
 
+import functools
 import json
 from typing import Any
 
@@ -19,12 +20,31 @@ def least_tokens(tokenizer: Any, text: str) -> int:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return 0
-    from tokenizers import normalizers, pre_tokenizers  # noqa: PLC0415  an extra
+    longest, composes = _longest_token(backend, backend.get_vocab_size())
+    if composes:
+        from tokenizers import normalizers  # noqa: PLC0415  an extra
+
+        text = normalizers.NFC().normalize_str(text)
+    return -(-len(text.encode()) // longest) if longest else 0
+
+
+@functools.lru_cache(maxsize=1)
+def _longest_token(backend: Any, size: int) -> tuple[int, bool]:
+    """Return the bytes of text that one token stands for at most, 0 if unknown; and whether NFC comes first.
+
+    It reads the whole vocabulary, which takes longer than encoding a prompt, so the last result is kept.
+
+    Args:
+        backend: The tokenizer of the library tokenizers.
+        size: Its number of tokens: with more, the result may be another.
+    """
+    del size
+    from tokenizers import pre_tokenizers  # noqa: PLC0415  an extra
 
     described = json.loads(backend.to_str())
     model, added = described["model"], described["added_tokens"]
     if model["type"] != "BPE" or any(token["lstrip"] or token["rstrip"] for token in added):
-        return 0  # tokens of unknown words, and those that take the spaces around them, have no longest
+        return 0, False  # tokens of unknown words, or that take the spaces around them, have no longest
     before = _parts(described["pre_tokenizer"], "pretokenizers")
     normal = _parts(described["normalizer"], "normalizers")
     by_bytes = any(part["type"] == "ByteLevel" for part in before)
@@ -38,13 +58,11 @@ def least_tokens(tokenizer: Any, text: str) -> int:
         and all(part["type"] in ("NFC", "Prepend") or _is_space_mark(part) for part in normal)
     )
     if not keeps_all:
-        return 0
-    if any(part["type"] == "NFC" for part in normal):
-        text = normalizers.NFC().normalize_str(text)
+        return 0, False
     # In a vocabulary of bytes, one character stands for one byte.
     longest = max(len(token if by_bytes else token.encode()) for token in model["vocab"])
     longest = max(longest, *(len(token["content"].encode()) for token in added), 1)
-    return -(-len(text.encode()) // longest)
+    return longest, any(part["type"] == "NFC" for part in normal)
 
 
 def _parts(described: dict[str, Any] | None, name: str) -> list[dict[str, Any]]:

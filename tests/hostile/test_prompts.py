@@ -20,7 +20,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_to
 from graphpact_engine import Engine, SamplingParams
 from graphpact_engine.config import EngineConfig
 from graphpact_engine.errors import RequestError
-from graphpact_engine.token_counts import least_tokens
+from graphpact_engine.token_counts import _longest_token, least_tokens
 
 TINY = Path(__file__).parents[2] / "examples/models/tiny-llama"
 IDS = [84, 104, 101, 32]  # the bytes of "The "
@@ -351,6 +351,19 @@ def test_no_prompt_that_fits_is_refused_for_its_length(name: str, parts: list[st
     least = least_tokens(Unused(backend), text)
     assert least <= len(backend.encode(text).ids)
     assert (least > 0) == (name in BOUNDED and text != "")
+
+
+def test_a_vocabulary_is_read_again_only_if_it_has_grown() -> None:
+    """Of one tokenizer the longest token is looked up once, and again after a longer one was added."""
+    backend, text = byte_level(), "x" * 300
+    calls = [least_tokens(Unused(backend), text) for _ in range(3)]
+    assert calls[0] >= 300 // len("<|end of text|>")
+    assert len(set(calls)) == 1
+    before = _longest_token.cache_info().misses
+    assert least_tokens(Unused(backend), text) == calls[0]
+    assert _longest_token.cache_info().misses == before
+    backend.add_tokens([text])
+    assert least_tokens(Unused(backend), text) == len(backend.encode(text).ids) == 1
 
 
 def test_a_tokenizer_without_a_description_has_no_least() -> None:
