@@ -23,6 +23,7 @@ _NAMES = {
     "pact": "Pact bounded",
     "runners": "GraphRunner",
     "shapes": "CaptureSizes EagerReason GraphShape",
+    "speculation": "SpeculationAlgorithm",
     "step": "Step StepOutputs",
 }
 _HOMES = {name: f"graphpact.{home}" for home, names in _NAMES.items() for name in names.split()}

@@ -23,6 +23,7 @@ from graphpact.lane import Lane, PreparedStep
 from graphpact.pact import Pact, bounded
 from graphpact.runners import GraphRunner
 from graphpact.shapes import CaptureSizes, EagerReason, GraphShape
+from graphpact.speculation import SpeculationAlgorithm
 from graphpact.step import Step, StepOutputs
 
 conformance: Callable[..., Callable[[Callable[..., None]], Callable[..., None]]]
@@ -51,6 +52,7 @@ __all__ = [
     "Pact",
     "PaddingPolicy",
     "PreparedStep",
+    "SpeculationAlgorithm",
     "Step",
     "StepOutputs",
     "bounded",

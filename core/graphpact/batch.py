@@ -215,6 +215,19 @@ class ForwardBatch:
         )
 
     @property
+    def selected_rows(self) -> torch.Tensor | None:
+        """``[bs]`` int64: the token of each request whose logits are asked for; None: every token's.
+
+        It is the last token in a ragged batch, and the last accepted one in draft extend.
+        """
+        if self.extend_seq_lens is not None:
+            return torch.cumsum(self.extend_seq_lens, dim=0) - 1
+        if self.num_correct_drafts is None:
+            return None
+        width = self.tokens_per_request
+        return torch.arange(0, self.num_tokens, width, device=self.device) + self.num_correct_drafts
+
+    @property
     def device(self) -> torch.device:
         """The device of the batch's tensors."""
         return self.input_ids.device

@@ -37,8 +37,8 @@ from graphpact.errors import (
     misspelt,
 )
 
-Kind = Literal["attention_backend", "runner", "graph_driver", "observer", "command"]
-"""The kinds of plugins; each has an entry-point group. The first three have a base class, an observer is a
+Kind = Literal["attention_backend", "runner", "graph_driver", "speculation", "observer", "command"]
+"""The kinds of plugins; each has an entry-point group. The first four have a base class, an observer is a
 class of hook wrappers, a command is a function or a `typer.Typer`."""
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -51,12 +51,17 @@ _BASES: dict[Kind, str] = {  # names of `graphpact`, which imports torch when it
     "attention_backend": "AttentionBackend",
     "runner": "GraphRunner",
     "graph_driver": "GraphDriver",
+    "speculation": "SpeculationAlgorithm",
 }
 _OFFERS: dict[str, dict[Kind, str]] = {  # plugins of the first-party distributions
     "graphpact": {"runner": "eager", "command": "plugins"},
     "graphpact-tape": {"graph_driver": "tape"},
     "graphpact-cuda-graph": {"runner": "cuda_graph", "graph_driver": "cuda"},
     "graphpact-cpu-graph": {"runner": "cpu_graph", "graph_driver": "inductor"},
+    "graphpact-speculative": {
+        "runner": "eagle_draft eagle_draft_extend frozen_kv_mtp",
+        "speculation": "eagle frozen_kv_mtp",
+    },
     "graphpact-flashinfer": {"attention_backend": "flashinfer"},
     "graphpact-fa3": {"attention_backend": "fa3"},
     "graphpact-trtllm-mla": {"attention_backend": "trtllm_mla"},
@@ -66,7 +71,9 @@ _OFFERS: dict[str, dict[Kind, str]] = {  # plugins of the first-party distributi
 _FIRST_PARTY: dict[Kind, dict[str, str]] = {
     kind: {n: d for d, offers in _OFFERS.items() for n in offers.get(kind, "").split()} for kind in KINDS
 }
-_GROUPS: dict[str, Kind] = {f"graphpact.{kind}s": kind for kind in KINDS}
+_GROUPS: dict[str, Kind] = {
+    f"graphpact.{kind}" + ("" if kind == "speculation" else "s"): kind for kind in KINDS
+}
 
 _log = logging.getLogger(__name__)
 
@@ -186,6 +193,8 @@ class PluginCatalog:
     def select(self, kind: Literal["runner"], name: str) -> "type[graphpact.GraphRunner]": ...
     @overload
     def select(self, kind: Literal["graph_driver"], name: str) -> "type[graphpact.GraphDriver]": ...
+    @overload
+    def select(self, kind: Literal["speculation"], name: str) -> "type[graphpact.SpeculationAlgorithm]": ...
     @overload
     def select(self, kind: Literal["observer"], name: str) -> type[Any]: ...
     @overload

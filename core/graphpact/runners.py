@@ -39,6 +39,8 @@ class RunnerContext:
             so a slot of that name.
         require_gathered_buffer: Whether activations are gathered over ranks. Then this number is a rank's
             share of the padded shape; see `graphpact.parallel`.
+        hidden_size: Width of the hidden states that a batch of a draft model carries.
+        dtype: Their dtype.
     """
 
     device: torch.device
@@ -49,18 +51,13 @@ class RunnerContext:
     lane: str | None = None
     num_token_non_padded: bool = False
     require_gathered_buffer: bool = False
+    hidden_size: int = 1
+    dtype: torch.dtype = torch.float32
 
     @property
     def tokens_per_request(self) -> int | None:
         """Tokens of each request in this mode; None if the mode is ragged."""
-        draft = self.limits.draft
-        if self.mode.is_ragged:
-            return None
-        if self.mode is ForwardMode.DRAFT_DECODE:
-            return draft.topk
-        if self.mode in (ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND):
-            return draft.num_draft_tokens
-        return 1
+        return self.limits.draft.tokens_per_request(self.mode)
 
     @property
     def padded_seq_len(self) -> int:
@@ -99,6 +96,11 @@ class GraphRunner(HookMethods, abc.ABC):
     """The graph driver for ``auto``; None: the default driver of the device."""
     declines: ClassVar[Collection[EagerReason]] = ()
     """Reasons of its own with which `fit` may leave a batch that a captured shape holds to an eager step."""
+
+    frozen_kv: ClassVar[bool] = False
+    """Whether its lanes decode on a cache that the model only reads, such as another model's. The batches
+    then have ``limits.draft.topk`` equal rows in a row for each request, whose ``seq_lens`` count no new
+    token."""
 
     def __init__(self, context: RunnerContext) -> None:
         self.context = context
@@ -182,7 +184,10 @@ class GraphRunner(HookMethods, abc.ABC):
 
 
 class DecodeRunner(GraphRunner):
-    """A runner that captures decode for `default_batch_sizes`, or for the configured sizes."""
+    """A runner that captures full graphs of uniform batches: `default_batch_sizes`, or the configured ones.
+
+    It serves decode, and what a subclass adds to `modes`, such as target verify.
+    """
 
     modes = frozenset({ForwardMode.DECODE})
     needs = GraphSupport.UNIFORM_DECODE
@@ -194,7 +199,7 @@ class DecodeRunner(GraphRunner):
     def shapes(self) -> Sequence[GraphShape]:
         """Return a shape for each request count."""
         sizes = self.context.require_batch_sizes(self.default_batch_sizes())
-        return CaptureSizes.uniform(ForwardMode.DECODE, sizes).shapes
+        return CaptureSizes.uniform(self.context.mode, sizes, self.context.tokens_per_request or 1).shapes
 
 
 class EagerRunner(GraphRunner):

@@ -30,6 +30,13 @@ class GraphSupport(enum.Enum):
         order = list(GraphSupport)
         return order.index(self) >= order.index(needed)
 
+    @classmethod
+    def for_width(cls, tokens_per_request: int | None) -> "GraphSupport":
+        """Return what graphs need whose requests have so many tokens each; None: different numbers."""
+        if tokens_per_request is None:
+            return cls.ALWAYS
+        return cls.UNIFORM_DECODE if tokens_per_request == 1 else cls.UNIFORM
+
 
 class HeadLayout(enum.Enum):
     """How the query heads of a layer share keys and values.
@@ -103,6 +110,25 @@ class DraftLimits:
     num_steps: int = 1
     topk: int = 1
     num_draft_tokens: int = 1
+
+    def tokens_per_request(self, mode: ForwardMode) -> int | None:
+        """Return the tokens of each request in a batch of ``mode``; None if it is ragged."""
+        if mode.is_ragged:
+            return None
+        if mode is ForwardMode.DRAFT_DECODE:
+            return self.topk
+        is_drafted = mode in (ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND)
+        return self.num_draft_tokens if is_drafted else 1
+
+    def for_backend(self, mode: ForwardMode) -> "DraftLimits":
+        """Return the part that the backend of a lane of ``mode`` needs slots for."""
+        drafts = mode is ForwardMode.DRAFT_DECODE
+        trees = drafts or mode is ForwardMode.TARGET_VERIFY
+        return DraftLimits(
+            self.num_steps if drafts else 1,
+            self.topk if trees else 1,
+            self.num_draft_tokens if trees or mode is ForwardMode.DRAFT_EXTEND else 1,
+        )
 
 
 @dataclass(frozen=True, slots=True)
