@@ -6,7 +6,7 @@ Does not: choose plugins (`graphpact_engine.plans` does), capture (the lanes do)
 import functools
 import itertools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from graphpact.shapes import GraphShape
 from graphpact.step import Forward
 from graphpact_engine.config import EngineConfig
 from graphpact_engine.ownership import EngineOwnership
-from graphpact_engine.plans import LanePlan, ModelSpec, call_plugin
+from graphpact_engine.plans import LanePlan, ModelName, ModelSpec, call_plugin, draft_limits
 from graphpact_engine.pools import KVCache, KVLayerShape, PagePool, RequestPool
 from graphpact_engine.trace import HookTrace
 from graphpact_engine.verify import Verifier
@@ -39,7 +39,9 @@ class Memory:
     """The memory that all lanes share.
 
     Args:
-        limits: The largest counts of all lanes.
+        limits: The largest counts of all lanes. Its context has room for drafts after the longest sequence.
+        max_model_len: Tokens of the longest sequence, prompt and output.
+        num_reserved: KV slots that a decode step reserves for each request.
         requests: The request rows.
         pages: The pages of KV slots.
         kv_cache: The KV cache.
@@ -48,6 +50,8 @@ class Memory:
     """
 
     limits: Limits
+    max_model_len: int
+    num_reserved: int
     requests: RequestPool
     pages: PagePool
     kv_cache: KVCache
@@ -69,32 +73,48 @@ def model_path(config: EngineConfig) -> Path:
     return Path(config.model.path)
 
 
-def lay_out_memory(config: EngineConfig, spec: ModelSpec) -> Memory:
-    """Allocate request rows, KV pages and the KV cache.
+def lay_out_memory(config: EngineConfig, specs: Mapping[ModelName, ModelSpec]) -> Memory:
+    """Allocate request rows, KV pages and the KV cache: the draft model's layers after the target's.
 
     Raises:
-        ConfigError: A limit exceeds that of the model, or the KV cache does not fit in memory.
+        ConfigError: A limit exceeds that of a model, or the KV cache does not fit in memory.
     """
-    engine, device = config.engine, spec.device
-    if engine.max_num_batched_tokens < engine.max_num_seqs:
+    engine, spec = config.engine, specs["target"]
+    device, draft = spec.device, draft_limits(config)
+    needed = engine.max_num_seqs * draft.num_draft_tokens
+    if engine.max_num_batched_tokens < needed:
+        each = "one token per request"
+        if draft.num_draft_tokens > 1:
+            each = f"{draft.num_draft_tokens} tokens per request (speculative.num_draft_tokens)"
         raise ConfigError(
             f"engine.max_num_batched_tokens is {engine.max_num_batched_tokens}, engine.max_num_seqs is"
-            f" {engine.max_num_seqs}; a decode step has one token per request",
-            hint=f"set engine.max_num_batched_tokens to {engine.max_num_seqs} or more",
+            f" {engine.max_num_seqs}; a decode step has {each}",
+            hint=f"set engine.max_num_batched_tokens to {needed} or more",
         )
     shapes = [
         KVLayerShape(s.num_kv_heads, s.head_dim, s.v_head_dim, s.kv_lora_rank is not None)
-        for s in spec.layers
+        for each in specs.values()
+        for number, s in enumerate(each.layers)
+        if each is spec or s.cache_layer == len(spec.layers) + number
     ]
     per_slot = spec.dtype.itemsize * sum(s.width for s in shapes)
     budget = _kv_budget(engine.kv_cache_memory_gib, device)
     affordable = budget // (per_slot * engine.page_size) - 1  # page 0 is scratch
+    num_reserved = max(draft.num_draft_tokens, draft.num_steps * draft.topk)
+    max_model_len = _context_len(
+        engine.max_model_len,
+        {name: each.max_model_len for name, each in specs.items() if each.max_model_len is not None},
+        max(affordable, 1) * engine.page_size - num_reserved + 1,
+    )
+    if max_model_len <= num_reserved > 1:
+        raise ConfigError(
+            f"a draft takes {num_reserved} tokens of a context of {max_model_len}",
+            hint="lower speculative.num_steps, topk or num_draft_tokens, or raise engine.max_model_len",
+        )
     limits = Limits(
         max_bs=engine.max_num_seqs,
         max_num_tokens=engine.max_num_batched_tokens,
-        max_context_len=_context_len(
-            engine.max_model_len, spec.max_model_len, max(affordable, 1) * engine.page_size
-        ),
+        max_context_len=max_model_len + num_reserved - 1,
         page_size=engine.page_size,
     )
     num_pages = engine.num_pages or min(engine.max_num_seqs * limits.max_pages_per_request, affordable)
@@ -110,6 +130,8 @@ def lay_out_memory(config: EngineConfig, spec: ModelSpec) -> Memory:
     kv_cache = KVCache(pages.num_slots, shapes, spec.dtype, device)
     return Memory(
         limits,
+        max_model_len,
+        num_reserved,
         RequestPool(engine.max_num_seqs, limits.max_context_len, device),
         pages,
         kv_cache,
@@ -118,26 +140,28 @@ def lay_out_memory(config: EngineConfig, spec: ModelSpec) -> Memory:
     )
 
 
-def _context_len(asked: int | None, positions: int | None, affordable: int) -> int:
-    """Return the maximum sequence length: ``asked``, or as many of the model's positions as are affordable.
+def _context_len(asked: int | None, positions: Mapping[ModelName, int], affordable: int) -> int:
+    """Return the maximum sequence length: ``asked``, or as many of the models' positions as are affordable.
 
     Args:
         asked: ``engine.max_model_len``.
-        positions: The number of positions of the model, if it is known.
+        positions: The number of positions of each model for which it is known.
         affordable: The number of tokens that a KV cache has room for in memory.
     """
     if asked is None:
-        if positions is None:
+        if "target" not in positions:
             raise ConfigError(
                 "the checkpoint's config.json does not say how many positions the model has",
                 hint="set engine.max_model_len to the longest sequence that it is made for",
             )
-        return min(positions, affordable)
-    if positions is not None and asked > positions:
-        raise ConfigError(
-            f"engine.max_model_len is {asked}; the model has {positions} positions",
-            hint=f"set it to {positions} or less, or leave it out",
-        )
+        return min(*positions.values(), affordable)
+    for name, most in positions.items():
+        if asked > most:
+            model = "the model" if name == "target" else "the draft model"
+            raise ConfigError(
+                f"engine.max_model_len is {asked}; {model} has {most} positions",
+                hint=f"set it to {most} or less, or leave it out",
+            )
     if asked > affordable:
         raise ConfigError(
             f"engine.max_model_len is {asked}; there is memory for a KV cache of {affordable} tokens",
@@ -172,12 +196,23 @@ def build_lane(
     model: Forward,
     spec: ModelSpec,
     memory: Memory,
+    states: Sequence[torch.Tensor] = (),
     observers: Sequence[object] = (),
     on_capture: OnCapture | None = None,
 ) -> tuple[Lane, Verifier | None]:
     """Build one lane, without capturing.
 
     The order of its observers, the outermost first: the guard of a strict lane, the verifier, ``observers``.
+
+    Args:
+        plan: Its plugins and settings.
+        config: The configuration.
+        model: The model that it runs.
+        spec: The properties of that model.
+        memory: The memory that all lanes share.
+        states: The request state of a speculation algorithm.
+        observers: Hook wrappers.
+        on_capture: Called after each captured shape.
 
     Returns:
         The lane, and the verifier of its replays or None.
@@ -194,12 +229,14 @@ def build_lane(
     context = RunnerContext(
         spec.device,
         plan.backend.capabilities,
-        memory.limits,
+        plan.limits(memory.limits),
         mode=plan.mode,
         batch_sizes=plan.config.batch_sizes,
         lane=plan.name,
+        hidden_size=spec.hidden_sizes.get(plan.mode, 1),
+        dtype=spec.dtype,
     )
-    runner = call_plugin("runner", plan.config.runner, plan.runner, context)
+    runner = call_plugin("runner", plan.runner_name, plan.runner, context)
     _require_configured_sizes(plan, runner)
     driver = call_plugin(
         "graph_driver",
@@ -210,7 +247,7 @@ def build_lane(
     outer: list[object] = []
     verifier = None
     if plan.config.strict:
-        ownership = EngineOwnership(memory.requests, memory.pages, memory.kv_cache)
+        ownership = EngineOwnership(memory.requests, memory.pages, memory.kv_cache, states)
         outer.append(driver.guard(ownership))
     if memory.shadow is not None and plan.runner is not EagerRunner:
         verifier = Verifier(
@@ -239,7 +276,7 @@ def build_lane(
     )
     if plan.config.share_buffers and plan.eager_reason is None and lane.registry is None:
         raise ConfigError(
-            f"lanes.{plan.name}.share_buffers = true, but runner {plan.config.runner!r} has no buffers",
+            f"lanes.{plan.name}.share_buffers = true, but runner {plan.runner_name!r} has no buffers",
             hint="remove share_buffers, or select a runner that captures",
         )
     if on_capture is not None:
@@ -256,7 +293,7 @@ def _require_configured_sizes(plan: LanePlan, runner: GraphRunner) -> None:
     if captured != set(configured):
         sizes = ", ".join(map(str, sorted(captured)))
         raise ConfigError(
-            f"lanes.{plan.name}.batch_sizes = {list(configured)}, but runner {plan.config.runner!r}"
+            f"lanes.{plan.name}.batch_sizes = {list(configured)}, but runner {plan.runner_name!r}"
             + (f" captures shapes of {sizes} requests" if captured else " captures nothing"),
             hint="leave batch_sizes out, or select a runner that captures the configured request counts",
         )
@@ -297,7 +334,7 @@ def backend_context(plan: LanePlan, spec: ModelSpec, memory: Memory, kv_cache: K
         spec.device,
         spec.dtype,
         spec.layers,
-        memory.limits,
+        plan.backend_limits(memory.limits),
         memory.requests.req_to_token,
         kv_cache,
         mode=plan.mode,

@@ -48,13 +48,14 @@ RESERVED_VARIABLES = frozenset(
 KeyPath = tuple[str, ...]
 ProviderName = Literal["auto", "native", "portable"]
 """As `graphpact.attention.ProviderName`, which would import torch when a key is completed."""
-LaneMode = Literal["decode", "prefill"]
+LaneMode = Literal["decode", "prefill", "draft_prefill", "draft", "verify", "draft_extend"]
 LANE_MODES: tuple[LaneMode, ...] = get_args(LaneMode)
-"""The modes of lanes. A lane named after a mode has that mode."""
+"""The modes of lanes. A lane named after a mode has that mode. All but the first two are of [speculative]."""
 _DEFAULT_RUNNERS: dict[LaneMode, str] = {"decode": "cuda_graph", "prefill": "eager"}
 _LANE_NAME = r"^[a-z][a-z0-9_]*$"
 _ANY_LANE = "NAME"  # placeholder in the reference; not a valid lane name
 _TEXT = "a string that is not empty"
+_PATHS = {("model", "path"), ("speculative", "draft_model")}
 
 
 def _power_of_two(value: int) -> int:
@@ -174,13 +175,18 @@ class LaneConfig(_Section):
     """``[lanes.NAME]``: one lane."""
 
     mode: LaneMode = Field(
-        description="The batches that the lane runs. decode: one new token per request; prefill: prompts. A"
-        " lane named decode or prefill has that mode; any other lane must set it."
+        description="The batches that the lane runs. decode: one new token per request; prefill: prompts."
+        " With [speculative], instead of decode: draft: the draft model continues; verify: the target reads"
+        " the drafts; draft_prefill and draft_extend: the draft model reads prompts and accepted tokens. A"
+        " lane named after a mode has that mode; any other lane must set it."
     )
-    model: Literal["target"] = Field(default="target", description="The model that the lane runs.")
-    runner: Name = Field(
-        default_factory=lambda lane: _DEFAULT_RUNNERS.get(lane.get("mode"), "eager"),
-        description="The runner; eager captures nothing. Default: cuda_graph for decode, eager for prefill.",
+    model: Literal["target", "draft"] | None = Field(
+        default=None, description="The model that the lane runs. Default, and the only choice: its mode's."
+    )
+    runner: Name | None = Field(
+        default_factory=lambda lane: _DEFAULT_RUNNERS.get(lane.get("mode")),
+        description="The runner; eager captures nothing. Default: cuda_graph for decode, eager for prefill;"
+        " for lanes of [speculative], the algorithm's.",
     )
     attention_backend: Name | None = Field(
         default=None, description="The attention backend. Default: engine.attention_backend."
@@ -197,6 +203,10 @@ class LaneConfig(_Section):
     batch_sizes: BatchSizes | None = Field(
         default=None,
         description="The request counts to capture. Default: the runner's capture sizes.",
+    )
+    capture: bool = Field(
+        default=True,
+        description="Whether to capture the runner's graphs; false: every step runs eagerly, for comparison.",
     )
     metadata_in_graph: bool | None = Field(
         default=None,
@@ -255,7 +265,7 @@ class LanesConfig(RootModel[dict[LaneName, LaneConfig]]):
                     "a lane named {name} must have the mode {name}; give the lane another name",
                     {"name": name, "path": ("lanes", name, "mode"), "value": mode},
                 )
-        for mode in LANE_MODES:
+        for mode in _DEFAULT_RUNNERS:
             if mode not in modes and mode not in modes.values():
                 lanes[mode], modes[mode] = {"mode": mode}, mode
         places = {name: LANE_MODES.index(m) for name, m in modes.items() if m in LANE_MODES}
@@ -283,12 +293,35 @@ class VerifyConfig(_Section):
     )
 
 
+class SpeculativeConfig(_Section):
+    """``[speculative]``: drafting by a second, small model; its lanes take the place of the decode lanes."""
+
+    algorithm: Name | None = Field(
+        default=None, description="The speculation algorithm, such as eagle. Default: no speculation."
+    )
+    draft_model: Name | None = Field(
+        default=None, description="Directory of the draft model; a relative path as that of model.path."
+    )
+    num_steps: int = Field(default=3, ge=1, le=64, description="Tokens that a draft goes ahead.")
+    topk: int = Field(
+        default=1, ge=1, le=64, description="Branches of a draft: 1 for a chain, more for a tree."
+    )
+    num_draft_tokens: int | None = Field(
+        default=None,
+        ge=2,
+        le=256,
+        description="Tokens of a request that one verification reads, its newest token included. Default:"
+        " num_steps * topk + 1.",
+    )
+
+
 class EngineConfig(_Section):
-    """The whole configuration: the tables ``model``, ``engine``, ``lanes`` and ``verify``."""
+    """The whole configuration: ``model``, ``engine``, ``lanes``, ``speculative`` and ``verify``."""
 
     model: ModelConfig = ModelConfig()
     engine: EngineSection = EngineSection()
     lanes: LanesConfig = LanesConfig({})
+    speculative: SpeculativeConfig = SpeculativeConfig()
     verify: VerifyConfig = VerifyConfig()
 
     @classmethod
@@ -434,7 +467,7 @@ def _allowed(schema: Mapping[str, Any]) -> str:
     if "anyOf" in schema:
         return _allowed(schema["anyOf"][0])  # the other branch is null, the default
     if "enum" in schema:
-        return ", ".join(schema["enum"][:-1]) + f" or {schema['enum'][-1]}"
+        return _one_of(schema["enum"])
     if "const" in schema:
         return str(schema["const"])
     if schema["type"] == "array":
@@ -450,6 +483,10 @@ def _allowed(schema: Mapping[str, Any]) -> str:
     if "exclusiveMaximum" in schema:
         text += f", below {schema['exclusiveMaximum']}"
     return text
+
+
+def _one_of(values: Sequence[str]) -> str:
+    return ", ".join(values[:-1]) + f" or {values[-1]}"
 
 
 def _number(bound: float) -> str:
@@ -510,7 +547,7 @@ def _from_file(path: Path | None) -> Iterator[_Setting]:
         raise ConfigError(f"the configuration file {path} cannot be read: {reason}") from None
     for setting in _flatten((), document, str(path)):
         value = setting.value
-        if setting.path == ("model", "path") and isinstance(value, str):
+        if setting.path in _PATHS and isinstance(value, str):
             here = path.parent / value
             if value and os.path.exists(here):  # noqa: PTH110  Path.exists raises without permission
                 yield _Setting(setting.path, str(here), setting.source)
@@ -628,7 +665,7 @@ def _missing_mode(lane: Any, settings: Mapping[KeyPath, _Setting]) -> str:
     source = next(s.source for path, s in settings.items() if path[:2] == ("lanes", lane))
     near = did_you_mean(lane, LANE_MODES)
     hint = f"; or did you mean lanes.{near}?" if near else ""
-    return f"lanes.{lane}.mode ({source}): not set; set it to {' or '.join(LANE_MODES)}{hint}"
+    return f"lanes.{lane}.mode ({source}): not set; set it to {_one_of(LANE_MODES)}{hint}"
 
 
 def _show(value: Any) -> str:

@@ -12,16 +12,19 @@ import functools
 import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, Self, TypeAlias
+from pathlib import Path
+from types import SimpleNamespace, TracebackType
+from typing import Any, Self, TypeAlias, cast
 
 import torch
 
+from graphpact.attention import kv_tensors
 from graphpact.batch import ForwardBatch, ForwardMode
 from graphpact.errors import EngineError, UsageError
 from graphpact.lane import Lane
 from graphpact.plugins import PluginCatalog
 from graphpact.shapes import GraphShape
+from graphpact.speculation import SpeculationAlgorithm, SpeculationContext
 from graphpact_engine.build import (
     OnCapture,
     backend_context,
@@ -31,23 +34,28 @@ from graphpact_engine.build import (
     model_path,
     require_each_can_run,
 )
-from graphpact_engine.config import EngineConfig
+from graphpact_engine.config import EngineConfig, LaneMode
 from graphpact_engine.deltas import DeltaStream
 from graphpact_engine.errors import CheckpointError, RequestError
 from graphpact_engine.faults import names_plugins
 from graphpact_engine.plans import (
+    ModelName,
     ModelSpec,
+    call_plugin,
     check_backends,
+    draft_limits,
     lane_without_latents,
     plan_lanes,
     require_observers,
     resolve_device,
+    select_algorithm,
     select_observers,
 )
 from graphpact_engine.prompts import Prompt, encode, list_prompts, require_tokens
 from graphpact_engine.request import FinishReason, Request, SamplingParams
 from graphpact_engine.sampler import Sampler
-from graphpact_engine.scheduler import Scheduler
+from graphpact_engine.scheduler import ScheduledBatch, Scheduler
+from graphpact_engine.speculation import Speculator
 from graphpact_engine.text import OutputText
 from graphpact_engine.threads import choose_num_threads, running_on
 from graphpact_engine.verify import Verifier
@@ -105,7 +113,8 @@ class Engine:
         self.config = config
         self.device = resolve_device(config.engine.device)
         catalog = catalog or PluginCatalog.scan()
-        plans = plan_lanes(config, catalog, self.device)
+        algorithm = select_algorithm(config, catalog)
+        plans = plan_lanes(config, catalog, self.device, algorithm)
         configured = select_observers(config, catalog)
         require_observers(observers)
         path = model_path(config)
@@ -129,7 +138,7 @@ class Engine:
         self.vocab_size = checkpoint.vocab_size
         self._generation = checkpoint.generation
         self.eos_token_ids = checkpoint.generation.eos_token_ids
-        spec = ModelSpec(
+        target = ModelSpec(
             self.model.layers,
             self.model.dtype,
             self.device,
@@ -139,30 +148,40 @@ class Engine:
             if self.model.has_latents and expanding is None
             else None,
         )
-        self.memory = lay_out_memory(config, spec)
+        specs: dict[ModelName, ModelSpec] = {"target": target}
+        runs: dict[ModelName, Any] = {"target": self.model}
+        self.draft_model = None if algorithm is None else self._load_draft_model()
+        if self.draft_model is not None:
+            specs["draft"] = _spec_of_draft(self.draft_model, self.model.dtype, self.device)
+            runs["draft"] = self.draft_model
+        self.memory = lay_out_memory(config, specs)
         cache = self.memory.kv_cache
-        contexts = [backend_context(plan, spec, self.memory, cache) for plan in plans]
-        check_backends(plans, contexts, catalog, spec)
+        contexts = [backend_context(plan, specs[plan.model], self.memory, cache) for plan in plans]
+        check_backends(plans, contexts, catalog, specs)
+        self._sampler = Sampler(self.eos_token_ids)
+        self.speculation = None if algorithm is None else self._speculator(algorithm)
+        states = () if self.speculation is None else tuple(self.speculation.state.values())
         self.lanes: list[Lane] = []
         self.verifiers: list[Verifier] = []
-        self._lanes_of: dict[ForwardMode, list[Lane]] = {}
+        self._lanes_of: dict[LaneMode, list[Lane]] = {}
         for plan in plans:
             lane, verifier = build_lane(
                 plan,
                 config,
-                model=self.model,
-                spec=spec,
+                model=runs[plan.model],
+                spec=specs[plan.model],
                 memory=self.memory,
+                states=states,
                 observers=[*observers, *build_observers(configured)],
                 on_capture=on_capture,
             )
             self.lanes.append(lane)
-            self._lanes_of.setdefault(plan.mode, []).append(lane)
+            self._lanes_of.setdefault(plan.role, []).append(lane)
             if verifier is not None:
                 self.verifiers.append(verifier)
         for lanes in self._lanes_of.values():
             require_each_can_run(lanes)
-        weights = sum(weight.nbytes for _, weight in self.model.named_weights())
+        weights = sum(weight.nbytes for run in runs.values() for _, weight in run.named_weights())
         self.num_threads = choose_num_threads(config.engine.num_threads, self.device, weights)
         with running_on(self.num_threads):
             for lane in self.lanes:
@@ -172,11 +191,11 @@ class Engine:
             self.memory.pages,
             max_num_seqs=config.engine.max_num_seqs,
             max_num_batched_tokens=config.engine.max_num_batched_tokens,
-            max_model_len=self.memory.limits.max_context_len,
+            max_model_len=self.memory.max_model_len,
             eos_token_ids=self.eos_token_ids,
             device=self.device,
+            num_reserved=self.memory.num_reserved,
         )
-        self._sampler = Sampler(self.eos_token_ids)
         self._num_requests = 0
         self._is_stepping = False
         self._to_abort: list[Request | str] = []  # aborted during a step
@@ -238,7 +257,7 @@ class Engine:
             CheckpointError: Text or stop strings need a tokenizer, and the checkpoint has none.
         """
         number = self._num_requests
-        token_ids = encode(prompt, lambda: self.tokenizer, self.memory.limits.max_context_len - 1)
+        token_ids = encode(prompt, lambda: self.tokenizer, self.memory.max_model_len - 1)
         require_tokens(token_ids, self.vocab_size, "the prompt has")
         request = Request(
             str(number),
@@ -303,11 +322,15 @@ class Engine:
 
     @names_plugins
     def lane_of(self, batch: ForwardBatch) -> Lane:
-        """Return the lane that runs ``batch``: the first lane of its mode with a shape that fits.
+        """Return the lane that runs a decode or extend ``batch`` of the target model.
 
-        If no shape fits, return the first lane of the mode, which runs the batch eagerly.
+        It is the first lane of its mode with a shape that fits. If none fits, it is the first lane of the
+        mode, which runs the batch eagerly.
         """
-        lanes = self._lanes_of[batch.forward_mode]
+        return self._lane_for("decode" if batch.forward_mode.is_decode else "prefill", batch)
+
+    def _lane_for(self, mode: LaneMode, batch: ForwardBatch) -> Lane:
+        lanes = self._lanes_of[mode]
         if len(lanes) == 1:
             return lanes[0]
         return next((lane for lane in lanes if isinstance(lane.fit(batch), GraphShape)), lanes[0])
@@ -367,18 +390,56 @@ class Engine:
         if scheduled is None:
             return []
         with running_on(self.num_threads):
-            logits = self.lane_of(scheduled.batch).run(scheduled.batch).logits
-            rows = scheduled.sampled_indices
-            if len(rows) < len(scheduled.requests):
-                logits = logits[rows]
-            sampled = iter(self._sampler.sample(logits, scheduled.sampled_requests))
-        advanced = self.scheduler.commit(
-            scheduled, [next(sampled) if yields else None for yields in scheduled.samples]
+            tokens = self._run(scheduled)
+        return self.scheduler.commit(scheduled, tokens, lambda request: self._read(request).is_stopped)
+
+    def _run(self, scheduled: ScheduledBatch) -> list[list[int]]:
+        """Run a scheduled batch and return the tokens of each of its requests."""
+        speculation = self.speculation
+        if speculation is not None:
+            is_decode = scheduled.batch.forward_mode.is_decode
+            return speculation.decode(scheduled) if is_decode else speculation.extend(scheduled)
+        logits = self.lane_of(scheduled.batch).run(scheduled.batch).logits
+        rows = scheduled.sampled_indices
+        if len(rows) < len(scheduled.requests):
+            logits = logits[rows]
+        sampled = iter(self._sampler.sample(logits, scheduled.sampled_requests))
+        return [[next(sampled)] if yields else [] for yields in scheduled.samples]
+
+    def _load_draft_model(self) -> Any:
+        """Load the draft model; the target returns the hidden states that it reads from now on."""
+        from graphpact_engine import models  # noqa: PLC0415  an extra that takes seconds to import
+
+        path = Path(str(self.config.speculative.draft_model))
+        draft_model = models.load_draft_model(path, target=self.model)
+        self.model.hidden_states = draft_model.target_layers
+        return draft_model
+
+    def _speculator(self, algorithm: type[SpeculationAlgorithm]) -> Speculator:
+        """Build the algorithm, and its request state."""
+        draft_model, memory = self.draft_model, self.memory
+        assert draft_model is not None  # noqa: S101  an algorithm is configured with one
+        draft = draft_limits(self.config)
+        context = SpeculationContext(
+            draft, draft_model.target_hidden_size, draft_model.hidden_size, self.model.dtype
         )
-        for request in advanced:
-            if request.sampling.stop and self._read(request).is_stopped:
-                self.scheduler.stop(request)
-        return advanced
+        name = self.config.speculative.algorithm
+        built = call_plugin("speculation", str(name), algorithm, context)
+        state = {
+            key: torch.zeros((memory.requests.max_requests + 1, *shape), dtype=dtype, device=self.device)
+            for key, (shape, dtype) in call_plugin("speculation", str(name), built.state).items()
+        }
+        num_layers, cache = len(self.model.layers), memory.kv_cache
+        target = SimpleNamespace(k=cache.k[:num_layers], v=cache.v[:num_layers])
+        return Speculator(
+            built,
+            run=lambda mode, batch: self._lane_for(cast("LaneMode", mode), batch).run(batch),
+            sampler=self._sampler,
+            draft=draft,
+            state=state,
+            target_cache=list(kv_tensors(target).values()),
+            max_position=memory.max_model_len - 1,
+        )
 
     def _read(self, request: Request) -> OutputText:
         """Return the text of a request, up to its newest token."""
@@ -412,6 +473,15 @@ class Engine:
             return self.tokenizer
         except CheckpointError:
             return None
+
+
+def _spec_of_draft(model: Any, dtype: torch.dtype, device: torch.device) -> ModelSpec:
+    """Return the properties of a draft model: most of its batches carry the target's hidden states."""
+    sizes = {
+        **dict.fromkeys(ForwardMode, model.target_hidden_size),
+        ForwardMode.DRAFT_DECODE: model.hidden_size,
+    }
+    return ModelSpec(model.layers, dtype, device, model.max_model_len, hidden_sizes=sizes)
 
 
 def _sampling_of_each(sampling: Any, count: int) -> list[Any]:

@@ -18,7 +18,10 @@ _NOTHING: Mapping[int, float] = {}
 
 
 def change_logits(
-    logits: torch.Tensor, requests: Sequence[Request], end_token_ids: Collection[int]
+    logits: torch.Tensor,
+    requests: Sequence[Request],
+    end_token_ids: Collection[int],
+    drafts: Sequence[Sequence[int]] | None = None,
 ) -> torch.Tensor:
     """Return the logits with the biases, penalties and suppressed tokens of each request.
 
@@ -26,11 +29,13 @@ def change_logits(
         logits: ``[n, V]``, any float dtype and device; not written to.
         requests: The request of each row.
         end_token_ids: The end tokens of the model, which are suppressed before ``min_new_tokens``.
+        drafts: The drafts of each row that come after the request's output; None for none.
 
     Returns:
         ``[n, V]``, float32, or float64 if the logits are.
     """
     scores = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
+    drafts = [()] * len(requests) if drafts is None else drafts
     sampling = [request.sampling for request in requests]
     at, bias = _pairs([params.logit_bias for params in sampling], scores)
     scores[at] += bias
@@ -40,8 +45,8 @@ def change_logits(
     ]
     at, counts = _pairs(
         [
-            _NOTHING if penalty == (1, 0, 0) else request.output_counts()
-            for request, penalty in zip(requests, penalties, strict=True)
+            _NOTHING if penalty == (1, 0, 0) else request.output_counts(ahead)
+            for request, penalty, ahead in zip(requests, penalties, drafts, strict=True)
         ],
         scores,
     )
@@ -51,8 +56,11 @@ def change_logits(
     scores[at] = known - counts * frequency - (counts > 0) * presence
     at, forbidden = _pairs(
         [
-            dict.fromkeys(params.suppressed(len(request.output_token_ids), end_token_ids), -math.inf)
-            for request, params in zip(requests, sampling, strict=True)
+            dict.fromkeys(
+                request.sampling.suppressed(len(request.output_token_ids) + len(ahead), end_token_ids),
+                -math.inf,
+            )
+            for request, ahead in zip(requests, drafts, strict=True)
         ],
         scores,
     )

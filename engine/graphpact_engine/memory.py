@@ -276,7 +276,13 @@ def _lane_memory(lane: Lane, engine: Engine) -> LaneMemory:
         for slot in lane.registry
         if slot.buffer is not None
     ]
-    shared = [row("weight", name, "model", t) for name, t in engine.model.named_weights()]
+    owners = {"model": engine.model, "draft model": engine.draft_model}
+    shared = [
+        row("weight", name, owner, tensor)
+        for owner, model in owners.items()
+        if model is not None
+        for name, tensor in model.named_weights()
+    ]
     shared = [weight for weight in shared if weight.in_graph is not False]
     for name, tensor in kv_tensors(engine.memory.kv_cache).items():
         shared.append(row("kv_cache", name.removeprefix("the "), "engine", tensor))

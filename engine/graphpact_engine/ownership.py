@@ -7,6 +7,8 @@ and is detected. Kernels need no change for this.
 Does not: allocate or free; the pools do.
 """
 
+from collections.abc import Sequence
+
 import torch
 
 from graphpact.attention import kv_tensors
@@ -22,12 +24,20 @@ class EngineOwnership:
         requests: The pool of request rows. Row 0 of ``req_to_token`` has no owner and stays zero.
         pages: The pool of KV pages. Page 0 is scratch and may be written.
         kv_cache: The keys and values of all pages.
+        states: What a speculation algorithm keeps for each request: rows by request row.
     """
 
-    def __init__(self, requests: RequestPool, pages: PagePool, kv_cache: KVCache) -> None:
+    def __init__(
+        self,
+        requests: RequestPool,
+        pages: PagePool,
+        kv_cache: KVCache,
+        states: Sequence[torch.Tensor] = (),
+    ) -> None:
         self._requests = requests
         self._pages = pages
         self._table = requests.req_to_token
+        self._states = states
         size = pages.page_size
         self._caches = {
             name: cache.view(-1, size, *cache.shape[1:]) for name, cache in kv_tensors(kv_cache).items()
@@ -44,7 +54,7 @@ class EngineOwnership:
         rows = frozenset(range(1, self._requests.max_requests + 1)) - self._requests.in_use
         pages = frozenset(range(1, self._pages.num_pages + 1)) - self._pages.in_use
         for tensor, free in (
-            (self._table, rows),
+            *((tensor, rows) for tensor in (self._table, *self._states)),
             *((cache, pages) for cache in self._caches.values()),
         ):
             tensor.index_fill_(

@@ -8,15 +8,17 @@ Does not: build anything; `graphpact_engine.build` does.
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, TypeVar
 
 import torch
 
 from graphpact.attention import (
     AttentionBackend,
     BackendContext,
+    DraftLimits,
+    GraphSupport,
     HeadLayout,
     LayerSpec,
     Limits,
@@ -35,18 +37,22 @@ from graphpact.graphs import GraphDriver
 from graphpact.plugins import Loaded, PluginCatalog, observer_fault
 from graphpact.runners import EagerRunner, GraphRunner
 from graphpact.shapes import EagerReason
+from graphpact.speculation import LaneRole, SpeculationAlgorithm
 from graphpact_engine.capabilities import list_alternatives, require_capabilities
-from graphpact_engine.config import EngineConfig, LaneConfig, LaneMode
+from graphpact_engine.config import LANE_MODES, EngineConfig, LaneConfig, LaneMode, SpeculativeConfig
 from graphpact_engine.errors import UnsupportedModelError
 
 _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_FORWARD_MODES: dict[LaneMode, ForwardMode] = {
-    "decode": ForwardMode.DECODE,
-    "prefill": ForwardMode.EXTEND,
+ModelName = Literal["target", "draft"]
+
+_ROLES: Mapping[str, LaneRole] = {
+    "decode": LaneRole(ForwardMode.DECODE, "target", "cuda_graph"),
+    "prefill": LaneRole(ForwardMode.EXTEND, "target", "eager"),
 }
+_NOT_CAPTURED = EagerReason("capture_off", "the lane's configuration says capture = false")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +61,13 @@ class LanePlan:
 
     Args:
         name: Name of the lane.
+        role: The lane's mode in the configuration, which says what its batches are.
         mode: Forward mode of its batches.
+        model: The model that it runs.
+        draft: The largest draft; all 1 without speculation.
         config: Its table of the configuration.
         runner: The runner.
+        runner_name: The name by which the runner was selected.
         backend: The attention backend.
         backend_name: The name by which the backend was selected.
         driver: The graph driver.
@@ -66,9 +76,13 @@ class LanePlan:
     """
 
     name: str
+    role: LaneMode
     mode: ForwardMode
+    model: ModelName
+    draft: DraftLimits
     config: LaneConfig
     runner: type[GraphRunner]
+    runner_name: str
     backend: type[AttentionBackend]
     backend_name: str
     driver: type[GraphDriver]
@@ -81,6 +95,15 @@ class LanePlan:
         inherited = self.config.kernel_provider is None
         key = ": engine.kernel_provider" if inherited else ".kernel_provider"
         return f'lanes.{self.name}{key} = "{self.provider}", but attention backend {self.backend_name!r}'
+
+    def limits(self, shared: Limits) -> Limits:
+        """Return the limits of the lane's runner, from those that all lanes share."""
+        rows = self.draft.topk if self.runner.frozen_kv else 1
+        return replace(shared, max_bs=shared.max_bs * rows, draft=self.draft)
+
+    def backend_limits(self, shared: Limits) -> Limits:
+        """Return the limits of the lane's backend, which serves one mode."""
+        return replace(self.limits(shared), draft=self.draft.for_backend(self.mode))
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +118,8 @@ class ModelSpec:
         expanded_for: The lane whose backend makes the model's MLA layers run expanded; None if none are
             expanded.
         expanded_layers: Returns ``layers`` in expanded form; None if the model caches no latents.
+        hidden_sizes: For a draft model, the widths of the hidden states that its batches carry, by forward
+            mode.
     """
 
     layers: Sequence[LayerSpec]
@@ -103,6 +128,7 @@ class ModelSpec:
     max_model_len: int | None
     expanded_for: "LanePlan | None" = None
     expanded_layers: Callable[[], Sequence[LayerSpec]] | None = None
+    hidden_sizes: Mapping[ForwardMode, int] = field(default_factory=dict)
 
 
 def resolve_device(name: str) -> torch.device:
@@ -122,69 +148,216 @@ def resolve_device(name: str) -> torch.device:
     return device
 
 
-def plan_lanes(config: EngineConfig, catalog: PluginCatalog, device: torch.device) -> list[LanePlan]:
+def select_algorithm(config: EngineConfig, catalog: PluginCatalog) -> type[SpeculationAlgorithm] | None:
+    """Look up the speculation algorithm of the configuration; None without speculation.
+
+    Raises:
+        PluginError: The name is unknown, rejected or ambiguous, or the algorithm has lanes of unknown names.
+        ConfigError: A key of the table has no effect without an algorithm, or needs another one.
+    """
+    asked = config.speculative
+    if asked.algorithm is None:
+        if asked != SpeculativeConfig():
+            keys = ", ".join(f"speculative.{name}" for name in sorted(asked.model_fields_set))
+            raise ConfigError(
+                f"{keys} has no effect: speculative.algorithm is not set",
+                hint='set speculative.algorithm, such as "eagle", or remove the table',
+            )
+        return None
+    algorithm = catalog.select("speculation", asked.algorithm)
+    known = LANE_MODES[len(_ROLES) :]
+    if unknown := sorted(algorithm.lanes.keys() - set(known)):
+        raise PluginError(
+            f"speculation {asked.algorithm!r} has a lane {unknown[0]!r}; lanes are called {', '.join(known)}",
+            hint="a defect of that plugin: name its lanes by what they do",
+        )
+    if asked.draft_model is None:
+        raise ConfigError(
+            f"speculative.algorithm is {asked.algorithm!r}; speculative.draft_model is not set",
+            hint="set it to the directory of a draft model that was trained for this target",
+        )
+    return algorithm
+
+
+def draft_limits(config: EngineConfig) -> DraftLimits:
+    """Return the largest draft of the configuration; all 1 without speculation."""
+    asked = config.speculative
+    if asked.algorithm is None:
+        return DraftLimits()
+    width = asked.num_draft_tokens or asked.num_steps * asked.topk + 1
+    return DraftLimits(asked.num_steps, asked.topk, width)
+
+
+def _planned(
+    config: EngineConfig, algorithm: type[SpeculationAlgorithm] | None
+) -> list[tuple[str, LaneConfig, LaneRole]]:
+    """Return every lane with its role: those of the configuration, and default ones for other roles."""
+    roles: Mapping[str, LaneRole] = _ROLES
+    if algorithm is not None:
+        roles = {**algorithm.lanes, "prefill": _ROLES["prefill"]}
+    lanes = dict(config.lanes.items())
+    for name, lane in config.lanes.items():
+        if lane.mode in roles:
+            role = roles[lane.mode]
+            if lane.model not in (None, role.model):
+                raise ConfigError(
+                    f"lanes.{name}.model is {lane.model!r}; lanes of mode {lane.mode} run the {role.model}",
+                    hint="remove the key, or give the lane another mode",
+                )
+        elif algorithm is not None and lane == LaneConfig(mode="decode"):
+            del lanes[name]  # the default lane
+        else:
+            why = "speculation drafts and verifies instead" if algorithm else "it needs [speculative]"
+            raise ConfigError(
+                f"lanes.{name}, of mode {lane.mode}, never runs: {why}",
+                hint=f"modes of lanes are here {', '.join(roles)}",
+            )
+    given = {lane.mode for lane in lanes.values()}
+    for mode in LANE_MODES:
+        if mode in roles and mode not in given:
+            if mode in lanes:
+                raise ConfigError(
+                    f"lanes.{mode} has the mode {lanes[mode].mode}", hint="give the lane another name"
+                )
+            lanes[mode] = LaneConfig(mode=mode)
+    return [(name, lane, roles[lane.mode]) for name, lane in lanes.items()]
+
+
+def plan_lanes(
+    config: EngineConfig,
+    catalog: PluginCatalog,
+    device: torch.device,
+    algorithm: type[SpeculationAlgorithm] | None = None,
+) -> list[LanePlan]:
     """Look up the plugins of every lane, in the order of the lanes.
+
+    Args:
+        config: The configuration.
+        catalog: The plugins.
+        device: The device of the lanes.
+        algorithm: The speculation algorithm, from `select_algorithm`.
 
     Raises:
         PluginError: A name is unknown, rejected or ambiguous.
         ConfigError: A runner does not serve the mode of its lane, or a driver or kernels cannot run on
             ``device``.
     """
-    plans = []
-    for name, lane in config.lanes.items():
-        mode = _FORWARD_MODES[lane.mode]
-        backend_name = lane.attention_backend or config.engine.attention_backend
-        provider = lane.kernel_provider or config.engine.kernel_provider
-        driver_name = lane.graph_driver
-        runner = catalog.select("runner", lane.runner)
-        if driver_name == "auto":
-            driver_name = runner.driver or ("cuda" if device.type == "cuda" else "tape")
-        backend = catalog.select("attention_backend", backend_name)
-        driver = catalog.select("graph_driver", driver_name)
-        if mode not in runner.modes:
-            serves = ", ".join(sorted(m.value for m in runner.modes))
-            raise ConfigError(
-                f"lanes.{name}.runner: {lane.runner!r} serves {serves}, not {mode.value}",
-                hint='"eager" serves every mode',
-            )
-        support = backend.capabilities.graph_support
-        if not support.covers(runner.needs):
-            fits = functools.partial(_serves, mode, runner, provider, device)
-            raise ConfigError(
-                f"lanes.{name}: runner {lane.runner!r} captures {runner.needs.value} batches;"
-                f" the graph support of attention backend {backend_name!r} is {support.value};"
-                f" {list_alternatives(_backends_that(fits, catalog))}",
-                hint='select another attention backend for the lane, or the runner "eager"',
-            )
-        if lane.strict and (runner is EagerRunner or not driver.has_strict_mode):
-            eager = runner is EagerRunner
-            no_strict = f"graph driver {driver_name!r} has no strict mode"
-            fault = f"runner {lane.runner!r} captures nothing" if eager else no_strict
-            raise ConfigError(
-                f"lanes.{name}.strict = true, but {fault}",
-                hint='the graph driver "tape" has a strict mode, on any device',
-            )
-        if lane.metadata_in_graph and runner is EagerRunner:
-            raise ConfigError(
-                f"lanes.{name}.metadata_in_graph = true, but runner {lane.runner!r} captures nothing",
-                hint="remove metadata_in_graph, or select a runner that captures",
-            )
-        reason = call_plugin("graph_driver", driver_name, _unavailable, driver, driver_name, device)
-        eager_reason = None
-        if reason is not None:
-            if lane.graph_driver == "auto" and runner.driver is not None:
-                eager_reason = call_plugin("runner", lane.runner, runner.eager_reason, device)
-            if eager_reason is None:
-                raise ConfigError(f"lanes.{name}.graph_driver: {driver_name!r}: {reason}")
-            _log.warning(
-                "lanes.%s: runner %r captures nothing and runs eagerly: its graph driver %r: %s",
-                *(name, lane.runner, driver_name, reason),
-            )
-        plan = LanePlan(name, mode, lane, runner, backend, backend_name, driver, provider, eager_reason)
-        require = functools.partial(require_provider, plan.provider_setting, backend.providers, provider)
-        call_plugin("attention_backend", backend_name, require, device)
-        plans.append(plan)
-    return plans
+    draft = draft_limits(config)
+    return [
+        _plan_lane(name, lane, role, draft, config, catalog, device)
+        for name, lane, role in _planned(config, algorithm)
+    ]
+
+
+def _plan_lane(
+    name: str,
+    lane: LaneConfig,
+    role: LaneRole,
+    draft: DraftLimits,
+    config: EngineConfig,
+    catalog: PluginCatalog,
+    device: torch.device,
+) -> LanePlan:
+    """Look up the plugins of one lane; see `plan_lanes`."""
+    mode = role.mode
+    backend_name = lane.attention_backend or config.engine.attention_backend
+    provider = lane.kernel_provider or config.engine.kernel_provider
+    driver_name = lane.graph_driver
+    runner_name = lane.runner or role.runner
+    runner = catalog.select("runner", runner_name)
+    if driver_name == "auto":
+        driver_name = runner.driver or ("cuda" if device.type == "cuda" else "tape")
+    backend = catalog.select("attention_backend", backend_name)
+    driver = catalog.select("graph_driver", driver_name)
+    _require_serves(name, runner_name, runner, role)
+    needs = _needed_support(runner, draft.tokens_per_request(mode))
+    support = backend.capabilities.graph_support
+    if not support.covers(needs):
+        fits = functools.partial(_serves, mode, needs, provider, device)
+        raise ConfigError(
+            f"lanes.{name}: runner {runner_name!r} captures {needs.value} batches;"
+            f" the graph support of attention backend {backend_name!r} is {support.value};"
+            f" {list_alternatives(_backends_that(fits, catalog))}",
+            hint='select another attention backend for the lane, or the runner "eager"',
+        )
+    _require_captures(name, lane, runner_name, runner, driver_name, driver)
+    reason = call_plugin("graph_driver", driver_name, _unavailable, driver, driver_name, device)
+    eager_reason = None if lane.capture else _NOT_CAPTURED
+    if reason is not None and lane.capture:
+        if lane.graph_driver == "auto" and runner.driver is not None:
+            eager_reason = call_plugin("runner", runner_name, runner.eager_reason, device)
+        if eager_reason is None:
+            raise ConfigError(f"lanes.{name}.graph_driver: {driver_name!r}: {reason}")
+        _log.warning(
+            "lanes.%s: runner %r captures nothing and runs eagerly: its graph driver %r: %s",
+            *(name, runner_name, driver_name, reason),
+        )
+    plan = LanePlan(
+        name=name,
+        role=lane.mode,
+        mode=mode,
+        model=role.model,
+        draft=draft,
+        config=lane,
+        runner=runner,
+        runner_name=runner_name,
+        backend=backend,
+        backend_name=backend_name,
+        driver=driver,
+        provider=provider,
+        eager_reason=eager_reason,
+    )
+    require = functools.partial(require_provider, plan.provider_setting, backend.providers, provider)
+    call_plugin("attention_backend", backend_name, require, device)
+    return plan
+
+
+def _require_serves(name: str, runner_name: str, runner: type[GraphRunner], role: LaneRole) -> None:
+    """Refuse a runner that does not serve the mode of its lane, or not as the algorithm needs it."""
+    if role.mode not in runner.modes:
+        serves = ", ".join(sorted(m.value for m in runner.modes))
+        raise ConfigError(
+            f"lanes.{name}.runner: {runner_name!r} serves {serves}, not {role.mode.value}",
+            hint='"eager" serves every mode',
+        )
+    if role.model == "draft" and runner is EagerRunner and role.runner != "eager":
+        raise ConfigError(
+            f"lanes.{name}.runner: {runner_name!r} runs the draft model once, without the work of"
+            f" {role.runner!r} around it",
+            hint=f"to run the lane without graphs set lanes.{name}.capture = false",
+        )
+
+
+def _require_captures(
+    name: str,
+    lane: LaneConfig,
+    runner_name: str,
+    runner: type[GraphRunner],
+    driver_name: str,
+    driver: type[GraphDriver],
+) -> None:
+    """Refuse settings of graphs for a lane that captures none, and a strict lane without a strict driver."""
+    eager = runner is EagerRunner or not lane.capture
+    fault = f"runner {runner_name!r} captures nothing" if lane.capture else "capture = false"
+    if lane.strict and (eager or not driver.has_strict_mode):
+        no_strict = f"graph driver {driver_name!r} has no strict mode"
+        raise ConfigError(
+            f"lanes.{name}.strict = true, but {fault if eager else no_strict}",
+            hint='the graph driver "tape" has a strict mode, on any device',
+        )
+    if lane.metadata_in_graph and eager:
+        raise ConfigError(
+            f"lanes.{name}.metadata_in_graph = true, but {fault}",
+            hint="remove metadata_in_graph, or select a runner that captures",
+        )
+
+
+def _needed_support(runner: type[GraphRunner], tokens_per_request: int | None) -> GraphSupport:
+    """Return the graph support that a runner needs for batches of this width; None for ragged ones."""
+    if runner.needs is GraphSupport.NEVER or tokens_per_request is None:
+        return runner.needs
+    needed = GraphSupport.for_width(tokens_per_request)
+    return needed if needed.covers(runner.needs) else runner.needs
 
 
 def _unavailable(driver: type[GraphDriver], name: str, device: torch.device) -> str | None:
@@ -230,14 +403,15 @@ def lane_without_latents(plans: Sequence[LanePlan]) -> LanePlan | None:
     All lanes share one KV cache: one backend without MLA makes the cache hold keys and values of every head
     instead of latents.
     """
-    return next((p for p in plans if HeadLayout.MLA not in p.backend.capabilities.head_layouts), None)
+    target = [p for p in plans if p.model == "target"]
+    return next((p for p in target if HeadLayout.MLA not in p.backend.capabilities.head_layouts), None)
 
 
 def check_backends(
     plans: Sequence[LanePlan],
     contexts: Sequence[BackendContext],
     catalog: PluginCatalog,
-    spec: ModelSpec,
+    specs: Mapping[ModelName, ModelSpec],
 ) -> None:
     """Refuse a model that the backend of a lane or its kernels cannot run, before any capture.
 
@@ -249,6 +423,7 @@ def check_backends(
     """
     warnings: dict[str, None] = {}
     for plan, context in zip(plans, contexts, strict=True):
+        spec = specs[plan.model]
         fits = functools.partial(_can_run, plan.runner, context, spec)
         others = functools.partial(_backends_that, fits, catalog)
         _require_backend_fits(plan, spec, context.limits, others)
@@ -283,7 +458,7 @@ def _backends_that(fits: Callable[[type[AttentionBackend]], bool], catalog: Plug
 
 def _serves(
     mode: ForwardMode,
-    runner: type[GraphRunner],
+    needs: GraphSupport,
     provider: ProviderName,
     device: torch.device,
     backend: type[AttentionBackend],
@@ -291,7 +466,7 @@ def _serves(
     """Return whether ``backend`` fits a lane, checked without a model."""
     can = backend.capabilities
     require_provider(backend.__name__, backend.providers, provider, device)
-    return mode in can.modes and device.type in can.devices and can.graph_support.covers(runner.needs)
+    return mode in can.modes and device.type in can.devices and can.graph_support.covers(needs)
 
 
 def _can_run(

@@ -7,6 +7,7 @@ does).
 import enum
 import numbers
 import sys
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
 from typing import Any, Literal, NoReturn
@@ -240,6 +241,7 @@ class Request:
     changes_logits: bool = field(init=False, repr=False)
     _counts: dict[int, int] = field(default_factory=dict, init=False, repr=False)
     _num_counted: int = field(default=0, init=False, repr=False)
+    _uniforms: deque[float] = field(default_factory=deque, init=False, repr=False)
 
     def __post_init__(self, default_seed: int) -> None:
         seed = self.sampling.seed
@@ -265,11 +267,30 @@ class Request:
             return prompt[start:end]
         return prompt[start:] + self.output_token_ids[max(start - at, 0) : end - at]
 
-    def output_counts(self) -> Mapping[int, int]:
-        """Return how often the output has each known token; 0 for tokens of the prompt alone."""
+    def output_counts(self, drafts: Sequence[int] = ()) -> Mapping[int, int]:
+        """Return how often output and ``drafts`` have each known token; 0 for tokens of the prompt alone."""
         if not self._counts:
             self._counts = dict.fromkeys(self.prompt_token_ids, 0)
         for token in self.output_token_ids[self._num_counted :]:
             self._counts[token] = self._counts.get(token, 0) + 1
         self._num_counted = len(self.output_token_ids)
-        return self._counts
+        if not drafts:
+            return self._counts
+        counts = dict(self._counts)
+        for token in drafts:
+            counts[token] = counts.get(token, 0) + 1
+        return counts
+
+    def uniform(self, ahead: int = 0) -> float:
+        """Return the random number in [0, 1) of the token that is ``ahead`` tokens after the next one.
+
+        It stays the same until `use_uniforms` counts it as used.
+        """
+        while len(self._uniforms) <= ahead:
+            self._uniforms.append(torch.rand((), generator=self.generator, dtype=torch.float64).item())
+        return self._uniforms[ahead]
+
+    def use_uniforms(self, count: int = 1) -> None:
+        """Drop the random numbers of the next ``count`` tokens, which were drawn by `uniform`."""
+        for _ in range(min(count, len(self._uniforms))):
+            self._uniforms.popleft()

@@ -1,10 +1,10 @@
 """`Sampler`: logits to tokens, greedy or by temperature, top-k, top-p and min-p.
 
 The token of a request depends only on its own logits, parameters and random numbers: the same seed and
-logits give the same token in any batch. Float sums would break this: their rounding depends on the shape
-of the batch, and a sum near ``top_p`` would keep one token more or fewer. Therefore probabilities are
-integers here, relative to `_ONE` for the likeliest token, and their sums are exact in any order. One uniform
-number per token, from the request's own generator, picks a token.
+logits give the same token in any batch, drafted before or not. Float sums would break this: their rounding
+depends on the shape of the batch, and a sum near ``top_p`` would keep one token more or fewer. Therefore
+probabilities are integers here, relative to `_ONE` for the likeliest token, and their sums are exact in any
+order. One uniform number per token, from the request's own generator, picks a token.
 
 Does not: choose the rows that yield a token (the scheduler does), append tokens to requests, or
 return probabilities or logprobs.
@@ -45,7 +45,28 @@ class Sampler:
 
         Raises:
             EngineError: The number of requests is not the number of rows; or a row contains NaN or has no
-                finite maximum. Then the message names its request, and the random numbers are used up.
+                finite maximum. Then the message names its request, and no random number is used up.
+        """
+        tokens = self.sample_after(logits, requests, [()] * len(requests))
+        for request in requests:
+            request.use_uniforms()
+        return tokens
+
+    def sample_after(
+        self, logits: torch.Tensor, requests: Sequence[Request], drafts: Sequence[Sequence[int]]
+    ) -> list[int]:
+        """Return for each row the token that the request would get if ``drafts`` were its next tokens.
+
+        It is the token that `sample` would return after them, by the same random number. None is used up:
+        call `Request.use_uniforms` with the number of tokens that the request got.
+
+        Args:
+            logits: ``[n, V]``, the model's after the drafts of each row.
+            requests: The request of each row.
+            drafts: The drafts of each row; empty for the next token.
+
+        Raises:
+            EngineError: See `sample`.
         """
         if logits.dim() != 2 or logits.shape[0] != len(requests):
             raise EngineError(
@@ -57,7 +78,12 @@ class Sampler:
         changed = [at for at, request in enumerate(requests) if request.changes_logits]
         if changed:
             index = torch.tensor(changed, device=logits.device)
-            scores = change_logits(logits[index], [requests[at] for at in changed], self._end_token_ids)
+            scores = change_logits(
+                logits[index],
+                [requests[at] for at in changed],
+                self._end_token_ids,
+                [drafts[at] for at in changed],
+            )
             logits = logits.to(scores.dtype).index_copy(0, index, scores)
         likeliest = logits.argmax(dim=-1)  # argmax returns a NaN if there is one
         best = logits.gather(1, likeliest.unsqueeze(1))
@@ -71,7 +97,8 @@ class Sampler:
         for rows, draw in ((plain, _draw_any), (filtered, _draw_filtered)):
             if rows:
                 index = torch.tensor(rows, device=logits.device)
-                params = _params([requests[at] for at in rows], logits.shape[1], logits.device)
+                chosen_by = [(requests[at], len(drafts[at])) for at in rows]
+                params = _params(chosen_by, logits.shape[1], logits.device)
                 scores = logits[index]
                 weights = _weights(scores, best[index], params[0])
                 tokens = tokens.index_copy(0, index, draw(scores, weights, params))
@@ -92,19 +119,25 @@ def _is_filtered(request: Request) -> bool:
     return sampling.temperature > 0 and (sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0)
 
 
-def _params(requests: Sequence[Request], vocab: int, device: torch.device) -> torch.Tensor:
-    """Return ``[5, n, 1]`` float64: temperature, top_p, top_k, min_p, and a new uniform number in [0, 1)."""
-    rows = [
+def _params(rows: Sequence[tuple[Request, int]], vocab: int, device: torch.device) -> torch.Tensor:
+    """Return ``[5, n, 1]`` float64: temperature, top_p, top_k, min_p, and the uniform number in [0, 1).
+
+    Args:
+        rows: The request of each row, and how many drafts come before the row's token.
+        vocab: Tokens of the vocabulary.
+        device: Where to put the result.
+    """
+    values = [
         (
             request.sampling.temperature,
             request.sampling.top_p,
             request.sampling.top_k or vocab,
             request.sampling.min_p,
-            torch.rand((), generator=request.generator, dtype=torch.float64).item(),
+            request.uniform(ahead),
         )
-        for request in requests
+        for request, ahead in rows
     ]
-    return torch.tensor(rows, dtype=torch.float64, device=device).T.unsqueeze(2)
+    return torch.tensor(values, dtype=torch.float64, device=device).T.unsqueeze(2)
 
 
 def _weights(scores: torch.Tensor, best: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:

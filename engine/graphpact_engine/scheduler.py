@@ -4,9 +4,11 @@ Continuous batching with chunked prefill, first come first served:
 
 - A step is an extend (prefill) batch or a decode batch. While any request decodes, two extends never
   follow each other, so a decoding request waits for at most one extend between its tokens.
-- A request is admitted when the free pages hold all its known tokens and one more token, and one page is
-  left for every admitted request that can still grow (otherwise it would soon be preempted again).
+- A request is admitted when the free pages hold all its known tokens and those of its next step, and enough
+  pages are left for the next step of every admitted request (otherwise it would soon be preempted again).
   Requests are admitted in queue order.
+- A decode step reserves the KV slots of ``num_reserved`` tokens for each request: one, or as many as drafts
+  need. Pages without a committed token are given back once the step is committed.
 - A decode that finds no free page preempts the youngest admitted request. That request frees its memory,
   returns to the front of the queue, and is computed again from prompt and output. The oldest request is
   never preempted and always fits alone (`Scheduler.add` checks this), so it always advances.
@@ -19,7 +21,7 @@ Does not: run the model, choose tokens, handle text or vocabulary, or lock: one 
 
 from array import array
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -40,12 +42,15 @@ class ScheduledBatch:
         requests: In batch order, oldest first.
         samples: Whether each request yields a token; False while part of its prompt remains.
         step: Number of the step; only the newest step can be committed.
+        cache_loc: ``[bs, num_reserved]`` int64: the KV slots that a decode reserved for each request, the one
+            of its newest token first; None for an extend.
     """
 
     batch: ForwardBatch
     requests: list[Request]
     samples: list[bool]
     step: int
+    cache_loc: torch.Tensor | None = None
 
     @property
     def sampled_indices(self) -> list[int]:
@@ -69,10 +74,11 @@ class Scheduler:
         max_model_len: Maximum length of a sequence, prompt and output.
         eos_token_ids: Tokens that end every request without ``ignore_eos``.
         device: Device of the batches and of ``request_pool``.
+        num_reserved: KV slots that a decode step reserves for each request.
 
     Raises:
         ConfigError: A limit is below 1, ``max_num_batched_tokens`` is below ``max_num_seqs``, or
-            ``max_model_len`` exceeds the length of a request row.
+            ``max_model_len`` exceeds the length of a request row without reserved slots.
     """
 
     def __init__(
@@ -85,6 +91,7 @@ class Scheduler:
         max_model_len: int,
         eos_token_ids: Collection[int],
         device: torch.device | str,
+        num_reserved: int = 1,
     ) -> None:
         if max_num_seqs < 1:
             raise ConfigError(f"max_num_seqs must be 1 or more; got {max_num_seqs}")
@@ -93,14 +100,16 @@ class Scheduler:
                 f"max_num_batched_tokens must be at least max_num_seqs, {max_num_seqs}, because a "
                 f"decode step has one token per request; got {max_num_batched_tokens}"
             )
-        if not 2 <= max_model_len <= request_pool.max_context_len:
+        longest = request_pool.max_context_len - num_reserved + 1
+        if not 2 <= max_model_len <= longest:
             raise ConfigError(
-                f"max_model_len must be from 2 to the columns of the request pool, "
-                f"{request_pool.max_context_len}; got {max_model_len}"
+                f"max_model_len must be from 2 to the columns of the request pool, {longest}"
+                f"{' without reserved ones' if num_reserved > 1 else ''}; got {max_model_len}"
             )
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
+        self.num_reserved = num_reserved
         self.eos_token_ids = frozenset(eos_token_ids)
         self.num_preemptions = 0
         self._rows = request_pool
@@ -148,7 +157,7 @@ class Scheduler:
                 f"leave room for a new one within max_model_len {self.max_model_len}",
                 hint="shorten the prompt, or raise engine.max_model_len up to the limit of the model",
             )
-        longest = self._longest(request)
+        longest = self._most_slots(request)
         needed = self._pages.pages_for(longest)
         if needed > self._pages.num_pages:
             raise RequestError(
@@ -187,12 +196,21 @@ class Scheduler:
         self._last_was_extend = not self._to_commit.batch.forward_mode.is_decode
         return self._to_commit
 
-    def commit(self, scheduled: ScheduledBatch, token_ids: Sequence[int | None]) -> list[Request]:
+    def commit(
+        self,
+        scheduled: ScheduledBatch,
+        token_ids: Sequence[Sequence[int]],
+        is_stopped: Callable[[Request], bool] = lambda _: False,
+    ) -> list[Request]:
         """Append the tokens of a step; finish the requests that end, and free their memory.
+
+        A request that ends with one of its tokens does not get those after it.
 
         Args:
             scheduled: The newest result of `schedule`.
-            token_ids: The token of each request of the batch; None for a request that yields none.
+            token_ids: The tokens of each request of the batch; empty for a request that yields none.
+            is_stopped: Whether the text of a request has a stop string; asked after each token of requests
+                with stop strings.
 
         Returns:
             The requests that received a token, in batch order; those that ended have ``is_finished``.
@@ -207,7 +225,7 @@ class Scheduler:
                 f"cannot commit step {scheduled.step}: step {self._step} is the newest, and a step is "
                 f"committed once"
             )
-        if [token is not None for token in token_ids] != scheduled.samples:
+        if [len(tokens) > 0 for tokens in token_ids] != scheduled.samples:
             raise EngineError(
                 f"step {scheduled.step} yields tokens at {scheduled.sampled_indices} of "
                 f"{len(scheduled.requests)} requests; got {list(token_ids)}"
@@ -215,18 +233,17 @@ class Scheduler:
         self._to_commit = None
         got: list[Request] = []
         computed = scheduled.batch.seq_lens_cpu.tolist()
-        for request, token, num_computed in zip(scheduled.requests, token_ids, computed, strict=True):
+        for request, tokens, num_computed in zip(scheduled.requests, token_ids, computed, strict=True):
             if request.is_finished:
                 continue
             request.num_computed = num_computed
-            if token is None:
+            if not tokens:
                 continue
             request.state = RequestState.RUNNING
-            request.output_token_ids.append(token)
+            request.num_computed += len(tokens) - 1  # the keys of accepted drafts
             got.append(request)
-            reason = self._reason_to_finish(request, token)
-            if reason is not None:
-                self._finish(request, reason)
+            if all(self._append(request, token, is_stopped) for token in tokens):
+                self._give_back(request)
         return got
 
     def abort(self, request: Request | str) -> bool:
@@ -243,13 +260,6 @@ class Scheduler:
     def is_alive(self, request: Request | str) -> bool:
         """Return whether a request, or the request of an id, is alive in this scheduler."""
         return self._find(request) is not None
-
-    def stop(self, request: Request) -> None:
-        """Give a request the reason "stop", because its text has a stop string; end it if it is alive."""
-        if request.is_finished:  # by a limit, with the same token
-            request.finish_reason = "stop"
-        else:
-            self._finish(request, "stop")
 
     def check_invariants(self) -> None:
         """Check that every page and row has at most one owner, and that the queue is in order.
@@ -299,9 +309,30 @@ class Scheduler:
         """Return the admitted requests of one state, oldest first."""
         return [request for request in self._admitted if request.state is state]
 
-    def _longest(self, request: Request) -> int:
-        """Return the maximum number of tokens of the request."""
-        return min(len(request.prompt_token_ids) + request.sampling.max_new_tokens, self.max_model_len)
+    def _append(self, request: Request, token: int, is_stopped: Callable[[Request], bool]) -> bool:
+        """Append a token to a running request; return whether it goes on, otherwise finish it."""
+        request.output_token_ids.append(token)
+        reason = self._reason_to_finish(request, token)
+        if reason is not None:
+            self._finish(request, reason)
+        if request.sampling.stop and is_stopped(request):
+            if request.is_finished:  # by a limit, with the same token
+                request.finish_reason = "stop"
+            else:
+                self._finish(request, "stop")
+        return not request.is_finished
+
+    def _most_slots(self, request: Request) -> int:
+        """Return the maximum number of KV slots of the request: its tokens, and those reserved after them."""
+        longest = min(len(request.prompt_token_ids) + request.sampling.max_new_tokens, self.max_model_len)
+        return longest + self.num_reserved - 1
+
+    def _pages_to_grow(self, request: Request) -> int:
+        """Return how many pages an admitted request may lack in its next decode step."""
+        owned = len(request.pages)
+        if self._most_slots(request) <= owned * self._pages.page_size:
+            return 0
+        return max(self._pages.pages_for(request.num_tokens - 1 + self.num_reserved) - owned, 1)
 
     def _plan_extend(self) -> ScheduledBatch | None:
         """Continue started prefills, oldest first, then admit requests while tokens and memory last."""
@@ -329,12 +360,10 @@ class Scheduler:
             return None
         request = self._waiting[0]
         pages_for = self._pages.pages_for
-        margin = sum(  # the number of admitted requests that can still need a page
-            self._longest(other) > len(other.pages) * self._pages.page_size for other in self._admitted
-        )
+        margin = sum(map(self._pages_to_grow, self._admitted))
         if (
             self._rows.num_free == 0
-            or pages_for(request.num_tokens + 1) + margin > self._pages.num_free
+            or pages_for(request.num_tokens + self.num_reserved) + margin > self._pages.num_free
             or (pages := self._pages.alloc(pages_for(request.num_tokens))) is None
         ):
             return None
@@ -345,16 +374,24 @@ class Scheduler:
         return request
 
     def _grow(self, request: Request) -> bool:
-        """Allocate the slot of the next token, preempting from the youngest; False if preempted itself."""
-        if request.num_computed < len(request.pages) * self._pages.page_size:
+        """Allocate the slots of a decode step, preempting from the youngest; False if preempted itself."""
+        needed = self._pages.pages_for(request.num_computed + self.num_reserved) - len(request.pages)
+        if needed <= 0:
             return True
-        while (pages := self._pages.alloc(1)) is None:
+        while (pages := self._pages.alloc(needed)) is None:
             youngest = self._admitted[-1]
             self._preempt(youngest)
             if youngest is request:
                 return False
         request.pages += pages
         return True
+
+    def _give_back(self, request: Request) -> None:
+        """Free the pages of a running request that hold none of its tokens."""
+        kept = self._pages.pages_for(request.num_computed)
+        if kept < len(request.pages):
+            self._pages.free(request.pages[kept:])
+            del request.pages[kept:]
 
     def _preempt(self, request: Request) -> None:
         """Send the youngest admitted request back to the front of the queue."""
@@ -397,32 +434,35 @@ class Scheduler:
 
     def _decode_batch(self, requests: list[Request]) -> ScheduledBatch:
         """Build the batch whose input is the newest token of each request."""
-        size = self._pages.page_size
+        count = self.num_reserved
         positions = [request.num_computed for request in requests]
         fields = [
             [request.output_token_ids[-1] for request in requests],
             positions,
             [
-                request.pages[at // size] * size + at % size
+                slot
                 for request, at in zip(requests, positions, strict=True)
+                for slot in self._pages.slots(request.pages, at, at + count)
             ],
             [_row(request) for request in requests],
             [at + 1 for at in positions],
         ]
         host, moved = _move(fields, self._device)
         input_ids, position, slots, rows, seq_lens = moved
-        self._rows.req_to_token[rows, position] = slots.to(torch.int32)
+        cache_loc = slots.view(-1, count)
+        columns = position[:, None] + torch.arange(count, device=self._device)
+        self._rows.req_to_token[rows[:, None], columns] = cache_loc.to(torch.int32)
         batch = ForwardBatch(
             forward_mode=ForwardMode.DECODE,
             batch_size=len(requests),
             input_ids=input_ids,
             positions=position,
-            out_cache_loc=slots,
+            out_cache_loc=cache_loc[:, 0],
             req_pool_indices=rows,
             seq_lens=seq_lens,
             seq_lens_cpu=host[-1],
         )
-        return ScheduledBatch(batch, requests, [True] * len(requests), self._step)
+        return ScheduledBatch(batch, requests, [True] * len(requests), self._step, cache_loc)
 
     def _extend_batch(self, chunks: list[tuple[Request, int]]) -> ScheduledBatch:
         """Build the batch whose input is the next ``length`` tokens of each request."""

@@ -53,6 +53,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "lanes.decode.kernel_provider": PROVIDERS,
     "lanes.decode.graph_driver": WORDS,
     "lanes.decode.batch_sizes": SIZES,
+    "lanes.decode.capture": st.booleans(),
     "lanes.decode.metadata_in_graph": st.booleans(),
     "lanes.decode.strict": st.booleans(),
     "lanes.decode.share_buffers": st.booleans(),
@@ -63,9 +64,15 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "lanes.prefill.kernel_provider": PROVIDERS,
     "lanes.prefill.graph_driver": WORDS,
     "lanes.prefill.batch_sizes": SIZES,
+    "lanes.prefill.capture": st.booleans(),
     "lanes.prefill.metadata_in_graph": st.booleans(),
     "lanes.prefill.strict": st.booleans(),
     "lanes.prefill.share_buffers": st.booleans(),
+    "speculative.algorithm": WORDS,
+    "speculative.draft_model": WORDS,
+    "speculative.num_steps": st.integers(1, 64),
+    "speculative.topk": st.integers(1, 64),
+    "speculative.num_draft_tokens": st.integers(2, 256),
     "verify.pact": st.sampled_from(["always", "sampled", "off"]),
     "verify.pact_sample_every": POSITIVE,
     "verify.replay_against_eager": st.floats(0, 1) | st.sampled_from([0, 1]),
@@ -323,7 +330,10 @@ def test_unknown_tables_and_variables_are_answered_in_their_own_words(file: Path
     """The error for an unknown table names tables, for a variable variables; a table takes no value."""
     file.write_text("[lanes.decod]\nrunner = 'x'\n[zzz]\na = 1\n")
     message = refusal("engine=5", path=file, env={"GRAPHPACT_ENGINE__MAX_NUM_SEQ": "3"})
-    assert f"lanes.decod.mode ({file}): not set; set it to decode or prefill; or did you" in message
+    assert (
+        f"lanes.decod.mode ({file}): not set; set it to decode, prefill, draft_prefill, draft, verify or draft_extend; or did you"
+        in message
+    )
     assert f"zzz ({file}): unknown key; the tables are engine, lanes.NAME, model" in message
     assert "GRAPHPACT_ENGINE__MAX_NUM_SEQ): unknown key; did you mean" in message
     assert "did you mean GRAPHPACT_ENGINE__MAX_NUM_SEQS?" in message

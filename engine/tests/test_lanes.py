@@ -16,15 +16,15 @@ from graphpact.errors import ConfigError
 from graphpact.shapes import EagerReason, GraphShape
 from graphpact_engine import Engine
 from graphpact_engine.build import require_each_can_run
-from graphpact_engine.config import EngineConfig, LaneConfig, LanesConfig, config_keys
+from graphpact_engine.config import LANE_MODES, EngineConfig, LaneConfig, LanesConfig, config_keys
 
-NAMES = st.from_regex(r"[a-z][a-z0-9_]{0,9}", fullmatch=True).filter(
-    lambda name: name not in ("decode", "prefill")
-)
+NAMES = st.from_regex(r"[a-z][a-z0-9_]{0,9}", fullmatch=True).filter(lambda name: name not in LANE_MODES)
 TABLES = st.fixed_dictionaries(
     {"mode": st.sampled_from(["decode", "prefill"])},
     optional={"runner": st.sampled_from(["a", "b"]), "batch_sizes": st.just([1, 2])},
 )
+
+MODES = "decode, prefill, draft_prefill, draft, verify or draft_extend"
 
 
 def load(*overrides: str, text: str = "", env: dict[str, str] | None = None) -> EngineConfig:
@@ -135,25 +135,28 @@ def test_the_reference_lists_the_keys_of_a_lane_once() -> None:
 @pytest.mark.parametrize(
     ("setting", "says"),
     [
-        ("lanes.long.runner=x", "lanes.long.mode (--set): not set; set it to decode or prefill"),
-        ("lanes.long={}", "lanes.long.mode (--set): not set; set it to decode or prefill"),
+        ("lanes.long.runner=x", "lanes.long.mode (--set): not set; set it to " + MODES),
+        ("lanes.long={}", "lanes.long.mode (--set): not set; set it to " + MODES),
         (
             "lanes.decod.strict=true",
-            "not set; set it to decode or prefill; or did you mean lanes.decode?",
+            f"not set; set it to {MODES}; or did you mean lanes.decode?",
         ),
         (
             "lanes.long.mode=decoed",
-            "lanes.long.mode = 'decoed' (--set): expected decode or prefill; did you",
+            f"lanes.long.mode = 'decoed' (--set): expected {MODES}; did you",
         ),
         (
             "lanes.decode.mode=decoed",
-            "lanes.decode.mode = 'decoed' (--set): expected decode or prefill; did",
+            f"lanes.decode.mode = 'decoed' (--set): expected {MODES}; did",
         ),
         (
             "lanes.decode.mode=prefill",
             "lanes.decode.mode = 'prefill' (--set): a lane named decode must have",
         ),
-        ("lanes.decode.model=draft", "lanes.decode.model = 'draft' (--set): expected target"),
+        (
+            "lanes.decode.model=drfat",
+            "lanes.decode.model = 'drfat' (--set): expected target or draft; did you",
+        ),
         (
             "lanes.long.runer=x",
             "lanes.long.runer (--set): unknown key; did you mean lanes.long.runner?",
@@ -168,7 +171,7 @@ def test_the_reference_lists_the_keys_of_a_lane_once() -> None:
         ),
         (
             "lanes.runner=eager",
-            "lanes.runner (--set): unknown key; did you mean lanes.decode.runner?",
+            "lanes.runner (--set): unknown key; did you mean lanes.",
         ),
         (
             "lanes.long=5",
@@ -251,7 +254,7 @@ class FakeLane:
 def engine_of(*fakes: FakeLane) -> Any:
     """Return an engine with these decode lanes only."""
     engine: Any = object.__new__(Engine)
-    engine._lanes_of = {ForwardMode.DECODE: list(fakes)}
+    engine._lanes_of = {"decode": list(fakes)}
     return engine
 
 

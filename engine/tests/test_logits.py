@@ -110,9 +110,9 @@ def test_requests_without_such_parameters_cost_nothing(monkeypatch: pytest.Monke
     """Logits are changed for requests with such parameters only, and not at all without one."""
     seen: list[list[str]] = []
 
-    def record(logits: Any, requests: Any, end: Any) -> Any:
+    def record(logits: Any, requests: Any, *more: Any) -> Any:
         seen.append([request.request_id for request in requests])
-        return change_logits(logits, requests, end)
+        return change_logits(logits, requests, *more)
 
     monkeypatch.setattr("graphpact_engine.sampler.change_logits", record)
     plain = Request("plain", [1], SamplingParams(temperature=1.0, top_p=0.5, stop="x"))

@@ -57,8 +57,9 @@ class Bench:
         tokens: int = 64,
         model_len: int = 64,
         choose: Callable[[Sequence[int], Request], int] = lambda seen, _: next_token(seen),
+        reserved: int = 1,
     ) -> None:
-        self.rows = RequestPool(seqs, model_len, "cpu")
+        self.rows = RequestPool(seqs, model_len + reserved - 1, "cpu")
         self.pages = PagePool(num_pages, page_size)
         self.scheduler = Scheduler(
             self.rows,
@@ -68,6 +69,7 @@ class Bench:
             max_model_len=model_len,
             eos_token_ids=[EOS],
             device="cpu",
+            num_reserved=reserved,
         )
         self.cache = torch.full((self.pages.num_slots,), -1)
         self.choose = choose
@@ -114,19 +116,37 @@ class Bench:
             return None
         self.steps += 1
         self.modes.append(scheduled.batch.forward_mode)
-        tokens: list[int | None] = []
-        for request, seen, samples in zip(
-            scheduled.requests, self.read(scheduled), scheduled.samples, strict=True
+        tokens: list[list[int]] = []
+        for at, (request, seen, samples) in enumerate(
+            zip(scheduled.requests, self.read(scheduled), scheduled.samples, strict=True)
         ):
             known = request.prompt_token_ids + request.output_token_ids
             assert seen == known[: len(seen)], f"request {request.request_id} reads other tokens"
             assert samples == (len(seen) == len(known))
-            tokens.append(self.choose(seen, request) if samples else None)
+            tokens.append([self.choose(seen, request)] if samples else [])
+            if scheduled.cache_loc is not None:
+                tokens[-1] += self.draft(seen, tokens[-1], request, scheduled.cache_loc[at])
         got = self.scheduler.commit(scheduled, tokens)
         assert got == scheduled.sampled_requests
         self.scheduler.check_invariants()
         self.poison_free_slots()
         return scheduled
+
+    def draft(
+        self, seen: list[int], tokens: list[int], request: Request, cache_loc: torch.Tensor
+    ) -> list[int]:
+        """Accept some drafts, whose tokens lie in the reserved slots, and write nonsense into the others."""
+        assert len(set(cache_loc.tolist())) == self.scheduler.num_reserved
+        assert {slot // self.pages.page_size for slot in cache_loc.tolist()} <= set(request.pages)
+        columns = range(len(seen) - 1, len(seen) - 1 + len(cache_loc))
+        assert self.rows.req_to_token[request.row, columns].tolist() == cache_loc.tolist()
+        accepted = []
+        for _ in range(zlib.crc32(repr(seen).encode()) % len(cache_loc)):
+            accepted.append(self.choose([*seen, *tokens, *accepted], request))
+        self.cache[cache_loc[1:]] = 99
+        written = [*tokens, *accepted][: len(accepted)]  # the newest token has no key yet
+        self.cache[cache_loc[1 : 1 + len(accepted)]] = torch.tensor(written, dtype=torch.int64)
+        return accepted
 
     def poison_free_slots(self) -> None:
         """Poison every slot without an owner, so that a read of one is detected."""
@@ -431,7 +451,7 @@ def test_abort_frees_a_request_in_any_state() -> None:
     scheduled = bench.scheduler.schedule()
     assert scheduled is not None
     assert bench.scheduler.abort("running")
-    assert bench.scheduler.commit(scheduled, [1]) == []
+    assert bench.scheduler.commit(scheduled, [[1]]) == []
     assert not bench.scheduler.abort("running")
     assert {one.finish_reason for one in (running, half, waiting)} == {"abort"}
     bench.drain()
@@ -443,20 +463,20 @@ def test_a_step_is_committed_once_and_only_the_newest() -> None:
     request = bench.add("a", range(12), ignore_eos=True)
     first = bench.scheduler.schedule()
     assert first is not None
-    for wrong in ([3], [], [None, None]):
+    for wrong in ([[3]], [], [[], []]):
         with pytest.raises(EngineError, match="yields tokens at"):
             bench.scheduler.commit(first, wrong)
-    assert bench.scheduler.commit(first, [None]) == []
+    assert bench.scheduler.commit(first, [[]]) == []
     with pytest.raises(EngineError, match="committed once"):
-        bench.scheduler.commit(first, [None])
+        bench.scheduler.commit(first, [[]])
     lost = bench.scheduler.schedule()
     again = bench.scheduler.schedule()
     assert lost is not None
     assert again is not None
     with pytest.raises(EngineError, match="newest"):
-        bench.scheduler.commit(lost, [3])
+        bench.scheduler.commit(lost, [[3]])
     assert torch.equal(lost.batch.out_cache_loc, again.batch.out_cache_loc)
-    assert bench.scheduler.commit(again, [3]) == [request]
+    assert bench.scheduler.commit(again, [[3]]) == [request]
     assert request.output_token_ids == [3]
 
 
@@ -503,7 +523,7 @@ def test_host_and_device_tensors_do_not_share_memory() -> None:
         assert scheduled is not None
         scheduled.batch.seq_lens.fill_(99)
         assert 99 not in scheduled.batch.seq_lens_cpu
-        bench.scheduler.commit(scheduled, [1])
+        bench.scheduler.commit(scheduled, [[1]])
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -514,11 +534,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         spare=st.integers(0, 12),
         seqs=st.integers(1, 5),
         tokens=st.integers(0, 12),
+        reserved=st.sampled_from([1, 1, 2, 5, 17]),
     )
-    def build(self, page_size: int, spare: int, seqs: int, tokens: int) -> None:
+    def build(self, page_size: int, spare: int, seqs: int, tokens: int, reserved: int) -> None:
         """Build a pool that holds one request of full length, and ``spare`` more pages."""
-        num_pages = -(-24 // page_size) + spare
-        self.bench = Bench(num_pages, page_size, seqs=seqs, tokens=seqs + tokens, model_len=24)
+        num_pages = -(-(23 + reserved) // page_size) + spare
+        options = {"seqs": seqs, "tokens": seqs + tokens, "model_len": 24, "reserved": reserved}
+        self.bench = Bench(num_pages, page_size, **options)
         self.requests: list[Request] = []
 
     @rule(prompt=st.lists(st.integers(0, 49), min_size=1, max_size=23), new=st.integers(1, 30))

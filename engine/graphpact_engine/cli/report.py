@@ -10,6 +10,7 @@ from rich.console import Console
 from graphpact.cli.console import note, print_table, warning
 from graphpact.lane import Lane
 from graphpact_engine.engine import Engine
+from graphpact_engine.speculation import SpeculationStats
 
 _COLUMNS = ("lane", "shape", "runs", "tokens", "padding", "capture", "nodes", "")
 _NUMBERS = ("runs", "tokens", "padding", "capture", "nodes")
@@ -42,6 +43,8 @@ def print_report(
             console.print()
             print_table(console, _COLUMNS, rows, numbers=_NUMBERS)
         note(_totals(engine, tokens, seconds))
+        if engine.speculation is not None:
+            note(_drafts(engine.speculation.stats))
     if not failed:
         _warn_if_unverified(engine)
 
@@ -100,6 +103,19 @@ def _totals(engine: Engine, tokens: int, seconds: float) -> str:
     parts.append(_count(engine.scheduler.num_preemptions, "preemption"))
     rate = tokens / seconds if seconds else 0.0
     parts.append(f"{_count(tokens, 'token')} in {seconds:.2f} s ({rate:,.1f} a second)")
+    return "; ".join(parts)
+
+
+def _drafts(stats: SpeculationStats) -> str:
+    """Return what the drafts of a run were worth, and the time in the lanes of each mode."""
+    parts = [f"{_count(stats.verifications, 'verified draft')}"]
+    if stats.verifications:
+        shares = [
+            stats.accepted[at] / stats.verifications for at in range(1, max(stats.accepted, default=0) + 1)
+        ]
+        parts[0] += f", {stats.tokens_per_verification:.2f} tokens each"
+        parts.append("accepted by position " + (", ".join(f"{share:.0%}" for share in shares) or "none"))
+    parts += [f"{mode} {_milliseconds(seconds)}" for mode, seconds in stats.seconds.items()]
     return "; ".join(parts)
 
 

@@ -1,0 +1,327 @@
+"""`Speculator`: runs the steps of a speculation algorithm, and verifies its drafts.
+
+    extend    the target reads prompt tokens; the algorithm prepares the first draft
+    decode    the algorithm drafts; `_Round.verify` runs the target over the drafts, lets the sampler choose
+              a token after each of them, and accepts the path on which drafts and chosen tokens agree
+
+A draft is accepted if it is the token that the request would have got without it: by the logits of the target
+after the path to it, with the request's own sampling parameters and random number. So every token is drawn
+from the target's own distribution, and a request gets the same tokens with and without speculation, up to
+the rounding of logits. For drafts that are no random draws this is rejection sampling (Leviathan et al. 2023,
+Chen et al. 2023): a draft ``x`` is accepted with the target's probability ``p(x)``; otherwise the token is
+drawn from the rest of ``p``.
+
+Does not: schedule, commit tokens, or know an algorithm; or keep anything if a step fails.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+from graphpact.attention import DraftLimits
+from graphpact.batch import ForwardBatch, ForwardMode
+from graphpact.errors import EngineError
+from graphpact.speculation import (
+    DecodeStep,
+    ExtendStep,
+    SpeculationAlgorithm,
+    Verified,
+)
+from graphpact.step import StepOutputs
+from graphpact_engine.request import Request
+from graphpact_engine.sampler import Sampler
+from graphpact_engine.scheduler import ScheduledBatch
+
+RunRole = Callable[[str, ForwardBatch], StepOutputs]
+"""``(mode of a lane, batch) -> outputs``: runs the batch in the first lane of that mode that has a shape."""
+
+
+@dataclass(slots=True)
+class SpeculationStats:
+    """Counts of a run.
+
+    Args:
+        verifications: Verified drafts, one for each request and decode step.
+        accepted: How many drafts had their first, second, .. token accepted, by position from 1.
+        seconds: Time in steps of lanes, by their mode; ``prefill`` is the target's.
+    """
+
+    verifications: int = 0
+    accepted: Counter[int] = field(default_factory=Counter)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def tokens_per_verification(self) -> float:
+        """Mean tokens of a request in a decode step, the one after the accepted drafts included."""
+        return 1 + self.accepted.total() / self.verifications if self.verifications else 0.0
+
+
+class Speculator:
+    """The steps of one algorithm.
+
+    Args:
+        algorithm: The algorithm.
+        run: Runs steps of lanes.
+        sampler: Chooses tokens.
+        draft: The largest draft.
+        state: The request state of the algorithm.
+        target_cache: The keys and values of every layer of the target, ``[slots, ...]`` each.
+        max_position: The last position of the models. Drafts beyond it can never be accepted.
+
+    Attributes:
+        stats: The counts.
+    """
+
+    def __init__(
+        self,
+        algorithm: SpeculationAlgorithm,
+        *,
+        run: RunRole,
+        sampler: Sampler,
+        draft: DraftLimits,
+        state: dict[str, torch.Tensor],
+        target_cache: Sequence[torch.Tensor],
+        max_position: int,
+    ) -> None:
+        self.stats = SpeculationStats()
+        self.algorithm = algorithm
+        self.sampler = sampler
+        self.draft = draft
+        self.state = state
+        self.target_cache = target_cache
+        self.max_position = max_position
+        self._run = run
+        (self.verify_mode,) = (
+            name for name, role in algorithm.lanes.items() if role.mode is ForwardMode.TARGET_VERIFY
+        )
+
+    def run(self, mode: str, batch: ForwardBatch) -> StepOutputs:
+        """Run a step of the lanes of ``mode``, and count its time."""
+        with self._timed(mode):
+            return self._run(mode, batch)
+
+    def extend(self, scheduled: ScheduledBatch) -> list[list[int]]:
+        """Run a step of prompt tokens; return the tokens of each request: one, or none if its prompt goes on.
+
+        The target's outputs are read before the algorithm runs another lane.
+        """
+        batch, requests = scheduled.batch, scheduled.requests
+        outputs = self.run("prefill", batch)
+        rows = scheduled.sampled_indices
+        sampled = iter(
+            self.sampler.sample_after(outputs.logits[rows], scheduled.sampled_requests, [()] * len(rows))
+        )
+        tokens = [[next(sampled)] if yields else [] for yields in scheduled.samples]
+        following: list[int] = []
+        ends = batch.seq_lens_cpu.tolist()
+        lengths = batch.required_extend_lens()[1].tolist()
+        for request, end, length, own in zip(requests, ends, lengths, tokens, strict=True):
+            following += request.token_ids(end - length + 1, end + 1) + own
+        self.algorithm.extend(
+            ExtendStep(
+                batch=batch,
+                hidden_states=outputs["hidden_states"],
+                next_token_ids=torch.tensor(following, device=batch.device),
+                state=self.state,
+                run=self.run,
+            )
+        )
+        return self._used(requests, tokens)
+
+    def decode(self, scheduled: ScheduledBatch) -> list[list[int]]:
+        """Run a decode step; return the tokens of each request, one or more."""
+        batch, cache_loc = scheduled.batch, scheduled.cache_loc
+        if cache_loc is None:
+            raise EngineError("a decode step has no reserved KV slots")
+        seq_lens, seq_lens_cpu = batch.seq_lens - 1, batch.seq_lens_cpu - 1
+        verification = _Round(self, scheduled.requests, batch, seq_lens, seq_lens_cpu, cache_loc)
+        self.algorithm.decode(
+            DecodeStep(
+                token_ids=batch.input_ids,
+                req_pool_indices=batch.req_pool_indices,
+                seq_lens=seq_lens,
+                seq_lens_cpu=seq_lens_cpu,
+                cache_loc=cache_loc,
+                state=self.state,
+                run=self.run,
+                verify=verification.verify,
+            )
+        )
+        for tokens in verification.tokens:
+            self.stats.verifications += 1
+            self.stats.accepted.update(range(1, len(tokens)))
+        return self._used(scheduled.requests, verification.tokens)
+
+    @staticmethod
+    def _used(requests: Sequence[Request], tokens: list[list[int]]) -> list[list[int]]:
+        """Return the tokens of each request; their random numbers are used up: nothing can fail any more."""
+        for request, its_tokens in zip(requests, tokens, strict=True):
+            request.use_uniforms(len(its_tokens))
+        return tokens
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            spent = self.stats.seconds.get(name, 0.0)
+            self.stats.seconds[name] = spent + time.perf_counter() - start
+
+
+@dataclass(slots=True)
+class _Round:
+    """One verification.
+
+    Args:
+        owner: The speculator.
+        requests: The requests.
+        batch: The decode batch of their newest tokens.
+        seq_lens: ``[bs]`` int64: tokens in the cache.
+        seq_lens_cpu: The same on the host.
+        cache_loc: ``[bs, n]`` int64: their reserved KV slots.
+        tokens: The tokens of each request; empty before `verify`.
+    """
+
+    owner: Speculator
+    requests: Sequence[Request]
+    batch: ForwardBatch
+    seq_lens: torch.Tensor
+    seq_lens_cpu: torch.Tensor
+    cache_loc: torch.Tensor
+    tokens: list[list[int]] = field(default_factory=list)
+
+    def verify(self, drafts: torch.Tensor, parents: torch.Tensor | None) -> Verified:
+        """See `DecodeStep.verify`.
+
+        Raises:
+            EngineError: Drafts or parents have another shape than ``num_draft_tokens`` says, or the drafts
+                of this step were verified already.
+        """
+        owner, width = self.owner, self.owner.draft.num_draft_tokens
+        expected = [len(self.requests), width - 1]
+        given = [list(each.shape) for each in (drafts, parents) if each is not None]
+        if self.tokens or any(shape != expected for shape in given):
+            what = "a second time" if self.tokens else f"drafts and parents {given}; expected {expected}"
+            raise EngineError(
+                f"{type(owner.algorithm).__name__} verifies {what}",
+                hint="a defect of that algorithm: verify num_draft_tokens - 1 drafts of each request, once",
+            )
+        # Copies: outputs of the draft's lane are valid until its next step.
+        ids = torch.cat([self.batch.input_ids[:, None], drafts], dim=1)
+        mask = None if parents is None else _tree_mask(parents, owner.draft.num_steps)
+        outputs = owner.run(owner.verify_mode, self._batch_of(ids, mask))
+        paths = self._accept(outputs.logits, ids, parents)
+        path = torch.tensor([_padded(p, width) for p in paths], device=ids.device)
+        if parents is not None:
+            self._follow(path)
+        hidden = outputs["hidden_states"]
+        rows = path + torch.arange(0, hidden.shape[0], width, device=ids.device)[:, None]
+        following = torch.tensor([_padded(tokens, width) for tokens in self.tokens], device=ids.device)
+        return Verified(
+            hidden_states=hidden[rows.flatten()],
+            next_token_ids=following.flatten(),
+            num_correct_drafts=torch.tensor(
+                [len(p) - 1 for p in paths], dtype=torch.int32, device=ids.device
+            ),
+        )
+
+    def _batch_of(self, ids: torch.Tensor, mask: torch.Tensor | None) -> ForwardBatch:
+        """Return the batch of the target: the tokens ``ids`` ``[bs, width]`` of each request."""
+        bs, width = ids.shape
+        depth = torch.arange(width, device=ids.device) if mask is None else mask.sum(dim=2) - 1
+        positions = (self.seq_lens[:, None] + depth).clamp_(max=self.owner.max_position)
+        return ForwardBatch(
+            forward_mode=ForwardMode.TARGET_VERIFY,
+            batch_size=bs,
+            input_ids=ids.flatten(),
+            positions=positions.flatten(),
+            out_cache_loc=self.cache_loc[:, :width].flatten(),
+            req_pool_indices=self.batch.req_pool_indices,
+            seq_lens=self.seq_lens,
+            seq_lens_cpu=self.seq_lens_cpu,
+            tree_mask=None if mask is None else mask.flatten(0, 1),
+        )
+
+    def _accept(
+        self, logits: torch.Tensor, ids: torch.Tensor, parents: torch.Tensor | None
+    ) -> list[list[int]]:
+        """Set `tokens`, and return the accepted path of each request: indices into its row of ``ids``."""
+        drafted: list[list[int]] = ids.tolist()
+        width = ids.shape[1]
+        chain = [list(range(width - 1))] * len(drafted)
+        parent_of: list[list[int]] = chain if parents is None else parents.tolist()
+        ahead: list[list[int]] = []
+        for row, parent in zip(drafted, parent_of, strict=True):
+            before: list[list[int]] = [[]]
+            for at, token in enumerate(row[1:]):
+                before.append([*before[parent[at]], token])
+            ahead += before
+        each = [request for request in self.requests for _ in range(width)]
+        chosen = self.owner.sampler.sample_after(logits, each, ahead)
+        paths = []
+        for number, (row, parent) in enumerate(zip(drafted, parent_of, strict=True)):
+            path, tokens = accepted_path(row, parent, chosen[number * width : (number + 1) * width])
+            paths.append(path)
+            self.tokens.append(tokens)
+        return paths
+
+    def _follow(self, path: torch.Tensor) -> None:
+        """Move the target's keys and values of each ``path`` to the slots that follow the sequence.
+
+        Args:
+            path: ``[bs, width]`` int64: the row of each request's drafts that belongs in each slot.
+        """
+        slots = self.cache_loc[:, : path.shape[1]]
+        source = slots.gather(1, path)
+        moves = source != slots
+        source, to = source[moves], slots[moves]
+        for cache in self.owner.target_cache:
+            cache.index_copy_(0, to, cache[source])
+
+
+def accepted_path(
+    drafted: Sequence[int], parents: Sequence[int], chosen: Sequence[int]
+) -> tuple[list[int], list[int]]:
+    """Return the path on which drafts are the chosen tokens, and the tokens of the request along it.
+
+    Args:
+        drafted: The newest token, then the drafts.
+        parents: For each draft the index of the token that it follows.
+        chosen: The token that the request would get after each of ``drafted``.
+
+    Returns:
+        Indices into ``drafted``, the newest token first; and as many tokens, the last of which is no draft.
+    """
+    path, tokens = [0], [chosen[0]]
+    for at in range(1, len(drafted)):  # a draft comes after the token that it follows
+        if parents[at - 1] == path[-1] and drafted[at] == tokens[-1]:
+            path.append(at)
+            tokens.append(chosen[at])
+    return path, tokens
+
+
+def _tree_mask(parents: torch.Tensor, num_steps: int) -> torch.Tensor:
+    """Return ``[bs, width, width]`` bool: whether each token sees each token of its request.
+
+    Args:
+        parents: ``[bs, width - 1]`` int64: the token that each draft follows.
+        num_steps: The longest path of drafts.
+    """
+    bs, drafts = parents.shape
+    itself = torch.eye(drafts + 1, dtype=torch.bool, device=parents.device).expand(bs, -1, -1)
+    root = parents.new_zeros(bs, 1)
+    above = torch.cat([root, parents], dim=1)[:, :, None].expand(-1, -1, drafts + 1)
+    mask = itself
+    for _ in range(num_steps):
+        mask = itself | mask.gather(1, above)
+    return mask
+
+
+def _padded(values: Sequence[int], width: int) -> list[int]:
+    """Return ``values`` up to ``width``; what comes after them has no meaning, and is the last one."""
+    return [*values, *[values[-1]] * (width - len(values))]
