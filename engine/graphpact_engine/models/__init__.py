@@ -16,8 +16,17 @@ except ImportError as error:
     ) from error
 
 from graphpact_engine.models.checkpoint import Checkpoint, load_checkpoint
+from graphpact_engine.models.draft_model import DraftModel, load_draft_model
 from graphpact_engine.models.interface import ATTENTION_NAME
 from graphpact_engine.models.tokenizer import load_tokenizer
 from graphpact_engine.models.transformers_model import TransformersModel
 
-__all__ = ["ATTENTION_NAME", "Checkpoint", "TransformersModel", "load_checkpoint", "load_tokenizer"]
+__all__ = [
+    "ATTENTION_NAME",
+    "Checkpoint",
+    "DraftModel",
+    "TransformersModel",
+    "load_checkpoint",
+    "load_draft_model",
+    "load_tokenizer",
+]

@@ -112,7 +112,7 @@ def _load(
     trust_remote_code: bool,
 ) -> Checkpoint:
     """Load the model of a directory whose config was read and whose weight files are open."""
-    with _loading(path, "config.json", attention):
+    with loading(path, "config.json", attention):
         config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
         text = config.get_text_config()
     if config.is_encoder_decoder:
@@ -129,16 +129,45 @@ def _load(
                 " float32 or float64",
                 hint="set model.dtype to one of them",
             )
-    with _loading(path, "the model of config.json", attention), torch.device("meta"):
+    with loading(path, "the model of config.json", attention), torch.device("meta"):
         built = AutoModelForCausalLM.from_config(
             copy.deepcopy(config),
             dtype=dtype,
             attn_implementation=attention,
             trust_remote_code=trust_remote_code,
         )
+    model = load_weights(path, stored, built, dtype=dtype, device=device)
+    vocab_size = int(text.vocab_size)
+    generation = load_generation_defaults(path, config, vocab_size)
+    return Checkpoint(path, model, generation, max_model_len, vocab_size)
+
+
+def load_weights(
+    path: Path,
+    stored: Mapping[str, StoredTensor],
+    built: Any,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    **arguments: Any,
+) -> Any:
+    """Return the model with its weights, in evaluation mode.
+
+    Args:
+        path: The directory.
+        stored: The tensors of its files, by their names in the model.
+        built: The model of its config, on the device ``meta``.
+        dtype: Dtype of the weights.
+        device: Device of the weights.
+        arguments: What the constructor of the model takes besides the config.
+
+    Raises:
+        CheckpointError: The weights are quantised, not finite, or not those of the model.
+    """
     require_size(path, stored, built)
     slices = loadable(stored, built)
-    with _loading(path, "the weights", attention):
+    attention = built.config._attn_implementation  # noqa: SLF001  transformers has no other name for it
+    with loading(path, "the weights", attention):
         model, found = type(built).from_pretrained(
             None,  # no directory: the weights are those of `state_dict`, and no others
             config=built.config,
@@ -147,6 +176,7 @@ def _load(
             attn_implementation=attention,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # refused below, by name
+            **arguments,
         )
     for kind in ("missing_keys", "mismatched_keys", "unexpected_keys", "error_msgs"):
         if found.get(kind):
@@ -159,14 +189,12 @@ def _load(
             )
     model = model.to(device).eval()
     require_finite_weights(path, model)
-    vocab_size = int(text.vocab_size)
-    generation = load_generation_defaults(path, config, vocab_size)
-    return Checkpoint(path, model, generation, max_model_len, vocab_size)
+    return model
 
 
 @contextmanager
-def _loading(path: Path, part: str, attention: str) -> Iterator[None]:
-    """Turn errors of transformers into refusals, and silence its warnings, which are errors here."""
+def loading(path: Path, part: str, attention: str) -> Iterator[None]:
+    """Turn errors of transformers while it loads ``part`` into refusals, and silence its warnings."""
     try:
         with quiet():
             yield

@@ -21,15 +21,20 @@ class Attention(Protocol):
     """The implementation that the registered attention function calls."""
 
     def attend(
-        self, module: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, asked: dict[str, Any]
+        self,
+        module: Any,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        asked: dict[str, Any],
     ) -> torch.Tensor:
         """Return the output ``[T, heads, v_head_dim]`` of one layer.
 
         Args:
             module: The attention module of the model.
             q: ``[T, heads, head_dim]``.
-            k: ``[T, kv_heads, head_dim]``.
-            v: ``[T, kv_heads, v_head_dim]``.
+            k: ``[T, kv_heads, head_dim]``; None for a layer that has no keys of its own (frozen KV).
+            v: ``[T, kv_heads, v_head_dim]``, or None.
             asked: The other arguments of transformers' call, by name; always with ``scaling``.
         """
         ...
@@ -51,8 +56,8 @@ def attending(attention: Attention) -> Iterator[None]:
 def _attention_function(
     module: Any,
     query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    key: torch.Tensor | None,
+    value: torch.Tensor | None,
     attention_mask: torch.Tensor | None,
     **asked: Any,
 ) -> tuple[torch.Tensor, None]:
@@ -60,7 +65,8 @@ def _attention_function(
     asked["attention_mask"] = attention_mask
     if asked.get("scaling") is None:
         asked["scaling"] = query.shape[-1] ** -0.5
-    q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
+    q = query[0].transpose(0, 1)
+    k, v = (None if t is None else t[0].transpose(0, 1) for t in (key, value))
     out = _active.get().attend(module, q, k, v, asked)
     return out[None], None
 

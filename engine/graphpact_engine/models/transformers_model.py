@@ -9,7 +9,7 @@ Does not: change a model's code, have a cache of its own, or select a backend.
 
 import inspect
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +32,7 @@ from graphpact_engine.models.probe import probe_layers
 
 def _is_of_backend(error: BaseException) -> bool:
     """Return whether ``error`` passed through the lane's attention."""
-    attend = _LaneAttention.attend.__code__
+    attend = LaneAttention.attend.__code__
     return any(frame.f_code is attend for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
@@ -46,7 +46,7 @@ def _warn_of_nothing(*_: object) -> None:
 
 
 @dataclass(slots=True)
-class _LaneAttention:
+class LaneAttention:
     """An attention implementation that calls the lane's attention with the metadata of one forward pass."""
 
     attend_with: Attend
@@ -54,8 +54,14 @@ class _LaneAttention:
     layers: dict[int, LayerSpec]
 
     def attend(
-        self, module: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, asked: dict[str, Any]
+        self,
+        module: Any,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        asked: dict[str, Any],
     ) -> torch.Tensor:
+        """See `Attention.attend`."""
         del asked  # recorded by the probe in the layer's spec
         out = self.attend_with(q, k, v, self.layers[module.layer_idx], self.metadata)
         backend = getattr(self.attend_with, "__self__", self.attend_with)
@@ -71,7 +77,12 @@ class _Absorbed:
     latents: dict[Any, LatentLayer]
 
     def attend(
-        self, module: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, asked: dict[str, Any]
+        self,
+        module: Any,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        asked: dict[str, Any],
     ) -> torch.Tensor:
         layer = self.latents.get(module)
         if layer is None:
@@ -86,8 +97,9 @@ class TransformersModel:
     Args:
         model: A transformers model for causal language modelling, loaded with the attention
             implementation `ATTENTION_NAME`.
-        hidden_states: Whether a step also returns ``hidden_states``, ``[T, hidden_size]``: the output of the
-            last layer for each token, before the head.
+        hidden_states: Which of transformers' ``hidden_states`` a step also returns, one after the other in
+            ``hidden_states`` ``[T, n * hidden_size]``: 0 is the embedding, ``i`` the output of layer ``i``
+            counted from 1, and -1 what the language model head reads. Empty: none.
         absorb: Whether MLA layers attend over latents (absorbed form), which needs `HeadLayout.MLA` in every
             backend; otherwise they run expanded, with keys and values of each head.
 
@@ -99,9 +111,9 @@ class TransformersModel:
             layers that cannot be absorbed.
     """
 
-    def __init__(self, model: Any, *, absorb: bool = False, hidden_states: bool = False) -> None:
+    def __init__(self, model: Any, *, absorb: bool = False, hidden_states: Sequence[int] = ()) -> None:
         self.model = model
-        self.hidden_states = hidden_states
+        self.hidden_states = tuple(hidden_states)
         self.has_latents = bool(latent_modules(model))
         self._latents = latent_layers(model) if absorb else {}
         self.dtype: torch.dtype = model.dtype
@@ -122,7 +134,7 @@ class TransformersModel:
         yield from self.model.named_buffers()
 
     def __call__(self, batch: ForwardBatch, metadata: Any, attend: Attend) -> StepOutputs:
-        """Return ``logits``, and ``hidden_states`` if enabled.
+        """Return ``logits``, and ``hidden_states`` if asked for.
 
         In decode and for a ragged batch, logits are ``[bs, vocab]``, of the last token of each request. In
         other modes they are ``[T, vocab]``, of every token.
@@ -130,10 +142,8 @@ class TransformersModel:
         Raises:
             CaptureError: In a capture, the model's own code does work that a graph cannot hold.
         """
-        last = None
-        if batch.extend_seq_lens is not None:
-            last = torch.cumsum(batch.extend_seq_lens, dim=0) - 1
-        attention = _LaneAttention(attend, metadata, self._layers)
+        last = batch.selected_rows
+        attention = LaneAttention(attend, metadata, self._layers)
         try:
             logits, hidden = self._forward(attention, batch.input_ids, batch.positions, last)
         except CaptureError as error:
@@ -169,4 +179,6 @@ class TransformersModel:
         logits: torch.Tensor = given.logits[0]
         if last is not None and not self._takes_logits_to_keep:
             logits = logits[last]
-        return logits, given.hidden_states[-1][0] if self.hidden_states else None
+        if not self.hidden_states:
+            return logits, None
+        return logits, torch.cat([given.hidden_states[i][0] for i in self.hidden_states], dim=-1)
