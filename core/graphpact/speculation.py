@@ -45,12 +45,14 @@ class SpeculationContext:
 
     Args:
         draft: Steps, branches and verified tokens, the newest token of the sequence included.
-        target_hidden_size: Width of the target's hidden states, as drafts read them.
-        draft_hidden_size: Width of the draft model's.
+        max_model_len: Tokens of the longest sequence.
+        target_hidden_size: Width of the target's hidden states that the draft model reads; 0 without one.
+        draft_hidden_size: Width of the draft model's own; 0 without one.
         dtype: Dtype of both.
     """
 
     draft: DraftLimits
+    max_model_len: int
     target_hidden_size: int
     draft_hidden_size: int
     dtype: torch.dtype
@@ -126,7 +128,7 @@ class SpeculationAlgorithm(abc.ABC):
     """Base class of algorithms. A subclass sets `lanes` and writes `state`, `extend` and `decode`."""
 
     lanes: ClassVar[Mapping[str, LaneRole]]
-    """The lanes by name. One, of mode target verify, runs the target."""
+    """The lanes by name. One, of mode target verify, runs the target; a lane of the draft model needs one."""
 
     def __init__(self, context: SpeculationContext) -> None:
         self.context = context

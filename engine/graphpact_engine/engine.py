@@ -150,7 +150,7 @@ class Engine:
         )
         specs: dict[ModelName, ModelSpec] = {"target": target}
         runs: dict[ModelName, Any] = {"target": self.model}
-        self.draft_model = None if algorithm is None else self._load_draft_model()
+        self.draft_model = self._load_draft_model()
         if self.draft_model is not None:
             specs["draft"] = _spec_of_draft(self.draft_model, self.model.dtype, self.device)
             runs["draft"] = self.draft_model
@@ -407,21 +407,26 @@ class Engine:
         return [[next(sampled)] if yields else [] for yields in scheduled.samples]
 
     def _load_draft_model(self) -> Any:
-        """Load the draft model; the target returns the hidden states that it reads from now on."""
+        """Load the draft model, if any; from now on the target returns the hidden states that it reads."""
         from graphpact_engine import models  # noqa: PLC0415  an extra that takes seconds to import
 
-        path = Path(str(self.config.speculative.draft_model))
-        draft_model = models.load_draft_model(path, target=self.model)
+        path = self.config.speculative.draft_model
+        if path is None:
+            return None
+        draft_model = models.load_draft_model(Path(path), target=self.model)
         self.model.hidden_states = draft_model.target_layers
         return draft_model
 
     def _speculator(self, algorithm: type[SpeculationAlgorithm]) -> Speculator:
         """Build the algorithm, and its request state."""
-        draft_model, memory = self.draft_model, self.memory
-        assert draft_model is not None  # noqa: S101  an algorithm is configured with one
+        drafting, memory = self.draft_model, self.memory
         draft = draft_limits(self.config)
         context = SpeculationContext(
-            draft, draft_model.target_hidden_size, draft_model.hidden_size, self.model.dtype
+            draft,
+            memory.max_model_len,
+            target_hidden_size=0 if drafting is None else drafting.target_hidden_size,
+            draft_hidden_size=0 if drafting is None else drafting.hidden_size,
+            dtype=self.model.dtype,
         )
         name = self.config.speculative.algorithm
         built = call_plugin("speculation", str(name), algorithm, context)

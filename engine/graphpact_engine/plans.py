@@ -8,6 +8,7 @@ Does not: build anything; `graphpact_engine.build` does.
 
 import functools
 import logging
+import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
@@ -171,10 +172,15 @@ def select_algorithm(config: EngineConfig, catalog: PluginCatalog) -> type[Specu
             f"speculation {asked.algorithm!r} has a lane {unknown[0]!r}; lanes are called {', '.join(known)}",
             hint="a defect of that plugin: name its lanes by what they do",
         )
-    if asked.draft_model is None:
+    drafts = any(role.model == "draft" for role in algorithm.lanes.values())
+    if drafts is (asked.draft_model is None):
+        needs = "needs a draft model" if drafts else "drafts without a model"
         raise ConfigError(
-            f"speculative.algorithm is {asked.algorithm!r}; speculative.draft_model is not set",
-            hint="set it to the directory of a draft model that was trained for this target",
+            f"speculative.algorithm {asked.algorithm!r} {needs}; speculative.draft_model is"
+            f" {reprlib.repr(asked.draft_model) if asked.draft_model else 'not set'}",
+            hint="set it to the directory of a draft model that was trained for this target"
+            if drafts
+            else "remove speculative.draft_model",
         )
     return algorithm
 

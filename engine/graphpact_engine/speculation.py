@@ -104,6 +104,7 @@ class Speculator:
         with self._timed(mode):
             return self._run(mode, batch)
 
+    @torch.inference_mode()
     def extend(self, scheduled: ScheduledBatch) -> list[list[int]]:
         """Run a step of prompt tokens; return the tokens of each request: one, or none if its prompt goes on.
 
@@ -124,7 +125,7 @@ class Speculator:
         self.algorithm.extend(
             ExtendStep(
                 batch=batch,
-                hidden_states=outputs["hidden_states"],
+                hidden_states=_hidden_states(outputs, batch),
                 next_token_ids=torch.tensor(following, device=batch.device),
                 state=self.state,
                 run=self.run,
@@ -132,6 +133,7 @@ class Speculator:
         )
         return self._used(requests, tokens)
 
+    @torch.inference_mode()
     def decode(self, scheduled: ScheduledBatch) -> list[list[int]]:
         """Run a decode step; return the tokens of each request, one or more."""
         batch, cache_loc = scheduled.batch, scheduled.cache_loc
@@ -214,12 +216,13 @@ class _Round:
         # Copies: outputs of the draft's lane are valid until its next step.
         ids = torch.cat([self.batch.input_ids[:, None], drafts], dim=1)
         mask = None if parents is None else _tree_mask(parents, owner.draft.num_steps)
-        outputs = owner.run(owner.verify_mode, self._batch_of(ids, mask))
+        batch = self._batch_of(ids, mask)
+        outputs = owner.run(owner.verify_mode, batch)
         paths = self._accept(outputs.logits, ids, parents)
         path = torch.tensor([_padded(p, width) for p in paths], device=ids.device)
         if parents is not None:
             self._follow(path)
-        hidden = outputs["hidden_states"]
+        hidden = _hidden_states(outputs, batch)
         rows = path + torch.arange(0, hidden.shape[0], width, device=ids.device)[:, None]
         following = torch.tensor([_padded(tokens, width) for tokens in self.tokens], device=ids.device)
         return Verified(
@@ -303,6 +306,13 @@ def accepted_path(
             path.append(at)
             tokens.append(chosen[at])
     return path, tokens
+
+
+def _hidden_states(outputs: StepOutputs, batch: ForwardBatch) -> torch.Tensor:
+    """Return the target's hidden states ``[T, width]``; without a draft model the width is 0."""
+    if "hidden_states" in outputs:
+        return outputs["hidden_states"]
+    return outputs.logits.new_empty((batch.num_tokens, 0))
 
 
 def _tree_mask(parents: torch.Tensor, num_steps: int) -> torch.Tensor:

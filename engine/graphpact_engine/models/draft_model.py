@@ -311,6 +311,4 @@ def _frozen_layers(path: Path, config: Any, target: TransformersModel) -> list[L
             f" target, whose KV cache it reads, has {found}{latent}",
             hint=_TRAINED_FOR,
         )
-    return [
-        replace(layer, layer_id=i, kv_layer=layer.cache_layer) for i in range(config.num_hidden_layers)
-    ]
+    return [replace(layer, layer_id=i, kv_layer=layer.cache_layer) for i in range(config.num_hidden_layers)]
