@@ -307,7 +307,7 @@ def test_hidden_states_through_graphs_are_those_of_transformers(
     plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     for row, prompt in enumerate(prompts):
         with torch.inference_mode():
-            expected = plain(prompt[None], output_hidden_states=(-1,))
+            expected = plain(prompt[None], output_hidden_states=True)
         hidden = outputs["hidden_states"][row]
         torch.testing.assert_close(hidden, expected.hidden_states[-1][0, -1], rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(outputs.logits[row], expected.logits[0, -1], rtol=1e-4, atol=1e-4)

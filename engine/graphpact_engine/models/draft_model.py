@@ -65,7 +65,7 @@ class DraftModel:
 
     Attributes:
         layers: The attention layers, by ``layer_id`` from 0. Caches of their own follow those of the target.
-        has_own_kv: Whether the layers write keys and values; False: they read those of the target (frozen KV).
+        has_own_kv: Whether the layers write keys and values; False: they read the target's (frozen KV).
         hidden_size: Width of the hidden states that the draft returns, and reads after its first step.
         target_layers: Which of transformers' ``hidden_states`` of the target the draft reads first, one after
             the other; see `TransformersModel`.
@@ -157,7 +157,7 @@ def load_draft_model(path: Path, *, target: TransformersModel) -> DraftModel:
         max_model_len = max_positions(path, config)
         _require_same_sizes(path, config, target)
         _require_token_ids(path, config, own)
-        target_layers = (-1,)
+        target_layers: tuple[int, ...] = (-1,)
         if head_class is LlamaForCausalLMEagle3:
             target_layers = _eagle3_layers(path, config, len(target.layers))
         with loading(path, "the model of config.json", ATTENTION_NAME), torch.device("meta"):
@@ -239,8 +239,8 @@ def _require_token_ids(path: Path, config: Any, own: Mapping[str, StoredTensor])
         )
     if len(ids) != drafted or int(ids.min()) < 0 or int(ids.max()) >= config.vocab_size or not _distinct(ids):
         raise CheckpointError(
-            f"{path}: d2t is {own['d2t'].dtype} {list(d2t.shape)}, and does not give each of {drafted} rows of"
-            f" lm_head a token id of its own, from 0 to {config.vocab_size - 1}",
+            f"{path}: d2t is {own['d2t'].dtype} {list(d2t.shape)}, and does not give each of {drafted} rows"
+            f" of lm_head a token id of its own, from 0 to {config.vocab_size - 1}",
             hint="d2t[i] is int64: the target's token id of row i, minus i",
         )
 
@@ -311,6 +311,4 @@ def _frozen_layers(path: Path, config: Any, target: TransformersModel) -> list[L
             f" target, whose KV cache it reads, has {found}{latent}",
             hint=_TRAINED_FOR,
         )
-    return [
-        replace(layer, layer_id=i, kv_layer=layer.cache_layer) for i in range(config.num_hidden_layers)
-    ]
+    return [replace(layer, layer_id=i, kv_layer=layer.cache_layer) for i in range(config.num_hidden_layers)]
