@@ -287,7 +287,9 @@ def train(args: argparse.Namespace) -> None:
 def save(head: DraftHead, folder: Path) -> None:
     """Write a bfloat16 copy of the head."""
     folder.mkdir(parents=True, exist_ok=True)
-    type(head)(head.config).bfloat16().save_pretrained(folder, state_dict=head.state_dict())
+    copy = type(head)(head.config)
+    copy.load_state_dict(head.state_dict())
+    copy.bfloat16().save_pretrained(folder)
     (folder / "model.safetensors").chmod(0o644)
 
 
@@ -494,8 +496,8 @@ demonstrations of speculative decoding.
   `examples/prompts.txt` was generated for training. The target is small and repeats itself, so parts of the
   measured continuations also occur in the training texts.
 - **Training**: {result.steps:,} steps of {args.batch} texts in {args.minutes:g} minutes on a CPU, threads:
-  {args.threads}. Each batch is run {args.unroll} times, each time on the hidden states of the run before, as drafts are.
-  Loss: {loss}.
+  {args.threads}. Each batch is run {args.unroll} times, each time on the hidden states of the run before, as
+  drafts are. Loss: {loss}.
 
 ## Retrain
 

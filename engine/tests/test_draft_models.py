@@ -52,6 +52,12 @@ def target() -> models.TransformersModel:
     return models.TransformersModel(loaded.model)
 
 
+@pytest.fixture(scope="module")
+def eagle(target: models.TransformersModel) -> models.DraftModel:
+    """Return the shipped EAGLE head."""
+    return models.load_draft_model(MODELS / "tiny-llama-eagle", target=target)
+
+
 def config(architecture: str, **more: Any) -> dict[str, Any]:
     """Return the config of a head as published heads have it."""
     return {
@@ -332,12 +338,11 @@ def test_drafts_in_serving_are_those_of_training(
 
 @given(counts=st.lists(st.integers(1, 4), min_size=1, max_size=3), data=st.data())
 def test_only_selected_rows_go_through_the_head(
-    script: ModuleType, target: models.TransformersModel, counts: list[int], data: st.DataObject
+    script: ModuleType, eagle: models.DraftModel, counts: list[int], data: st.DataObject
 ) -> None:
     """A ragged batch and a draft extend give the selected row of each request, by requests."""
-    draft = models.load_draft_model(MODELS / "tiny-llama-eagle", target=target)
     ids, positions, hidden = inputs(count=sum(counts))
-    every = run(script, draft, batch_of(ids, positions, hidden))
+    every = run(script, eagle, batch_of(ids, positions, hidden))
     assert set(every.axes.values()) == {"tokens"}
     lens = torch.tensor(counts)
     more: dict[str, Any] = {"batch_size": len(counts), "out_cache_loc": positions}
@@ -350,16 +355,16 @@ def test_only_selected_rows_go_through_the_head(
         extend_seq_lens_cpu=lens,
         **more,
     )
-    some = run(script, draft, ragged)
+    some = run(script, eagle, ragged)
     assert set(some.axes.values()) == {"bs"}
     for output, whole in zip(some.values(), every.values(), strict=True):
         torch.testing.assert_close(output, whole[lens.cumsum(0) - 1], rtol=1e-4, atol=1e-4)
     width, requests = max(counts), len(counts)
     ids, positions, hidden = inputs(count=width * requests)
     right = torch.tensor([data.draw(st.integers(0, width - 1)) for _ in counts], dtype=torch.int32)
-    every = run(script, draft, batch_of(ids, positions, hidden))
+    every = run(script, eagle, batch_of(ids, positions, hidden))
     mode = {"forward_mode": ForwardMode.DRAFT_EXTEND, "num_correct_drafts": right}
-    some = run(script, draft, batch_of(ids, positions, hidden, **more | mode | {"out_cache_loc": positions}))
+    some = run(script, eagle, batch_of(ids, positions, hidden, **more | mode | {"out_cache_loc": positions}))
     assert set(some.axes.values()) == {"bs"}
     for output, whole in zip(some.values(), every.values(), strict=True):
         wanted = whole[torch.arange(requests) * width + right]
@@ -494,12 +499,11 @@ def test_a_published_pickle_is_refused_with_the_way_to_convert_it(
     assert "safetensors.torch.save_file" in (caught.value.hint or "")
 
 
-def test_a_batch_without_hidden_states_is_refused(target: models.TransformersModel) -> None:
+def test_a_batch_without_hidden_states_is_refused(eagle: models.DraftModel) -> None:
     """The error names the field that a runner forgot."""
-    draft = models.load_draft_model(MODELS / "tiny-llama-eagle", target=target)
     ids, positions, hidden = inputs()
     with pytest.raises(EngineError, match=r"draft\.hidden_states"):
-        draft(batch_of(ids, positions, hidden, extra={}), None, lambda *_: hidden)
+        eagle(batch_of(ids, positions, hidden, extra={}), None, lambda *_: hidden)
 
 
 @pytest.mark.parametrize("name", SHIPPED)
