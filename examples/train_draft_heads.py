@@ -22,8 +22,6 @@ Needs: graphpact with its engine, torch >= 2.9 (for ``torch.optim.Muon``).
 from __future__ import annotations
 
 import argparse
-import json
-import math
 import random
 import time
 from collections.abc import Iterator
@@ -33,18 +31,24 @@ from typing import Any
 
 import torch
 from torch.nn import functional
-from train_tiny_llama import PAD_ID, VOCAB_SIZE, Corpus, Optimizers, collect_documents, rate, to_ids
+from train_tiny_llama import PAD_ID, Corpus, Optimizers, collect_documents, rate, to_ids
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from graphpact.attention import LayerSpec
 from graphpact.batch import ForwardBatch, ForwardMode
 from graphpact.speculation import HIDDEN_STATES
-from graphpact_engine.models import ATTENTION_NAME, DraftModel, TransformersModel, load_checkpoint
+from graphpact_engine.models import (
+    ATTENTION_NAME,
+    DraftModel,
+    TransformersModel,
+    load_checkpoint,
+    load_draft_model,
+)
 from graphpact_engine.models.draft_heads import (
     DraftHead,
     LlamaForCausalLMEagle,
     LlamaForCausalLMFrozenKvMtp,
 )
-from graphpact_engine.models.draft_model import load_draft_model
 from graphpact_engine.models.interface import attending
 
 HERE = Path(__file__).resolve().parent
@@ -124,8 +128,8 @@ def delayed(x: torch.Tensor, rows: int) -> torch.Tensor:
 class UnrolledAttention:
     """The attention of ``batch`` texts at once, in run ``step`` of several.
 
-    Row ``t`` of a run stands for a draft whose last ``step`` tokens were drafted. So it sees the keys of run 0
-    up to row ``t - step`` and, if the head has keys of its own, one key of each later run.
+    Row ``t`` of a run stands for a draft whose last ``step`` tokens were drafted. So it sees the keys of run
+    0 up to row ``t - step`` and, if the head has keys of its own, one key of each later run.
 
     Args:
         batch: Texts in the flat row of tokens.
@@ -172,15 +176,27 @@ class UnrolledAttention:
 # ----------------------------------------------------------------------------------- training
 
 
+@dataclass
+class Result:
+    """The results of a run, for the model card."""
+
+    steps: int
+    texts: int
+    prompts: int
+    acceptance: Acceptance
+
+
 def build_head(kind: str, target: LlamaForCausalLM, intermediate_size: int) -> DraftHead:
     """Return an untrained head of the target's widths."""
-    config = LlamaConfig.from_dict(target.config.to_dict() | {"architectures": None})
-    config.num_hidden_layers = 1
-    config.intermediate_size = intermediate_size
-    config.max_position_embeddings = target.config.max_position_embeddings
+    changes: dict[str, Any] = {
+        "architectures": [KINDS[kind].__name__],
+        "num_hidden_layers": 1,
+        "intermediate_size": intermediate_size,
+        "attn_implementation": ATTENTION_NAME,
+    }
     if kind == "mtp":
-        config.target_kv_layer = target.config.num_hidden_layers - 1
-    return KINDS[kind]._from_config(config, attn_implementation=ATTENTION_NAME, dtype=torch.float32)
+        changes["target_kv_layer"] = target.config.num_hidden_layers - 1
+    return KINDS[kind](LlamaConfig.from_dict(target.config.to_dict() | changes))
 
 
 def loss_of(head: DraftHead, target: LlamaForCausalLM, ids: torch.Tensor, args: argparse.Namespace) -> Any:
@@ -228,7 +244,8 @@ def train(args: argparse.Namespace) -> None:
     """Collect and generate text, train for the time budget, save, measure, and write the model card."""
     torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
-    target = LlamaForCausalLM.from_pretrained(args.target, dtype=torch.float32).eval().requires_grad_(False)
+    target = LlamaForCausalLM.from_pretrained(args.target, dtype=torch.float32).eval()
+    target.requires_grad_(requires_grad=False)
     prompts = read_prompts(args.prompts)
     corpus = Corpus([to_ids(document) for document in collect_documents(args.seed)])
     if args.texts and args.texts.exists():
@@ -254,9 +271,248 @@ def train(args: argparse.Namespace) -> None:
         average = right if steps == 1 else 0.95 * average + 0.05 * right
         if progress >= next_report:
             shares = " ".join(f"{share:.3f}" for share in average.tolist())
-            print(f"{progress * args.minutes:6.2f} min  step {steps:5d}  loss {loss:.3f}  right {shares}", flush=True)
+            print(
+                f"{progress * args.minutes:6.2f} min  step {steps:5d}  loss {loss:.3f}  right {shares}",
+                flush=True,
+            )
             next_report += 0.05
-    torch.save(head.state_dict(), f"/tmp/{args.kind}{'-blind' if args.blind else ''}.pt")
+    output = args.output or args.target.with_name(f"{args.target.name}-{args.kind}")
+    if args.blind:
+        output = output.with_name(f"{output.name}-blind")
+    save(head, output)
+    acceptance = measure(args, target, output)
+    write_card(args, head, output, Result(steps, len(texts), len(prompts), acceptance))
+
+
+def save(head: DraftHead, folder: Path) -> None:
+    """Write a bfloat16 copy of the head."""
+    folder.mkdir(parents=True, exist_ok=True)
+    copy = type(head)(head.config)
+    copy.load_state_dict(head.state_dict())
+    copy.bfloat16().save_pretrained(folder)
+    (folder / "model.safetensors").chmod(0o644)
+
+
+# ----------------------------------------------------------------------------------- measuring
+
+
+@dataclass
+class OneRequest:
+    """The KV caches of one request; a token's slot is its position. `attend` is the lane's attention.
+
+    Args:
+        frozen: Keys and values ``[L, kv_heads, dim]`` of each layer of the target.
+        positions: Positions of the tokens of this step.
+        read: Tokens that the target has read.
+    """
+
+    frozen: list[tuple[torch.Tensor, torch.Tensor]]
+    positions: torch.Tensor | None = None
+    read: int = 0
+    own: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, layer: LayerSpec, metadata: Any
+    ) -> torch.Tensor:
+        """See `graphpact.step.Attend`."""
+        del metadata
+        if k is None or v is None:
+            keys, values = (cache[: self.read] for cache in self.frozen[layer.cache_layer])
+            seen = None
+        else:
+            size = len(self.frozen[0][0]) + 16
+            if layer.cache_layer not in self.own:
+                self.own[layer.cache_layer] = tuple(t.new_zeros(size, *t.shape[1:]) for t in (k, v))
+            keys, values = self.own[layer.cache_layer]
+            keys[self.positions], values[self.positions] = k, v
+            seen = torch.arange(size) <= self.positions[:, None]
+        q, keys, values = (t.transpose(0, 1)[None] for t in (q, keys, values))
+        out = functional.scaled_dot_product_attention(
+            q, keys, values, attn_mask=seen, scale=layer.scaling, enable_gqa=True
+        )
+        return out[0].transpose(0, 1)
+
+
+@torch.no_grad()
+def accepted_drafts(
+    target: LlamaForCausalLM,
+    draft: DraftModel,
+    text: list[int],
+    start: int,
+    num_steps: int,
+    *,
+    blind: bool = False,
+) -> list[int]:
+    """Return how many drafts of each verification are accepted, when ``text`` is the target's greedy output.
+
+    Drafts are a chain. Every token of ``text`` from ``start + 1`` on is generated by draft and verify.
+
+    Args:
+        target: The target, with attention of transformers.
+        draft: The draft model.
+        text: The ids of a prompt and its continuation.
+        start: Length of the prompt.
+        num_steps: Drafts of each verification.
+        blind: Whether the draft model gets zeros as hidden states.
+    """
+    given = target.model(torch.tensor([text]), use_cache=True, output_hidden_states=True)
+    states = torch.cat([given.hidden_states[i][0] for i in draft.target_layers], dim=-1)
+    caches = [
+        (one.keys[0].transpose(0, 1), one.values[0].transpose(0, 1)) for one in given.past_key_values.layers
+    ]
+    request = OneRequest(caches)
+
+    def run(ids: list[int], first: int, hidden: torch.Tensor) -> tuple[int, torch.Tensor]:
+        """Return the most likely next token after the last one, and its hidden state ``[1, H]``."""
+        request.positions = torch.arange(first, first + len(ids))
+        counts = torch.tensor([len(ids)])
+        batch = ForwardBatch(
+            forward_mode=ForwardMode.EXTEND,
+            batch_size=1,
+            input_ids=torch.tensor(ids),
+            positions=request.positions,
+            out_cache_loc=request.positions,
+            req_pool_indices=torch.ones(1, dtype=torch.int64),
+            seq_lens=counts + first,
+            seq_lens_cpu=counts + first,
+            extend_seq_lens=counts,
+            extend_seq_lens_cpu=counts,
+            extra={HIDDEN_STATES: torch.zeros_like(hidden) if blind else hidden},
+        )
+        outputs = draft(batch, None, request.attend)
+        return int(outputs.logits[0].argmax()), outputs["hidden_states"]
+
+    accepted, done, newest = [], 0, start
+    while newest + num_steps < len(text):
+        request.read = newest
+        if draft.has_own_kv:  # the hidden states up to the newest token, each with the token after it
+            token, hidden = run(text[done + 1 : newest + 1], done, states[done:newest])
+            done, first = newest, newest - 1
+        else:
+            token, hidden = run([text[newest]], newest, states[newest - 1 : newest])
+            first = newest
+        drafts = [token]
+        for step in range(1, num_steps):
+            token, hidden = run([token], first + step, hidden)
+            drafts.append(token)
+        right = 0
+        while right < num_steps and drafts[right] == text[newest + 1 + right]:
+            right += 1
+        accepted.append(right)
+        newest += right + 1
+    return accepted
+
+
+@torch.no_grad()
+def greedy(target: LlamaForCausalLM, prompt: list[int], count: int) -> list[int]:
+    """Return the ids of a prompt and its greedy continuation by at most ``count`` tokens."""
+    ids = torch.tensor([prompt])
+    return target.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False)[
+        0
+    ].tolist()
+
+
+@dataclass
+class Acceptance:
+    """The result of a measurement: ``accepted`` drafts of each verification, of ``num_steps``."""
+
+    num_steps: int
+    accepted: list[int] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> float:
+        """Mean tokens of a verification, the one that the target adds included."""
+        return 1 + sum(self.accepted) / len(self.accepted)
+
+    def __str__(self) -> str:
+        shares = (sum(a > i for a in self.accepted) / len(self.accepted) for i in range(self.num_steps))
+        listed = ", ".join(f"{share:.0%}" for share in shares)
+        return f"{self.tokens:.2f} tokens a verification (drafts accepted by position: {listed})"
+
+
+def measure(args: argparse.Namespace, plain: LlamaForCausalLM, folder: Path) -> Acceptance:
+    """Return the acceptance of a saved head on all prompts, in float32 as the engine runs it on a CPU."""
+    checkpoint = load_checkpoint(
+        args.target, dtype=torch.float32, device=torch.device("cpu"), attention=ATTENTION_NAME
+    )
+    draft = load_draft_model(folder, target=TransformersModel(checkpoint.model))
+    total = Acceptance(args.num_steps)
+    for prompt in read_prompts(args.prompts):
+        text = greedy(plain, prompt, args.tokens)
+        one = Acceptance(
+            args.num_steps, accepted_drafts(plain, draft, text, len(prompt), args.num_steps, blind=args.blind)
+        )
+        print(f"{bytes(prompt).decode()!r}: {one}")
+        total.accepted += one.accepted
+    print(f"all prompts: {total}")
+    return total
+
+
+_CARDS = {
+    "eagle": """\
+- **Architecture**: `LlamaForCausalLMEagle` (EAGLE-1 and EAGLE-2): a linear map of the token's embedding and
+  the target's last hidden state, and one Llama layer with a KV cache of its own.""",
+    "mtp": """\
+- **Architecture**: `LlamaForCausalLMFrozenKvMtp`: norms of the token's embedding and of the hidden state, a
+  linear map of both, and one layer that attends over the KV cache of the target's last layer and adds no
+  keys.""",
+}
+
+
+def write_card(args: argparse.Namespace, head: DraftHead, folder: Path, result: Result) -> None:
+    """Write the model card beside the weights."""
+    parameters = sum(p.numel() for p in head.parameters())
+    size = (folder / "model.safetensors").stat().st_size
+    blind = ""
+    if args.compare:
+        blind = f"""
+  A head of the same form that reads no hidden states (`--blind`, trained for half the time) reaches
+  {args.compare:.2f}."""
+    loss = "cross-entropy to the target's distribution"
+    if args.kind == "eagle":
+        loss += " and smooth L1 distance to its hidden states"
+    options = f"{args.kind} --minutes {args.minutes:g} --generated {args.generated} --batch {args.batch}"
+    card = f"""\
+---
+license: apache-2.0
+language: en
+base_model: {args.target.name}
+---
+
+# {folder.name}
+
+A draft head for `{args.target.name}`: it guesses what the target would generate next, and the target verifies
+several guesses in one pass. {parameters:,} parameters, {size:,} bytes of bfloat16 weights.
+The embedding and the language model head are the target's. It is meant for examples, tests and
+demonstrations of speculative decoding.
+
+{_CARDS[args.kind]}
+- **Acceptance**: {result.acceptance},
+  with {args.num_steps} steps, a chain, greedy, on the {result.prompts} prompts of `examples/prompts.txt`,
+  each continued by at most {args.tokens} tokens.{blind}
+- **Data**: {result.texts:,} texts of {args.length} tokens that the target generated, from the first 8 to 64
+  bytes of its own training documents, half of them greedily and half drawn at temperature 0.8; and those
+  documents. Three quarters of a batch are generated. No text that begins with a prompt of
+  `examples/prompts.txt` was generated for training. The target is small and repeats itself, so parts of the
+  measured continuations also occur in the training texts.
+- **Training**: {result.steps:,} steps of {args.batch} texts in {args.minutes:g} minutes on a CPU, threads:
+  {args.threads}. Each batch is run {args.unroll} times, each time on the hidden states of the run before, as
+  drafts are. Loss: {loss}.
+
+## Retrain
+
+    python examples/train_draft_heads.py {options}
+
+The result differs from run to run: the learning rate follows the clock, and a faster or less busy
+machine takes more steps in the same time.
+
+## Licence
+
+The weights are under the Apache License 2.0. The text they were trained on is from CPython's
+documentation strings, copyright Python Software Foundation and others, under the PSF License, and from a
+model trained on them.
+"""
+    (folder / "README.md").write_text(card, encoding="utf-8")
 
 
 def main() -> None:
@@ -272,14 +528,17 @@ def main() -> None:
     add("--seed", type=int, default=1, help="seed of the text and the first weights")
     add("--lr", type=float, default=0.02, help="Muon's peak learning rate (AdamW: a fifth)")
     add("--length", type=int, default=256, help="tokens of a text")
-    add("--batch", type=int, default=16, help="texts in a step")
-    add("--generated", type=int, default=4096, help="texts that the target generates")
+    add("--batch", type=int, default=8, help="texts in a step")
+    add("--generated", type=int, default=1536, help="texts that the target generates")
     add("--texts", type=Path, help="file that keeps the generated texts for the next run")
     add("--intermediate-size", type=int, default=640, help="width of the feed-forward layer")
     add("--unroll", type=int, default=4, help="runs of each batch, on the hidden states of the run before")
     add("--decay", type=float, default=0.9, help="weight of each run, relative to the one before")
     add("--regression", type=float, default=0.5, help="weight of the distance of hidden states (EAGLE)")
+    add("--num-steps", type=int, default=3, help="drafts of each verification that is measured")
+    add("--tokens", type=int, default=128, help="tokens by which a prompt is continued, at most")
     add("--blind", action="store_true", help="train a head that reads no hidden states, to compare")
+    add("--compare", type=float, help="tokens a verification of such a head, for the model card")
     train(parser.parse_args())
 
 

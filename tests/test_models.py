@@ -255,7 +255,7 @@ def test_hidden_states_through_graphs_are_those_of_transformers(
 ) -> None:
     """Hidden states and logits of a replay equal those of transformers' own run of the whole text."""
     path = checkpoint(architecture)
-    model = models.TransformersModel(load(path).model, hidden_states=(-1,))
+    model = models.TransformersModel(load(path).model, hidden_states=(1, -1))
     lengths, context = [5, 3, 7], 16
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(1, 40, (length,), generator=generator) for length in lengths]
@@ -307,7 +307,7 @@ def test_hidden_states_through_graphs_are_those_of_transformers(
     plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     for row, prompt in enumerate(prompts):
         with torch.inference_mode():
-            expected = plain(prompt[None], output_hidden_states=(-1,))
-        hidden = outputs["hidden_states"][row]
-        torch.testing.assert_close(hidden, expected.hidden_states[-1][0, -1], rtol=1e-4, atol=1e-4)
+            expected = plain(prompt[None], output_hidden_states=True)
+        hidden = torch.cat([expected.hidden_states[i][0, -1] for i in (1, -1)])
+        torch.testing.assert_close(outputs["hidden_states"][row], hidden, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(outputs.logits[row], expected.logits[0, -1], rtol=1e-4, atol=1e-4)

@@ -1,14 +1,14 @@
 """The heads that draft tokens for a target model: EAGLE, EAGLE-3 and a frozen-KV MTP head.
 
-A head reads, for each token, the token's embedding and the hidden state of the token before it. It returns two
-rows: what the language model head reads, and the hidden state that the head reads with the next draft. Layers
+A head reads, for each token, the token's embedding and the hidden state of the token before it. It returns
+what the language model head reads, and the hidden state that it reads itself with the next token. The layers
 are those of transformers' Llama. The names of the classes and of their weights are those of checkpoints.
 
-    LlamaForCausalLMEagle         fc(embedding, hidden), then Llama layers without the first and the last norm
-    LlamaForCausalLMEagle3        fc of three hidden states; the first layer reads embedding and hidden state
-    LlamaForCausalLMFrozenKvMtp   fc(embedding, hidden), then a layer that reads the KV cache of a target layer
+    LlamaForCausalLMEagle         fc(embedding, hidden); Llama layers without the first and the last norm
+    LlamaForCausalLMEagle3        fc of three hidden states; a layer that reads embedding and hidden state
+    LlamaForCausalLMFrozenKvMtp   fc(embedding, hidden); layers that read the KV cache of a target layer
 
-Does not: have an embedding or language model head of its own, unless a checkpoint has one; the target has them.
+Does not: embed tokens or compute logits; `graphpact_engine.models.draft_model` does.
 """
 
 from collections.abc import Collection
@@ -19,7 +19,6 @@ from torch import nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import (
     ALL_ATTENTION_FUNCTIONS,
-    LlamaAttention,
     LlamaDecoderLayer,
     LlamaPreTrainedModel,
     LlamaRMSNorm,
@@ -30,7 +29,7 @@ from transformers.models.llama.modeling_llama import (
 from graphpact_engine.models.interface import ATTENTION_NAME
 
 
-class DraftHead(LlamaPreTrainedModel):
+class DraftHead(LlamaPreTrainedModel):  # type: ignore[misc]  # transformers has no types here
     """Base class of heads.
 
     Args:
@@ -41,8 +40,8 @@ class DraftHead(LlamaPreTrainedModel):
     Attributes:
         embed_tokens: The embedding of the head; None: the target's.
         lm_head: The language model head of the head; None: the target's.
-        d2t: ``[draft_vocab_size]`` int64: what to add to each token id of `lm_head` for the target's; None: they
-            are the target's.
+        d2t: ``[draft_vocab_size]`` int64: the target's token id of each row of `lm_head`, minus the number of
+            the row; None: each row is the token of its number.
     """
 
     _keys_to_ignore_on_load_unexpected = ("^t2d$",)  # of EAGLE-3: d2t says the same
@@ -54,7 +53,9 @@ class DraftHead(LlamaPreTrainedModel):
         self.lm_head = nn.Linear(size, drafted, bias=False) if "lm_head.weight" in own else None
         self.d2t: torch.Tensor | None
         self.register_buffer("d2t", torch.zeros(drafted, dtype=torch.int64) if "d2t" in own else None)
-        self.layers = nn.ModuleList(LlamaDecoderLayer(config, i) for i in range(config.num_hidden_layers))
+        self.layers: Any = nn.ModuleList(
+            LlamaDecoderLayer(config, i) for i in range(config.num_hidden_layers)
+        )
         self.rotary_emb = LlamaRotaryEmbedding(config)
 
     def forward(
@@ -87,7 +88,7 @@ class LlamaForCausalLMEagle(DraftHead):
     def __init__(self, config: LlamaConfig, own: Collection[str] = ()) -> None:
         super().__init__(config, own)
         self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias="fc.bias" in own)
-        self.layers[0].input_layernorm = nn.Identity()  # type: ignore[assignment]
+        self.layers[0].input_layernorm = nn.Identity()
         self.post_init()
 
     def forward(
@@ -131,8 +132,8 @@ class LlamaForCausalLMEagle3(DraftHead):
 class LlamaForCausalLMFrozenKvMtp(DraftHead):
     """A multi-token prediction head whose layer attends over the KV cache of one layer of the target.
 
-    Its attention has a query and an output projection only. The head adds no keys, so every draft sees those of
-    the tokens that the target has read.
+    Its attention has a query and an output projection only. The head adds no keys, so every draft sees those
+    of the tokens that the target has read.
     """
 
     def __init__(self, config: LlamaConfig, own: Collection[str] = ()) -> None:
@@ -161,7 +162,7 @@ class FrozenKvAttention(nn.Module):
     def __init__(self, config: LlamaConfig, layer_idx: int) -> None:
         super().__init__()
         self.layer_idx = layer_idx
-        self.head_dim: int = config.head_dim  # type: ignore[assignment]  # LlamaConfig fills it in
+        self.head_dim: int = config.head_dim
         width = config.num_attention_heads * self.head_dim
         self.q_proj = nn.Linear(config.hidden_size, width, bias=config.attention_bias)
         self.o_proj = nn.Linear(width, config.hidden_size, bias=config.attention_bias)

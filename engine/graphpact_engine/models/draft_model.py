@@ -65,7 +65,7 @@ class DraftModel:
 
     Attributes:
         layers: The attention layers, by ``layer_id`` from 0. Caches of their own follow those of the target.
-        has_own_kv: Whether the layers write keys and values; False: they read those of the target (frozen KV).
+        has_own_kv: Whether the layers write keys and values; False: they read the target's (frozen KV).
         hidden_size: Width of the hidden states that the draft returns, and reads after its first step.
         target_layers: Which of transformers' ``hidden_states`` of the target the draft reads first, one after
             the other; see `TransformersModel`.
@@ -104,6 +104,7 @@ class DraftModel:
 
         Both are ``[bs, ..]`` where the batch selects a row of each request (ragged batches, draft extend)
         and in decode; otherwise ``[T, ..]``. Tokens that an EAGLE-3 head does not draft have the logit -inf.
+        A soft cap that the target's own code applies to logits is not applied.
 
         Raises:
             EngineError: The batch has no hidden states.
@@ -157,7 +158,7 @@ def load_draft_model(path: Path, *, target: TransformersModel) -> DraftModel:
         max_model_len = max_positions(path, config)
         _require_same_sizes(path, config, target)
         _require_token_ids(path, config, own)
-        target_layers = (-1,)
+        target_layers: tuple[int, ...] = (-1,)
         if head_class is LlamaForCausalLMEagle3:
             target_layers = _eagle3_layers(path, config, len(target.layers))
         with loading(path, "the model of config.json", ATTENTION_NAME), torch.device("meta"):
@@ -211,8 +212,8 @@ def _require_same_sizes(path: Path, config: Any, target: TransformersModel) -> N
         ("hidden_size", of_target.hidden_size),
         ("target_hidden_size", of_target.hidden_size),
     ):
-        found = getattr(config, key, None)
-        if found is not None and found != wanted:
+        found = getattr(config, key, wanted)  # only EAGLE-3 may have the last one
+        if found != wanted:
             raise CheckpointError(
                 f"{path}: the draft model has {key} {reprlib.repr(found)}; the target's is {wanted}",
                 hint=_TRAINED_FOR,
@@ -230,23 +231,24 @@ def _require_token_ids(path: Path, config: Any, own: Mapping[str, StoredTensor])
                 hint="copy the whole checkpoint",
             )
         return
-    d2t = own["d2t"].read()
-    ids = target_ids(d2t) if d2t.dim() == 1 and d2t.dtype is torch.int64 else d2t.new_full((1,), -1)
     if "lm_head.weight" not in own:
         raise CheckpointError(
             f"{path}: the weights have d2t and no lm_head.weight, whose rows it numbers",
             hint="copy the whole checkpoint",
         )
-    if len(ids) != drafted or int(ids.min()) < 0 or int(ids.max()) >= config.vocab_size or not _distinct(ids):
+    d2t = own["d2t"].read()
+    if d2t.dtype is not torch.int64 or d2t.shape != (drafted,) or not _numbers(d2t, config.vocab_size):
         raise CheckpointError(
-            f"{path}: d2t is {own['d2t'].dtype} {list(d2t.shape)}, and does not give each of {drafted} rows of"
-            f" lm_head a token id of its own, from 0 to {config.vocab_size - 1}",
+            f"{path}: d2t is {own['d2t'].dtype} {list(d2t.shape)}, and does not give each of {drafted} rows"
+            f" of lm_head a token id of its own, from 0 to {config.vocab_size - 1}",
             hint="d2t[i] is int64: the target's token id of row i, minus i",
         )
 
 
-def _distinct(ids: torch.Tensor) -> bool:
-    return len(ids.unique()) == len(ids)
+def _numbers(d2t: torch.Tensor, vocab_size: int) -> bool:
+    """Return whether ``d2t`` gives each row another token id."""
+    ids = target_ids(d2t)
+    return int(ids.min()) >= 0 and int(ids.max()) < vocab_size and len(ids.unique()) == len(ids)
 
 
 def _eagle3_layers(path: Path, config: Any, count: int) -> tuple[int, ...]:

@@ -119,8 +119,15 @@ class _Pass:
         self.seen.append(forward(self, ids, positions))
 
     def attend(
-        self, module: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, asked: dict[str, Any]
+        self,
+        module: Any,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        asked: dict[str, Any],
     ) -> torch.Tensor:
+        if k is None or v is None:
+            raise TypeError("attention without keys and values")
         layer_id = getattr(module, "layer_idx", None)
         if layer_id is None or layer_id in self.layers:
             self.refused["attention layers without a unique index"] = None

@@ -165,7 +165,8 @@ def _missing(path: Path, names: list[str]) -> CheckpointError:
         return CheckpointError(
             f"{path}: the weights are pickle files ({', '.join(pickles[:3])}), which are never read:"
             " reading a pickle can run code",
-            hint="if you trust them, convert them: model.save_pretrained(..) writes safetensors",
+            hint="if you trust them, convert them: model.save_pretrained(..) writes safetensors; so does"
+            " safetensors.torch.save_file(torch.load(FILE, weights_only=True), 'model.safetensors')",
         )
     listed = ", ".join(name if name.isprintable() else repr(name) for name in names[:3])
     return CheckpointError(f"{path}: weights are missing: {listed}", hint=_WHOLE)
