@@ -176,11 +176,12 @@ def build_prefill_registry(
             dtype = embed_dtype or torch.get_default_dtype()
             slots.append(slot("input_embeds", lambda _, n: (n, hidden_size), dtype, copy_from_fb=False))
     if enable_mamba_track:
-        kept = {"policy": PaddingPolicy.FOREACH_COPY, "reason": "the number of requests is not padded"}
+        reason = "the number of requests is not padded"
+        kept = partial(slot, axis="bs", policy=PaddingPolicy.FOREACH_COPY, reason=reason)
         slots += [
-            slot("mamba_track_indices", _requests, axis="bs", **kept),
-            slot("mamba_track_mask", _requests, torch.bool, axis="bs", **kept),
-            slot("mamba_track_seqlens", _requests, torch.int32, axis="bs", **kept),
+            kept("mamba_track_indices", _requests),
+            kept("mamba_track_mask", _requests, torch.bool),
+            kept("mamba_track_seqlens", _requests, torch.int32),
         ]
     if enable_num_token_non_padded:
         is_local = require_gathered_buffer and not (nsa_enable_prefill_cp or enable_prefill_cp)
