@@ -335,17 +335,10 @@ def metadata_slot(
 def call(
     slot: GraphSlot, what: str, function: Callable[..., Any], *args: Any, hint: str | None = None
 ) -> Any:
-    """Call a function of the slot's owner and return its result.
-
-    Args:
-        slot: The slot.
-        what: The function in words; ``{}`` is the slot's label.
-        function: The function.
-        args: Its arguments.
-        hint: The hint of the error.
+    """Return ``function(*args)``, a call of the slot's owner; ``what`` is the function in words.
 
     Raises:
-        SlotError: ``function`` raised an exception that is no `GraphpactError`.
+        SlotError: It raised an exception that is no `GraphpactError`. ``{}`` in ``what`` is the slot's label.
     """
     try:
         return function(*args)
