@@ -20,25 +20,12 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from graphpact.buffers import CudaGraphBufferRegistry
-from graphpact.errors import Breach, BreachKind, EngineError, PactBreach
+from graphpact.errors import BREACHES, Breach, BreachKind, EngineError, PactBreach
 from graphpact.shapes import GraphShape
 
 _BOUNDED = "graphpact.bounded"  # key in a dataclass field's metadata
 _MAX_ROWS = 12  # of the table of breaches
 _TENSOR_RULES: tuple[BreachKind, ...] = ("address", "shape", "stride", "dtype", "device")
-_ADVICE: dict[BreachKind, str] = {
-    "address": "copy into the captured tensor instead of making a new one",
-    "shape": "use the slice of the capture: recorded kernels read the captured extent",
-    "stride": "copy into the captured tensor: recorded kernels use its strides",
-    "dtype": "copy into the captured tensor: recorded kernels read elements of its dtype",
-    "device": "copy into the captured tensor, on its device",
-    "value": "a host number is frozen into the graph: keep it constant for the shape, put it in a"
-    " tensor, or declare it bounded() if smaller values are valid",
-    "bound": "capture with the largest number that a replay may have; the graph serves no larger one",
-    "type": "the graph was recorded with the captured type; refresh it in place",
-    "fields": "return the captured metadata object, refreshed in place, with the same fields",
-    "length": "keep one entry for each captured one",
-}
 
 
 def bounded(**field_kwargs: Any) -> Any:
@@ -119,9 +106,7 @@ def _attributes(value: Any, *, root: bool) -> list[str] | None:
     if not root or kind.__module__ == "builtins" or isinstance(value, (Mapping, list, tuple)):
         return None
     slots = [name for name in _slot_names(kind) if hasattr(value, name)]
-    if hasattr(value, "__dict__"):
-        return [*slots, *vars(value)]
-    return slots or None
+    return [*slots, *vars(value)] if hasattr(value, "__dict__") else slots or None
 
 
 def _declared_fields(kind: Any) -> Sequence[str] | None:
@@ -191,13 +176,7 @@ class Promise:
 
 
 class Pact:
-    """The promises of one captured shape.
-
-    Args:
-        shape: The captured shape.
-        roots: The promises by root of the walk.
-        registry: If given, breaches name the slot of a replayed tensor.
-    """
+    """The promises of one captured shape; `of` makes it of the parts of a capture."""
 
     def __init__(
         self, shape: GraphShape, roots: Mapping[str, Promise], registry: CudaGraphBufferRegistry | None = None
@@ -254,8 +233,9 @@ class Pact:
                 found += self._differences(self._roots[name], parts[name], root=True)
             else:
                 lost, new = (name, "none") if name in self._roots else ("none", name)
-                advice = _ADVICE["fields"]
-                found.append(Breach(name, "fields", f"missing {lost}", f"new {new}", None, advice))
+                found.append(
+                    Breach(name, "fields", f"missing {lost}", f"new {new}", None, BREACHES["fields"][1])
+                )
         return tuple(found)
 
     # -- inside ----------------------------------------------------------------------------------
@@ -440,7 +420,7 @@ def _is_complete(promise: Promise) -> bool:
 
 
 def _breach(promise: Promise, rule: BreachKind, captured: str, replayed: str) -> Breach:
-    advice = _ADVICE[rule]
+    advice = BREACHES[rule][1]
     if rule == "value" and not isinstance(promise.value, numbers.Number):
         advice = "the graph was recorded with the captured one; pass the same to every replay"
     elif rule == "type" and type(None) is promise.type:
@@ -495,9 +475,8 @@ def _message(shape: GraphShape, breaches: Sequence[Breach]) -> str:
     rows = [("field", "rule", "captured", "replayed", "owner")]
     rows += [(b.path, b.rule, b.captured, b.replayed, b.owner or "-") for b in breaches[:_MAX_ROWS]]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        lines.append(f"  {'  '.join(cells).rstrip()}")
+    layout = "".join(f"  {{:{width}}}" for width in widths)
+    lines += [layout.format(*row).rstrip() for row in rows]
     if len(breaches) > _MAX_ROWS:
         lines.append(f"  ... and {len(breaches) - _MAX_ROWS} more")
     return "\n".join(lines)

@@ -104,17 +104,11 @@ class RegistryDescription:
         return "registry of no lane" if self.lane is None else f"lane {self.lane}"
 
     def __str__(self) -> str:
-        rows = [COLUMNS, *(slot_cells(row) for row in self.slots)]
-        rows = [tuple(plain_text(cell) for cell in row) for row in rows]
-        widths = [max(len(row[at]) for row in rows) for at in range(len(COLUMNS))]
-        right = COLUMNS.index("bytes")
-        lines = [
-            "  ".join(
-                cell.rjust(width) if at == right else cell.ljust(width)
-                for at, (cell, width) in enumerate(zip(row, widths, strict=True))
-            ).rstrip()
-            for row in rows
-        ]
+        rows = [[plain_text(cell) for cell in row] for row in (COLUMNS, *map(slot_cells, self.slots))]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        sides = (">" if column == "bytes" else "<" for column in COLUMNS)
+        layout = "  ".join(f"{{:{side}{width}}}" for side, width in zip(sides, widths, strict=True))
+        lines = [layout.format(*row).rstrip() for row in rows]
         head = (
             f"{plain_text(self.label)} on {self.device}: at most {self.max_bs:,} requests,"
             f" {self.max_num_tokens:,} tokens"
