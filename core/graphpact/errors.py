@@ -100,8 +100,6 @@ class ContractError(GraphpactError):
     """A promise between capture and replay was broken.
 
     Args:
-        message: See `GraphpactError`.
-        hint: See `GraphpactError`.
         rule: Id of the broken rule, such as ``"GP03"``, or None if unknown; see `graphpact explain`.
     """
 

@@ -238,8 +238,6 @@ class Pact:
                 )
         return tuple(found)
 
-    # -- inside ----------------------------------------------------------------------------------
-
     def _differences(self, promise: Promise, value: Any, *, root: bool = False) -> Iterator[Breach]:
         parts = _parts(value, root=root)
         form = None if parts is None else parts.form

@@ -82,13 +82,8 @@ _log = logging.getLogger(__name__)
 class PluginInfo:
     """The metadata of one installed plugin.
 
-    Args:
-        kind: Its kind.
-        name: Its name, unique within the kind.
-        distribution: The distribution that offers it.
-        version: The version of that distribution.
-        target: The class or command as ``module:attribute``.
-        contract: The contract version that the distribution declares, or None.
+    ``name`` is unique within the ``kind``. ``distribution`` offers it, has the ``version``, and declares the
+    ``contract`` version or None. ``target`` is the class or command as ``module:attribute``.
     """
 
     kind: Kind
@@ -196,9 +191,7 @@ class PluginCatalog:
     @overload
     def select(self, kind: Literal["speculation"], name: str) -> "type[graphpact.SpeculationAlgorithm]": ...
     @overload
-    def select(self, kind: Literal["observer"], name: str) -> type[Any]: ...
-    @overload
-    def select(self, kind: Literal["command"], name: str) -> Any: ...
+    def select(self, kind: Literal["observer", "command"], name: str) -> Any: ...
     def select(self, kind: Kind, name: str) -> Any:
         """Return the class or command of the plugin ``name``; imports no other plugin.
 
@@ -221,8 +214,6 @@ class PluginCatalog:
             f"{kind} {plugin.info} was rejected: {plugin.reason}",
             hint="fix it or name another one; `graphpact plugins` lists what is installed",
         )
-
-    # -- inside ----------------------------------------------------------------------------------
 
     def _is_disabled(self, info: PluginInfo) -> bool:
         return not self.disabled.isdisjoint(_spellings(info))
@@ -271,9 +262,7 @@ class PluginCatalog:
 def installed_versions() -> dict[str, str]:
     """Return the version of graphpact and of every distribution with plugins, by name."""
     infos = PluginCatalog.scan(env={}).infos()
-    return {"graphpact": __version__} | {
-        info.distribution: info.version for info in sorted(infos, key=lambda i: i.distribution)
-    }
+    return {"graphpact": __version__, **dict(sorted((i.distribution, i.version) for i in infos))}
 
 
 def _spellings(info: PluginInfo) -> set[str]:

@@ -19,19 +19,16 @@ COLUMNS = ("slot", "owner", "shape", "dtype", "device", "axis", "policy", "bytes
 class SlotRow:
     """The description of one slot.
 
+    ``name``, ``owner``, ``axis``, ``keeps_tail`` and ``reason`` are those of the `GraphSlot`.
+
     Args:
-        name: The slot's name.
-        owner: Its owner, or None.
         enabled: Whether it has memory; without it ``shape``, ``device`` and ``nbytes`` are None.
         shape: Shape of the whole buffer.
         dtype: Element type, without ``torch.``.
-        device: Its device.
-        axis: The count that its rows follow.
+        device: Device of the buffer.
         policy: A value of `PaddingPolicy`.
         pad_value: The pad value, or None if the policy has none. Numbers that JSON lacks are strings:
             ``"-inf"``.
-        keeps_tail: Whether rows of an earlier batch can stay in the padding rows.
-        reason: Why stale padding is safe, or None.
         nbytes: Bytes of the buffer.
     """
 

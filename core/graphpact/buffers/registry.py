@@ -243,8 +243,6 @@ class CudaGraphBufferRegistry:
             allocated_nbytes=self.allocated_nbytes,
         )
 
-    # -- inside ----------------------------------------------------------------------------------
-
     def _arenas(self) -> list[Arena]:
         return [*self._memory, *(self.share_pool.arenas if self.share_pool else ())]
 
