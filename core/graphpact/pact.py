@@ -379,7 +379,8 @@ class _Source:
         elif promise.form == "keys":
             yield f"{v}.keys() == {self.constant(frozenset(promise.parts))}"
         elif promise.form == "fields":
-            if not _is_complete(promise):  # attributes may come and go
+            declared = _declared_fields(promise.type)
+            if declared is None or len(declared) != len(promise.parts):  # attributes may come and go
                 names = self.constant(lambda now: set(_attributes(now, root=True) or ()))
                 yield f"{names}({v}) == {self.constant(set(promise.parts))}"
         elif isinstance(promise.value, TensorFacts):
@@ -406,12 +407,6 @@ def _is_singleton(promise: Promise) -> bool:
     if promise.form is not None or promise.bounded or isinstance(value, TensorFacts):
         return False
     return not isinstance(value, _BY_VALUE) or isinstance(value, (bool, enum.Enum))
-
-
-def _is_complete(promise: Promise) -> bool:
-    """Return whether all fields that the type declares are set, so that no field can be added."""
-    declared = _declared_fields(promise.type)
-    return declared is not None and len(declared) == len(promise.parts)
 
 
 # -- messages ------------------------------------------------------------------------------------------

@@ -82,12 +82,7 @@ def compute_local_num_token_non_padded(
 ) -> torch.Tensor:
     """Return `local_num_token_non_padded` as a tensor, computed without a host read.
 
-    Args:
-        global_num_token_non_padded: ``[1]`` int32, or a host number.
-        num_tokens_per_dp: See `local_num_token_non_padded`.
-
-    Returns:
-        A tensor like ``global_num_token_non_padded``; ``[1]`` int32 on the CPU for a host number.
+    The result is like the global count, ``[1]`` int32; for a host number it lies on the CPU.
     """
     if isinstance(global_num_token_non_padded, int):
         local = local_num_token_non_padded(global_num_token_non_padded, num_tokens_per_dp)

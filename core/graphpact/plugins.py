@@ -284,7 +284,9 @@ def _installed() -> dict[PluginInfo, EntryPoint]:
                     _log.warning("%s: entry points in %r; did you mean %r?", any_dist.name, group, near[0])
             if not _GROUPS.keys() & groups:
                 continue
-            dist = _first_of_its_name(any_dist)
+            dist: Any = any_dist
+            with suppress(PackageNotFoundError):  # its folder has another name than its metadata
+                dist = distribution(any_dist.name)  # the first of this name
             offers = dist.entry_points
             contract = ", ".join(sorted(offers.select(group=CONTRACT_GROUP).names)) or None
             for e in offers:
@@ -294,14 +296,6 @@ def _installed() -> dict[PluginInfo, EntryPoint]:
         except Exception as error:  # noqa: BLE001  third-party metadata
             _log.warning("a distribution's metadata cannot be read: %s", describe_error(error))
     return found
-
-
-def _first_of_its_name(dist: Any) -> Any:
-    """Return the first distribution of the name of ``dist``, or ``dist`` itself."""
-    try:
-        return distribution(dist.name)
-    except PackageNotFoundError:  # its folder has another name than its metadata
-        return dist
 
 
 def _load(info: PluginInfo, entry_point: EntryPoint) -> Plugin:

@@ -62,13 +62,9 @@ def _copied_one_by_one(device: torch.device) -> bool:
 
 
 class FillPlan:
-    """The compiled work of a fill for one set of counts.
+    """The compiled work of a fill of ``slots`` for the counts of ``context``; some slots lie in ``arenas``.
 
-    Args:
-        context: The counts.
-        slots: The enabled slots.
-        arenas: The arenas in which some of them lie.
-        strict: Whether a batch must have the fields of all slots that are not optional.
+    If ``strict``, a batch must have the fields of all slots that are not optional.
     """
 
     def __init__(

@@ -137,13 +137,8 @@ class CudaGraphBufferRegistry:
     ) -> None:
         """Reset the padding rows by policy, copy the batch's fields into the live rows, call ``post_fill``.
 
-        Args:
-            batch: The live batch, usually a `graphpact.ForwardBatch`; not written.
-            raw_bs: Requests in the batch.
-            padded_bs: Requests in the captured shape, ``raw_bs <= padded_bs <= max_bs``.
-            raw_num_tokens: Tokens in the batch.
-            padded_num_tokens: Tokens in the captured shape.
-            pp_proxy_tensors: Tensors of the previous pipeline stage; see `FillContext`.
+        ``batch`` is the live batch, usually a `graphpact.ForwardBatch`, and is not written. The other
+        arguments are those of `FillContext`, with ``raw <= padded <= maximum``.
 
         Raises:
             SlotError: Counts out of order, or a field with another number of rows, with a dtype that does not
@@ -160,10 +155,8 @@ class CudaGraphBufferRegistry:
         replace entries of the template's ``extra``. Slots that are no field of the template (those of a
         backend) are not part of the view.
 
-        Args:
-            padded_bs: Requests in the captured shape.
-            padded_num_tokens: Tokens in the captured shape.
-            forward_batch_template: A dataclass with ``batch_size``; not written.
+        The counts are those of the captured shape. The template is a dataclass with ``batch_size``; it is not
+        written.
         """
         fields: dict[str, Any] = {"batch_size": padded_bs}
         names = {field.name for field in dataclasses.fields(forward_batch_template)}  # type: ignore[arg-type]
@@ -184,10 +177,8 @@ class CudaGraphBufferRegistry:
     def static_inputs(self, batch: ForwardBatch, shape: GraphShape) -> ForwardBatch:
         """Return the view of ``shape``, for one shape always the same object.
 
-        Args:
-            batch: Template of the view when the shape is new. Host numbers of later batches do not reach the
-                view, since a graph cannot read them.
-            shape: The padded counts.
+        ``batch`` is its template when the shape is new. Host numbers of later batches do not reach the view,
+        since a graph cannot read them.
         """
         if shape not in self._static_inputs:
             self._static_inputs[shape] = self.extract_buffer(
