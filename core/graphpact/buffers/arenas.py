@@ -81,16 +81,10 @@ def new_buffer(
 
 
 class Arena:
-    """Memory for up to 16 rows.
-
-    Args:
-        dtype: Element type.
-        device: Device of the memory.
-        width: Used elements of a row; each row begins at a multiple of 512 bytes.
-        pin: Whether the memory is pinned.
+    """Memory for up to 16 rows of ``width`` elements; each row begins at a multiple of 512 bytes.
 
     Attributes:
-        memory: ``[16, aligned width]``.
+        memory: ``[16, aligned width]``, pinned if ``pin``.
         template: The same shape, filled with the pad value of each row.
     """
 

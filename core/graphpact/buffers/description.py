@@ -77,14 +77,9 @@ class SlotRow:
 class RegistryDescription:
     """The description of a registry at one point in time.
 
-    Args:
-        lane: The name of its lane, or None.
-        device: Default device of its slots.
-        max_bs: Largest request count of a captured shape.
-        max_num_tokens: Largest token count of a captured shape.
-        slots: Every slot in the order of registration, disabled ones included.
-        nbytes: Bytes of all buffers.
-        allocated_nbytes: Bytes that the registry allocated, without adopted and shared buffers.
+    ``lane``, ``device``, ``max_bs`` and ``max_num_tokens`` are those of the registry, ``nbytes`` the bytes of
+    all buffers. ``allocated_nbytes`` does not count adopted and shared buffers. ``slots`` are in the order of
+    registration, disabled ones included.
     """
 
     lane: str | None

@@ -188,10 +188,8 @@ class _Head:
             return _fitting(slot, self.view, field, strict=self.is_strict)
         if self.is_strict and not (slot.optional and field is None):
             what = "no" if field is None else f"a {type(field).__name__} and no tensor for"
-            raise SlotError(
-                f"the batch has {what} {slot.name!r}, which {slot.label} copies",
-                hint=_OPTIONAL.format("set the field"),
-            )
+            hint = _OPTIONAL.format("set the field")
+            raise SlotError(f"the batch has {what} {slot.name!r}, which {slot.label} copies", hint=hint)
         return None
 
 
@@ -221,10 +219,8 @@ class _Sourced:
             return (target, _everywhere(slot, target)) if self._strict else None
         what = "nothing" if source is None else f"a {type(source).__name__} and no tensor"
         source_of = "the source_fn of" if slot.source_fn is not None else "ForwardBatch.extra, the source of"
-        raise SlotError(
-            f"{source_of} {slot.label} found {what} in this batch",
-            hint=_OPTIONAL.format("give the batch its source"),
-        )
+        hint = _OPTIONAL.format("give the batch its source")
+        raise SlotError(f"{source_of} {slot.label} found {what} in this batch", hint=hint)
 
 
 def _everywhere(slot: GraphSlot, view: torch.Tensor) -> torch.Tensor:
