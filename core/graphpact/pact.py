@@ -59,13 +59,10 @@ class _Parts(NamedTuple):
 
 
 def walk(parts: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield every leaf under ``parts`` with its path, such as ``metadata.kv_indptr``.
+    """Yield every leaf under ``parts``, the roots by name, with its path, such as ``metadata.kv_indptr``.
 
     Containers are dataclasses, named tuples, mappings, lists, tuples, and plain objects that are themselves
     roots; everything else is a leaf. An empty container yields nothing.
-
-    Args:
-        parts: The roots of the walk by name, as for `Pact.of`.
     """
     for name, root in parts.items():
         yield from _walk(name, root, root=True)
@@ -147,11 +144,9 @@ class TensorFacts(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Promise:
-    """The promise of a container or a leaf: a node of the tree that was walked.
+    """The promise of the exact ``type`` of a container or a leaf at ``path``: a node of the walked tree.
 
     Args:
-        path: Its path.
-        type: Its exact type.
         value: The `TensorFacts` or the host value of a leaf; None for a container.
         owner: Label of the slot in whose memory a tensor lies, or None.
         offset: Bytes from the start of that slot's buffer to the tensor.
@@ -188,12 +183,9 @@ class Pact:
 
     @classmethod
     def of(cls, shape: GraphShape, registry: CudaGraphBufferRegistry | None = None, **parts: Any) -> "Pact":
-        """Return the pact of the named ``parts``: ``view=..., metadata=...``.
+        """Return the pact of the captured ``shape`` and its named ``parts``: ``view=..., metadata=...``.
 
-        Args:
-            shape: The captured shape.
-            registry: If given, promises and breaches name the slot and the owner of a tensor.
-            parts: The roots of the walk.
+        With its ``registry``, promises and breaches name the slot and the owner of a tensor.
 
         Raises:
             EngineError: A `bounded` field is no number and no list or tuple of numbers.

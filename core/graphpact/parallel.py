@@ -30,10 +30,8 @@ class ParallelContext:
 
     def __post_init__(self) -> None:
         if not 0 <= self.attn_tp_rank < self.attn_tp_size:
-            raise ConfigError(
-                f"attn_tp_rank {self.attn_tp_rank} of attn_tp_size {self.attn_tp_size}",
-                hint="ranks count from 0 and are below the size",
-            )
+            rank = f"attn_tp_rank {self.attn_tp_rank} of attn_tp_size {self.attn_tp_size}"
+            raise ConfigError(rank, hint="ranks count from 0 and are below the size")
 
     @contextmanager
     def override(

@@ -210,10 +210,8 @@ class PluginCatalog:
             raise AmbiguousPluginError(
                 f"{kind} {name!r}: {plugin.reason}", hint="uninstall all of them but one"
             )
-        raise RejectedPluginError(
-            f"{kind} {plugin.info} was rejected: {plugin.reason}",
-            hint="fix it or name another one; `graphpact plugins` lists what is installed",
-        )
+        hint = "fix it or name another one; `graphpact plugins` lists what is installed"
+        raise RejectedPluginError(f"{kind} {plugin.info} was rejected: {plugin.reason}", hint=hint)
 
     def _is_disabled(self, info: PluginInfo) -> bool:
         return not self.disabled.isdisjoint(_spellings(info))

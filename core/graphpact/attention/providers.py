@@ -114,16 +114,12 @@ def _choose(
             reasons[provider.name] = reason
     if asked == "auto":
         why = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
-        raise ConfigError(
-            f"{owner} has no kernels that can be used on {device}: {why}",
-            hint="select another attention backend; `graphpact plugins` lists what can run here",
-        )
+        hint = "select another attention backend; `graphpact plugins` lists what can run here"
+        raise ConfigError(f"{owner} has no kernels that can be used on {device}: {why}", hint=hint)
     if asked in reasons:
         what = f"has no {asked} kernels that can be used on {device}: {reasons[asked]}"
     else:
         have = ", ".join(provider.name for provider in providers)
         what = f"has no {asked} kernels: " + (f"it has {have}" if have else "it offers no choice")
-    raise ConfigError(
-        f"{owner} {what}",
-        hint='kernel_provider = "auto" takes what can run here; `graphpact plugins` lists the kernels',
-    )
+    hint = 'kernel_provider = "auto" takes what can run here; `graphpact plugins` lists the kernels'
+    raise ConfigError(f"{owner} {what}", hint=hint)

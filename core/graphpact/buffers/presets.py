@@ -336,10 +336,8 @@ def _register(registry: CudaGraphBufferRegistry, slots: list[GraphSlot], source:
     """Register ``slots``, each bound to the tensor of its name in ``source`` if there is one."""
     missing = [s.label for s in slots if source is not None and getattr(source, s.name, None) is None]
     if missing:
-        raise SlotError(
-            f"the source lacks {', '.join(missing)}; nothing was adopted",
-            hint="give a tensor for each, or leave source out to allocate them",
-        )
+        hint = "give a tensor for each, or leave source out to allocate them"
+        raise SlotError(f"the source lacks {', '.join(missing)}; nothing was adopted", hint=hint)
     for slot in slots:
         tensor = getattr(source, slot.name, None)
         declared = slot if tensor is None else _with_dtype_of(tensor, slot)

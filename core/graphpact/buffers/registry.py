@@ -296,10 +296,8 @@ class CudaGraphBufferRegistry:
     def _require_contract(self, slot: GraphSlot, shape: tuple[int, ...], lane: str) -> None:
         """Raise `SlotError` for a slot of a lane without owner, without a required reason, or too small."""
         if not (slot.owner or "").strip():
-            raise SlotError(
-                f"{slot.label}: lane {lane!r} requires an owner for every slot",
-                hint="declare it with owner=, the name of the runner or backend",
-            )
+            hint = "declare it with owner=, the name of the runner or backend"
+            raise SlotError(f"{slot.label}: lane {lane!r} requires an owner for every slot", hint=hint)
         if slot.keeps_tail and not (slot.reason or "").strip():
             raise SlotError(
                 f"{slot.label}: {slot.padding_policy.name} without a reason, which lane {lane!r} requires",

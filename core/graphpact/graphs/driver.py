@@ -205,10 +205,8 @@ class GraphDriver(abc.ABC):
     def refuse_nested_capture(self) -> None:
         """Raise `CaptureError` if this process is recording a region already; `capture` begins with it."""
         if GraphDriver._capturing is not None:
-            raise CaptureError(
-                f"a capture was begun inside another one, at {Line()}",
-                hint="capture the regions one after the other, or record the inner one in the outer",
-            )
+            hint = "capture the regions one after the other, or record the inner one in the outer"
+            raise CaptureError(f"a capture was begun inside another one, at {Line()}", hint=hint)
 
     @contextlib.contextmanager
     def recorded_run(self) -> Iterator[None]:
