@@ -301,21 +301,28 @@ def _load(info: PluginInfo, entry_point: EntryPoint) -> Plugin:
     try:
         cls = entry_point.load()
         stage = "checking"
-        if info.kind == "command":
-            reason = None if callable(cls) else f"refers to {cls!r}, which cannot be called"
-        else:
-            base = getattr(graphpact, _BASES[info.kind]) if info.kind in _BASES else object
-            reason = _class_fault(cls, base) or (
-                observer_fault(cls) if info.kind == "observer" else _hook_fault(cls) or _misspelt_name(cls)
-            )
-            reason = reason or _argument_fault(cls, info.kind)
-            if info.kind == "graph_driver" and not reason and cls.name != info.name:
-                reason = f"{cls.__name__}.name is {cls.name!r}; reports would name another driver"
+        reason = _fault(cls, info)
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # noqa: BLE001  SystemExit; the panics of Rust extensions
         reason = f"{stage} {info.target} raised {describe_error(error)}; {info.disabling}"
     return Loaded(info, cls) if reason is None else Rejected(info, reason)
+
+
+def _fault(cls: Any, info: PluginInfo) -> str | None:
+    """Return why the class or command of ``info`` is rejected, or None."""
+    if info.kind == "command":
+        return None if callable(cls) else f"refers to {cls!r}, which cannot be called"
+    base = getattr(graphpact, _BASES[info.kind]) if info.kind in _BASES else object
+    reason = _class_fault(cls, base)
+    if info.kind == "observer":
+        reason = reason or observer_fault(cls)
+    else:
+        reason = reason or _hook_fault(cls) or _misspelt_name(cls)
+    reason = reason or _argument_fault(cls, info.kind)
+    if reason is None and info.kind == "graph_driver" and cls.name != info.name:
+        return f"{cls.__name__}.name is {cls.name!r}; reports would name another driver"
+    return reason
 
 
 def _class_fault(cls: Any, base: type[Any]) -> str | None:

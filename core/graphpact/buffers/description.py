@@ -77,9 +77,9 @@ class SlotRow:
 class RegistryDescription:
     """The description of a registry at one point in time.
 
-    ``lane``, ``device``, ``max_bs`` and ``max_num_tokens`` are those of the registry, ``nbytes`` the bytes of
-    all buffers. ``allocated_nbytes`` does not count adopted and shared buffers. ``slots`` are in the order of
-    registration, disabled ones included.
+    ``lane``, ``device``, ``max_bs`` and ``max_num_tokens`` are those of the registry. ``slots`` are in the
+    order of registration, disabled ones included. ``nbytes`` are the bytes of all buffers,
+    ``allocated_nbytes`` those that the registry allocated, without adopted and shared buffers.
     """
 
     lane: str | None
