@@ -562,6 +562,17 @@ def test_plain_metadata_that_gains_or_loses_attributes_is_named() -> None:
     assert breach.text == "fields: missing window, new indptr"
 
 
+@pytest.mark.parametrize("captured", [{}, {"window": 4}])
+def test_the_check_refuses_a_new_attribute_of_plain_metadata(captured: dict[str, int]) -> None:
+    """`Pact.check` refuses plain metadata that gained an attribute, even if it had none at capture."""
+    meta = SimpleNamespace(**captured)
+    pact = Pact.of(SHAPE, None, metadata=meta)
+    pact.check(metadata=meta)
+    meta.indptr = LENGTHS
+    with pytest.raises(PactBreach, match="new indptr"):
+        pact.check(metadata=meta)
+
+
 def test_none_and_an_object_are_told_apart_both_ways() -> None:
     """If a field is None on one side, the breaches name the other side's type and fields, with advice."""
     inner = Inner(torch.zeros(1), 2)

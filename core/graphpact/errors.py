@@ -100,8 +100,6 @@ class ContractError(GraphpactError):
     """A promise between capture and replay was broken.
 
     Args:
-        message: See `GraphpactError`.
-        hint: See `GraphpactError`.
         rule: Id of the broken rule, such as ``"GP03"``, or None if unknown; see `graphpact explain`.
     """
 
@@ -130,18 +128,28 @@ BreachKind = Literal[
 ]
 """Kinds of difference. ``fields``: of an object or the keys of a mapping; ``length``: of a list or tuple."""
 
-_BROKEN: dict[BreachKind, str] = {  # the rule of the contract that a difference breaks
-    "address": "GP01",
-    "device": "GP01",
-    "shape": "GP07",
-    "stride": "GP07",
-    "dtype": "GP07",
-    "value": "GP08",
-    "bound": "GP08",
-    "type": "GP10",
-    "fields": "GP10",
-    "length": "GP05",
+BREACHES: dict[BreachKind, tuple[str, str]] = {
+    "address": ("GP01", "copy into the captured tensor instead of making a new one"),
+    "shape": ("GP07", "use the slice of the capture: recorded kernels read the captured extent"),
+    "stride": ("GP07", "copy into the captured tensor: recorded kernels use its strides"),
+    "dtype": ("GP07", "copy into the captured tensor: recorded kernels read elements of its dtype"),
+    "device": ("GP01", "copy into the captured tensor, on its device"),
+    "value": (
+        "GP08",
+        (
+            "a host number is frozen into the graph: keep it constant for the shape, put it in a tensor, or"
+            " declare it bounded() if smaller values are valid"
+        ),
+    ),
+    "bound": (
+        "GP08",
+        "capture with the largest number that a replay may have; the graph serves no larger one",
+    ),
+    "type": ("GP10", "the graph was recorded with the captured type; refresh it in place"),
+    "fields": ("GP10", "return the captured metadata object, refreshed in place, with the same fields"),
+    "length": ("GP05", "keep one entry for each captured one"),
 }
+"""For each kind the rule of the contract that it breaks, and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +175,7 @@ class Breach:
     @property
     def broken(self) -> str:
         """Id of the contract's rule that is broken."""
-        return _BROKEN[self.rule]
+        return BREACHES[self.rule][0]
 
     @property
     def text(self) -> str:

@@ -20,25 +20,12 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from graphpact.buffers import CudaGraphBufferRegistry
-from graphpact.errors import Breach, BreachKind, EngineError, PactBreach
+from graphpact.errors import BREACHES, Breach, BreachKind, EngineError, PactBreach
 from graphpact.shapes import GraphShape
 
 _BOUNDED = "graphpact.bounded"  # key in a dataclass field's metadata
 _MAX_ROWS = 12  # of the table of breaches
 _TENSOR_RULES: tuple[BreachKind, ...] = ("address", "shape", "stride", "dtype", "device")
-_ADVICE: dict[BreachKind, str] = {
-    "address": "copy into the captured tensor instead of making a new one",
-    "shape": "use the slice of the capture: recorded kernels read the captured extent",
-    "stride": "copy into the captured tensor: recorded kernels use its strides",
-    "dtype": "copy into the captured tensor: recorded kernels read elements of its dtype",
-    "device": "copy into the captured tensor, on its device",
-    "value": "a host number is frozen into the graph: keep it constant for the shape, put it in a"
-    " tensor, or declare it bounded() if smaller values are valid",
-    "bound": "capture with the largest number that a replay may have; the graph serves no larger one",
-    "type": "the graph was recorded with the captured type; refresh it in place",
-    "fields": "return the captured metadata object, refreshed in place, with the same fields",
-    "length": "keep one entry for each captured one",
-}
 
 
 def bounded(**field_kwargs: Any) -> Any:
@@ -72,13 +59,10 @@ class _Parts(NamedTuple):
 
 
 def walk(parts: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield every leaf under ``parts`` with its path, such as ``metadata.kv_indptr``.
+    """Yield every leaf under ``parts``, the roots by name, with its path, such as ``metadata.kv_indptr``.
 
     Containers are dataclasses, named tuples, mappings, lists, tuples, and plain objects that are themselves
     roots; everything else is a leaf. An empty container yields nothing.
-
-    Args:
-        parts: The roots of the walk by name, as for `Pact.of`.
     """
     for name, root in parts.items():
         yield from _walk(name, root, root=True)
@@ -119,9 +103,7 @@ def _attributes(value: Any, *, root: bool) -> list[str] | None:
     if not root or kind.__module__ == "builtins" or isinstance(value, (Mapping, list, tuple)):
         return None
     slots = [name for name in _slot_names(kind) if hasattr(value, name)]
-    if hasattr(value, "__dict__"):
-        return [*slots, *vars(value)]
-    return slots or None
+    return [*slots, *vars(value)] if hasattr(value, "__dict__") else slots or None
 
 
 def _declared_fields(kind: Any) -> Sequence[str] | None:
@@ -162,11 +144,9 @@ class TensorFacts(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Promise:
-    """The promise of a container or a leaf: a node of the tree that was walked.
+    """The promise of the exact ``type`` of a container or a leaf at ``path``: a node of the walked tree.
 
     Args:
-        path: Its path.
-        type: Its exact type.
         value: The `TensorFacts` or the host value of a leaf; None for a container.
         owner: Label of the slot in whose memory a tensor lies, or None.
         offset: Bytes from the start of that slot's buffer to the tensor.
@@ -191,13 +171,7 @@ class Promise:
 
 
 class Pact:
-    """The promises of one captured shape.
-
-    Args:
-        shape: The captured shape.
-        roots: The promises by root of the walk.
-        registry: If given, breaches name the slot of a replayed tensor.
-    """
+    """The promises of one captured shape; `of` makes it of the parts of a capture."""
 
     def __init__(
         self, shape: GraphShape, roots: Mapping[str, Promise], registry: CudaGraphBufferRegistry | None = None
@@ -209,12 +183,9 @@ class Pact:
 
     @classmethod
     def of(cls, shape: GraphShape, registry: CudaGraphBufferRegistry | None = None, **parts: Any) -> "Pact":
-        """Return the pact of the named ``parts``: ``view=..., metadata=...``.
+        """Return the pact of the captured ``shape`` and its named ``parts``: ``view=..., metadata=...``.
 
-        Args:
-            shape: The captured shape.
-            registry: If given, promises and breaches name the slot and the owner of a tensor.
-            parts: The roots of the walk.
+        With its ``registry``, promises and breaches name the slot and the owner of a tensor.
 
         Raises:
             EngineError: A `bounded` field is no number and no list or tuple of numbers.
@@ -254,11 +225,10 @@ class Pact:
                 found += self._differences(self._roots[name], parts[name], root=True)
             else:
                 lost, new = (name, "none") if name in self._roots else ("none", name)
-                advice = _ADVICE["fields"]
-                found.append(Breach(name, "fields", f"missing {lost}", f"new {new}", None, advice))
+                found.append(
+                    Breach(name, "fields", f"missing {lost}", f"new {new}", None, BREACHES["fields"][1])
+                )
         return tuple(found)
-
-    # -- inside ----------------------------------------------------------------------------------
 
     def _differences(self, promise: Promise, value: Any, *, root: bool = False) -> Iterator[Breach]:
         parts = _parts(value, root=root)
@@ -401,7 +371,8 @@ class _Source:
         elif promise.form == "keys":
             yield f"{v}.keys() == {self.constant(frozenset(promise.parts))}"
         elif promise.form == "fields":
-            if not _is_complete(promise):  # attributes may come and go
+            declared = _declared_fields(promise.type)
+            if declared is None or len(declared) != len(promise.parts):  # attributes may come and go
                 names = self.constant(lambda now: set(_attributes(now, root=True) or ()))
                 yield f"{names}({v}) == {self.constant(set(promise.parts))}"
         elif isinstance(promise.value, TensorFacts):
@@ -430,17 +401,11 @@ def _is_singleton(promise: Promise) -> bool:
     return not isinstance(value, _BY_VALUE) or isinstance(value, (bool, enum.Enum))
 
 
-def _is_complete(promise: Promise) -> bool:
-    """Return whether all fields that the type declares are set, so that no field can be added."""
-    declared = _declared_fields(promise.type)
-    return declared is not None and len(declared) == len(promise.parts)
-
-
 # -- messages ------------------------------------------------------------------------------------------
 
 
 def _breach(promise: Promise, rule: BreachKind, captured: str, replayed: str) -> Breach:
-    advice = _ADVICE[rule]
+    advice = BREACHES[rule][1]
     if rule == "value" and not isinstance(promise.value, numbers.Number):
         advice = "the graph was recorded with the captured one; pass the same to every replay"
     elif rule == "type" and type(None) is promise.type:
@@ -495,9 +460,8 @@ def _message(shape: GraphShape, breaches: Sequence[Breach]) -> str:
     rows = [("field", "rule", "captured", "replayed", "owner")]
     rows += [(b.path, b.rule, b.captured, b.replayed, b.owner or "-") for b in breaches[:_MAX_ROWS]]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        lines.append(f"  {'  '.join(cells).rstrip()}")
+    layout = "".join(f"  {{:{width}}}" for width in widths)
+    lines += [layout.format(*row).rstrip() for row in rows]
     if len(breaches) > _MAX_ROWS:
         lines.append(f"  ... and {len(breaches) - _MAX_ROWS} more")
     return "\n".join(lines)

@@ -30,10 +30,8 @@ class ParallelContext:
 
     def __post_init__(self) -> None:
         if not 0 <= self.attn_tp_rank < self.attn_tp_size:
-            raise ConfigError(
-                f"attn_tp_rank {self.attn_tp_rank} of attn_tp_size {self.attn_tp_size}",
-                hint="ranks count from 0 and are below the size",
-            )
+            rank = f"attn_tp_rank {self.attn_tp_rank} of attn_tp_size {self.attn_tp_size}"
+            raise ConfigError(rank, hint="ranks count from 0 and are below the size")
 
     @contextmanager
     def override(
@@ -82,12 +80,7 @@ def compute_local_num_token_non_padded(
 ) -> torch.Tensor:
     """Return `local_num_token_non_padded` as a tensor, computed without a host read.
 
-    Args:
-        global_num_token_non_padded: ``[1]`` int32, or a host number.
-        num_tokens_per_dp: See `local_num_token_non_padded`.
-
-    Returns:
-        A tensor like ``global_num_token_non_padded``; ``[1]`` int32 on the CPU for a host number.
+    The result is like the global count, ``[1]`` int32; for a host number it lies on the CPU.
     """
     if isinstance(global_num_token_non_padded, int):
         local = local_num_token_non_padded(global_num_token_non_padded, num_tokens_per_dp)

@@ -82,13 +82,8 @@ _log = logging.getLogger(__name__)
 class PluginInfo:
     """The metadata of one installed plugin.
 
-    Args:
-        kind: Its kind.
-        name: Its name, unique within the kind.
-        distribution: The distribution that offers it.
-        version: The version of that distribution.
-        target: The class or command as ``module:attribute``.
-        contract: The contract version that the distribution declares, or None.
+    ``name`` is unique within the ``kind``. ``distribution`` offers it, has the ``version``, and declares the
+    ``contract`` version or None. ``target`` is the class or command as ``module:attribute``.
     """
 
     kind: Kind
@@ -196,9 +191,7 @@ class PluginCatalog:
     @overload
     def select(self, kind: Literal["speculation"], name: str) -> "type[graphpact.SpeculationAlgorithm]": ...
     @overload
-    def select(self, kind: Literal["observer"], name: str) -> type[Any]: ...
-    @overload
-    def select(self, kind: Literal["command"], name: str) -> Any: ...
+    def select(self, kind: Literal["observer", "command"], name: str) -> Any: ...
     def select(self, kind: Kind, name: str) -> Any:
         """Return the class or command of the plugin ``name``; imports no other plugin.
 
@@ -217,12 +210,8 @@ class PluginCatalog:
             raise AmbiguousPluginError(
                 f"{kind} {name!r}: {plugin.reason}", hint="uninstall all of them but one"
             )
-        raise RejectedPluginError(
-            f"{kind} {plugin.info} was rejected: {plugin.reason}",
-            hint="fix it or name another one; `graphpact plugins` lists what is installed",
-        )
-
-    # -- inside ----------------------------------------------------------------------------------
+        hint = "fix it or name another one; `graphpact plugins` lists what is installed"
+        raise RejectedPluginError(f"{kind} {plugin.info} was rejected: {plugin.reason}", hint=hint)
 
     def _is_disabled(self, info: PluginInfo) -> bool:
         return not self.disabled.isdisjoint(_spellings(info))
@@ -271,9 +260,7 @@ class PluginCatalog:
 def installed_versions() -> dict[str, str]:
     """Return the version of graphpact and of every distribution with plugins, by name."""
     infos = PluginCatalog.scan(env={}).infos()
-    return {"graphpact": __version__} | {
-        info.distribution: info.version for info in sorted(infos, key=lambda i: i.distribution)
-    }
+    return {"graphpact": __version__, **dict(sorted((i.distribution, i.version) for i in infos))}
 
 
 def _spellings(info: PluginInfo) -> set[str]:
@@ -295,7 +282,9 @@ def _installed() -> dict[PluginInfo, EntryPoint]:
                     _log.warning("%s: entry points in %r; did you mean %r?", any_dist.name, group, near[0])
             if not _GROUPS.keys() & groups:
                 continue
-            dist = _first_of_its_name(any_dist)
+            dist: Any = any_dist
+            with suppress(PackageNotFoundError):  # its folder has another name than its metadata
+                dist = distribution(any_dist.name)  # the first of this name
             offers = dist.entry_points
             contract = ", ".join(sorted(offers.select(group=CONTRACT_GROUP).names)) or None
             for e in offers:
@@ -307,34 +296,33 @@ def _installed() -> dict[PluginInfo, EntryPoint]:
     return found
 
 
-def _first_of_its_name(dist: Any) -> Any:
-    """Return the first distribution of the name of ``dist``, or ``dist`` itself."""
-    try:
-        return distribution(dist.name)
-    except PackageNotFoundError:  # its folder has another name than its metadata
-        return dist
-
-
 def _load(info: PluginInfo, entry_point: EntryPoint) -> Plugin:
     stage = "importing"
     try:
         cls = entry_point.load()
         stage = "checking"
-        if info.kind == "command":
-            reason = None if callable(cls) else f"refers to {cls!r}, which cannot be called"
-        else:
-            base = getattr(graphpact, _BASES[info.kind]) if info.kind in _BASES else object
-            reason = _class_fault(cls, base) or (
-                observer_fault(cls) if info.kind == "observer" else _hook_fault(cls) or _misspelt_name(cls)
-            )
-            reason = reason or _argument_fault(cls, info.kind)
-            if info.kind == "graph_driver" and not reason and cls.name != info.name:
-                reason = f"{cls.__name__}.name is {cls.name!r}; reports would name another driver"
+        reason = _fault(cls, info)
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # noqa: BLE001  SystemExit; the panics of Rust extensions
         reason = f"{stage} {info.target} raised {describe_error(error)}; {info.disabling}"
     return Loaded(info, cls) if reason is None else Rejected(info, reason)
+
+
+def _fault(cls: Any, info: PluginInfo) -> str | None:
+    """Return why the class or command of ``info`` is rejected, or None."""
+    if info.kind == "command":
+        return None if callable(cls) else f"refers to {cls!r}, which cannot be called"
+    base = getattr(graphpact, _BASES[info.kind]) if info.kind in _BASES else object
+    reason = _class_fault(cls, base)
+    if info.kind == "observer":
+        reason = reason or observer_fault(cls)
+    else:
+        reason = reason or _hook_fault(cls) or _misspelt_name(cls)
+    reason = reason or _argument_fault(cls, info.kind)
+    if reason is None and info.kind == "graph_driver" and cls.name != info.name:
+        return f"{cls.__name__}.name is {cls.name!r}; reports would name another driver"
+    return reason
 
 
 def _class_fault(cls: Any, base: type[Any]) -> str | None:

@@ -20,11 +20,7 @@ from graphpact.errors import ConfigError
 
 
 class KernelProvider:
-    """Base class of a backend's sets of kernels; a subclass adds the kernels.
-
-    Args:
-        context: The context of the backend.
-    """
+    """Base class of a set of kernels, for the ``context`` of a backend; a subclass adds the kernels."""
 
     name: ClassVar[Literal["native", "portable"]]
     capabilities: ClassVar[Capabilities | None] = None
@@ -78,16 +74,14 @@ def lacking(capabilities: Capabilities, context: BackendContext) -> list[str]:
 def choose_provider(
     owner: str, providers: Sequence[type[KernelProvider]], context: BackendContext
 ) -> tuple[type[KernelProvider] | None, dict[str, str]]:
-    """Return the provider for ``context``, and the reasons against those that were passed over.
+    """Return the provider that ``context.provider`` asks for, and by name the reasons against better ones.
+
+    The provider is None for a backend without a choice; if one was named, there are no reasons.
 
     Args:
         owner: The backend's name for the message.
         providers: The best first; empty for a backend without a choice.
-        context: The context of the backend; ``context.provider`` is the request.
-
-    Returns:
-        The class, or None without a choice; and by name the reasons against the providers before it (empty
-        if one was named).
+        context: The context of the backend.
 
     Raises:
         ConfigError: The named provider does not exist or cannot run here, or no provider can.
@@ -120,16 +114,12 @@ def _choose(
             reasons[provider.name] = reason
     if asked == "auto":
         why = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
-        raise ConfigError(
-            f"{owner} has no kernels that can be used on {device}: {why}",
-            hint="select another attention backend; `graphpact plugins` lists what can run here",
-        )
+        hint = "select another attention backend; `graphpact plugins` lists what can run here"
+        raise ConfigError(f"{owner} has no kernels that can be used on {device}: {why}", hint=hint)
     if asked in reasons:
         what = f"has no {asked} kernels that can be used on {device}: {reasons[asked]}"
     else:
         have = ", ".join(provider.name for provider in providers)
         what = f"has no {asked} kernels: " + (f"it has {have}" if have else "it offers no choice")
-    raise ConfigError(
-        f"{owner} {what}",
-        hint='kernel_provider = "auto" takes what can run here; `graphpact plugins` lists the kernels',
-    )
+    hint = 'kernel_provider = "auto" takes what can run here; `graphpact plugins` lists the kernels'
+    raise ConfigError(f"{owner} {what}", hint=hint)

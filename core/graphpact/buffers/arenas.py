@@ -81,16 +81,10 @@ def new_buffer(
 
 
 class Arena:
-    """Memory for up to 16 rows.
-
-    Args:
-        dtype: Element type.
-        device: Device of the memory.
-        width: Used elements of a row; each row begins at a multiple of 512 bytes.
-        pin: Whether the memory is pinned.
+    """Memory for up to 16 rows of ``width`` elements; each row begins at a multiple of 512 bytes.
 
     Attributes:
-        memory: ``[16, aligned width]``.
+        memory: ``[16, aligned width]``, pinned if ``pin``.
         template: The same shape, filled with the pad value of each row.
     """
 
@@ -134,8 +128,7 @@ class Arena:
         block = self.memory[row:end, column:right]
         if view.shape != block.shape or any(value != pad_value for value in self._pad_values[row:end]):
             return None
-        one_row = view.shape[0] == 1
-        same = view.stride(1) == 1 and (one_row or view.stride(0) == block.stride(0))
+        same = view.stride(1) == 1 and (view.shape[0] == 1 or view.stride(0) == block.stride(0))
         return (row, end, column, right) if same else None
 
     def block(self, place: Place) -> tuple[torch.Tensor, torch.Tensor]:
@@ -156,8 +149,6 @@ def _suits(slot: GraphSlot, shape: tuple[int, ...]) -> bool:
         return False
     if len(shape) == 1:
         return True
-    if len(shape) != 2 or shape[0] > _MAX_ROWS_OF_A_SLOT or slot.slice_fn is None:
-        return False
-    if nbytes % _ALIGNMENT:
+    if len(shape) != 2 or shape[0] > _MAX_ROWS_OF_A_SLOT or slot.slice_fn is None or nbytes % _ALIGNMENT:
         return False
     return slot.slice_fn(torch.empty(shape, device="meta"), 0).shape[0] == shape[0]

@@ -19,19 +19,16 @@ COLUMNS = ("slot", "owner", "shape", "dtype", "device", "axis", "policy", "bytes
 class SlotRow:
     """The description of one slot.
 
+    ``name``, ``owner``, ``axis``, ``keeps_tail`` and ``reason`` are those of the `GraphSlot`.
+
     Args:
-        name: The slot's name.
-        owner: Its owner, or None.
         enabled: Whether it has memory; without it ``shape``, ``device`` and ``nbytes`` are None.
         shape: Shape of the whole buffer.
         dtype: Element type, without ``torch.``.
-        device: Its device.
-        axis: The count that its rows follow.
+        device: Device of the buffer.
         policy: A value of `PaddingPolicy`.
         pad_value: The pad value, or None if the policy has none. Numbers that JSON lacks are strings:
             ``"-inf"``.
-        keeps_tail: Whether rows of an earlier batch can stay in the padding rows.
-        reason: Why stale padding is safe, or None.
         nbytes: Bytes of the buffer.
     """
 
@@ -80,14 +77,9 @@ class SlotRow:
 class RegistryDescription:
     """The description of a registry at one point in time.
 
-    Args:
-        lane: The name of its lane, or None.
-        device: Default device of its slots.
-        max_bs: Largest request count of a captured shape.
-        max_num_tokens: Largest token count of a captured shape.
-        slots: Every slot in the order of registration, disabled ones included.
-        nbytes: Bytes of all buffers.
-        allocated_nbytes: Bytes that the registry allocated, without adopted and shared buffers.
+    ``lane``, ``device``, ``max_bs`` and ``max_num_tokens`` are those of the registry. ``slots`` are in the
+    order of registration, disabled ones included. ``nbytes`` are the bytes of all buffers,
+    ``allocated_nbytes`` those that the registry allocated, without adopted and shared buffers.
     """
 
     lane: str | None
@@ -104,17 +96,11 @@ class RegistryDescription:
         return "registry of no lane" if self.lane is None else f"lane {self.lane}"
 
     def __str__(self) -> str:
-        rows = [COLUMNS, *(slot_cells(row) for row in self.slots)]
-        rows = [tuple(plain_text(cell) for cell in row) for row in rows]
-        widths = [max(len(row[at]) for row in rows) for at in range(len(COLUMNS))]
-        right = COLUMNS.index("bytes")
-        lines = [
-            "  ".join(
-                cell.rjust(width) if at == right else cell.ljust(width)
-                for at, (cell, width) in enumerate(zip(row, widths, strict=True))
-            ).rstrip()
-            for row in rows
-        ]
+        rows = [[plain_text(cell) for cell in row] for row in (COLUMNS, *map(slot_cells, self.slots))]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        sides = (">" if column == "bytes" else "<" for column in COLUMNS)
+        layout = "  ".join(f"{{:{side}{width}}}" for side, width in zip(sides, widths, strict=True))
+        lines = [layout.format(*row).rstrip() for row in rows]
         head = (
             f"{plain_text(self.label)} on {self.device}: at most {self.max_bs:,} requests,"
             f" {self.max_num_tokens:,} tokens"

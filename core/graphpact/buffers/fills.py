@@ -62,32 +62,20 @@ def _copied_one_by_one(device: torch.device) -> bool:
 
 
 class FillPlan:
-    """The compiled work of a fill for one set of counts.
+    """The compiled work of a fill of ``slots`` for the counts of ``context``; some slots lie in ``arenas``.
 
-    Args:
-        context: The counts.
-        slots: The enabled slots.
-        arenas: The arenas in which some of them lie.
-        strict: Whether a batch must have the fields of all slots that are not optional.
+    If ``strict``, a batch must have the fields of all slots that are not optional.
     """
 
     def __init__(
         self, context: FillContext, slots: Iterable[BoundSlot], arenas: Sequence[Arena], *, strict: bool
     ) -> None:
         slots = list(slots)
-        sources = {slot.name: _source_of(slot) for slot in slots if slot.copy_from_fb}
+        copied = [(slot, _source_of(slot)) for slot in slots if slot.copy_from_fb]
         self._context = context
-        self._heads = [
-            _Head(slot, context, strict=strict)
-            for slot in slots
-            if slot.copy_from_fb and sources[slot.name] is None
-        ]
-        self._sourced = [
-            _Sourced(slot, source_fn, context, strict=strict)
-            for slot in slots
-            if (source_fn := sources.get(slot.name)) is not None
-        ]
-        self._computed = [slot for slot in slots if slot.post_fill is not None]
+        self._heads = [_Head(slot, context, strict=strict) for slot, fn in copied if fn is None]
+        self._sourced = [_Sourced(slot, fn, context, strict=strict) for slot, fn in copied if fn is not None]
+        self._computed = [(slot, slot.post_fill) for slot in slots if slot.post_fill is not None]
         self._resets, self._fixed = _plan_tails(slots, context, arenas)
         self._only_copies = not (self._sourced or self._computed or self._resets)
         self._compiled: dict[tuple[object, ...], _Copies] = {}
@@ -124,27 +112,22 @@ class FillPlan:
             _grouped_copy(targets, fields(batch) + fixed)
         for group in _by_kernel(pairs):
             _grouped_copy([target for target, _ in group], [source for _, source in group])
-        for slot in self._computed:
-            if slot.post_fill is not None:
-                call(slot, "the post_fill of {}", slot.post_fill, slot.buffer, batch, context)
+        for slot, post_fill in self._computed:
+            call(slot, "the post_fill of {}", post_fill, slot.buffer, batch, context)
 
     def _check(self, batch: Any) -> "_Copies":
         """Check the batch's fields one by one, and return the copies for batches of its signature."""
-        sources = [head.source(batch) for head in self._heads]
-        key = tuple(
-            source.dtype if source is not None else head.kind(batch)
-            for head, source in zip(self._heads, sources, strict=True)
-        )
+        heads = [(head, head.source(batch)) for head in self._heads]
+        key = tuple(head.kind(batch) if source is None else source.dtype for head, source in heads)
         compiled = self._compiled.get(key)
         if compiled is None:
             if len(self._compiled) == _MAX_SIGNATURES:
                 self._compiled.clear()
-            compiled = self._compiled[key] = self._compile(batch, sources)
+            compiled = self._compiled[key] = self._compile(batch, heads)
         self._last = compiled
         return compiled
 
-    def _compile(self, batch: Any, sources: Sequence[torch.Tensor | None]) -> "_Copies":
-        heads = list(zip(self._heads, sources, strict=True))
+    def _compile(self, batch: Any, heads: Sequence[tuple["_Head", torch.Tensor | None]]) -> "_Copies":
         present = [head for head, source in heads if source is not None]
         absent = [head for head, source in heads if source is None]
         fields = _getter([f"{h.slot.name}.{what}" for h in present for what in ("shape", "dtype")])
@@ -192,7 +175,6 @@ class _Head:
         self.slot = slot
         self.view = slot.slice_for(context.raw_bs, context.raw_num_tokens)
         self.is_strict = strict
-        self._required = strict and not slot.optional
 
     def kind(self, batch: Any) -> type:
         """Return the type of the batch's field."""
@@ -204,12 +186,10 @@ class _Head:
         field = getattr(batch, slot.name, None)
         if isinstance(field, torch.Tensor):
             return _fitting(slot, self.view, field, strict=self.is_strict)
-        if self._required or (self.is_strict and field is not None):
+        if self.is_strict and not (slot.optional and field is None):
             what = "no" if field is None else f"a {type(field).__name__} and no tensor for"
-            raise SlotError(
-                f"the batch has {what} {slot.name!r}, which {slot.label} copies",
-                hint=_OPTIONAL.format("set the field"),
-            )
+            hint = _OPTIONAL.format("set the field")
+            raise SlotError(f"the batch has {what} {slot.name!r}, which {slot.label} copies", hint=hint)
         return None
 
 
@@ -239,10 +219,8 @@ class _Sourced:
             return (target, _everywhere(slot, target)) if self._strict else None
         what = "nothing" if source is None else f"a {type(source).__name__} and no tensor"
         source_of = "the source_fn of" if slot.source_fn is not None else "ForwardBatch.extra, the source of"
-        raise SlotError(
-            f"{source_of} {slot.label} found {what} in this batch",
-            hint=_OPTIONAL.format("give the batch its source"),
-        )
+        hint = _OPTIONAL.format("give the batch its source")
+        raise SlotError(f"{source_of} {slot.label} found {what} in this batch", hint=hint)
 
 
 def _everywhere(slot: GraphSlot, view: torch.Tensor) -> torch.Tensor:
@@ -264,9 +242,8 @@ def _fitting(slot: GraphSlot, target: torch.Tensor, source: torch.Tensor, *, str
             hint="move the field before the step: a copy between devices blocks the host",
         )
     fits = source.shape == target.shape or (not source.dim() and target.numel() == 1)
-    if fits and (
-        converts_exactly(source.dtype, target.dtype) or (slot.narrows and source.dtype is torch.int64)
-    ):
+    narrows = slot.narrows and source.dtype is torch.int64
+    if fits and (narrows or converts_exactly(source.dtype, target.dtype)):
         return source
     raise SlotError(
         f"{slot.label} takes {tuple(target.shape)} {target.dtype} from this batch,"
@@ -304,19 +281,19 @@ def _plan_tails(
 ) -> tuple[list[Callable[[], object]], list[_Pair]]:
     """Return the calls that reset tails; for devices that copy one by one, the copies instead."""
     loose: list[tuple[BoundSlot, torch.Tensor]] = []
-    placed: dict[int, list[Place]] = {}
+    placed: dict[Arena, list[Place]] = {}
     for slot in slots:
         tail = _tail(slot, context)
         if tail is None:
             continue
-        for number, arena in enumerate(arenas):
+        for arena in arenas:
             place = arena.place(tail, slot.initial_value)
             if place is not None:
-                placed.setdefault(number, []).append(place)
+                placed.setdefault(arena, []).append(place)
                 break
         else:
             loose.append((slot, tail))
-    blocks = [arenas[number].block(place) for number, places in placed.items() for place in _merged(places)]
+    blocks = [arena.block(place) for arena, places in placed.items() for place in _merged(places)]
 
     def by_copy(tail: torch.Tensor) -> bool:
         return _copied_one_by_one(tail.device)
@@ -360,12 +337,10 @@ def _tail(slot: BoundSlot, context: FillContext) -> torch.Tensor | None:
         return None
     whole = slot.slice_for(context.padded_bs, context.padded_num_tokens)
     head = slot.slice_for(context.raw_bs, context.raw_num_tokens)
-    # Head and whole differ along the axis of the rows.
-    cut = [i for i, (a, b) in enumerate(zip(head.shape, whole.shape, strict=True)) if a != b]
-    if not cut:
-        return None
-    (axis,) = cut  # `register_slot` refuses a slice_fn that cuts several
-    return whole.narrow(axis, head.shape[axis], whole.shape[axis] - head.shape[axis])
+    for axis, (live, all_rows) in enumerate(zip(head.shape, whole.shape, strict=True)):
+        if live != all_rows:  # one axis: `register_slot` refuses a slice_fn that cuts several
+            return whole.narrow(axis, live, all_rows - live)
+    return None
 
 
 def _merged(places: Iterable[Place]) -> list[Place]:

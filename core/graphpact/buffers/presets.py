@@ -8,7 +8,7 @@ backend declares.
 Does not: declare the metadata of backends; they declare their own slots.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -25,7 +25,6 @@ from graphpact.parallel import compute_local_num_token_non_padded, local_num_tok
 _DECODE, _PREFILL = "decode inputs", "prefill inputs"
 _HOST = torch.device("cpu")
 _CUT_OFF = "the outputs that padding rows compute from it are finite and cut off"
-_ONLY_REAL = "the number of requests is not padded"
 
 
 def _requests(max_bs: int, _: int) -> tuple[int, ...]:
@@ -101,12 +100,8 @@ def build_decode_registry(
         *_request_slots(slot, seq_len_fill_value),
     ]
     if not zero_input_ids:
-        slots[0] = slot(
-            "input_ids",
-            _tokens,
-            policy=PaddingPolicy.FOREACH_COPY,
-            reason="any token of an earlier batch is in the vocabulary; " + _CUT_OFF,
-        )
+        reason = f"any token of an earlier batch is in the vocabulary; {_CUT_OFF}"
+        slots[0] = slot("input_ids", _tokens, policy=PaddingPolicy.FOREACH_COPY, reason=reason)
     if enable_mrope:
         slots.append(_mrope(slot))
     if enable_mamba_track:
@@ -115,17 +110,16 @@ def build_decode_registry(
             slot("mamba_track_mask", _requests, torch.bool, axis="bs"),
         ]
     if is_encoder_decoder:
-        slots.append(
-            slot(
-                "encoder_lens",
-                _requests,
-                encoder_lens_dtype,
-                axis="bs",
-                policy=PaddingPolicy.FILL_ONCE,
-                pad_value=encoder_len_fill_value,
-                reason="padding rows are request row 0, all scratch at any length",
-            )
+        encoder_lens = slot(
+            "encoder_lens",
+            _requests,
+            encoder_lens_dtype,
+            axis="bs",
+            policy=PaddingPolicy.FILL_ONCE,
+            pad_value=encoder_len_fill_value,
+            reason="padding rows are request row 0, all scratch at any length",
         )
+        slots.append(encoder_lens)
     if enable_num_token_non_padded:
         is_local = require_gathered_buffer and not (nsa_enable_prefill_cp or enable_prefill_cp)
         slots.append(num_token_non_padded_slot(_DECODE, is_local=is_local))
@@ -136,20 +130,9 @@ def build_decode_registry(
             for name in ("global_num_tokens_gpu", "global_num_tokens_for_logprob_gpu")
         ]
     _register(registry, slots, source)
-    if source is not None:
-        _register_ngram(registry, slot, source)
-        _register_proxies(registry, slot, source, by_token=False)
-        for name in ("rids_int", "bootstrap_room_ids_int"):
-            if (backing := getattr(source, name, None)) is not None:
-                _adopt(
-                    registry,
-                    slot,
-                    name,
-                    backing,
-                    axis="bs",
-                    policy=PaddingPolicy.FOREACH_COPY,
-                    reason="a trace reads it, and no kernel",
-                )
+    _adopt_ngram(registry, slot, source)
+    _adopt_proxies(registry, slot, source, by_token=False)
+    _adopt_trace_ids(registry, slot, source)
     return registry
 
 
@@ -174,29 +157,13 @@ def build_prefill_registry(
 ) -> CudaGraphBufferRegistry:
     """Return a registry with the inputs of prefill graphs, which pad tokens and not requests.
 
-    Graphs compute padding tokens too, so the padding rows of every token slot are zeroed.
-
-    Args:
-        device: Device of the slots.
-        max_bs: Largest request count of a batch.
-        max_num_token: Largest captured token count.
-        cache_loc_dtype: Dtype of ``out_cache_loc``.
-        is_multimodal: Add ``mrope_positions`` and ``input_embeds``.
-        hidden_size: Width of ``input_embeds``.
-        embed_dtype: Its dtype; None: torch's default.
-        enable_mamba_track: Add ``mamba_track_indices``, ``mamba_track_mask`` and ``mamba_track_seqlens``.
-        register_input_embeds: Whether ``input_embeds`` is graph-resident: the model writes it, no fill copies
-            it. False if it is an input of the batch.
-        enable_num_token_non_padded: See `build_decode_registry`.
-        require_gathered_buffer: See `build_decode_registry`.
-        nsa_enable_prefill_cp: See `build_decode_registry`.
-        enable_prefill_cp: See `build_decode_registry`.
-        share_pool: See `build_decode_registry`.
-        source: See `build_decode_registry`; ``pp_proxy_tensors`` follow the tokens here.
-        lane: See `CudaGraphBufferRegistry`.
-
-    Raises:
-        SlotError: See `build_decode_registry`.
+    Graphs compute padding tokens too, so the padding rows of every token slot are zeroed. Arguments and
+    errors are those of `build_decode_registry`, with these differences. ``max_bs`` is the largest request
+    count of a batch. ``is_multimodal`` adds ``mrope_positions`` and ``input_embeds``,
+    ``[max_num_token, hidden_size]`` of ``embed_dtype`` (by default torch's): the model writes it, and no fill
+    copies it. With ``register_input_embeds=False`` it is an input of the batch, without a slot.
+    ``enable_mamba_track`` adds ``mamba_track_seqlens`` too. ``pp_proxy_tensors`` of the source follow the
+    tokens; its other extra tensors are not adopted.
     """
     registry = CudaGraphBufferRegistry(
         device=device, max_bs=max_bs, max_num_tokens=max_num_token, share_pool=share_pool, lane=lane
@@ -206,29 +173,21 @@ def build_prefill_registry(
     if is_multimodal:
         slots.append(_mrope(slot))
         if register_input_embeds:
-            slots.append(
-                slot(
-                    "input_embeds",
-                    lambda _, max_num_tokens: (max_num_tokens, hidden_size),
-                    embed_dtype or torch.get_default_dtype(),
-                    copy_from_fb=False,
-                )
-            )
+            dtype = embed_dtype or torch.get_default_dtype()
+            slots.append(slot("input_embeds", lambda _, n: (n, hidden_size), dtype, copy_from_fb=False))
     if enable_mamba_track:
+        reason = "the number of requests is not padded"
+        kept = partial(slot, axis="bs", policy=PaddingPolicy.FOREACH_COPY, reason=reason)
         slots += [
-            slot(name, _requests, dtype, axis="bs", policy=PaddingPolicy.FOREACH_COPY, reason=_ONLY_REAL)
-            for name, dtype in (
-                ("mamba_track_indices", torch.int64),
-                ("mamba_track_mask", torch.bool),
-                ("mamba_track_seqlens", torch.int32),
-            )
+            kept("mamba_track_indices", _requests),
+            kept("mamba_track_mask", _requests, torch.bool),
+            kept("mamba_track_seqlens", _requests, torch.int32),
         ]
     if enable_num_token_non_padded:
         is_local = require_gathered_buffer and not (nsa_enable_prefill_cp or enable_prefill_cp)
         slots.append(num_token_non_padded_slot(_PREFILL, is_local=is_local))
     _register(registry, slots, source)
-    if source is not None:
-        _register_proxies(registry, slot, source, by_token=True)
+    _adopt_proxies(registry, slot, source, by_token=True)
     return registry
 
 
@@ -323,11 +282,7 @@ def _request_slots(slot: _Declarer, fill_value: int) -> list[GraphSlot]:
 
 def _mrope(slot: _Declarer) -> GraphSlot:
     """Return ``[3, max_num_tokens]`` int64: temporal, height and width positions."""
-    return slot(
-        "mrope_positions",
-        lambda _, max_num_tokens: (3, max_num_tokens),
-        slice_fn=lambda buffer, n: buffer[:, :n],
-    )
+    return slot("mrope_positions", lambda _, n: (3, n), slice_fn=lambda buffer, n: buffer[:, :n])
 
 
 def num_token_non_padded_slot(owner: str, *, is_local: bool) -> GraphSlot:
@@ -377,21 +332,16 @@ def _global_num_tokens(slot: _Declarer, name: str, count: int, *, is_padded: boo
     )
 
 
-def _register(registry: CudaGraphBufferRegistry, slots: Iterable[GraphSlot], source: Any | None) -> None:
+def _register(registry: CudaGraphBufferRegistry, slots: list[GraphSlot], source: Any | None) -> None:
     """Register ``slots``, each bound to the tensor of its name in ``source`` if there is one."""
-    slots = list(slots)
     missing = [s.label for s in slots if source is not None and getattr(source, s.name, None) is None]
     if missing:
-        raise SlotError(
-            f"the source lacks {', '.join(missing)}; nothing was adopted",
-            hint="give a tensor for each, or leave source out to allocate them",
-        )
+        hint = "give a tensor for each, or leave source out to allocate them"
+        raise SlotError(f"the source lacks {', '.join(missing)}; nothing was adopted", hint=hint)
     for slot in slots:
-        if source is None:
-            registry.register_slot(slot)
-        else:
-            tensor = getattr(source, slot.name)
-            registry.register_slot(_with_dtype_of(tensor, slot), bind=tensor)
+        tensor = getattr(source, slot.name, None)
+        declared = slot if tensor is None else _with_dtype_of(tensor, slot)
+        registry.register_slot(declared, bind=tensor)
 
 
 def _with_dtype_of(tensor: torch.Tensor, slot: GraphSlot) -> GraphSlot:
@@ -412,39 +362,35 @@ def _adopt(
     registry.register_slot(declared, bind=tensor)
 
 
-def _register_ngram(registry: CudaGraphBufferRegistry, slot: _Declarer, source: Any) -> None:
+def _adopt_trace_ids(registry: CudaGraphBufferRegistry, slot: _Declarer, source: Any) -> None:
+    """Adopt ``rids_int`` and ``bootstrap_room_ids_int``, by request."""
+    kept = partial(
+        slot, axis="bs", policy=PaddingPolicy.FOREACH_COPY, reason="a trace reads it, and no kernel"
+    )
+    for name in ("rids_int", "bootstrap_room_ids_int"):
+        tensor = getattr(source, name, None)
+        if tensor is not None:
+            _adopt(registry, kept, name, tensor)
+
+
+def _adopt_ngram(registry: CudaGraphBufferRegistry, slot: _Declarer, source: Any) -> None:
     """Adopt ``column_starts`` and ``req_lens``, int32 by request, of a nested field."""
     nested = getattr(source, "ngram_embedding_info", None)
-    if nested is None:
-        return
-    for name in ("column_starts", "req_lens"):
-        _adopt(
-            registry,
-            slot,
-            f"ngram_embedding_info.{name}",
-            getattr(nested, name),
-            axis="none",
-            policy=PaddingPolicy.KEEP_PAD,
-            source_fn=partial(_ngram, name),
-            reason="columns and lengths of an earlier batch are in the token table; " + _CUT_OFF,
-        )
+    reason = f"columns and lengths of an earlier batch are in the token table; {_CUT_OFF}"
+    kept = partial(slot, axis="none", policy=PaddingPolicy.KEEP_PAD, reason=reason)
+    for name in ("column_starts", "req_lens") if nested is not None else ():
+        tensor = getattr(nested, name)
+        _adopt(registry, kept, f"ngram_embedding_info.{name}", tensor, source_fn=partial(_ngram, name))
 
 
-def _register_proxies(
+def _adopt_proxies(
     registry: CudaGraphBufferRegistry, slot: _Declarer, source: Any, *, by_token: bool
 ) -> None:
     """Adopt the tensors ``[rows, ...]`` that pipeline stages pass on, from a dict."""
-    for name, backing in (getattr(source, "pp_proxy_tensors", None) or {}).items():
-        _adopt(
-            registry,
-            slot,
-            f"pp_proxy_tensors.{name}",
-            backing,
-            axis="tokens" if by_token else "none",
-            policy=PaddingPolicy.ZERO if by_token else PaddingPolicy.KEEP_PAD,
-            source_fn=partial(_proxy, name),
-            reason=None if by_token else _CUT_OFF,
-        )
+    kept = partial(slot, axis="none", policy=PaddingPolicy.KEEP_PAD, reason=_CUT_OFF)
+    for name, tensor in (getattr(source, "pp_proxy_tensors", None) or {}).items():
+        declare = slot if by_token else kept
+        _adopt(registry, declare, f"pp_proxy_tensors.{name}", tensor, source_fn=partial(_proxy, name))
 
 
 def _ngram(name: str, batch: Any, _: FillContext) -> torch.Tensor | None:

@@ -84,10 +84,8 @@ class CudaGraphBufferRegistry:
         """
         if slot.name in self._slots:
             owner = self._slots[slot.name].owner or "an unnamed owner"
-            raise SlotError(
-                f"{slot.label} is already registered by {owner}",
-                hint="prefix a plugin's slots with the plugin's name",
-            )
+            hint = "prefix a plugin's slots with the plugin's name"
+            raise SlotError(f"{slot.label} is already registered by {owner}", hint=hint)
         buffer = None
         if slot.enabled:
             shape = self._shape(slot)
@@ -106,14 +104,13 @@ class CudaGraphBufferRegistry:
         Raises:
             UnknownSlotError: No slot has that name; the hint names the nearest.
         """
-        try:
+        if name in self._slots:
             return self._slots[name]
-        except KeyError:
-            near = did_you_mean(name, self._slots)
-            raise UnknownSlotError(
-                f"no slot {name!r}; registered: {', '.join(self._slots) or 'none'}",
-                hint=f"did you mean {near!r}?" if near else None,
-            ) from None
+        near = did_you_mean(name, self._slots)
+        raise UnknownSlotError(
+            f"no slot {name!r}; registered: {', '.join(self._slots) or 'none'}",
+            hint=f"did you mean {near!r}?" if near else None,
+        )
 
     def has_slot(self, name: str) -> bool:
         """Return whether an enabled slot is called ``name``."""
@@ -140,22 +137,15 @@ class CudaGraphBufferRegistry:
     ) -> None:
         """Reset the padding rows by policy, copy the batch's fields into the live rows, call ``post_fill``.
 
-        Args:
-            batch: The live batch, usually a `graphpact.ForwardBatch`; not written.
-            raw_bs: Requests in the batch.
-            padded_bs: Requests in the captured shape, ``raw_bs <= padded_bs <= max_bs``.
-            raw_num_tokens: Tokens in the batch.
-            padded_num_tokens: Tokens in the captured shape.
-            pp_proxy_tensors: Tensors of the previous pipeline stage; see `FillContext`.
+        ``batch`` is the live batch, usually a `graphpact.ForwardBatch`, and is not written. The other
+        arguments are those of `FillContext`, with ``raw <= padded <= maximum``.
 
         Raises:
             SlotError: Counts out of order, or a field with another number of rows, with a dtype that does not
                 convert exactly, or (in a lane) missing. Nothing is written then.
         """
-        try:
-            plan = self._plans[raw_bs, padded_bs, raw_num_tokens, padded_num_tokens]
-        except KeyError:
-            plan = self._compile((raw_bs, padded_bs, raw_num_tokens, padded_num_tokens))
+        counts = (raw_bs, padded_bs, raw_num_tokens, padded_num_tokens)
+        plan = self._plans.get(counts) or self._compile(counts)
         plan.run(batch, pp_proxy_tensors)
 
     def extract_buffer(self, *, padded_bs: int, padded_num_tokens: int, forward_batch_template: B) -> B:
@@ -165,10 +155,8 @@ class CudaGraphBufferRegistry:
         replace entries of the template's ``extra``. Slots that are no field of the template (those of a
         backend) are not part of the view.
 
-        Args:
-            padded_bs: Requests in the captured shape.
-            padded_num_tokens: Tokens in the captured shape.
-            forward_batch_template: A dataclass with ``batch_size``; not written.
+        The counts are those of the captured shape. The template is a dataclass with ``batch_size``; it is not
+        written.
         """
         fields: dict[str, Any] = {"batch_size": padded_bs}
         names = {field.name for field in dataclasses.fields(forward_batch_template)}  # type: ignore[arg-type]
@@ -182,29 +170,21 @@ class CudaGraphBufferRegistry:
                 fields[slot.name] = slot.slice_for(padded_bs, padded_num_tokens)
         extra = getattr(forward_batch_template, "extra", None)
         if extra:
-            fields["extra"] = {
-                name: self._slots[name].slice_for(padded_bs, padded_num_tokens)
-                if self.has_slot(name)
-                else tensor
-                for name, tensor in extra.items()
-            }
+            slots = (slot for slot in self if slot.name in extra)
+            fields["extra"] = {**extra, **{s.name: s.slice_for(padded_bs, padded_num_tokens) for s in slots}}
         return dataclasses.replace(forward_batch_template, **fields)  # type: ignore[type-var]
 
     def static_inputs(self, batch: ForwardBatch, shape: GraphShape) -> ForwardBatch:
         """Return the view of ``shape``, for one shape always the same object.
 
-        Args:
-            batch: Template of the view when the shape is new. Host numbers of later batches do not reach the
-                view, since a graph cannot read them.
-            shape: The padded counts.
+        ``batch`` is its template when the shape is new. Host numbers of later batches do not reach the view,
+        since a graph cannot read them.
         """
-        view = self._static_inputs.get(shape)
-        if view is None:
-            view = self.extract_buffer(
+        if shape not in self._static_inputs:
+            self._static_inputs[shape] = self.extract_buffer(
                 padded_bs=shape.batch_size, padded_num_tokens=shape.num_tokens, forward_batch_template=batch
             )
-            self._static_inputs[shape] = view
-        return view
+        return self._static_inputs[shape]
 
     # -- inspection ------------------------------------------------------------------------------
 
@@ -254,8 +234,6 @@ class CudaGraphBufferRegistry:
             allocated_nbytes=self.allocated_nbytes,
         )
 
-    # -- inside ----------------------------------------------------------------------------------
-
     def _arenas(self) -> list[Arena]:
         return [*self._memory, *(self.share_pool.arenas if self.share_pool else ())]
 
@@ -266,19 +244,16 @@ class CudaGraphBufferRegistry:
         """Return the result of the slot's ``shape_fn``, checked."""
         what, counts = "{}: its shape_fn", (self.max_bs, self.max_num_tokens)
         shape = call(slot, what, slot.shape_fn, *counts, hint=_SHAPE)
-        is_sequence = isinstance(shape, (tuple, list))
-        if not is_sequence or not all(isinstance(n, int) and n >= 0 for n in shape):
-            raise SlotError(f"{slot.label}: its shape_fn returned {shape!r}", hint=_SHAPE)
-        return tuple(shape)
+        if isinstance(shape, (tuple, list)) and all(isinstance(n, int) and n >= 0 for n in shape):
+            return tuple(shape)
+        raise SlotError(f"{slot.label}: its shape_fn returned {shape!r}", hint=_SHAPE)
 
     def _adopt(self, slot: GraphSlot, shape: tuple[int, ...], bind: torch.Tensor) -> torch.Tensor:
         declared = (shape, slot.dtype, str(self._device(slot)))
         bound = (tuple(bind.shape), bind.dtype, str(bind.device))
         if declared != bound:
-            raise SlotError(
-                f"{slot.label}: declared {declared}, bound {bound}",
-                hint="bind a tensor of the declared shape, dtype and device",
-            )
+            hint = "bind a tensor of the declared shape, dtype and device"
+            raise SlotError(f"{slot.label}: declared {declared}, bound {bound}", hint=hint)
         for other in self:
             overlaps = other.buffer is not None and other.buffer.data_ptr() == bind.data_ptr()
             if overlaps and bind.numel():
@@ -313,21 +288,16 @@ class CudaGraphBufferRegistry:
             if view.numel() and not own:
                 where = f"for {n} rows does not begin where its buffer does"
                 raise SlotError(f"{slot.label}: its slice_fn {where}", hint=_SLICE)
-            slices.append(view.shape)
+            slices.append(tuple(view.shape))
         if len(slices[0]) != len(slices[1]) or sum(map(operator.ne, *slices)) > 1:
-            raise SlotError(
-                f"{slot.label}: its slice_fn cuts more than one axis: {tuple(slices[1])} for one row,"
-                f" {tuple(slices[0])} for {most}",
-                hint=_SLICE,
-            )
+            cuts = f"{slices[1]} for one row, {slices[0]} for {most}"
+            raise SlotError(f"{slot.label}: its slice_fn cuts more than one axis: {cuts}", hint=_SLICE)
 
     def _require_contract(self, slot: GraphSlot, shape: tuple[int, ...], lane: str) -> None:
         """Raise `SlotError` for a slot of a lane without owner, without a required reason, or too small."""
         if not (slot.owner or "").strip():
-            raise SlotError(
-                f"{slot.label}: lane {lane!r} requires an owner for every slot",
-                hint="declare it with owner=, the name of the runner or backend",
-            )
+            hint = "declare it with owner=, the name of the runner or backend"
+            raise SlotError(f"{slot.label}: lane {lane!r} requires an owner for every slot", hint=hint)
         if slot.keeps_tail and not (slot.reason or "").strip():
             raise SlotError(
                 f"{slot.label}: {slot.padding_policy.name} without a reason, which lane {lane!r} requires",

@@ -158,36 +158,26 @@ class GraphSlot:
 
     def __post_init__(self) -> None:
         self._check_types()
-        roles = get_args(SlotRole)
         if self.axis not in get_args(Axis):
             self._refuse(f"unknown axis {self.axis!r}", "an axis is 'bs', 'tokens' or 'none'")
         if self.padding_policy.has_pad_value and self.pad_value is None:
-            self._refuse(
-                f"{self.padding_policy.name} without a pad_value",
-                "give the value that the consumer reads as an empty row",
-            )
+            hint = "give the value that the consumer reads as an empty row"
+            self._refuse(f"{self.padding_policy.name} without a pad_value", hint)
         if self.pad_value is not None and not _is_value_of(self.dtype, self.pad_value):
-            self._refuse(
-                f"{self.dtype} cannot hold its pad_value {self.pad_value!r}",
-                "give a value that the dtype holds, or another dtype",
-            )
+            hint = "give a value that the dtype holds, or another dtype"
+            self._refuse(f"{self.dtype} cannot hold its pad_value {self.pad_value!r}", hint)
+        roles = get_args(SlotRole)
         if self.role is not None and self.role not in roles:
             self._refuse(f"unknown role {self.role!r}", f"a role is one of {', '.join(roles)}")
         if self.narrows and self.dtype is not torch.int32:
-            self._refuse(
-                f"narrows=True, and its dtype is {self.dtype}",
-                "only int64 into int32 is narrowed; give dtype=torch.int32, or leave narrows out",
-            )
+            hint = "only int64 into int32 is narrowed; give dtype=torch.int32, or leave narrows out"
+            self._refuse(f"narrows=True, and its dtype is {self.dtype}", hint)
         if self.source_fn is not None and not self.copy_from_fb:
-            self._refuse(
-                "copy_from_fb=False, so its source_fn is never called",
-                "leave out copy_from_fb or the source_fn",
-            )
+            hint = "leave out copy_from_fb or the source_fn"
+            self._refuse("copy_from_fb=False, so its source_fn is never called", hint)
         if self.extra_rows < 0 or (self.extra_rows and (self.axis == "none" or self.slice_fn is not None)):
-            self._refuse(
-                f"extra_rows={self.extra_rows}",
-                'extra rows are 1 or more beyond axis="bs" or axis="tokens", without a slice_fn',
-            )
+            hint = 'extra rows are 1 or more beyond axis="bs" or axis="tokens", without a slice_fn'
+            self._refuse(f"extra_rows={self.extra_rows}", hint)
 
     def _refuse(self, fault: str, hint: str) -> NoReturn:
         raise SlotError(f"{self.label}: {fault}", hint=hint)
@@ -205,10 +195,8 @@ class GraphSlot:
         ):
             if not isinstance(value, kind):
                 wanted = getattr(kind, "__name__", str(kind)).replace(" | ", " or ")
-                raise SlotError(
-                    f"slot {self.name!r}: {what} is {value!r}, a {type(value).__name__}",
-                    hint=f"give a {wanted}",
-                )
+                fault = f"{what} is {value!r}, a {type(value).__name__}"
+                raise SlotError(f"slot {self.name!r}: {fault}", hint=f"give a {wanted}")
         if not self.name:
             self._refuse("without a name", "give the batch field that it copies, or a dotted name")
 
@@ -309,10 +297,8 @@ def metadata_slot(
     """
     owner, dot, what = name.partition(".")
     if not (owner and dot and what):
-        raise SlotError(
-            f"slot {name!r}: a metadata slot is named owner.what",
-            hint="prefix it with the plugin's name, such as 'flashinfer.kv_indptr'",
-        )
+        hint = "prefix it with the plugin's name, such as 'flashinfer.kv_indptr'"
+        raise SlotError(f"slot {name!r}: a metadata slot is named owner.what", hint=hint)
     once = role in ("workspace", "constant")
     return GraphSlot(
         name,
@@ -335,17 +321,10 @@ def metadata_slot(
 def call(
     slot: GraphSlot, what: str, function: Callable[..., Any], *args: Any, hint: str | None = None
 ) -> Any:
-    """Call a function of the slot's owner and return its result.
-
-    Args:
-        slot: The slot.
-        what: The function in words; ``{}`` is the slot's label.
-        function: The function.
-        args: Its arguments.
-        hint: The hint of the error.
+    """Return ``function(*args)``, a call of the slot's owner; ``what`` is the function in words.
 
     Raises:
-        SlotError: ``function`` raised an exception that is no `GraphpactError`.
+        SlotError: It raised an exception that is no `GraphpactError`. ``{}`` in ``what`` is the slot's label.
     """
     try:
         return function(*args)

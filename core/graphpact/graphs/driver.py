@@ -153,9 +153,6 @@ class GraphDriver(abc.ABC):
         device: The device of the recorded work.
         strict: Detect wrong use at every replay, as far as the driver can, at any cost.
 
-    Attributes:
-        memory: The lane's declaration; see `declare`.
-
     Raises:
         ConfigError: ``strict``, and the driver has no strict mode.
     """
@@ -169,10 +166,8 @@ class GraphDriver(abc.ABC):
 
     def __init__(self, device: torch.device, *, strict: bool = False) -> None:
         if strict and not self.has_strict_mode:
-            raise ConfigError(
-                f"graph driver {self.name!r} has no strict mode",
-                hint='use the driver "tape", which has one on any device',
-            )
+            hint = 'use the driver "tape", which has one on any device'
+            raise ConfigError(f"graph driver {self.name!r} has no strict mode", hint=hint)
         self.device = device
         self.strict = strict
         self.memory = DeclaredMemory()
@@ -185,7 +180,7 @@ class GraphDriver(abc.ABC):
     # -- recording -------------------------------------------------------------------------------
 
     def declare(self, memory: DeclaredMemory) -> None:
-        """Set the memory around the graphs; the lane calls it before the first capture."""
+        """Set ``memory``, that around the graphs; the lane calls it before the first capture."""
         self.memory = memory
 
     @abc.abstractmethod
@@ -208,15 +203,10 @@ class GraphDriver(abc.ABC):
         return GraphDriver._capturing is self and not GraphDriver._calling
 
     def refuse_nested_capture(self) -> None:
-        """Raise `CaptureError` if a region is being recorded: a process records one at a time.
-
-        Drivers call it at the beginning of `capture`. The message names the line.
-        """
+        """Raise `CaptureError` if this process is recording a region already; `capture` begins with it."""
         if GraphDriver._capturing is not None:
-            raise CaptureError(
-                f"a capture was begun inside another one, at {Line()}",
-                hint="capture the regions one after the other, or record the inner one in the outer",
-            )
+            hint = "capture the regions one after the other, or record the inner one in the outer"
+            raise CaptureError(f"a capture was begun inside another one, at {Line()}", hint=hint)
 
     @contextlib.contextmanager
     def recorded_run(self) -> Iterator[None]:
@@ -258,8 +248,7 @@ class GraphDriver(abc.ABC):
     def guard(self, ownership: Ownership | None = None) -> object:
         """Return an observer that detects wrong use around the hooks and steps of one lane.
 
-        Args:
-            ownership: Ownership of the memory outside the lane; None if unknown.
+        ``ownership`` is that of the memory outside the lane; None if unknown.
 
         Raises:
             ConfigError: The driver is not strict, or its strict mode has no guard.
@@ -276,12 +265,8 @@ class GraphDriver(abc.ABC):
     ) -> Iterator[None]:
         """Return a context for the work that prepares a replay.
 
-        A strict driver refuses host reads of device tensors in it, and writes to read-only memory.
-
-        Args:
-            host: Readable host tensors besides the declared ones, such as those of a batch.
-            read_only: Tensors that are read-only, such as the batch; so is memory that graphs use outside
-                slots.
+        A strict driver refuses host reads of device tensors in it, except of ``host`` and the declared host
+        memory; and writes to ``read_only``, such as the batch, and to memory that graphs use outside slots.
         """
         del host, read_only
         yield
@@ -290,10 +275,8 @@ class GraphDriver(abc.ABC):
     def unprepared(self, host: Iterable[torch.Tensor] = ()) -> Iterator[None]:
         """Return a context for hooks that prepare no replay: those of eager steps and captures.
 
-        A strict driver refuses nothing in them. It notes ``host``, since hooks may keep these tensors.
-
-        Args:
-            host: As in `preparation`.
+        A strict driver refuses nothing in them. It notes ``host``, readable as in `preparation`, since hooks
+        may keep these tensors.
         """
         del host
         yield
@@ -311,14 +294,10 @@ class GraphDriver(abc.ABC):
         return Event()
 
     def copy_async(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy host memory to the device on the current stream, without waiting.
+        """Copy host memory to ``target``, on the driver's device, on the current stream, without waiting.
 
-        Do not write ``source`` before the host has waited for the copy (`Event.synchronize` or
-        `synchronize`): until then the device may read it.
-
-        Args:
-            target: On the driver's device.
-            source: Host memory of the same shape and dtype, pinned for a GPU.
+        ``source`` has the same shape and dtype, and is pinned for a GPU. Do not write it before the host has
+        waited for the copy (`Event.synchronize` or `synchronize`): until then the device may read it.
         """
         target.copy_(source)
 

@@ -17,12 +17,10 @@ __tracebackhide__ = True
 
 
 class EagerCall:
-    """A call that a replay makes eagerly, between two segments.
+    """A call ``fn(*args)`` that a replay makes eagerly, between two segments.
 
-    Args:
-        fn: The function.
-        args: Its arguments; the segments keep tensors among them in place.
-        result: The result at capture; the next segment reads its tensors there.
+    The segments keep the tensors of ``args`` in place. The next one reads those of ``result``, the result at
+    capture, where they are.
     """
 
     def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...], result: Any) -> None:
