@@ -51,7 +51,7 @@ def best_tokens(logits: torch.Tensor, topk: int) -> tuple[torch.Tensor, torch.Te
             hint="lower speculative.topk",
         )
     scores, tokens = best(torch.log_softmax(logits, dim=1, dtype=torch.float32), topk)
-    return tokens, scores.clamp(max=0.0)  # rounding must not make a path more probable than its begin
+    return tokens, scores
 
 
 class DraftTree:
