@@ -8,7 +8,7 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from draft_rig import HIDDEN, ROWS, VOCAB, DraftRig
+from draft_rig import CONTEXT, HIDDEN, ROWS, VOCAB, DraftRig
 from graphpact import EagerReason, ForwardBatch, ForwardMode, Lane, StepOutputs
 from graphpact.attention import DraftLimits
 from graphpact.runners import EagerRunner, GraphRunner
@@ -52,7 +52,7 @@ class Engine:
 
     def __init__(self, kind: type[SpeculationAlgorithm], draft: DraftLimits, seed: int = 0) -> None:
         self.rig = DraftRig(draft, seed, frozen=kind is FrozenKvMtp)
-        self.algorithm = kind(SpeculationContext(draft, HIDDEN, HIDDEN, torch.float32))
+        self.algorithm = kind(SpeculationContext(draft, CONTEXT, HIDDEN, HIDDEN, torch.float32))
         self.draft = draft
         self.lanes: dict[str, Lane] = {}
         """Those that have run."""
@@ -64,8 +64,8 @@ class Engine:
         }
         self.ran: list[str] = []
         self.batches: dict[str, ForwardBatch] = {}
-        self.sequences = self.rig.tokens(ROWS + 1, 48)
-        self.hidden = self.rig.random(ROWS + 1, 48, HIDDEN)
+        self.sequences = self.rig.tokens(ROWS + 1, CONTEXT)
+        self.hidden = self.rig.random(ROWS + 1, CONTEXT, HIDDEN)
         self.drafts: tuple[torch.Tensor, torch.Tensor | None] | None = None
 
     def run(self, lane: str, batch: ForwardBatch) -> StepOutputs:
@@ -173,7 +173,7 @@ def test_steps_lead_to_the_state_of_one_long_prompt(
     counts = st.lists(st.integers(1, 5), min_size=bs, max_size=bs).map(torch.tensor)
     middle, rest = data.draw(counts), data.draw(counts)
     if kind is FrozenKvMtp:
-        engine.rig.fill_cache(rows, torch.full((bs,), 48))
+        engine.rig.fill_cache(rows, torch.full((bs,), CONTEXT))
     engine.extend(rows, torch.zeros_like(middle), middle)
     lens = middle + rest
     engine.extend(rows, middle, lens)
