@@ -1,8 +1,9 @@
-"""Small random checkpoints of many architectures, written with ``save_pretrained``.
+"""Small random checkpoints of many architectures, written with ``save_pretrained``, and draft heads for them.
 
 Does not: keep them; the fixture ``checkpoint`` of ``conftest.py`` does.
 """
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # before transformers is imported
 
 import pytest
+import safetensors.torch
 import torch
 import transformers
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
@@ -125,4 +127,25 @@ def save_random_checkpoint(path: Path, architecture: str, **overrides: Any) -> P
             if parameter.dim() > 1:
                 parameter.normal_(0, 0.2)
     model.save_pretrained(path)
+    return path
+
+
+def save_random_draft(path: Path, target: Path, architecture: str, **overrides: Any) -> Path:
+    """Write a small random draft head for the model at ``target`` to ``path``."""
+    from graphpact_engine.models import draft_heads
+
+    theirs = json.loads((target / "config.json").read_text())
+    keys = ("vocab_size", "hidden_size", "intermediate_size", "max_position_embeddings", "rope_parameters")
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    raw = {key: theirs[key] for key in keys if key in theirs} | heads | overrides
+    raw |= {"architectures": [architecture], "model_type": "llama", "num_hidden_layers": 1}
+    if "Eagle3" in architecture:  # a target of two layers has no three different ones
+        raw["eagle_aux_hidden_state_layer_ids"] = [0, 1, 2]
+    torch.manual_seed(len(architecture))
+    config = transformers.LlamaConfig.from_dict({**raw, "attn_implementation": "graphpact"})
+    head = getattr(draft_heads, architecture)(config)
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps(raw))
+    weights = {name: torch.randn_like(weight) * 0.2 for name, weight in head.state_dict().items()}
+    safetensors.torch.save_file(weights, path / "model.safetensors")
     return path

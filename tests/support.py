@@ -5,8 +5,10 @@ Does not: hold fixtures; those are in ``conftest.py``.
 
 import contextlib
 import importlib.util
+import itertools
+import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -97,6 +99,30 @@ class ListedCatalog(Catalog):
             for what, base in kinds.items()
             if issubclass(cls, base) and kind in (None, what)
         ]
+
+
+def pairwise(dimensions: Mapping[str, Sequence[Any]], seed: int = 0) -> list[dict[str, Any]]:
+    """Return cases that have every pair of values of two dimensions; far fewer than the product.
+
+    Each case is the best of some random ones: the one with the most pairs that no case has yet.
+    """
+    rng, names = random.Random(seed), [*dimensions]
+
+    def pairs(case: Mapping[str, Any]) -> set[tuple[str, Any, str, Any]]:
+        return {(a, case[a], b, case[b]) for a, b in itertools.combinations(names, 2)}
+
+    left = {
+        (a, x, b, y)
+        for a, b in itertools.combinations(names, 2)
+        for x, y in itertools.product(dimensions[a], dimensions[b])
+    }
+    cases = []
+    while left:
+        a, x, b, y = min(left, key=repr)
+        drawn = [{n: rng.choice(dimensions[n]) for n in names} | {a: x, b: y} for _ in range(50)]
+        cases.append(max(drawn, key=lambda case: len(pairs(case) & left)))
+        left -= pairs(cases[-1])
+    return cases
 
 
 def reference_tokens(path: Path, prompt: list[int], count: int) -> list[int]:

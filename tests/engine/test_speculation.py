@@ -1,0 +1,341 @@
+"""Speculative decoding gives the tokens of decoding without it, whatever is drafted.
+
+The target and the draft heads are random; a small vocabulary makes drafts right often enough.
+"""
+
+import itertools
+import random
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from checkpoints import needs_seam, save_random_draft
+from graphpact_engine import Engine, SamplingParams
+from graphpact_engine.config import EngineConfig
+from graphpact_engine.request import Request
+from support import pairwise
+
+HEADS = {
+    "eagle": ("eagle", "LlamaForCausalLMEagle"),
+    "eagle3": ("eagle", "LlamaForCausalLMEagle3"),
+    "mtp": ("frozen_kv_mtp", "LlamaForCausalLMFrozenKvMtp"),
+}
+TARGET: dict[str, Any] = {"vocab_size": 7, "hidden_size": 32, "num_attention_heads": 2}
+TARGET |= {"num_key_value_heads": 1, "head_dim": 16, "intermediate_size": 48}
+# Lengths from one token to several pages, in an order that makes batches grow and shrink.
+PROMPT_LENGTHS = (1, 5, 16, 33, 3, 2)
+
+DIMENSIONS: dict[str, Sequence[Any]] = {
+    "head": ["eagle", "mtp", "eagle3"],
+    "topk": [1, 4],
+    "num_steps": [1, 2, 3, 4, 5],
+    "width": ["fewest", "middle", "most"],
+    "page_size": [1, 16],
+    "backend": ["flashinfer", "fa3"],
+    "graphs": ["strict", "fast", "none"],
+    "pool": ["roomy", "starved"],
+}
+
+
+def prompts() -> list[list[int]]:
+    """Return the prompts of every run."""
+    draw = random.Random(3)
+    return [[draw.randrange(2, 7) for _ in range(length)] for length in PROMPT_LENGTHS]
+
+
+def build(target: Path, *overrides: str) -> Engine:
+    """Return an engine with few seats, in float64, so that no tie between logits decides a token."""
+    settings = [
+        f'model.path="{target}"',
+        'model.dtype="float64"',
+        'engine.device="cpu"',
+        "engine.max_num_seqs=3",
+        "engine.max_num_batched_tokens=96",
+        "engine.max_model_len=64",
+        *overrides,
+    ]
+    return Engine(EngineConfig.load(None, env={}, overrides=settings))
+
+
+def generate(engine: Engine, sampling: SamplingParams) -> list[list[int]]:
+    """Return the tokens of every prompt; the scheduler's rules hold after every step."""
+    requests = [engine.add(prompt, sampling) for prompt in prompts()]
+    while engine.scheduler.has_work:
+        engine.step()
+        engine.scheduler.check_invariants()
+    assert engine.memory.pages.num_free == engine.memory.pages.num_pages
+    return [request.output_token_ids for request in requests]
+
+
+@pytest.fixture(scope="module")
+def target(checkpoint: Callable[..., Path]) -> Path:
+    """Return a target with a vocabulary of seven tokens."""
+    return checkpoint("llama", **TARGET)
+
+
+@pytest.fixture(scope="module")
+def heads(target: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Return a directory for each kind of head."""
+    folder = tmp_path_factory.mktemp("heads")
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    return {
+        name: save_random_draft(folder / name, target, architecture, **heads)
+        for name, (_, architecture) in HEADS.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def expected(target: Path) -> Callable[[SamplingParams], list[list[int]]]:
+    """Return a function that gives the tokens without speculation and without graphs."""
+    found: dict[str, list[list[int]]] = {}
+
+    def of(sampling: SamplingParams) -> list[list[int]]:
+        key = repr(sampling)
+        if key not in found:
+            found[key] = generate(build(target, "lanes.decode.runner=eager"), sampling)
+        return found[key]
+
+    return of
+
+
+def num_draft_tokens(topk: int, num_steps: int, width: str) -> int:
+    """Return the tokens of a verification: two; all candidates; or a number between, not steps + 1."""
+    most = min(1 + topk + (num_steps - 1) * topk**2, 24)
+    middle = next((n for n in range(most - 1, 2, -1) if n != num_steps + 1), most)
+    return {"fewest": 2, "middle": middle, "most": most}[width]
+
+
+def overrides(case: dict[str, Any], heads: dict[str, Path]) -> list[str]:
+    """Return the configuration of a case."""
+    algorithm, _ = HEADS[case["head"]]
+    width = num_draft_tokens(case["topk"], case["num_steps"], case["width"])
+    lanes = ["draft", "verify", *["draft_extend"][: algorithm == "eagle"]]
+    found = [
+        f"speculative.algorithm={algorithm}",
+        f'speculative.draft_model="{heads[case["head"]]}"',
+        f"speculative.topk={case['topk']}",
+        f"speculative.num_steps={case['num_steps']}",
+        f"speculative.num_draft_tokens={width}",
+        f"engine.page_size={case['page_size']}",
+        f"engine.attention_backend={case['backend']}",
+    ]
+    for lane in lanes:
+        if case["graphs"] == "none":
+            found.append(f"lanes.{lane}.capture=false")
+            continue
+        rows = case["topk"] if (lane, algorithm) == ("draft", "frozen_kv_mtp") else 1
+        found += [f"lanes.{lane}.batch_sizes=[{rows},{3 * rows}]"]
+        found += [f"lanes.{lane}.strict=true"] * (case["graphs"] == "strict")
+    if case["pool"] == "starved":
+        reserved = max(width, case["topk"] * case["num_steps"])
+        most = -(-(63 + reserved) // case["page_size"])  # of one request
+        found.append(f"engine.num_pages={most + (4 if case['page_size'] == 1 else 0)}")
+    return found
+
+
+def name(case: dict[str, Any]) -> str:
+    """Return the values of a case as its id."""
+    return "-".join(str(value) for value in case.values())
+
+
+def check(
+    case: dict[str, Any],
+    target: Path,
+    heads: dict[str, Path],
+    expected: Callable[[SamplingParams], list[list[int]]],
+    sampling: SamplingParams,
+) -> Engine:
+    """Check that the tokens of a case are those without speculation; return the engine."""
+    engine = build(target, *overrides(case, heads))
+    tokens = generate(engine, sampling)
+    assert tokens == expected(sampling)
+    assert engine.speculation is not None
+    assert engine.speculation.stats.accepted.total() > 0
+    lanes = {lane.name: lane.stats for lane in engine.lanes}
+    for lane in {"draft", "verify", "draft_extend"} & lanes.keys():
+        replays, eager = lanes[lane].replays, lanes[lane].eager.total()
+        ran, other = (eager, replays) if case["graphs"] == "none" else (replays, eager)
+        assert ran > 5
+        assert other == 0
+    assert (engine.scheduler.num_preemptions > 0) is (case["pool"] == "starved")
+    return engine
+
+
+GREEDY = SamplingParams(max_new_tokens=24, ignore_eos=True)
+DRAWN = SamplingParams(
+    max_new_tokens=24, temperature=1.3, top_k=6, top_p=0.95, frequency_penalty=0.3, ignore_eos=True
+)
+
+
+@pytest.mark.parametrize("case", pairwise(DIMENSIONS), ids=name)
+def test_greedy_tokens_are_those_without_speculation(
+    case: dict[str, Any],
+    target: Path,
+    heads: dict[str, Path],
+    expected: Callable[[SamplingParams], list[list[int]]],
+) -> None:
+    """With every pair of settings, greedy output equals that of plain decoding, and graphs ran."""
+    check(case, target, heads, expected, GREEDY)
+
+
+DRAWN_CASES = pairwise({name: DIMENSIONS[name] for name in ("head", "topk", "page_size", "graphs", "pool")})
+
+
+@pytest.mark.parametrize(
+    "case",
+    [{**case, "num_steps": 3, "width": "middle", "backend": "flashinfer"} for case in DRAWN_CASES],
+    ids=name,
+)
+def test_drawn_tokens_are_those_without_speculation(
+    case: dict[str, Any],
+    target: Path,
+    heads: dict[str, Path],
+    expected: Callable[[SamplingParams], list[list[int]]],
+) -> None:
+    """With temperature, filters and penalties, a seed gives the tokens that it gives without speculation."""
+    check(case, target, heads, expected, DRAWN)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(
+    "case",
+    [
+        dict(zip(("head", "topk", "num_steps", "width"), values, strict=True))
+        for values in itertools.product(*(DIMENSIONS[n] for n in ("head", "topk", "num_steps", "width")))
+    ],
+    ids=name,
+)
+def test_greedy_tokens_are_those_without_speculation_in_every_case(
+    case: dict[str, Any],
+    target: Path,
+    heads: dict[str, Path],
+    expected: Callable[[SamplingParams], list[list[int]]],
+) -> None:
+    """Every combination of settings gives the greedy output of plain decoding."""
+    others = ("page_size", "backend", "graphs", "pool")
+    for values in itertools.product(*(DIMENSIONS[n] for n in others)):
+        check({**case, **dict(zip(others, values, strict=True))}, target, heads, expected, GREEDY)
+
+
+@needs_seam
+@pytest.mark.parametrize("graphs", ["strict", "none"])
+def test_a_target_with_latents_verifies_drafts_of_a_head_without(
+    graphs: str, checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    """A model with MLA verifies on trtllm_mla what a Llama head drafts on flashinfer, in the same KV slots."""
+    latents = checkpoint("deepseek_v3", vocab_size=7)
+    head = save_random_draft(tmp_path / "head", latents, "LlamaForCausalLMEagle")
+    mla = ["engine.attention_backend=trtllm_mla", "engine.page_size=32"]
+    plain = build(latents, *mla, "lanes.decode.runner=eager")
+    case = {"head": "eagle", "topk": 1, "num_steps": 3, "width": "middle", "page_size": 32, "graphs": graphs}
+    drafts = [
+        f"lanes.{lane}.attention_backend=flashinfer" for lane in ("draft", "draft_extend", "draft_prefill")
+    ]
+    engine = build(
+        latents, *overrides({**case, "backend": "trtllm_mla", "pool": "roomy"}, {"eagle": head}), *drafts
+    )
+    assert generate(engine, GREEDY) == generate(plain, GREEDY)
+    assert engine.speculation is not None
+    assert engine.speculation.stats.accepted.total() > 0
+    assert engine.model.layers[0].kv_lora_rank is not None
+
+
+# -- the distribution ----------------------------------------------------------------------------------
+
+COUNT = 10_000  # requests, each with two drafted tokens after its first
+SAMPLING = SamplingParams(max_new_tokens=3, temperature=1.4, top_k=5, top_p=0.9, ignore_eos=True)
+
+
+def probabilities(target: Path, prompt: list[int]) -> dict[tuple[int, ...], float]:
+    """Return the probability of each output of three tokens, from the target run by transformers."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(target, dtype=torch.float64).eval()
+    found: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(3):
+        longer: dict[tuple[int, ...], float] = {}
+        for output, share in found.items():
+            with torch.inference_mode():
+                logits = model(torch.tensor([[*prompt, *output]])).logits[0, -1]
+            likely, order = torch.softmax(logits / SAMPLING.temperature, dim=0).sort(descending=True)
+            likely = likely[: SAMPLING.top_k] / likely[: SAMPLING.top_k].sum()
+            likely = likely[likely.cumsum(0) - likely < SAMPLING.top_p]
+            for token, p in zip(order.tolist(), (likely / likely.sum()).tolist(), strict=False):
+                longer[*output, token] = share * p
+        found = longer
+    return found
+
+
+def p_value(outputs: Sequence[Sequence[int]], shares: dict[tuple[int, ...], float]) -> float:
+    """Return the probability of a chi-square at least that of the outputs; 0 for an impossible output."""
+    counts = Counter(map(tuple, outputs))
+    if counts.keys() - shares.keys():
+        return 0.0
+    rare = [output for output, share in shares.items() if share * len(outputs) < 10]
+    cells = [([output], share) for output, share in shares.items() if output not in rare]
+    cells.append((rare, sum(shares[output] for output in rare)))
+    expected = torch.tensor([share * len(outputs) for _, share in cells if share], dtype=torch.float64)
+    seen = torch.tensor(
+        [sum(counts[o] for o in group) for group, share in cells if share], dtype=torch.float64
+    )
+    chi_square = ((seen - expected) ** 2 / expected).sum()
+    degrees = torch.tensor(len(expected) - 1, dtype=torch.float64)
+    return float(torch.special.gammaincc(degrees / 2, chi_square / 2))
+
+
+def draw_outputs(target: Path, heads: dict[str, Path], head: str, topk: int, graphs: str) -> float:
+    """Return the p-value of `COUNT` outputs of one prompt."""
+    case = {"head": head, "topk": topk, "num_steps": 2, "width": "most", "page_size": 16, "pool": "roomy"}
+    settings = overrides({**case, "graphs": graphs, "backend": "flashinfer"}, heads)
+    settings = [s for s in settings if "batch_sizes" not in s]
+    engine = build(
+        target, *settings, "engine.max_num_seqs=64", "engine.max_num_batched_tokens=2048", "engine.seed=7"
+    )
+    prompt = [3, 5, 2, 4]
+    outputs = [c.token_ids for c in engine.generate([prompt] * COUNT, SAMPLING)]
+    assert engine.speculation is not None
+    assert 0.02 < engine.speculation.stats.accepted.total() / COUNT < 1.5
+    p = p_value(outputs, probabilities(target, prompt))
+    print(f"seed 7, {head}, top-k {topk}, graphs {graphs}: p = {p:.3g}")
+    return p
+
+
+@pytest.mark.parametrize(
+    ("head", "topk", "graphs"),
+    [
+        ("eagle", 4, "fast"),
+        pytest.param("eagle", 1, "fast", marks=pytest.mark.sweep),
+        pytest.param("eagle", 4, "none", marks=pytest.mark.sweep),
+        pytest.param("eagle", 1, "none", marks=pytest.mark.sweep),
+        pytest.param("mtp", 4, "fast", marks=pytest.mark.sweep),
+        pytest.param("mtp", 1, "fast", marks=pytest.mark.sweep),
+    ],
+)
+def test_drawn_tokens_have_the_distribution_of_the_target(
+    head: str, topk: int, graphs: str, target: Path, heads: dict[str, Path]
+) -> None:
+    """20,000 drafted or rejected tokens fit the target's own probabilities."""
+    assert draw_outputs(target, heads, head, topk, graphs) > 1e-3
+
+
+def _first_is_right(drafted: Any, parents: Any, chosen: Any) -> Any:  # noqa: ARG001
+    """Accept the first draft always."""
+    return [0, 1], [drafted[1], chosen[1]]
+
+
+@pytest.mark.parametrize("planted", ["acceptance", "random numbers"])
+def test_a_wrong_acceptance_rule_is_seen_in_the_distribution(
+    planted: str, target: Path, heads: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A draft that is accepted always, or one random number for a whole path, does not fit."""
+    if planted == "acceptance":
+        monkeypatch.setattr("graphpact_engine.speculation.accepted_path", _first_is_right)
+    else:
+        uniform = Request.uniform
+        monkeypatch.setattr(Request, "uniform", lambda self, ahead=0: uniform(self, 0 * ahead))
+    monkeypatch.setattr(sys.modules[__name__], "COUNT", 1000)
+    assert draw_outputs(target, heads, "eagle", 4, "none") < 1e-6
