@@ -493,8 +493,8 @@ demonstrations of speculative decoding.
   documents. Three quarters of a batch are generated. No text that begins with a prompt of
   `examples/prompts.txt` was generated for training. The target is small and repeats itself, so parts of the
   measured continuations also occur in the training texts.
-- **Training**: {result.steps:,} steps of {args.batch} texts in {args.minutes:g} minutes on a CPU. Each batch is
-  run {args.unroll} times, each time on the hidden states of the run before, as drafts are.
+- **Training**: {result.steps:,} steps of {args.batch} texts in {args.minutes:g} minutes on a CPU. Each batch
+  is run {args.unroll} times, each time on the hidden states of the run before, as drafts are.
   Loss: {loss}.
 
 ## Retrain
