@@ -465,9 +465,7 @@ def write_card(args: argparse.Namespace, head: DraftHead, folder: Path, result: 
     size = (folder / "model.safetensors").stat().st_size
     blind = ""
     if args.compare:
-        blind = f"""
-  A head of the same form that reads no hidden states (`--blind`, trained for half the time) reaches
-  {args.compare:.2f}."""
+        blind = f"\n  A head of the same form that reads no hidden states (`--blind`) reaches {args.compare}."
     loss = "cross-entropy to the target's distribution"
     if args.kind == "eagle":
         loss += " and smooth L1 distance to its hidden states"
@@ -495,9 +493,9 @@ demonstrations of speculative decoding.
   documents. Three quarters of a batch are generated. No text that begins with a prompt of
   `examples/prompts.txt` was generated for training. The target is small and repeats itself, so parts of the
   measured continuations also occur in the training texts.
-- **Training**: {result.steps:,} steps of {args.batch} texts in {args.minutes:g} minutes on a CPU, threads:
-  {args.threads}. Each batch is run {args.unroll} times, each time on the hidden states of the run before, as
-  drafts are. Loss: {loss}.
+- **Training**: {result.steps:,} steps of {args.batch} texts in {args.minutes:g} minutes on a CPU. Each batch
+  is run {args.unroll} times, each time on the hidden states of the run before, as drafts are.
+  Loss: {loss}.
 
 ## Retrain
 
@@ -538,7 +536,7 @@ def main() -> None:
     add("--num-steps", type=int, default=3, help="drafts of each verification that is measured")
     add("--tokens", type=int, default=128, help="tokens by which a prompt is continued, at most")
     add("--blind", action="store_true", help="train a head that reads no hidden states, to compare")
-    add("--compare", type=float, help="tokens a verification of such a head, for the model card")
+    add("--compare", help="what such a head reaches, for the model card")
     train(parser.parse_args())
 
 

@@ -182,8 +182,8 @@ def _head_class(path: Path, raw: Mapping[str, Any]) -> type[DraftHead]:
             f"{path}: not a draft model: config.json has architectures {reprlib.repr(named)} and model_type"
             f" {reprlib.repr(raw['model_type'])}; draft models are of model_type 'llama' and one of"
             f" {', '.join(_HEADS)}",
-            hint="give the directory of a draft head; published EAGLE heads without architectures need them"
-            " in config.json",
+            hint="give the directory of a draft head; where a published head names the architecture of its"
+            " target, set architectures in config.json to that of the head",
         )
     return _HEADS[known[0]]
 
