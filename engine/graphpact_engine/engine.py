@@ -430,10 +430,14 @@ class Engine:
         )
         name = self.config.speculative.algorithm
         built = call_plugin("speculation", str(name), algorithm, context)
-        state = {
-            key: torch.zeros((memory.requests.max_requests + 1, *shape), dtype=dtype, device=self.device)
-            for key, (shape, dtype) in call_plugin("speculation", str(name), built.state).items()
-        }
+
+        def make_state() -> dict[str, torch.Tensor]:
+            rows = memory.requests.max_requests + 1
+            return {
+                key: torch.zeros((rows, *shape), dtype=dtype, device=self.device)
+                for key, (shape, dtype) in built.state().items()
+            }
+
         num_layers, cache = len(self.model.layers), memory.kv_cache
         target = SimpleNamespace(k=cache.k[:num_layers], v=cache.v[:num_layers])
         return Speculator(
@@ -441,7 +445,7 @@ class Engine:
             run=lambda mode, batch: self._lane_for(cast("LaneMode", mode), batch).run(batch),
             sampler=self._sampler,
             draft=draft,
-            state=state,
+            state=call_plugin("speculation", str(name), make_state),
             target_cache=list(kv_tensors(target).values()),
             max_position=memory.max_model_len - 1,
         )

@@ -172,6 +172,12 @@ def select_algorithm(config: EngineConfig, catalog: PluginCatalog) -> type[Specu
             f"speculation {asked.algorithm!r} has a lane {unknown[0]!r}; lanes are called {', '.join(known)}",
             hint="a defect of that plugin: name its lanes by what they do",
         )
+    if [role.mode for role in algorithm.lanes.values()].count(ForwardMode.TARGET_VERIFY) != 1:
+        raise PluginError(
+            f"speculation {asked.algorithm!r} has the lanes {', '.join(algorithm.lanes)}; exactly one has to be"
+            " of mode target_verify",
+            hint="a defect of that plugin: one lane lets the target verify",
+        )
     drafts = any(role.model == "draft" for role in algorithm.lanes.values())
     if drafts is (asked.draft_model is None):
         needs = "needs a draft model" if drafts else "drafts without a model"

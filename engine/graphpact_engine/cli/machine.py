@@ -162,12 +162,17 @@ def _try_models(problems: list[Fault]) -> None:
 
 def _try_defaults(catalog: PluginCatalog, problems: list[Fault]) -> None:
     """Check that the plugins selected by default or by the environment can be used here."""
-    from graphpact_engine.plans import plan_lanes, resolve_device, select_observers  # noqa: PLC0415
+    from graphpact_engine.plans import (  # noqa: PLC0415
+        plan_lanes,
+        resolve_device,
+        select_algorithm,
+        select_observers,
+    )
 
     try:
         config = EngineConfig.load()
         device = resolve_device(config.engine.device)
-        for plan in plan_lanes(config, catalog, device):
+        for plan in plan_lanes(config, catalog, device, select_algorithm(config, catalog)):
             if plan.eager_reason is not None:
                 what = f"lane {plan.name} runs eagerly: {plan.eager_reason.text}"
                 why = plan.driver.unavailable(device)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from graphpact.attention import LayerSpec
-from graphpact.batch import ForwardBatch
+from graphpact.batch import ForwardBatch, ForwardMode
 from graphpact.buffers import Axis
 from graphpact.errors import CaptureError, returned
 from graphpact.step import Attend, StepOutputs
@@ -39,6 +39,10 @@ def _is_of_backend(error: BaseException) -> bool:
 # Some models call this method of transformers to warn of padding tokens, for which they read input_ids on the
 # host. A flat sequence has no padding tokens, and a graph cannot hold the read.
 _PADDING_WARNING = "warn_if_padding_and_no_attention_mask"
+
+
+_LANES = {ForwardMode.DECODE: "decode", ForwardMode.TARGET_VERIFY: "verify"}
+"""The default lanes of the modes in which the model runs in graphs of requests."""
 
 
 def _warn_of_nothing(*_: object) -> None:
@@ -149,7 +153,7 @@ class TransformersModel:
         except CaptureError as error:
             if _is_of_backend(error):
                 raise
-            lane = "decode" if batch.forward_mode.is_decode else "prefill"
+            lane = _LANES.get(batch.forward_mode, "prefill")
             raise CaptureError(
                 f"model type {self.model.config.model_type!r} cannot be captured: {error.message}",
                 hint=f"the line is the model's own; run the model eagerly: --set lanes.{lane}.runner=eager",
