@@ -174,7 +174,7 @@ def select_algorithm(config: EngineConfig, catalog: PluginCatalog) -> type[Specu
         )
     if [role.mode for role in algorithm.lanes.values()].count(ForwardMode.TARGET_VERIFY) != 1:
         raise PluginError(
-            f"speculation {asked.algorithm!r} has the lanes {', '.join(algorithm.lanes)}; exactly one has to be"
+            f"speculation {asked.algorithm!r} has the lanes {', '.join(algorithm.lanes)}; one has to be"
             " of mode target_verify",
             hint="a defect of that plugin: one lane lets the target verify",
         )

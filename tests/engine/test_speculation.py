@@ -518,3 +518,34 @@ def test_a_wrong_acceptance_rule_is_seen_in_the_distribution(
         monkeypatch.setattr(Request, "uniform", lambda self, ahead=0: uniform(self, 0 * ahead))
     monkeypatch.setattr(sys.modules[__name__], "COUNT", 1000)
     assert draw_outputs(target, heads, "eagle", 4, "none") < 1e-6
+
+
+# -- what lanes share ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("head", ["eagle", "mtp"])
+def test_outputs_are_valid_until_the_next_step_of_their_lane(
+    head: str,
+    target: Path,
+    heads: dict[str, Path],
+    expected: Callable[[SamplingParams], list[list[int]]],
+) -> None:
+    """Lanes that share their inputs keep each other's outputs: those of a step outlive the other's steps."""
+    case = {"head": head, "topk": 4, "num_steps": 3, "width": "middle", "page_size": 16, "pool": "roomy"}
+    settings = overrides({**case, "graphs": "strict", "backend": "fa3"}, heads)
+    engine = build(target, *settings, "lanes.draft.share_buffers=true", "lanes.verify.share_buffers=true")
+    assert engine.speculation is not None
+    assert engine.memory.buffers.lanes == {"draft", "verify"}
+    run, held = engine.speculation._run, dict[str, tuple[StepOutputs, StepOutputs]]()
+
+    def hold(mode: str, batch: ForwardBatch) -> StepOutputs:
+        held.pop(mode, None)  # it ends here
+        outputs = run(mode, batch)
+        held[mode] = outputs, outputs.clone()
+        for one, copy in held.values():
+            assert all(torch.equal(one[name], copy[name]) for name in copy)
+        return outputs
+
+    engine.speculation._run = hold
+    assert generate(engine, GREEDY) == expected(GREEDY)
+    assert held.keys() >= {"draft", "verify"}
