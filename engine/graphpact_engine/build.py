@@ -1,4 +1,4 @@
-"""Builds the parts of an engine from its plans: memory, observers and lanes.
+"""Builds the parts of an engine from its plans: memory, observers, lanes, and the speculator.
 
 Does not: choose plugins (`graphpact_engine.plans` does), capture (the lanes do), or run anything.
 """
@@ -9,21 +9,25 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from graphpact.attention import AttentionBackend, BackendContext, KVBuffers, Limits
+from graphpact.attention import AttentionBackend, BackendContext, KVBuffers, Limits, kv_tensors
 from graphpact.buffers import SharedBuffers
 from graphpact.errors import ConfigError, all_returned
 from graphpact.lane import Lane
 from graphpact.runners import EagerRunner, GraphRunner, RunnerContext
 from graphpact.shapes import GraphShape
+from graphpact.speculation import RunLane, SpeculationAlgorithm, SpeculationContext
 from graphpact.step import Forward
 from graphpact_engine.config import EngineConfig
 from graphpact_engine.ownership import EngineOwnership
 from graphpact_engine.plans import LanePlan, ModelName, ModelSpec, call_plugin, draft_limits
 from graphpact_engine.pools import KVCache, KVLayerShape, PagePool, RequestPool
+from graphpact_engine.sampler import Sampler
+from graphpact_engine.speculation import Speculator
 from graphpact_engine.trace import HookTrace
 from graphpact_engine.verify import Verifier
 from graphpact_tape.tape import TapeDriver
@@ -282,6 +286,59 @@ def build_lane(
     if on_capture is not None:
         lane.on_capture = _count_captures(lane, on_capture)
     return lane, verifier
+
+
+def build_speculator(
+    algorithm: type[SpeculationAlgorithm],
+    config: EngineConfig,
+    target: Any,
+    draft_model: Any,
+    memory: Memory,
+    sampler: Sampler,
+    run: RunLane,
+) -> Speculator:
+    """Build the speculation algorithm and its request state.
+
+    Args:
+        algorithm: The algorithm.
+        config: The configuration.
+        target: The target model.
+        draft_model: The draft model; None for an algorithm without one.
+        memory: The memory that all lanes share.
+        sampler: Chooses tokens.
+        run: ``(mode of a lane, batch) -> outputs``.
+
+    Raises:
+        PluginError: The algorithm or its state cannot be built.
+    """
+    draft, name = draft_limits(config), str(config.speculative.algorithm)
+    context = SpeculationContext(
+        draft,
+        memory.max_model_len,
+        target_hidden_size=0 if draft_model is None else draft_model.target_hidden_size,
+        draft_hidden_size=0 if draft_model is None else draft_model.hidden_size,
+        dtype=target.dtype,
+    )
+    built = call_plugin("speculation", name, algorithm, context)
+
+    def make_state() -> dict[str, torch.Tensor]:
+        rows, device = memory.requests.max_requests + 1, memory.requests.req_to_token.device
+        return {
+            key: torch.zeros((rows, *shape), dtype=dtype, device=device)
+            for key, (shape, dtype) in built.state().items()
+        }
+
+    caches, num_layers = memory.kv_cache, len(target.layers)
+    its_cache = SimpleNamespace(k=caches.k[:num_layers], v=caches.v[:num_layers])
+    return Speculator(
+        built,
+        run=run,
+        sampler=sampler,
+        draft=draft,
+        state=call_plugin("speculation", name, make_state),
+        target_cache=list(kv_tensors(its_cache).values()),
+        max_position=memory.max_model_len - 1,
+    )
 
 
 def _require_configured_sizes(plan: LanePlan, runner: GraphRunner) -> None:

@@ -13,23 +13,23 @@ import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace, TracebackType
+from types import TracebackType
 from typing import Any, Self, TypeAlias, cast
 
 import torch
 
-from graphpact.attention import kv_tensors
 from graphpact.batch import ForwardBatch, ForwardMode
 from graphpact.errors import EngineError, UsageError
 from graphpact.lane import Lane
 from graphpact.plugins import PluginCatalog
 from graphpact.shapes import GraphShape
-from graphpact.speculation import SpeculationAlgorithm, SpeculationContext
+from graphpact.step import StepOutputs
 from graphpact_engine.build import (
     OnCapture,
     backend_context,
     build_lane,
     build_observers,
+    build_speculator,
     lay_out_memory,
     model_path,
     require_each_can_run,
@@ -41,9 +41,7 @@ from graphpact_engine.faults import names_plugins
 from graphpact_engine.plans import (
     ModelName,
     ModelSpec,
-    call_plugin,
     check_backends,
-    draft_limits,
     lane_without_latents,
     plan_lanes,
     require_observers,
@@ -55,7 +53,6 @@ from graphpact_engine.prompts import Prompt, encode, list_prompts, require_token
 from graphpact_engine.request import FinishReason, Request, SamplingParams
 from graphpact_engine.sampler import Sampler
 from graphpact_engine.scheduler import ScheduledBatch, Scheduler
-from graphpact_engine.speculation import Speculator
 from graphpact_engine.text import OutputText
 from graphpact_engine.threads import choose_num_threads, running_on
 from graphpact_engine.verify import Verifier
@@ -159,7 +156,9 @@ class Engine:
         contexts = [backend_context(plan, specs[plan.model], self.memory, cache) for plan in plans]
         check_backends(plans, contexts, catalog, specs)
         self._sampler = Sampler(self.eos_token_ids)
-        self.speculation = None if algorithm is None else self._speculator(algorithm)
+        self.speculation = algorithm and build_speculator(
+            algorithm, config, self.model, self.draft_model, self.memory, self._sampler, self._run_lane
+        )
         states = () if self.speculation is None else tuple(self.speculation.state.values())
         self.lanes: list[Lane] = []
         self.verifiers: list[Verifier] = []
@@ -329,6 +328,10 @@ class Engine:
         """
         return self._lane_for("decode" if batch.forward_mode.is_decode else "prefill", batch)
 
+    def _run_lane(self, mode: str, batch: ForwardBatch) -> StepOutputs:
+        """Run a batch in the lane of ``mode`` that has a shape for it; for a speculation algorithm."""
+        return self._lane_for(cast("LaneMode", mode), batch).run(batch)
+
     def _lane_for(self, mode: LaneMode, batch: ForwardBatch) -> Lane:
         lanes = self._lanes_of[mode]
         if len(lanes) == 1:
@@ -416,39 +419,6 @@ class Engine:
         draft_model = models.load_draft_model(Path(path), target=self.model)
         self.model.hidden_states = draft_model.target_layers
         return draft_model
-
-    def _speculator(self, algorithm: type[SpeculationAlgorithm]) -> Speculator:
-        """Build the algorithm, and its request state."""
-        drafting, memory = self.draft_model, self.memory
-        draft = draft_limits(self.config)
-        context = SpeculationContext(
-            draft,
-            memory.max_model_len,
-            target_hidden_size=0 if drafting is None else drafting.target_hidden_size,
-            draft_hidden_size=0 if drafting is None else drafting.hidden_size,
-            dtype=self.model.dtype,
-        )
-        name = self.config.speculative.algorithm
-        built = call_plugin("speculation", str(name), algorithm, context)
-
-        def make_state() -> dict[str, torch.Tensor]:
-            rows = memory.requests.max_requests + 1
-            return {
-                key: torch.zeros((rows, *shape), dtype=dtype, device=self.device)
-                for key, (shape, dtype) in built.state().items()
-            }
-
-        num_layers, cache = len(self.model.layers), memory.kv_cache
-        target = SimpleNamespace(k=cache.k[:num_layers], v=cache.v[:num_layers])
-        return Speculator(
-            built,
-            run=lambda mode, batch: self._lane_for(cast("LaneMode", mode), batch).run(batch),
-            sampler=self._sampler,
-            draft=draft,
-            state=call_plugin("speculation", str(name), make_state),
-            target_cache=list(kv_tensors(target).values()),
-            max_position=memory.max_model_len - 1,
-        )
 
     def _read(self, request: Request) -> OutputText:
         """Return the text of a request, up to its newest token."""

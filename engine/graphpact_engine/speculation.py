@@ -16,7 +16,7 @@ Does not: schedule, commit tokens, or know an algorithm; or keep anything if a s
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -28,6 +28,7 @@ from graphpact.errors import EngineError
 from graphpact.speculation import (
     DecodeStep,
     ExtendStep,
+    RunLane,
     SpeculationAlgorithm,
     Verified,
 )
@@ -35,9 +36,6 @@ from graphpact.step import StepOutputs
 from graphpact_engine.request import Request
 from graphpact_engine.sampler import Sampler
 from graphpact_engine.scheduler import ScheduledBatch
-
-RunRole = Callable[[str, ForwardBatch], StepOutputs]
-"""``(mode of a lane, batch) -> outputs``: runs the batch in the first lane of that mode that has a shape."""
 
 
 @dataclass(slots=True)
@@ -80,7 +78,7 @@ class Speculator:
         self,
         algorithm: SpeculationAlgorithm,
         *,
-        run: RunRole,
+        run: RunLane,
         sampler: Sampler,
         draft: DraftLimits,
         state: dict[str, torch.Tensor],

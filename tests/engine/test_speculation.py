@@ -549,3 +549,30 @@ def test_outputs_are_valid_until_the_next_step_of_their_lane(
     engine.speculation._run = hold
     assert generate(engine, GREEDY) == expected(GREEDY)
     assert held.keys() >= {"draft", "verify"}
+
+
+# -- the shipped heads -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("algorithm", ["eagle", "frozen_kv_mtp"])
+def test_shipped_heads_give_two_tokens_a_verification_with_and_without_graphs(algorithm: str) -> None:
+    """On the prompts of the examples, greedy, in three steps, both ways accept the same drafts."""
+    draft = {"eagle": "tiny-llama-eagle", "frozen_kv_mtp": "tiny-llama-mtp"}[algorithm]
+    asked = (ROOT / "examples/prompts.txt").read_text().splitlines()
+    sampling, told = SamplingParams(max_new_tokens=64), []
+    for capture in ("true", "false"):
+        settings = [
+            f"speculative.algorithm={algorithm}",
+            f'speculative.draft_model="{TINY / draft}"',
+            *(f"lanes.{lane}.capture={capture}" for lane in ("draft", "verify")),
+        ]
+        config = EngineConfig.load(ROOT / "examples/speculative.toml", env={}, overrides=settings)
+        assert (config.speculative.num_steps, config.speculative.topk) == (3, 1)
+        engine = Engine(config)
+        tokens = [c.token_ids for c in engine.generate(filter(str.strip, asked), sampling)]
+        assert engine.speculation is not None
+        told.append((tokens, engine.speculation.stats.tokens_per_verification))
+        verify = next(lane for lane in engine.lanes if lane.name == "verify")
+        assert (verify.stats.replays > 0) is (capture == "true")
+    assert told[0] == told[1]
+    assert told[0][1] >= 2.0
