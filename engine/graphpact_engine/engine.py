@@ -135,30 +135,34 @@ class Engine:
         self.vocab_size = checkpoint.vocab_size
         self._generation = checkpoint.generation
         self.eos_token_ids = checkpoint.generation.eos_token_ids
-        target = ModelSpec(
-            self.model.layers,
-            self.model.dtype,
-            self.device,
-            checkpoint.max_model_len,
-            expanded_for=expanding if self.model.has_latents else None,
-            expanded_layers=(lambda: models.TransformersModel(checkpoint.model).layers)
-            if self.model.has_latents and expanding is None
-            else None,
-        )
-        specs: dict[ModelName, ModelSpec] = {"target": target}
+        specs: dict[ModelName, ModelSpec] = {
+            "target": ModelSpec(
+                self.model.layers,
+                self.model.dtype,
+                self.device,
+                checkpoint.max_model_len,
+                expanded_for=expanding if self.model.has_latents else None,
+                expanded_layers=(lambda: models.TransformersModel(checkpoint.model).layers)
+                if self.model.has_latents and expanding is None
+                else None,
+            )
+        }
         runs: dict[ModelName, Any] = {"target": self.model}
         self.draft_model = self._load_draft_model()
         if self.draft_model is not None:
             specs["draft"] = _spec_of_draft(self.draft_model, self.model.dtype, self.device)
             runs["draft"] = self.draft_model
         self.memory = lay_out_memory(config, specs)
-        cache = self.memory.kv_cache
-        contexts = [backend_context(plan, specs[plan.model], self.memory, cache) for plan in plans]
+        contexts = [
+            backend_context(plan, specs[plan.model], self.memory, self.memory.kv_cache) for plan in plans
+        ]
         check_backends(plans, contexts, catalog, specs)
         self._sampler = Sampler(self.eos_token_ids)
-        self.speculation = algorithm and build_speculator(
-            algorithm, config, self.model, self.draft_model, self.memory, self._sampler, self._run_lane
-        )
+        self.speculation = None
+        if algorithm is not None:
+            self.speculation = build_speculator(
+                algorithm, config, self.model, self.draft_model, self.memory, self._sampler, self._run_lane
+            )
         states = () if self.speculation is None else tuple(self.speculation.state.values())
         self.lanes: list[Lane] = []
         self.verifiers: list[Verifier] = []
