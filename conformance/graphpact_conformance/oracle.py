@@ -1,59 +1,272 @@
-"""Attention in float64, one token and one head at a time, from the requests' lists of slots.
+"""The right results of a batch, from the lists of its requests: `answer`.
 
-Does not: read a batch, a page table or metadata.
+The runner's region runs once more, on the live batch, without graph and padding. Its attention is
+`OracleBackend`: float64, one token and one head at a time, over the requests' own lists of KV slots. Its
+model is the suite's, with the positions and fields that a step has by the contract, not those that the
+region passes. So the region decides only which tokens follow.
+
+    positions      cached keys, plus the depth of a token in its draft; one more in each draft step
+    fields         the batch's; hidden states of later passes are those of the token that is followed
+    keys           the cached ones, and those of the tokens that a token follows
+
+Does not: read a page table or metadata, or positions and lengths of a view.
 """
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from graphpact import LayerSpec
-from graphpact_conformance.problems import ProblemRequest
+from graphpact.attention import (
+    AttentionBackend,
+    BackendContext,
+    Capabilities,
+    DraftMetadata,
+    GraphSupport,
+    HeadLayout,
+    Limits,
+    kv_tensors,
+)
+from graphpact.batch import ForwardBatch, ForwardMode
+from graphpact.buffers import GraphSlot
+from graphpact.shapes import GraphShape
+from graphpact.speculation import HIDDEN_STATES
+from graphpact.step import Attend, Step, StepOutputs
+from graphpact_conformance.model import Passes
+from graphpact_conformance.problems import Problem
+
+if TYPE_CHECKING:
+    from graphpact_conformance.rig import Rig
 
 
-def attend(
-    requests: list[ProblemRequest],
-    layer: LayerSpec,
-    steps: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-) -> list[torch.Tensor]:
-    """Write the new keys and values of a layer, step by step, and return the attention outputs.
+@dataclass(frozen=True)
+class Answer:
+    """The right results of a batch.
 
     Args:
-        requests: The requests of the batch, in its order.
-        layer: The layer.
-        steps: Queries ``[T, num_q_heads, head_dim]``, keys ``[T, num_kv_heads, head_dim]`` and values
-            ``[T, num_kv_heads, v_head_dim]`` of the new tokens, in each step.
-        k_cache: ``[num_slots, num_kv_heads, head_dim]``; written.
-        v_cache: ``[num_slots, num_kv_heads, v_head_dim]``; written.
-
-    Returns:
-        ``[T, num_q_heads, v_head_dim]`` float64 for each step.
+        rows: The outputs by name, as in `graphpact_conformance.rig.StepRecord`; float64 for attention.
+        caches: The KV cache after the step, by name; the scratch page is undefined.
     """
-    tokens = [token for request in requests for token in request.tokens]
-    outputs = []
-    for step, (q, k, v) in enumerate(steps):
-        for t, token in enumerate(tokens):
-            k_cache[token.slots[step]] = k[t]
-            v_cache[token.slots[step]] = v[t]
+
+    rows: dict[str, torch.Tensor]
+    caches: dict[str, torch.Tensor]
+
+
+def answer(rig: "Rig", problem: Problem) -> Answer:
+    """Return the right results of ``problem``, whose memory ``rig`` holds."""
+    batch, context = rig.batch_of(problem), rig.backend.context
+    k = [cache.clone() for cache in rig.kv.k]
+    v = [cache.clone() for cache in rig.kv.v]
+    if rig.config.heads.kv_lora_rank is not None:
+        v = [each[..., : rig.config.heads.kv_lora_rank] for each in k]
+    caches = SimpleNamespace(k=k, v=v)
+    backend = OracleBackend(replace(context, kv_cache=caches), problem)
+    right = _RightPasses(rig, problem, batch, backend)
+    passes = Passes(right)
+    metadata = backend.init_metadata_eager(batch)
+    shape = GraphShape(batch.forward_mode, batch.batch_size, batch.num_tokens)
+    step = Step(shape, batch, rig.lane.driver, backend, metadata, live=batch)
+    runner = type(rig.runner)(rig.runner.context)
+    outputs = passes.watching(runner.compose(passes, step))()
+    rows = dict(outputs)
+    if "rows" in rows and right.last is not None:
+        rows["rows"] = right.last["rows"]  # the model's own: a region passes it on
+    return Answer({name: t.cpu() for name, t in rows.items()}, _on_host(kv_tensors(caches)))
+
+
+def _on_host(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.cpu() for name, tensor in tensors.items()}
+
+
+# -- the model's inputs by the contract --------------------------------------------------------------
+
+
+class _RightPasses:
+    """The suite's model, given what each pass has by the contract.
+
+    Args:
+        rig: The rig of the problem.
+        problem: The problem.
+        batch: Its batch.
+        backend: Learns of each pass which tokens its branches follow.
+    """
+
+    def __init__(self, rig: "Rig", problem: Problem, batch: ForwardBatch, backend: "OracleBackend") -> None:
+        self._rig, self._problem, self._batch, self._backend = rig, problem, batch, backend
+        self._number = 0
+        self._states: list[torch.Tensor] = []
+        """The hidden states of the batch, and of each pass."""
+        self.last: StepOutputs | None = None
+        """The outputs of the last pass."""
+
+    def __call__(self, batch: ForwardBatch, metadata: Any, attend: Attend) -> StepOutputs:
+        """Run one pass: of ``batch`` only the token ids count, and hidden states that no pass returned."""
+        case, lists = self._problem.case, self._problem
+        parents = self._parents(batch)
+        extra = dict(batch.extra)
+        for name, value in extra.items():
+            if not self._number:
+                extra[name] = self._batch.extra[name]
+            elif name == HIDDEN_STATES and self._states:
+                extra[name] = self._followed(value, parents)
+        self._backend.follow(parents, metadata)
+        ahead = 0
+        if case.frozen:
+            ahead = self._number
+        elif case.mode is ForwardMode.DRAFT_DECODE and not isinstance(metadata, DraftMetadata):
+            ahead = metadata
+        positions = [len(r.cached) + t.depth + ahead for r in lists.requests for t in r.tokens]
+        right = replace(
+            self._batch,
+            input_ids=batch.input_ids,
+            positions=torch.tensor(positions, dtype=torch.int64, device=batch.device),
+            num_token_non_padded=None,
+            extra=extra,
+        )
+        padded = self._rig.padded_tokens(lists) if self._rig.config.counts else None
+        self.last = self._rig.net(right, metadata, attend, padded_tokens=padded)
+        self._number += 1
+        if "hidden_states" in self.last:
+            self._states.append(self.last["hidden_states"])
+        return self.last
+
+    def _parents(self, batch: ForwardBatch) -> list[int]:
+        """Return for each row of a pass the row of the pass before that it follows, of the same request.
+
+        It is a row whose logits have the token among the best, and whose hidden state the region passes. If
+        these differ, the token decides. A row without any follows itself.
+        """
+        rows = list(range(batch.num_tokens))
+        if self.last is None or "logits" not in self.last or self.last.axes["logits"] != "tokens":
+            return rows
+        best = self.last["logits"].topk(self._problem.case.topk).indices.tolist()
+        states, given = self.last["hidden_states"], batch.extra.get(HIDDEN_STATES)
+        parents, first = [], 0
+        for request in self._problem.requests:
+            mine = range(first, first + len(request.tokens))
+            first = mine.stop
+            for row in mine:
+                token = int(batch.input_ids[row])
+                likely = [p for p in mine if token in best[p]]
+                passed = [p for p in mine if given is not None and torch.equal(given[row], states[p])]
+                choices = [p for p in passed if p in likely] or likely or passed or [row]
+                parents.append(row if row in choices else choices[0])
+        return parents
+
+    def _followed(self, given: torch.Tensor, parents: Sequence[int]) -> torch.Tensor:
+        """Return hidden states of the parents in the rows that hold one of any pass, or of the batch."""
+        known = torch.cat([self._batch.extra[HIDDEN_STATES], *self._states])
+        is_known = (given[:, None] == known[None]).flatten(2).all(dim=2).any(dim=1)
+        return torch.where(is_known[:, None], self._states[-1][list(parents)], given)
+
+
+# -- attention ---------------------------------------------------------------------------------------
+
+
+class OracleBackend(AttentionBackend):
+    """Attention in float64 from the lists of a problem. Its metadata is the number of the draft step.
+
+    Args:
+        context: As for any backend; the KV cache is written.
+        problem: The problem.
+    """
+
+    capabilities = Capabilities(
+        modes=frozenset(ForwardMode),
+        graph_support=GraphSupport.NEVER,
+        dtypes=frozenset(),
+        devices=frozenset(),
+        head_layouts=frozenset(HeadLayout),
+        seq_len_fill_value=1,
+        trees=True,
+    )
+
+    def __init__(self, context: BackendContext, problem: Problem) -> None:
+        super().__init__(context)
+        self._problem = problem
+        self._written: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+        """Keys and values of the new tokens, by layer and step."""
+        self._paths = [[row] for row in range(len(problem.tokens))]
+        """For each branch the rows that it follows, one of each draft step."""
+
+    def declare_slots(self, limits: Limits) -> Sequence[GraphSlot]:
+        """Return none."""
+        del limits
+        return ()
+
+    def allocate_metadata(self, view: ForwardBatch, shape: GraphShape, buffers: Any) -> int:
+        """Return the number of the draft step, 0 in other batches."""
+        del shape, buffers
+        return view.draft_step or 0
+
+    def fill_metadata(self, view: ForwardBatch, metadata: int) -> None:
+        """Do nothing."""
+
+    def follow(self, parents: Sequence[int], metadata: Any) -> None:
+        """Note which rows the branches of the next pass follow; a pass over all steps stays in its rows."""
+        if isinstance(metadata, DraftMetadata):
+            self._paths = [[row] * len(metadata.steps) for row in range(len(parents))]
+        else:
+            before = self._paths
+            self._paths = [[*before[parent][:metadata], row] for row, parent in enumerate(parents)]
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: LayerSpec,
+        metadata: int,
+    ) -> torch.Tensor:
+        """Write keys and values to the slots of the new tokens, and return ``[T, heads, width]`` float64."""
+        at, tokens = layer.cache_layer, self._problem.tokens
+        k_cache, v_cache = self.context.kv_cache.k[at], self.context.kv_cache.v[at]
+        if k is not None and v is not None:
+            self._written[at, metadata] = k.cpu(), v.cpu()
+            for row, token in enumerate(tokens):
+                k_cache[token.slots[metadata]] = k[row]
+                v_cache[token.slots[metadata]] = v[row]
+        q, k_cache, v_cache = q.cpu(), k_cache.cpu(), v_cache.cpu()
         out = torch.empty(len(tokens), layer.num_q_heads, layer.v_head_dim, dtype=torch.float64)
-        t = 0
-        for request in requests:
-            for j in range(len(request.tokens)):
-                seen = keys_of(request, j, step)
+        first = row = 0
+        for request in self._problem.requests:
+            for index in range(len(request.tokens)):
+                new = self._new_keys(at, first, request.path(index), metadata)
+                keys = torch.cat([k_cache[request.cached], *(key[None] for key, _ in new)])
+                values = torch.cat([v_cache[request.cached], *(value[None] for _, value in new)])
                 if layer.sliding_window is not None:
-                    seen = seen[-layer.sliding_window :]
+                    keys, values = keys[-layer.sliding_window :], values[-layer.sliding_window :]
                 for head in range(layer.num_q_heads):
-                    out[t, head] = _attend_one(q[t], head, layer, k_cache[seen], v_cache[seen])
-                t += 1
-        outputs.append(out)
-    return outputs
+                    out[row, head] = _attend_one(q[row], head, layer, keys, values)
+                row += 1
+            first = row
+        return out.to(self.context.device)
 
+    def _new_keys(
+        self, layer: int, first: int, path: Sequence[int], step: int
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return the new keys and values that a token sees, in the order of their positions.
 
-def keys_of(request: ProblemRequest, token: int, step: int) -> list[int]:
-    """Return the slots that a new token sees: the cached ones, those of its path, its own up to ``step``."""
-    *before, own = request.path(token)
-    path = [slot for j in before for slot in request.tokens[j].slots]
-    return request.cached + path + request.tokens[own].slots[: step + 1]
+        Args:
+            layer: Index of the KV cache.
+            first: The first row of the request.
+            path: The tokens of the request that the token follows, then itself.
+            step: The draft step.
+        """
+        case = self._problem.case
+        if case.frozen:
+            return []
+        rows = [(0, first + token) for token in path]
+        if case.mode is ForwardMode.DRAFT_DECODE:
+            rows = [*enumerate(self._paths[first + path[-1]][: step + 1])]
+        found = []
+        for at, row in rows:
+            k, v = self._written[layer, at]
+            found.append((k[row], v[row]))
+        return found
 
 
 def _attend_one(
@@ -67,5 +280,5 @@ def _attend_one(
     weights = scores.exp()
     total = weights.sum()
     if layer.sinks is not None:
-        total = total + layer.sinks[head].double().exp()
+        total = total + layer.sinks[head].cpu().double().exp()
     return (weights / total) @ v[:, shared].double()

@@ -8,6 +8,7 @@ Does not: compute attention, or use more of a backend than its declared capabili
 """
 
 import random
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -18,11 +19,15 @@ from hypothesis import strategies as st
 
 from graphpact import Capabilities, ForwardBatch, ForwardMode, GraphShape, LayerSpec, Limits
 from graphpact.attention import DraftLimits, GraphSupport
+from graphpact.buffers import GraphSlot
+from graphpact.runners import GraphRunner
 
-VOCAB, CONTEXT, WINDOW = 29, 80, 9
+VOCAB, CONTEXT, WINDOW, HIDDEN = 29, 80, 9, 6
 REDRAWS = 20
 """How often a batch is drawn again if the runner declines it; the last one is kept."""
 NUM_STEPS, DRAFT_WIDTH = 3, 4
+CHOSEN = {1: 3, 2: 6}
+"""``num_draft_tokens`` of lanes that draft, by top-k: other numbers than ``NUM_STEPS + 1``."""
 SPARE_ROWS = 3
 """Request rows that no batch uses: row 0, and two more."""
 STATIC_TOKENS = {2: 10, 4: 24}
@@ -39,15 +44,18 @@ class Case:
     Args:
         mode: Forward mode of the batches. Idle batches run in a decode lane.
         tree: Whether drafts are a tree, in target verify.
-        topk: Branches, in draft decode.
+        topk: Branches that a runner drafts: in draft decode, in draft extend, and with frozen KV.
+        frozen: Whether a decode drafts on a cache that the model only reads: `GraphRunner.frozen_kv`.
     """
 
     mode: ForwardMode
     tree: bool = False
     topk: int = 1
+    frozen: bool = False
 
     def __str__(self) -> str:
-        return self.mode.value + ("_tree" if self.tree or self.topk > 1 else "")
+        frozen = "_frozen" if self.frozen else ""
+        return self.mode.value + frozen + ("_tree" if self.tree or self.topk > 1 else "")
 
     @property
     def lane_mode(self) -> ForwardMode:
@@ -57,7 +65,17 @@ class Case:
     @property
     def num_steps(self) -> int:
         """Draft steps of one batch."""
-        return NUM_STEPS if self.mode is ForwardMode.DRAFT_DECODE else 1
+        return NUM_STEPS if self.mode is ForwardMode.DRAFT_DECODE or self.frozen else 1
+
+    @property
+    def num_slots(self) -> int:
+        """KV slots that a token writes: one in each draft step; none of a frozen cache."""
+        return 0 if self.frozen else self.num_steps
+
+    @property
+    def rows_per_request(self) -> int:
+        """Requests of a batch, as its fields count them, for each request of the problem."""
+        return self.topk if self.frozen else 1
 
     @property
     def width(self) -> int | None:
@@ -71,14 +89,23 @@ class Case:
     @property
     def needs(self) -> GraphSupport:
         """The graph support that a capture of it needs."""
-        if self.width is None:
-            return GraphSupport.ALWAYS
-        return GraphSupport.UNIFORM_DECODE if self.width == 1 else GraphSupport.UNIFORM
+        return GraphSupport.for_width(None if self.width is None else self.width // self.rows_per_request)
 
     @property
     def branches(self) -> int:
-        """Branches of a draft tree: 1 for chains."""
-        return 2 if self.tree else self.topk
+        """Branches of a draft tree that the batch has: 1 for chains."""
+        if self.tree:
+            return 2
+        return self.topk if self.mode is ForwardMode.DRAFT_DECODE else 1
+
+    @property
+    def draft(self) -> DraftLimits:
+        """The largest draft of the lane's engine; all 1 if the lane neither drafts nor verifies."""
+        if self.mode is ForwardMode.DRAFT_DECODE or self.frozen:
+            return DraftLimits(NUM_STEPS, self.topk, CHOSEN[self.topk])
+        if self.width == DRAFT_WIDTH:
+            return DraftLimits(NUM_STEPS, 2 if self.tree else self.topk, DRAFT_WIDTH)
+        return DraftLimits()
 
 
 CASES = (
@@ -92,12 +119,33 @@ CASES = (
     Case(ForwardMode.DRAFT_EXTEND),
     Case(ForwardMode.IDLE),
 )
+"""The kinds of steps of an engine without a runner of its own kind."""
+
+
+def cases_of(runner: type[GraphRunner]) -> tuple[Case, ...]:
+    """Return the kinds of steps in which a runner is checked, if its modes and the backend allow them.
+
+    A runner with frozen KV has only such batches. One that composes its region may choose tokens at the end
+    of a draft extend, as many as the draft has branches.
+    """
+    if runner.frozen_kv:
+        return tuple(Case(ForwardMode.DECODE, topk=topk, frozen=True) for topk in CHOSEN)
+    if composes(runner):
+        return (*CASES, Case(ForwardMode.DRAFT_EXTEND, topk=2))
+    return CASES
+
+
+def composes(runner: type[GraphRunner]) -> bool:
+    """Return whether a runner has a region of its own; others run the model once."""
+    return runner.compose is not GraphRunner.compose
 
 
 def static_shapes(case: Case) -> list[GraphShape]:
     """Return the shapes that the suite's own lanes capture, the smallest first."""
     return [
-        GraphShape(case.lane_mode, bs, tokens if case.width is None else bs * case.width)
+        GraphShape(
+            case.lane_mode, bs * case.rows_per_request, tokens if case.width is None else bs * case.width
+        )
         for bs, tokens in STATIC_TOKENS.items()
     ]
 
@@ -179,7 +227,11 @@ class Config:
 
     @property
     def _most_requests(self) -> int:
-        return max(s.batch_size for s in self.shapes)
+        return max(map(self.requests_of, self.shapes))
+
+    def requests_of(self, shape: GraphShape) -> int:
+        """Return the requests of a problem that fills ``shape``."""
+        return shape.batch_size // self.case.rows_per_request
 
     @property
     def layers(self) -> list[LayerSpec]:
@@ -206,13 +258,16 @@ class Config:
 
     @property
     def limits(self) -> Limits:
-        """The limits of the lane."""
+        """The limits of the lane, as its runner gets them."""
         case = self.case
-        tokens = DRAFT_WIDTH if case.width == DRAFT_WIDTH else 1
-        draft = DraftLimits(case.num_steps, case.branches, tokens)
-        most = self._most_requests + self.room
+        most = (self._most_requests + self.room) * case.rows_per_request
         most_tokens = max(s.num_tokens for s in self.shapes) + self.room * (case.width or 1)
-        return Limits(most, most_tokens, CONTEXT, self.page_size, draft)
+        return Limits(most, most_tokens, CONTEXT, self.page_size, case.draft)
+
+    @property
+    def backend_limits(self) -> Limits:
+        """The limits of the lane, as its backend gets them."""
+        return replace(self.limits, draft=self.case.draft.for_backend(self.case.lane_mode))
 
     @property
     def num_pages(self) -> int:
@@ -221,8 +276,10 @@ class Config:
         return 1 + (self._most_requests + self.room) * -(-own // self.page_size) + 1
 
 
-def configs_of(capabilities: Capabilities, device: torch.device = CPU) -> Iterator[Config]:
-    """Yield the configuration of every lane that a backend's capabilities allow."""
+def configs_of(
+    capabilities: Capabilities, device: torch.device = CPU, cases: Sequence[Case] = CASES
+) -> Iterator[Config]:
+    """Yield the configuration of every lane of ``cases`` that a backend's capabilities allow."""
     pages = capabilities.page_sizes
     page_sizes = sorted(PAGE_SIZES if pages is None else pages)
     dtypes = [d for d in DTYPES if d in capabilities.dtypes] or [*capabilities.dtypes][:1]
@@ -235,7 +292,7 @@ def configs_of(capabilities: Capabilities, device: torch.device = CPU) -> Iterat
         Heads("gqa", 16, 2, dim),  # with one key head a wrong grouping would have no effect
         Heads("mla", 4, 1, latent, latent - rotated),
     )
-    for case, page_size, heads, dtype in product(CASES, page_sizes, layouts, dtypes):
+    for case, page_size, heads, dtype in product(cases, page_sizes, layouts, dtypes):
         config = Config(
             case,
             page_size,
@@ -265,7 +322,7 @@ class Token:
 
     Args:
         token_id: Id in the first step; `next_id` gives the others.
-        slots: KV slot of its key, in each step.
+        slots: KV slot of its key, in each step; empty with frozen KV.
         parent: The new token of its request that it follows; None where it follows the cached ones.
         depth: New tokens before it on its path.
     """
@@ -340,9 +397,10 @@ class Problem:
         slots = ", ".join(" then ".join(map(str, t.slots)) for t in tokens)
         text = (
             f"row {request.row}: {_counted(len(request.cached), 'cached key')} and"
-            f" {_counted(len(tokens), 'new token')} with id{_s(len(tokens))} {ids},"
-            f" written to KV slot{_s(len(tokens) * self.case.num_steps)} {slots}"
+            f" {_counted(len(tokens), 'new token')} with id{_s(len(tokens))} {ids}"
         )
+        if self.case.num_slots:
+            text += f", written to KV slot{_s(len(tokens) * self.case.num_slots)} {slots}"
         if self.case.tree:
             parents = ", ".join("none" if t.parent is None else str(t.parent) for t in tokens)
             text += f", after new tokens {parents}"
@@ -357,6 +415,11 @@ class Problem:
     def tokens(self) -> list[Token]:
         """All new tokens, in the order of the batch."""
         return [t for r in self.requests for t in r.tokens]
+
+    @property
+    def batch_size(self) -> int:
+        """Requests of the batch, as its fields count them."""
+        return len(self.requests) * self.case.rows_per_request
 
     @property
     def mode(self) -> ForwardMode:
@@ -375,18 +438,19 @@ class Problem:
 
     def batch(self, *, counts: bool = False) -> ForwardBatch:
         """Return the batch in new tensors; with the count of its tokens if ``counts``."""
-        case, steps = self.case, self.case.num_steps
+        case = self.case
+        rows = [r for r in self.requests for _ in range(case.rows_per_request)]
         new = [len(r.tokens) for r in self.requests]
-        counted = case.mode not in (ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_DECODE)
-        lens = _int64([len(r.cached) + counted * n for r, n in zip(self.requests, new, strict=True)])
-        slots = _int64([t.slots for t in self.tokens]).view(-1, steps)
+        counted = case.mode not in (ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_DECODE) and not case.frozen
+        lens = _int64([len(r.cached) + counted * len(r.tokens) for r in rows])
+        slots = _int64([t.slots or [0] for t in self.tokens]).view(-1, max(case.num_slots, 1))
         return ForwardBatch(
             forward_mode=self.mode,
-            batch_size=len(self.requests),
+            batch_size=len(rows),
             input_ids=_int64([t.token_id for t in self.tokens]),
             positions=_int64([len(r.cached) + t.depth for r in self.requests for t in r.tokens]),
             out_cache_loc=slots if case.mode is ForwardMode.DRAFT_DECODE else slots[:, 0].clone(),
-            req_pool_indices=_int64([r.row for r in self.requests]),
+            req_pool_indices=_int64([r.row for r in rows]),
             seq_lens=lens,
             seq_lens_cpu=lens.clone(),
             extend_seq_lens=_int64(new) if case.mode.is_ragged else None,
@@ -398,6 +462,21 @@ class Problem:
             num_token_non_padded=_int64([len(self.tokens)]).int() if counts else None,
             num_token_non_padded_cpu=len(self.tokens) if counts else None,
         )
+
+    def value_of(self, slot: GraphSlot) -> torch.Tensor:
+        """Return a random value of a runner's own field, on the host; see `rig.drawn_batch`."""
+        equal = self.case.rows_per_request
+        shape = slot.shape_fn(len(self.requests), len(self.tokens) // equal)
+        rng = torch.Generator().manual_seed(zlib.crc32(f"{self.seed}:{slot.name}".encode()))
+        if slot.dtype is torch.bool:
+            value = torch.rand(shape, generator=rng) < 0.5
+        elif slot.dtype.is_floating_point:
+            value = torch.randn(shape, generator=rng)
+            value = -value.abs() if value.dim() == 1 else value
+        else:
+            value = torch.randint(VOCAB, shape, generator=rng)
+        repeats = equal > 1 and slot.axis != "none"
+        return (value.repeat_interleave(equal, dim=0) if repeats else value).to(slot.dtype)
 
     def _tree_mask(self) -> torch.Tensor:
         rows = [
@@ -527,6 +606,7 @@ def _lay_out(
     for i, prefix in enumerate(prefixes):
         count = len(parents[i]) + 1
         in_table = count if not drafts else NUM_STEPS if count == 1 else 0
+        in_table = 0 if case.frozen else in_table
         beyond = count * NUM_STEPS if drafts and count > 1 else 0
         length = prefix + in_table
         own = -(-(length + beyond) // config.page_size)
@@ -538,13 +618,16 @@ def _lay_out(
             slots = [flat[i * NUM_STEPS : (i + 1) * NUM_STEPS] for i in range(count)]
         elif drafts:
             slots = [table[prefix:]]
+        elif case.frozen:
+            slots = [[]] * count
         else:
             slots = [[slot] for slot in table[prefix:]]
         tokens: list[Token] = []
         for j in range(count):
-            parent = None if drafts or j == 0 else parents[i][j - 1]
+            parent = None if drafts or case.frozen or j == 0 else parents[i][j - 1]
             depth = 0 if parent is None else tokens[parent].depth + 1
-            tokens.append(Token(rng.randrange(VOCAB), slots[j], parent, depth))
+            token_id = tokens[0].token_id if case.frozen and tokens else rng.randrange(VOCAB)
+            tokens.append(Token(token_id, slots[j], parent, depth))
         requests.append(ProblemRequest(rows[i], table[:prefix], tokens, table, accepted[i]))
     return Problem(case, requests, rng.randrange(1000))
 
@@ -560,9 +643,9 @@ def _counts(rng: random.Random, config: Config, index: int, *, exact: bool) -> l
         if s.batch_size <= size[0] and s.num_tokens <= size[1]
         if (s.batch_size, s.num_tokens) != size
     ]
-    most = shape.batch_size
+    most = config.requests_of(shape)
     if case.width is not None:
-        least = most if exact else (fewer[-1].batch_size if fewer else 0) + 1
+        least = most if exact else (config.requests_of(fewer[-1]) if fewer else 0) + 1
         most = most - (not exact and least < most)
         return [case.width] * rng.randint(least, most)
 
@@ -596,7 +679,7 @@ def _prefix(rng: random.Random, config: Config, count: int) -> int:
 
 def _least_prefix(case: Case, count: int) -> int:
     """Return the fewest cached keys of a request with ``count`` new tokens."""
-    drafted = case.mode in (ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_DECODE)
+    drafted = case.mode in (ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_DECODE) or case.frozen
     return 1 if drafted or (case.mode is ForwardMode.MIXED and count == 1) else 0
 
 
@@ -609,7 +692,7 @@ def _most_prefix(config: Config, count: int, share: int = 1) -> int:
 
 def corner(config: Config) -> Problem:
     """Return the largest batch of the configuration: the longest requests, the largest shape full."""
-    return _largest(config, config.shapes[-1].batch_size)
+    return _largest(config, config.requests_of(config.shapes[-1]))
 
 
 def of_size(config: Config, num_requests: int) -> Problem:
@@ -621,7 +704,7 @@ def of_size(config: Config, num_requests: int) -> Problem:
 
 def half_size_batch(config: Config) -> Problem:
     """Return a batch of half the largest size: half as many requests, half as long."""
-    return _largest(config, max(config.shapes[-1].batch_size // 2, 1), share=2)
+    return _largest(config, max(config.requests_of(config.shapes[-1]) // 2, 1), share=2)
 
 
 def _largest(config: Config, num_requests: int, share: int = 1) -> Problem:
@@ -692,7 +775,7 @@ def steady(config: Config) -> tuple[Problem, list[Problem]]:
     step before, the second other requests of these lengths. Data that is kept while lengths only grow by one
     is stale after one of them.
     """
-    bs, width = config.shapes[-1].batch_size, config.case.width or 1
+    bs, width = config.requests_of(config.shapes[-1]), config.case.width or 1
     middle = max(min(min(config.page_size, CONTEXT) // 2, config.most_cached - bs + 1), 2)
     prefixes = [middle + i for i in range(bs)]
     parents, accepted = [range(width - 1)] * bs, [0] * bs

@@ -4,14 +4,14 @@ The lane runs as in an engine, through `Lane.run`. An observer of the hooks sees
 edit them before the replay. Unowned memory is poisoned: freed request rows hold slots out of range, free KV
 slots hold NaN. This makes reads of stale rows visible.
 
-The model has two layers of attention. It reads every field of the batch with a slot: token ids and positions
-index tables, accepted drafts select rows, the count of live tokens masks a sum over rows. So a wrong value in
-any of these fields changes the outputs.
+The model (`graphpact_conformance.model`) reads every field of the batch with a slot. So a wrong value in any
+of these fields changes the outputs. A runner may run it several times in one region. The record of a step
+then has the token ids and the attention of each pass too, whatever the runner makes of them.
 
 Does not: check anything; `graphpact_conformance.experiments` compares the records.
 """
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
@@ -22,27 +22,27 @@ from graphpact.attention import (
     AttentionBackend,
     BackendContext,
     Capabilities,
-    DraftMetadata,
     GraphSupport,
     ProviderName,
     kv_tensors,
 )
-from graphpact.batch import ForwardBatch, ForwardMode
-from graphpact.buffers import BoundSlot, CudaGraphBufferRegistry
+from graphpact.batch import ForwardBatch
+from graphpact.buffers import BoundSlot, CudaGraphBufferRegistry, GraphSlot
 from graphpact.errors import Breach, all_returned
 from graphpact.graphs import GraphDriver
 from graphpact.hookspecs import hookimpl
 from graphpact.lane import Lane, PactMode
 from graphpact.pact import walk
-from graphpact.parallel import get_parallel
 from graphpact.runners import GraphRunner, RunnerContext
 from graphpact.shapes import EagerReason, GraphShape
-from graphpact.step import Attend, StepOutputs
+from graphpact.step import Attend, Forward, Region, Step, StepOutputs
 from graphpact.tensors import same
-from graphpact_conformance.oracle import attend
-from graphpact_conformance.problems import CONTEXT, VOCAB, Config, Problem, next_id
+from graphpact_conformance.model import ROWS_OF_PASS, Model, Passes
+from graphpact_conformance.oracle import Answer, answer
+from graphpact_conformance.problems import HIDDEN, Config, Problem
 from graphpact_conformance.reference import ReferenceRunner
 from graphpact_tape.guard import is_due
+from graphpact_tape.poison import poison
 from graphpact_tape.tape import TapeDriver
 
 CPU = torch.device("cpu")
@@ -181,7 +181,8 @@ class StepRecord:
         leaves: The tensors of view and metadata, by path.
         numbers: The host values of view and metadata, by path.
         breaches: Breaches of the pact.
-        rows: The outputs of the lane, live rows only.
+        rows: The outputs of the lane by name, live rows only; None for a step that failed.
+        axes: The axes of the outputs.
         outputs: The outputs of the graph, including padding rows; None for an eager run.
         caches: The KV cache after the step.
         table: The page table after the step.
@@ -198,24 +199,12 @@ class StepRecord:
     leaves: dict[str, Leaf] = field(default_factory=dict)
     numbers: dict[str, Any] = field(default_factory=dict)
     breaches: tuple[Breach, ...] = ()
-    rows: torch.Tensor | None = None
-    outputs: torch.Tensor | None = None
+    rows: dict[str, torch.Tensor] | None = None
+    axes: Mapping[str, str] = field(default_factory=dict)
+    outputs: dict[str, torch.Tensor] | None = None
     caches: dict[str, torch.Tensor] = field(default_factory=dict)
     table: torch.Tensor | None = None
     changed_fields: list[str] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class Answer:
-    """The right results of a batch.
-
-    Args:
-        rows: ``[T, columns]`` float64: the outputs of the model.
-        caches: The KV cache after the step, by name; the scratch page is undefined.
-    """
-
-    rows: torch.Tensor
-    caches: dict[str, torch.Tensor]
 
 
 class Rig:
@@ -252,9 +241,8 @@ class Rig:
         self.layers = [
             replace(at, sinks=None if at.sinks is None else at.sinks.to(device)) for at in config.layers
         ]
-        self._make_weights()
         self._make_memory()
-        mode, limits = config.case.lane_mode, config.limits
+        mode, limits = config.case.lane_mode, config.backend_limits
         self.backend = backend(
             BackendContext(*(device, config.dtype, self.layers, limits, self.table, self.kv, mode, provider))
         )
@@ -264,6 +252,9 @@ class Rig:
         self.guard = records.guard() if guarded else None
         self.runner = runner(runner_context(config, self.backend.capabilities, device, runner))
         self.declines = own_reasons(self.runner)
+        self.fields = fields_of(self.runner)
+        self.net = Model(config, self.layers, device, self.fields, runner)
+        self._watch_passes()
         self.lane = Lane(
             mode.value,
             model=self.model,
@@ -301,77 +292,20 @@ class Rig:
 
     # -- the model -------------------------------------------------------------------------------
 
-    def _make_weights(self) -> None:
-        generator = torch.Generator().manual_seed(1)
-        heads, dtype = self.config.heads, self.config.dtype
-        rows = [(heads.num_q_heads, heads.head_dim), (heads.num_kv_heads, heads.head_dim)]
-        rows += [(heads.num_kv_heads, heads.v_head_dim)]
-
-        def random(*shape: int) -> torch.Tensor:
-            return torch.randn(*shape, generator=generator).to(self.device, dtype)
-
-        self.weights = [[random(VOCAB, *row) for row in rows] for _ in self.layers]
-        turns = torch.rand(CONTEXT, 1, 1, generator=generator) + 0.5
-        self.turns = turns.to(self.device, dtype)
-
-    def _project(
-        self,
-        layer: int,
-        ids: torch.Tensor,
-        positions: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return queries, keys and values of tokens; queries and keys depend on the position."""
-        w_q, w_k, w_v = self.weights[layer]
-        turn = self.turns[positions]
-        k = w_k[ids] * turn
-        if self.config.heads.kv_lora_rank is not None:
-            return w_q[ids] * turn, k, k[..., : self.config.heads.kv_lora_rank]
-        return w_q[ids] * turn, k, w_v[ids]
-
     def model(self, batch: ForwardBatch, metadata: Any, attend: Attend) -> StepOutputs:
-        """Return ``rows``, ``[T, columns]``: all layers of all draft steps, then work across rows."""
-        steps = metadata.steps if isinstance(metadata, DraftMetadata) else [metadata]
-        ids, positions, columns = batch.input_ids, batch.positions, []
-        for step, part in enumerate(steps):
-            if step:
-                ids, positions = next_id(ids, step - 1), positions + 1
-            for layer in self.layers:
-                q, k, v = self._project(layer.layer_id, ids, positions)
-                columns.append(attend(q, k, v, layer, part).flatten(1))
-        out = torch.cat(columns, dim=1)
-        rows = torch.cat([out, *self._shared(batch, out)], dim=1)
-        return StepOutputs(rows=(rows, "tokens"))
+        """Return the outputs of one forward pass."""
+        return self.net(batch, metadata, attend)
 
-    def _shared(self, batch: ForwardBatch, out: torch.Tensor) -> list[torch.Tensor]:
-        """Return columns of work across rows: pooling, and the row of the last accepted draft."""
-        shared = []
-        if self.config.case.mode is ForwardMode.DRAFT_EXTEND and batch.batch_size:
-            if batch.num_correct_drafts is not None:
-                width = batch.tokens_per_request
-                requests = torch.arange(batch.batch_size, device=out.device)
-                last = out[:, :1].view(-1, width)[requests, batch.num_correct_drafts.long()]
-                shared.append(last.repeat_interleave(width)[:, None])
-            else:
-                shared.append(out[:, :1])
-        elif self.config.case.mode is ForwardMode.DRAFT_EXTEND:
-            shared.append(out[:, :1])
-        if self.config.counts:
-            first, rows = self._own_rows(batch.num_tokens)
-            mine = out[first : first + rows, :1]
-            count = batch.num_token_non_padded
-            if count is None:
-                count = torch.full((1,), len(mine), device=out.device)
-            real = torch.arange(len(mine), device=out.device)[:, None] < count
-            pooled = torch.where(real, mine, 0).sum(dim=0, keepdim=True)
-            shared.append(pooled.expand(out.shape[0], 1))
-        return shared
+    def _watch_passes(self) -> None:
+        """Let regions also return what each pass reads and attends to, unless the runner returns it."""
+        right = self.runner.compose
 
-    @staticmethod
-    def _own_rows(num_tokens: int) -> tuple[int, int]:
-        """Return the first row that this rank pools, and the number of its rows."""
-        parallel = get_parallel()
-        rows = num_tokens // parallel.attn_tp_size
-        return parallel.attn_tp_rank * rows, rows
+        def compose(forward: Forward, step: Step) -> Region:
+            passes = Passes(forward)
+            region = right(passes, step)
+            return passes.watching(region) if callable(region) else region
+
+        self.runner.compose = compose  # type: ignore[method-assign]
 
     # -- memory ----------------------------------------------------------------------------------
 
@@ -410,7 +344,7 @@ class Rig:
 
     def batch_of(self, problem: Problem) -> ForwardBatch:
         """Return the batch of a problem for this lane."""
-        return problem.batch(counts=self.config.counts).to(self.device)
+        return drawn_batch(problem, self.config, self.fields, self.device)
 
     # -- a step ----------------------------------------------------------------------------------
 
@@ -440,13 +374,12 @@ class Rig:
         Raises:
             DeclinedError: It did, and may not.
         """
+        self._clear_outputs()
         self.load(problem)
         if after_load is not None:
             after_load()
         batch = self.batch_of(problem) if batch is None else batch
         given = {name: tensor.clone() for name, tensor in batch.tensors().items()}
-        for captured in self.lane.captured.values():
-            captured.graph.outputs["rows"].fill_(NAN)
         self.observer.forget()
         self.observer.ready = ready
         self.observer.before = None if fill is None else _each_due(fill)
@@ -454,7 +387,7 @@ class Rig:
         before, eager = self.lane.stats.replays, self.lane.stats.eager.copy()
         try:
             outputs = self.lane.run_eager(batch) if eagerly else self.lane.run(batch)
-            step.rows, step.stage = outputs["rows"].detach().clone().cpu(), "done"
+            step.rows, step.axes, step.stage = copies(outputs), outputs.axes, "done"
         except (Exception, SystemExit) as error:  # noqa: BLE001  the plugin's code may raise anything
             step.error = error
         finally:
@@ -475,6 +408,13 @@ class Rig:
             raise DeclinedError(step.declined)
         return step
 
+    def _clear_outputs(self) -> None:
+        """Poison the outputs of all graphs, so that a graph that does not run is seen."""
+        for captured in self.lane.captured.values():
+            for tensor in captured.graph.outputs.values():
+                if self.registry.slot_of(tensor) is None:
+                    poison(tensor)
+
     def _see(self, step: StepRecord) -> None:
         """Copy the observed view and metadata into ``step``."""
         seen = self.observer
@@ -494,7 +434,7 @@ class Rig:
             return
         step.breaches = captured.pact.breaches(**parts, **self.lane.held_by_backend(seen.shape))
         if step.stage == "done":
-            step.outputs = captured.graph.outputs["rows"].detach().clone().cpu()
+            step.outputs = copies(captured.graph.outputs)
 
     def prepared(self, problem: Problem) -> tuple[dict[str, Leaf], dict[str, Any]]:
         """Return copies of tensors and host values of the last view and metadata, by path."""
@@ -508,7 +448,7 @@ class Rig:
         leaves: dict[str, Leaf] = {}
         numbers: dict[str, Any] = {}
         seen: set[tuple[int, torch.Size, tuple[int, ...]]] = set()
-        raw = len(problem.requests), len(problem.tokens)
+        raw = problem.batch_size, len(problem.tokens)
         for path, value in walk(parts):
             if not isinstance(value, torch.Tensor):
                 numbers[path] = value
@@ -535,65 +475,42 @@ class Rig:
     # -- the oracle ------------------------------------------------------------------------------
 
     def answer(self, problem: Problem) -> Answer:
-        """Return the oracle's answer; it is valid for every lane of the same configuration."""
+        """Return the oracle's answer; it is valid for every lane of the same configuration and runner."""
         self.load(problem)
-        k_caches = [cache.cpu().clone() for cache in self.kv.k]
-        v_caches = [cache.cpu().clone() for cache in self.kv.v]
-        ids = torch.tensor([t.token_id for t in problem.tokens], dtype=torch.int64)
-        positions = torch.tensor(
-            [len(r.cached) + t.depth for r in problem.requests for t in r.tokens],
-            dtype=torch.int64,
-        )
-        given = []
-        for step in range(problem.case.num_steps):
-            if step:
-                ids, positions = next_id(ids, step - 1), positions + 1
-            given.append((ids.to(self.device), positions.to(self.device)))
-        columns = []
-        for layer, k, v in zip(self.layers, k_caches, v_caches, strict=True):
-            steps = []
-            for at, where in given:
-                q_k_v = self._project(layer.layer_id, at, where)
-                steps.append((q_k_v[0].cpu(), q_k_v[1].cpu(), q_k_v[2].cpu()))
-            columns.append(attend(problem.requests, layer, steps, k, v))
-        if self.config.heads.kv_lora_rank is not None:
-            v_caches = [k[..., : cache.shape[-1]] for k, cache in zip(k_caches, v_caches, strict=True)]
-        by_step = [part.flatten(1) for step in zip(*columns, strict=True) for part in step]
-        out = torch.cat(by_step, dim=1)
-        rows = torch.cat([out, *self._shared_of(problem, out)], dim=1)
-        return Answer(rows, kv_tensors(SimpleNamespace(k=k_caches, v=v_caches)))
-
-    def _shared_of(self, problem: Problem, out: torch.Tensor) -> list[torch.Tensor]:
-        """Return the columns of `_shared`, computed from the lists of the requests."""
-        shared = []
-        if self.config.case.mode is ForwardMode.DRAFT_EXTEND:
-            column, first = out[:, :1].clone(), 0
-            for r in problem.requests:
-                column[first : first + len(r.tokens)] = out[first + r.accepted, 0]
-                first += len(r.tokens)
-            shared.append(column)
-        if self.config.counts:
-            padded = self.padded_tokens(problem)
-            first, rows = self._own_rows(padded)
-            mine = out[first : min(first + rows, len(problem.tokens)), :1]
-            shared.append(mine.sum(dim=0, keepdim=True).expand(out.shape[0], 1))
-        return shared
+        return answer(self, problem)
 
     def padded_tokens(self, problem: Problem) -> int:
         """Return the tokens of the shape that a batch replays; for an eager batch its own tokens."""
         fit = self.lane.fit(self.batch_of(problem))
         return fit.num_tokens if isinstance(fit, GraphShape) else len(problem.tokens)
 
-    def where(self, column: int) -> str:
-        """Return the meaning of an output column, in words."""
+    def where(self, name: str, column: int) -> str:
+        """Return the meaning of a column of an output, in words."""
+        if name != "rows" and not name.startswith(ROWS_OF_PASS):
+            return f"output {name!r}" + (f", column {column}" if column else "")
         heads = self.config.heads
         width = heads.num_q_heads * heads.v_head_dim
-        part, column = divmod(column, width)
+        part, rest = divmod(column, width)
         step, layer = divmod(part, len(self.layers))
-        if step >= self.config.case.num_steps:
-            return "work across rows"
-        at = f"layer {layer}, head {column // heads.v_head_dim}"
-        return f"step {step}, {at}" if self.config.case.num_steps > 1 else at
+        steps = self.net.num_steps
+        prefix = f"{name}, " if name != "rows" else ""
+        if step >= steps:
+            own = column - steps * len(self.layers) * width < self.net.num_own
+            return prefix + ("fields of the batch" if own else "work across rows")
+        at = f"layer {layer}, head {rest // heads.v_head_dim}"
+        return prefix + (f"step {step}, {at}" if steps > 1 else at)
+
+
+def live_rows(step: StepRecord) -> dict[str, torch.Tensor]:
+    """Return the live rows of the outputs of a graph; without an axis all of them."""
+    problem, outputs = step.problem, step.outputs or {}
+    live = {"bs": problem.batch_size, "tokens": len(problem.tokens)}
+    return {name: tensor[: live.get(step.axes[name])] for name, tensor in outputs.items()}
+
+
+def copies(outputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return copies of outputs on the host."""
+    return {name: tensor.detach().clone().cpu() for name, tensor in outputs.items()}
 
 
 def runner_context(
@@ -615,7 +532,32 @@ def runner_context(
         lane=mode.value,
         num_token_non_padded=config.counts,
         require_gathered_buffer=config.counts,
+        hidden_size=HIDDEN,
+        dtype=config.dtype,
     )
+
+
+def fields_of(runner: GraphRunner) -> tuple[GraphSlot, ...]:
+    """Return the slots of a runner's own fields: of dotted names, and copied from `ForwardBatch.extra`."""
+    slots = all_returned(runner.slots(), GraphSlot, runner, "slots")
+    return tuple(
+        slot
+        for slot in slots
+        if "." in slot.name and slot.enabled and slot.copy_from_fb and slot.source_fn is None
+    )
+
+
+def drawn_batch(
+    problem: Problem, config: Config, fields: Sequence[GraphSlot], device: torch.device
+) -> ForwardBatch:
+    """Return the batch of a problem, with a value for each of a runner's own fields.
+
+    Floats are normal, but negative in fields of one number for each row, such as log probabilities; integers
+    are token ids. Rows of one request that a frozen cache repeats are equal.
+    """
+    batch = problem.batch(counts=config.counts)
+    batch.extra = {slot.name: problem.value_of(slot) for slot in fields}
+    return batch.to(device)
 
 
 _OF_THE_CORE = tuple(value for value in vars(EagerReason).values() if isinstance(value, EagerReason))

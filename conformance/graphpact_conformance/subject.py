@@ -24,10 +24,19 @@ from graphpact.graphs import GraphDriver
 from graphpact.lane import PactMode
 from graphpact.runners import GraphRunner
 from graphpact.shapes import EagerReason, GraphShape
+from graphpact_conformance.oracle import Answer
 from graphpact_conformance.problems import CONTEXT, Config, Problem, corner
 from graphpact_conformance.reference import ReferenceBackend, ReferenceRunner
 from graphpact_conformance.results import Finding
-from graphpact_conformance.rig import CPU, Answer, Rig, StepRecord, own_reasons, runner_context
+from graphpact_conformance.rig import (
+    CPU,
+    Rig,
+    StepRecord,
+    drawn_batch,
+    fields_of,
+    own_reasons,
+    runner_context,
+)
 from graphpact_conformance.rules import RULES
 from graphpact_tape.guard import is_due
 from graphpact_tape.host import tensors_of
@@ -178,7 +187,8 @@ class LaneUnderTest:
             if self._asked is None:
                 context = runner_context(self.config, self.backend.capabilities, self.device, self.runner)
                 self._asked = self.runner(context)
-            asked = self._asked.fit(problem.batch(counts=self.config.counts).to(self.device))
+            fields = fields_of(self._asked)
+            asked = self._asked.fit(drawn_batch(problem, self.config, fields, self.device))
             return asked if asked in own_reasons(self._asked) else None
         except (Exception, SystemExit):  # noqa: BLE001  the plugin's code may raise anything
             return None

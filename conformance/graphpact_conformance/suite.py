@@ -27,7 +27,7 @@ from graphpact.runners import GraphRunner
 from graphpact.shapes import EagerReason
 from graphpact_conformance.claims import claims_of, undeclared
 from graphpact_conformance.experiments import EXPERIMENTS, Experiment
-from graphpact_conformance.problems import CASES, Config, configs_of, draw
+from graphpact_conformance.problems import CASES, Config, cases_of, configs_of, draw
 from graphpact_conformance.reference import ReferenceBackend, ReferenceRunner
 from graphpact_conformance.results import Claim, Finding, Outcome, PluginResults, Result
 from graphpact_conformance.rig import runner_context
@@ -262,8 +262,8 @@ def plan_lanes(
     modes = runner.modes & backend.capabilities.modes
     configs = [
         config
-        for config in configs_of(backend.capabilities, device)
-        if config.case.mode in modes or (config.case.mode is ForwardMode.IDLE and ForwardMode.DECODE in modes)
+        for config in configs_of(backend.capabilities, device, cases_of(runner))
+        if config.case.lane_mode in modes
     ]
     if runner is not ReferenceRunner:
         configs = [_with_shapes_of(runner, config, backend, device) for config in configs]

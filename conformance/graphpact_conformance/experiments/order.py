@@ -17,12 +17,12 @@ from graphpact.batch import ForwardMode
 from graphpact.buffers import PaddingPolicy
 from graphpact.errors import PactBreach, PoisonError
 from graphpact.memory_map import MemoryMap
-from graphpact.tensors import storage_id
+from graphpact.tensors import equal, storage_id
 from graphpact_conformance.experiments.base import (
     Findings,
     is_right,
-    same_rows,
     same_step,
+    same_tensors,
     sides_of,
     wrong_results,
 )
@@ -143,7 +143,7 @@ def interleaved(lane: LaneUnderTest, steps: Drawn) -> Findings:
         if not _same_real(rig, step, rig.step(problem)):
             return  # not deterministic, a finding of `repeated`
         now = states(rig)
-        changed = [n for n, v in armed[id(problem)].items() if not same_rows(v, now.get(n))]
+        changed = [n for n, v in armed[id(problem)].items() if n not in now or not equal(v, now[n])]
         for name in changed:
             now[name].copy_(armed[id(problem)][name])
         if changed and _same_real(rig, first, rig.step(problem)):
@@ -184,8 +184,8 @@ def repeated(lane: LaneUnderTest, steps: Drawn) -> Findings:
                 return
             results.append((step, _copies(states(rig))))
         (first, _), (second, two), (third, three) = results
-        rows = same_rows(first.rows, second.rows) and same_rows(second.rows, third.rows)
-        changed = [name for name, value in two.items() if not same_rows(value, three[name])]
+        rows = same_tensors(first.rows, second.rows) and same_tensors(second.rows, third.rows)
+        changed = [name for name, value in two.items() if not equal(value, three[name])]
         if not rows or changed:
             expected = "equal outputs and equal memory after three replays on the same inputs"
             yield _unarmed(lane, rig, third, changed, expected, gives_other=not rows)
@@ -214,7 +214,7 @@ def _unarmed(
 def states(rig: Rig) -> dict[str, torch.Tensor]:
     """Return the external memory of graphs by name, without the slots that every step writes."""
     memory = MemoryMap(rig.registry, rig.backend)
-    weights = {storage_id(w) for layer in rig.weights for w in (*layer, rig.turns)}
+    weights = {storage_id(weight) for weight in rig.net.tensors()}
     found: dict[str, torch.Tensor] = {}
     for captured in rig.lane.captured.values():
         for at, tensor in enumerate(captured.graph.external_tensors() or ()):

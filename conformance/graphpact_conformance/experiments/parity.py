@@ -26,7 +26,7 @@ from graphpact.shapes import GraphShape
 from graphpact.tensors import equal, same, storage_id
 from graphpact_conformance.experiments.base import (
     Findings,
-    how_far,
+    first_off,
     sides_of,
     spell,
     values_at,
@@ -34,7 +34,7 @@ from graphpact_conformance.experiments.base import (
 from graphpact_conformance.experiments.refresh import Before, help_for, hook_of, is_plan
 from graphpact_conformance.problems import Drawn, Problem, assorted
 from graphpact_conformance.results import Finding
-from graphpact_conformance.rig import Leaf, Rig, StepRecord
+from graphpact_conformance.rig import Leaf, Rig, StepRecord, copies, live_rows
 from graphpact_conformance.subject import LaneUnderTest, Way, reset_slot
 from graphpact_tape.poison import poison_of
 from graphpact_tape.tape import Tape
@@ -128,7 +128,7 @@ def _capture(twin: Rig, problem: Problem, shape: GraphShape, batch: ForwardBatch
     graph.replay()
     step = StepRecord(problem, stage="done", shape=shape)
     step.leaves, step.numbers = twin.prepared(problem)
-    step.outputs = graph.outputs["rows"].detach().clone().cpu()
+    step.outputs, step.axes = copies(graph.outputs), graph.outputs.axes
     return step
 
 
@@ -136,8 +136,9 @@ def _gives_the_same(rig: Rig, step: StepRecord, other: StepRecord) -> bool:
     """Return whether two runs of one batch have equal live rows, except for rounding."""
     if step.error is not None or step.outputs is None or other.outputs is None:
         return step.error is None and other.error is None
-    rows = len(step.problem.tokens)
-    return not bool((how_far(rig, step.outputs[:rows], other.outputs[:rows]) > 1).any())
+    mine, theirs = (live_rows(each) for each in (step, other))
+    shapes = [{name: tensor.shape for name, tensor in each.items()} for each in (mine, theirs)]
+    return shapes[0] == shapes[1] and first_off(rig, mine, theirs) is None
 
 
 # -- the pact ----------------------------------------------------------------------------------------

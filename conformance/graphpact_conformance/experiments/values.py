@@ -14,7 +14,7 @@ import torch
 from graphpact.attention import kv_tensors
 from graphpact.batch import ForwardMode
 from graphpact.buffers import BoundSlot
-from graphpact.tensors import same
+from graphpact.tensors import equal, same
 from graphpact_conformance.experiments.base import (
     Difference,
     Findings,
@@ -22,13 +22,14 @@ from graphpact_conformance.experiments.base import (
     differences,
     is_right,
     put,
-    same_rows,
+    same_tensors,
     spell,
     values_at,
     wrong_results,
 )
 from graphpact_conformance.experiments.order import states
 from graphpact_conformance.experiments.parity import compare_with_capture
+from graphpact_conformance.model import IDS_OF_PASS, ROWS_OF_PASS, own_rows
 from graphpact_conformance.problems import (
     VOCAB,
     Config,
@@ -41,7 +42,7 @@ from graphpact_conformance.problems import (
     of_size,
     shortened,
 )
-from graphpact_conformance.rig import NAN, DeclinedError, Rig, StepRecord
+from graphpact_conformance.rig import NAN, DeclinedError, Rig, StepRecord, live_rows
 from graphpact_conformance.subject import LaneUnderTest, causes
 
 # -- eager -------------------------------------------------------------------------------------------
@@ -169,7 +170,7 @@ def _of_difference(
     """Yield a finding about a wrong replay, with the rule where the step itself shows it."""
     shape, problem = step.shape, step.problem
     padded = shape is not None and (
-        shape.batch_size > len(problem.requests) or shape.num_tokens > len(problem.tokens)
+        shape.batch_size > problem.batch_size or shape.num_tokens > len(problem.tokens)
     )
     rule, help_ = (
         None,
@@ -334,7 +335,7 @@ def _extents(lane: LaneUnderTest, step: StepRecord) -> Findings:
             )
     count = step.leaves.get("view.num_token_non_padded")
     if count is not None:
-        first, rows = Rig._own_rows(shape.num_tokens)  # noqa: SLF001  the suite's own class
+        first, rows = own_rows(shape.num_tokens)
         real = min(max(len(step.problem.tokens) - first, 0), rows)
         if int(count.value) != real:
             yield lane.finding(
@@ -434,7 +435,7 @@ def _leftovers_leak(lane: LaneUnderTest, rig: Rig, base: StepRecord, exact: Prob
         def spoil(tensor: torch.Tensor = tensor) -> None:
             tensor.fill_(NAN)
 
-        is_unread = same_rows(right.rows, rig.step(exact, after_load=spoil).rows)
+        is_unread = same_tensors(right.rows, rig.step(exact, after_load=spoil).rows)
         step = rig.step(base.problem, after_load=spoil)
         tensor.copy_(kept)
         if is_unread:
@@ -446,17 +447,20 @@ def _compare_real(lane: LaneUnderTest, rig: Rig, base: StepRecord, step: StepRec
     if step.error is not None:
         yield lane.of_error(step.error, expected=f"{what} does not change live rows", rule="GP06", step=step)
         return
-    if same_rows(base.rows, step.rows) or not same_rows(base.rows, rig.step(base.problem).rows):
+    if same_tensors(base.rows, step.rows) or not same_tensors(base.rows, rig.step(base.problem).rows):
         return  # equal; or the step is not deterministic, a finding of `repeated`
     assert base.rows is not None  # noqa: S101  both ended
     assert step.rows is not None  # noqa: S101  both ended
-    differs = ~same(base.rows, step.rows)
-    token, column = (int(i) for i in differs.nonzero()[0])
+    name = next(name for name, tensor in base.rows.items() if not equal(tensor, step.rows[name]))
+    was, now = base.rows[name], step.rows[name]
+    at = int((~same(was, now)).flatten().nonzero()[0])
+    row, column = divmod(at, was[0].numel())
     yield lane.finding(
         "GP06",
-        field=f"token {token} of the batch, {rig.where(column)}",
-        expected=f"the same bits with {what}: {float(base.rows[token, column]):.9g}",
-        actual=f"{float(step.rows[token, column]):.9g}",
+        field=f"{'request' if step.axes[name] == 'bs' else 'token'} {row} of the batch,"
+        f" {rig.where(name, column)}",
+        expected=f"the same bits with {what}: {was.flatten()[at].item():.9g}",
+        actual=f"{now.flatten()[at].item():.9g}",
         step=step,
         help="mask padding rows in work across rows (routing, pooling, scales) by num_token_non_padded, and"
         " write every output row in every kernel",
@@ -485,22 +489,23 @@ def _pads_read(lane: LaneUnderTest, rig: Rig, base: StepRecord) -> Findings:
 
     everything = False
     seen = _padded_outputs(rig, spoiled(everything=False))
-    if same_rows(was, seen) and not _rows_meet(rig, base, ids):
+    if same_tensors(was, seen) and not _rows_meet(rig, base, ids):
         everything = True
         seen = _padded_outputs(rig, spoiled(everything=True))
-    if seen is None or was is None or same_rows(was, seen):
+    if seen is None or was is None or same_tensors(was, seen):
         return
-    if not same_rows(was, _padded_outputs(rig, rig.step(base.problem))):
+    if not same_tensors(was, _padded_outputs(rig, rig.step(base.problem))):
         return  # not deterministic, a finding of `repeated`
     clean = _padded_outputs(rig, rig.step(base.problem, fill=_clear))
     anew = _padded_outputs(rig, spoiled(everything=everything, fill=_clear))
-    is_stale = clean is None or same_rows(clean, anew)
-    real = 0 if base.rows is None else len(base.rows)
+    is_stale = clean is None or same_tensors(clean, anew)
+    name = next(name for name, tensor in was.items() if not equal(tensor, seen[name]))
+    real = len(live_rows(base)[name])
+    row = int((~same(was[name], seen[name])).flatten(1).any(dim=1).nonzero()[0]) + real
     yield lane.finding(
         "GP03" if is_stale else "GP04",
         hook="init_metadata_replay",
-        field=f"row {int((~same(was, seen)).any(dim=1).nonzero()[0]) + real} of the graph's outputs, a"
-        f" padding row",
+        field=f"row {row} of the graph's outputs, a padding row",
         expected="an output that depends only on scratch",
         actual="it changes with keys of live requests or unowned KV slots"
         + (", and with zeroed slots it does not: it reads values of an earlier batch" if is_stale else ""),
@@ -520,17 +525,20 @@ def _rows_meet(rig: Rig, base: StepRecord, ids: Sequence[int]) -> bool:
     """Return whether padding rows depend on the queries of live rows, or live rows do not."""
     with _other_weights(rig, (_QUERIES,), ids):
         other = rig.step(base.problem)
-    met = not same_rows(_padded_outputs(rig, base), _padded_outputs(rig, other))
-    return met or same_rows(base.rows, other.rows)
+    met = not same_tensors(_padded_outputs(rig, base), _padded_outputs(rig, other))
+    return met or same_tensors(base.rows, other.rows)
 
 
-def _padded_outputs(rig: Rig, step: StepRecord) -> torch.Tensor | None:
-    """Return the attention outputs of padding rows; None for a step that failed."""
-    if step.error is not None or step.outputs is None or step.rows is None:
+def _padded_outputs(rig: Rig, step: StepRecord) -> dict[str, torch.Tensor] | None:
+    """Return the padding rows of the outputs, without work across rows; None for a step that failed."""
+    if step.error is not None or step.outputs is None:
         return None
-    heads, case = rig.config.heads, rig.config.case
-    columns = heads.num_q_heads * heads.v_head_dim * len(rig.layers) * case.num_steps
-    return step.outputs[len(step.rows) :, :columns]
+    found = {}
+    for name, live in live_rows(step).items():
+        padded = step.outputs[name][len(live) :] if live.dim() else live
+        is_models = name == "rows" or name.startswith(ROWS_OF_PASS)
+        found[name] = padded[:, : padded.shape[1] - rig.net.num_shared] if is_models else padded
+    return found
 
 
 _QUERIES, _KEYS, _VALUES = range(3)
@@ -542,19 +550,22 @@ def _real_ids(rig: Rig, base: StepRecord) -> list[int]:
     leaf = base.leaves.get("view.input_ids")
     real = torch.tensor([t.token_id for t in base.problem.tokens], dtype=torch.int64)
     padded = real[:0] if leaf is None else leaf.value[leaf.in_tail]
-    found: list[set[int]] = [set(), set()]
-    for step in range(rig.config.case.num_steps):
-        if step:
-            real, padded = next_id(real, step - 1), next_id(padded, step - 1)
+    found: list[set[int]] = [{*real.tolist()}, {*padded.tolist()}]
+    for step in range(rig.net.num_steps - 1):
+        real, padded = next_id(real, step), next_id(padded, step)
         found[0] |= {*real.tolist()}
         found[1] |= {*padded.tolist()}
+    for name, live in live_rows(base).items():
+        if name.startswith(IDS_OF_PASS) and base.outputs is not None:
+            found[0] |= {*live.tolist()}
+            found[1] |= {*base.outputs[name][len(live) :].tolist()}
     return sorted(found[0] - found[1])
 
 
 @contextmanager
 def _other_weights(rig: Rig, which: Sequence[int], ids: Sequence[int]) -> Iterator[None]:
     """Give tokens of ``ids`` other queries, keys or values inside the context."""
-    weights = [layer[part] for layer in rig.weights for part in which]
+    weights = [layer[part] for layer in rig.net.weights for part in which]
     kept = [w.clone() for w in weights]
     try:
         for w in weights:

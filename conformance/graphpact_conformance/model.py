@@ -1,0 +1,283 @@
+"""`Model`: a small model whose outputs show every input. `Passes`: the forward passes of a region.
+
+The model has two layers of attention. Token ids and positions index tables, accepted drafts select rows, the
+count of live tokens masks a sum over rows. A runner's own fields (`ForwardBatch.extra`) scale queries, keys
+and values, and are a column of the outputs each. So a wrong value in any of these fields changes the outputs.
+
+Does not: attend, or check anything.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from graphpact.attention import DraftMetadata, LayerSpec
+from graphpact.batch import ForwardBatch, ForwardMode
+from graphpact.buffers import GraphSlot
+from graphpact.parallel import get_parallel
+from graphpact.runners import GraphRunner
+from graphpact.step import Attend, Forward, Region, StepOutputs
+from graphpact_conformance.problems import CONTEXT, HIDDEN, VOCAB, Config, composes, next_id
+
+_GAP, _JITTER, _SHARE = 0.5, 0.2, 0.05
+"""Of logits: the least distance of their ranks, what is added by token, and the share of attention.
+
+The best tokens of a row do not depend on rounding, nor on attention. Sums of several steps' logits differ by
+the other two, by far more than rounding.
+"""
+
+
+class Model:
+    """The suite's model.
+
+    Args:
+        config: The configuration of the lane.
+        layers: Its layers, on ``device``.
+        device: Device of the weights.
+        fields: The slots of the runner's own fields.
+        runner: The runner. One that composes the region of a draft gets ``logits`` and ``hidden_states`` too.
+
+    Attributes:
+        weights: Of each layer the tables of queries, keys and values, ``[VOCAB, heads, width]``.
+        num_steps: Draft steps of the last pass.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        layers: Sequence[LayerSpec],
+        device: torch.device,
+        fields: Sequence[GraphSlot],
+        runner: type[GraphRunner],
+    ) -> None:
+        self.config, self.layers, self.fields = config, layers, fields
+        mode, heads, dtype = config.case.mode, config.heads, config.dtype
+        self.is_draft = composes(runner) and (
+            mode in (ForwardMode.DRAFT_DECODE, ForwardMode.DRAFT_EXTEND) or config.case.frozen
+        )
+        self.num_steps = 1
+        generator = torch.Generator().manual_seed(1)
+        rows = [(heads.num_q_heads, heads.head_dim), (heads.num_kv_heads, heads.head_dim)]
+        rows += [(heads.num_kv_heads, heads.v_head_dim)]
+
+        def random(*shape: int) -> torch.Tensor:
+            return torch.randn(*shape, generator=generator).to(device, dtype)
+
+        self.weights = [[random(VOCAB, *row) for row in rows] for _ in layers]
+        turns = torch.rand(CONTEXT, 1, 1, generator=generator) + 0.5
+        self.turns = turns.to(device, dtype)
+        self._mixes: dict[str, torch.Tensor] = {}
+        """A vector for each field, of length 1: by it the numbers of a row are added up."""
+        for slot in fields:
+            mix = torch.randn(math.prod(slot.shape_fn(1, 1)), generator=generator, dtype=torch.float64)
+            self._mixes[slot.name] = (mix / mix.norm()).to(device)
+        self._tables: tuple[torch.Tensor, ...] = ()
+        if not self.is_draft:
+            return
+        columns = len(layers) * heads.num_q_heads * heads.v_head_dim + len(fields)
+        ranks = torch.rand(VOCAB, VOCAB, generator=generator).argsort(dim=1)
+        by_token = torch.rand(VOCAB, VOCAB, generator=generator).double() * _JITTER
+        parts = (
+            ranks,
+            torch.arange(VOCAB).double() * (_GAP + _JITTER) + by_token,
+            torch.randn(columns, VOCAB, generator=generator).double() / columns**0.5,
+            torch.randn(VOCAB, HIDDEN, generator=generator).double(),
+            torch.randn(columns, HIDDEN, generator=generator).double() / columns**0.5,
+        )
+        self._tables = tuple(part.to(device) for part in parts)
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Return all weights."""
+        per_layer = [each for layer in self.weights for each in layer]
+        return [*per_layer, self.turns, *self._mixes.values(), *self._tables]
+
+    def __call__(
+        self, batch: ForwardBatch, metadata: Any, attend: Attend, *, padded_tokens: int | None = None
+    ) -> StepOutputs:
+        """Return ``rows``, ``[T, columns]``: all layers, the runner's own fields, then work across rows.
+
+        With the metadata of a whole draft it runs all steps, otherwise one. Its keys and values are None with
+        frozen KV. To the regions of draft runners it also returns ``logits``, ``[n, VOCAB]`` float32, and
+        ``hidden_states``, ``[n, HIDDEN]``: of `ForwardBatch.selected_rows`, or of all tokens.
+
+        Args:
+            batch: The batch.
+            metadata: Of the backend.
+            attend: Attention.
+            padded_tokens: Tokens of the shape that ranks share; by default those of ``batch``.
+        """
+        steps = metadata.steps if isinstance(metadata, DraftMetadata) else (metadata,)
+        self.num_steps = len(steps)
+        ids, positions, columns = batch.input_ids, batch.positions, []
+        own = self._own(batch)
+        for step, part in enumerate(steps):
+            if step:
+                ids, positions = next_id(ids, step - 1), positions + 1
+            for layer in self.layers:
+                q, k, v = self.project(layer.layer_id, ids, positions)
+                if own is not None:
+                    scale = (1 + own.mean(dim=1) / 4).to(q.dtype)[:, None, None]
+                    q, k, v = q * scale, k * scale, v * scale
+                if self.config.case.frozen:
+                    columns.append(attend(q, None, None, layer, part).flatten(1))
+                else:
+                    columns.append(attend(q, k, v, layer, part).flatten(1))
+        out = torch.cat(columns, dim=1)
+        shown = [] if own is None else [own.to(out.dtype)]
+        shared = self._shared(batch, out, batch.num_tokens if padded_tokens is None else padded_tokens)
+        outputs: dict[str, Any] = {"rows": (torch.cat([out, *shown, *shared], dim=1), "tokens")}
+        if self.is_draft:
+            features = torch.cat([*columns[-len(self.layers) :], *shown], dim=1).double()
+            outputs |= self._of_draft(batch, ids, positions, features)
+        return StepOutputs(**outputs)
+
+    def project(
+        self, layer: int, ids: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return queries, keys and values of tokens; queries and keys depend on the position."""
+        w_q, w_k, w_v = self.weights[layer]
+        turn = self.turns[positions]
+        k = w_k[ids] * turn
+        if self.config.heads.kv_lora_rank is not None:
+            return w_q[ids] * turn, k, k[..., : self.config.heads.kv_lora_rank]
+        return w_q[ids] * turn, k, w_v[ids]
+
+    def _own(self, batch: ForwardBatch) -> torch.Tensor | None:
+        """Return ``[T, fields]`` float64 from -1 to 1: 0 for a field that is absent; None without fields."""
+        if not self.fields:
+            return None
+        columns = []
+        for slot in self.fields:
+            value = batch.extra.get(slot.name)
+            if value is None:
+                columns.append(torch.zeros(batch.num_tokens, dtype=torch.float64, device=batch.device))
+                continue
+            summed = (_by_row(value, slot, batch).double() * self._mixes[slot.name]).sum(dim=1)
+            columns.append(torch.tanh(_of_tokens(summed, slot, batch)))
+        return torch.stack(columns, dim=1)
+
+    @property
+    def num_own(self) -> int:
+        """Columns of the runner's own fields."""
+        return len(self.fields)
+
+    @property
+    def num_shared(self) -> int:
+        """Columns of work across rows, the last ones."""
+        return (self.config.case.mode is ForwardMode.DRAFT_EXTEND) + self.config.counts
+
+    def _of_draft(
+        self, batch: ForwardBatch, ids: torch.Tensor, positions: torch.Tensor, features: torch.Tensor
+    ) -> dict[str, Any]:
+        """Return logits and hidden states, in float64 until the end: choices made of them are stable."""
+        ranks, values, to_logits, hidden, to_hidden = self._tables
+        selected, axis = batch.selected_rows, "tokens"
+        if selected is not None:
+            ids, positions, features, axis = ids[selected], positions[selected], features[selected], "bs"
+        rank = (ranks[ids] + 7 * positions[:, None]) % VOCAB
+        logits = values[ids].gather(1, rank) + _SHARE * torch.tanh(features @ to_logits)
+        states = torch.tanh(hidden[ids] + features @ to_hidden)
+        return {
+            "logits": (logits.float(), axis),
+            "hidden_states": (states.to(self.config.dtype), axis),
+        }
+
+    def _shared(self, batch: ForwardBatch, out: torch.Tensor, padded_tokens: int) -> list[torch.Tensor]:
+        """Return columns of work across rows: pooling, and the row of the last accepted draft."""
+        shared = []
+        if self.config.case.mode is ForwardMode.DRAFT_EXTEND and batch.batch_size:
+            if batch.num_correct_drafts is not None:
+                width = batch.tokens_per_request
+                requests = torch.arange(batch.batch_size, device=out.device)
+                last = out[:, :1].view(-1, width)[requests, batch.num_correct_drafts.long()]
+                shared.append(last.repeat_interleave(width)[:, None])
+            else:
+                shared.append(out[:, :1])
+        elif self.config.case.mode is ForwardMode.DRAFT_EXTEND:
+            shared.append(out[:, :1])
+        if self.config.counts:
+            first, rows = own_rows(padded_tokens)
+            mine = out[first : first + rows, :1]
+            count = batch.num_token_non_padded
+            if count is None:
+                count = torch.full((1,), len(mine), device=out.device)
+            real = torch.arange(len(mine), device=out.device)[:, None] < count
+            pooled = torch.where(real, mine, 0).sum(dim=0, keepdim=True)
+            shared.append(pooled.expand(out.shape[0], 1))
+        return shared
+
+
+def own_rows(num_tokens: int) -> tuple[int, int]:
+    """Return the first row that this rank pools, and the number of its rows."""
+    parallel = get_parallel()
+    rows = num_tokens // parallel.attn_tp_size
+    return parallel.attn_tp_rank * rows, rows
+
+
+def _by_row(value: torch.Tensor, slot: GraphSlot, batch: ForwardBatch) -> torch.Tensor:
+    """Return ``[rows, numbers]``: a field by request or token; one row without an axis."""
+    if slot.axis == "none":
+        return value.reshape(1, -1)
+    count = batch.batch_size if slot.axis == "bs" else batch.num_tokens
+    if slot.slice_fn is not None and count in value.shape:
+        value = value.movedim(value.shape.index(count), 0)
+    return value.flatten(1) if value.dim() > 1 else value[:, None]
+
+
+def _of_tokens(summed: torch.Tensor, slot: GraphSlot, batch: ForwardBatch) -> torch.Tensor:
+    """Return ``[T]`` from a number for each row of a field."""
+    tokens = batch.num_tokens
+    if slot.axis == "none":
+        return summed.expand(tokens)
+    if slot.axis == "tokens" or not batch.batch_size:
+        return summed[:tokens]
+    if batch.extend_seq_lens is None:
+        return summed.repeat_interleave(batch.tokens_per_request)
+    ends = batch.extend_seq_lens.cumsum(0)
+    request = torch.searchsorted(ends, torch.arange(tokens, device=ends.device), right=True)
+    return summed[request.clamp(max=batch.batch_size - 1)]
+
+
+# -- several passes ----------------------------------------------------------------------------------
+
+ROWS_OF_PASS, IDS_OF_PASS = "rows of pass ", "ids of pass "
+"""Beginnings of the names of outputs that a record has in addition, with the number of a pass."""
+
+
+class Passes:
+    """The forward passes of a region.
+
+    Args:
+        forward: The model.
+    """
+
+    def __init__(self, forward: Forward) -> None:
+        self.forward = forward
+        self._done: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def __call__(self, batch: ForwardBatch, metadata: Any, attend: Attend) -> StepOutputs:
+        """Run the model, and keep what it read and attended to."""
+        outputs = self.forward(batch, metadata, attend)
+        self._done.append((batch.input_ids, outputs["rows"]))
+        return outputs
+
+    def watching(self, region: Region) -> Region:
+        """Return ``region`` with the ids and rows of each pass as outputs, unless it returns the rows."""
+
+        def watched() -> StepOutputs:
+            self._done.clear()
+            outputs: Any = region()
+            if not isinstance(outputs, StepOutputs):
+                return outputs  # type: ignore[no-any-return]  # the lane refuses it
+            given: dict[str, Any] = {name: (tensor, outputs.axes[name]) for name, tensor in outputs.items()}
+            returned = {id(tensor) for tensor in outputs.values()}
+            for at, (ids, rows) in enumerate(self._done):
+                if id(rows) not in returned:
+                    given[f"{IDS_OF_PASS}{at}"] = ids.clone(), "tokens"
+                    given[f"{ROWS_OF_PASS}{at}"] = rows, "tokens"
+            self._done.clear()
+            return StepOutputs(**given) if len(given) > len(outputs) else outputs
+
+        return watched
