@@ -229,6 +229,11 @@ class Config:
     def _most_requests(self) -> int:
         return max(map(self.requests_of, self.shapes))
 
+    @property
+    def most_requests(self) -> int:
+        """Requests of a problem that fills the largest shape."""
+        return self.requests_of(self.shapes[-1])
+
     def requests_of(self, shape: GraphShape) -> int:
         """Return the requests of a problem that fills ``shape``."""
         return shape.batch_size // self.case.rows_per_request
@@ -692,7 +697,7 @@ def _most_prefix(config: Config, count: int, share: int = 1) -> int:
 
 def corner(config: Config) -> Problem:
     """Return the largest batch of the configuration: the longest requests, the largest shape full."""
-    return _largest(config, config.requests_of(config.shapes[-1]))
+    return _largest(config, config.most_requests)
 
 
 def of_size(config: Config, num_requests: int) -> Problem:
@@ -704,7 +709,7 @@ def of_size(config: Config, num_requests: int) -> Problem:
 
 def half_size_batch(config: Config) -> Problem:
     """Return a batch of half the largest size: half as many requests, half as long."""
-    return _largest(config, max(config.requests_of(config.shapes[-1]) // 2, 1), share=2)
+    return _largest(config, max(config.most_requests // 2, 1), share=2)
 
 
 def _largest(config: Config, num_requests: int, share: int = 1) -> Problem:
@@ -775,7 +780,7 @@ def steady(config: Config) -> tuple[Problem, list[Problem]]:
     step before, the second other requests of these lengths. Data that is kept while lengths only grow by one
     is stale after one of them.
     """
-    bs, width = config.requests_of(config.shapes[-1]), config.case.width or 1
+    bs, width = config.most_requests, config.case.width or 1
     middle = max(min(min(config.page_size, CONTEXT) // 2, config.most_cached - bs + 1), 2)
     prefixes = [middle + i for i in range(bs)]
     parents, accepted = [range(width - 1)] * bs, [0] * bs

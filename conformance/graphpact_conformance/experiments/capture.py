@@ -97,7 +97,7 @@ def _rule_of_dummy(lane: LaneUnderTest, live: Problem) -> str | None:
     config = lane.config
     if not live.requests:  # an idle lane is captured for decode batches
         lane = lane.like(replace(config, case=Case(config.case.lane_mode)))
-        live = of_size(lane.config, lane.config.shapes[-1].batch_size)
+        live = of_size(lane.config, lane.config.most_requests)
     try:
         with torch.inference_mode():
             rig = lane.build(capture=False)

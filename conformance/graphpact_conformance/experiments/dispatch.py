@@ -173,7 +173,7 @@ def _is_recorded_otherwise(lane: LaneUnderTest, rig: Rig, problem: Problem) -> b
 
 def _sizes(config: Config) -> list[Problem]:
     """Return batches of short requests: every small size, the largest shape, one more, and an idle batch."""
-    most = config.shapes[-1].batch_size
+    most = config.most_requests
     sizes = [*range(1, min(most, 9) + 1), most, most + 1]
     if config.case.mode is ForwardMode.IDLE:
         return [Problem(config.case, [], 0)]
@@ -218,7 +218,8 @@ def _planned(lane: LaneUnderTest, rig: Rig, shapes: Sequence[GraphShape]) -> Fin
 def _default_shapes(lane: LaneUnderTest, rig: Rig) -> Findings:
     """Check that the runner's default shapes cover the largest step, or end at one fixed cap."""
     capture_sizes: dict[int, list[int]] = {}
-    for most in _MOST:
+    each = lane.config.case.rows_per_request
+    for most in (each * number for number in _MOST):
         limits = replace(lane.config.limits, max_bs=most, max_num_tokens=most * 8)
         context = RunnerContext(
             lane.device,
@@ -241,7 +242,7 @@ def _default_shapes(lane: LaneUnderTest, rig: Rig) -> Findings:
     cap = max((size for sizes in capture_sizes.values() for size in sizes), default=0)
     for most, sizes in capture_sizes.items():
         reach = min(most, cap)
-        if max(sizes, default=0) != reach or min(sizes, default=0) < 1:
+        if max(sizes, default=0) != reach or min(sizes, default=0) < each:
             yield lane.finding(
                 "GP12",
                 field=f"the default capture sizes for max_bs = {most}",
@@ -515,7 +516,7 @@ def _uneven(lane: LaneUnderTest, rigs: Sequence[Rig]) -> Findings:
     width = config.case.width
     if width is None or config.case.mode is ForwardMode.IDLE:
         return
-    most = config.shapes[-1].batch_size
+    most = config.most_requests
     groups = [
         [of_size(config, size) if size else Problem(config.case, [], 0) for size in sizes]
         for sizes in ((most, 1), (most, 0), (1, 0), (most + 1, 1))

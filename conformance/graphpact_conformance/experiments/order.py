@@ -296,7 +296,7 @@ def _run_eager_activity(lane: LaneUnderTest, rig: Rig) -> None:
     junk = [torch.full((n,), -7, dtype=torch.int32) for n in (1, 5, 8, 33, 64, 257, 1024)]
     junk += [torch.full((n,), float("nan")) for n in (1, 5, 8, 33, 64, 257, 1024)]
     if lane.config.case.mode is not ForwardMode.IDLE:
-        largest = lane.config.shapes[-1].batch_size
+        largest = lane.config.most_requests
         for count in (1, 3, largest + lane.config.room):  # sizes without a graph
             rig.step(of_size(lane.config, count), eagerly=True)
     rig.step(corner(lane.config.unbounded), eagerly=True)

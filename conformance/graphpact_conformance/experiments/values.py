@@ -265,7 +265,7 @@ def padding(lane: LaneUnderTest, steps: Drawn) -> Findings:
     rig = lane.rig()
     padded = [steps.small, steps.padded]
     if lane.config.case.width is None:  # all requests of the shape, and fewer tokens
-        padded.append(of_size(lane.config, lane.config.shapes[-1].batch_size))
+        padded.append(of_size(lane.config, lane.config.most_requests))
     for problem in padded:
         rig.step(steps.exact)  # may leave stale rows
         base = rig.step(problem)
