@@ -23,19 +23,16 @@ from graphpact import (
     AttentionBackend,
     CudaGraphBufferRegistry,
     EagerReason,
-    ForwardBatch,
     GraphRunner,
     GraphSlot,
     Lane,
-    StepOutputs,
 )
 from graphpact.buffers import input_slots
 from graphpact.graphs import DeclaredMemory
 from graphpact.plugins import CONTRACT_GROUP, KINDS, PluginInfo, observer_fault
-from graphpact.step import Attend
 from graphpact_conformance.driver_contract import CHECKS, DriverCheck
 from graphpact_conformance.experiments.base import differences
-from graphpact_conformance.problems import VOCAB, Config, configs_of, draw
+from graphpact_conformance.problems import Config, configs_of, draw
 from graphpact_conformance.reference import ReferenceBackend, ReferenceRunner
 from graphpact_conformance.results import Outcome
 from graphpact_conformance.rig import Rig
@@ -49,8 +46,6 @@ from support import load_reference
 ROOT = Path(__file__).parents[1]
 RECIPES = sorted(f"recipes.{path.stem}" for path in (ROOT / "examples/recipes").glob("*.py"))
 THIRD_PARTY = ["my_attention.prefill"]  # `tests/conformance/test_third_party.py` has the backend
-NOT_CHECKED = {"DraftLoop": "the suite's model runs all draft steps in one call"}
-"""Recipes that the suite cannot check, and why; each has a test of its own below."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -87,8 +82,6 @@ def test_every_plugin_of_the_recipes_is_conformant(name: str) -> None:
     module = importlib.import_module(name)
     options = Options(size="quick", examples=1)
     for cls in [*_classes(module, AttentionBackend), *_classes(module, GraphRunner)]:
-        if cls.__name__ in NOT_CHECKED:
-            continue
         if issubclass(cls, GraphRunner):
             plans = plan_lanes(ReferenceBackend, cls, options, kind="runner")
         else:
@@ -135,30 +128,19 @@ def _lane_of(mode: str) -> Config:
     return next(c for c in configs_of(ReferenceBackend.capabilities) if str(c) == name)
 
 
-class Drafts(Rig):
-    """The suite's rig of a draft decode, with a model that runs one step in each call."""
-
-    def model(self, batch: ForwardBatch, metadata: Any, attend: Attend) -> StepOutputs:
-        """Return as logits some columns of the first layer's attention output."""
-        layer = self.layers[0]
-        q, k, v = self._project(0, batch.input_ids, batch.positions)
-        columns = attend(q, k, v, layer, metadata).flatten(1)
-        return StepOutputs(logits=(columns[:, :VOCAB], "tokens"))
-
-
 def test_the_runner_with_a_forward_pass_for_each_draft_step_runs() -> None:
     """Replays of `DraftLoop` have the tokens that an eager run drafts."""
     config, runner = (
         _lane_of("draft_decode"),
         importlib.import_module("recipes.draft_loop").DraftLoop,
     )
-    rig = Drafts(config, backend=ReferenceBackend, runner=runner, pact="always")
+    rig = Rig(config, backend=ReferenceBackend, runner=runner, pact="always")
     (steps,) = draw(config, 1, 0)
     for problem in steps:
         rig.load(problem)
         batch = rig.batch_of(problem)
         drafted = rig.lane.run(batch).clone()
-        assert drafted.axes == {"draft_tokens": "tokens"}
+        assert drafted.axes["draft_tokens"] == "tokens"
         assert drafted["draft_tokens"].shape == (batch.num_tokens, batch.num_draft_steps)
         assert drafted["draft_tokens"].equal(rig.lane.run_eager(batch)["draft_tokens"])
     assert rig.lane.stats.replays == len(steps)

@@ -155,7 +155,7 @@ class Model:
                 columns.append(torch.zeros(batch.num_tokens, dtype=torch.float64, device=batch.device))
                 continue
             summed = (_by_row(value, slot, batch).double() * self._mixes[slot.name]).sum(dim=1)
-            columns.append(torch.tanh(_of_tokens(summed, slot, batch)))
+            columns.append(torch.sin(_of_tokens(summed, slot, batch)))
         return torch.stack(columns, dim=1)
 
     @property

@@ -1,6 +1,6 @@
 """`DraftLoop`: a draft decode that runs the model once for each draft step, all in one graph.
 
-Does not: fit models that run all draft steps in one call, such as that of the conformance suite.
+Does not: choose among branches: each continues by itself.
 """
 
 from collections.abc import Sequence

@@ -71,7 +71,7 @@ def _refusal(backend: type[AttentionBackend], config: Config) -> str | None:
     """Return the reason why the native kernels cannot run this, or None if they can."""
     empty = torch.zeros(0, device=GPU)
     context = BackendContext(
-        *(GPU, config.dtype, config.layers, config.limits, empty, None),  # type: ignore[arg-type]
+        *(GPU, config.dtype, config.layers, config.backend_limits, empty, None),  # type: ignore[arg-type]
         mode=config.case.lane_mode,
     )
     return backend.providers[0].refusal(replace(context, provider="native"))
