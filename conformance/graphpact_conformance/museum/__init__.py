@@ -6,6 +6,7 @@
     padding    contents and effects of padding rows: GP03 to 06
     memory     size, lifetime and sharing of memory: GP13 to 15, 18, 19
     runners    runners, the registry, capture sizes, batches, ranks: GP03 to 06, 11, 12, 17 and others
+    drafts     runners that draft: GP01 to 03, 06
     variants   correct plugins in other styles
 
 `exhibit` defines exhibits and variants, `edits` has edits for several rooms, `gallery` runs the suite on
@@ -19,6 +20,7 @@ Does not: check plugins; the museum checks the suite.
 
 from graphpact_conformance.museum import (
     bindings,
+    drafts,
     memory,
     padding,
     plans,
@@ -33,7 +35,7 @@ EXHIBITS: tuple[Exhibit, ...] = tuple(
     sorted(
         (
             exhibit
-            for room in (bindings, recordings, plans, padding, memory, runners)
+            for room in (bindings, recordings, plans, padding, memory, runners, drafts)
             for exhibit in room.EXHIBITS
         ),
         key=lambda exhibit: (exhibit.rule, exhibit.name),

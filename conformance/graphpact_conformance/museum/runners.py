@@ -72,7 +72,7 @@ def _rows(
     return whole[:real], whole[real:]
 
 
-def _keeps_tails(*names: str) -> Make:
+def keeps_tails(*names: str) -> Make:
     """Return a factory of runners that do not reset the padding rows of some slots."""
 
     def edit(_: Any, fill: Any, registry: Any, batch: Any, shape: Any) -> None:
@@ -93,7 +93,7 @@ def _is_new(runner: Any, shape: GraphShape) -> bool:
     return is_new
 
 
-def _keeps(name: str) -> Make:
+def keeps(name: str) -> Make:
     """Return a factory of runners that write a slot only at capture."""
 
     def edit(runner: Any, fill: Any, registry: Any, batch: Any, shape: Any) -> None:
@@ -132,7 +132,7 @@ def _at_capture(edit: Callable[[Any, ForwardBatch, GraphShape], None]) -> Make:
     return _populating(at_capture)
 
 
-def _viewing(edit: Callable[[ForwardBatch, ForwardBatch], ForwardBatch]) -> Make:
+def viewing(edit: Callable[[ForwardBatch, ForwardBatch], ForwardBatch]) -> Make:
     """Return a factory of runners with another view, made from the right one and the batch."""
 
     def make(base: type[Any]) -> type[Any]:
@@ -200,7 +200,7 @@ def _dummies(edit: Callable[[Any, ForwardBatch], ForwardBatch]) -> Make:
     return make
 
 
-def _composing(edit: Callable[[Any, Step, Region], Region]) -> Make:
+def composing(edit: Callable[[Any, Step, Region], Region]) -> Make:
     """Return a factory of runners with another region, from runner, step and the right region."""
 
     def make(base: type[Any]) -> type[Any]:
@@ -227,10 +227,10 @@ def _giving(edit: Callable[[Any, Step, torch.Tensor], torch.Tensor]) -> Make:
 
         return edited
 
-    return _composing(compose)
+    return composing(compose)
 
 
-def _slotting(edit: Callable[[Any, list[GraphSlot]], Sequence[GraphSlot]]) -> Make:
+def slotting(edit: Callable[[Any, list[GraphSlot]], Sequence[GraphSlot]]) -> Make:
     """Return a factory of runners with other slots, made from the runner and the right ones."""
 
     def make(base: type[Any]) -> type[Any]:
@@ -829,7 +829,7 @@ _GP03 = [
             planted="Lengths and slots of padding rows are reset, but not their request rows.",
             base=base,
             lanes=(lane,),
-            make=_keeps_tails("req_pool_indices"),
+            make=keeps_tails("req_pool_indices"),
             site="runner",
         )
         for name, base, lane in (
@@ -847,7 +847,7 @@ _GP03 = [
             planted="Padded tokens keep the positions of an earlier, larger batch.",
             base=base,
             lanes=(lane,),
-            make=_keeps_tails("positions"),
+            make=keeps_tails("positions"),
             site="runner",
         )
         for name, base, lane in (
@@ -862,7 +862,7 @@ _GP03 = [
         planted="Token ids, positions and request rows of padded branches are those of an earlier batch.",
         base="reference_runner",
         lanes=("draft_decode",),
-        make=_keeps_tails("input_ids", "positions", "req_pool_indices"),
+        make=keeps_tails("input_ids", "positions", "req_pool_indices"),
         site="runner",
     ),
     Exhibit(
@@ -872,7 +872,7 @@ _GP03 = [
         planted="Only offsets are padded; slots and lengths of padding rows are those of an earlier batch.",
         base="reference_runner",
         lanes=("mixed",),
-        make=_keeps_tails("out_cache_loc", "seq_lens"),
+        make=keeps_tails("out_cache_loc", "seq_lens"),
         site="runner",
     ),
     Exhibit(
@@ -882,7 +882,7 @@ _GP03 = [
         planted="Lengths of padding rows are reset on the device, but not on the host, where plans are made.",
         base="cuda_graph",
         lanes=("decode",),
-        make=_keeps_tails("seq_lens_cpu"),
+        make=keeps_tails("seq_lens_cpu"),
         site="runner",
     ),
     Exhibit(
@@ -1013,7 +1013,7 @@ _GP05 = [
         planted="The view has the batch's number of lengths, and the shape's number of tokens.",
         base="reference_runner",
         lanes=("target_verify",),
-        make=_viewing(lambda view, batch: replace(view, seq_lens=view.seq_lens[: max(batch.batch_size, 1)])),
+        make=viewing(lambda view, batch: replace(view, seq_lens=view.seq_lens[: max(batch.batch_size, 1)])),
         site="runner",
     ),
     Exhibit(
@@ -1043,7 +1043,7 @@ _GP05 = [
         planted="The count of live tokens is registered only in some set-ups, although layers need it.",
         base="reference_runner",
         lanes=("target_verify",),
-        make=_slotting(_uncounted),
+        make=slotting(_uncounted),
         site="runner",
     ),
     Exhibit(
@@ -1053,7 +1053,7 @@ _GP05 = [
         planted="The view has the batch's number of requests, and tensors with padding rows.",
         base="cuda_graph",
         lanes=("decode",),
-        make=_viewing(lambda view, batch: replace(view, batch_size=batch.batch_size)),
+        make=viewing(lambda view, batch: replace(view, batch_size=batch.batch_size)),
         site="runner",
     ),
     Exhibit(
@@ -1080,7 +1080,9 @@ _GP05 = [
 ]
 
 
-def _cuts_nothing(_: Any, __: Step, region: Region) -> Region:
+def cuts_nothing(_: Any, __: Step, region: Region) -> Region:
+    """Return a region whose outputs have no axis."""
+
     def whole() -> StepOutputs:
         return StepOutputs(**{name: (tensor, "none") for name, tensor in region().items()})
 
@@ -1118,7 +1120,7 @@ _GP06 = [
         " rows.",
         base="cuda_graph",
         lanes=("decode",),
-        make=_composing(_cuts_nothing),
+        make=composing(cuts_nothing),
         site="runner",
     ),
     Exhibit(
@@ -1239,7 +1241,7 @@ _OTHERS = [
         planted="The view's positions are a new tensor in every step.",
         base="cuda_graph",
         lanes=("decode",),
-        make=_viewing(lambda view, _: replace(view, positions=view.positions.clone())),
+        make=viewing(lambda view, _: replace(view, positions=view.positions.clone())),
         site="runner",
     ),
     Exhibit(
@@ -1249,7 +1251,7 @@ _OTHERS = [
         planted="The extend lengths are padded into a new tensor, which becomes part of the view.",
         base="reference_runner",
         lanes=("extend",),
-        make=_viewing(
+        make=viewing(
             lambda view, batch: (
                 replace(
                     view,
@@ -1271,7 +1273,7 @@ _OTHERS = [
             planted=f"{field} of the batch are copied for every mode but {lane}.",
             base=base,
             lanes=(lane,),
-            make=_keeps(field),
+            make=keeps(field),
             site="runner",
         )
         for name, base, lane, field in (
@@ -1289,7 +1291,7 @@ _OTHERS = [
             planted=f"slots() has no slot for {field}, which the batches of {lane} carry.",
             base="reference_runner",
             lanes=(lane,),
-            make=_slotting(partial(_without, field)),
+            make=slotting(partial(_without, field)),
             site="runner",
         )
         for name, lane, field in (
