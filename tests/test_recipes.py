@@ -162,9 +162,9 @@ def test_the_runner_with_an_input_of_its_own_takes_it_from_the_batch() -> None:
     slot = rig.registry.get_slot("acme.hidden")
     for problem, given in ((steps.padded, True), (steps.padded, False)):
         batch = rig.batch_of(problem)
-        hidden = torch.randn(batch.num_tokens, module.WIDTH)
-        if given:
-            batch.extra = {"acme.hidden": hidden}
+        hidden = batch.extra["acme.hidden"]
+        if not given:
+            batch.extra = {}
         assert rig.step(problem, batch=batch).replays == 1
         rows = slot.slice_for(batch.batch_size + 1, batch.num_tokens + 1)
         assert rows[:-1].equal(hidden if given else torch.zeros_like(hidden))

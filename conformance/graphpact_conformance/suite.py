@@ -263,7 +263,7 @@ def plan_lanes(
     configs = [
         config
         for config in configs_of(backend.capabilities, device, cases_of(runner))
-        if config.case.lane_mode in modes
+        if config.case.mode in modes or config.case.lane_mode in modes
     ]
     if runner is not ReferenceRunner:
         configs = [_with_shapes_of(runner, config, backend, device) for config in configs]

@@ -132,9 +132,9 @@ def test_a_quick_run_has_one_lane_for_each_kind_of_step() -> None:
 
 
 def test_a_runner_is_held_to_its_own_modes() -> None:
-    """A runner for decode gets lanes for decode and for idle ranks, with the suite's own backend."""
+    """A runner gets lanes for its modes and for idle ranks, with the suite's own backend."""
     plans = suite.lanes_of(Target("runner", "fast"), Options(), CATALOG)
-    assert {p.lane.config.case.mode for p in plans} == {ForwardMode.DECODE, ForwardMode.IDLE}
+    assert {p.lane.config.case.mode for p in plans} == {*CudaGraphRunner.modes, ForwardMode.IDLE}
     assert {(p.lane.backend, p.lane.runner) for p in plans} == {(ReferenceBackend, CudaGraphRunner)}
 
 
