@@ -15,7 +15,7 @@ Does not: read a page table or metadata, or positions and lengths of a view.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -32,14 +32,12 @@ from graphpact.attention import (
 )
 from graphpact.batch import ForwardBatch, ForwardMode
 from graphpact.buffers import GraphSlot
+from graphpact.lane import Lane
 from graphpact.shapes import GraphShape
 from graphpact.speculation import HIDDEN_STATES
 from graphpact.step import Attend, Step, StepOutputs
-from graphpact_conformance.model import Passes
+from graphpact_conformance.model import Model, Passes
 from graphpact_conformance.problems import Problem
-
-if TYPE_CHECKING:
-    from graphpact_conformance.rig import Rig
 
 
 @dataclass(frozen=True)
@@ -55,26 +53,33 @@ class Answer:
     caches: dict[str, torch.Tensor]
 
 
-def answer(rig: "Rig", problem: Problem) -> Answer:
-    """Return the right results of ``problem``, whose memory ``rig`` holds."""
-    batch, context = rig.batch_of(problem), rig.backend.context
-    k = [cache.clone() for cache in rig.kv.k]
-    v = [cache.clone() for cache in rig.kv.v]
-    if rig.config.heads.kv_lora_rank is not None:
-        v = [each[..., : rig.config.heads.kv_lora_rank] for each in k]
-    caches = SimpleNamespace(k=k, v=v)
+def answer(
+    problem: Problem, batch: ForwardBatch, lane: Lane, net: Model, padded_tokens: int | None
+) -> Answer:
+    """Return the right results of a problem.
+
+    Args:
+        problem: The problem, whose memory is loaded.
+        batch: Its batch.
+        lane: The lane. Only its driver is used, the class of its runner, and the memory of its backend.
+        net: The suite's model.
+        padded_tokens: Tokens of the shape that ranks share; None: those of the batch.
+    """
+    context, rank = lane.backend.context, net.config.heads.kv_lora_rank
+    k = [cache.clone() for cache in context.kv_cache.k]
+    v = [cache.clone() for cache in context.kv_cache.v]
+    caches = SimpleNamespace(k=k, v=v if rank is None else [each[..., :rank] for each in k])
     backend = OracleBackend(replace(context, kv_cache=caches), problem)
-    right = _RightPasses(rig, problem, batch, backend)
+    right = _RightPasses(problem, batch, backend, net, padded_tokens)
     passes = Passes(right)
     metadata = backend.init_metadata_eager(batch)
     shape = GraphShape(batch.forward_mode, batch.batch_size, batch.num_tokens)
-    step = Step(shape, batch, rig.lane.driver, backend, metadata, live=batch)
-    runner = type(rig.runner)(rig.runner.context)
-    outputs = passes.watching(runner.compose(passes, step))()
-    rows = dict(outputs)
+    step = Step(shape, batch, lane.driver, backend, metadata, live=batch)
+    runner = type(lane.runner)(lane.runner.context)
+    rows = dict(passes.watching(runner.compose(passes, step))())
     if "rows" in rows and right.last is not None:
         rows["rows"] = right.last["rows"]  # the model's own: a region passes it on
-    return Answer({name: t.cpu() for name, t in rows.items()}, _on_host(kv_tensors(caches)))
+    return Answer(_on_host(rows), _on_host(kv_tensors(caches)))
 
 
 def _on_host(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -88,14 +93,23 @@ class _RightPasses:
     """The suite's model, given what each pass has by the contract.
 
     Args:
-        rig: The rig of the problem.
         problem: The problem.
         batch: Its batch.
         backend: Learns of each pass which tokens its branches follow.
+        net: The model.
+        padded_tokens: See `answer`.
     """
 
-    def __init__(self, rig: "Rig", problem: Problem, batch: ForwardBatch, backend: "OracleBackend") -> None:
-        self._rig, self._problem, self._batch, self._backend = rig, problem, batch, backend
+    def __init__(
+        self,
+        problem: Problem,
+        batch: ForwardBatch,
+        backend: "OracleBackend",
+        net: Model,
+        padded_tokens: int | None,
+    ) -> None:
+        self._problem, self._batch, self._backend = problem, batch, backend
+        self._net, self._padded_tokens = net, padded_tokens
         self._number = 0
         self._states: list[torch.Tensor] = []
         """The hidden states of the batch, and of each pass."""
@@ -126,8 +140,7 @@ class _RightPasses:
             num_token_non_padded=None,
             extra=extra,
         )
-        padded = self._rig.padded_tokens(lists) if self._rig.config.counts else None
-        self.last = self._rig.net(right, metadata, attend, padded_tokens=padded)
+        self.last = self._net(right, metadata, attend, padded_tokens=self._padded_tokens)
         self._number += 1
         if "hidden_states" in self.last:
             self._states.append(self.last["hidden_states"])

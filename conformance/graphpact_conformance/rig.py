@@ -477,7 +477,8 @@ class Rig:
     def answer(self, problem: Problem) -> Answer:
         """Return the oracle's answer; it is valid for every lane of the same configuration and runner."""
         self.load(problem)
-        return answer(self, problem)
+        padded = self.padded_tokens(problem) if self.config.counts else None
+        return answer(problem, self.batch_of(problem), self.lane, self.net, padded)
 
     def padded_tokens(self, problem: Problem) -> int:
         """Return the tokens of the shape that a batch replays; for an eager batch its own tokens."""

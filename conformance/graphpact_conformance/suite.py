@@ -332,7 +332,7 @@ def _choose(configs: Sequence[Config], size: Size, *, few: bool) -> list[tuple[C
 def _is_of_its_own(config: Config) -> bool:
     """Return whether no other kind of step has the same shapes or metadata layout."""
     case = config.case
-    return case.branches == 1 and case.mode not in (ForwardMode.MIXED, ForwardMode.IDLE)
+    return case.branches == case.topk == 1 and case.mode not in (ForwardMode.MIXED, ForwardMode.IDLE)
 
 
 def _plainness(config: Config) -> tuple[bool, bool, int]:

@@ -12,7 +12,9 @@ from graphpact_conformance.rules import RULES
 
 pytestmark = pytest.mark.sweep
 
-PLUGINS = ("flashinfer", "fa3", "trtllm_mla", "cuda_graph", "cpu_graph")
+BACKENDS = ("flashinfer", "fa3", "trtllm_mla")
+RUNNERS = ("cuda_graph", "cpu_graph", "eagle_draft", "eagle_draft_extend", "frozen_kv_mtp")
+PLUGINS = (*BACKENDS, *RUNNERS)
 
 
 def test_our_plugins_are_conformant(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -21,7 +23,7 @@ def test_our_plugins_are_conformant(tmp_path: Path, capsys: pytest.CaptureFixtur
     report = Report.model_validate_json((tmp_path / "results.json").read_text(encoding="utf-8"))
     assert [p.label for p in report.plugins] == [
         *PLUGINS,
-        *(f"{b} + {r}" for b in PLUGINS[:3] for r in PLUGINS[3:]),
+        *(f"{b} + {r}" for b in BACKENDS for r in RUNNERS),
     ]
     for plugin in report.plugins:
         assert plugin.is_conformant, plugin.label
