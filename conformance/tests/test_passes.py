@@ -20,9 +20,13 @@ from graphpact.shapes import GraphShape
 from graphpact.speculation import HIDDEN_STATES
 from graphpact.step import Forward, Region, Step, StepOutputs
 from graphpact_conformance.experiments.base import differences
+from graphpact_conformance.museum import EXHIBITS, Exhibit
+from graphpact_conformance.museum.gallery import right_class
 from graphpact_conformance.problems import CONTEXT, VOCAB, Config, cases_of, configs_of, draw
 from graphpact_conformance.reference import ReferenceBackend, ReferenceRunner
+from graphpact_conformance.results import Outcome
 from graphpact_conformance.rig import Rig
+from graphpact_conformance.suite import Options, examine_lane, plan_lanes
 from graphpact_fa3 import FA3Backend
 from graphpact_flashinfer import FlashInferBackend
 from graphpact_speculative import EagleDraftExtendRunner, EagleDraftRunner, FrozenKvMtpRunner
@@ -218,6 +222,38 @@ def test_a_backend_with_another_number_of_keys_is_found(
 ) -> None:
     """A backend without a step's offset, or with one on frozen KV, has a wrong result below the runner."""
     assert wrong_eagerly(runner, plain(runner, kind), backend=backend)
+
+
+RUNS = {
+    "draft_decode": EagleDraftRunner,
+    "draft_decode_tree": EagleDraftRunner,
+    "draft_extend": EagleDraftExtendRunner,
+}
+MISALIGNED = ("GP02", "GP03", "GP07", "GP09", "GP10")
+"""Rules about inputs of a replay that differ from those of its capture; they are checked in pairs too."""
+QUICK = ("flashinfer-first-step-planned", "trtllm-mla-packed-queries")
+
+
+@pytest.mark.parametrize(
+    "exhibit",
+    [
+        pytest.param(e, id=e.name, marks=[pytest.mark.sweep] * (e.name not in QUICK))
+        for e in EXHIBITS
+        if e.site == "backend" and e.rule in MISALIGNED and e.lanes[0] in RUNS
+    ],
+)
+def test_a_bug_of_a_backend_is_found_below_a_draft_runner(exhibit: Exhibit) -> None:
+    """A stale plan of a draft step or a packed stride is found under its rule, whatever runner records it."""
+    options = Options(size="quick", examples=1, shrink=False, only=frozenset({exhibit.rule}))
+    backend, runner = exhibit.make(right_class(exhibit.base)), RUNS[exhibit.lanes[0]]
+    with exhibit.around():
+        (plan,) = (
+            p
+            for p in plan_lanes(backend, runner, options, is_pair=True)
+            if str(p.lane.config.case) in exhibit.lanes
+        )
+        (result,) = examine_lane(replace(plan, is_full=True), options)
+    assert (result.rule, result.outcome) == (exhibit.rule, Outcome.FAIL)
 
 
 # -- outputs of any name -----------------------------------------------------------------------------
