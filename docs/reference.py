@@ -2,11 +2,12 @@
 
 The schema is that of ``results.json``; `api` writes the pages of ``docs/reference/``. The parts are the acts
 of ``docs/graphs.md``, the rules of ``docs/conformance.md``, and on every page what stands between ``<!--
-include WHAT -->`` and ``<!-- /include -->``: source code, the files of a package, the contracts of imports
-(see `INCLUDES`). Run it after a change of the configuration, of ``docs/graph_acts.toml``, of
-`graphpact_conformance.results`, of the rules and their stories, of the step, of the core's modules, or of the
-import contracts; with ``--museum``, which takes minutes, after a change of the museum or of the suite's
-experiments, for ``docs/museum.md``. Tests hold the files to what this script would write.
+include WHAT -->`` and ``<!-- /include -->``: source code, the files of a package, the contracts of imports,
+the slots of lanes (see `INCLUDES`). Run it after a change of the configuration, of ``docs/graph_acts.toml``,
+of `graphpact_conformance.results`, of the rules and their stories, of the step, of the core's modules, of the
+slots of drafts, or of the import contracts; with ``--museum``, which takes minutes, after a change of the
+museum or of the suite's experiments, for ``docs/museum.md``. Tests hold the files to what this script would
+write.
 
 Does not: build a site.
 """
@@ -175,11 +176,19 @@ def _contracts(*ids: str) -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
+def _draft_lanes(algorithm: str, *lanes: str) -> str:
+    """Return the slots of lanes of a speculation algorithm."""
+    import draft_lanes  # noqa: PLC0415  builds an engine
+
+    return draft_lanes.tables(algorithm, *lanes)
+
+
 INCLUDES: Mapping[str, Callable[..., str]] = {
     "source": _source,
     "file": _file,
     "modules": _modules,
     "contracts": _contracts,
+    "draft_lanes": _draft_lanes,
 }
 """What ``<!-- include KIND ARGUMENTS -->`` puts into a page, by kind."""
 

@@ -9,7 +9,7 @@ import re
 import shutil
 import sys
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,17 +19,23 @@ import torch
 
 import graphpact
 import graphpact.attention
+from fake_site import installed
 from graphpact import (
     AttentionBackend,
     CudaGraphBufferRegistry,
     EagerReason,
+    ForwardBatch,
+    ForwardMode,
     GraphRunner,
     GraphSlot,
     Lane,
+    StepOutputs,
 )
+from graphpact.attention import DraftLimits
 from graphpact.buffers import input_slots
 from graphpact.graphs import DeclaredMemory
-from graphpact.plugins import CONTRACT_GROUP, KINDS, PluginInfo, observer_fault
+from graphpact.plugins import _GROUPS, CONTRACT_GROUP, PluginCatalog, PluginInfo, observer_fault
+from graphpact.speculation import DecodeStep, ExtendStep, SpeculationContext, Verified
 from graphpact_conformance.driver_contract import CHECKS, DriverCheck
 from graphpact_conformance.experiments.base import differences
 from graphpact_conformance.problems import Config, configs_of, draw
@@ -216,6 +222,148 @@ def test_the_driver_keeps_the_contract_and_runs_a_lane() -> None:
     assert driver.unavailable(torch.device("cuda")) is not None
 
 
+LOOKUP_PROMPTS = ["Return a list of all the keys of the list. Return a list of all", "If ab ab ab ab ab"]
+"""Texts that repeat themselves; the model of bytes continues both so."""
+
+
+@pytest.fixture
+def lookup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Engine]]:
+    """Return a function that builds an engine of tiny-llama, with `PromptLookup` installed as a plugin."""
+    with installed(tmp_path / "site", monkeypatch) as site:
+        source = "from recipes.prompt_lookup import PromptLookup"
+        site.add("lookup", source, offers={"lookup": "PromptLookup"}, group="graphpact.speculation")
+        catalog, engines = PluginCatalog.scan(), []
+
+        def build(*overrides: str) -> Engine:
+            options = [
+                f"model.path='{ROOT}/examples/models/tiny-llama'",
+                'engine.attention_backend="flashinfer"',
+                "engine.max_num_seqs=2",
+                "engine.max_model_len=128",
+                *overrides,
+            ]
+            engines.append(Engine(EngineConfig.load(None, env={}, overrides=options), catalog=catalog))
+            return engines[-1]
+
+        yield build
+        for engine in engines:
+            engine.close()
+
+
+def _continued(engine: Engine) -> list[list[int]]:
+    """Return the tokens of the prompts, up to the last position of the model."""
+    sampling = SamplingParams(max_new_tokens=160, ignore_eos=True)
+    return [completion.token_ids for completion in engine.generate(LOOKUP_PROMPTS, sampling)]
+
+
+@pytest.mark.parametrize("num_steps", [pytest.param(1, marks=pytest.mark.sweep), 4])
+def test_the_algorithm_without_a_draft_model_is_lossless(
+    num_steps: int, lookup: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`PromptLookup` generates the tokens of plain decode in fewer steps; wrong lookups cost only steps."""
+    expected = _continued(lookup("lanes.decode.batch_sizes=[2]"))
+    options = ('speculative.algorithm="lookup"', f"speculative.num_steps={num_steps}")
+    found = lookup(*options, "engine.max_num_batched_tokens=40", "lanes.verify.strict=true")
+    assert _continued(found) == expected
+    assert found.speculation is not None
+    assert found.speculation.stats.tokens_per_verification > (1.3 if num_steps > 1 else 1.2)
+    assert found.lanes[-1].stats.replays
+
+    algorithm = importlib.import_module("recipes.prompt_lookup").PromptLookup
+    right = algorithm._lookup
+    monkeypatch.setattr(algorithm, "_lookup", staticmethod(lambda *args: (right(*args) + 1) % 256))
+    wrong = lookup(*options)
+    assert _continued(wrong) == expected
+    assert wrong.speculation is not None
+    assert wrong.speculation.stats.tokens_per_verification < 1.1
+
+
+def test_a_lookup_is_what_followed_the_last_two_tokens() -> None:
+    """A draft continues the last occurrence, a short one again and again, and ignores earlier requests."""
+    look_up = importlib.import_module("recipes.prompt_lookup").PromptLookup._lookup
+    tokens = torch.tensor(
+        [
+            [1, 2, 3, 1, 2, 4, 5, 1, 2, 9, 9, 9],  # the later of two; what comes after column 8 is old
+            [7, 1, 1, 1, 0, 0, 1, 1, 8, 8, 8, 8],  # the pair before overlaps the last
+            [1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 0, 0],  # none: from the second token
+            [5, 6, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0],  # two tokens
+        ]
+    )
+    drafts = look_up(tokens, torch.tensor([8, 3, 8, 1]), 4)
+    assert drafts.tolist() == [[4, 5, 1, 2], [1, 1, 1, 1], [2, 3, 4, 5], [6, 6, 6, 6]]
+
+
+@pytest.mark.parametrize("name", ["recipes.prompt_lookup:PromptLookup", "eagle", "frozen_kv_mtp"])
+@pytest.mark.parametrize("topk", [1, 2])
+def test_an_algorithm_reads_no_tensor_on_the_host(name: str, topk: int) -> None:
+    """The recipe and our own algorithms run on tensors without memory, which nothing can read."""
+    module, _, attribute = name.partition(":")
+    catalog = PluginCatalog.scan()
+    algorithm = (
+        getattr(importlib.import_module(module), attribute)
+        if attribute
+        else catalog.select("speculation", module)
+    )(SpeculationContext(DraftLimits(3, topk, 5), 32, 6, 6, torch.float32))
+
+    def ids(*size: int) -> torch.Tensor:
+        return torch.zeros(size, dtype=torch.int64, device="meta")
+
+    def hidden(rows: int) -> torch.Tensor:
+        return torch.zeros(rows, 6, device="meta")
+
+    def run(lane: str, batch: ForwardBatch) -> StepOutputs:
+        rows = batch.batch_size
+        named = {
+            "draft_prefill": {"logits": hidden(rows), "hidden_states": hidden(rows)},
+            "draft": {"draft_tokens": ids(rows, 4), "parents": ids(rows, 4)},
+            "draft_extend": {
+                "next_tokens": ids(rows, topk),
+                "scores": hidden(rows)[:, :topk],
+                "hidden_states": hidden(rows),
+            },
+        }
+        return StepOutputs(**{key: (tensor, "bs") for key, tensor in named[lane].items()})
+
+    state = {
+        key: torch.zeros((3, *shape), dtype=dtype, device="meta")
+        for key, (shape, dtype) in algorithm.state().items()
+    }
+    lens = {"seq_lens": ids(2), "seq_lens_cpu": torch.tensor([2, 3])}
+    batch = ForwardBatch(
+        forward_mode=ForwardMode.EXTEND,
+        batch_size=2,
+        input_ids=ids(5),
+        positions=ids(5),
+        out_cache_loc=ids(5),
+        req_pool_indices=ids(2),
+        extend_seq_lens=ids(2),
+        extend_seq_lens_cpu=torch.tensor([2, 3]),
+        **lens,
+    )
+    algorithm.extend(
+        ExtendStep(batch=batch, hidden_states=hidden(5), next_token_ids=ids(5), state=state, run=run)
+    )
+    verified = Verified(hidden_states=hidden(10), next_token_ids=ids(10), num_correct_drafts=ids(2))
+    given: list[torch.Size] = []
+
+    def verify(drafts: torch.Tensor, parents: torch.Tensor | None) -> Verified:
+        given.extend(each.shape for each in (drafts, parents) if each is not None)
+        return verified
+
+    algorithm.decode(
+        DecodeStep(
+            token_ids=ids(2),
+            req_pool_indices=ids(2),
+            cache_loc=ids(2, 8),
+            state=state,
+            run=run,
+            verify=verify,
+            **lens,
+        )
+    )
+    assert set(given) == {torch.Size([2, 4])}
+
+
 # -- every block of every page ---------------------------------------------------------------------
 
 
@@ -301,7 +449,7 @@ def test_every_block_of_toml_is_valid(page: str, code: str) -> None:
         assert "xfails.toml" in table["tool"]["setuptools"]["package-data"]["acme_attention"]
     elif set(table) == {"project"}:
         groups = table["project"]["entry-points"]
-        assert set(groups) <= {CONTRACT_GROUP, *(f"graphpact.{kind}s" for kind in KINDS)}
+        assert set(groups) <= {CONTRACT_GROUP, *_GROUPS}
     elif set(table) == {"xfail"}:
         for entry in table["xfail"]:
             assert _entry(Path("xfails.toml"), 1, entry, [BACKEND]).name == "my_backend"

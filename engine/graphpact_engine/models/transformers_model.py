@@ -51,7 +51,13 @@ def _warn_of_nothing(*_: object) -> None:
 
 @dataclass(slots=True)
 class LaneAttention:
-    """An attention implementation that calls the lane's attention with the metadata of one forward pass."""
+    """An attention implementation that calls the lane's attention with the metadata of one forward pass.
+
+    Args:
+        attend_with: The attention of the lane.
+        metadata: The metadata of the forward pass.
+        layers: The attention layers, by the model's own numbers.
+    """
 
     attend_with: Attend
     metadata: Any
