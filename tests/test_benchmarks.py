@@ -73,3 +73,25 @@ def test_every_variant_generates_the_same_tokens(
         assert sum(line.startswith(f"{part}  ") for line in lines) == 1
     captured = [line.split("  ")[0] for line in lines if "decode[bs=" in line]
     assert captured == ["tape"] * 3 + ["tape, strict"] * 3 + ["cpu_graph"] * compiled
+
+
+def test_every_way_to_draft_is_measured_on_equal_tokens(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All drafts give the tokens of plain decoding; a row's factors belong together; a loss has a reason."""
+    lines = run_quick("bench_speculative.py", monkeypatch, capsys)
+    assert any(line.startswith("all variants generate the same tokens") for line in lines)
+    names = ["plain", *(f"{a}, {s}" for a in ("eagle", "frozen_kv_mtp") for s in ("chain", "tree"))]
+    for size in (1, 2):
+        rows = [re.split(r" {2,}", line.strip()) for line in lines if re.match(rf" +{size}  [a-z]", line)]
+        assert [row[1:3] for row in rows] == [[name, graphs] for name in names for graphs in ("yes", "no")]
+        for _, name, graphs, _, speed, accepted, steps, step_time, *parts in rows:
+            drafts = name != "plain"
+            assert float(speed) * float(steps) * float(step_time) == pytest.approx(1, abs=0.05)
+            assert (float(accepted) > 1.3, float(steps) < 0.8) == (drafts, drafts)
+            assert [part != "-" for part in parts] == [drafts, drafts, name.startswith("eagle"), drafts]
+            shares = [int(part.rstrip("%")) for part in parts if part != "-"]
+            assert not drafts or sum(shares) == pytest.approx(100, abs=2)
+            reason = f"batch {size}, {name}, graphs {graphs}: loses. "
+            if drafts and float(speed) != 1:
+                assert any(line.startswith(reason) for line in lines) is (float(speed) < 1)
