@@ -87,11 +87,13 @@ def test_every_way_to_draft_is_measured_on_equal_tokens(
         assert [row[1:3] for row in rows] == [[name, graphs] for name in names for graphs in ("yes", "no")]
         for _, name, graphs, _, speed, accepted, steps, step_time, *parts in rows:
             drafts = name != "plain"
-            assert float(speed) * float(steps) * float(step_time) == pytest.approx(1, abs=0.05)
+            assert float(speed) * float(steps) * float(step_time) == pytest.approx(
+                1, abs=0.02 + 0.01 / float(speed)
+            )
             assert (float(accepted) > 1.3, float(steps) < 0.8) == (drafts, drafts)
             assert [part != "-" for part in parts] == [drafts, drafts, name.startswith("eagle"), drafts]
             shares = [int(part.rstrip("%")) for part in parts if part != "-"]
-            assert not drafts or sum(shares) == pytest.approx(100, abs=2)
+            assert not drafts or (sum(shares) == pytest.approx(100, abs=2) and min(shares) >= 0)
             reason = f"batch {size}, {name}, graphs {graphs}: loses. "
             if drafts and float(speed) != 1:
                 assert any(line.startswith(reason) for line in lines) is (float(speed) < 1)

@@ -33,6 +33,7 @@ from graphpact import (
 )
 from graphpact.attention import DraftLimits
 from graphpact.buffers import input_slots
+from graphpact.errors import ConfigError
 from graphpact.graphs import DeclaredMemory
 from graphpact.plugins import _GROUPS, CONTRACT_GROUP, PluginCatalog, PluginInfo, observer_fault
 from graphpact.speculation import DecodeStep, ExtendStep, SpeculationContext, Verified
@@ -276,6 +277,8 @@ def test_the_algorithm_without_a_draft_model_is_lossless(
     assert _continued(wrong) == expected
     assert wrong.speculation is not None
     assert wrong.speculation.stats.tokens_per_verification < 1.1
+    with pytest.raises(ConfigError, match="topk = 2, but prompt lookup drafts chains"):
+        lookup(*options, "speculative.topk=2")
 
 
 def test_a_lookup_is_what_followed_the_last_two_tokens() -> None:
@@ -293,8 +296,13 @@ def test_a_lookup_is_what_followed_the_last_two_tokens() -> None:
     assert drafts.tolist() == [[4, 5, 1, 2], [1, 1, 1, 1], [2, 3, 4, 5], [6, 6, 6, 6]]
 
 
-@pytest.mark.parametrize("name", ["recipes.prompt_lookup:PromptLookup", "eagle", "frozen_kv_mtp"])
-@pytest.mark.parametrize("topk", [1, 2])
+@pytest.mark.parametrize(
+    ("name", "topk"),
+    [
+        ("recipes.prompt_lookup:PromptLookup", 1),
+        *((name, topk) for name in ("eagle", "frozen_kv_mtp") for topk in (1, 2)),
+    ],
+)
 def test_an_algorithm_reads_no_tensor_on_the_host(name: str, topk: int) -> None:
     """The recipe and our own algorithms run on tensors without memory, which nothing can read."""
     module, _, attribute = name.partition(":")

@@ -294,13 +294,15 @@ class VerifyConfig(_Section):
 
 
 class SpeculativeConfig(_Section):
-    """``[speculative]``: drafting by a second, small model; its lanes take the place of the decode lanes."""
+    """``[speculative]``: drafts, mostly by a small model; their lanes take the place of the decode lanes."""
 
     algorithm: Name | None = Field(
         default=None, description="The speculation algorithm, such as eagle. Default: no speculation."
     )
     draft_model: Name | None = Field(
-        default=None, description="Directory of the draft model; a relative path as that of model.path."
+        default=None,
+        description="Directory of the draft model; a relative path as that of model.path. Left out if the"
+        " algorithm drafts without a model.",
     )
     num_steps: int = Field(default=3, ge=1, le=64, description="Tokens that a draft goes ahead.")
     topk: int = Field(

@@ -12,15 +12,28 @@ from typing import ClassVar
 import torch
 
 from graphpact import ForwardMode, SpeculationAlgorithm
-from graphpact.speculation import DecodeStep, ExtendStep, LaneRole
+from graphpact.errors import ConfigError
+from graphpact.speculation import DecodeStep, ExtendStep, LaneRole, SpeculationContext
 
 
 class PromptLookup(SpeculationAlgorithm):
-    """Prompt lookup: one lane, in which the target verifies a chain."""
+    """Prompt lookup: one lane, in which the target verifies a chain of ``num_draft_tokens - 1`` tokens.
+
+    Raises:
+        ConfigError: ``topk`` is above 1.
+    """
 
     lanes: ClassVar[Mapping[str, LaneRole]] = {
         "verify": LaneRole(ForwardMode.TARGET_VERIFY, "target", "cuda_graph"),
     }
+
+    def __init__(self, context: SpeculationContext) -> None:
+        super().__init__(context)
+        if context.draft.topk > 1:
+            raise ConfigError(
+                f"speculative.topk = {context.draft.topk}, but prompt lookup drafts chains",
+                hint="remove the key",
+            )
 
     def state(self) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
         """Return the tokens of a request, with room for one verification after the longest sequence."""
