@@ -11,6 +11,7 @@ import pytest
 
 from graphpact.attention import AttentionBackend
 from graphpact.lane import Lane
+from graphpact.plugins import _GROUPS
 from graphpact_conformance.rules import RULES
 from graphpact_engine.config import RESERVED_VARIABLES, config_keys
 from support import load_reference
@@ -93,6 +94,17 @@ def test_the_picture_of_the_step_has_its_calls_and_both_ways_to_fill_metadata() 
         assert name in drawn
     assert "metadata_in_graph" in inspect.signature(Lane).parameters
     assert "metadata_in_graph" in drawn
+
+
+def test_every_kind_of_plugin_is_on_the_page_of_plugins() -> None:
+    """docs/plugins.md has the entry-point group of each kind, how many there are, and a section for each."""
+    page = (ROOT / "docs/plugins.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| ([\w ]+) \| `(graphpact\.\w+)` \|", page, re.MULTILINE)
+    assert {group for _, group in rows} == set(_GROUPS)
+    numbers = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight")
+    assert f"There are {numbers[len(rows)]} kinds:" in page
+    for kind, _ in rows:
+        assert re.search(rf"^## An? {kind}$", page, re.MULTILINE), kind
 
 
 def test_links_in_the_texts_lead_somewhere() -> None:

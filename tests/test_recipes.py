@@ -264,8 +264,10 @@ def test_the_algorithm_without_a_draft_model_is_lossless(
     """`PromptLookup` generates the tokens of plain decode in fewer steps; wrong lookups cost only steps."""
     expected = _continued(lookup("lanes.decode.batch_sizes=[2]"))
     options = ('speculative.algorithm="lookup"', f"speculative.num_steps={num_steps}")
-    found = lookup(*options, "engine.max_num_batched_tokens=40", "lanes.verify.strict=true")
+    tight = ("engine.num_pages=11", "engine.max_num_batched_tokens=40")  # prompts in chunks, preemptions
+    found = lookup(*options, *tight, "lanes.verify.strict=true")
     assert _continued(found) == expected
+    assert found.scheduler.num_preemptions
     assert found.speculation is not None
     assert found.speculation.stats.tokens_per_verification > (1.3 if num_steps > 1 else 1.2)
     assert found.lanes[-1].stats.replays
