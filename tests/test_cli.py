@@ -276,7 +276,10 @@ def completed(*words: str, of: str = "bash") -> tuple[list[str], str]:
         (("check", "--only", "GP2"), ["GP20"]),
         (("explain", "GP0"), [f"GP0{n}" for n in range(1, 10)]),
         (("generate", "--set", "lanes.prefill.ru"), ["lanes.prefill.runner="]),
-        (("generate", "-c", "{file}", "-s", "lanes.acme.mode="), ["decode", "prefill"]),
+        (
+            ("generate", "-c", "{file}", "-s", "lanes.acme.mode=d"),
+            ["decode", "draft_prefill", "draft", "draft_extend"],
+        ),
         (("generate", "--set", "lanes.acme."), []),
         (("generate", "-s", "engine.attention_backend=fl"), ["flashinfer"]),
         (("generate", "-c", "/nowhere", "-s", "engine.se"), ["engine.seed="]),

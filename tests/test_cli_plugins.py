@@ -69,7 +69,9 @@ def test_first_party_plugins_are_listed_as_data(capsys: pytest.CaptureFixture[st
     assert ours["distribution"] == "graphpact-flashinfer"
     assert ours["version"][0].isdigit()
     assert (ours["status"], ours["reason"]) == ("loaded", None)
-    assert plugins["runner", "cuda_graph"]["modes"] == ["decode"]
+    assert plugins["runner", "cuda_graph"]["modes"] == ["decode", "target_verify"]
+    lanes = plugins["speculation", "frozen_kv_mtp"]["lanes"]
+    assert lanes == {"draft": "frozen_kv_mtp", "verify": "cuda_graph"}
 
 
 @pytest.fixture

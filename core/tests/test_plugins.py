@@ -21,6 +21,7 @@ from graphpact.errors import (
 )
 from graphpact.plugins import (
     _FIRST_PARTY,
+    _GROUPS,
     DISABLE_VARIABLE,
     KINDS,
     Loaded,
@@ -549,8 +550,8 @@ def test_a_first_party_plugin_that_is_not_installed_has_a_pip_command() -> None:
     offered: dict[str, dict[str, str]] = {kind: {} for kind in KINDS}
     for file in PROJECTS:
         project = tomllib.loads(file.read_text())["project"]
-        for kind in KINDS:
-            for name in project.get("entry-points", {}).get(f"graphpact.{kind}s", {}):
+        for group, kind in _GROUPS.items():
+            for name in project.get("entry-points", {}).get(group, {}):
                 offered[kind][name] = project["name"]
     assert offered == _FIRST_PARTY
     for kind, names in offered.items():

@@ -225,7 +225,7 @@ def test_a_prompt_that_ends_inside_a_character_is_no_part_of_the_output() -> Non
 def test_a_runner_in_the_wrong_lane_is_refused() -> None:
     """A runner that does not serve the lane's mode is refused before the model is read."""
     config = configure(Path("nowhere"), "lanes.prefill.runner=cuda_graph")
-    with pytest.raises(ConfigError, match="serves decode, not extend"):
+    with pytest.raises(ConfigError, match="serves decode, target_verify, not extend"):
         Engine(config)
 
 

@@ -267,7 +267,9 @@ EAGERLY = [f"lanes.{lane}.capture=false" for lane in ("draft", "verify", "draft_
 TEXTS = ["Return a list of ", "Open a file ", "If the ", "Read the next line "]
 
 
-@pytest.mark.parametrize("stop", [" of", "the s", "\n", "ing"])
+@pytest.mark.parametrize(
+    "stop", ["the s", "ing", *(pytest.param(s, marks=pytest.mark.sweep) for s in (" of", "\n"))]
+)
 def test_a_stop_string_ends_where_it_ends_without_speculation(stop: str) -> None:
     """A stop string among several accepted tokens cuts text and tokens at the same place."""
     sampling = SamplingParams(max_new_tokens=40, stop=stop)
@@ -314,7 +316,7 @@ class Planted(Exception):  # noqa: N818  no error of ours
 
 
 @pytest.mark.parametrize("lane", ["prefill", "draft_prefill", "draft", "verify", "draft_extend"])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.sweep), 1.0])
 def test_a_step_that_fails_is_repeated_with_the_same_tokens(
     lane: str, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -427,7 +429,7 @@ class Listed(PluginCatalog):
 
 # -- the distribution ----------------------------------------------------------------------------------
 
-COUNT = 10_000  # requests, each with two drafted tokens after its first
+FEW, COUNT = 2_500, 10_000  # requests, each with two drafted tokens after its first
 SAMPLING = SamplingParams(max_new_tokens=3, temperature=1.4, top_k=5, top_p=0.9, ignore_eos=True)
 
 
@@ -466,39 +468,39 @@ def p_value(outputs: Sequence[Sequence[int]], shares: dict[tuple[int, ...], floa
     return float(torch.special.gammaincc(degrees / 2, chi_square / 2))
 
 
-def draw_outputs(target: Path, heads: dict[str, Path], head: str, topk: int, graphs: str) -> float:
-    """Return the p-value of `COUNT` outputs of one prompt."""
+def draw_outputs(
+    target: Path, heads: dict[str, Path], head: str, topk: int, graphs: str, count: int = FEW
+) -> float:
+    """Return the p-value of ``count`` outputs of one prompt."""
     case = {"head": head, "topk": topk, "num_steps": 2, "width": "most", "page_size": 16, "pool": "roomy"}
     settings = overrides({**case, "graphs": graphs, "backend": "flashinfer"}, heads)
     settings = [s for s in settings if "batch_sizes" not in s]
-    engine = build(
-        target, *settings, "engine.max_num_seqs=64", "engine.max_num_batched_tokens=2048", "engine.seed=7"
-    )
+    more = ["speculative.num_draft_tokens=6"] if topk > 1 else []
+    more += ["engine.max_num_seqs=128", "engine.max_num_batched_tokens=1024", "engine.seed=7"]
+    engine = build(target, *settings, *more)
     prompt = [3, 5, 2, 4]
-    outputs = [c.token_ids for c in engine.generate([prompt] * COUNT, SAMPLING)]
+    outputs = [c.token_ids for c in engine.generate([prompt] * count, SAMPLING)]
     assert engine.speculation is not None
-    assert 0.1 < engine.speculation.stats.accepted.total() / COUNT < 1.9
+    assert 0.1 < engine.speculation.stats.accepted.total() / count < 1.9
     p = p_value(outputs, probabilities(target, prompt))
     sys.stdout.write(f"engine.seed 7, {head}, top-k {topk}, graphs {graphs}: p = {p:.3g}\n")
     return p
 
 
-@pytest.mark.parametrize(
-    ("head", "topk", "graphs"),
-    [
-        ("eagle", 4, "fast"),
-        pytest.param("eagle", 1, "fast", marks=pytest.mark.sweep),
-        pytest.param("eagle", 4, "none", marks=pytest.mark.sweep),
-        pytest.param("eagle", 1, "none", marks=pytest.mark.sweep),
-        pytest.param("mtp", 4, "fast", marks=pytest.mark.sweep),
-        pytest.param("mtp", 1, "fast", marks=pytest.mark.sweep),
-    ],
-)
-def test_drawn_tokens_have_the_distribution_of_the_target(
+def test_drawn_tokens_have_the_distribution_of_the_target(target: Path, heads: dict[str, Path]) -> None:
+    """Drafted and rejected tokens fit the target's own probabilities."""
+    assert draw_outputs(target, heads, "eagle", 4, "fast") > 1e-3
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("graphs", ["fast", "none"])
+@pytest.mark.parametrize("topk", [1, 4])
+@pytest.mark.parametrize("head", ["eagle", "mtp"])
+def test_many_drawn_tokens_have_the_distribution_of_the_target(
     head: str, topk: int, graphs: str, target: Path, heads: dict[str, Path]
 ) -> None:
-    """20,000 drafted or rejected tokens fit the target's own probabilities."""
-    assert draw_outputs(target, heads, head, topk, graphs) > 1e-3
+    """20,000 drafted or rejected tokens fit the target's own probabilities, with graphs and without."""
+    assert draw_outputs(target, heads, head, topk, graphs, COUNT) > 1e-3
 
 
 def _first_is_right(drafted: Any, parents: Any, chosen: Any) -> Any:
@@ -516,8 +518,7 @@ def test_a_wrong_acceptance_rule_is_seen_in_the_distribution(
     else:
         uniform = Request.uniform
         monkeypatch.setattr(Request, "uniform", lambda self, ahead=0: uniform(self, 0 * ahead))
-    monkeypatch.setattr(sys.modules[__name__], "COUNT", 1000)
-    assert draw_outputs(target, heads, "eagle", 4, "none") < 1e-6
+    assert draw_outputs(target, heads, "eagle", 4, "none", 1000) < 1e-6
 
 
 # -- what lanes share ------------------------------------------------------------------------------------

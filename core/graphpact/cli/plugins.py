@@ -41,6 +41,8 @@ def plugins(
 
 def _row(plugin: Mapping[str, Any]) -> tuple[str, ...]:
     more = f"serves {', '.join(plugin['modes'])}" if plugin["modes"] else ""
+    if plugin["lanes"]:
+        more = f"runs the lanes {', '.join(f'{name} ({runner})' for name, runner in plugin['lanes'].items())}"
     if plugin["reason"] is not None:
         more = plugin["reason"]
     elif plugin["unavailable"]:

@@ -100,7 +100,7 @@ def kill(process: "subprocess.Popen[Any]") -> None:
 def describe(plugin: Plugin) -> dict[str, Any]:
     """Return the description of a plugin, ready for JSON; imports torch for a class."""
     about: dict[str, Any] = {**asdict(plugin.info), "status": "loaded", "reason": None}
-    about |= dict.fromkeys(("modes", "driver", "unavailable", "providers", "capabilities"))
+    about |= dict.fromkeys(("modes", "driver", "unavailable", "providers", "capabilities", "lanes"))
     if isinstance(plugin, Rejected):
         return about | {"status": "rejected", "reason": plugin.reason}
     if plugin.info.kind == "command":
@@ -115,6 +115,8 @@ def describe(plugin: Plugin) -> dict[str, Any]:
         about["capabilities"] = told | {"features": features}
     if modes:
         about["modes"] = _plain(modes)
+    if plugin.info.kind == "speculation":
+        about["lanes"] = {name: role.runner for name, role in cls.lanes.items()}
     if plugin.info.kind == "graph_driver":
         about["unavailable"] = _by_device(cls.unavailable)
     if plugin.info.kind == "attention_backend" and cls.providers:  # the best provider comes first

@@ -171,9 +171,9 @@ def test_impossible_sizes_are_refused(sizes: list[int]) -> None:
     assert str(sizes) in str(error.value)
 
 
-def test_only_decode_is_served() -> None:
-    """The runner serves decode only; other modes, and batches over the largest size, get an eager reason."""
-    assert CudaGraphRunner.modes == {ForwardMode.DECODE}
+def test_a_lane_serves_its_mode_only() -> None:
+    """A decode lane gives other modes, and batches over the largest size, an eager reason."""
+    assert CudaGraphRunner.modes == {ForwardMode.DECODE, ForwardMode.TARGET_VERIFY}
     assert CudaGraphRunner.needs is GraphSupport.UNIFORM_DECODE
     rig = Rig([2])
     assert rig.lane.fit(rig.batch(1)) is EagerReason.NOT_CAPTURED
