@@ -6,6 +6,7 @@ Does not: choose plugins (`graphpact_engine.plans` does), capture (the lanes do)
 import functools
 import itertools
 import os
+import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ import torch
 
 from graphpact.attention import AttentionBackend, BackendContext, KVBuffers, Limits, kv_tensors
 from graphpact.buffers import SharedBuffers
-from graphpact.errors import ConfigError, all_returned
+from graphpact.errors import ConfigError, PluginError, all_returned
 from graphpact.lane import Lane
 from graphpact.runners import EagerRunner, GraphRunner, RunnerContext
 from graphpact.shapes import GraphShape
@@ -323,9 +324,16 @@ def build_speculator(
 
     def make_state() -> dict[str, torch.Tensor]:
         rows, device = memory.requests.max_requests + 1, memory.requests.req_to_token.device
+        declared = dict(built.state())
+        for key, row in declared.items():
+            if not (isinstance(row, tuple) and len(row) == 2 and isinstance(row[1], torch.dtype)):
+                raise PluginError(
+                    f"speculation {name!r}: state() has {key!r}: {reprlib.repr(row)}, no (shape, dtype)",
+                    hint='a defect of that plugin: {"tokens": ((width,), torch.int64)}',
+                )
         return {
             key: torch.zeros((rows, *shape), dtype=dtype, device=device)
-            for key, (shape, dtype) in built.state().items()
+            for key, (shape, dtype) in declared.items()
         }
 
     caches, num_layers = memory.kv_cache, len(target.layers)

@@ -30,7 +30,8 @@ class Rig:
         self.pages = PagePool(PAGES, PAGE)
         layers = [KVLayerShape(1, 3, 3), KVLayerShape(2, 3, 5)]
         self.cache = KVCache(self.pages.num_slots, layers, torch.float32, "cpu")
-        self.ownership = EngineOwnership(self.requests, self.pages, self.cache)
+        self.states = [torch.zeros(ROWS + 1, 2), torch.zeros(ROWS + 1, dtype=torch.int64)]
+        self.ownership = EngineOwnership(self.requests, self.pages, self.cache, self.states)
 
     def take(self, kind: str) -> list[int]:
         """Allocate a row or a page, if one is free, and fill it with its number."""
@@ -51,7 +52,7 @@ class Rig:
     def memory(self, kind: str, number: int) -> list[torch.Tensor]:
         """Return the memory of a row or a page."""
         if kind == "row":
-            return [self.requests.req_to_token[number]]
+            return [self.requests.req_to_token[number], *(state[number] for state in self.states)]
         caches = (*self.cache.k, *self.cache.v)
         return [t.view(PAGES + 1, PAGE, *t.shape[1:])[number] for t in caches]
 

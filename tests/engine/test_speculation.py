@@ -7,20 +7,21 @@ import itertools
 import random
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 import transformers
 
 from checkpoints import needs_seam, save_random_draft
-from graphpact import AttentionBackend, ForwardBatch, ForwardMode, StepOutputs
+from graphpact import ForwardBatch, ForwardMode, SpeculationAlgorithm, StepOutputs
 from graphpact.attention import GraphSupport
-from graphpact.errors import UsageError
+from graphpact.errors import GraphpactError, UsageError
 from graphpact.plugins import PluginCatalog
+from graphpact.speculation import DecodeStep, ExtendStep, LaneRole
 from graphpact_engine import Engine, SamplingParams
 from graphpact_engine.config import EngineConfig
 from graphpact_engine.request import Request
@@ -408,6 +409,92 @@ def test_a_configuration_that_cannot_draft_is_refused_with_the_reason(settings: 
     assert says in str(refused.value)
 
 
+class Blind(SpeculationAlgorithm):
+    """An algorithm that drafts zeros, without a model; a subclass has a fault."""
+
+    lanes: ClassVar = {"verify": LaneRole(ForwardMode.TARGET_VERIFY, "target", "cuda_graph")}
+
+    def state(self) -> Any:
+        """Return no state."""
+        return {}
+
+    def extend(self, step: ExtendStep) -> None:
+        """Do nothing."""
+
+    def decode(self, step: DecodeStep) -> None:
+        """Verify zeros."""
+        step.verify(torch.zeros(len(step.token_ids), self.context.draft.num_draft_tokens - 1).long(), None)
+
+
+class Unverified(Blind):
+    """An algorithm without a lane that verifies."""
+
+    lanes: ClassVar = {"draft": LaneRole(ForwardMode.DECODE, "target", "eager")}
+
+
+class OddlyNamed(Blind):
+    """An algorithm with a lane of its own name."""
+
+    lanes: ClassVar = {**Blind.lanes, "rerank": LaneRole(ForwardMode.DECODE, "target", "eager")}
+
+
+class Stateless(Blind):
+    """An algorithm whose state has no dtype."""
+
+    def state(self) -> Any:
+        """Return a shape alone."""
+        return {"tokens": (4,)}
+
+
+class Twice(Blind):
+    """An algorithm that verifies twice in a step."""
+
+    def decode(self, step: DecodeStep) -> None:
+        """Verify zeros, and again."""
+        super().decode(step)
+        super().decode(step)
+
+
+class Narrow(Blind):
+    """An algorithm that gives too few drafts."""
+
+    def decode(self, step: DecodeStep) -> None:
+        """Verify one draft."""
+        step.verify(torch.zeros(len(step.token_ids), 1).long(), None)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "says"),
+    [
+        (Unverified, "speculation 'acme' has the lanes draft; one has to be of mode target_verify"),
+        (OddlyNamed, "speculation 'acme' has a lane 'rerank'; lanes are called draft_prefill, draft, verify"),
+        (Stateless, "speculation 'acme': state() has 'tokens': (4,), no (shape, dtype)"),
+        (Twice, "Twice verifies a second time"),
+        (Narrow, "Narrow verifies drafts and parents [[1, 1]]; expected [1, 3]"),
+    ],
+)
+def test_a_faulty_algorithm_is_told_by_name(algorithm: type[Blind], says: str) -> None:
+    """An algorithm that breaks its contract is refused, or ends the step, with what it did."""
+    settings = ["speculative.algorithm=acme", "lanes.verify.capture=false"][: 2 - (algorithm is Unverified)]
+    with pytest.raises(GraphpactError) as refused:
+        tiny(*settings, catalog=Listed({"acme": algorithm})).generate(
+            ["If "], SamplingParams(max_new_tokens=4)
+        )
+    assert says in str(refused.value)
+
+
+def test_blind_drafts_change_no_token() -> None:
+    """Drafts that are never right cost time alone."""
+    drafted = tiny(
+        "speculative.algorithm=acme", "lanes.verify.capture=false", catalog=Listed({"acme": Blind})
+    )
+    sampling = SamplingParams(max_new_tokens=12)
+    outputs = [[c.token_ids for c in e.generate(TEXTS, sampling)] for e in (drafted, tiny())]
+    assert outputs[0] == outputs[1]
+    assert drafted.speculation is not None
+    assert drafted.speculation.stats.tokens_per_verification == 1.0
+
+
 class Chains(FlashInferBackend):
     """A backend without draft trees."""
 
@@ -430,12 +517,12 @@ class Verifier(FlashInferBackend):
 
 
 class Listed(PluginCatalog):
-    """The installed plugins, and backends of a test."""
+    """The installed plugins, and those of a test."""
 
-    def __init__(self, backends: dict[str, type[AttentionBackend]]) -> None:
+    def __init__(self, plugins: Mapping[str, type[Any]]) -> None:
         installed = PluginCatalog.scan(env={})
         super().__init__(installed._entry_points)
-        self._more = backends
+        self._more = plugins
 
     def select(self, kind: Any, name: str) -> Any:  # type: ignore[override]
         """Return a plugin."""
