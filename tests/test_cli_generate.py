@@ -498,6 +498,7 @@ def test_quiet_says_nothing_where_all_is_well(generate: Generate) -> None:
     assert "capturing" not in generate("x")[2]
 
 
+@pytest.mark.sweep
 def test_transformers_is_silent(tiny: Path) -> None:
     """In a new process the command keeps progress bars and logs of transformers off stderr.
 

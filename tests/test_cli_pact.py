@@ -72,6 +72,7 @@ def test_saving_writes_every_captured_shape(saved: Path, capsys: pytest.CaptureF
     assert "address" not in saved.read_text(encoding="utf-8")
 
 
+@pytest.mark.sweep
 def test_two_engines_of_one_configuration_promise_the_same(saved: Path, tmp_path: Path) -> None:
     """Engines of one configuration in two processes save equal files; stderr names the file."""
     again = tmp_path / "again.json"

@@ -239,11 +239,10 @@ class Scheduler:
             request.num_computed = num_computed
             if not tokens:
                 continue
-            request.state = RequestState.RUNNING
             request.num_computed += len(tokens) - 1  # the keys of accepted drafts
+            request.state = RequestState.RUNNING
             got.append(request)
-            if all(self._append(request, token, is_stopped) for token in tokens):
-                self._give_back(request)
+            self._append(request, tokens, is_stopped)
         return got
 
     def abort(self, request: Request | str) -> bool:
@@ -309,18 +308,27 @@ class Scheduler:
         """Return the admitted requests of one state, oldest first."""
         return [request for request in self._admitted if request.state is state]
 
-    def _append(self, request: Request, token: int, is_stopped: Callable[[Request], bool]) -> bool:
-        """Append a token to a running request; return whether it goes on, otherwise finish it."""
-        request.output_token_ids.append(token)
-        reason = self._reason_to_finish(request, token)
-        if reason is not None:
-            self._finish(request, reason)
-        if request.sampling.stop and is_stopped(request):
-            if request.is_finished:  # by a limit, with the same token
-                request.finish_reason = "stop"
-            else:
-                self._finish(request, "stop")
-        return not request.is_finished
+    def _append(self, request: Request, tokens: Sequence[int], is_stopped: Callable[[Request], bool]) -> None:
+        """Append tokens to a running request; finish it if it ends, or give back what it does not use."""
+        for token in tokens:
+            request.output_token_ids.append(token)
+            reason = self._reason_to_finish(request, token)
+            if reason is not None:
+                self._finish(request, reason)
+            if request.sampling.stop and is_stopped(request):
+                reason = self._stop(request)
+            if reason is not None:
+                return
+        if self.num_reserved > 1:
+            self._give_back(request)
+
+    def _stop(self, request: Request) -> FinishReason:
+        """Give a request the reason "stop", because its text has a stop string; end it if it is alive."""
+        if request.is_finished:  # by a limit, with the same token
+            request.finish_reason = "stop"
+        else:
+            self._finish(request, "stop")
+        return "stop"
 
     def _most_slots(self, request: Request) -> int:
         """Return the maximum number of KV slots of the request: its tokens, and those reserved after them."""
@@ -375,9 +383,10 @@ class Scheduler:
 
     def _grow(self, request: Request) -> bool:
         """Allocate the slots of a decode step, preempting from the youngest; False if preempted itself."""
-        needed = self._pages.pages_for(request.num_computed + self.num_reserved) - len(request.pages)
-        if needed <= 0:
+        most = request.num_computed + self.num_reserved
+        if most <= len(request.pages) * self._pages.page_size:
             return True
+        needed = self._pages.pages_for(most) - len(request.pages)
         while (pages := self._pages.alloc(needed)) is None:
             youngest = self._admitted[-1]
             self._preempt(youngest)
@@ -434,33 +443,41 @@ class Scheduler:
 
     def _decode_batch(self, requests: list[Request]) -> ScheduledBatch:
         """Build the batch whose input is the newest token of each request."""
-        count = self.num_reserved
-        positions = [request.num_computed for request in requests]
+        size, count = self._pages.page_size, self.num_reserved
+        starts = [request.num_computed for request in requests]
+        rows = [_row(request) for request in requests]
+        reserved: list[list[int]] = []  # rows and columns of the slots, if there are several for a request
+        if count > 1:
+            reserved = [
+                [row for row in rows for _ in range(count)],
+                [at for start in starts for at in range(start, start + count)],
+            ]
+        slots = [
+            request.pages[at // size] * size + at % size
+            for request, start in zip(requests, starts, strict=True)
+            for at in range(start, start + count)
+        ]
         fields = [
             [request.output_token_ids[-1] for request in requests],
-            positions,
-            [
-                slot
-                for request, at in zip(requests, positions, strict=True)
-                for slot in self._pages.slots(request.pages, at, at + count)
-            ],
-            [_row(request) for request in requests],
-            [at + 1 for at in positions],
+            starts,
+            rows,
+            slots,
+            [start + 1 for start in starts],
+            *reserved,
         ]
         host, moved = _move(fields, self._device)
-        input_ids, position, slots, rows, seq_lens = moved
-        cache_loc = slots.view(-1, count)
-        columns = position[:, None] + torch.arange(count, device=self._device)
-        self._rows.req_to_token[rows[:, None], columns] = cache_loc.to(torch.int32)
+        input_ids, positions, row, slot, seq_lens, *where = moved
+        self._rows.req_to_token[tuple(where) or (row, positions)] = slot.to(torch.int32)
+        cache_loc = slot.view(-1, count)
         batch = ForwardBatch(
             forward_mode=ForwardMode.DECODE,
             batch_size=len(requests),
             input_ids=input_ids,
-            positions=position,
-            out_cache_loc=cache_loc[:, 0],
-            req_pool_indices=rows,
+            positions=positions,
+            out_cache_loc=slot if count == 1 else cache_loc[:, 0],
+            req_pool_indices=row,
             seq_lens=seq_lens,
-            seq_lens_cpu=host[-1],
+            seq_lens_cpu=host[4],
         )
         return ScheduledBatch(batch, requests, [True] * len(requests), self._step, cache_loc)
 

@@ -810,7 +810,7 @@ def a_million_layers(model: Path) -> None:
     ("damage", "words"),
     [
         (a_million_layers, ["num_hidden_layers"]),
-        (bin_in_subfolder, ["'sub/weights.bin'"]),
+        pytest.param(bin_in_subfolder, ["'sub/weights.bin'"], marks=pytest.mark.sweep),
     ],
 )
 def test_the_command_refuses_a_hostile_checkpoint(
