@@ -580,7 +580,7 @@ def draw_outputs(
     more = ["speculative.num_draft_tokens=6"] if topk > 1 else []
     more += ["engine.max_num_seqs=128", "engine.max_num_batched_tokens=1024", "engine.seed=7"]
     engine = build(target, *settings, *more)
-    prompt = [3, 5, 2, 4]
+    prompt = [6, 6, 3, 4]
     outputs = [c.token_ids for c in engine.generate([prompt] * count, SAMPLING)]
     assert engine.speculation is not None
     assert 0.1 < engine.speculation.stats.accepted.total() / count < 1.9
