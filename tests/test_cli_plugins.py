@@ -203,6 +203,7 @@ def test_a_broken_plugin_is_a_row_with_its_reason(
     assert plugins["cuda_graph"]["status"] == "loaded"
 
 
+@pytest.mark.sweep
 def test_what_a_plugin_prints_is_not_our_data(
     install: Callable[..., None], capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -428,6 +428,7 @@ def test_what_is_passed_over_is_said_once(
         assert {r.levelname for r in caplog.records} <= {"WARNING"}
 
 
+@pytest.mark.sweep
 def test_generate_says_it_on_stderr_and_keeps_its_data_clean(tmp_path: Path) -> None:
     """In a new process stderr has the warning once, besides the plugin's own output; stdout is the JSON."""
     (tmp_path / "acme_kernels.py").write_text(

@@ -76,8 +76,14 @@ def _classes(module: ModuleType, base: type[Any] = object) -> list[type[Any]]:
     ]
 
 
-LONG = ("recipes.prefill_grid", "my_attention.prefill", "recipes.draft_loop")
-"""Recipes with many shapes or passes; `tests/engine/test_prefill_graphs.py` runs the first two in engines."""
+LONG = (
+    "recipes.prefill_grid",
+    "my_attention.prefill",
+    "recipes.draft_loop",
+    "recipes.short_context",
+    "recipes.providers",
+)
+"""Recipes that take longest; `tests/engine/test_prefill_graphs.py` runs the first two in engines."""
 
 
 @pytest.mark.parametrize(

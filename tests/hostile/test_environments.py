@@ -76,6 +76,7 @@ def test_output_that_the_encoding_lacks_is_escaped(tmp_path: Path) -> None:
 # -- disks ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 def test_a_full_disk_keeps_the_pacts_that_were_saved(tmp_path: Path) -> None:
     """``pact save --force`` on a disk that fills up ends with status 3, and the old file is unchanged."""
     file = tmp_path / "pacts.json"

@@ -69,6 +69,7 @@ def test_a_plugin_that_takes_its_process_along_is_a_row(
     assert "Traceback" not in err
 
 
+@pytest.mark.sweep
 def test_doctor_survives_the_plugin_that_is_selected(
     site: Site, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
