@@ -96,11 +96,10 @@ def lay_out_memory(config: EngineConfig, specs: Mapping[ModelName, ModelSpec]) -
             f" {engine.max_num_seqs}; a decode step has {each}",
             hint=f"set engine.max_num_batched_tokens to {needed} or more",
         )
+    cached = {s.cache_layer: s for each in specs.values() for s in each.layers}  # frozen KV adds none
     shapes = [
         KVLayerShape(s.num_kv_heads, s.head_dim, s.v_head_dim, s.kv_lora_rank is not None)
-        for each in specs.values()
-        for number, s in enumerate(each.layers)
-        if each is spec or s.cache_layer == len(spec.layers) + number
+        for _, s in sorted(cached.items())
     ]
     per_slot = spec.dtype.itemsize * sum(s.width for s in shapes)
     budget = _kv_budget(engine.kv_cache_memory_gib, device)

@@ -410,8 +410,7 @@ class Engine:
         rows = scheduled.sampled_indices
         if len(rows) < len(scheduled.requests):
             logits = logits[rows]
-        sampled = iter(self._sampler.sample(logits, scheduled.sampled_requests))
-        return [[next(sampled)] if yields else [] for yields in scheduled.samples]
+        return scheduled.tokens_of(self._sampler.sample(logits, scheduled.sampled_requests))
 
     def _load_draft_model(self) -> Any:
         """Load the draft model, if any; from now on the target returns the hidden states that it reads."""

@@ -21,7 +21,7 @@ Does not: run the model, choose tokens, handle text or vocabulary, or lock: one 
 
 from array import array
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -56,6 +56,11 @@ class ScheduledBatch:
     def sampled_indices(self) -> list[int]:
         """Batch indices of the requests that yield a token."""
         return [at for at, yields in enumerate(self.samples) if yields]
+
+    def tokens_of(self, sampled: Iterable[int]) -> list[list[int]]:
+        """Return the tokens of each request, one or none, from those of `sampled_requests`."""
+        each = iter(sampled)
+        return [[next(each)] if yields else [] for yields in self.samples]
 
     @property
     def sampled_requests(self) -> list[Request]:

@@ -16,8 +16,7 @@ Does not: schedule, commit tokens, or know an algorithm; or keep anything if a s
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -99,8 +98,12 @@ class Speculator:
 
     def run(self, mode: str, batch: ForwardBatch) -> StepOutputs:
         """Run a step of the lanes of ``mode``, and count its time."""
-        with self._timed(mode):
+        start = time.perf_counter()
+        try:
             return self._run(mode, batch)
+        finally:
+            spent = self.stats.seconds.get(mode, 0.0)
+            self.stats.seconds[mode] = spent + time.perf_counter() - start
 
     @torch.inference_mode()
     def extend(self, scheduled: ScheduledBatch) -> list[list[int]]:
@@ -111,10 +114,10 @@ class Speculator:
         batch, requests = scheduled.batch, scheduled.requests
         outputs = self.run("prefill", batch)
         rows = scheduled.sampled_indices
-        sampled = iter(
-            self.sampler.sample_after(outputs.logits[rows], scheduled.sampled_requests, [()] * len(rows))
+        sampled = self.sampler.sample_after(
+            outputs.logits[rows], scheduled.sampled_requests, [()] * len(rows)
         )
-        tokens = [[next(sampled)] if yields else [] for yields in scheduled.samples]
+        tokens = scheduled.tokens_of(sampled)
         following: list[int] = []
         ends = batch.seq_lens_cpu.tolist()
         lengths = batch.required_extend_lens()[1].tolist()
@@ -162,15 +165,6 @@ class Speculator:
         for request, its_tokens in zip(requests, tokens, strict=True):
             request.use_uniforms(len(its_tokens))
         return tokens
-
-    @contextmanager
-    def _timed(self, name: str) -> Iterator[None]:
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            spent = self.stats.seconds.get(name, 0.0)
-            self.stats.seconds[name] = spent + time.perf_counter() - start
 
 
 @dataclass(slots=True)

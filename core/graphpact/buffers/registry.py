@@ -180,11 +180,12 @@ class CudaGraphBufferRegistry:
         ``batch`` is its template when the shape is new. Host numbers of later batches do not reach the view,
         since a graph cannot read them.
         """
-        if shape not in self._static_inputs:
-            self._static_inputs[shape] = self.extract_buffer(
+        view = self._static_inputs.get(shape)  # one look-up in a step
+        if view is None:
+            view = self._static_inputs[shape] = self.extract_buffer(
                 padded_bs=shape.batch_size, padded_num_tokens=shape.num_tokens, forward_batch_template=batch
             )
-        return self._static_inputs[shape]
+        return view
 
     # -- inspection ------------------------------------------------------------------------------
 
