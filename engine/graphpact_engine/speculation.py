@@ -154,6 +154,11 @@ class Speculator:
                 verify=verification.verify,
             )
         )
+        if not verification.tokens:
+            raise EngineError(
+                f"{type(self.algorithm).__name__} ended a decode step without a verification",
+                hint="a defect of that algorithm: call step.verify once in a step",
+            )
         for tokens in verification.tokens:
             self.stats.verifications += 1
             self.stats.accepted.update(range(1, len(tokens)))

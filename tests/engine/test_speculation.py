@@ -455,6 +455,13 @@ class Twice(Blind):
         super().decode(step)
 
 
+class Never(Blind):
+    """An algorithm that does not verify."""
+
+    def decode(self, step: DecodeStep) -> None:
+        """Do nothing."""
+
+
 class Narrow(Blind):
     """An algorithm that gives too few drafts."""
 
@@ -470,6 +477,7 @@ class Narrow(Blind):
         (OddlyNamed, "speculation 'acme' has a lane 'rerank'; lanes are called draft_prefill, draft, verify"),
         (Stateless, "speculation 'acme': state() has 'tokens': (4,), no (shape, dtype)"),
         (Twice, "Twice verifies a second time"),
+        (Never, "Never ended a decode step without a verification"),
         (Narrow, "Narrow verifies drafts and parents [[1, 1]]; expected [1, 3]"),
     ],
 )
