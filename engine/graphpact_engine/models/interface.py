@@ -6,9 +6,9 @@ transformers builds no masks.
 Does not: attend; the `Attention` of the forward pass does.
 """
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any, Protocol
 
 import torch
@@ -40,17 +40,18 @@ class Attention(Protocol):
         ...
 
 
-_active: ContextVar[Attention] = ContextVar("graphpact_attention")
+_active = threading.local()  # torch.compile can trace it, and not a context variable
 
 
 @contextmanager
 def attending(attention: Attention) -> Iterator[None]:
     """Let ``attention`` serve the forward passes inside the context."""
-    token = _active.set(attention)
+    before = getattr(_active, "attention", None)
+    _active.attention = attention
     try:
         yield
     finally:
-        _active.reset(token)
+        _active.attention = before
 
 
 def _attention_function(
@@ -67,7 +68,7 @@ def _attention_function(
         asked["scaling"] = query.shape[-1] ** -0.5
     q = query[0].transpose(0, 1)
     k, v = (None if t is None else t[0].transpose(0, 1) for t in (key, value))
-    out = _active.get().attend(module, q, k, v, asked)
+    out = _active.attention.attend(module, q, k, v, asked)
     return out[None], None
 
 
