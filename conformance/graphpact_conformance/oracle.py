@@ -74,7 +74,7 @@ def answer(
     passes = Passes(right)
     metadata = backend.init_metadata_eager(batch)
     shape = GraphShape(batch.forward_mode, batch.batch_size, batch.num_tokens)
-    step = Step(shape, batch, lane.driver, backend, metadata, live=batch)
+    step = Step(shape, batch, lane.driver, backend, metadata, live=batch, rows=batch)
     runner = type(lane.runner)(lane.runner.context)
     rows = dict(passes.watching(runner.compose(passes, step))())
     if "rows" in rows and right.last is not None:

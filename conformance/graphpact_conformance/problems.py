@@ -140,6 +140,16 @@ def composes(runner: type[GraphRunner]) -> bool:
     return runner.compose is not GraphRunner.compose
 
 
+def declares_graphs(runner: type[GraphRunner]) -> bool:
+    """Return whether a runner captures anything, by its declarations."""
+    return runner.eager_attention or runner.needs is not GraphSupport.NEVER
+
+
+def support_of(runner: type[GraphRunner], case: Case) -> GraphSupport:
+    """Return the graph support of a backend that captures of ``case`` need; none for eager attention."""
+    return GraphSupport.NEVER if runner.eager_attention else case.needs
+
+
 def static_shapes(case: Case) -> list[GraphShape]:
     """Return the shapes that the suite's own lanes capture, the smallest first."""
     return [

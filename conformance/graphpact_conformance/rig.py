@@ -22,7 +22,6 @@ from graphpact.attention import (
     AttentionBackend,
     BackendContext,
     Capabilities,
-    GraphSupport,
     ProviderName,
     kv_tensors,
 )
@@ -39,7 +38,7 @@ from graphpact.step import Attend, Forward, Region, Step, StepOutputs
 from graphpact.tensors import same
 from graphpact_conformance.model import ROWS_OF_PASS, Model, Passes
 from graphpact_conformance.oracle import Answer, answer
-from graphpact_conformance.problems import HIDDEN, Config, Problem
+from graphpact_conformance.problems import HIDDEN, Config, Problem, declares_graphs
 from graphpact_conformance.reference import ReferenceRunner
 from graphpact_tape.guard import is_due
 from graphpact_tape.poison import poison
@@ -102,21 +101,21 @@ class Observer:
         return view
 
     @hookimpl(wrapper=True, tryfirst=True)
-    def init_metadata_capture(self, view: ForwardBatch) -> _Around:
+    def init_metadata_capture(self) -> _Around:
         """Keep the metadata of a capture."""
         self.at_capture = True
-        return (yield from self._see(view))
+        return (yield from self._see())
 
     @hookimpl(wrapper=True, tryfirst=True)
-    def init_metadata_replay(self, view: ForwardBatch) -> _Around:
+    def init_metadata_replay(self) -> _Around:
         """Keep the metadata of a replay."""
-        return (yield from self._see(view))
+        return (yield from self._see())
 
-    def _see(self, view: ForwardBatch) -> _Around:
+    def _see(self) -> _Around:
         metadata = yield
         self.metadata = metadata
-        if self.ready is not None:
-            self.undo = self.ready(view, metadata)
+        if self.ready is not None and self.view is not None:
+            self.undo = self.ready(self.view, metadata)
         return metadata
 
 
@@ -523,18 +522,20 @@ def runner_context(
     runners that need no graph support, which may capture nothing and refuse sizes.
     """
     mode, limits = config.case.lane_mode, config.limits
-    chooses = mode.is_ragged or runner.needs is GraphSupport.NEVER
+    chooses = mode.is_ragged or not declares_graphs(runner)
     return RunnerContext(
         device,
         capabilities,
         limits,
         mode=mode,
         batch_sizes=None if chooses else [s.batch_size for s in config.shapes],
+        token_counts=sorted({s.num_tokens for s in config.shapes}) if mode.is_ragged else None,
         lane=mode.value,
         num_token_non_padded=config.counts,
         require_gathered_buffer=config.counts,
         hidden_size=HIDDEN,
         dtype=config.dtype,
+        layers=config.layers,
     )
 
 

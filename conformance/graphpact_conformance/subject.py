@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import torch
 
-from graphpact.attention import AttentionBackend, GraphSupport, ProviderName
+from graphpact.attention import AttentionBackend, ProviderName
 from graphpact.buffers import BoundSlot
 from graphpact.errors import GraphpactError, place_of
 from graphpact.graphs import GraphDriver
@@ -25,7 +25,7 @@ from graphpact.lane import PactMode
 from graphpact.runners import GraphRunner
 from graphpact.shapes import EagerReason, GraphShape
 from graphpact_conformance.oracle import Answer
-from graphpact_conformance.problems import CONTEXT, Config, Problem, corner
+from graphpact_conformance.problems import CONTEXT, Config, Problem, corner, declares_graphs, support_of
 from graphpact_conformance.reference import ReferenceBackend, ReferenceRunner
 from graphpact_conformance.results import Finding
 from graphpact_conformance.rig import (
@@ -229,8 +229,9 @@ class LaneUnderTest:
     @property
     def no_graphs_declared(self) -> str | None:
         """The declaration that excludes graphs of this lane; None if graphs are declared."""
-        support, needed = self.backend.capabilities.graph_support, self.config.case.needs
-        if self.runner.needs is GraphSupport.NEVER:
+        support = self.backend.capabilities.graph_support
+        needed = support_of(self.runner, self.config.case)
+        if not declares_graphs(self.runner):
             return f"no graphs: {self.runner.__name__} declares that it captures nothing"
         if not support.covers(needed):
             return f"no graphs: needs graph support {needed.value!r}, declared {support.value!r}"

@@ -18,7 +18,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from graphpact.attention import AttentionBackend, GraphSupport
+from graphpact.attention import AttentionBackend
 from graphpact.batch import ForwardMode
 from graphpact.errors import UnknownPluginError, UsageError, did_you_mean, place_of
 from graphpact.hookspecs import CONTRACT_VERSION
@@ -27,7 +27,7 @@ from graphpact.runners import GraphRunner
 from graphpact.shapes import EagerReason
 from graphpact_conformance.claims import claims_of, undeclared
 from graphpact_conformance.experiments import EXPERIMENTS, Experiment
-from graphpact_conformance.problems import CASES, Config, cases_of, configs_of, draw
+from graphpact_conformance.problems import CASES, Config, cases_of, configs_of, declares_graphs, draw
 from graphpact_conformance.reference import ReferenceBackend, ReferenceRunner
 from graphpact_conformance.results import Claim, Finding, Outcome, PluginResults, Result
 from graphpact_conformance.rig import runner_context
@@ -178,7 +178,7 @@ def _can_pair(catalog: PluginCatalog, backend: str, runner: str) -> bool:
     """Return whether an engine gives this runner and this backend to one lane, for graphs."""
     served = catalog.select("runner", runner)
     can = catalog.select("attention_backend", backend).capabilities
-    captures = served.needs is not GraphSupport.NEVER and can.graph_support.covers(served.needs)
+    captures = declares_graphs(served) and can.graph_support.covers(served.needs)
     return bool(served.modes & can.modes) and captures
 
 

@@ -36,7 +36,7 @@ from graphpact.memory_map import MemoryMap
 from graphpact.pact import Pact, walk
 from graphpact.runners import GraphRunner
 from graphpact.shapes import EagerReason, GraphShape
-from graphpact.step import Forward, Region, Step, StepOutputs
+from graphpact.step import Forward, Region, Step, StepOutputs, attended_rows
 from graphpact.tensors import equal, storage_id
 
 PactMode = Literal["always", "sampled", "off"]
@@ -181,7 +181,10 @@ class Lane:
         self._steps_to_check = 1
         self._prepared = 0
         if self.registry is not None:
-            backend.attach(self.registry, driver)
+            if runner.eager_attention:
+                backend.driver = driver
+            else:
+                backend.attach(self.registry, driver)
             backend.records_metadata = self._records_metadata(metadata_in_graph)
             driver.declare(declared_memory(self.registry, backend))
         self._resolve_hooks(observers)
@@ -213,8 +216,9 @@ class Lane:
                 self._admit(batch, kind, captured)
             self._populate(registry=self.registry, batch=batch, shape=fit)
             view = self._prepare_replay(registry=self.registry, batch=batch, shape=fit)
-            meta = self._init_metadata_replay(view=view, shape=fit, captured=captured.metadata)
-            step.live, step.metadata = batch, meta
+            rows = attended_rows(view, batch, self.backend) if self.runner.eager_attention else view
+            meta = self._init_metadata_replay(view=rows, shape=fit, captured=captured.metadata)
+            step.live, step.rows, step.metadata = batch, rows, meta
             if self._is_pact_due():
                 captured.pact.check(view=view, metadata=meta, **_root(self.backend, captured.held))
         return PreparedStep(batch, fit, self._prepared)
@@ -249,18 +253,22 @@ class Lane:
         self._require_consistent(batch)
         return self.forward_eager(batch)
 
-    def forward_eager(self, batch: ForwardBatch, backend: AttentionBackend | None = None) -> StepOutputs:
+    def forward_eager(
+        self, batch: ForwardBatch, backend: AttentionBackend | None = None, live: ForwardBatch | None = None
+    ) -> StepOutputs:
         """Run the region of ``batch`` without a graph, and without checking the batch.
 
         Args:
             batch: A live batch, or a padded view.
             backend: Derives metadata and attends; by default the lane's.
+            live: The live batch of a padded view; by default ``batch``.
         """
-        backend = backend or self.backend
-        with self.driver.unprepared(batch.host_tensors()):
-            metadata = backend.init_metadata_eager(batch)
+        backend, live = backend or self.backend, live or batch
+        rows = attended_rows(batch, live, backend) if self.runner.eager_attention else batch
+        with self.driver.unprepared(rows.host_tensors()):
+            metadata = backend.init_metadata_eager(rows)
         shape = GraphShape(batch.forward_mode, batch.batch_size, batch.num_tokens)
-        step = Step(shape, batch, self.driver, backend, metadata, live=batch)
+        step = Step(shape, batch, self.driver, backend, metadata, live=live, rows=rows)
         return self.runner.compose(self.model, step)()
 
     def fit(self, batch: ForwardBatch) -> GraphShape | EagerReason:
@@ -307,9 +315,11 @@ class Lane:
             returned(none, type(None), self.runner, "populate")
             view = self._prepare_replay(registry=registry, batch=batch, shape=shape)
             returned(view, ForwardBatch, self.runner, "prepare_replay")
-            with driver.unprepared(view.host_tensors()):
-                metadata = self._init_metadata_capture(view=view, shape=shape)
-            step = Step(shape, view, driver, self.backend, metadata, batch)
+            eager = self.runner.eager_attention
+            rows = attended_rows(view, batch, self.backend) if eager else view
+            with driver.unprepared(rows.host_tensors()):
+                metadata = self._init_metadata_capture(view=rows, shape=shape)
+            step = Step(shape, view, driver, self.backend, metadata, batch, rows, registry)
             region: Region = self.runner.compose(self.model, step)
             returned(region, Callable, self.runner, "compose")
 
@@ -324,7 +334,7 @@ class Lane:
             memory = MemoryMap(registry, self.backend)
             held = [*memory.attributes(used)]
             roots = {"view": view, "metadata": metadata, **_root(self.backend, held)}
-            pact = Pact.of(shape, registry, **roots)
+            pact = Pact.of(shape, registry, forms=("metadata",) if eager else (), **roots)
             if driver.strict:
                 self._require_slots(shape, metadata, memory, used)
                 self._require_constants(shape, constants)
@@ -454,7 +464,7 @@ class Lane:
                 )
 
     def _records_metadata(self, setting: bool | None) -> bool:  # noqa: FBT001  passed through
-        can = self.backend.fill_is_device_only
+        can = self.backend.fill_is_device_only and not self.runner.eager_attention
         if setting and not can:
             raise ConfigError(
                 f"lanes.{self.name}.metadata_in_graph = true, but {type(self.backend).__name__} has no"
@@ -470,7 +480,8 @@ class Lane:
         self.plugin_manager = pluggy.PluginManager(hookspecs.PROJECT)
         self.plugin_manager.add_hookspecs(hookspecs)
         # pluggy calls plugins in reverse order of registration.
-        for plugin in (_OwnStep(), self.runner, self.backend, *reversed(observers)):
+        backend = _EagerMetadata(self.backend) if self.runner.eager_attention else self.backend
+        for plugin in (_OwnStep(), self.runner, backend, *reversed(observers)):
             self.plugin_manager.register(plugin)
             self.plugin_manager.check_pending()
         self._populate = self._resolve("populate")
@@ -494,6 +505,23 @@ class Lane:
         if plain and len(implementations) == 1 and spec and set(plain[0].argnames) == set(spec.argnames):
             return plain[0].function
         return caller
+
+
+class _EagerMetadata:
+    """The metadata hooks of a lane whose attention leaves the graphs: new metadata in each step."""
+
+    def __init__(self, backend: AttentionBackend) -> None:
+        self.backend = backend
+
+    @hookimpl
+    def init_metadata_capture(self, view: ForwardBatch) -> Any:
+        """Return the metadata of the eager calls in a capture."""
+        return self.backend.init_metadata_eager(view)
+
+    @hookimpl
+    def init_metadata_replay(self, view: ForwardBatch) -> Any:
+        """Return the metadata of the eager calls in this replay."""
+        return self.backend.init_metadata_eager(view)
 
 
 class _OwnStep:

@@ -14,7 +14,7 @@ import enum
 import keyword
 import numbers
 import reprlib
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -25,6 +25,8 @@ from graphpact.shapes import GraphShape
 
 _BOUNDED = "graphpact.bounded"  # key in a dataclass field's metadata
 _MAX_ROWS = 12  # of the table of breaches
+ANY = object()
+"""The promised value of a leaf of which only the type is promised."""
 _TENSOR_RULES: tuple[BreachKind, ...] = ("address", "shape", "stride", "dtype", "device")
 
 
@@ -147,7 +149,7 @@ class Promise:
     """The promise of the exact ``type`` of a container or a leaf at ``path``: a node of the walked tree.
 
     Args:
-        value: The `TensorFacts` or the host value of a leaf; None for a container.
+        value: The `TensorFacts` or the host value of a leaf, `ANY` if it may change; None for a container.
         owner: Label of the slot in whose memory a tensor lies, or None.
         offset: Bytes from the start of that slot's buffer to the tensor.
         bounded: Whether a replay may have a smaller number.
@@ -182,15 +184,25 @@ class Pact:
         self._holds = _compile(roots)
 
     @classmethod
-    def of(cls, shape: GraphShape, registry: CudaGraphBufferRegistry | None = None, **parts: Any) -> "Pact":
+    def of(
+        cls,
+        shape: GraphShape,
+        registry: CudaGraphBufferRegistry | None = None,
+        forms: Collection[str] = (),
+        **parts: Any,
+    ) -> "Pact":
         """Return the pact of the captured ``shape`` and its named ``parts``: ``view=..., metadata=...``.
 
-        With its ``registry``, promises and breaches name the slot and the owner of a tensor.
+        With its ``registry``, promises and breaches name the slot and the owner of a tensor. Of the parts in
+        ``forms``, which no graph reads, only types and fields are promised, and lists are leaves.
 
         Raises:
             EngineError: A `bounded` field is no number and no list or tuple of numbers.
         """
-        roots = {name: _promise(name, part, shape, registry, root=True) for name, part in parts.items()}
+        roots = {
+            name: _promise(name, part, shape, registry, root=True, form_only=name in forms)
+            for name, part in parts.items()
+        }
         return cls(shape, roots, registry)
 
     @property
@@ -252,6 +264,8 @@ class Pact:
                     yield from self._differences(part, now[key])
 
     def _leaf_differences(self, promise: Promise, value: Any) -> Iterator[Breach]:
+        if promise.value is ANY:
+            return
         if isinstance(value, torch.Tensor):
             facts = zip(_TENSOR_RULES, promise.value, TensorFacts.of(value), strict=True)
             for rule, captured, now in facts:
@@ -280,9 +294,12 @@ def _promise(
     *,
     root: bool = False,
     is_bounded: bool = False,
+    form_only: bool = False,
 ) -> Promise:
     """Return the promises of ``value`` and its parts."""
     kind: Any = type(value)
+    if form_only and ((parts := _parts(value, root=root)) is None or parts.form == "items"):
+        return Promise(path, kind, ANY)
     if is_bounded:
         _require_numbers(path, value, shape)
     if isinstance(value, torch.Tensor):
@@ -299,7 +316,7 @@ def _promise(
     promises = {}
     for key, item in parts.items.items():
         at, limit = parts.path(path, key), is_bounded or key in marked
-        promises[key] = _promise(at, item, shape, registry, is_bounded=limit)
+        promises[key] = _promise(at, item, shape, registry, is_bounded=limit, form_only=form_only)
     return Promise(path, kind, form=parts.form, parts=promises)
 
 
@@ -366,6 +383,8 @@ class _Source:
             return
         v = f"v{len(self.names)}"  # unique, since the type takes the next constant
         yield f"type({v} := {expression}) is {self.constant(promise.type)}"
+        if promise.value is ANY:
+            return
         if promise.form == "items":
             yield f"len({v}) == {len(promise.parts)}"
         elif promise.form == "keys":
@@ -396,7 +415,7 @@ class _Source:
 def _is_singleton(promise: Promise) -> bool:
     """Return whether ``promise`` is of a leaf that is compared by identity."""
     value = promise.value
-    if promise.form is not None or promise.bounded or isinstance(value, TensorFacts):
+    if promise.form is not None or promise.bounded or value is ANY or isinstance(value, TensorFacts):
         return False
     return not isinstance(value, _BY_VALUE) or isinstance(value, (bool, enum.Enum))
 

@@ -15,7 +15,7 @@ from typing import ClassVar
 
 import torch
 
-from graphpact.attention import Capabilities, DraftLimits, GraphSupport, Limits
+from graphpact.attention import Capabilities, DraftLimits, GraphSupport, LayerSpec, Limits
 from graphpact.batch import ForwardBatch, ForwardMode
 from graphpact.buffers import CudaGraphBufferRegistry, GraphSlot, input_slots
 from graphpact.errors import ConfigError, EngineError
@@ -34,13 +34,18 @@ class RunnerContext:
         limits: The largest counts; they bound the shapes.
         mode: Forward mode of the lane's batches.
         batch_sizes: Request counts to capture; None: the runner's default.
+        token_counts: Token counts to capture, in ragged modes; None: the runner's default.
+        max_padding_ratio: The most tokens of a shape for each token of a batch, where a runner limits it.
         lane: The lane's name, for messages.
         num_token_non_padded: Whether layers that must not route padding need the number of real tokens, and
             so a slot of that name.
         require_gathered_buffer: Whether activations are gathered over ranks. Then this number is a rank's
             share of the padded shape; see `graphpact.parallel`.
-        hidden_size: Width of the hidden states that a batch of a draft model carries.
-        dtype: Their dtype.
+        hidden_size: Width of the hidden states that a batch of a draft model carries, and of embeddings.
+        dtype: Their dtype, and that of queries, keys and values.
+        layers: The model's layers.
+        mrope: Whether batches carry ``mrope_positions``.
+        input_embeds: Whether they carry ``input_embeds``.
     """
 
     device: torch.device
@@ -48,11 +53,16 @@ class RunnerContext:
     limits: Limits
     mode: ForwardMode = ForwardMode.DECODE
     batch_sizes: Sequence[int] | None = None
+    token_counts: Sequence[int] | None = None
+    max_padding_ratio: float = 2.0
     lane: str | None = None
     num_token_non_padded: bool = False
     require_gathered_buffer: bool = False
     hidden_size: int = 1
     dtype: torch.dtype = torch.float32
+    layers: Sequence[LayerSpec] = ()
+    mrope: bool = False
+    input_embeds: bool = False
 
     @property
     def tokens_per_request(self) -> int | None:
@@ -70,12 +80,27 @@ class RunnerContext:
         Raises:
             ConfigError: A count is above ``limits.max_bs``.
         """
-        sizes = default if self.batch_sizes is None else self.batch_sizes
-        if max(sizes, default=0) > self.limits.max_bs:
+        most = self.limits.max_bs, f"engine.max_num_seqs = {self.limits.max_bs} requests"
+        return self._configured("batch_sizes", self.batch_sizes, default, *most)
+
+    def require_token_counts(self, default: Sequence[int]) -> Sequence[int]:
+        """Return the configured token counts, or ``default``.
+
+        Raises:
+            ConfigError: A count is above ``limits.max_num_tokens``.
+        """
+        limit = self.limits.max_num_tokens
+        most = limit, f"engine.max_num_batched_tokens = {limit} tokens"
+        return self._configured("token_counts", self.token_counts, default, *most)
+
+    def _configured(
+        self, key: str, asked: Sequence[int] | None, default: Sequence[int], most: int, words: str
+    ) -> Sequence[int]:
+        sizes = default if asked is None else asked
+        if max(sizes, default=0) > most:
             raise ConfigError(
-                f"lanes.{self.lane}.batch_sizes has {max(sizes)}, but a step has at most"
-                f" engine.max_num_seqs = {self.limits.max_bs} requests",
-                hint="leave the larger sizes out, or raise engine.max_num_seqs",
+                f"lanes.{self.lane}.{key} has {max(sizes)}, but a step has at most {words}",
+                hint=f"leave the larger sizes out, or raise {words.partition(' ')[0]}",
             )
         return sizes
 
@@ -97,6 +122,9 @@ class GraphRunner(HookMethods, abc.ABC):
     declines: ClassVar[Collection[EagerReason]] = ()
     """Reasons of its own with which `fit` may leave a batch that a captured shape holds to an eager step."""
 
+    eager_attention: ClassVar[bool] = False
+    """Whether attention leaves the graphs of its lanes. The lane then makes new metadata in each step, by
+    `AttentionBackend.init_metadata_eager`, and regions attend by `Step.attend` in eager calls."""
     frozen_kv: ClassVar[bool] = False
     """Whether its lanes decode on a cache that the model only reads, such as another model's. The batches
     then have ``limits.draft.topk`` equal rows in a row for each request, whose ``seq_lens`` count no new
@@ -139,6 +167,8 @@ class GraphRunner(HookMethods, abc.ABC):
             trees=draft.topk > 1,
             num_token_non_padded=context.num_token_non_padded,
             require_gathered_buffer=context.require_gathered_buffer,
+            mrope=context.mrope,
+            embeds=(context.hidden_size, context.dtype) if context.input_embeds else None,
         )
 
     def dummy(self, shape: GraphShape) -> ForwardBatch:
@@ -151,9 +181,9 @@ class GraphRunner(HookMethods, abc.ABC):
         Args:
             forward: The model, called as often as the runner needs, with a batch, its metadata, and the
                 function that its layers attend with.
-            step: The captured shape. The region reads ``step.view`` and ``step.metadata`` at capture; an
-                eager call (``step.driver.eager_call``) may read ``step.live`` and ``step.metadata`` in every
-                replay.
+            step: The captured shape; in an eager step (`Step.is_eager`) that of the batch. The region reads
+                ``step.view`` and ``step.metadata`` at capture; an eager call (``step.driver.eager_call``) may
+                read ``step.live`` and ``step.metadata`` in every replay.
         """
         return lambda: forward(step.view, step.metadata, step.backend.forward)
 
@@ -263,6 +293,10 @@ def dummy_batch(shape: GraphShape, context: RunnerContext) -> ForwardBatch:
     if context.num_token_non_padded:
         batch.num_token_non_padded = torch.tensor([tokens], dtype=torch.int32)
         batch.num_token_non_padded_cpu = tokens
+    if context.mrope:
+        batch.mrope_positions = batch.positions.expand(3, -1).clone()
+    if context.input_embeds:
+        batch.input_embeds = torch.zeros(tokens, context.hidden_size, dtype=context.dtype)
     return batch.to(device)
 
 

@@ -7,7 +7,7 @@ Does not: run a step; `graphpact.lane` does.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from graphpact.attention import AttentionBackend, LayerSpec
 from graphpact.batch import ForwardBatch
+from graphpact.buffers import CudaGraphBufferRegistry
 from graphpact.buffers.slots import Axis
 from graphpact.errors import EngineError
 from graphpact.graphs import GraphDriver
@@ -150,15 +151,17 @@ Region: TypeAlias = Callable[[], StepOutputs]
 class Step:
     """A captured shape, for the recorded work and the eager calls between its segments.
 
-    There is one per captured shape. The lane sets `live` and `metadata` before each replay.
+    There is one per captured shape. The lane sets `live`, `rows` and `metadata` before each replay.
 
     Args:
         shape: The captured shape; `num_tokens` is its static count.
         view: The static inputs.
         driver: The lane's driver; `GraphDriver.eager_call` breaks a graph.
         backend: The lane's backend.
-        metadata: The backend's metadata for the view.
+        metadata: The backend's metadata for ``rows``.
         live: The batch of this replay; before the first one, the batch of the capture.
+        rows: The batch that the metadata was made from: the view, or for eager attention `attended_rows`.
+        registry: The lane's registry; None in an eager step.
     """
 
     shape: GraphShape
@@ -167,14 +170,65 @@ class Step:
     backend: AttentionBackend = field(repr=False)
     metadata: Any
     live: ForwardBatch
+    rows: ForwardBatch
+    registry: CudaGraphBufferRegistry | None = field(default=None, repr=False)
 
     @property
     def num_tokens(self) -> int:
         """The static token count, padding included."""
         return self.shape.num_tokens
 
+    @property
+    def is_eager(self) -> bool:
+        """Whether the region runs once, without a graph."""
+        return self.registry is None
+
     def attend(
-        self, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, layer: LayerSpec
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: LayerSpec,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attend with the metadata of this replay; eager calls between two segments use it."""
-        return self.backend.forward(q, k, v, layer, self.metadata)
+        """Attend with the metadata of this replay; eager calls between two segments use it.
+
+        Args:
+            q: ``[num_tokens, num_q_heads, head_dim]``; with ``k`` and ``v`` as `AttentionBackend.forward`
+                takes them. Padding tokens that are not among ``rows`` are cut off.
+            k: Keys, or None.
+            v: Values, or None.
+            layer: The layer.
+            out: ``[num_tokens, num_q_heads, v_head_dim]``: receives the result, zeros for tokens that were
+                cut off. None: new memory.
+        """
+        count = self.rows.num_tokens
+        if count < q.shape[0]:
+            q, k, v = q[:count], None if k is None else k[:count], None if v is None else v[:count]
+        result = self.backend.forward(q, k, v, layer, self.metadata)
+        if out is None:
+            if count == self.num_tokens:
+                return result
+            out = result.new_empty(self.num_tokens, *result.shape[1:])
+        out[:count].copy_(result)
+        out[count:].zero_()
+        return out
+
+
+def attended_rows(view: ForwardBatch, live: ForwardBatch, backend: AttentionBackend) -> ForwardBatch:
+    """Return the batch that eager attention between segments makes its metadata from.
+
+    These are the rows of ``live``. A backend that declares ``eager_rows="padded"`` gets the tokens of
+    ``view``, in a ragged batch after the tokens of the live requests.
+    """
+    if backend.capabilities.eager_rows == "live":
+        return live
+    if not view.forward_mode.is_ragged:
+        return view
+    return replace(
+        live,
+        forward_mode=view.forward_mode,
+        input_ids=view.input_ids,
+        positions=view.positions,
+        out_cache_loc=view.out_cache_loc,
+    )

@@ -236,9 +236,12 @@ def build_lane(
         plan.limits(memory.limits),
         mode=plan.mode,
         batch_sizes=plan.config.batch_sizes,
+        token_counts=plan.config.token_counts,
+        max_padding_ratio=plan.config.max_padding_ratio,
         lane=plan.name,
         hidden_size=spec.hidden_sizes.get(plan.mode, 1),
         dtype=spec.dtype,
+        layers=spec.layers,
     )
     runner = call_plugin("runner", plan.runner_name, plan.runner, context)
     _require_configured_sizes(plan, runner)
@@ -350,17 +353,18 @@ def build_speculator(
 
 def _require_configured_sizes(plan: LanePlan, runner: GraphRunner) -> None:
     """Refuse capture sizes that the runner does not use: its shapes have exactly the configured ones."""
-    configured = plan.config.batch_sizes
-    if configured is None:
-        return
-    captured = {shape.batch_size for shape in all_returned(runner.shapes(), GraphShape, runner, "shapes")}
-    if captured != set(configured):
-        sizes = ", ".join(map(str, sorted(captured)))
-        raise ConfigError(
-            f"lanes.{plan.name}.batch_sizes = {list(configured)}, but runner {plan.runner_name!r}"
-            + (f" captures shapes of {sizes} requests" if captured else " captures nothing"),
-            hint="leave batch_sizes out, or select a runner that captures the configured request counts",
-        )
+    shapes = all_returned(runner.shapes(), GraphShape, runner, "shapes")
+    for key, configured, captured, what in (
+        ("batch_sizes", plan.config.batch_sizes, {s.batch_size for s in shapes}, "requests"),
+        ("token_counts", plan.config.token_counts, {s.num_tokens for s in shapes}, "tokens"),
+    ):
+        if configured is not None and captured != set(configured):
+            sizes = ", ".join(map(str, sorted(captured)))
+            raise ConfigError(
+                f"lanes.{plan.name}.{key} = {list(configured)}, but runner {plan.runner_name!r}"
+                + (f" captures shapes of {sizes} {what}" if captured else " captures nothing"),
+                hint=f"leave {key} out, or select a runner that captures the configured numbers of {what}",
+            )
 
 
 def require_each_can_run(lanes: Sequence[Lane]) -> None:

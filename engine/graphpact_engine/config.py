@@ -204,6 +204,16 @@ class LaneConfig(_Section):
         default=None,
         description="The request counts to capture. Default: the runner's capture sizes.",
     )
+    token_counts: BatchSizes | None = Field(
+        default=None,
+        description="The token counts to capture, for a runner of prefill graphs. Default: the runner's.",
+    )
+    max_padding_ratio: float = Field(
+        default=2.0,
+        ge=1,
+        description="The most tokens of a prefill graph for each token of a batch; a batch that would be"
+        " padded further runs eagerly.",
+    )
     capture: bool = Field(
         default=True,
         description="Whether to capture the runner's graphs; false: every step runs eagerly, for comparison.",

@@ -281,7 +281,7 @@ class Verifier:
         driver = TapeDriver(lane.driver.device, traced=True)
         driver.declare(dataclasses.replace(lane.driver.memory, host=host))
         metadata = self._backend.init_metadata_eager(view)
-        step = Step(replay.shape, view, driver, self._backend, metadata, live=view)
+        step = Step(replay.shape, view, driver, self._backend, metadata, live=view, rows=view)
         try:
             tape = driver.capture(lane.runner.compose(lane.model, step), warmup=0)
         except CaptureError:

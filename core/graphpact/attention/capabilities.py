@@ -6,7 +6,7 @@ Does not: attend, or choose a backend.
 import enum
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -175,6 +175,8 @@ class Capabilities:
         trees: Whether drafts may have branches: top-k > 1 in draft decode, a tree mask in target verify.
         needs_host_plan: Whether the replay hook reads ``seq_lens_cpu``.
         seq_len_fill_value: ``seq_lens`` of a padding row, such that the kernels accept it.
+        eager_rows: The tokens that an attention call between segments of a graph takes: those of the batch,
+            or with ``"padded"`` those of the shape, for kernels that check the number of queries.
     """
 
     modes: frozenset[ForwardMode]
@@ -190,6 +192,7 @@ class Capabilities:
     sinks: bool = False
     trees: bool = False
     needs_host_plan: bool = False
+    eager_rows: Literal["live", "padded"] = "live"
 
     def missing(
         self,

@@ -169,12 +169,12 @@ def build_prefill_registry(
         device=device, max_bs=max_bs, max_num_tokens=max_num_token, share_pool=share_pool, lane=lane
     )
     slot = partial(_declare, _PREFILL)
-    slots = _token_slots(slot, cache_loc_dtype)
-    if is_multimodal:
-        slots.append(_mrope(slot))
-        if register_input_embeds:
-            dtype = embed_dtype or torch.get_default_dtype()
-            slots.append(slot("input_embeds", lambda _, n: (n, hidden_size), dtype, copy_from_fb=False))
+    embeds = None
+    if is_multimodal and register_input_embeds:
+        embeds = hidden_size, embed_dtype or torch.get_default_dtype()
+    slots = _prefill_slots(slot, cache_loc_dtype, mrope=is_multimodal, embeds=embeds)
+    if embeds is not None:
+        slots[-1] = replace(slots[-1], copy_from_fb=False)
     if enable_mamba_track:
         reason = "the number of requests is not padded"
         kept = partial(slot, axis="bs", policy=PaddingPolicy.FOREACH_COPY, reason=reason)
@@ -200,8 +200,10 @@ def input_slots(
     trees: bool = False,
     num_token_non_padded: bool = False,
     require_gathered_buffer: bool = False,
+    mrope: bool = False,
+    embeds: tuple[int, torch.dtype] | None = None,
 ) -> list[GraphSlot]:
-    """Return the inputs of full graphs of ``mode``, whose requests and tokens are padded.
+    """Return the inputs of graphs of ``mode`` whose requests and tokens are padded.
 
     Padding requests are row 0 of ``req_to_token``, all scratch, with the length that the backend declares; in
     a ragged batch they have no tokens. Padding tokens are token 0 at position 0, written to KV slot 0. In a
@@ -216,11 +218,14 @@ def input_slots(
         trees: Add ``tree_mask`` to a target verify.
         num_token_non_padded: Add the slot of that name.
         require_gathered_buffer: See `build_decode_registry`.
+        mrope: Add ``mrope_positions``.
+        embeds: Add ``input_embeds`` of this width and dtype.
     """
     owner = f"{mode.value} inputs"
     slot = partial(_declare, owner)
     steps = num_draft_steps if mode is ForwardMode.DRAFT_DECODE else None
-    slots = [*_token_slots(slot, steps=steps), *_request_slots(slot, seq_len_fill_value)]
+    slots = _prefill_slots(slot, steps=steps, mrope=mrope, embeds=embeds)
+    slots += _request_slots(slot, seq_len_fill_value)
     if mode.is_ragged:
         slots += [
             slot("extend_seq_lens", _requests, axis="bs"),
@@ -269,6 +274,23 @@ def _token_slots(
         slot("positions", _tokens),
         slot("out_cache_loc", lambda _, n: (n, steps) if steps else (n,), cache_loc_dtype),
     ]
+
+
+def _prefill_slots(
+    slot: _Declarer,
+    cache_loc_dtype: torch.dtype = torch.int64,
+    steps: int | None = None,
+    *,
+    mrope: bool,
+    embeds: tuple[int, torch.dtype] | None,
+) -> list[GraphSlot]:
+    """Return the slots by token, with multimodal positions and embeddings; all padding rows are zeros."""
+    slots = _token_slots(slot, cache_loc_dtype, steps)
+    if mrope:
+        slots.append(_mrope(slot))
+    if embeds is not None:
+        slots.append(slot("input_embeds", lambda _, n: (n, embeds[0]), embeds[1]))
+    return slots
 
 
 def _request_slots(slot: _Declarer, fill_value: int) -> list[GraphSlot]:

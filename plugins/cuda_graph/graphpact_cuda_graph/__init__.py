@@ -1,8 +1,10 @@
-"""The ``cuda_graph`` runner: one full graph for each capture size of decode or target verify.
+"""Runners of CUDA graphs. The names are those that engines use; on a CPU the lane's driver is the tape.
 
-The name is the one that engines use. On a CPU the lane's driver is the tape.
+    cuda_graph             one full graph for each capture size of decode or target verify
+    breakable_cuda_graph   prefill, broken at run time where the model attends
+    piecewise_cuda_graph   prefill, in the pieces into which torch.compile splits the model
 
-Does not: serve prefill, or capture a part of a step.
+Does not: record graphs; drivers do. The driver ``cuda`` is `graphpact_cuda_graph.driver.CudaDriver`.
 """
 
 from graphpact.batch import ForwardMode

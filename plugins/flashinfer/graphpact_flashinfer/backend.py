@@ -48,6 +48,7 @@ class FlashInferBackend(AttentionBackend):
         sinks=True,
         trees=True,
         needs_host_plan=True,
+        eager_rows="padded",  # FlashInfer checks qo_indptr[-1] == q.shape[0]
     )
     # FlashInfer serves MLA through another wrapper, with other index tensors.
     claims = {"heads mla": "not_implemented"}  # noqa: RUF012  a ClassVar there

@@ -143,9 +143,10 @@ class PortableKernels(FlashInferKernels):
         numbers = [size, *itertools.accumulate(chunks, initial=0)]
         staged = self._staged.get(plan.kv_chunk_size.data_ptr())
         if staged is None or driver is None:  # a plan of an eager step has memory of its own
-            made = torch.tensor(numbers, dtype=torch.int32, device=plan.o_indptr.device)
-            plan.kv_chunk_size.copy_(made[:1])
-            plan.o_indptr.copy_(made[1:])
+            copy = torch.Tensor.copy_ if driver is None else driver.copy_async
+            made = torch.tensor(numbers, dtype=torch.int32)
+            copy(plan.kv_chunk_size, made[:1])
+            copy(plan.o_indptr, made[1:])
             return
         if staged.copied is None:
             staged.copied = driver.event()

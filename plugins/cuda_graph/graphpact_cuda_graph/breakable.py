@@ -1,0 +1,20 @@
+"""The ``breakable_cuda_graph`` runner: prefill graphs that are broken at run time, at every attention.
+
+One capture of the model gives one segment more than the model has attention layers. Segments of all shapes
+share the driver's memory pool.
+
+Does not: need anything of the model: what the segments hold is what ran between two attention calls.
+"""
+
+from graphpact import Step
+from graphpact.step import Forward, Region
+from graphpact_cuda_graph.bridge import Bridge
+from graphpact_cuda_graph.prefill import PrefillRunner
+
+
+class BreakableCudaGraphRunner(PrefillRunner):
+    """The runner whose graphs break where the model attends."""
+
+    def compose(self, forward: Forward, step: Step) -> Region:
+        """Return one forward pass, broken at every attention call."""
+        return lambda: forward(step.view, step.metadata, Bridge(step))

@@ -1,0 +1,35 @@
+"""The ``piecewise_cuda_graph`` runner: prefill graphs of the pieces into which torch.compile splits a model.
+
+The model is traced once for each shape, with its static token count, and split at its attention. The driver
+records the pieces; attention runs between them. With the driver ``cuda`` the pieces are compiled first. Other
+drivers record their operations one by one, and ``inductor`` compiles what it recorded.
+
+Does not: run a model that torch.compile cannot trace in one piece; `breakable_cuda_graph` does.
+"""
+
+from graphpact import Step
+from graphpact.step import Forward, Region
+from graphpact_cuda_graph.bridge import Bridge
+from graphpact_cuda_graph.driver import CudaDriver
+from graphpact_cuda_graph.pieces import split
+from graphpact_cuda_graph.prefill import PrefillRunner
+
+
+class PiecewiseCudaGraphRunner(PrefillRunner):
+    """The runner whose graphs are the pieces of a model between its attention layers."""
+
+    def compose(self, forward: Forward, step: Step) -> Region:
+        """Return the pieces of one forward pass, with attention between them.
+
+        Raises:
+            CaptureError: torch.compile cannot trace the model, or cannot compile a piece.
+        """
+        attend = Bridge(step)
+        if step.is_eager:
+            return lambda: forward(step.view, step.metadata, attend)
+        layers = {layer.layer_id: layer for layer in step.backend.context.layers}
+        return split(
+            lambda attention: forward(step.view, step.metadata, attention),
+            attend=lambda q, k, v, layer_id: attend(q, k, v, layers[layer_id], None),
+            compiled=isinstance(step.driver, CudaDriver),
+        )
