@@ -56,7 +56,10 @@ _BASES: dict[Kind, str] = {  # names of `graphpact`, which imports torch when it
 _OFFERS: dict[str, dict[Kind, str]] = {  # plugins of the first-party distributions
     "graphpact": {"runner": "eager", "command": "plugins"},
     "graphpact-tape": {"graph_driver": "tape"},
-    "graphpact-cuda-graph": {"runner": "cuda_graph", "graph_driver": "cuda"},
+    "graphpact-cuda-graph": {
+        "runner": "cuda_graph breakable_cuda_graph piecewise_cuda_graph",
+        "graph_driver": "cuda",
+    },
     "graphpact-cpu-graph": {"runner": "cpu_graph", "graph_driver": "inductor"},
     "graphpact-speculative": {
         "runner": "eagle_draft eagle_draft_extend frozen_kv_mtp",

@@ -522,10 +522,14 @@ class StrictShared:
 
     @contextlib.contextmanager
     def unprepared(self, memory: DeclaredMemory, host: Iterable[torch.Tensor]) -> Iterator[None]:
-        """Note which tensors are made on the host, for later preparations."""
+        """Note which tensors are made on the host, for later preparations.
+
+        The eager work that follows is not watched, so copies of the hooks are done before it, as on a stream.
+        """
         self._learn(memory, host)
         with followed(self._host):
             yield
+        self.order.synchronize()
 
     def _learn(self, memory: DeclaredMemory, host: Iterable[torch.Tensor]) -> None:
         self._host.prune()
