@@ -256,20 +256,32 @@ class Lane:
     def forward_eager(
         self, batch: ForwardBatch, backend: AttentionBackend | None = None, live: ForwardBatch | None = None
     ) -> StepOutputs:
-        """Run the region of ``batch`` without a graph, and without checking the batch.
+        """Run the region of ``batch`` without a graph, and without checking the batch; see `region_of`."""
+        return self.region_of(batch, backend, live)()
+
+    def region_of(
+        self,
+        batch: ForwardBatch,
+        backend: AttentionBackend | None = None,
+        live: ForwardBatch | None = None,
+        driver: GraphDriver | None = None,
+    ) -> Region:
+        """Return the region of ``batch``, with metadata in new memory.
 
         Args:
             batch: A live batch, or a padded view.
             backend: Derives metadata and attends; by default the lane's.
             live: The live batch of a padded view; by default ``batch``.
+            driver: Records the region, with the lane's workspaces, as a capture does. None: it runs eagerly.
         """
         backend, live = backend or self.backend, live or batch
         rows = attended_rows(batch, live, backend) if self.runner.eager_attention else batch
         with self.driver.unprepared(rows.host_tensors()):
             metadata = backend.init_metadata_eager(rows)
         shape = GraphShape(batch.forward_mode, batch.batch_size, batch.num_tokens)
-        step = Step(shape, batch, self.driver, backend, metadata, live=live, rows=rows)
-        return self.runner.compose(self.model, step)()
+        recorded = None if driver is None else self.registry
+        step = Step(shape, batch, driver or self.driver, backend, metadata, live, rows, recorded)
+        return self.runner.compose(self.model, step)
 
     def fit(self, batch: ForwardBatch) -> GraphShape | EagerReason:
         """Return the captured shape that ``batch`` replays, or the reason why there is none."""

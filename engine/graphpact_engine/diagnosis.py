@@ -57,6 +57,7 @@ class Replay:
         shape: The replayed shape.
         view: The static inputs.
         view_before: A copy of the view before the replay: the graph may write its slots.
+        rows: The batch that the metadata was made from: the view, unless attention leaves the graph.
         metadata: The metadata of the replay; None before the hook has run.
     """
 
@@ -64,6 +65,7 @@ class Replay:
     shape: GraphShape
     view: ForwardBatch
     view_before: ForwardBatch
+    rows: ForwardBatch | None = None
     metadata: Any = None
 
 
@@ -202,7 +204,7 @@ class Diagnosis:
         replay = self._replay
         try:
             eager = _Derived(self._backend, replay.batch, replay.shape)
-            padded = _Derived(self._backend, replay.view, replay.shape)
+            padded = _Derived(self._backend, replay.rows or replay.view, replay.shape)
             metadata = {path: value for path, (value, _) in _leaves(replay.metadata, replay.shape).items()}
         except Exception as error:  # noqa: BLE001  a plugin error must not hide the difference
             return _rest(

@@ -30,7 +30,7 @@ from graphpact.errors import CaptureError, EngineError, ReplayError
 from graphpact.hookspecs import hookimpl
 from graphpact.lane import Lane
 from graphpact.shapes import GraphShape
-from graphpact.step import Step, StepOutputs
+from graphpact.step import StepOutputs
 from graphpact.tensors import same
 from graphpact_engine.diagnosis import Cause, Diagnosis, Replay, tolerance_of
 from graphpact_engine.errors import VerificationError
@@ -108,11 +108,11 @@ class Verifier:
         return view
 
     @hookimpl(wrapper=True)
-    def init_metadata_replay(self) -> _Around:
-        """Keep the metadata of a verified step."""
+    def init_metadata_replay(self, view: ForwardBatch) -> _Around:
+        """Keep the metadata of a verified step, and the batch that it was made from."""
         metadata = yield
         if self._replay is not None:
-            self._replay.metadata = metadata
+            self._replay.rows, self._replay.metadata = view, metadata
         return metadata
 
     # -- the step: inside the guard of a strict lane, which poisons unowned memory first --------------
@@ -161,7 +161,7 @@ class Verifier:
         if replay is not None and lane.driver.repeats_eager_kernels:
             # The same kernels on the same rows give the same bits. So a difference too small for the
             # tolerance, which allows for rounding of other kernels, is detected here.
-            padded = lane.forward_eager(replay.view_before, self._backend)
+            padded = lane.forward_eager(replay.view_before, self._backend, live=kept)
             padded = padded.rows(batch.batch_size, batch.num_tokens)
             if _shapes(padded) == _shapes(outputs):
                 is_equal = self._compare_all(outputs, padded, replay, as_padded=True)
@@ -269,21 +269,21 @@ class Verifier:
         """Return whether an eager run of the same padded rows runs the operations of the graph.
 
         It records such a run, on the copy of the cache. What eager calls do between segments is in no
-        recording: a graph with such calls is not known to be repeated. Without a trace, the driver's word is
-        taken.
+        recording: a graph with such calls is not known to be repeated, unless they only attend. Without a
+        trace, the driver's word is taken.
         """
         lane, view = self.lane, replay.view_before
         graph = lane.captured[replay.shape].graph
         recorded: list[TracedCall] | None = getattr(graph, "trace", None)
-        if recorded is None or graph.num_segments > 1:
+        if recorded is None or (graph.num_segments > 1 and not lane.runner.eager_attention):
             return recorded is None
         host = [*lane.driver.memory.host, *view.host_tensors()]
         driver = TapeDriver(lane.driver.device, traced=True)
         driver.declare(dataclasses.replace(lane.driver.memory, host=host))
-        metadata = self._backend.init_metadata_eager(view)
-        step = Step(replay.shape, view, driver, self._backend, metadata, live=view, rows=view)
         try:
-            tape = driver.capture(lane.runner.compose(lane.model, step), warmup=0)
+            tape = driver.capture(
+                lane.region_of(view, self._backend, live=replay.batch, driver=driver), warmup=0
+            )
         except CaptureError:
             return False  # work that no graph can hold
         trace = getattr(tape, "trace", None) or []
