@@ -7,6 +7,7 @@ pass. Attention is one opaque operator in the trace.
 Does not: record anything, or choose where to split: attention calls decide that.
 """
 
+import threading
 import types
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
@@ -58,19 +59,40 @@ def split(forward: Callable[[Attend], StepOutputs], *, attend: AttendLayer, comp
         CaptureError: The pass cannot be traced as one graph, or inductor cannot compile a piece.
     """
     pieces = _Pieces(attend, compiled=compiled)
+    traced: Any = torch.compile(_copy_of(forward), backend=_backend, fullgraph=True, dynamic=False)
+    _current.pieces = pieces
     try:
-        traced: Any = torch.compile(_copy_of(forward), backend=pieces, fullgraph=True, dynamic=False)
         outputs = traced(_traced_attend)
     except Exception as error:
-        if isinstance(error.__cause__, CaptureError):
-            raise error.__cause__ from error
+        if pieces.failed is not None:
+            raise pieces.failed from None
         raise CaptureError(
             f"torch.compile cannot trace the forward pass as one graph: {type(error).__name__}:"
             f" {str(error).strip().partition(chr(10))[0]}",
             hint='use runner = "breakable_cuda_graph", which traces nothing',
             rule="GP20",
         ) from error
+    finally:
+        _current.pieces = None
     return pieces.region(outputs)
+
+
+_current = threading.local()
+
+
+def _backend(module: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Sequence[Any]]:
+    """Give the traced graph to the pieces that are made now; a backend of torch.compile.
+
+    Torch forgets neither backends nor what they return, so neither holds the pieces.
+    """
+    del examples  # they have no memory
+    _current.pieces.split(module)
+    return _run_first
+
+
+def _run_first(*inputs: Any) -> Sequence[Any]:
+    pieces: _Pieces = _current.pieces
+    return pieces.run_first(*inputs)
 
 
 def _copy_of(function: Any) -> Any:
@@ -83,11 +105,16 @@ def _copy_of(function: Any) -> Any:
 
 
 class _Pieces:
-    """A backend of torch.compile: it splits the graph that it gets, and keeps inputs and outputs."""
+    """The pieces of a traced graph, with its inputs.
+
+    Attributes:
+        failed: What their first run raised, if it did.
+    """
 
     def __init__(self, attend: AttendLayer, *, compiled: bool) -> None:
+        self.failed: Exception | None = None
         self._compiled = compiled
-        self._run: Callable[..., Sequence[Any]] | None = None
+        self._whole: fx.GraphModule | None = None
         self._inputs: tuple[Any, ...] = ()
         self._returned: Sequence[Any] = ()
 
@@ -98,9 +125,8 @@ class _Pieces:
 
         self._attention = attention
 
-    def __call__(self, module: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Sequence[Any]]:
-        """Split ``module``, and return what runs it for the first time."""
-        del examples  # they have no memory
+    def split(self, module: fx.GraphModule) -> None:
+        """Split ``module`` before and after every attention, which from now on attends."""
         part = 0
         parts: dict[fx.Node, int] = {}
         for node in module.graph.nodes:
@@ -110,16 +136,21 @@ class _Pieces:
             if is_attention:
                 node.target = self._attention
                 part += 1
-        whole = split_module(module, module, parts.__getitem__, keep_original_order=True, tuple_return=True)
-        self._run = whole
+        self._whole = split_module(
+            module, module, parts.__getitem__, keep_original_order=True, tuple_return=True
+        )
 
-        def first_run(*inputs: Any) -> Sequence[Any]:
+    def run_first(self, *inputs: Any) -> Sequence[Any]:
+        """Compile the pieces, if asked for, and run them; keep the inputs."""
+        assert self._whole is not None  # noqa: S101  split before
+        try:
             if self._compiled:
-                _Compiling(whole, self._attention).run(*inputs)
-            self._inputs, self._returned = inputs, whole(*inputs)
-            return self._returned
-
-        return first_run
+                _Compiling(self._whole, self._attention).run(*inputs)
+            self._inputs, self._returned = inputs, self._whole(*inputs)
+        except Exception as error:
+            self.failed = error
+            raise
+        return self._returned
 
     def region(self, outputs: StepOutputs) -> Region:
         """Return a function that runs the pieces again and returns their results as ``outputs`` are made.
@@ -127,7 +158,7 @@ class _Pieces:
         Raises:
             CaptureError: An output is no result of the graph.
         """
-        run, inputs = self._run, self._inputs
+        run, inputs = self._whole, self._inputs
         leaves, spec = pytree.tree_flatten(outputs)
         at = {id(tensor): index for index, tensor in enumerate(self._returned)}
         if run is None or any(id(leaf) not in at for leaf in leaves):
