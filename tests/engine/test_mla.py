@@ -1,5 +1,7 @@
 """Tests of MLA: the absorbed form equals transformers, and the engine uses it if every lane can."""
 
+import gc
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -139,7 +141,10 @@ def test_layers_ask_for_latents_when_absorbed(checkpoint: Callable[..., Path]) -
 
 @needs_seam
 def test_both_forms_of_one_model_stand_side_by_side(checkpoint: Callable[..., Path]) -> None:
-    """Each forward pass leaves the model unchanged, even if it fails, so that both forms can share it."""
+    """Only the pass of an absorbed model attends over latents, even if it fails: others share its weights.
+
+    A third model absorbs the same layers, and changes nothing of them.
+    """
     model = load(checkpoint("deepseek_v2"))
     absorbed, expanded = (models.TransformersModel(model, absorb=a) for a in (True, False))
     prompts = [prompt_of(9, 1)]
@@ -148,7 +153,29 @@ def test_both_forms_of_one_model_stand_side_by_side(checkpoint: Callable[..., Pa
     with pytest.raises(IndexError):
         logits_of(absorbed, [[5, 10**6]])
     assert torch.equal(logits_of(expanded, prompts), other)
-    assert not any("expand_kv" in vars(module) for module in model.modules())
+    classes = [type(module) for module in model.modules()]
+    assert torch.equal(logits_of(models.TransformersModel(model, absorb=True), prompts), one)
+    assert [type(module) for module in model.modules()] == classes
+    model.set_attn_implementation("sdpa")
+    with torch.inference_mode():
+        own = model(input_ids=torch.tensor(prompts), use_cache=False).logits[0, -1:]
+    torch.testing.assert_close(own, other, rtol=0, atol=1e-9)
+
+
+@needs_seam
+def test_an_absorbed_model_is_freed_with_its_last_name(checkpoint: Callable[..., Path]) -> None:
+    """The weights of an absorbed layer do not wait for the garbage collector: nothing refers in a circle."""
+    model = load(checkpoint("deepseek_v3"))
+    weight = weakref.ref(model.model.layers[0].self_attn.kv_b_proj.weight)
+    absorbed = models.TransformersModel(model, absorb=True)
+    logits_of(absorbed, [prompt_of(3, 0)])
+    gc.collect()
+    gc.disable()
+    try:
+        del model, absorbed
+        assert weight() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize(

@@ -423,6 +423,19 @@ def _input_cast_anew(w: _World) -> _Seen:
 
 
 @_act(gpu=False)
+def _compile_in_capture(w: _World) -> _Seen:
+    compiled = torch.compile(lambda x: x + 1, backend="eager")
+    graph = w.driver.capture(lambda: compiled(w.x), warmup=0)
+    return _Seen(_replays(w, graph), [])
+
+
+@_act()
+def _compiled_code(w: _World) -> _Seen:
+    compiled = torch.compile(lambda x: x + 1, backend="eager")
+    return _legal(w, lambda: compiled(w.x))
+
+
+@_act(gpu=False)
 def _autocast_cache(w: _World) -> _Seen:
     @torch.inference_mode(mode=False)  # in inference mode, autocast caches no cast
     @torch.no_grad()
@@ -927,6 +940,7 @@ def _two_captures_at_once(w: _World) -> _Seen:
 # Acts that the tests of the fast tape skip, each with the reason why it differs there.
 _NOT_FAST = {
     "capture_does_not_run": "it runs what it records",
+    "compiled_code": "refused, as by the strict tape",
     "copy_into_pinned_host": "it takes every copy to the host for a host read",
     "pinned_allocation": "without a GPU, torch pins no memory",
     "resize_in_region": "refused, as by the strict tape",

@@ -54,6 +54,12 @@ def attending(attention: Attention) -> Iterator[None]:
         _active.attention = before
 
 
+def active_attention() -> Attention | None:
+    """Return the `Attention` that serves the forward pass of this thread, or None outside `attending`."""
+    attention: Attention | None = getattr(_active, "attention", None)
+    return attention
+
+
 def _attention_function(
     module: Any,
     query: torch.Tensor,

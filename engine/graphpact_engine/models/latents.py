@@ -5,13 +5,14 @@ keys and values of every head, then attends. In absorbed form, the query is mult
 weight before attention over the latents, and the output by the value half afterwards. Scores and outputs are
 the same; the cache holds one latent per token instead of keys and values of all heads.
 
-The method ``expand_kv`` of the layers (transformers >= 5.15) is replaced while a forward pass runs.
+The layers of an absorbed model get a subclass of their class. Its ``expand_kv`` (transformers >= 5.15) makes
+latents the keys while an `AbsorbedAttention` serves the forward pass; in all other passes it expands them.
+``torch.compile`` can trace both.
 
-Does not: attend, or copy weights.
+Does not: attend over latents, or copy weights.
 """
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch
 import transformers
 
 from graphpact_engine.errors import UnsupportedModelError
+from graphpact_engine.models.interface import Attention, active_attention
 
 _EXPANDED = "use an attention backend without MLA, which runs the model in expanded form"
 
@@ -51,41 +53,78 @@ class LatentLayer:
         return torch.einsum("thr,hvr->thv", out, self.value_up)
 
 
+@dataclass(slots=True)
+class AbsorbedAttention:
+    """An attention implementation that absorbs MLA layers and passes other layers on unchanged.
+
+    Args:
+        inner: The attention implementation that attends: over latents in the absorbed layers.
+        latents: The absorbed layers, by their attention modules.
+    """
+
+    inner: Attention
+    latents: dict[Any, LatentLayer]
+
+    def attend(
+        self,
+        module: Any,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        asked: dict[str, Any],
+    ) -> torch.Tensor:
+        """See `Attention.attend`."""
+        layer = self.latents.get(module)
+        if layer is None:
+            return self.inner.attend(module, q, k, v, asked)
+        asked["kv_lora_rank"] = layer.kv_lora_rank
+        return layer.expand_output(self.inner.attend(module, layer.absorb_query(q), k, v, asked))
+
+
 def latent_modules(model: Any) -> list[Any]:
     """Return the MLA attention modules of a transformers model, in the order of its layers."""
     return [m for m in model.modules() if hasattr(m, "kv_lora_rank") and hasattr(m, "kv_b_proj")]
 
 
-def latent_layers(model: Any) -> dict[Any, LatentLayer]:
-    """Return every MLA layer of ``model`` by its attention module; empty for a model without MLA.
+def absorb_layers(model: Any) -> dict[Any, LatentLayer]:
+    """Let an `AbsorbedAttention` absorb the MLA layers of ``model``; return them by their attention modules.
+
+    Other forward passes of ``model`` stay as they are. Empty for a model without MLA.
 
     Raises:
         UnsupportedModelError: The installed transformers has no ``expand_kv`` in this model, or the
             ``kv_b_proj`` of a layer is not a plain linear map.
     """
-    return {module: _latent_layer(module) for module in latent_modules(model)}
+    layers = {module: _latent_layer(module) for module in latent_modules(model)}
+    for module in layers:
+        if not isinstance(module, _Joining):
+            module.__class__ = _joining(type(module))  # type: ignore[arg-type]  # a class is hashable
+    return layers
 
 
-@contextmanager
-def latents_as_keys(modules: Iterable[Any]) -> Iterator[None]:
-    """Make MLA ``modules`` attend over latents inside the context.
+class _Joining:
+    """A base class that is put before an MLA attention class."""
 
-    They then have one key head ``[1, 1, T, rank + rope]``, whose first ``rank`` elements are the value.
+    def expand_kv(self, kv_nope: torch.Tensor, k_rot: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return keys and values; in an absorbed pass one key head ``[1, 1, T, rank + rope]`` of latents.
+
+        The first ``rank`` elements of that key are the value.
+        """
+        attention = active_attention()
+        if isinstance(attention, AbsorbedAttention) and self in attention.latents:
+            key = torch.cat((kv_nope, k_rot), dim=-1)
+            return key, key[..., : kv_nope.shape[-1]]
+        expanded: tuple[torch.Tensor, torch.Tensor] = super().expand_kv(kv_nope, k_rot)  # type: ignore[misc]
+        return expanded
+
+
+@functools.cache
+def _joining(kind: type) -> type:
+    """Return the subclass of ``kind`` for absorbed layers.
+
+    Not a bound method set on the module: that is a reference cycle, which delays freeing the weights.
     """
-    modules = list(modules)
-    for module in modules:
-        module.expand_kv = _join
-    try:
-        yield
-    finally:
-        for module in modules:
-            del module.expand_kv
-
-
-def _join(kv_nope: torch.Tensor, k_rot: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Replace ``expand_kv``: return latent and rotated key as one key, and the latent as its value."""
-    key = torch.cat((kv_nope, k_rot), dim=-1)
-    return key, key[..., : kv_nope.shape[-1]]
+    return type(kind.__name__, (_Joining, kind), {"__module__": kind.__module__})
 
 
 def _latent_layer(module: Any) -> LatentLayer:

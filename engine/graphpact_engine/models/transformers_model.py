@@ -21,12 +21,7 @@ from graphpact.buffers import Axis
 from graphpact.errors import CaptureError, returned
 from graphpact.step import Attend, StepOutputs
 from graphpact_engine.models.interface import Attention, attending
-from graphpact_engine.models.latents import (
-    LatentLayer,
-    latent_layers,
-    latent_modules,
-    latents_as_keys,
-)
+from graphpact_engine.models.latents import AbsorbedAttention, absorb_layers, latent_modules
 from graphpact_engine.models.probe import probe_layers
 
 
@@ -79,28 +74,6 @@ class LaneAttention:
         return tensor
 
 
-@dataclass(slots=True)
-class _Absorbed:
-    """An attention implementation that absorbs MLA layers and passes other layers to ``inner`` unchanged."""
-
-    inner: Attention
-    latents: dict[Any, LatentLayer]
-
-    def attend(
-        self,
-        module: Any,
-        q: torch.Tensor,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
-        asked: dict[str, Any],
-    ) -> torch.Tensor:
-        layer = self.latents.get(module)
-        if layer is None:
-            return self.inner.attend(module, q, k, v, asked)
-        asked["kv_lora_rank"] = layer.kv_lora_rank
-        return layer.expand_output(self.inner.attend(module, layer.absorb_query(q), k, v, asked))
-
-
 class TransformersModel:
     """The forward pass of a lane: returns logits, and optionally hidden states, of a batch.
 
@@ -125,7 +98,7 @@ class TransformersModel:
         self.model = model
         self.hidden_states = tuple(hidden_states)
         self.has_latents = bool(latent_modules(model))
-        self._latents = latent_layers(model) if absorb else {}
+        self._latents = absorb_layers(model) if absorb else {}
         self.dtype: torch.dtype = model.dtype
         self._takes_logits_to_keep = "logits_to_keep" in inspect.signature(model.forward).parameters
         for module in model.modules():
@@ -183,8 +156,7 @@ class TransformersModel:
             more["logits_to_keep"] = last
         if self.hidden_states:
             more["output_hidden_states"] = True
-        absorbed = _Absorbed(attention, self._latents) if self._latents else attention
-        with attending(absorbed), latents_as_keys(self._latents):
+        with attending(AbsorbedAttention(attention, self._latents) if self._latents else attention):
             given = self.model(input_ids=input_ids[None], use_cache=False, **more)
         logits: torch.Tensor = given.logits[0]
         if last is not None and not self._takes_logits_to_keep:

@@ -2,6 +2,7 @@
 
     tape        the driver, fast and strict
     recorder    records dispatched operations for replay
+    compiled    refuses compiled code, which a recorder cannot see
     nodes       runs a recorded call again
     trace       the operations of a run, compared with those of another
     strict      the strict tape: every replay runs over poison

@@ -24,7 +24,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils import _pytree as pytree
 from torch.utils._device import DeviceContext
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from graphpact.errors import ContractError
 from graphpact.graphs.lines import Line
@@ -447,6 +447,29 @@ def _is_composite(func: Any) -> bool:
     return not func._schema.is_mutable and torch._C._dispatch_has_kernel_for_dispatch_key(  # noqa: SLF001
         func.name(), _COMPOSITE
     )
+
+
+@contextlib.contextmanager
+def modes_left(function_mode: TorchFunctionMode, dispatch_mode: TorchDispatchMode) -> Iterator[None]:
+    """Leave both modes, and the modes that were entered inside them, for the duration of the context."""
+    with (
+        _left(TorchFunctionMode, function_mode, _get_current_function_mode_stack()),
+        _left(TorchDispatchMode, dispatch_mode, _get_current_dispatch_mode_stack()),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _left(kind: Any, mode: Any, stack: list[Any]) -> Iterator[None]:
+    """Leave ``mode`` and what is above it in its stack, by the methods of ``kind``: no subclass acts."""
+    inside = stack[stack.index(mode) :] if mode in stack else []  # not in the stack while it runs itself
+    for each in reversed(inside):
+        kind.__exit__(each, None, None, None)
+    try:
+        yield
+    finally:
+        for each in inside:
+            kind.__enter__(each)
 
 
 # -- without refusals --------------------------------------------------------------------------------

@@ -13,7 +13,9 @@ rules are the same for both:
 - Uninitialised memory (``empty``) is memory of the graph. It is recorded, with no work to repeat.
 - A tensor that the region made may change its shape in place. That is no work: calls before and after it hold
   two places in one storage. For all other tensors a change of shape in place is refused.
-- An eager call ends a segment and runs unrecorded. Its new results are memory of the graph.
+- An eager call ends a segment and runs unrecorded, outside every mode of the region, as in a replay. Its new
+  results are memory of the graph.
+- Compiled code is refused, see `graphpact_tape.compiled`; eager calls may run it.
 - The graph's own memory is: allocations of the region, results of its eager calls, its constants. All other
   memory is external.
 
@@ -30,7 +32,8 @@ from graphpact.graphs.driver import GraphDriver
 from graphpact.graphs.lines import Line
 from graphpact.graphs.segments import EagerCall
 from graphpact.tensors import storage_id
-from graphpact_tape.host import HostReadGuard, Watcher, map_tensors, tensors_of
+from graphpact_tape.compiled import compiled_code_refused
+from graphpact_tape.host import HostReadGuard, Watcher, map_tensors, modes_left, tensors_of
 from graphpact_tape.trace import TracedCall
 
 __tracebackhide__ = True  # a message names the line of the region
@@ -199,7 +202,7 @@ class Recorder(Watcher):
         Raises:
             CaptureError: The region did something that a graph cannot record, even if it caught the error.
         """
-        with driver.recorded_run(), self.guard, self:
+        with driver.recorded_run(), compiled_code_refused(self.guard), self.guard, self:
             outputs = fn()
         # The region caught the error, but a capture does not recover.
         if self.guard.refused is not None:
@@ -228,7 +231,8 @@ class Recorder(Watcher):
         """Run ``fn(*args)`` unrecorded, begin another segment, and return the result."""
         self.guard.paused = True
         try:
-            result = fn(*args)
+            with modes_left(self.guard, self):
+                result = fn(*args)
         finally:
             self.guard.paused = False
         known = {storage_id(t) for t in tensors_of(args)}

@@ -1,0 +1,108 @@
+"""Refuse compiled code while a region is recorded.
+
+Code that torch.compile, inductor or AOTInductor made launches its kernels below torch's dispatcher. A
+recorder does not see them, so every replay would lack their work. Torch has no hook for calls of such code:
+the functions of torch through which they pass are replaced while a region is recorded.
+
+Where torch compiles nothing, nothing is refused: ``torch.compiler.disable``, the stance ``force_eager``.
+TorchScript dispatches its operators, so it is recorded.
+
+Does not: import a compiler; see one that the region is the first to import, which the warm-up prevents; see
+kernels that Python launches by itself, such as a Triton kernel.
+"""
+
+import contextlib
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, TypeAlias
+
+import torch
+
+from graphpact_tape.host import HostReadGuard
+
+__tracebackhide__ = True
+
+_HINT = (
+    "a recorder cannot see the kernels of compiled code: call the function that was given to the compiler,"
+    ' or, if a library calls it, capture under torch.compiler.set_stance("force_eager"); the driver inductor'
+    " compiles what it records, the driver cuda records compiled code, and the runner piecewise_cuda_graph"
+    " splits a model by torch.compile"
+)
+
+_Check: TypeAlias = Callable[[], bool]
+_Refuse: TypeAlias = Callable[[str], Exception]
+_Replace: TypeAlias = Callable[[Callable[..., Any], _Check, _Refuse], Callable[..., Any]]
+
+
+@contextlib.contextmanager
+def compiled_code_refused(guard: HostReadGuard) -> Iterator[None]:
+    """Refuse calls of compiled code inside the context, except while ``guard`` is paused.
+
+    Calls of other threads run.
+    """
+    thread = threading.get_ident()
+
+    def is_recorded() -> bool:
+        return not guard.paused and threading.get_ident() == thread
+
+    def refusal(name: str) -> Exception:
+        return guard.refusal(f"{name} is called", _HINT)
+
+    with contextlib.ExitStack() as stack:
+        for owner, name, replace in _entrances():
+            original = getattr(owner, name)
+            stack.callback(setattr, owner, name, original)
+            setattr(owner, name, replace(original, is_recorded, refusal))
+        yield
+
+
+def _entrances() -> Iterator[tuple[Any, str, _Replace]]:
+    """Yield each function through which compiled code is called: its owner, its name, and what replaces it.
+
+    A module that was not imported has made no code.
+    """
+    dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")
+    if dynamo is not None:
+        yield dynamo, "_callback_from_stance", _refusing_frames
+    inductor: Any = sys.modules.get("torch._inductor.output_code")
+    if inductor is not None:
+        yield inductor.CompiledFxGraph, "__call__", _refusing_calls
+        yield inductor.CompiledAOTI, "__call__", _refusing_calls
+    for kind in vars(torch._C._aoti).values():  # noqa: SLF001  AOTInductor's loaders have no public names
+        for name in {"run", "boxed_run"} & vars(kind).keys() if isinstance(kind, type) else ():
+            yield kind, name, _refusing_calls
+
+
+def _refusing_calls(call: Callable[..., Any], is_recorded: _Check, refusal: _Refuse) -> Callable[..., Any]:
+    """Return ``call``, a method that runs code of inductor, with the refusal before it."""
+
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        if is_recorded():
+            raise refusal("code compiled by inductor")
+        return call(*args, **kwargs)
+
+    return checked
+
+
+def _refusing_frames(choose: Callable[..., Any], is_recorded: _Check, refusal: _Refuse) -> Callable[..., Any]:
+    """Return ``choose``, which gives dynamo its callback for a compiled function's frames, with the refusal.
+
+    No callback (None or False) means that nothing is compiled. It is the callback that refuses, because torch
+    restores its settings after an error there.
+    """
+
+    def checked(callback: Any) -> Any:
+        chosen = choose(callback)
+        if chosen is None or chosen is False or not is_recorded():
+            return chosen
+
+        def refuse(frame: Any, *_: Any) -> None:
+            module = frame.f_locals.get("self")
+            is_module = isinstance(module, torch.nn.Module)
+            name = type(module).__name__ if is_module else frame.f_code.co_qualname
+            raise refusal(f"{name}, compiled by torch.compile,")
+
+        return refuse
+
+    return checked
