@@ -1,5 +1,6 @@
-"""Prefill in full graphs, by the runner of the third-party example."""
+"""Prefill through graphs: full ones, by the runner of the third-party example, and broken or split ones."""
 
+import itertools
 import random
 import sys
 from collections.abc import Callable, Iterator
@@ -13,7 +14,7 @@ from graphpact.errors import ConfigError
 from graphpact.shapes import EagerReason
 from graphpact_engine import Engine, SamplingParams
 from graphpact_engine.config import EngineConfig
-from support import ROOT, Catalog, reference_tokens
+from support import ROOT, Catalog, pairwise, reference_tokens
 
 EXAMPLE = ROOT / "examples/third_party"
 LENGTHS = (
@@ -170,3 +171,67 @@ def test_a_prompt_whose_graph_is_released_runs_eagerly(
         prefill.close()
         engine.generate([[5, 6, 7]], SamplingParams(max_new_tokens=1))
         assert prefill.stats.eager == {(ForwardMode.EXTEND, EagerReason.NOT_CAPTURED): 1}
+
+
+# -- broken and split graphs -------------------------------------------------------------------------
+
+DIMENSIONS: dict[str, list[Any]] = {
+    "runner": ["breakable_cuda_graph", "piecewise_cuda_graph"],
+    "model": [("llama", "flashinfer"), ("gemma2", "fa3"), ("deepseek_v3", "trtllm_mla"), ("mixtral", "fa3")],
+    "strict": [False, True],
+    "step": [24, 48],
+}
+
+
+def _cases() -> list[Any]:
+    """Return all combinations; most of them are sweeps: torch.compile traces a graph in a second or two."""
+    few = [tuple(case.values()) for case in pairwise(DIMENSIONS)]
+    split = [case for case in few if case[0].startswith("piecewise")]
+    few = [case for case in few if case not in split[2:]]
+    return [
+        pytest.param(
+            case,
+            id="-".join([case[0].partition("_")[0], *case[1], "strict" if case[2] else "fast", str(case[3])]),
+            marks=() if case in few else pytest.mark.sweep,
+        )
+        for case in itertools.product(*DIMENSIONS.values())
+    ]
+
+
+@pytest.mark.parametrize("case", _cases())
+def test_tokens_of_broken_and_split_prefill_equal_transformers(
+    case: tuple[str, tuple[str, str], bool, int], checkpoint: Callable[..., Path]
+) -> None:
+    """Greedy tokens equal transformers', every replay equals an eager run, and graphs read every chunk.
+
+    Chunks with cached prefixes and several prompts of a step are among them. Every graph has a segment more
+    than the model has layers.
+    """
+    runner, (architecture, backend), strict, most = case
+    path = checkpoint(architecture)
+    overrides = [
+        f'model.path="{path}"',
+        'engine.device="cpu"',
+        "engine.max_num_seqs=4",
+        f"engine.max_num_batched_tokens={most}",
+        f'engine.attention_backend="{backend}"',
+        *(["engine.page_size=32"] if backend == "trtllm_mla" else []),
+        f'lanes.prefill.runner="{runner}"',
+        f"lanes.prefill.token_counts={[8, most]}",
+        "lanes.prefill.max_padding_ratio=48",
+        f"lanes.prefill.strict={str(strict).lower()}",
+        "verify.replay_against_eager=1.0",
+    ]
+    draw = random.Random(most)
+    with Engine(EngineConfig.load(None, env={}, overrides=overrides)) as engine:
+        prompts = [[draw.randrange(2, engine.vocab_size) for _ in range(n)] for n in LENGTHS]
+        done = engine.generate(prompts, SamplingParams(max_new_tokens=4, ignore_eos=True))
+        lane = next(lane for lane in engine.lanes if lane.name == "prefill")
+        segments = {captured.graph.num_segments for captured in lane.captured.values()}
+        assert segments == {len(engine.model.layers) + 1}
+        assert lane.stats.replays >= sum(LENGTHS) // most
+        assert not lane.stats.eager
+        verifier = next(v for v in engine.verifiers if v.lane is lane)
+        assert verifier.verified == verifier.equal_to_the_bit == lane.stats.replays
+    for prompt, completion in zip(prompts, done, strict=True):
+        assert completion.token_ids == reference_tokens(path, prompt, 4)
