@@ -26,7 +26,7 @@ from graphpact_conformance.problems import Config, Problem, configs_of, draw, se
 from graphpact_conformance.reference import ReferenceBackend
 from graphpact_conformance.rig import CPU, Rig, runner_context
 from graphpact_cuda_graph.breakable import BreakableCudaGraphRunner
-from graphpact_cuda_graph.pieces import split
+from graphpact_cuda_graph.pieces import Tracer
 from graphpact_cuda_graph.piecewise import PiecewiseCudaGraphRunner
 from graphpact_cuda_graph.prefill import TOO_MUCH_PADDING, default_token_counts
 from graphpact_fa3 import FA3Backend
@@ -267,6 +267,15 @@ def test_a_model_that_cannot_be_traced_is_refused_by_name() -> None:
     assert "breakable_cuda_graph" in str(caught.value.hint)
 
 
+def test_one_trace_serves_all_token_counts() -> None:
+    """Graphs of all shapes are made of one trace; only the smallest, of one token, needs another."""
+    rig = _rig("piecewise", "reference", "extend", strict=False)
+    assert len(rig.lane.captured) == len(COUNTS)
+    assert len(rig.runner._tracer._traces) == 2
+    nodes = {captured.graph.num_nodes for captured in rig.lane.captured.values()}
+    assert len(nodes) <= 2
+
+
 def test_eager_steps_trace_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """A batch that no shape holds runs the model itself; torch.compile traces for captures only."""
     rig = _piecewise()
@@ -308,7 +317,7 @@ def test_compiled_pieces_equal_the_model() -> None:
             calls.append(layer_id)
             return rig.backend.forward(q, k, v, layers[layer_id], metadata)
 
-        region = split(lambda how: rig.model(batch, metadata, how), attend=attend, compiled=True)
+        region = Tracer(compiled=True).split(rig.model, batch, attend)
         del calls[:]
         first = region()["rows"].clone()
         assert calls == [0, 1]

@@ -1,15 +1,18 @@
-"""Splits a forward pass at its attention, by torch.compile with a backend that runs pieces.
+"""`Tracer`: splits a forward pass at its attention, by torch.compile with a backend that runs pieces.
 
 Dynamo traces the pass into one FX graph. Its inputs are the tensors that the pass reads: weights, and the
 static inputs of a shape. All of them stay where they are, so the pieces run again without the Python of the
-pass. Attention is one opaque operator in the trace.
+pass. Attention is one opaque operator in the trace. One trace serves all token counts that the model treats
+alike; each region runs with the count of its shape.
 
 Does not: record anything, or choose where to split: attention calls decide that.
 """
 
 import threading
 import types
+import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -18,26 +21,24 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.passes.split_module import split_module
 from torch.utils import _pytree as pytree
 
-from graphpact import LayerSpec
+from graphpact import ForwardBatch, LayerSpec
 from graphpact.errors import CaptureError
-from graphpact.step import Attend, Region, StepOutputs
+from graphpact.step import Forward, Region, StepOutputs
 
 AttendLayer: TypeAlias = Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor | None, int], torch.Tensor]
 """``(q, k, v, layer_id) -> out``."""
 
 _library = torch.library.Library("graphpact_cuda_graph", "DEF")
 _library.define("attend(Tensor q, Tensor? k, Tensor? v, int layer_id, int v_head_dim) -> Tensor")
-_ATTEND = torch.ops.graphpact_cuda_graph.attend
-
-
 torch.library.register_fake(
     "graphpact_cuda_graph::attend",
     lambda q, _k, _v, _layer_id, v_head_dim: q.new_empty(q.shape[0], q.shape[1], v_head_dim),
     lib=_library,
 )
+_ATTEND = torch.ops.graphpact_cuda_graph.attend
 
 
-def _traced_attend(
+def _attend(
     q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, layer: LayerSpec, metadata: Any
 ) -> torch.Tensor:
     """Attend in the trace: one node."""
@@ -46,107 +47,125 @@ def _traced_attend(
     return out
 
 
-def split(forward: Callable[[Attend], StepOutputs], *, attend: AttendLayer, compiled: bool = False) -> Region:
-    """Return a region that runs ``forward`` in pieces, after tracing it and running it once.
+def _forward_once(forward: Forward, view: ForwardBatch) -> StepOutputs:
+    """Run the pass that is traced. What attends has metadata; the model gets none."""
+    return forward(view, None, _attend)
+
+
+class Tracer:
+    """Traces one model. It keeps traces, and no tensor.
 
     Args:
-        forward: Runs one forward pass with the given attention. All tensors that it reads have to stay in
-            place.
-        attend: The attention between the pieces.
-        compiled: Whether inductor compiles the pieces.
-
-    Raises:
-        CaptureError: The pass cannot be traced as one graph, or inductor cannot compile a piece.
+        compiled: Whether inductor compiles the pieces, which are then traced for each shape.
     """
-    pieces = _Pieces(attend, compiled=compiled)
-    traced: Any = torch.compile(_copy_of(forward), backend=_backend, fullgraph=True, dynamic=False)
-    _current.pieces = pieces
-    try:
-        outputs = traced(_traced_attend)
-    except Exception as error:
-        if pieces.failed is not None:
-            raise pieces.failed from None
-        raise CaptureError(
-            f"torch.compile cannot trace the forward pass as one graph: {type(error).__name__}:"
-            f" {str(error).strip().partition(chr(10))[0]}",
-            hint='use runner = "breakable_cuda_graph", which traces nothing',
-            rule="GP20",
-        ) from error
-    finally:
-        _current.pieces = None
-    return pieces.region(outputs)
+
+    def __init__(self, *, compiled: bool = False) -> None:
+        self.compiled = compiled
+        self._traces: list[fx.GraphModule] = []
+        # Torch keeps what it compiled with the code object, at most a few for each, and forgets no backend
+        # and no result of one. So the code is a copy, and both know the traces and the pieces weakly.
+        code = _forward_once.__code__.replace()
+        function = types.FunctionType(code, _forward_once.__globals__, "traced")
+        self._traced: Any = torch.compile(
+            function, backend=_backend, fullgraph=True, dynamic=False if compiled else None
+        )
+
+    def split(self, forward: Forward, view: ForwardBatch, attend: AttendLayer) -> Region:
+        """Return a region that runs the pass over ``view`` in pieces; the pass runs once now.
+
+        Args:
+            forward: The model.
+            view: The static inputs.
+            attend: The attention between the pieces.
+
+        Raises:
+            CaptureError: The pass cannot be traced as one graph, or inductor cannot compile a piece.
+        """
+        from torch._dynamo import config, maybe_mark_dynamic  # noqa: PLC0415  heavy to import
+
+        for tensor in view.tensors().values():
+            for dim, size in enumerate(tensor.shape):
+                if size in (view.num_tokens, view.batch_size):
+                    maybe_mark_dynamic(tensor, dim)
+        _current.pieces = pieces = _Pieces(attend, self._traces, compiled=self.compiled)
+        limits = {"recompile_limit": 2**16, "accumulated_recompile_limit": 2**16}
+        try:
+            with config.patch(**limits):
+                outputs = self._traced(forward, view)
+        except Exception as error:
+            if pieces.failed is not None:
+                raise pieces.failed from None
+            raise CaptureError(
+                f"torch.compile cannot trace the forward pass as one graph: {type(error).__name__}:"
+                f" {str(error).strip().partition(chr(10))[0]}",
+                hint='use runner = "breakable_cuda_graph", which traces nothing',
+                rule="GP20",
+            ) from error
+        finally:
+            _current.pieces = None
+        return pieces.region(outputs)
 
 
 _current = threading.local()
 
 
 def _backend(module: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Sequence[Any]]:
-    """Give the traced graph to the pieces that are made now; a backend of torch.compile.
-
-    Torch forgets neither backends nor what they return, so neither holds the pieces.
-    """
+    """Split a trace before and after every attention; a backend of torch.compile."""
     del examples  # they have no memory
-    _current.pieces.split(module)
-    return _run_first
-
-
-def _run_first(*inputs: Any) -> Sequence[Any]:
+    part = 0
+    parts: dict[fx.Node, int] = {}
+    for node in module.graph.nodes:
+        attends = _is_attention(node)
+        part += attends
+        parts[node] = part
+        part += attends
+    trace = split_module(module, module, parts.__getitem__, keep_original_order=True, tuple_return=True)
     pieces: _Pieces = _current.pieces
-    return pieces.run_first(*inputs)
+    pieces.traces.append(trace)
+    return partial(_run_first, weakref.ref(trace))
 
 
-def _copy_of(function: Any) -> Any:
-    """Return a copy of a function, with a code object of its own.
+def _run_first(trace: "weakref.ref[fx.GraphModule]", *inputs: Any) -> Sequence[Any]:
+    pieces: _Pieces = _current.pieces
+    module = trace()
+    assert module is not None  # noqa: S101  its tracer, which calls, has it
+    return pieces.run_first(module, inputs)
 
-    Torch keeps what it compiled with the code object: at most a few for each, and as long as that lives.
-    """
-    code = function.__code__.replace()
-    return types.FunctionType(code, function.__globals__, function.__name__, None, function.__closure__)
+
+def _is_attention(node: fx.Node) -> bool:
+    return node.op == "call_function" and node.target in (_ATTEND, _ATTEND.default)
 
 
 class _Pieces:
-    """The pieces of a traced graph, with its inputs.
+    """The pieces of a trace, with the inputs of one shape.
+
+    Args:
+        attend: The attention between them.
+        traces: Receives new traces.
+        compiled: Whether inductor compiles the pieces.
 
     Attributes:
         failed: What their first run raised, if it did.
     """
 
-    def __init__(self, attend: AttendLayer, *, compiled: bool) -> None:
+    def __init__(self, attend: AttendLayer, traces: list[fx.GraphModule], *, compiled: bool) -> None:
+        self.traces = traces
         self.failed: Exception | None = None
-        self._compiled = compiled
-        self._whole: fx.GraphModule | None = None
-        self._inputs: tuple[Any, ...] = ()
+        self._attend, self._compiled = attend, compiled
+        self._run: Callable[[], Sequence[Any]] | None = None
         self._returned: Sequence[Any] = ()
 
-        def attention(
-            q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, layer_id: int, _: int
-        ) -> torch.Tensor:
-            return attend(q, k, v, layer_id)
+    def run_first(self, trace: fx.GraphModule, inputs: tuple[Any, ...]) -> Sequence[Any]:
+        """Compile the pieces, if asked for, and run them; keep trace and inputs."""
 
-        self._attention = attention
+        def run() -> Sequence[Any]:
+            results: Sequence[Any] = _Run(trace, self._attend).run(*inputs)
+            return results
 
-    def split(self, module: fx.GraphModule) -> None:
-        """Split ``module`` before and after every attention, which from now on attends."""
-        part = 0
-        parts: dict[fx.Node, int] = {}
-        for node in module.graph.nodes:
-            is_attention = node.op == "call_function" and node.target in (_ATTEND, _ATTEND.default)
-            part += is_attention
-            parts[node] = part
-            if is_attention:
-                node.target = self._attention
-                part += 1
-        self._whole = split_module(
-            module, module, parts.__getitem__, keep_original_order=True, tuple_return=True
-        )
-
-    def run_first(self, *inputs: Any) -> Sequence[Any]:
-        """Compile the pieces, if asked for, and run them; keep the inputs."""
-        assert self._whole is not None  # noqa: S101  split before
         try:
             if self._compiled:
-                _Compiling(self._whole, self._attention).run(*inputs)
-            self._inputs, self._returned = inputs, self._whole(*inputs)
+                _Compile(trace, self._attend).run(*inputs)
+            self._run, self._returned = run, run()
         except Exception as error:
             self.failed = error
             raise
@@ -158,7 +177,7 @@ class _Pieces:
         Raises:
             CaptureError: An output is no result of the graph.
         """
-        run, inputs = self._whole, self._inputs
+        run = self._run
         leaves, spec = pytree.tree_flatten(outputs)
         at = {id(tensor): index for index, tensor in enumerate(self._returned)}
         if run is None or any(id(leaf) not in at for leaf in leaves):
@@ -171,25 +190,46 @@ class _Pieces:
         self._returned = ()
 
         def pieces() -> StepOutputs:
-            results = run(*inputs)
+            results = run()
             outputs: StepOutputs = pytree.tree_unflatten([results[index] for index in order], spec)
             return outputs
 
         return pieces
 
 
-class _Compiling(fx.Interpreter):
-    """Runs a split graph once, and replaces each piece by code that is compiled for the inputs it gets."""
+class _Run(fx.Interpreter):
+    """Runs a split trace: its pieces, and between them the attention of one region."""
 
-    def __init__(self, whole: fx.GraphModule, attention: object) -> None:
-        super().__init__(whole)
-        self._attention = attention
+    def __init__(self, module: fx.GraphModule, attend: AttendLayer) -> None:
+        super().__init__(module)
+        self._attend = attend
 
     def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a piece; compile it first, unless it attends."""
-        del kwargs
-        piece: Any = self.fetch_attr(target)
-        if not piece.graph.find_nodes(op="call_function", target=self._attention):
+        """Run a piece, or the part of the trace that attends."""
+        del kwargs  # split_module passes none
+        part: Any = self.fetch_attr(target)
+        if isinstance(part, fx.GraphModule) and any(map(_is_attention, part.graph.nodes)):
+            return _Run(part, self._attend).run(*args)
+        return self.run_piece(target, part, args)
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Attend, or call any other function."""
+        if target in (_ATTEND, _ATTEND.default):
+            return self._attend(*args[:4])
+        return super().call_function(target, args, kwargs)
+
+    def run_piece(self, target: str, piece: Any, args: tuple[Any, ...]) -> Any:
+        """Run a piece."""
+        del target
+        return piece(*args)
+
+
+class _Compile(_Run):
+    """Runs a split trace once, and replaces each piece by code that is compiled for the inputs it gets."""
+
+    def run_piece(self, target: str, piece: Any, args: tuple[Any, ...]) -> Any:
+        """Compile a piece and run it."""
+        if not isinstance(piece, _Compiled):
             piece = _Compiled(piece, args)
             setattr(self.module, target, piece)
         return piece(*args)

@@ -1,22 +1,27 @@
 """The ``piecewise_cuda_graph`` runner: prefill graphs of the pieces into which torch.compile splits a model.
 
-The model is traced once for each shape, with its static token count, and split at its attention. The driver
-records the pieces; attention runs between them. With the driver ``cuda`` the pieces are compiled first. Other
+The model is traced and split at its attention. The driver records the pieces of every shape with its static
+token count; attention runs between them. With the driver ``cuda`` the pieces are compiled first. Other
 drivers record their operations one by one, and ``inductor`` compiles what it recorded.
 
 Does not: run a model that torch.compile cannot trace in one piece; `breakable_cuda_graph` does.
 """
 
 from graphpact import Step
+from graphpact.runners import RunnerContext
 from graphpact.step import Forward, Region
 from graphpact_cuda_graph.bridge import Bridge
 from graphpact_cuda_graph.driver import CudaDriver
-from graphpact_cuda_graph.pieces import split
+from graphpact_cuda_graph.pieces import Tracer
 from graphpact_cuda_graph.prefill import PrefillRunner
 
 
 class PiecewiseCudaGraphRunner(PrefillRunner):
     """The runner whose graphs are the pieces of a model between its attention layers."""
+
+    def __init__(self, context: RunnerContext) -> None:
+        super().__init__(context)
+        self._tracer: Tracer | None = None
 
     def compose(self, forward: Forward, step: Step) -> Region:
         """Return the pieces of one forward pass, with attention between them.
@@ -27,9 +32,9 @@ class PiecewiseCudaGraphRunner(PrefillRunner):
         attend = Bridge(step)
         if step.is_eager:
             return lambda: forward(step.view, step.metadata, attend)
+        if self._tracer is None:
+            self._tracer = Tracer(compiled=isinstance(step.driver, CudaDriver))
         layers = {layer.layer_id: layer for layer in step.backend.context.layers}
-        return split(
-            lambda attention: forward(step.view, step.metadata, attention),
-            attend=lambda q, k, v, layer_id: attend(q, k, v, layers[layer_id], None),
-            compiled=isinstance(step.driver, CudaDriver),
+        return self._tracer.split(
+            forward, step.view, lambda q, k, v, layer_id: attend(q, k, v, layers[layer_id], None)
         )
