@@ -88,9 +88,8 @@ class Tracer:
                 if size in (view.num_tokens, view.batch_size):
                     maybe_mark_dynamic(tensor, dim)
         _current.pieces = pieces = _Pieces(attend, self._traces, compiled=self.compiled)
-        limits = {"recompile_limit": 2**16, "accumulated_recompile_limit": 2**16}
         try:
-            with config.patch(**limits):
+            with config.patch(recompile_limit=2**16, accumulated_recompile_limit=2**16):
                 outputs = self._traced(forward, view)
         except Exception as error:
             if pieces.failed is not None:
