@@ -237,6 +237,7 @@ def build_lane(
         mode=plan.mode,
         batch_sizes=plan.config.batch_sizes,
         lane=plan.name,
+        num_token_non_padded=spec.has_experts,
         hidden_size=spec.hidden_sizes.get(plan.mode, 1),
         dtype=spec.dtype,
     )
