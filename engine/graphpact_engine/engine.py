@@ -168,7 +168,6 @@ class Engine:
         self.lanes: list[Lane] = []
         self.verifiers: list[Verifier] = []
         self._lanes_of: dict[LaneMode, list[Lane]] = {}
-        self._counting: set[Lane] = set()  # their graphs read num_token_non_padded
         for plan in plans:
             lane, verifier = build_lane(
                 plan,
@@ -182,12 +181,15 @@ class Engine:
             )
             self.lanes.append(lane)
             self._lanes_of.setdefault(plan.role, []).append(lane)
-            if specs[plan.model].has_experts and lane.shapes:
-                self._counting.add(lane)
             if verifier is not None:
                 self.verifiers.append(verifier)
         for lanes in self._lanes_of.values():
             require_each_can_run(lanes)
+        self._counting = {
+            lane
+            for plan, lane in zip(plans, self.lanes, strict=True)
+            if specs[plan.model].has_experts and lane.shapes
+        }
         weights = sum(weight.nbytes for run in runs.values() for _, weight in run.named_weights())
         self.num_threads = choose_num_threads(config.engine.num_threads, self.device, weights)
         with running_on(self.num_threads):

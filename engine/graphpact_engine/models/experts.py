@@ -23,6 +23,7 @@ import torch
 
 _active = threading.local()  # torch.compile can trace it, and not a context variable
 _NUM_INPUTS = 3  # hidden states [T, H], indices of experts [T, top_k], weights [T, top_k]
+_SKIPPING = "_is_expert_parallel"  # makes ``grouped_mm`` skip rows without an expert; not in transformers 5.0
 
 
 def mask_experts(model: Any) -> bool:
@@ -31,20 +32,14 @@ def mask_experts(model: Any) -> bool:
     Returns:
         Whether the model has experts that transformers calls with indices and weights.
     """
-    found = False
-    for name, module in model.named_modules():
-        if name.rpartition(".")[2] != "experts":
-            continue
-        names = tuple(inspect.signature(module.forward).parameters)
-        if len(names) != _NUM_INPUTS:
-            continue
-        found = True
-        if any(isinstance(hook, _SkipPadding) for hook in module._forward_pre_hooks.values()):  # noqa: SLF001  torch has no other list of them
-            continue  # another model on the same weights
-        module.register_forward_pre_hook(_SkipPadding(names), with_kwargs=True)
-        if hasattr(module, "_is_expert_parallel"):  # older transformers skip no index
-            module._is_expert_parallel = True  # noqa: SLF001  transformers has no other switch
-    return found
+    experts = [module for name, module in model.named_modules() if _is_dispatched(name, module)]
+    for module in experts:
+        if _skip_padding in module._forward_pre_hooks.values():  # noqa: SLF001  torch has no other list of them
+            continue  # another `TransformersModel` has the same weights
+        module.register_forward_pre_hook(_skip_padding)
+        if hasattr(module, _SKIPPING):
+            setattr(module, _SKIPPING, True)
+    return bool(experts)
 
 
 @contextmanager
@@ -65,33 +60,19 @@ def routing(num_tokens: int, count: torch.Tensor | None) -> Iterator[None]:
         _active.padding = before
 
 
-class _SkipPadding:
-    """A forward hook of experts: gives them inputs in which padding rows are routed nowhere.
-
-    Args:
-        names: The names of their inputs.
-    """
-
-    def __init__(self, names: tuple[str, ...]) -> None:
-        self._names = names
-
-    def __call__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        padding: torch.Tensor | None = getattr(_active, "padding", None)
-        if padding is None:
-            return None
-        named = (kwargs[name] for name in self._names[len(args) :])
-        hidden, index, weights = (*args, *named)
-        if _skips_indices(module):
-            index = index.masked_fill(padding, module.num_experts)
-        else:
-            hidden = hidden.masked_fill(padding, 0)
-        return (hidden, index, weights.masked_fill(padding, 0)), {}
+def _is_dispatched(name: str, module: Any) -> bool:
+    """Return whether a module is called with hidden states, indices and weights of experts."""
+    return name.endswith(".experts") and len(inspect.signature(module.forward).parameters) == _NUM_INPUTS
 
 
-def _skips_indices(module: Any) -> bool:
-    """Return whether the implementation of the experts skips rows with an index outside of them."""
-    config = getattr(module, "config", None)
-    return (
-        getattr(module, "_is_expert_parallel", False)
-        and getattr(config, "_experts_implementation", None) == "grouped_mm"
-    )
+def _skip_padding(module: Any, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
+    """Return inputs of experts in which padding rows go nowhere; None if no row is padding."""
+    padding: torch.Tensor | None = getattr(_active, "padding", None)
+    if padding is None:
+        return None
+    hidden, index, weights = inputs
+    if getattr(module, _SKIPPING, False) and module.config._experts_implementation == "grouped_mm":  # noqa: SLF001  transformers has no other name for it
+        index = index.masked_fill(padding, module.num_experts)
+    else:
+        hidden = hidden.masked_fill(padding, 0)
+    return hidden, index, weights.masked_fill(padding, 0)
