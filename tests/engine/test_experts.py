@@ -148,8 +148,10 @@ class Rig:
             assert torch.equal(whole["routed"][size:], torch.zeros_like(whole["routed"][size:]))
             if self.skips:
                 assert (whole["index"][size:] == EXPERTS).all()  # no expert computes the row
+            counted = self.lane.run_eager(batch)
             batch.num_token_non_padded = batch.num_token_non_padded_cpu = None
             expected = self.lane.run_eager(batch)
+            assert all(torch.equal(counted[name], expected[name]) for name in expected)
             assert torch.equal(got["index"], expected["index"])
             for name in ("routed", "logits"):
                 torch.testing.assert_close(got[name], expected[name], rtol=1e-4, atol=1e-4)
