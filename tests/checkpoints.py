@@ -54,6 +54,7 @@ _MLA = {
     "topk_group": 1,
     "moe_intermediate_size": 32,
 }
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
     "qwen2": ("Qwen2Config", {}),
@@ -71,6 +72,12 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "mixtral": ("MixtralConfig", {"num_local_experts": 4}),
+    "qwen2_moe": (
+        "Qwen2MoeConfig",
+        {**_EXPERTS, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 48},
+    ),
+    "qwen3_moe": ("Qwen3MoeConfig", {**_EXPERTS, "head_dim": 16, "moe_intermediate_size": 32}),
+    "olmoe": ("OlmoeConfig", _EXPERTS),
     "gpt_oss": ("GptOssConfig", {"head_dim": 16, "sliding_window": 16, "num_local_experts": 4}),
     "deepseek_v2": ("DeepseekV2Config", {**_MLA, "topk_method": "group_limited_greedy"}),
     "deepseek_v3": ("DeepseekV3Config", _MLA),

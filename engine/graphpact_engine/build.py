@@ -239,6 +239,7 @@ def build_lane(
         token_counts=plan.config.token_counts,
         max_padding_ratio=plan.config.max_padding_ratio,
         lane=plan.name,
+        num_token_non_padded=spec.has_experts,
         hidden_size=spec.hidden_sizes.get(plan.mode, 1),
         dtype=spec.dtype,
         layers=spec.layers,

@@ -11,7 +11,7 @@ import contextlib
 import functools
 import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeAlias, cast
@@ -141,6 +141,7 @@ class Engine:
                 self.model.dtype,
                 self.device,
                 checkpoint.max_model_len,
+                has_experts=self.model.has_experts,
                 expanded_for=expanding if self.model.has_latents else None,
                 expanded_layers=(lambda: models.TransformersModel(checkpoint.model).layers)
                 if self.model.has_latents and expanding is None
@@ -184,6 +185,11 @@ class Engine:
                 self.verifiers.append(verifier)
         for lanes in self._lanes_of.values():
             require_each_can_run(lanes)
+        self._counting = {
+            lane
+            for plan, lane in zip(plans, self.lanes, strict=True)
+            if specs[plan.model].has_experts and lane.shapes
+        }
         weights = sum(weight.nbytes for run in runs.values() for _, weight in run.named_weights())
         self.num_threads = choose_num_threads(config.engine.num_threads, self.device, weights)
         with running_on(self.num_threads):
@@ -334,7 +340,11 @@ class Engine:
 
     def _run_lane(self, mode: str, batch: ForwardBatch) -> StepOutputs:
         """Run a batch in the lane of ``mode`` that has a shape for it; for a speculation algorithm."""
-        return self._lane_for(cast("LaneMode", mode), batch).run(batch)
+        return self._run_in(self._lane_for(cast("LaneMode", mode), batch), batch)
+
+    def _run_in(self, lane: Lane, batch: ForwardBatch) -> StepOutputs:
+        """Run a batch in a lane, with the number of its tokens if the lane's graphs read it."""
+        return lane.run(_counted(batch) if lane in self._counting else batch)
 
     def _lane_for(self, mode: LaneMode, batch: ForwardBatch) -> Lane:
         lanes = self._lanes_of[mode]
@@ -406,7 +416,7 @@ class Engine:
         if speculation is not None:
             is_decode = scheduled.batch.forward_mode.is_decode
             return speculation.decode(scheduled) if is_decode else speculation.extend(scheduled)
-        logits = self.lane_of(scheduled.batch).run(scheduled.batch).logits
+        logits = self._run_in(self.lane_of(scheduled.batch), scheduled.batch).logits
         rows = scheduled.sampled_indices
         if len(rows) < len(scheduled.requests):
             logits = logits[rows]
@@ -455,6 +465,13 @@ class Engine:
             return self.tokenizer
         except CheckpointError:
             return None
+
+
+def _counted(batch: ForwardBatch) -> ForwardBatch:
+    """Return the batch with the number of its tokens, all of which are real."""
+    # The device writes the number itself: no copy from the host.
+    count = torch.full((1,), batch.num_tokens, dtype=torch.int32, device=batch.device)
+    return replace(batch, num_token_non_padded=count, num_token_non_padded_cpu=batch.num_tokens)
 
 
 def _spec_of_draft(model: Any, dtype: torch.dtype, device: torch.device) -> ModelSpec:

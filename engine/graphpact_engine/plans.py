@@ -121,6 +121,7 @@ class ModelSpec:
         expanded_layers: Returns ``layers`` in expanded form; None if the model caches no latents.
         hidden_sizes: For a draft model, the widths of the hidden states that its batches carry, by forward
             mode.
+        has_experts: Whether it routes tokens to experts, which must not compute padding.
     """
 
     layers: Sequence[LayerSpec]
@@ -130,6 +131,7 @@ class ModelSpec:
     expanded_for: "LanePlan | None" = None
     expanded_layers: Callable[[], Sequence[LayerSpec]] | None = None
     hidden_sizes: Mapping[ForwardMode, int] = field(default_factory=dict)
+    has_experts: bool = False
 
 
 def resolve_device(name: str) -> torch.device:

@@ -94,9 +94,12 @@ def _is_new(runner: Any, shape: GraphShape) -> bool:
 
 
 def keeps(name: str) -> Make:
-    """Return a factory of runners that write a slot only at capture."""
+    """Return a factory of runners that write a slot, where there is one, only at capture."""
 
     def edit(runner: Any, fill: Any, registry: Any, batch: Any, shape: Any) -> None:
+        if not registry.has_slot(name):
+            fill()
+            return
         real, _ = _rows(registry, name, batch, shape)
         kept = real.clone()
         fill()
@@ -1035,6 +1038,22 @@ _GP05 = [
         lanes=("decode",),
         make=_populating(_counts_padding),
         site="runner",
+    ),
+    *(
+        Exhibit(
+            name=f"{name}-keeps-the-count-of-the-capture",
+            rule="GP05",
+            thread="sgl-project/sglang#39574",
+            planted="The count of live tokens is written at capture only.",
+            base=base,
+            lanes=(lane,),
+            make=keeps("num_token_non_padded"),
+            site="runner",
+        )
+        for name, base, lane in (
+            ("cuda-graph", "cuda_graph", "decode"),
+            ("extend-runner", "reference_runner", "extend"),
+        )
     ),
     Exhibit(
         name="verify-runner-has-no-count-of-real-tokens",

@@ -12,7 +12,7 @@ Does not: embed tokens or compute logits; `graphpact_engine.models.draft_model` 
 """
 
 from collections.abc import Collection
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -44,7 +44,8 @@ class DraftHead(LlamaPreTrainedModel):  # type: ignore[misc]  # transformers has
             the row; None: each row is the token of its number.
     """
 
-    _keys_to_ignore_on_load_unexpected = ("^t2d$",)  # of EAGLE-3: d2t says the same
+    # Of EAGLE-3: d2t says the same. A list, to which transformers 5.0 appends.
+    _keys_to_ignore_on_load_unexpected: ClassVar[list[str]] = ["^t2d$"]
 
     def __init__(self, config: LlamaConfig, own: Collection[str] = ()) -> None:
         super().__init__(config)

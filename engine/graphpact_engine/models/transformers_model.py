@@ -20,6 +20,7 @@ from graphpact.batch import ForwardBatch, ForwardMode
 from graphpact.buffers import Axis
 from graphpact.errors import CaptureError, returned
 from graphpact.step import Attend, StepOutputs
+from graphpact_engine.models.experts import mask_experts, routing
 from graphpact_engine.models.interface import Attention, attending
 from graphpact_engine.models.latents import AbsorbedAttention, absorb_layers, latent_modules
 from graphpact_engine.models.probe import probe_layers
@@ -87,6 +88,8 @@ class TransformersModel:
             backend; otherwise they run expanded, with keys and values of each head.
 
     Attributes:
+        has_experts: Whether the model routes tokens to experts, which compute the first
+            ``num_token_non_padded`` tokens of a batch that carries this number, and otherwise all.
         has_latents: Whether the model has MLA layers, in either form.
 
     Raises:
@@ -97,6 +100,7 @@ class TransformersModel:
     def __init__(self, model: Any, *, absorb: bool = False, hidden_states: Sequence[int] = ()) -> None:
         self.model = model
         self.hidden_states = tuple(hidden_states)
+        self.has_experts = mask_experts(model)
         self.has_latents = bool(latent_modules(model))
         self._latents = absorb_layers(model) if absorb else {}
         self.dtype: torch.dtype = model.dtype
@@ -128,7 +132,9 @@ class TransformersModel:
         last = batch.selected_rows
         attention = LaneAttention(attend, metadata, self._layers)
         try:
-            logits, hidden = self._forward(attention, batch.input_ids, batch.positions, last)
+            logits, hidden = self._forward(
+                attention, batch.input_ids, batch.positions, last, batch.num_token_non_padded
+            )
         except CaptureError as error:
             if _is_of_backend(error):
                 raise
@@ -150,13 +156,16 @@ class TransformersModel:
         input_ids: torch.Tensor,
         positions: torch.Tensor | None,
         last: torch.Tensor | None = None,
+        count: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         more: dict[str, Any] = {} if positions is None else {"position_ids": positions[None]}
         if last is not None and self._takes_logits_to_keep:
             more["logits_to_keep"] = last
         if self.hidden_states:
             more["output_hidden_states"] = True
-        with attending(AbsorbedAttention(attention, self._latents) if self._latents else attention):
+        absorbed = AbsorbedAttention(attention, self._latents) if self._latents else attention
+        real = count if self.has_experts else None
+        with attending(absorbed), routing(len(input_ids), real):
             given = self.model(input_ids=input_ids[None], use_cache=False, **more)
         logits: torch.Tensor = given.logits[0]
         if last is not None and not self._takes_logits_to_keep:

@@ -1,0 +1,78 @@
+"""Keeps padding tokens away from the experts of a transformers model.
+
+A graph computes padding rows too, and their routing would read weights of more experts and compute more rows.
+So a batch carries the number of its real tokens, and the rows after them go to no expert, whatever they hold:
+
+    grouped_mm    their index is that of no expert, which transformers skips: expert parallelism marks so the
+                  tokens of other ranks
+    others        their hidden states and weights are 0
+
+In both cases the routed part of their output is exactly 0, also where their hidden states are NaN.
+
+Does not: route, or change what experts compute for real tokens. It leaves experts alone that transformers
+calls in another way, such as Llama 4's, which compute every token with all experts.
+"""
+
+import inspect
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+_active = threading.local()  # torch.compile can trace it, and not a context variable
+_NUM_INPUTS = 3  # hidden states [T, H], indices of experts [T, top_k], weights [T, top_k]
+_SKIPPING = "_is_expert_parallel"  # makes ``grouped_mm`` skip rows without an expert; not in transformers 5.0
+
+
+def mask_experts(model: Any) -> bool:
+    """Make the experts of a transformers model compute no padding inside `routing`.
+
+    Returns:
+        Whether the model has experts that transformers calls with indices and weights.
+    """
+    experts = [module for name, module in model.named_modules() if _is_dispatched(name, module)]
+    for module in experts:
+        if _skip_padding in module._forward_pre_hooks.values():  # noqa: SLF001  torch has no other list of them
+            continue  # another `TransformersModel` has the same weights
+        module.register_forward_pre_hook(_skip_padding)
+        if hasattr(module, _SKIPPING):
+            setattr(module, _SKIPPING, True)
+    return bool(experts)
+
+
+@contextmanager
+def routing(num_tokens: int, count: torch.Tensor | None) -> Iterator[None]:
+    """Let the first ``count`` of ``num_tokens`` tokens of the forward pass inside reach experts.
+
+    Args:
+        num_tokens: Rows of the forward pass.
+        count: ``[1]`` int32 on the device; None: all rows are real.
+    """
+    before = getattr(_active, "padding", None)
+    _active.padding = None
+    if count is not None:
+        _active.padding = (torch.arange(num_tokens, device=count.device) >= count)[:, None]
+    try:
+        yield
+    finally:
+        _active.padding = before
+
+
+def _is_dispatched(name: str, module: Any) -> bool:
+    """Return whether a module is called with hidden states, indices and weights of experts."""
+    return name.endswith(".experts") and len(inspect.signature(module.forward).parameters) == _NUM_INPUTS
+
+
+def _skip_padding(module: Any, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
+    """Return inputs of experts in which padding rows go nowhere; None if no row is padding."""
+    padding: torch.Tensor | None = getattr(_active, "padding", None)
+    if padding is None:
+        return None
+    hidden, index, weights = inputs
+    if getattr(module, _SKIPPING, False) and module.config._experts_implementation == "grouped_mm":  # noqa: SLF001  transformers has no other name for it
+        index = index.masked_fill(padding, module.num_experts)
+    else:
+        hidden = hidden.masked_fill(padding, 0)
+    return hidden, index, weights.masked_fill(padding, 0)
