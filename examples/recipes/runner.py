@@ -1,6 +1,7 @@
 """`AttentionOutside`: a runner whose graphs leave attention out (a breakable graph).
 
-Every layer's attention is an eager call between two segments of the graph.
+Every layer's attention is an eager call between two segments of the graph. No graph reads its metadata, so
+any attention backend can serve it.
 
 Does not: choose sizes by itself: `DecodeRunner` captures the configured ones.
 """
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 
 from graphpact import LayerSpec, Step
+from graphpact.attention import GraphSupport
 from graphpact.runners import DecodeRunner
 from graphpact.shapes import default_decode_batch_sizes
 from graphpact.step import Forward, Region, StepOutputs
@@ -17,6 +19,9 @@ from graphpact.step import Forward, Region, StepOutputs
 
 class AttentionOutside(DecodeRunner):
     """A runner of decode graphs with one segment more than there are layers."""
+
+    needs = GraphSupport.NEVER
+    eager_attention = True  # the lane makes metadata anew in each step
 
     def default_batch_sizes(self) -> list[int]:
         """Return the request counts to capture if none are configured; the last is the largest step."""
