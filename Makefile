@@ -29,6 +29,7 @@ test-all: test        ## run the tests, and then the long sweeps
 bench: $(STAMP)       ## measure, as ratios inside one process
 	$(BIN)/python benchmarks/bench_fill.py
 	$(BIN)/python benchmarks/bench_graphs.py
+	$(BIN)/python benchmarks/bench_prefill.py
 	$(BIN)/python benchmarks/bench_speculative.py
 
 models: export OMP_NUM_THREADS ?= 1

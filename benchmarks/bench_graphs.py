@@ -78,7 +78,7 @@ FULL = Scale(layers=4, prompt=32, new=65, rounds=9, compiled=BATCH_SIZES, calls=
 QUICK = Scale(layers=1, prompt=4, new=5, rounds=1, compiled=(1,), calls=3, turns=3)
 
 
-def save_model(path: Path, layers: int, max_position_embeddings: int = 128) -> None:
+def save_model(path: Path, layers: int) -> None:
     """Write a checkpoint with random weights, large enough that no two logits are close."""
     config = transformers.LlamaConfig(
         vocab_size=VOCAB,
@@ -87,7 +87,7 @@ def save_model(path: Path, layers: int, max_position_embeddings: int = 128) -> N
         num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=4,
-        max_position_embeddings=max_position_embeddings,
+        max_position_embeddings=128,
         bos_token_id=None,
         eos_token_id=None,
         pad_token_id=None,

@@ -97,3 +97,36 @@ def test_every_way_to_draft_is_measured_on_equal_tokens(
             reason = f"batch {size}, {name}, graphs {graphs}: loses. "
             if drafts and float(speed) != 1:
                 assert any(line.startswith(reason) for line in lines) is (float(speed) < 1)
+
+
+@pytest.mark.parametrize("fault", [pytest.param(None, marks=pytest.mark.sweep), "no C++ compiler here"])
+def test_every_way_to_prefill_is_measured_on_equal_tokens(
+    fault: str | None,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Every way has a row for each length, with and without padding, and every skipped way a reason."""
+    compiled = fault is None
+    if compiled:
+        request.getfixturevalue("compiler")
+    else:
+        monkeypatch.setattr(inductor, "missing_compiler", lambda: fault)
+    lines = run_quick("bench_prefill.py", monkeypatch, capsys)
+    assert any("all ways give the same tokens, medians of 1 rounds" in line for line in lines)
+    drivers = ["tape", "inductor"][: 1 + compiled]
+    broken = [f"{name}, {driver}" for name in ("breakable", "piecewise") for driver in drivers]
+    rows = [re.split(r" {2,}", line.strip()) for line in lines if re.match(r" +\d+ +(\d|-)", line)]
+    assert [(row[0], row[1], row[2]) for row in rows] == [
+        (str(length), "-" if way not in broken else str(count), way)
+        for length, count in ((4, 4), (5, 8), (8, 8))
+        for way in ("eager", *broken, *["torch.compile alone"][: int(compiled)])
+    ]
+    captures = [
+        re.split(r" {2,}", line.strip()) for line in lines if re.match(r"(break|piece)\w+, \w+ ", line)
+    ]
+    assert [row[:3] for row in captures] == [[way, "2", "2"] for way in broken]
+    assert (
+        any(line.startswith("torch.compile alone and the driver inductor are") for line in lines)
+        is not compiled
+    )
