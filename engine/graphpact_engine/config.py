@@ -142,8 +142,8 @@ class EngineSection(_Section):
     mixed: bool | None = Field(
         default=None,
         description="Whether decoding requests take part in prefill steps, with one token each; false:"
-        " prefill and decode steps take turns. Default: true if attention backend and runner of every prefill lane"
-        " declare the mode mixed, and without [speculative].",
+        " prefill and decode steps take turns. Default: true if attention backend and runner of every prefill"
+        " lane declare the mode mixed, without [speculative].",
     )
     max_model_len: int | None = Field(
         default=None,
