@@ -31,6 +31,7 @@ bench: $(STAMP)       ## measure, as ratios inside one process
 	$(BIN)/python benchmarks/bench_graphs.py
 	$(BIN)/python benchmarks/bench_prefill.py
 	$(BIN)/python benchmarks/bench_speculative.py
+	$(BIN)/python benchmarks/bench_mixed_load.py
 
 models: export OMP_NUM_THREADS ?= 1
 models: $(STAMP)      ## hold every architecture of transformers against transformers, and write docs/models.md

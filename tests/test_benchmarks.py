@@ -75,6 +75,23 @@ def test_every_variant_generates_the_same_tokens(
     assert captured == ["tape"] * 3 + ["tape, strict"] * 3 + ["cpu_graph"] * compiled
 
 
+def test_a_mixed_load_is_the_same_for_every_way_to_schedule(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every way generates the same tokens, and is compared with whole prompts in each time."""
+    lines = run_quick("bench_mixed_load.py", monkeypatch, capsys)
+    assert any(line.startswith("all ways generate the same tokens") for line in lines)
+    assert any("prefill runner eager: 2 requests decode; 2 prompts of 40 tokens" in line for line in lines)
+    rows = [re.split(r" {2,}", line.strip()) for line in lines[-9:]]
+    ways = ["whole prompts", "chunks", "chunks, mixed"]
+    times = ["first token", "between tokens", "the whole load"]
+    assert [row[:2] for row in rows] == [[time, way] for time in times for way in ways]
+    for at, (*_, median, p95, largest, x_median, x_p95, x_max) in enumerate(rows[:6]):
+        assert 0 < float(median) <= float(p95) <= float(largest)
+        assert min(map(float, (x_median, x_p95, x_max))) > 0
+        assert (x_median == x_p95 == x_max == "1.00") or at % 3
+
+
 def test_every_way_to_draft_is_measured_on_equal_tokens(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

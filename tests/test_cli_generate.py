@@ -459,7 +459,7 @@ def test_the_table_counts_replays_and_padding(generate: Generate) -> None:
     rows = table_of(err)
     assert rows["decode: decode[bs=4, tokens=4]"][:3] == ["5", "15", "25.0%"]
     assert rows["decode: decode[bs=1, tokens=1]"][:2] == ["0", "0"]
-    assert rows["prefill: extend, eager"] == ["1", "this lane captures nothing"]
+    assert rows["prefill: mixed, eager"] == ["1", "this lane captures nothing"]
     last = err.splitlines()[-1]
     for part in ("5 replays", "1 eager run;", "5 pact checks", "2 shapes captured", "18 tokens"):
         assert part in last

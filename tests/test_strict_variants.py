@@ -284,8 +284,8 @@ def test_a_right_engine_passes_under_pressure(overrides: list[str]) -> None:
 def test_a_request_that_never_decodes_alarms_nobody() -> None:
     """A page that prefill used and freed between two decode steps raises no error."""
     engine = build()
-    engine.add([40, 41, 42], SamplingParams(max_new_tokens=6))
-    for step in range(8):
+    engine.add([40, 41, 42], SamplingParams(max_new_tokens=7))
+    for step in range(9):
         if step in (2, 4):
             engine.add([50 + step] * 20, SamplingParams(max_new_tokens=1))
         engine.step()

@@ -96,6 +96,12 @@ def lay_out_memory(config: EngineConfig, specs: Mapping[ModelName, ModelSpec]) -
             f" {engine.max_num_seqs}; a decode step has {each}",
             hint=f"set engine.max_num_batched_tokens to {needed} or more",
         )
+    if engine.max_prefill_chunk is not None and engine.max_prefill_chunk > engine.max_num_batched_tokens:
+        raise ConfigError(
+            f"engine.max_prefill_chunk is {engine.max_prefill_chunk}; a step has at most"
+            f" {engine.max_num_batched_tokens} tokens (engine.max_num_batched_tokens)",
+            hint="lower engine.max_prefill_chunk, or raise engine.max_num_batched_tokens",
+        )
     cached = {s.cache_layer: s for each in specs.values() for s in each.layers}  # frozen KV adds none
     shapes = [
         KVLayerShape(s.num_kv_heads, s.head_dim, s.v_head_dim, s.kv_lora_rank is not None)

@@ -132,6 +132,19 @@ class EngineSection(_Section):
         le=2**24,
         description="Maximum number of new tokens in one step; at least max_num_seqs.",
     )
+    max_prefill_chunk: int | None = Field(
+        default=None,
+        ge=1,
+        le=2**24,
+        description="Maximum number of prompt tokens in one step: longer prompts are computed in chunks, so"
+        " that decoding requests wait for short steps only. At most max_num_batched_tokens, the default.",
+    )
+    mixed: bool | None = Field(
+        default=None,
+        description="Whether decoding requests take part in prefill steps, with one token each; false:"
+        " prefill and decode steps take turns. Default: true if attention backend and runner of every prefill"
+        " lane declare the mode mixed, without [speculative].",
+    )
     max_model_len: int | None = Field(
         default=None,
         ge=2,

@@ -204,6 +204,8 @@ class Engine:
             eos_token_ids=self.eos_token_ids,
             device=self.device,
             num_reserved=self.memory.num_reserved,
+            max_prefill_chunk=config.engine.max_prefill_chunk,
+            mixed=any(plan.mode is ForwardMode.MIXED for plan in plans),
         )
         self._num_requests = 0
         self._is_stepping = False
@@ -331,7 +333,7 @@ class Engine:
 
     @names_plugins
     def lane_of(self, batch: ForwardBatch) -> Lane:
-        """Return the lane that runs a decode or extend ``batch`` of the target model.
+        """Return the lane that runs a decode, extend or mixed ``batch`` of the target model.
 
         It is the first lane of its mode with a shape that fits. If none fits, it is the first lane of the
         mode, which runs the batch eagerly.

@@ -53,6 +53,7 @@ _ROLES: Mapping[str, LaneRole] = {
     "decode": LaneRole(ForwardMode.DECODE, "target", "cuda_graph"),
     "prefill": LaneRole(ForwardMode.EXTEND, "target", "eager"),
 }
+_MIXED_PREFILL = replace(_ROLES["prefill"], mode=ForwardMode.MIXED)
 _NOT_CAPTURED = EagerReason("capture_off", "the lane's configuration says capture = false")
 
 
@@ -245,6 +246,8 @@ def plan_lanes(
 ) -> list[LanePlan]:
     """Look up the plugins of every lane, in the order of the lanes.
 
+    The mode of the prefill lanes is mixed if decoding requests take part in their steps; otherwise extend.
+
     Args:
         config: The configuration.
         catalog: The plugins.
@@ -253,14 +256,56 @@ def plan_lanes(
 
     Raises:
         PluginError: A name is unknown, rejected or ambiguous.
-        ConfigError: A runner does not serve the mode of its lane, or a driver or kernels cannot run on
-            ``device``.
+        ConfigError: A runner does not serve the mode of its lane, a driver or kernels cannot run on
+            ``device``, or ``engine.mixed`` is set and mixed steps are not possible.
     """
     draft = draft_limits(config)
-    return [
-        _plan_lane(name, lane, role, draft, config, catalog, device)
-        for name, lane, role in _planned(config, algorithm)
-    ]
+    planned = _planned(config, algorithm)
+    if _is_mixed(planned, config, catalog):
+        planned = [
+            (name, lane, _MIXED_PREFILL if lane.mode == "prefill" else role) for name, lane, role in planned
+        ]
+    return [_plan_lane(name, lane, role, draft, config, catalog, device) for name, lane, role in planned]
+
+
+def _is_mixed(
+    planned: Sequence[tuple[str, LaneConfig, LaneRole]], config: EngineConfig, catalog: PluginCatalog
+) -> bool:
+    """Return whether decoding requests take part in prefill steps; refuse ``true`` where they cannot."""
+    asked = config.engine.mixed
+    obstacle = None if asked is False else _obstacle_to_mixed(planned, config, catalog)
+    if asked and obstacle is not None:
+        fault, remedy = obstacle
+        raise ConfigError(
+            f"engine.mixed = true, but {fault}",
+            hint=f"{remedy}, or set engine.mixed = false: prefill and decode steps then take turns",
+        )
+    return asked is not False and obstacle is None
+
+
+def _obstacle_to_mixed(
+    planned: Sequence[tuple[str, LaneConfig, LaneRole]], config: EngineConfig, catalog: PluginCatalog
+) -> tuple[str, str] | None:
+    """Return what keeps prefill steps from being mixed, and what to do about it; None if nothing does."""
+    mixed, algorithm = ForwardMode.MIXED, config.speculative.algorithm
+    if algorithm is not None:
+        fault = f"speculative.algorithm is {algorithm!r}: drafts are verified in steps of their own"
+        return fault, "remove [speculative]"
+    for name, lane, role in planned:
+        if lane.mode != "prefill":
+            continue
+        runner_name = lane.runner or role.runner
+        modes = catalog.select("runner", runner_name).modes
+        if mixed not in modes:
+            serves = ", ".join(sorted(mode.value for mode in modes))
+            fault = f"lanes.{name}.runner: {runner_name!r} serves {serves}, not mixed"
+            return fault, 'select another runner ("eager" serves every mode)'
+        backend_name = lane.attention_backend or config.engine.attention_backend
+        if mixed not in catalog.select("attention_backend", backend_name).capabilities.modes:
+            others = list_alternatives(_backends_that(lambda b: mixed in b.capabilities.modes, catalog))
+            fault = f"the attention backend of lanes.{name}, {backend_name!r}, lacks the mode mixed; {others}"
+            return fault, "select another attention backend for the lane"
+    return None
 
 
 def _plan_lane(

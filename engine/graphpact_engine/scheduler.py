@@ -2,19 +2,22 @@
 
 Continuous batching with chunked prefill, first come first served:
 
-- A step is an extend (prefill) batch or a decode batch. While any request decodes, two extends never
-  follow each other, so a decoding request waits for at most one extend between its tokens.
+- A prefill step computes chunks of prompts, at most ``max_prefill_chunk`` tokens of them. With ``mixed``,
+  every running request decodes in it too, with one token each before the chunks, so running requests get a
+  token in every step. Without, while any request decodes, two prefill steps never follow each other, so a
+  decoding request waits for at most one between its tokens. A step without prompt tokens is a decode batch.
 - A request is admitted when the free pages hold all its known tokens and those of its next step, and enough
   pages are left for the next step of every admitted request (otherwise it would soon be preempted again).
   Requests are admitted in queue order.
-- A decode step reserves the KV slots of ``num_reserved`` tokens for each request: one, or as many as drafts
+- A decode reserves the KV slots of ``num_reserved`` tokens for each request: one, or as many as drafts
   need. Pages without a committed token are given back once the step is committed.
 - A decode that finds no free page preempts the youngest admitted request. That request frees its memory,
   returns to the front of the queue, and is computed again from prompt and output. The oldest request is
   never preempted and always fits alone (`Scheduler.add` checks this), so it always advances.
 
 All admitted requests are older than all waiting requests: admission takes from the front of the queue,
-and preemption returns the youngest to the front.
+and preemption returns the youngest to the front. All running requests are older than those whose prompt is
+not complete: chunks are given oldest first, and a younger request gets one only if the older one ends.
 
 Does not: run the model, choose tokens, handle text or vocabulary, or lock: one thread calls it.
 """
@@ -43,7 +46,7 @@ class ScheduledBatch:
         samples: Whether each request yields a token; False while part of its prompt remains.
         step: Number of the step; only the newest step can be committed.
         cache_loc: ``[bs, num_reserved]`` int64: the KV slots that a decode reserved for each request, the one
-            of its newest token first; None for an extend.
+            of its newest token first; None for a prefill step, in which nothing is drafted.
     """
 
     batch: ForwardBatch
@@ -80,10 +83,13 @@ class Scheduler:
         eos_token_ids: Tokens that end every request without ``ignore_eos``.
         device: Device of the batches and of ``request_pool``.
         num_reserved: KV slots that a decode step reserves for each request.
+        max_prefill_chunk: Maximum number of prompt tokens in one batch; None: ``max_num_batched_tokens``.
+        mixed: Whether running requests decode in prefill steps, whose batches then all have the mode mixed.
 
     Raises:
-        ConfigError: A limit is below 1, ``max_num_batched_tokens`` is below ``max_num_seqs``, or
-            ``max_model_len`` exceeds the length of a request row without reserved slots.
+        ConfigError: A limit is below 1, ``max_num_batched_tokens`` is below ``max_num_seqs`` or
+            ``max_prefill_chunk``, ``max_model_len`` exceeds the length of a request row without reserved
+            slots, or ``mixed`` is asked for with more than one reserved slot.
     """
 
     def __init__(
@@ -97,6 +103,8 @@ class Scheduler:
         eos_token_ids: Collection[int],
         device: torch.device | str,
         num_reserved: int = 1,
+        max_prefill_chunk: int | None = None,
+        mixed: bool = False,
     ) -> None:
         if max_num_seqs < 1:
             raise ConfigError(f"max_num_seqs must be 1 or more; got {max_num_seqs}")
@@ -104,6 +112,16 @@ class Scheduler:
             raise ConfigError(
                 f"max_num_batched_tokens must be at least max_num_seqs, {max_num_seqs}, because a "
                 f"decode step has one token per request; got {max_num_batched_tokens}"
+            )
+        chunk = max_num_batched_tokens if max_prefill_chunk is None else max_prefill_chunk
+        if not 1 <= chunk <= max_num_batched_tokens:
+            raise ConfigError(
+                f"max_prefill_chunk must be from 1 to max_num_batched_tokens, {max_num_batched_tokens}; got"
+                f" {chunk}"
+            )
+        if mixed and num_reserved > 1:
+            raise ConfigError(
+                f"a mixed step has one token per decoding request; got num_reserved {num_reserved}"
             )
         longest = request_pool.max_context_len - num_reserved + 1
         if not 2 <= max_model_len <= longest:
@@ -113,6 +131,8 @@ class Scheduler:
             )
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_prefill_chunk = chunk
+        self.mixed = mixed
         self.max_model_len = max_model_len
         self.num_reserved = num_reserved
         self.eos_token_ids = frozenset(eos_token_ids)
@@ -126,7 +146,7 @@ class Scheduler:
         self._num_added = 0
         self._step = 0
         self._to_commit: ScheduledBatch | None = None
-        self._last_was_extend = False
+        self._last_was_prefill = False
 
     @property
     def has_work(self) -> bool:
@@ -184,21 +204,14 @@ class Scheduler:
             EngineError: Requests are alive and none can advance, because other code took from the pools.
         """
         self._step += 1
-        decoding = bool(self._in_state(RequestState.RUNNING))
-        plans = [self._plan_extend, self._plan_decode]
-        if self._last_was_extend and decoding:
-            plans.reverse()  # the decode is empty if an older prefill preempted every running request
-        self._to_commit = next((step for step in (plan() for plan in plans) if step), None)
-        if self._to_commit is None:
-            if self.has_work:
-                raise EngineError(
-                    f"none of {len(self._alive)} requests can advance; free: "
-                    f"{self._pages.num_free} of {self._pages.num_pages} KV pages and "
-                    f"{self._rows.num_free} of {self._rows.max_requests} rows",
-                    hint="use a pool in one scheduler only",
-                )
-            return None
-        self._last_was_extend = not self._to_commit.batch.forward_mode.is_decode
+        self._to_commit = self._plan()
+        if self._to_commit is None and self.has_work:
+            raise EngineError(
+                f"none of {len(self._alive)} requests can advance; free: "
+                f"{self._pages.num_free} of {self._pages.num_pages} KV pages and "
+                f"{self._rows.num_free} of {self._rows.max_requests} rows",
+                hint="use a pool in one scheduler only",
+            )
         return self._to_commit
 
     def commit(
@@ -236,6 +249,7 @@ class Scheduler:
                 f"{len(scheduled.requests)} requests; got {list(token_ids)}"
             )
         self._to_commit = None
+        self._last_was_prefill = not scheduled.batch.forward_mode.is_decode
         got: list[Request] = []
         computed = scheduled.batch.seq_lens_cpu.tolist()
         for request, tokens, num_computed in zip(scheduled.requests, token_ids, computed, strict=True):
@@ -275,6 +289,7 @@ class Scheduler:
         """
         pages = [page for request in self._admitted for page in request.pages]
         rows = [request.row for request in self._admitted]
+        admitted_states = [request.state for request in self._admitted]
         in_order = [*self._admitted, *self._waiting]
         size = self._pages.page_size
         rules = {
@@ -296,6 +311,8 @@ class Scheduler:
             "a running request has one token to compute": all(
                 at.num_computed == at.num_tokens - 1 for at in self._in_state(RequestState.RUNNING)
             ),
+            "running requests are older than prefilling ones": admitted_states
+            == sorted(admitted_states, key=lambda state: state is RequestState.PREFILLING),
             "requests are in the order of arrival": in_order == sorted(in_order, key=lambda at: at.arrival),
             "alive requests are admitted or waiting": set(map(id, in_order))
             == set(map(id, self._alive.values())),
@@ -347,25 +364,41 @@ class Scheduler:
             return 0
         return max(self._pages.pages_for(request.num_tokens - 1 + self.num_reserved) - owned, 1)
 
-    def _plan_extend(self) -> ScheduledBatch | None:
-        """Continue started prefills, oldest first, then admit requests while tokens and memory last."""
-        budget = self.max_num_batched_tokens
+    def _plan(self) -> ScheduledBatch | None:
+        """Return the next step, or None if no request can advance."""
+        decodes = self._reserve_decodes() if self.mixed or self._last_was_prefill else []
+        if self.mixed or not decodes:
+            chunks = self._take_chunks(self.max_num_batched_tokens - len(decodes))
+            if chunks:
+                return self._prefill_batch([*((request, 1) for request in decodes), *chunks])
+        decodes = decodes or self._reserve_decodes()
+        return self._decode_batch(decodes) if decodes else None
+
+    def _take_chunks(self, num_free: int) -> list[tuple[Request, int]]:
+        """Continue started prefills, oldest first, then admit requests while tokens and memory last.
+
+        Args:
+            num_free: The tokens of the step that decodes leave.
+
+        Returns:
+            Each request with the number of its tokens to compute.
+        """
+        budget = min(self.max_prefill_chunk, num_free)
         chunks: list[tuple[Request, int]] = []
         prefilling = iter(self._in_state(RequestState.PREFILLING))
         while budget > 0 and (request := next(prefilling, None) or self._admit()):
             length = min(budget, request.num_tokens - request.num_computed)
             chunks.append((request, length))
             budget -= length
-        return self._extend_batch(chunks) if chunks else None
+        return chunks
 
-    def _plan_decode(self) -> ScheduledBatch | None:
-        """Give each running request the slot of its next token, oldest first; preempt if needed."""
-        requests = [
+    def _reserve_decodes(self) -> list[Request]:
+        """Give each running request the slots of its decode, oldest first; preempt if needed."""
+        return [
             request
             for request in self._in_state(RequestState.RUNNING)
             if request.state is RequestState.RUNNING and self._grow(request)  # an older one may preempt it
         ]
-        return self._decode_batch(requests) if requests else None
 
     def _admit(self) -> Request | None:
         """Admit the head of the queue with its row and pages; return None, and do nothing, without them."""
@@ -486,7 +519,7 @@ class Scheduler:
         )
         return ScheduledBatch(batch, requests, [True] * len(requests), self._step, cache_loc)
 
-    def _extend_batch(self, chunks: list[tuple[Request, int]]) -> ScheduledBatch:
+    def _prefill_batch(self, chunks: list[tuple[Request, int]]) -> ScheduledBatch:
         """Build the batch whose input is the next ``length`` tokens of each request."""
         requests = [request for request, _ in chunks]
         input_ids: list[int] = []
@@ -509,7 +542,7 @@ class Scheduler:
         token, position, slot, token_row, row, new, total = on_device
         self._rows.req_to_token[token_row, position] = slot.to(torch.int32)
         batch = ForwardBatch(
-            forward_mode=ForwardMode.EXTEND,
+            forward_mode=ForwardMode.MIXED if self.mixed else ForwardMode.EXTEND,
             batch_size=len(requests),
             input_ids=token,
             positions=position,

@@ -58,6 +58,8 @@ class Bench:
         model_len: int = 64,
         choose: Callable[[Sequence[int], Request], int] = lambda seen, _: next_token(seen),
         reserved: int = 1,
+        mixed: bool = False,
+        chunk: int | None = None,
     ) -> None:
         self.rows = RequestPool(seqs, model_len + reserved - 1, "cpu")
         self.pages = PagePool(num_pages, page_size)
@@ -70,10 +72,13 @@ class Bench:
             eos_token_ids=[EOS],
             device="cpu",
             num_reserved=reserved,
+            mixed=mixed,
+            max_prefill_chunk=chunk,
         )
         self.cache = torch.full((self.pages.num_slots,), -1)
         self.choose = choose
         self.modes: list[ForwardMode] = []
+        self.started: set[Request] = set()
         self.steps = 0
 
     def add(self, name: object, prompt: Iterable[int], **sampling: Any) -> Request:
@@ -93,7 +98,7 @@ class Bench:
         assert torch.equal(batch.seq_lens, batch.seq_lens_cpu)
         assert len(set(batch.out_cache_loc.tolist())) == batch.num_tokens
         news = torch.ones(batch.batch_size, dtype=torch.int64)
-        if batch.forward_mode is ForwardMode.EXTEND:
+        if batch.forward_mode.is_ragged:
             assert batch.extend_seq_lens is not None
             assert batch.extend_seq_lens_cpu is not None
             assert torch.equal(batch.extend_seq_lens, batch.extend_seq_lens_cpu)
@@ -111,11 +116,14 @@ class Bench:
 
     def step(self) -> ScheduledBatch | None:
         """Schedule, run the fake model, commit, and check all that must hold between steps."""
+        running = [(request, request.num_preemptions) for request in self.running]
         scheduled = self.scheduler.schedule()
         if scheduled is None:
             return None
         self.steps += 1
         self.modes.append(scheduled.batch.forward_mode)
+        self.started = {one for one in (*self.started, *scheduled.requests) if not one.is_finished}
+        self.check_turns(scheduled, [one for one, before in running if one.num_preemptions == before])
         tokens: list[list[int]] = []
         for at, (request, seen, samples) in enumerate(
             zip(scheduled.requests, self.read(scheduled), scheduled.samples, strict=True)
@@ -131,6 +139,33 @@ class Bench:
         self.scheduler.check_invariants()
         self.poison_free_slots()
         return scheduled
+
+    @property
+    def running(self) -> list[Request]:
+        """The requests that decode, in no order."""
+        return [request for request in self.started if request.state is RequestState.RUNNING]
+
+    def check_turns(self, scheduled: ScheduledBatch, running: list[Request]) -> None:
+        """Check whose tokens a step computes; ``running``: those that decode and were not preempted."""
+        mode, scheduler = scheduled.batch.forward_mode, self.scheduler
+        decodes = [one for one in scheduled.requests if one.state is RequestState.RUNNING]
+        prompts = [one for one in scheduled.requests if one.state is RequestState.PREFILLING]
+        assert scheduled.requests == sorted(scheduled.requests, key=lambda one: one.arrival)
+        assert scheduled.requests == [*decodes, *prompts]
+        assert mode is (ForwardMode.DECODE if not prompts else self.prefill_mode)
+        if scheduler.mixed or not prompts:
+            assert set(decodes) == set(running), "a running request waits"
+        else:
+            assert not decodes
+        lengths = scheduled.batch.extend_seq_lens_cpu
+        if lengths is not None:
+            assert lengths[: len(decodes)].tolist() == [1] * len(decodes)
+            assert 0 < int(lengths[len(decodes) :].sum()) <= scheduler.max_prefill_chunk
+
+    @property
+    def prefill_mode(self) -> ForwardMode:
+        """The mode of every prefill step."""
+        return ForwardMode.MIXED if self.scheduler.mixed else ForwardMode.EXTEND
 
     def draft(
         self, seen: list[int], tokens: list[int], request: Request, cache_loc: torch.Tensor
@@ -190,25 +225,31 @@ def serve(bench: Bench, work: list[tuple[list[int], SamplingParams]]) -> list[Re
     return requests
 
 
-@pytest.mark.parametrize(("page_size", "num_pages"), [(1, 48), (4, 13), (16, 4)])
-def test_a_thousand_requests_in_a_pool_too_small(page_size: int, num_pages: int) -> None:
+@pytest.mark.parametrize(
+    ("page_size", "num_pages", "mixed", "chunk"),
+    [(1, 48, False, None), (16, 4, True, None), (4, 13, True, 5)],
+)
+def test_a_thousand_requests_in_a_pool_too_small(
+    page_size: int, num_pages: int, chunk: int | None, *, mixed: bool
+) -> None:
     """1,000 requests finish under preemption with the unpressured run's tokens; no leak."""
     work = workload(1000, seed=page_size)
-    tight = Bench(num_pages, page_size, tokens=16, model_len=40)
+    tight = Bench(num_pages, page_size, tokens=16, model_len=40, mixed=mixed, chunk=chunk)
     pressed = serve(tight, work)
     roomy = Bench(40 * 8, page_size, tokens=320, model_len=40)
     free = serve(roomy, work)
     assert roomy.scheduler.num_preemptions == 0
     assert tight.scheduler.num_preemptions > 20
     assert sum(one.num_preemptions for one in pressed) == tight.scheduler.num_preemptions
-    assert set(tight.modes) == {ForwardMode.EXTEND, ForwardMode.DECODE}
+    assert set(tight.modes) == {tight.prefill_mode, ForwardMode.DECODE}
     for one, other in zip(pressed, free, strict=True):
         assert one.output_token_ids == other.output_token_ids
         assert one.finish_reason == other.finish_reason
         assert one.output_token_ids == expected(one.prompt_token_ids, one.sampling, 40)
 
 
-def test_preemption_keeps_the_drawn_tokens() -> None:
+@pytest.mark.parametrize("mixed", [False, True])
+def test_preemption_keeps_the_drawn_tokens(*, mixed: bool) -> None:
     """Requests that sample draw the same tokens with and without preemption in between."""
 
     def draw(seen: Sequence[int], request: Request) -> int:
@@ -217,7 +258,7 @@ def test_preemption_keeps_the_drawn_tokens() -> None:
 
     outputs = []
     for num_pages in (20, 500):
-        bench = Bench(num_pages, choose=draw, tokens=8, model_len=20)
+        bench = Bench(num_pages, choose=draw, tokens=8, model_len=20, mixed=mixed)
         requests = [
             bench.add(at, range(1, 5), temperature=1.5, top_p=0.9, seed=at, max_new_tokens=12)
             for at in range(30)
@@ -255,6 +296,37 @@ def test_an_extend_is_followed_by_a_decode() -> None:
     assert (ForwardMode.EXTEND, ForwardMode.EXTEND) not in pairs
     assert bench.modes.count(ForwardMode.EXTEND) >= 10
     assert len(first.output_token_ids) >= 10
+
+
+def test_running_requests_decode_in_every_mixed_step() -> None:
+    """Beside the chunks of a long prompt, running requests get a token in each step, before the chunk."""
+    bench = Bench(200, tokens=10, chunk=4, mixed=True)
+    for at in range(2):
+        bench.add(at, [at], max_new_tokens=20, ignore_eos=True)
+    bench.step()
+    bench.add("long", range(10), max_new_tokens=2, ignore_eos=True)
+    steps = [bench.step() for _ in range(4)]
+    lengths = [step.batch.extend_seq_lens_cpu for step in steps[:3] if step]
+    assert [one.tolist() for one in lengths if one is not None] == [[1, 1, 4], [1, 1, 4], [1, 1, 2]]
+    samples = [step.samples for step in steps if step]
+    assert samples == [[True, True, False], [True, True, False], [True] * 3, [True] * 3]
+    assert bench.modes == [ForwardMode.MIXED] * 4 + [ForwardMode.DECODE]
+    bench.drain()
+
+
+@pytest.mark.parametrize(("chunk", "tokens", "first"), [(3, 16, 3), (None, 6, 4), (16, 16, 14)])
+def test_decodes_count_in_the_step_and_not_in_the_chunk(chunk: int | None, tokens: int, first: int) -> None:
+    """A chunk has max_prefill_chunk tokens beside any number of decodes, if the step has room for both."""
+    bench = Bench(200, tokens=tokens, seqs=4, chunk=chunk, mixed=True)
+    for at in range(2):
+        bench.add(at, [at], max_new_tokens=20, ignore_eos=True)
+    bench.step()
+    bench.add("long", range(40), max_new_tokens=1)
+    step = bench.step()
+    assert step is not None
+    assert step.batch.extend_seq_lens_cpu is not None
+    assert step.batch.extend_seq_lens_cpu.tolist() == [1, 1, first]
+    bench.drain()
 
 
 def test_prompts_share_an_extend() -> None:
@@ -480,6 +552,36 @@ def test_a_step_is_committed_once_and_only_the_newest() -> None:
     assert request.output_token_ids == [3]
 
 
+def same_work(one: ScheduledBatch, other: ScheduledBatch) -> bool:
+    """Return whether two steps compute the same tokens of the same requests in the same slots."""
+    names = ("input_ids", "positions", "out_cache_loc", "req_pool_indices", "seq_lens", "extend_seq_lens")
+    fields = [(getattr(one.batch, name), getattr(other.batch, name)) for name in names]
+    return (
+        one.batch.forward_mode is other.batch.forward_mode
+        and one.requests == other.requests
+        and one.samples == other.samples
+        and all(a is b is None or torch.equal(a, b) for a, b in fields)
+    )
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_a_lost_prefill_is_planned_again_while_others_decode(*, mixed: bool) -> None:
+    """A prefill step that failed comes again, exactly, although requests are decoding."""
+    bench = Bench(64, tokens=8, mixed=mixed)
+    bench.add("running", [1], ignore_eos=True)
+    bench.step()
+    bench.add("long", range(20))
+    if not mixed:
+        bench.step()  # the decode that follows the first prefill
+    lost = bench.scheduler.schedule()
+    again = bench.step()
+    assert lost is not None
+    assert again is not None
+    assert lost.batch.forward_mode is bench.prefill_mode
+    assert same_work(lost, again)
+    bench.drain()
+
+
 def test_memory_taken_by_other_code_is_an_error() -> None:
     """If other code empties the pool, schedule raises instead of returning no step."""
     bench = Bench(8, model_len=8)
@@ -499,6 +601,9 @@ def test_memory_taken_by_other_code_is_an_error() -> None:
         ({"max_num_batched_tokens": 3}, "max_num_batched_tokens"),
         ({"max_model_len": 65}, "max_model_len"),
         ({"max_model_len": 1}, "max_model_len"),
+        ({"max_prefill_chunk": 0}, "max_prefill_chunk"),
+        ({"max_prefill_chunk": 5}, "max_prefill_chunk"),
+        ({"mixed": True, "num_reserved": 2, "max_model_len": 63}, "mixed"),
     ],
 )
 def test_contradicting_limits_are_refused(limits: dict[str, int], word: str) -> None:
@@ -534,13 +639,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         spare=st.integers(0, 12),
         seqs=st.integers(1, 5),
         tokens=st.integers(0, 12),
-        reserved=st.sampled_from([1, 1, 2, 5, 17]),
+        turns=st.sampled_from([(True, 1), (True, 1), (True, 1), *((False, n) for n in (1, 2, 5, 17))]),
+        chunk=st.none() | st.integers(1, 12),
     )
-    def build(self, page_size: int, spare: int, seqs: int, tokens: int, reserved: int) -> None:
+    def build(
+        self, page_size: int, spare: int, seqs: int, tokens: int, turns: tuple[bool, int], chunk: int | None
+    ) -> None:
         """Build a pool that holds one request of full length, and ``spare`` more pages."""
+        mixed, reserved = turns  # drafts are never mixed
         num_pages = -(-(23 + reserved) // page_size) + spare
         options = {"seqs": seqs, "tokens": seqs + tokens, "model_len": 24, "reserved": reserved}
-        self.bench = Bench(num_pages, page_size, **options)
+        chunk = chunk and min(chunk, seqs + tokens)
+        self.bench = Bench(num_pages, page_size, **options, mixed=mixed, chunk=chunk)
         self.requests: list[Request] = []
 
     @rule(prompt=st.lists(st.integers(0, 49), min_size=1, max_size=23), new=st.integers(1, 30))
@@ -555,10 +665,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         for _ in range(count):
             self.bench.step()
 
-    @rule()
-    def lose_a_step(self) -> None:
-        """Plan a step that is never committed, as if the model failed."""
-        self.bench.scheduler.schedule()
+    @rule(then_step=st.booleans())
+    def lose_a_step(self, *, then_step: bool) -> None:
+        """Plan a step that is never committed, as if the model failed; the next plan is the same."""
+        lost = self.bench.scheduler.schedule()
+        again = self.bench.step() if then_step else self.bench.scheduler.schedule()
+        assert (lost is None) is (again is None)
+        assert lost is None or again is None or same_work(lost, again)
 
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:

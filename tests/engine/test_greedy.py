@@ -46,7 +46,8 @@ def test_greedy_tokens_equal_transformers(
     draw = random.Random(architecture)
     prompts = [[draw.randrange(2, 199) for _ in range(n)] for n in PROMPT_LENGTHS]
     counts = [draw.randrange(4, 24) for _ in prompts]
-    engine = make_engine(path, f"engine.page_size={page_size}", "engine.max_num_batched_tokens=24")
+    options = ("engine.max_num_batched_tokens=24", "engine.mixed=false")  # every decode is of the decode lane
+    engine = make_engine(path, f"engine.page_size={page_size}", *options)
     requests = [
         engine.add(prompt, SamplingParams(max_new_tokens=count))
         for prompt, count in zip(prompts, counts, strict=True)

@@ -218,7 +218,7 @@ def test_the_table_of_a_run_has_every_lane(file: str, capsys: pytest.CaptureFixt
         *(("decode", f"decode[bs={size},", "0") for size in (1, 2, 4)),
     ]
     (eager,) = (" ".join(row) for row in rows if row and row[0] == "prefill")
-    assert eager == "prefill extend, eager 1 this lane captures nothing"
+    assert eager == "prefill mixed, eager 1 this lane captures nothing"
 
 
 def test_memory_and_pacts_go_by_the_names_of_lanes(

@@ -33,7 +33,7 @@ def build(*overrides: str) -> Engine:
                 "engine.max_num_seqs=3",
                 "engine.max_num_batched_tokens=24",
                 "engine.max_model_len=64",
-                "engine.num_pages=9",
+                "engine.num_pages=8",
                 "engine.page_size=8",
                 *overrides,
             ],
