@@ -80,7 +80,7 @@ class RunnerContext:
         Raises:
             ConfigError: A count is above ``limits.max_bs``.
         """
-        most = self.limits.max_bs, f"engine.max_num_seqs = {self.limits.max_bs} requests"
+        most = self.limits.max_bs, "requests", "engine.max_num_seqs"
         return self._configured("batch_sizes", self.batch_sizes, default, *most)
 
     def require_token_counts(self, default: Sequence[int]) -> Sequence[int]:
@@ -89,18 +89,18 @@ class RunnerContext:
         Raises:
             ConfigError: A count is above ``limits.max_num_tokens``.
         """
-        limit = self.limits.max_num_tokens
-        most = limit, f"engine.max_num_batched_tokens = {limit} tokens"
+        most = self.limits.max_num_tokens, "tokens", "engine.max_num_batched_tokens"
         return self._configured("token_counts", self.token_counts, default, *most)
 
     def _configured(
-        self, key: str, asked: Sequence[int] | None, default: Sequence[int], most: int, words: str
+        self, key: str, asked: Sequence[int] | None, default: Sequence[int], most: int, what: str, limit: str
     ) -> Sequence[int]:
         sizes = default if asked is None else asked
         if max(sizes, default=0) > most:
             raise ConfigError(
-                f"lanes.{self.lane}.{key} has {max(sizes)}, but a step has at most {words}",
-                hint=f"leave the larger sizes out, or raise {words.partition(' ')[0]}",
+                f"lanes.{self.lane}.{key} has {max(sizes)}, but a step of this lane has at most {most} {what}"
+                f" ({limit})",
+                hint=f"leave the larger sizes out, or raise {limit}",
             )
         return sizes
 

@@ -74,6 +74,7 @@ class LanePlan:
         backend_name: The name by which the backend was selected.
         driver: The graph driver.
         provider: The requested kernels.
+        max_num_tokens: The most tokens of its steps.
         eager_reason: Why the lane runs eagerly although its runner captures; None if it captures.
     """
 
@@ -89,6 +90,7 @@ class LanePlan:
     backend_name: str
     driver: type[GraphDriver]
     provider: ProviderName
+    max_num_tokens: int
     eager_reason: EagerReason | None = None
 
     @property
@@ -101,7 +103,8 @@ class LanePlan:
     def limits(self, shared: Limits) -> Limits:
         """Return the limits of the lane's runner, from those that all lanes share."""
         rows = self.draft.topk if self.runner.frozen_kv else 1
-        return replace(shared, max_bs=shared.max_bs * rows, draft=self.draft)
+        tokens = min(shared.max_num_tokens, self.max_num_tokens)
+        return replace(shared, max_bs=shared.max_bs * rows, max_num_tokens=tokens, draft=self.draft)
 
     def backend_limits(self, shared: Limits) -> Limits:
         """Return the limits of the lane's backend, which serves one mode."""
@@ -364,11 +367,22 @@ def _plan_lane(
         backend_name=backend_name,
         driver=driver,
         provider=provider,
+        max_num_tokens=_most_tokens(role, config),
         eager_reason=eager_reason,
     )
     require = functools.partial(require_provider, plan.provider_setting, backend.providers, provider)
     call_plugin("attention_backend", backend_name, require, device)
     return plan
+
+
+def _most_tokens(role: LaneRole, config: EngineConfig) -> int:
+    """Return the most tokens of a step: a chunk, and in a mixed step one for each other request."""
+    engine = config.engine
+    most = engine.max_num_batched_tokens
+    if not role.mode.is_ragged or engine.max_prefill_chunk is None:
+        return most
+    decodes = engine.max_num_seqs - 1 if role.mode is ForwardMode.MIXED else 0
+    return min(most, engine.max_prefill_chunk + decodes)
 
 
 def _require_serves(name: str, runner_name: str, runner: type[GraphRunner], role: LaneRole) -> None:
