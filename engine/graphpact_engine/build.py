@@ -243,7 +243,7 @@ def build_lane(
         mode=plan.mode,
         batch_sizes=plan.config.batch_sizes,
         token_counts=plan.config.token_counts,
-        max_padding_ratio=plan.config.max_padding_ratio,
+        max_padding_ratio=plan.config.max_padding_ratio or 2.0,
         lane=plan.name,
         num_token_non_padded=spec.has_experts,
         hidden_size=spec.hidden_sizes.get(plan.mode, 1),

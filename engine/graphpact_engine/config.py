@@ -221,11 +221,11 @@ class LaneConfig(_Section):
         default=None,
         description="The token counts to capture, for a runner of prefill graphs. Default: the runner's.",
     )
-    max_padding_ratio: float = Field(
-        default=2.0,
+    max_padding_ratio: float | None = Field(
+        default=None,
         ge=1,
-        description="The most tokens of a prefill graph for each token of a batch; a batch that would be"
-        " padded further runs eagerly.",
+        description="The most tokens of a prefill graph for each token of a step; a step that would be padded"
+        " further runs eagerly. Default: 2.",
     )
     capture: bool = Field(
         default=True,

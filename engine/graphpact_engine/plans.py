@@ -343,6 +343,11 @@ def _plan_lane(
             hint='select another attention backend for the lane, or the runner "eager"',
         )
     _require_captures(name, lane, runner_name, runner, driver_name, driver)
+    if lane.max_padding_ratio is not None and not mode.is_ragged:
+        raise ConfigError(
+            f"lanes.{name}.max_padding_ratio has no effect: graphs of mode {mode.value} pad requests",
+            hint="remove it; batch_sizes are dense where padding costs most",
+        )
     reason = call_plugin("graph_driver", driver_name, _unavailable, driver, driver_name, device)
     eager_reason = None if lane.capture else _NOT_CAPTURED
     if reason is not None and lane.capture:
@@ -418,10 +423,16 @@ def _require_captures(
             f"lanes.{name}.strict = true, but {fault if eager else no_strict}",
             hint='the graph driver "tape" has a strict mode, on any device',
         )
-    if lane.metadata_in_graph and eager:
+    outside = f"the graphs of runner {runner_name!r} hold no attention"
+    if lane.metadata_in_graph and (eager or runner.eager_attention):
         raise ConfigError(
-            f"lanes.{name}.metadata_in_graph = true, but {fault}",
+            f"lanes.{name}.metadata_in_graph = true, but {fault if eager else outside}",
             hint="remove metadata_in_graph, or select a runner that captures",
+        )
+    if lane.max_padding_ratio is not None and eager:
+        raise ConfigError(
+            f"lanes.{name}.max_padding_ratio = {lane.max_padding_ratio}, but {fault}",
+            hint="remove max_padding_ratio, or select a runner that captures",
         )
 
 

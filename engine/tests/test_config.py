@@ -55,6 +55,8 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "lanes.decode.kernel_provider": PROVIDERS,
     "lanes.decode.graph_driver": WORDS,
     "lanes.decode.batch_sizes": SIZES,
+    "lanes.decode.token_counts": SIZES,
+    "lanes.decode.max_padding_ratio": st.floats(1, 1e6),
     "lanes.decode.capture": st.booleans(),
     "lanes.decode.metadata_in_graph": st.booleans(),
     "lanes.decode.strict": st.booleans(),
@@ -66,6 +68,8 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "lanes.prefill.kernel_provider": PROVIDERS,
     "lanes.prefill.graph_driver": WORDS,
     "lanes.prefill.batch_sizes": SIZES,
+    "lanes.prefill.token_counts": SIZES,
+    "lanes.prefill.max_padding_ratio": st.floats(1, 1e6),
     "lanes.prefill.capture": st.booleans(),
     "lanes.prefill.metadata_in_graph": st.booleans(),
     "lanes.prefill.strict": st.booleans(),
@@ -285,6 +289,8 @@ INVALID = [
     ("lanes.prefill.kernel_provider=portabel", "'portabel'", "portable; did you mean portable?"),
     ("lanes.prefill.batch_sizes=[]", "[]", "expected a list of one or more, each a whole number"),
     ("lanes.prefill.batch_sizes=4", "4", "expected a list of one or more, each a whole number"),
+    ("lanes.prefill.token_counts=[]", "[]", "expected a list of one or more, each a whole number"),
+    ("lanes.prefill.max_padding_ratio=0.5", "0.5", "expected a number from 1 up"),
 ]
 
 

@@ -235,3 +235,56 @@ def test_tokens_of_broken_and_split_prefill_equal_transformers(
         assert verifier.verified == verifier.equal_to_the_bit == lane.stats.replays
     for prompt, completion in zip(prompts, done, strict=True):
         assert completion.token_ids == reference_tokens(path, prompt, 4)
+
+
+@pytest.mark.parametrize(
+    ("lane", "settings", "fault"),
+    [
+        ("prefill", ["metadata_in_graph=true"], "metadata_in_graph = true, but the graphs of runner"),
+        ("prefill", ["runner='eager'", "max_padding_ratio=3"], "max_padding_ratio = 3.0, but runner 'eager'"),
+        ("decode", ["max_padding_ratio=3"], "max_padding_ratio has no effect: graphs of mode decode"),
+        (
+            "prefill",
+            ["runner='eager'", "token_counts=[8]"],
+            "token_counts = [8], but runner 'eager' captures",
+        ),
+        (
+            "decode",
+            ["token_counts=[3]"],
+            "token_counts = [3], but runner 'cuda_graph' captures shapes of 1, 2,",
+        ),
+        ("prefill", ["batch_sizes=[8]"], "batch_sizes = [8], but runner 'breakable_cuda_graph' captures"),
+        (
+            "prefill",
+            ["token_counts=[4096]"],
+            "token_counts has 4096, but a step of this lane has at most 2048",
+        ),
+    ],
+)
+def test_keys_of_prefill_graphs_without_an_effect_are_refused(
+    lane: str, settings: list[str], fault: str, checkpoint: Callable[..., Path]
+) -> None:
+    """A key that the runner or the mode of its lane does not use is an error with key and value."""
+    overrides = [
+        f'model.path="{checkpoint("llama")}"',
+        'lanes.prefill.runner="breakable_cuda_graph"',
+        *(f"lanes.{lane}.{setting}" for setting in settings),
+    ]
+    with pytest.raises(ConfigError) as error:
+        Engine(EngineConfig.load(None, env={}, overrides=overrides))
+    assert f"lanes.{lane}.{fault}" in str(error.value)
+
+
+def test_a_chunk_limit_bounds_the_graphs(checkpoint: Callable[..., Path]) -> None:
+    """With a limit of prompt tokens, no count above that limit and the decodes beside it is captured."""
+    overrides = [
+        f'model.path="{checkpoint("llama")}"',
+        'lanes.prefill.runner="breakable_cuda_graph"',
+        "engine.max_num_seqs=4",
+        "engine.max_prefill_chunk=16",
+    ]
+    for mixed, most in ((True, 19), (False, 16)):
+        settings = [*overrides, f"engine.mixed={str(mixed).lower()}"]
+        with Engine(EngineConfig.load(None, env={}, overrides=settings)) as engine:
+            lane = next(lane for lane in engine.lanes if lane.name == "prefill")
+            assert max(shape.num_tokens for shape in lane.captured) == most

@@ -159,7 +159,7 @@ def test_a_size_that_no_step_fills_is_refused() -> None:
     """A size above the largest step is refused; the error names key, value and limit."""
     with pytest.raises(ConfigError) as error:
         _runner(8, [4, 9]).shapes()
-    for part in ("lanes.decode.batch_sizes has 9", "engine.max_num_seqs = 8", "help: "):
+    for part in ("lanes.decode.batch_sizes has 9", "at most 8 requests (engine.max_num_seqs)", "help: "):
         assert part in str(error.value)
 
 
