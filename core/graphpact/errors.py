@@ -99,8 +99,7 @@ class UnallocatedSlotError(SlotError, RuntimeError):
 class ContractError(GraphpactError):
     """A promise between capture and replay was broken.
 
-    Args:
-        rule: Id of the broken rule, such as ``"GP03"``, or None if unknown; see `graphpact explain`.
+    ``rule`` is the id of the broken rule, such as ``"GP03"``, or None if unknown; see `graphpact explain`.
     """
 
     code = 1
@@ -111,11 +110,9 @@ class ContractError(GraphpactError):
 
 
 class KernelRefusal(RuntimeError):  # noqa: N818  the caller's error, not the kernel's
-    """A kernel refuses its arguments before it reads or writes anything.
+    """A kernel refuses its arguments before it reads or writes anything: the caller broke ``rule``.
 
-    Args:
-        message: The arguments, and what the kernel takes.
-        rule: Id of the rule that the caller broke.
+    The message says the arguments, and what the kernel takes.
     """
 
     def __init__(self, message: str, *, rule: str) -> None:

@@ -18,12 +18,7 @@ from graphpact.errors import ConfigError
 
 @dataclass(slots=True)
 class ParallelContext:
-    """The rank of this process.
-
-    Args:
-        attn_tp_rank: Rank in the attention tensor-parallel group.
-        attn_tp_size: Ranks in that group.
-    """
+    """The rank of this process in its attention tensor-parallel group, and the number of ranks in it."""
 
     attn_tp_rank: int = 0
     attn_tp_size: int = 1

@@ -159,11 +159,7 @@ class PluginCatalog:
     def scan(cls, *, env: Mapping[str, str] | None = None) -> "PluginCatalog":
         """Return the catalog of installed distributions, from metadata; imports nothing.
 
-        Args:
-            env: Environment variables; by default those of the process.
-
-        Raises:
-            ConfigError: An entry of ``GRAPHPACT_DISABLE_PLUGINS`` matches no plugin.
+        ``env`` are the environment variables, by default those of the process. Errors: see `PluginCatalog`.
         """
         entries = (os.environ if env is None else env).get(DISABLE_VARIABLE, "").split(",")
         return cls(_installed(), frozenset(e.strip() for e in entries if e.strip()))

@@ -39,9 +39,7 @@ class GraphShape:
 class EagerReason:
     """The reason why a batch runs without a graph. Statistics count by it; plugins add their own reasons.
 
-    Args:
-        name: A stable name, such as ``"over_largest"``.
-        text: The reason in words.
+    The ``name`` is stable, such as ``"over_largest"``; ``text`` says the reason in words.
     """
 
     name: str

@@ -50,11 +50,7 @@ def new_kv(
 
 @dataclass(frozen=True, slots=True)
 class DraftMetadata:
-    """The metadata of a draft decode.
-
-    Args:
-        steps: The metadata of each step, the first step first.
-    """
+    """The metadata of a draft decode: that of each of its ``steps``, the first step first."""
 
     steps: tuple[Any, ...]
 
@@ -129,10 +125,7 @@ class AttentionBackend(HookMethods, abc.ABC):
     def allocate_metadata(self, view: ForwardBatch, shape: GraphShape, buffers: Buffers) -> Any:
         """Return a metadata object for ``shape`` whose tensors come from ``buffers`` or ``view``.
 
-        Args:
-            view: The batch of the kernels; its tensors may be kept.
-            shape: The padded counts.
-            buffers: The declared slots' memory, sliced for ``shape``.
+        ``view`` is the batch of the kernels; its tensors may be kept.
         """
 
     @abc.abstractmethod
@@ -175,11 +168,7 @@ class AttentionBackend(HookMethods, abc.ABC):
     # -- the base class --------------------------------------------------------------------------
 
     def attach(self, registry: CudaGraphBufferRegistry, driver: GraphDriver | None = None) -> None:
-        """Register the backend's slots in the registry of the lane that will capture it.
-
-        Args:
-            registry: The lane's registry.
-            driver: The lane's driver.
+        """Register the backend's slots with the lane that will capture it, of this registry and driver.
 
         Raises:
             EngineError: It is attached already: the graphs of that lane read its slots.
@@ -329,12 +318,7 @@ def _at_step(name: str, step: int) -> str:
 
 
 def each_step(view: ForwardBatch, metadata: Any) -> Iterator[tuple[ForwardBatch, Any]]:
-    """Yield the view and the metadata of each step of a draft; of any other batch, both as they are.
-
-    Args:
-        view: The view of the whole batch.
-        metadata: A `DraftMetadata`, or the metadata of a batch of one step.
-    """
+    """Yield view and metadata of each step, for a `DraftMetadata`; for other metadata both as they are."""
     if not isinstance(metadata, DraftMetadata):
         yield view, metadata
         return

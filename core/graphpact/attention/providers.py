@@ -76,12 +76,8 @@ def choose_provider(
 ) -> tuple[type[KernelProvider] | None, dict[str, str]]:
     """Return the provider that ``context.provider`` asks for, and by name the reasons against better ones.
 
-    The provider is None for a backend without a choice; if one was named, there are no reasons.
-
-    Args:
-        owner: The backend's name for the message.
-        providers: The best first; empty for a backend without a choice.
-        context: The context of the backend.
+    Of ``providers`` the best comes first. Without any the backend has no choice: the provider is None. If one
+    was named, there are no reasons. ``owner`` is the backend's name for messages.
 
     Raises:
         ConfigError: The named provider does not exist or cannot run here, or no provider can.

@@ -31,11 +31,8 @@ Place = tuple[int, int, int, int]
 class Arenas:
     """An allocator of slots: rows of an arena if their tails are columns, own allocations otherwise.
 
-    Args:
-        pins: Whether to pin host memory, for asynchronous copies to a GPU.
-
-    Attributes:
-        nbytes: Bytes allocated so far, unused rows of arenas included.
+    With ``pins`` it pins host memory, for asynchronous copies to a GPU. ``nbytes`` are the bytes allocated so
+    far, unused rows of arenas included.
     """
 
     def __init__(self, *, pins: bool = False) -> None:

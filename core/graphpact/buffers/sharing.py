@@ -33,10 +33,8 @@ class SharedBuffers:
     """A pool of buffers by (name, numel, dtype, device), for the registries that are given it.
 
     Requests with the same key get the same memory, in any order. Requests of different sizes have different
-    keys and memory: no buffer grows or moves.
-
-    Args:
-        lanes: The lanes whose registries may use the pool; None: all registries, also without a lane.
+    keys and memory: no buffer grows or moves. ``lanes`` are those whose registries may use the pool; None:
+    all registries, also without a lane.
     """
 
     def __init__(self, lanes: Collection[str] | None = None) -> None:

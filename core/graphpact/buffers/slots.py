@@ -238,11 +238,7 @@ class GraphSlot:
 
 @dataclass(frozen=True)
 class BoundSlot(GraphSlot):
-    """A slot of one registry: a declaration with memory.
-
-    Args:
-        buffer: The memory; None if the slot is not enabled.
-    """
+    """A slot of one registry: a declaration with memory, its ``buffer``; None if it is not enabled."""
 
     buffer: torch.Tensor | None = field(default=None, repr=False, compare=False, kw_only=True)
 
