@@ -185,10 +185,8 @@ class Breach:
 class PactBreach(ContractError):  # noqa: N818  a breach of the pact is the established name
     """The view or metadata of a replay does not agree with the capture.
 
-    Args:
-        message: Shape and first field in one line, then a table of all fields that differ.
-        hint: What to do about the first difference.
-        breaches: Every difference in the order of the walk; the first names the rule.
+    The message has the shape and the first field in one line, then a table of all fields that differ.
+    ``breaches`` are in the order of the walk; the first has the rule and the hint.
     """
 
     def __init__(self, message: str, *, hint: str | None = None, breaches: Sequence[Breach] = ()) -> None:

@@ -32,11 +32,7 @@ class ParallelContext:
     def override(
         self, *, attn_tp_rank: int | None = None, attn_tp_size: int | None = None
     ) -> Iterator["ParallelContext"]:
-        """Return a context in which this process is another rank, for tests and simulated ranks.
-
-        Raises:
-            ConfigError: The rank is not below the size.
-        """
+        """Return a context in which this process is another rank; a `ConfigError` if there is none such."""
         before = self.attn_tp_rank, self.attn_tp_size
         asked = zip((attn_tp_rank, attn_tp_size), before, strict=True)
         now = ParallelContext(*(old if new is None else new for new, old in asked))

@@ -130,14 +130,10 @@ Plugin = Loaded | Rejected
 
 
 class PluginCatalog:
-    """The installed plugins. Each is imported once, when it is selected or loaded.
-
-    Args:
-        entry_points: The entry point of each plugin.
-        disabled: Entries of `DISABLE_VARIABLE`.
+    """The installed plugins by their entry points. Each is imported once, when it is selected or loaded.
 
     Raises:
-        ConfigError: An entry of ``disabled`` matches no plugin.
+        ConfigError: An entry of ``disabled``, those of `DISABLE_VARIABLE`, matches no plugin.
     """
 
     def __init__(

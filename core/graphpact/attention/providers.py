@@ -82,29 +82,23 @@ def choose_provider(
     Raises:
         ConfigError: The named provider does not exist or cannot run here, or no provider can.
     """
-    return _choose(owner, providers, context.provider, context.device, lambda each: each.refusal(context))
+    return require_provider(owner, providers, context.provider, context.device, context)
 
 
 def require_provider(
-    owner: str, providers: Sequence[type[KernelProvider]], asked: ProviderName, device: torch.device
-) -> None:
-    """Raise the `ConfigError` that `choose_provider` would raise for any model, before a model is loaded."""
-    _choose(owner, providers, asked, device, lambda each: why_unavailable(each.unavailable, device))
-
-
-def _choose(
     owner: str,
     providers: Sequence[type[KernelProvider]],
     asked: ProviderName,
     device: torch.device,
-    refusal: Callable[[type[KernelProvider]], str | None],
+    context: BackendContext | None = None,
 ) -> tuple[type[KernelProvider] | None, dict[str, str]]:
+    """Return or raise what `choose_provider` does; without ``context`` for any model, before one is loaded."""
     if not providers and asked == "auto":
         return None, {}
     reasons: dict[str, str] = {}
     for provider in providers:
         if asked in ("auto", provider.name):
-            reason = refusal(provider)
+            reason = provider.refusal(context) if context else why_unavailable(provider.unavailable, device)
             if reason is None:
                 return provider, reasons
             reasons[provider.name] = reason

@@ -77,16 +77,13 @@ class FillPlan:
         self._sourced = [each for each in copied if each.source_fn is not None]
         self._computed = [(slot, slot.post_fill) for slot in slots if slot.post_fill is not None]
         self._resets, self._fixed = _plan_tails(slots, context, arenas)
-        self._only_copies = not (self._sourced or self._computed or self._resets)
         self._compiled: dict[tuple[object, ...], _Copies] = {}
         self._last = _Copies(lambda _: (), (None,), ())  # matches no batch
 
     def run(self, batch: Any, pp_proxy_tensors: Any = None) -> None:
         """Reset the tails, copy the heads, call the ``post_fill`` functions.
 
-        Raises:
-            SlotError: A field of the batch or the result of a ``source_fn`` does not fit; then nothing is
-                written.
+        A field of the batch or a result of a ``source_fn`` that does not fit is a `SlotError`, before writes.
         """
         last = self._last
         try:
@@ -95,20 +92,13 @@ class FillPlan:
             known = False
         if not known:
             last = self._check(batch)
-        if self._only_copies:
-            for targets, fields, fixed in last.copies:
-                _grouped_copy(targets, fields(batch) + fixed)
-        else:
-            self._run_all(batch, last, pp_proxy_tensors)
-
-    def _run_all(self, batch: Any, compiled: "_Copies", pp_proxy_tensors: Any) -> None:
         context = self._context
         if pp_proxy_tensors is not None:
             context = replace(context, pp_proxy_tensors=pp_proxy_tensors)
         pairs = [pair for slot in self._sourced if (pair := slot.pair(batch, context)) is not None]
         for reset in self._resets:
             reset()
-        for targets, fields, fixed in compiled.copies:
+        for targets, fields, fixed in last.copies:
             _grouped_copy(targets, fields(batch) + fixed)
         for group in _by_kernel(pairs):
             _grouped_copy([target for target, _ in group], [source for _, source in group])
@@ -217,11 +207,10 @@ def _everywhere(slot: GraphSlot, view: torch.Tensor) -> torch.Tensor:
 
 
 def _fitting(slot: GraphSlot, target: torch.Tensor, source: torch.Tensor, *, strict: bool) -> torch.Tensor:
-    """Return ``source``, checked to fill ``target``.
+    """Return ``source``; raise `SlotError` if it does not fit ``target``.
 
-    Raises:
-        SlotError: Another shape, a dtype that does not convert exactly (int64 into a slot that narrows is
-            allowed), a meta tensor, or (in a lane) another device.
+    That is: another shape, a dtype that does not convert exactly (int64 into a slot that narrows is allowed),
+    a meta tensor, or (in a lane) another device.
     """
     if source.device != target.device and (strict or source.is_meta):
         raise SlotError(

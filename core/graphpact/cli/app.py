@@ -41,10 +41,7 @@ def _past_typer() -> Iterator[None]:
 
 @functools.cache
 def _catalog() -> PluginCatalog:
-    """Return the catalog, disabled commands included, to report them.
-
-    The command reports a variable that disables unknown plugins; here it is ignored.
-    """
+    """Return the catalog. A variable that disables unknown plugins is ignored; the command reports it."""
     try:
         return PluginCatalog.scan()
     except ConfigError:
@@ -83,11 +80,7 @@ class _Group(TyperGroup):
         return _refusing(cmd_name, GraphpactError("not run"), f"(of {other.distribution} {other.version})")
 
     def _loaded(self, ctx: Any, cmd_name: str) -> Any:
-        """Return the command ``cmd_name``; if it cannot be loaded, a command that raises the reason.
-
-        Raises:
-            UnknownPluginError: No installed distribution offers it; the hint names the one to install.
-        """
+        """Return the command ``cmd_name``, or one that raises why it cannot be loaded; raise if unknown."""
         try:
             target = _catalog().select("command", cmd_name)
         except GraphpactError as error:
@@ -158,11 +151,7 @@ def _app() -> Callable[..., Any]:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run one command and return its exit status.
-
-    Raises:
-        GraphpactError: The command failed.
-    """
+    """Run one command and return its exit status, or raise what it raised."""
     _catalog.cache_clear()
     error: BaseException | None = None
     try:
