@@ -203,12 +203,8 @@ class ForwardBatch:
 
         Its queries attend to ``seq_lens + step + 1`` keys: the sequence, and their branch up to themselves.
         """
-        return replace(
-            self,
-            draft_step=step,
-            out_cache_loc=self.out_cache_loc[:, step],
-            draft_cache_loc=self.out_cache_loc,
-        )
+        slots = self.out_cache_loc
+        return replace(self, draft_step=step, out_cache_loc=slots[:, step], draft_cache_loc=slots)
 
     @property
     def selected_rows(self) -> torch.Tensor | None:

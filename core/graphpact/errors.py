@@ -138,10 +138,7 @@ BREACHES: dict[BreachKind, tuple[str, str]] = {
             " declare it bounded() if smaller values are valid"
         ),
     ),
-    "bound": (
-        "GP08",
-        "capture with the largest number that a replay may have; the graph serves no larger one",
-    ),
+    "bound": ("GP08", "capture with the largest number that a replay may have: the graph serves no larger"),
     "type": ("GP10", "the graph was recorded with the captured type; refresh it in place"),
     "fields": ("GP10", "return the captured metadata object, refreshed in place, with the same fields"),
     "length": ("GP05", "keep one entry for each captured one"),

@@ -168,9 +168,8 @@ class PluginCatalog:
         """Return one plugin, imported and checked at the first call, or why it is rejected."""
         if info not in self._decided:
             reason = self._metadata_fault(info)
-            self._decided[info] = (
-                _load(info, self._entry_points[info]) if reason is None else Rejected(info, reason)
-            )
+            entry_point = self._entry_points[info]
+            self._decided[info] = Rejected(info, reason) if reason else _load(info, entry_point)
         return self._decided[info]
 
     def reject(self, info: PluginInfo, reason: str) -> None:
@@ -202,9 +201,8 @@ class PluginCatalog:
         if isinstance(plugin, Loaded):
             return plugin.cls
         if len(offers) > 1 and not self._is_disabled(offers[0]):
-            raise AmbiguousPluginError(
-                f"{kind} {name!r}: {plugin.reason}", hint="uninstall all of them but one"
-            )
+            hint = "uninstall all of them but one"
+            raise AmbiguousPluginError(f"{kind} {name!r}: {plugin.reason}", hint=hint)
         hint = "fix it or name another one; `graphpact plugins` lists what is installed"
         raise RejectedPluginError(f"{kind} {plugin.info} was rejected: {plugin.reason}", hint=hint)
 

@@ -86,10 +86,8 @@ class CaptureSizes:
                 hint="leave the key out to take the default capture sizes",
             )
         if len({s.mode for s in shapes}) > 1:
-            raise ConfigError(
-                f"capture sizes of several modes: {', '.join(map(str, shapes))}",
-                hint="use one lane for each mode",
-            )
+            listing = ", ".join(map(str, shapes))
+            raise ConfigError(f"capture sizes of several modes: {listing}", hint="use one lane for each mode")
         width = shapes[0].num_tokens // shapes[0].batch_size
         uneven = [s for s in shapes if s.num_tokens != s.batch_size * width]
         if uneven and not shapes[0].mode.is_ragged:

@@ -175,9 +175,8 @@ class AttentionBackend(HookMethods, abc.ABC):
             SlotError: A slot that a fill would write, without a role, or against the registry's rules.
         """
         if self._registry is not None:
-            raise EngineError(
-                f"{type(self).__name__} is attached to a lane already", hint="build one backend for each lane"
-            )
+            hint = "build one backend for each lane"
+            raise EngineError(f"{type(self).__name__} is attached to a lane already", hint=hint)
         limits = self.context.limits
         slots = all_returned(self.declare_slots(limits), GraphSlot, self, "declare_slots")
         for slot in slots:

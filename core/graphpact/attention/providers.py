@@ -92,7 +92,7 @@ def require_provider(
     device: torch.device,
     context: BackendContext | None = None,
 ) -> tuple[type[KernelProvider] | None, dict[str, str]]:
-    """Return or raise what `choose_provider` does; without ``context`` for any model, before one is loaded."""
+    """Return or raise what `choose_provider` does; without ``context`` for any model, before it is loaded."""
     if not providers and asked == "auto":
         return None, {}
     reasons: dict[str, str] = {}

@@ -8,8 +8,6 @@ last batch that was checked.
     heads       one grouped copy for each pair of dtypes
     on the CPU  a grouped copy is a C++ loop over any tensors, so tails and heads share one
 
-Errors in a batch are found before anything is written.
-
 Does not: allocate, or decide the counts.
 """
 
@@ -53,12 +51,12 @@ def converts_exactly(source: torch.dtype, target: torch.dtype) -> bool:
     return limits is not None and limits.min <= held.min and held.max <= limits.max
 
 
-def _copied_one_by_one(device: torch.device) -> bool:
-    """Return whether a grouped copy is a loop on ``device``, so that any tensors can be grouped.
+def _copied_one_by_one(target: torch.Tensor) -> bool:
+    """Return whether a grouped copy to ``target`` is a loop, so that any tensors of a device can be grouped.
 
     On other devices it is one kernel for dense tensors of one pair of dtypes, otherwise a slow loop.
     """
-    return device.type == "cpu"
+    return target.device.type == "cpu"
 
 
 class FillPlan:
@@ -243,7 +241,7 @@ def _by_kernel(pairs: Iterable[_Pair]) -> Iterator[list[_Pair]]:
     groups: dict[Hashable, list[_Pair]] = {}
     for target, source in pairs:
         key: Hashable = target.device
-        if not _copied_one_by_one(target.device):
+        if not _copied_one_by_one(target):
             key = (target.device, target.dtype, source.dtype, target.is_contiguous())
         groups.setdefault(key, []).append((target, source))
     yield from groups.values()
@@ -270,14 +268,10 @@ def _plan_tails(
         else:
             loose.append((slot, tail))
     blocks = [arena.block(place) for arena, places in placed.items() for place in _merged(places)]
-
-    def by_copy(tail: torch.Tensor) -> bool:
-        return _copied_one_by_one(tail.device)
-
-    fixed = [block for block in blocks if by_copy(block[0])]
-    fixed += [(tail, _everywhere(slot, tail)) for slot, tail in loose if by_copy(tail)]
-    resets = _reset_loose([(slot, tail) for slot, tail in loose if not by_copy(tail)])
-    resets += _reset_blocks([block for block in blocks if not by_copy(block[0])])
+    fixed = [block for block in blocks if _copied_one_by_one(block[0])]
+    fixed += [(tail, _everywhere(slot, tail)) for slot, tail in loose if _copied_one_by_one(tail)]
+    resets = _reset_loose([(slot, tail) for slot, tail in loose if not _copied_one_by_one(tail)])
+    resets += _reset_blocks([block for block in blocks if not _copied_one_by_one(block[0])])
     return resets, fixed
 
 

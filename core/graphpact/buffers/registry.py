@@ -102,11 +102,9 @@ class CudaGraphBufferRegistry:
         """Return the slot called ``name``, enabled or not; raise `UnknownSlotError` if there is none."""
         if name in self._slots:
             return self._slots[name]
-        near = did_you_mean(name, self._slots)
-        raise UnknownSlotError(
-            f"no slot {name!r}; registered: {', '.join(self._slots) or 'none'}",
-            hint=f"did you mean {near!r}?" if near else None,
-        )
+        near, registered = did_you_mean(name, self._slots), ", ".join(self._slots) or "none"
+        hint = f"did you mean {near!r}?" if near else None
+        raise UnknownSlotError(f"no slot {name!r}; registered: {registered}", hint=hint)
 
     def has_slot(self, name: str) -> bool:
         """Return whether an enabled slot is called ``name``."""

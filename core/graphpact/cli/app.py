@@ -9,7 +9,7 @@ option, an invalid number) with status 2.
 
 import functools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Annotated, Any
 
@@ -144,18 +144,14 @@ def _show_versions(*, wanted: bool) -> None:
     raise typer.Exit
 
 
-def _app() -> Callable[..., Any]:
-    app = typer.Typer(name="graphpact", cls=_Group, help=_main.__doc__, no_args_is_help=True, **_OPTIONS)
-    app.callback()(_main)
-    return typer.main.get_command(app)
-
-
 def run(arguments: Sequence[str]) -> int:
     """Run one command and return its exit status, or raise what it raised."""
     _catalog.cache_clear()
+    app = typer.Typer(name="graphpact", cls=_Group, help=_main.__doc__, no_args_is_help=True, **_OPTIONS)
+    app.callback()(_main)
     error: BaseException | None = None
     try:
-        _app()(args=list(arguments), prog_name="graphpact")
+        typer.main.get_command(app)(args=list(arguments), prog_name="graphpact")
     except _Passing as passing:
         error = passing.__cause__
     except OSError as unprinted:  # stderr is full, and typer refuses the command line
