@@ -18,7 +18,7 @@ from graphpact.errors import ConfigError
 
 @dataclass(slots=True)
 class ParallelContext:
-    """The rank of this process in its attention tensor-parallel group, and the number of ranks in it."""
+    """This process in its attention tensor-parallel group: rank ``attn_tp_rank`` of ``attn_tp_size``."""
 
     attn_tp_rank: int = 0
     attn_tp_size: int = 1
