@@ -141,11 +141,7 @@ class ForwardBatch:
         return 0 if self.draft_step is None else self.draft_step + 1
 
     def required_extend_lens(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return ``extend_seq_lens`` and ``extend_seq_lens_cpu``.
-
-        Raises:
-            EngineError: The batch lacks one of them.
-        """
+        """Return ``extend_seq_lens`` and ``extend_seq_lens_cpu``; raise `EngineError` if one is missing."""
         if self.extend_seq_lens is None or self.extend_seq_lens_cpu is None:
             raise EngineError(
                 f"the {self.forward_mode.value} batch must carry extend_seq_lens and extend_seq_lens_cpu",
@@ -207,12 +203,8 @@ class ForwardBatch:
 
         Its queries attend to ``seq_lens + step + 1`` keys: the sequence, and their branch up to themselves.
         """
-        return replace(
-            self,
-            draft_step=step,
-            out_cache_loc=self.out_cache_loc[:, step],
-            draft_cache_loc=self.out_cache_loc,
-        )
+        slots = self.out_cache_loc
+        return replace(self, draft_step=step, out_cache_loc=slots[:, step], draft_cache_loc=slots)
 
     @property
     def selected_rows(self) -> torch.Tensor | None:

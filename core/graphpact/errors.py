@@ -99,8 +99,7 @@ class UnallocatedSlotError(SlotError, RuntimeError):
 class ContractError(GraphpactError):
     """A promise between capture and replay was broken.
 
-    Args:
-        rule: Id of the broken rule, such as ``"GP03"``, or None if unknown; see `graphpact explain`.
+    ``rule`` is the id of the broken rule, such as ``"GP03"``, or None if unknown; see `graphpact explain`.
     """
 
     code = 1
@@ -111,11 +110,9 @@ class ContractError(GraphpactError):
 
 
 class KernelRefusal(RuntimeError):  # noqa: N818  the caller's error, not the kernel's
-    """A kernel refuses its arguments before it reads or writes anything.
+    """A kernel refuses its arguments before it reads or writes anything: the caller broke ``rule``.
 
-    Args:
-        message: The arguments, and what the kernel takes.
-        rule: Id of the rule that the caller broke.
+    The message says the arguments, and what the kernel takes.
     """
 
     def __init__(self, message: str, *, rule: str) -> None:
@@ -141,10 +138,7 @@ BREACHES: dict[BreachKind, tuple[str, str]] = {
             " declare it bounded() if smaller values are valid"
         ),
     ),
-    "bound": (
-        "GP08",
-        "capture with the largest number that a replay may have; the graph serves no larger one",
-    ),
+    "bound": ("GP08", "capture with the largest number that a replay may have: the graph serves no larger"),
     "type": ("GP10", "the graph was recorded with the captured type; refresh it in place"),
     "fields": ("GP10", "return the captured metadata object, refreshed in place, with the same fields"),
     "length": ("GP05", "keep one entry for each captured one"),
@@ -188,10 +182,8 @@ class Breach:
 class PactBreach(ContractError):  # noqa: N818  a breach of the pact is the established name
     """The view or metadata of a replay does not agree with the capture.
 
-    Args:
-        message: Shape and first field in one line, then a table of all fields that differ.
-        hint: What to do about the first difference.
-        breaches: Every difference in the order of the walk; the first names the rule.
+    The message has the shape and the first field in one line, then a table of all fields that differ.
+    ``breaches`` are in the order of the walk; the first has the rule and the hint.
     """
 
     def __init__(self, message: str, *, hint: str | None = None, breaches: Sequence[Breach] = ()) -> None:

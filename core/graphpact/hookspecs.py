@@ -79,7 +79,5 @@ def init_metadata_replay(view: ForwardBatch, shape: GraphShape, captured: Any) -
 def run_step(lane: Any, batch: ForwardBatch) -> Any:
     """Run ``batch`` through ``lane`` and return its `StepOutputs`. The lane implements it; observers wrap it.
 
-    Args:
-        lane: The `graphpact.Lane`.
-        batch: The live batch. Its host tensors may be rewritten once the step has returned.
+    The host tensors of the live batch may be rewritten once the step has returned.
     """

@@ -16,9 +16,7 @@ from graphpact.tensors import storage_id
 class MemoryMap:
     """Names and owners of the memory that the graphs of one lane use.
 
-    Args:
-        registry: The lane's registry, or None.
-        backend: The lane's backend. Its attributes are read at every call, since they may be rebound.
+    The attributes of the lane's ``backend`` are read at every call, since they may be rebound.
     """
 
     def __init__(self, registry: CudaGraphBufferRegistry | None, backend: AttentionBackend) -> None:

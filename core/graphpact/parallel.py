@@ -18,12 +18,7 @@ from graphpact.errors import ConfigError
 
 @dataclass(slots=True)
 class ParallelContext:
-    """The rank of this process.
-
-    Args:
-        attn_tp_rank: Rank in the attention tensor-parallel group.
-        attn_tp_size: Ranks in that group.
-    """
+    """This process in its attention tensor-parallel group: rank ``attn_tp_rank`` of ``attn_tp_size``."""
 
     attn_tp_rank: int = 0
     attn_tp_size: int = 1
@@ -37,11 +32,7 @@ class ParallelContext:
     def override(
         self, *, attn_tp_rank: int | None = None, attn_tp_size: int | None = None
     ) -> Iterator["ParallelContext"]:
-        """Return a context in which this process is another rank, for tests and simulated ranks.
-
-        Raises:
-            ConfigError: The rank is not below the size.
-        """
+        """Return a context in which this process is another rank; a `ConfigError` if there is none such."""
         before = self.attn_tp_rank, self.attn_tp_size
         asked = zip((attn_tp_rank, attn_tp_size), before, strict=True)
         now = ParallelContext(*(old if new is None else new for new, old in asked))

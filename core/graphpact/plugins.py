@@ -130,14 +130,10 @@ Plugin = Loaded | Rejected
 
 
 class PluginCatalog:
-    """The installed plugins. Each is imported once, when it is selected or loaded.
-
-    Args:
-        entry_points: The entry point of each plugin.
-        disabled: Entries of `DISABLE_VARIABLE`.
+    """The installed plugins by their entry points. Each is imported once, when it is selected or loaded.
 
     Raises:
-        ConfigError: An entry of ``disabled`` matches no plugin.
+        ConfigError: An entry of ``disabled``, those of `DISABLE_VARIABLE`, matches no plugin.
     """
 
     def __init__(
@@ -159,11 +155,7 @@ class PluginCatalog:
     def scan(cls, *, env: Mapping[str, str] | None = None) -> "PluginCatalog":
         """Return the catalog of installed distributions, from metadata; imports nothing.
 
-        Args:
-            env: Environment variables; by default those of the process.
-
-        Raises:
-            ConfigError: An entry of ``GRAPHPACT_DISABLE_PLUGINS`` matches no plugin.
+        ``env`` are the environment variables, by default those of the process. Errors: see `PluginCatalog`.
         """
         entries = (os.environ if env is None else env).get(DISABLE_VARIABLE, "").split(",")
         return cls(_installed(), frozenset(e.strip() for e in entries if e.strip()))
@@ -176,9 +168,8 @@ class PluginCatalog:
         """Return one plugin, imported and checked at the first call, or why it is rejected."""
         if info not in self._decided:
             reason = self._metadata_fault(info)
-            self._decided[info] = (
-                _load(info, self._entry_points[info]) if reason is None else Rejected(info, reason)
-            )
+            entry_point = self._entry_points[info]
+            self._decided[info] = Rejected(info, reason) if reason else _load(info, entry_point)
         return self._decided[info]
 
     def reject(self, info: PluginInfo, reason: str) -> None:
@@ -210,9 +201,8 @@ class PluginCatalog:
         if isinstance(plugin, Loaded):
             return plugin.cls
         if len(offers) > 1 and not self._is_disabled(offers[0]):
-            raise AmbiguousPluginError(
-                f"{kind} {name!r}: {plugin.reason}", hint="uninstall all of them but one"
-            )
+            hint = "uninstall all of them but one"
+            raise AmbiguousPluginError(f"{kind} {name!r}: {plugin.reason}", hint=hint)
         hint = "fix it or name another one; `graphpact plugins` lists what is installed"
         raise RejectedPluginError(f"{kind} {plugin.info} was rejected: {plugin.reason}", hint=hint)
 

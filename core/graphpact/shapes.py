@@ -39,9 +39,7 @@ class GraphShape:
 class EagerReason:
     """The reason why a batch runs without a graph. Statistics count by it; plugins add their own reasons.
 
-    Args:
-        name: A stable name, such as ``"over_largest"``.
-        text: The reason in words.
+    The ``name`` is stable, such as ``"over_largest"``; ``text`` says the reason in words.
     """
 
     name: str
@@ -69,19 +67,14 @@ class CaptureSizes:
     """The shapes that are captured for one mode.
 
     A batch takes the smallest shape with at least its requests and its tokens: of the fewest tokens, and of
-    these of the fewest requests. In modes that are not ragged (decode, target verify, drafts) all requests
-    have the same number of tokens.
-
-    Args:
-        shapes: Shapes of one mode; sorted and made unique. If the mode is not ragged, all with the same
-            number of tokens per request.
+    these of the fewest requests. ``shapes`` are sorted and made unique. In modes that are not ragged (decode,
+    target verify, drafts) all requests have the same number of tokens, in every shape.
 
     Raises:
         ConfigError: No shape, a shape without requests or tokens, or shapes of several modes or widths.
     """
 
     shapes: tuple[GraphShape, ...]
-    _sizes: list[int] = field(init=False, repr=False, compare=False)
     _width: int | None = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -93,10 +86,8 @@ class CaptureSizes:
                 hint="leave the key out to take the default capture sizes",
             )
         if len({s.mode for s in shapes}) > 1:
-            raise ConfigError(
-                f"capture sizes of several modes: {', '.join(map(str, shapes))}",
-                hint="use one lane for each mode",
-            )
+            listing = ", ".join(map(str, shapes))
+            raise ConfigError(f"capture sizes of several modes: {listing}", hint="use one lane for each mode")
         width = shapes[0].num_tokens // shapes[0].batch_size
         uneven = [s for s in shapes if s.num_tokens != s.batch_size * width]
         if uneven and not shapes[0].mode.is_ragged:
@@ -105,7 +96,6 @@ class CaptureSizes:
                 hint="requests of this mode all have the same number of tokens: capture shapes of one number",
             )
         object.__setattr__(self, "shapes", tuple(shapes))
-        object.__setattr__(self, "_sizes", [s.num_tokens for s in shapes])
         object.__setattr__(self, "_width", None if shapes[0].mode.is_ragged else width)
 
     @classmethod
@@ -139,8 +129,8 @@ class CaptureSizes:
             if tokens != requests * self._width:
                 return EagerReason.OTHER_WIDTH
             most = -(-most // self._width) * self._width
-        for at in range(bisect.bisect_left(self._sizes, max(tokens, most)), len(self.shapes)):
-            shape = self.shapes[at]
+        first = bisect.bisect_left(self.shapes, max(tokens, most), key=lambda shape: shape.num_tokens)
+        for shape in self.shapes[first:]:
             if shape.batch_size >= requests and shape.variant == variant:
                 return shape
         return EagerReason.OVER_LARGEST

@@ -1,10 +1,5 @@
 """Comparison and memory location of tensors.
 
-    same, equal            comparison; NaN equals NaN
-    storage_id             identity of the storage
-    extent_of              byte range within the storage
-    address_range          address range
-
 Does not: know slots, owners or names; see `graphpact.memory_map`.
 """
 

@@ -13,7 +13,7 @@ Does not: choose shapes, pad batches or record graphs.
 import abc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 
@@ -50,64 +50,27 @@ def new_kv(
 
 @dataclass(frozen=True, slots=True)
 class DraftMetadata:
-    """The metadata of a draft decode.
-
-    Args:
-        steps: The metadata of each step, the first step first.
-    """
+    """The metadata of a draft decode: that of each of its ``steps``, the first step first."""
 
     steps: tuple[Any, ...]
 
 
-class Buffers(Protocol):
-    """The memory of a backend's declared slots: ``name -> tensor``."""
+@dataclass(frozen=True, slots=True)
+class Buffers:
+    """The memory of a backend's declared slots: ``buffers(name)``.
 
+    Args:
+        of_slot: Returns the memory of the slot of a name, sliced for the shape.
+        in_graph: Whether a graph will read it. Then host numbers of the metadata must be valid for every
+            batch of the shape, otherwise for this batch only.
+    """
+
+    of_slot: Callable[[str], torch.Tensor]
     in_graph: bool
-    """Whether a graph will read them. Then host numbers of the metadata must be valid for every batch of the
-    shape, otherwise for this batch only."""
 
     def __call__(self, name: str) -> torch.Tensor:
         """Return the slot's memory, sliced for the shape."""
-
-
-@dataclass(slots=True)
-class _SlotBuffers:
-    """Slots of a registry, sliced for graphs of ``shape``."""
-
-    registry: CudaGraphBufferRegistry
-    shape: GraphShape
-    draft_step: int = 0
-    in_graph: bool = True
-
-    def __call__(self, name: str) -> torch.Tensor:
-        """Return the slot's memory, sliced for the shape. All draft steps use the same workspace."""
-        of_step = _at_step(name, self.draft_step)
-        slot = self.registry.get_slot(of_step if self.registry.has_slot(of_step) else name)
-        return slot.slice_for(self.shape.batch_size, self.shape.num_tokens)
-
-
-@dataclass(slots=True)
-class _EagerBuffers:
-    """Newly allocated buffers of one batch, for metadata that no graph reads.
-
-    Workspaces are not allocated anew: ``workspace`` returns the one that all steps of the backend use.
-    """
-
-    slots: Mapping[str, GraphSlot]
-    shape: GraphShape
-    device: torch.device
-    workspace: Callable[[GraphSlot], torch.Tensor]
-    fill: int | None = None
-    in_graph: bool = False
-
-    def __call__(self, name: str) -> torch.Tensor:
-        """Return a new buffer for the slot ``name``, filled with its initial value or ``fill``."""
-        slot = self.slots[name]
-        if slot.role == "workspace":
-            return self.workspace(slot)
-        shape = slot.shape_fn(self.shape.batch_size, self.shape.num_tokens)
-        value = slot.initial_value if self.fill is None else self.fill
-        return new_buffer(slot, shape, slot.device or self.device, value)
+        return self.of_slot(name)
 
 
 class AttentionBackend(HookMethods, abc.ABC):
@@ -162,10 +125,7 @@ class AttentionBackend(HookMethods, abc.ABC):
     def allocate_metadata(self, view: ForwardBatch, shape: GraphShape, buffers: Buffers) -> Any:
         """Return a metadata object for ``shape`` whose tensors come from ``buffers`` or ``view``.
 
-        Args:
-            view: The batch of the kernels; its tensors may be kept.
-            shape: The padded counts.
-            buffers: The declared slots' memory, sliced for ``shape``.
+        ``view`` is the batch of the kernels; its tensors may be kept.
         """
 
     @abc.abstractmethod
@@ -208,28 +168,17 @@ class AttentionBackend(HookMethods, abc.ABC):
     # -- the base class --------------------------------------------------------------------------
 
     def attach(self, registry: CudaGraphBufferRegistry, driver: GraphDriver | None = None) -> None:
-        """Register the backend's slots in the registry of the lane that will capture it.
-
-        Args:
-            registry: The lane's registry.
-            driver: The lane's driver.
+        """Register the backend's slots with the lane that will capture it, of this registry and driver.
 
         Raises:
             EngineError: It is attached already: the graphs of that lane read its slots.
             SlotError: A slot that a fill would write, without a role, or against the registry's rules.
         """
         if self._registry is not None:
-            raise EngineError(
-                f"{type(self).__name__} is attached to a lane already", hint="build one backend for each lane"
-            )
+            hint = "build one backend for each lane"
+            raise EngineError(f"{type(self).__name__} is attached to a lane already", hint=hint)
         limits = self.context.limits
-        slots = [
-            slot
-            for step in range(limits.draft.num_steps)
-            for slot in all_returned(self.declare_slots(limits), GraphSlot, self, "declare_slots")
-            if not (step and slot.role in ("workspace", "constant"))
-            for slot in [replace(slot, name=_at_step(slot.name, step)) if step else slot]
-        ]
+        slots = all_returned(self.declare_slots(limits), GraphSlot, self, "declare_slots")
         for slot in slots:
             if slot.copy_from_fb or slot.post_fill is not None or slot.role is None:
                 raise SlotError(
@@ -237,7 +186,10 @@ class AttentionBackend(HookMethods, abc.ABC):
                     " steps have no registry that copies a batch field or calls post_fill",
                     hint="declare it with metadata_slot(name, rows, dtype, role=...)",
                 )
-            registry.register_slot(slot)
+        for step in range(limits.draft.num_steps):
+            for slot in slots:
+                if not (step and slot.role in ("workspace", "constant")):
+                    registry.register_slot(replace(slot, name=_at_step(slot.name, step)))
         self._registry = registry
         self._workspaces.clear()
         self.driver = driver
@@ -250,7 +202,16 @@ class AttentionBackend(HookMethods, abc.ABC):
                 f"{type(self).__name__} is attached to no registry",
                 hint="Lane() attaches it; outside a lane call attach() before capture",
             )
-        return self._make_metadata(view, shape, lambda step: _SlotBuffers(registry, shape, step))
+
+        def of_step(step: int) -> Buffers:
+            def of_slot(name: str) -> torch.Tensor:
+                own = _at_step(name, step)  # a workspace or a constant serves all steps
+                slot = registry.get_slot(own if registry.has_slot(own) else name)
+                return slot.slice_for(shape.batch_size, shape.num_tokens)
+
+            return Buffers(of_slot, in_graph=True)
+
+        return self._make_metadata(view, shape, of_step)
 
     def init_metadata_replay(self, view: ForwardBatch, shape: GraphShape, captured: Any) -> Any:
         """Refresh the captured metadata, unless the graph fills it."""
@@ -274,8 +235,16 @@ class AttentionBackend(HookMethods, abc.ABC):
         """
         shape = GraphShape(batch.forward_mode, batch.batch_size, batch.num_tokens)
         slots = {slot.name: slot for slot in self.declare_slots(self.context.limits)}
-        buffers = _EagerBuffers(slots, shape, self.context.device, self._workspace, fill)
-        return self._make_metadata(batch, shape, lambda _: buffers)
+
+        def new(name: str) -> torch.Tensor:
+            slot = slots[name]
+            if slot.role == "workspace":
+                return self._workspace(slot)
+            size = slot.shape_fn(shape.batch_size, shape.num_tokens)
+            value = slot.initial_value if fill is None else fill
+            return new_buffer(slot, size, slot.device or self.context.device, value)
+
+        return self._make_metadata(batch, shape, lambda _: Buffers(new, in_graph=False))
 
     # -- inside ----------------------------------------------------------------------------------
 
@@ -295,12 +264,9 @@ class AttentionBackend(HookMethods, abc.ABC):
         if view.is_tree:
             self._require_trees()
         if view.out_cache_loc.dim() > 1:  # a draft decode, or an idle rank of one
-            metadata: Any = DraftMetadata(
-                tuple(
-                    self.allocate_metadata(view.at_draft_step(step), shape, buffers(step))
-                    for step in range(view.num_draft_steps)
-                )
-            )
+            views = enumerate(map(view.at_draft_step, range(view.num_draft_steps)))
+            steps = (self.allocate_metadata(at, shape, buffers(step)) for step, at in views)
+            metadata: Any = DraftMetadata(tuple(steps))
         else:
             metadata = self.allocate_metadata(view, shape, buffers(0))
         self._run(self.fill_metadata, view, metadata)
@@ -351,12 +317,7 @@ def _at_step(name: str, step: int) -> str:
 
 
 def each_step(view: ForwardBatch, metadata: Any) -> Iterator[tuple[ForwardBatch, Any]]:
-    """Yield the view and the metadata of each step of a draft; of any other batch, both as they are.
-
-    Args:
-        view: The view of the whole batch.
-        metadata: A `DraftMetadata`, or the metadata of a batch of one step.
-    """
+    """Yield view and metadata of each step, for a `DraftMetadata`; for other metadata both as they are."""
     if not isinstance(metadata, DraftMetadata):
         yield view, metadata
         return

@@ -76,39 +76,29 @@ def choose_provider(
 ) -> tuple[type[KernelProvider] | None, dict[str, str]]:
     """Return the provider that ``context.provider`` asks for, and by name the reasons against better ones.
 
-    The provider is None for a backend without a choice; if one was named, there are no reasons.
-
-    Args:
-        owner: The backend's name for the message.
-        providers: The best first; empty for a backend without a choice.
-        context: The context of the backend.
+    Of ``providers`` the best comes first. Without any the backend has no choice: the provider is None. If one
+    was named, there are no reasons. ``owner`` is the backend's name for messages.
 
     Raises:
         ConfigError: The named provider does not exist or cannot run here, or no provider can.
     """
-    return _choose(owner, providers, context.provider, context.device, lambda each: each.refusal(context))
+    return require_provider(owner, providers, context.provider, context.device, context)
 
 
 def require_provider(
-    owner: str, providers: Sequence[type[KernelProvider]], asked: ProviderName, device: torch.device
-) -> None:
-    """Raise the `ConfigError` that `choose_provider` would raise for any model, before a model is loaded."""
-    _choose(owner, providers, asked, device, lambda each: why_unavailable(each.unavailable, device))
-
-
-def _choose(
     owner: str,
     providers: Sequence[type[KernelProvider]],
     asked: ProviderName,
     device: torch.device,
-    refusal: Callable[[type[KernelProvider]], str | None],
+    context: BackendContext | None = None,
 ) -> tuple[type[KernelProvider] | None, dict[str, str]]:
+    """Return or raise what `choose_provider` does; without ``context`` for any model, before it is loaded."""
     if not providers and asked == "auto":
         return None, {}
     reasons: dict[str, str] = {}
     for provider in providers:
         if asked in ("auto", provider.name):
-            reason = refusal(provider)
+            reason = provider.refusal(context) if context else why_unavailable(provider.unavailable, device)
             if reason is None:
                 return provider, reasons
             reasons[provider.name] = reason

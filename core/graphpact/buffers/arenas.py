@@ -31,11 +31,8 @@ Place = tuple[int, int, int, int]
 class Arenas:
     """An allocator of slots: rows of an arena if their tails are columns, own allocations otherwise.
 
-    Args:
-        pins: Whether to pin host memory, for asynchronous copies to a GPU.
-
-    Attributes:
-        nbytes: Bytes allocated so far, unused rows of arenas included.
+    With ``pins`` it pins host memory, for asynchronous copies to a GPU. ``nbytes`` are the bytes allocated so
+    far, unused rows of arenas included.
     """
 
     def __init__(self, *, pins: bool = False) -> None:
@@ -68,8 +65,7 @@ def new_buffer(
 ) -> torch.Tensor:
     """Return new memory for a slot with the contents that it declares, otherwise filled with ``fill``.
 
-    Raises:
-        SlotError: ``contents`` raised, or returned another tensor than the one that it was to write.
+    Contents that raise, or return another tensor than the one that they were to write, are a `SlotError`.
     """
     buffer = torch.full(shape, fill, dtype=slot.dtype, device=device, pin_memory=pin)
     if slot.contents is not None:

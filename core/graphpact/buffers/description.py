@@ -101,22 +101,17 @@ class RegistryDescription:
         sides = (">" if column == "bytes" else "<" for column in COLUMNS)
         layout = "  ".join(f"{{:{side}{width}}}" for side, width in zip(sides, widths, strict=True))
         lines = [layout.format(*row).rstrip() for row in rows]
-        head = (
-            f"{plain_text(self.label)} on {self.device}: at most {self.max_bs:,} requests,"
-            f" {self.max_num_tokens:,} tokens"
-        )
-        return "\n".join([head, *lines, self.totals])
+        most = f"at most {self.max_bs:,} requests, {self.max_num_tokens:,} tokens"
+        return "\n".join([f"{plain_text(self.label)} on {self.device}: {most}", *lines, self.totals])
 
     @property
     def totals(self) -> str:
         """The counts of slots, their bytes, and the allocated bytes, in words."""
         enabled = sum(row.enabled for row in self.slots)
         disabled = len(self.slots) - enabled
-        return (
-            f"{enabled} slot{'' if enabled == 1 else 's'}"
-            + (f" and {disabled} disabled" if disabled else "")
-            + f", {self.nbytes:,} bytes; {self.allocated_nbytes:,} bytes allocated"
-        )
+        slots = f"{enabled} slot{'' if enabled == 1 else 's'}"
+        more = f" and {disabled} disabled" if disabled else ""
+        return f"{slots}{more}, {self.nbytes:,} bytes; {self.allocated_nbytes:,} bytes allocated"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the description as a dict for JSON."""

@@ -8,8 +8,6 @@ last batch that was checked.
     heads       one grouped copy for each pair of dtypes
     on the CPU  a grouped copy is a C++ loop over any tensors, so tails and heads share one
 
-Errors in a batch are found before anything is written.
-
 Does not: allocate, or decide the counts.
 """
 
@@ -53,12 +51,12 @@ def converts_exactly(source: torch.dtype, target: torch.dtype) -> bool:
     return limits is not None and limits.min <= held.min and held.max <= limits.max
 
 
-def _copied_one_by_one(device: torch.device) -> bool:
-    """Return whether a grouped copy is a loop on ``device``, so that any tensors can be grouped.
+def _copied_one_by_one(target: torch.Tensor) -> bool:
+    """Return whether a grouped copy to ``target`` is a loop, so that any tensors of a device can be grouped.
 
     On other devices it is one kernel for dense tensors of one pair of dtypes, otherwise a slow loop.
     """
-    return device.type == "cpu"
+    return target.device.type == "cpu"
 
 
 class FillPlan:
@@ -71,22 +69,19 @@ class FillPlan:
         self, context: FillContext, slots: Iterable[BoundSlot], arenas: Sequence[Arena], *, strict: bool
     ) -> None:
         slots = list(slots)
-        copied = [(slot, _source_of(slot)) for slot in slots if slot.copy_from_fb]
+        copied = [_Copied(slot, context, strict=strict) for slot in slots if slot.copy_from_fb]
         self._context = context
-        self._heads = [_Head(slot, context, strict=strict) for slot, fn in copied if fn is None]
-        self._sourced = [_Sourced(slot, fn, context, strict=strict) for slot, fn in copied if fn is not None]
+        self._heads = [each for each in copied if each.source_fn is None]
+        self._sourced = [each for each in copied if each.source_fn is not None]
         self._computed = [(slot, slot.post_fill) for slot in slots if slot.post_fill is not None]
         self._resets, self._fixed = _plan_tails(slots, context, arenas)
-        self._only_copies = not (self._sourced or self._computed or self._resets)
         self._compiled: dict[tuple[object, ...], _Copies] = {}
         self._last = _Copies(lambda _: (), (None,), ())  # matches no batch
 
     def run(self, batch: Any, pp_proxy_tensors: Any = None) -> None:
         """Reset the tails, copy the heads, call the ``post_fill`` functions.
 
-        Raises:
-            SlotError: A field of the batch or the result of a ``source_fn`` does not fit; then nothing is
-                written.
+        A field of the batch or a result of a ``source_fn`` that does not fit is a `SlotError`, before writes.
         """
         last = self._last
         try:
@@ -95,20 +90,13 @@ class FillPlan:
             known = False
         if not known:
             last = self._check(batch)
-        if self._only_copies:
-            for targets, fields, fixed in last.copies:
-                _grouped_copy(targets, fields(batch) + fixed)
-        else:
-            self._run_all(batch, last, pp_proxy_tensors)
-
-    def _run_all(self, batch: Any, compiled: "_Copies", pp_proxy_tensors: Any) -> None:
         context = self._context
         if pp_proxy_tensors is not None:
             context = replace(context, pp_proxy_tensors=pp_proxy_tensors)
         pairs = [pair for slot in self._sourced if (pair := slot.pair(batch, context)) is not None]
         for reset in self._resets:
             reset()
-        for targets, fields, fixed in compiled.copies:
+        for targets, fields, fixed in last.copies:
             _grouped_copy(targets, fields(batch) + fixed)
         for group in _by_kernel(pairs):
             _grouped_copy([target for target, _ in group], [source for _, source in group])
@@ -117,29 +105,27 @@ class FillPlan:
 
     def _check(self, batch: Any) -> "_Copies":
         """Check the batch's fields one by one, and return the copies for batches of its signature."""
-        heads = [(head, head.source(batch)) for head in self._heads]
-        key = tuple(head.kind(batch) if source is None else source.dtype for head, source in heads)
+        pairs = [pair for head in self._heads if (pair := head.pair(batch, self._context)) is not None]
+        key = tuple(head.kind(batch) for head in self._heads)
         compiled = self._compiled.get(key)
         if compiled is None:
             if len(self._compiled) == _MAX_SIGNATURES:
                 self._compiled.clear()
-            compiled = self._compiled[key] = self._compile(batch, heads)
+            compiled = self._compiled[key] = self._compile(batch, pairs)
         self._last = compiled
         return compiled
 
-    def _compile(self, batch: Any, heads: Sequence[tuple["_Head", torch.Tensor | None]]) -> "_Copies":
-        present = [head for head, source in heads if source is not None]
-        absent = [head for head, source in heads if source is None]
-        fields = _getter([f"{h.slot.name}.{what}" for h in present for what in ("shape", "dtype")])
+    def _compile(self, batch: Any, pairs: Iterable[_Pair]) -> "_Copies":
+        names = {id(h.view): h.slot.name for h in self._heads if isinstance(h.kind(batch), torch.dtype)}
+        absent = [head for head in self._heads if id(head.view) not in names]
+        fields = _getter([f"{name}.{what}" for name in names.values() for what in ("shape", "dtype")])
 
         def with_absent(batch: Any) -> tuple[Any, ...]:
             return (fields(batch), *(head.kind(batch) for head in absent))
 
-        names = {id(head.view): head.slot.name for head in present}
-        pairs = [(head.view, source) for head, source in heads if source is not None]
-        empty = [(head.view, _everywhere(head.slot, head.view)) for head in absent if head.is_strict]
         copies = []
-        for group in _by_kernel([*pairs, *empty, *self._fixed]):
+        heads = sorted(pairs, key=lambda pair: id(pair[0]) not in names)
+        for group in _by_kernel([*heads, *self._fixed]):
             of_batch = [names[id(target)] for target, _ in group if id(target) in names]
             fixed = tuple(source for target, source in group if id(target) not in names)
             copies.append(([target for target, _ in group], _getter(of_batch), fixed))
@@ -156,71 +142,60 @@ class _Copies:
     copies: tuple[_Copy, ...]
 
 
-def _source_of(slot: GraphSlot) -> SourceFn | None:
-    """Return the slot's ``source_fn``; for a dotted name that of ``extra``; None for a batch field."""
-    if slot.source_fn is None and "." in slot.name:
-        return functools.partial(_from_extra, slot.name)
-    return slot.source_fn
-
-
 def _from_extra(name: str, batch: Any, _: FillContext) -> torch.Tensor | None:
     tensor: torch.Tensor | None = (getattr(batch, "extra", None) or {}).get(name)
     return tensor
 
 
-class _Head:
-    """A slot that is copied from the batch field of its name, and the view of its live rows."""
+class _Copied:
+    """A slot that is copied from a batch: from the field of its name, or from the result of ``source_fn``.
+
+    Attributes:
+        source_fn: That of the slot; for a dotted name that of ``extra``; None for a batch field.
+        view: The rows that are copied; those of a source may be fewer.
+    """
 
     def __init__(self, slot: BoundSlot, context: FillContext, *, strict: bool) -> None:
         self.slot = slot
+        self.source_fn: SourceFn | None = slot.source_fn
+        if slot.source_fn is None and "." in slot.name:
+            self.source_fn = functools.partial(_from_extra, slot.name)
         self.view = slot.slice_for(context.raw_bs, context.raw_num_tokens)
-        self.is_strict = strict
-
-    def kind(self, batch: Any) -> type:
-        """Return the type of the batch's field."""
-        return type(getattr(batch, self.slot.name, _MISSING))
-
-    def source(self, batch: Any) -> torch.Tensor | None:
-        """Return the batch's field, checked, or None; raise `SlotError` if it does not fit or is required."""
-        slot = self.slot
-        field = getattr(batch, slot.name, None)
-        if isinstance(field, torch.Tensor):
-            return _fitting(slot, self.view, field, strict=self.is_strict)
-        if self.is_strict and not (slot.optional and field is None):
-            what = "no" if field is None else f"a {type(field).__name__} and no tensor for"
-            hint = _OPTIONAL.format("set the field")
-            raise SlotError(f"the batch has {what} {slot.name!r}, which {slot.label} copies", hint=hint)
-        return None
-
-
-class _Sourced:
-    """A slot that is copied from the result of its ``source_fn``."""
-
-    def __init__(self, slot: BoundSlot, source_fn: SourceFn, context: FillContext, *, strict: bool) -> None:
-        self._slot = slot
-        self._source_fn = source_fn
-        self._target = slot.slice_for(context.raw_bs, context.raw_num_tokens)
         # In a lane, a slot that follows an axis needs all rows; otherwise the source may have fewer.
-        self._is_exact = slot.slice_fn is not None or (strict and slot.axis != "none")
-        if not self._is_exact:
-            self._target = slot.slice_for(context.padded_bs, context.padded_num_tokens)
+        is_exact = slot.slice_fn is not None or (strict and slot.axis != "none")
+        self._may_be_short = self.source_fn is not None and not is_exact
+        if self._may_be_short:
+            self.view = slot.slice_for(context.padded_bs, context.padded_num_tokens)
         self._strict = strict
+
+    def kind(self, batch: Any) -> torch.dtype | type:
+        """Return the dtype of the batch's field; its type if it is no tensor."""
+        field = getattr(batch, self.slot.name, _MISSING)
+        return field.dtype if isinstance(field, torch.Tensor) else type(field)
 
     def pair(self, batch: Any, context: FillContext) -> _Pair | None:
         """Return target and source of the copy, or None; raise `SlotError` if the source does not fit."""
-        slot = self._slot
-        source: Any = call(slot, "the source_fn of {}", self._source_fn, batch, context)
-        target = self._target
+        slot, target, by_name = self.slot, self.view, self.source_fn is None
+        source: Any = getattr(batch, slot.name, None)
+        if self.source_fn is not None:
+            source = call(slot, "the source_fn of {}", self.source_fn, batch, context)
         if isinstance(source, torch.Tensor):
-            if not self._is_exact and source.dim():
+            if self._may_be_short and source.dim():
                 target = target[: source.shape[0]]
             return target, _fitting(slot, target, source, strict=self._strict)
-        if source is None and (slot.optional or not self._strict):
-            return (target, _everywhere(slot, target)) if self._strict else None
-        what = "nothing" if source is None else f"a {type(source).__name__} and no tensor"
-        source_of = "the source_fn of" if slot.source_fn is not None else "ForwardBatch.extra, the source of"
-        hint = _OPTIONAL.format("give the batch its source")
-        raise SlotError(f"{source_of} {slot.label} found {what} in this batch", hint=hint)
+        if not self._strict and (source is None or by_name):
+            return None
+        if source is None and slot.optional:
+            return target, _everywhere(slot, target)
+        none = f"a {type(source).__name__} and no tensor"
+        if by_name:
+            what = "no" if source is None else f"{none} for"
+            fault, remedy = f"the batch has {what} {slot.name!r}, which {slot.label} copies", "set the field"
+        else:
+            what = "nothing" if source is None else none
+            whose = "ForwardBatch.extra, the source of" if slot.source_fn is None else "the source_fn of"
+            fault, remedy = f"{whose} {slot.label} found {what} in this batch", "give the batch its source"
+        raise SlotError(fault, hint=_OPTIONAL.format(remedy))
 
 
 def _everywhere(slot: GraphSlot, view: torch.Tensor) -> torch.Tensor:
@@ -230,11 +205,10 @@ def _everywhere(slot: GraphSlot, view: torch.Tensor) -> torch.Tensor:
 
 
 def _fitting(slot: GraphSlot, target: torch.Tensor, source: torch.Tensor, *, strict: bool) -> torch.Tensor:
-    """Return ``source``, checked to fill ``target``.
+    """Return ``source``; raise `SlotError` if it does not fit ``target``.
 
-    Raises:
-        SlotError: Another shape, a dtype that does not convert exactly (int64 into a slot that narrows is
-            allowed), a meta tensor, or (in a lane) another device.
+    That is: another shape, a dtype that does not convert exactly (int64 into a slot that narrows is allowed),
+    a meta tensor, or (in a lane) another device.
     """
     if source.device != target.device and (strict or source.is_meta):
         raise SlotError(
@@ -267,7 +241,7 @@ def _by_kernel(pairs: Iterable[_Pair]) -> Iterator[list[_Pair]]:
     groups: dict[Hashable, list[_Pair]] = {}
     for target, source in pairs:
         key: Hashable = target.device
-        if not _copied_one_by_one(target.device):
+        if not _copied_one_by_one(target):
             key = (target.device, target.dtype, source.dtype, target.is_contiguous())
         groups.setdefault(key, []).append((target, source))
     yield from groups.values()
@@ -294,14 +268,10 @@ def _plan_tails(
         else:
             loose.append((slot, tail))
     blocks = [arena.block(place) for arena, places in placed.items() for place in _merged(places)]
-
-    def by_copy(tail: torch.Tensor) -> bool:
-        return _copied_one_by_one(tail.device)
-
-    fixed = [block for block in blocks if by_copy(block[0])]
-    fixed += [(tail, _everywhere(slot, tail)) for slot, tail in loose if by_copy(tail)]
-    resets = _reset_loose([(slot, tail) for slot, tail in loose if not by_copy(tail)])
-    resets += _reset_blocks([block for block in blocks if not by_copy(block[0])])
+    fixed = [block for block in blocks if _copied_one_by_one(block[0])]
+    fixed += [(tail, _everywhere(slot, tail)) for slot, tail in loose if _copied_one_by_one(tail)]
+    resets = _reset_loose([(slot, tail) for slot, tail in loose if not _copied_one_by_one(tail)])
+    resets += _reset_blocks([block for block in blocks if not _copied_one_by_one(block[0])])
     return resets, fixed
 
 

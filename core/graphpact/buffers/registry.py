@@ -99,18 +99,12 @@ class CudaGraphBufferRegistry:
         return bound
 
     def get_slot(self, name: str) -> BoundSlot:
-        """Return the slot called ``name``, enabled or not.
-
-        Raises:
-            UnknownSlotError: No slot has that name; the hint names the nearest.
-        """
+        """Return the slot called ``name``, enabled or not; raise `UnknownSlotError` if there is none."""
         if name in self._slots:
             return self._slots[name]
-        near = did_you_mean(name, self._slots)
-        raise UnknownSlotError(
-            f"no slot {name!r}; registered: {', '.join(self._slots) or 'none'}",
-            hint=f"did you mean {near!r}?" if near else None,
-        )
+        near, registered = did_you_mean(name, self._slots), ", ".join(self._slots) or "none"
+        hint = f"did you mean {near!r}?" if near else None
+        raise UnknownSlotError(f"no slot {name!r}; registered: {registered}", hint=hint)
 
     def has_slot(self, name: str) -> bool:
         """Return whether an enabled slot is called ``name``."""
@@ -149,14 +143,13 @@ class CudaGraphBufferRegistry:
         plan.run(batch, pp_proxy_tensors)
 
     def extract_buffer(self, *, padded_bs: int, padded_num_tokens: int, forward_batch_template: B) -> B:
-        """Return the view of a shape: the template with the fields that have slots replaced by slices.
+        """Return the view of a captured shape: the template with slices for the fields that have slots.
 
         A field that is None in the template stays None, unless its slot is computed. Slots with dotted names
         replace entries of the template's ``extra``. Slots that are no field of the template (those of a
         backend) are not part of the view.
 
-        The counts are those of the captured shape. The template is a dataclass with ``batch_size``; it is not
-        written.
+        The template is a dataclass with ``batch_size``; it is not written.
         """
         fields: dict[str, Any] = {"batch_size": padded_bs}
         names = {field.name for field in dataclasses.fields(forward_batch_template)}  # type: ignore[arg-type]

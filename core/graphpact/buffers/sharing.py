@@ -33,10 +33,8 @@ class SharedBuffers:
     """A pool of buffers by (name, numel, dtype, device), for the registries that are given it.
 
     Requests with the same key get the same memory, in any order. Requests of different sizes have different
-    keys and memory: no buffer grows or moves.
-
-    Args:
-        lanes: The lanes whose registries may use the pool; None: all registries, also without a lane.
+    keys and memory: no buffer grows or moves. ``lanes`` are those whose registries may use the pool; None:
+    all registries, also without a lane.
     """
 
     def __init__(self, lanes: Collection[str] | None = None) -> None:
@@ -52,8 +50,7 @@ class SharedBuffers:
         """Return the memory of ``slot``: the shared buffer of its key, or a new one with its initial value.
 
         Raises:
-            SlotError: The lane may not use the pool, or the slot has another pad value or shape than the
-                shared buffer.
+            SlotError: The lane may not use the pool, or the shared buffer has another pad value or shape.
         """
         if self.lanes is not None and lane not in self.lanes:
             raise SlotError(
@@ -78,24 +75,20 @@ class SharedBuffers:
             once, value = content
             differs, holds = once and bool((shared.buffer != value).any()), "other values"
         if differs:
-            raise SlotError(
-                f"{owner} holds {_in_words(content)} in padding rows, but shares its memory with"
-                f" {shared.owner}, which holds {holds}",
-                hint="give both the same pad value, or one of the registries no pool",
-            )
-        if tuple(shared.buffer.shape) != shape:
-            raise SlotError(
-                f"{owner} is {shape}, but shares its memory with {shared.owner},"
-                f" which is {tuple(shared.buffer.shape)}",
-                hint="declare one shape, or give one of the registries no pool",
-            )
-        return shared.buffer
+            own, other = f"holds {_in_words(content)} in padding rows", f"holds {holds}"
+            remedy = "give both the same pad value, or one of the registries no pool"
+        elif (there := tuple(shared.buffer.shape)) != shape:
+            own, other = f"is {shape}", f"is {there}"
+            remedy = "declare one shape, or give one of the registries no pool"
+        else:
+            return shared.buffer
+        message = f"{owner} {own}, but shares its memory with {shared.owner}, which {other}"
+        raise SlotError(message, hint=remedy)
 
     def adopt(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Return the buffer ``name`` of the size of ``tensor``, in its shape; ``tensor`` if there is none.
 
-        Raises:
-            SlotError: The buffer has another shape and is not contiguous.
+        A buffer of another shape that is not contiguous is a `SlotError`.
         """
         key = (name, tensor.numel(), tensor.dtype, tensor.device)
         shared = self._buffers.get(key)

@@ -238,20 +238,12 @@ class GraphSlot:
 
 @dataclass(frozen=True)
 class BoundSlot(GraphSlot):
-    """A slot of one registry: a declaration with memory.
-
-    Args:
-        buffer: The memory; None if the slot is not enabled.
-    """
+    """A slot of one registry: a declaration with memory, its ``buffer``; None if it is not enabled."""
 
     buffer: torch.Tensor | None = field(default=None, repr=False, compare=False, kw_only=True)
 
     def slice_for(self, padded_bs: int, padded_num_tokens: int) -> torch.Tensor:
-        """Return the view of this slot for graphs of the given padded counts.
-
-        Raises:
-            UnallocatedSlotError: The slot is not enabled, so it has no buffer.
-        """
+        """Return the view for graphs of the padded counts; raise `UnallocatedSlotError` without a buffer."""
         if self.buffer is None:
             raise UnallocatedSlotError(f"{self.label} has no buffer", hint="declare it with enabled=True")
         if self.axis == "none":
@@ -321,10 +313,9 @@ def metadata_slot(
 def call(
     slot: GraphSlot, what: str, function: Callable[..., Any], *args: Any, hint: str | None = None
 ) -> Any:
-    """Return ``function(*args)``, a call of the slot's owner; ``what`` is the function in words.
+    """Return ``function(*args)``, a call of the slot's owner; its exception, unless ours, is a `SlotError`.
 
-    Raises:
-        SlotError: It raised an exception that is no `GraphpactError`. ``{}`` in ``what`` is the slot's label.
+    ``what`` is the function in words, with ``{}`` for the slot's label.
     """
     try:
         return function(*args)

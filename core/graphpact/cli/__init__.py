@@ -28,11 +28,7 @@ _LOST = {errno.EPIPE, errno.EBADF, errno.EIO, errno.EFBIG, errno.ENOSPC, errno.E
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit status.
-
-    Args:
-        arguments: Arguments after the command's name; by default those of the process.
-    """
+    """Run the command line, by default that of the process, and return its exit status."""
     status, error = 0, None
     given = sys.argv[1:] if arguments is None else list(arguments)
     try:

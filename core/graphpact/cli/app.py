@@ -9,7 +9,7 @@ option, an invalid number) with status 2.
 
 import functools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Annotated, Any
 
@@ -41,10 +41,7 @@ def _past_typer() -> Iterator[None]:
 
 @functools.cache
 def _catalog() -> PluginCatalog:
-    """Return the catalog, disabled commands included, to report them.
-
-    The command reports a variable that disables unknown plugins; here it is ignored.
-    """
+    """Return the catalog. A variable that disables unknown plugins is ignored; the command reports it."""
     try:
         return PluginCatalog.scan()
     except ConfigError:
@@ -83,11 +80,7 @@ class _Group(TyperGroup):
         return _refusing(cmd_name, GraphpactError("not run"), f"(of {other.distribution} {other.version})")
 
     def _loaded(self, ctx: Any, cmd_name: str) -> Any:
-        """Return the command ``cmd_name``; if it cannot be loaded, a command that raises the reason.
-
-        Raises:
-            UnknownPluginError: No installed distribution offers it; the hint names the one to install.
-        """
+        """Return the command ``cmd_name``, or one that raises why it cannot be loaded; raise if unknown."""
         try:
             target = _catalog().select("command", cmd_name)
         except GraphpactError as error:
@@ -151,22 +144,14 @@ def _show_versions(*, wanted: bool) -> None:
     raise typer.Exit
 
 
-def _app() -> Callable[..., Any]:
+def run(arguments: Sequence[str]) -> int:
+    """Run one command and return its exit status, or raise what it raised."""
+    _catalog.cache_clear()
     app = typer.Typer(name="graphpact", cls=_Group, help=_main.__doc__, no_args_is_help=True, **_OPTIONS)
     app.callback()(_main)
-    return typer.main.get_command(app)
-
-
-def run(arguments: Sequence[str]) -> int:
-    """Run one command and return its exit status.
-
-    Raises:
-        GraphpactError: The command failed.
-    """
-    _catalog.cache_clear()
     error: BaseException | None = None
     try:
-        _app()(args=list(arguments), prog_name="graphpact")
+        typer.main.get_command(app)(args=list(arguments), prog_name="graphpact")
     except _Passing as passing:
         error = passing.__cause__
     except OSError as unprinted:  # stderr is full, and typer refuses the command line

@@ -88,11 +88,7 @@ def print_table(
 ) -> None:
     """Print a table: with a ruled heading on a terminal, as plain aligned columns elsewhere.
 
-    Args:
-        console: The console to print on.
-        columns: The headings.
-        rows: The rows, one cell per column.
-        numbers: The columns that are aligned to the right.
+    A row has one cell for each of ``columns``; those in ``numbers`` are aligned to the right.
     """
     table = Table(
         box=box.SIMPLE_HEAD if console.is_terminal else None,

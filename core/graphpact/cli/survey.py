@@ -33,8 +33,7 @@ _FEATURES = ("sliding_window", "softcap", "sinks", "trees")
 def survey(catalog: PluginCatalog, kind: Kind | None = None) -> list[dict[str, Any]]:
     """Return the description of every plugin of ``kind``, or of all, sorted by kind and name.
 
-    Raises:
-        EngineError: The process that imports plugins does not start.
+    A process that does not start is an `EngineError`.
     """
     infos = catalog.infos(kind)
     found: list[dict[str, Any]] = []

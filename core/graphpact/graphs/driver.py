@@ -15,7 +15,6 @@ import abc
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, ClassVar, Literal, Protocol, Self, TypeVar
 
 import torch
@@ -131,9 +130,7 @@ class Stream:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         pass
 
     def wait_event(self, event: Event) -> None:

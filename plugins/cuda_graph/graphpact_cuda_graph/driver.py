@@ -15,7 +15,6 @@ import gc
 import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from types import TracebackType
 from typing import Any, ClassVar, Self
 
 import torch
@@ -109,13 +108,8 @@ class CudaStream(Stream):
         self._entered.append(context)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._entered.pop().__exit__(kind, error, traceback)
+    def __exit__(self, *exc: object) -> None:
+        self._entered.pop().__exit__(*exc)
 
     def wait_event(self, event: Event) -> None:
         """Make later work of this stream wait for the work that ``event`` marks."""
