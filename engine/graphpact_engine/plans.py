@@ -404,6 +404,12 @@ def _require_serves(name: str, runner_name: str, runner: type[GraphRunner], role
             f" {role.runner!r} around it",
             hint=f"to run the lane without graphs set lanes.{name}.capture = false",
         )
+    if role.model == "draft" and runner.eager_attention:
+        raise ConfigError(
+            f"lanes.{name}.runner: {runner_name!r} has no slot for the hidden states in the draft"
+            " model's batches",
+            hint=f"leave the key out: {role.runner!r} serves the lane",
+        )
 
 
 def _require_captures(

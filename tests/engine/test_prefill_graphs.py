@@ -288,3 +288,27 @@ def test_a_chunk_limit_bounds_the_graphs(checkpoint: Callable[..., Path]) -> Non
         with Engine(EngineConfig.load(None, env={}, overrides=settings)) as engine:
             lane = next(lane for lane in engine.lanes if lane.name == "prefill")
             assert max(shape.num_tokens for shape in lane.captured) == most
+
+
+@pytest.mark.parametrize("runner", ["breakable_cuda_graph", "piecewise_cuda_graph"])
+def test_prompts_of_speculation_are_read_through_graphs(runner: str) -> None:
+    """Where the target also returns hidden states, tokens equal those of eager prompts, by verified replays."""
+    models = ROOT / "examples/models"
+    overrides = [
+        f'model.path="{models / "tiny-llama"}"',
+        'engine.device="cpu"',
+        "engine.max_num_seqs=2",
+        'speculative.algorithm="eagle"',
+        f'speculative.draft_model="{models / "tiny-llama-eagle"}"',
+    ]
+    graphs = [f'lanes.prefill.runner="{runner}"', "lanes.prefill.token_counts=[16, 96]"]
+    graphs += ["lanes.prefill.max_padding_ratio=96", "verify.replay_against_eager=1.0"]
+    prompts = [[1 + n % 90 for n in range(count)] for count in (3, 40, 61)]
+    found = []
+    for more in ([], graphs):
+        with Engine(EngineConfig.load(None, env={}, overrides=[*overrides, *more])) as engine:
+            done = engine.generate(prompts, SamplingParams(max_new_tokens=6, ignore_eos=True))
+            lane = next(lane for lane in engine.lanes if lane.name == "prefill")
+            found.append([completion.token_ids for completion in done])
+            assert (lane.stats.replays > 1) is bool(more)
+    assert found[0] == found[1]

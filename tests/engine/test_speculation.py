@@ -380,6 +380,10 @@ def test_a_step_that_fails_is_repeated_with_the_same_tokens(
             "runs the draft model once, without the work of 'eagle_draft'",
         ),
         (
+            [*EAGLE, "lanes.draft_prefill.runner=breakable_cuda_graph"],
+            "has no slot for the hidden states in the draft model's batches",
+        ),
+        (
             [*EAGLE, "lanes.draft.capture=false", "lanes.draft.strict=true"],
             "strict = true, but capture = fal",
         ),

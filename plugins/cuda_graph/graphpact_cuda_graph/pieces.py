@@ -87,6 +87,8 @@ class Tracer:
             for dim, size in enumerate(tensor.shape):
                 if size in (view.num_tokens, view.batch_size):
                     maybe_mark_dynamic(tensor, dim)
+        if not self._traces:  # what a model sets up in its first pass is no part of the trace
+            forward(view, None, lambda q, k, v, layer, _: attend(q, k, v, layer.layer_id))
         _current.pieces = pieces = _Pieces(attend, self._traces, compiled=self.compiled)
         try:
             with config.patch(recompile_limit=2**16, accumulated_recompile_limit=2**16):
