@@ -32,7 +32,7 @@ class ParallelContext:
     def override(
         self, *, attn_tp_rank: int | None = None, attn_tp_size: int | None = None
     ) -> Iterator["ParallelContext"]:
-        """Return a context in which this process is another rank; a `ConfigError` if there is none such."""
+        """Return a context in which this process is another rank; raise `ConfigError` for an invalid one."""
         before = self.attn_tp_rank, self.attn_tp_size
         asked = zip((attn_tp_rank, attn_tp_size), before, strict=True)
         now = ParallelContext(*(old if new is None else new for new, old in asked))

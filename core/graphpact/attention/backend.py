@@ -168,7 +168,7 @@ class AttentionBackend(HookMethods, abc.ABC):
     # -- the base class --------------------------------------------------------------------------
 
     def attach(self, registry: CudaGraphBufferRegistry, driver: GraphDriver | None = None) -> None:
-        """Register the backend's slots with the lane that will capture it, of this registry and driver.
+        """Register the backend's slots in the registry of the lane that will capture it; keep its driver.
 
         Raises:
             EngineError: It is attached already: the graphs of that lane read its slots.
@@ -317,7 +317,7 @@ def _at_step(name: str, step: int) -> str:
 
 
 def each_step(view: ForwardBatch, metadata: Any) -> Iterator[tuple[ForwardBatch, Any]]:
-    """Yield view and metadata of each step, for a `DraftMetadata`; for other metadata both as they are."""
+    """Yield view and metadata of each step of a `DraftMetadata`; of other metadata both as they are."""
     if not isinstance(metadata, DraftMetadata):
         yield view, metadata
         return

@@ -65,7 +65,7 @@ def new_buffer(
 ) -> torch.Tensor:
     """Return new memory for a slot with the contents that it declares, otherwise filled with ``fill``.
 
-    Contents that raise, or return another tensor than the one that they were to write, are a `SlotError`.
+    Raises `SlotError` if ``contents`` raises, or returns another tensor than the one that it was to write.
     """
     buffer = torch.full(shape, fill, dtype=slot.dtype, device=device, pin_memory=pin)
     if slot.contents is not None:

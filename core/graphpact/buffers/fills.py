@@ -81,7 +81,7 @@ class FillPlan:
     def run(self, batch: Any, pp_proxy_tensors: Any = None) -> None:
         """Reset the tails, copy the heads, call the ``post_fill`` functions.
 
-        A field of the batch or a result of a ``source_fn`` that does not fit is a `SlotError`, before writes.
+        Raises `SlotError` if a field or the result of a ``source_fn`` does not fit; then nothing is written.
         """
         last = self._last
         try:

@@ -88,7 +88,7 @@ class SharedBuffers:
     def adopt(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Return the buffer ``name`` of the size of ``tensor``, in its shape; ``tensor`` if there is none.
 
-        A buffer of another shape that is not contiguous is a `SlotError`.
+        Raises `SlotError` if the buffer has another shape and is not contiguous.
         """
         key = (name, tensor.numel(), tensor.dtype, tensor.device)
         shared = self._buffers.get(key)

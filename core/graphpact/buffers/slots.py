@@ -313,9 +313,9 @@ def metadata_slot(
 def call(
     slot: GraphSlot, what: str, function: Callable[..., Any], *args: Any, hint: str | None = None
 ) -> Any:
-    """Return ``function(*args)``, a call of the slot's owner; its exception, unless ours, is a `SlotError`.
+    """Return ``function(*args)``, a call of the slot's owner; ``what`` is the function in words.
 
-    ``what`` is the function in words, with ``{}`` for the slot's label.
+    Raises `SlotError` for an exception that is no `GraphpactError`. ``{}`` in ``what`` is the slot's label.
     """
     try:
         return function(*args)

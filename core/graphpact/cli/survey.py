@@ -33,7 +33,7 @@ _FEATURES = ("sliding_window", "softcap", "sinks", "trees")
 def survey(catalog: PluginCatalog, kind: Kind | None = None) -> list[dict[str, Any]]:
     """Return the description of every plugin of ``kind``, or of all, sorted by kind and name.
 
-    A process that does not start is an `EngineError`.
+    Raises `EngineError` if the process that imports plugins does not start.
     """
     infos = catalog.infos(kind)
     found: list[dict[str, Any]] = []

@@ -32,7 +32,7 @@ class EagerCall:
     def __call__(self) -> None:
         """Call the function again and copy the result to where the next segment reads it.
 
-        Another structure, or a tensor of another shape or dtype, is a `ReplayError`.
+        Raises `ReplayError` if it returned another structure, or a tensor of another shape or dtype.
         """
         leaves, spec = pytree.tree_flatten(self.fn(*self.args))
         if spec != self._spec:
