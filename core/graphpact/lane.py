@@ -216,7 +216,7 @@ class Lane:
                 self._admit(batch, kind, captured)
             self._populate(registry=self.registry, batch=batch, shape=fit)
             view = self._prepare_replay(registry=self.registry, batch=batch, shape=fit)
-            rows = attended_rows(view, batch, self.backend) if self.runner.eager_attention else view
+            rows = self._rows(view, batch)
             meta = self._init_metadata_replay(view=rows, shape=fit, captured=captured.metadata)
             step.live, step.rows, step.metadata = batch, rows, meta
             if self._is_pact_due():
@@ -275,7 +275,7 @@ class Lane:
             driver: Records the region, with the lane's workspaces, as a capture does. None: it runs eagerly.
         """
         backend, live = backend or self.backend, live or batch
-        rows = attended_rows(batch, live, backend) if self.runner.eager_attention else batch
+        rows = self._rows(batch, live)
         with self.driver.unprepared(rows.host_tensors()):
             metadata = backend.init_metadata_eager(rows)
         shape = GraphShape(batch.forward_mode, batch.batch_size, batch.num_tokens)
@@ -327,8 +327,7 @@ class Lane:
             returned(none, type(None), self.runner, "populate")
             view = self._prepare_replay(registry=registry, batch=batch, shape=shape)
             returned(view, ForwardBatch, self.runner, "prepare_replay")
-            eager = self.runner.eager_attention
-            rows = attended_rows(view, batch, self.backend) if eager else view
+            rows = self._rows(view, batch)
             with driver.unprepared(rows.host_tensors()):
                 metadata = self._init_metadata_capture(view=rows, shape=shape)
             step = Step(shape, view, driver, self.backend, metadata, batch, rows, registry)
@@ -346,7 +345,8 @@ class Lane:
             memory = MemoryMap(registry, self.backend)
             held = [*memory.attributes(used)]
             roots = {"view": view, "metadata": metadata, **_root(self.backend, held)}
-            pact = Pact.of(shape, registry, forms=("metadata",) if eager else (), **roots)
+            forms = ("metadata",) if self.runner.eager_attention else ()
+            pact = Pact.of(shape, registry, forms=forms, **roots)
             if driver.strict:
                 self._require_slots(shape, metadata, memory, used)
                 self._require_constants(shape, constants)
@@ -388,6 +388,10 @@ class Lane:
         for slot in all_returned(self.runner.slots(), GraphSlot, self.runner, "slots"):
             registry.register_slot(slot)
         return registry
+
+    def _rows(self, view: ForwardBatch, live: ForwardBatch) -> ForwardBatch:
+        """Return the batch that metadata is made from."""
+        return attended_rows(view, live, self.backend) if self.runner.eager_attention else view
 
     def _is_pact_due(self) -> bool:
         """Count this replay, and return whether its pact is checked."""
