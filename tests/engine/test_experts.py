@@ -31,6 +31,8 @@ from graphpact.step import Attend
 from graphpact_cpu_graph import CpuGraphRunner
 from graphpact_cpu_graph.inductor import InductorDriver
 from graphpact_cuda_graph import CudaGraphRunner
+from graphpact_cuda_graph.breakable import BreakableCudaGraphRunner
+from graphpact_cuda_graph.piecewise import PiecewiseCudaGraphRunner
 from graphpact_engine import Engine, SamplingParams, models
 from graphpact_engine.config import EngineConfig
 from graphpact_engine.models.experts import mask_experts
@@ -94,11 +96,13 @@ def _poison(model: models.TransformersModel) -> None:
 
 
 class Rig:
-    """A decode lane of one graph of `SIZE` rows over a model with experts."""
+    """A lane of one graph of `SIZE` tokens over a model with experts; extend where attention is eager."""
 
     def __init__(self, path: Path, runner: type[GraphRunner], driver: GraphDriver) -> None:
         model = Watched(load(path))
         _poison(model)
+        self.is_ragged = runner.eager_attention
+        mode = ForwardMode.EXTEND if self.is_ragged else ForwardMode.DECODE
         limits, layers = Limits(SIZE, SIZE, CONTEXT, 1), model.layers
         table = torch.zeros(SIZE + 1, CONTEXT, dtype=torch.int32)
         table[1:] = torch.arange(CONTEXT, CONTEXT * (SIZE + 1)).view(SIZE, CONTEXT)
@@ -109,9 +113,20 @@ class Rig:
             return [torch.randn(shape, generator=self.generator) for shape in shapes]
 
         cache = SimpleNamespace(k=caches("head_dim"), v=caches("v_head_dim"))
-        backend = FlashInferBackend(BackendContext(CPU, torch.float32, layers, limits, table, cache))
+        backend = FlashInferBackend(
+            BackendContext(CPU, torch.float32, layers, limits, table, cache, mode=mode)
+        )
         asked = RunnerContext(
-            CPU, backend.capabilities, limits, batch_sizes=[SIZE], lane="decode", num_token_non_padded=True
+            CPU,
+            backend.capabilities,
+            limits,
+            mode=mode,
+            batch_sizes=[SIZE],
+            token_counts=[SIZE],
+            max_padding_ratio=SIZE,
+            lane="experts",
+            num_token_non_padded=True,
+            layers=layers,
         )
         self.runner, self.table = runner(asked), table
         self.skips = any(hasattr(m, "_is_expert_parallel") for m in model.model.modules())
@@ -119,20 +134,28 @@ class Rig:
         self.lane.capture_all()
 
     def batch(self, size: int) -> ForwardBatch:
-        """Return a batch of ``size`` requests of any lengths, with the number of its tokens."""
-        lens = torch.randint(1, CONTEXT, (size,), generator=self.generator)
-        each = torch.arange(1, size + 1)
+        """Return a batch of ``size`` tokens after prefixes of any lengths, with their number."""
+        new = [1] * size
+        if self.is_ragged:
+            new = [1 + size // 2, size - size // 2 - 1]
+        count = torch.tensor([n for n in new if n])
+        before = torch.randint(0, CONTEXT - size, (len(count),), generator=self.generator)
+        each, lens = torch.arange(1, len(count) + 1), before + count
+        begin = before.repeat_interleave(count) - (count.cumsum(0) - count).repeat_interleave(count)
+        positions = begin + torch.arange(size)
+        ragged = {"extend_seq_lens": count, "extend_seq_lens_cpu": count.clone()} if self.is_ragged else {}
         return ForwardBatch(
-            forward_mode=ForwardMode.DECODE,
-            batch_size=size,
+            forward_mode=ForwardMode.EXTEND if self.is_ragged else ForwardMode.DECODE,
+            batch_size=len(count),
             input_ids=torch.randint(2, 199, (size,), generator=self.generator),
-            positions=lens - 1,
-            out_cache_loc=self.table[each, lens - 1].long(),
+            positions=positions,
+            out_cache_loc=self.table[each.repeat_interleave(count), positions].long(),
             req_pool_indices=each,
             seq_lens=lens,
             seq_lens_cpu=lens.clone(),
             num_token_non_padded=torch.tensor([size], dtype=torch.int32),
             num_token_non_padded_cpu=size,
+            **ragged,
         )
 
     def check(self) -> None:
@@ -171,6 +194,26 @@ def test_padding_reaches_no_expert(
     Padding rows are NaN, infinite, or a token with experts of its own.
     """
     Rig(checkpoint(architecture), Padded, TapeDriver(CPU, strict=strict)).check()
+
+
+class Broken(Padding, BreakableCudaGraphRunner):
+    """The runner of broken prefill graphs."""
+
+
+class Split(Padding, PiecewiseCudaGraphRunner):
+    """The runner of split prefill graphs."""
+
+
+@pytest.mark.parametrize(
+    "runner", [Broken, pytest.param(Split, marks=pytest.mark.sweep)], ids=["breakable", "piecewise"]
+)
+@pytest.mark.parametrize("strict", [False, True], ids=["fast", "strict"])
+@pytest.mark.parametrize("architecture", ["mixtral", "qwen2_moe", "qwen3_moe"])
+def test_padding_of_prompts_reaches_no_expert(
+    architecture: str, runner: type[GraphRunner], checkpoint: Callable[..., Path], *, strict: bool
+) -> None:
+    """The same for prompts in graphs that attention leaves."""
+    Rig(checkpoint(architecture), runner, TapeDriver(CPU, strict=strict)).check()
 
 
 class Compiled(Padding, CpuGraphRunner):
@@ -396,7 +439,7 @@ def test_greedy_tokens_equal_transformers_and_the_number_is_that_of_the_batch(
     assert [c.token_ids for c in done] == [reference_tokens(path, prompt, 6) for prompt in prompts]
     assert all(noted == real for _, noted, real, _ in numbers.seen)
     padded = {mode for mode, _, real, size in numbers.seen if real < size}
-    assert padded == {ForwardMode.DECODE, ForwardMode.EXTEND}
+    assert padded == {ForwardMode.DECODE, ForwardMode.MIXED}
 
 
 def test_verification_of_drafts_counts_tokens_too(checkpoint: Callable[..., Path], tmp_path: Path) -> None:

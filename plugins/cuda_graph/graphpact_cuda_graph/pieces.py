@@ -38,6 +38,17 @@ torch.library.register_fake(
 _ATTEND = torch.ops.graphpact_cuda_graph.attend
 
 
+_SETTINGS: dict[str, Any] = {
+    # Only the marked dimensions vary: what another model had is no reason to make a number an input.
+    "automatic_dynamic_shapes": False,
+    "specialize_float": True,
+    # A shape that needs a trace of its own gets one.
+    "recompile_limit": 2**16,
+    "accumulated_recompile_limit": 2**16,
+}
+"""Settings of torch._dynamo."""
+
+
 def _attend(
     q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, layer: LayerSpec, metadata: Any
 ) -> torch.Tensor:
@@ -91,7 +102,7 @@ class Tracer:
             forward(view, None, lambda q, k, v, layer, _: attend(q, k, v, layer.layer_id))
         _current.pieces = pieces = _Pieces(attend, self._traces, compiled=self.compiled)
         try:
-            with config.patch(recompile_limit=2**16, accumulated_recompile_limit=2**16):
+            with config.patch(**_SETTINGS):
                 outputs = self._traced(forward, view)
         except Exception as error:
             if pieces.failed is not None:
