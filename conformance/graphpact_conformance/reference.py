@@ -9,8 +9,8 @@ Does not: run fast: every query reads a whole context.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import torch
 
@@ -31,6 +31,7 @@ from graphpact.buffers.presets import num_token_non_padded_slot
 from graphpact.graphs import Event
 from graphpact.runners import GraphRunner
 from graphpact.shapes import EagerReason, GraphShape
+from graphpact.step import Forward, Region, Step
 from graphpact_conformance.problems import Case, static_shapes
 
 CPU = torch.device("cpu")
@@ -237,7 +238,7 @@ def _with_one_more(rows: torch.Tensor, value: int) -> torch.Tensor:
     return torch.cat([rows, rows.new_full((1, *rows.shape[1:]), value)])
 
 
-# -- the runner --------------------------------------------------------------------------------------
+# -- the runners -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -382,3 +383,28 @@ class ReferenceRunner(GraphRunner):
             num_token_non_padded_cpu=tokens if counts else None,
         )
         return batch.to(self.context.device)
+
+
+class SegmentsRunner(ReferenceRunner):
+    """A runner whose attention leaves the graphs: an eager call between two segments in every layer.
+
+    So the backend makes metadata as for an eager step, for the rows that it declares by ``eager_rows``.
+    """
+
+    modes: ClassVar = frozenset({ForwardMode.EXTEND, ForwardMode.MIXED})
+    needs = GraphSupport.NEVER
+    eager_attention: ClassVar[bool] = True
+
+    @property
+    def case(self) -> Case:
+        """The kind of the lane's steps."""
+        return replace(super().case, segments=True)
+
+    def compose(self, forward: Forward, step: Step) -> Region:
+        """Return one forward pass, broken at every attention call."""
+
+        def attend(q: Any, k: Any, v: Any, layer: LayerSpec, metadata: Any) -> torch.Tensor:
+            del metadata  # that of the capture
+            return step.driver.eager_call(step.attend, q, k, v, layer)
+
+        return lambda: forward(step.view, step.metadata, attend)

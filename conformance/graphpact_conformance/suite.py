@@ -27,8 +27,18 @@ from graphpact.runners import GraphRunner
 from graphpact.shapes import EagerReason
 from graphpact_conformance.claims import claims_of, undeclared
 from graphpact_conformance.experiments import EXPERIMENTS, Experiment
-from graphpact_conformance.problems import CASES, Config, cases_of, configs_of, declares_graphs, draw
-from graphpact_conformance.reference import ReferenceBackend, ReferenceRunner
+from graphpact_conformance.problems import (
+    CASES,
+    EMBEDS,
+    SEGMENTS,
+    Case,
+    Config,
+    cases_of,
+    configs_of,
+    declares_graphs,
+    draw,
+)
+from graphpact_conformance.reference import ReferenceBackend, ReferenceRunner, SegmentsRunner
 from graphpact_conformance.results import Claim, Finding, Outcome, PluginResults, Result
 from graphpact_conformance.rig import runner_context
 from graphpact_conformance.rules import RULES, Rule
@@ -260,18 +270,22 @@ def plan_lanes(
             None for the tape only.
     """
     modes = runner.modes & backend.capabilities.modes
+    cases = cases_of(runner)
+    if runner is ReferenceRunner:
+        cases = (*cases, SEGMENTS)
     configs = [
         config
-        for config in configs_of(backend.capabilities, device, cases_of(runner))
+        for config in configs_of(backend.capabilities, device, cases)
         if config.case.mode in modes or config.case.lane_mode in modes
     ]
     if runner is not ReferenceRunner:
         configs = [_with_shapes_of(runner, config, backend, device) for config in configs]
     chosen = _choose(configs, options.size, few=is_pair or kind == "runner")
-    plans = [
-        PlannedLane(LaneUnderTest(config, backend, runner, kind, device=device).within_graphs(), is_full)
-        for config, is_full in chosen
-    ]
+    plans = []
+    for config, is_full in chosen:
+        own = SegmentsRunner if config.case.segments else runner
+        lane = LaneUnderTest(config, backend, own, kind, device=device)
+        plans.append(PlannedLane(lane.within_graphs(), is_full))
     has_own = kind == "runner" and runner.driver is not None and options.size != "quick"
     if drivers is not None and runner.driver is not None and has_own and plans:
         driver = drivers.select("graph_driver", runner.driver)
@@ -472,9 +486,11 @@ def _unsupported(
     """Yield a result for each kind of step without a lane, with the undeclared capability."""
     there = {plan.lane.config.case for plan in plans}
     modes, can = _modes_of(target, catalog), ReferenceBackend.capabilities
+    cases: tuple[Case, ...] = CASES
     if target.kind == "attention_backend":
         can = catalog.select("attention_backend", target.name).capabilities
-    for case in CASES:
+        cases = (*CASES, SEGMENTS)
+    for case in cases:
         if case in there:
             continue
         if case.mode not in modes:
