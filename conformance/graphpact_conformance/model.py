@@ -2,7 +2,8 @@
 
 The model has two layers of attention. Token ids and positions index tables, accepted drafts select rows, the
 count of live tokens masks a sum over rows. A runner's own fields (`ForwardBatch.extra`) scale queries, keys
-and values, and are a column of the outputs each. So a wrong value in any of these fields changes the outputs.
+and values, and are a column of the outputs each. Embeddings replace token ids, and multimodal positions
+positions; both are columns of the outputs too. So a wrong value in any of these fields changes the outputs.
 
 Does not: attend, or check anything.
 """
@@ -116,7 +117,7 @@ class Model:
             if step:
                 ids, positions = next_id(ids, step - 1), positions + 1
             for layer in self.layers:
-                q, k, v = self.project(layer.layer_id, ids, positions)
+                q, k, v = self.project(layer.layer_id, ids, positions, batch)
                 if own is not None:
                     scale = (1 + own.mean(dim=1) / 4).to(q.dtype)[:, None, None]
                     q, k, v = q * scale, k * scale, v * scale
@@ -126,6 +127,10 @@ class Model:
                     columns.append(attend(q, k, v, layer, part).flatten(1))
         out = torch.cat(columns, dim=1)
         shown = [] if own is None else [own.to(out.dtype)]
+        if batch.input_embeds is not None:
+            shown.append(batch.input_embeds)
+        if batch.mrope_positions is not None:
+            shown.append((batch.mrope_positions.T / CONTEXT).to(out.dtype))
         shared = self._shared(batch, out, batch.num_tokens if padded_tokens is None else padded_tokens)
         outputs: dict[str, Any] = {"rows": (torch.cat([out, *shown, *shared], dim=1), "tokens")}
         if self.is_draft:
@@ -134,15 +139,27 @@ class Model:
         return StepOutputs(**outputs)
 
     def project(
-        self, layer: int, ids: torch.Tensor, positions: torch.Tensor
+        self, layer: int, ids: torch.Tensor, positions: torch.Tensor, batch: ForwardBatch
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return queries, keys and values of tokens; queries and keys depend on the position."""
-        w_q, w_k, w_v = self.weights[layer]
-        turn = self.turns[positions]
-        k = w_k[ids] * turn
-        if self.config.heads.kv_lora_rank is not None:
-            return w_q[ids] * turn, k, k[..., : self.config.heads.kv_lora_rank]
-        return w_q[ids] * turn, k, w_v[ids]
+        """Return queries, keys and values of tokens; queries and keys depend on the position.
+
+        With ``input_embeds`` they are no rows of the tables, but sums of the first ones. Of
+        ``mrope_positions`` the first turn queries, and the two others keys.
+        """
+        rank = self.config.heads.kv_lora_rank
+        tables = self.weights[layer][: 3 if rank is None else 2]
+        if batch.input_embeds is None:
+            q, k, *v = (table[ids] for table in tables)
+        else:
+            embeds = batch.input_embeds[:, :, None, None]
+            q, k, *v = ((embeds * table[:HIDDEN]).sum(dim=1) for table in tables)
+        if batch.mrope_positions is None:
+            turn_q = turn_k = self.turns[positions]
+        else:
+            turn_q, *turns = (self.turns[each] for each in batch.mrope_positions)
+            turn_k = (turns[0] + turns[1]) / 2
+        k = k * turn_k
+        return q * turn_q, k, v[0] if rank is None else k[..., :rank]
 
     def _own(self, batch: ForwardBatch) -> torch.Tensor | None:
         """Return ``[T, fields]`` float64 from -1 to 1: 0 for a field that is absent; None without fields."""
@@ -160,8 +177,8 @@ class Model:
 
     @property
     def num_own(self) -> int:
-        """Columns of the runner's own fields."""
-        return len(self.fields)
+        """Columns of the runner's own fields, and of embeddings with their positions."""
+        return len(self.fields) + (HIDDEN + 3) * self.config.case.embeds
 
     @property
     def num_shared(self) -> int:

@@ -346,6 +346,10 @@ class ReferenceRunner(GraphRunner):
             add("tree_mask", case.width or 0, pad=True, dtype=torch.bool)
         if case.mode is ForwardMode.DRAFT_EXTEND:
             add("num_correct_drafts", dtype=torch.int32)
+        if self.context.mrope:
+            declared.append(self._by_token("mrope_positions", torch.int64, 3))
+        if self.context.input_embeds:
+            declared.append(self._by_token("input_embeds", self.context.dtype, self.context.hidden_size))
         if self.context.num_token_non_padded:
             declared.append(
                 num_token_non_padded_slot(
@@ -353,6 +357,17 @@ class ReferenceRunner(GraphRunner):
                 )
             )
         return declared
+
+    def _by_token(self, name: str, dtype: torch.dtype, numbers: int) -> GraphSlot:
+        """Return a slot with several numbers for each token: ``[3, T]`` of positions, ``[T, n]`` of others."""
+        is_first = name != "mrope_positions"
+        return GraphSlot(
+            name,
+            lambda _, tokens: (tokens, numbers) if is_first else (numbers, tokens),
+            dtype,
+            slice_fn=None if is_first else lambda buffer, tokens: buffer[:, :tokens],
+            owner="the reference runner",
+        )
 
     def dummy(self, shape: GraphShape) -> ForwardBatch:
         """Return a batch of padding rows on scratch; in a ragged mode the first request has most tokens."""
@@ -381,6 +396,10 @@ class ReferenceRunner(GraphRunner):
             num_correct_drafts=zeros[:bs].int() if case.mode is ForwardMode.DRAFT_EXTEND else None,
             num_token_non_padded=torch.tensor([tokens], dtype=torch.int32) if counts else None,
             num_token_non_padded_cpu=tokens if counts else None,
+            mrope_positions=zeros.expand(3, -1).clone() if self.context.mrope else None,
+            input_embeds=torch.zeros(tokens, self.context.hidden_size, dtype=self.context.dtype)
+            if self.context.input_embeds
+            else None,
         )
         return batch.to(self.context.device)
 

@@ -519,7 +519,8 @@ def runner_context(
     """Return the context of a lane's runner.
 
     It has the sizes to capture, except for runners of ragged modes, which choose their shapes, and for
-    runners that need no graph support, which may capture nothing and refuse sizes.
+    runners that need no graph support, which may capture nothing and refuse sizes. It does not limit padding:
+    the more padding tokens a batch has, the more they can do.
     """
     mode, limits = config.case.lane_mode, config.limits
     chooses = mode.is_ragged or not declares_graphs(runner)
@@ -530,12 +531,15 @@ def runner_context(
         mode=mode,
         batch_sizes=None if chooses else [s.batch_size for s in config.shapes],
         token_counts=sorted({s.num_tokens for s in config.shapes}) if mode.is_ragged else None,
+        max_padding_ratio=float("inf"),
         lane=mode.value,
         num_token_non_padded=config.counts,
         require_gathered_buffer=config.counts,
         hidden_size=HIDDEN,
         dtype=config.dtype,
         layers=config.layers,
+        mrope=config.case.embeds,
+        input_embeds=config.case.embeds,
     )
 
 
@@ -554,11 +558,15 @@ def drawn_batch(
 ) -> ForwardBatch:
     """Return the batch of a problem, with a value for each of a runner's own fields.
 
+    Where the lane's batches carry embeddings, so does it.
+
     Floats are normal, but negative in fields of one number for each row, such as log probabilities; integers
     are token ids. Rows of one request that a frozen cache repeats are equal.
     """
     batch = problem.batch(counts=config.counts)
     batch.extra = {slot.name: problem.value_of(slot) for slot in fields}
+    if config.case.embeds:
+        batch = replace(batch, **problem.embedded(config.dtype))
     return batch.to(device)
 
 

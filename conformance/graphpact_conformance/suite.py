@@ -18,7 +18,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from graphpact.attention import AttentionBackend
+from graphpact.attention import AttentionBackend, Capabilities
 from graphpact.batch import ForwardMode
 from graphpact.errors import UnknownPluginError, UsageError, did_you_mean, place_of
 from graphpact.hookspecs import CONTRACT_VERSION
@@ -271,7 +271,9 @@ def plan_lanes(
     """
     modes = runner.modes & backend.capabilities.modes
     cases = cases_of(runner)
-    if runner is ReferenceRunner:
+    if kind == "runner":
+        cases = (*cases, EMBEDS)
+    elif runner is ReferenceRunner:
         cases = (*cases, SEGMENTS)
     configs = [
         config
@@ -279,7 +281,11 @@ def plan_lanes(
         if config.case.mode in modes or config.case.lane_mode in modes
     ]
     if runner is not ReferenceRunner:
-        configs = [_with_shapes_of(runner, config, backend, device) for config in configs]
+        configs = [
+            _with_shapes_of(runner, config, backend, device)
+            for config in configs
+            if not config.case.embeds or takes_embeds(runner, config, backend.capabilities, device)
+        ]
     chosen = _choose(configs, options.size, few=is_pair or kind == "runner")
     plans = []
     for config, is_full in chosen:
@@ -300,6 +306,20 @@ def plan_lanes(
             if plan.lane.driver is None
         ]
     return [p for p in plans if not options.lanes or any(fnmatchcase(str(p), g) for g in options.lanes)]
+
+
+def takes_embeds(
+    runner: type[GraphRunner], config: Config, can: Capabilities, device: torch.device
+) -> bool:
+    """Return whether a runner declares slots for embeddings where its context asks for them.
+
+    A lane refuses batches with embeddings if its runner declares none. True if it cannot be asked.
+    """
+    try:
+        slots = runner(runner_context(config, can, device, runner)).slots()
+        return {"input_embeds", "mrope_positions"} <= {slot.name for slot in slots}
+    except Exception:  # noqa: BLE001  the capture of the lane reports the error
+        return True
 
 
 def _with_shapes_of(
@@ -486,7 +506,7 @@ def _unsupported(
     """Yield a result for each kind of step without a lane, with the undeclared capability."""
     there = {plan.lane.config.case for plan in plans}
     modes, can = _modes_of(target, catalog), ReferenceBackend.capabilities
-    cases: tuple[Case, ...] = CASES
+    cases: tuple[Case, ...] = (*CASES, EMBEDS)
     if target.kind == "attention_backend":
         can = catalog.select("attention_backend", target.name).capabilities
         cases = (*CASES, SEGMENTS)
@@ -495,6 +515,8 @@ def _unsupported(
             continue
         if case.mode not in modes:
             reason = "the mode is not declared"
+        elif case.embeds:
+            reason = "the runner declares no slots input_embeds and mrope_positions"
         elif case.branches > 1 and not can.trees:
             reason = "draft trees are not declared"
         elif device not in can.devices:
@@ -584,14 +606,16 @@ def experiments_of(
     plan: PlannedLane, options: Options, experiments: Sequence[Experiment] = EXPERIMENTS
 ) -> list[Experiment]:
     """Return the experiments that run in a lane."""
-    is_pair = plan.lane.runner is not ReferenceRunner and plan.lane.kind == "attention_backend"
+    lane = plan.lane
+    is_pair = lane.runner is not ReferenceRunner and lane.kind == "attention_backend"
+    is_few = is_pair or lane.config.case.embeds  # the captures of its runner are seen in other lanes
     depths = {"lightest"} if options.size == "quick" else {"lightest", "light"}
     return [
         e
         for e in experiments
-        if plan.lane.kind in e.scopes
+        if lane.kind in e.scopes
         and (plan.is_full or e.depth in depths)
-        and (e.in_pairs or not is_pair)
+        and (e.in_pairs or not is_few)
         and (not options.only or options.only & {*e.examines})
     ]
 

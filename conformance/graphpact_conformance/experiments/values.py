@@ -31,6 +31,7 @@ from graphpact_conformance.experiments.order import states
 from graphpact_conformance.experiments.parity import compare_with_capture
 from graphpact_conformance.model import IDS_OF_PASS, ROWS_OF_PASS, own_rows
 from graphpact_conformance.problems import (
+    HIDDEN,
     VOCAB,
     Config,
     Drawn,
@@ -394,7 +395,8 @@ def _scratch_leaks(lane: LaneUnderTest, rig: Rig, base: StepRecord) -> Findings:
 def pads_leak(lane: LaneUnderTest, rig: Rig, base: StepRecord) -> Findings:
     """Change tokens and positions of padding rows: KV slots and live rows must not change."""
     changes = {}
-    for name, value in (("input_ids", VOCAB - 1), ("positions", 2)):
+    edits = {"input_ids": VOCAB - 1, "positions": 2, "input_embeds": 3, "mrope_positions": 2}
+    for name, value in edits.items():
         leaf = base.leaves.get(f"view.{name}")
         if leaf is not None and leaf.tail is not None:
             changes[leaf.path] = put(leaf.in_tail, value)
@@ -546,7 +548,12 @@ _QUERIES, _KEYS, _VALUES = range(3)
 
 
 def _real_ids(rig: Rig, base: StepRecord) -> list[int]:
-    """Return the token ids that live rows have, in any step of a draft, and padding rows do not."""
+    """Return the token ids that live rows have, in any step of a draft, and padding rows do not.
+
+    With embeddings, which are zeros in padding rows, the ids are those of the tables' rows that they weigh.
+    """
+    if rig.config.case.embeds:
+        return [*range(HIDDEN)]
     leaf = base.leaves.get("view.input_ids")
     real = torch.tensor([t.token_id for t in base.problem.tokens], dtype=torch.int64)
     padded = real[:0] if leaf is None else leaf.value[leaf.in_tail]
