@@ -43,6 +43,8 @@ class Model:
     Attributes:
         weights: Of each layer the tables of queries, keys and values, ``[VOCAB, heads, width]``.
         num_steps: Draft steps of the last pass.
+        copies_attention: Whether it copies each result of attention at once, so that it does not matter what
+            else is written to the memory of the result.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class Model:
             mode in (ForwardMode.DRAFT_DECODE, ForwardMode.DRAFT_EXTEND) or config.case.frozen
         )
         self.num_steps = 1
+        self.copies_attention = False
         generator = torch.Generator().manual_seed(1)
         rows = [(heads.num_q_heads, heads.head_dim), (heads.num_kv_heads, heads.head_dim)]
         rows += [(heads.num_kv_heads, heads.v_head_dim)]
@@ -122,9 +125,10 @@ class Model:
                     scale = (1 + own.mean(dim=1) / 4).to(q.dtype)[:, None, None]
                     q, k, v = q * scale, k * scale, v * scale
                 if self.config.case.frozen:
-                    columns.append(attend(q, None, None, layer, part).flatten(1))
+                    attended = attend(q, None, None, layer, part)
                 else:
-                    columns.append(attend(q, k, v, layer, part).flatten(1))
+                    attended = attend(q, k, v, layer, part)
+                columns.append((attended.clone() if self.copies_attention else attended).flatten(1))
         out = torch.cat(columns, dim=1)
         shown = [] if own is None else [own.to(out.dtype)]
         if batch.input_embeds is not None:
@@ -146,20 +150,15 @@ class Model:
         With ``input_embeds`` they are no rows of the tables, but sums of the first ones. Of
         ``mrope_positions`` the first turn queries, and the two others keys.
         """
-        rank = self.config.heads.kv_lora_rank
-        tables = self.weights[layer][: 3 if rank is None else 2]
-        if batch.input_embeds is None:
-            q, k, *v = (table[ids] for table in tables)
-        else:
-            embeds = batch.input_embeds[:, :, None, None]
-            q, k, *v = ((embeds * table[:HIDDEN]).sum(dim=1) for table in tables)
-        if batch.mrope_positions is None:
+        w_q, w_k, w_v = self.weights[layer]
+        mrope, rank = batch.mrope_positions, self.config.heads.kv_lora_rank
+        if mrope is None:
             turn_q = turn_k = self.turns[positions]
         else:
-            turn_q, *turns = (self.turns[each] for each in batch.mrope_positions)
-            turn_k = (turns[0] + turns[1]) / 2
-        k = k * turn_k
-        return q * turn_q, k, v[0] if rank is None else k[..., :rank]
+            turn_q, turn_k = self.turns[mrope[0]], (self.turns[mrope[1]] + self.turns[mrope[2]]) / 2
+        k = _inputs(w_k, ids, batch) * turn_k
+        v = _inputs(w_v, ids, batch) if rank is None else k[..., :rank]
+        return _inputs(w_q, ids, batch) * turn_q, k, v
 
     def _own(self, batch: ForwardBatch) -> torch.Tensor | None:
         """Return ``[T, fields]`` float64 from -1 to 1: 0 for a field that is absent; None without fields."""
@@ -224,6 +223,13 @@ class Model:
             pooled = torch.where(real, mine, 0).sum(dim=0, keepdim=True)
             shared.append(pooled.expand(out.shape[0], 1))
         return shared
+
+
+def _inputs(table: torch.Tensor, ids: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+    """Return the rows of a table for token ids; with embeddings the weighed sums of its first rows."""
+    if batch.input_embeds is None:
+        return table[ids]
+    return (batch.input_embeds[:, :, None, None] * table[:HIDDEN]).sum(dim=1)
 
 
 def own_rows(num_tokens: int) -> tuple[int, int]:

@@ -22,7 +22,7 @@ from graphpact_conformance.rules import RULES, find_rule
 if TYPE_CHECKING:
     from graphpact_conformance.museum import Exhibit, Variant, Visit
 
-ROOMS = ("bindings", "recordings", "plans", "padding", "memory", "runners", "drafts", "variants")
+ROOMS = ("bindings", "recordings", "plans", "padding", "memory", "runners", "drafts", "segments", "variants")
 """The modules of `graphpact_conformance.museum` with exhibits or variants."""
 
 

@@ -48,7 +48,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     ),
     Experiment(
         "answers_replayed",
-        ("GP02", "GP04", "GP05", "GP06", "GP07", "GP08", "GP09", "GP10", "GP12", "GP13", "GP19"),
+        ("GP02", "GP04", "GP05", "GP06", "GP07", "GP08", "GP09", "GP10", "GP12", "GP13", "GP15", "GP19"),
         values.answers_replayed,
         repeats=True,
         depth="lightest",

@@ -67,6 +67,7 @@ def guarded(lane: LaneUnderTest, steps: Drawn) -> Findings:
     for way in lane.ways:
         rig = _guarded(lane, way)
         if rig is None:
+            lane.rig()  # raises where no lane can be captured
             return
         for problem in (exact, small, idle, padded, small, exact):
             step = rig.step(problem)
@@ -244,12 +245,11 @@ def _copies(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def survives_eager_activity(lane: LaneUnderTest, steps: Drawn) -> Findings:
     """Run eager batches, clear caches and reuse freed memory between capture and replay."""
-    lane.rig()  # raises where the lane cannot be captured
     lane = lane.like(replace(lane.config, room=2))
     for strict in (True, False):
         for clear in caches_of(lane):  # graphs of another lane would keep cached tensors alive
             clear()
-        rig = _guarded(lane, "graph") if strict else lane.build()
+        rig = _guarded(lane, "graph") if strict else lane.rig()
         if rig is None:
             continue
         problems = [p for p in (steps.padded, steps.small) if is_right(lane, rig, p)]

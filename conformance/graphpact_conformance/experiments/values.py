@@ -189,6 +189,8 @@ def _of_difference(
         )
     elif padded and is_right(lane, rig, exact, may_decline=True):
         help_ = "batches without padding are right: check the contents and the counts of padding rows"
+    elif _is_overwritten(lane, rig, step):
+        rule, help_ = "GP15", _OVERWRITTEN_HELP
     elif not _is_prepared_otherwise(lane, rig, problem) and is_right(lane, rig, problem, eagerly=True):
         rule = "GP10"
         help_ = (
@@ -203,6 +205,23 @@ def _of_difference(
         step=step,
         help=help_,
     )
+
+
+_OVERWRITTEN_HELP = (
+    "with a copy of each result of attention it is right: the eager call of a later layer writes the memory of"
+    " this result while a segment still needs it. Return a copy that belongs to the segment after the call, or"
+    " give each layer memory of its own"
+)
+
+
+def _is_overwritten(lane: LaneUnderTest, rig: Rig, step: StepRecord) -> bool:
+    """Return whether a wrong replay in segments is right if the model copies each result of attention."""
+    if step.shape is None or rig.lane.captured[step.shape].graph.num_segments == 1:
+        return False
+    copying = lane.build(capture=False)
+    copying.net.copies_attention = True
+    copying.capture()
+    return is_right(lane, copying, step.problem, may_decline=True)
 
 
 def _writes_foreign_slots(problem: Problem, slots: Sequence[int]) -> bool:
