@@ -150,7 +150,7 @@ class ReferenceBackend(AttentionBackend):
         at = torch.arange(view.num_tokens, device=view.device)
         if view.extend_seq_lens is not None:
             ends = view.extend_seq_lens.cumsum(0)
-            ends = torch.cat([ends, ends[-1:]])[request]
+            ends = _with_one_more(ends, 0)[request]
             lens = _with_one_more(view.seq_lens, 1)[request]
             return torch.minimum(lens - ends + at, lens - 1)
         lens = view.seq_lens[request]
@@ -236,6 +236,12 @@ class ReferenceBackend(AttentionBackend):
 def _with_one_more(rows: torch.Tensor, value: int) -> torch.Tensor:
     """Return rows of requests, with an additional row for padding tokens."""
     return torch.cat([rows, rows.new_full((1, *rows.shape[1:]), value)])
+
+
+class PaddedReferenceBackend(ReferenceBackend):
+    """The same backend with padding tokens in the metadata of eager calls, after those of live requests."""
+
+    capabilities = replace(ReferenceBackend.capabilities, eager_rows="padded")
 
 
 # -- the runners -------------------------------------------------------------------------------------

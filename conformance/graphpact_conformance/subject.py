@@ -26,7 +26,12 @@ from graphpact.runners import GraphRunner
 from graphpact.shapes import EagerReason, GraphShape
 from graphpact_conformance.oracle import Answer
 from graphpact_conformance.problems import CONTEXT, Config, Problem, corner, declares_graphs, support_of
-from graphpact_conformance.reference import ReferenceBackend, ReferenceRunner, SegmentsRunner
+from graphpact_conformance.reference import (
+    PaddedReferenceBackend,
+    ReferenceBackend,
+    ReferenceRunner,
+    SegmentsRunner,
+)
 from graphpact_conformance.results import Finding
 from graphpact_conformance.rig import (
     CPU,
@@ -48,7 +53,7 @@ Way = Literal["graph", "hook"]
 
 
 _HERE = Path(__file__).parent
-_KITS = {ReferenceBackend, ReferenceRunner, SegmentsRunner, *ReferenceBackend.__mro__, *ReferenceRunner.__mro__}
+_KITS = {SegmentsRunner, *PaddedReferenceBackend.__mro__, *ReferenceRunner.__mro__}
 
 
 _ADDRESS = re.compile(r"0x[0-9a-f]{6,}")

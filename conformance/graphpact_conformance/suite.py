@@ -38,7 +38,12 @@ from graphpact_conformance.problems import (
     declares_graphs,
     draw,
 )
-from graphpact_conformance.reference import ReferenceBackend, ReferenceRunner, SegmentsRunner
+from graphpact_conformance.reference import (
+    PaddedReferenceBackend,
+    ReferenceBackend,
+    ReferenceRunner,
+    SegmentsRunner,
+)
 from graphpact_conformance.results import Claim, Finding, Outcome, PluginResults, Result
 from graphpact_conformance.rig import runner_context
 from graphpact_conformance.rules import RULES, Rule
@@ -290,7 +295,10 @@ def plan_lanes(
     plans = []
     for config, is_full in chosen:
         own = SegmentsRunner if config.case.segments else runner
-        lane = LaneUnderTest(config, backend, own, kind, device=device)
+        partner = backend
+        if kind == "runner" and runner.eager_attention and config.case.mode is ForwardMode.MIXED:
+            partner = PaddedReferenceBackend  # other lanes have the live tokens alone
+        lane = LaneUnderTest(config, partner, own, kind, device=device)
         plans.append(PlannedLane(lane.within_graphs(), is_full))
     has_own = kind == "runner" and runner.driver is not None and options.size != "quick"
     if drivers is not None and runner.driver is not None and has_own and plans:
@@ -608,14 +616,14 @@ def experiments_of(
     """Return the experiments that run in a lane."""
     lane = plan.lane
     is_pair = lane.runner is not ReferenceRunner and lane.kind == "attention_backend"
-    is_few = is_pair or lane.config.case.embeds  # the captures of its runner are seen in other lanes
     depths = {"lightest"} if options.size == "quick" else {"lightest", "light"}
     return [
         e
         for e in experiments
         if lane.kind in e.scopes
         and (plan.is_full or e.depth in depths)
-        and (e.in_pairs or not is_few)
+        and (e.in_pairs or not is_pair)
+        and (e.of_fields or not lane.config.case.embeds)
         and (not options.only or options.only & {*e.examines})
     ]
 

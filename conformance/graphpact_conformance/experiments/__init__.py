@@ -53,6 +53,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
         repeats=True,
         depth="lightest",
         in_pairs=True,
+        of_fields=True,
     ),
     Experiment(
         "unwritten_and_stale",
@@ -60,6 +61,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
         refresh.unwritten_and_stale,
         repeats=True,
         in_pairs=True,
+        of_fields=True,
     ),
     Experiment(
         "replay_against_capture",
@@ -75,6 +77,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
         repeats=True,
         depth="light",
         in_pairs=True,
+        of_fields=True,
     ),
     Experiment("largest_step", ("GP13",), values.largest_step, depth="light"),
     Experiment("guarded", order.GUARDED, order.guarded, repeats=True, in_pairs=True),

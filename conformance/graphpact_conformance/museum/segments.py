@@ -159,6 +159,10 @@ def _cuts_as_before(base: type[Any]) -> type[Any]:
     return CutsAsBefore
 
 
+def _cuts_for_every_backend(_: Any, call: Bridged) -> torch.Tensor:
+    return _cut(call, lambda: call.step.live.num_tokens)
+
+
 # -- GP15: where a result lies -----------------------------------------------------------------------
 
 
@@ -241,7 +245,7 @@ _CROSSINGS = [
         _RUNNERS,
         "cuts-rows-as-captured",
         "GP08",
-        "vllm-project/vllm#25265",
+        "sgl-project/sglang#21452",
         "Eager calls cut padding tokens off by the count of live tokens at capture.",
         crossing(_cuts_as_captured),
     ),
@@ -249,9 +253,18 @@ _CROSSINGS = [
         _RUNNERS[:1],
         "cuts-rows-as-in-the-step-before",
         "GP02",
-        "vllm-project/vllm#25265",
+        "sgl-project/sglang#21452",
         "Eager calls cut padding tokens off by the count of live tokens of the step before.",
         _cuts_as_before,
+    ),
+    *_in_runners(
+        _RUNNERS[:1],
+        "cuts-rows-for-every-backend",
+        "GP05",
+        "vllm-project/vllm#25265",
+        "Eager calls cut padding tokens off, also for a backend whose metadata counts them.",
+        crossing(_cuts_for_every_backend),
+        "mixed",
     ),
     *_in_runners(
         _RUNNERS,
