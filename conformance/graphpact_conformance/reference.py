@@ -371,6 +371,7 @@ class ReferenceRunner(GraphRunner):
             name,
             lambda _, tokens: (tokens, numbers) if is_first else (numbers, tokens),
             dtype,
+            padding_policy=PaddingPolicy.ZERO,
             slice_fn=None if is_first else lambda buffer, tokens: buffer[:, :tokens],
             owner="the reference runner",
         )

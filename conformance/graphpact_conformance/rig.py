@@ -601,7 +601,8 @@ def _tail_of(
 ) -> tuple[int | None, int]:
     """Return the first padding row of a tensor, and the axis of its rows; None if it has none.
 
-    A tensor has a whole number of rows per request or token, and offsets have one more.
+    A tensor has a whole number of rows per request or token, and offsets have one more. Where a slot has its
+    own slices, rows lie along the axis in which these grow.
     """
     if slot is None or slot.axis == "none":
         return None, 0
@@ -610,7 +611,14 @@ def _tail_of(
     padded = shape.batch_size if by_request else shape.num_tokens
     if raw_rows >= padded:
         return None, 0
+    fixed: set[int] = set()
+    if slot.slice_fn is not None:
+        fewer, whole = slot.slice_for(*raw).shape, slot.slice_for(shape.batch_size, shape.num_tokens).shape
+        if len(whole) == value.dim():
+            fixed = {dim for dim, size in enumerate(whole) if size == fewer[dim]}
     for dim, size in enumerate(value.shape):
+        if dim in fixed:
+            continue
         each, more = divmod(size, padded)
         if each and more <= 2:
             return min(each * raw_rows + min(more, 1), size), dim

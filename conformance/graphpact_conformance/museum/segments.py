@@ -433,7 +433,7 @@ _IN_BACKENDS = [
     ),
     Exhibit(
         name="reference-upgrades-metadata-once",
-        rule="GP10",
+        rule="GP08",
         thread="sgl-project/sglang#26742",
         planted="Metadata is upgraded by the first attention call and kept, so that replays use that of the"
         " capture.",
