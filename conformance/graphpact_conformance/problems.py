@@ -510,14 +510,12 @@ class Problem:
         repeats = equal > 1 and slot.axis != "none"
         return (value.repeat_interleave(equal, dim=0) if repeats else value).to(slot.dtype)
 
-    def embedded(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    def embedded(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Return random ``input_embeds`` of ``dtype`` and ``mrope_positions`` of the tokens, on the host."""
         tokens = len(self.tokens)
         rng = torch.Generator().manual_seed(zlib.crc32(f"{self.seed}:embeds".encode()))
-        return {
-            "input_embeds": (torch.randn(tokens, HIDDEN, generator=rng) / HIDDEN**0.5).to(dtype),
-            "mrope_positions": torch.randint(CONTEXT, (3, tokens), generator=rng),
-        }
+        embeds = (torch.randn(tokens, HIDDEN, generator=rng) / HIDDEN**0.5).to(dtype)
+        return embeds, torch.randint(CONTEXT, (3, tokens), generator=rng)
 
     def _tree_mask(self) -> torch.Tensor:
         rows = [

@@ -365,7 +365,7 @@ class ReferenceRunner(GraphRunner):
         return declared
 
     def _by_token(self, name: str, dtype: torch.dtype, numbers: int) -> GraphSlot:
-        """Return a slot with several numbers for each token: ``[3, T]`` of positions, ``[T, n]`` of others."""
+        """Return a slot with several numbers for each token: ``[3, T]`` positions, ``[T, n]`` embeddings."""
         is_first = name != "mrope_positions"
         return GraphSlot(
             name,

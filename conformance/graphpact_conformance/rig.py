@@ -566,7 +566,7 @@ def drawn_batch(
     batch = problem.batch(counts=config.counts)
     batch.extra = {slot.name: problem.value_of(slot) for slot in fields}
     if config.case.embeds:
-        batch = replace(batch, **problem.embedded(config.dtype))
+        batch.input_embeds, batch.mrope_positions = problem.embedded(config.dtype)
     return batch.to(device)
 
 

@@ -316,9 +316,7 @@ def plan_lanes(
     return [p for p in plans if not options.lanes or any(fnmatchcase(str(p), g) for g in options.lanes)]
 
 
-def takes_embeds(
-    runner: type[GraphRunner], config: Config, can: Capabilities, device: torch.device
-) -> bool:
+def takes_embeds(runner: type[GraphRunner], config: Config, can: Capabilities, device: torch.device) -> bool:
     """Return whether a runner declares slots for embeddings where its context asks for them.
 
     A lane refuses batches with embeddings if its runner declares none. True if it cannot be asked.

@@ -389,11 +389,16 @@ def _compare_memory(
         is_held = storage_id(mine) in _held_by(rig.backend)
         is_between = rig.lane.captured[shape].graph.num_segments > 1
         more = f", and {len(chosen) - 1} more" if len(chosen) > 1 else ""
-        other = ", and an eager call made another tensor" if is_between else ", and the backend holds another tensor now"
+        other = (
+            ", and an eager call made another tensor"
+            if is_between
+            else ", and the backend holds another tensor now"
+        )
         yield lane.finding(
             "GP02" if is_held else "GP01",
             hook=None if is_between else "init_metadata_replay",
-            field=f"a tensor of {mine.dtype} {tuple(mine.shape)}, number {chosen[0]} outside the registry{more}",
+            field=f"a tensor of {mine.dtype} {tuple(mine.shape)}, number {chosen[0]} outside the registry"
+            + more,
             expected="the memory that the graph reads is written for this batch",
             actual="not written since capture" + ("" if is_held else other),
             step=step,
@@ -423,8 +428,8 @@ _REBOUND_HELP = (
     " recorded, also after an attribute is rebound"
 )
 _HANDED_ON_HELP = (
-    "let the next segment read what `eager_call` returns, or memory that the call is given and writes in every"
-    " replay: a segment reads the tensor of the capture, whatever a list or an attribute holds now"
+    "let the next segment read what `eager_call` returns, or memory that the call is given and writes in"
+    " every replay: a segment reads the tensor of the capture, whatever a list or an attribute holds now"
 )
 
 
@@ -450,15 +455,19 @@ def _compare_eager_calls(lane: LaneUnderTest, rig: Rig, pair: tuple[StepRecord, 
         field="the eager calls between segments",
         expected="results that depend on this batch alone: a graph captured with it is right",
         actual=f"{wrong.splitlines()[0]}; "
-        + ("a second replay of the batch is right" if is_past else "the graph was captured with another batch"),
+        + (
+            "a second replay of the batch is right"
+            if is_past
+            else "the graph was captured with another batch"
+        ),
         step=step,
         help=_COUNTED_HELP,
     )
 
 
 _COUNTED_HELP = (
-    "an eager call may keep nothing of a step, nor of the capture: take counts and metadata of this replay from"
-    " `Step.rows`, `Step.live` and `Step.metadata` inside the call, or let `Step.attend` do it"
+    "an eager call may keep nothing of a step, nor of the capture: take counts and metadata of this replay"
+    " from `Step.rows`, `Step.live` and `Step.metadata` inside the call, or let `Step.attend` do it"
 )
 
 

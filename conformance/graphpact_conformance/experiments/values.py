@@ -208,9 +208,9 @@ def _of_difference(
 
 
 _OVERWRITTEN_HELP = (
-    "with a copy of each result of attention it is right: the eager call of a later layer writes the memory of"
-    " this result while a segment still needs it. Return a copy that belongs to the segment after the call, or"
-    " give each layer memory of its own"
+    "with a copy of each result of attention it is right: the eager call of a later layer writes the memory"
+    " of this result while a segment still needs it. Return a copy that belongs to the segment after the"
+    " call, or give each layer memory of its own"
 )
 
 

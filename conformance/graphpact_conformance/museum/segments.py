@@ -22,6 +22,13 @@ from graphpact.step import Forward, Region, Step, StepOutputs
 from graphpact_conformance.museum.exhibit import Exhibit, Make, Variant
 from graphpact_conformance.museum.runners import slotting
 
+
+def _kept(owner: Any, name: str) -> dict[Any, Any]:
+    """Return a dictionary that a plugin keeps as an attribute, empty at first."""
+    kept: dict[Any, Any] = vars(owner).setdefault(name, {})
+    return kept
+
+
 # -- edits of a runner -------------------------------------------------------------------------------
 
 
@@ -75,9 +82,12 @@ def crossing(cross: Crossing) -> Make:
                         """Put everything in place, and cross."""
                         if self.step.is_eager:
                             return super().__call__(q, k, v, layer, metadata)
-                        places = {"q": q, "k": k, "v": v}
-                        put = [None if t is None else self._put(n, t, layer) for n, t in places.items()]
-                        return cross(runner, Bridged(self.step, *put, layer, self._place("out", layer)))
+                        q = self._put("q", q, layer)
+                        k, v = (
+                            None if t is None else self._put(n, t, layer) for n, t in (("k", k), ("v", v))
+                        )
+                        out = self._place("out", layer)
+                        return cross(runner, Bridged(self.step, q, k, v, layer, out))
 
                 with patch.object(module, "Bridge", Other):
                     right: Region = super().compose(forward, step)
@@ -151,8 +161,8 @@ def _cuts_as_before(base: type[Any]) -> type[Any]:
 
         def populate(self, registry: Any, batch: ForwardBatch, shape: Any) -> None:
             """Note the count for the next step of the shape."""
-            noted: dict[Any, int] = vars(self).setdefault("noted", {})
-            vars(self).setdefault("live", {})[shape] = noted.get(shape, batch.num_tokens)
+            noted = _kept(self, "noted")
+            _kept(self, "live")[shape] = noted.get(shape, batch.num_tokens)
             noted[shape] = batch.num_tokens
             super().populate(registry=registry, batch=batch, shape=shape)
 
@@ -172,7 +182,7 @@ def _stays_in_the_workspace(_: Any, call: Bridged) -> torch.Tensor:
 
 def _one_output_for_all_layers(runner: Any, call: Bridged) -> torch.Tensor:
     """Give the calls of all layers one output, which is the runner's own memory."""
-    outputs: dict[Any, torch.Tensor] = vars(runner).setdefault("outputs", {})
+    outputs = _kept(runner, "outputs")
     out = outputs.setdefault(call.step.shape, torch.zeros_like(call.out))
     return call.attend(out)
 
@@ -181,7 +191,7 @@ def _one_output_for_all_layers(runner: Any, call: Bridged) -> torch.Tensor:
 
 
 def _keeps_embeddings(_: Any, slots: list[GraphSlot]) -> list[GraphSlot]:
-    kept: dict[str, Any] = {"padding_policy": PaddingPolicy.KEEP_PAD, "reason": "outputs of padding are cut off"}
+    kept: dict[str, Any] = {"padding_policy": PaddingPolicy.KEEP_PAD, "reason": "padding is cut off"}
     return [replace(slot, **kept) if slot.name == "input_embeds" else slot for slot in slots]
 
 
@@ -194,9 +204,9 @@ def _positions_of_text(base: type[Any]) -> type[Any]:
             slot = registry.get_slot("mrope_positions").slice_for(shape.batch_size, shape.num_tokens)
             kept = slot.clone()
             super().populate(registry=registry, batch=batch, shape=shape)
-            if shape in vars(self).setdefault("filled", set()):
+            if shape in _kept(self, "filled"):
                 slot.copy_(kept)
-            self.filled.add(shape)
+            _kept(self, "filled")[shape] = True
 
     return PositionsOfText
 
@@ -350,10 +360,10 @@ def _upgrades_at_capture(base: type[Any]) -> type[Any]:
 
         def init_metadata_eager(self, batch: ForwardBatch, **more: Any) -> Any:
             """Return raw metadata, upgraded the first time."""
-            known: set[int] = vars(self).setdefault("upgraded", set())
+            known = _kept(self, "upgraded")
             if batch.num_tokens in known:
                 return RawMetadata(batch)
-            known.add(batch.num_tokens)
+            known[batch.num_tokens] = True
             return super().init_metadata_eager(batch, **more)
 
     return UpgradesAtCapture
@@ -367,7 +377,7 @@ def _pads_as_captured(base: type[Any]) -> type[Any]:
 
         def init_metadata_eager(self, batch: ForwardBatch, **more: Any) -> Any:
             """Upgrade metadata of the live tokens to the padded count, as known."""
-            known: dict[int, int] = vars(self).setdefault("padding", {})
+            known = _kept(self, "padding")
             live = int(batch.required_extend_lens()[1].sum())
             end = live + known.setdefault(batch.num_tokens, batch.num_tokens - live)
             cut = replace(
@@ -394,7 +404,7 @@ def _upgrades_once(base: type[Any]) -> type[Any]:
         def forward(self, q: Any, k: Any, v: Any, layer: Any, metadata: Any) -> Any:
             """Attend with upgraded metadata."""
             if isinstance(metadata, RawMetadata):
-                known: dict[int, Any] = vars(self).setdefault("upgraded", {})
+                known = _kept(self, "upgraded")
                 if len(q) not in known:
                     known[len(q)] = super().init_metadata_eager(metadata.batch)
                 metadata = known[len(q)]
@@ -482,7 +492,7 @@ def _with_an_mlp(base: type[Any]) -> type[Any]:
 
 def _one_output_for_each_layer(runner: Any, call: Bridged) -> torch.Tensor:
     """Give the call of each layer an output of its own, made before the capture."""
-    outputs: dict[Any, torch.Tensor] = vars(runner).setdefault("outputs", {})
+    outputs = _kept(runner, "outputs")
     at = call.step.shape, call.layer.layer_id
     return call.attend(outputs.setdefault(at, torch.zeros_like(call.out)))
 
@@ -539,9 +549,7 @@ def _upgrades_in_every_step(rows: Any) -> Make:
 
 VARIANTS = [
     *(
-        Variant(
-            name=f"{base.partition('_')[0]}-{what}", style=style, base=base, lanes=(lane,), make=make
-        )
+        Variant(name=f"{base.partition('_')[0]}-{what}", style=style, base=base, lanes=(lane,), make=make)
         for what, style, lane, make in (
             (
                 "with-an-mlp-between-segments",
