@@ -174,10 +174,13 @@ class ReferenceBackend(AttentionBackend):
         if self.driver is None:
             metadata.most.copy_(keys)
             return
-        if staging is None:  # nobody writes these lengths again
+        copied = self.driver.event()
+        if staging is None:
             self.driver.copy_async(metadata.most, keys)
+            copied.record()
+            copied.synchronize()  # eager kernels follow at once, which a strict tape does not see
             return
-        copied = self._copied.setdefault(staging.data_ptr(), self.driver.event())
+        copied = self._copied.setdefault(staging.data_ptr(), copied)
         copied.synchronize()  # the last step's copy may still read the staging memory
         staging.copy_(keys)
         self.driver.copy_async(metadata.most, staging)
