@@ -16,7 +16,7 @@ from graphpact.runners import GraphRunner
 from graphpact.shapes import CaptureSizes, GraphShape
 from graphpact_conformance import suite
 from graphpact_conformance.experiments.base import differences
-from graphpact_conformance.museum import EXHIBITS, Exhibit
+from graphpact_conformance.museum import EXHIBITS, VARIANTS, Exhibit, Variant, visit
 from graphpact_conformance.museum.gallery import right_class
 from graphpact_conformance.problems import (
     CONTEXT,
@@ -100,11 +100,18 @@ def test_metadata_of_eager_calls_is_that_of_the_declared_rows(
 
 
 IN_BACKENDS = [e for e in EXHIBITS if e.site == "backend" and str(SEGMENTS) in e.lanes]
-
-
-@pytest.mark.parametrize("exhibit", IN_BACKENDS, ids=lambda exhibit: exhibit.name)
-@pytest.mark.parametrize(
+BELOW_BOTH = pytest.mark.parametrize(
     "runner", [BreakableCudaGraphRunner, pytest.param(PiecewiseCudaGraphRunner, marks=pytest.mark.sweep)]
+)
+
+
+@BELOW_BOTH
+@pytest.mark.parametrize(
+    "exhibit",
+    [
+        pytest.param(e, id=e.name, marks=[pytest.mark.sweep] * (e.rule not in ("GP05", "GP10")))
+        for e in IN_BACKENDS
+    ],
 )
 def test_a_bug_of_eager_metadata_is_found_below_a_prefill_runner(
     exhibit: Exhibit, runner: type[GraphRunner]
@@ -115,6 +122,43 @@ def test_a_bug_of_eager_metadata_is_found_below_a_prefill_runner(
     plan, *_ = plan_lanes(backend, runner, options, is_pair=True)
     (result,) = examine_lane(replace(plan, is_full=True), options)
     assert (result.rule, result.outcome) == (exhibit.rule, Outcome.FAIL)
+
+
+@BELOW_BOTH
+@pytest.mark.parametrize(
+    "variant",
+    [
+        pytest.param(v, id=v.name, marks=[pytest.mark.sweep] * v.name.endswith("live-tokens"))
+        for v in VARIANTS
+        if v.name.startswith("upgraded-metadata")
+    ],
+)
+def test_metadata_that_is_upgraded_in_every_step_passes_below_a_prefill_runner(
+    variant: Variant, runner: type[GraphRunner]
+) -> None:
+    """A backend that makes its metadata full in each step has no finding, with live and with padded rows."""
+    backend = variant.make(right_class(variant.base))
+    plan, *_ = plan_lanes(backend, runner, QUICK, is_pair=True)
+    results = [*examine_lane(replace(plan, is_full=True), QUICK)]
+    assert {r.outcome for r in results} == {Outcome.PASS}, [r.findings for r in results]
+
+
+# -- runners whose attention leaves the graphs -------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("breakable-cuts-rows-as-captured", marks=pytest.mark.sweep),
+        "breakable-leaves-results-in-the-workspace",
+        "breakable-keeps-embeddings",
+    ],
+)
+def test_a_bug_between_segments_is_found(name: str) -> None:
+    """Counts of the capture, overwritten results and stale embeddings are found under their own rules."""
+    (exhibit,) = (e for e in EXHIBITS if e.name == name)
+    seen = visit(exhibit, replace(QUICK, only=frozenset({exhibit.rule})))
+    assert seen.is_right, seen
 
 
 def test_a_runner_is_checked_below_live_and_padded_metadata() -> None:
