@@ -2,7 +2,8 @@
 
 The model has two layers of attention. Token ids and positions index tables, accepted drafts select rows, the
 count of live tokens masks a sum over rows. A runner's own fields (`ForwardBatch.extra`) scale queries, keys
-and values, and are a column of the outputs each. So a wrong value in any of these fields changes the outputs.
+and values, and are a column of the outputs each. Embeddings replace token ids, and multimodal positions
+positions; both are columns of the outputs too. So a wrong value in any of these fields changes the outputs.
 
 Does not: attend, or check anything.
 """
@@ -42,6 +43,8 @@ class Model:
     Attributes:
         weights: Of each layer the tables of queries, keys and values, ``[VOCAB, heads, width]``.
         num_steps: Draft steps of the last pass.
+        copies_attention: Whether it copies each result of attention at once, so that it does not matter what
+            else is written to the memory of the result.
     """
 
     def __init__(
@@ -58,6 +61,7 @@ class Model:
             mode in (ForwardMode.DRAFT_DECODE, ForwardMode.DRAFT_EXTEND) or config.case.frozen
         )
         self.num_steps = 1
+        self.copies_attention = False
         generator = torch.Generator().manual_seed(1)
         rows = [(heads.num_q_heads, heads.head_dim), (heads.num_kv_heads, heads.head_dim)]
         rows += [(heads.num_kv_heads, heads.v_head_dim)]
@@ -116,16 +120,21 @@ class Model:
             if step:
                 ids, positions = next_id(ids, step - 1), positions + 1
             for layer in self.layers:
-                q, k, v = self.project(layer.layer_id, ids, positions)
+                q, k, v = self.project(layer.layer_id, ids, positions, batch)
                 if own is not None:
                     scale = (1 + own.mean(dim=1) / 4).to(q.dtype)[:, None, None]
                     q, k, v = q * scale, k * scale, v * scale
                 if self.config.case.frozen:
-                    columns.append(attend(q, None, None, layer, part).flatten(1))
+                    attended = attend(q, None, None, layer, part)
                 else:
-                    columns.append(attend(q, k, v, layer, part).flatten(1))
+                    attended = attend(q, k, v, layer, part)
+                columns.append((attended.clone() if self.copies_attention else attended).flatten(1))
         out = torch.cat(columns, dim=1)
         shown = [] if own is None else [own.to(out.dtype)]
+        if batch.input_embeds is not None:
+            shown.append(batch.input_embeds)
+        if batch.mrope_positions is not None:
+            shown.append((batch.mrope_positions.T / CONTEXT).to(out.dtype))
         shared = self._shared(batch, out, batch.num_tokens if padded_tokens is None else padded_tokens)
         outputs: dict[str, Any] = {"rows": (torch.cat([out, *shown, *shared], dim=1), "tokens")}
         if self.is_draft:
@@ -134,15 +143,22 @@ class Model:
         return StepOutputs(**outputs)
 
     def project(
-        self, layer: int, ids: torch.Tensor, positions: torch.Tensor
+        self, layer: int, ids: torch.Tensor, positions: torch.Tensor, batch: ForwardBatch
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return queries, keys and values of tokens; queries and keys depend on the position."""
+        """Return queries, keys and values of tokens; queries and keys depend on the position.
+
+        With ``input_embeds`` they are no rows of the tables, but sums of the first ones. Of
+        ``mrope_positions`` the first turn queries, and the two others keys.
+        """
         w_q, w_k, w_v = self.weights[layer]
-        turn = self.turns[positions]
-        k = w_k[ids] * turn
-        if self.config.heads.kv_lora_rank is not None:
-            return w_q[ids] * turn, k, k[..., : self.config.heads.kv_lora_rank]
-        return w_q[ids] * turn, k, w_v[ids]
+        mrope, rank = batch.mrope_positions, self.config.heads.kv_lora_rank
+        if mrope is None:
+            turn_q = turn_k = self.turns[positions]
+        else:
+            turn_q, turn_k = self.turns[mrope[0]], (self.turns[mrope[1]] + self.turns[mrope[2]]) / 2
+        k = _inputs(w_k, ids, batch) * turn_k
+        v = _inputs(w_v, ids, batch) if rank is None else k[..., :rank]
+        return _inputs(w_q, ids, batch) * turn_q, k, v
 
     def _own(self, batch: ForwardBatch) -> torch.Tensor | None:
         """Return ``[T, fields]`` float64 from -1 to 1: 0 for a field that is absent; None without fields."""
@@ -160,8 +176,8 @@ class Model:
 
     @property
     def num_own(self) -> int:
-        """Columns of the runner's own fields."""
-        return len(self.fields)
+        """Columns of the runner's own fields, and of embeddings with their positions."""
+        return len(self.fields) + (HIDDEN + 3) * self.config.case.embeds
 
     @property
     def num_shared(self) -> int:
@@ -207,6 +223,13 @@ class Model:
             pooled = torch.where(real, mine, 0).sum(dim=0, keepdim=True)
             shared.append(pooled.expand(out.shape[0], 1))
         return shared
+
+
+def _inputs(table: torch.Tensor, ids: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+    """Return the rows of a table for token ids; with embeddings the weighed sums of its first rows."""
+    if batch.input_embeds is None:
+        return table[ids]
+    return (batch.input_embeds[:, :, None, None] * table[:HIDDEN]).sum(dim=1)
 
 
 def own_rows(num_tokens: int) -> tuple[int, int]:

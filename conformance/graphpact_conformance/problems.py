@@ -46,16 +46,27 @@ class Case:
         tree: Whether drafts are a tree, in target verify.
         topk: Branches that a runner drafts: in draft decode, in draft extend, and with frozen KV.
         frozen: Whether a decode drafts on a cache that the model only reads: `GraphRunner.frozen_kv`.
+        segments: Whether attention is an eager call between segments of a graph, whatever graphs of its own
+            metadata the backend has: `GraphRunner.eager_attention`.
+        embeds: Whether the batches carry ``input_embeds`` and ``mrope_positions``, which the model reads
+            instead of ``input_ids`` and ``positions``.
     """
 
     mode: ForwardMode
     tree: bool = False
     topk: int = 1
     frozen: bool = False
+    segments: bool = False
+    embeds: bool = False
 
     def __str__(self) -> str:
-        frozen = "_frozen" if self.frozen else ""
-        return self.mode.value + frozen + ("_tree" if self.tree or self.topk > 1 else "")
+        flags = {
+            "frozen": self.frozen,
+            "segments": self.segments,
+            "embeds": self.embeds,
+            "tree": self.tree or self.topk > 1,
+        }
+        return "_".join([self.mode.value, *(name for name, is_on in flags.items() if is_on)])
 
     @property
     def lane_mode(self) -> ForwardMode:
@@ -89,6 +100,8 @@ class Case:
     @property
     def needs(self) -> GraphSupport:
         """The graph support that a capture of it needs."""
+        if self.segments:
+            return GraphSupport.NEVER
         return GraphSupport.for_width(None if self.width is None else self.width // self.rows_per_request)
 
     @property
@@ -120,6 +133,10 @@ CASES = (
     Case(ForwardMode.IDLE),
 )
 """The kinds of steps of an engine without a runner of its own kind."""
+SEGMENTS = Case(ForwardMode.EXTEND, segments=True)
+"""The kind of steps in which the suite's own runner leaves attention to eager calls between segments."""
+EMBEDS = Case(ForwardMode.EXTEND, embeds=True)
+"""The kind of steps of a model with images: runners of prefill are checked with it too."""
 
 
 def cases_of(runner: type[GraphRunner]) -> tuple[Case, ...]:
@@ -492,6 +509,13 @@ class Problem:
             value = torch.randint(VOCAB, shape, generator=rng)
         repeats = equal > 1 and slot.axis != "none"
         return (value.repeat_interleave(equal, dim=0) if repeats else value).to(slot.dtype)
+
+    def embedded(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return random ``input_embeds`` of ``dtype`` and ``mrope_positions`` of the tokens, on the host."""
+        tokens = len(self.tokens)
+        rng = torch.Generator().manual_seed(zlib.crc32(f"{self.seed}:embeds".encode()))
+        embeds = (torch.randn(tokens, HIDDEN, generator=rng) / HIDDEN**0.5).to(dtype)
+        return embeds, torch.randint(CONTEXT, (3, tokens), generator=rng)
 
     def _tree_mask(self) -> torch.Tensor:
         rows = [

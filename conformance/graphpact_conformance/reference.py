@@ -9,8 +9,8 @@ Does not: run fast: every query reads a whole context.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import torch
 
@@ -31,6 +31,7 @@ from graphpact.buffers.presets import num_token_non_padded_slot
 from graphpact.graphs import Event
 from graphpact.runners import GraphRunner
 from graphpact.shapes import EagerReason, GraphShape
+from graphpact.step import Forward, Region, Step
 from graphpact_conformance.problems import Case, static_shapes
 
 CPU = torch.device("cpu")
@@ -149,7 +150,7 @@ class ReferenceBackend(AttentionBackend):
         at = torch.arange(view.num_tokens, device=view.device)
         if view.extend_seq_lens is not None:
             ends = view.extend_seq_lens.cumsum(0)
-            ends = torch.cat([ends, ends[-1:]])[request]
+            ends = _with_one_more(ends, 0)[request]
             lens = _with_one_more(view.seq_lens, 1)[request]
             return torch.minimum(lens - ends + at, lens - 1)
         lens = view.seq_lens[request]
@@ -173,10 +174,13 @@ class ReferenceBackend(AttentionBackend):
         if self.driver is None:
             metadata.most.copy_(keys)
             return
-        if staging is None:  # nobody writes these lengths again
+        copied = self.driver.event()
+        if staging is None:
             self.driver.copy_async(metadata.most, keys)
+            copied.record()
+            copied.synchronize()  # eager kernels follow at once, which a strict tape does not see
             return
-        copied = self._copied.setdefault(staging.data_ptr(), self.driver.event())
+        copied = self._copied.setdefault(staging.data_ptr(), copied)
         copied.synchronize()  # the last step's copy may still read the staging memory
         staging.copy_(keys)
         self.driver.copy_async(metadata.most, staging)
@@ -237,7 +241,13 @@ def _with_one_more(rows: torch.Tensor, value: int) -> torch.Tensor:
     return torch.cat([rows, rows.new_full((1, *rows.shape[1:]), value)])
 
 
-# -- the runner --------------------------------------------------------------------------------------
+class PaddedReferenceBackend(ReferenceBackend):
+    """The same backend with padding tokens in the metadata of eager calls, after those of live requests."""
+
+    capabilities = replace(ReferenceBackend.capabilities, eager_rows="padded")
+
+
+# -- the runners -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -345,6 +355,10 @@ class ReferenceRunner(GraphRunner):
             add("tree_mask", case.width or 0, pad=True, dtype=torch.bool)
         if case.mode is ForwardMode.DRAFT_EXTEND:
             add("num_correct_drafts", dtype=torch.int32)
+        if self.context.mrope:
+            declared.append(self._by_token("mrope_positions", torch.int64, 3))
+        if self.context.input_embeds:
+            declared.append(self._by_token("input_embeds", self.context.dtype, self.context.hidden_size))
         if self.context.num_token_non_padded:
             declared.append(
                 num_token_non_padded_slot(
@@ -352,6 +366,18 @@ class ReferenceRunner(GraphRunner):
                 )
             )
         return declared
+
+    def _by_token(self, name: str, dtype: torch.dtype, numbers: int) -> GraphSlot:
+        """Return a slot with several numbers for each token: ``[3, T]`` positions, ``[T, n]`` embeddings."""
+        is_first = name != "mrope_positions"
+        return GraphSlot(
+            name,
+            lambda _, tokens: (tokens, numbers) if is_first else (numbers, tokens),
+            dtype,
+            padding_policy=PaddingPolicy.ZERO,
+            slice_fn=None if is_first else lambda buffer, tokens: buffer[:, :tokens],
+            owner="the reference runner",
+        )
 
     def dummy(self, shape: GraphShape) -> ForwardBatch:
         """Return a batch of padding rows on scratch; in a ragged mode the first request has most tokens."""
@@ -380,5 +406,34 @@ class ReferenceRunner(GraphRunner):
             num_correct_drafts=zeros[:bs].int() if case.mode is ForwardMode.DRAFT_EXTEND else None,
             num_token_non_padded=torch.tensor([tokens], dtype=torch.int32) if counts else None,
             num_token_non_padded_cpu=tokens if counts else None,
+            mrope_positions=zeros.expand(3, -1).clone() if self.context.mrope else None,
+            input_embeds=torch.zeros(tokens, self.context.hidden_size, dtype=self.context.dtype)
+            if self.context.input_embeds
+            else None,
         )
         return batch.to(self.context.device)
+
+
+class SegmentsRunner(ReferenceRunner):
+    """A runner whose attention leaves the graphs: an eager call between two segments in every layer.
+
+    So the backend makes metadata as for an eager step, for the rows that it declares by ``eager_rows``.
+    """
+
+    modes: ClassVar = frozenset({ForwardMode.EXTEND, ForwardMode.MIXED})
+    needs = GraphSupport.NEVER
+    eager_attention: ClassVar[bool] = True
+
+    @property
+    def case(self) -> Case:
+        """The kind of the lane's steps."""
+        return replace(super().case, segments=True)
+
+    def compose(self, forward: Forward, step: Step) -> Region:
+        """Return one forward pass, broken at every attention call."""
+
+        def attend(q: Any, k: Any, v: Any, layer: LayerSpec, metadata: Any) -> torch.Tensor:
+            del metadata  # that of the capture
+            return step.driver.eager_call(step.attend, q, k, v, layer)
+
+        return lambda: forward(step.view, step.metadata, attend)

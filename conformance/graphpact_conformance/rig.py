@@ -519,7 +519,8 @@ def runner_context(
     """Return the context of a lane's runner.
 
     It has the sizes to capture, except for runners of ragged modes, which choose their shapes, and for
-    runners that need no graph support, which may capture nothing and refuse sizes.
+    runners that need no graph support, which may capture nothing and refuse sizes. It does not limit padding:
+    the more padding tokens a batch has, the more they can do.
     """
     mode, limits = config.case.lane_mode, config.limits
     chooses = mode.is_ragged or not declares_graphs(runner)
@@ -530,12 +531,15 @@ def runner_context(
         mode=mode,
         batch_sizes=None if chooses else [s.batch_size for s in config.shapes],
         token_counts=sorted({s.num_tokens for s in config.shapes}) if mode.is_ragged else None,
+        max_padding_ratio=float("inf"),
         lane=mode.value,
         num_token_non_padded=config.counts,
         require_gathered_buffer=config.counts,
         hidden_size=HIDDEN,
         dtype=config.dtype,
         layers=config.layers,
+        mrope=config.case.embeds,
+        input_embeds=config.case.embeds,
     )
 
 
@@ -554,11 +558,15 @@ def drawn_batch(
 ) -> ForwardBatch:
     """Return the batch of a problem, with a value for each of a runner's own fields.
 
+    Where the lane's batches carry embeddings, so does it.
+
     Floats are normal, but negative in fields of one number for each row, such as log probabilities; integers
     are token ids. Rows of one request that a frozen cache repeats are equal.
     """
     batch = problem.batch(counts=config.counts)
     batch.extra = {slot.name: problem.value_of(slot) for slot in fields}
+    if config.case.embeds:
+        batch.input_embeds, batch.mrope_positions = problem.embedded(config.dtype)
     return batch.to(device)
 
 
@@ -593,7 +601,8 @@ def _tail_of(
 ) -> tuple[int | None, int]:
     """Return the first padding row of a tensor, and the axis of its rows; None if it has none.
 
-    A tensor has a whole number of rows per request or token, and offsets have one more.
+    A tensor has a whole number of rows per request or token, and offsets have one more. Where a slot has its
+    own slices, rows lie along the axis in which these grow.
     """
     if slot is None or slot.axis == "none":
         return None, 0
@@ -602,7 +611,14 @@ def _tail_of(
     padded = shape.batch_size if by_request else shape.num_tokens
     if raw_rows >= padded:
         return None, 0
+    fixed: set[int] = set()
+    if slot.slice_fn is not None:
+        fewer, whole = slot.slice_for(*raw).shape, slot.slice_for(shape.batch_size, shape.num_tokens).shape
+        if len(whole) == value.dim():
+            fixed = {dim for dim, size in enumerate(whole) if size == fewer[dim]}
     for dim, size in enumerate(value.shape):
+        if dim in fixed:
+            continue
         each, more = divmod(size, padded)
         if each and more <= 2:
             return min(each * raw_rows + min(more, 1), size), dim

@@ -159,8 +159,8 @@ _RULES = (
         "GP15",
         "pool-aliasing",
         "MUST",
-        "A graph uses no memory that the capture of another graph allocated, and outputs are read before"
-        " another graph replays.",
+        "A graph uses no memory that the capture of another graph allocated. Outputs of a graph are read"
+        " before another graph replays, and results of an eager call before another call writes there.",
         _ALL,
     ),
     Rule(

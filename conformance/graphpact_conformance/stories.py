@@ -150,13 +150,15 @@ STORIES: dict[str, Story] = {
         detection="""
         The suite prepares batches that fill a shape exactly, lack one token and lack many, and compares all
         counts of the step: the last entry of each indptr with the rows of `q`, its length with the requests,
-        sums with both. The finding names the field and both counts.
+        sums with both. It does so in full graphs and in segments, where eager attention has metadata of its
+        own. The finding names the field and both counts.
         """,
         fix="""
         Build offsets and sums from the view, which is padded. Where tokens are padded and requests are not,
         append a fake request that owns the padding tokens and has only page 0 (see `FakeRequest` in
         `plugins/flashinfer`). Count on the host, from `shape.num_tokens` and `extend_seq_lens_cpu`. Only
-        `num_token_non_padded` counts live tokens.
+        `num_token_non_padded` counts live tokens. Where attention is an eager call, `eager_rows` declares
+        whether the metadata counts padding tokens.
         """,
     ),
     "GP06": _issue(
@@ -255,13 +257,15 @@ STORIES: dict[str, Story] = {
         """,
         detection="""
         The suite captures each batch, cold and after other phases. The recorded operations, and the type and
-        fields of the metadata, must be those of the graph that replays the batch. The finding names both
-        types, or the first operation that differs, with its line.
+        fields of the metadata, must be those of the graph that replays the batch. That holds for the metadata
+        of eager calls between segments too, which no graph reads. The finding names both types, or the first
+        operation that differs, with its line.
         """,
         fix="""
         Return from `init_metadata_replay` the object that was captured, refreshed in place. The base class
         does this if you write only `fill_metadata`. If `fill_metadata` is only device work,
         `fill_is_device_only` records it in the graph. Host work of every step belongs in `plan_metadata`.
+        Metadata of eager calls is made anew in every step: upgrade it in `init_metadata_eager`, in each call.
         Keep no state on `self` that an earlier phase may have filled, such as `if self._plan is None`.
         """,
     ),
@@ -367,13 +371,16 @@ STORIES: dict[str, Story] = {
         """,
         detection="""
         The suite replays graphs alternately and in several orders, holds the outputs of one over the replay
-        of another, and poisons the memory that a graph allocated in between. The finding names both shapes
-        and the tensor: memory that another graph's capture allocated, or outputs that were overwritten.
+        of another, and poisons the memory that a graph allocated in between. A wrong replay in segments runs
+        once more with a copy of each result of attention: if it is right then, a later call overwrites that
+        result. The finding names both shapes and the tensor: memory that another graph's capture allocated,
+        or outputs that were overwritten.
         """,
         fix="""
         Allocate workspaces before capture: a slot of `declare_slots` with `axis="none"` and
         `PaddingPolicy.FILL_ONCE`, taken from `buffers(name)`. Fill no cache inside the region. Outputs belong
         to the graph: read them, or `clone()` them, before another graph replays, and return no view of them.
+        After an `eager_call` into memory that all layers share, let the segment begin with a `clone()`.
         """,
     ),
     "GP16": _pull(

@@ -26,7 +26,12 @@ from graphpact.runners import GraphRunner
 from graphpact.shapes import EagerReason, GraphShape
 from graphpact_conformance.oracle import Answer
 from graphpact_conformance.problems import CONTEXT, Config, Problem, corner, declares_graphs, support_of
-from graphpact_conformance.reference import ReferenceBackend, ReferenceRunner
+from graphpact_conformance.reference import (
+    PaddedReferenceBackend,
+    ReferenceBackend,
+    ReferenceRunner,
+    SegmentsRunner,
+)
 from graphpact_conformance.results import Finding
 from graphpact_conformance.rig import (
     CPU,
@@ -48,7 +53,7 @@ Way = Literal["graph", "hook"]
 
 
 _HERE = Path(__file__).parent
-_KITS = {ReferenceBackend, ReferenceRunner, *ReferenceBackend.__mro__, *ReferenceRunner.__mro__}
+_KITS = {SegmentsRunner, *PaddedReferenceBackend.__mro__, *ReferenceRunner.__mro__}
 
 
 _ADDRESS = re.compile(r"0x[0-9a-f]{6,}")
@@ -241,8 +246,11 @@ class LaneUnderTest:
     def ways(self) -> tuple[Way, ...]:
         """The possible producers of metadata: the graph, and the replay hook if it writes any slot.
 
-        A backend that records all metadata work may have a replay hook without work.
+        A backend that records all metadata work may have a replay hook without work. Metadata of eager calls
+        is made by neither: there is one way.
         """
+        if self.runner.eager_attention:
+            return ("graph",)
         if self._ways is None:
             both = self.rig().lane.backend.records_metadata and self._hook_writes()
             ways: tuple[Way, ...] = ("graph", "hook") if both else ("graph",)
@@ -265,6 +273,8 @@ class LaneUnderTest:
 
     def body_of(self, rig: Rig) -> str:
         """Return the name of the backend's method that writes the metadata of a replay, for texts."""
+        if self.runner.eager_attention:
+            return "`init_metadata_eager`"
         if not rig.lane.backend.records_metadata:  # otherwise the graph runs `fill_metadata`
             for name in ("init_metadata_replay", "refresh_metadata"):
                 if getattr(self.backend, name) is not getattr(AttentionBackend, name):
@@ -308,7 +318,12 @@ class LaneUnderTest:
         problem: Problem | None = None,
         help: str | None = None,  # noqa: A002  the field of reports
     ) -> Finding:
-        """Return a finding about this lane."""
+        """Return a finding about this lane.
+
+        Where attention leaves the graphs, the hooks of metadata are `AttentionBackend.init_metadata_eager`.
+        """
+        if self.runner.eager_attention and hook in ("init_metadata_capture", "init_metadata_replay"):
+            hook = "init_metadata_eager"
         if step is not None:
             problem = step.problem
         shape = None if step is None or step.shape is None else str(step.shape)

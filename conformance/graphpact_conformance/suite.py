@@ -18,7 +18,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from graphpact.attention import AttentionBackend
+from graphpact.attention import AttentionBackend, Capabilities
 from graphpact.batch import ForwardMode
 from graphpact.errors import UnknownPluginError, UsageError, did_you_mean, place_of
 from graphpact.hookspecs import CONTRACT_VERSION
@@ -27,8 +27,23 @@ from graphpact.runners import GraphRunner
 from graphpact.shapes import EagerReason
 from graphpact_conformance.claims import claims_of, undeclared
 from graphpact_conformance.experiments import EXPERIMENTS, Experiment
-from graphpact_conformance.problems import CASES, Config, cases_of, configs_of, declares_graphs, draw
-from graphpact_conformance.reference import ReferenceBackend, ReferenceRunner
+from graphpact_conformance.problems import (
+    CASES,
+    EMBEDS,
+    SEGMENTS,
+    Case,
+    Config,
+    cases_of,
+    configs_of,
+    declares_graphs,
+    draw,
+)
+from graphpact_conformance.reference import (
+    PaddedReferenceBackend,
+    ReferenceBackend,
+    ReferenceRunner,
+    SegmentsRunner,
+)
 from graphpact_conformance.results import Claim, Finding, Outcome, PluginResults, Result
 from graphpact_conformance.rig import runner_context
 from graphpact_conformance.rules import RULES, Rule
@@ -260,18 +275,31 @@ def plan_lanes(
             None for the tape only.
     """
     modes = runner.modes & backend.capabilities.modes
+    cases = cases_of(runner)
+    if kind == "runner":
+        cases = (*cases, EMBEDS)
+    elif runner is ReferenceRunner:
+        cases = (*cases, SEGMENTS)
     configs = [
         config
-        for config in configs_of(backend.capabilities, device, cases_of(runner))
+        for config in configs_of(backend.capabilities, device, cases)
         if config.case.mode in modes or config.case.lane_mode in modes
     ]
     if runner is not ReferenceRunner:
-        configs = [_with_shapes_of(runner, config, backend, device) for config in configs]
+        configs = [
+            _with_shapes_of(runner, config, backend, device)
+            for config in configs
+            if not config.case.embeds or takes_embeds(runner, config, backend.capabilities, device)
+        ]
     chosen = _choose(configs, options.size, few=is_pair or kind == "runner")
-    plans = [
-        PlannedLane(LaneUnderTest(config, backend, runner, kind, device=device).within_graphs(), is_full)
-        for config, is_full in chosen
-    ]
+    plans = []
+    for config, is_full in chosen:
+        own = SegmentsRunner if config.case.segments else runner
+        partner = backend
+        if kind == "runner" and runner.eager_attention and config.case.mode is ForwardMode.MIXED:
+            partner = PaddedReferenceBackend  # other lanes have the live tokens alone
+        lane = LaneUnderTest(config, partner, own, kind, device=device)
+        plans.append(PlannedLane(lane.within_graphs(), is_full))
     has_own = kind == "runner" and runner.driver is not None and options.size != "quick"
     if drivers is not None and runner.driver is not None and has_own and plans:
         driver = drivers.select("graph_driver", runner.driver)
@@ -286,6 +314,18 @@ def plan_lanes(
             if plan.lane.driver is None
         ]
     return [p for p in plans if not options.lanes or any(fnmatchcase(str(p), g) for g in options.lanes)]
+
+
+def takes_embeds(runner: type[GraphRunner], config: Config, can: Capabilities, device: torch.device) -> bool:
+    """Return whether a runner declares slots for embeddings where its context asks for them.
+
+    A lane refuses batches with embeddings if its runner declares none. True if it cannot be asked.
+    """
+    try:
+        slots = runner(runner_context(config, can, device, runner)).slots()
+        return {"input_embeds", "mrope_positions"} <= {slot.name for slot in slots}
+    except Exception:  # noqa: BLE001  the capture of the lane reports the error
+        return True
 
 
 def _with_shapes_of(
@@ -472,13 +512,17 @@ def _unsupported(
     """Yield a result for each kind of step without a lane, with the undeclared capability."""
     there = {plan.lane.config.case for plan in plans}
     modes, can = _modes_of(target, catalog), ReferenceBackend.capabilities
+    cases: tuple[Case, ...] = (*CASES, EMBEDS)
     if target.kind == "attention_backend":
         can = catalog.select("attention_backend", target.name).capabilities
-    for case in CASES:
+        cases = (*CASES, SEGMENTS)
+    for case in cases:
         if case in there:
             continue
         if case.mode not in modes:
             reason = "the mode is not declared"
+        elif case.embeds:
+            reason = "the runner declares no slots input_embeds and mrope_positions"
         elif case.branches > 1 and not can.trees:
             reason = "draft trees are not declared"
         elif device not in can.devices:
@@ -568,14 +612,16 @@ def experiments_of(
     plan: PlannedLane, options: Options, experiments: Sequence[Experiment] = EXPERIMENTS
 ) -> list[Experiment]:
     """Return the experiments that run in a lane."""
-    is_pair = plan.lane.runner is not ReferenceRunner and plan.lane.kind == "attention_backend"
+    lane = plan.lane
+    is_pair = lane.runner is not ReferenceRunner and lane.kind == "attention_backend"
     depths = {"lightest"} if options.size == "quick" else {"lightest", "light"}
     return [
         e
         for e in experiments
-        if plan.lane.kind in e.scopes
+        if lane.kind in e.scopes
         and (plan.is_full or e.depth in depths)
         and (e.in_pairs or not is_pair)
+        and (e.of_fields or not lane.config.case.embeds)
         and (not options.only or options.only & {*e.examines})
     ]
 

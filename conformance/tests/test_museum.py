@@ -19,7 +19,8 @@ from support import load_reference
 
 ROOT = Path(__file__).parents[2]
 DRAFT = {"eagle_draft", "eagle_draft_extend", "frozen_kv_mtp"}
-OURS = {"flashinfer", "fa3", "trtllm_mla", "cuda_graph", "cpu_graph", *DRAFT}
+PREFILL = {"breakable_cuda_graph", "piecewise_cuda_graph"}
+OURS = {"flashinfer", "fa3", "trtllm_mla", "cuda_graph", "cpu_graph", *DRAFT, *PREFILL}
 
 
 @pytest.fixture(scope="module")

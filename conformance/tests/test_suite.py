@@ -23,7 +23,7 @@ from graphpact_conformance import suite
 from graphpact_conformance.claims import claims_of, undeclared
 from graphpact_conformance.experiments import EXPERIMENTS
 from graphpact_conformance.experiments.base import Experiment
-from graphpact_conformance.problems import CASES, Drawn, configs_of, draw
+from graphpact_conformance.problems import CASES, EMBEDS, SEGMENTS, Drawn, configs_of, draw
 from graphpact_conformance.reference import ReferenceBackend, ReferenceMetadata, ReferenceRunner
 from graphpact_conformance.results import ExitCode, Finding, Outcome, Result
 from graphpact_conformance.rules import RULES
@@ -118,9 +118,9 @@ def test_a_quick_run_has_one_lane_for_each_kind_of_step() -> None:
     met every page size, head layout and dtype. A thorough run has still more.
     """
     quick = suite.lanes_of(Target("attention_backend", "mine"), QUICK, CATALOG)
-    assert [p.lane.config.case for p in quick] == list(CASES)
+    assert [p.lane.config.case for p in quick] == [*CASES, SEGMENTS]
     assert {str(p.lane.config.case) for p in quick if p.is_full} == {
-        *("decode", "extend", "target_verify", "draft_decode", "draft_extend")
+        *("decode", "extend", "target_verify", "draft_decode", "draft_extend", "extend_segments")
     }
     normal = suite.lanes_of(Target("attention_backend", "mine"), Options(), CATALOG)
     assert [(str(p), True) for p in quick] == [(str(p), p.is_full) for p in normal][: len(quick)]
@@ -654,7 +654,7 @@ def with_claims(claims: dict[str, str]) -> type[AttentionBackend]:
 def test_the_kits_own_runner_passes_in_every_mode() -> None:
     """The suite's own runner passes all rules in every mode, including verify, drafts and padded prefill."""
     plans = suite.plan_lanes(ReferenceBackend, ReferenceRunner, QUICK, kind="runner")
-    assert {p.lane.config.case for p in plans} == set(CASES)
+    assert {p.lane.config.case for p in plans} == {*CASES, EMBEDS}
     for plan in plans:
         full = replace(plan, is_full=True)
         results = list(suite.examine_lane(full, replace(QUICK, shrink=False)))

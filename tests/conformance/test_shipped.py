@@ -13,7 +13,15 @@ from graphpact_conformance.rules import RULES
 pytestmark = pytest.mark.sweep
 
 BACKENDS = ("flashinfer", "fa3", "trtllm_mla")
-RUNNERS = ("cuda_graph", "cpu_graph", "eagle_draft", "eagle_draft_extend", "frozen_kv_mtp")
+RUNNERS = (
+    "cuda_graph",
+    "cpu_graph",
+    "breakable_cuda_graph",
+    "piecewise_cuda_graph",
+    "eagle_draft",
+    "eagle_draft_extend",
+    "frozen_kv_mtp",
+)
 PLUGINS = (*BACKENDS, *RUNNERS)
 
 

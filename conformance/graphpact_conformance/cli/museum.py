@@ -22,7 +22,7 @@ from graphpact_conformance.rules import RULES, find_rule
 if TYPE_CHECKING:
     from graphpact_conformance.museum import Exhibit, Variant, Visit
 
-ROOMS = ("bindings", "recordings", "plans", "padding", "memory", "runners", "drafts", "variants")
+ROOMS = ("bindings", "recordings", "plans", "padding", "memory", "runners", "drafts", "segments", "variants")
 """The modules of `graphpact_conformance.museum` with exhibits or variants."""
 
 
@@ -182,7 +182,7 @@ def _names_in(room: str) -> set[str]:
             hint=f"did you mean {near!r}?" if near else "`graphpact museum --help` lists them",
         )
     module = importlib.import_module(f"graphpact_conformance.museum.{room}")
-    pieces = module.VARIANTS if room == "variants" else module.EXHIBITS
+    pieces = [*getattr(module, "EXHIBITS", ()), *getattr(module, "VARIANTS", ())]
     return {piece.name for piece in pieces}
 
 

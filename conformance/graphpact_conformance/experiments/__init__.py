@@ -48,11 +48,12 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     ),
     Experiment(
         "answers_replayed",
-        ("GP02", "GP04", "GP05", "GP06", "GP07", "GP08", "GP09", "GP10", "GP12", "GP13", "GP19"),
+        ("GP02", "GP04", "GP05", "GP06", "GP07", "GP08", "GP09", "GP10", "GP12", "GP13", "GP15", "GP19"),
         values.answers_replayed,
         repeats=True,
         depth="lightest",
         in_pairs=True,
+        of_fields=True,
     ),
     Experiment(
         "unwritten_and_stale",
@@ -60,6 +61,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
         refresh.unwritten_and_stale,
         repeats=True,
         in_pairs=True,
+        of_fields=True,
     ),
     Experiment(
         "replay_against_capture",
@@ -75,6 +77,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
         repeats=True,
         depth="light",
         in_pairs=True,
+        of_fields=True,
     ),
     Experiment("largest_step", ("GP13",), values.largest_step, depth="light"),
     Experiment("guarded", order.GUARDED, order.guarded, repeats=True, in_pairs=True),

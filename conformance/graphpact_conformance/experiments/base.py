@@ -37,7 +37,9 @@ class Experiment:
         repeats: Whether more batches show more. An experiment without `repeats` runs once per lane.
         depth: The lanes that it runs in: ``lightest`` in all; ``light`` in all but the lanes of a quick run
             that differ from a full lane only in sizes; ``full`` in no lane that differs only in sizes.
-        in_pairs: Whether it runs for a pair of a backend and a runner.
+        in_pairs: Whether it runs for a pair of a backend and a runner, and for a backend below eager
+            attention.
+        of_fields: Whether it runs in lanes that differ from others only in the fields of their batches.
         needs_graphs: Whether it runs only in lanes that capture.
     """
 
@@ -48,6 +50,7 @@ class Experiment:
     repeats: bool = False
     depth: Literal["lightest", "light", "full"] = "full"
     in_pairs: bool = False
+    of_fields: bool = False
     needs_graphs: bool = True
 
     @property

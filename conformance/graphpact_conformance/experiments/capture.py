@@ -130,9 +130,8 @@ _SEED = 0x6772_6170
 
 def capture_side_effects(lane: LaneUnderTest, steps: Drawn) -> Findings:
     """Capture again with live requests in the index buffers: their memory must not change."""
-    lane.rig()  # raises where the lane cannot be captured
     problem = steps.exact
-    rig = lane.build()
+    rig = lane.rig()
     rig.step(problem)
     rig.load(problem)
     before = {n: t.clone() for n, t in kv_tensors(rig.kv).items()}

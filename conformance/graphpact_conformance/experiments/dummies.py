@@ -108,6 +108,7 @@ def _values(rig: Rig, shape: GraphShape, dummy: ForwardBatch) -> Iterator[_Asked
         ("out_cache_loc", rig.config.page_size),
         ("input_ids", VOCAB),
         ("positions", CONTEXT),
+        ("mrope_positions", CONTEXT),
     ):
         values = getattr(dummy, name)
         if isinstance(values, torch.Tensor) and values.numel():

@@ -17,6 +17,7 @@ from graphpact.batch import ForwardMode
 from graphpact.buffers import PaddingPolicy
 from graphpact.errors import PactBreach, PoisonError
 from graphpact.memory_map import MemoryMap
+from graphpact.shapes import GraphShape
 from graphpact.tensors import equal, storage_id
 from graphpact_conformance.experiments.base import (
     Findings,
@@ -67,6 +68,7 @@ def guarded(lane: LaneUnderTest, steps: Drawn) -> Findings:
     for way in lane.ways:
         rig = _guarded(lane, way)
         if rig is None:
+            lane.rig()  # raises where no lane can be captured
             return
         for problem in (exact, small, idle, padded, small, exact):
             step = rig.step(problem)
@@ -123,7 +125,7 @@ def interleaved(lane: LaneUnderTest, steps: Drawn) -> Findings:
     rig.step(exact, eagerly=True)  # as engines do between replays
     cold, armed = {}, {}
     for problem in (padded, small):
-        fresh = lane.build()
+        fresh = _captured_for(lane, rig, problem)
         armed[id(problem)] = _copies(states(fresh))
         cold[id(problem)] = fresh.step(problem)
     for problem, before, rule, after in (
@@ -162,10 +164,19 @@ def interleaved(lane: LaneUnderTest, steps: Drawn) -> Findings:
         )
 
 
+def _captured_for(lane: LaneUnderTest, rig: Rig, problem: Problem) -> Rig:
+    """Return a new lane that captured the shape of a batch alone; all shapes for a batch without one."""
+    shape = rig.lane.fit(rig.batch_of(problem))
+    fresh = lane.build(capture=not isinstance(shape, GraphShape))
+    if isinstance(shape, GraphShape):
+        fresh.lane.capture(shape)
+    return fresh
+
+
 def _comes_by_slots(lane: LaneUnderTest, rig: Rig, before: Problem, problem: Problem) -> bool:
     """Return whether the difference comes from slots that each step has to write, a finding of `refresh`."""
     rig.step(before)
-    cold = lane.build().step(problem, fill=reset_slot)
+    cold = _captured_for(lane, rig, problem).step(problem, fill=reset_slot)
     return _same_real(rig, cold, rig.step(problem, fill=reset_slot))
 
 
@@ -244,12 +255,11 @@ def _copies(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def survives_eager_activity(lane: LaneUnderTest, steps: Drawn) -> Findings:
     """Run eager batches, clear caches and reuse freed memory between capture and replay."""
-    lane.rig()  # raises where the lane cannot be captured
     lane = lane.like(replace(lane.config, room=2))
     for strict in (True, False):
         for clear in caches_of(lane):  # graphs of another lane would keep cached tensors alive
             clear()
-        rig = _guarded(lane, "graph") if strict else lane.build()
+        rig = _guarded(lane, "graph") if strict else lane.rig()
         if rig is None:
             continue
         problems = [p for p in (steps.padded, steps.small) if is_right(lane, rig, p)]

@@ -116,6 +116,7 @@ def _compare(lane: LaneUnderTest, rig: Rig, way: Way, problem: Problem) -> _Comp
     found += _compare_traces(lane, way, step, trace_of(rig, shape), trace_of(twin, shape))
     if not (found or past or _gives_the_same(rig, step, seen)):
         found += _compare_memory(lane, rig, twin, before, (step, seen))
+        found += [] if found else _compare_eager_calls(lane, rig, (step, seen))
     return _Compared(step, seen, found, past)
 
 
@@ -247,16 +248,19 @@ def _compare_contents(
         mine, theirs = step.leaves[path], seen.leaves[path]
         facts = [(tuple(x.value.shape), x.value.stride(), x.value.dtype) for x in (mine, theirs)]
         if facts[0] != facts[1]:
+            is_anew = lane.runner.eager_attention and path.startswith("metadata")
             yield (
                 False,
                 lane.finding(
-                    "GP07",
-                    hook=hook_of(mine),
+                    "GP08" if is_anew else "GP07",
+                    hook="init_metadata_eager" if is_anew else hook_of(mine),
                     field=mine.name,
                     expected=f"shape, stride and dtype as in a capture of this batch: {facts[1]}",
                     actual=str(facts[0]),
                     step=step,
-                    help="let the layout depend only on the shape, not on the contents of the batch",
+                    help=_COUNTED_HELP
+                    if is_anew
+                    else "let the layout depend only on the shape, not on the contents of the batch",
                 ),
             )
             continue
@@ -372,33 +376,99 @@ def _compare_memory(
     step, seen = pair
     shape = step.shape
     assert shape is not None  # noqa: S101  it was replayed
-    for at, (mine, theirs) in enumerate(zip(_outside(rig, shape), _outside(twin, shape), strict=False)):
-        if (mine.shape, mine.dtype) != (theirs.shape, theirs.dtype):
-            return  # other recorded work, a finding of the traces
-        if equal(mine, theirs):
-            continue
-
-        def renew(_: ForwardBatch, __: Any, mine: torch.Tensor = mine, theirs: torch.Tensor = theirs) -> None:
-            mine.copy_(theirs)
-
-        kept = mine.clone()
-        renewed = rig.step(step.problem, fill=before.put_back, ready=renew)
-        mine.copy_(kept)
+    pairs = [*zip(_outside(rig, shape), _outside(twin, shape), strict=False)]
+    if any((mine.shape, mine.dtype) != (theirs.shape, theirs.dtype) for mine, theirs in pairs):
+        return  # other recorded work, a finding of the traces
+    differing = [at for at, (mine, theirs) in enumerate(pairs) if not equal(mine, theirs)]
+    alone = [[at] for at in differing]
+    for chosen in [*alone, differing] if len(alone) > 1 else alone:
+        renewed = _with_memory(rig, step, before, [pairs[at] for at in chosen])
         if not _gives_the_same(rig, renewed, seen):
             continue
+        mine = pairs[chosen[0]][0]
         is_held = storage_id(mine) in _held_by(rig.backend)
+        is_between = rig.lane.captured[shape].graph.num_segments > 1
+        more = f", and {len(chosen) - 1} more" if len(chosen) > 1 else ""
+        other = (
+            ", and an eager call made another tensor"
+            if is_between
+            else ", and the backend holds another tensor now"
+        )
         yield lane.finding(
             "GP02" if is_held else "GP01",
-            hook="init_metadata_replay",
-            field=f"a tensor of {mine.dtype} {tuple(mine.shape)}, number {at} outside the registry",
+            hook=None if is_between else "init_metadata_replay",
+            field=f"a tensor of {mine.dtype} {tuple(mine.shape)}, number {chosen[0]} outside the registry"
+            + more,
             expected="the memory that the graph reads is written for this batch",
-            actual="not written since capture"
-            + ("" if is_held else ", and the backend holds another tensor now"),
+            actual="not written since capture" + ("" if is_held else other),
             step=step,
-            help="declare it in declare_slots() and write into it in place in every step: a graph reads the"
-            " memory that it recorded, also after an attribute is rebound",
+            help=_HANDED_ON_HELP if is_between else _REBOUND_HELP,
         )
         return
+
+
+def _with_memory(
+    rig: Rig, step: StepRecord, before: Before, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]
+) -> StepRecord:
+    """Repeat a step with other contents of some tensors: each has those of the second of its pair."""
+    kept = [mine.clone() for mine, _ in pairs]
+
+    def renew(_: ForwardBatch, __: Any) -> None:
+        for mine, theirs in pairs:
+            mine.copy_(theirs)
+
+    renewed = rig.step(step.problem, fill=before.put_back, ready=renew)
+    for (mine, _), value in zip(pairs, kept, strict=True):
+        mine.copy_(value)
+    return renewed
+
+
+_REBOUND_HELP = (
+    "declare it in declare_slots() and write into it in place in every step: a graph reads the memory that it"
+    " recorded, also after an attribute is rebound"
+)
+_HANDED_ON_HELP = (
+    "let the next segment read what `eager_call` returns, or memory that the call is given and writes in"
+    " every replay: a segment reads the tensor of the capture, whatever a list or an attribute holds now"
+)
+
+
+def _compare_eager_calls(lane: LaneUnderTest, rig: Rig, pair: tuple[StepRecord, StepRecord]) -> Findings:
+    """Yield a finding if a replay in segments is wrong, and a capture of its batch is right.
+
+    Inputs, recorded work and memory are the same, so the eager calls between segments differ: by what they
+    hold of the capture, or of the step before if the same batch is right when it is replayed again.
+    """
+    step, seen = pair
+    shape = step.shape
+    assert shape is not None  # noqa: S101  it was replayed
+    if rig.lane.captured[shape].graph.num_segments == 1:
+        return
+    right = lane.answer(rig, step.problem).rows
+    live = live_rows(seen)
+    if first_off(rig, live, {name: right[name] for name in live if name in right}) is not None:
+        return
+    is_past = _gives_the_same(rig, rig.step(step.problem), seen)
+    wrong = "other results" if step.error is None else f"{type(step.error).__name__}: {step.error}"
+    yield lane.finding(
+        "GP02" if is_past else "GP08",
+        field="the eager calls between segments",
+        expected="results that depend on this batch alone: a graph captured with it is right",
+        actual=f"{wrong.splitlines()[0]}; "
+        + (
+            "a second replay of the batch is right"
+            if is_past
+            else "the graph was captured with another batch"
+        ),
+        step=step,
+        help=_COUNTED_HELP,
+    )
+
+
+_COUNTED_HELP = (
+    "an eager call may keep nothing of a step, nor of the capture: take counts and metadata of this replay"
+    " from `Step.rows`, `Step.live` and `Step.metadata` inside the call, or let `Step.attend` do it"
+)
 
 
 def _outside(rig: Rig, shape: GraphShape) -> list[torch.Tensor]:

@@ -31,6 +31,7 @@ from graphpact_conformance.experiments.order import states
 from graphpact_conformance.experiments.parity import compare_with_capture
 from graphpact_conformance.model import IDS_OF_PASS, ROWS_OF_PASS, own_rows
 from graphpact_conformance.problems import (
+    HIDDEN,
     VOCAB,
     Config,
     Drawn,
@@ -188,6 +189,8 @@ def _of_difference(
         )
     elif padded and is_right(lane, rig, exact, may_decline=True):
         help_ = "batches without padding are right: check the contents and the counts of padding rows"
+    elif _is_overwritten(lane, rig, step):
+        rule, help_ = "GP15", _OVERWRITTEN_HELP
     elif not _is_prepared_otherwise(lane, rig, problem) and is_right(lane, rig, problem, eagerly=True):
         rule = "GP10"
         help_ = (
@@ -202,6 +205,23 @@ def _of_difference(
         step=step,
         help=help_,
     )
+
+
+_OVERWRITTEN_HELP = (
+    "with a copy of each result of attention it is right: the eager call of a later layer writes the memory"
+    " of this result while a segment still needs it. Return a copy that belongs to the segment after the"
+    " call, or give each layer memory of its own"
+)
+
+
+def _is_overwritten(lane: LaneUnderTest, rig: Rig, step: StepRecord) -> bool:
+    """Return whether a wrong replay in segments is right if the model copies each result of attention."""
+    if step.shape is None or rig.lane.captured[step.shape].graph.num_segments == 1:
+        return False
+    copying = lane.build(capture=False)
+    copying.net.copies_attention = True
+    copying.capture()
+    return is_right(lane, copying, step.problem, may_decline=True)
 
 
 def _writes_foreign_slots(problem: Problem, slots: Sequence[int]) -> bool:
@@ -394,7 +414,8 @@ def _scratch_leaks(lane: LaneUnderTest, rig: Rig, base: StepRecord) -> Findings:
 def pads_leak(lane: LaneUnderTest, rig: Rig, base: StepRecord) -> Findings:
     """Change tokens and positions of padding rows: KV slots and live rows must not change."""
     changes = {}
-    for name, value in (("input_ids", VOCAB - 1), ("positions", 2)):
+    edits = {"input_ids": VOCAB - 1, "positions": 2, "input_embeds": 3, "mrope_positions": 2}
+    for name, value in edits.items():
         leaf = base.leaves.get(f"view.{name}")
         if leaf is not None and leaf.tail is not None:
             changes[leaf.path] = put(leaf.in_tail, value)
@@ -546,7 +567,12 @@ _QUERIES, _KEYS, _VALUES = range(3)
 
 
 def _real_ids(rig: Rig, base: StepRecord) -> list[int]:
-    """Return the token ids that live rows have, in any step of a draft, and padding rows do not."""
+    """Return the token ids that live rows have, in any step of a draft, and padding rows do not.
+
+    With embeddings, which are zeros in padding rows, the ids are those of the tables' rows that they weigh.
+    """
+    if rig.config.case.embeds:
+        return [*range(HIDDEN)]
     leaf = base.leaves.get("view.input_ids")
     real = torch.tensor([t.token_id for t in base.problem.tokens], dtype=torch.int64)
     padded = real[:0] if leaf is None else leaf.value[leaf.in_tail]

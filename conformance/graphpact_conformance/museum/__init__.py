@@ -7,6 +7,7 @@
     memory     size, lifetime and sharing of memory: GP13 to 15, 18, 19
     runners    runners, the registry, capture sizes, batches, ranks: GP03 to 06, 11, 12, 17 and others
     drafts     runners that draft: GP01 to 03, 06
+    segments   graphs that attention leaves: GP01 to 03, 05, 08, 10, 15
     variants   correct plugins in other styles
 
 `exhibit` defines exhibits and variants, `edits` has edits for several rooms, `gallery` runs the suite on
@@ -26,6 +27,7 @@ from graphpact_conformance.museum import (
     plans,
     recordings,
     runners,
+    segments,
     variants,
 )
 from graphpact_conformance.museum.exhibit import Exhibit, Variant
@@ -35,14 +37,14 @@ EXHIBITS: tuple[Exhibit, ...] = tuple(
     sorted(
         (
             exhibit
-            for room in (bindings, recordings, plans, padding, memory, runners, drafts)
+            for room in (bindings, recordings, plans, padding, memory, runners, drafts, segments)
             for exhibit in room.EXHIBITS
         ),
         key=lambda exhibit: (exhibit.rule, exhibit.name),
     )
 )
 """Every exhibit, by its rule."""
-VARIANTS: tuple[Variant, ...] = tuple(variants.VARIANTS)
+VARIANTS: tuple[Variant, ...] = (*variants.VARIANTS, *segments.VARIANTS)
 """Every variant."""
 
 __all__ = ["EXHIBITS", "VARIANTS", "Exhibit", "Variant", "Visit", "visit", "visit_all"]
