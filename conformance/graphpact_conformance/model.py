@@ -220,7 +220,8 @@ class Model:
             if count is None:
                 count = torch.full((1,), len(mine), device=out.device)
             real = torch.arange(len(mine), device=out.device)[:, None] < count
-            pooled = torch.where(real, mine, 0).sum(dim=0, keepdim=True)
+            # One more, since eager attention leaves zeros in padding rows.
+            pooled = torch.where(real, mine + 1, 0).sum(dim=0, keepdim=True)
             shared.append(pooled.expand(out.shape[0], 1))
         return shared
 
