@@ -45,6 +45,7 @@ from graphpact_conformance.results import Outcome
 from graphpact_conformance.rig import Rig
 from graphpact_conformance.suite import Options, examine_lane, plan_lanes
 from graphpact_conformance.xfails import _entry
+from graphpact_cuda_graph import CudaGraphRunner
 from graphpact_engine import Engine, SamplingParams
 from graphpact_engine.config import EngineConfig
 from graphpact_tape.tape import TapeDriver
@@ -107,9 +108,8 @@ def test_every_plugin_of_the_recipes_is_conformant(name: str) -> None:
 @pytest.mark.sweep
 def test_a_list_of_slots_of_ones_own_breaks_the_rules_that_the_page_names() -> None:
     """A runner that leaves out a rank's share of the live tokens fails as docs/plugins.md says."""
-    runner = importlib.import_module("recipes.runner")
 
-    class OwnList(runner.AttentionOutside):  # type: ignore[misc, name-defined]
+    class OwnList(CudaGraphRunner):
         def slots(self) -> Sequence[GraphSlot]:
             at = self.context
             return input_slots(
