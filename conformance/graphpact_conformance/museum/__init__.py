@@ -7,7 +7,7 @@
     memory     size, lifetime and sharing of memory: GP13 to 15, 18, 19
     runners    runners, the registry, capture sizes, batches, ranks: GP03 to 06, 11, 12, 17 and others
     drafts     runners that draft: GP01 to 03, 06
-    segments   graphs that attention leaves: GP01 to 03, 05, 08, 10, 15
+    segments   graphs that attention leaves: GP01 to 03, 05, 08, 10, 15, and their correct plugins
     variants   correct plugins in other styles
 
 `exhibit` defines exhibits and variants, `edits` has edits for several rooms, `gallery` runs the suite on
