@@ -62,7 +62,7 @@ class SharedRig(Rig):
         """Return ``rows``, ``[T, columns]``: the outputs of both layers."""
         part = metadata.steps[0] if isinstance(metadata, DraftMetadata) else metadata
         first, second = self.layers
-        q, k, v = self.net.project(0, batch.input_ids, batch.positions)
+        q, k, v = self.net.project(0, batch.input_ids, batch.positions, batch)
         given = [
             attend(q, k, v, first, part),
             attend(q, None, None, second, part),
@@ -106,7 +106,7 @@ def test_attending_alone_repeats_a_writing_forward(backend: type[AttentionBacken
 
     def check(batch: Any, metadata: Any) -> None:
         for layer in rig.layers:
-            q, k, v = rig.net.project(layer.layer_id, batch.input_ids, batch.positions)
+            q, k, v = rig.net.project(layer.layer_id, batch.input_ids, batch.positions, batch)
             wrote = rig.backend.forward(q, k, v, layer, metadata)
             before = bits(rig)
             assert torch.equal(rig.backend.forward(q, None, None, layer, metadata), wrote)
@@ -127,7 +127,7 @@ def test_a_layer_uses_the_cache_that_it_names(backend: type[AttentionBackend], c
     half = len(bits(rig)) // 2
 
     def check(batch: Any, metadata: Any) -> None:
-        q, k, v = rig.net.project(0, batch.input_ids, batch.positions)
+        q, k, v = rig.net.project(0, batch.input_ids, batch.positions, batch)
         rig.backend.forward(q, k, v, first, metadata)
         for caches in (rig.kv.k, rig.kv.v):
             caches[1].copy_(caches[0])
@@ -176,7 +176,7 @@ def test_keys_without_values_are_refused(backend: type[AttentionBackend]) -> Non
     before = bits(rig)
 
     def check(batch: Any, metadata: Any) -> None:
-        q, k, v = rig.net.project(0, batch.input_ids, batch.positions)
+        q, k, v = rig.net.project(0, batch.input_ids, batch.positions, batch)
         before[:] = bits(rig)
         with pytest.raises(EngineError, match="layer 0: forward got keys and no values"):
             rig.backend.forward(q, k, None, rig.layers[0], metadata)
