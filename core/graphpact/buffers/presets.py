@@ -172,7 +172,7 @@ def build_prefill_registry(
     embeds = None
     if is_multimodal and register_input_embeds:
         embeds = hidden_size, embed_dtype or torch.get_default_dtype()
-    slots = _prefill_slots(slot, cache_loc_dtype, mrope=is_multimodal, embeds=embeds)
+    slots = _token_slots(slot, cache_loc_dtype, mrope=is_multimodal, embeds=embeds)
     if embeds is not None:
         slots[-1] = replace(slots[-1], copy_from_fb=False)
     if enable_mamba_track:
@@ -224,7 +224,7 @@ def input_slots(
     owner = f"{mode.value} inputs"
     slot = partial(_declare, owner)
     steps = num_draft_steps if mode is ForwardMode.DRAFT_DECODE else None
-    slots = _prefill_slots(slot, steps=steps, mrope=mrope, embeds=embeds)
+    slots = _token_slots(slot, steps=steps, mrope=mrope, embeds=embeds)
     slots += _request_slots(slot, seq_len_fill_value)
     if mode.is_ragged:
         slots += [
@@ -266,26 +266,27 @@ def _declare(
 
 
 def _token_slots(
-    slot: _Declarer, cache_loc_dtype: torch.dtype = torch.int64, steps: int | None = None
-) -> list[GraphSlot]:
-    """Return the slots by token: ids, positions, KV slots; ``[max_num_tokens, steps]`` for a draft decode."""
-    return [
-        slot("input_ids", _tokens),
-        slot("positions", _tokens),
-        slot("out_cache_loc", lambda _, n: (n, steps) if steps else (n,), cache_loc_dtype),
-    ]
-
-
-def _prefill_slots(
     slot: _Declarer,
     cache_loc_dtype: torch.dtype = torch.int64,
     steps: int | None = None,
     *,
-    mrope: bool,
-    embeds: tuple[int, torch.dtype] | None,
+    mrope: bool = False,
+    embeds: tuple[int, torch.dtype] | None = None,
 ) -> list[GraphSlot]:
-    """Return the slots by token, with multimodal positions and embeddings; all padding rows are zeros."""
-    slots = _token_slots(slot, cache_loc_dtype, steps)
+    """Return the slots by token, padded by zeros: ids, positions, KV slots, and what else a lane has.
+
+    Args:
+        slot: Declares a slot.
+        cache_loc_dtype: Dtype of the KV slots.
+        steps: Steps of a draft decode, whose KV slots are ``[max_num_tokens, steps]``.
+        mrope: Add multimodal positions.
+        embeds: Add embeddings of this width and dtype.
+    """
+    slots = [
+        slot("input_ids", _tokens),
+        slot("positions", _tokens),
+        slot("out_cache_loc", lambda _, n: (n, steps) if steps else (n,), cache_loc_dtype),
+    ]
     if mrope:
         slots.append(_mrope(slot))
     if embeds is not None:
