@@ -125,6 +125,16 @@ def pairwise(dimensions: Mapping[str, Sequence[Any]], seed: int = 0) -> list[dic
     return cases
 
 
+def thinned(cases: Sequence[Any], keep: int) -> list[Any]:
+    """Return cases as parameters: ``keep`` of them, evenly spread, and the others as sweeps."""
+    kept = {at * len(cases) // keep for at in range(keep)}
+    found = []
+    for at, case in enumerate(cases):
+        values, name = (case.values, case.id) if hasattr(case, "marks") else ((case,), None)
+        found.append(pytest.param(*values, id=name, marks=() if at in kept else pytest.mark.sweep))
+    return found
+
+
 def reference_tokens(path: Path, prompt: list[int], count: int) -> list[int]:
     """Return the tokens that transformers generates greedily after ``prompt``."""
     import transformers

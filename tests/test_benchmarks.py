@@ -92,6 +92,7 @@ def test_a_mixed_load_is_the_same_for_every_way_to_schedule(
         assert (x_median == x_p95 == x_max == "1.00") or at % 3
 
 
+@pytest.mark.sweep
 def test_every_way_to_draft_is_measured_on_equal_tokens(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -24,7 +24,7 @@ from graphpact_conformance.report import to_html
 from graphpact_conformance.results import ExitCode, Outcome, Result
 from graphpact_conformance.rules import RULES
 from graphpact_conformance.suite import Options, Target
-from support import ListedCatalog
+from support import ListedCatalog, thinned
 
 FULL = Options(size="quick", examples=1, shrink=False)
 """In lanes that are not full: eager and replayed outputs."""
@@ -95,7 +95,7 @@ def _require_level(modes: set[ForwardMode], support: GraphSupport, *, full: bool
             assert result.reason == (None if is_shown else says)
 
 
-@pytest.mark.parametrize("support", GraphSupport)
+@pytest.mark.parametrize("support", thinned([*GraphSupport], 2))
 @pytest.mark.parametrize(
     "modes",
     [pytest.param(m, marks=pytest.mark.sweep) if m in MINOR else m for m in MODES],
@@ -237,7 +237,7 @@ def _narrowed(can: Capabilities) -> Iterator[tuple[str, Any]]:
 NARROWED = [pytest.param(name, less, id=f"{name}-{less}") for name, less in _narrowed(RIGHT)]
 
 
-@pytest.mark.parametrize(("name", "less"), NARROWED)
+@pytest.mark.parametrize(("name", "less"), thinned(NARROWED, 8))
 def test_a_right_backend_that_declares_less_is_conformant(name: str, less: Any) -> None:
     """With any field of the capabilities narrowed, everything passes or is unsupported."""
     declared = {"modes": frozenset({ForwardMode.DECODE}), name: less}
@@ -311,10 +311,13 @@ EXTENDS: dict[str, Callable[[int], Sequence[tuple[int, int]]]] = {
 
 @pytest.mark.parametrize(
     ("mode", "shapes"),
-    [
-        *(pytest.param(ForwardMode.DECODE, f, id=f"decode, {name}") for name, f in DECODES.items()),
-        *(pytest.param(ForwardMode.EXTEND, f, id=f"extend, {name}") for name, f in EXTENDS.items()),
-    ],
+    thinned(
+        [
+            *(pytest.param(ForwardMode.DECODE, f, id=f"decode, {name}") for name, f in DECODES.items()),
+            *(pytest.param(ForwardMode.EXTEND, f, id=f"extend, {name}") for name, f in EXTENDS.items()),
+        ],
+        5,
+    ),
 )
 def test_a_right_runner_of_any_shapes_is_conformant(
     mode: ForwardMode, shapes: Callable[[int], Sequence[tuple[int, int]]]

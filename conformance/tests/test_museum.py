@@ -52,6 +52,7 @@ def test_a_right_plugin_in_another_style_passes(variant: Variant, visits: dict[s
     assert seen.is_right, describe(seen)
 
 
+@pytest.mark.sweep
 def test_an_exhibit_of_every_site_is_caught() -> None:
     """The first exhibit of each site is caught under its own rule, and a correct variant passes."""
     first = {exhibit.site: exhibit for exhibit in reversed(EXHIBITS)}

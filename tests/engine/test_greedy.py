@@ -33,7 +33,7 @@ def make_engine(path: Path, *overrides: str) -> Engine:
     )
 
 
-@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("page_size", [pytest.param(1, marks=pytest.mark.sweep), 16])
 @pytest.mark.parametrize(
     "architecture",
     ["llama", "qwen2", "qwen3", "mistral", "phi3", "gemma2", "mixtral", "gpt_oss", "deepseek_v3"],

@@ -87,9 +87,14 @@ def serve(engine: Engine, **sampling: Any) -> tuple[list[list[int]], int]:
     ("architecture", "backend", "overrides"),
     [
         ("llama", "flashinfer", ["engine.max_prefill_chunk=7", "lanes.decode.strict=true", *TIGHT]),
-        ("gemma2", "flashinfer", ["engine.max_prefill_chunk=5", "engine.page_size=1"]),
+        pytest.param(
+            "gemma2",
+            "flashinfer",
+            ["engine.max_prefill_chunk=5", "engine.page_size=1"],
+            marks=pytest.mark.sweep,
+        ),
         ("mistral", "fa3", TIGHT),
-        ("gpt_oss", "fa3", ["engine.max_prefill_chunk=5"]),
+        pytest.param("gpt_oss", "fa3", ["engine.max_prefill_chunk=5"], marks=pytest.mark.sweep),
         (
             "deepseek_v3",
             "trtllm_mla",

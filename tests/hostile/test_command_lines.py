@@ -15,12 +15,12 @@ from hostile_rig import command, refused
     [
         (["genrate", "Hello"], ["genrate", "generate"]),
         (["generate", "--model", "/nowhere", "Hello"], ["/nowhere", "no such directory"]),
-        (["generate", "--config", "/nowhere.toml", "Hello"], ["/nowhere.toml"]),
-        (["generate", "--set", "engine.attention_backend=flashinfr", "Hello"], ["flashinfer"]),
-        (["report", "/nowhere.json"], ["/nowhere.json"]),
         *(
             pytest.param(arguments, words, marks=pytest.mark.sweep)
             for arguments, words in (
+                (["generate", "--config", "/nowhere.toml", "Hello"], ["/nowhere.toml"]),
+                (["generate", "--set", "engine.attention_backend=flashinfr", "Hello"], ["flashinfer"]),
+                (["report", "/nowhere.json"], ["/nowhere.json"]),
                 (["generate", "--set", "engine.max_nun_seqs=1", "Hello"], ["max_nun_seqs", "max_num_seqs"]),
                 (["check", "flashinfr"], ["flashinfr", "flashinfer"]),
                 (["explain", "GP99"], ["GP99"]),

@@ -233,7 +233,7 @@ def make_config(case: Case, page_size: int = 16, **features: bool) -> Config:
 # -- the calls -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("window", [True, False])
+@pytest.mark.parametrize("window", [True, pytest.param(False, marks=pytest.mark.sweep)])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_calls_of_flash_attention_answer_as_the_oracle(
     case: Case, flash_attention: FakeFlashAttention, *, window: bool

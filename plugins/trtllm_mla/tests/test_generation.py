@@ -58,8 +58,8 @@ def reference_tokens(path: Path, prompt: list[int], count: int) -> list[int]:
 
 
 @needs_seam
-@pytest.mark.parametrize("strict", ["false", "true"])
-@pytest.mark.parametrize("page_size", [32, 64])
+@pytest.mark.parametrize("strict", [pytest.param("false", marks=pytest.mark.sweep), "true"])
+@pytest.mark.parametrize("page_size", [pytest.param(32, marks=pytest.mark.sweep), 64])
 @pytest.mark.parametrize("architecture", ["deepseek_v2", "deepseek_v3"])
 def test_greedy_tokens_equal_transformers(
     architecture: str, page_size: int, strict: str, checkpoint: Callable[[str], Path]
