@@ -75,6 +75,7 @@ class FillPlan:
         self._sourced = [each for each in copied if each.source_fn is not None]
         self._computed = [(slot, slot.post_fill) for slot in slots if slot.post_fill is not None]
         self._resets, self._fixed = _plan_tails(slots, context, arenas)
+        self._only_copies = not (self._sourced or self._computed or self._resets)
         self._compiled: dict[tuple[object, ...], _Copies] = {}
         self._last = _Copies(lambda _: (), (None,), ())  # matches no batch
 
@@ -90,6 +91,10 @@ class FillPlan:
             known = False
         if not known:
             last = self._check(batch)
+        if self._only_copies:  # as in most lanes; looking for the rest costs a sixth of such a fill
+            for targets, fields, fixed in last.copies:
+                _grouped_copy(targets, fields(batch) + fixed)
+            return
         context = self._context
         if pp_proxy_tensors is not None:
             context = replace(context, pp_proxy_tensors=pp_proxy_tensors)
