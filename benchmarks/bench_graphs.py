@@ -30,6 +30,7 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # before transformers 
 
 import torch
 import transformers
+from random_llama import VOCAB, save_model
 
 from graphpact import Lane, StepOutputs
 from graphpact.cli.console import data, print_table
@@ -40,7 +41,6 @@ from graphpact_engine.config import EngineConfig
 from graphpact_engine.sampler import Sampler
 
 CPU = torch.device("cpu")
-VOCAB = 256
 BATCH_SIZES = (1, 8, 32)
 LIVE, SIZE = 7, 8
 
@@ -76,29 +76,6 @@ class Scale(NamedTuple):
 
 FULL = Scale(layers=4, prompt=32, new=65, rounds=9, compiled=BATCH_SIZES, calls=100, turns=101)
 QUICK = Scale(layers=1, prompt=4, new=5, rounds=1, compiled=(1,), calls=3, turns=3)
-
-
-def save_model(path: Path, layers: int) -> None:
-    """Write a checkpoint with random weights, large enough that no two logits are close."""
-    config = transformers.LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=128,
-        intermediate_size=344,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        max_position_embeddings=128,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-    )
-    torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(0, 0.2)
-    model.save_pretrained(path)
 
 
 # -- the variants ----------------------------------------------------------------------------------
@@ -406,7 +383,7 @@ def main() -> None:
     )
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
-        save_model(path, scale.layers)
+        save_model(path, scale.layers, max_position_embeddings=128)
         variants = make_variants(path, scale, compiled)
         rows = measure_steps(variants, scale)
         parts = measure_parts(path, scale, compiled=SIZE in compiled)

@@ -26,6 +26,7 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # before transformers 
 
 import torch
 import transformers
+from random_llama import VOCAB, save_model
 from torch._dynamo import config as dynamo_config
 
 from graphpact import Lane
@@ -34,7 +35,6 @@ from graphpact_cpu_graph import inductor
 from graphpact_engine import Engine, SamplingParams
 from graphpact_engine.config import EngineConfig
 
-VOCAB = 256
 COMPILED = "torch.compile alone"
 RUNNERS = {"breakable": "breakable_cuda_graph", "piecewise": "piecewise_cuda_graph"}
 STEPS = ("tokens", "of a graph of", "way", "step ms", "x eager")
@@ -52,29 +52,6 @@ class Scale(NamedTuple):
 
 FULL = Scale(layers=4, counts=(16, 32, 64, 128, 256, 512, 1024), rounds=15)
 QUICK = Scale(layers=1, counts=(4, 8), rounds=1)
-
-
-def save_model(path: Path, layers: int) -> None:
-    """Write a checkpoint with random weights, large enough that no two logits are close."""
-    config = transformers.LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=128,
-        intermediate_size=344,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        max_position_embeddings=2048,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-    )
-    torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(0, 0.2)
-    model.save_pretrained(path)
 
 
 class Way:
@@ -195,7 +172,7 @@ def main() -> None:
         f" torch {torch.__version__}, transformers {transformers.__version__}"
     )
     with tempfile.TemporaryDirectory() as folder:
-        save_model(Path(folder), scale.layers)
+        save_model(Path(folder), scale.layers, max_position_embeddings=2048)
         ways, skipped = make_ways(Path(folder), scale, options.device)
         rows: list[tuple[object, ...]] = []
         losses: list[str] = []

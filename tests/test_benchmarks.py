@@ -16,8 +16,20 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 def run_quick(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> list[str]:
     """Return the lines that a quick run of a benchmark prints."""
     monkeypatch.setattr(sys, "argv", [name, "--quick"])
+    monkeypatch.syspath_prepend(str(BENCHMARKS))  # as for a script
     runpy.run_path(str(BENCHMARKS / name), run_name="__main__")
     return capsys.readouterr().out.splitlines()
+
+
+@pytest.fixture(params=[pytest.param(None, marks=pytest.mark.sweep), "no C++ compiler here"])
+def fault(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str | None:
+    """Return why nothing can be compiled, which is then so; None where a compiler is there."""
+    why: str | None = request.param
+    if why is None:
+        request.getfixturevalue("compiler")
+    else:
+        monkeypatch.setattr(inductor, "missing_compiler", lambda: why)
+    return why
 
 
 def test_a_fill_is_one_operation_on_a_cpu(
@@ -35,19 +47,11 @@ def test_a_fill_is_one_operation_on_a_cpu(
     ]
 
 
-@pytest.mark.parametrize("fault", [pytest.param(None, marks=pytest.mark.sweep), "no C++ compiler here"])
 def test_every_variant_generates_the_same_tokens(
-    fault: str | None,
-    request: pytest.FixtureRequest,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    fault: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """All variants generate the same tokens, every row is printed, and a skipped variant has a reason."""
     compiled = fault is None
-    if compiled:
-        request.getfixturevalue("compiler")
-    else:
-        monkeypatch.setattr(inductor, "missing_compiler", lambda: fault)
     lines = run_quick("bench_graphs.py", monkeypatch, capsys)
     assert any("all variants generate the same tokens: 5 per prompt of 4" in line for line in lines)
     assert (f"cpu_graph is skipped: {fault}" in lines) is not compiled
@@ -117,19 +121,11 @@ def test_every_way_to_draft_is_measured_on_equal_tokens(
                 assert any(line.startswith(reason) for line in lines) is (float(speed) < 1)
 
 
-@pytest.mark.parametrize("fault", [pytest.param(None, marks=pytest.mark.sweep), "no C++ compiler here"])
 def test_every_way_to_prefill_is_measured_on_equal_tokens(
-    fault: str | None,
-    request: pytest.FixtureRequest,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    fault: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Every way has a row for each length, with and without padding, and every skipped way a reason."""
     compiled = fault is None
-    if compiled:
-        request.getfixturevalue("compiler")
-    else:
-        monkeypatch.setattr(inductor, "missing_compiler", lambda: fault)
     lines = run_quick("bench_prefill.py", monkeypatch, capsys)
     assert any("all ways give the same tokens, medians of 1 rounds" in line for line in lines)
     drivers = ["tape", "inductor"][: 1 + compiled]

@@ -530,14 +530,11 @@ class _EagerMetadata:
         self.backend = backend
 
     @hookimpl
-    def init_metadata_capture(self, view: ForwardBatch) -> Any:
-        """Return the metadata of the eager calls in a capture."""
+    def init_metadata_replay(self, view: ForwardBatch) -> Any:
+        """Return the metadata of the eager calls in this capture or replay."""
         return self.backend.init_metadata_eager(view)
 
-    @hookimpl
-    def init_metadata_replay(self, view: ForwardBatch) -> Any:
-        """Return the metadata of the eager calls in this replay."""
-        return self.backend.init_metadata_eager(view)
+    init_metadata_capture = init_metadata_replay
 
 
 class _OwnStep:

@@ -185,11 +185,6 @@ class Engine:
                 self.verifiers.append(verifier)
         for lanes in self._lanes_of.values():
             require_each_can_run(lanes)
-        self._counting = {
-            lane
-            for plan, lane in zip(plans, self.lanes, strict=True)
-            if specs[plan.model].has_experts and lane.shapes
-        }
         weights = sum(weight.nbytes for run in runs.values() for _, weight in run.named_weights())
         self.num_threads = choose_num_threads(config.engine.num_threads, self.device, weights)
         with running_on(self.num_threads):
@@ -346,7 +341,8 @@ class Engine:
 
     def _run_in(self, lane: Lane, batch: ForwardBatch) -> StepOutputs:
         """Run a batch in a lane, with the number of its tokens if the lane's graphs read it."""
-        return lane.run(_counted(batch) if lane in self._counting else batch)
+        is_read = lane.shapes and lane.runner.context.num_token_non_padded
+        return lane.run(_counted(batch) if is_read else batch)
 
     def _lane_for(self, mode: LaneMode, batch: ForwardBatch) -> Lane:
         lanes = self._lanes_of[mode]

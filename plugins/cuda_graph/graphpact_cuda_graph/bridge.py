@@ -7,6 +7,7 @@ for an eager call, and the call writes memory that it is given.
 Does not: make metadata; the lane makes it once in each step.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -41,7 +42,7 @@ def bridge_slots(context: RunnerContext) -> Sequence[GraphSlot]:
             hint="RunnerContext(..., layers=the model's layers)",
         )
     names = _widths(context.layers[0])
-    widest = {n: max(_numbers(_widths(layer)[n]) for layer in context.layers) for n in names}
+    widest = {n: max(math.prod(_widths(layer)[n]) for layer in context.layers) for n in names}
     return [_workspace(name, width, context.dtype) for name, width in widest.items()]
 
 
@@ -98,7 +99,3 @@ class Bridge:
         heads, width = _widths(layer)[name]
         whole = registry.get_slot(f"bridge.{name}").slice_for(0, 0).view(-1)
         return whole[: self.step.num_tokens * heads * width].view(self.step.num_tokens, heads, width)
-
-
-def _numbers(size: tuple[int, int]) -> int:
-    return size[0] * size[1]

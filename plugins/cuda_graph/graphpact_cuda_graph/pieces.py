@@ -36,6 +36,7 @@ torch.library.register_fake(
     lib=_library,
 )
 _ATTEND = torch.ops.graphpact_cuda_graph.attend
+_ATTENDS = (_ATTEND, _ATTEND.default)
 
 
 _SETTINGS: dict[str, Any] = {
@@ -145,7 +146,7 @@ def _run_first(trace: "weakref.ref[fx.GraphModule]", *inputs: Any) -> Sequence[A
 
 
 def _is_attention(node: fx.Node) -> bool:
-    return node.op == "call_function" and node.target in (_ATTEND, _ATTEND.default)
+    return node.op == "call_function" and node.target in _ATTENDS
 
 
 class _Pieces:
@@ -226,7 +227,7 @@ class _Run(fx.Interpreter):
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Attend, or call any other function."""
-        if target in (_ATTEND, _ATTEND.default):
+        if target in _ATTENDS:
             return self._attend(*args[:4])
         return super().call_function(target, args, kwargs)
 
