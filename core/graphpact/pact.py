@@ -11,6 +11,7 @@ contents; or outlive its process (`graphpact_engine.saved_pacts` does).
 
 import dataclasses
 import enum
+import functools
 import keyword
 import numbers
 import reprlib
@@ -27,6 +28,7 @@ _BOUNDED = "graphpact.bounded"  # key in a dataclass field's metadata
 _MAX_ROWS = 12  # of the table of breaches
 ANY = object()
 """The promised value of a leaf of which only the type is promised."""
+_LEAVES = frozenset({torch.Tensor, int, float, bool, str, type(None)})  # most are of these
 _TENSOR_RULES: tuple[BreachKind, ...] = ("address", "shape", "stride", "dtype", "device")
 
 
@@ -81,6 +83,8 @@ def _walk(path: str, value: Any, *, root: bool = False) -> Iterator[tuple[str, A
 
 def _parts(value: Any, *, root: bool = False) -> _Parts | None:
     """Return the parts of a container, or None for a leaf."""
+    if type(value) in _LEAVES:
+        return None
     names = _attributes(value, root=root)
     if names is not None:
         return _Parts("fields", {name: getattr(value, name) for name in names})
@@ -108,6 +112,7 @@ def _attributes(value: Any, *, root: bool) -> list[str] | None:
     return [*slots, *vars(value)] if hasattr(value, "__dict__") else slots or None
 
 
+@functools.lru_cache
 def _declared_fields(kind: Any) -> Sequence[str] | None:
     """Return the fields of a dataclass or a named tuple, or None for another type."""
     if dataclasses.is_dataclass(kind):

@@ -29,6 +29,8 @@ def extent_of(tensor: torch.Tensor) -> tuple[int, int]:
     size, begin = tensor.element_size(), int(tensor.storage_offset())
     if not tensor.numel():
         return begin * size, begin * size
+    if tensor.is_contiguous():
+        return begin * size, (begin + tensor.numel()) * size
     last = begin + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
     return begin * size, (last + 1) * size
 

@@ -103,10 +103,13 @@ def test_a_device_is_written_directly() -> None:
 
 
 def test_every_file_is_written_by_it() -> None:
-    """No module of ours writes a file in another way: by ``write_text`` or by opening it for writing."""
+    """No module of ours writes a file in another way: by ``write_text`` or by opening it for writing.
+
+    A recording is the exception: it is written line by line, as an engine steps.
+    """
     found = []
     for file in (file for package in PACKAGES for file in package.rglob("*.py")):
-        if file.name == "files.py" and file.parent.name == "graphpact":
+        if (file.parent.name, file.name) in (("graphpact", "files.py"), ("graphpact_engine", "recording.py")):
             continue
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if not isinstance(node, ast.Call):

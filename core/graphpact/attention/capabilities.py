@@ -65,7 +65,7 @@ class LayerSpec:
         scaling: Factor on the scores.
         sliding_window: Number of keys that a query sees, its own included; None: all.
         softcap: Scores become ``softcap * tanh(score / softcap)``; None: unchanged.
-        sinks: ``[num_q_heads]`` logits of a virtual key without value (GPT-OSS), or None.
+        sinks: ``[num_q_heads]`` logits of a virtual key without value (GPT-OSS), model weights; or None.
         kv_lora_rank: Width of the latent that all query heads share (MLA in absorbed form); None for other
             layers. A key is the latent followed by the rope part, one head of ``head_dim``; the value is the
             latent: the first ``v_head_dim == kv_lora_rank`` elements of the key.

@@ -200,10 +200,11 @@ class CudaGraphBufferRegistry:
         """Return the slot in whose memory ``tensor`` begins, or None."""
         address = tensor.data_ptr()
         for slot in self:
-            if slot.buffer is not None and slot.buffer.device == tensor.device:
-                first, end = address_range(slot.buffer)
-                if first <= address < end:
-                    return slot
+            buffer = slot.buffer
+            if buffer is None or buffer.data_ptr() > address or buffer.device != tensor.device:
+                continue
+            if address < address_range(buffer)[1]:
+                return slot
         return None
 
     def template_of(self, slot: BoundSlot) -> torch.Tensor | None:

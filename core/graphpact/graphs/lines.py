@@ -3,6 +3,7 @@
 Does not: read the source before a message is formatted.
 """
 
+import functools
 import linecache
 import sys
 from types import FrameType
@@ -32,10 +33,9 @@ class Line:
 
 def _is_internal(frame: FrameType) -> bool:
     """Return whether ``frame`` belongs to torch or a driver."""
-    filename = frame.f_code.co_filename
-    return (
-        "/torch/" in filename
-        or filename.startswith("<")
-        or filename.endswith("contextlib.py")
-        or frame.f_globals.get("__tracebackhide__") is True
-    )
+    return _is_library(frame.f_code.co_filename) or frame.f_globals.get("__tracebackhide__") is True
+
+
+@functools.lru_cache
+def _is_library(filename: str) -> bool:
+    return "/torch/" in filename or filename.startswith("<") or filename.endswith("contextlib.py")

@@ -24,23 +24,20 @@ from graphpact import (
 from graphpact.attention import DraftLimits, DraftMetadata, GraphSupport, HeadLayout
 from graphpact.buffers import build_decode_registry
 from graphpact.errors import EngineError
-from graphpact_conformance.problems import (
+from graphpact_conformance.problems import Problem, ProblemRequest, Token, sequences
+from graphpact_conformance.rig import Rig
+from graphpact_conformance.world import (
     CASES,
     CONTEXT,
     CPU,
     DRAFT_WIDTH,
     NUM_STEPS,
     PAGE_SIZES,
-    WINDOW,
+    WINDOWS,
     Case,
     Config,
     Heads,
-    Problem,
-    ProblemRequest,
-    Token,
-    sequences,
 )
-from graphpact_conformance.rig import Rig
 from graphpact_fa3 import FA3Backend, FA3Metadata, KeyRows
 from graphpact_tape.recorder import Recorder
 from oracle_kit import hold_to_oracle
@@ -102,7 +99,7 @@ def seen_in_window(problem: Problem, request: ProblemRequest, token: int, step: 
     drafts = seen_drafts(problem, request, token, step)
     if request.row == 0:  # drafts at one position are all inside the window
         return request.cached + drafts
-    return (request.cached + drafts)[-WINDOW:]
+    return (request.cached + drafts)[-WINDOWS[0] :]
 
 
 def check_rows(rows: KeyRows, seen: Sequence[Sequence[int]]) -> None:
@@ -146,9 +143,9 @@ def check(metadata: FA3Metadata, problem: Problem, bs: int, page_size: int, step
     if metadata.tree is not None:
         at = [(r, j) for r in requests for j in range(len(r.tokens))]
         check_rows(metadata.tree.drafts, [seen_drafts(problem, *who, step) for who in at])
-        assert list(metadata.tree.windows) == [WINDOW]
+        assert list(metadata.tree.windows) == [WINDOWS[0]]
         windows = [seen_in_window(problem, *who, step) for who in at]
-        check_rows(metadata.tree.windows[WINDOW], windows)
+        check_rows(metadata.tree.windows[WINDOWS[0]], windows)
 
 
 def steps_of(metadata: Any) -> list[FA3Metadata]:
@@ -415,7 +412,7 @@ def test_every_slot_is_declared_with_owner_and_reason() -> None:
     backend = rig_of(make_config(DECODE)).backend
     plain = ["cu_seqlens_q", "cache_seqlens", "cu_seqlens_k", "page_table", "scheduler_metadata"]
     trees = ["tree.cu_seqlens_q", "tree.cache_seqlens", "tree.page_table"]
-    trees += [f"tree.window{WINDOW}.cache_seqlens", f"tree.window{WINDOW}.page_table"]
+    trees += [f"tree.window{WINDOWS[0]}.cache_seqlens", f"tree.window{WINDOWS[0]}.page_table"]
     for topk, names in ((1, plain), (2, plain + trees)):
         slots = backend.declare_slots(Limits(4, 16, CONTEXT, 16, DraftLimits(3, topk, 4)))
         assert [slot.name for slot in slots] == [f"fa3.{name}" for name in names]

@@ -226,9 +226,10 @@ class FrozenKvMtpRunner(_TreeRunner):
 
 def _next_batch(view: ForwardBatch, tree: DraftTree, hidden: torch.Tensor, ahead: int) -> ForwardBatch:
     """Return the batch of a forward pass over the branches of ``tree``, ``ahead`` positions on."""
-    return view.with_tensors(
-        {"input_ids": tree.branches, "positions": view.positions + ahead, HIDDEN_STATES: hidden}
-    )
+    tensors = {"input_ids": tree.branches, "positions": view.positions + ahead, HIDDEN_STATES: hidden}
+    if view.mrope_positions is not None:
+        tensors["mrope_positions"] = view.mrope_positions + ahead
+    return view.with_tensors(tensors)
 
 
 def _copy_ancestors(step: Step, rows: torch.Tensor, count: int) -> None:

@@ -17,6 +17,7 @@ Does not: record anything, or see a read that bypasses torch (a raw pointer, a s
 import abc
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from typing import Any
 
 import torch
@@ -82,23 +83,28 @@ _FROM_MEMORY = frozenset({torch.from_numpy, torch.frombuffer, torch.from_file})
 _NO_CONTAINERS = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device})
 
 
-def tensors_of(tree: Any) -> list[torch.Tensor]:
-    """Return the tensors in a tree of containers, in order."""
-    if isinstance(tree, torch.Tensor):
-        return [tree]
+def leaves_of(tree: Any) -> list[Any]:
+    """Return the leaves of a tree of containers, in order: tensors, and values of other types."""
     kind = type(tree)
-    if kind in _NO_CONTAINERS:
-        return []
     if kind is dict:
         parts = tree.values()
     elif kind is tuple or kind is list:
         parts = tree
     else:
-        return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
-    found: list[torch.Tensor] = []
+        is_leaf = isinstance(tree, torch.Tensor) or kind in _NO_CONTAINERS
+        return [tree] if is_leaf else list(pytree.tree_leaves(tree))
+    found: list[Any] = []
     for part in parts:
-        found += tensors_of(part)
+        if isinstance(part, torch.Tensor) or type(part) in _NO_CONTAINERS:  # most are; a call costs more
+            found.append(part)
+        else:
+            found += leaves_of(part)
     return found
+
+
+def tensors_of(tree: Any) -> list[torch.Tensor]:
+    """Return the tensors in a tree of containers, in order."""
+    return [leaf for leaf in leaves_of(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def map_tensors(fn: Callable[[torch.Tensor], Any], tree: Any) -> Any:
@@ -109,7 +115,7 @@ def map_tensors(fn: Callable[[torch.Tensor], Any], tree: Any) -> Any:
     if kind in _NO_CONTAINERS:
         return tree
     if kind is tuple or kind is list:
-        return kind([map_tensors(fn, part) for part in tree])
+        return kind([p if type(p) in _NO_CONTAINERS else map_tensors(fn, p) for p in tree])
     if kind is dict:
         return {name: map_tensors(fn, part) for name, part in tree.items()}
     return pytree.tree_map_only(torch.Tensor, fn, tree)
@@ -197,6 +203,12 @@ def reads_on_host(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> b
         return kwargs.get("output_size") is None
     if func is _aten.one_hot.default:
         return args[1:] in ((), (-1,)) and kwargs.get("num_classes", -1) == -1
+    return _always_reads(func)
+
+
+@cache
+def _always_reads(func: Any) -> bool:
+    """Return whether ``func`` reads contents on the host for any arguments."""
     return (
         torch.Tag.data_dependent_output in func.tags
         or torch.Tag.dynamic_output_shape in func.tags
@@ -211,11 +223,16 @@ def _has_mask(indices: Any) -> bool:
 def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """Return the tensors among the arguments that ``func`` writes, by its schema."""
     written: list[torch.Tensor] = []
-    for at, argument in enumerate(func._schema.arguments):  # noqa: SLF001  no public way
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[at] if at < len(args) else kwargs.get(argument.name)
-            written += tensors_of(value)
+    for at, name in _written_arguments(func):
+        written += tensors_of(args[at] if at < len(args) else kwargs.get(name))
     return written
+
+
+@cache
+def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
+    """Return index and name of each argument that ``func`` writes."""
+    arguments = enumerate(func._schema.arguments)  # noqa: SLF001  no public way
+    return tuple((at, a.name) for at, a in arguments if a.alias_info is not None and a.alias_info.is_write)
 
 
 def _is_placed(kwargs: dict[str, Any]) -> bool:

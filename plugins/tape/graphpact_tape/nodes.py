@@ -9,12 +9,14 @@ Does not: record, or decide which calls a replay has to run; `graphpact_tape.rec
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, TypeAlias
 
 import torch
 
 from graphpact_tape.host import tensors_of
 from graphpact_tape.recorder import RecordedCall
+from graphpact_tape.writes import write
 
 __tracebackhide__ = True
 
@@ -39,15 +41,15 @@ def make_node(call: RecordedCall) -> Node:
     variant = None if writes_arguments or len(outputs) < len(call.made) else _out_variant(op)
     if variant is None or len(variant[1]) != len(outputs):
         return RunAndCopy(op._op, call.made), args, kwargs  # noqa: SLF001
-    overload, names = variant
-    taken = {a.name for a in overload._schema.arguments}  # noqa: SLF001
+    overload, names, taken = variant
     kept = {name: value for name, value in kwargs.items() if name in taken}
     into = dict(zip(names, outputs, strict=True))
     return overload._op, args, {**kept, **into}  # noqa: SLF001
 
 
-def _out_variant(func: Any) -> tuple[Any, list[str]] | None:
-    """Return the out-variant of ``func`` and the names of its output arguments, or None."""
+@cache
+def _out_variant(func: Any) -> tuple[Any, list[str], set[str]] | None:
+    """Return the out-variant of ``func``, the names of its output arguments, and of all; or None."""
     wanted = {a.name: str(a.type) for a in func._schema.arguments}  # noqa: SLF001  no public way
     bare = {n: t for n, t in wanted.items() if n not in _OUTPUT_OPTIONS}
     packet = func.overloadpacket
@@ -63,7 +65,7 @@ def _out_variant(func: Any) -> tuple[Any, list[str]] | None:
             else:
                 rest[a.name] = str(a.type)
         if len(outs) == len(func._schema.returns) and outs and rest in (wanted, bare):  # noqa: SLF001
-            return candidate, outs
+            return candidate, outs, {a.name for a in candidate._schema.arguments}  # noqa: SLF001
     return None
 
 
@@ -84,4 +86,4 @@ class RunAndCopy:
         results = tensors_of(self.op(*args, **kwargs))
         for target, new in zip(self.outputs, results, strict=True):
             if target is not None:
-                target.copy_(new)
+                write(target, new)

@@ -148,6 +148,15 @@ class Recording:
                 external.setdefault((t.device, t.data_ptr(), t.shape, t.stride(), t.dtype), t)
         return list(external.values())
 
+    def lines(self) -> dict[int, Line]:
+        """Return the line of the first work with each storage, by `storage_id`."""
+        found: dict[int, Line] = {}
+        for segment in self.segments:
+            for call in segment.calls:
+                for t in call.tensors() if call.is_work else ():
+                    found.setdefault(storage_id(t), call.line)
+        return found
+
     def used_memory(self) -> dict[int, torch.UntypedStorage]:
         """Return the part of `own` that work or outputs use."""
         used = {storage_id(t) for t in self.tensors()}
@@ -176,6 +185,7 @@ class Recorder(Watcher):
     Args:
         guard: The function mode that is active together with it. It has the host memory.
         traced: Whether to keep a trace of every dispatched operation.
+        work_only: Whether to leave out calls that a replay need not repeat, such as views.
 
     Attributes:
         parts: The record so far: segments, and the eager calls between them.
@@ -185,8 +195,9 @@ class Recorder(Watcher):
         line: The caller's line of the current operation.
     """
 
-    def __init__(self, guard: HostReadGuard, *, traced: bool = False) -> None:
+    def __init__(self, guard: HostReadGuard, *, traced: bool = False, work_only: bool = False) -> None:
         super().__init__(guard)
+        self._work_only = work_only
         self.parts: list[Segment | EagerCall] = [Segment()]
         # Kept until the end, so that no later storage gets the id of a freed one.
         self.allocated: dict[int, torch.UntypedStorage] = {}
@@ -213,8 +224,12 @@ class Recorder(Watcher):
     def perform(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run ``func`` and record it."""
         self.line = Line()
+        return self.recorded(func, args, kwargs)
+
+    def recorded(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run ``func``, which the caller calls at `line`, and record it."""
         if self._trace is not None:
-            self._trace.append(TracedCall.of(func, args, kwargs))
+            self._trace.append(TracedCall.of(func, args, kwargs, self.line))
         if torch.Tag.inplace_view in func.tags:
             self._check_reshape(func, args[0])
             return func(*args, **kwargs)
@@ -285,8 +300,10 @@ class Recorder(Watcher):
     def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         given = {storage_id(t) for t in tensors_of((args, kwargs))}
         made = tuple(t if storage_id(t) not in given else None for t in tensors_of(result))
-        self.allocates(tensors_of(made))
-        self.add(RecordedCall(func, args, kwargs, result, made, self.line))
+        self.allocates(t for t in made if t is not None)
+        call = RecordedCall(func, args, kwargs, result, made, self.line)
+        if call.is_work or not self._work_only:
+            self.add(call)
 
 
 class RecordingDriver(GraphDriver):

@@ -49,6 +49,7 @@ from graphpact_tape.recorder import (
     Recording,
     place_of,
 )
+from graphpact_tape.writes import write
 
 __tracebackhide__ = True
 
@@ -146,7 +147,7 @@ class StrictRecorder(Recorder):
         *,
         traced: bool = False,
     ) -> None:
-        super().__init__(guard, traced=traced)
+        super().__init__(guard, traced=traced, work_only=True)
         self.shared = shared
         self.memory = memory
         self.external: list[_External] = []
@@ -185,12 +186,12 @@ class StrictRecorder(Recorder):
             for written, before in self._undo.values():
                 tensor = written.revive()
                 if tensor is not None:
-                    tensor.copy_(before)
+                    write(tensor, before)
 
-    def perform(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def recorded(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Check the memory that ``func`` reads and writes, then run and record it."""
-        self.line, self._func = Line(), func
-        for leaf in pytree.tree_leaves((args, kwargs)):
+        self._func = func
+        for leaf in (*args, *kwargs.values()):
             if isinstance(leaf, torch.Generator):
                 raise self.guard.refusal(
                     f"{func} draws from a generator other than the default",
@@ -203,7 +204,7 @@ class StrictRecorder(Recorder):
                 self._check_write(func, tensor)
         given = tensors_of((args, kwargs))
         self._check_owner(func, given)
-        result = super().perform(func, args, kwargs)
+        result = super().recorded(func, args, kwargs)
         if self.guard.copying:
             self.copied.append((self.borrow(args[1]), self.line))
         self.shared.order.operation(func, given, written, result, self.line, CaptureError)
@@ -222,11 +223,6 @@ class StrictRecorder(Recorder):
         if self.owns(tensor) or not tensor.numel():
             return super().held(tensor)
         return _Borrowed(self.borrow(tensor))
-
-    def add(self, call: RecordedCall) -> None:
-        """Add a call to the record if a replay has to repeat it."""
-        if call.is_work:
-            super().add(call)
 
     def eager_call(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Run ``fn(*args)`` outside the graph and return its result; the host may wait in it."""
@@ -586,10 +582,10 @@ def _check_rearmed(
     results = []
     try:
         for tensor, value in zip(state, armed, strict=True):
-            tensor.copy_(value)
+            write(tensor, value)
         for _ in range(2):
             for tensor, value in zip((*inputs, *given), before, strict=False):
-                tensor.copy_(value)
+                write(tensor, value)
             generator.set_state(random)
             tape.rehearse()
             results.append([t.clone() for t in (*tensors_of(tape.outputs), *inputs)])
@@ -600,7 +596,7 @@ def _check_rearmed(
             if not equal(t, value)
         ]
         for tensor, value in zip((*inputs, *given, *state), before, strict=True):
-            tensor.copy_(value)
+            write(tensor, value)
         generator.set_state(random)
         tape.spoil()
     if not all(equal(a, b) for a, b in zip(*results, strict=True)):

@@ -20,6 +20,7 @@ from graphpact.errors import CaptureError, EngineError
 from graphpact.graphs.driver import DeclaredMemory, Event, Graph, Ownership, Stream
 from graphpact.graphs.lines import Line
 from graphpact.graphs.segments import EagerCall
+from graphpact.tensors import storage_id
 from graphpact_tape.guard import StrictGuard
 from graphpact_tape.host import HostMemory, HostReadGuard
 from graphpact_tape.nodes import Node, make_node
@@ -49,6 +50,7 @@ class Tape(Graph):
         self.num_nodes = recording.num_nodes
         self.pool_nbytes = sum(memory.nbytes() for memory in recording.used_memory().values())
         self._external = recording.external_tensors()
+        self._lines = {} if recording.trace is None else recording.lines()
         self._nodes: list[Node] = []
         for part in recording.parts:
             if isinstance(part, EagerCall):
@@ -72,6 +74,10 @@ class Tape(Graph):
     def external_tensors(self) -> list[torch.Tensor]:
         """Return the external tensors: those of operations and outputs in memory that is not the tape's."""
         return list(self._external)
+
+    def line_of(self, tensor: torch.Tensor) -> Line | None:
+        """Return the line of the region that first used the memory of a tensor; None unless ``traced``."""
+        return self._lines.get(storage_id(tensor))
 
 
 class TapeDriver(RecordingDriver):
@@ -117,7 +123,7 @@ class TapeDriver(RecordingDriver):
             host = HostMemory(self.memory.host, strict=self.strict)
             guard = HostReadGuard(host, _WHEN, CaptureError)
             if self._shared is None:
-                return Tape(self.record(Recorder(guard, traced=self.traced), fn))
+                return Tape(self.record(Recorder(guard, traced=self.traced, work_only=True), fn))
             self._shared.order.synchronize()
             strict = StrictRecorder(guard, self._shared, self.memory, traced=self.traced)
             with self._shared.watching(guard), strict.recording():

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils import _pytree as pytree
 
 from graphpact.graphs.lines import Line
 from graphpact.pact import is_readable
+from graphpact_tape.host import leaves_of
 
 __tracebackhide__ = True
 
@@ -35,14 +35,13 @@ class TracedCall(NamedTuple):
     line: Line
 
     @classmethod
-    def of(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "TracedCall":
-        """Return the trace of a call."""
-        leaves = pytree.tree_leaves((args, kwargs))
+    def of(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], line: Line) -> "TracedCall":
+        """Return the trace of a call at the caller's ``line``."""
         described = tuple(
             (str(leaf.dtype), tuple(leaf.shape), leaf.stride()) if isinstance(leaf, torch.Tensor) else leaf
-            for leaf in leaves
+            for leaf in leaves_of((args, kwargs))
         )
-        return cls(str(func), described, Line())
+        return cls(str(func), described, line)
 
 
 class TraceDifference(NamedTuple):
