@@ -4,6 +4,7 @@ Does not: select plugins or run steps; it turns options into a configuration, wh
 """
 
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated
 
@@ -140,6 +141,15 @@ def generate(
             " --set verify.replay_against_eager=0.1.",
         ),
     ] = False,
+    record: Annotated[
+        Path | None,
+        typer.Option(
+            "--record",
+            metavar="FILE",
+            help="Write every step (modes, lengths, pages; no text) to FILE, for graphpact check --scenario.",
+            show_default=False,
+        ),
+    ] = None,
     quiet: Annotated[
         bool, typer.Option("--quiet", "-q", help="Show no progress, and no table after the run.")
     ] = False,
@@ -151,6 +161,7 @@ def generate(
     """
     from graphpact_engine.cli.report import print_report  # noqa: PLC0415  slow: imports the engine
     from graphpact_engine.cli.writers import JsonWriter, TextWriter, Writer  # noqa: PLC0415
+    from graphpact_engine.recording import Recorder  # noqa: PLC0415
     from graphpact_engine.request import SamplingParams  # noqa: PLC0415
 
     sampling = SamplingParams(
@@ -171,7 +182,10 @@ def generate(
     if not temperature and (top_p != 1 or top_k != 0 or min_p != 0):
         warning("--top-p, --top-k and --min-p have no effect at --temperature 0")
 
-    with build_engine(settings, quiet=quiet) as engine:
+    with ExitStack() as stack:
+        recorder = None if record is None else stack.enter_context(Recorder(record))
+        observers = () if recorder is None else (recorder,)
+        engine = stack.enter_context(build_engine(settings, quiet=quiet, observers=observers))
         if temperature is None and engine.recommended_sampling and not quiet:
             options = (
                 f"--{name.replace('_', '-')} {value}" for name, value in engine.recommended_sampling.items()
@@ -201,6 +215,8 @@ def generate(
         finally:
             writer.close()
         report()
+    if recorder is not None and not quiet:
+        note(f"{recorder.num_steps} steps written to {record}")
 
 
 def _options(*, seed: int | None, threads: int | None, verify: bool) -> dict[str, str]:

@@ -85,8 +85,15 @@ def load_settings(
     return EngineConfig.load(config, options={**options, **(more or {})}, overrides=sets or [])
 
 
-def build_engine(settings: "EngineConfig", *, quiet: bool = False) -> "Engine":
+def build_engine(
+    settings: "EngineConfig", *, quiet: bool = False, observers: Sequence[object] = ()
+) -> "Engine":
     """Build the engine of ``settings`` and capture its shapes, with progress on a terminal.
+
+    Args:
+        settings: The configuration.
+        quiet: Whether to show no progress.
+        observers: See `Engine`.
 
     Raises:
         GraphpactError: The engine cannot be built.
@@ -98,7 +105,7 @@ def build_engine(settings: "EngineConfig", *, quiet: bool = False) -> "Engine":
         capture_progress(str(settings.model.path), quiet=quiet) as on_capture,
         contextlib.redirect_stdout(sys.stderr),  # plugins may print when they are imported
     ):
-        return Engine(settings, on_capture=on_capture)
+        return Engine(settings, on_capture=on_capture, observers=observers)
 
 
 def _toml_string(text: str) -> str:
