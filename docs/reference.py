@@ -3,7 +3,7 @@
 The schema is that of ``results.json``; `api` writes the pages of ``docs/reference/``. The parts are the acts
 of ``docs/graphs.md``, the rules of ``docs/conformance.md``, and on every page what stands between ``<!--
 include WHAT -->`` and ``<!-- /include -->``: source code, the files of a package, the contracts of imports,
-the slots of lanes (see `INCLUDES`). Run it after a change of the configuration, of ``docs/graph_acts.toml``,
+the slots of lanes (see `INCLUDES`). Run it after a change of the configuration, of ``graph_acts.toml``,
 of `graphpact_conformance.results`, of the rules and their stories, of the step, of the core's modules, of the
 slots of drafts, or of the import contracts; with ``--museum``, which takes minutes, after a change of the
 museum or of the suite's experiments, for ``docs/museum.md``. Tests hold the files to what this script would
@@ -27,7 +27,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from graphpact_conformance.results import Report
+from graphpact_conformance.drivers.strictness import ROWS
+from graphpact_conformance.results import Finding, Report
 from graphpact_conformance.rules import RULES, Rule, causes_first
 from graphpact_conformance.stories import STORIES
 from graphpact_engine.config import config_keys
@@ -47,7 +48,7 @@ PAGES = sorted(
 )
 """Every page: the README, those of `docs`, and the READMEs of distributions and examples."""
 SCHEMA = ROOT / "conformance/graphpact_conformance/results.schema.json"
-_WRITTEN = "<!-- from here on written by docs/reference.py from docs/graph_acts.toml -->\n"
+_WRITTEN = "<!-- from here on written by docs/reference.py from graph_acts.toml -->\n"
 _RULES, _END_OF_RULES = "<!-- rules -->\n", "<!-- /rules -->"
 _INCLUDE = re.compile(r"(<!-- include (\w+) (.*?) -->\n).*?(<!-- /include -->)", re.DOTALL)
 
@@ -257,8 +258,8 @@ def _broken(told: Mapping[str, Any]) -> list[str]:
 
 
 def _begins_right(told: Mapping[str, Any]) -> bool:
-    located = {rule for rule in _broken(told) if told["findings"][rule]["hook"]}
-    return bool(causes_first(_broken(told), located)[0] == told["rule"])
+    evidence = {rule: Finding.model_validate(told["findings"][rule]).evidence for rule in _broken(told)}
+    return bool(causes_first(_broken(told), evidence)[0] == told["rule"])
 
 
 def _kinds(told: Mapping[str, Any]) -> list[str]:
@@ -298,7 +299,7 @@ def _rule(rule: Rule) -> str:
 
 
 def _acts() -> str:
-    rows = tomllib.loads((DOCS / "graph_acts.toml").read_text(encoding="utf-8"))["act"]
+    rows = [*ROWS.values()]
     counts = Counter(row["tape"] for row in rows)
     told = ", ".join(f"{n} {what}" for what, n in counts.most_common())
     lines = ["", f"{len(rows)} acts: {told}.", ""]

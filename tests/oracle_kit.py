@@ -9,9 +9,10 @@ import torch
 
 from graphpact.attention import AttentionBackend
 from graphpact_conformance.experiments import order, values
-from graphpact_conformance.problems import Config, draw
+from graphpact_conformance.lane_under_test import LaneUnderTest
+from graphpact_conformance.problems import draw
 from graphpact_conformance.results import Finding
-from graphpact_conformance.subject import LaneUnderTest
+from graphpact_conformance.world import Config
 
 
 def findings_of(

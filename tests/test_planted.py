@@ -32,7 +32,7 @@ from graphpact_engine import Engine, SamplingParams
 from graphpact_engine.config import EngineConfig
 from graphpact_engine.errors import VerificationError
 from graphpact_flashinfer import FlashInferBackend, FlashInferMetadata
-from support import Catalog
+from support import Catalog, thinned
 
 MODEL = Path(__file__).parents[1] / "examples/models/tiny-llama"
 PROMPTS = ["Return the ", "A", "The value of a graph is "]
@@ -452,7 +452,7 @@ def right() -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("plugin", "checks", "error", "named"), [p[1:] for p in PLANTED], ids=[p[0] for p in PLANTED]
+    ("plugin", "checks", "error", "named"), thinned([pytest.param(*p[1:], id=p[0]) for p in PLANTED], 11)
 )
 def test_a_planted_bug_is_caught_and_named(
     plugin: type[Any],
@@ -473,7 +473,7 @@ def test_a_planted_bug_is_caught_and_named(
         assert any(named in field for field in fields)
 
 
-@pytest.mark.parametrize("plugin", sorted({p[1] for p in PLANTED}, key=lambda p: p.__name__))
+@pytest.mark.parametrize("plugin", thinned(sorted({p[1] for p in PLANTED}, key=lambda p: p.__name__), 8))
 def test_unchecked_it_is_silent(plugin: type[Any], right: list[list[int]]) -> None:
     """Without checks no error names the bug: there are as many tokens as without it, some of them wrong."""
     engine = build(plugin, *NOTHING)

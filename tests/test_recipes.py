@@ -39,17 +39,18 @@ from graphpact.plugins import _GROUPS, CONTRACT_GROUP, PluginCatalog, PluginInfo
 from graphpact.speculation import DecodeStep, ExtendStep, SpeculationContext, Verified
 from graphpact_conformance.driver_contract import CHECKS, DriverCheck
 from graphpact_conformance.experiments.base import differences
-from graphpact_conformance.problems import Config, configs_of, draw
+from graphpact_conformance.problems import draw
 from graphpact_conformance.reference import ReferenceBackend, ReferenceRunner
 from graphpact_conformance.results import Outcome
 from graphpact_conformance.rig import Rig
 from graphpact_conformance.suite import Options, examine_lane, plan_lanes
+from graphpact_conformance.world import Config, configs_of
 from graphpact_conformance.xfails import _entry
 from graphpact_cuda_graph import CudaGraphRunner
 from graphpact_engine import Engine, SamplingParams
 from graphpact_engine.config import EngineConfig
 from graphpact_tape.tape import TapeDriver
-from support import load_reference
+from support import load_reference, thinned
 
 ROOT = Path(__file__).parents[1]
 RECIPES = sorted(f"recipes.{path.stem}" for path in (ROOT / "examples/recipes").glob("*.py"))
@@ -89,7 +90,8 @@ LONG = (
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=[pytest.mark.sweep] * (n in LONG)) for n in [*RECIPES, *THIRD_PARTY]],
+    thinned([n for n in [*RECIPES, *THIRD_PARTY] if n not in LONG], 2)
+    + [pytest.param(n, marks=pytest.mark.sweep) for n in LONG],
 )
 def test_every_plugin_of_the_recipes_is_conformant(name: str) -> None:
     """No rule fails for a backend or a runner of the documentation, and every rule of its lanes has run."""

@@ -19,9 +19,9 @@ from graphpact.tensors import (
 )
 from graphpact_conformance.experiments import base
 from graphpact_conformance.experiments.base import excess
-from graphpact_conformance.problems import configs_of
 from graphpact_conformance.reference import ReferenceBackend
 from graphpact_conformance.rig import Rig
+from graphpact_conformance.world import configs_of
 from graphpact_engine import diagnosis
 
 NAN = float("nan")
@@ -75,7 +75,7 @@ def test_a_map_names_what_a_tensor_is() -> None:
         slot.label: slot.buffer,
         "ReferenceBackend.counter": rig.backend.counter[1:],  # type: ignore[attr-defined]
         "req_to_token": rig.table[1:],
-        "the keys of layer 0": rig.kv.k[0][2:],
+        "the keys of layer 0": rig.cache.kv.k[0][2:],
     }
     assert {name: memory.name_of(tensor) for name, tensor in named.items()} == {n: n for n in named}
     assert memory.name_of(torch.zeros(1)) is None

@@ -124,6 +124,7 @@ def test_a_wheel_imports_with_what_it_declares(name: str, environment: Callable[
     assert package in told.stdout.split()
 
 
+@pytest.mark.sweep
 def test_the_command_alone_lists_plugins_and_knows_who_has_the_others(
     environment: Callable[..., Path],
 ) -> None:

@@ -1,4 +1,4 @@
-"""The conformance suite: checks backends and runners against the contract, also without a GPU.
+"""The conformance suite: checks plugins against the contract, also without a GPU.
 
 Does not: import pytest or hypothesis before `conformance` is called.
 """

@@ -17,8 +17,8 @@ import torch
 from graphpact.attention import AttentionBackend, Capabilities, GraphSupport, HeadLayout
 from graphpact.batch import ForwardMode
 from graphpact.errors import ConfigError
-from graphpact_conformance.problems import CASES, Case, Config, configs_of
 from graphpact_conformance.results import Claim
+from graphpact_conformance.world import CASES, Case, Config, configs_of
 
 Declared = Literal["unknown", "unsupported", "not_implemented", "since", "full"]
 FEATURES = ("sliding_window", "softcap", "sinks", "trees")

@@ -1,15 +1,19 @@
 """`Model`: a small model whose outputs show every input. `Passes`: the forward passes of a region.
 
 The model has two layers of attention. Token ids and positions index tables, accepted drafts select rows, the
-count of live tokens masks a sum over rows. A runner's own fields (`ForwardBatch.extra`) scale queries, keys
-and values, and are a column of the outputs each. Embeddings replace token ids, and multimodal positions
-positions; both are columns of the outputs too. So a wrong value in any of these fields changes the outputs.
+count of live tokens masks a sum over rows, which the counts of gathered tokens divide. Other optional fields
+with a slot, and a runner's own (`ForwardBatch.extra`), scale queries, keys and values, and are a column of
+the outputs each. Multimodal positions turn queries and keys beside positions; embeddings replace token ids,
+and then positions too. Both are columns of the outputs. So a wrong value in any of these fields changes the
+outputs.
 
 Does not: attend, or check anything.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import product
 from typing import Any
 
 import torch
@@ -18,9 +22,10 @@ from graphpact.attention import DraftMetadata, LayerSpec
 from graphpact.batch import ForwardBatch, ForwardMode
 from graphpact.buffers import GraphSlot
 from graphpact.parallel import get_parallel
-from graphpact.runners import GraphRunner
 from graphpact.step import Attend, Forward, Region, StepOutputs
-from graphpact_conformance.problems import CONTEXT, HIDDEN, VOCAB, Config, composes, next_id
+from graphpact_conformance.fields import COUNT, GATHERED, MROPE, SAFE, completed
+from graphpact_conformance.problems import next_id
+from graphpact_conformance.world import HIDDEN, VOCAB, Config
 
 _GAP, _JITTER, _SHARE = 0.5, 0.2, 0.05
 """Of logits: the least distance of their ranks, what is added by token, and the share of attention.
@@ -37,12 +42,13 @@ class Model:
         config: The configuration of the lane.
         layers: Its layers, on ``device``.
         device: Device of the weights.
-        fields: The slots of the runner's own fields.
-        runner: The runner. One that composes the region of a draft gets ``logits`` and ``hidden_states`` too.
+        fields: The slots of optional fields, the runner's own among them.
+        drafts: Whether a region of its own drafts with it: it gets ``logits`` and ``hidden_states`` too.
 
     Attributes:
         weights: Of each layer the tables of queries, keys and values, ``[VOCAB, heads, width]``.
         num_steps: Draft steps of the last pass.
+        counts: Whether it reads the count of live tokens.
         copies_attention: Whether it copies each result of attention at once, so that it does not matter what
             else is written to the memory of the result.
     """
@@ -52,35 +58,45 @@ class Model:
         config: Config,
         layers: Sequence[LayerSpec],
         device: torch.device,
-        fields: Sequence[GraphSlot],
-        runner: type[GraphRunner],
+        fields: Sequence[GraphSlot] = (),
+        *,
+        drafts: bool = False,
     ) -> None:
-        self.config, self.layers, self.fields = config, layers, fields
-        mode, heads, dtype = config.case.mode, config.heads, config.dtype
-        self.is_draft = composes(runner) and (
+        self.config, self.layers = config, layers
+        self._fields = fields
+        self._columns = [slot for slot in fields if slot.name not in (COUNT, MROPE, *GATHERED)]
+        self._has_mrope = config.case.embeds or any(slot.name == MROPE for slot in fields)
+        self.counts = config.counts or any(slot.name == COUNT for slot in fields)
+        mode, dtype = config.case.mode, config.dtype
+        self.is_draft = drafts and (
             mode in (ForwardMode.DRAFT_DECODE, ForwardMode.DRAFT_EXTEND) or config.case.frozen
         )
         self.num_steps = 1
         self.copies_attention = False
         generator = torch.Generator().manual_seed(1)
-        rows = [(heads.num_q_heads, heads.head_dim), (heads.num_kv_heads, heads.head_dim)]
-        rows += [(heads.num_kv_heads, heads.v_head_dim)]
 
         def random(*shape: int) -> torch.Tensor:
             return torch.randn(*shape, generator=generator).to(device, dtype)
 
-        self.weights = [[random(VOCAB, *row) for row in rows] for _ in layers]
-        turns = torch.rand(CONTEXT, 1, 1, generator=generator) + 0.5
+        self.weights = [
+            [
+                random(VOCAB, at.num_q_heads, at.head_dim),
+                random(VOCAB, at.num_kv_heads, at.head_dim),
+                random(VOCAB, at.num_kv_heads, at.v_head_dim),
+            ]
+            for at in layers
+        ]
+        turns = torch.rand(config.context, 1, 1, generator=generator) + 0.5
         self.turns = turns.to(device, dtype)
         self._mixes: dict[str, torch.Tensor] = {}
         """A vector for each field, of length 1: by it the numbers of a row are added up."""
-        for slot in fields:
+        for slot in self._columns:
             mix = torch.randn(math.prod(slot.shape_fn(1, 1)), generator=generator, dtype=torch.float64)
             self._mixes[slot.name] = (mix / mix.norm()).to(device)
         self._tables: tuple[torch.Tensor, ...] = ()
         if not self.is_draft:
             return
-        columns = len(layers) * heads.num_q_heads * heads.v_head_dim + len(fields)
+        columns = sum(at.num_q_heads * at.v_head_dim for at in layers) + self.num_own
         ranks = torch.rand(VOCAB, VOCAB, generator=generator).argsort(dim=1)
         by_token = torch.rand(VOCAB, VOCAB, generator=generator).double() * _JITTER
         parts = (
@@ -114,13 +130,14 @@ class Model:
         """
         steps = metadata.steps if isinstance(metadata, DraftMetadata) else (metadata,)
         self.num_steps = len(steps)
+        batch = completed(batch, self._fields)
         ids, positions, columns = batch.input_ids, batch.positions, []
         own = self._own(batch)
         for step, part in enumerate(steps):
             if step:
                 ids, positions = next_id(ids, step - 1), positions + 1
             for layer in self.layers:
-                q, k, v = self.project(layer.layer_id, ids, positions, batch)
+                q, k, v = self.project(layer.layer_id, ids, positions, batch, step)
                 if own is not None:
                     scale = (1 + own.mean(dim=1) / 4).to(q.dtype)[:, None, None]
                     q, k, v = q * scale, k * scale, v * scale
@@ -134,7 +151,7 @@ class Model:
         if batch.input_embeds is not None:
             shown.append(batch.input_embeds)
         if batch.mrope_positions is not None:
-            shown.append((batch.mrope_positions.T / CONTEXT).to(out.dtype))
+            shown.append((batch.mrope_positions.T / self.config.context).to(out.dtype))
         shared = self._shared(batch, out, batch.num_tokens if padded_tokens is None else padded_tokens)
         outputs: dict[str, Any] = {"rows": (torch.cat([out, *shown, *shared], dim=1), "tokens")}
         if self.is_draft:
@@ -143,46 +160,80 @@ class Model:
         return StepOutputs(**outputs)
 
     def project(
-        self, layer: int, ids: torch.Tensor, positions: torch.Tensor, batch: ForwardBatch
+        self, layer: int, ids: torch.Tensor, positions: torch.Tensor, batch: ForwardBatch, step: int = 0
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return queries, keys and values of tokens; queries and keys depend on the position.
 
         With ``input_embeds`` they are no rows of the tables, but sums of the first ones. Of
-        ``mrope_positions`` the first turn queries, and the two others keys.
+        ``mrope_positions``, one more in each draft step, the first turn queries, and the two others keys;
+        without embeddings, positions turn both too.
         """
         w_q, w_k, w_v = self.weights[layer]
         mrope, rank = batch.mrope_positions, self.config.heads.kv_lora_rank
         if mrope is None:
             turn_q = turn_k = self.turns[positions]
         else:
-            turn_q, turn_k = self.turns[mrope[0]], (self.turns[mrope[1]] + self.turns[mrope[2]]) / 2
+            of_q, *of_k = self.turns[mrope + step if step else mrope]
+            turn_q, turn_k = of_q, (of_k[0] + of_k[1]) / 2
+            if batch.input_embeds is None:
+                turn = self.turns[positions]
+                turn_q, turn_k = (turn_q + turn) / 2, (turn_k + turn) / 2
         k = _inputs(w_k, ids, batch) * turn_k
         v = _inputs(w_v, ids, batch) if rank is None else k[..., :rank]
         return _inputs(w_q, ids, batch) * turn_q, k, v
 
     def _own(self, batch: ForwardBatch) -> torch.Tensor | None:
         """Return ``[T, fields]`` float64 from -1 to 1: 0 for a field that is absent; None without fields."""
-        if not self.fields:
+        if not self._columns:
             return None
-        columns = []
-        for slot in self.fields:
-            value = batch.extra.get(slot.name)
+        columns, there = [], batch.tensors()
+        for slot in self._columns:
+            value = there.get(slot.name)
             if value is None:
                 columns.append(torch.zeros(batch.num_tokens, dtype=torch.float64, device=batch.device))
                 continue
+            safe = SAFE.get(slot.name)
+            if safe is not None and safe.where in there:
+                value = torch.where(there[safe.where], value, 0)
             summed = (_by_row(value, slot, batch).double() * self._mixes[slot.name]).sum(dim=1)
             columns.append(torch.sin(_of_tokens(summed, slot, batch)))
         return torch.stack(columns, dim=1)
 
     @property
     def num_own(self) -> int:
-        """Columns of the runner's own fields, and of embeddings with their positions."""
-        return len(self.fields) + (HIDDEN + 3) * self.config.case.embeds
+        """Columns of optional fields: each has one, embeddings their width, multimodal positions three."""
+        return len(self._columns) + HIDDEN * self.config.case.embeds + 3 * self._has_mrope
 
     @property
     def num_shared(self) -> int:
         """Columns of work across rows, the last ones."""
-        return (self.config.case.mode is ForwardMode.DRAFT_EXTEND) + self.config.counts
+        return (self.config.case.mode is ForwardMode.DRAFT_EXTEND) + self.counts
+
+    @contextmanager
+    def other_weights(self, which: Collection[int], ids: Collection[int]) -> Iterator[None]:
+        """Give tokens of ``ids`` other queries (0), keys (1) or values (2) inside the context."""
+        weights = [layer[part] for layer in self.weights for part in which]
+        kept = [w.clone() for w in weights]
+        try:
+            for w in weights:
+                w[list(ids)] *= -2
+            yield
+        finally:
+            for w, value in zip(weights, kept, strict=True):
+                w.copy_(value)
+
+    def where(self, name: str, column: int) -> str:
+        """Return the meaning of a column of an output, in words."""
+        if name != "rows" and not name.startswith(ROWS_OF_PASS):
+            return f"output {name!r}" + (f", column {column}" if column else "")
+        prefix = f"{name}, " if name != "rows" else ""
+        steps, widths = self.num_steps, [at.num_q_heads * at.v_head_dim for at in self.layers]
+        for step, layer in product(range(steps), range(len(widths))):
+            if column < widths[layer]:
+                at = f"layer {layer}, head {column // self.layers[layer].v_head_dim}"
+                return prefix + (f"step {step}, {at}" if steps > 1 else at)
+            column -= widths[layer]
+        return prefix + ("fields of the batch" if column < self.num_own else "work across rows")
 
     def _of_draft(
         self, batch: ForwardBatch, ids: torch.Tensor, positions: torch.Tensor, features: torch.Tensor
@@ -213,8 +264,8 @@ class Model:
                 shared.append(out[:, :1])
         elif self.config.case.mode is ForwardMode.DRAFT_EXTEND:
             shared.append(out[:, :1])
-        if self.config.counts:
-            first, rows = own_rows(padded_tokens)
+        if self.counts:
+            first, rows = own_rows(self.config, padded_tokens)
             mine = out[first : first + rows, :1]
             count = batch.num_token_non_padded
             if count is None:
@@ -222,6 +273,8 @@ class Model:
             real = torch.arange(len(mine), device=out.device)[:, None] < count
             # One more, since eager attention leaves zeros in padding rows.
             pooled = torch.where(real, mine + 1, 0).sum(dim=0, keepdim=True)
+            if self.config.counts and self.config.gathers:
+                pooled = pooled / _gathered(batch, padded_tokens)
             shared.append(pooled.expand(out.shape[0], 1))
         return shared
 
@@ -233,9 +286,17 @@ def _inputs(table: torch.Tensor, ids: torch.Tensor, batch: ForwardBatch) -> torc
     return (batch.input_embeds[:, :, None, None] * table[:HIDDEN]).sum(dim=1)
 
 
-def own_rows(num_tokens: int) -> tuple[int, int]:
-    """Return the first row that this rank pools, and the number of its rows."""
+def _gathered(batch: ForwardBatch, padded_tokens: int) -> torch.Tensor | int:
+    """Return the tokens that ranks gather: the mean of the batch's counts, or without any the padded ones."""
+    counts = [count for name in GATHERED if (count := getattr(batch, name)) is not None]
+    return torch.cat(counts).float().mean() if counts else padded_tokens
+
+
+def own_rows(config: Config, num_tokens: int) -> tuple[int, int]:
+    """Return the first row that this rank pools, and the number of its rows: all if ranks do not gather."""
     parallel = get_parallel()
+    if not config.gathers:
+        return 0, num_tokens
     rows = num_tokens // parallel.attn_tp_size
     return parallel.attn_tp_rank * rows, rows
 

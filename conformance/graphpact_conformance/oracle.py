@@ -1,7 +1,7 @@
 """The right results of a batch, from the lists of its requests: `answer`.
 
 The runner's region runs once more, on the live batch, without graph and padding. Its attention is
-`OracleBackend`: float64, one token and one head at a time, over the requests' own lists of KV slots. Its
+`OracleBackend`: float64, one token at a time, over the requests' own lists of KV slots. Its
 model is the suite's, with the positions and fields that a step has by the contract, not those that the
 region passes. So the region decides only which tokens follow.
 
@@ -12,9 +12,9 @@ region passes. So the region decides only which tokens follow.
 Does not: read a page table or metadata, or positions and lengths of a view.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,10 +32,9 @@ from graphpact.attention import (
 )
 from graphpact.batch import ForwardBatch, ForwardMode
 from graphpact.buffers import GraphSlot
-from graphpact.lane import Lane
 from graphpact.shapes import GraphShape
 from graphpact.speculation import HIDDEN_STATES
-from graphpact.step import Attend, Step, StepOutputs
+from graphpact.step import Attend, Forward, Region, StepOutputs
 from graphpact_conformance.model import Model, Passes
 from graphpact_conformance.problems import Problem
 
@@ -53,33 +52,41 @@ class Answer:
     caches: dict[str, torch.Tensor]
 
 
+Compose = Callable[[Forward, "OracleBackend", Any], Region]
+"""``(forward, oracle, metadata) -> region``: the region of a batch, with attention by the oracle."""
+
+
 def answer(
-    problem: Problem, batch: ForwardBatch, lane: Lane, net: Model, padded_tokens: int | None
+    problem: Problem,
+    batch: ForwardBatch,
+    net: Model,
+    context: BackendContext,
+    padded_tokens: int | None = None,
+    compose: Compose | None = None,
 ) -> Answer:
     """Return the right results of a problem.
 
     Args:
-        problem: The problem, whose memory is loaded.
+        problem: The problem, with slots of the KV cache of ``context``.
         batch: Its batch.
-        lane: The lane. Only its driver is used, the class of its runner, and the memory of its backend.
         net: The suite's model.
+        context: The layers, and a KV cache with the state before the problem, which is written.
         padded_tokens: Tokens of the shape that ranks share; None: those of the batch.
+        compose: The region of a plugin that composes its own; None for one forward pass.
     """
-    context, rank = lane.backend.context, net.config.heads.kv_lora_rank
-    k = [cache.clone() for cache in context.kv_cache.k]
-    v = [cache.clone() for cache in context.kv_cache.v]
-    caches = SimpleNamespace(k=k, v=v if rank is None else [each[..., :rank] for each in k])
-    backend = OracleBackend(replace(context, kv_cache=caches), problem)
+    backend = OracleBackend(context, problem)
     right = _RightPasses(problem, batch, backend, net, padded_tokens)
     passes = Passes(right)
     metadata = backend.init_metadata_eager(batch)
-    shape = GraphShape(batch.forward_mode, batch.batch_size, batch.num_tokens)
-    step = Step(shape, batch, lane.driver, backend, metadata, live=batch, rows=batch)
-    runner = type(lane.runner)(lane.runner.context)
-    rows = dict(passes.watching(runner.compose(passes, step))())
+    region = (compose or partial(_one_pass, batch))(passes, backend, metadata)
+    rows = dict(passes.watching(region)())
     if "rows" in rows and right.last is not None:
         rows["rows"] = right.last["rows"]  # the model's own: a region passes it on
-    return Answer(_on_host(rows), _on_host(kv_tensors(caches)))
+    return Answer(_on_host(rows), _on_host(kv_tensors(context.kv_cache)))
+
+
+def _one_pass(batch: ForwardBatch, forward: Forward, backend: "OracleBackend", metadata: Any) -> Region:
+    return lambda: forward(batch, metadata, backend.forward)
 
 
 def _on_host(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -139,7 +146,11 @@ class _RightPasses:
             positions=torch.tensor(positions, dtype=torch.int64, device=batch.device),
             num_token_non_padded=None,
             extra=extra,
+            global_num_tokens_gpu=None,
+            global_num_tokens_for_logprob_gpu=None,
         )
+        if right.mrope_positions is not None:
+            right.mrope_positions = right.mrope_positions + ahead
         self.last = self._net(right, metadata, attend, padded_tokens=self._padded_tokens)
         self._number += 1
         if "hidden_states" in self.last:
@@ -238,29 +249,28 @@ class OracleBackend(AttentionBackend):
         at, tokens = layer.cache_layer, self._problem.tokens
         k_cache, v_cache = self.context.kv_cache.k[at], self.context.kv_cache.v[at]
         if k is not None and v is not None:
+            k, v = k[: len(tokens)], v[: len(tokens)]
             self._written[at, metadata] = k.cpu(), v.cpu()
-            for row, token in enumerate(tokens):
-                k_cache[token.slots[metadata]] = k[row]
-                v_cache[token.slots[metadata]] = v[row]
+            slots = [token.slots[metadata] for token in tokens]
+            k_cache[slots], v_cache[slots] = k, v
         q, k_cache, v_cache = q.cpu(), k_cache.cpu(), v_cache.cpu()
         out = torch.empty(len(tokens), layer.num_q_heads, layer.v_head_dim, dtype=torch.float64)
         first = row = 0
         for request in self._problem.requests:
+            cached_keys, cached_values = k_cache[request.cached], v_cache[request.cached]
             for index in range(len(request.tokens)):
-                new = self._new_keys(at, first, request.path(index), metadata)
-                keys = torch.cat([k_cache[request.cached], *(key[None] for key, _ in new)])
-                values = torch.cat([v_cache[request.cached], *(value[None] for _, value in new)])
+                new_keys, new_values = self._new_keys(at, first, request.path(index), metadata)
+                keys, values = torch.cat([cached_keys, *new_keys]), torch.cat([cached_values, *new_values])
                 if layer.sliding_window is not None:
                     keys, values = keys[-layer.sliding_window :], values[-layer.sliding_window :]
-                for head in range(layer.num_q_heads):
-                    out[row, head] = _attend_one(q[row], head, layer, keys, values)
+                out[row] = _attend_one(q[row], layer, keys, values)
                 row += 1
             first = row
         return out.to(self.context.device)
 
     def _new_keys(
         self, layer: int, first: int, path: Sequence[int], step: int
-    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Return the new keys and values that a token sees, in the order of their positions.
 
         Args:
@@ -271,27 +281,23 @@ class OracleBackend(AttentionBackend):
         """
         case = self._problem.case
         if case.frozen:
-            return []
-        rows = [(0, first + token) for token in path]
+            return [], []
+        rows = {0: [first + token for token in path]}
         if case.mode is ForwardMode.DRAFT_DECODE:
-            rows = [*enumerate(self._paths[first + path[-1]][: step + 1])]
-        found = []
-        for at, row in rows:
-            k, v = self._written[layer, at]
-            found.append((k[row], v[row]))
-        return found
+            rows = {at: [row] for at, row in enumerate(self._paths[first + path[-1]][: step + 1])}
+        written = [(self._written[layer, at], its) for at, its in rows.items()]
+        return [k[its] for (k, _), its in written], [v[its] for (_, v), its in written]
 
 
-def _attend_one(
-    q: torch.Tensor, head: int, layer: LayerSpec, k: torch.Tensor, v: torch.Tensor
-) -> torch.Tensor:
-    """Return ``[v_head_dim]``: attention of one head of a query ``[heads, head_dim]`` over all of ``k``."""
-    shared = head * layer.num_kv_heads // layer.num_q_heads
-    scores = k[:, shared].double() @ q[head].double() * layer.scaling
+def _attend_one(q: torch.Tensor, layer: LayerSpec, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Return ``[heads, v_head_dim]``: attention of a query ``[heads, head_dim]`` over all of ``k``."""
+    shared = [head * layer.num_kv_heads // layer.num_q_heads for head in range(layer.num_q_heads)]
+    k, v = k.double()[:, shared], v.double()[:, shared]
+    scores = torch.einsum("hd,khd->hk", q.double(), k) * layer.scaling
     if layer.softcap is not None:
         scores = layer.softcap * torch.tanh(scores / layer.softcap)
     weights = scores.exp()
-    total = weights.sum()
+    total = weights.sum(dim=1, keepdim=True)
     if layer.sinks is not None:
-        total = total + layer.sinks[head].cpu().double().exp()
-    return (weights / total) @ v[:, shared].double()
+        total = total + layer.sinks.cpu().double().exp()[:, None]
+    return torch.einsum("hk,khd->hd", weights / total, v)

@@ -9,340 +9,19 @@ Does not: compute attention, or use more of a backend than its declared capabili
 
 import random
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from hypothesis import strategies as st
 
-from graphpact import Capabilities, ForwardBatch, ForwardMode, GraphShape, LayerSpec, Limits
-from graphpact.attention import DraftLimits, GraphSupport
+from graphpact import ForwardBatch, ForwardMode
 from graphpact.buffers import GraphSlot
-from graphpact.runners import GraphRunner
+from graphpact_conformance.world import HIDDEN, VOCAB, Case, Config
 
-VOCAB, CONTEXT, WINDOW, HIDDEN = 29, 80, 9, 6
 REDRAWS = 20
 """How often a batch is drawn again if the runner declines it; the last one is kept."""
-NUM_STEPS, DRAFT_WIDTH = 3, 4
-CHOSEN = {1: 3, 2: 6}
-"""``num_draft_tokens`` of lanes that draft, by top-k: other numbers than ``NUM_STEPS + 1``."""
-SPARE_ROWS = 3
-"""Request rows that no batch uses: row 0, and two more."""
-STATIC_TOKENS = {2: 10, 4: 24}
-"""Requests and tokens of the capture sizes of ragged modes."""
-PAGE_SIZES = (1, 16, 64)
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-CPU = torch.device("cpu")
-
-
-@dataclass(frozen=True)
-class Case:
-    """The kind of the steps of a lane: a mode, and for drafts tree or top-k.
-
-    Args:
-        mode: Forward mode of the batches. Idle batches run in a decode lane.
-        tree: Whether drafts are a tree, in target verify.
-        topk: Branches that a runner drafts: in draft decode, in draft extend, and with frozen KV.
-        frozen: Whether a decode drafts on a cache that the model only reads: `GraphRunner.frozen_kv`.
-        segments: Whether attention is an eager call between segments of a graph, whatever graphs of its own
-            metadata the backend has: `GraphRunner.eager_attention`.
-        embeds: Whether the batches carry ``input_embeds`` and ``mrope_positions``, which the model reads
-            instead of ``input_ids`` and ``positions``.
-    """
-
-    mode: ForwardMode
-    tree: bool = False
-    topk: int = 1
-    frozen: bool = False
-    segments: bool = False
-    embeds: bool = False
-
-    def __str__(self) -> str:
-        flags = {
-            "frozen": self.frozen,
-            "segments": self.segments,
-            "embeds": self.embeds,
-            "tree": self.tree or self.topk > 1,
-        }
-        return "_".join([self.mode.value, *(name for name, is_on in flags.items() if is_on)])
-
-    @property
-    def lane_mode(self) -> ForwardMode:
-        """The mode that the lane captures."""
-        return ForwardMode.DECODE if self.mode is ForwardMode.IDLE else self.mode
-
-    @property
-    def num_steps(self) -> int:
-        """Draft steps of one batch."""
-        return NUM_STEPS if self.mode is ForwardMode.DRAFT_DECODE or self.frozen else 1
-
-    @property
-    def num_slots(self) -> int:
-        """KV slots that a token writes: one in each draft step; none of a frozen cache."""
-        return 0 if self.frozen else self.num_steps
-
-    @property
-    def rows_per_request(self) -> int:
-        """Requests of a batch, as its fields count them, for each request of the problem."""
-        return self.topk if self.frozen else 1
-
-    @property
-    def width(self) -> int | None:
-        """Tokens per request; None for ragged modes."""
-        if self.mode.is_ragged:
-            return None
-        if self.mode in (ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND):
-            return DRAFT_WIDTH
-        return self.topk
-
-    @property
-    def needs(self) -> GraphSupport:
-        """The graph support that a capture of it needs."""
-        if self.segments:
-            return GraphSupport.NEVER
-        return GraphSupport.for_width(None if self.width is None else self.width // self.rows_per_request)
-
-    @property
-    def branches(self) -> int:
-        """Branches of a draft tree that the batch has: 1 for chains."""
-        if self.tree:
-            return 2
-        return self.topk if self.mode is ForwardMode.DRAFT_DECODE else 1
-
-    @property
-    def draft(self) -> DraftLimits:
-        """The largest draft of the lane's engine; all 1 if the lane neither drafts nor verifies."""
-        if self.mode is ForwardMode.DRAFT_DECODE or self.frozen:
-            return DraftLimits(NUM_STEPS, self.topk, CHOSEN[self.topk])
-        if self.width == DRAFT_WIDTH:
-            return DraftLimits(NUM_STEPS, 2 if self.tree else self.topk, DRAFT_WIDTH)
-        return DraftLimits()
-
-
-CASES = (
-    Case(ForwardMode.DECODE),
-    Case(ForwardMode.EXTEND),
-    Case(ForwardMode.MIXED),
-    Case(ForwardMode.TARGET_VERIFY),
-    Case(ForwardMode.TARGET_VERIFY, tree=True),
-    Case(ForwardMode.DRAFT_DECODE),
-    Case(ForwardMode.DRAFT_DECODE, topk=2),
-    Case(ForwardMode.DRAFT_EXTEND),
-    Case(ForwardMode.IDLE),
-)
-"""The kinds of steps of an engine without a runner of its own kind."""
-SEGMENTS = Case(ForwardMode.EXTEND, segments=True)
-"""The kind of steps in which the suite's own runner leaves attention to eager calls between segments."""
-EMBEDS = Case(ForwardMode.EXTEND, embeds=True)
-"""The kind of steps of a model with images: runners of prefill are checked with it too."""
-
-
-def cases_of(runner: type[GraphRunner]) -> tuple[Case, ...]:
-    """Return the kinds of steps in which a runner is checked, if its modes and the backend allow them.
-
-    A runner with frozen KV has only such batches. One that composes its region may choose tokens at the end
-    of a draft extend, as many as the draft has branches.
-    """
-    if runner.frozen_kv:
-        return tuple(Case(ForwardMode.DECODE, topk=topk, frozen=True) for topk in CHOSEN)
-    if composes(runner):
-        return (*CASES, Case(ForwardMode.DRAFT_EXTEND, topk=2))
-    return CASES
-
-
-def composes(runner: type[GraphRunner]) -> bool:
-    """Return whether a runner has a region of its own; others run the model once."""
-    return runner.compose is not GraphRunner.compose
-
-
-def declares_graphs(runner: type[GraphRunner]) -> bool:
-    """Return whether a runner captures anything, by its declarations."""
-    return runner.eager_attention or runner.needs is not GraphSupport.NEVER
-
-
-def support_of(runner: type[GraphRunner], case: Case) -> GraphSupport:
-    """Return the graph support of a backend that captures of ``case`` need; none for eager attention."""
-    return GraphSupport.NEVER if runner.eager_attention else case.needs
-
-
-def static_shapes(case: Case) -> list[GraphShape]:
-    """Return the shapes that the suite's own lanes capture, the smallest first."""
-    return [
-        GraphShape(
-            case.lane_mode, bs * case.rows_per_request, tokens if case.width is None else bs * case.width
-        )
-        for bs, tokens in STATIC_TOKENS.items()
-    ]
-
-
-@dataclass(frozen=True)
-class Heads:
-    """The heads of every layer of a lane.
-
-    Args:
-        name: Their layout in names of lanes, such as ``gqa``.
-        num_q_heads: Query heads.
-        num_kv_heads: Key and value heads.
-        head_dim: Width of a query head and of a key head.
-        kv_lora_rank: Width of the latent (MLA), or None.
-    """
-
-    name: str
-    num_q_heads: int
-    num_kv_heads: int
-    head_dim: int
-    kv_lora_rank: int | None = None
-
-    @property
-    def v_head_dim(self) -> int:
-        """Width of a value."""
-        return self.head_dim if self.kv_lora_rank is None else self.kv_lora_rank
-
-
-@dataclass(frozen=True)
-class Config:
-    """The configuration of a lane.
-
-    Args:
-        case: The kind of its steps.
-        page_size: KV slots per page.
-        heads: Heads of its layers.
-        dtype: Dtype of queries, keys and values.
-        sliding_window: Whether the second layer has a sliding window.
-        softcap: Whether the second layer has a softcap.
-        sinks: Whether the second layer has sinks.
-        counts: Whether layers need the count of live tokens, ``num_token_non_padded``.
-        capture_shapes: The shapes that the runner captures; those of the case by default.
-        room: Requests of a step beyond the largest shape; such a step runs eagerly.
-        most_cached: The most cached keys of a request in the suite's batches. It is smaller than the limits
-            allow if the runner leaves longer requests to eager steps.
-    """
-
-    case: Case
-    page_size: int
-    heads: Heads
-    dtype: torch.dtype
-    sliding_window: bool
-    softcap: bool
-    sinks: bool
-    counts: bool = False
-    capture_shapes: tuple[GraphShape, ...] = ()
-    room: int = 0
-    most_cached: int = CONTEXT
-
-    def __str__(self) -> str:
-        dtype = str(self.dtype).removeprefix("torch.")
-        counts = "-counts" if self.counts else ""
-        return f"{self.case}-page{self.page_size}-{self.heads.name}-{dtype}{counts}"
-
-    @property
-    def shapes(self) -> Sequence[GraphShape]:
-        """The captured shapes, the smallest first."""
-        return self.capture_shapes or static_shapes(self.case)
-
-    @property
-    def unbounded(self) -> "Config":
-        """The same configuration, for batches with requests of every length."""
-        return replace(self, most_cached=CONTEXT)
-
-    @property
-    def num_rows(self) -> int:
-        """Rows of the request pool."""
-        return self._most_requests + SPARE_ROWS
-
-    @property
-    def _most_requests(self) -> int:
-        return max(map(self.requests_of, self.shapes))
-
-    @property
-    def most_requests(self) -> int:
-        """Requests of a problem that fills the largest shape."""
-        return self.requests_of(self.shapes[-1])
-
-    def requests_of(self, shape: GraphShape) -> int:
-        """Return the requests of a problem that fills ``shape``."""
-        return shape.batch_size // self.case.rows_per_request
-
-    @property
-    def layers(self) -> list[LayerSpec]:
-        """A plain layer, and one with window, softcap and sinks as configured."""
-        heads = self.heads
-        plain = LayerSpec(
-            0,
-            heads.num_q_heads,
-            heads.num_kv_heads,
-            heads.head_dim,
-            heads.v_head_dim,
-            scaling=heads.head_dim**-0.5,
-            kv_lora_rank=heads.kv_lora_rank,
-        )
-        sinks = torch.linspace(-1, 2, heads.num_q_heads).to(self.dtype)
-        special = replace(
-            plain,
-            layer_id=1,
-            sliding_window=WINDOW if self.sliding_window else None,
-            softcap=1.5 if self.softcap else None,
-            sinks=sinks if self.sinks else None,
-        )
-        return [plain, special]
-
-    @property
-    def limits(self) -> Limits:
-        """The limits of the lane, as its runner gets them."""
-        case = self.case
-        most = (self._most_requests + self.room) * case.rows_per_request
-        most_tokens = max(s.num_tokens for s in self.shapes) + self.room * (case.width or 1)
-        return Limits(most, most_tokens, CONTEXT, self.page_size, case.draft)
-
-    @property
-    def backend_limits(self) -> Limits:
-        """The limits of the lane, as its backend gets them."""
-        return replace(self.limits, draft=self.case.draft.for_backend(self.case.lane_mode))
-
-    @property
-    def num_pages(self) -> int:
-        """Pages of the KV cache: scratch, the pages of the longest requests, one unowned page."""
-        own = CONTEXT + self.case.branches * NUM_STEPS
-        return 1 + (self._most_requests + self.room) * -(-own // self.page_size) + 1
-
-
-def configs_of(
-    capabilities: Capabilities, device: torch.device = CPU, cases: Sequence[Case] = CASES
-) -> Iterator[Config]:
-    """Yield the configuration of every lane of ``cases`` that a backend's capabilities allow."""
-    pages = capabilities.page_sizes
-    page_sizes = sorted(PAGE_SIZES if pages is None else pages)
-    dtypes = [d for d in DTYPES if d in capabilities.dtypes] or [*capabilities.dtypes][:1]
-    dims = capabilities.head_dims
-    dim = 8 if dims is None or 8 in dims else min(dims)
-    latent = 24 if dims is None or 24 in dims else max(dims)
-    rotated = 64 if latent > 64 else 8
-    layouts = (
-        Heads("mha", 4, 4, dim),
-        Heads("gqa", 16, 2, dim),  # with one key head a wrong grouping would have no effect
-        Heads("mla", 4, 1, latent, latent - rotated),
-    )
-    for case, page_size, heads, dtype in product(cases, page_sizes, layouts, dtypes):
-        config = Config(
-            case,
-            page_size,
-            heads,
-            dtype,
-            sliding_window=capabilities.sliding_window,
-            softcap=capabilities.softcap and page_size > 1,
-            sinks=capabilities.sinks and page_size != 16,
-        )
-        if not capabilities.missing(
-            config.layers,
-            mode=case.mode,
-            dtype=dtype,
-            device=device,
-            page_size=page_size,
-            topk=case.branches,
-        ):
-            yield config
 
 
 # -- one batch -------------------------------------------------------------------------------------
@@ -459,10 +138,10 @@ class Problem:
         return self.case.mode if self.requests else ForwardMode.IDLE
 
     def page_table(self, config: Config) -> torch.Tensor:
-        """Return ``[num_rows, CONTEXT]`` int32; unused entries are out of range."""
+        """Return ``[num_rows, context]`` int32; unused entries are out of range."""
         slots = config.num_pages * config.page_size
         unowned = slots + config.page_size + 1
-        table = torch.full((config.num_rows, CONTEXT), unowned, dtype=torch.int32)
+        table = torch.full((config.num_rows, config.context), unowned, dtype=torch.int32)
         table[0] = 0
         for r in self.requests:
             table[r.row, : len(r.table)] = torch.tensor(r.table, dtype=torch.int32)
@@ -510,18 +189,17 @@ class Problem:
         repeats = equal > 1 and slot.axis != "none"
         return (value.repeat_interleave(equal, dim=0) if repeats else value).to(slot.dtype)
 
-    def embedded(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return random ``input_embeds`` of ``dtype`` and ``mrope_positions`` of the tokens, on the host."""
+    def embedded(self, config: Config) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return random ``input_embeds`` and ``mrope_positions`` of the tokens, on the host."""
         tokens = len(self.tokens)
         rng = torch.Generator().manual_seed(zlib.crc32(f"{self.seed}:embeds".encode()))
-        embeds = (torch.randn(tokens, HIDDEN, generator=rng) / HIDDEN**0.5).to(dtype)
-        return embeds, torch.randint(CONTEXT, (3, tokens), generator=rng)
+        embeds = (torch.randn(tokens, HIDDEN, generator=rng) / HIDDEN**0.5).to(config.dtype)
+        return embeds, torch.randint(config.context, (3, tokens), generator=rng)
 
     def _tree_mask(self) -> torch.Tensor:
-        rows = [
-            [i in r.path(j) for i in range(DRAFT_WIDTH)] for r in self.requests for j in range(len(r.tokens))
-        ]
-        return torch.tensor(rows, dtype=torch.bool).view(-1, DRAFT_WIDTH)
+        width = self.case.width or 1
+        rows = [[i in r.path(j) for i in range(width)] for r in self.requests for j in range(len(r.tokens))]
+        return torch.tensor(rows, dtype=torch.bool).view(-1, width)
 
 
 def _counted(number: int, noun: str) -> str:
@@ -540,20 +218,34 @@ def _int64(values: Sequence[object]) -> torch.Tensor:
 # -- drawing ---------------------------------------------------------------------------------------
 
 
-class Drawn(NamedTuple):
+class Drawn(tuple["Problem", ...]):
     """A sequence of batches for one lane; for an idle lane four idle batches.
 
-    Args:
-        exact: A batch that fills the largest shape.
-        small: A batch with padding rows in the smallest shape, if that shape can have any.
-        idle: A batch without requests.
-        padded: A batch with padding rows in the largest shape.
+    The first four have names. In a lane of more than two shapes a batch with padding rows of each other shape
+    follows, if the shape can have any.
     """
 
-    exact: "Problem"
-    small: "Problem"
-    idle: "Problem"
-    padded: "Problem"
+    __slots__ = ()
+
+    @property
+    def exact(self) -> "Problem":
+        """A batch that fills the largest shape."""
+        return self[0]
+
+    @property
+    def small(self) -> "Problem":
+        """A batch with padding rows in the smallest shape, if that shape can have any."""
+        return self[1]
+
+    @property
+    def idle(self) -> "Problem":
+        """A batch without requests."""
+        return self[2]
+
+    @property
+    def padded(self) -> "Problem":
+        """A batch with padding rows in the largest shape."""
+        return self[3]
 
 
 Declines = Callable[["Problem"], object]
@@ -584,7 +276,7 @@ def sequences(config: Config) -> st.SearchStrategy[Drawn]:
 
 def _drawn(rng: random.Random, config: Config, declines: Declines) -> Drawn:
     if config.case.mode is ForwardMode.IDLE:
-        return Drawn(*[Problem(config.case, [], 0)] * 4)
+        return Drawn([Problem(config.case, [], 0)] * 4)
 
     def problem(index: int, *, exact: bool) -> Problem:
         drawn = _problem(rng, config, index, exact=exact)
@@ -595,12 +287,13 @@ def _drawn(rng: random.Random, config: Config, declines: Declines) -> Drawn:
         return drawn
 
     most = len(config.shapes) - 1
-    return Drawn(
+    four = [
         problem(most, exact=True),
         problem(0, exact=False),
         Problem(config.case, [], rng.randint(0, 99)),
         problem(most, exact=False),
-    )
+    ]
+    return Drawn([*four, *(problem(index, exact=False) for index in range(1, most))])
 
 
 def _problem(rng: random.Random, config: Config, index: int, *, exact: bool) -> Problem:
@@ -639,14 +332,14 @@ def _lay_out(
     case = config.case
     rng = random.Random(seed)  # noqa: S311  test data
     rows = rng.sample(range(1, config.num_rows), len(prefixes))
-    pages = rng.sample(range(1, config.num_pages), config.num_pages - 1)
-    drafts = case.mode is ForwardMode.DRAFT_DECODE
+    pages = rng.sample(config.pages, len(config.pages))
+    drafts, steps = case.mode is ForwardMode.DRAFT_DECODE, case.num_steps
     requests = []
     for i, prefix in enumerate(prefixes):
         count = len(parents[i]) + 1
-        in_table = count if not drafts else NUM_STEPS if count == 1 else 0
+        in_table = count if not drafts else steps if count == 1 else 0
         in_table = 0 if case.frozen else in_table
-        beyond = count * NUM_STEPS if drafts and count > 1 else 0
+        beyond = count * steps if drafts and count > 1 else 0
         length = prefix + in_table
         own = -(-(length + beyond) // config.page_size)
         mine, pages = pages[:own], pages[own:]
@@ -654,7 +347,7 @@ def _lay_out(
         table, free = owned[:length], owned[length:]
         if beyond:
             flat = rng.sample(free, beyond)
-            slots = [flat[i * NUM_STEPS : (i + 1) * NUM_STEPS] for i in range(count)]
+            slots = [flat[i * steps : (i + 1) * steps] for i in range(count)]
         elif drafts:
             slots = [table[prefix:]]
         elif case.frozen:
@@ -696,27 +389,36 @@ def _counts(rng: random.Random, config: Config, index: int, *, exact: bool) -> l
     bs = most if exact else rng.choice(sizes or [most])
     left, counts = shape.num_tokens - bs, [1] * bs
     for i in range(bs):
-        least = least_tokens(bs) - bs if i == 0 else 0
+        least = min(least_tokens(bs) - bs, config.context - 1) if i == 0 else 0
         one = case.mode is ForwardMode.MIXED and i % 2 == 1
         more = 0 if one else rng.randint(least, max(least, left - (not exact)))
+        more = min(more, config.context - 1)
         counts[i] += more
         left -= more
-    if exact:
-        counts[0] += left
+    if exact or sum(counts) < least_tokens(bs):
+        _spread(counts, left if exact else least_tokens(bs) - sum(counts), config.context)
     rng.shuffle(counts)
     return counts
 
 
+def _spread(counts: list[int], more: int, most: int) -> None:
+    """Add tokens to requests, the first before the others, up to ``most`` each."""
+    for i, count in enumerate(counts):
+        own = min(more, most - count)
+        counts[i] += own
+        more -= own
+
+
 def _prefix(rng: random.Random, config: Config, count: int) -> int:
     """Draw the number of cached keys, half of the time near the end of a page or a limit."""
-    least, most = _least_prefix(config.case, count), _most_prefix(config, count)
+    least, most = least_prefix(config.case, count), _most_prefix(config, count)
     page_size = config.page_size
     edges = {least, least + 1, page_size - 1, page_size, page_size + 1, most - 1, most}
     near = rng.choice(sorted(n for n in edges if least <= n <= most))
     return rng.choice((rng.randint(least, most), near))
 
 
-def _least_prefix(case: Case, count: int) -> int:
+def least_prefix(case: Case, count: int) -> int:
     """Return the fewest cached keys of a request with ``count`` new tokens."""
     drafted = case.mode in (ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_DECODE) or case.frozen
     return 1 if drafted or (case.mode is ForwardMode.MIXED and count == 1) else 0
@@ -725,8 +427,8 @@ def _least_prefix(case: Case, count: int) -> int:
 def _most_prefix(config: Config, count: int, share: int = 1) -> int:
     """Return the most cached keys of a request with ``count`` new tokens, where limits are divided."""
     case = config.case
-    most = min(CONTEXT // share - max(count, case.num_steps), config.most_cached // share)
-    return max(most, _least_prefix(case, count))
+    most = min(config.context // share - max(count, case.num_steps), config.longest // share)
+    return max(most, least_prefix(case, count))
 
 
 def corner(config: Config) -> Problem:
@@ -734,9 +436,9 @@ def corner(config: Config) -> Problem:
     return _largest(config, config.most_requests)
 
 
-def of_size(config: Config, num_requests: int) -> Problem:
-    """Return a batch of short requests, each with as few new tokens as possible."""
-    width = config.case.width or 1
+def of_size(config: Config, num_requests: int, chunk: int = 1) -> Problem:
+    """Return a batch of short requests with as few new tokens as possible; ``chunk`` each in ragged modes."""
+    width = config.case.width or chunk
     prefix = min(1, _most_prefix(config, width))
     return _lay_out(config, [prefix] * num_requests, [range(width - 1)] * num_requests, [0] * num_requests, 0)
 
@@ -753,7 +455,7 @@ def _largest(config: Config, num_requests: int, share: int = 1) -> Problem:
     counts = [case.width or 1] * num_requests
     if case.width is None:
         tokens = shape.num_tokens * num_requests // shape.batch_size
-        counts[0] += min(tokens, CONTEXT // share) - sum(counts)
+        _spread(counts, tokens - sum(counts), config.context // share)
     prefixes = [_most_prefix(config, count, share) for count in counts]
     parents = [range(count - 1) for count in counts]
     return _lay_out(config, prefixes, parents, [0] * len(counts), 0)
@@ -815,7 +517,7 @@ def steady(config: Config) -> tuple[Problem, list[Problem]]:
     is stale after one of them.
     """
     bs, width = config.most_requests, config.case.width or 1
-    middle = max(min(min(config.page_size, CONTEXT) // 2, config.most_cached - bs + 1), 2)
+    middle = max(min(min(config.page_size, config.context) // 2, config.longest - bs + 1), 2)
     prefixes = [middle + i for i in range(bs)]
     parents, accepted = [range(width - 1)] * bs, [0] * bs
     one_less = [prefix - 1 for prefix in prefixes]

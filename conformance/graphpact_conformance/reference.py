@@ -26,13 +26,14 @@ from graphpact.attention import (
     new_kv,
 )
 from graphpact.batch import ForwardBatch, ForwardMode
-from graphpact.buffers import GraphSlot, PaddingPolicy, SlotRole, metadata_slot
+from graphpact.buffers import FillContext, GraphSlot, PaddingPolicy, SlotRole, metadata_slot
 from graphpact.buffers.presets import num_token_non_padded_slot
 from graphpact.graphs import Event
 from graphpact.runners import GraphRunner
 from graphpact.shapes import EagerReason, GraphShape
 from graphpact.step import Forward, Region, Step
-from graphpact_conformance.problems import Case, static_shapes
+from graphpact_conformance.fields import DRAWN, GATHERED
+from graphpact_conformance.world import WIDE_STEPS, Case, Config, static_shapes
 
 CPU = torch.device("cpu")
 CHUNK = 16
@@ -202,40 +203,44 @@ class ReferenceBackend(AttentionBackend):
         slots, seen = self.keys_of(metadata)
         if layer.sliding_window is not None:
             seen = seen & (seen.flip(1).cumsum(1).flip(1) <= layer.sliding_window)
-        group = layer.num_q_heads // layer.num_kv_heads
+        hidden = ~seen[:, :, None, None]
+        slots = slots.masked_fill(~seen, 0)
 
         def gather(cache: torch.Tensor) -> torch.Tensor:
-            rows = cache[torch.where(seen, slots, 0)]  # scratch may hold NaN, and 0 * NaN is NaN
-            rows = rows.masked_fill(~seen[:, :, None, None], 0)
-            return rows.float().repeat_interleave(group, dim=2)
+            """Return ``[T, n, kv heads, 1, width]``."""
+            rows = cache[slots].masked_fill(hidden, 0)  # scratch may hold NaN, and 0 * NaN is NaN
+            return rows.float().unsqueeze(3)
 
-        keys, values = gather(k_cache), gather(v_cache)
-        scores = torch.einsum("thd,tkhd->thk", q.float(), keys) * layer.scaling
+        heads = layer.num_kv_heads, layer.num_q_heads // layer.num_kv_heads
+        queries = q.float().view(-1, 1, *heads, q.shape[-1])
+        scores = (queries * gather(k_cache)).sum(dim=4) * layer.scaling  # [T, n, kv heads, group]
         if layer.softcap is not None:
             scores = layer.softcap * torch.tanh(scores / layer.softcap)
-        scores = scores.masked_fill(~seen[:, None], float("-inf"))
+        scores = scores.masked_fill(hidden, float("-inf"))
         if layer.sinks is not None:
-            sinks = layer.sinks.float()[None, :, None].expand(q.shape[0], -1, 1)
-            scores = torch.cat([scores, sinks], dim=2)
-        weights = torch.softmax(scores, dim=2)[:, :, : slots.shape[1]]
-        return torch.einsum("thk,tkhd->thd", weights, values).to(q.dtype)
+            sinks = layer.sinks.float().view(1, 1, *heads).expand(q.shape[0], 1, *heads)
+            scores = torch.cat([scores, sinks], dim=1)
+        weights = torch.softmax(scores, dim=1)[:, : slots.shape[1]]
+        out = (weights.unsqueeze(4) * gather(v_cache)).sum(dim=1)
+        return out.flatten(1, 2).to(q.dtype)
 
     def keys_of(self, metadata: ReferenceMetadata) -> tuple[torch.Tensor, torch.Tensor]:
         """Return two ``[T, n]``: the slots of all keys in order, and whether the token sees them."""
         position = torch.arange(metadata.table.shape[1], device=metadata.table.device)
         chunks = (_with_one_more(metadata.most, 1)[metadata.request] + CHUNK - 1) // CHUNK
         seen = (position <= metadata.last[:, None]) & (position < (chunks * CHUNK)[:, None])
+        slots = _with_one_more(metadata.table, 0)[metadata.request]
+        if not metadata.drafts.shape[1]:
+            return slots, seen
         mask = metadata.draft_mask
         if mask is None:
             mask = torch.ones_like(metadata.drafts, dtype=torch.bool)
-        table = _with_one_more(metadata.table, 0)
-        slots = torch.cat([table[metadata.request], metadata.drafts], dim=1)
-        return slots, torch.cat([seen, mask], dim=1)
+        return torch.cat([slots, metadata.drafts], dim=1), torch.cat([seen, mask], dim=1)
 
 
 def _with_one_more(rows: torch.Tensor, value: int) -> torch.Tensor:
     """Return rows of requests, with an additional row for padding tokens."""
-    return torch.cat([rows, rows.new_full((1, *rows.shape[1:]), value)])
+    return torch.nn.functional.pad(rows, [0] * (2 * rows.dim() - 1) + [1], value=value)
 
 
 class PaddedReferenceBackend(ReferenceBackend):
@@ -281,21 +286,40 @@ class ReferenceRunner(GraphRunner):
     batch. A padding token writes KV slot 0. In a tree, a padding token sees all draft tokens of its request,
     including
     itself: no row of its scores is empty, and it sees only scratch.
+
+    Where batches carry ``mrope_positions`` and no embeddings, they carry the optional fields of
+    `graphpact_conformance.fields.DRAWN` too.
     """
 
     modes: ClassVar = frozenset(ForwardMode)
     needs = GraphSupport.UNIFORM_DECODE
 
+    @classmethod
+    def of(cls, config: Config) -> type["ReferenceRunner"]:
+        """Return the runner of a lane with the shapes and the draft of ``config``, whatever its own are."""
+
+        class OfConfig(cls):  # type: ignore[misc, valid-type]
+            """The reference runner with given shapes."""
+
+            case = config.case
+
+            def shapes(self) -> Sequence[GraphShape]:
+                """Return the given shapes; none if the backend cannot be captured in the mode."""
+                return config.shapes if self.context.backend.graph_support.covers(config.case.needs) else ()
+
+        return OfConfig
+
     @property
     def case(self) -> Case:
         """The kind of the lane's steps."""
-        topk, mode = self.context.limits.draft.topk, self.context.mode
+        draft, mode = self.context.limits.draft, self.context.mode
+        wide = draft.num_steps == WIDE_STEPS
         if mode is ForwardMode.TARGET_VERIFY:
-            return Case(mode, tree=topk > 1)
-        return Case(mode, topk=topk if mode is ForwardMode.DRAFT_DECODE else 1)
+            return Case(mode, tree=draft.topk > 1, wide=wide)
+        return Case(mode, topk=draft.topk if mode is ForwardMode.DRAFT_DECODE else 1, wide=wide)
 
     def shapes(self) -> Sequence[GraphShape]:
-        """Return the configured batch sizes, otherwise the default shapes up to the largest step.
+        """Return the configured sizes or token counts, otherwise default shapes up to the largest step.
 
         Empty if the backend cannot be captured in the mode.
         """
@@ -303,6 +327,9 @@ class ReferenceRunner(GraphRunner):
         if not self.context.backend.graph_support.covers(case.needs):
             return ()
         most = limits.max_bs
+        counts = self.context.token_counts
+        if case.width is None and counts is not None:
+            return tuple(s for s in static_shapes(case, tall=True) if s.num_tokens in counts)
         if case.width is None:
             largest = GraphShape(case.lane_mode, most, limits.max_num_tokens)
             return (*(s for s in static_shapes(case) if s.batch_size < most), largest)
@@ -356,6 +383,10 @@ class ReferenceRunner(GraphRunner):
             declared.append(self._by_token("mrope_positions", torch.int64, 3))
         if self.context.input_embeds:
             declared.append(self._by_token("input_embeds", self.context.dtype, self.context.hidden_size))
+        elif self.context.mrope:
+            declared += [self._by_request(name, field.dtype) for name, field in _BY_REQUEST.items()]
+        if self.context.require_gathered_buffer:
+            declared += map(_gathered, GATHERED)
         if self.context.num_token_non_padded:
             declared.append(
                 num_token_non_padded_slot(
@@ -363,6 +394,18 @@ class ReferenceRunner(GraphRunner):
                 )
             )
         return declared
+
+    def _by_request(self, name: str, dtype: torch.dtype) -> GraphSlot:
+        """Return the slot ``[bs]`` of an optional field, padded by zeros; ``encoder_lens`` may be absent."""
+        return GraphSlot(
+            name,
+            lambda bs, _: (bs,),
+            dtype,
+            axis="bs",
+            padding_policy=PaddingPolicy.ZERO,
+            optional=name == "encoder_lens",
+            owner="the reference runner",
+        )
 
     def _by_token(self, name: str, dtype: torch.dtype, numbers: int) -> GraphSlot:
         """Return a slot with several numbers for each token: ``[3, T]`` positions, ``[T, n]`` embeddings."""
@@ -379,11 +422,13 @@ class ReferenceRunner(GraphRunner):
     def dummy(self, shape: GraphShape) -> ForwardBatch:
         """Return a batch of padding rows on scratch; in a ragged mode the first request has most tokens."""
         case, bs, tokens = self.case, shape.batch_size, shape.num_tokens
+        most = self.context.limits.max_context_len
         lens = torch.full((bs,), self._padded_seq_len)
         extend = None
         if case.width is None:
-            extend = torch.ones(bs, dtype=torch.int64)
-            extend[0] = tokens - (bs - 1)
+            # The first requests have as many tokens as a sequence may have, the others one.
+            before = torch.arange(bs) * (most - 1)
+            extend = 1 + (tokens - bs - before).clamp(0, most - 1)
             lens = lens.maximum(extend)
         zeros = torch.zeros(tokens, dtype=torch.int64)
         drafts = case.mode is ForwardMode.DRAFT_DECODE
@@ -408,7 +453,31 @@ class ReferenceRunner(GraphRunner):
             if self.context.input_embeds
             else None,
         )
+        if self.context.mrope and not self.context.input_embeds:
+            for name, field in _BY_REQUEST.items():
+                setattr(batch, name, torch.zeros(bs, dtype=field.dtype))
         return batch.to(self.context.device)
+
+
+_BY_REQUEST = {name: field for name, field in DRAWN.items() if field.axis == "bs"}
+
+
+def _gathered(name: str) -> GraphSlot:
+    """Return the slot ``[1]`` of a count over ranks that gather: the padded tokens, not the batch's."""
+
+    def post_fill(buffer: torch.Tensor, _: ForwardBatch, context: FillContext) -> None:
+        buffer.fill_(context.padded_num_tokens)
+
+    return GraphSlot(
+        name,
+        lambda *_: (1,),
+        torch.int32,
+        axis="none",
+        padding_policy=PaddingPolicy.ZERO,
+        copy_from_fb=False,
+        post_fill=post_fill,
+        owner="the reference runner",
+    )
 
 
 class SegmentsRunner(ReferenceRunner):

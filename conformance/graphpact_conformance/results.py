@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema
 
-from graphpact_conformance.rules import RULES, Level
+from graphpact_conformance.rules import RULES, Evidence, Level
 
 SCHEMA_VERSION = 1
 
@@ -54,15 +54,15 @@ class Outcome(enum.StrEnum):
 
 
 WORST_FIRST = (
-    Outcome.ERROR,
     Outcome.FAIL,
     Outcome.XPASS,
+    Outcome.ERROR,
     Outcome.XFAIL,
     Outcome.PASS,
     Outcome.NOT_RUN,
     Outcome.UNSUPPORTED,
 )
-"""Outcomes from the worst to the best; the worst one stands for several."""
+"""Outcomes from the worst to the best; the worst one stands for several. An error hides no failure."""
 
 
 def worst(outcomes: Iterable[Outcome]) -> Outcome:
@@ -77,7 +77,7 @@ class ExitCode(enum.IntEnum):
         CONFORMANT: No MUST failed, and something passed.
         NOT_CONFORMANT: A MUST failed, or with ``--strict`` something was not shown.
         USAGE: An unknown plugin or option, or a list of known failures that cannot be read.
-        SUITE_ERROR: The suite or its environment has a fault: no verdict.
+        SUITE_ERROR: The suite or its environment has a fault, and no MUST failed: no verdict.
         NOTHING_RAN: No verdict either.
     """
 
@@ -129,13 +129,20 @@ class Finding(_Model):
     actual: Text = Field(description="The actual value or behaviour.")
     batch: Text | None = Field(default=None, description="The smallest failing batch that was found.")
     shape: Text | None = Field(default=None, description="The replayed shape.")
+    raised_at: Text | None = Field(
+        default=None,
+        description="File, line and function of the plugin that raised the error; null if it raised none.",
+    )
+    experiment: Text | None = Field(default=None, description="The experiment that found it.")
     help: Text | None = Field(default=None, description="How to fix it.")
     reproduce: Text | None = Field(default=None, description="The command that reproduces it.")
 
     @property
-    def is_located(self) -> bool:
-        """Whether it names the hook at fault. A finding that only sees outputs has no hook."""
-        return self.hook is not None
+    def evidence(self) -> Evidence:
+        """What it says about the fault: hook, field, and where in the step the field is written."""
+        field = self.field or ""
+        stage = next((at for at, root in enumerate(("view.", "metadata.")) if field.startswith(root)), 2)
+        return Evidence(0 if self.hook and field else 1 if self.hook else 2, stage)
 
 
 class Result(_Model):
@@ -150,16 +157,24 @@ class Result(_Model):
     level: Level = Field(default="MUST", description="The level of the requirement.")
     reason: Text | None = Field(
         default=None,
-        description="The reason of an outcome other than fail; of a pass, how many steps were declined.",
+        description="The reason of the outcome; of a pass, how many steps were declined; of a fail, the error"
+        " of the suite in another experiment of the rule.",
     )
     findings: list[Finding] = Field(default_factory=list, description="The evidence of a failure.")
-    examples: int = Field(default=0, description="Number of drawn sequences of batches.")
+    examples: int = Field(
+        default=0, description="Number of drawn sequences of batches; for a driver, of checks."
+    )
     seconds: float = Field(default=0.0, description="Wall time; ignored in comparisons.")
 
     @property
-    def is_located(self) -> bool:
-        """Whether one of its findings names the hook at fault."""
-        return any(finding.is_located for finding in self.findings)
+    def evidence(self) -> Evidence:
+        """The best evidence of its findings."""
+        return min((finding.evidence for finding in self.findings), default=Evidence())
+
+    @property
+    def raised(self) -> bool:
+        """Whether one of its findings is an error that the plugin raised."""
+        return any(finding.raised_at is not None for finding in self.findings)
 
     @property
     def breaks_rule(self) -> bool:
@@ -169,9 +184,9 @@ class Result(_Model):
 
     @property
     def counts_against(self) -> bool:
-        """Whether this result makes the plugin non-conformant."""
+        """Whether it is a MUST that failed, and is no known failure."""
         level = RULES[self.rule].level if self.rule else self.level
-        return self.outcome.is_failure and level == "MUST"
+        return self.outcome in (Outcome.FAIL, Outcome.XPASS) and level == "MUST"
 
 
 class Claim(_Model):
@@ -199,7 +214,7 @@ class Claim(_Model):
 class PluginResults(_Model):
     """All results of one plugin, alone or with a partner."""
 
-    kind: Text = Field(description="attention_backend or runner.")
+    kind: Text = Field(description="attention_backend, runner or graph_driver.")
     name: Text = Field(description="Its entry-point name.")
     distribution: Text = Field(description="The distribution that offers it.")
     version: Text = Field(description="The version of that distribution.")
@@ -214,6 +229,10 @@ class PluginResults(_Model):
         default_factory=list,
         description="Parts that this machine could not exercise, with the reason.",
     )
+    drawn: dict[str, list[Text]] = Field(
+        default_factory=dict,
+        description="The values that the lanes had, by dimension, and the experiments that ran.",
+    )
     results: list[Result] = Field(default_factory=list, description="Its results, lane by lane.")
 
     @property
@@ -227,10 +246,10 @@ class PluginResults(_Model):
 
     @property
     def is_conformant(self) -> bool:
-        """Whether no MUST failed and at least one requirement passed."""
-        return not any(result.counts_against for result in self.results) and any(
-            result.outcome is Outcome.PASS for result in self.results
-        )
+        """Whether no MUST failed, at least one requirement passed, and the suite had no error."""
+        outcomes = {result.outcome for result in self.results}
+        is_whole = Outcome.PASS in outcomes and Outcome.ERROR not in outcomes
+        return is_whole and not any(result.counts_against for result in self.results)
 
     @property
     def shortfalls(self) -> list[str]:
@@ -273,6 +292,9 @@ class Report(_Model):
     seed: int = Field(description="Seed of all random batches.")
     examples: int = Field(description="Sequences of batches for each experiment and lane.")
     options: Options = Field(default_factory=dict, description="The options of the run.")
+    experiments: dict[Text, Text] = Field(
+        default_factory=dict, description="What each experiment does, by its name."
+    )
     started: Text = Field(description="ISO 8601; ignored in comparisons.")
     seconds: float = Field(description="Wall time; ignored in comparisons.")
     plugins: list[PluginResults] = Field(description="The results of each plugin and pair.")
@@ -283,15 +305,26 @@ class Report(_Model):
         return bool(self.options.get("strict"))
 
     @property
+    def shows_all(self) -> bool:
+        """Whether all findings were asked for."""
+        return bool(self.options.get("all_findings"))
+
+    @property
+    def legend(self) -> dict[str, str]:
+        """What the experiments with findings do, by name, in the order of the suite."""
+        found = {f.experiment for p in self.plugins for r in p.results for f in r.findings}
+        return {name: text for name, text in self.experiments.items() if name in found}
+
+    @property
     def exit_code(self) -> ExitCode:
         """The exit code of the command."""
         results = [result for plugin in self.plugins for result in plugin.results]
+        if any(result.counts_against for result in results):
+            return ExitCode.NOT_CONFORMANT
         if any(result.outcome is Outcome.ERROR for result in results):
             return ExitCode.SUITE_ERROR
         if not any(result.outcome.ran for result in results):
             return ExitCode.NOTHING_RAN
-        if any(result.counts_against for result in results):
-            return ExitCode.NOT_CONFORMANT
         if self.strict and any(plugin.shortfalls for plugin in self.plugins):
             return ExitCode.NOT_CONFORMANT
         return ExitCode.CONFORMANT

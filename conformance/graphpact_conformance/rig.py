@@ -1,4 +1,4 @@
-"""`Rig`: one lane of a backend and a runner, its memory, and a record of each step.
+"""`Rig`: the subject that is a lane of a backend and a runner, with its memory and a record of each step.
 
 The lane runs as in an engine, through `Lane.run`. An observer of the hooks sees view and metadata, and may
 edit them before the replay. Unowned memory is poisoned: freed request rows hold slots out of range, free KV
@@ -11,9 +11,9 @@ then has the token ids and the attention of each pass too, whatever the runner m
 Does not: check anything; `graphpact_conformance.experiments` compares the records.
 """
 
-from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from types import SimpleNamespace
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,43 +23,38 @@ from graphpact.attention import (
     BackendContext,
     Capabilities,
     ProviderName,
-    kv_tensors,
 )
 from graphpact.batch import ForwardBatch
-from graphpact.buffers import BoundSlot, CudaGraphBufferRegistry, GraphSlot
-from graphpact.errors import Breach, all_returned
-from graphpact.graphs import GraphDriver
+from graphpact.buffers import BoundSlot, CudaGraphBufferRegistry, GraphSlot, SharedBuffers
+from graphpact.errors import PactBreach, all_returned
+from graphpact.graphs import Graph, GraphDriver
 from graphpact.hookspecs import hookimpl
 from graphpact.lane import Lane, PactMode
-from graphpact.pact import walk
+from graphpact.pact import Promise, walk
 from graphpact.runners import GraphRunner, RunnerContext
 from graphpact.shapes import EagerReason, GraphShape
 from graphpact.step import Attend, Forward, Region, Step, StepOutputs
-from graphpact.tensors import same
-from graphpact_conformance.model import ROWS_OF_PASS, Model, Passes
+from graphpact.tensors import same, storage_id
+from graphpact_conformance import memory
+from graphpact_conformance.fields import COUNT, GATHERED, completed, drawn, is_drawn
+from graphpact_conformance.global_state import Call, StateWatch, WatchedHooks
+from graphpact_conformance.kv_memory import KvMemory
+from graphpact_conformance.model import Model, Passes
 from graphpact_conformance.oracle import Answer, answer
-from graphpact_conformance.problems import HIDDEN, Config, Problem, declares_graphs
-from graphpact_conformance.reference import ReferenceRunner
+from graphpact_conformance.problems import Problem
+from graphpact_conformance.records import Leaf, Ready, StepRecord, Undo, copies
+from graphpact_conformance.reference import ReferenceRunner, SegmentsRunner
+from graphpact_conformance.tracer import DispatchTracer
+from graphpact_conformance.under_test import DeclinedError
+from graphpact_conformance.world import HIDDEN, Config, composes, declares_graphs
 from graphpact_tape.guard import is_due
 from graphpact_tape.poison import poison
-from graphpact_tape.tape import TapeDriver
+from graphpact_tape.tape import Tape, TapeDriver
+from graphpact_tape.trace import TracedCall
 
 CPU = torch.device("cpu")
-NAN = float("nan")
 
 _Around = Generator[None, Any, Any]
-
-Undo = Callable[[], None]
-Ready = Callable[[ForwardBatch, Any], Undo | None]
-"""``(view, metadata) -> undo``: called between the hooks and the replay. Its result is called after the step:
-it restores memory that no step writes."""
-
-
-class DeclinedError(Exception):
-    """The runner left a batch to an eager step, with a declared reason; an experiment needs a replay."""
-
-    def __init__(self, reason: EagerReason) -> None:
-        super().__init__(f"the runner leaves this batch to an eager step: {reason}")
 
 
 class Observer:
@@ -119,93 +114,6 @@ class Observer:
         return metadata
 
 
-@dataclass(frozen=True)
-class Leaf:
-    """A copy of one tensor of view or metadata.
-
-    Args:
-        path: Its path, such as ``metadata.kv_indptr``.
-        value: Its contents.
-        slot: The slot of its memory; None outside the registry.
-        tail: The first index of its padding rows along `dim`; None if it has none.
-        dim: The axis of its rows.
-        is_due: Whether every step has to write it.
-        is_alias: Whether an earlier path has the same memory.
-    """
-
-    path: str
-    value: torch.Tensor
-    slot: BoundSlot | None
-    tail: int | None
-    dim: int
-    is_due: bool
-    is_alias: bool
-
-    @property
-    def is_resident(self) -> bool:
-        """Whether it lies in a slot, and no earlier path has the same memory."""
-        return self.slot is not None and not self.is_alias
-
-    @property
-    def is_written(self) -> bool:
-        """Whether every step has to write it, and no earlier path has the same memory."""
-        return self.is_due and not self.is_alias
-
-    @property
-    def name(self) -> str:
-        """Path and slot, for messages."""
-        return self.path if self.slot is None else f"{self.path} ({self.slot.label})"
-
-    @property
-    def in_tail(self) -> torch.Tensor:
-        """Bool tensor of the shape of `value`, set for padding rows."""
-        mask = torch.zeros(self.value.shape, dtype=torch.bool)
-        if self.tail is not None:
-            mask.narrow(self.dim, self.tail, self.value.shape[self.dim] - self.tail).fill_(1)
-        return mask
-
-
-@dataclass
-class StepRecord:
-    """The record of one run of one batch.
-
-    Args:
-        problem: The batch.
-        error: The raised error; None for a step without error.
-        stage: The last stage: ``prepare``, ``metadata``, ``replay`` or ``done``.
-        shape: The replayed shape; None for an eager run.
-        replays: Number of replays that the lane counted.
-        reason: The reason of an eager run that the lane counted; None if it counted none.
-        declined: The same, if it is a reason of the runner's own, which it declares.
-        leaves: The tensors of view and metadata, by path.
-        numbers: The host values of view and metadata, by path.
-        breaches: Breaches of the pact.
-        rows: The outputs of the lane by name, live rows only; None for a step that failed.
-        axes: The axes of the outputs.
-        outputs: The outputs of the graph, including padding rows; None for an eager run.
-        caches: The KV cache after the step.
-        table: The page table after the step.
-        changed_fields: Fields of the batch that the step changed.
-    """
-
-    problem: Problem
-    error: BaseException | None = None
-    stage: str = "prepare"
-    shape: GraphShape | None = None
-    replays: int = 0
-    reason: EagerReason | None = None
-    declined: EagerReason | None = None
-    leaves: dict[str, Leaf] = field(default_factory=dict)
-    numbers: dict[str, Any] = field(default_factory=dict)
-    breaches: tuple[Breach, ...] = ()
-    rows: dict[str, torch.Tensor] | None = None
-    axes: Mapping[str, str] = field(default_factory=dict)
-    outputs: dict[str, torch.Tensor] | None = None
-    caches: dict[str, torch.Tensor] = field(default_factory=dict)
-    table: torch.Tensor | None = None
-    changed_fields: list[str] = field(default_factory=list)
-
-
 class Rig:
     """One lane and its memory.
 
@@ -220,6 +128,9 @@ class Rig:
         device: The device of everything but the oracle.
         pact: As ``Lane(pact=...)``.
         capture: Whether the runner captures its shapes.
+        copies_attention: See `Model`.
+        watch: Charges changes of the process's state to the plugin's calls; by default a new one.
+        share_pool: As ``Lane(share_pool=...)``.
     """
 
     def __init__(
@@ -235,24 +146,34 @@ class Rig:
         device: torch.device = CPU,
         pact: PactMode = "off",
         capture: bool = True,
+        copies_attention: bool = False,
+        watch: StateWatch | None = None,
+        share_pool: SharedBuffers | None = None,
     ) -> None:
         self.config, self.device = config, device
+        self.watch = StateWatch() if watch is None else watch
         self.layers = [
             replace(at, sinks=None if at.sinks is None else at.sinks.to(device)) for at in config.layers
         ]
         self._make_memory()
         mode, limits = config.case.lane_mode, config.backend_limits
-        self.backend = backend(
-            BackendContext(*(device, config.dtype, self.layers, limits, self.table, self.kv, mode, provider))
+        context = BackendContext(
+            *(device, config.dtype, self.layers, limits, self.table, self.cache.kv, mode, provider)
         )
+        with self.watch.during(Call(f"the constructor of {backend.__name__}")):
+            self.backend = backend(context)
         self._slots: dict[int, BoundSlot] = {}
+        self._allocated: dict[int, tuple[Graph, set[str]]] = {}  # the outputs that a graph allocated
+        self._names: dict[int, str] = {}  # by storage; an attribute may be bound anew
         self.observer = Observer()
         records = driver(device)
         self.guard = records.guard() if guarded else None
-        self.runner = runner(runner_context(config, self.backend.capabilities, device, runner))
+        with self.watch.during(Call(f"the constructor of {runner.__name__}")):
+            self.runner = runner(runner_context(config, self.backend.capabilities, device, runner))
         self.declines = own_reasons(self.runner)
         self.fields = fields_of(self.runner)
-        self.net = Model(config, self.layers, device, self.fields, runner)
+        self.net = Model(config, self.layers, device, self.fields, drafts=composes(runner))
+        self.net.copies_attention = copies_attention
         self._watch_passes()
         self.lane = Lane(
             mode.value,
@@ -262,15 +183,74 @@ class Rig:
             driver=records,
             pact=pact,
             metadata_in_graph=in_graph if self.runner.shapes() else None,
-            observers=[self.observer, *([self.guard] if self.guard else [])],
+            observers=[self.observer, WatchedHooks(self.watch), *([self.guard] if self.guard else [])],
+            share_pool=share_pool,
         )
         if capture:
             self.capture()
 
-    def capture(self) -> None:
-        """Capture every shape of the runner."""
-        self.lane.capture_all()
-        self.observer.forget()
+    # -- capture ---------------------------------------------------------------------------------
+
+    @property
+    def planned(self) -> tuple[GraphShape, ...]:
+        """The runner's shapes, the smallest first."""
+        return planned_shapes(self.runner)
+
+    @property
+    def captured(self) -> list[GraphShape]:
+        """The captured shapes, in the order of their captures."""
+        return list(self.lane.captured)
+
+    def capture(
+        self,
+        shape: GraphShape | None = None,
+        batch: ForwardBatch | None = None,
+        *,
+        ready: Ready | None = None,
+    ) -> None:
+        """Capture a shape, or every shape of the runner; see `Subject.capture`."""
+        self.observer.ready = ready
+        try:
+            with self.watch.during(Call("a capture", may_draw=self._may_draw)):
+                if shape is None:
+                    self.lane.capture_all()
+                else:
+                    self.lane.capture(shape, None if batch is None else completed(batch, self.fields))
+            if shape is None:
+                self.observer.forget()
+        finally:
+            self.observer.ready = None
+
+    def close(self) -> None:
+        """Release every graph and its memory."""
+        self.lane.close()
+
+    def runs_of_capture(self, problem: Problem, shape: GraphShape) -> list[list[TracedCall]]:
+        """Capture a live batch, and return the operations of each run: warm-ups, then the recorded one."""
+        driver, runs = self.lane.driver, list[list[TracedCall]]()
+        capture: Callable[..., Graph] = driver.capture
+
+        def traced(fn: Callable[[], Any], **options: Any) -> Graph:
+            def region() -> Any:
+                with DispatchTracer() as tracer:
+                    runs.append(tracer.calls)
+                    return fn()
+
+            return capture(region, **options)
+
+        driver.capture = traced  # type: ignore[method-assign]
+        self.load(problem)
+        self.capture(shape, self.batch_of(problem))
+        return runs
+
+    def dummy(self, shape: GraphShape) -> ForwardBatch:
+        """Return the runner's dummy batch of a shape."""
+        return self.runner.dummy(shape)
+
+    @property
+    def _may_draw(self) -> bool:
+        """Whether regions may draw from the default generator: those of runners, for drafts they sample."""
+        return type(self.runner) not in (ReferenceRunner, SegmentsRunner)
 
     def serve_declined(self, shape: GraphShape) -> None:
         """Let this rig replay what the runner declines in the graph of ``shape``, such as its own dummy."""
@@ -282,6 +262,64 @@ class Rig:
                 return shape if asked in declines else asked
 
             self.runner.fit = fit  # type: ignore[method-assign]
+
+    @property
+    def padded_seq_len(self) -> int:
+        """The length of a padding row that the backend declares."""
+        case = self.config.case
+        return self.backend.capabilities.padded_seq_len(case.lane_mode, case.width or 1)
+
+    @property
+    def writer(self) -> str:
+        """The name of the backend's method that writes the metadata of a replay, for texts."""
+        if self.runner.eager_attention:
+            return "`init_metadata_eager`"
+        if not self.backend.records_metadata:  # otherwise the graph runs `fill_metadata`
+            for name in ("init_metadata_replay", "refresh_metadata"):
+                if getattr(type(self.backend), name) is not getattr(AttentionBackend, name):
+                    return f"`{name}`"
+        return "`fill_metadata`"
+
+    # -- memory that graphs read -----------------------------------------------------------------
+
+    @property
+    def slots(self) -> list[BoundSlot]:
+        """The slots of the lane's registry."""
+        return list(self.registry)
+
+    def states(self) -> dict[str, torch.Tensor]:
+        """Return the external memory of graphs by name, without the slots that every step writes."""
+        return memory.states(self.lane, self.net.tensors(), self._names)
+
+    def held(self) -> dict[str, torch.Tensor]:
+        """Return copies of the backend's tensors, and of slots that are filled once; no scratch rows."""
+        return memory.held(self.lane, self.config)
+
+    def external(self, shape: GraphShape) -> list[torch.Tensor]:
+        """Return the tensors that a graph reads outside slots, KV cache and page table, in order of use."""
+        return memory.external(self.lane, shape)
+
+    def name_of(self, tensor: torch.Tensor, shape: GraphShape) -> str:
+        """Return the name of what holds a tensor that a graph reads, or the line that reads it."""
+        return memory.name_of(self.lane, shape, tensor)
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Return whether an attribute of the backend, at any depth, has the memory of ``tensor``."""
+        return memory.holds(self.backend, tensor)
+
+    def trace(self, shape: GraphShape) -> list[TracedCall]:
+        """Return the recorded calls of the graph of a shape; empty where its driver has no trace."""
+        graph = self.lane.captured[shape].graph
+        return (graph.trace or []) if isinstance(graph, Tape) else []
+
+    def promises(self, shape: GraphShape) -> dict[str, Promise]:
+        """Return the promises of a shape's pact, by path; empty if it was not captured."""
+        captured = self.lane.captured.get(shape)
+        return {} if captured is None else {p.path: p for p in captured.pact.promises}
+
+    def num_segments(self, shape: GraphShape) -> int:
+        """Return the number of segments of a graph; 1 without eager calls in between."""
+        return self.lane.captured[shape].graph.num_segments
 
     @property
     def registry(self) -> CudaGraphBufferRegistry:
@@ -306,40 +344,25 @@ class Rig:
 
         self.runner.compose = compose  # type: ignore[method-assign]
 
+    @property
+    def weights(self) -> list[torch.Tensor]:
+        """The weights of queries, keys and values of all layers, and sinks."""
+        sinks = [layer.sinks for layer in self.layers if layer.sinks is not None]
+        return [*(weight for layer in self.net.weights for weight in layer), *sinks]
+
     # -- memory ----------------------------------------------------------------------------------
 
     def _make_memory(self) -> None:
         config = self.config
-        heads, dtype, slots = config.heads, config.dtype, config.num_pages * config.page_size
-
-        def cache(width: int) -> list[torch.Tensor]:
-            return [
-                torch.full((slots, heads.num_kv_heads, width), NAN, dtype=dtype, device=self.device)
-                for _ in self.layers
-            ]
-
-        k = cache(heads.head_dim)
-        v = cache(heads.v_head_dim)
-        if heads.kv_lora_rank is not None:
-            v = [each[..., : heads.kv_lora_rank] for each in k]
-        self.kv = SimpleNamespace(k=k, v=v)
+        self.cache = KvMemory(config, self.device)
         empty = Problem(config.case, [], 0)
         self.table = empty.page_table(config).to(self.device)
-        self._fill_cache(empty)
+        self.cache.load(empty)
 
     def load(self, problem: Problem) -> None:
         """Set page table and KV cache to the state before ``problem``, with poison in unowned memory."""
         self.table.copy_(problem.page_table(self.config))
-        self._fill_cache(problem)
-
-    def _fill_cache(self, problem: Problem) -> None:
-        generator = torch.Generator().manual_seed(problem.seed)
-        cached = [slot for r in problem.requests for slot in r.cached]
-        live = torch.tensor([*range(self.config.page_size), *cached], device=self.device)
-        for cache in kv_tensors(self.kv).values():
-            cache.fill_(NAN)
-            random = torch.randn(len(live), *cache.shape[1:], generator=generator)
-            cache[live] = random.to(self.device, cache.dtype)
+        self.cache.load(problem)
 
     def batch_of(self, problem: Problem) -> ForwardBatch:
         """Return the batch of a problem for this lane."""
@@ -359,20 +382,7 @@ class Rig:
         batch: ForwardBatch | None = None,
         may_decline: bool = False,
     ) -> StepRecord:
-        """Run one batch, and return its record, including an error.
-
-        Args:
-            problem: The batch, and the memory before it.
-            eagerly: Whether to run without a graph.
-            fill: Called before the step is prepared, with every slot that the step has to write.
-            ready: Called between the hooks and the replay; see `Ready`.
-            after_load: Called after memory is loaded.
-            batch: A batch to run instead of the problem's own one.
-            may_decline: Whether the runner may leave the batch to an eager step, with a declared reason.
-
-        Raises:
-            DeclinedError: It did, and may not.
-        """
+        """Run one batch, and return its record, including an error; see `Subject.step`."""
         self._clear_outputs()
         self.load(problem)
         if after_load is not None:
@@ -383,21 +393,27 @@ class Rig:
         self.observer.ready = ready
         self.observer.before = None if fill is None else _each_due(fill)
         step = StepRecord(problem)
-        before, eager = self.lane.stats.replays, self.lane.stats.eager.copy()
+        stats = self.lane.stats
+        before = {shape: each.replays for shape, each in stats.shapes.items()}
+        eager = stats.eager.copy()
         try:
-            outputs = self.lane.run_eager(batch) if eagerly else self.lane.run(batch)
+            with self.watch.during(Call("an eager step" if eagerly else "a step", may_draw=self._may_draw)):
+                outputs = self.lane.run_eager(batch) if eagerly else self.lane.run(batch)
             step.rows, step.axes, step.stage = copies(outputs), outputs.axes, "done"
         except (Exception, SystemExit) as error:  # noqa: BLE001  the plugin's code may raise anything
             step.error = error
         finally:
             self.observer.ready = self.observer.before = None
-        step.replays = self.lane.stats.replays - before
-        step.reason = next((reason for _, reason in self.lane.stats.eager - eager), None)
+        for shape, each in stats.shapes.items():
+            step.replayed += [shape] * (each.replays - before.get(shape, 0))
+        counted = stats.eager - eager
+        step.eager_runs = counted.total()
+        step.reason = next((reason for _, reason in counted), None)
         self._see(step)
         if self.observer.undo is not None:
             self.observer.undo()
             self.observer.undo = None
-        step.caches = {n: t.clone().cpu() for n, t in kv_tensors(self.kv).items()}
+        step.caches = self.cache.contents()
         step.table = self.table.clone().cpu()
         step.changed_fields = [
             name for name, tensor in batch.tensors().items() if not bool(same(tensor, given[name]).all())
@@ -407,12 +423,47 @@ class Rig:
             raise DeclinedError(step.declined)
         return step
 
+    def fit(self, batch: ForwardBatch) -> GraphShape | EagerReason:
+        """Return the captured shape that ``batch`` replays, or the reason why there is none."""
+        return self.lane.fit(batch)
+
+    @torch.inference_mode()
+    def run(self, batch: ForwardBatch, *, eagerly: bool = False) -> StepOutputs:
+        """Run a batch on memory as it is, and return its outputs where they lie."""
+        return self.lane.run_eager(batch) if eagerly else self.lane.run(batch)
+
+    @torch.inference_mode()
+    def prepare(self, batch: ForwardBatch) -> None:
+        """Prepare the step of a batch, without launching it."""
+        self.lane.prepare(batch)
+
+    def synchronize(self) -> None:
+        """Wait for every copy in flight."""
+        self.lane.driver.synchronize()
+
+    def replay(self, problem: Problem, shape: GraphShape) -> StepRecord:
+        """Replay a graph on its inputs as they are, without hooks; the record names ``problem``."""
+        graph = self.lane.captured[shape].graph
+        graph.replay()
+        step = StepRecord(problem, stage="done", shape=shape)
+        step.leaves, step.numbers = self._prepared(problem)
+        step.outputs, step.axes = copies(graph.outputs), graph.outputs.axes
+        return step
+
     def _clear_outputs(self) -> None:
-        """Poison the outputs of all graphs, so that a graph that does not run is seen."""
+        """Poison the outputs that graphs allocated, so that a graph that does not run is seen.
+
+        Other outputs may be memory that no replay writes, such as a constant.
+        """
         for captured in self.lane.captured.values():
-            for tensor in captured.graph.outputs.values():
-                if self.registry.slot_of(tensor) is None:
-                    poison(tensor)
+            graph = captured.graph
+            if id(graph) not in self._allocated:  # asked once: later some of the memory may be gone
+                others = {storage_id(tensor) for tensor in graph.external_tensors() or ()}
+                own = {n for n, tensor in graph.outputs.items() if storage_id(tensor) not in others}
+                self._allocated[id(graph)] = graph, own
+            for name in self._allocated[id(graph)][1]:
+                if self.registry.slot_of(graph.outputs[name]) is None:
+                    poison(graph.outputs[name])
 
     def _see(self, step: StepRecord) -> None:
         """Copy the observed view and metadata into ``step``."""
@@ -431,11 +482,14 @@ class Rig:
         captured = self.lane.captured.get(seen.shape)
         if seen.metadata is None or captured is None or seen.at_capture:
             return
-        step.breaches = captured.pact.breaches(**parts, **self.lane.held_by_backend(seen.shape))
+        try:
+            captured.pact.check(**parts, **self.lane.held_by_backend(seen.shape))
+        except PactBreach as error:
+            step.breaches = error.breaches
         if step.stage == "done":
             step.outputs = copies(captured.graph.outputs)
 
-    def prepared(self, problem: Problem) -> tuple[dict[str, Leaf], dict[str, Any]]:
+    def _prepared(self, problem: Problem) -> tuple[dict[str, Leaf], dict[str, Any]]:
         """Return copies of tensors and host values of the last view and metadata, by path."""
         seen = self.observer
         assert seen.shape is not None  # noqa: S101  set by the last step
@@ -476,41 +530,50 @@ class Rig:
     def answer(self, problem: Problem) -> Answer:
         """Return the oracle's answer; it is valid for every lane of the same configuration and runner."""
         self.load(problem)
-        padded = self.padded_tokens(problem) if self.config.counts else None
-        return answer(problem, self.batch_of(problem), self.lane, self.net, padded)
+        padded = self.padded_tokens(problem) if self.net.counts else None
+        batch = self.batch_of(problem)
+        shape = GraphShape(batch.forward_mode, batch.batch_size, batch.num_tokens)
+
+        def compose(forward: Forward, oracle: AttentionBackend, metadata: Any) -> Region:
+            runner = type(self.runner)(self.runner.context)
+            step = Step(shape, batch, self.lane.driver, oracle, metadata, live=batch, rows=batch)
+            return runner.compose(forward, step)
+
+        context = replace(self.backend.context, kv_cache=self.cache.copy())
+        return answer(self.cache.compact(problem), batch, self.net, context, padded, compose)
 
     def padded_tokens(self, problem: Problem) -> int:
         """Return the tokens of the shape that a batch replays; for an eager batch its own tokens."""
         fit = self.lane.fit(self.batch_of(problem))
         return fit.num_tokens if isinstance(fit, GraphShape) else len(problem.tokens)
 
+    @property
+    def num_steps(self) -> int:
+        """Draft steps of the last pass."""
+        return self.net.num_steps
+
+    @property
+    def num_shared(self) -> int:
+        """Columns of work across rows, the last ones of ``rows``."""
+        return self.net.num_shared
+
+    @property
+    def feeds_itself(self) -> bool:
+        """Whether later passes of a step read results of earlier ones."""
+        return self.net.is_draft
+
+    def other_weights(self, which: Collection[int], ids: Collection[int]) -> AbstractContextManager[None]:
+        """Give tokens of ``ids`` other queries (0), keys (1) or values (2) inside the context."""
+        return self.net.other_weights(which, ids)
+
     def where(self, name: str, column: int) -> str:
         """Return the meaning of a column of an output, in words."""
-        if name != "rows" and not name.startswith(ROWS_OF_PASS):
-            return f"output {name!r}" + (f", column {column}" if column else "")
-        heads = self.config.heads
-        width = heads.num_q_heads * heads.v_head_dim
-        part, rest = divmod(column, width)
-        step, layer = divmod(part, len(self.layers))
-        steps = self.net.num_steps
-        prefix = f"{name}, " if name != "rows" else ""
-        if step >= steps:
-            own = column - steps * len(self.layers) * width < self.net.num_own
-            return prefix + ("fields of the batch" if own else "work across rows")
-        at = f"layer {layer}, head {rest // heads.v_head_dim}"
-        return prefix + (f"step {step}, {at}" if steps > 1 else at)
+        return self.net.where(name, column)
 
 
-def live_rows(step: StepRecord) -> dict[str, torch.Tensor]:
-    """Return the live rows of the outputs of a graph; without an axis all of them."""
-    problem, outputs = step.problem, step.outputs or {}
-    live = {"bs": problem.batch_size, "tokens": len(problem.tokens)}
-    return {name: tensor[: live.get(step.axes[name])] for name, tensor in outputs.items()}
-
-
-def copies(outputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return copies of outputs on the host."""
-    return {name: tensor.detach().clone().cpu() for name, tensor in outputs.items()}
+def planned_shapes(runner: GraphRunner) -> tuple[GraphShape, ...]:
+    """Return the shapes that a runner captures, the smallest first; empty if it captures nothing."""
+    return tuple(sorted(runner.shapes(), key=lambda s: (s.num_tokens, s.batch_size, s.variant)))
 
 
 def runner_context(
@@ -533,40 +596,47 @@ def runner_context(
         token_counts=sorted({s.num_tokens for s in config.shapes}) if mode.is_ragged else None,
         max_padding_ratio=float("inf"),
         lane=mode.value,
-        num_token_non_padded=config.counts,
-        require_gathered_buffer=config.counts,
+        num_token_non_padded=config.counts or config.fields,
+        require_gathered_buffer=config.counts and config.gathers,
         hidden_size=HIDDEN,
         dtype=config.dtype,
         layers=config.layers,
-        mrope=config.case.embeds,
+        mrope=config.case.embeds or config.fields,
         input_embeds=config.case.embeds,
     )
 
 
 def fields_of(runner: GraphRunner) -> tuple[GraphSlot, ...]:
-    """Return the slots of a runner's own fields: of dotted names, and copied from `ForwardBatch.extra`."""
-    slots = all_returned(runner.slots(), GraphSlot, runner, "slots")
-    return tuple(
-        slot
-        for slot in slots
-        if "." in slot.name and slot.enabled and slot.copy_from_fb and slot.source_fn is None
-    )
+    """Return the slots of optional fields: of the batch, and of a runner's own by dotted names."""
+    return tuple(filter(is_drawn, all_returned(runner.slots(), GraphSlot, runner, "slots")))
 
 
 def drawn_batch(
     problem: Problem, config: Config, fields: Sequence[GraphSlot], device: torch.device
 ) -> ForwardBatch:
-    """Return the batch of a problem, with a value for each of a runner's own fields.
+    """Return the batch of a problem, with a value for each optional field that has a slot.
 
-    Where the lane's batches carry embeddings, so does it.
+    Fields of slots that are declared optional are absent in some batches. Where the lane's batches carry
+    embeddings, so does it.
 
-    Floats are normal, but negative in fields of one number for each row, such as log probabilities; integers
-    are token ids. Rows of one request that a frozen cache repeats are equal.
+    In a runner's own fields floats are normal, but negative in fields of one number for each row, such as log
+    probabilities; integers are token ids. Rows of one request that a frozen cache repeats are equal.
     """
-    batch = problem.batch(counts=config.counts)
-    batch.extra = {slot.name: problem.value_of(slot) for slot in fields}
+    names = {slot.name for slot in fields}
+    batch = problem.batch(counts=config.counts or COUNT in names)
+    total = torch.tensor([len(problem.tokens)], dtype=torch.int32)
+    extra = {}
+    for slot in fields:
+        if slot.name in GATHERED:
+            setattr(batch, slot.name, total.expand(slot.shape_fn(1, 1)).clone())
+        elif slot.name != COUNT and (value := drawn(problem, slot, config)) is not None:
+            if "." in slot.name:
+                extra[slot.name] = value
+            else:
+                setattr(batch, slot.name, value)
+    batch.extra = extra
     if config.case.embeds:
-        batch.input_embeds, batch.mrope_positions = problem.embedded(config.dtype)
+        batch.input_embeds, batch.mrope_positions = problem.embedded(config)
     return batch.to(device)
 
 

@@ -7,9 +7,10 @@ Does not: check anything (see `graphpact_conformance.experiments`), or describe 
 (see `graphpact_conformance.stories`).
 """
 
-from collections.abc import Collection, Iterable
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from graphpact.errors import UsageError, did_you_mean
 
@@ -191,7 +192,8 @@ _RULES = (
         "GP19",
         "capture-side-effect",
         "MUST",
-        "A capture changes no memory that live requests own, and none that a later step reads.",
+        "A capture changes no memory that live requests own, and none that a later step reads. No call of a"
+        " plugin changes the state of the whole process, such as torch's default dtype or generator.",
         _ALL,
     ),
     Rule(
@@ -209,8 +211,8 @@ RULES: dict[str, Rule] = {rule.id: rule for rule in _RULES}
 
 
 _CAUSES_FIRST = {
-    "the memory that graphs read": ("GP16", "GP15", "GP14", "GP01"),
-    "the state before the step and the choice of the graph": ("GP19", "GP12", "GP18"),
+    "the memory that graphs read": ("GP16", "GP15", "GP01", "GP14"),
+    "the state before the step and the choice of the graph": ("GP18", "GP19", "GP12"),
     "the contents of the buffers": (
         *("GP03", "GP09", "GP08", "GP10"),
         *("GP05", "GP04", "GP07", "GP02"),
@@ -218,21 +220,46 @@ _CAUSES_FIRST = {
     "the effects of a step": ("GP20", "GP11", "GP13", "GP06", "GP17"),
 }
 _CONCERNS = {rule: subject for subject, rules in _CAUSES_FIRST.items() for rule in rules}
+_FLOWS = frozenset(_CAUSES_FIRST["the contents of the buffers"]) - {"GP03"}
+"""Rules whose breaches flow from hook to hook: metadata are wrong because the view is. A stale row is not."""
+_WITHOUT_FIELD = frozenset({"GP15", "GP16", "GP18"})
+"""Rules of time, not of contents: no field is at fault, so a finding that names a hook says all."""
 
 
-def causes_first(rules: Iterable[str], located: Collection[str] = ()) -> list[str]:
+class Evidence(NamedTuple):
+    """What a finding says about the fault; less is better.
+
+    Args:
+        level: 0 if it names hook and field, 1 if it names the hook, 2 if it only sees effects.
+        stage: Where in the step the field is written: 0 for the view, 1 for metadata, 2 elsewhere.
+    """
+
+    level: int = 2
+    stage: int = 2
+
+
+def causes_first(rules: Iterable[str], evidence: Mapping[str, Evidence] | None = None) -> list[str]:
     """Return the ids of broken rules, the most likely cause of the others first.
 
     One bug breaks several rules: a stale padding row is read, leaks into live rows, and differs between
-    ranks. The order comes from the museum. Its page says how often the first rule is the rule of the exhibit.
+    ranks. The museum's page says how often the first rule is the rule of the exhibit. What names hook and
+    field comes before what names a hook, and that before what only sees effects; then what is earlier in the
+    list of concerns; then, of contents, what is written earlier in the step.
 
     Args:
         rules: The broken rules.
-        located: The rules with a finding that names the hook at fault. They come before rules that were only
-            seen by their effects on outputs.
+        evidence: The best evidence of each rule; `Evidence()` by default.
     """
-    order = [*_CONCERNS]
-    return sorted(rules, key=lambda rule: (rule not in located, order.index(rule)))
+    order, concerns = [*_CONCERNS], [*_CAUSES_FIRST]
+
+    def rank(rule: str) -> tuple[int, int, int, int]:
+        level, stage = (evidence or {}).get(rule, Evidence())
+        if level == 1 and rule in _WITHOUT_FIELD:
+            level = 0
+        flow = stage + 1 if rule in _FLOWS else 0
+        return level, concerns.index(_CONCERNS[rule]), flow, order.index(rule)
+
+    return sorted(rules, key=rank)
 
 
 def concern_of(rule: str) -> str:
@@ -241,20 +268,26 @@ def concern_of(rule: str) -> str:
 
 
 def find_rule(text: str) -> Rule:
-    """Return the rule with the id or name ``text``, in any case.
+    """Return the rule with the id, number or name ``text``: ``GP03``, ``gp3``, ``3``, ``stale-pad-tail``.
+
+    Case does not matter, nor whether words are joined by hyphens, underscores or spaces.
 
     Raises:
-        UsageError: There is no such rule. The message names the closest one.
+        UsageError: There is no such rule. The hint names the closest one.
     """
-    wanted = text.strip()
-    for rule in _RULES:
-        if wanted.upper() == rule.id or wanted.lower() == rule.name:
+    wanted = re.sub(r"[\s_-]+", "-", text.strip().lower())
+    wanted = re.sub(r"^(gp-?)?0*(?=\d)", "", wanted)
+    for number, rule in enumerate(_RULES, 1):
+        if wanted in (str(number), rule.name, f"{number}-{rule.name}"):
             return rule
-    names = [name for rule in _RULES for name in (rule.id, rule.name)]
-    near = did_you_mean(wanted.upper(), names) or did_you_mean(wanted.lower(), names)
+    by_name = {rule.name: rule for rule in _RULES}
+    near = [name for name in by_name if len(wanted) > 2 and wanted in name]
+    if not near and (nearest := did_you_mean(wanted, by_name)):
+        near = [nearest]
+    said = " or ".join(str(by_name[name]) for name in near)
     raise UsageError(
         f"unknown rule {text!r}; the rules are GP01 to GP{len(_RULES):02}",
-        hint=f"did you mean {near}? `graphpact check --list` lists all"
-        if near
+        hint=f"did you mean {said}? `graphpact check --list` lists all"
+        if said
         else "`graphpact check --list` lists all",
     )

@@ -3,24 +3,29 @@
 The search ends after a number of trials and not by the clock, so that two runs with one seed report the same
 batch.
 
-Does not: draw new batches. It drops requests and shortens prefixes as long as the same rules are broken.
+Does not: draw new batches. It drops recorded batches and requests, and shortens prefixes, as long as the same
+rules are broken.
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from typing import TypeAlias
 
 from graphpact_conformance.experiments.base import Experiment
 from graphpact_conformance.problems import Drawn, Problem, ProblemRequest, shortened
 from graphpact_conformance.results import Finding
-from graphpact_conformance.subject import LaneUnderTest
+from graphpact_conformance.under_test import UnderTest
 
 TRIALS = 16
 """Number of smaller sequences of batches that are tried for one failure."""
 
+Steps: TypeAlias = tuple[Problem, ...]
+"""Drawn batches, or those of a recording."""
+
 
 def shrunk(
-    lane: LaneUnderTest,
+    lane: UnderTest,
     experiment: Experiment,
-    steps: Drawn,
+    steps: Steps,
     found: list[Finding],
     on_trial: Callable[[], object] = lambda: None,
 ) -> list[Finding]:
@@ -35,8 +40,10 @@ def shrunk(
     """
     rules = {finding.rule for finding in found}
     best, left = found, TRIALS
+    if not isinstance(steps, Drawn):
+        left += 4 * len(steps).bit_length()  # to find the few that matter of many
     tried = {repr(steps)}
-    for smaller in (_alone, _without_one, _halved, _with_one_halved):
+    for smaller in (_fewer, _alone, _without_one, _halved, _with_one_halved):
         candidates = smaller(steps)
         while left and (candidate := next(candidates, None)) is not None:
             if repr(candidate) in tried:
@@ -50,24 +57,33 @@ def shrunk(
     return best
 
 
-def _found_in(lane: LaneUnderTest, experiment: Experiment, steps: Drawn) -> list[Finding]:
-    """Return the findings of an experiment in a new lane; empty if it raises."""
-    try:
-        return experiment.findings(lane.anew(), steps)[0]
-    except Exception:  # noqa: BLE001  an error of other batches is another failure
-        return []
+def _found_in(lane: UnderTest, experiment: Experiment, steps: Steps) -> list[Finding]:
+    """Return the findings of an experiment in a new lane; empty if it raises, which is another failure."""
+    found = experiment.findings(lane.anew(), steps)
+    return [] if found.error else found.findings
 
 
 # -- smaller sequences, the smallest first -----------------------------------------------------------
 
 
-def _alone(steps: Drawn) -> Iterator[Drawn]:
+def _fewer(steps: Steps) -> Iterator[Steps]:
+    """Yield a recorded sequence without a half, a quarter, and so on; a drawn one keeps its batches."""
+    if isinstance(steps, Drawn):
+        return
+    size = len(steps) // 2
+    while size:
+        for first in range(0, len(steps), size):
+            yield (*steps[:first], *steps[first + size :])
+        size //= 2
+
+
+def _alone(steps: Steps) -> Iterator[Steps]:
     """Yield batches of one request each: the first requests, then the second ones."""
     for i in range(max(len(problem.requests) for problem in steps)):
-        yield Drawn(*(_of(p, [p.requests[i % len(p.requests)]] if p.requests else []) for p in steps))
+        yield _like(steps, (_of(p, [p.requests[i % len(p.requests)]] if p.requests else []) for p in steps))
 
 
-def _without_one(steps: Drawn) -> Iterator[Drawn]:
+def _without_one(steps: Steps) -> Iterator[Steps]:
     """Yield the sequence with one request less in one batch."""
     for at, problem in enumerate(steps):
         requests = problem.requests
@@ -75,12 +91,12 @@ def _without_one(steps: Drawn) -> Iterator[Drawn]:
             yield _with(steps, at, [*requests[:i], *requests[i + 1 :]])
 
 
-def _halved(steps: Drawn) -> Iterator[Drawn]:
+def _halved(steps: Steps) -> Iterator[Steps]:
     """Yield the sequence with half as many cached keys in every request."""
-    yield Drawn(*(_of(problem, map(_shorter, problem.requests)) for problem in steps))
+    yield _like(steps, (_of(problem, map(_shorter, problem.requests)) for problem in steps))
 
 
-def _with_one_halved(steps: Drawn) -> Iterator[Drawn]:
+def _with_one_halved(steps: Steps) -> Iterator[Steps]:
     """Yield the sequence with half as many cached keys in one request of one batch."""
     for at, problem in enumerate(steps):
         for i, request in enumerate(problem.requests):
@@ -98,7 +114,11 @@ def _of(problem: Problem, requests: Iterable[ProblemRequest]) -> Problem:
     return Problem(problem.case, list(requests), problem.seed)
 
 
-def _with(steps: Drawn, at: int, requests: Iterable[ProblemRequest]) -> Drawn:
+def _with(steps: Steps, at: int, requests: Iterable[ProblemRequest]) -> Steps:
     batches = list(steps)
     batches[at] = _of(steps[at], requests)
-    return Drawn(*batches)
+    return _like(steps, batches)
+
+
+def _like(steps: Steps, batches: Iterable[Problem]) -> Steps:
+    return type(steps)(batches)

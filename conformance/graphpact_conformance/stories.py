@@ -456,13 +456,14 @@ STORIES: dict[str, Story] = {
         detection="""
         The suite saves KV cache and request pool before a capture and compares them bitwise after it, also
         for a repeated capture with a live batch in the slots. The finding names the KV slot or tensor that
-        changed, and the captured shape.
+        changed, and the captured shape. It also compares the state of the whole process around every call of
+        the plugin: settings of torch, generators of random numbers, the working directory.
         """,
         fix="""
         Put `dummy(shape)` on scratch, request row 0 and KV slot 0 for every token, and run `populate` for it
         before each capture, including a repeated one: then all write indices are those of the dummy. Write
         state that a warm-up advances through an index that is scratch for padding rows, such as
-        `mamba_track_indices`.
+        `mamba_track_indices`. Leave settings of torch to the program. Draw from a generator of the plugin.
         """,
     ),
     "GP20": _issue(

@@ -1,20 +1,21 @@
-"""The suite: the lanes of a plugin, and the experiments in each lane.
+"""The suite: the lanes of a backend or runner, and the experiments in each lane.
 
 `examine` runs it for one plugin, in this process. `graphpact_conformance.supervise` runs each plugin in its
 own process, so that a crash does not end the suite.
 
-Does not: implement experiments, or write reports.
+Does not: implement experiments, check graph drivers (see `graphpact_conformance.drivers`), or write reports.
 """
 
+import difflib
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import partial
-from itertools import groupby, zip_longest
-from typing import Any, Literal, Protocol
+from itertools import chain, groupby, zip_longest
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 
@@ -25,19 +26,15 @@ from graphpact.hookspecs import CONTRACT_VERSION
 from graphpact.plugins import KINDS, Kind, PluginCatalog, PluginInfo
 from graphpact.runners import GraphRunner
 from graphpact.shapes import EagerReason
+from graphpact_conformance import coverage
 from graphpact_conformance.claims import claims_of, undeclared
+from graphpact_conformance.drivers.examine import examine_driver, lanes_of_driver
 from graphpact_conformance.experiments import EXPERIMENTS, Experiment
-from graphpact_conformance.problems import (
-    CASES,
-    EMBEDS,
-    SEGMENTS,
-    Case,
-    Config,
-    cases_of,
-    configs_of,
-    declares_graphs,
-    draw,
-)
+from graphpact_conformance.fields import MROPE
+from graphpact_conformance.global_state import seeded
+from graphpact_conformance.lane_under_test import LaneUnderTest
+from graphpact_conformance.problems import draw
+from graphpact_conformance.raised import message_of
 from graphpact_conformance.reference import (
     PaddedReferenceBackend,
     ReferenceBackend,
@@ -45,90 +42,49 @@ from graphpact_conformance.reference import (
     SegmentsRunner,
 )
 from graphpact_conformance.results import Claim, Finding, Outcome, PluginResults, Result
-from graphpact_conformance.rig import runner_context
-from graphpact_conformance.rules import RULES, Rule
-from graphpact_conformance.shrink import shrunk
-from graphpact_conformance.subject import (
-    CannotCaptureError,
-    LaneUnderTest,
-    message_of,
-    planned_shapes,
+from graphpact_conformance.rig import planned_shapes, runner_context
+from graphpact_conformance.rules import RULES, Evidence, Rule
+from graphpact_conformance.scenario import RecordedLane, read
+from graphpact_conformance.shrink import Steps, shrunk
+from graphpact_conformance.targets import (
+    TARGET_KINDS,
+    Listener,
+    Options,
+    Size,
+    Target,
+    TargetKind,
+    reproduce_line,
+)
+from graphpact_conformance.under_test import CannotCaptureError
+from graphpact_conformance.world import (
+    CASES,
+    EMBEDS,
+    SEGMENTS,
+    Case,
+    Config,
+    cases_of,
+    configs_of,
+    covering,
+    declares_graphs,
+    plainest,
+    scaled_up,
+    valued,
 )
 
-Size = Literal["quick", "normal", "thorough"]
-TargetKind = Literal["attention_backend", "runner"]
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """Options of a run.
-
-    Args:
-        seed: Seed of all random batches.
-        examples: Sequences of batches for each experiment in each lane.
-        size: Number of lanes: quick, normal or thorough.
-        only: Ids of rules; empty for all.
-        lanes: `fnmatch` patterns of lane names; empty for all.
-        device: ``"cpu"`` or ``"cuda"``.
-        strict: Whether missing proof counts as a failure; see `graphpact_conformance.results.Report`.
-        shrink: Whether to search for a smaller failing batch.
-    """
-
-    seed: int = 0
-    examples: int = 2
-    size: Size = "normal"
-    only: frozenset[str] = frozenset()
-    lanes: tuple[str, ...] = ()
-    device: str = "cpu"
-    strict: bool = False
-    shrink: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """A plugin to check, alone or with a partner.
-
-    Args:
-        kind: Kind of the plugin.
-        name: Name of the plugin.
-        partner: The runner of a pair; None for a plugin alone.
-    """
-
-    kind: TargetKind
-    name: str
-    partner: str | None = None
-
-    def __str__(self) -> str:
-        return self.name if self.partner is None else f"{self.name} + {self.partner}"
-
-    @property
-    def names(self) -> str:
-        """Its names as arguments of ``graphpact check``."""
-        return self.name if self.partner is None else f"{self.name} {self.partner}"
-
-
-class Listener(Protocol):
-    """Callbacks of a run."""
-
-    def begins(self, work: str) -> None:
-        """Called before each piece of work."""
-
-    def found(self, result: Result) -> None:
-        """Called with each result."""
-
+LaneKind = Literal["attention_backend", "runner"]
 
 # -- targets -----------------------------------------------------------------------------------------
 
 
 def targets(names: Sequence[str], catalog: PluginCatalog) -> list[Target]:
-    """Return the backends and runners with the given names, and every pair of them.
+    """Return the backends, runners and drivers with the given names, and every pair of backend and runner.
 
     Args:
-        names: Names of plugins, ``name`` or ``kind:name``.
+        names: Names of plugins, ``name`` or ``kind:name``; ``driver`` is short for ``graph_driver``.
         catalog: The installed plugins.
 
     Raises:
-        UnknownPluginError: No backend and no runner has that name.
+        UnknownPluginError: No backend, no runner and no driver has that name.
         PluginError: The plugin is rejected, or two distributions offer it.
     """
     found: list[Target] = []
@@ -145,47 +101,49 @@ def targets(names: Sequence[str], catalog: PluginCatalog) -> list[Target]:
         for r in runners
         if _can_pair(catalog, b.name, r.name)
     ]
-    return [*backends, *runners, *pairs]
+    return [*backends, *runners, *pairs, *(t for t in found if t.kind == "graph_driver")]
 
 
 def _kind_of(name: str, catalog: PluginCatalog) -> tuple[TargetKind, str]:
-    kinds: tuple[TargetKind, ...] = ("attention_backend", "runner")
     asked, _, bare = name.rpartition(":")
     if asked:
-        for kind in kinds:
+        asked = "graph_driver" if asked == "driver" else asked
+        for kind in TARGET_KINDS:
             if asked == kind:
                 return kind, bare
         raise _cannot_check(name, asked)
-    offers = [kind for kind in kinds if any(i.name == name for i in catalog.infos(kind))]
+    offers = [kind for kind in TARGET_KINDS if any(i.name == name for i in catalog.infos(kind))]
     if len(offers) == 1:
         return offers[0], name
     if offers:
         raise UsageError(
-            f"{name!r} is the name of an attention backend and of a runner",
-            hint=f"write attention_backend:{name} or runner:{name}",
+            f"{name!r} is the name of " + " and of ".join(_A_PLUGIN[kind] for kind in offers),
+            hint="write " + " or ".join(f"{kind}:{name}" for kind in offers),
         )
     others = [kind for kind in KINDS if any(i.name == name for i in catalog.infos(kind))]
     if others:
         raise _cannot_check(name, others[0])
-    there = [info for kind in kinds for info in catalog.infos(kind)]
+    there = [info for kind in TARGET_KINDS for info in catalog.infos(kind)]
     near = did_you_mean(name, [info.name for info in there])
     raise UnknownPluginError(
-        f"no attention backend or runner {name!r}; installed: "
+        f"no attention backend, runner or graph driver {name!r}; installed: "
         + (", ".join(str(info) for info in there) or "none"),
         hint=f"did you mean {near!r}?" if near else "`graphpact plugins` lists what is installed",
     )
 
 
+_A_PLUGIN: dict[TargetKind, str] = {
+    "attention_backend": "an attention backend",
+    "runner": "a runner",
+    "graph_driver": "a graph driver",
+}
+
+
 def _cannot_check(name: str, kind: str) -> UsageError:
     """Return the error for a plugin of a kind that the suite does not check."""
-    hint = "only attention backends and runners have rules: give the name of one"
+    hint = "only attention backends, runners and graph drivers are checked: give the name of one"
     if kind not in KINDS:
-        hint = "write KIND:NAME, with the kind attention_backend or runner"
-    elif kind == "graph_driver":
-        hint = (
-            "a driver is tested in its own pytest, by @driver_contract(MyDriver) of"
-            ' graphpact_conformance.driver_contract; see "Writing a driver" in docs/graphs.md'
-        )
+        hint = "write KIND:NAME, with the kind attention_backend, runner or driver"
     return UsageError(f"{name!r}: plugins of kind {kind!r} cannot be checked", hint=hint)
 
 
@@ -210,6 +168,7 @@ class PlannedLane:
         suffix: Suffix of its name, after the configuration.
         names: Names of the plugins for the command line.
         contract: The contract version of the plugin.
+        recorded: The recorded lane whose steps run in it; None for drawn steps.
     """
 
     lane: LaneUnderTest
@@ -217,6 +176,7 @@ class PlannedLane:
     suffix: str = ""
     names: str = ""
     contract: int = CONTRACT_VERSION
+    recorded: RecordedLane | None = None
 
     def __str__(self) -> str:
         return f"{self.lane.config}{self.suffix}"
@@ -227,7 +187,7 @@ _PROBES = "undeclared capabilities"
 
 
 def lanes_of(target: Target, options: Options, catalog: PluginCatalog) -> list[PlannedLane]:
-    """Return the lanes in which a plugin is checked, from its declared capabilities."""
+    """Return the lanes in which a backend or a runner is checked, from its declared capabilities."""
     device = torch.device(options.device)
     if target.kind == "attention_backend":
         backend = catalog.select("attention_backend", target.name)
@@ -252,15 +212,105 @@ def lanes_of(target: Target, options: Options, catalog: PluginCatalog) -> list[P
     )
 
 
+def recorded_lanes(
+    backend: type[AttentionBackend],
+    runner: type[GraphRunner],
+    options: Options,
+    *,
+    device: torch.device = torch.device("cpu"),  # noqa: B008  a constant
+    kind: LaneKind = "attention_backend",
+) -> list[PlannedLane]:
+    """Return one lane for each lane of the recorded scenario that the plugins' declarations allow.
+
+    Args:
+        backend: The backend.
+        runner: The runner; the suite's own takes the recorded shapes.
+        options: Options of the run, with a scenario.
+        device: Device of the lanes.
+        kind: The kind that is checked.
+
+    Raises:
+        UsageError: The file is no recording.
+    """
+    plans = []
+    for recorded in read(Path(options.scenario or "")):
+        config = recorded.config(backend.capabilities, device)
+        if config is None or config.case.mode not in runner.modes & backend.capabilities.modes:
+            continue
+        if config.case.frozen != runner.frozen_kv:
+            continue
+        own: type[GraphRunner] = ReferenceRunner.of(config)
+        sized: Config = config
+        if runner is not ReferenceRunner:
+            own, sized = runner, _with_shapes_of(runner, config, backend, device)
+        lane = LaneUnderTest(sized, backend, own, kind, device=device)
+        plans.append(PlannedLane(lane, is_full=True, recorded=recorded))
+    return [plan for plan in plans if _is_asked(plan, options)]
+
+
+def _is_asked(plan: PlannedLane, options: Options) -> bool:
+    return not options.lanes or any(fnmatchcase(str(plan), glob) for glob in options.lanes)
+
+
+def checks_by_lane(target: Target, options: Options, catalog: PluginCatalog) -> dict[str, list[str]]:
+    """Return the names of the experiments of each lane of a plugin; of a driver, those of its checks."""
+    if target.kind == "graph_driver":
+        driver = catalog.select("graph_driver", target.name)
+        return {
+            str(lane): [check.name for check in lane.checks(options)]
+            for lane in lanes_of_driver(driver, options)
+        }
+    return {
+        str(plan): [e.name for e in experiments_of(plan, options) if captures or not e.needs_graphs]
+        for plan in lanes_of(target, options, catalog)
+        for captures in [not plan.lane.captures_nothing]
+    }
+
+
+def require_lanes(found: Iterable[Target], options: Options, catalog: PluginCatalog) -> None:
+    """Check that each pattern of ``options.lanes`` matches a lane of at least one target.
+
+    Raises:
+        UsageError: A pattern matches none; the hint has the nearest names.
+    """
+    if not options.lanes:
+        return
+    every = replace(options, lanes=())
+    targets = [*found]
+    names = list(dict.fromkeys(lane for t in targets for lane in checks_by_lane(t, every, catalog)))
+    for pattern in options.lanes:
+        if any(fnmatchcase(name, pattern) for name in names):
+            continue
+        bare = pattern.strip("*")
+        near = [name for name in names if bare and bare.lower() in name.lower()]
+        kinds = [name.partition("-")[0] for name in names]
+        near = near or difflib.get_close_matches(bare, [*names, *dict.fromkeys(kinds)], cutoff=0.5)
+        raise UsageError(
+            f"no lane of {', '.join(map(str, targets))} matches {pattern!r}; there are {len(names)}",
+            hint=f"the nearest: {', '.join(_as_patterns(near or names)[:_MOST_NEAR])}"
+            "; `graphpact check NAME --list` lists the lanes of a size",
+        )
+
+
+_MOST_NEAR = 6
+"""Names of lanes in the answer to a pattern without a match."""
+
+
+def _as_patterns(names: Iterable[str]) -> list[str]:
+    """Return each name once, quoted; a kind of step, which begins several names, as a pattern."""
+    return [repr(name if "-" in name else f"{name}-*") for name in dict.fromkeys(names)]
+
+
 def plan_lanes(
     backend: type[AttentionBackend],
     runner: type[GraphRunner],
     options: Options,
     *,
     device: torch.device = torch.device("cpu"),  # noqa: B008  a constant
-    kind: TargetKind = "attention_backend",
+    kind: LaneKind = "attention_backend",
     is_pair: bool = False,
     drivers: PluginCatalog | None = None,
+    values: Sequence[str] | None = None,
 ) -> list[PlannedLane]:
     """Return the lanes of a backend and a runner, one of which may be the suite's own.
 
@@ -273,8 +323,13 @@ def plan_lanes(
         is_pair: Whether both are checked.
         drivers: Catalog of drivers, for the default driver of a checked runner and for CUDA graphs on a GPU;
             None for the tape only.
+        values: None for the lanes of a run. Otherwise unusual values of scale: the lanes are the plain ones
+            of each kind of step with these values; see `graphpact_conformance.world.valued`.
     """
-    modes = runner.modes & backend.capabilities.modes
+    if options.scenario is not None:
+        return recorded_lanes(backend, runner, options, device=device, kind=kind)
+    can = backend.capabilities
+    modes = runner.modes & can.modes
     cases = cases_of(runner)
     if kind == "runner":
         cases = (*cases, EMBEDS)
@@ -286,14 +341,11 @@ def plan_lanes(
         if config.case.mode in modes or config.case.lane_mode in modes
     ]
     if runner is not ReferenceRunner:
-        configs = [
-            _with_shapes_of(runner, config, backend, device)
-            for config in configs
-            if not config.case.embeds or takes_embeds(runner, config, backend.capabilities, device)
-        ]
-    chosen = _choose(configs, options.size, few=is_pair or kind == "runner")
+        configs = [c for c in configs if not c.case.embeds or takes(_EMBEDS, runner, c, can, device)]
     plans = []
-    for config, is_full in chosen:
+    for drawn, is_full in _choose(configs, can, options.size, values, kind=kind, is_pair=is_pair):
+        chosen = _with_fields_of(runner, drawn, can, device)
+        config = chosen if runner is ReferenceRunner else _with_shapes_of(runner, chosen, backend, device)
         own = SegmentsRunner if config.case.segments else runner
         partner = backend
         if kind == "runner" and runner.eager_attention and config.case.mode is ForwardMode.MIXED:
@@ -313,19 +365,37 @@ def plan_lanes(
             for plan in plans
             if plan.lane.driver is None
         ]
-    return [p for p in plans if not options.lanes or any(fnmatchcase(str(p), g) for g in options.lanes)]
+    return [plan for plan in plans if _is_asked(plan, options)]
 
 
-def takes_embeds(runner: type[GraphRunner], config: Config, can: Capabilities, device: torch.device) -> bool:
-    """Return whether a runner declares slots for embeddings where its context asks for them.
+_EMBEDS = {"input_embeds", MROPE}
 
-    A lane refuses batches with embeddings if its runner declares none. True if it cannot be asked.
+
+def takes(
+    names: Collection[str],
+    runner: type[GraphRunner],
+    config: Config,
+    can: Capabilities,
+    device: torch.device,
+) -> bool:
+    """Return whether a runner declares slots for optional fields where its context asks for them.
+
+    A lane refuses batches with a field for which its runner declares none. True if it cannot be asked.
     """
     try:
         slots = runner(runner_context(config, can, device, runner)).slots()
-        return {"input_embeds", "mrope_positions"} <= {slot.name for slot in slots}
+        return {*names} <= {slot.name for slot in slots}
     except Exception:  # noqa: BLE001  the capture of the lane reports the error
         return True
+
+
+def _with_fields_of(
+    runner: type[GraphRunner], config: Config, can: Capabilities, device: torch.device
+) -> Config:
+    """Return a configuration without optional fields if the runner declares no slots where it is asked."""
+    if not config.fields or takes({MROPE}, runner, config, can, device):
+        return config
+    return replace(config, fields=False)
 
 
 def _with_shapes_of(
@@ -343,45 +413,58 @@ def _with_shapes_of(
     return config if list(shapes) == list(config.shapes) else replace(config, capture_shapes=shapes)
 
 
-def _choose(configs: Sequence[Config], size: Size, *, few: bool) -> list[tuple[Config, bool]]:
+def _choose(
+    configs: Sequence[Config],
+    capabilities: Capabilities,
+    size: Size,
+    values: Sequence[str] | None,
+    *,
+    kind: TargetKind,
+    is_pair: bool,
+) -> list[tuple[Config, bool]]:
     """Return the configurations of a run, each with whether all experiments run in it.
 
-    Each kind of step has one full configuration; in a quick run only outputs are checked for mixed and idle
-    batches and trees. Further configurations cover every page size, head layout and dtype with every kind of
-    step.
+    Each kind of step has one plain lane with all experiments; in a quick run mixed and idle batches and trees
+    have only those of outputs. Further lanes have every value of every dimension, and in longer runs every
+    pair of values of two. The unusual lanes of a normal run, of which all experiments run in two, have the
+    unusual value of every dimension of scale.
+
+    Args:
+        configs: All lanes with plain values of scale.
+        capabilities: Of the backend.
+        size: Size of the run.
+        values: See `plan_lanes`.
+        kind: The kind of the checked plugin.
+        is_pair: Whether it is checked with a partner.
     """
-    by_case: dict[Any, list[Config]] = {}
-    for config in configs:
-        by_case.setdefault(config.case, []).append(config)
-    full = [min(group, key=_plainness) for group in by_case.values()]
-    if size == "thorough":
-        return [(config, True) for config in configs]
+    plain = plainest(configs)
+    if values is not None:
+        return [(valued(config, capabilities, values), True) for config in plain]
+    if is_pair:
+        return [(config, size != "quick" or _is_of_its_own(config)) for config in plain]
     if size == "quick":
-        return [(config, _is_of_its_own(config)) for config in full]
-    if few:
-        return [(config, True) for config in full]
-    seen = {pair for config in full for pair in _pairs(config)}
-    more = []
-    for config in sorted(configs, key=lambda c: (c.dtype is torch.float32, str(c))):
-        if any(pair not in seen for pair in _pairs(config)):
-            seen.update(_pairs(config))
-            more.append(config)
-    return [(config, True) for config in full] + [(config, False) for config in more]
+        more = covering(configs, capabilities, plain, strength=1)
+        return [*((config, _is_of_its_own(config)) for config in plain), *((c, False) for c in more)]
+    strength = 1 if kind == "runner" else 2
+    scaled = [scaled_up(config, capabilities) for config in _of_two_kinds(plain)]
+    if kind == "runner":  # a ragged one would take as long as all other lanes of a runner
+        scaled = [config for config in scaled if config.case.width is not None]
+    more = covering(configs, capabilities, [*plain, *scaled], strength=strength)
+    full = configs if size == "thorough" else plain
+    return [*((config, True) for config in [*full, *scaled]), *((config, False) for config in more)]
+
+
+def _of_two_kinds(configs: Sequence[Config]) -> list[Config]:
+    """Return the first lane with requests of equal widths, and the first of a ragged mode."""
+    kinds = (False, True)
+    firsts = [next((c for c in configs if (c.case.width is None) is ragged), None) for ragged in kinds]
+    return [config for config in firsts if config is not None]
 
 
 def _is_of_its_own(config: Config) -> bool:
     """Return whether no other kind of step has the same shapes or metadata layout."""
     case = config.case
     return case.branches == case.topk == 1 and case.mode not in (ForwardMode.MIXED, ForwardMode.IDLE)
-
-
-def _plainness(config: Config) -> tuple[bool, bool, int]:
-    return config.dtype is not torch.float32, config.heads.name == "mha", abs(config.page_size - 16)
-
-
-def _pairs(config: Config) -> list[tuple[Any, Any]]:
-    kind = config.case
-    return [(kind, config.page_size), (kind, config.heads), (kind, config.dtype)]
 
 
 # -- running -----------------------------------------------------------------------------------------
@@ -397,6 +480,8 @@ def examine(
 ) -> PluginResults:
     """Check a plugin against every rule in every lane, and pass each result to the listener.
 
+    A graph driver is checked by `graphpact_conformance.drivers.examine`.
+
     Args:
         target: The plugin.
         options: Options of the run.
@@ -410,6 +495,8 @@ def examine(
     Raises:
         PluginError: The plugin cannot be loaded.
     """
+    if target.kind == "graph_driver":
+        return examine_driver(target, options, listener, skip=skip, part=part)
     catalog = PluginCatalog.scan()
     info = _info(catalog, target)
     contract = _contract_of(target, catalog)
@@ -420,6 +507,7 @@ def examine(
     every.sort(key=lambda plan: not plan.is_full)  # so that parts take about the same time
     plans = every[first::parts]
     shown: list[tuple[Config, bool]] = []
+    ran: list[tuple[Config, set[str]]] = []
     told: list[Result] = []
     for plan in plans:
         results = list(examine_lane(plan, options, listener.begins, skip=skip))
@@ -427,12 +515,10 @@ def examine(
             listener.found(result)
         told += results
         shown.append((plan.lane.config, not any(r.outcome is Outcome.FAIL for r in results)))
-    if first == 0 and not _modes_of(target, catalog):
-        listener.found(_declares_nothing(info))
-    is_whole = target.partner is None and not (options.only or options.lanes)
-    if first == 0 and is_whole:
-        for result in _unsupported(target, catalog, every, options.device):
-            listener.found(result)
+        ran.append((plan.lane.config, _that_ran(results)))
+    is_whole = target.partner is None and not (options.only or options.lanes or options.scenario)
+    for result in _undeclared(target, catalog, every, options) if first == 0 else ():
+        listener.found(result)
     claims: list[Claim] = []
     if target.kind == "attention_backend" and is_whole:
         cls = catalog.select("attention_backend", target.name)
@@ -458,7 +544,14 @@ def examine(
         claims=claims,
         hints=hints_of(claims),
         not_shown=_not_shown(target, catalog, torch.device(options.device)),
+        drawn=coverage.drawn(ran),
     )
+
+
+def _that_ran(results: Sequence[Result]) -> set[str]:
+    """Return the names of the experiments of which a lane has a verdict."""
+    judged = [r for r in results if r.outcome in (Outcome.PASS, Outcome.FAIL)]
+    return {name for result in judged for name in result.check.split(", ")}
 
 
 def merged(parts: Sequence[PluginResults]) -> PluginResults:
@@ -484,6 +577,7 @@ def merged(parts: Sequence[PluginResults]) -> PluginResults:
             "claims": claims,
             "hints": hints_of(claims),
             "drivers": list(drivers),
+            "drawn": coverage.joined(part.drawn for part in parts),
         }
     )
 
@@ -536,6 +630,36 @@ def _unsupported(
             outcome=Outcome.UNSUPPORTED,
             reason=reason,
         )
+
+
+def _undeclared(
+    target: Target, catalog: PluginCatalog, plans: Sequence[PlannedLane], options: Options
+) -> Iterator[Result]:
+    """Yield a result for each lane that is missing because the plugin does not declare what it needs."""
+    if not _modes_of(target, catalog):
+        yield _declares_nothing(_info(catalog, target))
+    if options.only or options.lanes:
+        return
+    if options.scenario is not None:
+        yield from _not_allowed(options, plans)
+    elif target.partner is None:
+        yield from _unsupported(target, catalog, plans, options.device)
+
+
+def _not_allowed(options: Options, plans: Sequence[PlannedLane]) -> Iterator[Result]:
+    """Yield a result for each recorded lane that the declarations do not allow."""
+    there = {plan.recorded.line.lane for plan in plans if plan.recorded is not None}
+    for recorded in read(Path(options.scenario or "")):
+        line = recorded.line
+        if line.lane not in there:
+            kind = f"{recorded.case} with pages of {line.page_size}"
+            yield Result(
+                rule=None,
+                check="declares",
+                lane=f"recorded_{line.lane}",
+                outcome=Outcome.UNSUPPORTED,
+                reason=f"the plugin declares no support for {kind}",
+            )
 
 
 def _info(catalog: PluginCatalog, target: Target) -> PluginInfo:
@@ -591,7 +715,8 @@ def examine_lane(
     done: list[_Done] = []
     chosen = experiments_of(plan, options, experiments)
     captures_nothing = plan.lane.captures_nothing
-    for experiment in chosen:
+    naming = (e for e in _naming_rules(plan, options, experiments) if any(d.findings for d in done))
+    for experiment in chain(chosen, naming):
         if captures_nothing and experiment.needs_graphs:
             continue
         work = f"{plan} :: {experiment.name}"
@@ -612,18 +737,28 @@ def experiments_of(
     plan: PlannedLane, options: Options, experiments: Sequence[Experiment] = EXPERIMENTS
 ) -> list[Experiment]:
     """Return the experiments that run in a lane."""
+    depths = {"lightest"} if options.size == "quick" else {"lightest", "light"}
+    return [e for e in experiments if (plan.is_full or e.depth in depths) and _concerns(e, plan, options)]
+
+
+def _naming_rules(plan: PlannedLane, options: Options, experiments: Sequence[Experiment]) -> list[Experiment]:
+    """Return the experiments that run only after a finding: in a light lane, to name the field and rule."""
+    chosen = experiments_of(plan, options, experiments)
+    return [e for e in experiments if e.names_rules and e not in chosen and _concerns(e, plan, options)]
+
+
+def _concerns(experiment: Experiment, plan: PlannedLane, options: Options) -> bool:
+    """Return whether an experiment is for the kind of lane and checks a wanted rule."""
     lane = plan.lane
     is_pair = lane.runner is not ReferenceRunner and lane.kind == "attention_backend"
-    depths = {"lightest"} if options.size == "quick" else {"lightest", "light"}
-    return [
-        e
-        for e in experiments
-        if lane.kind in e.scopes
-        and (plan.is_full or e.depth in depths)
-        and (e.in_pairs or not is_pair)
-        and (e.of_fields or not lane.config.case.embeds)
-        and (not options.only or options.only & {*e.examines})
-    ]
+    is_pair = is_pair and plan.recorded is None
+    return (
+        lane.kind in experiment.scopes
+        and (experiment.in_pairs or not is_pair)
+        and (experiment.of_fields or not lane.config.case.embeds)
+        and (plan.recorded is not None or not experiment.of_recordings)
+        and bool(not options.only or options.only & {*experiment.examines})
+    )
 
 
 @dataclass
@@ -657,41 +792,47 @@ def _run(
     lane = plan.lane.anew(experiment.examines)
     count = options.examples if experiment.repeats and options.size != "quick" else 1
     try:
-        with torch.inference_mode(), _seeded(options.seed, lane.device):
-            for steps in draw(lane.config, count, options.seed, lane.declined):
+        with torch.inference_mode(), seeded(options.seed, lane.device):
+            for steps in _sequences(experiment, plan, lane, count, options.seed):
                 done.examples += 1
-                found, declined = experiment.findings(lane, steps)
-                done.declined = done.declined or declined
-                if not found:
-                    continue
-                if options.shrink and on_trial is not None:
-                    found = shrunk(lane, experiment, steps, found, on_trial)
-                done.findings = [f for f in found if f.rule in (None, *experiment.examines)]
-                if unlisted := {str(f.rule) for f in found if f not in done.findings}:
+                found = experiment.findings(lane, steps)
+                done.declined = done.declined or found.declined
+                done.findings = experiment.listed(found.findings)
+                if unlisted := {str(f.rule) for f in found.findings if f not in done.findings}:
                     done.error = f"{experiment.name} reports {', '.join(unlisted)}, which it does not list"
-                break
+                if found.error is not None:
+                    raise found.error  # noqa: TRY301  judged below, like one of the runner's fit()
+                if found.findings:
+                    break
+            if done.findings and options.shrink and on_trial is not None:
+                smaller = shrunk(lane, experiment, steps, done.findings, on_trial)
+                done.findings = experiment.listed(smaller)
     except CannotCaptureError as error:
         done.not_run = f"the lane cannot be captured: {error}"
     except Exception as error:  # noqa: BLE001  of the plugin or of the suite
-        if lane.raised(error):
+        if lane.raised_at(error) is not None:
             expected = "the plugin's methods return without an error"
-            done.findings = [lane.of_error(error, expected=expected)]
+            done.findings.append(lane.of_error(error, expected=expected))
         else:
             done.error = f"{experiment.name}: {message_of(error)}"
             if (place := place_of(error)) not in done.error:
                 done.error += f", at {place}"
+    done.findings += lane.of_changes()
+    done.findings = [f.model_copy(update={"experiment": experiment.name}) for f in done.findings]
     done.steps = lane.steps_by_reason
     done.seconds = time.perf_counter() - start
     return done
 
 
-@contextmanager
-def _seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Seed the random numbers of an experiment, and restore their state."""
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
-        torch.manual_seed(seed)
-        yield
+def _sequences(
+    experiment: Experiment, plan: PlannedLane, lane: LaneUnderTest, count: int, seed: int
+) -> Sequence[Steps]:
+    """Return the sequences of batches that an experiment gets, drawn or recorded."""
+    if plan.recorded is None:
+        return draw(lane.config, count, seed, lane.declined)
+    if experiment.of_recordings:
+        return [plan.recorded.steps]
+    return plan.recorded.sequences(lane.config, count, seed, lane.declined)
 
 
 def _ignore_work(_: str) -> None:
@@ -716,10 +857,13 @@ def _by_rule(plan: PlannedLane, options: Options, done: Sequence[_Done]) -> Iter
             yield _not_in_force(RULES[rule], plan, mine)
             continue
         findings = [f for d in mine for f in d.findings if f.rule == rule]
+        findings = sorted({f.model_dump_json(): f for f in findings}.values(), key=by_evidence)
+        chosen = findings if options.all_findings else _distinct(findings)
         outcome, reason = Outcome.PASS, _say_declined(done) if rule == "GP12" else None
+        errors = [d.error for d in mine if d.error]
         if findings:
-            outcome, reason = Outcome.FAIL, None
-        elif errors := [d.error for d in mine if d.error]:
+            outcome, reason = Outcome.FAIL, f"incomplete: {errors[0]}" if errors else None
+        elif errors:
             outcome, reason = Outcome.ERROR, errors[0]
         elif stopped := [d.not_run for d in mine if d.not_run]:
             outcome, reason = Outcome.NOT_RUN, stopped[0]
@@ -732,7 +876,7 @@ def _by_rule(plan: PlannedLane, options: Options, done: Sequence[_Done]) -> Iter
             outcome=outcome,
             level=RULES[rule].level if rule else "MUST",
             reason=reason,
-            findings=[_with_line(f, plan, options) for f in _distinct(findings)],
+            findings=[_with_line(f, plan, options) for f in chosen],
             examples=sum(d.examples for d in mine),
             seconds=sum(d.seconds / (len(d.experiment.examines) or 1) for d in mine),
         )
@@ -786,35 +930,28 @@ def _not_in_force(rule: Rule, plan: PlannedLane, done: Sequence[_Done]) -> Resul
     )
 
 
+_MOST_FINDINGS = 8
+"""Findings of one rule in one lane that a report keeps, unless all are asked for."""
+
+
+def by_evidence(finding: Finding) -> tuple[bool, Evidence, bool, bool]:
+    """Return the sort key of findings: errors that the plugin raised, then those with the best evidence."""
+    return finding.raised_at is None, finding.evidence, finding.field is None, finding.help is None
+
+
 def _distinct(findings: Sequence[Finding]) -> list[Finding]:
-    """Return the first finding of each rule, hook and field; those that name the hook at fault come first."""
-    first: dict[tuple[str | None, str | None, str | None], Finding] = {}
-    for finding in sorted(findings, key=lambda f: (not f.is_located, f.field is None, f.help is None)):
-        key = (finding.rule, finding.hook, (finding.field or "").partition("[")[0])
+    """Return the first finding of each rule, hook, field and raising line, in the order of `by_evidence`."""
+    first: dict[tuple[str | None, ...], Finding] = {}
+    for finding in findings:
+        key = (finding.rule, finding.hook, (finding.field or "").partition("[")[0], finding.raised_at)
         first.setdefault(key, finding)
-    return [*first.values()][:8]
+    return [*first.values()][:_MOST_FINDINGS]
 
 
 def _with_line(finding: Finding, plan: PlannedLane, options: Options) -> Finding:
     only = [] if finding.rule is None else [finding.rule]
     line = reproduce_line(plan.names, only, str(plan), options)
     return finding.model_copy(update={"reproduce": line})
-
-
-def reproduce_line(names: str, only: Iterable[str], lane: str, options: Options) -> str:
-    """Return the command that reproduces a finding.
-
-    Args:
-        names: Names of the plugins.
-        only: Ids of rules; empty for all.
-        lane: Name of the lane.
-        options: Options of the run.
-    """
-    line = f"graphpact check {names}" + "".join(f" --only {rule}" for rule in only)
-    line += f" --lane '{lane}' --seed {options.seed} --examples {options.examples}"
-    if options.size != "normal":
-        line += f" --{options.size}"
-    return line if options.device == "cpu" else f"{line} --device {options.device}"
 
 
 # -- claims ------------------------------------------------------------------------------------------

@@ -1,8 +1,9 @@
 """`check`: examine plugins that may hang, exit, crash or print, in separate processes.
 
 Each target runs in its own process (`graphpact_conformance.worker`). If the process ends, or is stopped after
-a timeout, the current work has failed. The examination then restarts without that work. This process imports
-no plugin.
+a timeout, the current work has failed. The examination then restarts without that work. On Linux each worker
+has a parent (`graphpact_conformance.keeper`) that finds and ends what it leaves. This process imports no
+plugin.
 
 Does not: implement rules or experiments (see `graphpact_conformance.suite`), or render a report.
 """
@@ -13,6 +14,7 @@ import math
 import os
 import platform
 import re
+import secrets
 import signal
 import subprocess
 import sys
@@ -20,10 +22,11 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from multiprocessing import connection
+from pathlib import Path
 from typing import Any, Protocol, Self
 
 import torch
@@ -34,6 +37,9 @@ from graphpact import errors
 from graphpact.cli.survey import child_environment, ending, kill
 from graphpact.errors import ConfigError, GraphpactError, RejectedPluginError, UsageError, short_path
 from graphpact.plugins import PluginCatalog, PluginInfo
+from graphpact_conformance import legend
+from graphpact_conformance.blind import PROGRAM, Judge
+from graphpact_conformance.keeper import GRACE
 from graphpact_conformance.results import (
     Environment,
     Finding,
@@ -42,7 +48,8 @@ from graphpact_conformance.results import (
     Report,
     Result,
 )
-from graphpact_conformance.suite import Options, Target, merged, reproduce_line
+from graphpact_conformance.suite import merged
+from graphpact_conformance.targets import Options, Target, reproduce_line
 from graphpact_conformance.worker import tail
 from graphpact_conformance.xfails import Xfails, plugin_home
 
@@ -57,11 +64,19 @@ WORKER = (sys.executable, "-B", "-P", "-u", "-m", "graphpact_conformance.worker"
 _SETTINGS = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}  # of the environment of a worker
 _START_BOUND = 300.0  # seconds for the import of graphpact, before the plugin's timeout starts
 _MOST_WORKERS = 8
-_MOST_WRITTEN = 64 << 20  # bytes of stdout or stderr; a plugin with more is stopped
+_MOST_WRITTEN = 64 << 20  # bytes of stdout, stderr or one event; a plugin with more is stopped
+_MOST_READS = 256  # of events in a row, before other processes and timeouts get their turn
 _TICK = 0.05  # seconds between two polls of processes without events
 _SAMPLES = 10  # stack samples of a hanging process
 _SAMPLE_PAUSE = 0.02  # seconds between two samples
+_MOST_NAMES = 5  # of replaced functions that a finding lists
+_STOP_BOUND = 15.0  # seconds in which the keeper ends its processes
 _START, _END = "start", "end of the process"
+_FROM_STDIN = (sys.executable, "-B", "-P", "-u", "-")
+_KEEPER = (sys.executable, "-I", "-S", str(Path(__file__).with_name("keeper.py")))
+_OUTLIVED = "end it at exit (`atexit`), or have it end at the end of a pipe that the plugin holds"
+_REPLACED = "use what torch and graphpact offer for this: operators by `torch.library`, observers, subclasses"
+_SPOILED = "it wrote into the suite's pipe"
 
 OnResult = Callable[[Target, Result], None]
 OnBegin = Callable[[Target, str], None]
@@ -76,6 +91,7 @@ def check(
     workers: int | None = None,
     timeout: float | None = None,
     command: Sequence[str] = WORKER,
+    blindly: bool = True,
 ) -> Report:
     """Examine plugins, alone and as pairs, and return the report.
 
@@ -89,6 +105,8 @@ def check(
         workers: Number of parallel processes; default: one per core, and one on a GPU.
         timeout: Seconds for one piece of work; default: ``GRAPHPACT_CHECK_TIMEOUT``, or 120.
         command: The worker's command line, to which the job is appended.
+        blindly: Whether each target also runs where the suite is not imported; never in a run of selected
+            rules or lanes.
 
     Raises:
         UsageError: A name is unknown; a plugin is rejected, or ends or hangs the process that imports it; a
@@ -98,7 +116,7 @@ def check(
     started, clock = datetime.now(UTC), time.monotonic()
     bound = _bound(timeout)
     catalog = PluginCatalog.scan()
-    resolved = _NameResolution(names, options.device)
+    resolved = _NameResolution(names, options)
     _run([resolved], 1, bound, command)
     xfails = Xfails.read(resolved.targets, catalog)
     workers = workers or _default_workers(options.device)
@@ -110,9 +128,22 @@ def check(
         ]
         for target in resolved.targets
     ]
-    _run([part for target in examinations for part in target], workers, bound, command)
+    is_whole = not (options.only or options.lanes)
+    blind = {
+        at: _BlindRun(Judge(target, options))
+        for at, target in enumerate(resolved.targets)
+        if blindly and is_whole and target.kind != "graph_driver"
+    }
+    tasks: list[_Task] = [*blind.values(), *(part for target in examinations for part in target)]
+    _run(tasks, workers, bound, command)
 
     found = [merged([part.results() for part in target]) for target in examinations]
+    for at, run in blind.items():
+        result = run.judge.result(found[at])
+        if result is not None:
+            found[at] = found[at].model_copy(update={"results": [*found[at].results, result]})
+            if on_result is not None:
+                on_result(resolved.targets[at], result)
     plugins = xfails.judge(found, options)
     if on_result is not None:
         for target, before, after in zip(resolved.targets, found, plugins, strict=True):
@@ -124,6 +155,7 @@ def check(
         seed=options.seed,
         examples=options.examples,
         options={"names": list(names), **_plain(options), "timeout": bound},
+        experiments=legend.experiments(),
         started=started.isoformat(timespec="seconds"),
         seconds=time.monotonic() - clock,
         plugins=plugins,
@@ -184,6 +216,7 @@ class _Ending:
         ready: Whether the process finished the import of graphpact.
         hung: Whether it was stopped after the timeout.
         printed: The work that first wrote to stdout, and its first line.
+        left: Command lines of processes that it started and that outlived it.
         seconds: Time spent in ``work``.
     """
 
@@ -193,11 +226,18 @@ class _Ending:
     ready: bool
     hung: bool
     printed: tuple[str, str] | None
+    left: list[str]
     seconds: float
 
 
 class _Task(Protocol):
-    """The task of a process, and of its restarts."""
+    """The task of a process, and of its restarts.
+
+    Attributes:
+        program: A script that the process reads from stdin; None to run the worker.
+    """
+
+    program: Path | None
 
     def job(self) -> dict[str, Any]: ...
     def hear(self, event: dict[str, Any]) -> None: ...
@@ -235,29 +275,35 @@ class _Process:
         self.task = task
         self.is_silent = False
         self._bound = bound
-        self._buffer = b""
+        self._buffer = bytearray()  # the beginning of an event
         self._fault = ""
         self._is_ready = self._is_done = self._is_hung = False
         self._works: list[tuple[str, int]] = [(_START, 0)]  # with the bytes on stdout before each
-        with ExitStack() as stack:
-            files = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(3)]
-            self._out, self._err, self._stack = (file.fileno() for file in files)
+        self._threads: list[str] = []
+        self._key = secrets.token_hex(8).encode()
+        with ExitStack() as stack, ExitStack() as theirs:
+            files = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(4)]
+            self._out, self._err, self._stack, self._left = (file.fileno() for file in files)
             self.events, writer = os.pipe()
             stack.callback(os.close, self.events)
+            theirs.callback(os.close, writer)
             os.set_blocking(self.events, False)
-            job = {**task.job(), "events": writer, "stack": self._stack, "bound": bound}
-            try:
-                self._process = subprocess.Popen(
-                    [*command, json.dumps(job)],
-                    stdin=subprocess.DEVNULL,
-                    stdout=self._out,
-                    stderr=self._err,
-                    pass_fds=(writer, self._stack),
-                    env=child_environment() | _SETTINGS,
-                    start_new_session=True,
-                )
-            finally:
-                os.close(writer)
+            key = self._sent_key(theirs)
+            job = {**task.job(), "events": writer, "stack": self._stack, "key": key, "bound": bound}
+            given = subprocess.DEVNULL
+            if task.program is not None:
+                given = theirs.enter_context(task.program.open("rb")).fileno()
+                command = _FROM_STDIN
+            kept = (*_KEEPER, str(self._left)) if _has_keeper() else ()
+            self._process = subprocess.Popen(
+                [*kept, *command, json.dumps(job)],
+                stdin=given,
+                stdout=self._out,
+                stderr=self._err,
+                pass_fds=(writer, self._stack, key, self._left),
+                env=child_environment() | _SETTINGS,
+                start_new_session=True,
+            )
             self._files = stack.pop_all()
         self._began = time.monotonic()
         self._deadline = self._began + _START_BOUND
@@ -267,6 +313,14 @@ class _Process:
 
     def __exit__(self, *_: object) -> None:
         self._files.close()
+
+    def _sent_key(self, stack: ExitStack) -> int:
+        """Return a descriptor with the key of the events: the worker reads it before it imports a plugin."""
+        reader, writer = os.pipe()
+        stack.callback(os.close, reader)
+        os.write(writer, self._key)
+        os.close(writer)
+        return reader
 
     def has_ended(self) -> bool:
         """Read its events, and return whether it has ended or was stopped."""
@@ -281,6 +335,10 @@ class _Process:
 
     def kill(self) -> None:
         """Kill it and its child processes."""
+        if _has_keeper():
+            self._process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(_STOP_BOUND)
         kill(self._process)
 
     def ending(self) -> _Ending:
@@ -295,44 +353,56 @@ class _Process:
             ready=self._is_ready,
             hung=self._is_hung,
             printed=self._printed(),
+            left=json.loads(os.pread(self._left, 1 << 20, 0) or "[]"),
             seconds=time.monotonic() - self._began,
         )
 
     def _listen(self) -> None:
-        while not self.is_silent:
+        for _ in range(_MOST_READS):
+            if self.is_silent:
+                return
             try:
                 data = os.read(self.events, 1 << 16)
             except BlockingIOError:
                 return
             self.is_silent = not data
-            *lines, self._buffer = (self._buffer + data).split(b"\n")
-            for line in lines:
-                self._hear(line)
+            self._buffer += data
+            if b"\n" in data:
+                *lines, self._buffer = self._buffer.split(b"\n")
+                for line in lines:
+                    self._hear(bytes(line))
+            is_event = self._key.startswith(self._buffer[: len(self._key)])
+            if not is_event or len(self._buffer) > _MOST_WRITTEN:
+                self._fault = self._fault or _SPOILED
+                self._buffer.clear()
 
     def _hear(self, line: bytes) -> None:
         if self._fault:
             return  # events after a fault do not count
-        try:
-            event = json.loads(line)
-            name = event["event"]
-        except (ValueError, TypeError, KeyError):
-            self._fault = "it wrote into the suite's pipe"
+        key, _, text = line.partition(b" ")
+        if not secrets.compare_digest(key, self._key):
+            self._fault = _SPOILED
             return
+        event = json.loads(text)
+        name = event["event"]
         self._is_ready = True
-        self._is_done |= name in ("done", "refused", "raised")
+        self._is_done |= name in ("done", "raised")
         if name == "begins":
             self._works.append((event["work"], event["printed"]))
         elif name == "done":
             self._works.append((_END, event["printed"]))
+            self._threads = event["threads"]
         if name in ("ready", "begins", "done", "raised"):
             self._began = time.monotonic()
-            self._deadline = self._began + self._bound
+            self._deadline = self._began + self._bound + (GRACE if name == "done" else 0)
         self.task.hear(event)
 
     def _look_for_faults(self) -> None:
         if time.monotonic() > self._deadline:
             bound = self._bound if self._is_ready else _START_BOUND
             self._fault = f"it did not finish within {bound:g} s"
+            if self._threads:
+                self._fault += f"; its threads still run: {', '.join(self._threads)}"
             self._is_hung = True
             self._sample_stack()
         elif max(os.fstat(fd).st_size for fd in (self._out, self._err)) > _MOST_WRITTEN:
@@ -361,6 +431,11 @@ class _Process:
         return work, next((line for line in text.splitlines() if line.strip()), "")[:200]
 
 
+def _has_keeper() -> bool:
+    """Return whether the system lets a process adopt orphans."""
+    return sys.platform == "linux"
+
+
 def _steady_frames(dumps: str) -> list[str]:
     """Return the frames of a `faulthandler` dump of one thread, innermost frame last.
 
@@ -386,15 +461,18 @@ def _steady_frames(dumps: str) -> list[str]:
 class _NameResolution:
     """The task that resolves names to targets. Its worker imports the plugins."""
 
-    def __init__(self, names: Sequence[str], device: str) -> None:
-        self._names, self._device = list(names), device
+    program: Path | None = None
+
+    def __init__(self, names: Sequence[str], options: Options) -> None:
+        self._names, self._options = list(names), options
         self._raised = ""
         self.targets: list[Target] = []
         self.device_name: str | None = None
 
     def job(self) -> dict[str, Any]:
         """Return the job of the worker."""
-        return {"names": self._names, "device": self._device, "homes": []}
+        options = _plain(self._options)
+        return {"names": self._names, "device": self._options.device, "options": options, "homes": []}
 
     def hear(self, event: dict[str, Any]) -> None:
         """Take the answer, or raise the error of the worker."""
@@ -424,6 +502,8 @@ class _NameResolution:
 
 class _Examination:
     """The task that examines a target, or a part of its lanes, with restarts."""
+
+    program: Path | None = None
 
     def __init__(
         self,
@@ -499,8 +579,13 @@ class _Examination:
                 self._plugin = PluginResults.model_validate(answer)
             case {"event": "raised"}:
                 self._raised = event
+            case {"event": "replaced", "names": names, "work": work}:
+                self._note_end(self._failure(work or _START, _said_replaced(names), _REPLACED))
+            case {"event": "forked", "work": work}:
+                self._note_end(self._failure(work, "a child that it forked went on with the suite's work"))
             case _:
-                _raise_if_refused(event)
+                if self._work == _START:
+                    _raise_if_refused(event)
 
     def ends(self, ending: _Ending) -> bool:
         """Note the end of a process; return whether to restart without its last work."""
@@ -512,13 +597,20 @@ class _Examination:
             self._note_end(self._error(ending, self._raised["text"]))
             return False
         fault = self._raised["text"] if self._raised is not None else ending.fault
+        if not fault and self._plugin is None:
+            fault = "it ended before the end of its job"
         if not ending.ready:
             self._note_end(self._error(ending, fault))
             return False
+        if not fault and ending.left:
+            left = "; ".join(ending.left)
+            self._note_end(self._failure(_END, f"still running, and ended by the suite: {left}", _OUTLIVED))
         if not fault:
             return False
         work = ending.work if self._raised is None else self._work
-        self._note_end(self._failure(ending, work, fault))
+        actual = "\n".join([fault, *ending.evidence])
+        help_ = f"if it is only slow, set {TIMEOUT_VARIABLE}=SECONDS" if ending.hung else None
+        self._note_end(self._failure(work, actual, help_, ending.seconds))
         if self._plugin is not None or work == _START:
             return False  # no work can be left out
         if len(self._skip) == RESTARTS:
@@ -527,25 +619,20 @@ class _Examination:
         self._skip.append(work)
         return True
 
-    def _failure(self, ending: _Ending, work: str, fault: str) -> Result:
+    def _failure(self, work: str, actual: str, help_: str | None = None, seconds: float = 0.0) -> Result:
         only = self._options.only
         rule = next(iter(only)) if len(only) == 1 else None
         finding = Finding(
             rule=rule,
             hook=None,
             field=None,
-            expected="every call returns, and the process continues",
-            actual="\n".join([fault, *ending.evidence]),
-            help=f"if it is only slow, set {TIMEOUT_VARIABLE}=SECONDS" if ending.hung else None,
+            expected="every call returns, the process continues as it was, and what it starts ends with it",
+            actual=actual,
+            help=help_,
             reproduce=self._reproduce(work),
         )
         return Result(
-            rule=rule,
-            check="ends",
-            lane=work,
-            outcome=Outcome.FAIL,
-            findings=[finding],
-            seconds=ending.seconds,
+            rule=rule, check="ends", lane=work, outcome=Outcome.FAIL, findings=[finding], seconds=seconds
         )
 
     def _given_up(self, ending: _Ending) -> Result:
@@ -597,6 +684,36 @@ class _Examination:
         if self._on_result is not None and (result.check == "quiet" or key not in self._reported):
             self._reported.add(key)
             self._on_result(self._target, result)
+
+
+class _BlindRun:
+    """The task that runs a target where the suite is not imported. It is not repeated."""
+
+    program: Path | None = PROGRAM
+
+    def __init__(self, judge: Judge) -> None:
+        self.judge = judge
+
+    def job(self) -> dict[str, Any]:
+        """Return the job of the process."""
+        return self.judge.job
+
+    def hear(self, event: dict[str, Any]) -> None:
+        """Hand what comes out to the judge."""
+        if event["event"] in ("declares", "stepped", "failed"):
+            self.judge.hear(event)
+
+    def ends(self, ending: _Ending) -> bool:
+        """Note a lost process."""
+        if ending.fault:
+            self.judge.lost(ending.work, "\n".join([ending.fault, *ending.evidence]))
+        return False
+
+
+def _said_replaced(names: Sequence[str]) -> str:
+    more = len(names) - _MOST_NAMES
+    shown = ", ".join(names[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
+    return f"it replaced {shown}, on which the verdict of the suite depends"
 
 
 def _info(catalog: PluginCatalog, kind: str, name: str) -> PluginInfo:

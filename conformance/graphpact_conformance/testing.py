@@ -14,8 +14,9 @@ Does not: survive a plugin that crashes or hangs; `graphpact check` does.
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, cached_property
+from pathlib import Path
 from typing import Literal, get_args
 
 import pytest
@@ -26,7 +27,8 @@ from graphpact.plugins import PluginCatalog
 from graphpact_conformance.report import digest
 from graphpact_conformance.results import Outcome, PluginResults, Result
 from graphpact_conformance.rules import RULES, Rule
-from graphpact_conformance.suite import Options, Size, Target, examine, lanes_of, targets
+from graphpact_conformance.suite import examine, require_lanes, targets
+from graphpact_conformance.targets import Options, Size, Target
 from graphpact_conformance.xfails import Xfails
 
 Device = Literal["cpu", "cuda"]
@@ -41,6 +43,7 @@ def conformance(
     size: Size = "quick",
     lanes: Collection[str] = (),
     device: Device = "cpu",
+    scenario: str | Path | None = None,
 ) -> pytest.MarkDecorator:
     """Return a decorator that parametrizes a test with ``check``: one per rule, and one for general checks.
 
@@ -55,13 +58,16 @@ def conformance(
         size: Number of lanes: ``"quick"``, ``"normal"`` or ``"thorough"``.
         lanes: Patterns of lane names; empty for all lanes.
         device: The device; ``check()`` skips if torch has no such device.
+        scenario: A file of ``graphpact generate --record``: its steps in lanes like its own, instead of
+            drawn ones.
 
     Raises:
         pytest.Collector.CollectError: A name is unknown, a plugin is rejected, a list of known failures
         cannot be read, or an option is invalid.
     """
     patterns = (lanes,) if isinstance(lanes, str) else tuple(lanes)
-    options = Options(seed=seed, examples=examples, size=size, lanes=patterns, device=device)
+    file = None if scenario is None else str(Path(scenario).resolve())
+    options = Options(seed=seed, examples=examples, size=size, lanes=patterns, device=device, scenario=file)
     try:
         examination = _examination(names, options)
     except UsageError as error:
@@ -136,11 +142,7 @@ class Examination:
         self.targets = tuple(targets(names, catalog))
         self._options = options
         self._xfails = Xfails.read(self.targets, catalog)
-        if options.lanes and not any(lanes_of(t, options, catalog) for t in self.targets):
-            raise UsageError(
-                f"no lane of {', '.join(map(str, self.targets))} matches {' or '.join(options.lanes)}",
-                hint=f"the lanes are {_lanes(self.targets, options, catalog)}",
-            )
+        require_lanes(self.targets, options, catalog)
 
     def row(self, target: Target, rule: Rule | None) -> digest.Row | None:
         """Return the results of a rule for one of the plugins; None if it was not checked."""
@@ -198,11 +200,6 @@ def _require_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
         raise UsageError(f"{name} is {value!r}", hint=f"use one of {', '.join(choices)}")
 
 
-def _lanes(found: Iterable[Target], options: Options, catalog: PluginCatalog) -> str:
-    every = replace(options, lanes=())
-    return ", ".join(str(plan) for target in found for plan in lanes_of(target, every, catalog))
-
-
 # -- messages ------------------------------------------------------------------------------------
 
 
@@ -220,7 +217,7 @@ def _lines_of(row: digest.Row, broken: Sequence[Result]) -> Iterator[str]:
         for finding in result.findings[:1]:
             for name, text in digest.evidence(finding):
                 yield f"  {name:<9}  " + text.replace("\n", "\n" + " " * 13)
-        if (more := len(result.findings) - 1) > 0:
-            yield f"  and {more} more findings in this lane"
+        if more := digest.more_findings(result):
+            yield f"  {more}"
     if rest := broken[_MOST:]:
         yield f"and in {len(rest)} more: {digest.lanes(rest)}"

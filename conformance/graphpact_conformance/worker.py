@@ -1,13 +1,16 @@
 """The process that examines a plugin: ``python -m graphpact_conformance.worker JOB``.
 
 `graphpact_conformance.supervise` starts it and handles its end. Events go through a separate pipe, one JSON
-object per line, so that output of a plugin on stdout and stderr does not mix with them.
+object per line, so that output of a plugin on stdout and stderr does not mix with them. Each line begins with
+a key, which the worker reads before it imports a plugin: a line without it comes from a plugin.
 
     ready                       graphpact is imported; the plugin's timeout starts
     begins, work, printed       a piece of work; bytes on stdout so far
     found, result               a `Result`
     warned, kind, at, text      a warning from the plugin
-    done, answer, printed       the job is done
+    done, answer, printed, threads   the job is done; names of threads that keep the process alive
+    replaced, names, work       functions of the suite or of torch that the plugin replaced
+    forked, work                a child that the plugin forked returned into the suite
     refused, type, message, hint   a usage error; nothing was examined
     raised, by_plugin, text     an exception that ended the job
 
@@ -21,6 +24,7 @@ import os
 import re
 import signal
 import sys
+import threading
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
@@ -34,7 +38,9 @@ from pydantic import TypeAdapter
 from graphpact.errors import UsageError, short_path
 from graphpact.plugins import PluginCatalog
 from graphpact_conformance import suite
+from graphpact_conformance.integrity import Originals
 from graphpact_conformance.results import Outcome, Result
+from graphpact_conformance.targets import Options, Target
 
 _SUITE = Path(__file__).resolve().parent
 _ORPHANED = 30.0  # seconds after the timeout until a process without a supervisor ends itself
@@ -69,6 +75,10 @@ class Reporter:
         self._stack: int = job["stack"]
         self._patience = job["bound"] + _ORPHANED
         os.set_inheritable(self._pipe, False)  # noqa: FBT003  positional only
+        self._key = os.read(job["key"], 64)
+        os.close(job["key"])
+        self._pid = os.getpid()
+        self._originals = Originals()
         # A plugin may redirect stdout and stderr; these stay the files that the supervisor reads.
         self._out, self._err = os.dup(1), os.dup(2)
         self._err_reported, self._has_reported = 0, True
@@ -77,6 +87,7 @@ class Reporter:
     def begins(self, work: str) -> None:
         """Report that ``work`` is about to run."""
         faulthandler.dump_traceback_later(self._patience, exit=True, file=self._stack)
+        self._compare_functions()
         self.work = work
         if self._has_reported:  # results follow after several pieces of work
             self._err_reported = os.fstat(self._err).st_size
@@ -100,17 +111,29 @@ class Reporter:
 
     def done(self, answer: Any) -> None:
         """Report the end of the job, with the answer."""
-        self.say("done", answer=answer, printed=self._printed())
+        self._compare_functions()
+        threads = [t.name for t in threading.enumerate() if not (t.daemon or t is threading.main_thread())]
+        self.say("done", answer=answer, printed=self._printed(), threads=threads)
 
     def say(self, event: str, **fields: Any) -> None:
         """Write one event; exit if the pipe is closed."""
-        data = json.dumps({"event": event, **fields}).encode() + b"\n"
+        is_fork = os.getpid() != self._pid
+        if is_fork:
+            event, fields = "forked", {"work": self.work}
+        data = self._key + b" " + json.dumps({"event": event, **fields}).encode() + b"\n"
         try:
             while data:
                 data = data[os.write(self._pipe, data) :]
         except OSError as error:
             os.write(self._err, f"the pipe to the supervisor is gone: {error}\n".encode())
             os._exit(os.EX_IOERR)
+        if is_fork:
+            os._exit(os.EX_SOFTWARE)
+
+    def _compare_functions(self) -> None:
+        """Report functions that the last piece of work replaced."""
+        if names := self._originals.replaced():
+            self.say("replaced", names=names, work=self.work)
 
     def _printed(self) -> int:
         return os.fstat(self._out).st_size
@@ -172,6 +195,7 @@ def _name_targets(job: dict[str, Any], reporter: Reporter) -> dict[str, Any]:
         reporter.begins(f"looking for {name}")  # imports the plugin; a crash here is attributed to this name
         suite.targets([name], catalog)
     targets = suite.targets(job["names"], catalog)
+    suite.require_lanes(targets, TypeAdapter(Options).validate_python(job["options"]), catalog)
     return {
         "targets": [dataclasses.asdict(target) for target in targets],
         "device_name": _device_name(job["device"]),
@@ -187,8 +211,8 @@ def _device_name(device: str) -> str | None:
 
 
 def _examine(job: dict[str, Any], reporter: Reporter) -> dict[str, Any]:
-    target = TypeAdapter(suite.Target).validate_python(job["target"])
-    options = TypeAdapter(suite.Options).validate_python(job["options"])
+    target = TypeAdapter(Target).validate_python(job["target"])
+    options = TypeAdapter(Options).validate_python(job["options"])
     first, parts = job["part"]
     plugin = suite.examine(target, options, reporter, skip=frozenset(job["skip"]), part=(first, parts))
     return plugin.model_dump(mode="json")
@@ -197,9 +221,9 @@ def _examine(job: dict[str, Any], reporter: Reporter) -> dict[str, Any]:
 def main() -> None:
     """Run one job, given as JSON on the command line.
 
-    With ``names`` and ``device``, find the targets. With ``target``, ``options``, ``skip`` and ``part``,
-    examine one. Both have ``homes``, the locations of the plugin's code; ``events`` and ``stack``,
-    descriptors; and ``bound``, the timeout of the supervisor in seconds.
+    With ``names``, ``device`` and ``options``, find the targets. With ``target``, ``options``, ``skip`` and
+    ``part``, examine one. Both have ``homes``, the locations of the plugin's code; ``events``, ``stack`` and
+    ``key``, descriptors; and ``bound``, the timeout of the supervisor in seconds.
     """
     job = json.loads(sys.argv[1])
     torch.set_num_threads(1)

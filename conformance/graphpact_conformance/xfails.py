@@ -4,7 +4,7 @@
     rule = "GP07"                                # id or name of a rule
     reason = "the draft stride is packed anew"   # required
     lane = "draft_extend*"                       # a pattern; optional: every lane
-    plugin = "my_backend"                        # or "runner:my_runner"; optional: the only one
+    plugin = "my_backend"                        # or "runner:NAME", "driver:NAME"; optional: the only one
     issue = "https://example.org/issues/7"       # optional
 
 The list is strict: a listed failure is an xfail, a rule that passes in all lanes of an entry is an xpass, and
@@ -28,7 +28,7 @@ from graphpact.errors import UsageError, did_you_mean
 from graphpact.plugins import PluginCatalog, PluginInfo
 from graphpact_conformance.results import Finding, Outcome, PluginResults, Result
 from graphpact_conformance.rules import find_rule
-from graphpact_conformance.suite import Options, Target
+from graphpact_conformance.targets import TARGET_KINDS, Options, Target
 
 FILE = "xfails.toml"
 _KEYS = ("rule", "reason", "lane", "plugin", "issue")
@@ -101,6 +101,8 @@ class Xfails:
         for entry in self._entries:
             if entry.concerns(target) and entry.covers(result):
                 reason = entry.reason + (f" ({entry.issue})" if entry.issue else "")
+                if result.reason:  # an error of the suite in another experiment
+                    reason += f"; {result.reason}"
                 return result.model_copy(update={"outcome": Outcome.XFAIL, "reason": reason})
         return result
 
@@ -193,7 +195,7 @@ def _read(file: Path, info: PluginInfo, catalog: PluginCatalog) -> list[Xfail]:
     wheel = [
         other
         for other in catalog.infos()
-        if other.distribution == info.distribution and other.kind != "graph_driver"
+        if other.distribution == info.distribution and other.kind in TARGET_KINDS
     ]
     return [_entry(file, number, table, wheel) for number, table in enumerate(tables, 1)]
 
@@ -229,9 +231,15 @@ def _entry(file: Path, number: int, table: Any, wheel: Sequence[PluginInfo]) -> 
 
 
 def _plugin(named: str | None, wheel: Sequence[PluginInfo]) -> PluginInfo:
-    """Return the plugin of an entry, among those of its distribution."""
-    spellings = {f"{info.kind}:{info.name}": info for info in wheel}
-    fit = [i for s, i in spellings.items() if named is None or named in (s, i.name)]
+    """Return the plugin of an entry, among those of its distribution.
+
+    Without a name it is the only backend or runner; if there is none, the only driver.
+    """
+    spellings = {f"{info.kind.removeprefix('graph_')}:{info.name}": info for info in wheel}
+    lanes = [info for info in wheel if info.kind != "graph_driver"]
+    fit = [i for s, i in spellings.items() if named in (s, i.name, f"{i.kind}:{i.name}")]
+    if named is None:
+        fit = lanes or list(wheel)
     if len(fit) == 1:
         return fit[0]
     near = did_you_mean(named or "", [info.name for info in wheel])

@@ -156,7 +156,7 @@ def test_a_lane_without_graphs_lists_what_runs(suite: Suite, capsys: pytest.Capt
         (["x", "--quick", "--thorough"], "contradict"),
         (["x", "--device", "tpu"], "--device"),
         (["x", "--examples", "0"], "--examples"),
-        (["x", "--list"], "no attention backend or runner 'x'"),
+        (["x", "--list"], "no attention backend, runner or graph driver 'x'"),
     ],
 )
 def test_what_cannot_be_asked_is_a_usage_error(
@@ -294,7 +294,7 @@ def test_every_rule_is_explained(rule: Any, capsys: pytest.CaptureFixture[str]) 
 def test_an_unknown_rule_is_not_explained(capsys: pytest.CaptureFixture[str]) -> None:
     """An unknown rule is a usage error with the nearest name."""
     assert main(["explain", "stale-pad-tails"]) == 2
-    assert "did you mean stale-pad-tail?" in capsys.readouterr().err
+    assert "did you mean GP03 stale-pad-tail?" in capsys.readouterr().err
 
 
 # -- saved reports -------------------------------------------------------------------------------

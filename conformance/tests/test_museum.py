@@ -13,14 +13,14 @@ from conformance_reports import finding
 from graphpact.cli import main
 from graphpact_conformance.cli.museum import ROOMS, describe
 from graphpact_conformance.museum import EXHIBITS, VARIANTS, Exhibit, Variant, Visit, visit_all
-from graphpact_conformance.problems import CASES
 from graphpact_conformance.rules import RULES
+from graphpact_conformance.world import CASES
 from support import load_reference
 
 ROOT = Path(__file__).parents[2]
 DRAFT = {"eagle_draft", "eagle_draft_extend", "frozen_kv_mtp"}
 PREFILL = {"breakable_cuda_graph", "piecewise_cuda_graph"}
-OURS = {"flashinfer", "fa3", "trtllm_mla", "cuda_graph", "cpu_graph", *DRAFT, *PREFILL}
+OURS = {"flashinfer", "fa3", "trtllm_mla", "cuda_graph", "cpu_graph", "tape", *DRAFT, *PREFILL}
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +60,7 @@ def test_an_exhibit_of_every_site_is_caught() -> None:
         assert visit.is_right, describe(visit)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "name", ["fa3-lengths-cast", pytest.param("flashinfer-planned-by-pages", marks=pytest.mark.sweep)]
 )
@@ -80,7 +81,7 @@ def test_the_collection_is_broad() -> None:
     assert len(ours) >= len(EXHIBITS) / 2
     assert {str(case) for case in CASES} <= {lane for e in ours for lane in e.lanes}
     assert {e.base for e in ours} == OURS
-    assert {"backend", "runner", "registry", "capture sizes", "batch"} == {e.site for e in EXHIBITS}
+    assert {"backend", "runner", "driver", "registry", "capture sizes", "batch"} == {e.site for e in EXHIBITS}
     assert len(VARIANTS) >= 5
 
 

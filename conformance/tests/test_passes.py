@@ -22,11 +22,12 @@ from graphpact.step import Forward, Region, Step, StepOutputs
 from graphpact_conformance.experiments.base import differences
 from graphpact_conformance.museum import EXHIBITS, Exhibit
 from graphpact_conformance.museum.gallery import right_class
-from graphpact_conformance.problems import CONTEXT, VOCAB, Config, cases_of, configs_of, draw
+from graphpact_conformance.problems import draw
 from graphpact_conformance.reference import ReferenceBackend, ReferenceRunner
 from graphpact_conformance.results import Outcome
 from graphpact_conformance.rig import Rig
 from graphpact_conformance.suite import Options, examine_lane, plan_lanes
+from graphpact_conformance.world import CONTEXT, VOCAB, Config, cases_of, configs_of
 from graphpact_fa3 import FA3Backend
 from graphpact_flashinfer import FlashInferBackend
 from graphpact_speculative import EagleDraftExtendRunner, EagleDraftRunner, FrozenKvMtpRunner
@@ -234,6 +235,7 @@ MISALIGNED = ("GP02", "GP03", "GP07", "GP09", "GP10")
 QUICK = ("flashinfer-first-step-planned", "trtllm-mla-packed-queries")
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "exhibit",
     [

@@ -149,6 +149,11 @@ VERDICTS = [
     (
         plugin([result("fail"), result("error", "GP05")]),
         False,
+        "not conformant: GP03 stale-pad-tail; the suite could not continue with GP05 pad-extent",
+    ),
+    (
+        plugin([result(), result("error", "GP05")]),
+        False,
         "no verdict: the suite could not continue with GP05 pad-extent",
     ),
     (plugin([result("unsupported")]), False, "no verdict: nothing passed, nothing failed"),
@@ -174,14 +179,15 @@ def test_every_rule_has_its_place_between_cause_and_consequence() -> None:
 @quick
 @given(st.lists(st.sampled_from([*RULES]), unique=True))
 def test_the_rule_to_begin_with_is_the_likeliest_cause(broken: list[str]) -> None:
-    """Errors of the suite come first, then rules by their order of causes, then general checks."""
+    """Rules come by their order of causes, then general checks, then errors of the suite."""
     results = [result("fail", rule) for rule in broken]
     results += [result(rule=rule) for rule in RULES if rule not in broken]
     expected = causes_first(broken)
     assert [row.key for row in to_fix(rows(plugin(results)))] == expected
     worse = [*results, result("fail", None), result("error", "GP17", reason="a fault")]
     order = [row.key for row in to_fix(rows(plugin(worse)))]
-    assert order == ["GP17", *(rule for rule in expected if rule != "GP17"), "general"]
+    error = [] if "GP17" in expected else ["GP17"]
+    assert order == [*expected, "general", *error]
 
 
 @quick
@@ -202,7 +208,7 @@ def test_what_names_a_hook_comes_before_what_only_sees_outputs(broken: list[tupl
 
 
 def test_why_to_begin_with_a_rule_is_said_if_others_fail_too() -> None:
-    """Of several failures the first is given a reason: what it concerns, or that the suite stopped there."""
+    """Of several failures the first is given a reason: what it concerns; of errors that the suite stopped."""
 
     def why(*results: Result) -> str:
         return why_first(to_fix(rows(plugin(results))))
@@ -211,7 +217,9 @@ def test_why_to_begin_with_a_rule_is_said_if_others_fail_too() -> None:
     assert why(result()) == why(one) == ""
     assert why(one, other) == ("it concerns the contents of the buffers, and the other may follow from it")
     assert why(one, other, general).endswith("and the other 2 may follow from it")
-    assert why(one, result("error", "GP06")) == (
+    error = result("error", "GP06")
+    assert why(one, error) == ""
+    assert why(error, result("error", "GP07")) == (
         "the suite could not continue there, so the results are incomplete"
     )
     assert all(concern_of(rule) for rule in RULES)
@@ -225,7 +233,8 @@ def test_why_to_begin_with_a_rule_is_said_if_others_fail_too() -> None:
         ([result(), result("not_run", "GP17")], True, "fail"),
         ([result(), result("fail")], False, "fail"),
         ([result(), result("xpass")], False, "xpass"),
-        ([result("fail"), result("error", "GP05")], False, "error"),
+        ([result("fail"), result("error", "GP05")], False, "fail"),
+        ([result(), result("error", "GP05")], False, "error"),
         ([result("unsupported"), result("not_run", "GP17")], False, "not_run"),
         ([], False, "not_run"),
     ],
@@ -610,7 +619,7 @@ def test_a_page_can_be_used_without_colours_and_without_a_mouse() -> None:
     page = Page(to_html(made))
     links = [dict(attrs) for tag, attrs in page.of_class("cell") if tag == "a"]
     labels = [attrs["aria-label"] or "" for attrs in links]
-    assert labels[0].startswith("general, x + x: 1 error, 1 fail, ")
+    assert labels[0].startswith("general, x + x: 1 fail, 1 xpass, 1 error, ")
     assert [label for label in labels if label.endswith(", begin here")] == [
         label for label in labels if label.startswith("GP03 stale-pad-tail, x + x: ")
     ]

@@ -18,18 +18,7 @@ from graphpact_conformance import suite
 from graphpact_conformance.experiments.base import differences
 from graphpact_conformance.museum import EXHIBITS, VARIANTS, Exhibit, Variant, visit
 from graphpact_conformance.museum.gallery import right_class
-from graphpact_conformance.problems import (
-    CONTEXT,
-    EMBEDS,
-    SEGMENTS,
-    VOCAB,
-    Case,
-    Config,
-    configs_of,
-    draw,
-    of_size,
-    sequences,
-)
+from graphpact_conformance.problems import draw, of_size, sequences
 from graphpact_conformance.reference import (
     PaddedReferenceBackend,
     ReferenceBackend,
@@ -39,6 +28,7 @@ from graphpact_conformance.reference import (
 from graphpact_conformance.results import Outcome
 from graphpact_conformance.rig import Rig
 from graphpact_conformance.suite import Options, Target, examine_lane, plan_lanes
+from graphpact_conformance.world import CONTEXT, EMBEDS, SEGMENTS, VOCAB, Case, Config, configs_of, plainest
 from graphpact_cuda_graph.breakable import BreakableCudaGraphRunner
 from graphpact_cuda_graph.piecewise import PiecewiseCudaGraphRunner
 from graphpact_fa3 import FA3Backend
@@ -59,7 +49,7 @@ def _inference() -> Iterator[None]:
 
 def plain(case: Case, backend: type[AttentionBackend] = ReferenceBackend) -> Config:
     """Return the plain lane of a kind of step."""
-    return min(configs_of(backend.capabilities, cases=(case,)), key=suite._plainness)
+    return plainest(configs_of(backend.capabilities, cases=(case,)))[0]
 
 
 # -- backends below eager attention ------------------------------------------------------------------
@@ -72,7 +62,7 @@ def test_a_backend_alone_is_checked_in_full_graphs_and_in_segments(backend: type
     runners = {plan.lane.config.case: plan.lane.runner for plan in plans}
     assert runners[SEGMENTS] is SegmentsRunner
     assert runners[Case(ForwardMode.EXTEND)] is ReferenceRunner
-    (lane,) = (plan.lane for plan in plans if plan.lane.config.case == SEGMENTS)
+    lane = next(plan.lane for plan in plans if plan.lane.config.case == SEGMENTS)
     assert lane.no_graphs_declared is None
     rig = lane.rig()
     assert {c.graph.num_segments for c in rig.lane.captured.values()} == {len(rig.layers) + 1}

@@ -190,12 +190,12 @@ def test_on_a_machine_without_the_device_all_is_skipped(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ('"flashinfr"', "no attention backend or runner 'flashinfr'"),
-        ('"driver:tape"', "'driver:tape': plugins of kind 'driver' cannot be checked"),
+        ('"flashinfr"', "no attention backend, runner or graph driver 'flashinfr'"),
+        ('"observer:trace"', "'observer:trace': plugins of kind 'observer' cannot be checked"),
         ("", "there is nothing to check"),
         ('"flashinfer", size="fast"', "size is 'fast'"),
         ('"flashinfer", device="gpu"', "device is 'gpu'"),
-        ('"flashinfer", lanes=["decod"]', "no lane of flashinfer matches decod"),
+        ('"flashinfer", lanes=["decod"]', "no lane of flashinfer matches 'decod'"),
     ],
 )
 def test_what_cannot_be_checked_is_an_error_of_collection(

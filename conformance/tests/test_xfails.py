@@ -95,6 +95,7 @@ class MissesOne(ReferenceBackend):
         self.fill_metadata(view, replace(metadata, request=metadata.request.clone()))
 
 
+@pytest.mark.sweep
 def test_a_backend_with_known_failures_alone_is_conformant(monkeypatch: pytest.MonkeyPatch) -> None:
     """The broken rule is the only failure of a whole run, without one of the claims; if listed, none is."""
     catalog = ListedCatalog(mine=MissesOne)

@@ -33,6 +33,8 @@ class DraftLoop(GraphRunner):
             ids, drafts = step.view.input_ids, []
             for i, (view, metadata) in enumerate(each_step(step.view, step.metadata)):
                 batch = replace(view, input_ids=ids, positions=view.positions + i)
+                if view.mrope_positions is not None:  # of a model with images
+                    batch.mrope_positions = view.mrope_positions + i
                 ids = forward(batch, metadata, step.backend.forward).logits.argmax(-1)
                 drafts.append(ids)
             return StepOutputs(draft_tokens=(torch.stack(drafts, dim=1), "tokens"))

@@ -13,9 +13,10 @@ from graphpact.batch import ForwardMode
 from graphpact.errors import EngineError
 from graphpact.graphs import GraphDriver
 from graphpact.step import Attend, StepOutputs
-from graphpact_conformance.problems import Config, configs_of, draw
+from graphpact_conformance.problems import draw
 from graphpact_conformance.reference import ReferenceBackend
 from graphpact_conformance.rig import Rig
+from graphpact_conformance.world import Config, configs_of
 from graphpact_fa3 import FA3Backend
 from graphpact_flashinfer import FlashInferBackend
 from graphpact_tape.tape import TapeDriver
@@ -78,7 +79,7 @@ def shared(config: Config) -> SharedConfig:
 
 def bits(rig: Rig) -> list[torch.Tensor]:
     """Return a copy of the KV cache as integers, so that NaN equals itself."""
-    return [t.clone().view(torch.int32) for t in kv_tensors(rig.kv).values()]
+    return [t.clone().view(torch.int32) for t in kv_tensors(rig.cache.kv).values()]
 
 
 def same(before: list[torch.Tensor], after: list[torch.Tensor]) -> list[bool]:
@@ -129,10 +130,10 @@ def test_a_layer_uses_the_cache_that_it_names(backend: type[AttentionBackend], c
     def check(batch: Any, metadata: Any) -> None:
         q, k, v = rig.net.project(0, batch.input_ids, batch.positions, batch)
         rig.backend.forward(q, k, v, first, metadata)
-        for caches in (rig.kv.k, rig.kv.v):
+        for caches in (rig.cache.kv.k, rig.cache.kv.v):
             caches[1].copy_(caches[0])
         expected = rig.backend.forward(q, None, None, own, metadata)
-        for caches in (rig.kv.k, rig.kv.v):
+        for caches in (rig.cache.kv.k, rig.cache.kv.v):
             caches[1].fill_(float("nan"))
         before = bits(rig)
         assert torch.equal(rig.backend.forward(q, None, None, second, metadata), expected)

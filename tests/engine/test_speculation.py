@@ -603,6 +603,7 @@ def draw_outputs(
     return p
 
 
+@pytest.mark.sweep
 def test_drawn_tokens_have_the_distribution_of_the_target(target: Path, heads: dict[str, Path]) -> None:
     """Drafted and rejected tokens fit the target's own probabilities."""
     assert draw_outputs(target, heads, "eagle", 4, "fast") > 1e-3

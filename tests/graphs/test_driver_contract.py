@@ -147,7 +147,7 @@ def test_every_failure_begins_with_the_promise(make: type[TapeDriver], broken: s
             DriverCheck(name, make, torch.device("cpu"))()
         except AssertionError as error:
             text, _, cause = str(error).partition("\n")
-            assert text == promise.__doc__
+            assert text == promise.sentence
             assert cause
             failed.add(name)
     assert broken <= failed
@@ -156,7 +156,7 @@ def test_every_failure_begins_with_the_promise(make: type[TapeDriver], broken: s
 @driver_contract(TapeDriver)
 def test_the_decorator_makes_a_test_for_each_promise(check: DriverCheck) -> None:
     """`driver_contract` gives a test one check after another."""
-    assert CHECKS[check.name].__doc__
+    assert CHECKS[check.name].sentence
     check()
 
 

@@ -50,6 +50,7 @@ IMPORTS = {  # what each module does, and its reason in the list
 }
 
 
+@pytest.mark.sweep
 def test_a_plugin_that_takes_its_process_along_is_a_row(
     site: Site, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

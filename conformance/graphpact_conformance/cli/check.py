@@ -24,7 +24,7 @@ from graphpact_conformance.rules import RULES, Rule, find_rule
 if TYPE_CHECKING:
     from graphpact_conformance.cli.results import Progress
     from graphpact_conformance.results import Report, Result
-    from graphpact_conformance.suite import Options, Target
+    from graphpact_conformance.targets import Options, Target
 
 _RULE_COLUMNS = ("rule", "level", "since", "requirement", "hooks")
 
@@ -37,15 +37,14 @@ class DeviceOption(enum.StrEnum):
 
 
 def complete_plugin(incomplete: str) -> list[str]:
-    """Return the installed backends and runners whose names begin with ``incomplete``."""
-    infos = PluginCatalog.scan(env={}).infos()
-    names = {i.name for i in infos if i.kind in ("attention_backend", "runner")}
+    """Return the names of plugins that can be checked and begin with ``incomplete``."""
+    names = _checkable(PluginCatalog.scan(env={}))
     return sorted(name for name in names if name.startswith(incomplete))
 
 
 def complete_rule(incomplete: str) -> list[tuple[str, str]]:
-    """Return the ids of rules that begin with ``incomplete``, with their names."""
-    return [(rule.id, rule.name) for rule in RULES.values() if rule.id.startswith(incomplete)]
+    """Return the ids of rules that begin with ``incomplete``, in any case, with their names."""
+    return [(rule.id, rule.name) for rule in RULES.values() if rule.id.startswith(incomplete.upper())]
 
 
 def check(
@@ -54,8 +53,8 @@ def check(
         typer.Argument(
             metavar="NAME...",
             autocompletion=complete_plugin,
-            help="Backends and runners to check, alone and in pairs. Use `runner:NAME` if a backend has the"
-            " same name.",
+            help="Backends and runners to check, alone and in pairs, and graph drivers. Use `runner:NAME` or"
+            " `driver:NAME` if another kind has the same name.",
             show_default=False,
         ),
     ] = None,
@@ -75,7 +74,9 @@ def check(
     ] = None,
     list_rules: Annotated[
         bool,
-        typer.Option("--list", help="List the rules, or the lanes of NAMEs, without a run."),
+        typer.Option(
+            "--list", help="List the rules, or the lanes of NAMEs with their checks, without a run."
+        ),
     ] = False,
     device: Annotated[DeviceOption, typer.Option("--device", help="Device of the lanes.")] = DeviceOption.cpu,
     strict: Annotated[
@@ -93,10 +94,26 @@ def check(
         int | None,
         typer.Option("--examples", min=1, help="Sequences of batches for each experiment and lane."),
     ] = None,
+    scenario: Annotated[
+        Path | None,
+        typer.Option(
+            "--scenario",
+            metavar="FILE",
+            help="Check with the recorded steps of FILE, from graphpact generate --record.",
+            show_default=False,
+        ),
+    ] = None,
     workers: Annotated[
         int | None,
         typer.Option("--workers", min=1, help="Number of plugins that are checked in parallel."),
     ] = None,
+    all_findings: Annotated[
+        bool,
+        typer.Option(
+            "--all-findings",
+            help="Keep and print every finding: usually the first of each field, 8 of a rule in a lane.",
+        ),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
     report: Annotated[
         Path | None,
@@ -125,7 +142,12 @@ def check(
         from graphpact_conformance.report.files import make_directory  # noqa: PLC0415  pydantic
 
         make_directory(report)
-    from graphpact_conformance.suite import Options  # noqa: PLC0415  all that the suite needs
+    from graphpact_conformance.targets import Options  # noqa: PLC0415  pydantic
+
+    if scenario is not None:
+        from graphpact_conformance.scenario import read  # noqa: PLC0415  torch
+
+        read(scenario)  # a broken file is refused before any process starts
 
     given: dict[str, Any] = {"seed": seed, "examples": examples}
     options = Options(
@@ -133,6 +155,8 @@ def check(
         lanes=tuple(lane or ()),
         device=device.value,
         strict=strict,
+        scenario=None if scenario is None else str(scenario.resolve()),
+        all_findings=all_findings,
         size="quick" if quick else "thorough" if thorough else "normal",
         **{name: value for name, value in given.items() if value is not None},
     )
@@ -186,25 +210,18 @@ def _write(found: "Report", directory: Path | None, *, as_json: bool) -> None:
 
 
 def _print_lanes(names: Sequence[str], options: "Options", *, as_json: bool) -> None:
-    """Print the lanes of plugins, with the experiments in each."""
-    from graphpact.plugins import PluginCatalog  # noqa: PLC0415  torch
+    """Print the lanes of plugins, with the experiments in each; of drivers, the checks."""
     from graphpact_conformance import suite  # noqa: PLC0415  all that the suite needs
 
     with contextlib.redirect_stdout(sys.stderr):
         catalog = PluginCatalog.scan()
-        lanes = {
-            str(target): suite.lanes_of(target, options, catalog) for target in suite.targets(names, catalog)
-        }
-    rows = [
-        (
-            name,
-            str(plan),
-            [e.name for e in suite.experiments_of(plan, options) if captures or not e.needs_graphs],
-        )
-        for name, plans in lanes.items()
-        for plan in plans
-        for captures in [not plan.lane.captures_nothing]
-    ]
+        targets = suite.targets(names, catalog)
+        suite.require_lanes(targets, options, catalog)
+        rows = [
+            (str(target), lane, checks)
+            for target in targets
+            for lane, checks in suite.checks_by_lane(target, options, catalog).items()
+        ]
     if as_json:
         keys = ("plugin", "lane", "experiments")
         listed = [dict(zip(keys, row, strict=True)) for row in rows]
@@ -224,7 +241,12 @@ def print_rules(rules: Collection[Rule], *, as_json: bool) -> None:
 
 
 def _installed_hint() -> str:
-    catalog = PluginCatalog.scan()
-    infos = [*catalog.infos("attention_backend"), *catalog.infos("runner")]
-    names = dict.fromkeys(info.name for info in infos)
-    return f"give one or more of: {', '.join(names)}" if names else "no backend and no runner is installed"
+    names = _checkable(PluginCatalog.scan())
+    return f"give one or more of: {', '.join(names)}" if names else "no plugin that it checks is installed"
+
+
+def _checkable(catalog: PluginCatalog) -> list[str]:
+    """Return the names of the installed backends and runners, and of drivers as ``driver:NAME``."""
+    lanes = [*catalog.infos("attention_backend"), *catalog.infos("runner")]
+    drivers = [f"driver:{info.name}" for info in catalog.infos("graph_driver")]
+    return list(dict.fromkeys([*(info.name for info in lanes), *drivers]))

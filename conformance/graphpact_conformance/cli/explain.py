@@ -1,4 +1,4 @@
-"""``graphpact explain``: a rule, a real bug that breaks it, and the fix.
+"""``graphpact explain``: a rule with a real bug that breaks it and the fix, or a word of a report.
 
 Does not: load any plugin.
 """
@@ -14,6 +14,8 @@ from rich.padding import Padding
 from rich.text import Text
 
 from graphpact.cli.console import data
+from graphpact.errors import UsageError, did_you_mean
+from graphpact_conformance import legend
 from graphpact_conformance.cli.check import complete_rule, print_rules
 from graphpact_conformance.rules import RULES, Rule, find_rule
 
@@ -24,11 +26,12 @@ _WIDEST = 100  # columns of prose
 
 
 def explain(
-    rule: Annotated[
+    word: Annotated[
         str | None,
         typer.Argument(
-            metavar="RULE",
-            help="Its id or name, such as GP03.",
+            metavar="WORD",
+            help="The id or name of a rule, such as GP03; `batches`, `lanes` or `experiments`; or the name of"
+            " a lane or of an experiment in a report.",
             show_default=False,
             autocompletion=complete_rule,
         ),
@@ -36,14 +39,20 @@ def explain(
     *,
     as_json: Annotated[bool, typer.Option("--json", help="Write JSON.")] = False,
 ) -> None:
-    """Show a rule, a real bug that breaks it, how the suite detects it, and the fix.
+    """Show a rule, a real bug that breaks it, how the suite detects it, and the fix; or a word of a report.
 
-    Without a rule, list all rules.
+    Without a word, list all rules.
     """
-    if rule is None:
+    if word is None:
         print_rules(RULES.values(), as_json=as_json)
         return
-    found = find_rule(rule)
+    found = _find(word.strip())
+    if isinstance(found, dict):
+        if as_json:
+            sys.stdout.write(json.dumps(found, indent=2) + "\n")
+        else:
+            _print_meanings(data(), found)
+        return
     from graphpact_conformance.stories import STORIES  # noqa: PLC0415  long texts
 
     story = STORIES[found.id]
@@ -51,6 +60,35 @@ def explain(
         sys.stdout.write(json.dumps({**asdict(found), **asdict(story)}, indent=2) + "\n")
         return
     _print(data(), found, story)
+
+
+def _find(word: str) -> Rule | dict[str, str]:
+    """Return a rule, or the meanings of a word of reports, by its parts.
+
+    Raises:
+        UsageError: There is neither. The hint has the nearest rule, topic or experiment.
+    """
+    given, word = word, word.lower()
+    if word in ("batches", "lanes"):
+        return {word: legend.BATCHES if word == "batches" else legend.LANES}
+    if (parts := legend.parts_of_lane(word)) is not None:
+        return {part: text or "not known to this version" for part, text in parts}
+    try:
+        return find_rule(given)
+    except UsageError as error:
+        known = legend.experiments()  # imports torch
+        if word == "experiments":
+            return known
+        if word in known:
+            return {word: known[word]}
+        topics = ("batches", "lanes", "experiments", *known)
+        near = did_you_mean(word, (*topics, *(rule.name for rule in RULES.values())))
+        if near not in topics:
+            raise
+        raise UsageError(
+            f"{error.message}, and no experiment and no topic of reports has that name",
+            hint=f"did you mean {near}? `graphpact explain experiments` lists experiments",
+        ) from None
 
 
 def _print(console: Console, rule: Rule, story: "Story") -> None:
@@ -65,6 +103,12 @@ def _print(console: Console, rule: Rule, story: "Story") -> None:
         console.print(Text(f"\n{heading}", "bold cyan"))
         _paragraph(console, text)
     console.print(Text(f"\n{story.thread}  {story.url}", "dim"), soft_wrap=True)
+
+
+def _print_meanings(console: Console, meanings: dict[str, str]) -> None:
+    for name, text in meanings.items():
+        console.print(Text(name, "bold"))
+        _paragraph(console, text)
 
 
 def _paragraph(console: Console, text: str, style: str = "") -> None:

@@ -22,7 +22,10 @@ from graphpact_conformance.rules import RULES, find_rule
 if TYPE_CHECKING:
     from graphpact_conformance.museum import Exhibit, Variant, Visit
 
-ROOMS = ("bindings", "recordings", "plans", "padding", "memory", "runners", "drafts", "segments", "variants")
+ROOMS = (
+    *("bindings", "recordings", "plans", "padding", "memory", "runners", "drafts", "drivers", "life"),
+    *("requests", "segments", "scale", "fields", "variants", "right_drivers"),
+)
 """The modules of `graphpact_conformance.museum` with exhibits or variants."""
 
 

@@ -21,6 +21,7 @@ from graphpact_conformance.report.digest import (
     evidence,
     is_good,
     lanes,
+    more_findings,
     rows,
     say,
     summary,
@@ -56,15 +57,30 @@ _GUIDE, _CORNER, _BAR, _BLANK = "├── ", "└── ", "│   ", "    "
 
 def print_report(console: Console, report: Report) -> None:
     """Print a tree for each plugin, its verdict, and a line of totals."""
+    most = None if report.shows_all else MOST_SHOWN
     for plugin in report.plugins:
-        _print_plugin(console, plugin, strict=report.strict)
+        _print_plugin(console, plugin, strict=report.strict, most=most)
         console.print()
+    _print_legend(console, report)
     colour = "bold green" if report.exit_code is ExitCode.CONFORMANT else "bold red"
     text = Text.assemble((VERDICTS[report.exit_code], colour), f": {summary(report)}")
     console.print(text, soft_wrap=True)
 
 
-def _print_plugin(console: Console, plugin: PluginResults, *, strict: bool) -> None:
+def _print_legend(console: Console, report: Report) -> None:
+    """Print what the experiments with findings do, and where batches and lanes are explained."""
+    if not report.legend:
+        return
+    more = "batches and lanes: `graphpact explain batches`, `graphpact explain LANE`"
+    console.print(Text.assemble(("how to read this", "bold"), (f"  {more}", "dim")), soft_wrap=True)
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    for name, text in report.legend.items():
+        grid.add_row(Text(_line(name)), Text(_line(text), "dim"))
+    _print_under(console, "  ", grid)
+    console.print()
+
+
+def _print_plugin(console: Console, plugin: PluginResults, *, strict: bool, most: int | None) -> None:
     about = (
         f"  {plugin.kind.replace('_', ' ')}, {plugin.distribution} {plugin.version},"
         f" contract {plugin.contract or 'not declared'}"
@@ -76,7 +92,7 @@ def _print_plugin(console: Console, plugin: PluginResults, *, strict: bool) -> N
     broken = to_fix(found)
     for at, row in enumerate(found):
         last = at == len(found) - 1 and not notes
-        _print_row(console, row, width, last=last, first=row in broken[:1])
+        _print_row(console, row, width, last=last, first=row in broken[:1], most=most)
     for at, (heading, texts) in enumerate(notes):
         last = at == len(notes) - 1
         console.print(Text.assemble((_CORNER if last else _GUIDE, "dim"), (heading, "bold")))
@@ -88,7 +104,7 @@ def _print_plugin(console: Console, plugin: PluginResults, *, strict: bool) -> N
         console.print(Text(f"begin with {broken[0].label}: {why}"), soft_wrap=True)
 
 
-def _print_row(console: Console, row: Row, width: int, *, last: bool, first: bool) -> None:
+def _print_row(console: Console, row: Row, width: int, *, last: bool, first: bool, most: int | None) -> None:
     line = Text.assemble((_CORNER if last else _GUIDE, "dim"), _sign(row.outcome))
     line.append(f" {row.label:<{width}}  ")
     for at, (outcome, number) in enumerate(row.counts.items()):
@@ -100,12 +116,13 @@ def _print_row(console: Console, row: Row, width: int, *, last: bool, first: boo
         line.append(f": {_line('; '.join(reasons))}", "dim")
     console.print(line, soft_wrap=True)
     if row.failures:
-        _print_failures(console, row, _BLANK if last else _BAR)
+        _print_failures(console, row, _BLANK if last else _BAR, most)
 
 
-def _print_failures(console: Console, row: Row, guide: str) -> None:
+def _print_failures(console: Console, row: Row, guide: str, most: int | None) -> None:
+    """Print the first failures of a row with the first finding of each; all of both if ``most`` is None."""
     _print_under(console, guide, Text(row.requirement, "italic"))
-    for result in row.failures[:MOST_SHOWN]:
+    for result in row.failures[:most]:
         head = Text.assemble(_sign(result.outcome), f" {_line(result.lane)}")
         head.append(f"  {_line(result.check)}", "dim")
         if not result.counts_against:
@@ -113,12 +130,11 @@ def _print_failures(console: Console, row: Row, guide: str) -> None:
         _print_under(console, guide, head)
         if result.reason:
             _print_under(console, guide + "  ", Text(clean(result.reason)))
-        for finding in result.findings[:1]:
+        for finding in result.findings if most is None else result.findings[:1]:
             _print_finding(console, finding, guide + "  ")
-        if len(result.findings) > 1:
-            more = f"and {len(result.findings) - 1} more findings in this lane"
+        if most is not None and (more := more_findings(result)):
             _print_under(console, guide + "  ", Text(more, "dim"))
-    if rest := row.failures[MOST_SHOWN:]:
+    if rest := row.failures[most:] if most is not None else []:
         _print_under(console, guide, Text(f"and in {len(rest)} more: {_line(lanes(rest))}", "dim"))
 
 

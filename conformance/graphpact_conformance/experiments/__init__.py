@@ -1,11 +1,14 @@
 """All experiments of the suite, in the order in which they run.
 
     values    outputs and KV cache against attention in float64; effects of padding rows
+    look_alikes  live requests with the numbers of padding rows; a part of ``answers_replayed``
     refresh   entries that a replay does not write, or writes from earlier batches
     parity    the inputs of a replay against those of a capture of the same batch
     capture   side effects of captures, and the recorded work
     dummies   the dummy batches of the runner
+    recorded  the steps of a real engine, in their order
     order     other orders of batches, poisoned memory, eager activity between replays
+    life      captured again, beside other lanes, on memory that the engine rewrites
     dispatch  the choice of the graph; ranks
 
 A rule is checked by every experiment that lists it. It passes if none of them has a finding. An experiment
@@ -21,8 +24,10 @@ from graphpact_conformance.experiments import (
     capture,
     dispatch,
     dummies,
+    life,
     order,
     parity,
+    recorded,
     refresh,
     values,
 )
@@ -56,19 +61,27 @@ EXPERIMENTS: tuple[Experiment, ...] = (
         of_fields=True,
     ),
     Experiment(
+        "recorded_steps",
+        ("GP02", "GP03", "GP09", "GP10"),
+        recorded.recorded_steps,
+        of_recordings=True,
+    ),
+    Experiment(
         "unwritten_and_stale",
         ("GP02", "GP03", "GP09", "GP10"),
         refresh.unwritten_and_stale,
         repeats=True,
         in_pairs=True,
         of_fields=True,
+        names_rules=True,
     ),
     Experiment(
         "replay_against_capture",
-        ("GP01", "GP02", "GP04", "GP05", "GP07", "GP08", "GP09", "GP10", "GP11", "GP13", "GP20"),
+        ("GP01", "GP02", "GP03", "GP04", "GP05", "GP07", "GP08", "GP09", "GP10", "GP11", "GP13", "GP20"),
         parity.replay_against_capture,
         repeats=True,
         in_pairs=True,
+        names_rules=True,
     ),
     Experiment(
         "padding",
@@ -88,6 +101,9 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     Experiment("dummies", ("GP10", "GP11", "GP12"), dummies.dummies),
     Experiment("capture_side_effects", ("GP19",), capture.capture_side_effects),
     Experiment("cold_and_warm", ("GP10",), capture.cold_and_warm),
+    Experiment("captured_again", ("GP10",), life.captured_again),
+    Experiment("rewritten_memory", ("GP02", "GP15", "GP16"), life.rewritten_memory),
+    Experiment("beside_other_lanes", ("GP02", "GP09", "GP10", "GP15", "GP19"), life.beside_other_lanes),
     Experiment("graph_choice", ("GP08", "GP10", "GP12", "GP20"), dispatch.graph_choice),
     Experiment(
         "declared_graph_support",

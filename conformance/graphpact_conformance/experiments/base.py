@@ -3,10 +3,10 @@
 Does not: check a rule.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -14,12 +14,15 @@ from graphpact.batch import ForwardBatch
 from graphpact.errors import Breach
 from graphpact.pact import walk
 from graphpact.tensors import equal, same
+from graphpact_conformance.global_state import Call
 from graphpact_conformance.model import ROWS_OF_PASS
 from graphpact_conformance.oracle import Answer
-from graphpact_conformance.problems import Drawn, Problem
+from graphpact_conformance.problems import Problem
+from graphpact_conformance.raised import same_error
+from graphpact_conformance.records import Leaf, Ready, StepRecord, Undo
 from graphpact_conformance.results import Finding
-from graphpact_conformance.rig import DeclinedError, Leaf, Ready, Rig, StepRecord, Undo
-from graphpact_conformance.subject import LaneUnderTest
+from graphpact_conformance.under_test import CannotCaptureError, DeclinedError, Subject, UnderTest, Way
+from graphpact_tape.writes import write
 
 Scope = Literal["attention_backend", "runner"]
 Findings = Iterator[Finding]
@@ -32,7 +35,7 @@ class Experiment:
     Args:
         name: Its name in reports.
         examines: Ids of the rules that it checks. Its findings have one of these rules, or none.
-        run: ``(lane, steps) -> findings``: the procedure, for a sequence of batches.
+        run: ``(lane, steps) -> findings``: the procedure, for `Drawn` or a recorded sequence of batches.
         scopes: The kinds of plugins that it checks.
         repeats: Whether more batches show more. An experiment without `repeats` runs once per lane.
         depth: The lanes that it runs in: ``lightest`` in all; ``light`` in all but the lanes of a quick run
@@ -41,32 +44,58 @@ class Experiment:
             attention.
         of_fields: Whether it runs in lanes that differ from others only in the fields of their batches.
         needs_graphs: Whether it runs only in lanes that capture.
+        of_recordings: Whether it takes the whole sequence of a recorded lane, and runs in no other lane.
+        names_rules: Whether it runs also in a lane that is too light for its depth, after a finding there: a
+            wrong output shows no rule, and it names the rule and the field.
     """
 
     name: str
     examines: tuple[str, ...]
-    run: Callable[[LaneUnderTest, Drawn], Findings]
+    run: Callable[[UnderTest, Any], Findings]
     scopes: frozenset[Scope] = frozenset({"attention_backend", "runner"})
     repeats: bool = False
     depth: Literal["lightest", "light", "full"] = "full"
     in_pairs: bool = False
     of_fields: bool = False
     needs_graphs: bool = True
+    of_recordings: bool = False
+    names_rules: bool = False
 
     @property
     def about(self) -> str:
         """The first line of its docstring."""
         return (self.run.__doc__ or "").strip().splitlines()[0]
 
-    def findings(self, lane: LaneUnderTest, steps: Drawn) -> tuple[list[Finding], str | None]:
-        """Run it, and return its findings, and why it ended early: the runner declined a batch."""
+    def listed(self, findings: Iterable[Finding]) -> list[Finding]:
+        """Return the findings of the rules that it examines, and those without a rule."""
+        return [finding for finding in findings if finding.rule in (None, *self.examines)]
+
+    def findings(self, lane: UnderTest, steps: Sequence[Problem]) -> "Found":
+        """Run it, and return its findings, those before an error included."""
         found: list[Finding] = []
         try:
-            for finding in self.run(lane, steps):
-                found.append(finding)  # noqa: PERF402  those before an error count
+            with lane.watch.during(Call(f"other calls in {self.name}")):
+                for finding in self.run(lane, steps):
+                    found.append(finding)  # noqa: PERF402  those before an error count
         except DeclinedError as declined:
-            return found, str(declined)
-        return found, None
+            return Found(found, declined=str(declined))
+        except Exception as error:  # noqa: BLE001  of the plugin or of the suite; the caller tells which
+            return Found(found, error=error)
+        return Found(found)
+
+
+class Found(NamedTuple):
+    """What an experiment found.
+
+    Args:
+        findings: Its findings.
+        declined: Why it ended early, if the runner declined a batch that it needs.
+        error: The error that ended it early.
+    """
+
+    findings: list[Finding]
+    declined: str | None = None
+    error: Exception | None = None
 
 
 # -- comparing ---------------------------------------------------------------------------------------
@@ -96,7 +125,7 @@ def same_tensors(a: Rows | None, b: Rows | None) -> bool:
     return a.keys() == b.keys() and all(equal(tensor, b[name]) for name, tensor in a.items())
 
 
-def first_off(rig: Rig, rows: Rows, expected: Rows) -> tuple[str, torch.Tensor] | None:
+def first_off(rig: Subject, rows: Rows, expected: Rows) -> tuple[str, torch.Tensor] | None:
     """Return the first output, in the order of passes, that is wrong by more than rounding, and its error."""
     for name in sorted(expected, key=lambda n: (n != "rows", not n.startswith(ROWS_OF_PASS))):
         off = excess(rows[name], expected[name], tolerance_of(rig.config.dtype))
@@ -120,16 +149,16 @@ def excess(actual: torch.Tensor, expected: torch.Tensor, tolerance: float) -> to
 def same_step(a: StepRecord, b: StepRecord, *, first_slot: int, padded: bool = True) -> bool:
     """Return whether two steps of one batch have the same outputs and KV cache, except in scratch.
 
+    Two steps that failed are the same if their errors are: type, message and line.
+
     Args:
         a: The first step.
         b: The second step.
         first_slot: The first KV slot after scratch.
         padded: Whether to compare the outputs of padding rows.
     """
-    if (a.error is None) is not (b.error is None):
-        return False
-    if a.error is not None:
-        return True
+    if a.error is not None or b.error is not None:
+        return a.error is not None and b.error is not None and same_error(a.error, b.error)
     if not same_tensors(a.rows, b.rows) or (padded and not same_tensors(a.outputs, b.outputs)):
         return False
     return all(equal(cache[first_slot:], b.caches[name][first_slot:]) for name, cache in a.caches.items())
@@ -154,7 +183,7 @@ class Difference:
     slots: tuple[int, ...] = ()
 
 
-def differences(rig: Rig, step: StepRecord, answer: Answer) -> list[Difference]:
+def differences(rig: Subject, step: StepRecord, answer: Answer) -> list[Difference]:
     """Return the differences between a step without error and the oracle's answer."""
     found = []
     rows = step.rows
@@ -186,10 +215,11 @@ def differences(rig: Rig, step: StepRecord, answer: Answer) -> list[Difference]:
     for name, cache in step.caches.items():
         right = answer.caches[name].to(cache.dtype)
         differs = ~same(cache, right)
-        if rig.net.is_draft:  # keys of later passes depend on attention
+        if rig.feeds_itself:  # keys of later passes depend on attention
             differs &= excess(cache, right, tolerance_of(rig.config.dtype)) > 1
         differs = differs.flatten(1).any(dim=1)
-        slots = [slot for slot in differs.nonzero().flatten().tolist() if slot >= first]
+        changed = differs.nonzero().flatten().tolist()
+        slots = [rig.cache.slot_at(row) for row in changed if row >= first]
         if slots:
             found.append(
                 Difference(
@@ -204,8 +234,8 @@ def differences(rig: Rig, step: StepRecord, answer: Answer) -> list[Difference]:
 
 
 def wrong_results(
-    lane: LaneUnderTest,
-    rig: Rig,
+    lane: UnderTest,
+    rig: Subject,
     step: StepRecord,
     *,
     what: str,
@@ -235,8 +265,38 @@ def wrong_results(
         )
 
 
+def faults(
+    lane: UnderTest,
+    rig: Subject,
+    step: StepRecord,
+    *,
+    rule: str,
+    expected: str,
+    help: str,  # noqa: A002  the field of reports
+) -> list[Finding]:
+    """Return what is wrong with a replay, all under one rule: its error, or its differences from the oracle.
+
+    Empty for a batch that the runner declined.
+
+    Args:
+        lane: What is tested.
+        rig: The subject that did the step.
+        step: The step.
+        rule: The rule.
+        expected: The expected property.
+        help: The next action.
+    """
+    if step.error is not None:
+        found = lane.of_error(step.error, expected=expected, rule=rule, step=step, help=help)
+        return [found.model_copy(update={"rule": rule})]
+    if step.declined is not None:
+        return []
+    wrong = wrong_results(lane, rig, step, what="a replay", help=help, rule=rule, expected=expected)
+    return [*wrong]
+
+
 def is_right(
-    lane: LaneUnderTest, rig: Rig, problem: Problem, *, eagerly: bool = False, may_decline: bool = False
+    lane: UnderTest, rig: Subject, problem: Problem, *, eagerly: bool = False, may_decline: bool = False
 ) -> bool:
     """Return whether a step of a batch ends without error and agrees with the oracle.
 
@@ -246,6 +306,14 @@ def is_right(
     if step.error is not None or step.declined is not None:
         return False
     return not differences(rig, step, lane.answer(rig, problem))
+
+
+def strict_rig(lane: UnderTest, way: Way = "graph") -> Subject | None:
+    """Return a strict lane; None if it cannot be captured, which is a finding of ``captures``."""
+    try:
+        return lane.guarded(way)
+    except CannotCaptureError:
+        return None
 
 
 # -- perturbing --------------------------------------------------------------------------------------
@@ -273,24 +341,21 @@ def altered(changes: dict[str, TensorEdit]) -> Ready:
 def _restore(kept: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Write the kept contents of tensors back, the last edit first."""
     for tensor, before in reversed(kept):
-        tensor.copy_(before)
+        write(tensor, before)
 
 
 def put(mask: torch.Tensor, value: torch.Tensor | float) -> TensorEdit:
     """Return an edit that writes ``value`` where ``mask`` is set: a number, or a tensor of the same shape."""
 
     def change(tensor: torch.Tensor) -> None:
-        at = mask.to(tensor.device)
-        if isinstance(value, torch.Tensor):
-            tensor.copy_(torch.where(at, value.to(tensor.device), tensor))
-        else:
-            tensor.masked_fill_(at, value)
+        new = value if isinstance(value, torch.Tensor) else torch.full_like(tensor, value)
+        write(tensor, torch.where(mask.to(tensor.device), new.to(tensor.device), tensor))
 
     return change
 
 
 def matters(
-    rig: Rig,
+    rig: Subject,
     base: StepRecord,
     leaf: Leaf,
     mask: torch.Tensor,

@@ -6,28 +6,30 @@ Real ranks would synchronise in collectives, so the recorded operations and the 
 Does not: communicate.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from itertools import zip_longest
+from itertools import cycle, islice, zip_longest
 
 import torch
 
 from graphpact.batch import ForwardBatch, ForwardMode
 from graphpact.parallel import get_parallel
-from graphpact.runners import RunnerContext
 from graphpact.shapes import EagerReason, GraphShape
 from graphpact_conformance.experiments.base import Findings, differences, is_right, wrong_results
-from graphpact_conformance.experiments.parity import compare_with_capture, trace_of
+from graphpact_conformance.experiments.kinds import MOST, of_default_sizes, of_other_kinds
+from graphpact_conformance.experiments.parity import compare_with_capture
 from graphpact_conformance.experiments.values import pads_leak
-from graphpact_conformance.problems import Config, Drawn, Problem, corner, half_size_batch, of_size
+from graphpact_conformance.fields import COUNT, GATHERED
+from graphpact_conformance.model import own_rows
+from graphpact_conformance.problems import Drawn, Problem, corner, half_size_batch, of_size
+from graphpact_conformance.records import StepRecord
 from graphpact_conformance.results import Finding
-from graphpact_conformance.rig import DeclinedError, Rig
-from graphpact_conformance.subject import CannotCaptureError, LaneUnderTest, planned_shapes
+from graphpact_conformance.under_test import CannotCaptureError, DeclinedError, Subject, UnderTest
+from graphpact_conformance.world import DRAFT_WIDTH, Config
 from graphpact_tape.tape import TapeDriver
 from graphpact_tape.trace import TracedCall
 
-_RANKS = 2
 _RANK_HELP = (
     "with one rank it does not fail: check sizes that depend on attn_tp_size and offsets that depend on"
     " attn_tp_rank"
@@ -36,10 +38,14 @@ _GATHER_HELP = (
     "without other ranks it does not fail: check the use of global_num_tokens_cpu, and ranks without"
     " requests and rows"
 )
-_COUNT = "num_token_non_padded"
 _COUNT_HELP = (
-    "declare the slot whenever layers need it (RunnerContext.num_token_non_padded), and fill it with"
-    " graphpact.parallel.local_num_token_non_padded(count, padded tokens): ranks split the padded tokens"
+    "declare the slot whenever layers need it (RunnerContext.num_token_non_padded). With"
+    " require_gathered_buffer ranks split the padded tokens: fill it with"
+    " graphpact.parallel.local_num_token_non_padded(count, padded tokens); otherwise with the batch's count"
+)
+_GATHERED_HELP = (
+    "let a post_fill of the slot write the padded count of FillContext, as"
+    " build_decode_registry(require_gathered_buffer=True) does; the batch's counts are those of live tokens"
 )
 _DECLINE_HELP = (
     "return the captured shape; or, if its graph must not serve the batch, return an EagerReason of the"
@@ -49,23 +55,25 @@ _DECLINE_RANK_HELP = (
     "let a declared reason depend only on data that all ranks have. Requests of a rank are its own where"
     " layers gather over ranks: decline every batch with global_num_tokens_cpu, or none"
 )
-_MOST = (1, 3, 5, 7, 13, 42, 100, 301)
-"""Values of max_bs for which runners are asked for their shapes. No regular step of sizes ends at all of
-them."""
+_MOST_SIZES = 256
+"""The value of max_bs for which batches of every size are fitted."""
 
 
 # -- which graph -------------------------------------------------------------------------------------
 
 
-def graph_choice(lane: LaneUnderTest, _: Drawn) -> Findings:
+def graph_choice(lane: UnderTest, _: Drawn) -> Findings:
     """Fit and run batches of every size: each takes the smallest captured shape that holds it.
 
     Or it runs eagerly, with a reason that the runner declares, or because no captured shape holds it.
     """
+    lane = _with_room(lane)
     rig = lane.rig()
-    shapes = list(rig.lane.captured)
+    shapes = rig.captured
     yield from _planned(lane, rig, shapes)
     largest = [half_size_batch(lane.config), corner(lane.config)]
+    if lane.config.case.width is None:
+        largest.append(_one_token_more(lane.config))
     if lane.config != lane.config.unbounded:
         largest.append(corner(lane.config.unbounded))
     for problem in (*_sizes(lane.config), *largest):
@@ -94,13 +102,19 @@ def graph_choice(lane: LaneUnderTest, _: Drawn) -> Findings:
     yield from _other_kinds(lane, rig)
 
 
+def _with_room(lane: UnderTest) -> UnderTest:
+    """Return a lane whose limits allow one request more than the largest shape.
+
+    So a step that no graph holds stays within the limits by which a plugin sizes its memory.
+    """
+    return lane.like(replace(lane.config, room=max(lane.config.room, 1)))
+
+
 def _run_as_fitted(
-    lane: LaneUnderTest, rig: Rig, problem: Problem, asked: GraphShape | EagerReason | None
+    lane: UnderTest, rig: Subject, problem: Problem, asked: GraphShape | EagerReason | None
 ) -> Findings:
     """Run a batch: the lane replays the shape that ``fit`` gave, or runs eagerly and counts the reason."""
     best = asked if isinstance(asked, GraphShape) else None
-    before = {shape: stats.replays for shape, stats in rig.lane.stats.shapes.items()}
-    eager = rig.lane.stats.eager.total()
     step = rig.step(problem, may_decline=True)
     if step.error is not None:
         if best is None:  # a failing replay is a finding of other experiments
@@ -112,10 +126,7 @@ def _run_as_fitted(
                 help="return an EagerReason from fit(); Lane.run() then runs the batch eagerly",
             )
         return
-    replayed = [
-        shape for shape, stats in rig.lane.stats.shapes.items() if stats.replays > before.get(shape, 0)
-    ]
-    counted = rig.lane.stats.eager.total() - eager
+    replayed, counted = list(dict.fromkeys(step.replayed)), step.eager_runs
     reason = None if best else asked
     if (replayed, counted, step.reason) != ([best] if best else [], 0 if best else 1, reason):
         yield lane.finding(
@@ -146,14 +157,14 @@ def _run_as_fitted(
 
 
 def _ask(
-    lane: LaneUnderTest, rig: Rig, batch: ForwardBatch, problem: Problem
+    lane: UnderTest, rig: Subject, batch: ForwardBatch, problem: Problem
 ) -> tuple[GraphShape | EagerReason | None, Finding | None]:
     """Return the result of ``fit``, called without host syncs, or a finding about its error."""
     guard = TapeDriver(lane.device, strict=True)
     host = batch.host_tensors() if lane.device.type == "cpu" else [*batch.tensors().values()]
     try:
         with guard.preparation(host, read_only=[*batch.tensors().values()]):
-            return rig.lane.fit(batch), None
+            return rig.fit(batch), None
     except (Exception, SystemExit) as error:  # noqa: BLE001  the plugin's code may raise anything
         return None, lane.of_error(
             error,
@@ -165,19 +176,30 @@ def _ask(
         )
 
 
-def _is_recorded_otherwise(lane: LaneUnderTest, rig: Rig, problem: Problem) -> bool:
+def _is_recorded_otherwise(lane: UnderTest, rig: Subject, problem: Problem) -> bool:
     """Return whether a capture of this batch records other work or other host numbers."""
     found = compare_with_capture(lane, rig, "graph", problem)
     return any(f.rule in ("GP08", "GP10") for f in found)
 
 
 def _sizes(config: Config) -> list[Problem]:
-    """Return batches of short requests: every small size, the largest shape, one more, and an idle batch."""
+    """Return batches of short requests: every small size, the largest shape, one more, and an idle batch.
+
+    In ragged modes also chunks of as many tokens as a verified draft has.
+    """
     most = config.most_requests
     sizes = [*range(1, min(most, 9) + 1), most, most + 1]
+    idle = Problem(config.case, [], 0)
     if config.case.mode is ForwardMode.IDLE:
-        return [Problem(config.case, [], 0)]
-    return [of_size(config, size) for size in dict.fromkeys(sizes)] + [Problem(config.case, [], 0)]
+        return [idle]
+    chunks = [of_size(config, size, DRAFT_WIDTH) for size in (1, most)] if config.case.mode.is_ragged else []
+    return [*(of_size(config, size) for size in dict.fromkeys(sizes)), *chunks, idle]
+
+
+def _one_token_more(config: Config) -> Problem:
+    """Return the largest batch of a ragged mode with one token more."""
+    shape = config.shapes[-1]
+    return corner(replace(config, capture_shapes=(replace(shape, num_tokens=shape.num_tokens + 1),)))
 
 
 def _smallest(shapes: Sequence[GraphShape], batch: ForwardBatch) -> list[GraphShape]:
@@ -200,9 +222,9 @@ def _smallest(shapes: Sequence[GraphShape], batch: ForwardBatch) -> list[GraphSh
     ]
 
 
-def _planned(lane: LaneUnderTest, rig: Rig, shapes: Sequence[GraphShape]) -> Findings:
+def _planned(lane: UnderTest, rig: Subject, shapes: Sequence[GraphShape]) -> Findings:
     """Check that the runner's shapes are captured and cover the largest step."""
-    planned = planned_shapes(rig.runner)
+    planned = rig.planned
     if set(planned) != set(shapes) or len(set(shapes)) != len(shapes):
         yield lane.finding(
             "GP12",
@@ -215,20 +237,13 @@ def _planned(lane: LaneUnderTest, rig: Rig, shapes: Sequence[GraphShape]) -> Fin
         yield from _default_shapes(lane, rig)
 
 
-def _default_shapes(lane: LaneUnderTest, rig: Rig) -> Findings:
+def _default_shapes(lane: UnderTest, rig: Subject) -> Findings:
     """Check that the runner's default shapes cover the largest step, or end at one fixed cap."""
     capture_sizes: dict[int, list[int]] = {}
     each = lane.config.case.rows_per_request
-    for most in (each * number for number in _MOST):
-        limits = replace(lane.config.limits, max_bs=most, max_num_tokens=most * 8)
-        context = RunnerContext(
-            lane.device,
-            rig.backend.capabilities,
-            limits,
-            mode=lane.config.case.lane_mode,
-        )
+    for most in (each * number for number in MOST):
         try:
-            own = planned_shapes(lane.runner(context))
+            own = lane.default_shapes(most)
         except (Exception, SystemExit) as error:  # noqa: BLE001  the plugin's code may raise anything
             yield lane.of_error(
                 error,
@@ -251,17 +266,39 @@ def _default_shapes(lane: LaneUnderTest, rig: Rig) -> Findings:
                 help="append max_bs to the capture sizes",
             )
             return
+    yield from _fit_defaults(lane, rig)
 
 
-def _other_kinds(lane: LaneUnderTest, rig: Rig) -> Findings:
+def _fit_defaults(lane: UnderTest, rig: Subject) -> Findings:
+    """Fit batches of every size to the default capture sizes: each takes the smallest that holds it."""
+    most = _MOST_SIZES * lane.config.case.rows_per_request
+    shapes = lane.default_shapes(most)
+    for problem in of_default_sizes(lane.config, _MOST_SIZES) if shapes else ():
+        batch = rig.batch_of(problem)
+        asked, held_by = lane.fit_default(most, batch), _smallest(shapes, batch)
+        if asked in rig.declines or asked in held_by or (not held_by and isinstance(asked, EagerReason)):
+            continue
+        yield lane.finding(
+            "GP12",
+            hook="prepare_replay",
+            field=f"fit() with the default capture sizes for max_bs = {most}",
+            expected=f"{' or '.join(map(str, held_by))} for {batch.batch_size} requests",
+            actual=str(asked),
+            help="return the smallest captured shape that holds the batch: CaptureSizes.fit()",
+        )
+        return
+
+
+def _other_kinds(lane: UnderTest, rig: Subject) -> Findings:
     """Fit batches of other modes and widths: none may take this graph."""
     problem = of_size(lane.config, 1)
     batch = rig.batch_of(problem)
     others = [
-        (f"a {mode.value} batch", replace(batch, forward_mode=mode))
+        (f"a batch of this size and of mode {mode.value}", replace(batch, forward_mode=mode))
         for mode in ForwardMode
         if mode not in (ForwardMode.IDLE, batch.forward_mode, lane.config.case.lane_mode)
     ]
+    others += [(what, rig.batch_of(other)) for what, other in of_other_kinds(lane.config)]
     if batch.batch_size and not batch.forward_mode.is_ragged:
         twice = {
             name: getattr(batch, name).repeat_interleave(2, dim=0)
@@ -274,7 +311,8 @@ def _other_kinds(lane: LaneUnderTest, rig: Rig) -> Findings:
             yield refused
         elif isinstance(asked, GraphShape):
             width = asked.num_tokens // asked.batch_size
-            if asked.mode is other.forward_mode and width == other.tokens_per_request:
+            is_uniform = not asked.mode.is_ragged
+            if asked.mode is other.forward_mode and (not is_uniform or width == other.tokens_per_request):
                 continue
             yield lane.finding(
                 "GP12",
@@ -287,10 +325,10 @@ def _other_kinds(lane: LaneUnderTest, rig: Rig) -> Findings:
             )
 
 
-def declared_graph_support(lane: LaneUnderTest, _: Drawn) -> Findings:
+def declared_graph_support(lane: UnderTest, _: Drawn) -> Findings:
     """Check that a lane captures shapes unless its backend or its runner declares no graphs of the mode."""
     if lane.captures_nothing and lane.no_graphs_declared is None:
-        support = lane.backend.capabilities.graph_support
+        support = lane.graph_support
         yield lane.finding(
             "GP12",
             field="shapes()" if lane.kind == "runner" else "capabilities.graph_support",
@@ -305,39 +343,63 @@ def declared_graph_support(lane: LaneUnderTest, _: Drawn) -> Findings:
 # -- ranks -------------------------------------------------------------------------------------------
 
 
-def ranks_agree(lane: LaneUnderTest, steps: Drawn) -> Findings:
-    """Capture and step as each of two ranks: shapes, recorded work and gathered rows must be equal."""
-    counted = lane.like(replace(lane.config, counts=True))
-    rigs: list[Rig] = []
-    for rank in range(_RANKS):
-        with _as_rank(rank):
+def ranks_agree(lane: UnderTest, steps: Drawn) -> Findings:
+    """Capture and step as each rank: shapes, recorded work and gathered rows must be equal.
+
+    In lanes with optional fields also as the last of some ranks that do not gather: it has all rows.
+    """
+    config = lane.config
+    counted = lane.like(replace(config, counts=True))
+    together = counted if config.case.width is None else _with_room(counted)  # for one request too many
+    yield from _as_ranks(lane, together, range(config.ranks), (steps.padded, steps.small, steps.idle))
+    if config.fields:
+        alone = lane.like(replace(config, counts=True, gathers=False))
+        yield from _as_ranks(lane, alone, [config.ranks - 1], [steps.padded])
+
+
+def _as_ranks(
+    lane: UnderTest, counted: UnderTest, numbers: Sequence[int], problems: Sequence[Problem]
+) -> Findings:
+    """Capture and step as some ranks.
+
+    Args:
+        lane: The lane of one rank.
+        counted: The lane whose layers read the counts of tokens.
+        numbers: The ranks.
+        problems: The batches.
+    """
+    rigs: dict[int, Subject] = {}
+    ranks = lane.config.ranks
+    for rank in numbers:
+        with _as_rank(rank, ranks):
             try:
-                rigs.append(counted.build(capture=False))
-                if not rigs[-1].registry.has_slot(_COUNT):
-                    yield _without_count(counted, steps[0])
+                rig = rigs[rank] = counted.build(capture=False)
+                if all(slot.name != COUNT for slot in rig.slots):
+                    yield _without_count(counted, problems[0])
                     return
-                yield from _captured_counts(counted, rank, rigs[-1])
+                yield from _captured_counts(counted, rank, rig)
             except (Exception, SystemExit) as error:  # noqa: BLE001  the plugin's code may raise anything
                 if not _captures_alone(lane):
                     return  # the error does not depend on ranks
                 yield lane.of_error(
                     error,
-                    expected=f"rank {rank} of {_RANKS} captures like a single rank",
+                    expected=f"rank {rank} of {ranks} captures like a single rank",
                     rule="GP17",
                     help=_RANK_HELP,
                 )
                 return
-    yield from _same_captures(lane, rigs)
-    for problem in (steps.padded, steps.small, steps.idle):
-        yield from _same_steps(lane, counted, rigs, problem)
-    yield from _uneven(lane, rigs)
+    yield from _same_captures(lane, [*rigs.values()])
+    for number in range(1, len(problems) + 1):
+        yield from _same_steps(lane, counted, rigs, problems[:number])
+    if counted.config.gathers:
+        yield from _uneven(lane, [*rigs.values()])
 
 
-def _as_rank(rank: int) -> AbstractContextManager[object]:
-    return get_parallel().override(attn_tp_rank=rank, attn_tp_size=_RANKS)
+def _as_rank(rank: int, ranks: int) -> AbstractContextManager[object]:
+    return get_parallel().override(attn_tp_rank=rank, attn_tp_size=ranks)
 
 
-def _captures_alone(lane: LaneUnderTest) -> bool:
+def _captures_alone(lane: UnderTest) -> bool:
     try:
         lane.rig()
     except CannotCaptureError:
@@ -346,27 +408,23 @@ def _captures_alone(lane: LaneUnderTest) -> bool:
 
 
 @torch.inference_mode()
-def _captured_counts(lane: LaneUnderTest, rank: int, rig: Rig) -> Findings:
+def _captured_counts(lane: UnderTest, rank: int, rig: Subject) -> Findings:
     """Capture, and check that the count of live tokens is that of a replay of the same dummy."""
-    counts: dict[GraphShape, torch.Tensor | None] = {}
+    counts: list[torch.Tensor | None] = []
 
     def see(view: ForwardBatch, _: object) -> None:
-        shape, count = rig.observer.shape, view.num_token_non_padded
-        if shape is not None:
-            counts[shape] = None if count is None else count.clone()
+        count = view.num_token_non_padded
+        counts.append(None if count is None else count.clone())
 
-    rig.observer.ready = see
-    try:
-        rig.capture()
-    finally:
-        rig.observer.ready = None
-    for shape, count in counts.items():
-        rows = shape.num_tokens // _RANKS
+    rig.capture(ready=see)
+    ranks = lane.config.ranks
+    for shape, count in zip(rig.captured, counts, strict=False):
+        _, rows = own_rows(lane.config, shape.num_tokens)
         if count is not None and int(count) != rows:
             yield lane.finding(
                 "GP11",
                 hook="populate",
-                field=f"view.num_token_non_padded at the capture of {shape}, on rank {rank} of {_RANKS}",
+                field=f"view.num_token_non_padded at the capture of {shape}, on rank {rank} of {ranks}",
                 expected=f"{rows}, as at replay: all rows of a dummy are live, and this rank has {rows} of"
                 f" them",
                 actual=str(int(count)),
@@ -377,11 +435,11 @@ def _captured_counts(lane: LaneUnderTest, rank: int, rig: Rig) -> Findings:
             return
 
 
-def _without_count(lane: LaneUnderTest, problem: Problem) -> Finding:
+def _without_count(lane: UnderTest, problem: Problem) -> Finding:
     return lane.finding(
         "GP05",
         hook="populate",
-        field=f"view.{_COUNT}",
+        field=f"view.{COUNT}",
         expected="a slot of that name where layers need the number of live tokens",
         actual="slots() declares none, and Lane.run() refuses the batch",
         problem=problem,
@@ -389,31 +447,32 @@ def _without_count(lane: LaneUnderTest, problem: Problem) -> Finding:
     )
 
 
-def _same_captures(lane: LaneUnderTest, rigs: Sequence[Rig]) -> Findings:
-    orders = [list(rig.lane.captured) for rig in rigs]
-    if orders[0] != orders[1]:
-        yield lane.finding(
-            "GP17",
-            field="captured shapes",
-            expected=f"the same shapes in the same order on all ranks: {', '.join(map(str, orders[0]))}",
-            actual=f"on rank 1: {', '.join(map(str, orders[1]))}",
-            help="do not let shapes depend on the rank",
-        )
-        return
-    for shape in orders[0]:
-        found = _other_work(trace_of(rigs[0], shape), trace_of(rigs[1], shape))
-        if found is not None:
-            at, first, second = found
+def _same_captures(lane: UnderTest, rigs: Sequence[Subject]) -> Findings:
+    for rank, rig in enumerate(rigs[1:], 1):
+        orders = [each.captured for each in (rigs[0], rig)]
+        if orders[0] != orders[1]:
             yield lane.finding(
                 "GP17",
-                hook="init_metadata_capture",
-                field=f"{shape}: recorded operation {at}",
-                expected=f"the same on all ranks; rank 0 has {first}",
-                actual=f"rank 1 has {second}",
-                help="record the same operations, on tensors of the same shapes, on all ranks: only the"
-                " contents of tensors may differ",
+                field="captured shapes",
+                expected=f"the same shapes in the same order on all ranks: {', '.join(map(str, orders[0]))}",
+                actual=f"on rank {rank}: {', '.join(map(str, orders[1]))}",
+                help="do not let shapes depend on the rank",
             )
             return
+        for shape in orders[0]:
+            found = _other_work(rigs[0].trace(shape), rig.trace(shape))
+            if found is not None:
+                at, first, other = found
+                yield lane.finding(
+                    "GP17",
+                    hook="init_metadata_capture",
+                    field=f"{shape}: recorded operation {at}",
+                    expected=f"the same on all ranks; rank 0 has {first}",
+                    actual=f"rank {rank} has {other}",
+                    help="record the same operations, on tensors of the same shapes, on all ranks: only the"
+                    " contents of tensors may differ",
+                )
+                return
 
 
 def _other_work(first: Sequence[TracedCall], second: Sequence[TracedCall]) -> tuple[int, str, str] | None:
@@ -443,43 +502,43 @@ def _sizes_of(call: TracedCall) -> str:
     return f" of {', '.join(map(str, sizes))}" if sizes else ""
 
 
-def _same_steps(plain: LaneUnderTest, lane: LaneUnderTest, rigs: Sequence[Rig], problem: Problem) -> Findings:
-    """Step all ranks of a tensor-parallel group with one batch: each rank has a share of the padded rows."""
+def _same_steps(
+    plain: UnderTest, lane: UnderTest, rigs: Mapping[int, Subject], problems: Sequence[Problem]
+) -> Findings:
+    """Step all ranks of a tensor-parallel group with one batch: each rank has a share of the padded rows.
+
+    Args:
+        plain: The lane without a count of live tokens.
+        lane: The lane.
+        rigs: The rig of each rank.
+        problems: The batches so far; the ranks have stepped all but the last.
+    """
     answers: list[GraphShape | EagerReason | None] = []
     declined: EagerReason | None = None
-    for rank, rig in enumerate(rigs):
-        with _as_rank(rank):
+    problem = problems[-1]
+    for rank, rig in rigs.items():
+        with _as_rank(rank, lane.config.ranks):
             step = rig.step(problem, may_decline=True)
             answers.append(step.reason or step.shape)
             if step.declined is not None:
                 declined = step.declined
                 continue
             if step.error is not None:
-                if plain.rig().step(problem, may_decline=True).error is None:
+                if _is_right_alone(plain, problems):
                     yield lane.of_error(
                         step.error,
                         expected=f"rank {rank} replays like a single rank",
-                        rule="GP17",
+                        rule="GP17" if _is_right_alone(lane, problems) else None,
                         step=step,
                         help=_RANK_HELP,
                     )
                 return
             if step.shape is not None:
-                count = step.leaves.get("view.num_token_non_padded")
-                real = None if count is None else int(count.value)
-                yield from _share(lane, rank, step.shape, problem, real)
-            wrong = differences(rig, step, rig.answer(problem))
-            if wrong and is_right(plain, plain.rig(), problem, may_decline=True):
-                yield lane.finding(
-                    "GP17",
-                    field=f"rank {rank}: {wrong[0].what}",
-                    expected=wrong[0].expected,
-                    actual=wrong[0].actual,
-                    step=step,
-                    help="pool on each rank the live tokens among its rows of the padded shape",
-                )
-            if step.outputs is not None:
-                yield from pads_leak(lane, rig, step)
+                shares = [*_share(lane, rank, step, problems)]
+                yield from shares
+                if shares:
+                    continue  # wrong rows follow from a wrong count
+            yield from _compare_rows(plain, lane, rig, rank, step, problems)
     if len(set(answers)) > 1:
         yield lane.finding(
             "GP17",
@@ -493,38 +552,100 @@ def _same_steps(plain: LaneUnderTest, lane: LaneUnderTest, rigs: Sequence[Rig], 
         raise DeclinedError(declined)
 
 
-def _share(
-    lane: LaneUnderTest, rank: int, shape: GraphShape, problem: Problem, count: int | None
+def _compare_rows(
+    plain: UnderTest,
+    lane: UnderTest,
+    rig: Subject,
+    rank: int,
+    step: StepRecord,
+    problems: Sequence[Problem],
 ) -> Findings:
-    rows = shape.num_tokens // _RANKS
-    real = min(max(len(problem.tokens) - rank * rows, 0), rows)
-    if count != real:
+    """Compare the results of a rank's step with the oracle, and with other contents of padding rows."""
+    leaks = [*pads_leak(lane, rig, step)] if step.outputs is not None else []
+    yield from leaks
+    wrong = differences(rig, step, rig.answer(problems[-1]))
+    if not wrong or not _is_right_alone(plain, problems):
+        return  # right, or wrong without ranks and counts too
+    is_of_ranks = _is_right_alone(lane, problems)
+    if is_of_ranks or not leaks:
         yield lane.finding(
-            "GP05",
-            hook="populate",
-            field=f"view.num_token_non_padded on rank {rank} of {_RANKS}",
-            expected=f"{real}: the live tokens among its {rows} rows of {shape}",
-            actual="the view has no such field" if count is None else str(count),
-            problem=problem,
-            help=_COUNT_HELP,
+            "GP17" if is_of_ranks else "GP05",
+            field=f"rank {rank}: {wrong[0].what}",
+            expected=wrong[0].expected,
+            actual=wrong[0].actual,
+            step=step,
+            help="pool on each rank the live tokens among its rows of the padded shape",
         )
 
 
-def _uneven(lane: LaneUnderTest, rigs: Sequence[Rig]) -> Findings:
-    """Step data-parallel ranks with unequal batches: all replay the shape of the largest."""
+def _is_right_alone(lane: UnderTest, problems: Sequence[Problem]) -> bool:
+    """Return whether a single rank in a new lane runs all batches, and the last one right."""
+    with get_parallel().override(attn_tp_rank=0, attn_tp_size=1):
+        try:
+            rig = lane.build()
+        except (Exception, SystemExit):  # noqa: BLE001  the plugin's code may raise anything
+            return False
+        for problem in problems[:-1]:
+            rig.step(problem, may_decline=True)
+        return is_right(lane, rig, problems[-1], may_decline=True) and _has_count(rig, problems[-1])
+
+
+def _has_count(rig: Subject, problem: Problem) -> bool:
+    """Return whether the view of a batch counts all its tokens, if it counts tokens."""
+    count = rig.step(problem, may_decline=True).leaves.get(f"view.{COUNT}")
+    return count is None or int(count.value) == len(problem.tokens)
+
+
+def _share(lane: UnderTest, rank: int, step: StepRecord, problems: Sequence[Problem]) -> Findings:
+    """Check the counts of tokens of a replay on a rank: its own live ones, and those that ranks gather.
+
+    A count of live tokens that is wrong for a single rank too breaks GP05.
+    """
+    shape, ranks = step.shape, lane.config.ranks
+    assert shape is not None  # noqa: S101  it was replayed
+    first, rows = own_rows(lane.config, shape.num_tokens)
+    real = min(max(len(step.problem.tokens) - first, 0), rows)
+    asked = {COUNT: (real, f"{real}: the live tokens among its {rows} rows of {shape}", _COUNT_HELP)}
+    if lane.config.gathers:
+        padded = f"{shape.num_tokens}: every rank gathers the padded tokens of {shape}"
+        asked |= dict.fromkeys(GATHERED, (shape.num_tokens, padded, _GATHERED_HELP))
+    for name, (right, expected, help_) in asked.items():
+        leaf = step.leaves.get(f"view.{name}")
+        counts = [] if leaf is None else leaf.value.tolist()
+        if any(count != right for count in counts) or (name == COUNT and not counts):
+            is_of_ranks = name == COUNT and _is_right_alone(lane, problems)
+            yield lane.finding(
+                "GP17" if is_of_ranks else "GP05",
+                hook="populate",
+                field=f"view.{name} on rank {rank} of {ranks}",
+                expected=expected,
+                actual="the view has no such field" if leaf is None else ", ".join(map(str, counts)),
+                step=step,
+                help=help_,
+            )
+
+
+def _groups(lane: UnderTest, rig: Subject) -> list[list[Problem]]:
+    """Return unequal batches of data-parallel ranks, each of which alone takes the right graph."""
     config = lane.config
-    width = config.case.width
-    if width is None or config.case.mode is ForwardMode.IDLE:
-        return
     most = config.most_requests
     groups = [
         [of_size(config, size) if size else Problem(config.case, [], 0) for size in sizes]
-        for sizes in ((most, 1), (most, 0), (1, 0), (most + 1, 1))
+        for sizes in _of_ranks(config, (most, 1), (most, 0), (1, 0), (most + 1, 1))
     ]
     declined = next(filter(lane.declined, (corner(config.unbounded), *_sizes(config))), None)
     if declined is not None:
-        groups.append([declined, of_size(config, most)])
-    for group in groups:
+        groups += [[declined, *[of_size(config, most)] * (config.ranks - 1)]]
+    # another graph without other ranks too is a finding of `graph_choice`
+    return [group for group in groups if not any(_takes_another_graph(rig, problem) for problem in group)]
+
+
+def _uneven(lane: UnderTest, rigs: Sequence[Subject]) -> Findings:
+    """Step data-parallel ranks with unequal batches: all replay the shape of the largest."""
+    config, width = lane.config, lane.config.case.width
+    if width is None or config.case.mode is ForwardMode.IDLE:
+        return
+    for group in _groups(lane, rigs[0]):
         sizes = [len(problem.requests) for problem in group]
         together = tuple(size * width for size in sizes)
         answers: list[GraphShape | EagerReason | None] = []
@@ -548,7 +669,7 @@ def _uneven(lane: LaneUnderTest, rigs: Sequence[Rig]) -> Findings:
                     return
                 asked = step.shape if step.replays == 1 else None
             answers.append(asked)
-        if answers[0] != answers[1] and any(isinstance(a, GraphShape) for a in answers):
+        if len({*answers}) > 1 and any(isinstance(a, GraphShape) for a in answers):
             shown = [
                 f"rank {rank} with {size} requests: {answer or 'no graph'}"
                 for rank, (size, answer) in enumerate(zip(sizes, answers, strict=True))
@@ -563,3 +684,20 @@ def _uneven(lane: LaneUnderTest, rigs: Sequence[Rig]) -> Findings:
                 else "where layers gather over ranks, all take the shape of the largest: CaptureSizes.fit()"
                 " uses global_num_tokens_cpu",
             )
+
+
+def _of_ranks(config: Config, *sizes: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """Return the requests of each rank: the given ones of two ranks, then 0 and 1 in turn."""
+    return [(*two, *islice(cycle((0, 1)), config.ranks - len(two))) for two in sizes]
+
+
+def _takes_another_graph(rig: Subject, problem: Problem) -> bool:
+    """Return whether a batch alone is fitted to another shape than the smallest that holds it."""
+    batch = rig.batch_of(problem)
+    try:
+        asked = rig.fit(batch)
+    except (Exception, SystemExit):  # noqa: BLE001  the plugin's code may raise anything
+        return True
+    held_by = _smallest(rig.captured, batch)
+    is_shape = isinstance(asked, GraphShape) or bool(held_by)
+    return asked not in held_by and is_shape and asked not in rig.declines

@@ -21,9 +21,10 @@ from graphpact_conformance.experiments.base import (
     values_at,
 )
 from graphpact_conformance.experiments.refresh import hook_of
-from graphpact_conformance.problems import CONTEXT, VOCAB, Drawn, Problem
-from graphpact_conformance.rig import Rig, StepRecord
-from graphpact_conformance.subject import LaneUnderTest, Way
+from graphpact_conformance.fields import COUNT, GATHERED, words, wrong_rows
+from graphpact_conformance.problems import Drawn, Problem
+from graphpact_conformance.records import StepRecord
+from graphpact_conformance.under_test import Subject, UnderTest, Way
 from graphpact_tape.poison import poison_of
 
 
@@ -36,13 +37,13 @@ class _Asked(NamedTuple):
     actual: object
 
 
-def dummies(lane: LaneUnderTest, steps: Drawn) -> Findings:
+def dummies(lane: UnderTest, steps: Drawn) -> Findings:
     """Check the runner's dummy batches like live batches, and replay each right after its capture."""
     rig = lane.rig()
     live = rig.batch_of(steps.exact)
     for shape in rig.config.shapes:
-        dummy = rig.runner.dummy(shape)
-        asked = [*_form(shape, dummy, live), *_lengths(rig, dummy), *_values(rig, shape, dummy)]
+        dummy = rig.dummy(shape)
+        asked = [*_form(rig, shape, dummy, live), *_lengths(rig, dummy), *_values(rig, shape, dummy)]
         for each in asked:
             if not each.holds:
                 yield lane.finding(
@@ -58,8 +59,11 @@ def dummies(lane: LaneUnderTest, steps: Drawn) -> Findings:
             yield from _dummy_replayed(lane, way, shape)
 
 
-def _form(shape: GraphShape, dummy: ForwardBatch, live: ForwardBatch) -> Iterator[_Asked]:
-    """Require the fields of a live batch, in the shape's sizes."""
+def _form(rig: Subject, shape: GraphShape, dummy: ForwardBatch, live: ForwardBatch) -> Iterator[_Asked]:
+    """Require the fields of a live batch, in the shape's sizes.
+
+    One of them may lack a field whose slot is computed. A live batch may lack an optional one.
+    """
     for name, count, asked in (
         ("batch_size", dummy.batch_size, shape.batch_size),
         ("input_ids", dummy.num_tokens, shape.num_tokens),
@@ -69,9 +73,12 @@ def _form(shape: GraphShape, dummy: ForwardBatch, live: ForwardBatch) -> Iterato
         dummy.require_consistent()
     except GraphpactError as error:
         yield _Asked("its fields", False, "consistent fields", error.message)  # noqa: FBT003
+    may_lack = {slot.name for slot in rig.slots if slot.optional or slot.is_computed}
     for each in fields(ForwardBatch):
         mine, theirs = getattr(dummy, each.name), getattr(live, each.name)
         if (mine is None) is not (theirs is None):
+            if each.name in may_lack:
+                continue
             has = ["nothing" if value is None else type(value).__name__ for value in (theirs, mine)]
             yield _Asked(each.name, False, f"{has[0]}, as a live batch has", has[1])  # noqa: FBT003
         elif isinstance(mine, torch.Tensor) and isinstance(theirs, torch.Tensor):
@@ -79,11 +86,10 @@ def _form(shape: GraphShape, dummy: ForwardBatch, live: ForwardBatch) -> Iterato
             yield _Asked(each.name, kinds[0] == kinds[1], f"{kinds[0]}", kinds[1])
 
 
-def _lengths(rig: Rig, dummy: ForwardBatch) -> Iterator[_Asked]:
+def _lengths(rig: Subject, dummy: ForwardBatch) -> Iterator[_Asked]:
     """Require lengths that are valid for live or padding rows, equal on host and device."""
-    case = rig.config.case
-    padded = rig.backend.capabilities.padded_seq_len(case.lane_mode, case.width or 1)
-    most = CONTEXT - dummy.drafts_in_rows
+    padded = rig.padded_seq_len
+    most = rig.config.context - dummy.drafts_in_rows
     lens = dummy.seq_lens.tolist()
     yield _Asked(
         "seq_lens",
@@ -101,48 +107,44 @@ def _lengths(rig: Rig, dummy: ForwardBatch) -> Iterator[_Asked]:
         yield _Asked("extend_seq_lens_cpu", twin == new, f"the lengths on the device, {new}", twin)
 
 
-def _values(rig: Rig, shape: GraphShape, dummy: ForwardBatch) -> Iterator[_Asked]:
-    """Require rows on scratch, valid tokens and positions, and a count of all tokens."""
-    for name, most in (
-        ("req_pool_indices", 1),
-        ("out_cache_loc", rig.config.page_size),
-        ("input_ids", VOCAB),
-        ("positions", CONTEXT),
-        ("mrope_positions", CONTEXT),
+def _values(rig: Subject, shape: GraphShape, dummy: ForwardBatch) -> Iterator[_Asked]:
+    """Require rows on scratch, valid values of every field, and counts of all tokens."""
+    tensors, config = dummy.tensors(), rig.config
+    for name, values in tensors.items():
+        wrong = wrong_rows(name, tensors, config)
+        if bool(wrong.any()):
+            yield _Asked(name, False, words(name, config), values_at(values, wrong))  # noqa: FBT003
+    all_, count = shape.num_tokens, tensors.get(COUNT)
+    for name, real in (
+        (COUNT, None if count is None else int(count)),
+        ("num_token_non_padded_cpu", dummy.num_token_non_padded_cpu),
     ):
-        values = getattr(dummy, name)
-        if isinstance(values, torch.Tensor) and values.numel():
-            low, high = int(values.min()), int(values.max())
-            holds = low >= 0 and high < most
-            yield _Asked(name, holds, f"0 to {most - 1}", f"{low} to {high}")
-    real, all_ = dummy.num_token_non_padded_cpu, shape.num_tokens
-    if real is not None:
         expected = f"{all_}: all tokens of a dummy are live"
-        yield _Asked("num_token_non_padded_cpu", real == all_, expected, real)
+        yield _Asked(name, real in (None, all_), expected, real)
+    for name in GATHERED:
+        counts = tensors[name].tolist() if name in tensors else []
+        yield _Asked(name, all(0 <= n <= all_ for n in counts), f"0 to {all_}, tokens of the shape", counts)
 
 
 @torch.inference_mode()
-def _dummy_replayed(lane: LaneUnderTest, way: Way, shape: GraphShape) -> Findings:
+def _dummy_replayed(lane: UnderTest, way: Way, shape: GraphShape) -> Findings:
     """Capture one shape, replay its dummy, and compare what the hooks wrote for both."""
     rig = lane.build(way, capture=False)
     problem = Problem(lane.config.case, [], 0)
     rig.load(problem)
     rig.serve_declined(shape)
-    dummy = rig.runner.dummy(shape)
-    rig.observer.before = None
+    dummy = rig.dummy(shape)
     kept: dict[str, torch.Tensor] = {}
+    types: list[type] = []
 
     def keep(view: ForwardBatch, metadata: object) -> None:
+        types.append(type(metadata))
         for path, value in walk({"view": view, "metadata": metadata}):
             if isinstance(value, torch.Tensor):
                 kept[path] = value.clone()
 
-    rig.observer.ready = keep
-    rig.lane.capture(shape)
-    rig.observer.ready = None
-    type_then = type(rig.observer.metadata)
-    step = rig.step(problem, batch=dummy, fill=None)
-    type_now = type(rig.observer.metadata)
+    rig.capture(shape, ready=keep)
+    step = rig.step(problem, batch=dummy, ready=lambda _, metadata: types.append(type(metadata)))
     if step.error is not None:
         yield lane.of_error(
             step.error,
@@ -161,13 +163,14 @@ def _dummy_replayed(lane: LaneUnderTest, way: Way, shape: GraphShape) -> Finding
             help="return for the dummy of a shape that shape from fit()",
         )
         return
-    if type_now is not type_then:
+    if len(set(types)) > 1:
+        then, now = types
         yield lane.finding(
             "GP10",
             hook="init_metadata_replay",
             field="metadata",
-            expected=f"{type_then.__name__}, the type at capture",
-            actual=type_now.__name__,
+            expected=f"{then.__name__}, the type at capture",
+            actual=now.__name__,
             step=step,
             help="return the same type from both hooks; upgrade it in both or in neither",
         )
@@ -176,7 +179,7 @@ def _dummy_replayed(lane: LaneUnderTest, way: Way, shape: GraphShape) -> Finding
 
 
 def _compare_with_dummy(
-    lane: LaneUnderTest, rig: Rig, step: StepRecord, kept: dict[str, torch.Tensor]
+    lane: UnderTest, rig: Subject, step: StepRecord, kept: dict[str, torch.Tensor]
 ) -> Findings:
     for path, leaf in step.leaves.items():
         then = kept.get(path)
@@ -200,9 +203,9 @@ def _compare_with_dummy(
         )
 
 
-def _has_effect(rig: Rig, step: StepRecord, path: str, differs: torch.Tensor, then: torch.Tensor) -> bool:
+def _has_effect(rig: Subject, step: StepRecord, path: str, differs: torch.Tensor, then: torch.Tensor) -> bool:
     """Return whether the values that capture wrote change the results of the graph."""
-    batch = rig.runner.dummy(step.shape) if step.shape is not None else None
+    batch = rig.dummy(step.shape) if step.shape is not None else None
     problem = step.problem
     base = rig.step(problem, batch=batch)
     leaf = base.leaves.get(path)

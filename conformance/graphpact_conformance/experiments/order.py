@@ -6,39 +6,38 @@ Does not: compare with attention in float64, except where no other comparison is
 """
 
 import contextlib
-import functools
 import gc
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
 
-from graphpact.batch import ForwardMode
-from graphpact.buffers import PaddingPolicy
+from graphpact.batch import ForwardBatch, ForwardMode
 from graphpact.errors import PactBreach, PoisonError
-from graphpact.memory_map import MemoryMap
 from graphpact.shapes import GraphShape
-from graphpact.tensors import equal, storage_id
+from graphpact.tensors import equal
 from graphpact_conformance.experiments.base import (
     Findings,
     is_right,
     same_step,
     same_tensors,
     sides_of,
+    strict_rig,
     wrong_results,
 )
-from graphpact_conformance.problems import Case, Drawn, Problem, corner, of_size
-from graphpact_conformance.reference import ReferenceRunner
+from graphpact_conformance.experiments.parity import of_breaches
+from graphpact_conformance.problems import Drawn, Problem, corner, of_size
+from graphpact_conformance.raised import message_of
+from graphpact_conformance.records import StepRecord
 from graphpact_conformance.results import Finding
-from graphpact_conformance.rig import Rig, StepRecord
-from graphpact_conformance.subject import (
-    CannotCaptureError,
-    LaneUnderTest,
-    Way,
-    caches_of,
-    planned_shapes,
+from graphpact_conformance.under_test import (
+    Subject,
+    UnderTest,
     reset_slot,
 )
+from graphpact_tape.writes import write
 
 GUARDED = (
     "GP01",
@@ -62,31 +61,40 @@ GUARDED = (
 """The rules that errors of a strict lane, its pact and kernels can name."""
 
 
-def guarded(lane: LaneUnderTest, steps: Drawn) -> Findings:
+def guarded(lane: UnderTest, steps: Drawn) -> Findings:
     """Replay batches in a strict lane, over poison, with a pact check of every replay."""
-    exact, small, idle, padded = steps
+    exact, small, idle, padded, *others = steps
     for way in lane.ways:
-        rig = _guarded(lane, way)
+        rig = strict_rig(lane, way)
         if rig is None:
             lane.rig()  # raises where no lane can be captured
             return
-        for problem in (exact, small, idle, padded, small, exact):
+        for problem in (exact, small, idle, padded, *others, small, exact):
             step = rig.step(problem)
             if step.error is None:
                 continue
-            rule = "GP06" if problem is not exact and _spreads(step.error) else None
-            found = lane.of_error(
-                step.error,
-                expected="a strict lane runs the batch without an error",
-                rule=rule,
-                step=step,
-            )
-            if rule is not None and found.rule == rule:
-                found = found.model_copy(update={"help": _SPREAD_HELP})
-            elif _is_dropped(step.error):
-                found = found.model_copy(update={"rule": "GP14", "help": _STAYS})
-            yield found
+            if lane.hook_raised(step):
+                plain = lane.rig(way).step(problem)
+                step = plain if lane.hook_raised(plain) else step  # also without poison: not of the poison
+            yield from _of_strict_error(lane, step, has_padding=problem is not exact)
             break
+
+
+def _of_strict_error(lane: UnderTest, step: StepRecord, *, has_padding: bool) -> Findings:
+    """Yield findings about a step that failed in a strict lane."""
+    error = step.error
+    assert error is not None  # noqa: S101  it failed
+    if isinstance(error, PactBreach) and not _is_dropped(error):
+        yield from of_breaches(lane, step, error.breaches)
+        return
+    spreads = has_padding and _spreads(error)
+    expected = "a strict lane runs the batch without an error"
+    found = lane.of_error(error, expected=expected, rule="GP06" if spreads else None, step=step)
+    if spreads and found.rule == "GP06":
+        found = found.model_copy(update={"help": _SPREAD_HELP})
+    elif _is_dropped(error):
+        found = found.model_copy(update={"rule": "GP14", "help": _STAYS})
+    yield found
 
 
 def _is_dropped(error: BaseException) -> bool:
@@ -110,24 +118,18 @@ _SPREAD_HELP = (
 )
 
 
-def _guarded(lane: LaneUnderTest, way: Way) -> Rig | None:
-    """Return a strict lane; None if it cannot be captured, which is a finding of ``captures``."""
-    try:
-        return lane.guarded(way)
-    except CannotCaptureError:
-        return None
-
-
-def interleaved(lane: LaneUnderTest, steps: Drawn) -> Findings:
+def interleaved(lane: UnderTest, steps: Drawn) -> Findings:
     """Replay a batch cold, after one of the same shape, and after one of another shape: equal bits."""
-    exact, small, _, padded = steps
+    exact, small, _, padded = steps[:4]
     rig = lane.rig()
+    rig.states()  # names the attributes, which an eager step may bind anew
     rig.step(exact, eagerly=True)  # as engines do between replays
-    cold, armed = {}, {}
+    cold, armed, used = {}, {}, {}
     for problem in (padded, small):
         fresh = _captured_for(lane, rig, problem)
-        armed[id(problem)] = _copies(states(fresh))
+        armed[id(problem)] = _copies(fresh.states())
         cold[id(problem)] = fresh.step(problem)
+        used[id(problem)] = _copies(fresh.states())
     for problem, before, rule, after in (
         (padded, exact, "GP09", "another batch of its shape"),
         (padded, small, "GP15", "a batch of another shape"),
@@ -140,71 +142,132 @@ def interleaved(lane: LaneUnderTest, steps: Drawn) -> Findings:
         if rule == "GP15" and held.shape == first.shape:
             continue
         step = rig.step(problem)
+        if not _same_real(rig, first, step):
+            memory = armed[id(problem)], used[id(problem)]
+            yield from _of_other_results(lane, rig, before, (first, step), memory, rule, after)
+
+
+def _of_other_results(
+    lane: UnderTest,
+    rig: Subject,
+    before: Problem,
+    pair: tuple[StepRecord, StepRecord],
+    memory: tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]],
+    rule: str,
+    after: str,
+) -> Findings:
+    """Yield a finding about a replay whose results are not those of the first replay after capture.
+
+    Args:
+        lane: The lane.
+        rig: The rig of the replay.
+        before: The batch that was replayed before.
+        pair: The first replay after capture, and the replay.
+        memory: Copies of the memory that outlives steps, as it was after capture, and after the first replay.
+        rule: The rule, unless something else is the cause.
+        after: The batch before, in words.
+    """
+    (first, step), problem, (armed, used) = pair, pair[1].problem, memory
+    expected = f"the results of the first replay after capture, also after {after}"
+    if step.error is not None:  # its cause is not known here
+        yield lane.of_error(step.error, expected=expected, step=step)
+        return
+    if not _same_real(rig, step, rig.step(problem)):
+        return  # not deterministic, a finding of `repeated`
+    now = rig.states()
+    changed = [name for name in _comparable(armed, now) if not equal(armed[name], now[name])]
+    for name in changed:
+        write(now[name], armed[name])
+    if changed and _same_real(rig, first, rig.step(problem)):
+        yield _unarmed(lane, rig, step, changed, f"the same after {after} as right after capture")
+        return
+    if _comes_by_slots(lane, rig, before, problem):
+        return
+    culprit = _at_fault(rig, before, first, used)
+    yield lane.finding(
+        rule,
+        # Memory that nothing holds was bound anew: it says nothing about the hook that renews it.
+        hook="init_metadata_replay" if culprit is not None and rig.holds(now[culprit]) else None,
+        field=culprit or "the outputs, or the KV cache",
+        expected=expected,
+        actual="other results" if culprit is None else "not renewed for this batch: other results",
+        step=step,
+        help="do not read memory of an earlier step or of another graph: copy outputs before another"
+        " graph replays, plan for each batch, and share no memory that a capture allocated",
+    )
+
+
+def _at_fault(rig: Subject, before: Problem, first: StepRecord, used: dict[str, torch.Tensor]) -> str | None:
+    """Return the memory that gives the results of the first replay if it has the contents of that replay.
+
+    Args:
+        rig: The rig of the replay.
+        before: The batch that is replayed before.
+        first: The first replay after capture.
+        used: Copies of the memory that outlives steps, after the first replay.
+    """
+    now = rig.states()
+    kept = _copies(now)
+    for name in used.keys() & now.keys():
+        if now[name].shape != used[name].shape or equal(now[name], used[name]):
+            continue
+
+        def renew(_: ForwardBatch, __: Any, name: str = name) -> None:
+            now[name].copy_(used[name])
+
+        rig.step(before)
+        step = rig.step(first.problem, ready=renew)
+        now[name].copy_(kept[name])
         if _same_real(rig, first, step):
-            continue
-        if not _same_real(rig, step, rig.step(problem)):
-            return  # not deterministic, a finding of `repeated`
-        now = states(rig)
-        changed = [n for n, v in armed[id(problem)].items() if n not in now or not equal(v, now[n])]
-        for name in changed:
-            now[name].copy_(armed[id(problem)][name])
-        if changed and _same_real(rig, first, rig.step(problem)):
-            yield _unarmed(lane, rig, step, changed, f"the same after {after} as right after capture")
-            continue
-        if _comes_by_slots(lane, rig, before, problem):
-            continue
-        yield lane.finding(
-            rule,
-            field="the outputs, or the KV cache",
-            expected=f"the results of the first replay after capture, also after {after}",
-            actual="other results" if step.error is None else f"{step.error}",
-            step=step,
-            help="do not read memory of an earlier step or of another graph: copy outputs before another"
-            " graph replays, plan for each batch, and share no memory that a capture allocated",
-        )
+            return name
+    return None
 
 
-def _captured_for(lane: LaneUnderTest, rig: Rig, problem: Problem) -> Rig:
+def _captured_for(lane: UnderTest, rig: Subject, problem: Problem) -> Subject:
     """Return a new lane that captured the shape of a batch alone; all shapes for a batch without one."""
-    shape = rig.lane.fit(rig.batch_of(problem))
+    shape = rig.fit(rig.batch_of(problem))
     fresh = lane.build(capture=not isinstance(shape, GraphShape))
     if isinstance(shape, GraphShape):
-        fresh.lane.capture(shape)
+        fresh.capture(shape)
     return fresh
 
 
-def _comes_by_slots(lane: LaneUnderTest, rig: Rig, before: Problem, problem: Problem) -> bool:
+def _comes_by_slots(lane: UnderTest, rig: Subject, before: Problem, problem: Problem) -> bool:
     """Return whether the difference comes from slots that each step has to write, a finding of `refresh`."""
     rig.step(before)
     cold = _captured_for(lane, rig, problem).step(problem, fill=reset_slot)
     return _same_real(rig, cold, rig.step(problem, fill=reset_slot))
 
 
-def _same_real(rig: Rig, a: StepRecord, b: StepRecord) -> bool:
+def _same_real(rig: Subject, a: StepRecord, b: StepRecord) -> bool:
     return same_step(a, b, first_slot=rig.config.page_size, padded=False)
 
 
-def repeated(lane: LaneUnderTest, steps: Drawn) -> Findings:
+def repeated(lane: UnderTest, steps: Drawn) -> Findings:
     """Replay one batch three times on the same inputs: outputs and remaining memory must be equal."""
     rig = lane.rig()
     for problem in (steps.padded, steps.small):
-        results = []
+        results: list[tuple[StepRecord, dict[str, torch.Tensor]]] = []
         for _ in range(3):
             step = rig.step(problem)
+            if step.error is not None and results:
+                yield lane.of_error(step.error, expected=_REPEATS, rule="GP18", step=step)
             if step.error is not None or step.shape is None:
                 return
-            results.append((step, _copies(states(rig))))
+            results.append((step, _copies(rig.states())))
         (first, _), (second, two), (third, three) = results
         rows = same_tensors(first.rows, second.rows) and same_tensors(second.rows, third.rows)
-        changed = [name for name, value in two.items() if not equal(value, three[name])]
+        changed = [name for name in _comparable(two, three) if not equal(two[name], three[name])]
         if not rows or changed:
-            expected = "equal outputs and equal memory after three replays on the same inputs"
-            yield _unarmed(lane, rig, third, changed, expected, gives_other=not rows)
+            yield _unarmed(lane, rig, third, changed, _REPEATS, gives_other=not rows)
+
+
+_REPEATS = "equal outputs and equal memory after three replays on the same inputs"
 
 
 def _unarmed(
-    lane: LaneUnderTest,
-    rig: Rig,
+    lane: UnderTest,
+    rig: Subject,
     step: StepRecord,
     changed: Sequence[str],
     expected: str,
@@ -218,32 +281,14 @@ def _unarmed(
         actual="the replays differ" if gives_other else "the contents differ after each replay",
         step=step,
         help="reset counters and flags inside the graph, before their first use, or in"
-        f" {lane.body_of(rig)}; draw random numbers only from the device's default generator",
+        f" {rig.writer}; draw random numbers only from the device's default generator",
     )
 
 
-def states(rig: Rig) -> dict[str, torch.Tensor]:
-    """Return the external memory of graphs by name, without the slots that every step writes."""
-    memory = MemoryMap(rig.registry, rig.backend)
-    weights = {storage_id(weight) for weight in rig.net.tensors()}
-    found: dict[str, torch.Tensor] = {}
-    for captured in rig.lane.captured.values():
-        for at, tensor in enumerate(captured.graph.external_tensors() or ()):
-            if storage_id(tensor) in weights or memory.is_engines(tensor):
-                continue
-            slot = memory.slot_of(tensor)
-            if slot is None:
-                number = f"a tensor of {tensor.dtype} {tuple(tensor.shape)}, number {at}"
-                name, whole = memory.attribute_of(tensor) or (number, tensor)
-                found[name] = _without_repeats(whole)
-            elif slot.padding_policy is PaddingPolicy.FILL_ONCE and slot.buffer is not None:
-                found[slot.label] = slot.buffer
-    return found
-
-
-def _without_repeats(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the part of a tensor with one entry per address: `torch.Tensor.expand` repeats entries."""
-    return tensor[tuple(slice(0, None if step else 1) for step in tensor.stride())]
+def _comparable(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> list[str]:
+    """Return the names of tensors that two looks at the memory have, with one layout and dtype."""
+    facts = [{name: (t.shape, t.dtype) for name, t in each.items()} for each in (one, other)]
+    return [name for name, fact in facts[0].items() if facts[1].get(name) == fact]
 
 
 def _copies(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -253,17 +298,16 @@ def _copies(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 # -- eager activity between replays ------------------------------------------------------------------
 
 
-def survives_eager_activity(lane: LaneUnderTest, steps: Drawn) -> Findings:
-    """Run eager batches, clear caches and reuse freed memory between capture and replay."""
-    lane = lane.like(replace(lane.config, room=2))
+def survives_eager_activity(lane: UnderTest, steps: Drawn) -> Findings:
+    """Run eager batches of many sizes, clear caches and reuse freed memory between capture and replay."""
+    lane = lane.like(replace(lane.config, room=_MORE_SIZES))
     for strict in (True, False):
-        for clear in caches_of(lane):  # graphs of another lane would keep cached tensors alive
-            clear()
-        rig = _guarded(lane, "graph") if strict else lane.rig()
+        lane.clear_caches()  # graphs of another subject would keep cached tensors alive
+        rig = strict_rig(lane, "graph") if strict else lane.rig()
         if rig is None:
             continue
         problems = [p for p in (steps.padded, steps.small) if is_right(lane, rig, p)]
-        _run_eager_activity(lane, rig)
+        _run_eager_activity(lane, rig, every_size=strict)
         for problem in problems:
             step = rig.step(problem)
             expected = "memory that a graph uses stays at its address, whatever ran in between"
@@ -277,7 +321,7 @@ def survives_eager_activity(lane: LaneUnderTest, steps: Drawn) -> Findings:
             )
 
 
-def _moved(lane: LaneUnderTest, step: StepRecord) -> Findings:
+def _moved(lane: UnderTest, step: StepRecord) -> Findings:
     """Yield findings for attributes that a graph reads and the backend has replaced."""
     for breach in step.breaches:
         if breach.path.startswith("backend."):
@@ -298,69 +342,93 @@ _STAYS = (
 )
 
 
-def _run_eager_activity(lane: LaneUnderTest, rig: Rig) -> None:
-    """Do what engines do between two steps: clear caches, reuse freed memory, run eager batches."""
-    for clear in caches_of(lane):
-        clear()
+_MORE_SIZES = 24
+"""Requests beyond the largest shape: so many more sizes have eager steps of their own."""
+
+
+def _run_eager_activity(lane: UnderTest, rig: Subject, *, every_size: bool) -> None:
+    """Do what engines do between two steps: clear caches, reuse freed memory, run eager batches.
+
+    Args:
+        lane: What is tested.
+        rig: The subject whose graphs are replayed afterwards.
+        every_size: Whether to run a batch of every size that the limits allow, or of a few. Caches of tensors
+            by size evict then what a graph reads. Only a strict subject frees it.
+    """
+    lane.clear_caches()
     gc.collect(1)  # collecting all generations would take longer than the rest of the experiment
     junk = [torch.full((n,), -7, dtype=torch.int32) for n in (1, 5, 8, 33, 64, 257, 1024)]
     junk += [torch.full((n,), float("nan")) for n in (1, 5, 8, 33, 64, 257, 1024)]
     if lane.config.case.mode is not ForwardMode.IDLE:
         largest = lane.config.most_requests
-        for count in (1, 3, largest + lane.config.room):  # sizes without a graph
+        most = largest + lane.config.room
+        for count in (1, 3, most):  # sizes without a graph
             rig.step(of_size(lane.config, count), eagerly=True)
+        if every_size:
+            _run_every_size(rig, of_size(lane.config, most))
     rig.step(corner(lane.config.unbounded), eagerly=True)
     _run_other_mode(lane)
     del junk
 
 
-def _run_other_mode(lane: LaneUnderTest) -> None:
-    """Run a batch of another mode without a graph, in a lane of its own, as prefill beside decode does.
-
-    The lanes have nothing in common but the plugin's classes and modules. Errors are findings of its lane.
-    """
-    here, modes = lane.config.case.lane_mode, lane.backend.capabilities.modes
-    mode = ForwardMode.DECODE if here.is_ragged else ForwardMode.EXTEND
-    if lane.kind == "attention_backend" and mode in modes:
-        config = replace(lane.config, case=Case(mode), capture_shapes=(), room=0)
+def _run_every_size(rig: Subject, whole: Problem) -> None:
+    """Run the first requests of a batch eagerly, in every number; other experiments report errors."""
+    rig.load(whole)
+    for count in range(1, len(whole.requests)):
+        some = replace(whole, requests=whole.requests[:count])
         with contextlib.suppress(Exception, SystemExit):
-            other = replace(lane, config=config, runner=ReferenceRunner).build(capture=False)
-            other.step(corner(config), eagerly=True)
+            rig.run(rig.batch_of(some), eagerly=True)
+
+
+def _run_other_mode(lane: UnderTest) -> None:
+    """Run a batch of another mode without a graph, as prefill does beside decode.
+
+    Errors are findings of that mode.
+    """
+    with contextlib.suppress(Exception, SystemExit):
+        other = lane.of_another_mode()
+        if other is not None:
+            rig, problem = other
+            rig.step(problem, eagerly=True)
 
 
 # -- many captures -----------------------------------------------------------------------------------
 
 
-def smallest_first(lane: LaneUnderTest, steps: Drawn) -> Findings:
+def smallest_first(lane: UnderTest, steps: Drawn) -> Findings:
     """Capture the smallest shape first, and replay: the order of captures must have no effect."""
     usual = lane.rig()
-    rig = lane.build(capture=False)
-    shapes = planned_shapes(rig.runner)
-    if len(shapes) < 2:
-        return
     try:
-        with torch.inference_mode():
-            for shape in shapes:
-                rig.lane.capture(shape)
+        rig = _captured_upwards(lane)
     except (Exception, SystemExit) as error:  # noqa: BLE001  the plugin's code may raise anything
         yield lane.of_error(error, expected="shapes are captured in any order", rule="GP15")
         return
     problems = (steps.small, steps.padded, steps.small)
     taken = [rig.step(p) for p in problems]
-    if all(map(functools.partial(_same_real, rig), map(usual.step, problems), taken)):
+    if len(rig.captured) < 2 or all(map(partial(_same_real, rig), map(usual.step, problems), taken)):
         return
-    fresh = lane.build()  # the usual lane has replayed before
+    rig, fresh = _captured_upwards(lane), lane.build()  # the others have replayed different batches
     for problem in problems:
-        step = rig.step(problem, fill=reset_slot)
-        if not _same_real(rig, step, rig.step(problem, fill=reset_slot)):
-            return  # not deterministic, a finding of `repeated`
-        if not _same_real(rig, fresh.step(problem, fill=reset_slot), step):
+        step, right = (each.step(problem, fill=reset_slot) for each in (rig, fresh))
+        if _same_real(rig, right, step):
+            continue
+        if _same_real(rig, step, rig.step(problem, fill=reset_slot)):
             yield lane.finding(
                 "GP15",
                 field="the outputs, or the KV cache",
                 expected="the same for any order of captures",
-                actual="other results" if step.error is None else str(step.error),
+                actual="other results" if step.error is None else message_of(step.error),
                 step=step,
+                error=step.error,
                 help="size and allocate shared memory before the first capture",
             )
-            return
+        return  # not deterministic otherwise, a finding of `repeated`
+
+
+@torch.inference_mode()
+def _captured_upwards(lane: UnderTest) -> Subject:
+    """Return a new rig that captured its shapes from the smallest to the largest."""
+    rig = lane.build(capture=False)
+    for shape in rig.planned:
+        rig.capture(shape)
+    return rig

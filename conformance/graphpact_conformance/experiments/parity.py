@@ -1,4 +1,4 @@
-"""The inputs of a replay against a capture of the same batch: GP01, GP02, GP05, GP07 to GP11.
+"""The inputs of a replay against a capture of the same batch: GP01 to GP03, GP05, GP07 to GP11.
 
 Capture is a replay of a dummy batch, plus binding. So a capture of a live batch has the inputs that its
 replay must have: the same types, fields, host numbers, shapes, and contents. It also records the same
@@ -12,18 +12,16 @@ earlier batches (see `graphpact_conformance.experiments.refresh`).
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphpact.batch import ForwardBatch, ForwardMode
 from graphpact.errors import Breach
-from graphpact.graphs import Graph
-from graphpact.memory_map import MemoryMap
 from graphpact.pact import Promise, is_readable
 from graphpact.shapes import GraphShape
-from graphpact.tensors import equal, same, storage_id
+from graphpact.tensors import equal, same
 from graphpact_conformance.experiments.base import (
     Findings,
     first_off,
@@ -33,17 +31,16 @@ from graphpact_conformance.experiments.base import (
 )
 from graphpact_conformance.experiments.refresh import Before, help_for, hook_of, is_plan
 from graphpact_conformance.problems import Drawn, Problem, assorted
+from graphpact_conformance.raised import message_of
+from graphpact_conformance.records import Leaf, StepRecord, live_rows
 from graphpact_conformance.results import Finding
-from graphpact_conformance.rig import Leaf, Rig, StepRecord, copies, live_rows
-from graphpact_conformance.subject import LaneUnderTest, Way, reset_slot
+from graphpact_conformance.under_test import Subject, UnderTest, Way, reset_slot
 from graphpact_tape.poison import poison_of
-from graphpact_tape.tape import Tape
 from graphpact_tape.trace import TracedCall, first_difference
+from graphpact_tape.writes import write
 
-__tracebackhide__ = True  # traced calls then name the line of the plugin
 
-
-def replay_against_capture(lane: LaneUnderTest, steps: Drawn) -> Findings:
+def replay_against_capture(lane: UnderTest, steps: Drawn) -> Findings:
     """Capture each batch, and compare with the inputs of its replay and with the recorded work."""
     problems = [*steps, assorted(lane.config)]
     if lane.config.case.mode is ForwardMode.IDLE:
@@ -58,14 +55,16 @@ def replay_against_capture(lane: LaneUnderTest, steps: Drawn) -> Findings:
             step, seen = compared.step, compared.seen
             replayed[way].append(step)
             yield from compared.found
-            if seen is not None and not is_wrong and not _gives_the_same(rig, step, seen):
+            if seen is None or compared.explained:
+                continue
+            if not is_wrong and not _gives_the_same(rig, step, seen):
                 is_wrong = True
                 yield from _compare_with_warm_up(lane, way, step)
     for by_graph, by_hook in zip(replayed["graph"], replayed.get("hook", ()), strict=False):
         yield from _compare_ways(lane, by_graph, by_hook)
 
 
-def compare_with_capture(lane: LaneUnderTest, rig: Rig, way: Way, problem: Problem) -> Findings:
+def compare_with_capture(lane: UnderTest, rig: Subject, way: Way, problem: Problem) -> Findings:
     """Compare the replay of a batch with a capture of it on a new lane; include stale values."""
     compared = _compare(lane, rig, way, problem)
     yield from (*compared.found, *compared.past)
@@ -79,18 +78,22 @@ class _Compared(NamedTuple):
         seen: The capture; None where there is none.
         found: Findings about the differences.
         past: Findings about stale slots, which `refresh` also reports.
+        explained: Whether a finding is the cause of wrong results, shown by a right replay without it.
     """
 
     step: StepRecord
     seen: StepRecord | None
     found: list[Finding]
     past: Sequence[Finding] = ()
+    explained: bool = False
 
 
-def _compare(lane: LaneUnderTest, rig: Rig, way: Way, problem: Problem) -> _Compared:
+def _compare(lane: UnderTest, rig: Subject, way: Way, problem: Problem) -> _Compared:
     before = Before(rig)
     step = rig.step(problem)
-    found = [_of_breach(lane, step, breach) for breach in step.breaches]
+    if lane.hook_raised(step):
+        return _Compared(step, None, [])  # a finding of `answers_replayed`, and no evidence of anything else
+    found = of_breaches(lane, step, step.breaches)
     shape = step.shape
     if shape is None or not step.leaves:
         return _Compared(step, None, found)
@@ -111,29 +114,28 @@ def _compare(lane: LaneUnderTest, rig: Rig, way: Way, problem: Problem) -> _Comp
         return _Compared(step, None, [*found, failed])
     found += _compare_numbers(lane, rig, step, seen)
     past: list[Finding] = []
-    for is_past, each in _compare_contents(lane, rig, before, step, seen):
+    fresh = cache(lambda: lane.build(way).step(problem))
+    for is_past, each in _compare_contents(lane, rig, before, step, seen, fresh):
         (past if is_past else found).append(each)
-    found += _compare_traces(lane, way, step, trace_of(rig, shape), trace_of(twin, shape))
-    if not (found or past or _gives_the_same(rig, step, seen)):
-        found += _compare_memory(lane, rig, twin, before, (step, seen))
-        found += [] if found else _compare_eager_calls(lane, rig, (step, seen))
-    return _Compared(step, seen, found, past)
+    found += _compare_traces(lane, way, step, rig.trace(shape), twin.trace(shape))
+    if found or past or _gives_the_same(rig, step, seen):
+        return _Compared(step, seen, found, past)
+    found += _compare_memory(lane, rig, twin, before, (step, seen))
+    found += [] if found else _compare_eager_calls(lane, rig, (step, seen))
+    return _Compared(step, seen, found, explained=bool(found))
 
 
 @torch.inference_mode()
-def _capture(twin: Rig, problem: Problem, shape: GraphShape, batch: ForwardBatch | None = None) -> StepRecord:
+def _capture(
+    twin: Subject, problem: Problem, shape: GraphShape, batch: ForwardBatch | None = None
+) -> StepRecord:
     """Capture a batch in place of the runner's dummy, replay it once, and return the record."""
     twin.load(problem)
-    twin.lane.capture(shape, twin.batch_of(problem) if batch is None else batch)
-    graph = twin.lane.captured[shape].graph
-    graph.replay()
-    step = StepRecord(problem, stage="done", shape=shape)
-    step.leaves, step.numbers = twin.prepared(problem)
-    step.outputs, step.axes = copies(graph.outputs), graph.outputs.axes
-    return step
+    twin.capture(shape, twin.batch_of(problem) if batch is None else batch)
+    return twin.replay(problem, shape)
 
 
-def _gives_the_same(rig: Rig, step: StepRecord, other: StepRecord) -> bool:
+def _gives_the_same(rig: Subject, step: StepRecord, other: StepRecord) -> bool:
     """Return whether two runs of one batch have equal live rows, except for rounding."""
     if step.error is not None or step.outputs is None or other.outputs is None:
         return step.error is None and other.error is None
@@ -145,10 +147,24 @@ def _gives_the_same(rig: Rig, step: StepRecord, other: StepRecord) -> bool:
 # -- the pact ----------------------------------------------------------------------------------------
 
 
-def _of_breach(lane: LaneUnderTest, step: StepRecord, breach: Breach) -> Finding:
-    rule = breach.broken
-    if breach.rule == "shape" and _counts_real_rows(step, breach):
-        rule = "GP05"
+def of_breaches(lane: UnderTest, step: StepRecord, breaches: Iterable[Breach]) -> list[Finding]:
+    """Return a finding for each breach of the pact; one for a field that counts live rows.
+
+    A field that is cut by live rows has another shape, and often other strides and another address.
+    """
+    by_path: dict[str, list[Breach]] = {}
+    for breach in breaches:
+        by_path.setdefault(breach.path, []).append(breach)
+    found = []
+    for group in by_path.values():
+        counted = [breach for breach in group if _counts_real_rows(step, breach)]
+        found += [
+            _of_breach(lane, step, each, "GP05" if counted else each.broken) for each in counted or group
+        ]
+    return found
+
+
+def _of_breach(lane: UnderTest, step: StepRecord, breach: Breach, rule: str) -> Finding:
     hook = "populate" if breach.path.startswith("view") else "init_metadata_replay"
     whose = f" ({breach.owner})" if breach.owner else ""
     expected, actual = sides_of(breach)
@@ -164,12 +180,15 @@ def _of_breach(lane: LaneUnderTest, step: StepRecord, breach: Breach) -> Finding
 
 
 def _counts_real_rows(step: StepRecord, breach: Breach) -> bool:
-    """Return whether a shape has live rows where the captured shape has padded rows."""
+    """Return whether a shape or a number counts live rows where the captured one counts padded rows."""
     shape = step.shape
-    assert shape is not None  # noqa: S101  it was replayed
+    if shape is None or breach.rule not in ("shape", "value"):
+        return False
     numbers = [[int(n) for n in re.findall(r"\d+", text)] for text in (breach.captured, breach.replayed)]
-    raw = len(step.problem.requests), len(step.problem.tokens)
+    raw = step.problem.batch_size, len(step.problem.tokens)
     padded = shape.batch_size, shape.num_tokens
+    if breach.rule == "value":
+        return any(numbers == [[p], [r]] for p, r in zip(padded, raw, strict=True) if p != r)
     return any(
         c - n in (padded[0] - raw[0], padded[1] - raw[1]) and c != n for c, n in zip(*numbers, strict=False)
     )
@@ -178,10 +197,10 @@ def _counts_real_rows(step: StepRecord, breach: Breach) -> bool:
 # -- host numbers ------------------------------------------------------------------------------------
 
 
-def _compare_numbers(lane: LaneUnderTest, rig: Rig, step: StepRecord, seen: StepRecord) -> Findings:
-    if step.shape is None or step.shape not in rig.lane.captured:
+def _compare_numbers(lane: UnderTest, rig: Subject, step: StepRecord, seen: StepRecord) -> Findings:
+    if step.shape is None or step.shape not in rig.captured:
         return
-    promised = {p.path: p for p in rig.lane.captured[step.shape].pact.promises}
+    promised = rig.promises(step.shape)
     for path in {**step.numbers, **seen.numbers}:
         if not path.startswith("metadata"):
             continue
@@ -200,6 +219,8 @@ def _compare_numbers(lane: LaneUnderTest, rig: Rig, step: StepRecord, seen: Step
         now, then = step.numbers[path], seen.numbers[path]
         if not (is_readable(now) and is_readable(then)) or now == then or now != now:  # noqa: PLR0124  NaN
             continue
+        if then is ForwardMode.IDLE:
+            continue  # of a capture of an idle batch, which no lane makes
         promise = promised.get(path)
         if promise is not None and _keeps_bound(promise, then):
             continue
@@ -225,10 +246,19 @@ def _keeps_bound(promise: Promise, value: Any) -> bool:
 
 
 def _compare_contents(
-    lane: LaneUnderTest, rig: Rig, before: Before, step: StepRecord, seen: StepRecord
+    lane: UnderTest,
+    rig: Subject,
+    before: Before,
+    step: StepRecord,
+    seen: StepRecord,
+    fresh: Callable[[], StepRecord],
 ) -> Iterator[tuple[bool, Finding]]:
-    """Yield findings about different contents, each with whether it disappears after a reset of slots."""
+    """Yield findings about different contents, each with whether it disappears after a reset of slots.
+
+    Padding rows that are right in ``fresh``, a replay without earlier batches, are stale.
+    """
     as_new: StepRecord | None = None
+    told = {breach.path for breach in step.breaches if breach.rule != "address"}  # by the pact
     for path in {**step.leaves, **seen.leaves}:
         if (path in step.leaves) is not (path in seen.leaves):
             if path.startswith("metadata"):
@@ -247,8 +277,10 @@ def _compare_contents(
             continue
         mine, theirs = step.leaves[path], seen.leaves[path]
         facts = [(tuple(x.value.shape), x.value.stride(), x.value.dtype) for x in (mine, theirs)]
+        if facts[0] != facts[1] and path in told:
+            continue
         if facts[0] != facts[1]:
-            is_anew = lane.runner.eager_attention and path.startswith("metadata")
+            is_anew = lane.eager_attention and path.startswith("metadata")
             yield (
                 False,
                 lane.finding(
@@ -269,7 +301,13 @@ def _compare_contents(
             as_new = as_new or rig.step(step.problem, fill=reset_slot)
             leaf = as_new.leaves.get(path)
             is_past = leaf is not None and not bool((differs & _differs(leaf, theirs)).any())
-            for found in _of_contents(lane, rig, step, mine, theirs, differs, "a capture of this batch"):
+            who, rules = "a capture of this batch", _rules_of(lane, mine, theirs, differs)
+            if not is_past and not bool((differs & ~mine.in_tail).any()):
+                anew = fresh().leaves.get(path)
+                is_stale = anew is not None and anew.value.shape == differs.shape
+                if anew is not None and is_stale and not bool((differs & _differs(anew, theirs)).any()):
+                    rules = ["GP03"]
+            for found in _of_contents(lane, rig, step, mine, theirs, differs, who, rules):
                 yield is_past, found
 
 
@@ -282,18 +320,19 @@ def _differs(mine: Leaf, theirs: Leaf) -> torch.Tensor:
 
 
 def _of_contents(
-    lane: LaneUnderTest,
-    rig: Rig,
+    lane: UnderTest,
+    rig: Subject,
     step: StepRecord,
     mine: Leaf,
     theirs: Leaf,
     differs: torch.Tensor,
     who: str,
+    rules: Sequence[str],
 ) -> Findings:
     is_constant = mine.slot is not None and mine.slot.role == "constant"
     texts = {**_CONTENT_HELP, "GP02": _CONSTANT_HELP} if is_constant else _CONTENT_HELP
     label = f" ({mine.slot.label})" if mine.slot is not None else ""
-    for rule in _rules_of(lane, mine, theirs, differs):
+    for rule in rules:
         yield lane.finding(
             rule,
             hook=hook_of(mine),
@@ -305,20 +344,21 @@ def _of_contents(
         )
 
 
-def _rules_of(lane: LaneUnderTest, mine: Leaf, theirs: Leaf, differs: torch.Tensor) -> list[str]:
+def _rules_of(lane: UnderTest, mine: Leaf, theirs: Leaf, differs: torch.Tensor) -> list[str]:
     """Return the rules that are broken if a tensor has other contents at replay than at capture."""
     if mine.slot is not None and mine.slot.name == "num_token_non_padded":
         return ["GP05"]
     if is_plan(mine):
         return ["GP09"]
     is_offsets = mine.slot is not None and mine.slot.role == "offsets"
+    is_of_padding = not bool((differs & ~mine.in_tail).any())
     if is_offsets and _is_strided(theirs.value, lane.config.case.width):
-        return ["GP07"]  # a uniform stride does not depend on the batch
+        return ["GP05" if is_of_padding else "GP07"]  # a uniform stride does not depend on the batch
     if _is_moved(mine.value, theirs.value):
         return ["GP07"]
     if is_offsets:
         return ["GP07", "GP02"]
-    return ["GP02"] if bool((differs & ~mine.in_tail).any()) else ["GP05"]
+    return ["GP05" if is_of_padding else "GP02"]
 
 
 def _is_strided(offsets: torch.Tensor, width: int | None) -> bool:
@@ -337,6 +377,8 @@ def _is_moved(mine: torch.Tensor, theirs: torch.Tensor) -> bool:
 _CONTENT_HELP = {
     "GP02": "write the same values to `{name}` in {body} as for a capture, from the view, in place: use one"
     " function for both",
+    "GP03": "reset the padding rows of `{name}` in {body} in every step, also where they are copied from"
+    " memory that is filled once",
     "GP05": "count padding rows where the graph has them: use the counts of the shape, not of the batch",
     "GP07": "use the same stride, order and element width at replay as at capture; a uniform stride of"
     " queries does not depend on accepted lengths",
@@ -348,35 +390,38 @@ _CONSTANT_HELP = (
 )
 
 
-def _compare_ways(lane: LaneUnderTest, by_graph: StepRecord, by_hook: StepRecord) -> Findings:
+def _compare_ways(lane: UnderTest, by_graph: StepRecord, by_hook: StepRecord) -> Findings:
     """Compare the tensors that graph and hook write, if the results of the batch differ."""
-    if by_hook.error is not None or _gives_the_same(lane.rig(), by_graph, by_hook):
+    if by_graph.error is not None or by_hook.error is not None:
+        return
+    if _gives_the_same(lane.rig(), by_graph, by_hook):
         return
     by_graph, by_hook = (  # reset slots, since the lanes have replayed different batches
         lane.rig(way).step(by_graph.problem, fill=reset_slot) for way in lane.ways
     )
     rig = lane.rig("hook")
-    who = f"{lane.body_of(rig)}, where the graph records no metadata work"
+    who = f"{rig.writer}, where the graph records no metadata work"
     for path, mine in by_graph.leaves.items():
         theirs = by_hook.leaves.get(path)
         if theirs is None or not mine.is_due or mine.value.shape != theirs.value.shape:
             continue
         differs = _differs(mine, theirs)
         if bool(differs.any()):
-            yield from _of_contents(lane, rig, by_graph, mine, theirs, differs, who)
+            rules = _rules_of(lane, mine, theirs, differs)
+            yield from _of_contents(lane, rig, by_graph, mine, theirs, differs, who, rules)
 
 
 # -- memory outside the registry ---------------------------------------------------------------------
 
 
 def _compare_memory(
-    lane: LaneUnderTest, rig: Rig, twin: Rig, before: Before, pair: tuple[StepRecord, StepRecord]
+    lane: UnderTest, rig: Subject, twin: Subject, before: Before, pair: tuple[StepRecord, StepRecord]
 ) -> Findings:
     """Find memory outside the registry that makes the replay right with the contents of a capture."""
     step, seen = pair
     shape = step.shape
     assert shape is not None  # noqa: S101  it was replayed
-    pairs = [*zip(_outside(rig, shape), _outside(twin, shape), strict=False)]
+    pairs = [*zip(rig.external(shape), twin.external(shape), strict=False)]
     if any((mine.shape, mine.dtype) != (theirs.shape, theirs.dtype) for mine, theirs in pairs):
         return  # other recorded work, a finding of the traces
     differing = [at for at, (mine, theirs) in enumerate(pairs) if not equal(mine, theirs)]
@@ -386,8 +431,8 @@ def _compare_memory(
         if not _gives_the_same(rig, renewed, seen):
             continue
         mine = pairs[chosen[0]][0]
-        is_held = storage_id(mine) in _held_by(rig.backend)
-        is_between = rig.lane.captured[shape].graph.num_segments > 1
+        is_held = rig.holds(mine)
+        is_between = rig.num_segments(shape) > 1
         more = f", and {len(chosen) - 1} more" if len(chosen) > 1 else ""
         other = (
             ", and an eager call made another tensor"
@@ -396,9 +441,8 @@ def _compare_memory(
         )
         yield lane.finding(
             "GP02" if is_held else "GP01",
-            hook=None if is_between else "init_metadata_replay",
-            field=f"a tensor of {mine.dtype} {tuple(mine.shape)}, number {chosen[0]} outside the registry"
-            + more,
+            hook=_hook_between(lane) if is_between else "init_metadata_replay",
+            field=rig.name_of(mine, shape) + more,
             expected="the memory that the graph reads is written for this batch",
             actual="not written since capture" + ("" if is_held else other),
             step=step,
@@ -408,18 +452,18 @@ def _compare_memory(
 
 
 def _with_memory(
-    rig: Rig, step: StepRecord, before: Before, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    rig: Subject, step: StepRecord, before: Before, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]
 ) -> StepRecord:
     """Repeat a step with other contents of some tensors: each has those of the second of its pair."""
     kept = [mine.clone() for mine, _ in pairs]
 
     def renew(_: ForwardBatch, __: Any) -> None:
         for mine, theirs in pairs:
-            mine.copy_(theirs)
+            write(mine, theirs)
 
     renewed = rig.step(step.problem, fill=before.put_back, ready=renew)
     for (mine, _), value in zip(pairs, kept, strict=True):
-        mine.copy_(value)
+        write(mine, value)
     return renewed
 
 
@@ -433,7 +477,7 @@ _HANDED_ON_HELP = (
 )
 
 
-def _compare_eager_calls(lane: LaneUnderTest, rig: Rig, pair: tuple[StepRecord, StepRecord]) -> Findings:
+def _compare_eager_calls(lane: UnderTest, rig: Subject, pair: tuple[StepRecord, StepRecord]) -> Findings:
     """Yield a finding if a replay in segments is wrong, and a capture of its batch is right.
 
     Inputs, recorded work and memory are the same, so the eager calls between segments differ: by what they
@@ -442,19 +486,20 @@ def _compare_eager_calls(lane: LaneUnderTest, rig: Rig, pair: tuple[StepRecord, 
     step, seen = pair
     shape = step.shape
     assert shape is not None  # noqa: S101  it was replayed
-    if rig.lane.captured[shape].graph.num_segments == 1:
+    if rig.num_segments(shape) == 1:
         return
     right = lane.answer(rig, step.problem).rows
     live = live_rows(seen)
     if first_off(rig, live, {name: right[name] for name in live if name in right}) is not None:
         return
     is_past = _gives_the_same(rig, rig.step(step.problem), seen)
-    wrong = "other results" if step.error is None else f"{type(step.error).__name__}: {step.error}"
+    wrong = "other results" if step.error is None else message_of(step.error)
     yield lane.finding(
         "GP02" if is_past else "GP08",
+        hook=_hook_between(lane),
         field="the eager calls between segments",
         expected="results that depend on this batch alone: a graph captured with it is right",
-        actual=f"{wrong.splitlines()[0]}; "
+        actual=f"{wrong}; "
         + (
             "a second replay of the batch is right"
             if is_past
@@ -465,85 +510,27 @@ def _compare_eager_calls(lane: LaneUnderTest, rig: Rig, pair: tuple[StepRecord, 
     )
 
 
+def _hook_between(lane: UnderTest) -> str:
+    """Return the method whose eager calls run between the segments of a graph."""
+    return "compose" if lane.kind == "runner" else "init_metadata_eager"
+
+
 _COUNTED_HELP = (
     "an eager call may keep nothing of a step, nor of the capture: take counts and metadata of this replay"
     " from `Step.rows`, `Step.live` and `Step.metadata` inside the call, or let `Step.attend` do it"
 )
 
 
-def _outside(rig: Rig, shape: GraphShape) -> list[torch.Tensor]:
-    """Return the tensors that a graph reads outside slots, KV cache and page table, in the order of use."""
-    memory = MemoryMap(rig.registry, rig.backend)
-    graph = rig.lane.captured[shape].graph
-    return [t for t in graph.external_tensors() or () if not memory.is_declared(t)]
-
-
-def _held_by(backend: object) -> set[int]:
-    """Return the identities of the storages of all tensors in a backend's attributes, at any depth."""
-    found, todo, seen = set(), [vars(backend)], set()
-    while todo:
-        value: Any = todo.pop()
-        if id(value) in seen:
-            continue
-        seen.add(id(value))
-        if isinstance(value, torch.Tensor):
-            found.add(storage_id(value))
-        elif isinstance(value, Mapping):
-            todo += value.values()
-        elif isinstance(value, (list, tuple, set, frozenset)):
-            todo += value
-        elif type(value).__module__.partition(".")[0] == type(backend).__module__.partition(".")[0]:
-            todo += vars(value).values() if hasattr(value, "__dict__") else ()
-    return found
-
-
 # -- recorded work -----------------------------------------------------------------------------------
 
 
-def trace_of(rig: Rig, shape: GraphShape) -> list[TracedCall]:
-    """Return the recorded calls of the graph of a shape; empty where its driver has no trace."""
-    graph = rig.lane.captured[shape].graph
-    return (graph.trace or []) if isinstance(graph, Tape) else []
-
-
-class _Tracer(TorchDispatchMode):
-    """A dispatch mode that keeps every dispatched operation."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch has no annotation here
-        self.calls: list[TracedCall] = []
-
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        del types
-        if func is not torch.ops.aten.detach.default:  # torch dispatches more of them under a recorder
-            self.calls.append(TracedCall.of(func, args, kwargs or {}))
-        return func(*args, **(kwargs or {}))
-
-
-def _compare_with_warm_up(lane: LaneUnderTest, way: Way, step: StepRecord) -> Findings:
+def _compare_with_warm_up(lane: UnderTest, way: Way, step: StepRecord) -> Findings:
     """Compare the recorded run of a batch that replays wrong with the warm-up before it."""
-    twin = lane.build(way, capture=False)
-    driver, runs = twin.lane.driver, []
-    if driver is None or step.shape is None:
+    if step.shape is None:
         return
-    capture: Callable[..., Graph] = driver.capture
-
-    def traced(fn: Callable[[], Any], **options: Any) -> Graph:
-        def region() -> Any:
-            with _Tracer() as tracer:
-                runs.append(tracer.calls)
-                return fn()
-
-        return capture(region, **options)
-
-    driver.capture = traced  # type: ignore[method-assign]
-    _capture(twin, step.problem, step.shape)
+    runs = lane.build(way, capture=False).runs_of_capture(step.problem, step.shape)
+    if not runs:
+        return
     found = compare_traces(runs[-1], runs[0])
     if found is not None and found["rule"] == "GP10":
         yield lane.finding(
@@ -588,7 +575,7 @@ def compare_traces(recorded: Sequence[TracedCall], other: Sequence[TracedCall]) 
 
 
 def _compare_traces(
-    lane: LaneUnderTest,
+    lane: UnderTest,
     way: Way,
     step: StepRecord,
     recorded: Sequence[TracedCall],
@@ -613,7 +600,7 @@ def _compare_traces(
 
 
 def _lengths_decide(
-    lane: LaneUnderTest,
+    lane: UnderTest,
     way: Way,
     step: StepRecord,
     recorded: Sequence[TracedCall],
@@ -626,7 +613,7 @@ def _lengths_decide(
     """
     twin = lane.build(way, capture=False)
     assert step.shape is not None  # noqa: S101  it was replayed
-    batch, dummy = twin.batch_of(step.problem), twin.runner.dummy(step.shape)
+    batch, dummy = twin.batch_of(step.problem), twin.dummy(step.shape)
     real = batch.batch_size
     lens = torch.cat([batch.seq_lens_cpu, dummy.seq_lens_cpu[real:]])
     for swapped, wanted in (
@@ -637,7 +624,7 @@ def _lengths_decide(
             _capture(twin, step.problem, step.shape, swapped)
         except (Exception, SystemExit):  # noqa: BLE001, S112  the lengths contradict each other
             continue
-        if compare_traces(wanted, trace_of(twin, step.shape)) is None:
+        if compare_traces(wanted, twin.trace(step.shape)) is None:
             return True
     return False
 

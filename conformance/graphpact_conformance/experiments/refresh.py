@@ -8,14 +8,15 @@ plan.
 Does not: know the right values; see `graphpact_conformance.experiments.parity`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from graphpact.buffers import BoundSlot
+from graphpact.buffers import BoundSlot, PaddingPolicy
 from graphpact.tensors import same
 from graphpact_conformance.experiments.base import (
     Findings,
+    TensorEdit,
     altered,
     differences,
     excess,
@@ -26,9 +27,9 @@ from graphpact_conformance.experiments.base import (
     values_at,
 )
 from graphpact_conformance.problems import Drawn, Problem, assorted, corner, neighbours, steady
+from graphpact_conformance.records import Leaf, StepRecord
 from graphpact_conformance.results import Finding
-from graphpact_conformance.rig import Leaf, Rig, StepRecord
-from graphpact_conformance.subject import LaneUnderTest, Way, poison_slot
+from graphpact_conformance.under_test import Subject, UnderTest, Way, poison_slot
 from graphpact_tape.guard import is_due
 from graphpact_tape.poison import poison_of
 
@@ -38,61 +39,78 @@ def is_plan(leaf: Leaf) -> bool:
     return leaf.slot is not None and leaf.slot.role == "plan"
 
 
-class Before:
-    """A copy of the slots of a lane before a step, to repeat the step over the same contents."""
+def keeps_rows(slot: BoundSlot | None) -> bool:
+    """Return whether a slot with rows is filled once: its padding rows keep what a step wrote there."""
+    is_once = slot is not None and slot.padding_policy is PaddingPolicy.FILL_ONCE
+    return is_once and slot is not None and slot.axis != "none" and slot.role != "staging"
 
-    def __init__(self, rig: Rig) -> None:
+
+class Before:
+    """A copy of the slots before a step, to repeat the step over the same contents."""
+
+    def __init__(self, rig: Subject) -> None:
         self._held = {
             slot.name: slot.buffer.clone()
-            for slot in rig.registry
-            if slot.buffer is not None and is_due(slot)
+            for slot in rig.slots
+            if slot.buffer is not None and (is_due(slot) or keeps_rows(slot))
         }
+        self._kept = [slot for slot in rig.slots if slot.buffer is not None and keeps_rows(slot)]
 
     def put_back(self, slot: BoundSlot) -> None:
         """Restore the contents of a slot."""
         if slot.buffer is not None:
             slot.buffer.copy_(self._held[slot.name])
 
+    def _put_rows_back(self) -> None:
+        for slot in self._kept:
+            self.put_back(slot)
+
     def shows(
         self,
-        rig: Rig,
+        rig: Subject,
         base: StepRecord,
         leaf: Leaf,
         mask: torch.Tensor,
         other: torch.Tensor | float,
     ) -> bool:
         """Return whether ``other``, where ``mask`` is set, changes the results of the step."""
-        change = altered({leaf.path: put(mask, other)})
-        changed = rig.step(base.problem, fill=self.put_back, ready=change)
+        return self.show(rig, base, {leaf.path: put(mask, other)})
+
+    def show(self, rig: Subject, base: StepRecord, changes: dict[str, TensorEdit]) -> bool:
+        """Return whether edits of tensors, by path, change the results of the step."""
+        ready = altered(changes)
+        changed = rig.step(base.problem, fill=self.put_back, ready=ready, after_load=self._put_rows_back)
         return not same_step(base, changed, first_slot=rig.config.page_size)
 
 
-def unwritten_and_stale(lane: LaneUnderTest, steps: Drawn) -> Findings:
+def unwritten_and_stale(lane: UnderTest, steps: Drawn) -> Findings:
     """Replay a batch after two histories and over two kinds of poison, and compare what hooks wrote."""
-    exact, small, _, padded = steps
+    exact, small, _, padded = steps[:4]
     long = assorted(lane.config)
     for way in lane.ways:
         rig = lane.rig(way)
         for problem, before in ((padded, long), (small, small), (exact, padded)):
-            yield from _after_two_histories(lane, way, problem, [before], [small])
+            # the other history fills all rows, so that no row is the same after both
+            yield from after_two_histories(lane, way, problem, [before], [exact, small])
         if lane.config.case.width is not None and long.requests:
             now, earlier = steady(lane.config)
             for previous in earlier:
-                yield from _after_two_histories(lane, way, now, [previous], [small])
+                yield from after_two_histories(lane, way, now, [previous], [small])
         if way != lane.ways[-1]:
             continue  # both ways keep their plans on the host
         for neighbour in neighbours(lane.config, long):
-            yield from _after_two_histories(lane, way, long, [long, neighbour], [small])
+            yield from after_two_histories(lane, way, long, [long, neighbour], [small])
         yield from _plans_at_fault(lane, rig, long)
 
 
-def _after_two_histories(
-    lane: LaneUnderTest,
+def after_two_histories(
+    lane: UnderTest,
     way: Way,
     problem: Problem,
     history: Sequence[Problem],
     other: Sequence[Problem],
 ) -> Findings:
+    """Replay a batch after two histories, over two kinds of poison, and compare what the hooks wrote."""
     rig = lane.rig(way)
     before = Before(rig)
     base = rig.step(problem)
@@ -104,19 +122,41 @@ def _after_two_histories(
     for each in other:
         rig.step(each)
     two = rig.step(problem, fill=_other_poison)
+    compared = [*_compared(one, two)]
+    # Few steps read what was not written: one with all of it as garbage shows whether any does.
+    missed = [(leaf, never | once) for leaf, never, once, _ in compared if bool((never | once).any())]
+    is_read = any(
+        before.show(rig, base, {leaf.path: put(mask, _garbage(leaf, leaf)[at][1]) for leaf, mask in missed})
+        for at in range(2 if missed else 0)
+    )
+    for leaf, never, once, stale in compared:
+        if is_read and bool((never | once).any()):
+            yield from _unwritten(lane, way, (before, base), leaf, never, once)
+        if bool(stale.any()):
+            yield from _stale(lane, rig, (before, base), leaf, stale, (one, two))
+
+
+def _compared(
+    one: StepRecord, two: StepRecord
+) -> Iterator[tuple[Leaf, torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Yield each tensor that both steps have to write, with three masks.
+
+    They are set where neither step wrote it, where one of them did, and where both wrote different values.
+    """
     for path, leaf in one.leaves.items():
         twin = two.leaves.get(path)
-        if not leaf.is_written or twin is None or twin.value.shape != leaf.value.shape:
+        if twin is None or twin.value.shape != leaf.value.shape:
+            continue
+        if leaf.is_resident and keeps_rows(leaf.slot):
+            none = torch.zeros_like(leaf.in_tail)
+            yield leaf, none, none, ~same(leaf.value, twin.value) & leaf.in_tail
+        if not leaf.is_written:
             continue
         left = [same(x.value, torch.full_like(x.value, g)) for x, g in _garbage(leaf, twin)]
         never, once = left[0] & left[1], left[0] ^ left[1]
         if leaf.value.dtype.itemsize == 1:
             once = torch.zeros_like(once)  # one byte has no value for poison that hooks never write
-        if bool((never | once).any()):
-            yield from _unwritten(lane, way, (before, base), leaf, never, once)
-        stale = ~same(leaf.value, twin.value) & ~left[0] & ~left[1]
-        if bool(stale.any()):
-            yield from _stale(lane, rig, (before, base), leaf, stale, (one, two))
+        yield leaf, never, once, ~same(leaf.value, twin.value) & ~left[0] & ~left[1]
 
 
 def _garbage(leaf: Leaf, twin: Leaf) -> list[tuple[Leaf, float | int]]:
@@ -125,7 +165,7 @@ def _garbage(leaf: Leaf, twin: Leaf) -> list[tuple[Leaf, float | int]]:
 
 
 def _unwritten(
-    lane: LaneUnderTest,
+    lane: UnderTest,
     way: Way,
     run: tuple[Before, StepRecord],
     leaf: Leaf,
@@ -163,7 +203,7 @@ def _unwritten(
             yield _finding(lane, rig, base, leaf, rule, mask, asked, why)
     is_input = hook_of(leaf) == "populate"
     if found and way == "graph" and not is_input and _hook_writes(lane, base.problem, leaf, never):
-        body = lane.body_of(lane.rig("hook"))
+        body = lane.rig("hook").writer
         yield lane.finding(
             "GP10",
             hook="init_metadata_capture",
@@ -177,7 +217,7 @@ def _unwritten(
         )
 
 
-def _hook_writes(lane: LaneUnderTest, problem: Problem, leaf: Leaf, mask: torch.Tensor) -> bool:
+def _hook_writes(lane: UnderTest, problem: Problem, leaf: Leaf, mask: torch.Tensor) -> bool:
     """Return whether a lane whose hooks make metadata writes entries that the graph does not write."""
     if "hook" not in lane.ways or not bool(mask.any()):
         return False
@@ -189,8 +229,8 @@ def _hook_writes(lane: LaneUnderTest, problem: Problem, leaf: Leaf, mask: torch.
 
 
 def _stale(
-    lane: LaneUnderTest,
-    rig: Rig,
+    lane: UnderTest,
+    rig: Subject,
     run: tuple[Before, StepRecord],
     leaf: Leaf,
     stale: torch.Tensor,
@@ -202,7 +242,9 @@ def _stale(
     values = [step.leaves[leaf.path].value for step in pair]
     parts = [("GP09", stale)]
     if not is_plan(leaf):
-        parts += [("GP02", stale & ~tail), ("GP03", stale & tail)]
+        live = stale & ~tail
+        of_rows = [("GP02", live), ("GP03", stale & tail)]
+        parts = [*parts, *of_rows] if bool(live.any()) else of_rows
     for rule, mask in parts:
         if bool(mask.any()) and any(before.shows(rig, base, leaf, mask, v) for v in values):
             first, second = (values_at(v, mask) for v in values)
@@ -211,8 +253,8 @@ def _stale(
 
 
 def _finding(
-    lane: LaneUnderTest,
-    rig: Rig,
+    lane: UnderTest,
+    rig: Subject,
     base: StepRecord,
     leaf: Leaf,
     rule: str,
@@ -235,7 +277,7 @@ def _finding(
     )
 
 
-def _plans_at_fault(lane: LaneUnderTest, rig: Rig, problem: Problem) -> Findings:
+def _plans_at_fault(lane: UnderTest, rig: Subject, problem: Problem) -> Findings:
     """Repeat a wrong step with the plans of the largest batch: if rows become right, the plan is at fault."""
     base = rig.step(problem)
     plans = [leaf for leaf in base.leaves.values() if leaf.is_written and is_plan(leaf)]
@@ -246,7 +288,7 @@ def _plans_at_fault(lane: LaneUnderTest, rig: Rig, problem: Problem) -> Findings
         return
     wrong = _rows_off(lane, rig, base)
     largest = rig.step(corner(lane.config))
-    if largest.shape != base.shape:
+    if largest.error is not None or largest.shape != base.shape:
         return
     changes = {
         leaf.path: put(torch.ones_like(leaf.value, dtype=torch.bool), largest.leaves[leaf.path].value)
@@ -271,7 +313,7 @@ def _plans_at_fault(lane: LaneUnderTest, rig: Rig, problem: Problem) -> Findings
             return
 
 
-def _rows_off(lane: LaneUnderTest, rig: Rig, step: StepRecord) -> set[tuple[str, int]]:
+def _rows_off(lane: UnderTest, rig: Subject, step: StepRecord) -> set[tuple[str, int]]:
     """Return where the outputs of a step without error differ from the oracle's: name and index."""
     assert step.rows is not None  # noqa: S101  it ended
     off: set[tuple[str, int]] = set()
@@ -281,7 +323,7 @@ def _rows_off(lane: LaneUnderTest, rig: Rig, step: StepRecord) -> set[tuple[str,
     return off
 
 
-def help_for(lane: LaneUnderTest, rig: Rig, leaf: Leaf, rule: str, texts: Mapping[str, str]) -> str:
+def help_for(lane: UnderTest, rig: Subject, leaf: Leaf, rule: str, texts: Mapping[str, str]) -> str:
     """Return the help text of a rule for a tensor, with its name and the method that writes it.
 
     Args:
@@ -298,7 +340,7 @@ def help_for(lane: LaneUnderTest, rig: Rig, leaf: Leaf, rule: str, texts: Mappin
             "the suite's own backend writes it from the view: check the view, and whether the hook was"
             " called for this batch"
         )
-    return texts[rule].format(name=leaf.path.rsplit(".", 1)[-1], body=lane.body_of(rig))
+    return texts[rule].format(name=leaf.path.rsplit(".", 1)[-1], body=rig.writer)
 
 
 _HELP = {

@@ -7,8 +7,14 @@
     memory     size, lifetime and sharing of memory: GP13 to 15, 18, 19
     runners    runners, the registry, capture sizes, batches, ranks: GP03 to 06, 11, 12, 17 and others
     drafts     runners that draft: GP01 to 03, 06
+    drivers    graph drivers, fast and strict: GP01, 07, 08, 10, 14 to 16, 19, 20
+    life       recaptures, several lanes, rewritten batches and weights: GP02, 09, 10, 14 to 16, 19
+    requests   requests that look like padding, and batches of other kinds: GP04, 06, 12
     segments   graphs that attention leaves: GP01 to 03, 05, 08, 10, 15, and their correct plugins
+    scale      bugs that only unusual values of scale expose
+    fields     optional fields of batches: GP02, 04, 05
     variants   correct plugins in other styles
+    right_drivers   correct graph drivers in other styles
 
 `exhibit` defines exhibits and variants, `edits` has edits for several rooms, `gallery` runs the suite on
 them.
@@ -22,29 +28,36 @@ Does not: check plugins; the museum checks the suite.
 from graphpact_conformance.museum import (
     bindings,
     drafts,
+    drivers,
+    fields,
+    life,
     memory,
     padding,
     plans,
     recordings,
+    requests,
+    right_drivers,
     runners,
+    scale,
     segments,
     variants,
 )
 from graphpact_conformance.museum.exhibit import Exhibit, Variant
 from graphpact_conformance.museum.gallery import Visit, visit, visit_all
 
+_ROOMS = (
+    *(bindings, recordings, plans, padding, memory, runners, drafts, drivers, life, requests, segments),
+    *(scale, fields),
+)
+
 EXHIBITS: tuple[Exhibit, ...] = tuple(
     sorted(
-        (
-            exhibit
-            for room in (bindings, recordings, plans, padding, memory, runners, drafts, segments)
-            for exhibit in room.EXHIBITS
-        ),
+        (exhibit for room in _ROOMS for exhibit in room.EXHIBITS),
         key=lambda exhibit: (exhibit.rule, exhibit.name),
     )
 )
 """Every exhibit, by its rule."""
-VARIANTS: tuple[Variant, ...] = (*variants.VARIANTS, *segments.VARIANTS)
+VARIANTS: tuple[Variant, ...] = (*variants.VARIANTS, *segments.VARIANTS, *right_drivers.VARIANTS)
 """Every variant."""
 
 __all__ = ["EXHIBITS", "VARIANTS", "Exhibit", "Variant", "Visit", "visit", "visit_all"]

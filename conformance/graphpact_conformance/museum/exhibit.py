@@ -27,13 +27,17 @@ class Exhibit:
         rule: Id of the rule under which the suite must catch it.
         thread: The public thread: ``owner/repository#number``.
         planted: The edit, in one sentence.
-        base: Name of the edited plugin, an attention backend or a runner; ``reference`` for the suite's own
-            backend, ``reference_runner`` for its runner.
-        lanes: Names of the kinds of step that expose it, as printed by `graphpact_conformance.problems.Case`.
+        base: Name of the edited plugin, an attention backend, a runner or a graph driver; ``reference`` for
+            the suite's own backend, ``reference_runner`` for its runner.
+        lanes: Names of the kinds of step that expose it, as printed by `graphpact_conformance.problems.Case`;
+            of a driver, names of its lanes.
         make: Returns the broken class for the correct one.
         around: Makes a context in which the lanes are built and run: for edits outside plugins, such as the
             registry, the capture sizes, or the batches of the scheduler.
-        site: The edited part: ``backend``, ``runner``, ``registry``, ``capture sizes`` or ``batch``.
+        values: Unusual values of scale without which the lanes do not expose it, as in names of lanes; see
+            `graphpact_conformance.world.valued`.
+        site: The edited part: ``backend``, ``runner``, ``driver``, ``registry``, ``capture sizes`` or
+            ``batch``.
     """
 
     name: str
@@ -44,6 +48,7 @@ class Exhibit:
     lanes: tuple[str, ...]
     make: Make = _as_it_is
     around: Around = nullcontext
+    values: tuple[str, ...] = ()
     site: str = "backend"
 
     @property

@@ -16,12 +16,16 @@ import torch
 
 from graphpact.attention import AttentionBackend
 from graphpact.errors import GraphpactError
-from graphpact.plugins import PluginCatalog
+from graphpact.graphs import GraphDriver
+from graphpact.plugins import Kind, PluginCatalog
 from graphpact.runners import GraphRunner
+from graphpact_conformance.drivers.examine import examine_lane as examine_driver_lane
+from graphpact_conformance.drivers.examine import lanes_of_driver
 from graphpact_conformance.museum.exhibit import Exhibit, Variant
 from graphpact_conformance.reference import ReferenceBackend, ReferenceRunner
-from graphpact_conformance.results import Finding, Outcome
-from graphpact_conformance.suite import Options, PlannedLane, TargetKind, examine_lane, plan_lanes
+from graphpact_conformance.results import Finding, Outcome, Result
+from graphpact_conformance.suite import LaneKind, PlannedLane, examine_lane, plan_lanes
+from graphpact_conformance.targets import Options
 
 OPTIONS = Options(size="quick", examples=1, shrink=False)
 
@@ -32,7 +36,7 @@ class Visit:
 
     Args:
         piece: The exhibit or variant.
-        findings: The first finding of each rule; the key is None for findings without a rule.
+        findings: The finding with the best evidence of each rule; the key is None for those without a rule.
         lanes: The lanes that were checked.
         missing: The reason if its plugin is not installed.
         errors: Errors of the suite.
@@ -60,14 +64,25 @@ def visit(piece: Exhibit | Variant, options: Options = OPTIONS) -> Visit:
         base = right_class(piece.base)
     except GraphpactError as error:
         return Visit(piece, missing=error.message.splitlines()[0])
-    with planted(piece, base, options) as plans:
-        results = [result for plan in plans for result in examine_lane(plan, options)]
+    if issubclass(base, GraphDriver):
+        plans, results = _of_driver(piece, base, options)
+    else:
+        with planted(piece, base, options) as planned:
+            plans = [str(plan) for plan in planned]
+            results = [result for plan in planned for result in examine_lane(plan, options)]
     findings: dict[str | None, Finding] = {}
-    for result in sorted(results, key=lambda r: not r.is_located):
-        for finding in result.findings:
-            findings.setdefault(result.rule, finding)
+    for finding in sorted((f for r in results for f in r.findings), key=lambda f: f.evidence):
+        findings.setdefault(finding.rule, finding)
     errors = [r.reason or "" for r in results if r.outcome is Outcome.ERROR]
-    return Visit(piece, findings, tuple(map(str, plans)), errors=tuple(dict.fromkeys(errors)))
+    return Visit(piece, findings, tuple(plans), errors=tuple(dict.fromkeys(errors)))
+
+
+def _of_driver(
+    piece: Exhibit | Variant, base: type[GraphDriver], options: Options
+) -> tuple[list[str], list[Result]]:
+    """Return the names of the lanes of an exhibit or variant of a driver, and their results."""
+    lanes = [lane for lane in lanes_of_driver(piece.make(base), options) if str(lane) in piece.lanes]
+    return [str(lane) for lane in lanes], [r for lane in lanes for r in examine_driver_lane(lane, options)]
 
 
 @contextmanager
@@ -85,14 +100,15 @@ def planted(
     is_backend = issubclass(cls, AttentionBackend)
     backend: type[AttentionBackend] = cls if is_backend else ReferenceBackend
     runner: type[GraphRunner] = ReferenceRunner if is_backend else cls
-    kind: TargetKind = "attention_backend" if is_backend else "runner"
+    kind: LaneKind = "attention_backend" if is_backend else "runner"
+    values = piece.values if isinstance(piece, Exhibit) else ()
     around = piece.around if isinstance(piece, Exhibit) else nullcontext
     with around(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # an exhibit may warn
         yield [
-            replace(plan, is_full=True)
-            for plan in plan_lanes(backend, runner, options, kind=kind)
-            if str(plan.lane.config.case) in piece.lanes
+            replace(plan, is_full=not plan.lane.config.high)
+            for plan in plan_lanes(backend, runner, options, kind=kind, values=values)
+            if str(plan.lane.config.case.plain) in piece.lanes
         ]
 
 
@@ -165,6 +181,8 @@ def right_class(name: str) -> type[Any]:
     if name == "reference_runner":
         return ReferenceRunner
     catalog = PluginCatalog.scan()
-    if any(info.name == name for info in catalog.infos("runner")):
-        return catalog.select("runner", name)
+    kinds: tuple[Kind, ...] = ("runner", "graph_driver")
+    for kind in kinds:
+        if any(info.name == name for info in catalog.infos(kind)):
+            return catalog.select(kind, name)
     return catalog.select("attention_backend", name)

@@ -32,7 +32,7 @@ _Fit: TypeAlias = GraphShape | EagerReason
 # -- edits of a runner -------------------------------------------------------------------------------
 
 
-def _populating(
+def populating(
     edit: Callable[[Any, Callable[[], None], CudaGraphBufferRegistry, ForwardBatch, GraphShape], None],
 ) -> Make:
     """Return a factory of runners with another ``populate``.
@@ -62,6 +62,22 @@ def _populating(
     return make
 
 
+def after_fill(edit: Callable[[Any, CudaGraphBufferRegistry, ForwardBatch, GraphShape], None]) -> Make:
+    """Return a factory of runners that edit filled slots: ``(runner, registry, batch, shape)``."""
+
+    def fill_first(
+        runner: Any,
+        fill: Callable[[], None],
+        registry: CudaGraphBufferRegistry,
+        batch: ForwardBatch,
+        shape: GraphShape,
+    ) -> None:
+        fill()
+        edit(runner, registry, batch, shape)
+
+    return populating(fill_first)
+
+
 def _rows(
     registry: CudaGraphBufferRegistry, name: str, batch: ForwardBatch, shape: GraphShape
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -82,7 +98,7 @@ def keeps_tails(*names: str) -> Make:
         for tail, old in zip(tails, kept, strict=True):
             tail.copy_(old)
 
-    return _populating(edit)
+    return populating(edit)
 
 
 def _is_new(runner: Any, shape: GraphShape) -> bool:
@@ -106,7 +122,7 @@ def keeps(name: str) -> Make:
         if not _is_new(runner, shape):
             real.copy_(kept)
 
-    return _populating(edit)
+    return populating(edit)
 
 
 def _pads(name: str, value: Callable[[Any, torch.Tensor], torch.Tensor | int]) -> Make:
@@ -121,7 +137,7 @@ def _pads(name: str, value: Callable[[Any, torch.Tensor], torch.Tensor | int]) -
         elif len(pad):
             tail.copy_(pad.expand_as(tail))
 
-    return _populating(edit)
+    return populating(edit)
 
 
 def _at_capture(edit: Callable[[Any, ForwardBatch, GraphShape], None]) -> Make:
@@ -132,7 +148,7 @@ def _at_capture(edit: Callable[[Any, ForwardBatch, GraphShape], None]) -> Make:
         if _is_new(runner, shape):
             edit(registry, batch, shape)
 
-    return _populating(at_capture)
+    return populating(at_capture)
 
 
 def viewing(edit: Callable[[ForwardBatch, ForwardBatch], ForwardBatch]) -> Make:
@@ -155,7 +171,7 @@ def viewing(edit: Callable[[ForwardBatch, ForwardBatch], ForwardBatch]) -> Make:
     return make
 
 
-def _fitting(edit: Callable[[Any, ForwardBatch, _Fit], _Fit]) -> Make:
+def fitting(edit: Callable[[Any, ForwardBatch, _Fit], _Fit]) -> Make:
     """Return a factory of runners with another answer, from runner, batch and the right answer."""
 
     def make(base: type[Any]) -> type[Any]:
@@ -171,7 +187,7 @@ def _fitting(edit: Callable[[Any, ForwardBatch, _Fit], _Fit]) -> Make:
     return make
 
 
-def _sizing(edit: Callable[[list[int]], list[int]]) -> Make:
+def sizing(edit: Callable[[list[int]], list[int]]) -> Make:
     """Return a factory of runners with other default capture sizes, made from the right ones."""
 
     def make(base: type[Any]) -> type[Any]:
@@ -187,7 +203,7 @@ def _sizing(edit: Callable[[list[int]], list[int]]) -> Make:
     return make
 
 
-def _dummies(edit: Callable[[Any, ForwardBatch], ForwardBatch]) -> Make:
+def dummies(edit: Callable[[Any, ForwardBatch], ForwardBatch]) -> Make:
     """Return a factory of runners with other dummy batches, made from the runner and the right one."""
 
     def make(base: type[Any]) -> type[Any]:
@@ -349,7 +365,7 @@ def _declining(edit: Callable[[Any, ForwardBatch, _Fit], _Fit]) -> Make:
     """Return a factory of runners with another answer, which declare the reason `_LONG`."""
 
     def make(base: type[Any]) -> type[Any]:
-        class Declines(_fitting(edit)(base)):  # type: ignore[misc]
+        class Declines(fitting(edit)(base)):  # type: ignore[misc]
             """A runner that declines batches of long requests."""
 
             declines = (_LONG,)
@@ -433,7 +449,7 @@ _GP12 = [
         planted="A batch with one token per request counts as decode, whatever its mode is.",
         base="cuda_graph",
         lanes=("decode",),
-        make=_fitting(_as_decode),
+        make=fitting(_as_decode),
         site="runner",
     ),
     Exhibit(
@@ -444,7 +460,7 @@ _GP12 = [
         " maximum.",
         base="cuda_graph",
         lanes=("decode",),
-        make=_sizing(lambda sizes: [s for s in sizes if s in (1, 2, 4) or s % 8 == 0]),
+        make=sizing(lambda sizes: [s for s in sizes if s in (1, 2, 4) or s % 8 == 0]),
         site="runner",
     ),
     Exhibit(
@@ -454,7 +470,7 @@ _GP12 = [
         planted="The end of the default capture sizes is exclusive: the largest step is never replayed.",
         base="cpu_graph",
         lanes=("decode",),
-        make=_sizing(lambda sizes: sizes[:-1] or sizes),
+        make=sizing(lambda sizes: sizes[:-1] or sizes),
         site="runner",
     ),
     Exhibit(
@@ -477,7 +493,7 @@ _GP12 = [
         " requests.",
         base="cuda_graph",
         lanes=("decode",),
-        make=_fitting(_by_length),
+        make=fitting(_by_length),
         site="runner",
     ),
     Exhibit(
@@ -487,7 +503,7 @@ _GP12 = [
         planted="The shape of target verify is looked up by its draft tokens among request counts.",
         base="reference_runner",
         lanes=("target_verify",),
-        make=_fitting(_by_tokens),
+        make=fitting(_by_tokens),
         site="runner",
     ),
     Exhibit(
@@ -497,7 +513,7 @@ _GP12 = [
         planted="A batch that would have padding rows runs eagerly although a captured shape holds it.",
         base="cuda_graph",
         lanes=("decode",),
-        make=_fitting(_exact_only),
+        make=fitting(_exact_only),
         site="runner",
     ),
     Exhibit(
@@ -508,7 +524,7 @@ _GP12 = [
         " eagerly although a captured shape holds it.",
         base="reference_runner",
         lanes=("target_verify",),
-        make=_fitting(_unlisted),
+        make=fitting(_unlisted),
         site="runner",
     ),
     Exhibit(
@@ -518,7 +534,7 @@ _GP12 = [
         planted="Every batch is looked up under the largest key that was registered.",
         base="reference_runner",
         lanes=("draft_decode",),
-        make=_fitting(_largest),
+        make=fitting(_largest),
         site="runner",
     ),
     Exhibit(
@@ -529,7 +545,7 @@ _GP12 = [
         " that the runner does not declare.",
         base="cuda_graph",
         lanes=("decode",),
-        make=_fitting(_leaves_long_requests),
+        make=fitting(_leaves_long_requests),
         site="runner",
     ),
     Exhibit(
@@ -641,7 +657,7 @@ _GP17 = [
         planted="A rank without requests replays the smallest graph while the others replay larger ones.",
         base="cpu_graph",
         lanes=("decode",),
-        make=_fitting(_idle_takes_the_smallest),
+        make=fitting(_idle_takes_the_smallest),
         site="runner",
     ),
     Exhibit(
@@ -651,7 +667,7 @@ _GP17 = [
         planted="A rank without requests runs eagerly while the others replay a graph that gathers.",
         base="reference_runner",
         lanes=("draft_extend",),
-        make=_fitting(_idle_runs_eagerly),
+        make=fitting(_idle_runs_eagerly),
         site="runner",
     ),
     Exhibit(
@@ -760,7 +776,7 @@ _GP11 = [
         planted="The dummy's sequences are longer than a row of the page table.",
         base="cuda_graph",
         lanes=("decode",),
-        make=_dummies(_too_long),
+        make=dummies(_too_long),
         site="runner",
     ),
     Exhibit(
@@ -770,7 +786,7 @@ _GP11 = [
         planted="The dummy's sequences have the maximum length, and its drafts lie after it.",
         base="reference_runner",
         lanes=("target_verify",),
-        make=_dummies(_no_room_for_drafts),
+        make=dummies(_no_room_for_drafts),
         site="runner",
     ),
     Exhibit(
@@ -780,7 +796,7 @@ _GP11 = [
         planted="The lengths on the host are 0 while those on the device are the dummy's.",
         base="cpu_graph",
         lanes=("decode",),
-        make=_dummies(lambda _, d: replace(d, seq_lens_cpu=torch.zeros_like(d.seq_lens_cpu))),
+        make=dummies(lambda _, d: replace(d, seq_lens_cpu=torch.zeros_like(d.seq_lens_cpu))),
         site="runner",
     ),
     Exhibit(
@@ -790,7 +806,7 @@ _GP11 = [
         planted="The extend lengths are in another order on the host than on the device.",
         base="reference_runner",
         lanes=("mixed",),
-        make=_dummies(lambda _, d: replace(d, extend_seq_lens_cpu=d.required_extend_lens()[1].flip(0))),
+        make=dummies(lambda _, d: replace(d, extend_seq_lens_cpu=d.required_extend_lens()[1].flip(0))),
         site="runner",
     ),
     Exhibit(
@@ -800,7 +816,7 @@ _GP11 = [
         planted="The dummy's sequences have length 0, while the drafts after them have positions and slots.",
         base="reference_runner",
         lanes=("draft_decode",),
-        make=_dummies(
+        make=dummies(
             lambda _, d: replace(
                 d,
                 seq_lens=torch.zeros_like(d.seq_lens),
@@ -1036,7 +1052,7 @@ _GP05 = [
         planted="The count of live tokens is that of the padded shape.",
         base="cuda_graph",
         lanes=("decode",),
-        make=_populating(_counts_padding),
+        make=populating(_counts_padding),
         site="runner",
     ),
     *(
@@ -1381,7 +1397,7 @@ _OTHERS = [
         planted="populate() clamps the positions of the engine's own batch to the length of a table.",
         base="cuda_graph",
         lanes=("decode",),
-        make=_populating(_clamps_the_batch),
+        make=populating(_clamps_the_batch),
         site="runner",
     ),
     Exhibit(
@@ -1392,7 +1408,7 @@ _OTHERS = [
         " last batch.",
         base="cpu_graph",
         lanes=("decode",),
-        make=_populating(_leaves_slots_at_capture),
+        make=populating(_leaves_slots_at_capture),
         site="runner",
     ),
     Exhibit(
@@ -1402,7 +1418,7 @@ _OTHERS = [
         planted="Dummy drafts have KV slots that live requests own.",
         base="reference_runner",
         lanes=("target_verify",),
-        make=_dummies(
+        make=dummies(
             lambda runner, d: replace(
                 d,
                 out_cache_loc=torch.arange(d.num_tokens, device=d.device) + runner.context.limits.page_size,
@@ -1417,7 +1433,7 @@ _OTHERS = [
         planted="populate() reads a length from the device.",
         base="cuda_graph",
         lanes=("decode",),
-        make=_populating(_reads_a_length),
+        make=populating(_reads_a_length),
         site="runner",
     ),
     Exhibit(
@@ -1427,7 +1443,7 @@ _OTHERS = [
         planted="fit() decides by a tensor on the device.",
         base="cpu_graph",
         lanes=("decode",),
-        make=_fitting(_asks_the_device),
+        make=fitting(_asks_the_device),
         site="runner",
     ),
 ]

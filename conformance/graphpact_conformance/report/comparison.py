@@ -120,7 +120,12 @@ def _what(was: Outcome | None, now: Outcome | None) -> What | None:
         return "appeared" if is_there else "vanished"
     if was is None or now is None or was == now or not is_there:
         return None
-    return "better" if WORST_FIRST.index(now) > WORST_FIRST.index(was) else "worse"
+    return "better" if _rank(now) > _rank(was) else "worse"
+
+
+def _rank(outcome: Outcome) -> int:
+    """Return a number that is higher for better outcomes. An error shows nothing, so it is the lowest."""
+    return -1 if outcome is Outcome.ERROR else WORST_FIRST.index(outcome)
 
 
 def _setup(before: Report, after: Report) -> Iterator[tuple[str, str, str]]:

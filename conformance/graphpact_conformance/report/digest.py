@@ -18,7 +18,7 @@ from graphpact_conformance.results import (
     Result,
     worst,
 )
-from graphpact_conformance.rules import RULES, Rule, causes_first, concern_of
+from graphpact_conformance.rules import RULES, Evidence, Rule, causes_first, concern_of
 
 MOST_SHOWN = 3
 """Number of failures of one rule that are shown in full; others are folded or counted."""
@@ -30,8 +30,8 @@ GENERAL = "general"
 """The key of general checks, which belong to no rule."""
 
 _GENERAL_REQUIREMENT = (
-    "The plugin can be found and loaded, its eager outputs are right, it does not crash or hang, it prints"
-    " nothing, and its list of known failures is correct."
+    "The plugin can be found and loaded, its eager outputs are right, a driver keeps the promises without a"
+    " rule, it does not crash or hang, it prints nothing, and its list of known failures is correct."
 )
 
 GLYPHS = {
@@ -101,14 +101,20 @@ class Row:
 
     @property
     def failures(self) -> list[Result]:
-        """The results that are failures; first errors of the suite, then those that name a hook at fault."""
+        """The results that are failures: what the plugin raised, named hooks, errors of the suite last."""
         broken = [result for result in self.results if result.outcome.is_failure]
-        return sorted(broken, key=lambda r: (r.outcome is not Outcome.ERROR, not r.is_located))
+        return sorted(broken, key=lambda r: (r.outcome is Outcome.ERROR, not r.raised, r.evidence))
 
     @property
-    def is_located(self) -> bool:
-        """Whether a failure names the hook at fault."""
-        return any(result.is_located for result in self.failures)
+    def evidence(self) -> Evidence:
+        """The best evidence of its findings."""
+        return min((result.evidence for result in self.failures), default=Evidence())
+
+    @property
+    def raised_at(self) -> str | None:
+        """The line of the plugin that raised an error which no rule describes; None if there is none."""
+        places = (f.raised_at for result in self.failures for f in result.findings if f.rule is None)
+        return next(filter(None, places), None)
 
     @property
     def others(self) -> dict[tuple[Outcome, str | None], list[Result]]:
@@ -129,29 +135,35 @@ def rows(plugin: PluginResults) -> list[Row]:
 def to_fix(found: Iterable[Row]) -> list[Row]:
     """Return the rows with failures, the one to begin with first.
 
-    Errors of the suite come first, because they leave the results incomplete. Then come broken rules by
-    `causes_first`, those whose findings name a hook before those that were only seen by their outputs. The
-    general checks are last: in the museum they fail as a consequence of a broken rule.
+    What the plugin raised and no rule describes comes first: nothing is known about the step that it ended.
+    Then come broken rules by `causes_first`, and other general checks, which in the museum fail as a
+    consequence of a broken rule. Rules with nothing but errors of the suite are last: their results are
+    incomplete.
     """
     broken = [row for row in found if row.failures]
     order = causes_first(
-        (row.key for row in broken if row.rule), {row.key for row in broken if row.is_located}
+        (row.key for row in broken if row.rule), {row.key: row.evidence for row in broken if row.rule}
     )
 
-    def rank(row: Row) -> tuple[bool, int]:
+    def rank(row: Row) -> tuple[bool, bool, int]:
         is_error = row.outcome is Outcome.ERROR
-        return not is_error, order.index(row.key) if row.rule else len(order)
+        return is_error, row.raised_at is None, order.index(row.key) if row.rule else len(order)
 
     return sorted(broken, key=rank)
 
 
 def why_first(broken: Sequence[Row]) -> str:
-    """Return why to begin with the first of the rows of `to_fix`; empty if it is the only one."""
+    """Return why to begin with the first of the rows of `to_fix`; empty if no other rule is broken."""
     if len(broken) < 2:
         return ""
     if broken[0].outcome is Outcome.ERROR:
         return "the suite could not continue there, so the results are incomplete"
-    others = "the other" if len(broken) == 2 else f"the other {len(broken) - 1}"
+    if broken[0].raised_at is not None:
+        return f"the plugin raised an error at {broken[0].raised_at}"
+    rest = [row for row in broken[1:] if row.outcome is not Outcome.ERROR]
+    if not rest:
+        return ""
+    others = "the other" if len(rest) == 1 else f"the other {len(rest)}"
     return f"it concerns {concern_of(broken[0].key)}, and {others} may follow from it"
 
 
@@ -204,27 +216,36 @@ def _kind_of(lane: str) -> str:
 def evidence(finding: Finding) -> list[tuple[str, str]]:
     """Return the parts of a finding with their names, in the order of the output."""
     parts = (
+        ("raised at", finding.raised_at),
         ("hook", finding.hook),
         ("field", finding.field),
         ("expected", finding.expected),
         ("actual", finding.actual),
         ("batch", finding.batch),
         ("shape", finding.shape),
+        ("found by", finding.experiment),
         ("help", finding.help),
         ("reproduce", finding.reproduce),
     )
     return [(name, text) for name, text in parts if text]
 
 
+def more_findings(result: Result) -> str | None:
+    """Return a line about the findings of a result after the first; None if there are none."""
+    more = len(result.findings) - 1
+    return f"and {more} more findings in this lane (check --all-findings prints them)" if more > 0 else None
+
+
 def verdict(plugin: PluginResults, *, strict: bool = False) -> str:
     """Return the verdict on a plugin in one sentence, with the missing parts of a full claim."""
     found = rows(plugin)
-    errors = [_say_broken(row) for row in found if row.outcome is Outcome.ERROR]
-    if errors:
-        return f"no verdict: the suite could not continue with {', '.join(errors)}"
     broken = [_say_broken(row) for row in found if any(r.counts_against for r in row.results)]
+    errors = [_say_broken(row) for row in found if any(r.outcome is Outcome.ERROR for r in row.results)]
+    stopped = f"the suite could not continue with {', '.join(errors)}"
     if broken:
-        return f"not conformant: {', '.join(broken)}"
+        return f"not conformant: {', '.join(broken)}" + (f"; {stopped}" if errors else "")
+    if errors:
+        return f"no verdict: {stopped}"
     if not plugin.is_conformant:
         return "no verdict: nothing passed, nothing failed"
     known = [row.label for row in found if row.outcome is Outcome.XFAIL]

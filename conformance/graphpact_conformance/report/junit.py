@@ -77,8 +77,8 @@ def _case(class_name: str, requirement: str, result: Result) -> ET.Element:
 
 
 def _message(result: Result) -> str:
-    """Return one line: a short form of the first finding, otherwise the reason."""
-    if result.reason or not result.findings:
+    """Return one line: a short form of the first finding of a failure, otherwise the reason."""
+    if not result.findings or (result.reason and result.outcome is not Outcome.FAIL):
         return result.reason or say(result.outcome)
     first = result.findings[0]
     what = f"{first.field}: " if first.field else ""
@@ -86,7 +86,7 @@ def _message(result: Result) -> str:
 
 
 def _body(requirement: str, result: Result) -> str:
-    lines = [requirement]
+    lines = [requirement, *([result.reason] if result.reason else [])]
     for finding in result.findings:
         lines += ["", *(f"{name}: {text}" for name, text in evidence(finding))]
     return "\n".join(lines)

@@ -1,11 +1,11 @@
-"""`LaneUnderTest`: the checked backend and runner in one configuration, with the tools of experiments.
+"""`LaneUnderTest`: the checked backend and runner in one configuration; its subjects are rigs.
 
 Does not: draw batches, or run all experiments (see `graphpact_conformance.suite`).
 """
 
+import abc
 import gc
 import inspect
-import re
 import sys
 import traceback
 from collections import Counter
@@ -17,59 +17,47 @@ from typing import Any, Literal
 
 import torch
 
-from graphpact.attention import AttentionBackend, ProviderName
-from graphpact.buffers import BoundSlot
-from graphpact.errors import GraphpactError, place_of
+from graphpact.attention import AttentionBackend, GraphSupport, ProviderName
+from graphpact.batch import ForwardBatch, ForwardMode
+from graphpact.buffers import SharedBuffers
+from graphpact.errors import short_path
 from graphpact.graphs import GraphDriver
 from graphpact.lane import PactMode
-from graphpact.runners import GraphRunner
+from graphpact.runners import GraphRunner, RunnerContext
 from graphpact.shapes import EagerReason, GraphShape
+from graphpact_conformance.global_state import StateWatch
 from graphpact_conformance.oracle import Answer
-from graphpact_conformance.problems import CONTEXT, Config, Problem, corner, declares_graphs, support_of
+from graphpact_conformance.problems import Problem, corner
+from graphpact_conformance.raised import causes
 from graphpact_conformance.reference import (
     PaddedReferenceBackend,
     ReferenceBackend,
     ReferenceRunner,
     SegmentsRunner,
 )
-from graphpact_conformance.results import Finding
 from graphpact_conformance.rig import (
     CPU,
     Rig,
-    StepRecord,
     drawn_batch,
     fields_of,
     own_reasons,
+    planned_shapes,
     runner_context,
 )
-from graphpact_conformance.rules import RULES
+from graphpact_conformance.under_test import CannotCaptureError, Reporting, Subject, Way, poison_slot
+from graphpact_conformance.world import Case, Config, declares_graphs, support_of
 from graphpact_tape.guard import is_due
 from graphpact_tape.host import tensors_of
-from graphpact_tape.poison import is_poison, poison
+from graphpact_tape.poison import is_poison
 from graphpact_tape.tape import TapeDriver
-
-Way = Literal["graph", "hook"]
-"""The producer of metadata: the graph, where the backend supports it, or the replay hook."""
-
 
 _HERE = Path(__file__).parent
 _KITS = {SegmentsRunner, *PaddedReferenceBackend.__mro__, *ReferenceRunner.__mro__}
-
-
-_ADDRESS = re.compile(r"0x[0-9a-f]{6,}")
-"""Addresses, which differ from run to run."""
-
-
-class CannotCaptureError(Exception):
-    """A lane could not be captured, so experiments that need its graphs cannot run."""
-
-    def __init__(self, error: BaseException) -> None:
-        super().__init__(message_of(error))
-        self.error = error
+_OWN_PACKAGES = {"graphpact", "graphpact_conformance"}
 
 
 @dataclass
-class LaneUnderTest:
+class LaneUnderTest(Reporting):
     """A backend and a runner in one configuration; one of them may be the suite's own.
 
     Args:
@@ -81,6 +69,7 @@ class LaneUnderTest:
         device: The device of the lane.
         driver: Graph driver; None for the tape, fast or strict as experiments need it.
         listed: The rules that the current experiment lists; None for every rule.
+        watch: Charges changes of the process's state to the plugin's calls.
     """
 
     config: Config
@@ -91,10 +80,12 @@ class LaneUnderTest:
     device: torch.device = CPU
     driver: type[GraphDriver] | None = None
     listed: frozenset[str] | None = None
+    watch: StateWatch = field(default_factory=StateWatch, compare=False, repr=False)
     _rigs: dict[tuple[Way, bool], Rig] = field(default_factory=dict, init=False)
     _answers: dict[int, tuple[Problem, Answer]] = field(default_factory=dict, init=False)
-    _ways: tuple[Way, ...] | None = field(default=None, init=False)
+    _ways: list[tuple[Way, ...]] = field(default_factory=list, init=False)
     _asked: GraphRunner | None = field(default=None, init=False)
+    _counted: list[Rig] = field(default_factory=list, init=False)  # of all lanes made by `like`
 
     # -- rigs ------------------------------------------------------------------------------------
 
@@ -105,6 +96,8 @@ class LaneUnderTest:
         guarded: bool = False,
         pact: PactMode = "off",
         capture: bool = True,
+        copies_attention: bool = False,
+        share_pool: SharedBuffers | None = None,
     ) -> Rig:
         """Return a new rig.
 
@@ -113,6 +106,8 @@ class LaneUnderTest:
             guarded: See `Rig`; the tape is strict if set, otherwise fast and traced.
             pact: See `Rig`.
             capture: See `Rig`.
+            copies_attention: See `Rig`.
+            share_pool: See `Rig`.
         """
         driver: Callable[[torch.device], GraphDriver] = partial(TapeDriver, traced=True)
         if guarded:
@@ -130,7 +125,15 @@ class LaneUnderTest:
             device=self.device,
             pact=pact,
             capture=capture,
+            copies_attention=copies_attention,
+            watch=self.watch,
+            share_pool=share_pool,
         )
+
+    def build_sharing(self) -> tuple[Rig, Rig]:
+        """Return two new rigs that share the memory of their inputs."""
+        pool = SharedBuffers()
+        return self.build(share_pool=pool), self.build(share_pool=pool)
 
     def rig(self, way: Way = "graph") -> Rig:
         """Return the experiment's rig on a fast tape without checks; built once.
@@ -155,6 +158,7 @@ class LaneUnderTest:
                 with torch.inference_mode():
                     pact: PactMode = "always" if guarded else "off"
                     self._rigs[key] = self.build(way, guarded=guarded, pact=pact)
+                self._counted.append(self._rigs[key])
             except (Exception, SystemExit) as error:
                 raise CannotCaptureError(error) from error
         return self._rigs[key]
@@ -167,17 +171,51 @@ class LaneUnderTest:
         Args:
             listed: The rules that the next experiment lists; this lane's by default.
         """
-        for clear in caches_of(self):
-            clear()
-        lane = self.like(self.config)
-        lane._ways = self._ways  # noqa: SLF001  found once for all trials of an experiment
+        self.clear_caches()
+        lane = replace(self, watch=StateWatch())
+        lane._ways = self._ways  # noqa: SLF001  found once for all experiments
         if listed is not None:
             lane.listed = frozenset(listed)
         return lane
 
     def like(self, config: Config) -> "LaneUnderTest":
-        """Return a lane of the same plugins in another configuration, without rigs."""
-        return replace(self, config=config)
+        """Return a lane of the same plugins in another configuration, without rigs; its steps count here."""
+        lane = replace(self, config=config)
+        lane._counted = self._counted  # noqa: SLF001  one list for all
+        return lane
+
+    def with_sinks(self) -> "LaneUnderTest":
+        """Return the lane with sinks in its second layer, if its backend has any, otherwise itself."""
+        config = replace(self.config, sinks=self.backend.capabilities.sinks)
+        return self if config == self.config else self.like(config)
+
+    def of_another_mode(self, *, capture: bool = False) -> tuple[Rig, Problem] | None:
+        """Return a lane of another mode, as prefill beside decode, and its largest batch.
+
+        It has nothing in common with this lane but the plugin's class and module. None for a plugin that does
+        not declare another mode.
+        """
+        here, runner = self.config.case.lane_mode, self.runner
+        mode = ForwardMode.DECODE if here.is_ragged else ForwardMode.EXTEND
+        if self.kind == "attention_backend":
+            modes, runner = self.backend.capabilities.modes & {mode}, ReferenceRunner
+        else:
+            modes = runner.modes - {here, ForwardMode.IDLE}
+        if not modes:
+            return None
+        case = Case(min(modes, key=lambda mode: mode.value))
+        config = replace(self.config, case=case, capture_shapes=(), room=0, counts=False)
+        return replace(self, config=config, runner=runner).build(capture=capture), corner(config)
+
+    def clear_caches(self) -> None:
+        """Clear the caches of tensors in the packages and classes of the plugin."""
+        for clear in caches_of(self):
+            clear()
+
+    @property
+    def _context(self) -> RunnerContext:
+        """The context of the lane's runner."""
+        return runner_context(self.config, self.backend.capabilities, self.device, self.runner)
 
     # -- batches that the runner leaves to eager steps -------------------------------------------
 
@@ -190,8 +228,7 @@ class LaneUnderTest:
             return None
         try:
             if self._asked is None:
-                context = runner_context(self.config, self.backend.capabilities, self.device, self.runner)
-                self._asked = self.runner(context)
+                self._asked = self.runner(self._context)
             fields = fields_of(self._asked)
             asked = self._asked.fit(drawn_batch(problem, self.config, fields, self.device))
             return asked if asked in own_reasons(self._asked) else None
@@ -205,7 +242,7 @@ class LaneUnderTest:
         """
         if not self.runner.declines or self.declined(corner(self.config)) is None:
             return self
-        shorter = (replace(self.config, most_cached=most) for most in reversed(range(CONTEXT)))
+        shorter = (replace(self.config, most_cached=most) for most in reversed(range(self.config.context)))
         served = (config for config in shorter if self.declined(corner(config)) is None)
         return self.like(next(served, self.config))
 
@@ -213,7 +250,7 @@ class LaneUnderTest:
     def steps_by_reason(self) -> Counter[EagerReason | None]:
         """The number of steps of the experiment's rigs: replays under None, declined ones by their reason."""
         counted: Counter[EagerReason | None] = Counter()
-        for rig in self._rigs.values():
+        for rig in self._counted:
             counted[None] += rig.lane.stats.replays
             for (_, reason), number in rig.lane.stats.eager.items():
                 if reason in rig.declines:
@@ -223,11 +260,33 @@ class LaneUnderTest:
     # -- what it captures ------------------------------------------------------------------------
 
     @property
+    def eager_attention(self) -> bool:
+        """Whether attention is an eager call between segments of a graph."""
+        return self.runner.eager_attention
+
+    @property
+    def graph_support(self) -> GraphSupport:
+        """The declared graph support of the backend."""
+        return self.backend.capabilities.graph_support
+
+    def default_shapes(self, most: int) -> tuple[GraphShape, ...]:
+        """Return the shapes of a runner for steps of ``most`` requests that is given no sizes to capture."""
+        return planned_shapes(self._default_runner(most))
+
+    def fit_default(self, most: int, batch: ForwardBatch) -> GraphShape | EagerReason:
+        """Return the answer of ``fit`` of a runner with the shapes of `default_shapes`."""
+        return self._default_runner(most).fit(batch)
+
+    def _default_runner(self, most: int) -> GraphRunner:
+        limits = replace(self.config.limits, max_bs=most, max_num_tokens=most * 8)
+        context = replace(self._context, limits=limits, batch_sizes=None, token_counts=None)
+        return self.runner(context)
+
+    @property
     def captures_nothing(self) -> bool:
         """Whether the runner has no shape to capture; False if it cannot be asked for its shapes."""
-        context = runner_context(self.config, self.backend.capabilities, self.device, self.runner)
         try:
-            return not self.runner(context).shapes()
+            return not self.runner(self._context).shapes()
         except (Exception, SystemExit):  # noqa: BLE001  the capture of the lane reports the error
             return False
 
@@ -249,123 +308,56 @@ class LaneUnderTest:
         A backend that records all metadata work may have a replay hook without work. Metadata of eager calls
         is made by neither: there is one way.
         """
-        if self.runner.eager_attention:
+        if self.eager_attention:
             return ("graph",)
-        if self._ways is None:
+        if not self._ways:
             both = self.rig().lane.backend.records_metadata and self._hook_writes()
-            ways: tuple[Way, ...] = ("graph", "hook") if both else ("graph",)
-            self._ways = ways
-            return ways
-        return self._ways
+            self._ways.append(("graph", "hook") if both else ("graph",))
+        return self._ways[0]
 
     def _hook_writes(self) -> bool:
         """Return whether the replay hook writes any slot of the backend."""
         self.rig("hook")  # raises where the lane cannot be captured
         rig = self.build("hook")
         rig.serve_declined(rig.config.shapes[0])
-        batch = rig.runner.dummy(rig.config.shapes[0])
+        batch = rig.dummy(rig.config.shapes[0])
         rig.step(Problem(self.config.case, [], 0), batch=batch, fill=poison_slot)
         return any(
             slot.buffer is not None and is_due(slot) and not bool(is_poison(slot.buffer).all())
-            for slot in rig.registry
+            for slot in rig.slots
             if not slot.copy_from_fb and slot.post_fill is None and slot.buffer is not None
         )
 
-    def body_of(self, rig: Rig) -> str:
-        """Return the name of the backend's method that writes the metadata of a replay, for texts."""
-        if self.runner.eager_attention:
-            return "`init_metadata_eager`"
-        if not rig.lane.backend.records_metadata:  # otherwise the graph runs `fill_metadata`
-            for name in ("init_metadata_replay", "refresh_metadata"):
-                if getattr(self.backend, name) is not getattr(AttentionBackend, name):
-                    return f"`{name}`"
-        return "`fill_metadata`"
-
     @torch.inference_mode()
-    def answer(self, rig: Rig, problem: Problem) -> Answer:
+    def answer(self, rig: Subject, problem: Problem) -> Answer:
         """Return the oracle's answer for a batch, computed once."""
         known = self._answers.get(id(problem))
         if known is None or known[0] is not problem:
             known = self._answers[id(problem)] = problem, rig.answer(problem)
         return known[1]
 
-    def raised(self, error: BaseException) -> bool:
-        """Return whether the checked plugin raised an error: its frame comes after the suite's last one."""
-        checked = self.runner if self.kind == "runner" else self.backend
-        files = {
-            inspect.getsourcefile(cls)
-            for cls in checked.__mro__
-            if cls not in _KITS and cls.__module__ not in ("abc", "builtins")
-        }
-        last = None
-        for frame, _ in traceback.walk_tb(error.__traceback__):
-            file = frame.f_code.co_filename
-            if file in files or Path(file).parent == _HERE or _HERE in Path(file).parents:
-                last = file
-        return last in files
+    def raised_at(self, error: BaseException) -> str | None:
+        """Return the file, line and function of the checked plugin that raised an error or a cause of it.
 
-    # -- findings --------------------------------------------------------------------------------
-
-    def finding(
-        self,
-        rule: str | None,
-        *,
-        expected: str,
-        actual: str,
-        field: str | None = None,
-        hook: str | None = None,
-        step: StepRecord | None = None,
-        problem: Problem | None = None,
-        help: str | None = None,  # noqa: A002  the field of reports
-    ) -> Finding:
-        """Return a finding about this lane.
-
-        Where attention leaves the graphs, the hooks of metadata are `AttentionBackend.init_metadata_eager`.
+        None if no frame of the plugin comes after the suite's last frame: something else raised it.
         """
-        if self.runner.eager_attention and hook in ("init_metadata_capture", "init_metadata_replay"):
-            hook = "init_metadata_eager"
-        if step is not None:
-            problem = step.problem
-        shape = None if step is None or step.shape is None else str(step.shape)
-        return Finding(
-            rule=rule,
-            hook=hook,
-            field=field,
-            expected=_ADDRESS.sub("0x…", expected),
-            actual=_ADDRESS.sub("0x…", actual),
-            batch=None if problem is None else problem.words,
-            shape=shape,
-            help=help,
-        )
-
-    def of_error(
-        self,
-        error: BaseException,
-        *,
-        expected: str,
-        rule: str | None = None,
-        step: StepRecord | None = None,
-        problem: Problem | None = None,
-        hook: str | None = None,
-        help: str | None = None,  # noqa: A002  the field of reports
-    ) -> Finding:
-        """Return a finding about an error, with the error's own rule and hint, otherwise with the given ones.
-
-        A rule that the current experiment does not list is ignored; other experiments check it.
-        """
-        own = next((e.hint for e in causes(error) if isinstance(e, GraphpactError)), None)
-        named = rule_of(error)
-        if self.listed is not None and named not in self.listed:
-            named = None
-        return self.finding(
-            named or rule,
-            expected=expected,
-            actual=message_of(error),
-            step=step,
-            problem=problem,
-            hook=hook or _hook_of(step),
-            help=own or help,
-        )
+        checked = [self.runner if self.kind == "runner" else self.backend]
+        if self.kind == "attention_backend" and self.runner not in _KITS:
+            checked.append(self.runner)  # the runner of a pair
+        classes = {c for cls in checked for c in cls.__mro__} - {*_KITS, abc.ABC, object}
+        files = {inspect.getsourcefile(cls) for cls in classes}
+        packages = {cls.__module__.partition(".")[0] for cls in classes} - _OWN_PACKAGES
+        for each in causes(error):
+            last = None
+            for frame, line in traceback.walk_tb(each.__traceback__):
+                file, name = frame.f_code.co_filename, frame.f_globals.get("__name__", "")
+                if file in files or name.partition(".")[0] in packages:
+                    last = f"{short_path(file)}:{line} in {frame.f_code.co_qualname}"
+                elif _HERE in Path(file).parents:
+                    last = None
+            if last is not None:
+                return last
+        return None
 
 
 def caches_of(lane: LaneUnderTest) -> Iterator[Callable[[], object]]:
@@ -394,58 +386,3 @@ def caches_of(lane: LaneUnderTest) -> Iterator[Callable[[], object]]:
 def _holds_tensors(cached: Any) -> bool:
     """Return whether a `functools.lru_cache` holds tensors; other values use no device memory."""
     return any(tensors_of(each) for each in gc.get_referents(cached))
-
-
-def planned_shapes(runner: GraphRunner) -> tuple[GraphShape, ...]:
-    """Return the shapes that a runner captures, the smallest first; empty if it captures nothing."""
-    return tuple(sorted(runner.shapes(), key=lambda s: (s.num_tokens, s.batch_size, s.variant)))
-
-
-def poison_slot(slot: BoundSlot) -> None:
-    """Fill a slot with poison."""
-    if slot.buffer is not None:
-        poison(slot.buffer)
-
-
-def reset_slot(slot: BoundSlot) -> None:
-    """Reset a slot to its initial value, so that it holds nothing of earlier steps."""
-    if slot.buffer is not None:
-        slot.buffer.fill_(slot.initial_value)
-
-
-def causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield ``error`` and its chain of causes, the last first."""
-    seen: BaseException | None = error
-    while seen is not None:
-        yield seen
-        seen = seen.__cause__
-
-
-def rule_of(error: BaseException) -> str | None:
-    """Return the rule that an error or one of its causes names; None if there is none."""
-    for each in causes(error):
-        rule = getattr(each, "rule", None)
-        if rule in RULES:
-            return str(rule)
-    return None
-
-
-def message_of(error: BaseException) -> str:
-    """Return the first line of an error's message, with the type for errors outside graphpact.
-
-    An error without a message is told with its place instead.
-    """
-    if isinstance(error, GraphpactError):
-        return error.message.strip().splitlines()[0]
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0] if lines else f'no message, at {place_of(error)}'}"
-
-
-def _hook_of(step: StepRecord | None) -> str | None:
-    if step is None:
-        return None
-    return {
-        "prepare": "prepare_replay",
-        "metadata": "init_metadata_replay",
-        "replay": "init_metadata_replay",
-    }.get(step.stage)

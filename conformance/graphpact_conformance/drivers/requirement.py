@@ -1,0 +1,85 @@
+"""`Requirement`: what a graph driver has to do, in one sentence, with what verifies it.
+
+The promises of the driver contract and the acts of strict drivers are checks.
+
+Does not: define checks (see `promises` and `acts`), or run them for a plugin (see `examine`).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+
+from graphpact.errors import describe_error
+from graphpact.graphs import GraphDriver
+
+__tracebackhide__ = True
+
+Make: TypeAlias = Callable[[], GraphDriver]
+"""Returns a new driver."""
+
+
+@dataclass(frozen=True, slots=True)
+class Requirement:
+    """What a driver has to do, and what verifies it.
+
+    Args:
+        name: Its unique name.
+        sentence: The requirement, in one sentence.
+        rule: Id of the rule that a driver breaks with it; None if no rule covers it.
+        at: The part of the driver's interface at fault, such as ``Graph.replay``.
+        fix: What to do if a driver fails it.
+        perform: Uses a new driver; raises an error if the driver does not meet the requirement.
+    """
+
+    name: str
+    sentence: str
+    rule: str | None
+    at: str
+    fix: str
+    perform: Callable[[Make], None]
+
+    def __call__(self, make: Make) -> None:
+        """Verify the requirement on a new driver.
+
+        Raises:
+            AssertionError: The driver does not meet it, or raises an error. The message begins with the
+                requirement; then it has the evidence.
+        """
+        try:
+            with torch.inference_mode():  # as lanes do for their steps
+                self.perform(make)
+        except Exception as error:
+            what = str(error) if isinstance(error, AssertionError) else describe_error(error)
+            raise AssertionError(f"{self.sentence}\n{what}") from error
+
+    def breach(self, make: Make) -> str | None:
+        """Return the evidence that a new driver does not meet it, or None if it does."""
+        try:
+            self(make)
+        except AssertionError as error:
+            return str(error).partition("\n")[2]
+        return None
+
+
+def expect_equal(actual: object, expected: object) -> None:
+    """Raise `AssertionError` with both values unless they are equal."""
+    if actual != expected:
+        raise AssertionError(f"expected {expected!r}, got {actual!r}")
+
+
+def require(what: str, holds: object) -> None:
+    """Raise `AssertionError` with ``what`` unless it holds."""
+    if not holds:
+        raise AssertionError(f"expected: {what}")
+
+
+def expect_error(kind: type[Exception], call: Callable[[], object], *, says: str = "") -> None:
+    """Raise `AssertionError` unless ``call`` raises ``kind`` with ``says`` in its message."""
+    try:
+        call()
+    except kind as error:
+        require(f"{says!r} in the message of {describe_error(error)}", says in str(error))
+    else:
+        raise AssertionError(f"expected {kind.__name__}, nothing was raised")

@@ -1,0 +1,165 @@
+"""The acts as checks of strict drivers: CUDA's faults must not stay hidden, and legal work must be repeated.
+
+A strict driver may refuse more than CUDA does. What it does not refuse, it does as CUDA does, or shows by
+other outputs than those of eager execution.
+
+Does not: perform an act (see `acts`), or check drivers without a strict mode.
+"""
+
+import re
+import tomllib
+from dataclasses import dataclass
+from functools import partial
+from importlib import resources
+from typing import Any, Literal, TypeAlias
+
+import torch
+
+from graphpact.errors import CaptureError, describe_error
+from graphpact.graphs import DeclaredMemory
+from graphpact_conformance.drivers import acts
+from graphpact_conformance.drivers.acts import ACTS, World, lines_of
+from graphpact_conformance.drivers.requirement import Make, Requirement, expect_equal, require
+
+ActOutcome: TypeAlias = Literal["refused", "same", "shows", "hidden"]
+"""Of an act: an error, the results of CUDA, other results than eager ones, or a hidden fault."""
+
+ROWS: dict[str, dict[str, str]] = {
+    row["id"]: row
+    for row in tomllib.loads(
+        resources.files("graphpact_conformance.drivers").joinpath("graph_acts.toml").read_text("utf-8")
+    )["act"]
+}
+"""The rows of ``graph_acts.toml`` by their ids."""
+
+ALLOWED: dict[str, frozenset[ActOutcome]] = {
+    "fails": frozenset({"refused"}),
+    "wrong result": frozenset({"refused", "shows", "same"}),  # same: the wrong result of CUDA
+    "undefined": frozenset({"refused", "shows"}),
+    "frozen": frozenset({"same", "refused"}),
+    "legal": frozenset({"same", "refused"}),
+}
+"""The outcomes that a strict driver may have, by the verdict of CUDA."""
+
+_REQUIRED = {
+    "fails": ("refuses it", "raise `CaptureError` or `ReplayError`, which names the line"),
+    "wrong result": (
+        "refuses it, or gives other results than eager execution",
+        "raise `CaptureError` or `ReplayError`, or poison the memory that is read too late or too early",
+    ),
+    "undefined": (
+        "refuses it, or gives other results than eager execution",
+        "raise `CaptureError` or `ReplayError`, or poison the memory before each replay",
+    ),
+    "frozen": (
+        "gives the results of CUDA graphs, or refuses it",
+        "record operations with copies of their host numbers, and run no Python of the region in a replay",
+    ),
+    "legal": (
+        "gives the results of eager execution, or refuses it",
+        "repeat the recorded operations on the recorded memory",
+    ),
+}
+
+
+_SAID: dict[ActOutcome, str] = {
+    "refused": "refused",
+    "same": "accepted, with the results of CUDA graphs",
+    "shows": "accepted, with other results",
+    "hidden": "accepted, and nothing shows it",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Performed:
+    """What came of an act.
+
+    Args:
+        outcome: See `ActOutcome`.
+        evidence: The error, or the results.
+        error: The error of a refused act.
+    """
+
+    outcome: ActOutcome
+    evidence: str
+    error: Exception | None = None
+
+
+def verdict(row: dict[str, str]) -> str:
+    """Return the verdict of CUDA on the act of a row: fails, wrong result, undefined, frozen or legal."""
+    return row["cuda"].removeprefix("Not documented: ").partition(":")[0]
+
+
+def perform(name: str, world: World) -> Performed:
+    """Perform an act on the driver of a world and return what came of it.
+
+    Raises:
+        Exception: The act was refused with an error of another type than a driver's.
+    """
+    try:
+        seen = ACTS[name].perform(world)
+    except ACTS[name].error as error:
+        return Performed("refused", describe_error(error), error)
+    cuda = seen.eager if seen.cuda is None else seen.cuda
+    told = f"replays gave {seen.replayed}, eager execution {seen.eager or 'no result'}"
+    is_legal = verdict(ROWS[name]) == "legal"
+    if _same(seen.replayed, cuda) and _same(cuda, seen.eager) == is_legal:
+        return Performed("same", told)
+    hidden = not seen.eager or any(map(_same, seen.replayed, seen.eager))
+    return Performed("hidden" if hidden else "shows", told)
+
+
+def require_line(name: str, error: Exception) -> None:
+    """Raise `AssertionError` unless the error names a line of the act and has a help."""
+    text = str(error)
+    found = re.search(rf"{re.escape(acts.__file__)}:(\d+): ", text)
+    is_named = found is not None and int(found[1]) in lines_of(name)
+    require(f"the message names the line of the act and has a help: {text}", is_named and "help: " in text)
+
+
+def require_capture(world: World) -> None:
+    """Raise `AssertionError` unless the driver of a world, which refused an act, captures and replays."""
+    x = torch.ones(2, device=world.device)
+    world.driver.declare(DeclaredMemory())
+    graph = world.driver.capture(lambda: x + 1)
+    graph.replay()
+    expect_equal(graph.outputs.tolist(), [2, 2])
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Return whether two trees of values are equal bit for bit, with no empty list."""
+    if isinstance(a, torch.Tensor):
+        return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, list):
+        return bool(a) and len(a) == len(b) and all(map(_same, a, b))
+    return bool(a == b)
+
+
+def _judge(name: str, make: Make) -> None:
+    """Raise `AssertionError` unless the act has an outcome that its verdict allows."""
+    world = World(make)
+    done = perform(name, world)
+    if done.outcome not in ALLOWED[verdict(ROWS[name])]:
+        raise AssertionError(f"{_SAID[done.outcome]}: {done.evidence}")
+    if done.error is None:
+        return
+    if ACTS[name].line and isinstance(done.error, CaptureError) and world.device.type == "cpu":
+        require_line(name, done.error)  # the runtime of a GPU refuses a capture without a line
+    require_capture(world)
+
+
+def _check(name: str) -> Requirement:
+    row = ROWS[name]
+    required, fix = _REQUIRED[verdict(row)]
+    return Requirement(
+        name=name,
+        sentence=f"A strict driver {required}: {row['act']}. CUDA graphs: {row['cuda']}.",
+        rule=row["rule"],
+        at="a strict driver",
+        fix=fix,
+        perform=partial(_judge, name),
+    )
+
+
+CHECKS: dict[str, Requirement] = {name: _check(name) for name in ACTS}
+"""A check for each act, by name."""

@@ -1,0 +1,68 @@
+"""Live requests with the numbers of a padding row: GP04.
+
+A kernel or a runner may recognise padding rows by a number: the length that the backend declares for them,
+position 0, token 0. Live requests have these numbers too. Only the number of live rows tells them apart.
+
+Does not: draw batches; the requests of a drawn batch get the numbers.
+"""
+
+from dataclasses import replace
+
+from graphpact_conformance.experiments.base import Findings, faults, is_right
+from graphpact_conformance.problems import Drawn, Problem, least_prefix, shortened
+from graphpact_conformance.under_test import Subject, UnderTest
+from graphpact_conformance.world import Config
+
+
+def takes_live_rows_for_padding(lane: UnderTest, rig: Subject, steps: Drawn) -> Findings:
+    """Replay batches that end with a live request which looks like padding, with and without padding rows."""
+    expected = "a live request with the numbers of a padding row is live"
+    for origin in (steps.padded, steps.exact):
+        for problem in look_alikes(lane.config, origin, rig.padded_seq_len):
+            step = rig.step(problem, may_decline=True)
+            found = faults(lane, rig, step, rule="GP04", expected=expected, help=_HELP)
+            if found and is_right(lane, rig, origin, may_decline=True):
+                yield from found  # otherwise the numbers are not the cause
+                return
+
+
+_HELP = (
+    "recognise padding rows by the number of live rows, never by a length, a position or a token: a live"
+    " request may have each of these numbers"
+)
+
+
+def look_alikes(config: Config, problem: Problem, length: int) -> list[Problem]:
+    """Return a batch with its last request like padding, once by its length and once by its position.
+
+    Empty for a batch without requests.
+
+    Args:
+        config: The configuration of the lane.
+        problem: The batch.
+        length: The length of a padding row.
+    """
+    if not problem.requests:
+        return []
+    made = [with_look_alike(config, problem, each) for each in (length, 0)]
+    return [*{each.words: each for each in made}.values()]
+
+
+def with_look_alike(config: Config, problem: Problem, length: int) -> Problem:
+    """Return the batch with a last request of token 0, of ``length`` if it can have it, otherwise shorter.
+
+    It is the request with the fewest new tokens, moved to the end. The number of requests and tokens is that
+    of ``problem``, so it takes the same graph.
+    """
+    at = min(
+        range(len(problem.requests)),
+        key=lambda i: (len(problem.requests[i].tokens), -len(problem.requests[i].cached)),
+    )
+    chosen = problem.requests[at]
+    rest = [r for i, r in enumerate(problem.requests) if i != at]
+    now = int(problem.batch().seq_lens_cpu[at * problem.case.rows_per_request])
+    cached = len(chosen.cached) + length - now
+    least = least_prefix(config.case, len(chosen.tokens))
+    chosen = shortened(chosen, min(max(cached, least), len(chosen.cached)))
+    tokens = [replace(token, token_id=0) for token in chosen.tokens]
+    return Problem(problem.case, [*rest, replace(chosen, tokens=tokens)], problem.seed)

@@ -1,0 +1,65 @@
+"""The recorded steps of a real engine, replayed in their order: GP02, GP03, GP09, GP10.
+
+A step that is wrong only after the steps before it depends on them: metadata that is kept while nothing seems
+to change, a page that is appended too late.
+
+Does not: read a recording (see `graphpact_conformance.scenario`).
+"""
+
+from collections.abc import Sequence
+from contextlib import suppress
+
+from graphpact_conformance.experiments.base import Findings, differences, is_right
+from graphpact_conformance.experiments.refresh import after_two_histories
+from graphpact_conformance.problems import Problem
+from graphpact_conformance.records import StepRecord
+from graphpact_conformance.under_test import CannotCaptureError, Subject, UnderTest
+
+_KEPT = (
+    "alone, this batch is right: write all that the kernels read in every step, from the view, and keep"
+    " nothing because an earlier batch looked the same"
+)
+_ALONE = "a new lane replays this batch wrong too: see the other experiments in this lane"
+
+
+def recorded_steps(lane: UnderTest, steps: Sequence[Problem]) -> Findings:
+    """Replay the recorded batches in their order, fast and strict, and compare with attention in float64."""
+    found = [*_replay(lane, lane.rig(), steps)]
+    with suppress(CannotCaptureError):  # a finding of `captures`
+        found = found or [*_replay(lane, lane.guarded(), steps)]
+    yield from found
+
+
+def _replay(lane: UnderTest, rig: Subject, steps: Sequence[Problem]) -> Findings:
+    """Yield findings about the first wrong step."""
+    for at, problem in enumerate(steps):
+        step = rig.step(problem, may_decline=True)
+        if step.error is None and not differences(rig, step, rig.answer(problem)):
+            continue
+        yield from _of_step(lane, rig, step, steps[:at])
+        return
+
+
+def _of_step(lane: UnderTest, rig: Subject, step: StepRecord, before: Sequence[Problem]) -> Findings:
+    is_kept = is_right(lane, lane.build(), step.problem, may_decline=True)
+    after = f"recorded step {len(before) + 1}"
+    if before:
+        after += f", after: {before[-1].words}"
+    expected = "each recorded step is replayed correctly, whatever ran before it"
+    if step.error is not None:
+        rule = "GP02" if is_kept else None
+        yield lane.of_error(step.error, expected=f"{expected} ({after})", rule=rule, step=step)
+        return
+    if is_kept:
+        for way in lane.ways:
+            yield from after_two_histories(lane, way, step.problem, before[-1:], [])
+    wrong = differences(rig, step, rig.answer(step.problem))[0]
+    yield lane.finding(
+        "GP02" if is_kept else None,
+        hook="init_metadata_replay" if is_kept else None,
+        field=f"{after}: {wrong.what}",
+        expected=f"{expected}: {wrong.expected}",
+        actual=wrong.actual,
+        step=step,
+        help=_KEPT if is_kept else _ALONE,
+    )

@@ -1,0 +1,45 @@
+"""What a raised error says: its causes, its rule, and its message in one line.
+
+Does not: decide whether an error breaks a rule.
+"""
+
+from collections.abc import Iterator
+
+from graphpact.errors import GraphpactError, place_of
+from graphpact_conformance.rules import RULES
+
+
+def causes(error: BaseException) -> Iterator[BaseException]:
+    """Yield ``error`` and its chain of causes, the last first."""
+    seen: BaseException | None = error
+    while seen is not None:
+        yield seen
+        seen = seen.__cause__
+
+
+def rule_of(error: BaseException) -> str | None:
+    """Return the rule that an error or one of its causes names; None if there is none."""
+    for each in causes(error):
+        rule = getattr(each, "rule", None)
+        if rule in RULES:
+            return str(rule)
+    return None
+
+
+def message_of(error: BaseException) -> str:
+    """Return the first line of an error's message, with the type for errors outside graphpact.
+
+    An error without a message is told with its place instead.
+    """
+    if isinstance(error, GraphpactError):
+        return error.message.strip().splitlines()[0]
+    try:
+        lines = str(error).strip().splitlines() or [f"no message, at {place_of(error)}"]
+    except Exception:  # noqa: BLE001  a third party's __str__
+        lines = [f"its message cannot be read, at {place_of(error)}"]
+    return f"{type(error).__name__}: {lines[0]}"
+
+
+def same_error(a: BaseException, b: BaseException) -> bool:
+    """Return whether two errors have the same type, message and line."""
+    return (type(a), message_of(a), place_of(a)) == (type(b), message_of(b), place_of(b))

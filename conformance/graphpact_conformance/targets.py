@@ -1,0 +1,98 @@
+"""`Target`, the plugin that a run checks; `Options` and `Listener` of the run.
+
+Does not: find plugins, or check them; see `graphpact_conformance.suite` and `graphpact_conformance.drivers`.
+"""
+
+import shlex
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from graphpact_conformance.results import Result
+
+Size = Literal["quick", "normal", "thorough"]
+TargetKind = Literal["attention_backend", "runner", "graph_driver"]
+
+TARGET_KINDS: tuple[TargetKind, ...] = ("attention_backend", "runner", "graph_driver")
+"""The kinds of plugins that can be checked."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Options of a run.
+
+    Args:
+        seed: Seed of all random batches.
+        examples: Sequences of batches for each experiment in each lane.
+        size: Number of lanes: quick, normal or thorough.
+        only: Ids of rules; empty for all.
+        lanes: `fnmatch` patterns of lane names; empty for all.
+        device: ``"cpu"`` or ``"cuda"``.
+        strict: Whether missing proof counts as a failure; see `graphpact_conformance.results.Report`.
+        shrink: Whether to search for a smaller failing batch.
+        all_findings: Whether to keep every finding, also several of one field, and more than 8 of a rule.
+        scenario: File of recorded steps; the lanes are then those of the file.
+    """
+
+    seed: int = 0
+    examples: int = 2
+    size: Size = "normal"
+    only: frozenset[str] = frozenset()
+    lanes: tuple[str, ...] = ()
+    device: str = "cpu"
+    strict: bool = False
+    shrink: bool = True
+    all_findings: bool = False
+    scenario: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A plugin to check, alone or with a partner.
+
+    Args:
+        kind: Kind of the plugin.
+        name: Name of the plugin.
+        partner: The runner of a pair; None for a plugin alone.
+    """
+
+    kind: TargetKind
+    name: str
+    partner: str | None = None
+
+    def __str__(self) -> str:
+        return self.name if self.partner is None else f"{self.name} + {self.partner}"
+
+    @property
+    def names(self) -> str:
+        """Its names as arguments of ``graphpact check``."""
+        if self.kind == "graph_driver":
+            return f"driver:{self.name}"
+        return self.name if self.partner is None else f"{self.name} {self.partner}"
+
+
+class Listener(Protocol):
+    """Callbacks of a run."""
+
+    def begins(self, work: str) -> None:
+        """Called before each piece of work."""
+
+    def found(self, result: Result) -> None:
+        """Called with each result."""
+
+
+def reproduce_line(names: str, only: Iterable[str], lane: str, options: Options) -> str:
+    """Return the command that reproduces a finding.
+
+    Args:
+        names: Names of the plugins.
+        only: Ids of rules; empty for all.
+        lane: Name of the lane.
+        options: Options of the run.
+    """
+    line = f"graphpact check {names}" + "".join(f" --only {rule}" for rule in only)
+    line += "" if options.scenario is None else f" --scenario {shlex.quote(options.scenario)}"
+    line += f" --lane '{lane}' --seed {options.seed} --examples {options.examples}"
+    if options.size != "normal":
+        line += f" --{options.size}"
+    return line if options.device == "cpu" else f"{line} --device {options.device}"

@@ -1,0 +1,35 @@
+"""`DispatchTracer`: keeps the operations that torch dispatches with the lines of the plugin that calls them.
+
+Does not: record a graph; see `graphpact_tape.recorder`.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from graphpact.graphs.lines import Line
+from graphpact_tape.trace import TracedCall
+
+__tracebackhide__ = True  # traced calls name the line of the plugin, not of this file
+
+
+class DispatchTracer(TorchDispatchMode):
+    """A dispatch mode that keeps every dispatched operation."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch has no annotation here
+        self.calls: list[TracedCall] = []
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        del types
+        if func is not torch.ops.aten.detach.default:  # torch dispatches more of them under a recorder
+            self.calls.append(TracedCall.of(func, args, kwargs or {}, Line()))
+        return func(*args, **(kwargs or {}))

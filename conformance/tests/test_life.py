@@ -1,0 +1,205 @@
+"""What an engine does in its life, and whom it serves: experiments, each with the bugs that only it shows."""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from graphpact import ForwardMode
+from graphpact_conformance.experiments import EXPERIMENTS
+from graphpact_conformance.experiments.kinds import MOST, of_default_sizes, of_other_kinds
+from graphpact_conformance.experiments.look_alikes import look_alikes, with_look_alike
+from graphpact_conformance.museum import EXHIBITS, Exhibit, life, requests
+from graphpact_conformance.museum.gallery import OPTIONS, planted, right_class
+from graphpact_conformance.problems import draw, least_prefix, of_size, sequences
+from graphpact_conformance.reference import ReferenceBackend
+from graphpact_conformance.suite import examine_lane
+from graphpact_conformance.world import CASES, DRAFT_WIDTH, Config, configs_of
+
+SHOWN_BY = {
+    "captured_again": ("trtllm-returns-tensors-of-the-first-capture", "trtllm-capacity-of-the-step-before"),
+    "rewritten_memory": (
+        *("fa3-sinks-copied-at-construction", "flashinfer-sinks-cast-at-capture"),
+        *("decode-runner-compares-tensors-by-identity", "verify-runner-keeps-rows-of-the-same-tensor"),
+        "decode-runner-returns-a-slot",
+    ),
+    "beside_other_lanes": (
+        *("trtllm-falls-back-after-a-prefill-capture", "fa3-prefill-capture-writes-the-class"),
+        *("flashinfer-prefill-step-writes-the-class", "flashinfer-plans-once-for-all-lanes"),
+        *("decode-runner-fills-once-for-all-lanes", "verify-runner-shares-its-output-buffer"),
+    ),
+    "survives_eager_activity": ("flashinfer-keeps-sixteen-sizes", "fa3-keeps-twelve-sizes"),
+    "answers_replayed": (
+        *("fa3-skips-requests-of-the-fill-length", "decode-runner-masks-token-0-at-position-0"),
+    ),
+    "padding": (
+        *("reference-prefetches-scratch-in-full-batches", "reference-scales-by-scratch-in-full-batches"),
+    ),
+    "graph_choice": (
+        *("decode-runner-takes-chunks-of-one-token", "verify-runner-takes-chunks-of-its-width"),
+        *("decode-runner-lacks-one-more-than-a-multiple", "decode-runner-takes-one-size-more-above-8"),
+    ),
+}
+"""The exhibits of these rooms, by the experiment that shows each. The first of each is no sweep."""
+ROOMS = (*life.EXHIBITS, *requests.EXHIBITS)
+CONFIGS = [
+    config
+    for config in configs_of(ReferenceBackend.capabilities, cases=CASES)
+    if config.page_size == 16 and config.heads.name == "gqa" and config.case.mode is not ForwardMode.IDLE
+]
+
+
+def findings_of(exhibit: Exhibit, shown_by: str, *, alone: bool) -> set[str | None]:
+    """Return the rules that one experiment finds broken in an exhibit, or all others do."""
+    chosen = [e for e in EXPERIMENTS if (e.name == shown_by) is alone]
+    with planted(exhibit, right_class(exhibit.base)) as plans:
+        results = [r for plan in plans for r in examine_lane(plan, OPTIONS, experiments=chosen)]
+    return {finding.rule for result in results for finding in result.findings}
+
+
+def named(name: str) -> Exhibit:
+    """Return the exhibit whose name begins with ``name``."""
+    (exhibit,) = [e for e in ROOMS if e.name.startswith(name)]
+    return exhibit
+
+
+SHOWN = [
+    pytest.param(by, name, marks=[pytest.mark.sweep] if at else [], id=name)
+    for by, names in SHOWN_BY.items()
+    for at, name in enumerate(names)
+]
+
+
+@pytest.mark.parametrize(("by", "name"), SHOWN)
+def test_an_experiment_shows_its_exhibits(by: str, name: str) -> None:
+    """The experiment alone finds the exhibit, under the exhibit's rule."""
+    exhibit = named(name)
+    assert exhibit.rule in findings_of(exhibit, by, alone=True)
+
+
+SEEN_BY_OTHERS = {
+    "decode-runner-returns-a-slot",
+    "flashinfer-plans-once-for-all-lanes",
+    "decode-runner-fills-once-for-all-lanes",
+}
+"""Exhibits that other experiments see too: they step several lanes of a class, or read outputs late."""
+OF_LIFE = [
+    (by, name)
+    for by in ("captured_again", "rewritten_memory", "beside_other_lanes")
+    for name in SHOWN_BY[by]
+    if name not in SEEN_BY_OTHERS
+]
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(("by", "name"), OF_LIFE)
+def test_no_other_experiment_shows_an_exhibit_of_life(by: str, name: str) -> None:
+    """Without the experiment, the suite does not find the exhibit under its rule."""
+    exhibit = named(name)
+    assert exhibit.rule not in findings_of(exhibit, by, alone=False)
+
+
+def test_every_exhibit_of_these_rooms_has_its_experiment() -> None:
+    """Each experiment shows two exhibits or more, and each exhibit of the rooms is shown by one."""
+    shown = [named(name) for names in SHOWN_BY.values() for name in names]
+    assert Counter(e.name for e in shown) == Counter(e.name for e in ROOMS)
+    assert min(map(len, SHOWN_BY.values())) >= 2
+    assert {*SHOWN_BY} <= {e.name for e in EXPERIMENTS}
+
+
+# -- light lanes -------------------------------------------------------------------------------------
+
+
+def test_a_light_lane_names_the_rule_of_a_wrong_output() -> None:
+    """A stale plan in a lane in which only outputs are compared is told as GP09, with the field."""
+    (exhibit,) = [e for e in EXHIBITS if e.name == "flashinfer-window-not-planned"]
+    with planted(exhibit, right_class(exhibit.base)) as plans:
+        results = [*examine_lane(replace(plans[0], is_full=False), OPTIONS)]
+    found = {f.rule: f for result in results for f in result.findings}
+    assert found["GP09"].field
+    assert "unwritten_and_stale" in next(r.check for r in results if r.rule == "GP09")
+
+
+def test_a_light_lane_without_findings_runs_no_more() -> None:
+    """The experiments that name rules do not run in a light lane of a right plugin."""
+    (exhibit,) = [e for e in EXHIBITS if e.name == "flashinfer-window-not-planned"]
+    right = replace(exhibit, make=lambda base: base)
+    with planted(right, right_class(exhibit.base)) as plans:
+        results = [*examine_lane(replace(plans[0], is_full=False), OPTIONS)]
+    assert not any(result.findings for result in results)
+    assert not any("unwritten_and_stale" in result.check for result in results)
+
+
+# -- requests that look like padding -----------------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data(), st.sampled_from(CONFIGS), st.integers(0, 2))
+def test_a_look_alike_is_last_and_live(data: st.DataObject, config: Config, length: int) -> None:
+    """The last request has token 0 and no more than the wanted length, or the shortest that its mode allows.
+
+    The batch has as many requests and tokens as before, its fields agree, and its KV slots are its own.
+    """
+    drawn = data.draw(sequences(config))
+    for problem in (drawn.exact, drawn.padded):
+        made = with_look_alike(config, problem, length)
+        batch, last = made.batch(), made.requests[-1]
+        assert (made.batch_size, len(made.tokens)) == (problem.batch_size, len(problem.tokens))
+        batch.require_consistent()
+        assert {t.token_id for t in last.tokens} == {0}
+        least = min(int(batch.seq_lens_cpu[-1]), len(last.tokens) + 1)
+        assert int(batch.seq_lens_cpu[-1]) <= max(length, least)
+        slots = [s for r in made.requests for s in (*r.cached, *(s for t in r.tokens for s in t.slots))]
+        assert len(slots) == len(set(slots))
+        assert all(slot >= config.page_size for slot in slots)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_every_sequence_has_look_alikes(config: Config) -> None:
+    """In each mode a padded and an exact batch end with one; position 0 is there where a mode allows it."""
+    (drawn,) = draw(config, 1, 0)
+    for problem in (drawn.padded, drawn.exact):
+        made = look_alikes(config, problem, 1)
+        assert made
+        first = min(len(each.requests[-1].cached) for each in made)
+        assert first == least_prefix(config.case, len(made[0].requests[-1].tokens))
+    assert look_alikes(config, drawn.idle, 1) == []
+
+
+# -- other kinds and sizes ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_batches_of_other_kinds_have_the_fields_of_their_mode(config: Config) -> None:
+    """There is a batch of every other mode, with its fields; chunks have one token, and a draft's width."""
+    batches = [problem.batch() for _, problem in of_other_kinds(config)]
+    here = {config.case.mode, ForwardMode.IDLE}
+    assert {b.forward_mode for b in batches} == {*ForwardMode} - here
+    for batch in batches:
+        batch.require_consistent()
+        assert (batch.extend_seq_lens_cpu is not None) is batch.forward_mode.is_ragged
+    ragged = [b.extend_seq_lens_cpu for b in batches]
+    chunks = {n for lens in ragged if lens is not None for n in lens.tolist()}
+    assert chunks == {1, DRAFT_WIDTH} or not {ForwardMode.EXTEND, ForwardMode.MIXED} - here
+
+
+def test_default_sizes_are_asked_at_every_multiple_and_its_neighbours() -> None:
+    """Up to 256, and for max_bs as well: no regular step of sizes is left out."""
+    (config,) = [c for c in CONFIGS if c.case.mode is ForwardMode.DECODE and "float32" in str(c)]
+    asked = {problem.batch_size for problem in of_default_sizes(config, 256)}
+    for step in (8, 16, 32, 64):
+        for at in range(step, 257, step):
+            assert {n for n in (at - 1, at, at + 1) if n <= 256} <= asked
+            assert {at - 1, at, at + 1} <= {*MOST}
+    assert {*range(1, 9)} <= asked
+
+
+def test_an_eager_step_may_have_any_number_of_requests() -> None:
+    """A configuration with room has request rows for every size up to the room."""
+    (config,) = [c for c in CONFIGS if c.case.mode is ForwardMode.DECODE and "float32" in str(c)]
+    roomy = replace(config, room=24)
+    whole = of_size(roomy, roomy.most_requests + 24)
+    assert len({r.row for r in whole.requests}) == len(whole.requests) == config.most_requests + 24
+    assert replace(config, room=2).num_rows == config.num_rows

@@ -1,0 +1,40 @@
+"""Scenario files from strangers: refused by the command with file and line, before any plugin is imported.
+
+Does not: try single lines; `conformance/tests/test_scenario.py` does.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from hostile_rig import command, refused
+
+TINY = Path(__file__).parents[2] / "examples/models/tiny-llama"
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b'{"graphpact": "recording", "version": 2}\n', ["line 1", "version", "generate --record"]),
+        (
+            b'{"graphpact": "recording", "version": 1}\n' + b"[" * 10**6,
+            ["line 2", "graphpact generate --record"],
+        ),
+    ],
+    ids=["version", "nested"],
+)
+def test_a_broken_scenario_is_refused_at_the_door(content: bytes, words: list[str], tmp_path: Path) -> None:
+    """The command ends with one error that names file and line, and nothing is checked."""
+    path = tmp_path / "steps.jsonl"
+    path.write_bytes(content)
+    refused(command("check", "fa3", "--scenario", path), str(path), *words)
+
+
+def test_a_recording_in_a_wrong_place_is_refused_before_the_model_loads(tmp_path: Path) -> None:
+    """A file that exists is kept, and no text is generated."""
+    mine = tmp_path / "mine"
+    mine.write_text("mine")
+    refused(
+        command("generate", "--model", TINY, "--record", mine, "Hello"), str(mine), "exists", "another file"
+    )
+    assert mine.read_text() == "mine"
