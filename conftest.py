@@ -1,8 +1,11 @@
 """A fixture with small checkpoints, which are written to disk once per session; hypothesis's profile.
 
+Garbage collection leaves out the imported modules: it would look through them again and again.
+
 Does not: limit the time of an example: the machines that run the tests are shared.
 """
 
+import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +17,12 @@ from checkpoints import save_random_checkpoint
 
 settings.register_profile("shared machine", deadline=None)
 settings.load_profile("shared machine")
+
+
+def pytest_collection_finish() -> None:
+    """Freeze what was imported."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

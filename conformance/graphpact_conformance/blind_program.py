@@ -16,6 +16,7 @@ Does not: judge anything.
 """
 
 import faulthandler
+import gc
 import importlib
 import importlib.abc
 import importlib.machinery
@@ -127,6 +128,7 @@ def main() -> None:
     """Run the job."""
     job = json.loads(sys.argv.pop(1))
     torch.set_num_threads(1)
+    gc.freeze()  # as the suite's worker does
     faulthandler.register(signal.SIGUSR1, file=job["stack"], all_threads=False)
     events, suite = Events(job), Suite()
     events.say("ready")

@@ -78,14 +78,17 @@ def held(lane: Lane, config: Config) -> dict[str, torch.Tensor]:
 
 
 def external(lane: Lane, shape: GraphShape) -> list[torch.Tensor]:
-    """Return the tensors that a graph reads outside slots, KV cache and page table, in the order of use."""
+    """Return the tensors that a graph reads outside KV cache and page table, in the order of use."""
     memory = MemoryMap(lane.registry, lane.backend)
     graph = lane.captured[shape].graph
-    return [t for t in graph.external_tensors() or () if not memory.is_declared(t)]
+    return [t for t in graph.external_tensors() or () if not memory.is_engines(t)]
 
 
 def name_of(lane: Lane, shape: GraphShape, tensor: torch.Tensor) -> str:
-    """Return the name under which a plugin holds a tensor that a graph reads, or the line that reads it."""
+    """Return the slot of a tensor that a graph reads, the name of what holds it, or the line that reads it."""
+    slot = None if lane.registry is None else lane.registry.slot_of(tensor)
+    if slot is not None:
+        return str(slot.label)
     known = holder_of(tensor, lane.backend, lane.runner)
     return _reader_of(lane, shape, tensor) if known is None else known[0]
 
@@ -98,6 +101,7 @@ def _reader_of(lane: Lane, shape: GraphShape, tensor: torch.Tensor) -> str:
     return what if line is None else f"{what}, used at {line}"
 
 
-def holds(backend: object, tensor: torch.Tensor) -> bool:
-    """Return whether an attribute of a backend, at any depth, has the memory of ``tensor``."""
-    return storage_id(tensor) in storages_of(backend)
+def holds(lane: Lane, tensor: torch.Tensor) -> bool:
+    """Return whether a slot or an attribute of the backend, at any depth, has the memory of ``tensor``."""
+    in_slot = lane.registry is not None and lane.registry.slot_of(tensor) is not None
+    return in_slot or storage_id(tensor) in storages_of(lane.backend)

@@ -296,7 +296,7 @@ class Rig:
         return memory.held(self.lane, self.config)
 
     def external(self, shape: GraphShape) -> list[torch.Tensor]:
-        """Return the tensors that a graph reads outside slots, KV cache and page table, in order of use."""
+        """Return the tensors that a graph reads outside KV cache and page table, in order of use."""
         return memory.external(self.lane, shape)
 
     def name_of(self, tensor: torch.Tensor, shape: GraphShape) -> str:
@@ -304,8 +304,8 @@ class Rig:
         return memory.name_of(self.lane, shape, tensor)
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Return whether an attribute of the backend, at any depth, has the memory of ``tensor``."""
-        return memory.holds(self.backend, tensor)
+        """Return whether a slot or an attribute of the backend has the memory of ``tensor``."""
+        return memory.holds(self.lane, tensor)
 
     def trace(self, shape: GraphShape) -> list[TracedCall]:
         """Return the recorded calls of the graph of a shape; empty where its driver has no trace."""

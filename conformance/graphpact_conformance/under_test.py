@@ -203,13 +203,13 @@ class Subject(Protocol):
         """Return copies of what the plugin keeps beyond a step, by name, without scratch rows."""
 
     def external(self, shape: GraphShape) -> list[torch.Tensor]:
-        """Return the tensors that a graph reads outside slots, KV cache and page table, in order of use."""
+        """Return the tensors that a graph reads outside KV cache and page table, in order of use."""
 
     def name_of(self, tensor: torch.Tensor, shape: GraphShape) -> str:
         """Return the name of what holds a tensor that a graph reads, or the line that reads it."""
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Return whether an attribute of the plugin, at any depth, has the memory of ``tensor``."""
+        """Return whether a slot, or an attribute of the plugin at any depth, has the memory of ``tensor``."""
 
     def trace(self, shape: GraphShape) -> list[TracedCall]:
         """Return the recorded calls of a graph; empty where it has no trace."""

@@ -184,7 +184,7 @@ def beside_other_lanes(lane: UnderTest, steps: Drawn) -> Findings:
                 yield from found
                 return
     for one, how in ((rig, "without"), (sharing[0], "with")):
-        found = [*_in_turn(lane, one, sharing[1], problems, how)]
+        found = [*_in_turn(lane, one, sharing[1], [*problems, steps.exact], how)]
         if found:
             yield from found
             return
@@ -221,11 +221,11 @@ def _beside_another_mode(lane: UnderTest, rig: Subject, problems: list[Problem])
 
 
 def _in_turn(lane: UnderTest, one: Subject, two: Subject, problems: list[Problem], how: str) -> Findings:
-    """Step two lanes in turn, with one batch and another, and hold the outputs of one meanwhile."""
+    """Step two lanes in turn, with one batch and others, and hold the outputs of one meanwhile."""
     expected = f"two lanes of one class, {how} a shared pool of inputs, do not affect each other"
-    first, last = problems[0], problems[-1]
+    first, *others = problems
     for mine, theirs in ((one, two), (two, one)):
-        theirs.step(last, may_decline=True)
+        theirs.step(others[0], may_decline=True)
         alone = mine.step(first, may_decline=True)
         held = _outputs_of(mine, first, mine.batch_of(first))
         if held is None:
@@ -236,7 +236,8 @@ def _in_turn(lane: UnderTest, one: Subject, two: Subject, problems: list[Problem
         if found:
             yield _left_unwritten(lane, step, alone) or found[0]
             return
-        theirs.step(last, may_decline=True)
+        for other in others:  # one of the same shape, too
+            theirs.step(other, may_decline=True)
         if not same_tensors(copies(held), right):
             yield lane.finding(
                 "GP15",

@@ -417,7 +417,7 @@ def _compare_ways(lane: UnderTest, by_graph: StepRecord, by_hook: StepRecord) ->
 def _compare_memory(
     lane: UnderTest, rig: Subject, twin: Subject, before: Before, pair: tuple[StepRecord, StepRecord]
 ) -> Findings:
-    """Find memory outside the registry that makes the replay right with the contents of a capture."""
+    """Find memory, in slots or outside them, with which the replay is right if a capture has written it."""
     step, seen = pair
     shape = step.shape
     assert shape is not None  # noqa: S101  it was replayed
@@ -444,7 +444,7 @@ def _compare_memory(
             hook=_hook_between(lane) if is_between else "init_metadata_replay",
             field=rig.name_of(mine, shape) + more,
             expected="the memory that the graph reads is written for this batch",
-            actual="not written since capture" + ("" if is_held else other),
+            actual="other contents than a capture of this batch writes" + ("" if is_held else other),
             step=step,
             help=_HANDED_ON_HELP if is_between else _REBOUND_HELP,
         )

@@ -41,6 +41,7 @@ from graphpact_conformance.problems import (
 )
 from graphpact_conformance.raised import causes, message_of
 from graphpact_conformance.records import NAN, StepRecord, live_rows
+from graphpact_conformance.results import Finding
 from graphpact_conformance.under_test import DeclinedError, Subject, UnderTest
 from graphpact_conformance.world import HIDDEN, VOCAB, Config
 from graphpact_tape.writes import write
@@ -192,6 +193,9 @@ def _of_difference(
         help_ = "batches without padding are right: check the contents and the counts of padding rows"
     elif _is_overwritten(lane, rig, step):
         rule, help_ = "GP15", _OVERWRITTEN_HELP
+    elif (other := _other_input(lane, rig, step)) is not None:
+        yield other
+        return
     elif not _is_prepared_otherwise(lane, rig, problem) and is_right(lane, rig, problem, eagerly=True):
         rule = "GP10"
         help_ = (
@@ -221,6 +225,30 @@ def _is_overwritten(lane: UnderTest, rig: Subject, step: StepRecord) -> bool:
         return False
     copying = lane.build(copies_attention=True)
     return is_right(lane, copying, step.problem, may_decline=True)
+
+
+def _other_input(lane: UnderTest, rig: Subject, step: StepRecord) -> Finding | None:
+    """Return a finding about the first field whose live rows are not those of the batch; None if all are."""
+    for name, given in rig.batch_of(step.problem).tensors().items():
+        leaf = step.leaves.get(f"view.{name}")
+        if leaf is None or leaf.value.dim() != given.dim():
+            continue
+        region = tuple(map(slice, given.shape))
+        mine = leaf.value[region]
+        if mine.shape != given.shape:
+            continue
+        differs = ~same(mine, given.cpu()) & ~leaf.in_tail[region]
+        if bool(differs.any()):
+            return lane.finding(
+                "GP02",
+                hook="populate",
+                field=f"{leaf.path}{spell(differs)}",
+                expected=f"the values of the batch: {values_at(given.cpu(), differs)}",
+                actual=values_at(mine, differs),
+                step=step,
+                help="copy what the batch has; a model reads nothing else of this step",
+            )
+    return None
 
 
 def _writes_foreign_slots(problem: Problem, slots: Sequence[int]) -> bool:

@@ -3,6 +3,7 @@
 Does not: contain an exhibit.
 """
 
+import gc
 import multiprocessing
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -137,7 +138,7 @@ def visit_all(
     context = multiprocessing.get_context("spawn")
     done: dict[str, Visit] = {}
     by_name = {piece.name: piece for piece in pieces}
-    with ProcessPoolExecutor(workers, mp_context=context, initializer=_one_thread) as pool:
+    with ProcessPoolExecutor(workers, mp_context=context, initializer=_as_a_worker) as pool:
         futures = [pool.submit(_visit_named, piece.name, quick) for piece in pieces]
         for future in as_completed(futures):
             name, findings, lanes, missing, errors = future.result()
@@ -152,8 +153,9 @@ def _options(piece: Exhibit | Variant, *, quick: bool) -> Options:
     return OPTIONS
 
 
-def _one_thread() -> None:
+def _as_a_worker() -> None:
     torch.set_num_threads(1)
+    gc.freeze()
 
 
 def _visit_named(

@@ -214,7 +214,7 @@ def _offsets_in_32_bits(backend: Any, _: ForwardBatch, metadata: Any) -> None:
 _CACHES = [
     Exhibit(
         name="reference-slots-in-16-bits",
-        rule="GP07",
+        rule="GP02",
         thread="sgl-project/sglang#14654",
         planted="The replay hook keeps KV slots in 16 bits, the capture hook in 64.",
         base="reference",
@@ -224,7 +224,7 @@ _CACHES = [
     ),
     Exhibit(
         name="reference-offsets-in-32-bits",
-        rule="GP07",
+        rule="GP02",
         thread="sgl-project/sglang#14654",
         planted="The replay hook computes offsets of elements in 32 bits, the capture hook in 64.",
         base="reference",

@@ -104,6 +104,8 @@ def leaves_of(tree: Any) -> list[Any]:
 
 def tensors_of(tree: Any) -> list[torch.Tensor]:
     """Return the tensors in a tree of containers, in order."""
+    if isinstance(tree, torch.Tensor):
+        return [tree]
     return [leaf for leaf in leaves_of(tree) if isinstance(leaf, torch.Tensor)]
 
 
@@ -156,7 +158,7 @@ class HostMemory:
     def __init__(self, declared: Iterable[torch.Tensor] = (), *, strict: bool = False) -> None:
         self.strict = strict
         self.depth = 0  # nesting of calls that make host tensors
-        self.given: frozenset[int] = frozenset()  # storages of the current call's arguments
+        self.call: Any = ()  # the arguments of the current call
         # Byte ranges of storages: on a CPU, one storage may hold host and device tensors. The weak references
         # keep a storage's id from being reused.
         self._host: dict[int, tuple[StorageWeakRef, list[tuple[int, int]]]] = {}
@@ -187,7 +189,7 @@ class HostMemory:
         if tensor.dim():
             return False
         # torch made it from a Python number if it is not among the caller's arguments.
-        return tensor in self or storage_id(tensor) not in self.given
+        return tensor in self or storage_id(tensor) not in {storage_id(t) for t in tensors_of(self.call)}
 
 
 def _has_default_device() -> bool:
@@ -289,11 +291,15 @@ class HostReadGuard(TorchFunctionMode):
             func, args = torch.clone, args[:1]
         if func is torch.Tensor.__setitem__:
             self._check_masked_write(args[1], args[2])
+        outer = self.host.call
         if self.host.depth == 0:
-            self.host.given = frozenset(storage_id(t) for t in tensors_of((args, kwargs)))
-        if self.host.strict:
-            return self._strictly(func, args, kwargs)
-        return func(*args, **kwargs)
+            self.host.call = args, kwargs
+        try:
+            if self.host.strict:
+                return self._strictly(func, args, kwargs)
+            return func(*args, **kwargs)
+        finally:
+            self.host.call = outer
 
     def _strictly(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call ``func``, and add the tensors that it makes on the host to the host memory."""
@@ -376,8 +382,10 @@ class Watcher(DispatchMode, abc.ABC):
         self.host = guard.host
 
     @abc.abstractmethod
-    def perform(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run one operation of device work; it is not composite."""
+    def perform(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[torch.Tensor]
+    ) -> Any:
+        """Run one operation of device work, with the tensors among its arguments; it is not composite."""
 
     def __torch_dispatch__(
         self,
@@ -391,7 +399,8 @@ class Watcher(DispatchMode, abc.ABC):
         if self.guard.paused or func is _aten.detach_.default:
             return func(*args, **kwargs)
         given = tensors_of((args, kwargs))
-        if self._is_host_work(func, given):
+        on_host = [t for t in given if t in self.host]
+        if self._is_host_work(func, given, on_host):
             result = func(*args, **kwargs)
             self.host.add(tensors_of(result))
             return result
@@ -405,15 +414,16 @@ class Watcher(DispatchMode, abc.ABC):
             self._check_index_put(func, args)
         elif func in _MASKED_FILLS and not self.host.is_number(args[2]):
             raise self.guard.host_read(f"{func} of a tensor's value")
-        self._check_traffic(func, args, kwargs, given)
-        return self.perform(func, args, kwargs)
+        if on_host:
+            self._check_traffic(func, args, kwargs, len(given), on_host)
+        return self.perform(func, args, kwargs, given)
 
-    def _is_host_work(self, func: Any, given: list[torch.Tensor]) -> bool:
+    def _is_host_work(self, func: Any, given: list[torch.Tensor], on_host: list[torch.Tensor]) -> bool:
         if not given:
             return self.host.depth > 0
         if func is _aten.lift_fresh.default:  # torch makes a tensor from Python objects with it
             return self.host.strict
-        return all(t in self.host for t in given)
+        return len(on_host) == len(given)
 
     def _check_index_put(self, func: Any, args: tuple[Any, ...]) -> None:
         is_number = self.host.is_number(args[2])
@@ -432,17 +442,27 @@ class Watcher(DispatchMode, abc.ABC):
         func: Any,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        given: list[torch.Tensor],
+        count: int,
+        on_host: list[torch.Tensor],
     ) -> None:
-        """Refuse device work that copies to the host, or from the host without `GraphDriver.copy_async`."""
+        """Refuse device work that copies to the host, or from the host without `GraphDriver.copy_async`.
+
+        Args:
+            func: The operation.
+            args: Its arguments.
+            kwargs: Its arguments by name.
+            count: How many tensors are among them.
+            on_host: Those that are host tensors; at least one.
+        """
         if func is _aten._foreach_copy_.default:
-            for target, source in zip(*args[:2], strict=True):
+            for pair in zip(*args[:2], strict=True):
                 # A single number that is expanded to many rows is passed by value.
-                if source.untyped_storage().nbytes() != source.element_size():
-                    self._check_traffic(_aten.copy_.default, (target, source), {}, [target, source])
+                if pair[1].untyped_storage().nbytes() != pair[1].element_size():
+                    mine = [t for t in pair if t in self.host]
+                    if mine:
+                        self._check_traffic(_aten.copy_.default, pair, {}, 2, mine)
             return
-        on_host = [t for t in given if t in self.host]
-        if not on_host or len(on_host) == len(given):
+        if len(on_host) == count:
             return
         if any(t in self.host for t in written_by(func, args, kwargs)):
             raise self.guard.host_read(f"{func}, a copy to the host,")
@@ -457,6 +477,7 @@ class Watcher(DispatchMode, abc.ABC):
             )
 
 
+@cache
 def _is_composite(func: Any) -> bool:
     """Return whether ``func`` only calls other operations; without autograd torch does not decompose it."""
     if func is _aten.one_hot.default:  # its CPU version reads the argument in order to check it

@@ -22,8 +22,9 @@ rules are the same for both:
 Does not: replay, compile, or check rules beyond those of recording; the strict tape does.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import cache, cached_property
 from typing import Any, TypeAlias
 
 import torch
@@ -72,6 +73,7 @@ class RecordedCall:
         result: Its result.
         made: For each tensor in the result, in order: the tensor if it has new memory, else None.
         line: The caller's line.
+        is_work: Whether a replay has to repeat the call: it computes or writes. Views and ``empty`` do not.
     """
 
     op: Any
@@ -80,13 +82,7 @@ class RecordedCall:
     result: Any
     made: tuple[torch.Tensor | None, ...]
     line: Line
-
-    @property
-    def is_work(self) -> bool:
-        """Whether a replay has to repeat the call: it computes or writes. Views and ``empty`` do not."""
-        makes = any(t is not None for t in self.made)
-        is_mutable: bool = self.op._schema.is_mutable  # noqa: SLF001  no public way
-        return (makes or is_mutable) and self.op.overloadpacket not in UNINITIALISED
+    is_work: bool
 
     def tensors(self) -> list[torch.Tensor]:
         """Return the tensors among its arguments, and those that it made."""
@@ -105,7 +101,7 @@ class Segment:
         return sum(call.is_work for call in self.calls)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Recording:
     """A recorded region.
 
@@ -132,13 +128,15 @@ class Recording:
         """Operations that a replay has to repeat."""
         return sum(segment.num_nodes for segment in self.segments)
 
-    def tensors(self) -> Iterator[torch.Tensor]:
-        """Yield the tensors of all work, and the outputs."""
-        for segment in self.segments:
-            for call in segment.calls:
-                if call.is_work:
-                    yield from call.tensors()
-        yield from tensors_of(self.outputs)
+    def tensors(self) -> list[torch.Tensor]:
+        """Return the tensors of all work, and the outputs."""
+        return [*(t for tensors, _ in self._used for t in tensors), *tensors_of(self.outputs)]
+
+    @cached_property
+    def _used(self) -> list[tuple[list[torch.Tensor], Line]]:
+        """The tensors of each call that is work, and its line."""
+        calls = [call for segment in self.segments for call in segment.calls]
+        return [(call.tensors(), call.line) for call in calls if call.is_work]
 
     def external_tensors(self) -> list[torch.Tensor]:
         """Return the `tensors` whose memory is external, each place once."""
@@ -151,10 +149,9 @@ class Recording:
     def lines(self) -> dict[int, Line]:
         """Return the line of the first work with each storage, by `storage_id`."""
         found: dict[int, Line] = {}
-        for segment in self.segments:
-            for call in segment.calls:
-                for t in call.tensors() if call.is_work else ():
-                    found.setdefault(storage_id(t), call.line)
+        for tensors, line in self._used:
+            for t in tensors:
+                found.setdefault(storage_id(t), line)
         return found
 
     def used_memory(self) -> dict[int, torch.UntypedStorage]:
@@ -221,12 +218,16 @@ class Recorder(Watcher):
         own = self.allocated | self.results | self.constants
         return Recording(self.parts, outputs, own, self._trace)
 
-    def perform(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def perform(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[torch.Tensor]
+    ) -> Any:
         """Run ``func`` and record it."""
         self.line = Line()
-        return self.recorded(func, args, kwargs)
+        return self.recorded(func, args, kwargs, given)
 
-    def recorded(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def recorded(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[torch.Tensor]
+    ) -> Any:
         """Run ``func``, which the caller calls at `line`, and record it."""
         if self._trace is not None:
             self._trace.append(TracedCall.of(func, args, kwargs, self.line))
@@ -235,11 +236,14 @@ class Recorder(Watcher):
             return func(*args, **kwargs)
         if func is _aten.lift_fresh.default:
             result = func(*args, **kwargs)
-            self._record(_aten.clone.default, (self.constant(result),), {}, result)
+            constant = self.constant(result)
+            self._record(_aten.clone.default, (constant,), {}, [constant], result)
             return result
-        args, kwargs = map_tensors(self.kept, (args, kwargs))
+        if not all(map(torch.Tensor.dim, given)):  # there are numbers
+            args, kwargs = map_tensors(self.kept, (args, kwargs))
+            given = tensors_of((args, kwargs))
         result = func(*args, **kwargs)
-        self._record(func, args, kwargs, result)
+        self._record(func, args, kwargs, given, result)
         return result
 
     def eager_call(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
@@ -281,7 +285,7 @@ class Recorder(Watcher):
         args, kwargs, result, made = map_tensors(self.held, (call.args, call.kwargs, call.result, call.made))
         segment = self.parts[-1]
         assert isinstance(segment, Segment)  # noqa: S101  each eager call is followed by one
-        segment.calls.append(RecordedCall(call.op, args, kwargs, result, made, call.line))
+        segment.calls.append(RecordedCall(call.op, args, kwargs, result, made, call.line, call.is_work))
 
     def allocates(self, tensors: Iterable[torch.Tensor]) -> None:
         """Note that the region allocated the storages of ``tensors``."""
@@ -297,13 +301,31 @@ class Recorder(Watcher):
                 "use the variant that returns a view: the recorded tensor keeps its shape",
             )
 
-    def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        given = {storage_id(t) for t in tensors_of((args, kwargs))}
-        made = tuple(t if storage_id(t) not in given else None for t in tensors_of(result))
-        self.allocates(t for t in made if t is not None)
-        call = RecordedCall(func, args, kwargs, result, made, self.line)
-        if call.is_work or not self._work_only:
-            self.add(call)
+    def _record(
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        given: list[torch.Tensor],
+        result: Any,
+    ) -> None:
+        storages = {storage_id(t) for t in given}
+        made = tuple(t if storage_id(t) not in storages else None for t in tensors_of(result))
+        new = [t for t in made if t is not None]
+        self.allocates(new)
+        is_work = _computes(func) and (bool(new) or _writes(func))
+        if is_work or not self._work_only:
+            self.add(RecordedCall(func, args, kwargs, result, made, self.line, is_work))
+
+
+@cache
+def _computes(func: Any) -> bool:
+    return func.overloadpacket not in UNINITIALISED
+
+
+@cache
+def _writes(func: Any) -> bool:
+    return bool(func._schema.is_mutable)  # noqa: SLF001  no public way
 
 
 class RecordingDriver(GraphDriver):

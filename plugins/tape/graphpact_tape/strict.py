@@ -188,7 +188,9 @@ class StrictRecorder(Recorder):
                 if tensor is not None:
                     write(tensor, before)
 
-    def recorded(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def recorded(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[torch.Tensor]
+    ) -> Any:
         """Check the memory that ``func`` reads and writes, then run and record it."""
         self._func = func
         for leaf in (*args, *kwargs.values()):
@@ -202,9 +204,8 @@ class StrictRecorder(Recorder):
         for tensor in written:
             if not self.owns(tensor):
                 self._check_write(func, tensor)
-        given = tensors_of((args, kwargs))
         self._check_owner(func, given)
-        result = super().recorded(func, args, kwargs)
+        result = super().recorded(func, args, kwargs, given)
         if self.guard.copying:
             self.copied.append((self.borrow(args[1]), self.line))
         self.shared.order.operation(func, given, written, result, self.line, CaptureError)
@@ -376,8 +377,15 @@ class StrictTape(Graph):
         self.pool_nbytes = 0
 
     def external_tensors(self) -> list[torch.Tensor]:
-        """Return the external tensors: those of operations and outputs in memory that is not the tape's."""
-        return [external.revive() for external in self.external]
+        """Return the external tensors that are alive: those of operations and outputs in other memory.
+
+        Where one is gone, a replay raises.
+        """
+        alive = []
+        for external in self.external:
+            with contextlib.suppress(ReplayError):
+                alive.append(external.revive())
+        return alive
 
 
 class _PoisonedEmpty(DispatchMode):
@@ -415,7 +423,9 @@ class _PreparationWatch(Watcher):
         self._order = order
         self._protected = protected
 
-    def perform(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def perform(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[torch.Tensor]
+    ) -> Any:
         """Run ``func`` as work of the current stream."""
         written = written_by(func, args, kwargs)
         for tensor in written:
@@ -426,7 +436,6 @@ class _PreparationWatch(Watcher):
                     " slot of the role constant is written once, by its contents",
                     "GP19",
                 )
-        given = tensors_of((args, kwargs))
         self._order.carry_out()
         result = func(*args, **kwargs)
         self._order.operation(func, given, written, result, Line(), ReplayError)
