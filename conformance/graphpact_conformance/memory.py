@@ -85,7 +85,7 @@ def external(lane: Lane, shape: GraphShape) -> list[torch.Tensor]:
 
 
 def name_of(lane: Lane, shape: GraphShape, tensor: torch.Tensor) -> str:
-    """Return the slot of a tensor that a graph reads, the name of what holds it, or the line that reads it."""
+    """Return the slot of a tensor that a graph reads, the name of its holder, or the line that reads it."""
     slot = None if lane.registry is None else lane.registry.slot_of(tensor)
     if slot is not None:
         return str(slot.label)

@@ -181,6 +181,13 @@ class PlannedLane:
     def __str__(self) -> str:
         return f"{self.lane.config}{self.suffix}"
 
+    @property
+    def is_pair(self) -> bool:
+        """Whether a backend is checked with a runner that is not the suite's own, on drawn steps."""
+        lane = self.lane
+        has_partner = lane.kind == "attention_backend" and lane.runner is not ReferenceRunner
+        return has_partner and self.recorded is None
+
 
 _PROBES = "undeclared capabilities"
 """Name of the work that tries undeclared capabilities."""
@@ -750,11 +757,9 @@ def _naming_rules(plan: PlannedLane, options: Options, experiments: Sequence[Exp
 def _concerns(experiment: Experiment, plan: PlannedLane, options: Options) -> bool:
     """Return whether an experiment is for the kind of lane and checks a wanted rule."""
     lane = plan.lane
-    is_pair = lane.runner is not ReferenceRunner and lane.kind == "attention_backend"
-    is_pair = is_pair and plan.recorded is None
     return (
         lane.kind in experiment.scopes
-        and (experiment.in_pairs or not is_pair)
+        and (experiment.in_pairs or not plan.is_pair)
         and (experiment.of_fields or not lane.config.case.embeds)
         and (plan.recorded is not None or not experiment.of_recordings)
         and bool(not options.only or options.only & {*experiment.examines})
@@ -790,7 +795,7 @@ def _run(
     start = time.perf_counter()
     done = _Done(experiment, [])
     lane = plan.lane.anew(experiment.examines)
-    count = options.examples if experiment.repeats and options.size != "quick" else 1
+    count = _examples(plan, options) if experiment.repeats else 1
     try:
         with torch.inference_mode(), seeded(options.seed, lane.device):
             for steps in _sequences(experiment, plan, lane, count, options.seed):
@@ -822,6 +827,17 @@ def _run(
     done.steps = lane.steps_by_reason
     done.seconds = time.perf_counter() - start
     return done
+
+
+def _examples(plan: PlannedLane, options: Options) -> int:
+    """Return the sequences of batches of a lane: one in quick runs; fewer where a plain lane has most.
+
+    In normal runs pairs, whose plugins have lanes of their own, and lanes with unusual values have half.
+    """
+    if options.size == "quick":
+        return 1
+    has_most = options.size == "thorough" or (plan.is_full and not plan.lane.config.unusual)
+    return options.examples if has_most and not plan.is_pair else (options.examples + 1) // 2
 
 
 def _sequences(

@@ -23,7 +23,8 @@ class Options:
 
     Args:
         seed: Seed of all random batches.
-        examples: Sequences of batches for each experiment in each lane.
+        examples: Sequences of batches for each experiment that repeats, in a plain lane of a plugin alone.
+            Pairs and lanes with unusual values have half, unless the run is thorough; a quick run has one.
         size: Number of lanes: quick, normal or thorough.
         only: Ids of rules; empty for all.
         lanes: `fnmatch` patterns of lane names; empty for all.

@@ -92,7 +92,9 @@ def check(
     seed: Annotated[int | None, typer.Option("--seed", min=0, help="Seed of random batches.")] = None,
     examples: Annotated[
         int | None,
-        typer.Option("--examples", min=1, help="Sequences of batches for each experiment and lane."),
+        typer.Option(
+            "--examples", min=1, help="Sequences of batches for each experiment; half in unusual lanes."
+        ),
     ] = None,
     scenario: Annotated[
         Path | None,

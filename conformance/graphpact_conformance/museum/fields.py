@@ -156,7 +156,7 @@ EXHIBITS = (
     ),
     Exhibit(
         name="cuda-graph-shares-a-count-that-is-not-gathered",
-        rule="GP05",
+        rule="GP17",
         thread="sgl-project/sglang#22404",
         planted="The count of live tokens is a rank's share, also where each rank has all tokens.",
         base="cuda_graph",

@@ -22,6 +22,7 @@ from graphpact.plugins import Kind, PluginCatalog
 from graphpact.runners import GraphRunner
 from graphpact_conformance.drivers.examine import examine_lane as examine_driver_lane
 from graphpact_conformance.drivers.examine import lanes_of_driver
+from graphpact_conformance.experiments import EXPERIMENTS
 from graphpact_conformance.museum.exhibit import Exhibit, Variant
 from graphpact_conformance.reference import ReferenceBackend, ReferenceRunner
 from graphpact_conformance.results import Finding, Outcome, Result
@@ -59,8 +60,17 @@ class Visit:
         return not self.findings
 
 
-def visit(piece: Exhibit | Variant, options: Options = OPTIONS) -> Visit:
-    """Check one exhibit or variant against all rules, in its lanes."""
+def visit(piece: Exhibit | Variant, options: Options = OPTIONS, *, quick: bool = False) -> Visit:
+    """Check one exhibit or variant in its lanes.
+
+    Args:
+        piece: The exhibit or variant.
+        options: Options of the run.
+        quick: Whether to check an exhibit for its own rule alone, until an experiment finds it.
+    """
+    wanted = piece.rule if quick and isinstance(piece, Exhibit) else None
+    if wanted is not None:
+        options = replace(options, only=frozenset({wanted}))
     try:
         base = right_class(piece.base)
     except GraphpactError as error:
@@ -70,12 +80,24 @@ def visit(piece: Exhibit | Variant, options: Options = OPTIONS) -> Visit:
     else:
         with planted(piece, base, options) as planned:
             plans = [str(plan) for plan in planned]
-            results = [result for plan in planned for result in examine_lane(plan, options)]
+            results = _found_first(planned, options, wanted)
     findings: dict[str | None, Finding] = {}
     for finding in sorted((f for r in results for f in r.findings), key=lambda f: f.evidence):
         findings.setdefault(finding.rule, finding)
     errors = [r.reason or "" for r in results if r.outcome is Outcome.ERROR]
     return Visit(piece, findings, tuple(plans), errors=tuple(dict.fromkeys(errors)))
+
+
+def _found_first(plans: Sequence[PlannedLane], options: Options, wanted: str | None) -> list[Result]:
+    """Return the results of all lanes; with a ``wanted`` rule, those up to its first finding."""
+    results: list[Result] = []
+    for plan in plans:
+        one_by_one = wanted is not None and plan.is_full  # in light lanes some follow a finding of another
+        for experiments in [[e] for e in EXPERIMENTS] if one_by_one else [EXPERIMENTS]:
+            results += examine_lane(plan, options, experiments=experiments)
+            if any(wanted == finding.rule for result in results for finding in result.findings):
+                return results
+    return results
 
 
 def _of_driver(
@@ -126,13 +148,13 @@ def visit_all(
         pieces: Some of `graphpact_conformance.museum.EXHIBITS` and ``VARIANTS``.
         on_visit: Called with each finished visit.
         workers: Number of processes; 1 uses this process.
-        quick: Whether to check exhibits only against their own rule.
+        quick: See `visit`.
     """
     report = on_visit or (lambda _: None)
     if workers == 1:
         visits = []
         for piece in pieces:
-            visits.append(visit(piece, _options(piece, quick=quick)))
+            visits.append(visit(piece, quick=quick))
             report(visits[-1])
         return visits
     context = multiprocessing.get_context("spawn")
@@ -145,12 +167,6 @@ def visit_all(
             done[name] = Visit(by_name[name], findings, lanes, missing, errors)
             report(done[name])
     return [done[piece.name] for piece in pieces]
-
-
-def _options(piece: Exhibit | Variant, *, quick: bool) -> Options:
-    if quick and isinstance(piece, Exhibit):
-        return replace(OPTIONS, only=frozenset({piece.rule}))
-    return OPTIONS
 
 
 def _as_a_worker() -> None:
@@ -167,7 +183,7 @@ def _visit_named(
 
     pieces: list[Exhibit | Variant] = [*EXHIBITS, *VARIANTS]
     piece = next(p for p in pieces if p.name == name)
-    seen = visit(piece, _options(piece, quick=quick))
+    seen = visit(piece, quick=quick)
     return name, seen.findings, seen.lanes, seen.missing, seen.errors
 
 

@@ -183,12 +183,12 @@ def _undoes_its_capture(base: type[Any]) -> type[Any]:
             perform = recorder.perform
             before: dict[int, tuple[torch.UntypedStorage, Any]] = {}
 
-            def keeping(func: Any, args: Any, kwargs: Any) -> Any:
+            def keeping(func: Any, args: Any, kwargs: Any, given: Any) -> Any:
                 for tensor in tensors_in((args, kwargs)):
                     memory = tensor.untyped_storage()
                     if storage_id(tensor) not in {*recorder.allocated, *before}:
                         before[storage_id(tensor)] = memory, memory.clone()
-                return perform(func, args, kwargs)
+                return perform(func, args, kwargs, given)
 
             recorder.perform = keeping
             recording = super().record(recorder, fn)

@@ -182,7 +182,7 @@ class _CompilesByShape(TableBackend):
 
 
 class _FoldedConstants(TableBackend):
-    """Folds sinks into float32 and windows into a tensor for all layers, when it is built."""
+    """Folds the windows of all layers into a tensor when it is built; casts sinks where they are read."""
 
     capabilities = capabilities(sinks=True, sliding_window=True)
 
@@ -191,13 +191,6 @@ class _FoldedConstants(TableBackend):
         longest = context.limits.max_context_len
         windows = [layer.sliding_window or longest for layer in context.layers]
         self.windows = torch.tensor(windows, device=context.device)
-        none = [torch.full((at.num_q_heads,), float("-inf"), device=context.device) for at in context.layers]
-        self.sinks = torch.stack(
-            [
-                other if layer.sinks is None else layer.sinks.float()
-                for layer, other in zip(context.layers, none, strict=True)
-            ]
-        )
         self.at = {layer.layer_id: at for at, layer in enumerate(context.layers)}
 
     def keys_of(self, metadata: Keys, layer: LayerSpec) -> tuple[torch.Tensor, torch.Tensor]:
@@ -218,8 +211,8 @@ class _FoldedConstants(TableBackend):
         keys = keys.repeat_interleave(layer.num_q_heads // layer.num_kv_heads, dim=2)
         scores = torch.einsum("thd,tnhd->thn", q.float(), keys) * layer.scaling
         total = scores.masked_fill(~seen[:, None], float("-inf")).logsumexp(dim=2)
-        share = torch.sigmoid(total - self.sinks[self.at[layer.layer_id]])
-        return (found.float() * share[:, :, None]).to(q.dtype)
+        share = 1 if layer.sinks is None else torch.sigmoid(total - layer.sinks.float())[:, :, None]
+        return (found.float() * share).to(q.dtype)
 
 
 VARIANTS: list[Variant] = [
@@ -233,7 +226,7 @@ VARIANTS: list[Variant] = [
     of_its_own("kernel-by-shape", "A kernel for each size is made on first use, and kept.", _CompilesByShape),
     of_its_own(
         "folded-constants",
-        "Sinks and windows of all layers are folded into tensors when the backend is built.",
+        "Windows of all layers are folded into a tensor when the backend is built; sinks are cast when read.",
         _FoldedConstants,
     ),
 ]
