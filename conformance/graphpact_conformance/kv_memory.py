@@ -50,6 +50,7 @@ class KvMemory:
         else:
             v = [each[..., :rank] for each in k]
         self.kv = SimpleNamespace(k=k, v=v)
+        self._at = self.slots.to(device)
         self._rows = {slot: row for row, slot in enumerate(self.slots.tolist())} if config.high else None
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -58,18 +59,16 @@ class KvMemory:
 
     def contents(self) -> dict[str, torch.Tensor]:
         """Return copies ``[n, heads, width]`` on the host of the slots `slots`, by tensor."""
-        at = self.slots.to(self._device)
         return {
-            name: (tensor[at] if self.config.high else tensor.clone()).cpu()
+            name: (tensor[self._at] if self.config.high else tensor.clone()).cpu()
             for name, tensor in self.tensors().items()
         }
 
     def copy(self) -> SimpleNamespace:
         """Return a copy of the cache with the slots `slots` alone, on the device."""
-        at = self.slots.to(self._device)
-        k = [each[at] for each in self.kv.k]
+        k = [each[self._at] for each in self.kv.k]
         rank = self.config.heads.kv_lora_rank
-        v = [each[at] for each in self.kv.v] if rank is None else [each[..., :rank] for each in k]
+        v = [each[self._at] for each in self.kv.v] if rank is None else [each[..., :rank] for each in k]
         return SimpleNamespace(k=k, v=v)
 
     def load(self, problem: Problem) -> None:
@@ -85,11 +84,12 @@ class KvMemory:
     def fill(self, value: float, *, keep: Sequence[int] | range = ()) -> None:
         """Write a number into all of `slots` except ``keep``."""
         kept = {*keep}
+        at = self.slots[[s not in kept for s in self.slots.tolist()]].to(self._device) if kept else self._at
         for cache in self.tensors().values():
             if not kept and not self.config.high:
                 cache.fill_(value)
             else:
-                cache[self.slots[[s not in kept for s in self.slots.tolist()]].to(self._device)] = value
+                cache.index_fill_(0, at, value)
 
     def spoil_scratch(self, value: float) -> None:
         """Write a number into the scratch page."""

@@ -105,8 +105,8 @@ def check(
         workers: Number of parallel processes; default: one per core, and one on a GPU.
         timeout: Seconds for one piece of work; default: ``GRAPHPACT_CHECK_TIMEOUT``, or 120.
         command: The worker's command line, to which the job is appended.
-        blindly: Whether each target also runs where the suite is not imported; never in a run of selected
-            rules or lanes.
+        blindly: Whether each backend and runner also runs where the suite is not imported; never in a run of
+            selected rules or lanes. Pairs do not: both plugins have.
 
     Raises:
         UsageError: A name is unknown; a plugin is rejected, or ends or hangs the process that imports it; a
@@ -132,7 +132,7 @@ def check(
     blind = {
         at: _BlindRun(Judge(target, options))
         for at, target in enumerate(resolved.targets)
-        if blindly and is_whole and target.kind != "graph_driver"
+        if blindly and is_whole and target.kind != "graph_driver" and target.partner is None
     }
     tasks: list[_Task] = [*blind.values(), *(part for target in examinations for part in target)]
     _run(tasks, workers, bound, command)

@@ -369,6 +369,7 @@ def _as_ranks(
         problems: The batches.
     """
     rigs: dict[int, Subject] = {}
+    at_capture: list[Finding] = []
     ranks = lane.config.ranks
     for rank in numbers:
         with _as_rank(rank, ranks):
@@ -377,7 +378,7 @@ def _as_ranks(
                 if all(slot.name != COUNT for slot in rig.slots):
                     yield _without_count(counted, problems[0])
                     return
-                yield from _captured_counts(counted, rank, rig)
+                at_capture += _captured_counts(counted, rank, rig)
             except (Exception, SystemExit) as error:  # noqa: BLE001  the plugin's code may raise anything
                 if not _captures_alone(lane):
                     return  # the error does not depend on ranks
@@ -389,8 +390,13 @@ def _as_ranks(
                 )
                 return
     yield from _same_captures(lane, [*rigs.values()])
+    is_wrong_in_steps = False
     for number in range(1, len(problems) + 1):
-        yield from _same_steps(lane, counted, rigs, problems[:number])
+        for found in _same_steps(lane, counted, rigs, problems[:number]):
+            is_wrong_in_steps |= (found.field or "").startswith(f"view.{COUNT}")
+            yield found
+    if not is_wrong_in_steps:  # a count that is wrong at capture alone
+        yield from at_capture
     if counted.config.gathers:
         yield from _uneven(lane, [*rigs.values()])
 

@@ -420,7 +420,7 @@ def _own_slot_for_each_padding_row(
 ) -> None:
     buffer, more = registry.get_slot("out_cache_loc").buffer, shape.num_tokens - batch.num_tokens
     if buffer is not None:
-        buffer[batch.num_tokens : shape.num_tokens] = torch.arange(more)
+        buffer[batch.num_tokens : shape.num_tokens] = torch.arange(more, device=buffer.device)
 
 
 _PAGES = [

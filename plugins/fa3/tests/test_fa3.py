@@ -312,9 +312,9 @@ def test_the_schedule_is_one_node_a_step(case: Case, nodes: int, monkeypatch: py
     calls: list[tuple[str, tuple[Any, ...]]] = []
     perform = Recorder.perform
 
-    def count(self: Recorder, func: Any, args: Any, kwargs: Any) -> Any:
+    def count(self: Recorder, func: Any, args: Any, *more: Any) -> Any:
         calls.append((str(func), args))
-        return perform(self, func, args, kwargs)
+        return perform(self, func, args, *more)
 
     monkeypatch.setattr(Recorder, "perform", count)
     config = make_config(case, 16, sliding_window=False)
