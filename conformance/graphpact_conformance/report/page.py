@@ -22,7 +22,7 @@ def to_html(report: Report) -> str:
 
     The page has the verdict on each plugin with the rule to begin with, a matrix of rules by plugins, where
     each cell links to its evidence, then failures, claims, hints, the parts that this machine could not show,
-    and the options of the run.
+    the drawn values of each dimension, and the options of the run.
     """
     columns = [{row.key: row for row in digest.rows(plugin)} for plugin in report.plugins]
     labels = {key: row for column in columns for key, row in column.items()}
