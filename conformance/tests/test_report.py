@@ -627,18 +627,20 @@ def test_a_page_can_be_used_without_colours_and_without_a_mouse() -> None:
 
 
 def test_a_page_shows_claims_hints_and_what_was_not_run() -> None:
-    """A page marks claims that disagree, and has hints, parts that were not shown, and the environment."""
+    """A page marks claims that disagree, and has hints, drawn values, missing parts, and the environment."""
     claims = [
         Claim(capability="trees", declared="full", shown="fail"),
         Claim(capability="decode", declared="full", shown="pass"),
     ]
-    held = plugin([result()], claims=claims, hints=["a hint"], not_shown=["native kernels: no GPU"])
+    more = {"not_shown": ["native kernels: no GPU"], "drawn": {"page size": ["1", "64"]}}
+    held = plugin([result()], claims=claims, hints=["a hint"], **more)
     text = Page(to_html(report(held, options={"size": "quick"}))).text
     assert text.count("disagrees") == 1
-    for said in ("trees", "a hint", "native kernels: no GPU", "2.13.0", "3.11.4", "quick"):
+    shown = ("trees", "a hint", "native kernels: no GPU", "page size: 1, 64", "2.13.0", "3.11.4", "quick")
+    for said in shown:
         assert said in text
     plain_page = Page(to_html(report())).text
-    assert not [word for word in ("Claims", "Hints", "To fix") if word in plain_page]
+    assert not [word for word in ("Claims", "Hints", "To fix", "drawn") if word in plain_page]
 
 
 # -- files ---------------------------------------------------------------------------------------

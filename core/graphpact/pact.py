@@ -16,6 +16,7 @@ import keyword
 import numbers
 import reprlib
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from types import CodeType
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -364,9 +365,15 @@ def _compile(roots: Mapping[str, Promise]) -> Callable[[Mapping[str, Any]], bool
         terms += source.terms(promise, f"parts[{source.constant(name)}]")
     chain = "\n        and ".join(terms)
     code = f"def holds(parts):\n    return (\n        {chain}\n    )\n"
-    exec(code, source.names)  # noqa: S102  the source has plain names only, see above
+    exec(_code_of(code), source.names)  # noqa: S102  the source has plain names only, see above
     holds: Callable[[Mapping[str, Any]], bool] = source.names["holds"]
     return holds
+
+
+@functools.lru_cache(maxsize=1024)
+def _code_of(source: str) -> CodeType:
+    """Return the code of ``source``. Captures of one kind have equal source, and compiling takes longest."""
+    return compile(source, "<pact>", "exec")
 
 
 class _Source:
