@@ -349,7 +349,9 @@ class Reporting(Protocol):
             step=step,
             problem=problem,
             hook=hook or _hook_of(error, step),
-            help=own or help,
+            help=own
+            or help
+            or (named and f"`graphpact explain {named}` has the causes of such calls, and fixes"),
             error=None if refuses else error,
         )
 

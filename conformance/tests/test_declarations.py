@@ -245,9 +245,9 @@ def test_a_right_backend_that_declares_less_is_conformant(name: str, less: Any) 
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize(("name", "less"), NARROWED)
+@pytest.mark.parametrize(("name", "less"), {case.values[0]: case for case in NARROWED}.values())
 def test_a_right_backend_that_declares_less_keeps_every_rule(name: str, less: Any) -> None:
-    """The same with all experiments, for decode and extend."""
+    """The same with all experiments, for decode and extend, and one value of each field."""
     declared = {"modes": frozenset({ForwardMode.DECODE, ForwardMode.EXTEND}), name: less}
     require_right(checked(declaring(**declared), full=True))
 

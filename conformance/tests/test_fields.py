@@ -17,12 +17,10 @@ from graphpact_conformance import fields
 from graphpact_conformance.experiments.base import differences
 from graphpact_conformance.experiments.dummies import _values
 from graphpact_conformance.model import own_rows
-from graphpact_conformance.museum.fields import EXHIBITS
-from graphpact_conformance.museum.gallery import OPTIONS, planted, right_class
 from graphpact_conformance.problems import Drawn, draw, sequences
 from graphpact_conformance.reference import ReferenceBackend, ReferenceRunner
 from graphpact_conformance.rig import Rig, drawn_batch
-from graphpact_conformance.suite import examine_lane, takes
+from graphpact_conformance.suite import takes
 from graphpact_conformance.world import Case, Config, configs_of, dimensions
 from graphpact_speculative.runners import EagleDraftRunner, FrozenKvMtpRunner
 
@@ -207,14 +205,3 @@ def test_only_runners_that_take_a_field_are_asked_for_it() -> None:
     assert takes({fields.MROPE}, ReferenceRunner, DECODE, can, CPU)
     assert not takes({fields.MROPE}, OfTextAlone, DECODE, can, CPU)
     assert not takes({fields.MROPE}, ReferenceRunner, replace(DECODE, fields=False), can, CPU)
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("exhibit", [e for e in EXHIBITS if e.values], ids=lambda e: e.name)
-def test_a_bug_of_an_optional_field_shows_in_its_lanes_alone(exhibit: Any) -> None:
-    """The bug breaks no rule in the same lanes without optional fields, so only this dimension shows it."""
-    with planted(replace(exhibit, values=()), right_class(exhibit.base), OPTIONS) as plans:
-        assert plans
-        for plan in plans:
-            broken = [r for r in examine_lane(plan, OPTIONS) if r.findings]
-            assert not broken

@@ -218,14 +218,25 @@ def test_drawn_tokens_are_those_without_speculation(
     check(case, target, heads, expected, DRAWN)
 
 
+OF_DRAFTS = [
+    dict(zip(("head", "topk", "num_steps", "width"), values, strict=True))
+    for values in itertools.product(
+        ("eagle", "mtp"), *(DIMENSIONS[n] for n in ("topk", "num_steps", "width"))
+    )
+]
+OF_ENGINES = [
+    dict(zip(("page_size", "backend", "graphs"), values, strict=True))
+    for values in itertools.product((1, 16), DIMENSIONS["backend"], ("strict", "fast"))
+]
+
+
 @pytest.mark.sweep
 @pytest.mark.parametrize(
     "case",
     [
-        dict(zip(("head", "topk", "num_steps", "width"), values, strict=True))
-        for values in itertools.product(
-            ("eagle", "mtp"), *(DIMENSIONS[n] for n in ("topk", "num_steps", "width"))
-        )
+        {**case, **OF_ENGINES[(at + more) % len(OF_ENGINES)]}
+        for at, case in enumerate(OF_DRAFTS)
+        for more in (0, 3)
     ],
     ids=name,
 )
@@ -235,16 +246,17 @@ def test_greedy_tokens_are_those_without_speculation_in_every_case(
     heads: dict[str, Path],
     expected: Callable[[SamplingParams], list[list[int]]],
 ) -> None:
-    """Every combination of settings gives the greedy output of plain decoding, with many pages and few."""
-    others = ("page_size", "backend", "graphs")
-    for values in itertools.product((1, 16), DIMENSIONS["backend"], ("strict", "fast")):
-        of_engine = {**case, **dict(zip(others, values, strict=True)), "pool": "roomy"}
-        engine = check(of_engine, target, heads, expected, GREEDY)
-        pages = engine.memory.pages
-        taken = pages.alloc(pages.num_free - starved_pages(of_engine))
-        assert taken is not None
-        assert generate(engine, GREEDY) == expected(GREEDY)
-        assert engine.scheduler.num_preemptions > 0
+    """Every combination of draft settings gives the greedy output of plain decoding, with many pages and few.
+
+    Each comes with two settings of the engine, and all settings of the engine come.
+    """
+    of_engine = {**case, "pool": "roomy"}
+    engine = check(of_engine, target, heads, expected, GREEDY)
+    pages = engine.memory.pages
+    taken = pages.alloc(pages.num_free - starved_pages(of_engine))
+    assert taken is not None
+    assert generate(engine, GREEDY) == expected(GREEDY)
+    assert engine.scheduler.num_preemptions > 0
 
 
 @needs_seam
