@@ -461,6 +461,32 @@ def _largest(config: Config, num_requests: int, share: int = 1) -> Problem:
     return _lay_out(config, prefixes, parents, [0] * len(counts), 0)
 
 
+def edges(config: Config) -> list[Problem]:
+    """Return batches of requests at whose lengths counts change, and one of requests of equal lengths.
+
+    Lengths with and without the new tokens are those of a full page, of two, of each window, and one more.
+    """
+    case, most = config.case, config.most_requests
+    if case.mode is ForwardMode.IDLE:
+        return []
+    width = case.width or 2
+    least, longest = max(least_prefix(case, 1), least_prefix(case, width)), _most_prefix(config, width)
+    ends = {config.page_size, 2 * config.page_size, *(layer.sliding_window or 1 for layer in config.layers)}
+    near = {end + more for end in ends for more in (-width, 1 - width, -1, 0)}
+    prefixes = sorted(prefix for prefix in near if least <= prefix <= longest) or [least]
+    batches = [prefixes[at : at + most] for at in range(0, len(prefixes), most)]
+    batches.append([min(config.page_size + 2, longest)] * most)
+
+    def parents(at: int) -> range:
+        """Return a chain of drafts, or two new tokens, or in a mixed batch one for every second request."""
+        return range(0 if case.mode is ForwardMode.MIXED and at % 2 else width - 1)
+
+    return [
+        _lay_out(config, batch, [parents(at) for at in range(len(batch))], [0] * len(batch), number)
+        for number, batch in enumerate(batches)
+    ]
+
+
 def neighbours(config: Config, problem: Problem) -> list[Problem]:
     """Return batches that differ from ``problem`` in one thing: a length, the pages and rows, the order.
 

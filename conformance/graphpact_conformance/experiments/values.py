@@ -34,6 +34,7 @@ from graphpact_conformance.problems import (
     Problem,
     ProblemRequest,
     corner,
+    edges,
     half_size_batch,
     next_id,
     of_size,
@@ -105,10 +106,38 @@ def answers_replayed(lane: UnderTest, steps: Drawn) -> Findings:
         yield from _judge_run(lane, rig, step)
         for found in differences(rig, step, lane.answer(rig, problem)):
             yield from _of_difference(lane, rig, step, found, steps.exact)
+    yield from _at_edges(lane, rig)
     yield from takes_live_rows_for_padding(lane, rig, steps)
     if declined is not None and declined.declined is not None:
         yield from _every_batch_declined(lane, declined, steps)
         raise DeclinedError(declined.declined)
+
+
+def _at_edges(lane: UnderTest, rig: Subject) -> Findings:
+    """Replay requests at whose lengths counts change, and requests of equal lengths.
+
+    No other experiment has these batches, so what a capture of the wrong one has is compared here.
+    """
+    for problem in edges(lane.config):
+        step = rig.step(problem, may_decline=True)
+        if step.error is not None:
+            expected = "requests at the end of a page or a window, or of equal lengths, are replayed"
+            yield lane.of_error(step.error, expected=expected, step=step)
+            return
+        if step.declined is not None:
+            continue
+        wrong = [*wrong_results(lane, rig, step, what="a replay", help=_EDGES)]
+        if wrong:
+            named = compare_with_capture(lane, rig, "graph", problem)
+            yield from (found for found in named if lane.listed is None or found.rule in lane.listed)
+            yield from wrong
+            return
+
+
+_EDGES = (
+    "the requests of this batch end a page or a window, or begin one, or are of equal lengths: look for a"
+    " comparison that is off by one, and for requests that are told apart by their lengths"
+)
 
 
 def _every_batch_declined(lane: UnderTest, step: StepRecord, steps: Drawn) -> Findings:
