@@ -4,6 +4,7 @@ Does not: draw batches, or run all experiments (see `graphpact_conformance.suite
 """
 
 import abc
+import contextlib
 import gc
 import inspect
 import sys
@@ -345,7 +346,7 @@ class LaneUnderTest(Reporting):
         if self.kind == "attention_backend" and self.runner not in _KITS:
             checked.append(self.runner)  # the runner of a pair
         classes = {c for cls in checked for c in cls.__mro__} - {*_KITS, abc.ABC, object}
-        files = {inspect.getsourcefile(cls) for cls in classes}
+        files = {file for cls in classes for file in _files_of(cls)}
         packages = {cls.__module__.partition(".")[0] for cls in classes} - _OWN_PACKAGES
         for each in causes(error):
             last = None
@@ -358,6 +359,16 @@ class LaneUnderTest(Reporting):
             if last is not None:
                 return last
         return None
+
+
+def _files_of(cls: type[Any]) -> Iterator[str]:
+    """Yield the files of a class and of its methods, which need not be in a module that was imported."""
+    with contextlib.suppress(TypeError, OSError):
+        yield inspect.getsourcefile(cls) or inspect.getfile(cls)
+    for value in vars(cls).values():
+        function = getattr(value, "__func__", getattr(value, "fget", value))
+        if inspect.isfunction(function):
+            yield function.__code__.co_filename
 
 
 def caches_of(lane: LaneUnderTest) -> Iterator[Callable[[], object]]:

@@ -1,21 +1,24 @@
 """What an engine does in its life, and whom it serves: experiments, each with the bugs that only it shows."""
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphpact import ForwardMode
+from graphpact import ForwardBatch, ForwardMode, GraphShape, hookimpl
 from graphpact_conformance.experiments import EXPERIMENTS
 from graphpact_conformance.experiments.kinds import MOST, of_default_sizes, of_other_kinds
 from graphpact_conformance.experiments.look_alikes import look_alikes, with_look_alike
 from graphpact_conformance.museum import EXHIBITS, Exhibit, life, requests
 from graphpact_conformance.museum.gallery import OPTIONS, planted, right_class
-from graphpact_conformance.problems import draw, least_prefix, of_size, sequences
-from graphpact_conformance.reference import ReferenceBackend
-from graphpact_conformance.suite import examine_lane
+from graphpact_conformance.problems import draw, edges, least_prefix, of_size, sequences
+from graphpact_conformance.reference import ReferenceBackend, ReferenceRunner
+from graphpact_conformance.suite import examine_lane, plan_lanes
 from graphpact_conformance.world import CASES, DRAFT_WIDTH, Config, configs_of
 
 SHOWN_BY = {
@@ -166,6 +169,61 @@ def test_every_sequence_has_look_alikes(config: Config) -> None:
         first = min(len(each.requests[-1].cached) for each in made)
         assert first == least_prefix(config.case, len(made[0].requests[-1].tokens))
     assert look_alikes(config, drawn.idle, 1) == []
+
+
+# -- lengths at which counts change ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_requests_end_and_begin_pages_and_windows(config: Config) -> None:
+    """Every mode has requests that fill a page, a window, and one token more; all fit a captured shape."""
+    batches, last = edges(config), config.shapes[-1]
+    ends = {config.page_size, *(layer.sliding_window for layer in config.layers if layer.sliding_window)}
+    width = config.case.width or 2
+    for batch in (problem.batch() for problem in batches):
+        batch.require_consistent()
+        assert batch.batch_size <= last.batch_size
+        assert batch.num_tokens <= last.num_tokens
+    cached = {len(request.cached) for problem in batches for request in problem.requests}
+    longest = max(cached)
+    for end in ends:
+        assert {n for n in (end - width, end - width + 1, end) if 0 < n <= longest} <= cached
+    (equal,) = {len(request.cached) for request in batches[-1].requests}
+    assert equal > config.page_size
+    assert len(batches[-1].requests) == config.most_requests
+
+
+@pytest.mark.parametrize(
+    "is_wrong",
+    [
+        lambda lens, page: [at > 0 and n == lens[0] for at, n in enumerate(lens)],
+        lambda lens, page: [n > 1 and n % page == 1 for n in lens],
+    ],
+    ids=["told-apart-by-lengths", "new-page-forgotten"],
+)
+def test_a_bug_of_few_lengths_is_found_with_its_field(
+    is_wrong: Callable[[list[int], int], list[bool]],
+) -> None:
+    """A replay hook that is wrong for equal lengths, or for the first token of a page, breaks GP02 or 07."""
+
+    class OfFewLengths(ReferenceBackend):
+        fill_is_device_only = False
+
+        @hookimpl
+        def init_metadata_replay(self, view: ForwardBatch, shape: GraphShape, captured: Any) -> Any:
+            fresh = super().init_metadata_replay(view, shape, captured)
+            lens = view.seq_lens_cpu.tolist()
+            fresh.last.sub_(torch.tensor(is_wrong(lens, self.context.limits.page_size)).long())
+            return fresh
+
+    (plan,) = plan_lanes(
+        OfFewLengths, ReferenceRunner, replace(OPTIONS, lanes=("decode-page16-gqa-float32",))
+    )
+    replayed = [e for e in EXPERIMENTS if e.name == "answers_replayed"]
+    found = [f for r in examine_lane(plan, OPTIONS, experiments=replayed) for f in r.findings]
+    named = [f for f in found if f.rule in ("GP02", "GP07")]
+    assert named
+    assert all("metadata.last" in str(f.field) for f in named)
 
 
 # -- other kinds and sizes ---------------------------------------------------------------------------

@@ -62,11 +62,16 @@ class ReplayRaises(ReferenceBackend):
         raise KeyError("no such request")
 
 
+OF_NO_MODULE = type("OfNoModule", (ReplayRaises,), {"__module__": "made.at.run.time"})
+"""A class of which nothing says in which file it is."""
+
+
 @pytest.mark.parametrize(
     ("lane", "hook"),
     [
         (LaneUnderTest(DECODE, runner=PopulateRaises, kind="runner"), "populate"),
         (LaneUnderTest(DECODE, ReplayRaises), "init_metadata_replay"),
+        (LaneUnderTest(DECODE, OF_NO_MODULE), "init_metadata_replay"),
     ],
 )
 def test_what_a_hook_raises_is_told_with_its_line_and_nothing_else_is(lane: LaneUnderTest, hook: str) -> None:
