@@ -112,7 +112,9 @@ def _of_driver(
 def planted(
     piece: Exhibit | Variant, base: type[Any], options: Options = OPTIONS
 ) -> Iterator[list[PlannedLane]]:
-    """Yield the lanes of an exhibit or variant, with all experiments; they run inside the context.
+    """Yield the lanes of an exhibit or variant, the plain ones with all experiments; they run inside it.
+
+    An exhibit has the lanes that expose it. A variant has all lanes of a run, of its kinds of step.
 
     Args:
         piece: The exhibit or variant.
@@ -124,15 +126,19 @@ def planted(
     backend: type[AttentionBackend] = cls if is_backend else ReferenceBackend
     runner: type[GraphRunner] = ReferenceRunner if is_backend else cls
     kind: LaneKind = "attention_backend" if is_backend else "runner"
-    values = piece.values if isinstance(piece, Exhibit) else ()
+
+    def plans(values: Sequence[str] | None) -> list[PlannedLane]:
+        every = plan_lanes(backend, runner, options, kind=kind, values=values)
+        return [plan for plan in every if str(plan.lane.config.case.plain) in piece.lanes]
+
     around = piece.around if isinstance(piece, Exhibit) else nullcontext
     with around(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # an exhibit may warn
-        yield [
-            replace(plan, is_full=not plan.lane.config.high)
-            for plan in plan_lanes(backend, runner, options, kind=kind, values=values)
-            if str(plan.lane.config.case.plain) in piece.lanes
-        ]
+        own = plans(piece.values if isinstance(piece, Exhibit) else ())
+        own = [replace(plan, is_full=not plan.lane.config.high) for plan in own]
+        names = {str(plan) for plan in own}
+        others = plans(None) if isinstance(piece, Variant) else []
+        yield [*own, *(plan for plan in others if str(plan) not in names)]
 
 
 def visit_all(

@@ -161,9 +161,10 @@ class _FrozenRunner(_FibonacciRunner):
 
         def region() -> StepOutputs:
             first = forward(step.view, step.metadata, step.backend.forward)
-            next_ids = first.logits.argmax(dim=1)
-            after = step.view.with_tensors({"input_ids": next_ids, "positions": step.view.positions + 1})
-            return forward(after, step.metadata, step.backend.forward)
+            following = {"input_ids": first.logits.argmax(dim=1), "positions": step.view.positions + 1}
+            if step.view.mrope_positions is not None:
+                following["mrope_positions"] = step.view.mrope_positions + 1
+            return forward(step.view.with_tensors(following), step.metadata, step.backend.forward)
 
         return region
 
