@@ -20,10 +20,11 @@ def _has_a_workspace(base: type[Any]) -> type[Any]:
 
         def declare_slots(self, limits: Limits) -> Sequence[GraphSlot]:
             """Declare the workspace."""
-            layer = self.context.layers[0]
+            heads = max(layer.num_q_heads for layer in self.context.layers)
+            width = max(layer.head_dim for layer in self.context.layers)
             work = own_slot(
                 "workspace",
-                lambda _, tokens: (tokens, layer.num_q_heads, layer.head_dim),
+                lambda _, tokens: (tokens, heads, width),
                 self.context.dtype,
                 axis="none",
                 padding_policy=PaddingPolicy.FILL_ONCE,
@@ -37,7 +38,7 @@ def _has_a_workspace(base: type[Any]) -> type[Any]:
             if self._registry is not None:
                 whole = self._registry.get_slot("variant.workspace").slice_for(0, 0)
                 if len(q) <= len(whole):  # an eager step may be larger than any graph
-                    work = whole[: len(q)]
+                    work = whole[: len(q), : q.shape[1], : q.shape[2]]
                     work.copy_(q)
                     q = work.clone()
             out: torch.Tensor = super().forward(q, *args)
