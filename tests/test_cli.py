@@ -76,6 +76,8 @@ def test_every_public_name_is_there_and_declared_once() -> None:
     for name in graphpact.__all__:
         assert getattr(graphpact, name) is not None
     assert "lane" not in graphpact.__all__
+    assert "conformance" not in graphpact.__all__  # `import *` needs no other distribution
+    assert graphpact.conformance is not None
     assert graphpact.lane.Lane is graphpact.Lane
     with pytest.raises(AttributeError, match="has no attribute 'lan'"):
         graphpact.lan  # noqa: B018

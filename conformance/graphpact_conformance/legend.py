@@ -38,6 +38,8 @@ _FLAGS = {
     "segments": "attention is an eager call between the segments of a graph",
     "embeds": "batches carry input_embeds and mrope_positions",
     "wide": "more branches than draft steps, and other numbers of draft tokens than steps plus one",
+    "deep": "drafts of 5 steps, and 10 tokens to verify",
+    "single": "drafts of a single step",
 }
 _PARTS = {
     r"page(\d+)": r"\1 KV slots per page",
@@ -46,9 +48,9 @@ _PARTS = {
     "mla": "multi-head latent attention: one cached latent for all heads",
     r"(float\d+|bfloat16)": r"queries, keys and values are \1",
     "counts": "layers read the number of live tokens, num_token_non_padded",
-    "tall": "a tall ladder of capture sizes: 1, 2, 4, 7 and 12 requests",
+    "tall": "a tall ladder of capture sizes: 1, 2, 4, 7 and 40 requests, or 12 where the context is long",
     "long": "a long context",
-    "mixed": "a third layer with another head width, scale and window",
+    "mixed": "a third layer with other heads, scale and window, and a fourth on the first one's KV cache",
     "high": "KV slots beyond 2^31 elements",
     r"ranks(\d+)": r"\1 ranks step together",
     "cuda": "the graphs are CUDA graphs instead of tapes",

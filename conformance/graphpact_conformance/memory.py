@@ -86,9 +86,9 @@ def external(lane: Lane, shape: GraphShape) -> list[torch.Tensor]:
 
 def name_of(lane: Lane, shape: GraphShape, tensor: torch.Tensor) -> str:
     """Return the slot of a tensor that a graph reads, the name of its holder, or the line that reads it."""
-    slot = None if lane.registry is None else lane.registry.slot_of(tensor)
+    slot = MemoryMap(lane.registry, lane.backend).slot_of(tensor)
     if slot is not None:
-        return str(slot.label)
+        return slot.label
     known = holder_of(tensor, lane.backend, lane.runner)
     return _reader_of(lane, shape, tensor) if known is None else known[0]
 
@@ -103,5 +103,5 @@ def _reader_of(lane: Lane, shape: GraphShape, tensor: torch.Tensor) -> str:
 
 def holds(lane: Lane, tensor: torch.Tensor) -> bool:
     """Return whether a slot or an attribute of the backend, at any depth, has the memory of ``tensor``."""
-    in_slot = lane.registry is not None and lane.registry.slot_of(tensor) is not None
+    in_slot = MemoryMap(lane.registry, lane.backend).slot_of(tensor) is not None
     return in_slot or storage_id(tensor) in storages_of(lane.backend)

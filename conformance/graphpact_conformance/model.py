@@ -43,7 +43,8 @@ class Model:
         layers: Its layers, on ``device``.
         device: Device of the weights.
         fields: The slots of optional fields, the runner's own among them.
-        drafts: Whether a region of its own drafts with it: it gets ``logits`` and ``hidden_states`` too.
+        composed: Whether it runs in a region of the runner's own, which gets ``logits`` and ``hidden_states``
+            too.
 
     Attributes:
         weights: Of each layer the tables of queries, keys and values, ``[VOCAB, heads, width]``.
@@ -60,7 +61,7 @@ class Model:
         device: torch.device,
         fields: Sequence[GraphSlot] = (),
         *,
-        drafts: bool = False,
+        composed: bool = False,
     ) -> None:
         self.config, self.layers = config, layers
         self._fields = fields
@@ -68,7 +69,7 @@ class Model:
         self._has_mrope = config.case.embeds or any(slot.name == MROPE for slot in fields)
         self.counts = config.counts or any(slot.name == COUNT for slot in fields)
         mode, dtype = config.case.mode, config.dtype
-        self.is_draft = drafts and (
+        self.is_draft = composed and (
             mode in (ForwardMode.DRAFT_DECODE, ForwardMode.DRAFT_EXTEND) or config.case.frozen
         )
         self.num_steps = 1
@@ -94,7 +95,7 @@ class Model:
             mix = torch.randn(math.prod(slot.shape_fn(1, 1)), generator=generator, dtype=torch.float64)
             self._mixes[slot.name] = (mix / mix.norm()).to(device)
         self._tables: tuple[torch.Tensor, ...] = ()
-        if not self.is_draft:
+        if not composed:
             return
         columns = sum(at.num_q_heads * at.v_head_dim for at in layers) + self.num_own
         ranks = torch.rand(VOCAB, VOCAB, generator=generator).argsort(dim=1)
@@ -119,7 +120,7 @@ class Model:
         """Return ``rows``, ``[T, columns]``: all layers, the runner's own fields, then work across rows.
 
         With the metadata of a whole draft it runs all steps, otherwise one. Its keys and values are None with
-        frozen KV. To the regions of draft runners it also returns ``logits``, ``[n, VOCAB]`` float32, and
+        frozen KV. To a runner's own region it also returns ``logits``, ``[n, VOCAB]`` float32, and
         ``hidden_states``, ``[n, HIDDEN]``: of `ForwardBatch.selected_rows`, or of all tokens.
 
         Args:
@@ -154,7 +155,7 @@ class Model:
             shown.append((batch.mrope_positions.T / self.config.context).to(out.dtype))
         shared = self._shared(batch, out, batch.num_tokens if padded_tokens is None else padded_tokens)
         outputs: dict[str, Any] = {"rows": (torch.cat([out, *shown, *shared], dim=1), "tokens")}
-        if self.is_draft:
+        if self._tables:
             features = torch.cat([*columns[-len(self.layers) :], *shown], dim=1).double()
             outputs |= self._of_draft(batch, ids, positions, features)
         return StepOutputs(**outputs)

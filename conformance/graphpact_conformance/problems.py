@@ -7,6 +7,7 @@ order, and the new tokens, each with its slot and the token that it follows. `Pr
 Does not: compute attention, or use more of a backend than its declared capabilities.
 """
 
+import itertools
 import random
 import zlib
 from collections.abc import Callable, Sequence
@@ -20,6 +21,8 @@ from graphpact import ForwardBatch, ForwardMode
 from graphpact.buffers import GraphSlot
 from graphpact_conformance.world import HIDDEN, VOCAB, Case, Config
 
+TIERS = 8
+"""Parts of all lengths between whose ends a runner's choices of a graph are compared."""
 REDRAWS = 20
 """How often a batch is drawn again if the runner declines it; the last one is kept."""
 
@@ -465,6 +468,7 @@ def edges(config: Config) -> list[Problem]:
     """Return batches of requests at whose lengths counts change, and one of requests of equal lengths.
 
     Lengths with and without the new tokens are those of a full page, of two, of each window, and one more.
+    The requests of equal lengths share their first page, as prompts with one beginning do in an engine.
     """
     case, most = config.case, config.most_requests
     if case.mode is ForwardMode.IDLE:
@@ -475,16 +479,64 @@ def edges(config: Config) -> list[Problem]:
     near = {end + more for end in ends for more in (-width, 1 - width, -1, 0)}
     prefixes = sorted(prefix for prefix in near if least <= prefix <= longest) or [least]
     batches = [prefixes[at : at + most] for at in range(0, len(prefixes), most)]
-    batches.append([min(config.page_size + 2, longest)] * most)
 
     def parents(at: int) -> range:
         """Return a chain of drafts, or two new tokens, or in a mixed batch one for every second request."""
         return range(0 if case.mode is ForwardMode.MIXED and at % 2 else width - 1)
 
-    return [
-        _lay_out(config, batch, [parents(at) for at in range(len(batch))], [0] * len(batch), number)
-        for number, batch in enumerate(batches)
+    def laid_out(prefixes: Sequence[int], seed: int) -> Problem:
+        each = [parents(at) for at in range(len(prefixes))]
+        return _lay_out(config, prefixes, each, [0] * len(prefixes), seed)
+
+    found = [laid_out(batch, number) for number, batch in enumerate(batches)]
+    equal = laid_out([min(config.page_size + 2, longest)] * most, len(batches))
+    return [*found, _with_one_beginning(config, equal)]
+
+
+def at_tiers(config: Config, choice: Callable[[Problem], object]) -> list[Problem]:
+    """Return one request on both sides of each length at which a runner's choice of a graph changes.
+
+    Between some lengths the change is found by bisection.
+
+    Args:
+        config: Configuration of the lane.
+        choice: Returns the choice for a batch.
+    """
+    case = config.case
+    if case.mode is ForwardMode.IDLE:
+        return []
+    width = case.width or 1
+    least, longest = least_prefix(case, width), _most_prefix(config.unbounded, width)
+    asked: dict[int, tuple[Problem, object]] = {}
+
+    def at(prefix: int) -> tuple[Problem, object]:
+        if prefix not in asked:
+            problem = _lay_out(config, [prefix], [range(width - 1)], [0], 0)
+            asked[prefix] = problem, choice(problem)
+        return asked[prefix]
+
+    def change(low: int, high: int) -> set[int]:
+        if at(low)[1] == at(high)[1]:
+            return set()
+        if high - low == 1:
+            return {low, high}
+        middle = (low + high) // 2
+        return change(low, middle) or change(middle, high)
+
+    grid = sorted({least + (longest - least) * part // TIERS for part in range(TIERS + 1)})
+    found = {prefix for ends in itertools.pairwise(grid) for prefix in change(*ends)}
+    return [at(prefix)[0] for prefix in sorted(found)]
+
+
+def _with_one_beginning(config: Config, problem: Problem) -> Problem:
+    """Return a batch whose requests share the pages that the cached keys of the first one fill."""
+    whole = len(problem.requests[0].cached) // config.page_size * config.page_size
+    shared = problem.requests[0].cached[:whole]
+    requests = [
+        replace(r, cached=[*shared, *r.cached[whole:]], table=[*shared, *r.table[whole:]])
+        for r in problem.requests
     ]
+    return replace(problem, requests=requests)
 
 
 def neighbours(config: Config, problem: Problem) -> list[Problem]:
@@ -544,7 +596,8 @@ def steady(config: Config) -> tuple[Problem, list[Problem]]:
     """
     bs, width = config.most_requests, config.case.width or 1
     middle = max(min(min(config.page_size, config.context) // 2, config.longest - bs + 1), 2)
-    prefixes = [middle + i for i in range(bs)]
+    lengths = max(_most_prefix(config, width) - middle + 1, 1)
+    prefixes = [middle + i % lengths for i in range(bs)]
     parents, accepted = [range(width - 1)] * bs, [0] * bs
     one_less = [prefix - 1 for prefix in prefixes]
     before = [_lay_out(config, one_less, parents, accepted, seed) for seed in (0, 1)]

@@ -121,7 +121,10 @@ def live_rows(step: StepRecord) -> dict[str, torch.Tensor]:
     """Return the live rows of the outputs of a graph; without an axis all of them."""
     problem, outputs = step.problem, step.outputs or {}
     live = {"bs": problem.batch_size, "tokens": len(problem.tokens)}
-    return {name: tensor[: live.get(step.axes[name])] for name, tensor in outputs.items()}
+    return {
+        name: tensor[: live[step.axes[name]]] if step.axes[name] in live else tensor
+        for name, tensor in outputs.items()
+    }
 
 
 def copies(outputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -33,7 +33,7 @@ from graphpact.runners import GraphRunner
 from graphpact.shapes import EagerReason, GraphShape
 from graphpact.step import Forward, Region, Step
 from graphpact_conformance.fields import DRAWN, GATHERED
-from graphpact_conformance.world import WIDE_STEPS, Case, Config, static_shapes
+from graphpact_conformance.world import DRAFTS, MIDDLE_TOKENS, TALL_TOKENS, Case, Config, static_shapes
 
 CPU = torch.device("cpu")
 CHUNK = 16
@@ -263,18 +263,20 @@ class ReferenceSizes:
     shapes: tuple[GraphShape, ...]
 
     def fit(self, batch: ForwardBatch) -> GraphShape | EagerReason:
-        """Return the smallest shape with room for the requests and tokens."""
+        """Return the smallest shape with room for the requests and tokens, of the largest rank if known."""
         mode = self.shapes[0].mode
         if batch.forward_mode not in (mode, ForwardMode.IDLE):
             return EagerReason.WRONG_MODE
         width = self.shapes[0].num_tokens // self.shapes[0].batch_size
         if not mode.is_ragged and batch.num_tokens != batch.batch_size * width:
             return EagerReason.OTHER_WIDTH
-        requests = batch.batch_size
-        if batch.global_num_tokens_cpu is not None and not mode.is_ragged:
+        requests, tokens = batch.batch_size, batch.num_tokens
+        if batch.global_num_tokens_cpu is not None and mode.is_ragged:
+            tokens = max(batch.global_num_tokens_cpu)
+        elif batch.global_num_tokens_cpu is not None:
             requests = max(-(-n // width) for n in batch.global_num_tokens_cpu)
         for shape in self.shapes:
-            if requests <= shape.batch_size and batch.num_tokens <= shape.num_tokens:
+            if requests <= shape.batch_size and tokens <= shape.num_tokens:
                 return shape
         return EagerReason.OVER_LARGEST
 
@@ -313,10 +315,12 @@ class ReferenceRunner(GraphRunner):
     def case(self) -> Case:
         """The kind of the lane's steps."""
         draft, mode = self.context.limits.draft, self.context.mode
-        wide = draft.num_steps == WIDE_STEPS
         if mode is ForwardMode.TARGET_VERIFY:
-            return Case(mode, tree=draft.topk > 1, wide=wide)
-        return Case(mode, topk=draft.topk if mode is ForwardMode.DRAFT_DECODE else 1, wide=wide)
+            case = Case(mode, tree=draft.topk > 1)
+        else:
+            case = Case(mode, topk=draft.topk if mode is ForwardMode.DRAFT_DECODE else 1)
+        named = (name for name, sizes in DRAFTS.items() if sizes.num_steps == draft.num_steps)
+        return case.sized(next(named, "plain"))
 
     def shapes(self) -> Sequence[GraphShape]:
         """Return the configured sizes or token counts, otherwise default shapes up to the largest step.
@@ -329,7 +333,8 @@ class ReferenceRunner(GraphRunner):
         most = limits.max_bs
         counts = self.context.token_counts
         if case.width is None and counts is not None:
-            return tuple(s for s in static_shapes(case, tall=True) if s.num_tokens in counts)
+            every = static_shapes(case, MIDDLE_TOKENS | TALL_TOKENS)
+            return tuple(s for s in every if s.num_tokens in counts)
         if case.width is None:
             largest = GraphShape(case.lane_mode, most, limits.max_num_tokens)
             return (*(s for s in static_shapes(case) if s.batch_size < most), largest)
@@ -497,9 +502,14 @@ class SegmentsRunner(ReferenceRunner):
 
     def compose(self, forward: Forward, step: Step) -> Region:
         """Return one forward pass, broken at every attention call."""
+        return broken_at_attention(forward, step)
 
-        def attend(q: Any, k: Any, v: Any, layer: LayerSpec, metadata: Any) -> torch.Tensor:
-            del metadata  # that of the capture
-            return step.driver.eager_call(step.attend, q, k, v, layer)
 
-        return lambda: forward(step.view, step.metadata, attend)
+def broken_at_attention(forward: Forward, step: Step) -> Region:
+    """Return a forward pass whose attention is an eager call between two segments, in every layer."""
+
+    def attend(q: Any, k: Any, v: Any, layer: LayerSpec, metadata: Any) -> torch.Tensor:
+        del metadata  # that of the capture
+        return step.driver.eager_call(step.attend, q, k, v, layer)
+
+    return lambda: forward(step.view, step.metadata, attend)

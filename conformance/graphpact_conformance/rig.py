@@ -11,6 +11,7 @@ then has the token ids and the attention of each pass too, whatever the runner m
 Does not: check anything; `graphpact_conformance.experiments` compares the records.
 """
 
+import itertools
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -172,7 +173,7 @@ class Rig:
             self.runner = runner(runner_context(config, self.backend.capabilities, device, runner))
         self.declines = own_reasons(self.runner)
         self.fields = fields_of(self.runner)
-        self.net = Model(config, self.layers, device, self.fields, drafts=composes(runner))
+        self.net = Model(config, self.layers, device, self.fields, composed=composes(runner))
         self.net.copies_attention = copies_attention
         self._watch_passes()
         self.lane = Lane(
@@ -215,11 +216,16 @@ class Rig:
                 if shape is None:
                     self.lane.capture_all()
                 else:
-                    self.lane.capture(shape, None if batch is None else completed(batch, self.fields))
+                    self.lane.capture(shape, None if batch is None else self._as_a_dummy(batch, shape))
             if shape is None:
                 self.observer.forget()
         finally:
             self.observer.ready = None
+
+    def _as_a_dummy(self, batch: ForwardBatch, shape: GraphShape) -> ForwardBatch:
+        """Return a batch with every optional field that the runner's own batch of the shape has."""
+        has = self.runner.dummy(shape).tensors()
+        return completed(batch, [slot for slot in self.fields if slot.name in has])
 
     def close(self) -> None:
         """Release every graph and its memory."""
@@ -502,7 +508,11 @@ class Rig:
         numbers: dict[str, Any] = {}
         seen: set[tuple[int, torch.Size, tuple[int, ...]]] = set()
         raw = problem.batch_size, len(problem.tokens)
-        for path, value in walk(parts):
+        captured = self.lane.captured.get(shape)
+        views = [parts["view"], *([] if captured is None else [captured.step.view])]
+        # What metadata has of a view is judged as part of the view, whose host numbers are the engine's.
+        of_view, others = {"view": parts["view"]}, {n: part for n, part in parts.items() if n != "view"}
+        for path, value in itertools.chain(walk(of_view), walk(others, without=views)):
             if not isinstance(value, torch.Tensor):
                 numbers[path] = value
                 continue
@@ -531,7 +541,9 @@ class Rig:
         """Return the oracle's answer; it is valid for every lane of the same configuration and runner."""
         self.load(problem)
         padded = self.padded_tokens(problem) if self.net.counts else None
-        batch = self.batch_of(problem)
+        compact, batch = self.cache.compact(problem), self.batch_of(problem)
+        if compact is not problem:  # a region of the runner's own may move keys, in the copy
+            batch = replace(batch, out_cache_loc=self.batch_of(compact).out_cache_loc)
         shape = GraphShape(batch.forward_mode, batch.batch_size, batch.num_tokens)
 
         def compose(forward: Forward, oracle: AttentionBackend, metadata: Any) -> Region:
@@ -540,7 +552,7 @@ class Rig:
             return runner.compose(forward, step)
 
         context = replace(self.backend.context, kv_cache=self.cache.copy())
-        return answer(self.cache.compact(problem), batch, self.net, context, padded, compose)
+        return answer(compact, batch, self.net, context, padded, compose)
 
     def padded_tokens(self, problem: Problem) -> int:
         """Return the tokens of the shape that a batch replays; for an eager batch its own tokens."""
@@ -592,7 +604,7 @@ def runner_context(
         capabilities,
         limits,
         mode=mode,
-        batch_sizes=None if chooses else [s.batch_size for s in config.shapes],
+        batch_sizes=None if chooses else sorted({s.batch_size for s in config.shapes}),
         token_counts=sorted({s.num_tokens for s in config.shapes}) if mode.is_ragged else None,
         max_padding_ratio=float("inf"),
         lane=mode.value,

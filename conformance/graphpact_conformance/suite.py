@@ -21,7 +21,7 @@ import torch
 
 from graphpact.attention import AttentionBackend, Capabilities
 from graphpact.batch import ForwardMode
-from graphpact.errors import UnknownPluginError, UsageError, did_you_mean, place_of
+from graphpact.errors import EngineError, UnknownPluginError, UsageError, did_you_mean, place_of
 from graphpact.hookspecs import CONTRACT_VERSION
 from graphpact.plugins import KINDS, Kind, PluginCatalog, PluginInfo
 from graphpact.runners import GraphRunner
@@ -34,7 +34,7 @@ from graphpact_conformance.fields import MROPE
 from graphpact_conformance.global_state import seeded
 from graphpact_conformance.lane_under_test import LaneUnderTest
 from graphpact_conformance.problems import draw
-from graphpact_conformance.raised import message_of
+from graphpact_conformance.raised import causes, message_of
 from graphpact_conformance.reference import (
     PaddedReferenceBackend,
     ReferenceBackend,
@@ -164,7 +164,7 @@ class PlannedLane:
 
     Args:
         lane: The lane to build.
-        is_full: Whether all experiments run in it, or only those of outputs.
+        is_full: Whether all experiments may run in it, or only those of outputs; see `has_all`.
         suffix: Suffix of its name, after the configuration.
         names: Names of the plugins for the command line.
         contract: The contract version of the plugin.
@@ -180,6 +180,11 @@ class PlannedLane:
 
     def __str__(self) -> str:
         return f"{self.lane.config}{self.suffix}"
+
+    @property
+    def has_all(self) -> bool:
+        """Whether all experiments run in it. A strict driver would copy a high cache: too much memory."""
+        return self.is_full and not self.lane.config.high
 
     @property
     def is_pair(self) -> bool:
@@ -359,6 +364,7 @@ def plan_lanes(
             partner = PaddedReferenceBackend  # other lanes have the live tokens alone
         lane = LaneUnderTest(config, partner, own, kind, device=device)
         plans.append(PlannedLane(lane.within_graphs(), is_full))
+    plans = _different(plans)  # without its fields a lane may be another one
     has_own = kind == "runner" and runner.driver is not None and options.size != "quick"
     if drivers is not None and runner.driver is not None and has_own and plans:
         driver = drivers.select("graph_driver", runner.driver)
@@ -394,6 +400,14 @@ def takes(
         return {*names} <= {slot.name for slot in slots}
     except Exception:  # noqa: BLE001  the capture of the lane reports the error
         return True
+
+
+def _different(plans: Iterable[PlannedLane]) -> list[PlannedLane]:
+    """Return the first lane of each name."""
+    found: dict[str, PlannedLane] = {}
+    for plan in plans:
+        found.setdefault(str(plan), plan)
+    return [*found.values()]
 
 
 def _with_fields_of(
@@ -434,7 +448,8 @@ def _choose(
     Each kind of step has one plain lane with all experiments; in a quick run mixed and idle batches and trees
     have only those of outputs. Further lanes have every value of every dimension, and in longer runs every
     pair of values of two. The unusual lanes of a normal run, of which all experiments run in two, have the
-    unusual value of every dimension of scale.
+    unusual value of every dimension of scale. A runner, which declares the slots of optional fields, has a
+    lane with them of each kind of step.
 
     Args:
         configs: All lanes with plain values of scale.
@@ -449,14 +464,16 @@ def _choose(
         return [(valued(config, capabilities, values), True) for config in plain]
     if is_pair:
         return [(config, size != "quick" or _is_of_its_own(config)) for config in plain]
-    if size == "quick":
-        more = covering(configs, capabilities, plain, strength=1)
-        return [*((config, _is_of_its_own(config)) for config in plain), *((c, False) for c in more)]
-    strength = 1 if kind == "runner" else 2
-    scaled = [scaled_up(config, capabilities) for config in _of_two_kinds(plain)]
+    scaled = [] if size == "quick" else [scaled_up(c, capabilities) for c in _of_two_kinds(plain)]
     if kind == "runner":  # a ragged one would take as long as all other lanes of a runner
         scaled = [config for config in scaled if config.case.width is not None]
+    strength = 1 if kind == "runner" or size == "quick" else 2
     more = covering(configs, capabilities, [*plain, *scaled], strength=strength)
+    if kind == "runner":
+        have = {config.case.plain for config in (*scaled, *more) if config.fields}
+        more += [replace(config, fields=True) for config in plain if config.case not in have]
+    if size == "quick":
+        return [*((config, _is_of_its_own(config)) for config in plain), *((c, False) for c in more)]
     full = configs if size == "thorough" else plain
     return [*((config, True) for config in [*full, *scaled]), *((config, False) for config in more)]
 
@@ -511,7 +528,7 @@ def examine(
     every = [
         replace(plan, names=target.names, contract=contract) for plan in lanes_of(target, options, catalog)
     ]
-    every.sort(key=lambda plan: not plan.is_full)  # so that parts take about the same time
+    every.sort(key=lambda plan: not plan.has_all)  # so that parts take about the same time
     plans = every[first::parts]
     shown: list[tuple[Config, bool]] = []
     ran: list[tuple[Config, set[str]]] = []
@@ -722,8 +739,8 @@ def examine_lane(
     done: list[_Done] = []
     chosen = experiments_of(plan, options, experiments)
     captures_nothing = plan.lane.captures_nothing
-    naming = (e for e in _naming_rules(plan, options, experiments) if any(d.findings for d in done))
-    for experiment in chain(chosen, naming):
+    following = (e for e in experiments if e not in chosen and _follows(e, plan, options, done))
+    for experiment in chain(chosen, following):
         if captures_nothing and experiment.needs_graphs:
             continue
         work = f"{plan} :: {experiment.name}"
@@ -745,13 +762,23 @@ def experiments_of(
 ) -> list[Experiment]:
     """Return the experiments that run in a lane."""
     depths = {"lightest"} if options.size == "quick" else {"lightest", "light"}
-    return [e for e in experiments if (plan.is_full or e.depth in depths) and _concerns(e, plan, options)]
+
+    def is_due(experiment: Experiment) -> bool:
+        of_fields = experiment.of_fields and plan.lane.config.fields
+        return plan.has_all or of_fields or experiment.depth in depths
+
+    return [e for e in experiments if is_due(e) and _concerns(e, plan, options)]
 
 
-def _naming_rules(plan: PlannedLane, options: Options, experiments: Sequence[Experiment]) -> list[Experiment]:
-    """Return the experiments that run only after a finding: in a light lane, to name the field and rule."""
-    chosen = experiments_of(plan, options, experiments)
-    return [e for e in experiments if e.names_rules and e not in chosen and _concerns(e, plan, options)]
+def _follows(experiment: Experiment, plan: PlannedLane, options: Options, done: Sequence["_Done"]) -> bool:
+    """Return whether an experiment that is too deep for a lane runs there after others, to name a fault.
+
+    After a finding those run that name the field and the rule; where the lane cannot be captured, `captures`.
+    """
+    if experiment.explains_captures and any(each.not_run for each in done):
+        return plan.lane.kind in experiment.scopes
+    has_findings = any(each.findings for each in done)
+    return experiment.names_rules and has_findings and _concerns(experiment, plan, options)
 
 
 def _concerns(experiment: Experiment, plan: PlannedLane, options: Options) -> bool:
@@ -813,7 +840,7 @@ def _run(
                 smaller = shrunk(lane, experiment, steps, done.findings, on_trial)
                 done.findings = experiment.listed(smaller)
     except CannotCaptureError as error:
-        done.not_run = f"the lane cannot be captured: {error}"
+        done.declined, done.not_run = _why_not(plan, error)
     except Exception as error:  # noqa: BLE001  of the plugin or of the suite
         if lane.raised_at(error) is not None:
             expected = "the plugin's methods return without an error"
@@ -829,6 +856,21 @@ def _run(
     return done
 
 
+def _why_not(plan: PlannedLane, error: CannotCaptureError) -> tuple[str | None, str | None]:
+    """Return why the plugin declines a lane that cannot be captured, or why the lane does not run.
+
+    It declines a high cache by an `EngineError`, if it is captured with a low one.
+    """
+    not_run = f"the lane cannot be captured: {error}"
+    if not plan.lane.config.high or not any(isinstance(each, EngineError) for each in causes(error.error)):
+        return None, not_run
+    try:
+        plan.lane.like(replace(plan.lane.config, high=False)).anew().rig()
+    except CannotCaptureError:
+        return None, not_run
+    return f"the plugin refuses a KV cache of so many pages: {error}", None
+
+
 def _examples(plan: PlannedLane, options: Options) -> int:
     """Return the sequences of batches of a lane: one in quick runs; fewer where a plain lane has most.
 
@@ -836,7 +878,7 @@ def _examples(plan: PlannedLane, options: Options) -> int:
     """
     if options.size == "quick":
         return 1
-    has_most = options.size == "thorough" or (plan.is_full and not plan.lane.config.unusual)
+    has_most = options.size == "thorough" or (plan.has_all and not plan.lane.config.unusual)
     return options.examples if has_most and not plan.is_pair else (options.examples + 1) // 2
 
 

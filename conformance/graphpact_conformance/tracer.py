@@ -7,15 +7,15 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphpact.graphs.lines import Line
+from graphpact_tape.host import DispatchMode
 from graphpact_tape.trace import TracedCall
 
 __tracebackhide__ = True  # traced calls name the line of the plugin, not of this file
 
 
-class DispatchTracer(TorchDispatchMode):
+class DispatchTracer(DispatchMode):
     """A dispatch mode that keeps every dispatched operation."""
 
     def __init__(self) -> None:

@@ -3,11 +3,12 @@
     kind of step        mode, draft trees, frozen KV, segments, embeddings
     page size, heads, dtype, and features of layers
     drafts              plain: 3 steps, up to 2 branches, 4 tokens to verify; wide: 2 steps, 4 branches, 6
-                        tokens
-    ladder              short: shapes of 2 and 4 requests; tall: of 1, 2, 4, 7 and 12, and of more tokens
-                        than a context
-    context             short: 80 tokens; long: 400
-    layers              two of equal heads, one window; mixed: three, two windows, another scale and width
+                        tokens; deep: 5 steps, 10 tokens; single: 1 step, 2 tokens
+    ladder              short: shapes of 2 and 4 requests; tall: of 1, 2, 4, 7 and 40, and of more tokens
+                        than a context; middle: the last of 12
+    context             short: 80 tokens; long: 1,100; middle: 400. A middle ladder has a middle context
+    layers              two of equal heads, one window; mixed: four, two windows, another scale, width and
+                        number of heads, and one on the cache of the first, with softcap and sinks alone
     cache               low: the first KV slots; high: slots beyond 2**31 elements of a cache of holes
     fields              plain: those of the mode; optional: mrope positions, the count of tokens, and more
 
@@ -21,10 +22,10 @@ Does not: draw batches; see `graphpact_conformance.problems`.
 import itertools
 import random
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -33,20 +34,43 @@ from graphpact.attention import DraftLimits, GraphSupport
 from graphpact.runners import GraphRunner
 
 VOCAB, HIDDEN = 29, 6
-CONTEXT, LONG_CONTEXT = 80, 400
+CONTEXT, LONG_CONTEXT = 80, 1_100
 WINDOWS = (9, 25)
-NUM_STEPS, WIDE_STEPS = 3, 2
-DRAFT_WIDTH, WIDE_WIDTH = 4, 6
-"""Tokens of a request in target verify and draft extend."""
-WIDE_TOPK = 4
-CHOSEN = {1: 3, 2: 6, WIDE_TOPK: 7}
-"""``num_draft_tokens`` of lanes that draft, by top-k: other numbers than the steps plus one."""
+
+
+class Drafts(NamedTuple):
+    """The sizes of a lane's drafts.
+
+    Args:
+        num_steps: Draft steps.
+        width: Tokens of a request in target verify and draft extend.
+        topk: Branches of a request, where there are several.
+        chosen: ``num_draft_tokens`` of lanes that draft one branch, and several.
+    """
+
+    num_steps: int
+    width: int
+    topk: int
+    chosen: tuple[int, int]
+
+
+DraftSize = Literal["plain", "wide", "deep", "single"]
+DRAFTS: dict[DraftSize, Drafts] = {
+    "plain": Drafts(3, 4, 2, (3, 6)),
+    "wide": Drafts(2, 6, 4, (2, 7)),
+    "deep": Drafts(5, 10, 2, (4, 10)),
+    "single": Drafts(1, 2, 3, (2, 3)),
+}
+"""The values of the dimension of drafts. ``num_draft_tokens`` of several steps is not the steps plus one."""
+NUM_STEPS, DRAFT_WIDTH = DRAFTS["plain"].num_steps, DRAFTS["plain"].width
 SPARE_ROWS = 3
 """Request rows that no batch uses: row 0, and two more."""
 STATIC_TOKENS = {2: 10, 4: 24}
 """Requests and tokens of the capture sizes of ragged modes."""
-TALL_TOKENS = {1: 3, 2: 10, 4: 24, 7: 40, 12: 100}
+TALL_TOKENS = {1: 3, 2: 10, 4: 24, 7: 40, 40: 130}
 """The same of a tall ladder. The largest has more tokens than a short context."""
+MIDDLE_TOKENS, MIDDLE_CONTEXT = {1: 3, 2: 10, 4: 24, 7: 40, 12: 100}, 400
+"""The same of a middle ladder, and the middle context: a tall one with a long one takes too much memory."""
 PAGE_SIZES = (1, 16, 64)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 HIGH = 2**31
@@ -71,7 +95,7 @@ class Case:
             metadata the backend has: `GraphRunner.eager_attention`.
         embeds: Whether the batches carry ``input_embeds`` and ``mrope_positions``, which the model reads
             instead of ``input_ids`` and ``positions``.
-        wide: Whether drafts have more branches than steps, and other numbers of tokens than steps plus one.
+        drafts: The sizes of drafts, of `DRAFTS`.
     """
 
     mode: ForwardMode
@@ -80,7 +104,7 @@ class Case:
     frozen: bool = False
     segments: bool = False
     embeds: bool = False
-    wide: bool = False
+    drafts: DraftSize = "plain"
 
     def __str__(self) -> str:
         flags = {
@@ -88,7 +112,7 @@ class Case:
             "segments": self.segments,
             "embeds": self.embeds,
             "tree": self.tree or self.topk > 1,
-            "wide": self.wide,
+            self.drafts: self.drafts != "plain",
         }
         return "_".join([self.mode.value, *(name for name, is_on in flags.items() if is_on)])
 
@@ -100,11 +124,8 @@ class Case:
     @property
     def num_steps(self) -> int:
         """Draft steps of one batch."""
-        return self._draft_steps if self.mode is ForwardMode.DRAFT_DECODE or self.frozen else 1
-
-    @property
-    def _draft_steps(self) -> int:
-        return WIDE_STEPS if self.wide else NUM_STEPS
+        drafts = self.mode is ForwardMode.DRAFT_DECODE or self.frozen
+        return DRAFTS[self.drafts].num_steps if drafts else 1
 
     @property
     def num_slots(self) -> int:
@@ -122,7 +143,7 @@ class Case:
         if self.mode.is_ragged:
             return None
         if self.mode in (ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND):
-            return WIDE_WIDTH if self.wide else DRAFT_WIDTH
+            return DRAFTS[self.drafts].width
         return self.topk
 
     @property
@@ -136,30 +157,36 @@ class Case:
     def branches(self) -> int:
         """Branches of a draft tree that the batch has: 1 for chains."""
         if self.tree:
-            return WIDE_TOPK if self.wide else 2
+            return DRAFTS[self.drafts].topk
         return self.topk if self.mode is ForwardMode.DRAFT_DECODE else 1
 
     @property
     def draft(self) -> DraftLimits:
         """The largest draft of the lane's engine; all 1 if the lane neither drafts nor verifies."""
+        sizes = DRAFTS[self.drafts]
         if self.mode is ForwardMode.DRAFT_DECODE or self.frozen:
-            return DraftLimits(self._draft_steps, self.topk, CHOSEN[self.topk])
-        if self.mode in (ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND):
-            topk = (WIDE_TOPK if self.wide else 2) if self.tree else self.topk
-            return DraftLimits(self._draft_steps, topk, self.width or 1)
+            return DraftLimits(sizes.num_steps, self.topk, sizes.chosen[self.topk > 1])
+        if self.has_drafts:
+            topk = sizes.topk if self.tree else self.topk
+            return DraftLimits(sizes.num_steps, topk, self.width or 1)
         return DraftLimits()
 
     @property
-    def plain(self) -> "Case":
-        """The same kind of step with drafts of the plain width."""
-        return replace(self, wide=False, topk=min(self.topk, 2)) if self.wide else self
+    def has_drafts(self) -> bool:
+        """Whether its engine drafts or verifies."""
+        drafted = (ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND, ForwardMode.DRAFT_DECODE)
+        return self.mode in drafted or self.frozen
 
     @property
-    def widened(self) -> "Case":
-        """The same kind of step with wide drafts; itself without drafts, or with chains of one branch."""
-        if self.topk == 1 and self.mode not in (ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND):
+    def plain(self) -> "Case":
+        """The same kind of step with drafts of plain sizes."""
+        return self.sized("plain")
+
+    def sized(self, drafts: DraftSize) -> "Case":
+        """Return the same kind of step with other sizes of drafts; itself without drafts."""
+        if not self.has_drafts:
             return self
-        return replace(self, wide=True, topk=WIDE_TOPK if self.topk > 1 else 1)
+        return replace(self, drafts=drafts, topk=DRAFTS[drafts].topk if self.topk > 1 else 1)
 
 
 CASES = (
@@ -208,18 +235,18 @@ def support_of(runner: type[GraphRunner], case: Case) -> GraphSupport:
     return GraphSupport.NEVER if runner.eager_attention else case.needs
 
 
-def static_shapes(case: Case, *, tall: bool = False) -> list[GraphShape]:
+def static_shapes(case: Case, sizes: Mapping[int, int] = STATIC_TOKENS) -> list[GraphShape]:
     """Return the shapes that the suite's own lanes capture, the smallest first.
 
     Args:
         case: The kind of step.
-        tall: Whether they are those of a tall ladder.
+        sizes: The requests of each shape, with its tokens in a ragged mode.
     """
     return [
         GraphShape(
             case.lane_mode, bs * case.rows_per_request, tokens if case.width is None else bs * case.width
         )
-        for bs, tokens in (TALL_TOKENS if tall else STATIC_TOKENS).items()
+        for bs, tokens in sizes.items()
     ]
 
 
@@ -254,7 +281,7 @@ class Config:
     Args:
         case: The kind of its steps.
         page_size: KV slots per page.
-        heads: Heads of its layers; with mixed layers, of all but the last.
+        heads: Heads of its layers; with mixed layers, of all but the third.
         dtype: Dtype of queries, keys and values.
         sliding_window: Whether the second layer has a sliding window.
         softcap: Whether the second layer has a softcap.
@@ -264,9 +291,10 @@ class Config:
         room: Requests of a step beyond the largest shape; such a step runs eagerly.
         most_cached: The most cached keys of a request in the suite's batches; None: as many as the context
             allows. It is smaller if the runner leaves longer requests to eager steps.
-        tall: Whether the ladder of shapes is tall.
-        long: Whether the context is long.
-        mixed_dim: Head width of a third layer, with a window and a scale of its own; None for two layers.
+        tall: Whether the ladder of shapes is tall, or middle.
+        long: Whether the context is long, or middle; both are middle if both are set.
+        mixed_dim: Head width of a third layer, with heads, a window and a scale of its own, before a fourth
+            on the cache of the first; None for two layers.
         high: Whether the last KV slots lie beyond `HIGH` elements.
         gathers: Whether ranks gather their rows, so that each has a share of the padded tokens and of their
             count; otherwise each has all of them.
@@ -318,12 +346,17 @@ class Config:
     @property
     def shapes(self) -> Sequence[GraphShape]:
         """The captured shapes, the smallest first."""
-        return self.capture_shapes or static_shapes(self.case, tall=self.tall)
+        if self.capture_shapes:
+            return self.capture_shapes
+        tall = MIDDLE_TOKENS if self.long else TALL_TOKENS
+        return static_shapes(self.case, tall if self.tall else STATIC_TOKENS)
 
     @property
     def context(self) -> int:
         """The most tokens of a sequence."""
-        return LONG_CONTEXT if self.long else CONTEXT
+        if not self.long:
+            return CONTEXT
+        return MIDDLE_CONTEXT if self.tall else LONG_CONTEXT
 
     @property
     def longest(self) -> int:
@@ -355,7 +388,7 @@ class Config:
 
     @property
     def layers(self) -> list[LayerSpec]:
-        """A plain layer, one with window, softcap and sinks as configured, and with mixed layers a third."""
+        """A plain layer, one with window, softcap and sinks as configured, and with mixed layers two more."""
         heads = self.heads
         plain = LayerSpec(
             0,
@@ -380,12 +413,15 @@ class Config:
         other = replace(
             plain,
             layer_id=2,
+            num_q_heads=heads.num_q_heads // 2,
+            num_kv_heads=1 if is_latent else min(2 * heads.num_kv_heads, heads.num_q_heads // 2),
             head_dim=self.mixed_dim,
             v_head_dim=heads.v_head_dim if is_latent else self.mixed_dim,
             scaling=0.5 * self.mixed_dim**-0.5,
             sliding_window=WINDOWS[1] if self.sliding_window else None,
         )
-        return [plain, special, other]
+        shared = replace(special, layer_id=3, kv_layer=0, sliding_window=None)
+        return [plain, special, other, shared]
 
     @property
     def limits(self) -> Limits:
@@ -421,7 +457,7 @@ class Config:
 
     @property
     def _num_used(self) -> int:
-        own = self.context + self.case.branches * NUM_STEPS
+        own = self.context + self.case.branches * max(NUM_STEPS, self.case.num_steps)
         return 1 + (self._most_requests + self.room) * -(-own // self.page_size) + 1
 
 
@@ -493,7 +529,7 @@ def scaled_up(config: Config, capabilities: Capabilities, *, high: bool = False)
     """
     scaled = replace(
         config,
-        case=config.case.widened,
+        case=config.case.sized("wide"),
         capture_shapes=(),
         tall=True,
         long=True,
@@ -508,7 +544,7 @@ def valued(config: Config, capabilities: Capabilities, names: Iterable[str]) -> 
     """Return a lane with some unusual values of scale, named as in names of lanes; and ``page1``."""
     scaled = scaled_up(config, capabilities, high=True)
     values: dict[str, dict[str, Any]] = {
-        "wide": {"case": scaled.case, "capture_shapes": ()},
+        **{name: {"case": config.case.sized(name), "capture_shapes": ()} for name in DRAFTS},
         "tall": {"tall": True, "capture_shapes": ()},
         "long": {"long": True},
         "mixed": {"mixed_dim": scaled.mixed_dim},
@@ -533,14 +569,15 @@ def other_dim(config: Config, capabilities: Capabilities) -> int | None:
 
 def dimensions(config: Config) -> dict[str, Any]:
     """Return the value of each dimension, by name; the number of ranks follows from others."""
+    is_middle = config.tall and config.long
     return {
         "kind of step": config.case.plain,
         "page size": config.page_size,
         "heads": config.heads.name,
         "dtype": config.dtype,
-        "drafts": "wide" if config.case.wide else "plain",
-        "ladder": "tall" if config.tall else "short",
-        "context": "long" if config.long else "short",
+        "drafts": config.case.drafts,
+        "ladder": "middle" if is_middle else "tall" if config.tall else "short",
+        "context": "middle" if is_middle else "long" if config.long else "short",
         "layers": "equal" if config.mixed_dim is None else "mixed",
         "cache": "high" if config.high else "low",
         "fields": "optional" if config.fields else "plain",
@@ -593,10 +630,12 @@ def covering(
 def _drawn(rng: random.Random, config: Config, capabilities: Capabilities) -> Config:
     """Return a lane with random values of the dimensions of scale, and with optional fields or without."""
     whole = scaled_up(config, capabilities, high=True)
-    wide, tall, long, mixed, high, fields = rng.choices((False, True), k=6)
+    tall, long = rng.choice(((False, False), (True, False), (False, True)))
+    mixed, high, fields = rng.choices((False, True), k=3)
+    sized = replace(config, case=config.case.sized(rng.choice([*DRAFTS])))
     return replace(
         whole,
-        case=whole.case if wide else config.case,
+        case=sized.case if allows(capabilities, sized) else config.case,
         tall=tall,
         long=long,
         mixed_dim=whole.mixed_dim if mixed else None,

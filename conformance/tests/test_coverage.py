@@ -4,6 +4,7 @@ import re
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -22,23 +23,11 @@ SIZES: tuple[Size, ...] = ("quick", "normal", "thorough")
 BACKEND = Target("attention_backend", "flashinfer")
 
 
-class Heard:
-    """The results of a run."""
-
-    def __init__(self) -> None:
-        self.results: list[Result] = []
-
-    def begins(self, work: str) -> None:
-        """Ignore the name of the work."""
-
-    def found(self, result: Result) -> None:
-        """Keep the result."""
-        self.results.append(result)
-
-
 def counted(size: Size) -> dict[str, int]:
     """Return how many lanes ran, and how many values of each dimension they had."""
-    catalog, heard = PluginCatalog.scan(), Heard()
+    catalog = PluginCatalog.scan()
+    results: list[Result] = []
+    heard = Mock(found=results.append)
     options = Options(size=size, only=frozenset({"GP12"}), examples=1, shrink=False)
     plans = suite.lanes_of(BACKEND, options, catalog)
     # A lane in which an experiment has a verdict has run. One is enough, and one that steps as ranks.
@@ -46,8 +35,8 @@ def counted(size: Size) -> dict[str, int]:
     ranks = replace(options, only=frozenset({"GP17"}), lanes=("*-page16-gqa-float32*",))
     runs = [suite.examine(BACKEND, options, heard, skip=skip), suite.examine(BACKEND, ranks, heard)]
     drawn = joined(run.drawn for run in runs)
-    assert {result.outcome for result in heard.results} <= {Outcome.PASS, Outcome.UNSUPPORTED}
-    lanes = {result.lane for result in heard.results if result.outcome is Outcome.PASS}
+    assert {result.outcome for result in results} <= {Outcome.PASS, Outcome.UNSUPPORTED}
+    lanes = {result.lane for result in results if result.outcome is Outcome.PASS}
     plans = [plan for plan in plans if str(plan) in lanes]
     pairs = {pair for plan in plans for pair in combinations(plan.lane.config)}
     return {
@@ -87,10 +76,13 @@ ALONE = [exhibit for exhibit in EXHIBITS if exhibit.values]
 
 
 def test_each_dimension_of_scale_has_two_exhibits_of_its_own() -> None:
-    """Each unusual value exposes two exhibits or more; a page of one slot, one, beside one of many rows."""
+    """Each unusual value exposes two exhibits or more; a page of one slot, one, beside one of many rows.
+
+    Drafts of one step expose one, beside those of wide drafts.
+    """
     count = Counter(value for exhibit in ALONE for value in exhibit.values)
-    assert count.keys() == {"tall", "long", "mixed", "high", "wide", "fields", "page1"}
-    assert min(number for value, number in count.items() if value != "page1") >= 2
+    assert count.keys() == {"tall", "long", "mixed", "high", "wide", "fields", "page1", "single"}
+    assert min(number for value, number in count.items() if value not in ("page1", "single")) >= 2
 
 
 @pytest.mark.sweep

@@ -67,8 +67,7 @@ def test_every_batch_of_the_suite_is_within_the_limits_of_its_lane(
     for kind in kinds:
         options = replace(OPTIONS, lanes=(f"{case}-*",))
         for plan in plan_lanes(ReferenceBackend, ReferenceRunner, options, kind=kind):
-            # Strict experiments copy what graphs may write: too much of a high cache.
-            whole = replace(plan, is_full=not plan.lane.config.high)
+            whole = replace(plan, is_full=True)
             results = list(examine_lane(whole, options, experiments=_experiments(names) or EXPERIMENTS))
             assert [r.findings for r in results if r.outcome is not Outcome.PASS] == []
     assert found == set()

@@ -131,7 +131,13 @@ def test_a_quick_run_has_one_lane_for_each_kind_of_step() -> None:
     thorough = suite.lanes_of(Target("attention_backend", "mine"), Options(size="thorough"), CATALOG)
     for strength, fewer, more in ((1, quick, normal), (2, normal, thorough)):
         met, possible = (
-            {c for plan in plans for c in combinations(plan.lane.config, strength)} for plans in (fewer, more)
+            {
+                c
+                for plan in plans
+                for c in combinations(plan.lane.config, strength)
+                if "middle" not in dict(c).values()  # of the lanes with every unusual value at once
+            }
+            for plans in (fewer, more)
         )
         assert met == possible
     assert len(quick) < len(normal) < len(thorough)
@@ -684,6 +690,6 @@ def test_the_kits_own_runner_passes_in_every_mode() -> None:
     plans = suite.plan_lanes(ReferenceBackend, ReferenceRunner, QUICK, kind="runner")
     assert {p.lane.config.case.plain for p in plans} == {*CASES, EMBEDS}
     for plan in plans:
-        full = replace(plan, is_full=not plan.lane.config.high)
+        full = replace(plan, is_full=True)
         results = list(suite.examine_lane(full, replace(QUICK, shrink=False)))
         assert {r.outcome for r in results} == {Outcome.PASS}, results

@@ -26,7 +26,7 @@ from graphpact_conformance.results import Finding, Outcome, Result
 from graphpact_conformance.rig import StepRecord
 from graphpact_conformance.rules import RULES, Evidence, causes_first, find_rule
 from graphpact_conformance.suite import Options, PlannedLane, Target
-from graphpact_conformance.world import CASES, EMBEDS, SEGMENTS, configs_of
+from graphpact_conformance.world import CASES, DRAFTS, EMBEDS, SEGMENTS, configs_of
 from support import ListedCatalog
 
 QUICK = Options(size="quick", examples=1, shrink=False)
@@ -438,7 +438,7 @@ def test_a_lane_that_is_not_there_is_a_usage_error(capsys: pytest.CaptureFixture
 
 def test_every_part_of_the_name_of_a_lane_has_a_meaning() -> None:
     """Every kind of step, page size, layout of heads and dtype in the name of a lane is explained."""
-    cases = [each for case in (*CASES, EMBEDS, SEGMENTS) for each in (case, case.widened)]
+    cases = [case.sized(drafts) for case in (*CASES, EMBEDS, SEGMENTS) for drafts in DRAFTS]
     configs = [*configs_of(ReferenceBackend.capabilities, cases=cases)]
     unusual = replace(DECODE, counts=True, tall=True, long=True, mixed_dim=16, high=True)
     names = {*map(str, (*configs, unusual)), f"{DECODE}-cuda", f"{DECODE}-inductor", "decode_frozen_tree"}

@@ -27,8 +27,8 @@ _NAMES = {
     "step": "Step StepOutputs",
 }
 _HOMES = {name: f"graphpact.{home}" for home, names in _NAMES.items() for name in names.split()}
-_HOMES["conformance"] = "graphpact_conformance"
 __all__: list[str] = [*sorted(_HOMES)]  # noqa: PLE0604  strings
+_HOMES["conformance"] = "graphpact_conformance"  # of another distribution: no part of `import *`
 
 
 def __getattr__(name: str) -> Any:

@@ -56,7 +56,6 @@ __all__ = [
     "Step",
     "StepOutputs",
     "bounded",
-    "conformance",
     "hookimpl",
     "hookspec",
     "metadata_slot",

@@ -63,23 +63,26 @@ class _Parts(NamedTuple):
         return f"{path}.{key}" if self.form == "fields" else f"{path}[{key!r}]"
 
 
-def walk(parts: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def walk(parts: Mapping[str, Any], *, without: Sequence[object] = ()) -> Iterator[tuple[str, Any]]:
     """Yield every leaf under ``parts``, the roots by name, with its path, such as ``metadata.kv_indptr``.
 
     Containers are dataclasses, named tuples, mappings, lists, tuples, and plain objects that are themselves
-    roots; everything else is a leaf. An empty container yields nothing.
+    roots; everything else is a leaf. An empty container yields nothing, nor do the objects ``without``.
     """
+    out = {id(each) for each in without}
     for name, root in parts.items():
-        yield from _walk(name, root, root=True)
+        yield from _walk(name, root, out, root=True)
 
 
-def _walk(path: str, value: Any, *, root: bool = False) -> Iterator[tuple[str, Any]]:
+def _walk(path: str, value: Any, out: Collection[int], *, root: bool = False) -> Iterator[tuple[str, Any]]:
+    if id(value) in out:
+        return
     parts = _parts(value, root=root)
     if parts is None:
         yield path, value
         return
     for key, item in parts.items.items():
-        yield from _walk(parts.path(path, key), item)
+        yield from _walk(parts.path(path, key), item, out)
 
 
 def _parts(value: Any, *, root: bool = False) -> _Parts | None:

@@ -42,6 +42,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
         "captures",
         tuple(rule for rule in RULES if rule not in _NOT_IN_CAPTURES),
         capture.captures,
+        explains_captures=True,
     ),
     Experiment(
         "answers_eagerly",

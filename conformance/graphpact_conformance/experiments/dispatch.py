@@ -304,7 +304,9 @@ def _other_kinds(lane: UnderTest, rig: Subject) -> Findings:
             name: getattr(batch, name).repeat_interleave(2, dim=0)
             for name in ("input_ids", "positions", "out_cache_loc")
         }
-        others.append(("a batch with twice as many tokens per request", replace(batch, **twice)))
+        mode = lane.config.case.lane_mode  # an idle batch has no tokens
+        doubled = replace(batch, forward_mode=mode, **twice)
+        others.append(("a batch with twice as many tokens per request", doubled))
     for what, other in others:
         asked, refused = _ask(lane, rig, other, problem)
         if refused is not None:
@@ -380,8 +382,16 @@ def _as_ranks(
                     return
                 at_capture += _captured_counts(counted, rank, rig)
             except (Exception, SystemExit) as error:  # noqa: BLE001  the plugin's code may raise anything
-                if not _captures_alone(lane):
-                    return  # the error does not depend on ranks
+                if not _captures(lane):
+                    return  # the error depends neither on ranks nor on counts
+                if not _captures(counted):
+                    yield lane.of_error(
+                        error,
+                        expected="a lane whose layers read the count of live tokens is captured too",
+                        rule="GP11",
+                        help=_COUNTED_HELP,
+                    )
+                    return
                 yield lane.of_error(
                     error,
                     expected=f"rank {rank} of {ranks} captures like a single rank",
@@ -405,12 +415,20 @@ def _as_rank(rank: int, ranks: int) -> AbstractContextManager[object]:
     return get_parallel().override(attn_tp_rank=rank, attn_tp_size=ranks)
 
 
-def _captures_alone(lane: UnderTest) -> bool:
+def _captures(lane: UnderTest) -> bool:
+    """Return whether a single rank captures a lane."""
     try:
-        lane.rig()
+        with get_parallel().override(attn_tp_rank=0, attn_tp_size=1):
+            lane.rig()
     except CannotCaptureError:
         return False
     return True
+
+
+_COUNTED_HELP = (
+    "declare the slot and set the field in dummy() for each lane by its own context: keep nothing of another"
+    " lane on the class or in the module"
+)
 
 
 @torch.inference_mode()
@@ -634,28 +652,32 @@ def _share(lane: UnderTest, rank: int, step: StepRecord, problems: Sequence[Prob
 def _groups(lane: UnderTest, rig: Subject) -> list[list[Problem]]:
     """Return unequal batches of data-parallel ranks, each of which alone takes the right graph."""
     config = lane.config
-    most = config.most_requests
-    groups = [
-        [of_size(config, size) if size else Problem(config.case, [], 0) for size in sizes]
-        for sizes in _of_ranks(config, (most, 1), (most, 0), (1, 0), (most + 1, 1))
-    ]
+    if config.case.width is None:
+        most = min(config.shapes[-1].num_tokens, config.context - 1)
+        chunks = _of_ranks(config, (most, 1), (most // 2, 1))
+        groups = [[of_size(config, 1, chunk or 1) for chunk in each] for each in (*chunks, chunks[0][::-1])]
+    else:
+        most = config.most_requests
+        requests = _of_ranks(config, (most, 1), (most, 0), (1, 0), (most + 1, 1))
+        groups = [
+            [of_size(config, size) if size else Problem(config.case, [], 0) for size in sizes]
+            for sizes in (*requests, requests[0][::-1])
+        ]
     declined = next(filter(lane.declined, (corner(config.unbounded), *_sizes(config))), None)
     if declined is not None:
-        groups += [[declined, *[of_size(config, most)] * (config.ranks - 1)]]
+        groups += [[declined, *[of_size(config, config.most_requests)] * (config.ranks - 1)]]
     # another graph without other ranks too is a finding of `graph_choice`
     return [group for group in groups if not any(_takes_another_graph(rig, problem) for problem in group)]
 
 
 def _uneven(lane: UnderTest, rigs: Sequence[Subject]) -> Findings:
     """Step data-parallel ranks with unequal batches: all replay the shape of the largest."""
-    config, width = lane.config, lane.config.case.width
-    if width is None or config.case.mode is ForwardMode.IDLE:
+    if lane.config.case.mode is ForwardMode.IDLE:
         return
     for group in _groups(lane, rigs[0]):
-        sizes = [len(problem.requests) for problem in group]
-        together = tuple(size * width for size in sizes)
+        together = tuple(len(problem.tokens) for problem in group)
         answers: list[GraphShape | EagerReason | None] = []
-        for rig, problem, size in zip(rigs, group, sizes, strict=True):
+        for rig, problem in zip(rigs, group, strict=True):
             batch = replace(rig.batch_of(problem), global_num_tokens_cpu=together)
             asked, refused = _ask(lane, rig, batch, problem)
             if refused is not None:
@@ -664,7 +686,7 @@ def _uneven(lane: UnderTest, rigs: Sequence[Subject]) -> Findings:
                 step = rig.step(problem, batch=batch, may_decline=True)
                 if step.error is not None:
                     if rig.step(problem, may_decline=True).error is None:
-                        what = f"{size} requests, with {together} tokens on the ranks"
+                        what = f"{len(problem.tokens)} tokens, with {together} on the ranks"
                         yield lane.of_error(
                             step.error,
                             expected=f"a replay of {what}",
@@ -677,8 +699,8 @@ def _uneven(lane: UnderTest, rigs: Sequence[Subject]) -> Findings:
             answers.append(asked)
         if len({*answers}) > 1 and any(isinstance(a, GraphShape) for a in answers):
             shown = [
-                f"rank {rank} with {size} requests: {answer or 'no graph'}"
-                for rank, (size, answer) in enumerate(zip(sizes, answers, strict=True))
+                f"rank {rank} with {tokens} tokens: {answer or 'no graph'}"
+                for rank, (tokens, answer) in enumerate(zip(together, answers, strict=True))
             ]
             yield lane.finding(
                 "GP17",
@@ -693,7 +715,7 @@ def _uneven(lane: UnderTest, rigs: Sequence[Subject]) -> Findings:
 
 
 def _of_ranks(config: Config, *sizes: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Return the requests of each rank: the given ones of two ranks, then 0 and 1 in turn."""
+    """Return the numbers of each rank: the given ones of two ranks, then 0 and 1 in turn."""
     return [(*two, *islice(cycle((0, 1)), config.ranks - len(two))) for two in sizes]
 
 

@@ -27,19 +27,24 @@ from graphpact_tape.poison import poison
 
 
 def captured_again(lane: UnderTest, steps: Drawn) -> Findings:
-    """Capture every shape again, after a long step, and after a short one and `Lane.close`; then replay."""
+    """Capture again: after a long step, after a short one and `Lane.close`, one shape alone; then replay."""
     rig = strict_rig(lane)
     if rig is None:
         lane.rig()  # raises where no lane can be captured
         return
     problems = [p for p in (steps.padded, steps.small) if is_right(lane, rig, p, may_decline=True)]
     short = of_size(lane.config, 1) if steps.exact.requests else steps.idle
-    for when, before in (("a long step", corner(lane.config)), ("a short step and close()", short)):
+    for when, before, shape in (
+        ("a long step", corner(lane.config), None),
+        ("a short step and close()", short, None),
+        ("another one was, alone", short, rig.captured[0]),
+        ("another one was, alone, twice", short, rig.captured[0]),
+    ):
         rig.step(before, may_decline=True)
-        if before is short:
+        if before is short and shape is None:
             rig.close()
         try:
-            rig.capture()
+            rig.capture(shape)
         except (Exception, SystemExit) as error:  # noqa: BLE001  the plugin's code may raise anything
             expected = f"shapes can be captured again after {when}"
             yield lane.of_error(error, expected=expected, rule="GP10", hook="init_metadata_capture")
@@ -151,6 +156,9 @@ def _weights_written(lane: UnderTest, rig: Subject, problem: Problem) -> Finding
     anew = replace(problem)  # the oracle's answer is another one
     expected = "results of weights and sinks that were written in place between two steps"
     step = rig.step(anew, may_decline=True)
+    if step.error is not None:  # a rule that it names, such as GP16, has nothing to do with weights
+        yield lane.of_error(step.error, expected=expected, rule="GP02", step=step, help=_WEIGHTS)
+        return
     yield from faults(lane, rig, step, rule="GP02", expected=expected, help=_WEIGHTS)
 
 

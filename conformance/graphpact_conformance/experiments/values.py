@@ -33,6 +33,7 @@ from graphpact_conformance.problems import (
     Drawn,
     Problem,
     ProblemRequest,
+    at_tiers,
     corner,
     edges,
     half_size_batch,
@@ -51,24 +52,38 @@ from graphpact_tape.writes import write
 
 
 def answers_eagerly(lane: UnderTest, steps: Drawn) -> Findings:
-    """Run each batch without a graph, and compare with attention in float64."""
+    """Run batches without a graph, before replays and between them, and compare with attention in float64."""
     rig = lane.rig()
-    for problem in (*steps, corner(lane.config.unbounded)):
+    largest = corner(lane.config.unbounded)
+    is_wrong = False
+    for problem in (*steps, largest):
         step = rig.step(problem, eagerly=True)
-        yield from _judge_eager(lane, rig, step)
-
-
-def _judge_eager(lane: UnderTest, rig: Subject, step: StepRecord) -> Findings:
-    if step.error is not None:
-        yield lane.of_error(step.error, expected="an eager run of a declared kind of batch", step=step)
+        for found in _judge_eager(lane, rig, step):
+            is_wrong = True
+            yield found
+    if is_wrong or not rig.captured:
         return
-    yield from wrong_results(
-        lane,
-        rig,
-        step,
-        what="an eager run",
-        help="no graph is involved: check the kernels and their metadata",
-    )
+    for replayed, problem in ((steps.exact, largest), (steps.padded, steps.exact)):
+        rig.step(replayed, may_decline=True)  # what is wrong with it is a finding of `answers_replayed`
+        yield from _judge_eager(lane, rig, rig.step(problem, eagerly=True), after="after a replay")
+
+
+def _judge_eager(lane: UnderTest, rig: Subject, step: StepRecord, after: str = "") -> Findings:
+    if step.error is not None:
+        expected = "an eager run of a declared kind of batch" + (f", also {after}" if after else "")
+        yield lane.of_error(step.error, expected=expected, step=step)
+        return
+    if not differences(rig, step, lane.answer(rig, step.problem)):
+        return
+    help_ = "no graph is involved: check the kernels and their metadata"
+    if rig.captured and is_right(lane, lane.build(capture=False), step.problem, eagerly=True):
+        after = after or "after the captures"
+        help_ = (
+            "in a lane without graphs it is right: let eager steps use nothing that captures and replays"
+            " keep, and keep nothing for all lanes of a process"
+        )
+    what = f"an eager run {after}".strip()
+    yield from wrong_results(lane, rig, step, what=what, help=help_)
 
 
 # -- replayed ----------------------------------------------------------------------------------------
@@ -114,14 +129,14 @@ def answers_replayed(lane: UnderTest, steps: Drawn) -> Findings:
 
 
 def _at_edges(lane: UnderTest, rig: Subject) -> Findings:
-    """Replay requests at whose lengths counts change, and requests of equal lengths.
+    """Replay requests at whose lengths counts or graphs change, and requests of equal lengths.
 
     No other experiment has these batches, so what a capture of the wrong one has is compared here.
     """
-    for problem in edges(lane.config):
+    for problem in (*edges(lane.config), *_at_tiers(lane, rig)):
         step = rig.step(problem, may_decline=True)
         if step.error is not None:
-            expected = "requests at the end of a page or a window, or of equal lengths, are replayed"
+            expected = "requests at the end of a page, a window or a graph, or of equal lengths, are replayed"
             yield lane.of_error(step.error, expected=expected, step=step)
             return
         if step.declined is not None:
@@ -134,9 +149,18 @@ def _at_edges(lane: UnderTest, rig: Subject) -> Findings:
             return
 
 
+def _at_tiers(lane: UnderTest, rig: Subject) -> list[Problem]:
+    """Return requests at the lengths at which the runner takes another graph; none if it cannot be asked."""
+    try:
+        return at_tiers(lane.config, lambda problem: rig.fit(rig.batch_of(problem)))
+    except (Exception, SystemExit):  # noqa: BLE001  the plugin's code may raise anything: see `graph_choice`
+        return []
+
+
 _EDGES = (
-    "the requests of this batch end a page or a window, or begin one, or are of equal lengths: look for a"
-    " comparison that is off by one, and for requests that are told apart by their lengths"
+    "the requests of this batch end a page or a window, or begin one, have lengths at which the runner takes"
+    " another graph, or share a first page at one length: look for a comparison that is off by one, and for"
+    " requests that are told apart by their lengths or pages"
 )
 
 
@@ -621,11 +645,16 @@ def _rows_meet(rig: Subject, base: StepRecord, ids: Sequence[int]) -> bool:
 
 
 def _padded_outputs(rig: Subject, step: StepRecord) -> dict[str, torch.Tensor] | None:
-    """Return the padding rows of the outputs, without work across rows; None for a step that failed."""
+    """Return the padding rows of the outputs, without work across rows; None for a step that failed.
+
+    In a ragged mode a padding request has no token: its row of an output by request is that of another one.
+    """
     if step.error is not None or step.outputs is None:
         return None
     found = {}
     for name, live in live_rows(step).items():
+        if rig.config.case.width is None and step.axes[name] == "bs":
+            continue
         padded = step.outputs[name][len(live) :] if live.dim() else live
         is_models = name == "rows" or name.startswith(ROWS_OF_PASS)
         found[name] = padded[:, : padded.shape[1] - rig.num_shared] if is_models else padded

@@ -92,7 +92,7 @@ def _found_first(plans: Sequence[PlannedLane], options: Options, wanted: str | N
     """Return the results of all lanes; with a ``wanted`` rule, those up to its first finding."""
     results: list[Result] = []
     for plan in plans:
-        one_by_one = wanted is not None and plan.is_full  # in light lanes some follow a finding of another
+        one_by_one = wanted is not None and plan.has_all  # in light lanes some follow a finding of another
         for experiments in [[e] for e in EXPERIMENTS] if one_by_one else [EXPERIMENTS]:
             results += examine_lane(plan, options, experiments=experiments)
             if any(wanted == finding.rule for result in results for finding in result.findings):
@@ -135,7 +135,7 @@ def planted(
     with around(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # an exhibit may warn
         own = plans(piece.values if isinstance(piece, Exhibit) else ())
-        own = [replace(plan, is_full=not plan.lane.config.high) for plan in own]
+        own = [replace(plan, is_full=True) for plan in own]
         names = {str(plan) for plan in own}
         others = plans(None) if isinstance(piece, Variant) else []
         yield [*own, *(plan for plan in others if str(plan) not in names)]

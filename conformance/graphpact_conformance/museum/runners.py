@@ -1208,10 +1208,10 @@ def _outputs_of_the_graph_before(runner: Any, step: Step, rows: torch.Tensor) ->
 
 
 def _one_output_buffer(runner: Any, step: Step, rows: torch.Tensor) -> torch.Tensor:
-    """Return rows of one buffer: what the first capture gave."""
+    """Return rows of one buffer for each width: what the first capture gave."""
     if not step.driver.is_capturing:
         return rows
-    buffer: torch.Tensor = vars(runner).setdefault("outputs", rows)
+    buffer: torch.Tensor = vars(runner).setdefault("outputs", {}).setdefault(rows.shape[1:], rows)
     if buffer is rows or len(buffer) < len(rows):
         return rows
     return buffer[: len(rows)].copy_(rows)

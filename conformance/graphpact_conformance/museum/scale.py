@@ -163,7 +163,7 @@ _CONTEXTS = [
         base="reference",
         lanes=("decode",),
         make=_narrow_table,
-        values=("long",),
+        values=("tall", "long"),
     ),
     Exhibit(
         name="reference-kernel-of-short-sequences-recorded",
@@ -338,7 +338,23 @@ def _accepted_by_steps(
         buffer.clamp_(max=runner.context.limits.draft.num_steps)
 
 
+def _drafts_of_one_step(backend: Any, view: Any, metadata: Any) -> None:
+    """Leave the drafts' slots those of the capture, where a draft has one step."""
+    if backend.context.limits.draft.num_steps == 1 and view.draft_step is not None:
+        metadata.drafts.zero_()
+
+
 _DRAFTS = [
+    Exhibit(
+        name="reference-drafts-of-one-step-not-refreshed",
+        rule="GP02",
+        thread="sgl-project/sglang#21709",
+        planted="A draft of a single step takes a path whose replay does not write the slots of drafts.",
+        base="reference",
+        lanes=("draft_decode", "draft_decode_tree"),
+        make=after_replay_hook(_drafts_of_one_step),
+        values=("single",),
+    ),
     Exhibit(
         name="reference-as-many-branches-as-steps",
         rule="GP13",

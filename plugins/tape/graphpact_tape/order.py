@@ -147,8 +147,8 @@ class _Copy:
         raise ReplayError(
             f"host memory {name} was rewritten while a copy from it was in flight; the copy began at"
             f" {self.line}",
-            hint="record an event after copy_async() and synchronize() it before writing the memory again,"
-            " or alternate between two buffers",
+            hint="record an event after copy_async() and synchronize() it before writing the memory again;"
+            " two buffers in turn need an event each",
             rule="GP16",
         )
 
@@ -159,7 +159,8 @@ class _Copy:
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().view(-1).view(torch.uint8)
+    # A clone, since torch takes a tensor of one element for contiguous whatever its stride is.
+    return tensor.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
 
 
 class Order:

@@ -24,7 +24,7 @@ Does not: replay, compile, or check rules beyond those of recording; the strict 
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any, TypeAlias
 
 import torch
@@ -313,19 +313,10 @@ class Recorder(Watcher):
         made = tuple(t if storage_id(t) not in storages else None for t in tensors_of(result))
         new = [t for t in made if t is not None]
         self.allocates(new)
-        is_work = _computes(func) and (bool(new) or _writes(func))
+        writes = func._schema.is_mutable  # noqa: SLF001  no public way
+        is_work = (bool(new) or writes) and func.overloadpacket not in UNINITIALISED
         if is_work or not self._work_only:
             self.add(RecordedCall(func, args, kwargs, result, made, self.line, is_work))
-
-
-@cache
-def _computes(func: Any) -> bool:
-    return func.overloadpacket not in UNINITIALISED
-
-
-@cache
-def _writes(func: Any) -> bool:
-    return bool(func._schema.is_mutable)  # noqa: SLF001  no public way
 
 
 class RecordingDriver(GraphDriver):

@@ -108,10 +108,11 @@ class _PadsQueries(DecodeBackend):
 
     def declare_slots(self, limits: Limits) -> Sequence[GraphSlot]:
         """Add the workspace."""
-        layer = self.context.layers[0]
+        heads = max(layer.num_q_heads for layer in self.context.layers)
+        width = max(layer.head_dim for layer in self.context.layers)
         work = metadata_slot(
             "variant.queries",
-            lambda _, tokens: (-(-tokens // 8) * 8, layer.num_q_heads, layer.head_dim),
+            lambda _, tokens: (-(-tokens // 8) * 8, heads, width),
             self.context.dtype,
             role="workspace",
         )
@@ -149,7 +150,7 @@ class _PadsQueries(DecodeBackend):
     ) -> torch.Tensor:
         """Write, pad, attend, and cut."""
         self.write(k, v, layer, metadata["out_cache_loc"])
-        work: torch.Tensor = metadata["queries"]
+        work: torch.Tensor = metadata["queries"][:, : q.shape[1], : q.shape[2]]
         work[: len(q)].copy_(q)
         work[len(q) :].zero_()
         return attend(work, *self.caches(layer), *self.keys_of(metadata, layer), layer)[: len(q)]

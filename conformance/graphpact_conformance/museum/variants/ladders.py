@@ -5,18 +5,22 @@ Does not: contain bugs; see the exhibits in the other rooms.
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 from itertools import product
-from typing import Any
 
 import torch
 
-from graphpact.attention import GraphSupport, LayerSpec
+from graphpact.attention import GraphSupport
 from graphpact.batch import ForwardBatch, ForwardMode
+from graphpact.buffers import GraphSlot, PaddingPolicy
 from graphpact.runners import GraphRunner
 from graphpact.shapes import EagerReason, GraphShape
 from graphpact.step import Forward, Region, Step, StepOutputs
 from graphpact_conformance.museum.exhibit import Variant
+from graphpact_conformance.reference import broken_at_attention
+
+_ADAPTERS = "variant.adapters"
 
 
 class _NeverRunner(GraphRunner):
@@ -95,11 +99,12 @@ class _TwoAxesRunner(GraphRunner):
         return tuple(self.grid)
 
     def fit(self, batch: ForwardBatch) -> GraphShape | EagerReason:
-        """Return the first shape of the grid with room for both."""
+        """Return the first shape with room for both; where ranks gather, for the most tokens of any."""
         if batch.forward_mode not in (self.context.mode, ForwardMode.IDLE):
             return EagerReason.WRONG_MODE
+        tokens = max((batch.num_tokens, *(batch.global_num_tokens_cpu or ())))
         for shape in self.grid:
-            if batch.batch_size <= shape.batch_size and batch.num_tokens <= shape.num_tokens:
+            if batch.batch_size <= shape.batch_size and tokens <= shape.num_tokens:
                 return shape
         return EagerReason.OVER_LARGEST
 
@@ -112,18 +117,7 @@ class _BreakableRunner(_TwoAxesRunner):
 
     def compose(self, forward: Forward, step: Step) -> Region:
         """Return a forward pass in segments."""
-
-        def attend(
-            q: torch.Tensor,
-            k: torch.Tensor | None,
-            v: torch.Tensor | None,
-            layer: LayerSpec,
-            metadata: Any,
-        ) -> torch.Tensor:
-            del metadata  # that of the capture
-            return step.driver.eager_call(step.attend, q, k, v, layer)
-
-        return lambda: forward(step.view, step.metadata, attend)
+        return broken_at_attention(forward, step)
 
 
 class _ConstantOutputsRunner(_FibonacciRunner):
@@ -142,8 +136,68 @@ class _ConstantOutputsRunner(_FibonacciRunner):
         return region
 
 
+class _ChosenTokensRunner(_FibonacciRunner):
+    """Chooses tokens in the graph: returns them, whether each is even, and a number without dimensions."""
+
+    def compose(self, forward: Forward, step: Step) -> Region:
+        """Return a forward pass and the three."""
+
+        def region() -> StepOutputs:
+            outputs = forward(step.view, step.metadata, step.backend.forward)
+            given = {name: (tensor, outputs.axes[name]) for name, tensor in outputs.items()}
+            best, axis = outputs.logits.argmax(dim=-1), outputs.axes["logits"]
+            count = torch.full((), 2, device=best.device)
+            return StepOutputs(
+                **given, best=(best, axis), is_even=(best % 2 == 0, axis), count=(count, "none")
+            )
+
+        return region
+
+
+class _TwoGraphsRunner(_FibonacciRunner):
+    """Captures each size with adapters and without; a batch that carries their numbers takes the first.
+
+    Ranks that gather agree without looking at their own batches: there all take the graph with adapters.
+    """
+
+    def shapes(self) -> Sequence[GraphShape]:
+        """Return two shapes of each size."""
+        both = ("adapters", "")
+        return [replace(shape, variant=variant) for shape in super().shapes() for variant in both]
+
+    def slots(self) -> Sequence[GraphSlot]:
+        """Return the inputs, and the adapter of each request."""
+        adapters = GraphSlot(
+            _ADAPTERS,
+            lambda bs, _: (bs,),
+            torch.int64,
+            axis="bs",
+            padding_policy=PaddingPolicy.ZERO,
+            optional=True,
+            owner="variant",
+        )
+        return [*super().slots(), adapters]
+
+    def dummy(self, shape: GraphShape) -> ForwardBatch:
+        """Return a batch with the field where the shape's graph reads it."""
+        batch = super().dummy(shape)
+        if shape.variant:
+            zeros = torch.zeros(shape.batch_size, dtype=torch.int64, device=batch.device)
+            batch.extra = {**batch.extra, _ADAPTERS: zeros}
+        return batch
+
+    def fit(self, batch: ForwardBatch) -> GraphShape | EagerReason:
+        """Return the smallest shape of the batch's variant."""
+        has = _ADAPTERS in batch.extra or batch.global_num_tokens_cpu is not None
+        found = super().fit(batch)
+        return replace(found, variant="adapters" if has else "") if isinstance(found, GraphShape) else found
+
+
 class _FrozenRunner(_FibonacciRunner):
-    """Decodes on a cache that the model only reads: two passes, the second over tokens that follow."""
+    """Drafts on a cache that the model only reads: two passes, the second over tokens that follow.
+
+    A draft of a single step has one.
+    """
 
     frozen_kv = True
 
@@ -157,10 +211,13 @@ class _FrozenRunner(_FibonacciRunner):
         return [size * topk for size in sorted({1, most})]
 
     def compose(self, forward: Forward, step: Step) -> Region:
-        """Return two passes over the same keys; the outputs are those of the second."""
+        """Return the passes, over the same keys; the outputs are those of the last."""
+        is_single = self.context.limits.draft.num_steps == 1
 
         def region() -> StepOutputs:
             first = forward(step.view, step.metadata, step.backend.forward)
+            if is_single:
+                return first
             following = {"input_ids": first.logits.argmax(dim=1), "positions": step.view.positions + 1}
             if step.view.mrope_positions is not None:
                 following["mrope_positions"] = step.view.mrope_positions + 1
@@ -221,8 +278,20 @@ VARIANTS: list[Variant] = [
         "decode",
     ),
     _runner(
+        "runner-that-chooses-tokens",
+        "A graph returns chosen tokens, a flag of each, and a number without dimensions.",
+        _ChosenTokensRunner,
+        "decode",
+    ),
+    _runner(
+        "two-graphs-of-each-size",
+        "A batch with numbers of adapters takes another graph than one without.",
+        _TwoGraphsRunner,
+        "decode",
+    ),
+    _runner(
         "runner-on-a-frozen-cache",
-        "Two passes decode on a cache that the model only reads.",
+        "Two passes draft on a cache that the model only reads, one if a draft has a single step.",
         _FrozenRunner,
         "decode_frozen",
         "decode_frozen_tree",

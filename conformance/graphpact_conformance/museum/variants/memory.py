@@ -53,10 +53,10 @@ def _skips_padded_outputs(base: type[Any]) -> type[Any]:
 
         def declare_slots(self, limits: Limits) -> Sequence[GraphSlot]:
             """Declare an output buffer for each layer."""
-            layer = self.context.layers[0]
-            outs = [
-                own_slot(
-                    f"out{at.layer_id}",
+
+            def out_of(layer: LayerSpec) -> GraphSlot:
+                return own_slot(
+                    f"out{layer.layer_id}",
                     lambda _, tokens: (tokens, layer.num_q_heads, layer.v_head_dim),
                     self.context.dtype,
                     axis="none",
@@ -64,9 +64,8 @@ def _skips_padded_outputs(base: type[Any]) -> type[Any]:
                     pad_value=0,
                     role="workspace",
                 )
-                for at in self.context.layers
-            ]
-            return [*super().declare_slots(limits), *outs]
+
+            return [*super().declare_slots(limits), *map(out_of, self.context.layers)]
 
         def forward(
             self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: LayerSpec, metadata: Any

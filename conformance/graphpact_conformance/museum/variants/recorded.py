@@ -5,11 +5,9 @@ Does not: contain bugs; see the exhibits in the other rooms.
 
 from typing import Any
 
-import torch
-
-from graphpact.attention import LayerSpec
 from graphpact.step import Forward, Region, Step, StepOutputs
 from graphpact_conformance.museum.exhibit import Variant
+from graphpact_conformance.reference import broken_at_attention
 
 
 def _attends_between_segments(base: type[Any]) -> type[Any]:
@@ -18,18 +16,7 @@ def _attends_between_segments(base: type[Any]) -> type[Any]:
 
         def compose(self, forward: Forward, step: Step) -> Region:
             """Return a forward pass whose attention reads the metadata of each replay."""
-
-            def attend(
-                q: torch.Tensor,
-                k: torch.Tensor | None,
-                v: torch.Tensor | None,
-                layer: LayerSpec,
-                metadata: Any,
-            ) -> torch.Tensor:
-                del metadata  # that of the capture
-                return step.driver.eager_call(step.attend, q, k, v, layer)
-
-            return lambda: forward(step.view, step.metadata, attend)
+            return broken_at_attention(forward, step)
 
     return Breakable
 

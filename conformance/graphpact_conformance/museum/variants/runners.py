@@ -220,9 +220,10 @@ def _serves_whole_prompts(base: type[Any]) -> type[Any]:
         declines = (_HAS_PREFIX,)
 
         def fit(self, batch: ForwardBatch) -> GraphShape | EagerReason:
-            """Decline a batch with a request that has cached keys."""
+            """Decline a batch with cached keys; ranks that gather know only their own requests."""
             new = batch.extend_seq_lens_cpu
-            if batch.batch_size and new is not None and not torch.equal(batch.seq_lens_cpu, new):
+            has_prefix = batch.batch_size and new is not None and not torch.equal(batch.seq_lens_cpu, new)
+            if has_prefix or batch.global_num_tokens_cpu is not None:
                 return _HAS_PREFIX
             fit: GraphShape | EagerReason = super().fit(batch)
             return fit

@@ -1,0 +1,328 @@
+"""What the suite once did not see: bugs that no batch or lane of a run showed, each planted in one lane.
+
+The museum has the bugs of public threads; here are those of a class of inputs: a capture that fails in some
+lanes alone, ranks of prefill, eager steps after replays, one shape captured again, drafts of one step.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from graphpact import ForwardBatch, ForwardMode, GraphShape, hookimpl
+from graphpact.attention import AttentionBackend
+from graphpact.errors import EngineError
+from graphpact.runners import GraphRunner
+from graphpact.step import StepOutputs
+from graphpact_conformance.experiments import EXPERIMENTS
+from graphpact_conformance.museum import VARIANTS
+from graphpact_conformance.museum.edits import after_replay_hook
+from graphpact_conformance.museum.gallery import OPTIONS
+from graphpact_conformance.problems import corner, edges, steady
+from graphpact_conformance.reference import (
+    ReferenceBackend,
+    ReferenceMetadata,
+    ReferenceRunner,
+    ReferenceSizes,
+)
+from graphpact_conformance.results import Finding, Outcome, Result
+from graphpact_conformance.suite import PlannedLane, examine_lane, experiments_of, plan_lanes
+from graphpact_conformance.world import CAN_BE_HIGH, Case, Config
+
+
+def lanes(
+    backend: type[AttentionBackend] = ReferenceBackend,
+    runner: type[GraphRunner] = ReferenceRunner,
+    *,
+    case: str,
+    values: Sequence[str] = (),
+) -> list[PlannedLane]:
+    """Return the lanes of a kind of step with unusual values, in which all experiments run."""
+    kind: Any = "attention_backend" if runner is ReferenceRunner else "runner"
+    plans = plan_lanes(backend, runner, OPTIONS, kind=kind, values=values)
+    return [plan for plan in plans if str(plan.lane.config.case.plain) == case]
+
+
+def results(plan: PlannedLane, *names: str) -> list[Result]:
+    """Return the results of some experiments in a lane; of all if none is named."""
+    chosen = [e for e in EXPERIMENTS if e.name in names]
+    assert len(chosen) == len(names)
+    return [*examine_lane(plan, OPTIONS, experiments=chosen or EXPERIMENTS)]
+
+
+def findings(found: Iterable[Result]) -> dict[str | None, Finding]:
+    """Return the first finding of each rule."""
+    return {result.rule: result.findings[0] for result in found if result.findings}
+
+
+# -- lanes that cannot be captured --------------------------------------------------------------------
+
+
+class _NoPagesOfOne(ReferenceBackend):
+    """Cannot be captured with pages of one slot, which it declares."""
+
+    def allocate_metadata(self, view: Any, shape: Any, buffers: Any) -> Any:
+        if self.context.limits.page_size == 1:
+            raise RuntimeError("a table of pages of one slot is too wide")
+        return super().allocate_metadata(view, shape, buffers)
+
+
+def test_a_lane_that_cannot_be_captured_fails_although_few_experiments_run_in_it() -> None:
+    """A capture that fails in a light lane is a finding about the declared support, not a rule that waits."""
+    (plan,) = lanes(_NoPagesOfOne, case="decode", values=["page1"])
+    found = findings(examine_lane(replace(plan, is_full=False), OPTIONS))
+    assert "too wide" in found["GP12"].actual
+    assert found["GP12"].experiment == "captures"
+
+
+class _FewPages(ReferenceBackend):
+    """Refuses caches whose page numbers do not fit into 16 bits."""
+
+    error: type[Exception] = EngineError
+
+    def __init__(self, context: Any) -> None:
+        if len(context.kv_cache.k[0]) // context.limits.page_size > 2**15:
+            raise self.error("too many pages for a table of 16 bits")
+        super().__init__(context)
+
+
+@pytest.mark.skipif(not CAN_BE_HIGH, reason="the system has no sparse memory")
+@pytest.mark.parametrize("error", [EngineError, ValueError])
+def test_a_plugin_may_refuse_a_very_large_cache_by_an_engine_error(error: type[Exception]) -> None:
+    """The lane is unsupported, with the plugin's words; any other error there is a failure."""
+    backend = type("Refuses", (_FewPages,), {"error": error})
+    (plan,) = lanes(backend, case="decode", values=["high"])
+    every = [*examine_lane(plan, OPTIONS)]
+    if error is EngineError:
+        assert {result.outcome for result in every} == {Outcome.UNSUPPORTED}
+        assert all("too many pages for a table" in (result.reason or "") for result in every)
+    else:
+        assert "too many pages" in findings(every)["GP12"].actual
+
+
+# -- ranks --------------------------------------------------------------------------------------------
+
+
+class _OwnTokens(ReferenceRunner):
+    """Fits a batch by its own tokens, whatever the other ranks have."""
+
+    def fit(self, batch: ForwardBatch) -> Any:
+        return super().fit(replace(batch, global_num_tokens_cpu=None))
+
+
+class _FirstTwoRanks(ReferenceRunner):
+    """Looks at the tokens of the first two ranks."""
+
+    def fit(self, batch: ForwardBatch) -> Any:
+        together = batch.global_num_tokens_cpu
+        return super().fit(replace(batch, global_num_tokens_cpu=together and together[:2]))
+
+
+@pytest.mark.parametrize(
+    ("runner", "case"),
+    [(_OwnTokens, "extend"), (_FirstTwoRanks, "target_verify"), (_FirstTwoRanks, "extend")],
+)
+def test_unequal_ranks_take_one_graph_in_every_mode(runner: type[GraphRunner], case: str) -> None:
+    """Ranks of prefill, and a largest rank that is neither the first nor the second, are stepped too."""
+    (plan,) = lanes(runner=runner, case=case)
+    found = findings(results(plan, "ranks_agree"))
+    assert found["GP17"].experiment == "ranks_agree"
+    (right,) = lanes(runner=type("Right", (ReferenceRunner,), {}), case=case)
+    assert findings(results(right, "ranks_agree")) == {}
+
+
+# -- graphs by length ---------------------------------------------------------------------------------
+
+_SHORT = 37
+"""The most tokens of a request for which the graphs of short requests are right."""
+
+
+class _TiersOfLength(ReferenceRunner):
+    """Has a second graph of each size, which is wrong for requests of more than `_SHORT` tokens."""
+
+    reach: int = _SHORT
+
+    def shapes(self) -> Any:
+        return tuple(replace(s, variant=v) for s in super().shapes() for v in ("", "short"))
+
+    def fit(self, batch: ForwardBatch) -> Any:
+        shapes = [replace(shape, variant="") for shape in self.shapes()]
+        found = ReferenceSizes(tuple(dict.fromkeys(shapes))).fit(batch)
+        is_short = max(batch.seq_lens_cpu.tolist(), default=0) <= self.reach
+        no_ranks = batch.global_num_tokens_cpu is None
+        is_graph = isinstance(found, GraphShape)
+        return replace(found, variant="short") if is_graph and is_short and no_ranks else found
+
+    def compose(self, forward: Any, step: Any) -> Any:
+        if not step.shape.variant:
+            return super().compose(forward, step)
+
+        def region() -> Any:
+            outputs = forward(step.view, step.metadata, step.backend.forward)
+            given = {name: (tensor, outputs.axes[name]) for name, tensor in outputs.items()}
+            given["rows"] = outputs["rows"] + (step.view.seq_lens > _SHORT)[:, None], "tokens"
+            return StepOutputs(**given)
+
+        return region
+
+
+@pytest.mark.parametrize("reach", [_SHORT, _SHORT + 1])
+def test_requests_end_at_the_lengths_at_which_a_runner_takes_another_graph(reach: int) -> None:
+    """A graph for short requests that serves one token too many is found, whatever the length is."""
+    runner = type("Tiers", (_TiersOfLength,), {"reach": reach})
+    (plan,) = lanes(runner=runner, case="decode")
+    found = findings(results(plan, "answers_replayed"))
+    assert bool(found) is (reach > _SHORT)
+
+
+# -- eager steps after replays ------------------------------------------------------------------------
+
+
+class _LastGraphs(ReferenceBackend):
+    """An eager step reads the metadata of the last graph of its size."""
+
+    last: Any = None
+
+    @hookimpl
+    def init_metadata_replay(self, view: ForwardBatch, shape: GraphShape, captured: Any) -> Any:
+        self.last = super().init_metadata_replay(view, shape, captured)
+        return self.last
+
+    def forward(self, q: Any, k: Any, v: Any, layer: Any, metadata: Any) -> torch.Tensor:
+        if isinstance(self.last, ReferenceMetadata) and len(self.last.last) == len(metadata.last):
+            metadata = self.last
+        return super().forward(q, k, v, layer, metadata)
+
+
+def test_an_eager_step_after_a_replay_is_compared_with_the_oracle() -> None:
+    """What a replay leaves behind does not reach an eager step; the finding says that graphs matter."""
+    (plan,) = lanes(_LastGraphs, case="decode")
+    found = findings(results(plan, "answers_eagerly"))[None]
+    assert (found.field or "").startswith("an eager run after a replay")
+    assert "without graphs it is right" in (found.help or "")
+
+
+# -- one shape captured again -------------------------------------------------------------------------
+
+
+class _TwoRegions(ReferenceBackend):
+    """Metadata lies in two regions of the class, which captures take in turn."""
+
+    kept: list[Any]
+
+    def __init__(self, context: Any) -> None:
+        super().__init__(context)
+        self.kept = [None, None]
+        self.count = 0
+
+    @hookimpl
+    def init_metadata_capture(self, view: ForwardBatch, shape: GraphShape) -> Any:
+        metadata = super().init_metadata_capture(view, shape)
+        at, self.count = self.count % 2, self.count + 1
+        region = self.kept[at]
+        if region is None:
+            region = self.kept[at] = torch.ones((), dtype=self.context.dtype, device=self.context.device)
+        region.fill_(1.0 + shape.batch_size)
+        self.scale, self.inverse = region, torch.full_like(region, 1.0 / (1.0 + shape.batch_size))
+        return metadata
+
+    def forward(self, q: Any, k: Any, v: Any, layer: Any, metadata: Any) -> torch.Tensor:
+        out = super().forward(q, k, v, layer, metadata)
+        return out * self.scale * self.inverse if self.count else out
+
+
+def test_one_shape_captured_again_leaves_the_others_as_they_are() -> None:
+    """A capture of one shape alone that takes the memory of another shape's graph is found."""
+    (plan,) = lanes(_TwoRegions, case="decode")
+    found = findings(results(plan, "captured_again"))
+    assert "captured again after another one was" in found["GP10"].expected
+
+
+# -- what lanes have ----------------------------------------------------------------------------------
+
+
+def _one_step(backend: Any, view: Any, metadata: Any) -> None:
+    if backend.context.limits.draft.num_steps == 1 and view.draft_step is not None:
+        metadata.drafts.zero_()
+
+
+def test_drafts_of_a_single_step_have_a_lane() -> None:
+    """A bug of drafts of one step is found where lanes have them, and only there."""
+    broken = after_replay_hook(_one_step)(ReferenceBackend)
+    (single,) = lanes(broken, case="draft_decode", values=["single"])
+    assert "GP02" in findings(results(single, "answers_replayed", "replay_against_capture"))
+    (plain,) = lanes(broken, case="draft_decode")
+    assert findings(results(plain, "answers_replayed", "replay_against_capture")) == {}
+
+
+def test_mixed_layers_differ_in_all_that_a_layer_has() -> None:
+    """Some layer has other heads, width, scale and window, and one the cache of another and sinks alone."""
+    (plan,) = lanes(case="decode", values=["mixed"])
+    first, special, other, shared = plan.lane.config.layers
+    for name in ("num_q_heads", "num_kv_heads", "head_dim", "scaling"):
+        assert getattr(other, name) != getattr(first, name)
+    assert len({layer.sliding_window for layer in (first, special, other)}) == 3
+    assert (shared.cache_layer, shared.sliding_window) == (first.layer_id, None)
+    assert shared.softcap is not None
+
+
+def test_requests_share_the_pages_of_one_beginning() -> None:
+    """In one batch of every lane all requests have the first page in common, and no written slot."""
+    (plan,) = lanes(case="decode")
+    problem = edges(plan.lane.config)[-1]
+    size = plan.lane.config.page_size
+    assert len({tuple(request.cached[:size]) for request in problem.requests}) == 1
+    written = [slot for token in problem.tokens for slot in token.slots]
+    assert len({*written}) == len(written)
+    assert not {*written} & {slot for request in problem.requests for slot in request.cached}
+
+
+def test_every_lane_with_optional_fields_looks_for_stale_tails() -> None:
+    """The experiment that finds stale padding rows runs in lanes with optional fields, light ones too."""
+    (plan,) = lanes(case="target_verify", values=["fields"])
+    light = replace(plan, is_full=False)
+    assert "unwritten_and_stale" in {e.name for e in experiments_of(light, OPTIONS)}
+    plain = replace(light, lane=light.lane.like(replace(light.lane.config, fields=False)))
+    assert "unwritten_and_stale" not in {e.name for e in experiments_of(plain, OPTIONS)}
+
+
+def test_a_runner_with_optional_fields_has_them_in_every_kind_of_step() -> None:
+    """A quick run of a runner has a lane with optional fields of each kind of step that it serves."""
+    plans = plan_lanes(ReferenceBackend, ReferenceRunner, OPTIONS, kind="runner")
+    kinds = {plan.lane.config.case.plain for plan in plans}
+    assert {plan.lane.config.case.plain for plan in plans if plan.lane.config.fields} == kinds
+    assert len({str(plan) for plan in plans}) == len(plans)
+
+
+def test_no_batch_of_a_large_lane_is_longer_than_its_context() -> None:
+    """The batches that are made rather than drawn keep the limits in lanes of every size."""
+
+    def longest(config: Config) -> int:
+        now, before = steady(config)
+        made = [corner(config), *edges(config), now, *before]
+        return max((len(r.table) for problem in made for r in problem.requests), default=0)
+
+    options = replace(OPTIONS, size="normal")
+    for plan in plan_lanes(ReferenceBackend, ReferenceRunner, options):
+        config = plan.lane.config
+        if config.case.width is not None:
+            assert longest(config) <= config.context, str(plan)
+
+
+# -- what right plugins do ----------------------------------------------------------------------------
+
+
+def test_host_numbers_of_a_view_that_metadata_holds_are_not_the_backends() -> None:
+    """Metadata may refer to the view: the counts of a batch in it are judged as the runner's."""
+    (variant,) = [variant for variant in VARIANTS if variant.name == "metadata-is-the-view"]
+    backend = variant.make(ReferenceBackend)
+    (plan,) = lanes(backend, case="decode", values=["fields", "tall"])
+    assert [r for r in results(plan, "replay_against_capture") if r.outcome is not Outcome.PASS] == []
+
+
+def test_a_case_without_drafts_has_one_size() -> None:
+    """Sizes of drafts change only kinds of step that draft or verify."""
+    assert Case(ForwardMode.DECODE).sized("deep") == Case(ForwardMode.DECODE)
+    assert Case(ForwardMode.DRAFT_DECODE).sized("deep").num_steps > Case(ForwardMode.DRAFT_DECODE).num_steps
