@@ -139,11 +139,12 @@ def test_what_is_not_captured_is_told(
     plugin = suite.examine(target, replace(FULL, lanes=lanes), listener)
     made = report(plugin.model_copy(update={"results": results}))
     says = "no graphs: needs graph support 'always', declared 'uniform_decode'; eager steps were checked"
-    assert f"extend: {says} ({len(RULES)} unsupported)" in (text := drawn(made, 200))
-    assert f"extend: {says} ({len(RULES)} unsupported)" in html.unescape(to_html(made))
-    assert text.count(verdict) == 1
     told = [r for r in results if r.lane.startswith("extend-") and r.rule]
     assert {(r.outcome, r.reason) for r in told} == {(Outcome.UNSUPPORTED, says)}
+    assert {r.rule for r in told} == {*RULES}
+    assert f"extend: {says} ({len(told)} unsupported)" in (text := drawn(made, 200))
+    assert f"extend: {says} ({len(told)} unsupported)" in html.unescape(to_html(made))
+    assert text.count(verdict) == 1
     assert made.exit_code is ExitCode.CONFORMANT
 
 
