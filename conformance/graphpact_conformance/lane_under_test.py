@@ -28,7 +28,7 @@ from graphpact.runners import GraphRunner, RunnerContext
 from graphpact.shapes import EagerReason, GraphShape
 from graphpact_conformance.global_state import StateWatch
 from graphpact_conformance.oracle import Answer
-from graphpact_conformance.problems import Problem, corner
+from graphpact_conformance.problems import Drawn, Problem, corner, draw
 from graphpact_conformance.raised import causes
 from graphpact_conformance.reference import (
     PaddedReferenceBackend,
@@ -84,6 +84,7 @@ class LaneUnderTest(Reporting):
     watch: StateWatch = field(default_factory=StateWatch, compare=False, repr=False)
     _rigs: dict[tuple[Way, bool], Rig] = field(default_factory=dict, init=False)
     _answers: dict[int, tuple[Problem, Answer]] = field(default_factory=dict, init=False)
+    _drawn: dict[int, list[Drawn]] = field(default_factory=dict, init=False)  # by seed
     _ways: list[tuple[Way, ...]] = field(default_factory=list, init=False)
     _asked: GraphRunner | None = field(default=None, init=False)
     _counted: list[Rig] = field(default_factory=list, init=False)  # of all lanes made by `like`
@@ -167,7 +168,8 @@ class LaneUnderTest(Reporting):
     def anew(self, listed: Iterable[str] | None = None) -> "LaneUnderTest":
         """Return the same lane without rigs, so that an experiment sees no state of another one.
 
-        Caches of the plugin's functions are cleared too.
+        Caches of the plugin's functions are cleared too. Drawn batches and their answers are kept: they do not
+        depend on what the plugin did.
 
         Args:
             listed: The rules that the next experiment lists; this lane's by default.
@@ -175,6 +177,7 @@ class LaneUnderTest(Reporting):
         self.clear_caches()
         lane = replace(self, watch=StateWatch())
         lane._ways = self._ways  # noqa: SLF001  found once for all experiments
+        lane._drawn, lane._answers = self._drawn, self._answers  # noqa: SLF001
         if listed is not None:
             lane.listed = frozenset(listed)
         return lane
@@ -207,6 +210,13 @@ class LaneUnderTest(Reporting):
         case = Case(min(modes, key=lambda mode: mode.value))
         config = replace(self.config, case=case, capture_shapes=(), room=0, counts=False)
         return replace(self, config=config, runner=runner).build(capture=capture), corner(config)
+
+    def drawn(self, count: int, seed: int) -> list[Drawn]:
+        """Return ``count`` sequences of batches for the lane; see `graphpact_conformance.problems.draw`."""
+        known = self._drawn.setdefault(seed, [])
+        if len(known) < count:
+            known[:] = draw(self.config, count, seed, self.declined)
+        return known[:count]
 
     def clear_caches(self) -> None:
         """Clear the caches of tensors in the packages and classes of the plugin."""

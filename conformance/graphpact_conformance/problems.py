@@ -12,6 +12,7 @@ import random
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import torch
@@ -434,6 +435,7 @@ def _most_prefix(config: Config, count: int, share: int = 1) -> int:
     return max(most, least_prefix(case, count))
 
 
+@lru_cache  # one object for all experiments, so that its answer is computed once
 def corner(config: Config) -> Problem:
     """Return the largest batch of the configuration: the longest requests, the largest shape full."""
     return _largest(config, config.most_requests)
@@ -562,6 +564,7 @@ def neighbours(config: Config, problem: Problem) -> list[Problem]:
     ]
 
 
+@lru_cache
 def assorted(config: Config) -> Problem:
     """Return a batch of requests of different lengths that leaves a padding row.
 

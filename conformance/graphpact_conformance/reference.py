@@ -203,25 +203,22 @@ class ReferenceBackend(AttentionBackend):
         slots, seen = self.keys_of(metadata)
         if layer.sliding_window is not None:
             seen = seen & (seen.flip(1).cumsum(1).flip(1) <= layer.sliding_window)
-        hidden = ~seen[:, :, None, None]
-        slots = slots.masked_fill(~seen, 0)
-
-        def gather(cache: torch.Tensor) -> torch.Tensor:
-            """Return ``[T, n, kv heads, 1, width]``."""
-            rows = cache[slots].masked_fill(hidden, 0)  # scratch may hold NaN, and 0 * NaN is NaN
-            return rows.float().unsqueeze(3)
-
+        hidden = ~seen
+        slots = slots.masked_fill(hidden, 0)
+        keys = k_cache[slots].float()  # [T, n, kv heads, width]
+        # scratch may hold NaN, and 0 * NaN is NaN; scores of hidden keys are replaced
+        values = v_cache[slots].masked_fill(hidden[:, :, None, None], 0).float()
         heads = layer.num_kv_heads, layer.num_q_heads // layer.num_kv_heads
-        queries = q.float().view(-1, 1, *heads, q.shape[-1])
-        scores = (queries * gather(k_cache)).sum(dim=4) * layer.scaling  # [T, n, kv heads, group]
+        queries = q.float().view(-1, *heads, q.shape[-1])
+        scores = torch.einsum("thgd,tnhd->thgn", queries, keys) * layer.scaling
         if layer.softcap is not None:
             scores = layer.softcap * torch.tanh(scores / layer.softcap)
-        scores = scores.masked_fill(hidden, float("-inf"))
+        scores = scores.masked_fill(hidden[:, None, None], float("-inf"))
         if layer.sinks is not None:
-            sinks = layer.sinks.float().view(1, 1, *heads).expand(q.shape[0], 1, *heads)
-            scores = torch.cat([scores, sinks], dim=1)
-        weights = torch.softmax(scores, dim=1)[:, : slots.shape[1]]
-        out = (weights.unsqueeze(4) * gather(v_cache)).sum(dim=1)
+            sinks = layer.sinks.float().view(1, *heads, 1).expand(q.shape[0], *heads, 1)
+            scores = torch.cat([scores, sinks], dim=3)
+        weights = torch.softmax(scores, dim=3)[..., : slots.shape[1]]
+        out = torch.einsum("thgn,tnhd->thgd", weights, values)
         return out.flatten(1, 2).to(q.dtype)
 
     def keys_of(self, metadata: ReferenceMetadata) -> tuple[torch.Tensor, torch.Tensor]:

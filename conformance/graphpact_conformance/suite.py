@@ -33,7 +33,6 @@ from graphpact_conformance.experiments import EXPERIMENTS, Experiment
 from graphpact_conformance.fields import MROPE
 from graphpact_conformance.global_state import seeded
 from graphpact_conformance.lane_under_test import LaneUnderTest
-from graphpact_conformance.problems import draw
 from graphpact_conformance.raised import causes, message_of
 from graphpact_conformance.reference import (
     PaddedReferenceBackend,
@@ -887,7 +886,7 @@ def _sequences(
 ) -> Sequence[Steps]:
     """Return the sequences of batches that an experiment gets, drawn or recorded."""
     if plan.recorded is None:
-        return draw(lane.config, count, seed, lane.declined)
+        return lane.drawn(count, seed)
     if experiment.of_recordings:
         return [plan.recorded.steps]
     return plan.recorded.sequences(lane.config, count, seed, lane.declined)
