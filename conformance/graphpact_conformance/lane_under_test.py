@@ -5,6 +5,7 @@ Does not: draw batches, or run all experiments (see `graphpact_conformance.suite
 
 import abc
 import contextlib
+import copy
 import gc
 import inspect
 import sys
@@ -88,6 +89,7 @@ class LaneUnderTest(Reporting):
     _ways: list[tuple[Way, ...]] = field(default_factory=list, init=False)
     _asked: GraphRunner | None = field(default=None, init=False)
     _counted: list[Rig] = field(default_factory=list, init=False)  # of all lanes made by `like`
+    _before: Counter[EagerReason | None] = field(default_factory=Counter, init=False)
 
     # -- rigs ------------------------------------------------------------------------------------
 
@@ -182,6 +184,13 @@ class LaneUnderTest(Reporting):
             lane.listed = frozenset(listed)
         return lane
 
+    def again(self, listed: Iterable[str]) -> "LaneUnderTest":
+        """Return the same lane with its rigs, for the next experiment, which lists other rules."""
+        lane = copy.copy(self)
+        lane.listed = frozenset(listed)
+        lane._before = self._steps()
+        return lane
+
     def like(self, config: Config) -> "LaneUnderTest":
         """Return a lane of the same plugins in another configuration, without rigs; its steps count here."""
         lane = replace(self, config=config)
@@ -259,7 +268,11 @@ class LaneUnderTest(Reporting):
 
     @property
     def steps_by_reason(self) -> Counter[EagerReason | None]:
-        """The number of steps of the experiment's rigs: replays under None, declined ones by their reason."""
+        """The number of the experiment's steps: replays under None, declined ones by their reason."""
+        return self._steps() - self._before
+
+    def _steps(self) -> Counter[EagerReason | None]:
+        """Count the steps of its rigs, those of earlier experiments too."""
         counted: Counter[EagerReason | None] = Counter()
         for rig in self._counted:
             counted[None] += rig.lane.stats.replays
@@ -328,8 +341,8 @@ class LaneUnderTest(Reporting):
 
     def _hook_writes(self) -> bool:
         """Return whether the replay hook writes any slot of the backend."""
-        self.rig("hook")  # raises where the lane cannot be captured
-        rig = self.build("hook")
+        rig = self.rig("hook")
+        del self._rigs["hook", False]  # experiments get one without poison
         rig.serve_declined(rig.config.shapes[0])
         batch = rig.dummy(rig.config.shapes[0])
         rig.step(Problem(self.config.case, [], 0), batch=batch, fill=poison_slot)

@@ -250,14 +250,14 @@ class OracleBackend(AttentionBackend):
         k_cache, v_cache = self.context.kv_cache.k[at], self.context.kv_cache.v[at]
         if k is not None and v is not None:
             k, v = k[: len(tokens)], v[: len(tokens)]
-            self._written[at, metadata] = k.cpu(), v.cpu()
+            self._written[at, metadata] = k.cpu().double(), v.cpu().double()
             slots = [token.slots[metadata] for token in tokens]
             k_cache[slots], v_cache[slots] = k, v
-        q, k_cache, v_cache = q.cpu(), k_cache.cpu(), v_cache.cpu()
+        q, k_cache, v_cache = q.cpu().double(), k_cache.cpu(), v_cache.cpu()
         out = torch.empty(len(tokens), layer.num_q_heads, layer.v_head_dim, dtype=torch.float64)
         first = row = 0
         for request in self._problem.requests:
-            cached_keys, cached_values = k_cache[request.cached], v_cache[request.cached]
+            cached_keys, cached_values = (cache[request.cached].double() for cache in (k_cache, v_cache))
             for index in range(len(request.tokens)):
                 new_keys, new_values = self._new_keys(at, first, request.path(index), metadata)
                 keys, values = torch.cat([cached_keys, *new_keys]), torch.cat([cached_values, *new_values])
@@ -290,14 +290,13 @@ class OracleBackend(AttentionBackend):
 
 
 def _attend_one(q: torch.Tensor, layer: LayerSpec, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Return ``[heads, v_head_dim]``: attention of a query ``[heads, head_dim]`` over all of ``k``."""
-    shared = [head * layer.num_kv_heads // layer.num_q_heads for head in range(layer.num_q_heads)]
-    k, v = k.double()[:, shared], v.double()[:, shared]
-    scores = torch.einsum("hd,khd->hk", q.double(), k) * layer.scaling
+    """Return ``[heads, v_head_dim]``: attention of a query ``[heads, head_dim]`` over all of ``k``, in float64."""
+    grouped = q.view(layer.num_kv_heads, -1, q.shape[1])  # the query heads of each KV head
+    scores = grouped @ k.permute(1, 2, 0) * layer.scaling
     if layer.softcap is not None:
         scores = layer.softcap * torch.tanh(scores / layer.softcap)
     weights = scores.exp()
-    total = weights.sum(dim=1, keepdim=True)
+    total = weights.sum(dim=2, keepdim=True)
     if layer.sinks is not None:
-        total = total + layer.sinks.cpu().double().exp()[:, None]
-    return torch.einsum("hk,khd->hd", weights / total, v)
+        total = total + layer.sinks.cpu().double().exp().view_as(total)
+    return (weights / total @ v.transpose(0, 1)).flatten(0, 1)

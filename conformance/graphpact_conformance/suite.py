@@ -447,8 +447,8 @@ def _choose(
     Each kind of step has one plain lane with all experiments; in a quick run mixed and idle batches and trees
     have only those of outputs. Further lanes have every value of every dimension, and in longer runs every
     pair of values of two. The unusual lanes of a normal run, of which all experiments run in two, have the
-    unusual value of every dimension of scale. A runner, which declares the slots of optional fields, has a
-    lane with them of each kind of step.
+    unusual value of every dimension of scale; that of a runner, which does not see layers, has equal ones. A
+    runner, which declares the slots of optional fields, has a lane with them of each kind of step.
 
     Args:
         configs: All lanes with plain values of scale.
@@ -465,7 +465,7 @@ def _choose(
         return [(config, size != "quick" or _is_of_its_own(config)) for config in plain]
     scaled = [] if size == "quick" else [scaled_up(c, capabilities) for c in _of_two_kinds(plain)]
     if kind == "runner":  # a ragged one would take as long as all other lanes of a runner
-        scaled = [config for config in scaled if config.case.width is not None]
+        scaled = [replace(config, mixed_dim=None) for config in scaled if config.case.width is not None]
     strength = 1 if kind == "runner" or size == "quick" else 2
     more = covering(configs, capabilities, [*plain, *scaled], strength=strength)
     if kind == "runner":
@@ -739,6 +739,7 @@ def examine_lane(
     chosen = experiments_of(plan, options, experiments)
     captures_nothing = plan.lane.captures_nothing
     following = (e for e in experiments if e not in chosen and _follows(e, plan, options, done))
+    used: LaneUnderTest | None = None
     for experiment in chain(chosen, following):
         if captures_nothing and experiment.needs_graphs:
             continue
@@ -749,7 +750,8 @@ def examine_lane(
             begins(work)
         tried = f"{work} :: smaller batches"
         on_trial = None if tried in skip else partial(begins or _ignore_work, tried)
-        done.append(_run(experiment, plan, options, on_trial))
+        each, used = _run_beside(used, experiment, plan, options, on_trial)
+        done.append(each)
     results = list(_by_rule(plan, options, done))
     if captures_nothing:
         results = list(_without_graphs(plan, options, chosen, results))
@@ -763,7 +765,7 @@ def experiments_of(
     depths = {"lightest"} if options.size == "quick" else {"lightest", "light"}
 
     def is_due(experiment: Experiment) -> bool:
-        of_fields = experiment.of_fields and plan.lane.config.fields
+        of_fields = experiment.of_fields and plan.lane.config.fields and plan.lane.kind == "runner"
         return plan.has_all or of_fields or experiment.depth in depths
 
     return [e for e in experiments if is_due(e) and _concerns(e, plan, options)]
@@ -803,24 +805,52 @@ class _Done:
     steps: Counter[EagerReason | None] = field(default_factory=Counter)
     error: str | None = None
 
+    @property
+    def is_clean(self) -> bool:
+        """Whether its lane can be used again."""
+        return not (self.findings or self.error or self.not_run or self.declined)
+
+
+def _run_beside(
+    used: LaneUnderTest | None,
+    experiment: Experiment,
+    plan: PlannedLane,
+    options: Options,
+    on_trial: Callable[[], object] | None,
+) -> tuple[_Done, LaneUnderTest | None]:
+    """Run one experiment, and return its lane too if the next one may use it.
+
+    Captures take most of the time of a run. An experiment that finds something on used ones is repeated on new
+    ones, and only that counts: no finding depends on the experiments before it.
+    """
+    if experiment.reuses and used is not None:
+        lane = used.again(experiment.examines)
+        done = _run(experiment, plan, options, None, lane)
+        if done.is_clean:
+            return done, lane
+    lane = plan.lane.anew(experiment.examines)
+    done = _run(experiment, plan, options, on_trial, lane)
+    return done, lane if done.is_clean else None
+
 
 def _run(
     experiment: Experiment,
     plan: PlannedLane,
     options: Options,
     on_trial: Callable[[], object] | None,
+    lane: LaneUnderTest,
 ) -> _Done:
     """Run one experiment, with the requested number of sequences, until one has findings.
 
     Args:
         experiment: The experiment.
-        plan: The lane; the experiment gets a new copy.
+        plan: The planned lane.
         options: Options of the run.
         on_trial: Called before each trial of smaller batches; None for no trials.
+        lane: The lane for the experiment.
     """
     start = time.perf_counter()
     done = _Done(experiment, [])
-    lane = plan.lane.anew(experiment.examines)
     count = _examples(plan, options) if experiment.repeats else 1
     try:
         with torch.inference_mode(), seeded(options.seed, lane.device):

@@ -75,7 +75,7 @@ def test_the_printed_line_shows_the_finding_again(name: str, monkeypatch: pytest
 def found_by_each(plan: PlannedLane, order: list[Any]) -> dict[str, Any]:
     """Return the findings of each experiment in a lane, run in the given order."""
     asked = suite.experiments_of(plan, OPTIONS, order)
-    runs = {e.name: suite._run(e, plan, OPTIONS, None) for e in asked}
+    runs = {e.name: suite._run(e, plan, OPTIONS, None, plan.lane.anew(e.examines)) for e in asked}
     return {name: (run.findings, run.not_run, run.error) for name, run in runs.items()}
 
 

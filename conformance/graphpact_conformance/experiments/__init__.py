@@ -15,7 +15,7 @@ A rule is checked by every experiment that lists it. It passes if none of them h
 reports only rules that it lists: if kernels or the tape refuse a step by another rule, the finding has the
 rule that the experiment gives, or none.
 
-Each experiment gets a new lane, without state of other experiments.
+What an experiment finds is found in a new lane, without state of other experiments.
 
 Does not: run experiments; see `graphpact_conformance.suite`.
 """
@@ -51,6 +51,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
         repeats=True,
         depth="lightest",
         needs_graphs=False,
+        reuses=True,
     ),
     Experiment(
         "answers_replayed",
@@ -75,6 +76,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
         in_pairs=True,
         of_fields=True,
         names_rules=True,
+        reuses=True,
     ),
     Experiment(
         "replay_against_capture",
@@ -83,6 +85,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
         repeats=True,
         in_pairs=True,
         names_rules=True,
+        reuses=True,
     ),
     Experiment(
         "padding",
@@ -92,9 +95,10 @@ EXPERIMENTS: tuple[Experiment, ...] = (
         depth="light",
         in_pairs=True,
         of_fields=True,
+        reuses=True,
     ),
-    Experiment("largest_step", ("GP13",), values.largest_step, depth="light"),
-    Experiment("guarded", order.GUARDED, order.guarded, repeats=True, in_pairs=True),
+    Experiment("largest_step", ("GP13",), values.largest_step, depth="light", reuses=True),
+    Experiment("guarded", order.GUARDED, order.guarded, repeats=True, in_pairs=True, reuses=True),
     Experiment("interleaved", ("GP09", "GP15", "GP18"), order.interleaved),
     Experiment("repeated", ("GP18",), order.repeated),
     Experiment("survives_eager_activity", ("GP14",), order.survives_eager_activity),
@@ -105,7 +109,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     Experiment("captured_again", ("GP10",), life.captured_again),
     Experiment("rewritten_memory", ("GP02", "GP15", "GP16"), life.rewritten_memory),
     Experiment("beside_other_lanes", ("GP02", "GP09", "GP10", "GP15", "GP19"), life.beside_other_lanes),
-    Experiment("graph_choice", ("GP08", "GP10", "GP12", "GP20"), dispatch.graph_choice),
+    Experiment("graph_choice", ("GP08", "GP10", "GP12", "GP20"), dispatch.graph_choice, reuses=True),
     Experiment(
         "declared_graph_support",
         ("GP12",),

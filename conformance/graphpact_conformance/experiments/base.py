@@ -43,12 +43,14 @@ class Experiment:
         in_pairs: Whether it runs for a pair of a backend and a runner, and for a backend below eager
             attention.
         of_fields: Whether it runs in lanes that differ from others only in the fields of their batches, and
-            in every lane with optional fields.
+            in every lane with optional fields of a runner, which declares their slots.
         needs_graphs: Whether it runs only in lanes that capture.
         of_recordings: Whether it takes the whole sequence of a recorded lane, and runs in no other lane.
         names_rules: Whether it runs also in a lane that is too light for its depth, after a finding there: a
             wrong output shows no rule, and it names the rule and the field.
         explains_captures: Whether it runs also in every lane that cannot be captured, and says why.
+        reuses: Whether it begins with the captures of the experiment before, if that one found nothing. Its own
+            findings count only if they are the same with new ones.
     """
 
     name: str
@@ -63,6 +65,7 @@ class Experiment:
     of_recordings: bool = False
     names_rules: bool = False
     explains_captures: bool = False
+    reuses: bool = False
 
     @property
     def about(self) -> str:
