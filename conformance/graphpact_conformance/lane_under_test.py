@@ -170,8 +170,8 @@ class LaneUnderTest(Reporting):
     def anew(self, listed: Iterable[str] | None = None) -> "LaneUnderTest":
         """Return the same lane without rigs, so that an experiment sees no state of another one.
 
-        Caches of the plugin's functions are cleared too. Drawn batches and their answers are kept: they do not
-        depend on what the plugin did.
+        Caches of the plugin's functions are cleared too. Drawn batches and their answers are kept: they do
+        not depend on what the plugin did.
 
         Args:
             listed: The rules that the next experiment lists; this lane's by default.
@@ -188,7 +188,7 @@ class LaneUnderTest(Reporting):
         """Return the same lane with its rigs, for the next experiment, which lists other rules."""
         lane = copy.copy(self)
         lane.listed = frozenset(listed)
-        lane._before = self._steps()
+        lane._before = self._steps()  # noqa: SLF001  of its own class
         return lane
 
     def like(self, config: Config) -> "LaneUnderTest":

@@ -290,7 +290,7 @@ class OracleBackend(AttentionBackend):
 
 
 def _attend_one(q: torch.Tensor, layer: LayerSpec, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Return ``[heads, v_head_dim]``: attention of a query ``[heads, head_dim]`` over all of ``k``, in float64."""
+    """Return ``[heads, v_head_dim]``: attention of a query ``[heads, head_dim]`` to all keys in float64."""
     grouped = q.view(layer.num_kv_heads, -1, q.shape[1])  # the query heads of each KV head
     scores = grouped @ k.permute(1, 2, 0) * layer.scaling
     if layer.softcap is not None:

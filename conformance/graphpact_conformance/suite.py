@@ -820,8 +820,8 @@ def _run_beside(
 ) -> tuple[_Done, LaneUnderTest | None]:
     """Run one experiment, and return its lane too if the next one may use it.
 
-    Captures take most of the time of a run. An experiment that finds something on used ones is repeated on new
-    ones, and only that counts: no finding depends on the experiments before it.
+    Captures take much of the time of a run. An experiment that finds something on used ones is repeated on
+    new ones, and only that counts: no finding depends on the experiments before it.
     """
     if experiment.reuses and used is not None:
         lane = used.again(experiment.examines)

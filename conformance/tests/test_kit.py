@@ -25,14 +25,13 @@ from graphpact.errors import EngineError
 from graphpact.runners import RunnerContext
 from graphpact_conformance.experiments import values
 from graphpact_conformance.lane_under_test import LaneUnderTest
-from graphpact_conformance.problems import Drawn, corner, neighbours, of_size, sequences
+from graphpact_conformance.problems import Drawn, corner, draw, neighbours, of_size, sequences
 from graphpact_conformance.reference import (
     ReferenceBackend,
     ReferenceMetadata,
     ReferenceRunner,
 )
 from graphpact_conformance.rig import CPU, Rig
-from graphpact_conformance.suite import draw
 from graphpact_conformance.world import CASES, DTYPES, PAGE_SIZES, Case, Config, configs_of, static_shapes
 from oracle_kit import findings_of, hold_to_oracle
 

@@ -577,7 +577,7 @@ def test_draws_do_not_depend_on_what_is_imported(monkeypatch: pytest.MonkeyPatch
     script = (
         "import sys; from graphpact_conformance import suite; from graphpact_conformance.world import *;"
         "from graphpact_conformance.reference import ReferenceBackend;"
-        "draws = getattr(suite, 'draw');"
+        "from graphpact_conformance.problems import draw as draws;"
         "configs = list(configs_of(ReferenceBackend.capabilities))[::7];"
         "draw_all = lambda: [repr(draws(c, 2, 0)) for c in configs];"
         "first = draw_all(); import graphpact_conformance.museum, graphpact_cuda_graph, graphpact_engine;"
@@ -622,6 +622,48 @@ def test_an_experiment_finds_no_trace_of_another() -> None:
     assert seen[0] == seen[1]
     assert seen[0][:2] == (0, 0)
     assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("trace", ["replays", "nothing"])
+def test_what_is_found_on_used_captures_alone_does_not_count(trace: str) -> None:
+    """An experiment may begin with the captures of one that found nothing; what it finds, new ones show too.
+
+    A lane with a finding is not used again.
+    """
+    seen: list[int] = []
+
+    def leaves_a_replay(lane: LaneUnderTest, steps: Drawn) -> Iterator[Finding]:
+        """Run a step; it finds something if it began after a replay, or always."""
+        seen.append(lane.rig().lane.stats.replays)
+        lane.rig().step(steps.exact)
+        if trace == "replays" and seen[-1]:
+            yield lane.finding("GP01", expected="no step before this one", actual="one step")
+
+    plan = PlannedLane(LaneUnderTest(DECODE), is_full=True)
+    three = [Experiment(name, ("GP01",), leaves_a_replay, reuses=name != "a") for name in "abc"]
+    (result,) = (r for r in suite.examine_lane(plan, QUICK, experiments=three) if r.rule == "GP01")
+    assert result.outcome is Outcome.PASS
+    assert seen == ([0, 1, 0, 1, 0] if trace == "replays" else [0, 1, 2])
+
+
+def test_a_lane_with_a_finding_is_not_used_again() -> None:
+    """After an experiment with a finding, the next one captures anew, and each step counts once."""
+    seen: list[int] = []
+
+    def finds(lane: LaneUnderTest, steps: Drawn) -> Iterator[Finding]:
+        """Run a step, with a finding in the second experiment."""
+        seen.append(lane.rig().lane.stats.replays)
+        lane.rig().step(steps.exact)
+        assert lane.steps_by_reason == {None: 1}
+        if len(seen) in (2, 3):  # on used captures, and on new ones
+            yield lane.finding("GP01", expected="a right step", actual="a wrong one")
+
+    plan = PlannedLane(LaneUnderTest(DECODE), is_full=True)
+    three = [Experiment(name, ("GP01",), finds, reuses=True) for name in "abc"]
+    options = replace(QUICK, shrink=False)
+    (result,) = (r for r in suite.examine_lane(plan, options, experiments=three) if r.rule == "GP01")
+    assert result.outcome is Outcome.FAIL
+    assert seen == [0, 1, 0, 0]
 
 
 # -- claims ----------------------------------------------------------------------------------------

@@ -280,9 +280,9 @@ def test_requests_share_the_pages_of_one_beginning() -> None:
 
 
 def test_every_lane_with_optional_fields_looks_for_stale_tails() -> None:
-    """The experiment that finds stale padding rows runs in lanes with optional fields, light ones too."""
+    """The experiment that finds stale padding rows runs in a runner's light lanes with optional fields."""
     (plan,) = lanes(case="target_verify", values=["fields"])
-    light = replace(plan, is_full=False)
+    light = replace(plan, lane=replace(plan.lane, kind="runner"), is_full=False)
     assert "unwritten_and_stale" in {e.name for e in experiments_of(light, OPTIONS)}
     plain = replace(light, lane=light.lane.like(replace(light.lane.config, fields=False)))
     assert "unwritten_and_stale" not in {e.name for e in experiments_of(plain, OPTIONS)}

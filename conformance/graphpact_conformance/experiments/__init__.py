@@ -97,7 +97,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
         of_fields=True,
         reuses=True,
     ),
-    Experiment("largest_step", ("GP13",), values.largest_step, depth="light", reuses=True),
+    Experiment("largest_step", ("GP13",), values.largest_step, depth="light"),
     Experiment("guarded", order.GUARDED, order.guarded, repeats=True, in_pairs=True, reuses=True),
     Experiment("interleaved", ("GP09", "GP15", "GP18"), order.interleaved),
     Experiment("repeated", ("GP18",), order.repeated),

@@ -49,8 +49,8 @@ class Experiment:
         names_rules: Whether it runs also in a lane that is too light for its depth, after a finding there: a
             wrong output shows no rule, and it names the rule and the field.
         explains_captures: Whether it runs also in every lane that cannot be captured, and says why.
-        reuses: Whether it begins with the captures of the experiment before, if that one found nothing. Its own
-            findings count only if they are the same with new ones.
+        reuses: Whether it begins with the captures of the experiment before, if that one found nothing. What
+            it finds then is found again with new ones, or does not count.
     """
 
     name: str
