@@ -32,35 +32,59 @@ _TICK = 0.01
 _LONGEST = 200  # characters of a command line
 
 
+class Keeper:
+    """Keeps what its child processes start: it becomes the parent of orphans, and ends them.
+
+    Attributes:
+        is_stopped: Whether it was told to kill everything.
+    """
+
+    def __init__(self) -> None:
+        self.is_stopped = False
+        self._child = 0
+        libc = ctypes.CDLL(None)
+        libc.prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        libc.prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGTERM, 0, 0, 0)
+        signal.signal(signal.SIGTERM, self._pass_on)
+        signal.signal(signal.SIGUSR1, self._pass_on)
+
+    def _pass_on(self, number: int, _: object) -> None:
+        self.is_stopped |= number == signal.SIGTERM
+        if self._child:  # otherwise it has not begun, or has ended
+            os.kill(self._child, signal.SIGKILL if self.is_stopped else number)
+
+    def keep(self, child: int) -> int:
+        """Wait for the end of the child process ``child``, and return its status, as `os.wait` does."""
+        self._child = child
+        if self.is_stopped:
+            os.kill(child, signal.SIGKILL)
+        status = _status_of(child)
+        self._child = 0
+        return status
+
+    def end_all(self) -> list[str]:
+        """Kill what still runs after a while, and return its command lines; none if it was stopped."""
+        deadline = time.monotonic() + GRACE
+        while (left := _children()) and not self.is_stopped and time.monotonic() < deadline:
+            time.sleep(_TICK)
+        names = sorted(map(_command_line, left))
+        _kill_all()
+        return [] if self.is_stopped else names
+
+
 def main(report: int, command: list[str]) -> None:
     """Run ``command``, end what it leaves, and end as it does."""
     os.set_inheritable(report, False)  # noqa: FBT003  positional only
-    libc = ctypes.CDLL(None)
-    libc.prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    libc.prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGTERM, 0, 0, 0)
-    child, is_stopped = 0, False
-
-    def pass_on(number: int, _: object) -> None:
-        nonlocal is_stopped
-        is_stopped |= number == signal.SIGTERM
-        if child:  # otherwise it has not begun, or has ended
-            os.kill(child, signal.SIGKILL if is_stopped else number)
-
-    signal.signal(signal.SIGTERM, pass_on)
-    signal.signal(signal.SIGUSR1, pass_on)
-    child = os.posix_spawn(command[0], command, os.environ)
-    if is_stopped:
-        os.kill(child, signal.SIGKILL)
-    status = _status_of(child)
-    child = 0
-    deadline = time.monotonic() + GRACE
-    while (left := _children()) and not is_stopped and time.monotonic() < deadline:
-        time.sleep(_TICK)
-    names = sorted(map(_command_line, left))
-    _kill_all()
-    if names and not is_stopped:
-        os.write(report, json.dumps(names).encode())
+    keeper = Keeper()
+    status = keeper.keep(os.posix_spawn(command[0], command, os.environ))
+    write_report(report, keeper.end_all())
     _end_like(status)
+
+
+def write_report(report: int, names: list[str]) -> None:
+    """Write command lines to a descriptor, as one JSON array; nothing if there are none."""
+    if names:
+        os.write(report, json.dumps(names).encode())
 
 
 def _status_of(child: int) -> int:

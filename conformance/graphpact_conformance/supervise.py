@@ -16,6 +16,7 @@ import platform
 import re
 import secrets
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -40,6 +41,7 @@ from graphpact.plugins import PluginCatalog, PluginInfo
 from graphpact_conformance import legend
 from graphpact_conformance.blind import PROGRAM, Judge
 from graphpact_conformance.keeper import GRACE
+from graphpact_conformance.nursery import ANSWER, GIVEN
 from graphpact_conformance.results import (
     Environment,
     Finding,
@@ -73,6 +75,7 @@ _MOST_NAMES = 5  # of replaced functions that a finding lists
 _STOP_BOUND = 15.0  # seconds in which the keeper ends its processes
 _START, _END = "start", "end of the process"
 _FROM_STDIN = (sys.executable, "-B", "-P", "-u", "-")
+_NURSERY = (*WORKER[:-1], "graphpact_conformance.nursery")
 _KEEPER = (sys.executable, "-I", "-S", str(Path(__file__).with_name("keeper.py")))
 _OUTLIVED = "end it at exit (`atexit`), or have it end at the end of a pipe that the plugin holds"
 _REPLACED = "use what torch and graphpact offer for this: operators by `torch.library`, observers, subclasses"
@@ -117,25 +120,26 @@ def check(
     bound = _bound(timeout)
     catalog = PluginCatalog.scan()
     resolved = _NameResolution(names, options)
-    _run([resolved], 1, bound, command)
-    xfails = Xfails.read(resolved.targets, catalog)
-    workers = workers or _default_workers(options.device)
-    parts = max(1, workers // max(len(resolved.targets), 1))  # per target, if there are few targets
-    examinations = [
-        [
-            _Examination(target, options, catalog, xfails, on_result, on_begin, (first, parts))
-            for first in range(parts)
+    with _Starter(command, forks=options.device == "cpu") as starter:
+        _run([resolved], 1, bound, starter)
+        xfails = Xfails.read(resolved.targets, catalog)
+        workers = workers or _default_workers(options.device)
+        parts = max(1, workers // max(len(resolved.targets), 1))  # per target, if there are few targets
+        examinations = [
+            [
+                _Examination(target, options, catalog, xfails, on_result, on_begin, (first, parts))
+                for first in range(parts)
+            ]
+            for target in resolved.targets
         ]
-        for target in resolved.targets
-    ]
-    is_whole = not (options.only or options.lanes)
-    blind = {
-        at: _BlindRun(Judge(target, options))
-        for at, target in enumerate(resolved.targets)
-        if blindly and is_whole and target.kind != "graph_driver" and target.partner is None
-    }
-    tasks: list[_Task] = [*blind.values(), *(part for target in examinations for part in target)]
-    _run(tasks, workers, bound, command)
+        is_whole = not (options.only or options.lanes)
+        blind = {
+            at: _BlindRun(Judge(target, options))
+            for at, target in enumerate(resolved.targets)
+            if blindly and is_whole and target.kind != "graph_driver" and target.partner is None
+        }
+        tasks: list[_Task] = [*blind.values(), *(part for target in examinations for part in target)]
+        _run(tasks, workers, bound, starter)
 
     found = [merged([part.results() for part in target]) for target in examinations]
     for at, run in blind.items():
@@ -246,14 +250,14 @@ class _Task(Protocol):
         ...
 
 
-def _run(tasks: Iterable[_Task], workers: int, bound: float, command: Sequence[str]) -> None:
+def _run(tasks: Iterable[_Task], workers: int, bound: float, starter: "_Starter") -> None:
     """Run ``tasks`` in separate processes, ``workers`` of them in parallel; kill all on exit."""
     waiting = deque(tasks)
     running: list[_Process] = []
     try:
         while waiting or running:
             while waiting and len(running) < workers:
-                running.append(_Process(waiting.popleft(), bound, command))
+                running.append(_Process(waiting.popleft(), bound, starter))
             connection.wait([p.events for p in running if not p.is_silent], _TICK)
             for process in tuple(running):
                 if process.has_ended():
@@ -271,8 +275,9 @@ def _run(tasks: Iterable[_Task], workers: int, bound: float, command: Sequence[s
 class _Process:
     """A worker process: its events, timeout and end."""
 
-    def __init__(self, task: _Task, bound: float, command: Sequence[str]) -> None:
+    def __init__(self, task: _Task, bound: float, starter: "_Starter") -> None:
         self.task = task
+        self._starter = starter
         self.is_silent = False
         self._bound = bound
         self._buffer = bytearray()  # the beginning of an event
@@ -289,21 +294,15 @@ class _Process:
             theirs.callback(os.close, writer)
             os.set_blocking(self.events, False)
             key = self._sent_key(theirs)
-            job = {**task.job(), "events": writer, "stack": self._stack, "key": key, "bound": bound}
-            given = subprocess.DEVNULL
-            if task.program is not None:
-                given = theirs.enter_context(task.program.open("rb")).fileno()
-                command = _FROM_STDIN
-            kept = (*_KEEPER, str(self._left)) if _has_keeper() else ()
-            self._process = subprocess.Popen(
-                [*kept, *command, json.dumps(job)],
-                stdin=given,
-                stdout=self._out,
-                stderr=self._err,
-                pass_fds=(writer, self._stack, key, self._left),
-                env=child_environment() | _SETTINGS,
-                start_new_session=True,
-            )
+            descriptors = {
+                "left": self._left,
+                "out": self._out,
+                "err": self._err,
+                "events": writer,
+                "stack": self._stack,
+                "key": key,
+            }
+            self._process = starter.start({**task.job(), "bound": bound}, task.program, descriptors)
             self._files = stack.pop_all()
         self._began = time.monotonic()
         self._deadline = self._began + _START_BOUND
@@ -312,6 +311,7 @@ class _Process:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._starter.take_back(self._process)
         self._files.close()
 
     def _sent_key(self, stack: ExitStack) -> int:
@@ -335,17 +335,12 @@ class _Process:
 
     def kill(self) -> None:
         """Kill it and its child processes."""
-        if _has_keeper():
-            self._process.terminate()
-            with suppress(subprocess.TimeoutExpired):
-                self._process.wait(_STOP_BOUND)
-        kill(self._process)
+        self._process.end()
 
     def ending(self) -> _Ending:
         """Return the description of its end."""
-        fault = self._fault or (
-            "" if self._is_done and not self._process.returncode else ending(self._process.returncode)
-        )
+        status = self._process.returncode or 0
+        fault = self._fault or ("" if self._is_done and not status else ending(status))
         return _Ending(
             fault=fault,
             work=_END if self._is_done else self._works[-1][0],
@@ -429,6 +424,181 @@ class _Process:
         work = next(work for work, before in reversed(self._works) if not before)
         text = os.pread(self._out, 4096, 0).decode(errors="replace")
         return work, next((line for line in text.splitlines() if line.strip()), "")[:200]
+
+
+class _Starter:
+    """Starts workers: forked from processes that have imported torch, which it keeps for the next jobs.
+
+    Args:
+        command: The worker's command line.
+        forks: Whether `WORKER` is forked, where the system has keepers.
+    """
+
+    def __init__(self, command: Sequence[str], *, forks: bool) -> None:
+        self._command = command
+        self._forks = forks and command is WORKER and _has_keeper()
+        self._idle: list[_Nursery] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for nursery in self._idle:
+            nursery.close()
+
+    def start(
+        self, job: dict[str, Any], program: Path | None, descriptors: dict[str, int]
+    ) -> "_Spawned | _Nursery":
+        """Start a worker, or a process that runs ``program``.
+
+        Args:
+            job: The job.
+            program: See `_Task`.
+            descriptors: Those of `graphpact_conformance.nursery.GIVEN`, by name, without the job's.
+        """
+        if program is not None:
+            with program.open("rb") as file:
+                return _Spawned(_FROM_STDIN, job, descriptors, file.fileno())
+        if not self._forks:
+            return _Spawned(self._command, job, descriptors)
+        nursery = self._idle.pop() if self._idle else _Nursery()
+        nursery.begin(job, descriptors)
+        return nursery
+
+    def take_back(self, process: "_Spawned | _Nursery") -> None:
+        """Keep a process for another job, if it can run one."""
+        if isinstance(process, _Nursery) and process.is_idle:
+            self._idle.append(process)
+
+
+class _Spawned:
+    """A process that was started for one job, below its keeper if the system has one.
+
+    Args:
+        command: Its command line, without the job.
+        job: The job.
+        descriptors: See `_Starter.start`.
+        given: Descriptor of its stdin.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        job: dict[str, Any],
+        descriptors: dict[str, int],
+        given: int = subprocess.DEVNULL,
+    ) -> None:
+        mine = {name: descriptors[name] for name in ("events", "stack", "key")}
+        left = descriptors["left"]
+        kept = (*_KEEPER, str(left)) if _has_keeper() else ()
+        self._process = subprocess.Popen(
+            [*kept, *command, json.dumps(job | mine)],
+            stdin=given,
+            stdout=descriptors["out"],
+            stderr=descriptors["err"],
+            pass_fds=(*mine.values(), left),
+            env=child_environment() | _SETTINGS,
+            start_new_session=True,
+        )
+
+    @property
+    def returncode(self) -> int | None:
+        """As of `subprocess.Popen`."""
+        return self._process.returncode
+
+    def poll(self) -> int | None:
+        """Return the `returncode`, if it has ended."""
+        return self._process.poll()
+
+    def send_signal(self, number: int) -> None:
+        """Send it a signal; its keeper passes it on."""
+        self._process.send_signal(number)
+
+    def end(self) -> None:
+        """Kill it and its child processes."""
+        _end(self._process)
+
+
+class _Nursery:
+    """A process that forks a worker for each job; see `graphpact_conformance.nursery`.
+
+    Attributes:
+        returncode: How the worker of the job ended, as of `subprocess.Popen`; None while it runs.
+    """
+
+    def __init__(self) -> None:
+        self.returncode: int | None = None
+        self._err = -1
+        self._said = tempfile.TemporaryFile()  # noqa: SIM115  until `close`
+        self._control, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                _NURSERY,
+                stdin=theirs.fileno(),
+                stdout=self._said,
+                stderr=self._said,
+                env=child_environment() | _SETTINGS,
+                start_new_session=True,
+            )
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it can run another job."""
+        return self.returncode is not None and self._process.returncode is None
+
+    def begin(self, job: dict[str, Any], descriptors: dict[str, int]) -> None:
+        """Fork a worker for a job; see `_Starter.start`."""
+        self.returncode, self._err = None, descriptors["err"]
+        with tempfile.TemporaryFile("w+", encoding="utf-8") as file, suppress(OSError):  # `poll` sees its end
+            json.dump(job, file)
+            file.seek(0)
+            all_given = {"job": file.fileno(), **descriptors}
+            socket.send_fds(self._control, [b"j"], [all_given[name] for name in GIVEN])
+
+    def poll(self) -> int | None:
+        """Return the `returncode`, if the worker or this process has ended."""
+        if self.returncode is None:
+            try:
+                answer = self._control.recv(ANSWER.size, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return None
+            except ConnectionError:
+                answer = b""
+            if answer:
+                (self.returncode,) = ANSWER.unpack(answer)
+            else:
+                self.returncode = self._process.wait()
+                os.write(self._err, os.pread(self._said.fileno(), 1 << 16, 0))
+                self.close()
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        """Send the worker a signal."""
+        self._process.send_signal(number)
+
+    def end(self) -> None:
+        """Kill the worker, its child processes and this one; nothing if the worker has ended."""
+        if self.poll() is None:
+            _end(self._process)
+            self.poll()
+            self.close()
+
+    def close(self) -> None:
+        """End the process, which has no worker."""
+        self._control.close()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(_STOP_BOUND)
+        kill(self._process)
+        self._said.close()
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    """Kill a process and its child processes; its keeper finds all of them."""
+    if _has_keeper():
+        process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_STOP_BOUND)
+    kill(process)
 
 
 def _has_keeper() -> bool:

@@ -1,4 +1,4 @@
-"""The process that examines a plugin: ``python -m graphpact_conformance.worker JOB``.
+"""The process that examines a plugin: ``python -m graphpact_conformance.worker JOB``, or forked.
 
 `graphpact_conformance.supervise` starts it and handles its end. Events go through a separate pipe, one JSON
 object per line, so that output of a plugin on stdout and stderr does not mix with them. Each line begins with
@@ -219,14 +219,13 @@ def _examine(job: dict[str, Any], reporter: Reporter) -> dict[str, Any]:
     return plugin.model_dump(mode="json")
 
 
-def main() -> None:
-    """Run one job, given as JSON on the command line.
+def main(job: dict[str, Any]) -> None:
+    """Run one job.
 
     With ``names``, ``device`` and ``options``, find the targets. With ``target``, ``options``, ``skip`` and
     ``part``, examine one. Both have ``homes``, the locations of the plugin's code; ``events``, ``stack`` and
     ``key``, descriptors; and ``bound``, the timeout of the supervisor in seconds.
     """
-    job = json.loads(sys.argv[1])
     torch.set_num_threads(1)
     gc.freeze()  # the imported modules: without it, looking through them takes a third of a run
     reporter, homes = Reporter(job), _Homes(job["homes"])
@@ -251,4 +250,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(json.loads(sys.argv[1]))

@@ -11,6 +11,7 @@ import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -97,13 +98,26 @@ SUITE = """
         "graphpact_conformance.suite",
         targets=targets, examine=examine, require_lanes=lambda *_: None,
     )
-    from graphpact_conformance import worker
-    worker.main()
+"""
+SPAWNED = """
+import json
+from graphpact_conformance import worker
+worker.main(json.loads(sys.argv[1]))
+"""
+FORKED = """
+from graphpact_conformance import nursery
+nursery.main()
 """
 PLUGIN = """
     import atexit, ctypes, os, pathlib, signal, subprocess, sys, time, warnings
 
     LEADER = os.getpid()
+
+    def pipe_of_events():
+        frame = sys._getframe()
+        while "job" not in frame.f_locals:
+            frame = frame.f_back
+        return frame.f_locals["job"]["events"]
 
     def sign(name, pid):
         pathlib.Path(os.environ["BENCH"], name).write_text(str(pid))
@@ -178,7 +192,7 @@ BAD = {
     "forges": """
         import json
         def work_1():
-            pipe = json.loads(sys.argv[1])["events"]
+            pipe = pipe_of_events()
             os.write(pipe, json.dumps({"event": "done", "answer": {}, "printed": 0}).encode() + b"\\n")
             os._exit(0)
         def work_2(): pass
@@ -186,7 +200,7 @@ BAD = {
     "gushes": """
         import json
         def work_1():
-            pipe = json.loads(sys.argv[1])["events"]
+            pipe = pipe_of_events()
             while True: os.write(pipe, b"x" * 65536)
         def work_2(): pass
     """,
@@ -245,7 +259,9 @@ class Bench:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.script = root / "stand_in.py"
-        self.script.write_text(textwrap.dedent(SUITE))
+        self.script.write_text(textwrap.dedent(SUITE) + SPAWNED)
+        self.nursery = root / "nursery_stand_in.py"
+        self.nursery.write_text(textwrap.dedent(SUITE) + FORKED)
         self.site = root / "site"
         self.site.mkdir()
 
@@ -263,11 +279,22 @@ class Bench:
         )
 
     def check(
-        self, *names: str, options: Options = FULL, script: Path | None = None, **kwargs: Any
+        self,
+        *names: str,
+        options: Options = FULL,
+        script: Path | None = None,
+        forked: bool = True,
+        **kwargs: Any,
     ) -> Report:
-        """Run `supervise.check` with the stand-in suite, or with another ``script`` as the worker."""
-        command = [*supervise.WORKER[:-2], str(script or self.script)]
+        """Run `supervise.check` with the stand-in suite, or with another ``script`` as the worker.
+
+        Workers of the stand-in are ``forked``, as those of the suite are on Linux, or started anew.
+        """
+        command = (*supervise.WORKER[:-2], str(script or self.script))
         with pytest.MonkeyPatch.context() as patch:
+            if forked and script is None:
+                patch.setattr(supervise, "_NURSERY", (*command[:-1], str(self.nursery)))
+                patch.setattr(supervise, "WORKER", command)
             patch.syspath_prepend(str(self.site))
             patch.setenv("GRAPHPACT", str(Path(graphpact.__file__).parent))
             patch.setenv("BENCH", str(self.root))
@@ -290,10 +317,14 @@ def told() -> list[tuple[str, Result]]:
     return []
 
 
-@pytest.fixture(scope="module")
-def report(bench: Bench, told: list[tuple[str, Result]]) -> Report:
+@pytest.fixture(scope="module", params=["forked", pytest.param("spawned", marks=pytest.mark.sweep)])
+def report(bench: Bench, told: list[tuple[str, Result]], request: pytest.FixtureRequest) -> Report:
     """Return the report of one run over every plugin of `BAD`, with two workers."""
-    return bench.check(*BAD, workers=2, on_result=lambda target, result: told.append((target.name, result)))
+    told.clear()
+    forked = request.param == "forked"
+    return bench.check(
+        *BAD, workers=2, forked=forked, on_result=lambda target, result: told.append((target.name, result))
+    )
 
 
 def of(report: Report, name: str) -> PluginResults:
@@ -452,10 +483,11 @@ def test_every_result_is_told_once(report: Report, told: list[tuple[str, Result]
 
 
 @pytest.mark.sweep
-def test_two_runs_differ_in_times_alone(report: Report, bench: Bench) -> None:
+def test_two_runs_differ_in_times_alone(report: Report, bench: Bench, request: pytest.FixtureRequest) -> None:
     """A run with one worker and a run with two have the same results, stacks and options."""
     names = ["prints", "crashes", "hangs", "warns"]
-    again = bench.check(*names, workers=1).timeless()
+    forked = "forked" in request.node.callspec.id
+    again = bench.check(*names, workers=1, forked=forked).timeless()
     before = report.timeless()
     by_name = {plugin["name"]: plugin for plugin in before["plugins"]}
     assert again["plugins"] == [by_name[name] for name in names]
@@ -604,11 +636,50 @@ def test_a_flood_is_stopped_before_the_bound(bench: Bench, monkeypatch: pytest.M
 
 def test_what_is_no_event_is_a_failure(bench: Bench) -> None:
     """A plugin that writes into the suite's own pipe corrupts a result, and the work fails."""
-    body = "import json\ndef work_1(): os.write(json.loads(sys.argv[1])['events'], b'no event')"
+    body = "def work_1(): os.write(pipe_of_events(), b'no event')"
     bench.add("spoils", body)
     report = bench.check("spoils")
     assert outcomes(of(report, "spoils")) == [("ends", "work_1", "fail")]
     assert "the suite's pipe" in evidence(of(report, "spoils"), "ends")
+
+
+def test_torch_is_imported_once_for_all_jobs_of_a_worker(bench: Bench) -> None:
+    """Jobs without faults run in children of one process, and none sees what an earlier one did."""
+    body = """
+        def work_1():
+            print("children", len(os.environ.get("SEEN", "")), file=sys.stderr)
+            os.environ["SEEN"] = "seen"
+            assert not [name for name in sys.modules if name.startswith("fake_") and name != __name__]
+            raise ValueError(f"{os.getppid()}, {'torch' in sys.modules}")
+    """
+    for name in ("first", "second"):
+        bench.add(name, body)
+    with patch.object(supervise.subprocess, "Popen", wraps=subprocess.Popen) as started:
+        report = bench.check("first", "second", workers=1)
+    assert started.call_count == 1
+    said = [evidence(of(report, name), "works").splitlines() for name in ("first", "second")]
+    assert said[0] == said[1]
+    assert "children 0" in said[0]
+
+
+def test_a_plugin_that_kills_the_parent_of_its_process_fails_alone(bench: Bench) -> None:
+    """The process that forks workers is lost with the job that killed it; the next job has another one."""
+    bench.add("orphan", "def work_1(): os.kill(os.getppid(), signal.SIGKILL); time.sleep(BOUND)")
+    report = bench.check("orphan", "good", workers=1)
+    assert [r.outcome for r in of(report, "orphan").results if r.lane == "work_1"] == [Outcome.FAIL]
+    assert "SIGKILL" in evidence(of(report, "orphan"), "ends")
+    assert outcomes(of(report, "good")) == ENDINGS["good"]
+
+
+def test_a_suite_that_cannot_be_imported_is_no_fault_of_a_plugin(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If the process that forks workers does not start, the exit status is 3; the error has its stderr."""
+    monkeypatch.setattr(bench, "nursery", bench.root / "broken.py")
+    bench.nursery.write_text("raise SystemExit('no such machine')")
+    with pytest.raises(GraphpactError, match="exit status 1\n  on stderr:\n  no such machine") as lost:
+        bench.check("good")
+    assert lost.value.code == ExitCode.SUITE_ERROR
 
 
 def test_a_worker_that_does_not_start_is_no_fault_of_a_plugin() -> None:
