@@ -20,11 +20,10 @@ from typing import Any
 from graphpact_conformance import worker
 from graphpact_conformance.keeper import Keeper, write_report
 
-__all__ = ["ANSWER", "GIVEN", "main"]
-
 GIVEN = ("job", "left", "out", "err", "events", "stack", "key")
 """The descriptors of a message: the job as JSON, the report of the keeper, and those of the worker."""
 ANSWER = struct.Struct("=i")
+"""How a worker ended, in bytes."""
 
 
 def _next_job(control: socket.socket) -> dict[str, Any] | None:
