@@ -62,14 +62,19 @@ class Keeper:
         self._child = 0
         return status
 
-    def end_all(self) -> list[str]:
-        """Kill what still runs after a while, and return its command lines; none if it was stopped."""
+    def end_all(self, report: int) -> None:
+        """Kill what still runs after a while, and report it, unless it was told to kill everything.
+
+        Args:
+            report: Descriptor to which the command lines are written, as one JSON array.
+        """
         deadline = time.monotonic() + GRACE
         while (left := _children()) and not self.is_stopped and time.monotonic() < deadline:
             time.sleep(_TICK)
         names = sorted(map(_command_line, left))
         _kill_all()
-        return [] if self.is_stopped else names
+        if names and not self.is_stopped:
+            os.write(report, json.dumps(names).encode())
 
 
 def main(report: int, command: list[str]) -> None:
@@ -77,14 +82,8 @@ def main(report: int, command: list[str]) -> None:
     os.set_inheritable(report, False)  # noqa: FBT003  positional only
     keeper = Keeper()
     status = keeper.keep(os.posix_spawn(command[0], command, os.environ))
-    write_report(report, keeper.end_all())
+    keeper.end_all(report)
     _end_like(status)
-
-
-def write_report(report: int, names: list[str]) -> None:
-    """Write command lines to a descriptor, as one JSON array; nothing if there are none."""
-    if names:
-        os.write(report, json.dumps(names).encode())
 
 
 def _status_of(child: int) -> int:

@@ -18,9 +18,11 @@ import struct
 from typing import Any
 
 from graphpact_conformance import worker
-from graphpact_conformance.keeper import Keeper, write_report
+from graphpact_conformance.keeper import Keeper
 
-GIVEN = ("job", "left", "out", "err", "events", "stack", "key")
+OF_JOB = ("events", "stack", "key")
+"""The descriptors that a worker finds in its job."""
+GIVEN = ("job", "left", "out", "err", *OF_JOB)
 """The descriptors of a message: the job as JSON, the report of the keeper, and those of the worker."""
 ANSWER = struct.Struct("=i")
 """How a worker ended, in bytes."""
@@ -43,7 +45,7 @@ def _next_job(control: socket.socket) -> dict[str, Any] | None:
             control.close()
             return _as_worker(dict(zip(GIVEN, received, strict=True)))
         status = keeper.keep(child)
-        write_report(received[GIVEN.index("left")], keeper.end_all())
+        keeper.end_all(report=received[GIVEN.index("left")])
         for descriptor in received:
             os.close(descriptor)
         control.send(ANSWER.pack(os.waitstatus_to_exitcode(status)))
@@ -65,7 +67,7 @@ def _as_worker(given: dict[str, int]) -> dict[str, Any]:
         job: dict[str, Any] = json.load(file)
     for name in ("left", "out", "err"):
         os.close(given[name])
-    return job | {name: given[name] for name in ("events", "stack", "key")}
+    return job | {name: given[name] for name in OF_JOB}
 
 
 def main() -> None:

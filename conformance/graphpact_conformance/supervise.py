@@ -41,7 +41,7 @@ from graphpact.plugins import PluginCatalog, PluginInfo
 from graphpact_conformance import legend
 from graphpact_conformance.blind import PROGRAM, Judge
 from graphpact_conformance.keeper import GRACE
-from graphpact_conformance.nursery import ANSWER, GIVEN
+from graphpact_conformance.nursery import ANSWER, GIVEN, OF_JOB
 from graphpact_conformance.results import (
     Environment,
     Finding,
@@ -107,7 +107,8 @@ def check(
         on_begin: Called with each piece of work before it runs.
         workers: Number of parallel processes; default: one per core, and one on a GPU.
         timeout: Seconds for one piece of work; default: ``GRAPHPACT_CHECK_TIMEOUT``, or 120.
-        command: The worker's command line, to which the job is appended.
+        command: The worker's command line, to which the job is appended. `WORKER` is forked instead, on a
+            CPU where the system has keepers.
         blindly: Whether each backend and runner also runs where the suite is not imported; never in a run of
             selected rules or lanes. Pairs do not: both plugins have.
 
@@ -488,7 +489,7 @@ class _Spawned:
         descriptors: dict[str, int],
         given: int = subprocess.DEVNULL,
     ) -> None:
-        mine = {name: descriptors[name] for name in ("events", "stack", "key")}
+        mine = {name: descriptors[name] for name in OF_JOB}
         left = descriptors["left"]
         kept = (*_KEEPER, str(left)) if _has_keeper() else ()
         self._process = subprocess.Popen(
@@ -581,7 +582,7 @@ class _Nursery:
         if self.poll() is None:
             _end(self._process)
             self.poll()
-            self.close()
+            self.close()  # it may have answered before its end
 
     def close(self) -> None:
         """End the process, which has no worker."""
