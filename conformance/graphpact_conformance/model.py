@@ -341,12 +341,18 @@ class Passes:
 
     def __init__(self, forward: Forward) -> None:
         self.forward = forward
+        self._is_watched = False
         self._done: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def __call__(self, batch: ForwardBatch, metadata: Any, attend: Attend) -> StepOutputs:
-        """Run the model, and keep what it read and attended to."""
+        """Run the model; in a region that is watched, keep what it read and attended to.
+
+        A pass that a runner traces before is the same for all shapes: torch.compile would trace it again for
+        a list of another length.
+        """
         outputs = self.forward(batch, metadata, attend)
-        self._done.append((batch.input_ids, outputs["rows"]))
+        if self._is_watched:
+            self._done.append((batch.input_ids, outputs["rows"]))
         return outputs
 
     def watching(self, region: Region) -> Region:
@@ -354,7 +360,11 @@ class Passes:
 
         def watched() -> StepOutputs:
             self._done.clear()
-            outputs: Any = region()
+            self._is_watched = True
+            try:
+                outputs: Any = region()
+            finally:
+                self._is_watched = False
             if not isinstance(outputs, StepOutputs):
                 return outputs  # type: ignore[no-any-return]  # the lane refuses it
             given: dict[str, Any] = {name: (tensor, outputs.axes[name]) for name, tensor in outputs.items()}

@@ -527,8 +527,8 @@ def examine(
     every = [
         replace(plan, names=target.names, contract=contract) for plan in lanes_of(target, options, catalog)
     ]
-    every.sort(key=lambda plan: not plan.has_all)  # so that parts take about the same time
-    plans = every[first::parts]
+    every.sort(key=lambda plan: not plan.has_all)
+    plans = _in_parts(every, parts, options)[first]
     shown: list[tuple[Config, bool]] = []
     ran: list[tuple[Config, set[str]]] = []
     told: list[Result] = []
@@ -571,6 +571,24 @@ def examine(
     )
 
 
+def _in_parts(plans: Sequence[PlannedLane], parts: int, options: Options) -> list[list[PlannedLane]]:
+    """Return the lanes in parts that take about the same time: the longest first, each to the shortest part.
+
+    A lane takes about as long as its captures: each experiment captures each shape, with all its steps.
+    """
+
+    def cost(plan: PlannedLane) -> int:
+        config = plan.lane.config
+        return len(experiments_of(plan, options)) * len(config.shapes) * config.case.num_steps
+
+    costs = [0] * parts
+    part_of: dict[int, int] = {}
+    for at in sorted(range(len(plans)), key=lambda at: -cost(plans[at])):
+        part_of[at] = costs.index(min(costs))
+        costs[part_of[at]] += cost(plans[at])
+    return [[plan for at, plan in enumerate(plans) if part_of[at] == part] for part in range(parts)]
+
+
 def _that_ran(results: Sequence[Result]) -> set[str]:
     """Return the names of the experiments of which a lane has a verdict."""
     judged = [r for r in results if r.outcome in (Outcome.PASS, Outcome.FAIL)]
@@ -578,7 +596,7 @@ def _that_ran(results: Sequence[Result]) -> set[str]:
 
 
 def merged(parts: Sequence[PluginResults]) -> PluginResults:
-    """Return the joined results of all parts, in the order of the lanes."""
+    """Return the joined results of all parts, by lanes: the first of each part, then the second ones."""
     if len(parts) == 1:
         return parts[0]
     by_lane = [[list(group) for _, group in groupby(part.results, key=lambda r: r.lane)] for part in parts]

@@ -29,6 +29,7 @@ from graphpact_conformance.results import Outcome
 from graphpact_conformance.rig import Rig
 from graphpact_conformance.suite import Options, Target, examine_lane, plan_lanes
 from graphpact_conformance.world import CONTEXT, EMBEDS, SEGMENTS, VOCAB, Case, Config, configs_of, plainest
+from graphpact_cuda_graph import pieces
 from graphpact_cuda_graph.breakable import BreakableCudaGraphRunner
 from graphpact_cuda_graph.piecewise import PiecewiseCudaGraphRunner
 from graphpact_fa3 import FA3Backend
@@ -156,6 +157,15 @@ def test_a_runner_is_checked_below_live_and_padded_metadata() -> None:
     catalog = ListedCatalog(fast=BreakableCudaGraphRunner)
     plans = suite.lanes_of(Target("runner", "fast"), QUICK, catalog)
     assert {plan.lane.backend.capabilities.eager_rows for plan in plans} == {"live", "padded"}
+
+
+def test_the_model_of_the_suite_is_traced_once_for_all_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A piecewise runner traces the suite's model once, whatever it captured before: a trace takes long."""
+    splits, backend = [], pieces._backend
+    monkeypatch.setattr(pieces, "_backend", lambda *args: splits.append(args) or backend(*args))
+    lane = plan_lanes(ReferenceBackend, PiecewiseCudaGraphRunner, QUICK, kind="runner")[0].lane
+    assert len(lane.rig().captured) == 2
+    assert len(splits) == 1
 
 
 # -- padding -----------------------------------------------------------------------------------------

@@ -143,6 +143,21 @@ def test_a_quick_run_has_one_lane_for_each_kind_of_step() -> None:
     assert len(quick) < len(normal) < len(thorough)
 
 
+@pytest.mark.parametrize("parts", [1, 2, 3, 40])
+def test_parts_of_a_run_share_its_lanes_evenly(parts: int) -> None:
+    """Each lane is in one part, and no part has more to do than another by more than one lane."""
+    plans = suite.lanes_of(Target("attention_backend", "mine"), QUICK, CATALOG)
+    shared = suite._in_parts(plans, parts, QUICK)
+    assert len(shared) == parts
+    assert sorted(str(p) for part in shared for p in part) == sorted(map(str, plans))
+    captures = {
+        str(p): len(suite.experiments_of(p, QUICK)) * len(p.lane.config.shapes) * p.lane.config.case.num_steps
+        for p in plans
+    }
+    costs = [sum(captures[str(p)] for p in part) for part in shared]
+    assert max(costs) - min(costs) <= max(captures.values())
+
+
 def test_a_runner_is_held_to_its_own_modes() -> None:
     """A runner gets lanes for its modes and for idle ranks, with the suite's own backend."""
     plans = suite.lanes_of(Target("runner", "fast"), Options(), CATALOG)
