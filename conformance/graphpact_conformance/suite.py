@@ -572,21 +572,19 @@ def examine(
 
 
 def _in_parts(plans: Sequence[PlannedLane], parts: int, options: Options) -> list[list[PlannedLane]]:
-    """Return the lanes in parts that take about the same time: the longest first, each to the shortest part.
-
-    A lane takes about as long as its captures: each experiment captures each shape, with all its steps.
-    """
-
-    def cost(plan: PlannedLane) -> int:
-        config = plan.lane.config
-        return len(experiments_of(plan, options)) * len(config.shapes) * config.case.num_steps
-
+    """Return the lanes in parts that take about the same time: the longest first, to the shortest part."""
     costs = [0] * parts
     part_of: dict[int, int] = {}
-    for at in sorted(range(len(plans)), key=lambda at: -cost(plans[at])):
+    for at in sorted(range(len(plans)), key=lambda at: -_cost(plans[at], options)):
         part_of[at] = costs.index(min(costs))
-        costs[part_of[at]] += cost(plans[at])
+        costs[part_of[at]] += _cost(plans[at], options)
     return [[plan for at, plan in enumerate(plans) if part_of[at] == part] for part in range(parts)]
+
+
+def _cost(plan: PlannedLane, options: Options) -> int:
+    """Return the number of steps that the experiments of a lane capture, which take most of its time."""
+    capturing = [e for e in experiments_of(plan, options) if not e.reuses]
+    return len(capturing) * len(plan.lane.config.shapes) * plan.lane.config.case.num_steps
 
 
 def _that_ran(results: Sequence[Result]) -> set[str]:

@@ -150,12 +150,8 @@ def test_parts_of_a_run_share_its_lanes_evenly(parts: int) -> None:
     shared = suite._in_parts(plans, parts, QUICK)
     assert len(shared) == parts
     assert sorted(str(p) for part in shared for p in part) == sorted(map(str, plans))
-    captures = {
-        str(p): len(suite.experiments_of(p, QUICK)) * len(p.lane.config.shapes) * p.lane.config.case.num_steps
-        for p in plans
-    }
-    costs = [sum(captures[str(p)] for p in part) for part in shared]
-    assert max(costs) - min(costs) <= max(captures.values())
+    costs = [[suite._cost(p, QUICK) for p in part] for part in shared]
+    assert max(map(sum, costs)) - min(map(sum, costs)) <= max(suite._cost(p, QUICK) for p in plans)
 
 
 def test_a_runner_is_held_to_its_own_modes() -> None:
