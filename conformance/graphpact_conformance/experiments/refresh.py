@@ -23,7 +23,7 @@ from graphpact_conformance.experiments.base import (
     put,
     same_step,
     spell,
-    tolerance_of,
+    tolerance_in,
     values_at,
 )
 from graphpact_conformance.problems import Drawn, Problem, assorted, corner, neighbours, steady
@@ -318,7 +318,7 @@ def _rows_off(lane: UnderTest, rig: Subject, step: StepRecord) -> set[tuple[str,
     assert step.rows is not None  # noqa: S101  it ended
     off: set[tuple[str, int]] = set()
     for name, right in lane.answer(rig, step.problem).rows.items():
-        wrong = excess(step.rows[name], right, tolerance_of(rig.config.dtype)) > 1
+        wrong = excess(step.rows[name], right, tolerance_in(rig, name)) > 1
         off |= {(name, at) for at in wrong.flatten().nonzero().flatten().tolist()}
     return off
 
