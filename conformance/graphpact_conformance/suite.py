@@ -573,12 +573,14 @@ def examine(
 
 def _in_parts(plans: Sequence[PlannedLane], parts: int, options: Options) -> list[list[PlannedLane]]:
     """Return the lanes in parts that take about the same time: the longest first, to the shortest part."""
-    costs = [0] * parts
-    part_of: dict[int, int] = {}
-    for at in sorted(range(len(plans)), key=lambda at: -_cost(plans[at], options)):
-        part_of[at] = costs.index(min(costs))
-        costs[part_of[at]] += _cost(plans[at], options)
-    return [[plan for at, plan in enumerate(plans) if part_of[at] == part] for part in range(parts)]
+    costs = [_cost(plan, options) for plan in plans]
+    shared: list[list[int]] = [[] for _ in range(parts)]
+    sums = [0] * parts
+    for at in sorted(range(len(plans)), key=costs.__getitem__, reverse=True):
+        shortest = sums.index(min(sums))
+        shared[shortest].append(at)
+        sums[shortest] += costs[at]
+    return [[plans[at] for at in sorted(part)] for part in shared]
 
 
 def _cost(plan: PlannedLane, options: Options) -> int:
