@@ -205,20 +205,22 @@ class ReferenceBackend(AttentionBackend):
             seen = seen & (seen.flip(1).cumsum(1).flip(1) <= layer.sliding_window)
         hidden = ~seen
         slots = slots.masked_fill(hidden, 0)
-        keys = k_cache[slots].float()  # [T, n, kv heads, width]
+        keys, values = (
+            cache.index_select(0, slots.flatten()).unflatten(0, slots.shape) for cache in (k_cache, v_cache)
+        )  # [T, n, kv heads, width]
         # scratch may hold NaN, and 0 * NaN is NaN; scores of hidden keys are replaced
-        values = v_cache[slots].masked_fill(hidden[:, :, None, None], 0).float()
+        values.masked_fill_(hidden[:, :, None, None], 0)
         heads = layer.num_kv_heads, layer.num_q_heads // layer.num_kv_heads
-        queries = q.float().view(-1, *heads, q.shape[-1])
-        scores = torch.einsum("thgd,tnhd->thgn", queries, keys) * layer.scaling
+        queries = q.float().view(-1, *heads, q.shape[-1]) * layer.scaling
+        scores = torch.einsum("thgd,tnhd->thgn", queries, keys.float())
         if layer.softcap is not None:
             scores = layer.softcap * torch.tanh(scores / layer.softcap)
-        scores = scores.masked_fill(hidden[:, None, None], float("-inf"))
+        scores.masked_fill_(hidden[:, None, None], float("-inf"))
         if layer.sinks is not None:
             sinks = layer.sinks.float().view(1, *heads, 1).expand(q.shape[0], *heads, 1)
             scores = torch.cat([scores, sinks], dim=3)
         weights = torch.softmax(scores, dim=3)[..., : slots.shape[1]]
-        out = torch.einsum("thgn,tnhd->thgd", weights, values)
+        out = torch.einsum("thgn,tnhd->thgd", weights, values.float())
         return out.flatten(1, 2).to(q.dtype)
 
     def keys_of(self, metadata: ReferenceMetadata) -> tuple[torch.Tensor, torch.Tensor]:

@@ -119,12 +119,12 @@ def check(
     """
     started, clock = datetime.now(UTC), time.monotonic()
     bound = _bound(timeout)
-    catalog = PluginCatalog.scan()
-    resolved = _NameResolution(names, options)
-    with _Starter(command, forks=options.device == "cpu") as starter:
+    workers = workers or _default_workers(options.device)
+    with _Starter(command, ahead=workers if options.device == "cpu" else 0) as starter:
+        catalog = PluginCatalog.scan()
+        resolved = _NameResolution(names, options)
         _run([resolved], 1, bound, starter)
         xfails = Xfails.read(resolved.targets, catalog)
-        workers = workers or _default_workers(options.device)
         parts = max(1, workers // max(len(resolved.targets), 1))  # per target, if there are few targets
         examinations = [
             [
@@ -432,15 +432,17 @@ class _Starter:
 
     Args:
         command: The worker's command line.
-        forks: Whether `WORKER` is forked, where the system has keepers.
+        ahead: Number of processes that begin to import torch at once, to fork `WORKER` where the system has
+            keepers; 0 to fork none.
     """
 
-    def __init__(self, command: Sequence[str], *, forks: bool) -> None:
+    def __init__(self, command: Sequence[str], *, ahead: int) -> None:
         self._command = command
-        self._forks = forks and command is WORKER and _has_keeper()
+        self._ahead = ahead if command is WORKER and _has_keeper() else 0
         self._idle: list[_Nursery] = []
 
     def __enter__(self) -> Self:
+        self._idle += [_Nursery() for _ in range(self._ahead)]
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -460,7 +462,7 @@ class _Starter:
         if program is not None:
             with program.open("rb") as file:
                 return _Spawned(_FROM_STDIN, job, descriptors, file.fileno())
-        if not self._forks:
+        if not self._ahead:
             return _Spawned(self._command, job, descriptors)
         nursery = self._idle.pop() if self._idle else _Nursery()
         nursery.begin(job, descriptors)

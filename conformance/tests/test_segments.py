@@ -159,11 +159,15 @@ def test_a_runner_is_checked_below_live_and_padded_metadata() -> None:
     assert {plan.lane.backend.capabilities.eager_rows for plan in plans} == {"live", "padded"}
 
 
-def test_the_model_of_the_suite_is_traced_once_for_all_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("counts", [False, True])
+def test_the_model_of_the_suite_is_traced_once_for_all_shapes(
+    *, counts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A piecewise runner traces the suite's model once, whatever it captured before: a trace takes long."""
     splits, backend = [], pieces._backend
     monkeypatch.setattr(pieces, "_backend", lambda *args: splits.append(args) or backend(*args))
     lane = plan_lanes(ReferenceBackend, PiecewiseCudaGraphRunner, QUICK, kind="runner")[0].lane
+    lane = lane.like(replace(lane.config, counts=counts))
     assert len(lane.rig().captured) == 2
     assert len(splits) == 1
 

@@ -226,8 +226,8 @@ class ForwardBatch:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the tensors of the batch by field name, those of ``extra`` by their dotted names."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {n: v for n, v in (values | dict(self.extra)).items() if isinstance(v, torch.Tensor)}
+        values = {name: getattr(self, name) for name in _TENSORS} | dict(self.extra)
+        return {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
 
     def with_tensors(self, tensors: Mapping[str, torch.Tensor]) -> "ForwardBatch":
         """Return the batch with some tensors replaced, by the names of `tensors`."""
@@ -251,6 +251,8 @@ class ForwardBatch:
 
 
 _OPTIONAL = operator.attrgetter(*(f.name for f in fields(ForwardBatch) if f.default is None))
+# Other fields are not looked at: torch.compile traces anew for another value of a number that it has seen.
+_TENSORS = [f.name for f in fields(ForwardBatch) if f.type in (torch.Tensor, torch.Tensor | None)]
 
 
 def _contradiction(batch: ForwardBatch, has: str, expected: str) -> NoReturn:
