@@ -9,6 +9,8 @@ here as bytes. This process computes the right ones from the same problems, and 
 Does not: check rules, or start processes (see `graphpact_conformance.supervise`).
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,17 @@ _HELP = (
     "the worker found no fault: let the results depend on nothing but the arguments of a call, and replace"
     " nothing of the suite"
 )
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Compute on one core: the work is small, and the workers have the others."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 class Judge:
@@ -68,13 +81,14 @@ class Judge:
     def hear(self, event: dict[str, Any]) -> None:
         """Take an event of the blind run. Anything can be wrong with it: a plugin may have made it."""
         try:
-            match event:
-                case {"event": "declares", "capabilities": capabilities, "lanes": lanes}:
-                    self._declares(capabilities, lanes)
-                case {"event": "stepped", "lane": lane, "rows": rows, "axes": axes, "caches": caches}:
-                    self._stepped(lane, rows, axes, caches)
-                case {"event": "failed", "lane": lane, "text": text}:
-                    self._failed(lane, text)
+            with _one_thread():
+                match event:
+                    case {"event": "declares", "capabilities": capabilities, "lanes": lanes}:
+                        self._declares(capabilities, lanes)
+                    case {"event": "stepped", "lane": lane, "rows": rows, "axes": axes, "caches": caches}:
+                        self._stepped(lane, rows, axes, caches)
+                    case {"event": "failed", "lane": lane, "text": text}:
+                        self._failed(lane, text)
         except Exception as error:  # noqa: BLE001
             self.lost(LANE, f"what it sent cannot be judged: {type(error).__name__}: {error}")
 

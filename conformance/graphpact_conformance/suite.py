@@ -610,11 +610,10 @@ def merged(parts: Sequence[PluginResults]) -> PluginResults:
     results = [
         result for groups in zip_longest(*by_lane, fillvalue=[]) for group in groups for result in group
     ]
-    kept: list[Result] = []
+    kept: dict[str, Result] = {}  # one copy of results that all parts have, whenever they had them
     for result in results:
-        if all(_timeless(result) != _timeless(other) for other in kept):
-            kept.append(result)  # one copy of results that all parts have
-    results = kept
+        kept.setdefault(result.model_dump_json(exclude={"seconds"}), result)
+    results = [*kept.values()]
     claims = [_all_of(claims) for claims in zip(*(part.claims for part in parts), strict=True)]
     if claims:
         results.append(of_claims(claims, results))
@@ -628,10 +627,6 @@ def merged(parts: Sequence[PluginResults]) -> PluginResults:
             "drawn": coverage.joined(part.drawn for part in parts),
         }
     )
-
-
-def _timeless(result: Result) -> Result:
-    return result.model_copy(update={"seconds": 0.0})
 
 
 def _all_of(claims: Sequence[Claim]) -> Claim:
