@@ -584,7 +584,7 @@ def _in_parts(plans: Sequence[PlannedLane], parts: int, options: Options) -> lis
 
 
 _BLIND_RUN = 25  # a run where the suite is not imported takes as long as so many captured steps
-_KEYS = 3000  # of all tokens and layers of a step take as long as one captured step
+_KEYS = 5000  # of all tokens and layers of a step take as long as one captured step
 
 
 def _cost(plan: PlannedLane, options: Options) -> int:
