@@ -409,7 +409,7 @@ PLANTED: list[tuple[type[ReferenceBackend], str, str]] = [
     (PackedDraftExtend, "draft_extend", WRONG),
     (StaleRows, "decode", "out of"),
     (StaleRows, "mixed", "out of"),
-    (PadsReadRowOne, "decode", "out of bounds"),
+    (PadsReadRowOne, "decode", "index out of range"),
     (PadsWriteFirstPage, "extend", "in KV slots ["),
     (TreeIgnored, "target_verify_tree", WRONG),
     (DraftsUncounted, "target_verify", WRONG),
