@@ -9,8 +9,6 @@ here as bytes. This process computes the right ones from the same problems, and 
 Does not: check rules, or start processes (see `graphpact_conformance.supervise`).
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +23,7 @@ from graphpact_conformance.blind_wire import (
     with_shapes,
 )
 from graphpact_conformance.experiments.base import differences
+from graphpact_conformance.global_state import one_thread
 from graphpact_conformance.problems import Problem
 from graphpact_conformance.records import StepRecord
 from graphpact_conformance.reference import ReferenceBackend
@@ -39,17 +38,6 @@ _HELP = (
     "the worker found no fault: let the results depend on nothing but the arguments of a call, and replace"
     " nothing of the suite"
 )
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Compute on one core: the work is small, and the workers have the others."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 class Judge:
@@ -81,7 +69,7 @@ class Judge:
     def hear(self, event: dict[str, Any]) -> None:
         """Take an event of the blind run. Anything can be wrong with it: a plugin may have made it."""
         try:
-            with _one_thread():
+            with one_thread():
                 match event:
                     case {"event": "declares", "capabilities": capabilities, "lanes": lanes}:
                         self._declares(capabilities, lanes)

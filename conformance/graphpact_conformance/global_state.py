@@ -227,7 +227,7 @@ _SLOW: tuple[Setting, ...] = (
     *_of_numpy(),
 )
 
-# -- seeding ------------------------------------------------------------------------------------------
+# -- the suite's own settings --------------------------------------------------------------------------
 
 
 @contextmanager
@@ -236,6 +236,17 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         yield
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Compute with one thread, as the workers of `graphpact check` do: tensors are too small for several."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 # -- watching ----------------------------------------------------------------------------------------

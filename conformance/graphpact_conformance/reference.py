@@ -193,8 +193,8 @@ class ReferenceBackend(AttentionBackend):
         metadata: ReferenceMetadata,
     ) -> torch.Tensor:
         """Write new keys and values, gather the visible keys of every token, and attend in float32."""
-        cache = self.context.kv_cache
-        k_cache, v_cache = cache.k[layer.cache_layer], cache.v[layer.cache_layer]
+        kv_cache = self.context.kv_cache
+        k_cache, v_cache = kv_cache.k[layer.cache_layer], kv_cache.v[layer.cache_layer]
         new = new_kv(k, v, layer)
         if new is not None:
             k_cache.index_copy_(0, metadata.out_cache_loc, new[0])
@@ -205,9 +205,7 @@ class ReferenceBackend(AttentionBackend):
             seen = seen & (seen.flip(1).cumsum(1).flip(1) <= layer.sliding_window)
         hidden = ~seen
         slots = slots.masked_fill(hidden, 0)
-        keys, values = (
-            cache.index_select(0, slots.flatten()).unflatten(0, slots.shape) for cache in (k_cache, v_cache)
-        )  # [T, n, kv heads, width]
+        keys, values = _rows_in(k_cache, slots), _rows_in(v_cache, slots)
         # scratch may hold NaN, and 0 * NaN is NaN; scores of hidden keys are replaced
         values.masked_fill_(hidden[:, :, None, None], 0)
         heads = layer.num_kv_heads, layer.num_q_heads // layer.num_kv_heads
@@ -235,6 +233,11 @@ class ReferenceBackend(AttentionBackend):
         if mask is None:
             mask = torch.ones_like(metadata.drafts, dtype=torch.bool)
         return torch.cat([slots, metadata.drafts], dim=1), torch.cat([seen, mask], dim=1)
+
+
+def _rows_in(cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """Return a copy of the rows of a cache ``[S, H, D]`` in ``slots`` ``[T, n]``: ``[T, n, H, D]``."""
+    return cache.index_select(0, slots.flatten()).view(*slots.shape, *cache.shape[1:])
 
 
 def _with_one_more(rows: torch.Tensor, value: int) -> torch.Tensor:

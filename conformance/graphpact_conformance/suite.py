@@ -590,10 +590,17 @@ _KEYS = 5000  # of all tokens and layers of a step take as long as one captured 
 def _cost(plan: PlannedLane, options: Options) -> int:
     """Return the time of a lane in captured steps: captures take most, and attention to many keys."""
     config = plan.lane.config
-    captures = sum(2 if e.depth == "full" else not e.reuses for e in experiments_of(plan, options))
+    captures = sum(_captures(experiment) for experiment in experiments_of(plan, options))
     tokens = sum(shape.num_tokens for shape in config.shapes)
     keys = tokens * config.context * len(config.layers)
     return config.case.num_steps * (captures * len(config.shapes) + keys // _KEYS)
+
+
+def _captures(experiment: Experiment) -> int:
+    """Return how often it captures all shapes, about: those of full depth compare two captures."""
+    if experiment.depth == "full":
+        return 2
+    return 0 if experiment.reuses else 1
 
 
 def _that_ran(results: Sequence[Result]) -> set[str]:

@@ -432,8 +432,8 @@ class _Starter:
 
     Args:
         command: The worker's command line.
-        ahead: Number of processes that begin to import torch at once, to fork `WORKER` where the system has
-            keepers; 0 to fork none.
+        ahead: Number of processes that begin to import torch at once, to fork `WORKER` from; 0 to start each
+            worker as a new process. So is every other command, and all where the system has no keepers.
     """
 
     def __init__(self, command: Sequence[str], *, ahead: int) -> None:

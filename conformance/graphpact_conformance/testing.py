@@ -13,7 +13,6 @@ Does not: survive a plugin that crashes or hangs; `graphpact check` does.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -24,6 +23,7 @@ import torch
 
 from graphpact.errors import UsageError
 from graphpact.plugins import PluginCatalog
+from graphpact_conformance.global_state import one_thread
 from graphpact_conformance.report import digest
 from graphpact_conformance.results import Outcome, PluginResults, Result
 from graphpact_conformance.rules import RULES, Rule
@@ -152,7 +152,7 @@ class Examination:
     def _rows(self) -> dict[Target, dict[Rule | None, digest.Row]]:
         if self._options.device == "cuda" and not torch.cuda.is_available():
             pytest.skip("device cuda: torch has no such device on this machine")
-        with _one_thread():
+        with one_thread():
             plugins = [self._results(target) for target in self.targets]
         judged = self._xfails.judge(plugins, self._options)
         return {
@@ -182,17 +182,6 @@ class _Listener:
     def found(self, result: Result) -> None:
         """Keep a result."""
         self.results.append(result)
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Compute with one thread, as `graphpact check` does: tensors are too small for several."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _require_choice(name: str, value: str, choices: tuple[str, ...]) -> None:

@@ -98,8 +98,8 @@ EXPERIMENTS: tuple[Experiment, ...] = (
         reuses=True,
     ),
     Experiment("largest_step", ("GP13",), values.largest_step, depth="light"),
-    # The next ones begin with what was captured here. The last two change it: they capture again, and write
-    # weights.
+    # From here to rewritten_memory, all begin with the graphs that largest_step captured. The last two change
+    # what they use: captured_again captures anew, rewritten_memory writes weights.
     Experiment("guarded", order.GUARDED, order.guarded, repeats=True, in_pairs=True, reuses=True),
     Experiment("interleaved", ("GP09", "GP15", "GP18"), order.interleaved, reuses=True),
     Experiment("smallest_first", ("GP15",), order.smallest_first, reuses=True),
