@@ -3,13 +3,14 @@
 The worker examines a plugin in one process with the suite. So a plugin could be right only where the suite is
 imported, or replace the functions that compare its results. The blind run builds a plain lane of every kind
 of step in a process that has neither the suite's name nor its oracle
-(`graphpact_conformance.blind_program`), on other batches than the worker's. Its outputs and KV caches come
-here as bytes. This process computes the right ones from the same problems, and imports no plugin.
+(`graphpact_conformance.blind_program`), on other batches than the worker's. Its outputs and KV caches go
+as events to the supervisor, which starts another process for the judge. That one computes the right results
+from the same problems, and imports no plugin.
 
 Does not: check rules, or start processes (see `graphpact_conformance.supervise`).
 """
 
-from pathlib import Path
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -24,20 +25,33 @@ from graphpact_conformance.blind_wire import (
 )
 from graphpact_conformance.experiments.base import differences
 from graphpact_conformance.global_state import one_thread
+from graphpact_conformance.legend import BLIND_LANE
 from graphpact_conformance.problems import Problem
 from graphpact_conformance.records import StepRecord
 from graphpact_conformance.reference import ReferenceBackend
-from graphpact_conformance.results import Finding, Outcome, PluginResults, Result
+from graphpact_conformance.results import Finding, Outcome, Result
 from graphpact_conformance.rig import Rig
 from graphpact_conformance.targets import Options, Target
 from graphpact_conformance.world import CASES
 
-PROGRAM = Path(__file__).with_name("blind_program.py")
-LANE = "without the suite"
 _HELP = (
     "the worker found no fault: let the results depend on nothing but the arguments of a call, and replace"
     " nothing of the suite"
 )
+
+
+def judge(target: Target, options: Options, events: Iterable[dict[str, Any]]) -> Result | None:
+    """Return the result of a blind run; None if there was nothing to compare.
+
+    Args:
+        target: The plugin, or the pair.
+        options: Options of the run.
+        events: What came out, in order. An event ``lost``, with ``work`` and ``text``, is the supervisor's.
+    """
+    judge = Judge(target, options)
+    for event in events:
+        judge.hear(event)
+    return judge.result()
 
 
 class Judge:
@@ -55,17 +69,6 @@ class Judge:
         self._findings: list[Finding] = []
         self._judged = 0
 
-    @property
-    def job(self) -> dict[str, Any]:
-        """The job of the blind run."""
-        is_runner = self._target.kind == "runner"
-        return {
-            "backend": None if is_runner else self._target.name,
-            "runner": self._target.name if is_runner else self._target.partner,
-            "seed": self._options.seed,
-            "device": self._options.device,
-        }
-
     def hear(self, event: dict[str, Any]) -> None:
         """Take an event of the blind run. Anything can be wrong with it: a plugin may have made it."""
         try:
@@ -77,8 +80,11 @@ class Judge:
                         self._stepped(lane, rows, axes, caches)
                     case {"event": "failed", "lane": lane, "text": text}:
                         self._failed(lane, text)
+                    case {"event": "lost", "work": work, "text": text}:
+                        self._find(work, "the process continues", text)
         except Exception as error:  # noqa: BLE001
-            self.lost(LANE, f"what it sent cannot be judged: {type(error).__name__}: {error}")
+            text = f"what it sent cannot be judged: {type(error).__name__}: {error}"
+            self._find(BLIND_LANE, "outputs and KV caches", text)
 
     @torch.inference_mode()
     def _declares(self, capabilities: dict[str, Any], lanes: list[tuple[str, list[Any]]]) -> None:
@@ -107,10 +113,6 @@ class Judge:
         problems = self._steps.pop(lane)[1]
         self._find(lane, "a step without an error", text, problems[0] if problems else None)
 
-    def lost(self, work: str, fault: str) -> None:
-        """Note that the process ended before its job did."""
-        self._find(work, "the process continues", fault)
-
     def _find(self, field: str, expected: str, actual: str, problem: Problem | None = None) -> None:
         self._findings.append(
             Finding(
@@ -124,22 +126,15 @@ class Judge:
             )
         )
 
-    def result(self, worker: PluginResults) -> Result | None:
-        """Return the result of the comparison; None if there was nothing to compare.
-
-        Args:
-            worker: The results of the worker. If it found a failure of its lanes too, the two agree.
-        """
+    def result(self) -> Result | None:
+        """Return the result of the comparison; None if there was nothing to compare."""
         if not (self._judged or self._findings):
             return None
-        of_lanes = [result for result in worker.results if result.check != "ends"]
-        agrees = any(result.counts_against or result.breaks_rule for result in of_lanes)
-        is_wrong = bool(self._findings) and not agrees
         return Result(
             rule=None,
             check="blind",
-            lane=LANE,
-            outcome=Outcome.FAIL if is_wrong else Outcome.PASS,
-            findings=self._findings[:8] if is_wrong else [],
+            lane=BLIND_LANE,
+            outcome=Outcome.FAIL if self._findings else Outcome.PASS,
+            findings=self._findings[:8],
             examples=self._judged,
         )

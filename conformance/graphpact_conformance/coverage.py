@@ -3,18 +3,16 @@
 Does not: choose lanes; see `graphpact_conformance.world`.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
+from graphpact_conformance.merge import Values, joined
 from graphpact_conformance.world import Config, dimensions
 
 HIGH_PAGE = 2**15
 """The first page whose number does not fit into 16 bits."""
-
-Values = Mapping[str, Sequence[str]]
-"""The values of each dimension, as texts."""
 
 
 def drawn(lanes: Iterable[tuple[Config, Iterable[str]]]) -> dict[str, list[str]]:
@@ -52,15 +50,6 @@ def _of_sizes(config: Config) -> dict[str, list[Any]]:
         "windows": sorted({layer.sliding_window or 0 for layer in config.layers}),
         "head widths": sorted({layer.head_dim for layer in config.layers}),
     }
-
-
-def joined(runs: Iterable[Values]) -> dict[str, list[str]]:
-    """Return the values of several lanes or runs together."""
-    found: dict[str, dict[str, None]] = {}
-    for run in runs:
-        for name, values in run.items():
-            found.setdefault(name, {}).update(dict.fromkeys(values))
-    return {name: [*values] for name, values in found.items()}
 
 
 def _said(value: object) -> str:

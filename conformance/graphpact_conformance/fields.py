@@ -166,8 +166,11 @@ def _generator(problem: Problem, name: str) -> torch.Generator:
 
 def completed(batch: ForwardBatch, slots: Sequence[GraphSlot]) -> ForwardBatch:
     """Return the batch with the initial value of its slot in every optional field that it lacks."""
+    optional = [slot for slot in slots if slot.optional]
+    if not optional:  # torch.compile then traces no look at every field, once for each captured graph
+        return batch
     there = batch.tensors()
-    absent = [slot for slot in slots if slot.optional and slot.name not in there]
+    absent = [slot for slot in optional if slot.name not in there]
     if not absent:
         return batch
     whole = batch.with_tensors({slot.name: _initial(slot, batch) for slot in absent if "." not in slot.name})

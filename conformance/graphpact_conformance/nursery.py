@@ -14,18 +14,11 @@ import json
 import os
 import signal
 import socket
-import struct
 from typing import Any
 
 from graphpact_conformance import worker
+from graphpact_conformance.job_wire import ANSWER, GIVEN, OF_JOB
 from graphpact_conformance.keeper import Keeper
-
-OF_JOB = ("events", "stack", "key")
-"""The descriptors that a worker finds in its job."""
-GIVEN = ("job", "left", "out", "err", *OF_JOB)
-"""The descriptors of a message: the job as JSON, the report of the keeper, and those of the worker."""
-ANSWER = struct.Struct("=i")
-"""How a worker ended, in bytes."""
 
 
 def _next_job(control: socket.socket) -> dict[str, Any] | None:
@@ -58,9 +51,7 @@ def _as_worker(given: dict[str, int]) -> dict[str, Any]:
         signal.signal(number, signal.SIG_DFL)
     for descriptor in given.values():
         os.set_inheritable(descriptor, False)  # noqa: FBT003  positional only
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.close(nothing)
+    worker.close_stdin()
     os.dup2(given["out"], 1)
     os.dup2(given["err"], 2)
     with open(given["job"], encoding="utf-8") as file:  # noqa: PTH123  a descriptor
@@ -74,8 +65,9 @@ def main() -> None:
     """Fork workers until the supervisor closes its end of the socket."""
     with socket.socket(fileno=os.dup(0)) as control:
         job = _next_job(control)
-    if job is not None:
-        worker.main(job)
+    if job is None:
+        os._exit(0)  # torch takes a while to end, and the supervisor waits
+    worker.main(job)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import partial
-from itertools import chain, groupby, zip_longest
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,6 +33,7 @@ from graphpact_conformance.experiments import EXPERIMENTS, Experiment
 from graphpact_conformance.fields import MROPE
 from graphpact_conformance.global_state import seeded
 from graphpact_conformance.lane_under_test import LaneUnderTest
+from graphpact_conformance.merge import hints_of, of_claims
 from graphpact_conformance.raised import causes, message_of
 from graphpact_conformance.reference import (
     PaddedReferenceBackend,
@@ -510,7 +511,7 @@ def examine(
         options: Options of the run.
         listener: Receives work and results.
         skip: Names of work, as in `Listener.begins`, that are left out.
-        part: Index of a part of the lanes, and number of parts; `merged` joins them.
+        part: Index of a part of the lanes, and number of parts. `merge.merged` joins their results.
 
     Returns:
         The results object without its list of results.
@@ -528,7 +529,9 @@ def examine(
         replace(plan, names=target.names, contract=contract) for plan in lanes_of(target, options, catalog)
     ]
     every.sort(key=lambda plan: not plan.has_all)
-    plans = _in_parts(every, parts, options)[first]
+    is_blind = target.partner is None and not (options.only or options.lanes)
+    before_last = _BLIND_RUN[target.kind] if is_blind else 0
+    plans = _in_parts(every, parts, options, before_last)[first]
     shown: list[tuple[Config, bool]] = []
     ran: list[tuple[Config, set[str]]] = []
     told: list[Result] = []
@@ -571,11 +574,20 @@ def examine(
     )
 
 
-def _in_parts(plans: Sequence[PlannedLane], parts: int, options: Options) -> list[list[PlannedLane]]:
-    """Return the lanes in parts that end about together: the longest first, to the shortest part."""
+def _in_parts(
+    plans: Sequence[PlannedLane], parts: int, options: Options, before_last: int = 0
+) -> list[list[PlannedLane]]:
+    """Return the lanes in parts that end about together: the longest first, to the shortest part.
+
+    Args:
+        plans: The lanes.
+        parts: Number of parts.
+        options: Options of the run.
+        before_last: What comes before the last part, in captured steps.
+    """
     costs = [_cost(plan, options) for plan in plans]
     shared: list[list[int]] = [[] for _ in range(parts)]
-    sums = [0] * (parts - 1) + [_BLIND_RUN]  # which comes before the last part
+    sums = [0] * (parts - 1) + [before_last]
     for at in sorted(range(len(plans)), key=costs.__getitem__, reverse=True):
         shortest = sums.index(min(sums))
         shared[shortest].append(at)
@@ -583,16 +595,18 @@ def _in_parts(plans: Sequence[PlannedLane], parts: int, options: Options) -> lis
     return [[plans[at] for at in sorted(part)] for part in shared]
 
 
-_BLIND_RUN = 25  # a run where the suite is not imported takes as long as so many captured steps
-_KEYS = 5000  # of all tokens and layers of a step take as long as one captured step
+_BLIND_RUN = {"attention_backend": 120, "runner": 40}
+"""A run where the suite is not imported, in captured steps: a backend has more kinds of steps."""
+_KEYS = 10_000
+"""So many keys of tokens and layers take as long as one captured step, in each experiment."""
 
 
 def _cost(plan: PlannedLane, options: Options) -> int:
     """Return the time of a lane in captured steps: captures take most, and attention to many keys."""
-    config = plan.lane.config
-    captures = sum(_captures(experiment) for experiment in experiments_of(plan, options))
+    config, experiments = plan.lane.config, experiments_of(plan, options)
+    captures = sum(map(_captures, experiments))
     tokens = sum(shape.num_tokens for shape in config.shapes)
-    keys = tokens * config.context * len(config.layers)
+    keys = tokens * config.context * len(config.layers) * len(experiments)
     return config.case.num_steps * (captures * len(config.shapes) + keys // _KEYS)
 
 
@@ -607,41 +621,6 @@ def _that_ran(results: Sequence[Result]) -> set[str]:
     """Return the names of the experiments of which a lane has a verdict."""
     judged = [r for r in results if r.outcome in (Outcome.PASS, Outcome.FAIL)]
     return {name for result in judged for name in result.check.split(", ")}
-
-
-def merged(parts: Sequence[PluginResults]) -> PluginResults:
-    """Return the joined results of all parts, by lanes: the first of each part, then the second ones."""
-    if len(parts) == 1:
-        return parts[0]
-    by_lane = [[list(group) for _, group in groupby(part.results, key=lambda r: r.lane)] for part in parts]
-    results = [
-        result for groups in zip_longest(*by_lane, fillvalue=[]) for group in groups for result in group
-    ]
-    kept: dict[str, Result] = {}  # one copy of results that all parts have, whenever they had them
-    for result in results:
-        kept.setdefault(result.model_dump_json(exclude={"seconds"}), result)
-    results = [*kept.values()]
-    claims = [_all_of(claims) for claims in zip(*(part.claims for part in parts), strict=True)]
-    if claims:
-        results.append(of_claims(claims, results))
-    drivers = dict.fromkeys(name for part in parts for name in part.drivers)
-    return parts[0].model_copy(
-        update={
-            "results": results,
-            "claims": claims,
-            "hints": hints_of(claims),
-            "drivers": list(drivers),
-            "drawn": coverage.joined(part.drawn for part in parts),
-        }
-    )
-
-
-def _all_of(claims: Sequence[Claim]) -> Claim:
-    """Return one claim from the claims of all parts."""
-    shown = {claim.shown for claim in claims}
-    hints = [claim.hint for claim in claims if claim.hint]
-    state = next((s for s in ("fail", "pass") if s in shown), "not_run")
-    return claims[0].model_copy(update={"shown": state, "hint": hints[0] if hints else None})
 
 
 def _modes_of(target: Target, catalog: PluginCatalog) -> Collection[ForwardMode]:
@@ -1083,42 +1062,6 @@ def _probe(cls: type[AttentionBackend], options: Options) -> list[tuple[str, boo
         results = list(examine_lane(plan, few, experiments=experiments))
         found.append((capability, all(r.outcome in works for r in results)))
     return found
-
-
-def hints_of(claims: Sequence[Claim]) -> list[str]:
-    """Return the hints of claims; open hints fail under `--strict`."""
-    return [f"{claim.capability}: {claim.hint}" for claim in claims if claim.hint]
-
-
-def of_claims(claims: Sequence[Claim], results: Iterable[Result]) -> Result:
-    """Return the result of a backend's claims: every declared capability must pass.
-
-    A capability that fails because a rule does is a failure of the rule alone, which may be a known one.
-
-    Args:
-        claims: The claims.
-        results: The results of all lanes.
-    """
-    wrong = [c for c in claims if c.is_made and c.shown == "fail"]
-    if any(result.breaks_rule for result in results):
-        wrong = []
-    return Result(
-        rule=None,
-        check="claims",
-        lane="capabilities",
-        outcome=Outcome.FAIL if wrong else Outcome.PASS,
-        findings=[
-            Finding(
-                rule=None,
-                hook=None,
-                field=claim.capability,
-                expected=f"the declared capability ({claim.declared}) works",
-                actual="a lane that needs it fails",
-                help="fix it, or do not declare it",
-            )
-            for claim in wrong
-        ],
-    )
 
 
 def _provider(plans: Sequence[PlannedLane], target: Target) -> str | None:

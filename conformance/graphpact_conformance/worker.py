@@ -1,4 +1,4 @@
-"""The process that examines a plugin: ``python -m graphpact_conformance.worker JOB``, or forked.
+"""The process that examines a plugin: ``python -m graphpact_conformance.worker < JOB``, or forked.
 
 `graphpact_conformance.supervise` starts it and handles its end. Events go through a separate pipe, one JSON
 object per line, so that output of a plugin on stdout and stderr does not mix with them. Each line begins with
@@ -22,7 +22,6 @@ import faulthandler
 import gc
 import json
 import os
-import re
 import signal
 import sys
 import threading
@@ -38,30 +37,15 @@ from pydantic import TypeAdapter
 
 from graphpact.errors import UsageError, short_path
 from graphpact.plugins import PluginCatalog
-from graphpact_conformance import suite
+from graphpact_conformance import legend, suite
+from graphpact_conformance.blind import judge
 from graphpact_conformance.integrity import Originals
+from graphpact_conformance.job_wire import steady, tail
 from graphpact_conformance.results import Outcome, Result
 from graphpact_conformance.targets import Options, Target
 
 _SUITE = Path(__file__).resolve().parent
 _ORPHANED = 30.0  # seconds after the timeout until a process without a supervisor ends itself
-_TAIL_LINES, _TAIL_BYTES = 5, 4096
-_RESTLESS = re.compile(
-    r"0x[0-9a-fA-F]+"  # addresses
-    r"|\b(?:\d{4}-\d\d-\d\d[ T])?\d\d:\d\d:\d\d(?:[.,]\d+)?(?: +\d+)?"  # times of day, thread ids
-)
-
-
-def tail(fd: int, start: int = 0) -> str:
-    """Return the last lines of a file from ``start`` on, without addresses and times."""
-    end = os.fstat(fd).st_size
-    data = os.pread(fd, _TAIL_BYTES, max(start, end - _TAIL_BYTES))
-    return steady("\n".join(data.decode(errors="replace").splitlines()[-_TAIL_LINES:]))
-
-
-def steady(text: str) -> str:
-    """Return ``text`` without addresses and times of day, which differ between runs."""
-    return _RESTLESS.sub("…", text)
 
 
 class Reporter:
@@ -199,7 +183,9 @@ def _name_targets(job: dict[str, Any], reporter: Reporter) -> dict[str, Any]:
     suite.require_lanes(targets, TypeAdapter(Options).validate_python(job["options"]), catalog)
     return {
         "targets": [dataclasses.asdict(target) for target in targets],
+        "torch": str(torch.__version__),
         "device_name": _device_name(job["device"]),
+        "experiments": legend.experiments(),
     }
 
 
@@ -219,12 +205,23 @@ def _examine(job: dict[str, Any], reporter: Reporter) -> dict[str, Any]:
     return plugin.model_dump(mode="json")
 
 
+def _judge(job: dict[str, Any], _: Reporter) -> dict[str, Any] | None:
+    target = TypeAdapter(Target).validate_python(job["judge"])
+    options = TypeAdapter(Options).validate_python(job["options"])
+    result = judge(target, options, job["heard"])
+    return None if result is None else result.model_dump(mode="json")
+
+
+_JOBS = {"names": _name_targets, "target": _examine, "judge": _judge}
+
+
 def main(job: dict[str, Any]) -> None:
     """Run one job.
 
     With ``names``, ``device`` and ``options``, find the targets. With ``target``, ``options``, ``skip`` and
-    ``part``, examine one. Both have ``homes``, the locations of the plugin's code; ``events``, ``stack`` and
-    ``key``, descriptors; and ``bound``, the timeout of the supervisor in seconds.
+    ``part``, examine one. With ``judge``, which is a target, ``options`` and ``heard``, its events, judge a
+    blind run. All have ``homes``, the locations of the plugin's code; ``events``, ``stack`` and ``key``,
+    descriptors; and ``bound``, the timeout of the supervisor in seconds.
     """
     torch.set_num_threads(1)
     gc.freeze()  # the imported modules: without it, looking through them takes a third of a run
@@ -234,7 +231,8 @@ def main(job: dict[str, Any]) -> None:
     reporter.say("ready")
     try:
         with _noticing_warnings(homes, reporter):
-            answer = (_name_targets if "names" in job else _examine)(job, reporter)
+            (run,) = (run for name, run in _JOBS.items() if name in job)
+            answer = run(job, reporter)
     except SystemExit:  # not requested: the supervisor sees the exit status
         raise
     except BaseException as error:  # noqa: BLE001  KeyboardInterrupt; the panics of Rust extensions
@@ -249,5 +247,14 @@ def main(job: dict[str, Any]) -> None:
         reporter.done(answer)
 
 
+def close_stdin() -> None:
+    """Make stdin empty: what it was is the supervisor's."""
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+
+
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))
+    given = json.load(sys.stdin)
+    close_stdin()
+    main(given)

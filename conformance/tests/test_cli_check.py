@@ -244,7 +244,7 @@ print(*sys.modules, file=sys.stderr)
     imported = {*done.stderr.split()}
     ours = "graphpact_conformance"
     assert {f"{ours}.cli.{name}" for name in ("check", "explain", "museum", "report")} <= imported
-    heavy = {f"{ours}.{name}" for name in ("suite", "supervise", "stories", "results")}
+    heavy = {f"{ours}.{name}" for name in ("suite", "supervise", "processes", "stories", "results")}
     assert not imported & (heavy | {"hypothesis", "jinja2", "pytest"})
 
 

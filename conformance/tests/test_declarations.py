@@ -18,6 +18,7 @@ from graphpact import Capabilities, ForwardBatch, ForwardMode, GraphShape
 from graphpact.attention import AttentionBackend, Buffers, GraphSupport
 from graphpact.runners import GraphRunner
 from graphpact_conformance import suite
+from graphpact_conformance.merge import hints_of
 from graphpact_conformance.reference import ReferenceBackend, ReferenceMetadata, ReferenceRunner
 from graphpact_conformance.report import to_html
 from graphpact_conformance.results import ExitCode, Outcome, Result
@@ -161,7 +162,7 @@ def test_a_level_that_is_too_low_is_told() -> None:
         backend.claims = others
         probed = suite._probe(backend, LIGHT)
         assert probed == [("graphs always", works)]
-        hints = suite.hints_of(suite.claims_of(backend, [], probed))
+        hints = hints_of(suite.claims_of(backend, [], probed))
         assert ["it works and is not declared" in hint for hint in hints] == [True] * works
         backend.claims = {**others, "graphs always": "not_implemented"}
         assert suite._probe(backend, LIGHT) == []

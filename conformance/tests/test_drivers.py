@@ -21,8 +21,9 @@ from graphpact.plugins import PluginCatalog
 from graphpact_conformance import suite, supervise
 from graphpact_conformance.drivers import acts, promises, strictness
 from graphpact_conformance.drivers.examine import DriverLane, examine_driver, examine_lane, lanes_of_driver
+from graphpact_conformance.merge import merged
 from graphpact_conformance.museum.drivers import EXHIBITS
-from graphpact_conformance.results import ExitCode, Outcome, PluginResults, Report, Result
+from graphpact_conformance.results import Environment, ExitCode, Outcome, PluginResults, Report, Result
 from graphpact_conformance.rules import RULES
 from graphpact_conformance.suite import Options, Target
 from graphpact_conformance.xfails import Xfails
@@ -267,7 +268,7 @@ def test_the_parts_of_a_run_are_the_whole() -> None:
         heard = Notes()
         part = examine_driver(TAPE, options, heard, part=(first, 2))
         parts.append(part.model_copy(update={"results": heard.results}))
-    joined = suite.merged(parts)
+    joined = merged(parts)
     told = [(r.rule, r.check, r.lane, r.outcome) for r in joined.results]
     assert told == [(r.rule, r.check, r.lane, r.outcome) for r in whole.results]
     assert joined.drivers == ["tape"]
@@ -293,7 +294,7 @@ def test_an_unavailable_driver_is_not_run_and_says_why() -> None:
 def report_of(found: PluginResults, heard: Notes) -> Report:
     """Return the report of one driver."""
     return Report(
-        environment=supervise._environment("cpu", None),
+        environment=Environment(graphpact="0", python="3", torch="2", platform="here", device="cpu"),
         seed=0,
         examples=1,
         started="",

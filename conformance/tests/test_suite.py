@@ -24,6 +24,7 @@ from graphpact_conformance.claims import claims_of, undeclared
 from graphpact_conformance.experiments import EXPERIMENTS
 from graphpact_conformance.experiments.base import Experiment
 from graphpact_conformance.lane_under_test import LaneUnderTest
+from graphpact_conformance.merge import merged
 from graphpact_conformance.problems import Drawn, draw
 from graphpact_conformance.reference import ReferenceBackend, ReferenceMetadata, ReferenceRunner
 from graphpact_conformance.results import ExitCode, Finding, Outcome, Result
@@ -147,12 +148,13 @@ def test_a_quick_run_has_one_lane_for_each_kind_of_step() -> None:
 def test_parts_of_a_run_share_its_lanes_evenly(parts: int) -> None:
     """Each lane is in one part; no part ends later than another by more than one lane or the blind run."""
     plans = suite.lanes_of(Target("attention_backend", "mine"), QUICK, CATALOG)
-    shared = suite._in_parts(plans, parts, QUICK)
+    blind = 120
+    shared = suite._in_parts(plans, parts, QUICK, blind)
     assert len(shared) == parts
     assert sorted(str(p) for part in shared for p in part) == sorted(map(str, plans))
     ends = [sum(suite._cost(p, QUICK) for p in part) for part in shared]
-    ends[-1] += suite._BLIND_RUN
-    assert max(ends) - min(ends) <= max(suite._BLIND_RUN, *(suite._cost(p, QUICK) for p in plans))
+    ends[-1] += blind
+    assert max(ends) - min(ends) <= max(blind, *(suite._cost(p, QUICK) for p in plans))
 
 
 def test_a_runner_is_held_to_its_own_modes() -> None:
@@ -578,7 +580,7 @@ def test_a_capability_that_works_undeclared_keeps_from_a_strict_pass(
     assert whole.is_conformant
     assert report(whole).exit_code is ExitCode.CONFORMANT
     assert report(whole, options={"strict": True}).exit_code is ExitCode.NOT_CONFORMANT
-    assert suite.merged([told, told]).hints == told.hints
+    assert merged([told, told]).hints == told.hints
 
 
 # -- isolation of draws and experiments ------------------------------------------------------------

@@ -17,7 +17,7 @@ import pytest
 
 import graphpact
 from graphpact.errors import ConfigError, GraphpactError, RejectedPluginError, UnknownPluginError
-from graphpact_conformance import supervise
+from graphpact_conformance import processes, supervise
 from graphpact_conformance.results import ExitCode, Outcome, PluginResults, Report, Result
 from graphpact_conformance.suite import Options, Target
 
@@ -35,7 +35,7 @@ SUITE = """
         vars(made).update(contents)
         return made
 
-    module("torch", set_num_threads=lambda threads: None)
+    module("torch", set_num_threads=lambda threads: None, __version__="2")
     graphpact = module("graphpact", __path__=[os.environ["GRAPHPACT"]])
     import graphpact_conformance
     from graphpact_conformance.results import Finding, Outcome, PluginResults, Result
@@ -93,6 +93,8 @@ SUITE = """
         )
 
     module("graphpact.plugins", PluginCatalog=PluginCatalog)
+    module("graphpact_conformance.blind", judge=None)
+    graphpact_conformance.legend = module("graphpact_conformance.legend", experiments=dict)
     module("graphpact_conformance.integrity", Originals=lambda: types.SimpleNamespace(replaced=list))
     graphpact_conformance.suite = module(
         "graphpact_conformance.suite",
@@ -102,7 +104,7 @@ SUITE = """
 SPAWNED = """
 import json
 from graphpact_conformance import worker
-worker.main(json.loads(sys.argv[1]))
+worker.main(json.load(sys.stdin))
 """
 FORKED = """
 from graphpact_conformance import nursery
@@ -290,11 +292,11 @@ class Bench:
 
         Workers of the stand-in are ``forked``, as those of the suite are on Linux, or started anew.
         """
-        command = (*supervise.WORKER[:-2], str(script or self.script))
+        command = (*processes.WORKER[:-2], str(script or self.script))
         with pytest.MonkeyPatch.context() as patch:
             if forked and script is None:
-                patch.setattr(supervise, "_NURSERY", (*command[:-1], str(self.nursery)))
-                patch.setattr(supervise, "WORKER", command)
+                patch.setattr(processes, "_NURSERY", (*command[:-1], str(self.nursery)))
+                patch.setattr(processes, "WORKER", command)
             patch.syspath_prepend(str(self.site))
             patch.setenv("GRAPHPACT", str(Path(graphpact.__file__).parent))
             patch.setenv("BENCH", str(self.root))
@@ -568,7 +570,8 @@ def test_a_process_that_does_not_start_again_is_an_error(bench: Bench) -> None:
     script = bench.root / "half.py"
     script.write_text(
         "import runpy, sys\n"
-        "if 'target' in sys.argv[1].partition('names')[0]: sys.exit('no such machine')\n"
+        "if 'target' in sys.stdin.read().partition('names')[0]: sys.exit('no such machine')\n"
+        "sys.stdin.seek(0)\n"
         f"runpy.run_path({str(bench.script)!r}, run_name='__main__')\n"
     )
     report = bench.check("good", script=script)
@@ -585,10 +588,10 @@ def test_frames_that_move_are_not_shown() -> None:
 """
     same = dump.format(leaf=1, name="get", line=3)
     frames = ["in run (graphpact/lane.py:7)", "in replay (my/backend.py:3)"]
-    assert supervise._steady_frames(same * 2) == [*frames, "in get (lib/queue.py:1)"]
+    assert processes._steady_frames(same * 2) == [*frames, "in get (lib/queue.py:1)"]
     moved = dump.format(leaf=2, name="put", line=4)
-    assert supervise._steady_frames(same + moved) == [frames[0], "in replay (my/backend.py)"]
-    assert supervise._steady_frames("") == []
+    assert processes._steady_frames(same + moved) == [frames[0], "in replay (my/backend.py)"]
+    assert processes._steady_frames("") == []
 
 
 @pytest.mark.parametrize("value", ["soon", "0", "-1", "nan", "inf"])
@@ -624,7 +627,7 @@ def test_known_failures_are_applied(bench: Bench) -> None:
 
 def test_a_flood_is_stopped_before_the_bound(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """A plugin that prints in a loop is stopped before its timeout and before it fills the disk."""
-    monkeypatch.setattr(supervise, "_MOST_WRITTEN", 1 << 20)
+    monkeypatch.setattr(processes, "_MOST_WRITTEN", 1 << 20)
     bench.add("floods", "def work_1():\n    while True: print('x' * 1000)")
     report = bench.check("floods", timeout=600)
     assert outcomes(of(report, "floods")) == [
@@ -654,7 +657,7 @@ def test_torch_is_imported_once_for_all_jobs_of_a_worker(bench: Bench) -> None:
     """
     for name in ("first", "second"):
         bench.add(name, body)
-    with patch.object(supervise.subprocess, "Popen", wraps=subprocess.Popen) as started:
+    with patch.object(processes.subprocess, "Popen", wraps=subprocess.Popen) as started:
         report = bench.check("first", "second", workers=1)
     assert started.call_count == 1
     said = [evidence(of(report, name), "works").splitlines() for name in ("first", "second")]

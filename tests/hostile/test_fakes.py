@@ -13,8 +13,9 @@ import graphpact_conformance.experiments.base
 from fake_site import Site, installed
 from graphpact.lane import Lane
 from graphpact_conformance import blind_wire, supervise
-from graphpact_conformance.blind import Judge
+from graphpact_conformance.blind import Judge, judge
 from graphpact_conformance.integrity import Originals
+from graphpact_conformance.processes import Ending
 from graphpact_conformance.reference import ReferenceBackend
 from graphpact_conformance.results import ExitCode, Outcome, PluginResults
 from graphpact_conformance.suite import Options, Target
@@ -165,25 +166,54 @@ def test_values_and_declarations_survive_the_pipe() -> None:
 )
 def test_what_cannot_be_judged_is_a_failure(event: dict[str, object]) -> None:
     """Events that the blind run cannot have made are a failure of the plugin, and the judge goes on."""
-    judge = Judge(Target("attention_backend", "x"), QUICK)
-    judge.hear(event)
-    empty = PluginResults(kind="attention_backend", name="x", distribution="d", version="1", contract="1")
-    result = judge.result(empty)
+    lost = {"event": "lost", "work": "decode", "text": "it ended the process: exit status 0"}
+    result = judge(Target("attention_backend", "x"), QUICK, [event, lost])
     assert result is not None
     assert result.outcome is Outcome.FAIL
-    assert "cannot be judged" in result.findings[0].actual
+    first, last = (finding.actual for finding in result.findings)
+    assert "cannot be judged" in first
+    assert last == lost["text"]
 
 
-def test_the_judge_does_not_accuse_a_plugin_twice() -> None:
-    """If the worker found a failure in a lane, wrong results of the blind run agree; else they fail."""
+def test_a_plugin_is_not_accused_twice() -> None:
+    """If the worker found a failure in a lane, wrong results of the blind run agree; else they fail.
+
+    A blind run without events is not judged.
+    """
     empty = PluginResults(kind="attention_backend", name="x", distribution="d", version="1", contract="1")
-    judge = Judge(Target("attention_backend", "x"), QUICK)
-    assert judge.result(empty) is None
-    judge.lost("decode", "it ended the process: exit status 0")
-    result = judge.result(empty)
+    blind = supervise._BlindRun(Target("attention_backend", "x"), QUICK)
+    assert not blind.ends(ending())
+    assert blind.result(empty) is None
+    blind = supervise._BlindRun(Target("attention_backend", "x"), QUICK)
+    assert blind.ends(ending("it ended the process: exit status 0"))
+    judged = judge(Target("attention_backend", "x"), QUICK, blind.job()["heard"])
+    assert judged is not None
+    blind.hear({"event": "done", "answer": judged.model_dump(mode="json")})
+    assert not blind.ends(ending())
+    result = blind.result(empty)
     assert result is not None
     assert result.outcome is Outcome.FAIL
     elsewhere = result.model_copy(update={"check": "captures"})
-    agreeing = judge.result(empty.model_copy(update={"results": [elsewhere]}))
+    agreeing = blind.result(empty.model_copy(update={"results": [elsewhere]}))
     assert agreeing is not None
     assert agreeing.outcome is Outcome.PASS
+
+
+def test_a_judge_without_an_answer_is_an_error_of_the_suite() -> None:
+    """No plugin is in the process of the judge: its end is an error, and there is no verdict."""
+    empty = PluginResults(kind="attention_backend", name="x", distribution="d", version="1", contract="1")
+    blind = supervise._BlindRun(Target("attention_backend", "x"), QUICK)
+    blind.hear({"event": "failed", "lane": "decode", "text": "ValueError"})
+    assert blind.ends(ending())
+    assert not blind.ends(ending("signal 9 (SIGKILL) ended the process"))
+    result = blind.result(empty)
+    assert result is not None
+    assert result.outcome is Outcome.ERROR
+    assert "SIGKILL" in (result.reason or "")
+
+
+def ending(fault: str = "") -> Ending:
+    """Return the end of a process."""
+    return Ending(
+        fault=fault, work="decode", evidence=[], ready=True, hung=False, printed=None, left=[], seconds=0.0
+    )
