@@ -55,7 +55,8 @@ class SegmentGraph:
         made = cls()
         for call in segment.calls:
             made._add(call)
-        for storage in made._fresh.keys() & outliving:
+        # In the order of the calls: equal segments are equal graphs, which torch compiles once.
+        for storage in filter(outliving.__contains__, made._fresh):
             for node, tensor in made._fresh[storage]:
                 made.graph.call_function(_aten.copy_.default, (made._input(tensor), node))
                 made._written.append(_addresses(tensor))
@@ -173,7 +174,7 @@ def _addresses(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _overlapping(ranges: dict[Place, tuple[int, int]]) -> list[list[Place]]:
-    """Return groups of places whose address ranges overlap, each in ascending order."""
+    """Return groups of places whose address ranges overlap, each in ascending order; in the order of inputs."""
     groups: list[list[Place]] = []
     reach = 0
     for place, (begin, end) in sorted(ranges.items(), key=lambda item: item[1]):
@@ -184,4 +185,5 @@ def _overlapping(ranges: dict[Place, tuple[int, int]]) -> list[list[Place]]:
         else:
             groups.append([place])
         reach = max(reach, end)
-    return groups
+    order = {place: at for at, place in enumerate(ranges)}
+    return sorted(groups, key=lambda group: min(order[place] for place in group))

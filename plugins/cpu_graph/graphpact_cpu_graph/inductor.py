@@ -137,11 +137,13 @@ def _compile(segment: SegmentGraph, inputs: list[torch.Tensor]) -> Callable[[], 
     """
     module = fx.GraphModule(torch.nn.Module(), segment.graph)
     from torch import _inductor  # noqa: PLC0415  heavy to import
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv  # noqa: PLC0415  heavy to import
 
     # The compiler sees shapes and strides of the inputs, each in its own memory. That holds: inputs that
     # overlap and are written were joined to one.
     with torch.inference_mode(mode=False), torch.no_grad():
-        with FakeTensorMode():
+        # Its shapes are numbers. Torch looks for an equal graph in its cache only if there is a ShapeEnv.
+        with FakeTensorMode(shape_env=ShapeEnv()):
             examples: list[Any] = [
                 torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in inputs
             ]

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch._dynamo.utils import counters
 
 from graphpact.errors import CaptureError, ConfigError, EngineError, ReplayError
 from graphpact.graphs.driver import DeclaredMemory
@@ -64,6 +65,26 @@ def compiled(compiler: None) -> tuple[Region, InductorGraph]:
     """Return a region and its compiled graph."""
     region = Region()
     return region, capture(region)
+
+
+def test_equal_regions_are_compiled_once(compiler: None) -> None:
+    """A region like an earlier one takes its code from torch's cache, with its own tensors and numbers."""
+    regions = [Region() for _ in range(3)]
+    regions[2].scale = 4.0
+    hits, graphs = [], []
+    for region in regions:
+        before = counters["inductor"]["fxgraph_cache_hit"]
+        graphs.append(capture(region))
+        hits.append(counters["inductor"]["fxgraph_cache_hit"] - before)
+    assert hits[1] == 1
+    for number, (region, graph) in enumerate(zip(regions, graphs, strict=True)):
+        region.x.fill_(number)
+        region.k.fill_(number)
+        graph.outputs[0].fill_(NAN)
+        graph.outputs[1]["read"].fill_(NAN)
+        graph.replay()
+        replayed = [t.clone() for t in (graph.outputs[0], *graph.outputs[1].values(), region.k, region.v)]
+        torch.testing.assert_close(replayed, region.state())
 
 
 @pytest.mark.parametrize("kind", ["compiled", "interpreted"])

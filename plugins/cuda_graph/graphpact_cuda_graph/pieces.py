@@ -258,9 +258,11 @@ class _Compiled(torch.nn.Module):
     def __init__(self, piece: fx.GraphModule, inputs: Sequence[Any]) -> None:
         super().__init__()
         from torch import _inductor  # noqa: PLC0415  heavy to import
+        from torch.fx.experimental.symbolic_shapes import ShapeEnv  # noqa: PLC0415  heavy to import
 
         with torch.inference_mode(mode=False), torch.no_grad():
-            with FakeTensorMode():
+            # Its shapes are numbers. Torch looks for an equal graph in its cache only if there is a ShapeEnv.
+            with FakeTensorMode(shape_env=ShapeEnv()):
                 examples = pytree.tree_map_only(
                     torch.Tensor,
                     lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device),
