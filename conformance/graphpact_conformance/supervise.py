@@ -107,7 +107,9 @@ def check(
             for at, target in enumerate(resolved.targets)
             if blindly and is_whole and target.kind != "graph_driver" and target.partner is None
         }
-        tasks: list[Task] = [*blind.values(), *(part for target in examinations for part in target)]
+        # Pairs are short: with them at the end, no worker waits long for the last one.
+        order = sorted(range(len(examinations)), key=lambda at: resolved.targets[at].partner is not None)
+        tasks: list[Task] = [*blind.values(), *(part for at in order for part in examinations[at])]
         run(tasks, workers, bound, starter)
 
     found = [merged([part.results() for part in target]) for target in examinations]

@@ -174,7 +174,7 @@ def _addresses(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _overlapping(ranges: dict[Place, tuple[int, int]]) -> list[list[Place]]:
-    """Return groups of places whose address ranges overlap, each in ascending order, the first input first."""
+    """Return groups of places whose addresses overlap, ascending, the group of the first input first."""
     groups: list[list[Place]] = []
     reach = 0
     for place, (begin, end) in sorted(ranges.items(), key=lambda item: item[1]):
