@@ -24,7 +24,6 @@ from graphpact_conformance.blind_wire import (
     with_shapes,
 )
 from graphpact_conformance.experiments.base import differences
-from graphpact_conformance.global_state import one_thread
 from graphpact_conformance.legend import BLIND_LANE
 from graphpact_conformance.problems import Problem
 from graphpact_conformance.records import StepRecord
@@ -48,10 +47,10 @@ def judge(target: Target, options: Options, events: Iterable[dict[str, Any]]) ->
         options: Options of the run.
         events: What came out, in order. An event ``lost``, with ``work`` and ``text``, is the supervisor's.
     """
-    judge = Judge(target, options)
+    seen = Judge(target, options)
     for event in events:
-        judge.hear(event)
-    return judge.result()
+        seen.hear(event)
+    return seen.result()
 
 
 class Judge:
@@ -72,16 +71,15 @@ class Judge:
     def hear(self, event: dict[str, Any]) -> None:
         """Take an event of the blind run. Anything can be wrong with it: a plugin may have made it."""
         try:
-            with one_thread():
-                match event:
-                    case {"event": "declares", "capabilities": capabilities, "lanes": lanes}:
-                        self._declares(capabilities, lanes)
-                    case {"event": "stepped", "lane": lane, "rows": rows, "axes": axes, "caches": caches}:
-                        self._stepped(lane, rows, axes, caches)
-                    case {"event": "failed", "lane": lane, "text": text}:
-                        self._failed(lane, text)
-                    case {"event": "lost", "work": work, "text": text}:
-                        self._find(work, "the process continues", text)
+            match event:
+                case {"event": "declares", "capabilities": capabilities, "lanes": lanes}:
+                    self._declares(capabilities, lanes)
+                case {"event": "stepped", "lane": lane, "rows": rows, "axes": axes, "caches": caches}:
+                    self._stepped(lane, rows, axes, caches)
+                case {"event": "failed", "lane": lane, "text": text}:
+                    self._failed(lane, text)
+                case {"event": "lost", "work": work, "text": text}:
+                    self._find(work, "the process continues", text)
         except Exception as error:  # noqa: BLE001
             text = f"what it sent cannot be judged: {type(error).__name__}: {error}"
             self._find(BLIND_LANE, "outputs and KV caches", text)
