@@ -29,7 +29,7 @@ from graphpact.attention import DraftLimits
 from graphpact.runners import RunnerContext
 from graphpact.speculation import HIDDEN_STATES, SCORES
 from graphpact.step import Attend
-from graphpact_conformance.reference import ReferenceBackend
+from graphpact_conformance.lane.reference import ReferenceBackend
 from graphpact_tape.tape import TapeDriver
 
 CPU = torch.device("cpu")

@@ -9,10 +9,10 @@ import torch
 
 from graphpact.attention import AttentionBackend
 from graphpact_conformance.experiments import order, values
-from graphpact_conformance.lane_under_test import LaneUnderTest
-from graphpact_conformance.problems import draw
+from graphpact_conformance.lane.lane_under_test import LaneUnderTest
 from graphpact_conformance.results import Finding
-from graphpact_conformance.world import Config
+from graphpact_conformance.world.lanes import Config
+from graphpact_conformance.world.problems import draw
 
 
 def findings_of(

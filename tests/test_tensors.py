@@ -19,9 +19,9 @@ from graphpact.tensors import (
 )
 from graphpact_conformance.experiments import base
 from graphpact_conformance.experiments.base import excess
-from graphpact_conformance.reference import ReferenceBackend
-from graphpact_conformance.rig import Rig
-from graphpact_conformance.world import configs_of
+from graphpact_conformance.lane.reference import ReferenceBackend
+from graphpact_conformance.lane.rig import Rig
+from graphpact_conformance.world.lanes import configs_of
 from graphpact_engine import diagnosis
 
 NAN = float("nan")

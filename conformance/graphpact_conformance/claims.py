@@ -18,7 +18,7 @@ from graphpact.attention import AttentionBackend, Capabilities, GraphSupport, He
 from graphpact.batch import ForwardMode
 from graphpact.errors import ConfigError
 from graphpact_conformance.results import Claim
-from graphpact_conformance.world import CASES, Case, Config, configs_of
+from graphpact_conformance.world.lanes import CASES, Case, Config, configs_of
 
 Declared = Literal["unknown", "unsupported", "not_implemented", "since", "full"]
 FEATURES = ("sliding_window", "softcap", "sinks", "trees")

@@ -14,7 +14,7 @@ BATCHES = (
     ' steps. "after new tokens none, 0" gives the parent of each token of a draft tree. "2 drafts accepted"'
     " counts the accepted tokens of a draft extend. Row 0 and the page of slot 0 are scratch."
 )
-"""How `graphpact_conformance.problems.Problem.words` writes a batch."""
+"""How `graphpact_conformance.world.problems.Problem.words` writes a batch."""
 
 LANES = (
     "A lane is one backend and one runner in one configuration. Its name is KIND-pageN-HEADS-DTYPE, such as"
@@ -24,7 +24,7 @@ LANES = (
 """What the name of a lane says."""
 
 BLIND_LANE = "without the suite"
-"""The name of the lane of a blind run; see `graphpact_conformance.blind`."""
+"""The name of the lane of a blind run; see `graphpact_conformance.isolation.blind`."""
 
 _KINDS = {
     "decode": "decode: one new token per request",

@@ -36,7 +36,7 @@ from graphpact.shapes import GraphShape
 from graphpact.speculation import HIDDEN_STATES
 from graphpact.step import Attend, Forward, Region, StepOutputs
 from graphpact_conformance.model import Model, Passes
-from graphpact_conformance.problems import Problem
+from graphpact_conformance.world.problems import Problem
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Answer:
     """The right results of a batch.
 
     Args:
-        rows: The outputs by name, as in `graphpact_conformance.rig.StepRecord`; float64 for attention.
+        rows: The outputs by name, as in `graphpact_conformance.lane.rig.StepRecord`; float64 for attention.
         caches: The KV cache after the step, by name; the scratch page is undefined.
     """
 

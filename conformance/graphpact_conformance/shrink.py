@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TypeAlias
 
 from graphpact_conformance.experiments.base import Experiment
-from graphpact_conformance.problems import Drawn, Problem, ProblemRequest, shortened
 from graphpact_conformance.results import Finding
-from graphpact_conformance.under_test import UnderTest
+from graphpact_conformance.subject.under_test import UnderTest
+from graphpact_conformance.world.problems import Drawn, Problem, ProblemRequest, shortened
 
 TRIALS = 16
 """Number of smaller sequences of batches that are tried for one failure."""

@@ -13,13 +13,13 @@ import pytest
 from conformance_reports import plugin, report, result
 from graphpact.cli import main
 from graphpact.errors import UnknownPluginError
-from graphpact_conformance import supervise
 from graphpact_conformance.experiments import EXPERIMENTS
+from graphpact_conformance.isolation import supervise
 from graphpact_conformance.report import FILES
 from graphpact_conformance.results import Report
 from graphpact_conformance.rules import RULES
 from graphpact_conformance.stories import STORIES
-from graphpact_conformance.suite import Options
+from graphpact_conformance.targets import Options
 
 Suite = Callable[..., dict[str, Any]]
 

@@ -13,10 +13,10 @@ import torch
 from graphpact import ForwardBatch, GraphShape, hookimpl
 from graphpact.attention import Buffers
 from graphpact_conformance import suite
+from graphpact_conformance.lane.reference import ReferenceBackend, ReferenceRunner
 from graphpact_conformance.museum import VARIANTS
-from graphpact_conformance.reference import ReferenceBackend
 from graphpact_conformance.results import Outcome, Result
-from graphpact_conformance.suite import Options
+from graphpact_conformance.targets import Options
 
 OPTIONS = Options(size="quick", examples=1, shrink=False)
 RIGHT: type[Any] = next(v for v in VARIANTS if v.name == "constant-in-a-slot").make(ReferenceBackend)
@@ -79,7 +79,7 @@ def results_of(backend: type[Any], case: str, *rules: str) -> list[Result]:
     options = replace(OPTIONS, only=frozenset(rules))
     (plan,) = [
         plan
-        for plan in suite.plan_lanes(backend, suite.ReferenceRunner, OPTIONS)
+        for plan in suite.plan_lanes(backend, ReferenceRunner, OPTIONS)
         if str(plan.lane.config.case) == case
     ]
     return list(suite.examine_lane(plan, options))

@@ -16,15 +16,17 @@ import torch
 from conformance_reports import drawn, report
 from graphpact import Capabilities, ForwardBatch, ForwardMode, GraphShape
 from graphpact.attention import AttentionBackend, Buffers, GraphSupport
+from graphpact.plugins import PluginCatalog
 from graphpact.runners import GraphRunner
 from graphpact_conformance import suite
+from graphpact_conformance.lane.reference import ReferenceBackend, ReferenceMetadata, ReferenceRunner
 from graphpact_conformance.merge import hints_of
-from graphpact_conformance.reference import ReferenceBackend, ReferenceMetadata, ReferenceRunner
 from graphpact_conformance.report import to_html
 from graphpact_conformance.results import ExitCode, Outcome, Result
 from graphpact_conformance.rules import RULES
-from graphpact_conformance.suite import Options, Target
-from graphpact_conformance.world import CASES, SEGMENTS, Case
+from graphpact_conformance.suite.target import probe, unsupported
+from graphpact_conformance.targets import Options, Target, TargetKind
+from graphpact_conformance.world.lanes import CASES, SEGMENTS, Case
 from support import ListedCatalog, thinned
 
 FULL = Options(size="quick", examples=1, shrink=False)
@@ -57,7 +59,7 @@ def checked(
     options: Options = LIGHT,
 ) -> dict[Case, list[Result]]:
     """Return the results of each plain lane; all experiments run if ``full``, or without graphs."""
-    kind: suite.TargetKind = "runner" if backend is ReferenceBackend else "attention_backend"
+    kind: TargetKind = "runner" if backend is ReferenceBackend else "attention_backend"
     found = {}
     for plan in suite.plan_lanes(backend, runner, FULL, kind=kind, values=()):
         is_full = full or plan.lane.captures_nothing
@@ -133,7 +135,7 @@ def test_what_is_not_captured_is_told(
     modes = frozenset({ForwardMode.DECODE, ForwardMode.EXTEND})
     backend = declaring(modes=modes, graph_support=GraphSupport.UNIFORM_DECODE)
     catalog = ListedCatalog(mine=backend)
-    monkeypatch.setattr(suite.PluginCatalog, "scan", lambda: catalog)
+    monkeypatch.setattr(PluginCatalog, "scan", lambda: catalog)
     results: list[Result] = []
     listener = Mock(found=results.append)
     target = Target("attention_backend", "mine")
@@ -160,12 +162,12 @@ def test_a_level_that_is_too_low_is_told() -> None:
     for base, works in ((ReferenceBackend, True), (CannotCaptureRagged, False)):
         backend = declaring(base, modes=modes, graph_support=GraphSupport.UNIFORM)
         backend.claims = others
-        probed = suite._probe(backend, LIGHT)
+        probed = probe(backend, LIGHT)
         assert probed == [("graphs always", works)]
         hints = hints_of(suite.claims_of(backend, [], probed))
         assert ["it works and is not declared" in hint for hint in hints] == [True] * works
         backend.claims = {**others, "graphs always": "not_implemented"}
-        assert suite._probe(backend, LIGHT) == []
+        assert probe(backend, LIGHT) == []
 
 
 class CannotCaptureRagged(ReferenceBackend):
@@ -275,7 +277,7 @@ def test_a_kind_of_step_without_a_lane_names_what_is_not_declared(
     catalog = ListedCatalog(mine=declaring(**declared))
     target = Target("attention_backend", "mine")
     plans = suite.lanes_of(target, FULL, catalog)
-    told = {r.lane: r for r in suite._unsupported(target, catalog, plans, "cpu")}
+    told = {r.lane: r for r in unsupported(target, catalog, plans, "cpu")}
     assert told["extend"].outcome is Outcome.UNSUPPORTED
     assert says in str(told["extend"].reason)
 

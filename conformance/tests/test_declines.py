@@ -17,10 +17,16 @@ from graphpact import EagerReason, ForwardBatch, ForwardMode, GraphShape
 from graphpact.runners import GraphRunner
 from graphpact.step import Forward, Region, Step, StepOutputs
 from graphpact_conformance.experiments import EXPERIMENTS, Experiment
-from graphpact_conformance.lane_under_test import LaneUnderTest
+from graphpact_conformance.lane.lane_under_test import LaneUnderTest
+from graphpact_conformance.lane.reference import ReferenceBackend, ReferenceRunner
 from graphpact_conformance.museum import VARIANTS
 from graphpact_conformance.museum.gallery import planted, right_class
-from graphpact_conformance.problems import (
+from graphpact_conformance.results import Finding, Outcome, Result
+from graphpact_conformance.rules import RULES
+from graphpact_conformance.suite import PlannedLane, examine_lane, plan_lanes
+from graphpact_conformance.targets import Options
+from graphpact_conformance.world.lanes import CONTEXT, configs_of
+from graphpact_conformance.world.problems import (
     REDRAWS,
     Drawn,
     Problem,
@@ -32,11 +38,6 @@ from graphpact_conformance.problems import (
     of_size,
     steady,
 )
-from graphpact_conformance.reference import ReferenceBackend, ReferenceRunner
-from graphpact_conformance.results import Finding, Outcome, Result
-from graphpact_conformance.rules import RULES
-from graphpact_conformance.suite import Options, PlannedLane, examine_lane, plan_lanes
-from graphpact_conformance.world import CONTEXT, configs_of
 
 LONG = EagerReason("acme_long", "a request is longer than the tier")
 OPTIONS = Options(size="quick", examples=1, shrink=False)

@@ -18,14 +18,16 @@ from graphpact.cli import main
 from graphpact.errors import UnknownPluginError, UsageError
 from graphpact.graphs import Graph, GraphDriver
 from graphpact.plugins import PluginCatalog
-from graphpact_conformance import suite, supervise
+from graphpact_conformance import suite
 from graphpact_conformance.drivers import acts, promises, strictness
 from graphpact_conformance.drivers.examine import DriverLane, examine_driver, examine_lane, lanes_of_driver
+from graphpact_conformance.isolation import supervise
+from graphpact_conformance.lane.reference import ReferenceRunner
 from graphpact_conformance.merge import merged
 from graphpact_conformance.museum.drivers import EXHIBITS
 from graphpact_conformance.results import Environment, ExitCode, Outcome, PluginResults, Report, Result
 from graphpact_conformance.rules import RULES
-from graphpact_conformance.suite import Options, Target
+from graphpact_conformance.targets import Options, Target
 from graphpact_conformance.xfails import Xfails
 from graphpact_cpu_graph.inductor import InductorDriver
 from graphpact_cuda_graph.driver import CudaDriver
@@ -388,7 +390,7 @@ def test_a_name_of_two_kinds_is_asked_about() -> None:
         """A driver."""
 
     catalog = ListedCatalog(mine=Both)
-    runner = ListedCatalog(mine=suite.ReferenceRunner)
+    runner = ListedCatalog(mine=ReferenceRunner)
     infos = catalog.infos
     with patch.object(catalog, "infos", lambda kind=None: [*runner.infos(kind), *infos(kind)]):
         with pytest.raises(UsageError, match="a runner and of a graph driver") as refused:

@@ -24,15 +24,23 @@ from graphpact.buffers import GraphSlot, PaddingPolicy
 from graphpact.errors import EngineError
 from graphpact.runners import RunnerContext
 from graphpact_conformance.experiments import values
-from graphpact_conformance.lane_under_test import LaneUnderTest
-from graphpact_conformance.problems import Drawn, corner, draw, neighbours, of_size, sequences
-from graphpact_conformance.reference import (
+from graphpact_conformance.lane.lane_under_test import LaneUnderTest
+from graphpact_conformance.lane.reference import (
     ReferenceBackend,
     ReferenceMetadata,
     ReferenceRunner,
 )
-from graphpact_conformance.rig import CPU, Rig
-from graphpact_conformance.world import CASES, DTYPES, PAGE_SIZES, Case, Config, configs_of, static_shapes
+from graphpact_conformance.lane.rig import CPU, Rig
+from graphpact_conformance.world.lanes import (
+    CASES,
+    DTYPES,
+    PAGE_SIZES,
+    Case,
+    Config,
+    configs_of,
+    static_shapes,
+)
+from graphpact_conformance.world.problems import Drawn, corner, draw, neighbours, of_size, sequences
 from oracle_kit import findings_of, hold_to_oracle
 
 

@@ -14,7 +14,7 @@ from graphpact.cli import main
 from graphpact_conformance.cli.museum import ROOMS, describe
 from graphpact_conformance.museum import EXHIBITS, VARIANTS, Exhibit, Variant, Visit, visit_all
 from graphpact_conformance.rules import RULES
-from graphpact_conformance.world import CASES
+from graphpact_conformance.world.lanes import CASES
 from support import load_reference
 
 ROOT = Path(__file__).parents[2]

@@ -12,11 +12,12 @@ import pytest
 from graphpact.batch import ForwardBatch
 from graphpact.lane import Lane
 from graphpact_conformance.experiments import EXPERIMENTS, Experiment
+from graphpact_conformance.lane.reference import ReferenceBackend, ReferenceRunner
 from graphpact_conformance.museum import VARIANTS, Variant
 from graphpact_conformance.museum.gallery import OPTIONS, planted, right_class
-from graphpact_conformance.reference import ReferenceBackend, ReferenceRunner
 from graphpact_conformance.results import Outcome, Result
-from graphpact_conformance.suite import PlannedLane, TargetKind, examine_lane, plan_lanes
+from graphpact_conformance.suite import PlannedLane, examine_lane, plan_lanes
+from graphpact_conformance.targets import TargetKind
 
 BY_NAME = {variant.name: variant for variant in VARIANTS}
 

@@ -18,10 +18,11 @@ from graphpact.attention import Buffers, Limits
 from graphpact.buffers import GraphSlot, metadata_slot
 from graphpact.errors import UsageError
 from graphpact_conformance.experiments import EXPERIMENTS
-from graphpact_conformance.reference import ReferenceBackend, ReferenceMetadata, ReferenceRunner
+from graphpact_conformance.lane.reference import ReferenceBackend, ReferenceMetadata, ReferenceRunner
 from graphpact_conformance.results import Outcome, Result
-from graphpact_conformance.scenario import MOST_STEPS, read
-from graphpact_conformance.suite import Options, examine_lane, plan_lanes
+from graphpact_conformance.suite import examine_lane, plan_lanes
+from graphpact_conformance.targets import Options
+from graphpact_conformance.world.scenario import MOST_STEPS, read
 
 PAGE = 16
 FIRST = {"graphpact": "recording", "version": 1}

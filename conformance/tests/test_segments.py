@@ -16,19 +16,30 @@ from graphpact.runners import GraphRunner
 from graphpact.shapes import CaptureSizes, GraphShape
 from graphpact_conformance import suite
 from graphpact_conformance.experiments.base import differences
-from graphpact_conformance.museum import EXHIBITS, VARIANTS, Exhibit, Variant, visit
-from graphpact_conformance.museum.gallery import right_class
-from graphpact_conformance.problems import draw, of_size, sequences
-from graphpact_conformance.reference import (
+from graphpact_conformance.lane.reference import (
     PaddedReferenceBackend,
     ReferenceBackend,
     ReferenceRunner,
     SegmentsRunner,
 )
+from graphpact_conformance.lane.rig import Rig
+from graphpact_conformance.museum import EXHIBITS, VARIANTS, Exhibit, Variant, visit
+from graphpact_conformance.museum.gallery import right_class
 from graphpact_conformance.results import Outcome
-from graphpact_conformance.rig import Rig
-from graphpact_conformance.suite import Options, Target, examine_lane, plan_lanes
-from graphpact_conformance.world import CONTEXT, EMBEDS, SEGMENTS, VOCAB, Case, Config, configs_of, plainest
+from graphpact_conformance.suite import examine_lane, plan_lanes
+from graphpact_conformance.suite.target import unsupported
+from graphpact_conformance.targets import Options, Target
+from graphpact_conformance.world.lanes import (
+    CONTEXT,
+    EMBEDS,
+    SEGMENTS,
+    VOCAB,
+    Case,
+    Config,
+    configs_of,
+    plainest,
+)
+from graphpact_conformance.world.problems import draw, of_size, sequences
 from graphpact_cuda_graph import pieces
 from graphpact_cuda_graph.breakable import BreakableCudaGraphRunner
 from graphpact_cuda_graph.piecewise import PiecewiseCudaGraphRunner
@@ -248,7 +259,7 @@ def test_a_runner_without_slots_for_embeddings_has_no_lane_of_them() -> None:
     catalog, target = ListedCatalog(mine=OfTextAlone), Target("runner", "mine")
     plans = suite.lanes_of(target, QUICK, catalog)
     assert EMBEDS not in {plan.lane.config.case for plan in plans}
-    told = {r.lane: r for r in suite._unsupported(target, catalog, plans, "cpu")}
+    told = {r.lane: r for r in unsupported(target, catalog, plans, "cpu")}
     assert told[str(EMBEDS)].reason == "the runner declares no slots input_embeds and mrope_positions"
 
 

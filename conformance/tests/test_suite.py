@@ -18,21 +18,24 @@ from graphpact import ForwardBatch, ForwardMode, GraphShape, hookimpl
 from graphpact.attention import AttentionBackend, GraphSupport
 from graphpact.buffers import CudaGraphBufferRegistry
 from graphpact.errors import ConfigError, ContractError, UnknownPluginError, UsageError
-from graphpact.plugins import Kind, PluginInfo
+from graphpact.plugins import Kind, PluginCatalog, PluginInfo
 from graphpact_conformance import suite
 from graphpact_conformance.claims import claims_of, undeclared
 from graphpact_conformance.experiments import EXPERIMENTS
 from graphpact_conformance.experiments.base import Experiment
-from graphpact_conformance.lane_under_test import LaneUnderTest
+from graphpact_conformance.lane.lane_under_test import LaneUnderTest
+from graphpact_conformance.lane.reference import ReferenceBackend, ReferenceMetadata, ReferenceRunner
 from graphpact_conformance.merge import merged
-from graphpact_conformance.problems import Drawn, draw
-from graphpact_conformance.reference import ReferenceBackend, ReferenceMetadata, ReferenceRunner
 from graphpact_conformance.results import ExitCode, Finding, Outcome, Result
 from graphpact_conformance.rules import RULES
 from graphpact_conformance.shrink import TRIALS, shrunk
-from graphpact_conformance.suite import Options, PlannedLane, Target
-from graphpact_conformance.under_test import CannotCaptureError
-from graphpact_conformance.world import CASES, EMBEDS, SEGMENTS, combinations, configs_of
+from graphpact_conformance.subject.under_test import CannotCaptureError
+from graphpact_conformance.suite import PlannedLane
+from graphpact_conformance.suite.plan import cost_of, in_parts
+from graphpact_conformance.suite.target import contract_of
+from graphpact_conformance.targets import Options, Target
+from graphpact_conformance.world.lanes import CASES, EMBEDS, SEGMENTS, combinations, configs_of
+from graphpact_conformance.world.problems import Drawn, draw
 from graphpact_cuda_graph import CudaGraphRunner
 from support import ListedCatalog
 
@@ -149,12 +152,12 @@ def test_parts_of_a_run_share_its_lanes_evenly(parts: int) -> None:
     """Each lane is in one part; no part ends later than another by more than one lane or the blind run."""
     plans = suite.lanes_of(Target("attention_backend", "mine"), QUICK, CATALOG)
     blind = 120
-    shared = suite._in_parts(plans, parts, QUICK, blind)
+    shared = in_parts(plans, parts, QUICK, blind)
     assert len(shared) == parts
     assert sorted(str(p) for part in shared for p in part) == sorted(map(str, plans))
-    ends = [sum(suite._cost(p, QUICK) for p in part) for part in shared]
+    ends = [sum(cost_of(p, QUICK) for p in part) for part in shared]
     ends[-1] += blind
-    assert max(ends) - min(ends) <= max(blind, *(suite._cost(p, QUICK) for p in plans))
+    assert max(ends) - min(ends) <= max(blind, *(cost_of(p, QUICK) for p in plans))
 
 
 def test_a_runner_is_held_to_its_own_modes() -> None:
@@ -548,7 +551,7 @@ def test_a_pair_is_held_to_the_earlier_contract(monkeypatch: pytest.MonkeyPatch)
     }
     monkeypatch.setattr(CATALOG, "infos", lambda *_: list(infos.values()))
     alone, pair = (Target("attention_backend", "mine", partner) for partner in (None, "fast"))
-    assert [suite._contract_of(target, CATALOG) for target in (alone, pair)] == [3, 2]
+    assert [contract_of(target, CATALOG) for target in (alone, pair)] == [3, 2]
 
 
 def test_a_capability_that_works_undeclared_keeps_from_a_strict_pass(
@@ -558,8 +561,8 @@ def test_a_capability_that_works_undeclared_keeps_from_a_strict_pass(
     capabilities = replace(ReferenceBackend.capabilities, page_sizes=frozenset({16, 64}))
     forgets = type("Forgets", (ReferenceBackend,), {"capabilities": capabilities})
     catalog = ListedCatalog(forgets=forgets)
-    monkeypatch.setattr(suite.PluginCatalog, "scan", lambda: catalog)
-    monkeypatch.setattr(suite, "plan_lanes", lambda *_, **__: [])
+    monkeypatch.setattr(PluginCatalog, "scan", lambda: catalog)
+    monkeypatch.setattr("graphpact_conformance.suite.plan.plan_lanes", lambda *_, **__: [])
     found: list[Result] = []
 
     class Listener:
@@ -589,9 +592,10 @@ def test_a_capability_that_works_undeclared_keeps_from_a_strict_pass(
 def test_draws_do_not_depend_on_what_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     """An import of modules with numbers of their own does not change the batches of a seed."""
     script = (
-        "import sys; from graphpact_conformance import suite; from graphpact_conformance.world import *;"
-        "from graphpact_conformance.reference import ReferenceBackend;"
-        "from graphpact_conformance.problems import draw as draws;"
+        "import sys; from graphpact_conformance import suite;"
+        "from graphpact_conformance.world.lanes import *;"
+        "from graphpact_conformance.lane.reference import ReferenceBackend;"
+        "from graphpact_conformance.world.problems import draw as draws;"
         "configs = list(configs_of(ReferenceBackend.capabilities))[::7];"
         "draw_all = lambda: [repr(draws(c, 2, 0)) for c in configs];"
         "first = draw_all(); import graphpact_conformance.museum, graphpact_cuda_graph, graphpact_engine;"

@@ -17,9 +17,9 @@ import pytest
 
 import graphpact
 from graphpact.errors import ConfigError, GraphpactError, RejectedPluginError, UnknownPluginError
-from graphpact_conformance import processes, supervise
+from graphpact_conformance.isolation import processes, supervise
 from graphpact_conformance.results import ExitCode, Outcome, PluginResults, Report, Result
-from graphpact_conformance.suite import Options, Target
+from graphpact_conformance.targets import Options, Target
 
 BOUND = 1.5
 FULL = Options()
@@ -93,9 +93,10 @@ SUITE = """
         )
 
     module("graphpact.plugins", PluginCatalog=PluginCatalog)
-    module("graphpact_conformance.blind", judge=None)
+    module("graphpact_conformance.isolation.blind", judge=None)
     graphpact_conformance.legend = module("graphpact_conformance.legend", experiments=dict)
-    module("graphpact_conformance.integrity", Originals=lambda: types.SimpleNamespace(replaced=list))
+    originals = types.SimpleNamespace(replaced=list)
+    module("graphpact_conformance.isolation.integrity", Originals=lambda: originals)
     graphpact_conformance.suite = module(
         "graphpact_conformance.suite",
         targets=targets, examine=examine, require_lanes=lambda *_: None,
@@ -103,11 +104,11 @@ SUITE = """
 """
 SPAWNED = """
 import json
-from graphpact_conformance import worker
+from graphpact_conformance.isolation import worker
 worker.main(json.load(sys.stdin))
 """
 FORKED = """
-from graphpact_conformance import nursery
+from graphpact_conformance.isolation import nursery
 nursery.main()
 """
 PLUGIN = """

@@ -20,7 +20,7 @@ from graphpact_conformance import testing
 from graphpact_conformance.cli.results import print_report
 from graphpact_conformance.results import PluginResults
 from graphpact_conformance.rules import RULES
-from graphpact_conformance.suite import Options, Target
+from graphpact_conformance.targets import Options, Target
 from graphpact_conformance.xfails import Xfail, Xfails
 
 pytest_plugins = ["pytester"]

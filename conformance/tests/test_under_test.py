@@ -20,16 +20,16 @@ from graphpact.shapes import EagerReason
 from graphpact.step import StepOutputs
 from graphpact.tensors import same
 from graphpact_conformance.experiments import EXPERIMENTS, Experiment
-from graphpact_conformance.global_state import StateWatch
-from graphpact_conformance.kv_memory import KvMemory
-from graphpact_conformance.lane_under_test import LaneUnderTest
+from graphpact_conformance.lane.lane_under_test import LaneUnderTest
 from graphpact_conformance.model import Model
 from graphpact_conformance.oracle import Answer, answer
-from graphpact_conformance.problems import Problem, draw
-from graphpact_conformance.records import Leaf, Ready, StepRecord, copies
 from graphpact_conformance.results import Finding
-from graphpact_conformance.under_test import Reporting, Subject, UnderTest, Way
-from graphpact_conformance.world import CONTEXT, Case, Config, configs_of
+from graphpact_conformance.subject.global_state import StateWatch
+from graphpact_conformance.subject.kv_memory import KvMemory
+from graphpact_conformance.subject.records import Leaf, Ready, StepRecord, copies
+from graphpact_conformance.subject.under_test import Reporting, Subject, UnderTest, Way
+from graphpact_conformance.world.lanes import CONTEXT, Case, Config, configs_of
+from graphpact_conformance.world.problems import Problem, draw
 from graphpact_tape.guard import is_due
 from graphpact_tape.trace import TracedCall
 

@@ -17,19 +17,19 @@ from graphpact.errors import EngineError
 from graphpact.runners import GraphRunner
 from graphpact.step import StepOutputs
 from graphpact_conformance.experiments import EXPERIMENTS
-from graphpact_conformance.museum import VARIANTS
-from graphpact_conformance.museum.edits import after_replay_hook
-from graphpact_conformance.museum.gallery import OPTIONS
-from graphpact_conformance.problems import corner, edges, steady
-from graphpact_conformance.reference import (
+from graphpact_conformance.lane.reference import (
     ReferenceBackend,
     ReferenceMetadata,
     ReferenceRunner,
     ReferenceSizes,
 )
+from graphpact_conformance.museum import VARIANTS
+from graphpact_conformance.museum.edits import after_replay_hook
+from graphpact_conformance.museum.gallery import OPTIONS
 from graphpact_conformance.results import Finding, Outcome, Result
 from graphpact_conformance.suite import PlannedLane, examine_lane, experiments_of, plan_lanes
-from graphpact_conformance.world import CAN_BE_HIGH, Case, Config
+from graphpact_conformance.world.lanes import CAN_BE_HIGH, Case, Config
+from graphpact_conformance.world.problems import corner, edges, steady
 
 
 def lanes(

@@ -16,17 +16,18 @@ from graphpact.errors import UsageError
 from graphpact_conformance import legend, suite
 from graphpact_conformance.experiments import EXPERIMENTS
 from graphpact_conformance.experiments.base import same_step
-from graphpact_conformance.holders import holder_of, storages_of
-from graphpact_conformance.lane_under_test import LaneUnderTest
-from graphpact_conformance.problems import Problem
-from graphpact_conformance.reference import ReferenceBackend, ReferenceRunner
+from graphpact_conformance.lane.holders import holder_of, storages_of
+from graphpact_conformance.lane.lane_under_test import LaneUnderTest
+from graphpact_conformance.lane.reference import ReferenceBackend, ReferenceRunner
+from graphpact_conformance.lane.rig import StepRecord
 from graphpact_conformance.report import rows, to_html
 from graphpact_conformance.report.digest import to_fix, why_first
 from graphpact_conformance.results import Finding, Outcome, Result
-from graphpact_conformance.rig import StepRecord
 from graphpact_conformance.rules import RULES, Evidence, causes_first, find_rule
-from graphpact_conformance.suite import Options, PlannedLane, Target
-from graphpact_conformance.world import CASES, DRAFTS, EMBEDS, SEGMENTS, configs_of
+from graphpact_conformance.suite import PlannedLane
+from graphpact_conformance.targets import Options, Target
+from graphpact_conformance.world.lanes import CASES, DRAFTS, EMBEDS, SEGMENTS, configs_of
+from graphpact_conformance.world.problems import Problem
 from support import ListedCatalog
 
 QUICK = Options(size="quick", examples=1, shrink=False)

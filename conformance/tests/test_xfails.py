@@ -15,9 +15,9 @@ from graphpact import ForwardBatch, ForwardMode
 from graphpact.errors import UsageError
 from graphpact.plugins import PluginCatalog
 from graphpact_conformance import suite
-from graphpact_conformance.reference import ReferenceBackend
+from graphpact_conformance.lane.reference import ReferenceBackend
 from graphpact_conformance.results import Outcome, PluginResults, Result
-from graphpact_conformance.suite import Options, Target
+from graphpact_conformance.targets import Options, Target
 from graphpact_conformance.xfails import Xfail, Xfails, plugin_home
 from support import ListedCatalog
 
@@ -99,7 +99,7 @@ class MissesOne(ReferenceBackend):
 def test_a_backend_with_known_failures_alone_is_conformant(monkeypatch: pytest.MonkeyPatch) -> None:
     """The broken rule is the only failure of a whole run, without one of the claims; if listed, none is."""
     catalog = ListedCatalog(mine=MissesOne)
-    monkeypatch.setattr(suite.PluginCatalog, "scan", lambda: catalog)
+    monkeypatch.setattr(PluginCatalog, "scan", lambda: catalog)
     target = Target("attention_backend", "mine")
     results: list[Result] = []
     options = Options(size="quick", examples=1, shrink=False)

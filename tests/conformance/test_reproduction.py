@@ -12,10 +12,12 @@ from graphpact import ForwardMode
 from graphpact.cli import main
 from graphpact_conformance import suite
 from graphpact_conformance.experiments import EXPERIMENTS
+from graphpact_conformance.lane.reference import ReferenceBackend, ReferenceRunner
 from graphpact_conformance.museum import EXHIBITS, Exhibit, visit
 from graphpact_conformance.museum.gallery import OPTIONS, planted, right_class
-from graphpact_conformance.reference import ReferenceBackend, ReferenceRunner
-from graphpact_conformance.suite import Options, PlannedLane
+from graphpact_conformance.suite import PlannedLane
+from graphpact_conformance.suite.run import run_once
+from graphpact_conformance.targets import Options
 
 pytestmark = pytest.mark.sweep
 
@@ -75,7 +77,7 @@ def test_the_printed_line_shows_the_finding_again(name: str, monkeypatch: pytest
 def found_by_each(plan: PlannedLane, order: list[Any]) -> dict[str, Any]:
     """Return the findings of each experiment in a lane, run in the given order."""
     asked = suite.experiments_of(plan, OPTIONS, order)
-    runs = {e.name: suite._run(e, plan, OPTIONS, None, plan.lane.anew(e.examines)) for e in asked}
+    runs = {e.name: run_once(e, plan, OPTIONS, None, plan.lane.anew(e.examines)) for e in asked}
     return {name: (run.findings, run.not_run, run.error) for name, run in runs.items()}
 
 

@@ -10,10 +10,11 @@ import torch
 from graphpact.batch import ForwardMode
 from graphpact.errors import GraphpactError, UsageError
 from graphpact_conformance.experiments import EXPERIMENTS
-from graphpact_conformance.reference import ReferenceBackend, ReferenceRunner
+from graphpact_conformance.lane.reference import ReferenceBackend, ReferenceRunner
 from graphpact_conformance.results import Outcome
-from graphpact_conformance.scenario import RecordedLane, read
-from graphpact_conformance.suite import Options, examine_lane, plan_lanes
+from graphpact_conformance.suite import examine_lane, plan_lanes
+from graphpact_conformance.targets import Options
+from graphpact_conformance.world.scenario import RecordedLane, read
 from graphpact_engine.config import EngineConfig
 from graphpact_engine.engine import Engine
 from graphpact_engine.recording import Recorder

@@ -12,13 +12,13 @@ import torch
 import graphpact_conformance.experiments.base
 from fake_site import Site, installed
 from graphpact.lane import Lane
-from graphpact_conformance import blind_wire, supervise
-from graphpact_conformance.blind import Judge, judge
-from graphpact_conformance.integrity import Originals
-from graphpact_conformance.processes import Ending
-from graphpact_conformance.reference import ReferenceBackend
+from graphpact_conformance.isolation import blind_wire, supervise
+from graphpact_conformance.isolation.blind import Judge, judge
+from graphpact_conformance.isolation.integrity import Originals
+from graphpact_conformance.isolation.processes import Ending
+from graphpact_conformance.lane.reference import ReferenceBackend
 from graphpact_conformance.results import ExitCode, Outcome, PluginResults
-from graphpact_conformance.suite import Options, Target
+from graphpact_conformance.targets import Options, Target
 
 QUICK = Options(size="quick", examples=1, shrink=False)
 BACKEND = """
@@ -116,9 +116,9 @@ def test_each_kind_of_replacement_is_named_once(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(Judge.result, "__code__", kept.__code__)
     assert originals.replaced() == [
         "graphpact.lane.Lane.run",
-        "graphpact_conformance.blind.Judge.result",
         "graphpact_conformance.experiments.base.excess",
         "graphpact_conformance.experiments.base.tolerance_of",
+        "graphpact_conformance.isolation.blind.Judge.result",
         "torch.Tensor.all",
         "torch.equal",
     ]

@@ -147,7 +147,7 @@ def check(
     from graphpact_conformance.targets import Options  # noqa: PLC0415  pydantic
 
     if scenario is not None:
-        from graphpact_conformance.scenario import read  # noqa: PLC0415  torch
+        from graphpact_conformance.world.scenario import read  # noqa: PLC0415  torch
 
         read(scenario)  # a broken file is refused before any process starts
 
@@ -172,8 +172,8 @@ def check(
 
 def _run(names: Sequence[str], options: "Options", workers: int | None, *, quiet: bool) -> "Report":
     """Run the suite, with the output of plugins on stderr."""
-    from graphpact_conformance import supervise  # noqa: PLC0415  all that the suite needs
     from graphpact_conformance.cli.results import progress  # noqa: PLC0415  pydantic
+    from graphpact_conformance.isolation import supervise  # noqa: PLC0415  all that the suite needs
 
     with progress(quiet=quiet) as shown, contextlib.redirect_stdout(sys.stderr):
         return supervise.check(names, options, workers=workers, **_listeners(shown))

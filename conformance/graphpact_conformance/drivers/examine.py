@@ -4,7 +4,8 @@ A driver has the lane ``fast`` and, if it claims a strict mode, the lane ``stric
 driver contract are checked in both, the acts in ``strict`` alone. As in `graphpact_conformance.suite`, each
 lane has one result for each rule.
 
-Does not: define checks, or survive a crash of the driver; `graphpact_conformance.supervise` does the latter.
+Does not: define checks, or survive a crash of the driver; `graphpact_conformance.isolation.supervise` does
+the latter.
 """
 
 import gc
@@ -21,9 +22,9 @@ from graphpact.plugins import PluginCatalog
 from graphpact_conformance.drivers import promises, strictness
 from graphpact_conformance.drivers.acts import ACTS
 from graphpact_conformance.drivers.requirement import Requirement
-from graphpact_conformance.global_state import seeded
 from graphpact_conformance.results import Finding, Outcome, PluginResults, Result
 from graphpact_conformance.rules import RULES
+from graphpact_conformance.subject.global_state import seeded
 from graphpact_conformance.targets import Listener, Options, Target, reproduce_line
 
 FAST, STRICT = "fast", "strict"

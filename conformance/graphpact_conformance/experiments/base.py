@@ -14,14 +14,20 @@ from graphpact.batch import ForwardBatch
 from graphpact.errors import Breach
 from graphpact.pact import walk
 from graphpact.tensors import equal, same
-from graphpact_conformance.global_state import Call
 from graphpact_conformance.model import ROWS_OF_PASS
 from graphpact_conformance.oracle import Answer
-from graphpact_conformance.problems import Problem
-from graphpact_conformance.raised import same_error
-from graphpact_conformance.records import Leaf, Ready, StepRecord, Undo
 from graphpact_conformance.results import Finding
-from graphpact_conformance.under_test import CannotCaptureError, DeclinedError, Subject, UnderTest, Way
+from graphpact_conformance.subject.global_state import Call
+from graphpact_conformance.subject.raised import same_error
+from graphpact_conformance.subject.records import Leaf, Ready, StepRecord, Undo
+from graphpact_conformance.subject.under_test import (
+    CannotCaptureError,
+    DeclinedError,
+    Subject,
+    UnderTest,
+    Way,
+)
+from graphpact_conformance.world.problems import Problem
 from graphpact_tape.writes import write
 
 Scope = Literal["attention_backend", "runner"]

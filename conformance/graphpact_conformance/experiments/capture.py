@@ -17,16 +17,16 @@ from graphpact_conformance.experiments.base import (
     values_at,
 )
 from graphpact_conformance.experiments.parity import TRACE_HELP, compare_traces
-from graphpact_conformance.problems import Drawn, Problem, of_size
-from graphpact_conformance.raised import causes, rule_of
 from graphpact_conformance.results import Finding
-from graphpact_conformance.under_test import (
+from graphpact_conformance.subject.raised import causes, rule_of
+from graphpact_conformance.subject.under_test import (
     CannotCaptureError,
     UnderTest,
     Way,
     reset_slot,
 )
-from graphpact_conformance.world import Case
+from graphpact_conformance.world.lanes import Case
+from graphpact_conformance.world.problems import Drawn, Problem, of_size
 
 # -- whether -----------------------------------------------------------------------------------------
 

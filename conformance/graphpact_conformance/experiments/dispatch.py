@@ -20,13 +20,13 @@ from graphpact_conformance.experiments.base import Findings, differences, is_rig
 from graphpact_conformance.experiments.kinds import MOST, of_default_sizes, of_other_kinds
 from graphpact_conformance.experiments.parity import compare_with_capture
 from graphpact_conformance.experiments.values import pads_leak
-from graphpact_conformance.fields import COUNT, GATHERED
 from graphpact_conformance.model import own_rows
-from graphpact_conformance.problems import Drawn, Problem, corner, half_size_batch, of_size
-from graphpact_conformance.records import StepRecord
 from graphpact_conformance.results import Finding
-from graphpact_conformance.under_test import CannotCaptureError, DeclinedError, Subject, UnderTest
-from graphpact_conformance.world import DRAFT_WIDTH, Config
+from graphpact_conformance.subject.records import StepRecord
+from graphpact_conformance.subject.under_test import CannotCaptureError, DeclinedError, Subject, UnderTest
+from graphpact_conformance.world.fields import COUNT, GATHERED
+from graphpact_conformance.world.lanes import DRAFT_WIDTH, Config
+from graphpact_conformance.world.problems import Drawn, Problem, corner, half_size_batch, of_size
 from graphpact_tape.tape import TapeDriver
 from graphpact_tape.trace import TracedCall
 

@@ -21,10 +21,10 @@ from graphpact_conformance.experiments.base import (
     values_at,
 )
 from graphpact_conformance.experiments.refresh import hook_of
-from graphpact_conformance.fields import COUNT, GATHERED, words, wrong_rows
-from graphpact_conformance.problems import Drawn, Problem
-from graphpact_conformance.records import StepRecord
-from graphpact_conformance.under_test import Subject, UnderTest, Way
+from graphpact_conformance.subject.records import StepRecord
+from graphpact_conformance.subject.under_test import Subject, UnderTest, Way
+from graphpact_conformance.world.fields import COUNT, GATHERED, words, wrong_rows
+from graphpact_conformance.world.problems import Drawn, Problem
 from graphpact_tape.poison import poison_of
 
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 from graphpact.batch import ForwardMode
 from graphpact.shapes import GraphShape
-from graphpact_conformance.problems import Problem, of_size
-from graphpact_conformance.world import CASES, DRAFT_WIDTH, Config
+from graphpact_conformance.world.lanes import CASES, DRAFT_WIDTH, Config
+from graphpact_conformance.world.problems import Problem, of_size
 
 MOST = (*range(1, 258), 301)
 """Values of max_bs for which runners are asked for their shapes: every multiple of a step of sizes, and its

@@ -17,10 +17,10 @@ from graphpact.shapes import GraphShape
 from graphpact.tensors import equal
 from graphpact_conformance.experiments.base import Findings, faults, is_right, same_tensors, strict_rig
 from graphpact_conformance.experiments.refresh import hook_of, is_plan
-from graphpact_conformance.problems import Drawn, Problem, corner, neighbours, of_size
-from graphpact_conformance.records import StepRecord, copies
 from graphpact_conformance.results import Finding
-from graphpact_conformance.under_test import Subject, UnderTest
+from graphpact_conformance.subject.records import StepRecord, copies
+from graphpact_conformance.subject.under_test import Subject, UnderTest
+from graphpact_conformance.world.problems import Drawn, Problem, corner, neighbours, of_size
 from graphpact_tape.poison import poison
 
 # -- captured again ----------------------------------------------------------------------------------

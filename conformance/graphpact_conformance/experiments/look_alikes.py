@@ -9,9 +9,9 @@ Does not: draw batches; the requests of a drawn batch get the numbers.
 from dataclasses import replace
 
 from graphpact_conformance.experiments.base import Findings, faults, is_right
-from graphpact_conformance.problems import Drawn, Problem, least_prefix, shortened
-from graphpact_conformance.under_test import Subject, UnderTest
-from graphpact_conformance.world import Config
+from graphpact_conformance.subject.under_test import Subject, UnderTest
+from graphpact_conformance.world.lanes import Config
+from graphpact_conformance.world.problems import Drawn, Problem, least_prefix, shortened
 
 
 def takes_live_rows_for_padding(lane: UnderTest, rig: Subject, steps: Drawn) -> Findings:

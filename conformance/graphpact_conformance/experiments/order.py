@@ -28,15 +28,15 @@ from graphpact_conformance.experiments.base import (
     wrong_results,
 )
 from graphpact_conformance.experiments.parity import of_breaches
-from graphpact_conformance.problems import Drawn, Problem, corner, of_size
-from graphpact_conformance.raised import message_of
-from graphpact_conformance.records import StepRecord
 from graphpact_conformance.results import Finding
-from graphpact_conformance.under_test import (
+from graphpact_conformance.subject.raised import message_of
+from graphpact_conformance.subject.records import StepRecord
+from graphpact_conformance.subject.under_test import (
     Subject,
     UnderTest,
     reset_slot,
 )
+from graphpact_conformance.world.problems import Drawn, Problem, corner, of_size
 from graphpact_tape.writes import write
 
 GUARDED = (

@@ -30,11 +30,11 @@ from graphpact_conformance.experiments.base import (
     values_at,
 )
 from graphpact_conformance.experiments.refresh import Before, help_for, hook_of, is_plan
-from graphpact_conformance.problems import Drawn, Problem, assorted
-from graphpact_conformance.raised import message_of
-from graphpact_conformance.records import Leaf, StepRecord, live_rows
 from graphpact_conformance.results import Finding
-from graphpact_conformance.under_test import Subject, UnderTest, Way, reset_slot
+from graphpact_conformance.subject.raised import message_of
+from graphpact_conformance.subject.records import Leaf, StepRecord, live_rows
+from graphpact_conformance.subject.under_test import Subject, UnderTest, Way, reset_slot
+from graphpact_conformance.world.problems import Drawn, Problem, assorted
 from graphpact_tape.poison import poison_of
 from graphpact_tape.trace import TracedCall, first_difference
 from graphpact_tape.writes import write

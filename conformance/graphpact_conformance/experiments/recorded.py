@@ -3,7 +3,7 @@
 A step that is wrong only after the steps before it depends on them: metadata that is kept while nothing seems
 to change, a page that is appended too late.
 
-Does not: read a recording (see `graphpact_conformance.scenario`).
+Does not: read a recording (see `graphpact_conformance.world.scenario`).
 """
 
 from collections.abc import Sequence
@@ -11,9 +11,9 @@ from contextlib import suppress
 
 from graphpact_conformance.experiments.base import Findings, differences, is_right
 from graphpact_conformance.experiments.refresh import after_two_histories
-from graphpact_conformance.problems import Problem
-from graphpact_conformance.records import StepRecord
-from graphpact_conformance.under_test import CannotCaptureError, Subject, UnderTest
+from graphpact_conformance.subject.records import StepRecord
+from graphpact_conformance.subject.under_test import CannotCaptureError, Subject, UnderTest
+from graphpact_conformance.world.problems import Problem
 
 _KEPT = (
     "alone, this batch is right: write all that the kernels read in every step, from the view, and keep"

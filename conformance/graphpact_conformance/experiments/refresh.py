@@ -26,10 +26,10 @@ from graphpact_conformance.experiments.base import (
     tolerance_in,
     values_at,
 )
-from graphpact_conformance.problems import Drawn, Problem, assorted, corner, neighbours, steady
-from graphpact_conformance.records import Leaf, StepRecord
 from graphpact_conformance.results import Finding
-from graphpact_conformance.under_test import Subject, UnderTest, Way, poison_slot
+from graphpact_conformance.subject.records import Leaf, StepRecord
+from graphpact_conformance.subject.under_test import Subject, UnderTest, Way, poison_slot
+from graphpact_conformance.world.problems import Drawn, Problem, assorted, corner, neighbours, steady
 from graphpact_tape.guard import is_due
 from graphpact_tape.poison import poison_of
 

@@ -27,9 +27,14 @@ from graphpact_conformance.experiments.base import (
 )
 from graphpact_conformance.experiments.look_alikes import takes_live_rows_for_padding
 from graphpact_conformance.experiments.parity import compare_with_capture
-from graphpact_conformance.fields import MROPE, SAFE, words, wrong_rows
 from graphpact_conformance.model import IDS_OF_PASS, ROWS_OF_PASS, own_rows
-from graphpact_conformance.problems import (
+from graphpact_conformance.results import Finding
+from graphpact_conformance.subject.raised import causes, message_of
+from graphpact_conformance.subject.records import NAN, StepRecord, live_rows
+from graphpact_conformance.subject.under_test import DeclinedError, Subject, UnderTest
+from graphpact_conformance.world.fields import MROPE, SAFE, words, wrong_rows
+from graphpact_conformance.world.lanes import HIDDEN, VOCAB, Config
+from graphpact_conformance.world.problems import (
     Drawn,
     Problem,
     ProblemRequest,
@@ -41,11 +46,6 @@ from graphpact_conformance.problems import (
     of_size,
     shortened,
 )
-from graphpact_conformance.raised import causes, message_of
-from graphpact_conformance.records import NAN, StepRecord, live_rows
-from graphpact_conformance.results import Finding
-from graphpact_conformance.under_test import DeclinedError, Subject, UnderTest
-from graphpact_conformance.world import HIDDEN, VOCAB, Config
 from graphpact_tape.writes import write
 
 # -- eager -------------------------------------------------------------------------------------------

@@ -16,9 +16,9 @@ from graphpact.batch import ForwardBatch
 from graphpact.buffers import CudaGraphBufferRegistry, FillContext, GraphSlot, fills
 from graphpact.parallel import local_num_token_non_padded
 from graphpact.shapes import GraphShape
-from graphpact_conformance.fields import COUNT, GATHERED, MROPE
 from graphpact_conformance.museum.exhibit import Exhibit, Make
 from graphpact_conformance.museum.runners import after_fill
+from graphpact_conformance.world.fields import COUNT, GATHERED, MROPE
 
 
 def _with_slots(change: Callable[[Any, GraphSlot], GraphSlot | None]) -> Make:

@@ -23,8 +23,8 @@ from graphpact.runners import GraphRunner
 from graphpact_conformance.drivers.examine import examine_lane as examine_driver_lane
 from graphpact_conformance.drivers.examine import lanes_of_driver
 from graphpact_conformance.experiments import EXPERIMENTS
+from graphpact_conformance.lane.reference import ReferenceBackend, ReferenceRunner
 from graphpact_conformance.museum.exhibit import Exhibit, Variant
-from graphpact_conformance.reference import ReferenceBackend, ReferenceRunner
 from graphpact_conformance.results import Finding, Outcome, Result
 from graphpact_conformance.suite import LaneKind, PlannedLane, examine_lane, plan_lanes
 from graphpact_conformance.targets import Options

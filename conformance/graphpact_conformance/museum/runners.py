@@ -23,9 +23,9 @@ from graphpact.lane import Lane
 from graphpact.parallel import get_parallel, local_num_token_non_padded
 from graphpact.shapes import CaptureSizes, EagerReason, GraphShape
 from graphpact.step import Forward, Region, Step, StepOutputs
+from graphpact_conformance.lane.reference import ReferenceSizes
 from graphpact_conformance.museum.exhibit import Around, Exhibit, Make
-from graphpact_conformance.problems import Problem
-from graphpact_conformance.reference import ReferenceSizes
+from graphpact_conformance.world.problems import Problem
 
 _Fit: TypeAlias = GraphShape | EagerReason
 

@@ -24,9 +24,8 @@ from graphpact import (
 from graphpact.attention import DraftLimits, DraftMetadata, GraphSupport, HeadLayout
 from graphpact.buffers import build_decode_registry
 from graphpact.errors import EngineError
-from graphpact_conformance.problems import Problem, ProblemRequest, Token, sequences
-from graphpact_conformance.rig import Rig
-from graphpact_conformance.world import (
+from graphpact_conformance.lane.rig import Rig
+from graphpact_conformance.world.lanes import (
     CASES,
     CONTEXT,
     CPU,
@@ -38,6 +37,7 @@ from graphpact_conformance.world import (
     Config,
     Heads,
 )
+from graphpact_conformance.world.problems import Problem, ProblemRequest, Token, sequences
 from graphpact_fa3 import FA3Backend, FA3Metadata, KeyRows
 from graphpact_tape.recorder import Recorder
 from oracle_kit import hold_to_oracle

@@ -18,8 +18,8 @@ from torch.nn.attention.varlen import varlen_attn
 from graphpact import BackendContext, ForwardMode, LayerSpec, Limits
 from graphpact.attention import DraftLimits
 from graphpact.errors import ConfigError
-from graphpact_conformance.problems import Problem
-from graphpact_conformance.world import CASES, Case, Config, Heads
+from graphpact_conformance.world.lanes import CASES, Case, Config, Heads
+from graphpact_conformance.world.problems import Problem
 from graphpact_fa3 import FA3Backend, NativeKernels
 from graphpact_fa3.kernels import FlashAttention3, LibraryKernels, SglKernel, TorchVarlen
 from graphpact_kernels import page_table_attention

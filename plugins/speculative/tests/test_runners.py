@@ -15,7 +15,7 @@ from graphpact.errors import ConfigError, EngineError
 from graphpact.pact import walk
 from graphpact.runners import GraphRunner, RunnerContext
 from graphpact.speculation import HIDDEN_STATES, SCORES
-from graphpact_conformance.reference import ReferenceBackend
+from graphpact_conformance.lane.reference import ReferenceBackend
 from graphpact_speculative import EagleDraftExtendRunner, EagleDraftRunner, FrozenKvMtpRunner
 
 DRAFT, EXTEND, DECODE = ForwardMode.DRAFT_DECODE, ForwardMode.DRAFT_EXTEND, ForwardMode.DECODE

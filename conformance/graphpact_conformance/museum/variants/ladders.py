@@ -17,8 +17,8 @@ from graphpact.buffers import GraphSlot, PaddingPolicy
 from graphpact.runners import GraphRunner
 from graphpact.shapes import EagerReason, GraphShape
 from graphpact.step import Forward, Region, Step, StepOutputs
+from graphpact_conformance.lane.reference import broken_at_attention
 from graphpact_conformance.museum.exhibit import Variant
-from graphpact_conformance.reference import broken_at_attention
 
 _ADAPTERS = "variant.adapters"
 

@@ -6,8 +6,8 @@ Does not: contain bugs; see the exhibits in the other rooms.
 from typing import Any
 
 from graphpact.step import Forward, Region, Step, StepOutputs
+from graphpact_conformance.lane.reference import broken_at_attention
 from graphpact_conformance.museum.exhibit import Variant
-from graphpact_conformance.reference import broken_at_attention
 
 
 def _attends_between_segments(base: type[Any]) -> type[Any]:

@@ -27,17 +27,13 @@ from graphpact.graphs import GraphDriver
 from graphpact.lane import PactMode
 from graphpact.runners import GraphRunner, RunnerContext
 from graphpact.shapes import EagerReason, GraphShape
-from graphpact_conformance.global_state import StateWatch
-from graphpact_conformance.oracle import Answer
-from graphpact_conformance.problems import Drawn, Problem, corner, draw
-from graphpact_conformance.raised import causes
-from graphpact_conformance.reference import (
+from graphpact_conformance.lane.reference import (
     PaddedReferenceBackend,
     ReferenceBackend,
     ReferenceRunner,
     SegmentsRunner,
 )
-from graphpact_conformance.rig import (
+from graphpact_conformance.lane.rig import (
     CPU,
     Rig,
     drawn_batch,
@@ -46,14 +42,18 @@ from graphpact_conformance.rig import (
     planned_shapes,
     runner_context,
 )
-from graphpact_conformance.under_test import CannotCaptureError, Reporting, Subject, Way, poison_slot
-from graphpact_conformance.world import Case, Config, declares_graphs, support_of
+from graphpact_conformance.oracle import Answer
+from graphpact_conformance.subject.global_state import StateWatch
+from graphpact_conformance.subject.raised import causes
+from graphpact_conformance.subject.under_test import CannotCaptureError, Reporting, Subject, Way, poison_slot
+from graphpact_conformance.world.lanes import Case, Config, declares_graphs, support_of
+from graphpact_conformance.world.problems import Drawn, Problem, corner, draw
 from graphpact_tape.guard import is_due
 from graphpact_tape.host import tensors_of
 from graphpact_tape.poison import is_poison
 from graphpact_tape.tape import TapeDriver
 
-_HERE = Path(__file__).parent
+_SUITE = Path(__file__).parents[1]
 _KITS = {SegmentsRunner, *PaddedReferenceBackend.__mro__, *ReferenceRunner.__mro__}
 _OWN_PACKAGES = {"graphpact", "graphpact_conformance"}
 
@@ -221,7 +221,7 @@ class LaneUnderTest(Reporting):
         return replace(self, config=config, runner=runner).build(capture=capture), corner(config)
 
     def drawn(self, count: int, seed: int) -> list[Drawn]:
-        """Return ``count`` sequences of batches for the lane; see `graphpact_conformance.problems.draw`."""
+        """Return ``count`` sequences of batches for the lane; see `problems.draw`."""
         known = self._drawn.setdefault(seed, [])
         if len(known) < count:
             known[:] = draw(self.config, count, seed, self.declined)
@@ -377,7 +377,7 @@ class LaneUnderTest(Reporting):
                 file, name = frame.f_code.co_filename, frame.f_globals.get("__name__", "")
                 if file in files or name.partition(".")[0] in packages:
                     last = f"{short_path(file)}:{line} in {frame.f_code.co_qualname}"
-                elif _HERE in Path(file).parents:
+                elif _SUITE in Path(file).parents:
                     last = None
             if last is not None:
                 return last

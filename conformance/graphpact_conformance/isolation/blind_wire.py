@@ -1,6 +1,7 @@
 """What the blind run and its judge agree on: the lanes, and values as JSON.
 
-The blind run loads this module under another name, as `graphpact_conformance.blind_program` describes.
+The blind run loads this module under another name, as `graphpact_conformance.isolation.blind_program`
+describes.
 
 Does not: run a plugin, or judge it.
 """
@@ -16,8 +17,8 @@ import torch
 from graphpact import Capabilities, ForwardMode, GraphShape
 from graphpact.attention import GraphSupport, HeadLayout
 from graphpact.runners import GraphRunner
-from graphpact_conformance.problems import Drawn, draw
-from graphpact_conformance.world import CASES, Case, Config, configs_of, plainest
+from graphpact_conformance.world.lanes import CASES, Case, Config, configs_of, plainest
+from graphpact_conformance.world.problems import Drawn, draw
 
 ANY_RUNNER = (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.EXTEND, ForwardMode.MIXED)
 """Modes in which every runner's region is one forward pass. Drafts of a runner depend on its own code."""

@@ -19,14 +19,12 @@ import os
 import random
 import signal
 import sys
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-
-from graphpact.hookspecs import hookimpl
 
 DRAWS = "torch's default generator"
 """Name of the state that draws advance. The region of a runner may draw, for example to sample drafts."""
@@ -357,38 +355,3 @@ def _restored(
         if setting.write is not None:
             setting.write(old)
     return changed
-
-
-class WatchedHooks:
-    """An observer that charges changes to the hooks in which they happen.
-
-    Args:
-        watch: The watch.
-    """
-
-    def __init__(self, watch: StateWatch) -> None:
-        self._watch = watch
-
-    @hookimpl(wrapper=True, trylast=True)
-    def populate(self) -> Generator[None, Any, Any]:
-        """Watch it."""
-        return (yield from self._around("populate"))
-
-    @hookimpl(wrapper=True, trylast=True)
-    def prepare_replay(self) -> Generator[None, Any, Any]:
-        """Watch it."""
-        return (yield from self._around("prepare_replay"))
-
-    @hookimpl(wrapper=True, trylast=True)
-    def init_metadata_capture(self) -> Generator[None, Any, Any]:
-        """Watch it."""
-        return (yield from self._around("init_metadata_capture"))
-
-    @hookimpl(wrapper=True, trylast=True)
-    def init_metadata_replay(self) -> Generator[None, Any, Any]:
-        """Watch it."""
-        return (yield from self._around("init_metadata_replay"))
-
-    def _around(self, hook: str) -> Generator[None, Any, Any]:
-        with self._watch.during(Call(f"`{hook}`", hook)):
-            return (yield)

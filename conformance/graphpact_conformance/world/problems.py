@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from graphpact import ForwardBatch, ForwardMode
 from graphpact.buffers import GraphSlot
-from graphpact_conformance.world import HIDDEN, VOCAB, Case, Config
+from graphpact_conformance.world.lanes import HIDDEN, VOCAB, Case, Config
 
 TIERS = 8
 """Parts of all lengths between whose ends a runner's choices of a graph are compared."""

@@ -20,8 +20,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from graphpact import Capabilities, ForwardMode, GraphShape
 from graphpact.attention import DraftLimits
 from graphpact.errors import UsageError
-from graphpact_conformance.problems import Declines, Drawn, Problem, ProblemRequest, Token, draw
-from graphpact_conformance.world import VOCAB, Case, Config, allows, configs_of
+from graphpact_conformance.world.lanes import VOCAB, Case, Config, allows, configs_of
+from graphpact_conformance.world.problems import Declines, Drawn, Problem, ProblemRequest, Token, draw
 
 MOST_BYTES, MOST_STEPS, MOST_LANES = 2**26, 1000, 32
 MOST_CONTEXT, MOST_SLOTS, MOST_ROWS, MOST_TOKENS = 2**13, 2**18, 2**10, 2**12

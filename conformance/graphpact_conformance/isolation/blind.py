@@ -3,11 +3,11 @@
 The worker examines a plugin in one process with the suite. So a plugin could be right only where the suite is
 imported, or replace the functions that compare its results. The blind run builds a plain lane of every kind
 of step in a process that has neither the suite's name nor its oracle
-(`graphpact_conformance.blind_program`), on other batches than the worker's. Its outputs and KV caches go
-as events to the supervisor, which starts another process for the judge. That one computes the right results
-from the same problems, and imports no plugin.
+(`graphpact_conformance.isolation.blind_program`), on other batches than the worker's. Its outputs and KV
+caches go as events to the supervisor, which starts another process for the judge. That one computes the right
+results from the same problems, and imports no plugin.
 
-Does not: check rules, or start processes (see `graphpact_conformance.supervise`).
+Does not: check rules, or start processes (see `graphpact_conformance.isolation.supervise`).
 """
 
 from collections.abc import Iterable
@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from graphpact_conformance.blind_wire import (
+from graphpact_conformance.experiments.base import differences
+from graphpact_conformance.isolation.blind_wire import (
     batches_of,
     capabilities_from_json,
     plain_lanes,
@@ -23,15 +24,14 @@ from graphpact_conformance.blind_wire import (
     tensors_from_json,
     with_shapes,
 )
-from graphpact_conformance.experiments.base import differences
+from graphpact_conformance.lane.reference import ReferenceBackend
+from graphpact_conformance.lane.rig import Rig
 from graphpact_conformance.legend import BLIND_LANE
-from graphpact_conformance.problems import Problem
-from graphpact_conformance.records import StepRecord
-from graphpact_conformance.reference import ReferenceBackend
 from graphpact_conformance.results import Finding, Outcome, Result
-from graphpact_conformance.rig import Rig
+from graphpact_conformance.subject.records import StepRecord
 from graphpact_conformance.targets import Options, Target
-from graphpact_conformance.world import CASES
+from graphpact_conformance.world.lanes import CASES
+from graphpact_conformance.world.problems import Problem
 
 _HELP = (
     "the worker found no fault: let the results depend on nothing but the arguments of a call, and replace"

@@ -1,10 +1,10 @@
 """Processes of plugins: they run jobs in parallel, with timeouts, and may hang, exit, crash or print.
 
-A `Task` has the job of a process (`graphpact_conformance.worker`) and hears its events. If the process ends,
-or is stopped after a timeout, the task decides whether another one starts. On Linux each worker has a parent
-(`graphpact_conformance.keeper`) that finds and ends what it leaves.
+A `Task` has the job of a process (`graphpact_conformance.isolation.worker`) and hears its events. If the
+process ends, or is stopped after a timeout, the task decides whether another one starts. On Linux each worker
+has a parent (`graphpact_conformance.isolation.keeper`) that finds and ends what it leaves.
 
-Does not: know what a job is, judge an end (see `graphpact_conformance.supervise`), or import torch.
+Does not: know what a job is, judge an end (see `graphpact_conformance.isolation.supervise`), or import torch.
 """
 
 import json
@@ -27,10 +27,10 @@ from typing import IO, Any, Protocol, Self
 
 from graphpact.cli.survey import child_environment, ending, kill
 from graphpact.errors import short_path
-from graphpact_conformance.job_wire import ANSWER, GIVEN, OF_JOB, tail
-from graphpact_conformance.keeper import GRACE
+from graphpact_conformance.isolation.job_wire import ANSWER, GIVEN, OF_JOB, tail
+from graphpact_conformance.isolation.keeper import GRACE
 
-WORKER = (sys.executable, "-B", "-P", "-u", "-m", "graphpact_conformance.worker")
+WORKER = (sys.executable, "-B", "-P", "-u", "-m", "graphpact_conformance.isolation.worker")
 """Command line of the worker. ``-B``: warnings of the compiler then do not depend on caches."""
 START, END = "start", "end of the process"
 """The pieces of work before the first and after the last of a job."""
@@ -44,7 +44,7 @@ _SAMPLES = 10  # stack samples of a hanging process
 _SAMPLE_PAUSE = 0.02  # seconds between two samples
 _STOP_BOUND = 15.0  # seconds in which the keeper ends its processes
 _FROM_STDIN = (sys.executable, "-B", "-P", "-u", "-")
-_NURSERY = (*WORKER[:-1], "graphpact_conformance.nursery")
+_NURSERY = (*WORKER[:-1], "graphpact_conformance.isolation.nursery")
 _KEEPER = (sys.executable, "-I", "-S", str(Path(__file__).with_name("keeper.py")))
 _SPOILED = "it wrote into the suite's pipe"
 
@@ -302,7 +302,7 @@ class Starter:
         Args:
             job: The job.
             program: See `Task`.
-            descriptors: Those of `graphpact_conformance.nursery.GIVEN`, by name, without the job's.
+            descriptors: Those of `graphpact_conformance.isolation.nursery.GIVEN`, by name, without the job's.
         """
         if program is not None or not self._ahead:
             return _Spawned(self._command, job, descriptors, program)
@@ -364,7 +364,7 @@ class _Spawned:
 
 
 class _Nursery:
-    """A process that forks a worker for each job; see `graphpact_conformance.nursery`.
+    """A process that forks a worker for each job; see `graphpact_conformance.isolation.nursery`.
 
     Attributes:
         returncode: How the worker of the job ended, as of `subprocess.Popen`; None while it runs.

@@ -32,8 +32,8 @@ from graphpact.graphs import Event
 from graphpact.runners import GraphRunner
 from graphpact.shapes import EagerReason, GraphShape
 from graphpact.step import Forward, Region, Step
-from graphpact_conformance.fields import DRAWN, GATHERED
-from graphpact_conformance.world import DRAFTS, MIDDLE_TOKENS, TALL_TOKENS, Case, Config, static_shapes
+from graphpact_conformance.world.fields import DRAWN, GATHERED
+from graphpact_conformance.world.lanes import DRAFTS, MIDDLE_TOKENS, TALL_TOKENS, Case, Config, static_shapes
 
 CPU = torch.device("cpu")
 CHUNK = 16
@@ -292,7 +292,7 @@ class ReferenceRunner(GraphRunner):
     itself: no row of its scores is empty, and it sees only scratch.
 
     Where batches carry ``mrope_positions`` and no embeddings, they carry the optional fields of
-    `graphpact_conformance.fields.DRAWN` too.
+    `graphpact_conformance.world.fields.DRAWN` too.
     """
 
     modes: ClassVar = frozenset(ForwardMode)

@@ -1,6 +1,6 @@
 """What experiments know of what is tested: `UnderTest`, and `Subject`, one instance of it.
 
-A lane of a backend and a runner is one: see `graphpact_conformance.lane_under_test`, whose subjects are rigs.
+A lane of a backend and a runner is one: see `graphpact_conformance.lane`, whose subjects are rigs.
 Any other code that prepares replays of recorded work can be one: this module asks for no backend, runner,
 registry or driver.
 
@@ -21,15 +21,15 @@ from graphpact.buffers import BoundSlot
 from graphpact.errors import GraphpactError
 from graphpact.pact import Promise
 from graphpact.shapes import EagerReason, GraphShape
-from graphpact_conformance.global_state import DRAWS, StateWatch
-from graphpact_conformance.kv_memory import KvMemory
 from graphpact_conformance.oracle import Answer
-from graphpact_conformance.problems import Problem
-from graphpact_conformance.raised import causes, message_of, rule_of
-from graphpact_conformance.records import Ready, StepRecord
 from graphpact_conformance.results import Finding
 from graphpact_conformance.rules import RULES
-from graphpact_conformance.world import Config
+from graphpact_conformance.subject.global_state import DRAWS, StateWatch
+from graphpact_conformance.subject.kv_memory import KvMemory
+from graphpact_conformance.subject.raised import causes, message_of, rule_of
+from graphpact_conformance.subject.records import Ready, StepRecord
+from graphpact_conformance.world.lanes import Config
+from graphpact_conformance.world.problems import Problem
 from graphpact_tape.poison import poison
 from graphpact_tape.trace import TracedCall
 

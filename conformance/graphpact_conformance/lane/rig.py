@@ -36,18 +36,19 @@ from graphpact.runners import GraphRunner, RunnerContext
 from graphpact.shapes import EagerReason, GraphShape
 from graphpact.step import Attend, Forward, Region, Step, StepOutputs
 from graphpact.tensors import same, storage_id
-from graphpact_conformance import memory
-from graphpact_conformance.fields import COUNT, GATHERED, completed, drawn, is_drawn
-from graphpact_conformance.global_state import Call, StateWatch, WatchedHooks
-from graphpact_conformance.kv_memory import KvMemory
+from graphpact_conformance.lane import memory
+from graphpact_conformance.lane.reference import ReferenceRunner, SegmentsRunner
+from graphpact_conformance.lane.tracer import DispatchTracer
+from graphpact_conformance.lane.watched_hooks import WatchedHooks
 from graphpact_conformance.model import Model, Passes
 from graphpact_conformance.oracle import Answer, answer
-from graphpact_conformance.problems import Problem
-from graphpact_conformance.records import Leaf, Ready, StepRecord, Undo, copies
-from graphpact_conformance.reference import ReferenceRunner, SegmentsRunner
-from graphpact_conformance.tracer import DispatchTracer
-from graphpact_conformance.under_test import DeclinedError
-from graphpact_conformance.world import HIDDEN, Config, composes, declares_graphs
+from graphpact_conformance.subject.global_state import Call, StateWatch
+from graphpact_conformance.subject.kv_memory import KvMemory
+from graphpact_conformance.subject.records import Leaf, Ready, StepRecord, Undo, copies
+from graphpact_conformance.subject.under_test import DeclinedError
+from graphpact_conformance.world.fields import COUNT, GATHERED, completed, drawn, is_drawn
+from graphpact_conformance.world.lanes import HIDDEN, Config, composes, declares_graphs
+from graphpact_conformance.world.problems import Problem
 from graphpact_tape.guard import is_due
 from graphpact_tape.poison import poison
 from graphpact_tape.tape import Tape, TapeDriver

@@ -1,6 +1,6 @@
 """The memory that the graphs of a lane read, outside the slots that each step writes.
 
-Does not: allocate or change it; see `graphpact_conformance.rig` for the KV cache and the page table.
+Does not: allocate or change it; see `graphpact_conformance.lane.rig` for the KV cache and the page table.
 """
 
 import itertools
@@ -13,8 +13,8 @@ from graphpact.lane import Lane
 from graphpact.memory_map import MemoryMap
 from graphpact.shapes import GraphShape
 from graphpact.tensors import storage_id
-from graphpact_conformance.holders import holder_of, storages_of
-from graphpact_conformance.world import Config
+from graphpact_conformance.lane.holders import holder_of, storages_of
+from graphpact_conformance.world.lanes import Config
 from graphpact_tape.tape import Tape
 
 

@@ -1,8 +1,8 @@
 """`check`: examine plugins that may hang, exit, crash or print, in separate processes.
 
-Each target is the job of a process (see `graphpact_conformance.processes`). If that ends, or is stopped after
-a timeout, the current work has failed. The examination then restarts without that work. This process imports
-no plugin; nor torch, which takes seconds, while the first workers import it.
+Each target is the job of a process (see `graphpact_conformance.isolation.processes`). If that ends, or is
+stopped after a timeout, the current work has failed. The examination then restarts without that work. This
+process imports no plugin; nor torch, which takes seconds, while the first workers import it.
 
 Does not: implement rules or experiments (see `graphpact_conformance.suite`), or render a report.
 """
@@ -24,8 +24,8 @@ from graphpact import errors
 from graphpact.errors import ConfigError, GraphpactError, RejectedPluginError, UsageError
 from graphpact.plugins import PluginCatalog, PluginInfo
 from graphpact_conformance import legend
+from graphpact_conformance.isolation.processes import END, START, WORKER, Ending, Starter, Task, run
 from graphpact_conformance.merge import merged
-from graphpact_conformance.processes import END, START, WORKER, Ending, Starter, Task, run
 from graphpact_conformance.results import (
     Environment,
     Finding,
@@ -421,7 +421,8 @@ class _Examination:
 class _BlindRun:
     """The task that runs a target where the suite is not imported, and then judges what came out.
 
-    The judge is a worker that imports no plugin; see `graphpact_conformance.blind`. Neither is repeated.
+    The judge is a worker that imports no plugin; see `graphpact_conformance.isolation.blind`. Neither is
+    repeated.
     """
 
     def __init__(self, target: Target, options: Options) -> None:

@@ -1,10 +1,10 @@
 """A process that has imported torch and the suite, and no plugin: it forks a worker for each job, on Linux.
 
-    python -m graphpact_conformance.nursery
+    python -m graphpact_conformance.isolation.nursery
 
 The imports take longer than many jobs. It is the keeper of its workers, one after the other; see
-`graphpact_conformance.keeper`. Its stdin is a socket. A message brings the descriptors of `GIVEN`; the
-answer, four bytes, is how the worker ended, as in `subprocess.Popen.returncode`.
+`graphpact_conformance.isolation.keeper`. Its stdin is a socket. A message brings the descriptors of `GIVEN`;
+the answer, four bytes, is how the worker ended, as in `subprocess.Popen.returncode`.
 
 Does not: run a job itself, or know what is in it. A worker changes nothing here: its memory is a copy.
 """
@@ -16,9 +16,9 @@ import signal
 import socket
 from typing import Any
 
-from graphpact_conformance import worker
-from graphpact_conformance.job_wire import ANSWER, GIVEN, OF_JOB
-from graphpact_conformance.keeper import Keeper
+from graphpact_conformance.isolation import worker
+from graphpact_conformance.isolation.job_wire import ANSWER, GIVEN, OF_JOB
+from graphpact_conformance.isolation.keeper import Keeper
 
 
 def _next_job(control: socket.socket) -> dict[str, Any] | None:

@@ -1,9 +1,9 @@
 """Run a plugin where the suite is not imported, and write what comes out: ``python -P - JOB < THIS_FILE``.
 
-`graphpact_conformance.blind` starts it and judges the results in another process. Here nothing is called
-``graphpact_conformance``, and no import of that name finds anything. The lane and its memory are those of the
-suite, loaded from its sources under a random name, without the oracle: there is no right answer in this
-process. Events are written as those of the worker.
+`graphpact_conformance.isolation.blind` starts it and judges the results in another process. Here nothing is
+called ``graphpact_conformance``, and no import of that name finds anything. The lane and its memory are those
+of the suite, loaded from its sources under a random name, without the oracle: there is no right answer in
+this process. Events are written as those of the worker.
 
     ready                            graphpact is imported
     declares, capabilities, lanes    what the judge needs for the same lanes and batches
@@ -120,7 +120,8 @@ class Suite:
         folders = spec.submodule_search_locations or []
         sys.meta_path[:] = [*map(Without, sys.meta_path), Renamed(folders[0])]
         self.wire, self.rig, self.reference = (
-            importlib.import_module(f"{ALIAS}.{name}") for name in ("blind_wire", "rig", "reference")
+            importlib.import_module(f"{ALIAS}.{name}")
+            for name in ("isolation.blind_wire", "lane.rig", "lane.reference")
         )
 
 

@@ -1,8 +1,8 @@
-"""The process that examines a plugin: ``python -m graphpact_conformance.worker < JOB``, or forked.
+"""The process that examines a plugin: ``python -m graphpact_conformance.isolation.worker < JOB``, or forked.
 
-`graphpact_conformance.supervise` starts it and handles its end. Events go through a separate pipe, one JSON
-object per line, so that output of a plugin on stdout and stderr does not mix with them. Each line begins with
-a key, which the worker reads before it imports a plugin: a line without it comes from a plugin.
+`graphpact_conformance.isolation.supervise` starts it and handles its end. Events go through a separate pipe,
+one JSON object per line, so that output of a plugin on stdout and stderr does not mix with them. Each line
+begins with a key, which the worker reads before it imports a plugin: a line without it comes from a plugin.
 
     ready                       graphpact is imported; the plugin's timeout starts
     begins, work, printed       a piece of work; bytes on stdout so far
@@ -38,13 +38,13 @@ from pydantic import TypeAdapter
 from graphpact.errors import UsageError, short_path
 from graphpact.plugins import PluginCatalog
 from graphpact_conformance import legend, suite
-from graphpact_conformance.blind import judge
-from graphpact_conformance.integrity import Originals
-from graphpact_conformance.job_wire import steady, tail
+from graphpact_conformance.isolation.blind import judge
+from graphpact_conformance.isolation.integrity import Originals
+from graphpact_conformance.isolation.job_wire import steady, tail
 from graphpact_conformance.results import Outcome, Result
 from graphpact_conformance.targets import Options, Target
 
-_SUITE = Path(__file__).resolve().parent
+_SUITE = Path(__file__).resolve().parents[1]
 _ORPHANED = 30.0  # seconds after the timeout until a process without a supervisor ends itself
 
 

@@ -16,9 +16,9 @@ from types import SimpleNamespace
 import torch
 
 from graphpact.attention import kv_tensors
-from graphpact_conformance.problems import Problem
-from graphpact_conformance.records import NAN
-from graphpact_conformance.world import Config
+from graphpact_conformance.subject.records import NAN
+from graphpact_conformance.world.lanes import Config
+from graphpact_conformance.world.problems import Problem
 
 _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # the module has it since Python 3.13
 

@@ -16,7 +16,7 @@ The last six are those of scale. A lane has one value of each dimension. `config
 plain values of scale that a backend's capabilities allow; `covering` chooses lanes that have every value, or
 every pair of values of two dimensions.
 
-Does not: draw batches; see `graphpact_conformance.problems`.
+Does not: draw batches; see `graphpact_conformance.world.problems`.
 """
 
 import itertools

@@ -1,0 +1,96 @@
+"""Names of plugins as the targets of a run: `targets`.
+
+Does not: load a plugin, except to see whether two of them make a pair.
+"""
+
+from collections.abc import Sequence
+
+from graphpact.errors import UnknownPluginError, UsageError, did_you_mean
+from graphpact.plugins import KINDS, PluginCatalog
+from graphpact_conformance.targets import (
+    TARGET_KINDS,
+    Target,
+    TargetKind,
+)
+from graphpact_conformance.world.lanes import (
+    declares_graphs,
+)
+
+
+def targets(names: Sequence[str], catalog: PluginCatalog) -> list[Target]:
+    """Return the backends, runners and drivers with the given names, and every pair of backend and runner.
+
+    Args:
+        names: Names of plugins, ``name`` or ``kind:name``; ``driver`` is short for ``graph_driver``.
+        catalog: The installed plugins.
+
+    Raises:
+        UnknownPluginError: No backend, no runner and no driver has that name.
+        PluginError: The plugin is rejected, or two distributions offer it.
+    """
+    found: list[Target] = []
+    for name in dict.fromkeys(names):
+        kind, bare = _kind_of(name, catalog)
+        catalog.select(kind, bare)
+        if Target(kind, bare) not in found:
+            found.append(Target(kind, bare))
+    backends = [t for t in found if t.kind == "attention_backend"]
+    runners = [t for t in found if t.kind == "runner"]
+    pairs = [
+        Target("attention_backend", b.name, r.name)
+        for b in backends
+        for r in runners
+        if _can_pair(catalog, b.name, r.name)
+    ]
+    return [*backends, *runners, *pairs, *(t for t in found if t.kind == "graph_driver")]
+
+
+def _kind_of(name: str, catalog: PluginCatalog) -> tuple[TargetKind, str]:
+    asked, _, bare = name.rpartition(":")
+    if asked:
+        asked = "graph_driver" if asked == "driver" else asked
+        for kind in TARGET_KINDS:
+            if asked == kind:
+                return kind, bare
+        raise _cannot_check(name, asked)
+    offers = [kind for kind in TARGET_KINDS if any(i.name == name for i in catalog.infos(kind))]
+    if len(offers) == 1:
+        return offers[0], name
+    if offers:
+        raise UsageError(
+            f"{name!r} is the name of " + " and of ".join(_A_PLUGIN[kind] for kind in offers),
+            hint="write " + " or ".join(f"{kind}:{name}" for kind in offers),
+        )
+    others = [kind for kind in KINDS if any(i.name == name for i in catalog.infos(kind))]
+    if others:
+        raise _cannot_check(name, others[0])
+    there = [info for kind in TARGET_KINDS for info in catalog.infos(kind)]
+    near = did_you_mean(name, [info.name for info in there])
+    raise UnknownPluginError(
+        f"no attention backend, runner or graph driver {name!r}; installed: "
+        + (", ".join(str(info) for info in there) or "none"),
+        hint=f"did you mean {near!r}?" if near else "`graphpact plugins` lists what is installed",
+    )
+
+
+_A_PLUGIN: dict[TargetKind, str] = {
+    "attention_backend": "an attention backend",
+    "runner": "a runner",
+    "graph_driver": "a graph driver",
+}
+
+
+def _cannot_check(name: str, kind: str) -> UsageError:
+    """Return the error for a plugin of a kind that the suite does not check."""
+    hint = "only attention backends, runners and graph drivers are checked: give the name of one"
+    if kind not in KINDS:
+        hint = "write KIND:NAME, with the kind attention_backend, runner or driver"
+    return UsageError(f"{name!r}: plugins of kind {kind!r} cannot be checked", hint=hint)
+
+
+def _can_pair(catalog: PluginCatalog, backend: str, runner: str) -> bool:
+    """Return whether an engine gives this runner and this backend to one lane, for graphs."""
+    served = catalog.select("runner", runner)
+    can = catalog.select("attention_backend", backend).capabilities
+    captures = declares_graphs(served) and can.graph_support.covers(served.needs)
+    return bool(served.modes & can.modes) and captures

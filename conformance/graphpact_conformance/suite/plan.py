@@ -1,0 +1,452 @@
+"""The lanes of a run, the experiments in each, and the parts in which they run: `PlannedLane`.
+
+Does not: run anything; or define what lanes there can be (see `graphpact_conformance.world.lanes`).
+"""
+
+import difflib
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from graphpact.attention import AttentionBackend, Capabilities
+from graphpact.batch import ForwardMode
+from graphpact.errors import UsageError
+from graphpact.hookspecs import CONTRACT_VERSION
+from graphpact.plugins import PluginCatalog
+from graphpact.runners import GraphRunner
+from graphpact_conformance.drivers.examine import lanes_of_driver
+from graphpact_conformance.experiments import EXPERIMENTS, Experiment
+from graphpact_conformance.lane.lane_under_test import LaneUnderTest
+from graphpact_conformance.lane.reference import (
+    PaddedReferenceBackend,
+    ReferenceBackend,
+    ReferenceRunner,
+    SegmentsRunner,
+)
+from graphpact_conformance.lane.rig import planned_shapes, runner_context
+from graphpact_conformance.targets import (
+    Options,
+    Size,
+    Target,
+    TargetKind,
+)
+from graphpact_conformance.world.fields import MROPE
+from graphpact_conformance.world.lanes import (
+    EMBEDS,
+    SEGMENTS,
+    Config,
+    cases_of,
+    configs_of,
+    covering,
+    plainest,
+    scaled_up,
+    valued,
+)
+from graphpact_conformance.world.scenario import RecordedLane, read
+
+LaneKind = Literal["attention_backend", "runner"]
+
+
+@dataclass(frozen=True)
+class PlannedLane:
+    """One lane of a run.
+
+    Args:
+        lane: The lane to build.
+        is_full: Whether all experiments may run in it, or only those of outputs; see `has_all`.
+        suffix: Suffix of its name, after the configuration.
+        names: Names of the plugins for the command line.
+        contract: The contract version of the plugin.
+        recorded: The recorded lane whose steps run in it; None for drawn steps.
+    """
+
+    lane: LaneUnderTest
+    is_full: bool
+    suffix: str = ""
+    names: str = ""
+    contract: int = CONTRACT_VERSION
+    recorded: RecordedLane | None = None
+
+    def __str__(self) -> str:
+        return f"{self.lane.config}{self.suffix}"
+
+    @property
+    def has_all(self) -> bool:
+        """Whether all experiments run in it. A strict driver would copy a high cache: too much memory."""
+        return self.is_full and not self.lane.config.high
+
+    @property
+    def is_pair(self) -> bool:
+        """Whether a backend is checked with a runner that is not the suite's own, on drawn steps."""
+        lane = self.lane
+        has_partner = lane.kind == "attention_backend" and lane.runner is not ReferenceRunner
+        return has_partner and self.recorded is None
+
+
+def lanes_of(target: Target, options: Options, catalog: PluginCatalog) -> list[PlannedLane]:
+    """Return the lanes in which a backend or a runner is checked, from its declared capabilities."""
+    device = torch.device(options.device)
+    if target.kind == "attention_backend":
+        backend = catalog.select("attention_backend", target.name)
+        runner: type[GraphRunner] = ReferenceRunner
+        if target.partner is not None:
+            runner = catalog.select("runner", target.partner)
+        return plan_lanes(
+            backend,
+            runner,
+            options,
+            device=device,
+            is_pair=target.partner is not None,
+            drivers=catalog,
+        )
+    return plan_lanes(
+        ReferenceBackend,
+        catalog.select("runner", target.name),
+        options,
+        device=device,
+        kind="runner",
+        drivers=catalog,
+    )
+
+
+def recorded_lanes(
+    backend: type[AttentionBackend],
+    runner: type[GraphRunner],
+    options: Options,
+    *,
+    device: torch.device = torch.device("cpu"),  # noqa: B008  a constant
+    kind: LaneKind = "attention_backend",
+) -> list[PlannedLane]:
+    """Return one lane for each lane of the recorded scenario that the plugins' declarations allow.
+
+    Args:
+        backend: The backend.
+        runner: The runner; the suite's own takes the recorded shapes.
+        options: Options of the run, with a scenario.
+        device: Device of the lanes.
+        kind: The kind that is checked.
+
+    Raises:
+        UsageError: The file is no recording.
+    """
+    plans = []
+    for recorded in read(Path(options.scenario or "")):
+        config = recorded.config(backend.capabilities, device)
+        if config is None or config.case.mode not in runner.modes & backend.capabilities.modes:
+            continue
+        if config.case.frozen != runner.frozen_kv:
+            continue
+        own: type[GraphRunner] = ReferenceRunner.of(config)
+        sized: Config = config
+        if runner is not ReferenceRunner:
+            own, sized = runner, _with_shapes_of(runner, config, backend, device)
+        lane = LaneUnderTest(sized, backend, own, kind, device=device)
+        plans.append(PlannedLane(lane, is_full=True, recorded=recorded))
+    return [plan for plan in plans if _is_asked(plan, options)]
+
+
+def _is_asked(plan: PlannedLane, options: Options) -> bool:
+    return not options.lanes or any(fnmatchcase(str(plan), glob) for glob in options.lanes)
+
+
+def checks_by_lane(target: Target, options: Options, catalog: PluginCatalog) -> dict[str, list[str]]:
+    """Return the names of the experiments of each lane of a plugin; of a driver, those of its checks."""
+    if target.kind == "graph_driver":
+        driver = catalog.select("graph_driver", target.name)
+        return {
+            str(lane): [check.name for check in lane.checks(options)]
+            for lane in lanes_of_driver(driver, options)
+        }
+    return {
+        str(plan): [e.name for e in experiments_of(plan, options) if captures or not e.needs_graphs]
+        for plan in lanes_of(target, options, catalog)
+        for captures in [not plan.lane.captures_nothing]
+    }
+
+
+def require_lanes(found: Iterable[Target], options: Options, catalog: PluginCatalog) -> None:
+    """Check that each pattern of ``options.lanes`` matches a lane of at least one target.
+
+    Raises:
+        UsageError: A pattern matches none; the hint has the nearest names.
+    """
+    if not options.lanes:
+        return
+    every = replace(options, lanes=())
+    targets = [*found]
+    names = list(dict.fromkeys(lane for t in targets for lane in checks_by_lane(t, every, catalog)))
+    for pattern in options.lanes:
+        if any(fnmatchcase(name, pattern) for name in names):
+            continue
+        bare = pattern.strip("*")
+        near = [name for name in names if bare and bare.lower() in name.lower()]
+        kinds = [name.partition("-")[0] for name in names]
+        near = near or difflib.get_close_matches(bare, [*names, *dict.fromkeys(kinds)], cutoff=0.5)
+        raise UsageError(
+            f"no lane of {', '.join(map(str, targets))} matches {pattern!r}; there are {len(names)}",
+            hint=f"the nearest: {', '.join(_as_patterns(near or names)[:_MOST_NEAR])}"
+            "; `graphpact check NAME --list` lists the lanes of a size",
+        )
+
+
+_MOST_NEAR = 6
+"""Names of lanes in the answer to a pattern without a match."""
+
+
+def _as_patterns(names: Iterable[str]) -> list[str]:
+    """Return each name once, quoted; a kind of step, which begins several names, as a pattern."""
+    return [repr(name if "-" in name else f"{name}-*") for name in dict.fromkeys(names)]
+
+
+def plan_lanes(
+    backend: type[AttentionBackend],
+    runner: type[GraphRunner],
+    options: Options,
+    *,
+    device: torch.device = torch.device("cpu"),  # noqa: B008  a constant
+    kind: LaneKind = "attention_backend",
+    is_pair: bool = False,
+    drivers: PluginCatalog | None = None,
+    values: Sequence[str] | None = None,
+) -> list[PlannedLane]:
+    """Return the lanes of a backend and a runner, one of which may be the suite's own.
+
+    Args:
+        backend: The backend.
+        runner: The runner.
+        options: Options of the run.
+        device: Device of the lanes.
+        kind: The kind that is checked.
+        is_pair: Whether both are checked.
+        drivers: Catalog of drivers, for the default driver of a checked runner and for CUDA graphs on a GPU;
+            None for the tape only.
+        values: None for the lanes of a run. Otherwise unusual values of scale: the lanes are the plain ones
+            of each kind of step with these values; see `graphpact_conformance.world.lanes.valued`.
+    """
+    if options.scenario is not None:
+        return recorded_lanes(backend, runner, options, device=device, kind=kind)
+    can = backend.capabilities
+    modes = runner.modes & can.modes
+    cases = cases_of(runner)
+    if kind == "runner":
+        cases = (*cases, EMBEDS)
+    elif runner is ReferenceRunner:
+        cases = (*cases, SEGMENTS)
+    configs = [
+        config
+        for config in configs_of(backend.capabilities, device, cases)
+        if config.case.mode in modes or config.case.lane_mode in modes
+    ]
+    if runner is not ReferenceRunner:
+        configs = [c for c in configs if not c.case.embeds or takes(_EMBEDS, runner, c, can, device)]
+    plans = []
+    for drawn, is_full in _choose(configs, can, options.size, values, kind=kind, is_pair=is_pair):
+        chosen = _with_fields_of(runner, drawn, can, device)
+        config = chosen if runner is ReferenceRunner else _with_shapes_of(runner, chosen, backend, device)
+        own = SegmentsRunner if config.case.segments else runner
+        partner = backend
+        if kind == "runner" and runner.eager_attention and config.case.mode is ForwardMode.MIXED:
+            partner = PaddedReferenceBackend  # other lanes have the live tokens alone
+        lane = LaneUnderTest(config, partner, own, kind, device=device)
+        plans.append(PlannedLane(lane.within_graphs(), is_full))
+    plans = _different(plans)  # without its fields a lane may be another one
+    has_own = kind == "runner" and runner.driver is not None and options.size != "quick"
+    if drivers is not None and runner.driver is not None and has_own and plans:
+        driver = drivers.select("graph_driver", runner.driver)
+        if driver.unavailable(device) is None:
+            lane = replace(plans[0].lane, driver=driver)
+            plans.append(PlannedLane(lane, is_full=False, suffix=f"-{runner.driver}"))
+    if drivers is not None and device.type == "cuda":
+        cuda = drivers.select("graph_driver", "cuda")
+        plans += [
+            PlannedLane(replace(plan.lane, driver=cuda), is_full=False, suffix="-cuda")
+            for plan in plans
+            if plan.lane.driver is None
+        ]
+    return [plan for plan in plans if _is_asked(plan, options)]
+
+
+_EMBEDS = {"input_embeds", MROPE}
+
+
+def takes(
+    names: Collection[str],
+    runner: type[GraphRunner],
+    config: Config,
+    can: Capabilities,
+    device: torch.device,
+) -> bool:
+    """Return whether a runner declares slots for optional fields where its context asks for them.
+
+    A lane refuses batches with a field for which its runner declares none. True if it cannot be asked.
+    """
+    try:
+        slots = runner(runner_context(config, can, device, runner)).slots()
+        return {*names} <= {slot.name for slot in slots}
+    except Exception:  # noqa: BLE001  the capture of the lane reports the error
+        return True
+
+
+def _different(plans: Iterable[PlannedLane]) -> list[PlannedLane]:
+    """Return the first lane of each name."""
+    found: dict[str, PlannedLane] = {}
+    for plan in plans:
+        found.setdefault(str(plan), plan)
+    return [*found.values()]
+
+
+def _with_fields_of(
+    runner: type[GraphRunner], config: Config, can: Capabilities, device: torch.device
+) -> Config:
+    """Return a configuration without optional fields if the runner declares no slots where it is asked."""
+    if not config.fields or takes({MROPE}, runner, config, can, device):
+        return config
+    return replace(config, fields=False)
+
+
+def _with_shapes_of(
+    runner: type[GraphRunner],
+    config: Config,
+    backend: type[AttentionBackend],
+    device: torch.device,
+) -> Config:
+    """Return a configuration with the shapes that a runner captures by default."""
+    context = runner_context(config, backend.capabilities, device, runner)
+    try:
+        shapes = planned_shapes(runner(context))
+    except Exception:  # noqa: BLE001  the capture of the lane reports the error
+        return config
+    return config if list(shapes) == list(config.shapes) else replace(config, capture_shapes=shapes)
+
+
+def _choose(
+    configs: Sequence[Config],
+    capabilities: Capabilities,
+    size: Size,
+    values: Sequence[str] | None,
+    *,
+    kind: TargetKind,
+    is_pair: bool,
+) -> list[tuple[Config, bool]]:
+    """Return the configurations of a run, each with whether all experiments run in it.
+
+    Each kind of step has one plain lane with all experiments; in a quick run mixed and idle batches and trees
+    have only those of outputs. Further lanes have every value of every dimension, and in longer runs every
+    pair of values of two. The unusual lanes of a normal run, of which all experiments run in two, have the
+    unusual value of every dimension of scale; that of a runner, which does not see layers, has equal ones. A
+    runner, which declares the slots of optional fields, has a lane with them of each kind of step.
+
+    Args:
+        configs: All lanes with plain values of scale.
+        capabilities: Of the backend.
+        size: Size of the run.
+        values: See `plan_lanes`.
+        kind: The kind of the checked plugin.
+        is_pair: Whether it is checked with a partner.
+    """
+    plain = plainest(configs)
+    if values is not None:
+        return [(valued(config, capabilities, values), True) for config in plain]
+    if is_pair:
+        return [(config, size != "quick" or _is_of_its_own(config)) for config in plain]
+    scaled = [] if size == "quick" else [scaled_up(c, capabilities) for c in _of_two_kinds(plain)]
+    if kind == "runner":  # a ragged one would take as long as all other lanes of a runner
+        scaled = [replace(config, mixed_dim=None) for config in scaled if config.case.width is not None]
+    strength = 1 if kind == "runner" or size == "quick" else 2
+    more = covering(configs, capabilities, [*plain, *scaled], strength=strength)
+    if kind == "runner":
+        have = {config.case.plain for config in (*scaled, *more) if config.fields}
+        more += [replace(config, fields=True) for config in plain if config.case not in have]
+    if size == "quick":
+        return [*((config, _is_of_its_own(config)) for config in plain), *((c, False) for c in more)]
+    full = configs if size == "thorough" else plain
+    return [*((config, True) for config in [*full, *scaled]), *((config, False) for config in more)]
+
+
+def _of_two_kinds(configs: Sequence[Config]) -> list[Config]:
+    """Return the first lane with requests of equal widths, and the first of a ragged mode."""
+    kinds = (False, True)
+    firsts = [next((c for c in configs if (c.case.width is None) is ragged), None) for ragged in kinds]
+    return [config for config in firsts if config is not None]
+
+
+def _is_of_its_own(config: Config) -> bool:
+    """Return whether no other kind of step has the same shapes or metadata layout."""
+    case = config.case
+    return case.branches == case.topk == 1 and case.mode not in (ForwardMode.MIXED, ForwardMode.IDLE)
+
+
+# -- experiments ---------------------------------------------------------------------------------------
+
+
+def experiments_of(
+    plan: PlannedLane, options: Options, experiments: Sequence[Experiment] = EXPERIMENTS
+) -> list[Experiment]:
+    """Return the experiments that run in a lane."""
+    depths = {"lightest"} if options.size == "quick" else {"lightest", "light"}
+
+    def is_due(experiment: Experiment) -> bool:
+        of_fields = experiment.of_fields and plan.lane.config.fields and plan.lane.kind == "runner"
+        return plan.has_all or of_fields or experiment.depth in depths
+
+    return [e for e in experiments if is_due(e) and concerns(e, plan, options)]
+
+
+def concerns(experiment: Experiment, plan: PlannedLane, options: Options) -> bool:
+    """Return whether an experiment is for the kind of lane and checks a wanted rule."""
+    lane = plan.lane
+    return (
+        lane.kind in experiment.scopes
+        and (experiment.in_pairs or not plan.is_pair)
+        and (experiment.of_fields or not lane.config.case.embeds)
+        and (plan.recorded is not None or not experiment.of_recordings)
+        and bool(not options.only or options.only & {*experiment.examines})
+    )
+
+
+# -- parts ---------------------------------------------------------------------------------------------
+
+
+def in_parts(
+    plans: Sequence[PlannedLane], parts: int, options: Options, before_last: int = 0
+) -> list[list[PlannedLane]]:
+    """Return the lanes in parts that end about together: the longest first, to the shortest part.
+
+    Args:
+        plans: The lanes.
+        parts: Number of parts.
+        options: Options of the run.
+        before_last: What comes before the last part, in captured steps.
+    """
+    costs = [cost_of(plan, options) for plan in plans]
+    shared: list[list[int]] = [[] for _ in range(parts)]
+    sums = [0] * (parts - 1) + [before_last]
+    for at in sorted(range(len(plans)), key=costs.__getitem__, reverse=True):
+        shortest = sums.index(min(sums))
+        shared[shortest].append(at)
+        sums[shortest] += costs[at]
+    return [[plans[at] for at in sorted(part)] for part in shared]
+
+
+_KEYS = 10_000
+"""So many keys of tokens and layers take as long as one captured step, in each experiment."""
+
+
+def cost_of(plan: PlannedLane, options: Options) -> int:
+    """Return the time of a lane in captured steps: captures take most, and attention to many keys."""
+    config, experiments = plan.lane.config, experiments_of(plan, options)
+    captures = sum(map(_captures, experiments))
+    tokens = sum(shape.num_tokens for shape in config.shapes)
+    keys = tokens * config.context * len(config.layers) * len(experiments)
+    return config.case.num_steps * (captures * len(config.shapes) + keys // _KEYS)
+
+
+def _captures(experiment: Experiment) -> int:
+    """Return how often it captures all shapes, about: those of full depth compare two captures."""
+    if experiment.depth == "full":
+        return 2
+    return 0 if experiment.reuses else 1

@@ -1,0 +1,341 @@
+"""One planned lane: its experiments one after the other, and a result for each rule: `examine_lane`.
+
+Does not: implement experiments (see `graphpact_conformance.experiments`), or choose them.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+
+from graphpact.errors import EngineError, place_of
+from graphpact.shapes import EagerReason
+from graphpact_conformance.experiments import EXPERIMENTS, Experiment
+from graphpact_conformance.lane.lane_under_test import LaneUnderTest
+from graphpact_conformance.results import Finding, Outcome, Result
+from graphpact_conformance.rules import RULES, Evidence, Rule
+from graphpact_conformance.shrink import Steps, shrunk
+from graphpact_conformance.subject.global_state import seeded
+from graphpact_conformance.subject.raised import causes, message_of
+from graphpact_conformance.subject.under_test import CannotCaptureError
+from graphpact_conformance.suite.plan import PlannedLane, concerns, experiments_of
+from graphpact_conformance.targets import (
+    Options,
+    reproduce_line,
+)
+
+
+def examine_lane(
+    plan: PlannedLane,
+    options: Options,
+    begins: Any = None,
+    *,
+    skip: Collection[str] = (),
+    experiments: Sequence[Experiment] = EXPERIMENTS,
+) -> Iterator[Result]:
+    """Run all experiments in one lane, and yield a result for each rule.
+
+    Args:
+        plan: The lane.
+        options: Options of the run.
+        begins: Called with the name of each piece of work before it runs; may be None.
+        skip: Names of work that are left out.
+        experiments: The experiments.
+    """
+    done: list[Done] = []
+    chosen = experiments_of(plan, options, experiments)
+    captures_nothing = plan.lane.captures_nothing
+    following = (e for e in experiments if e not in chosen and _follows(e, plan, options, done))
+    used: LaneUnderTest | None = None
+    for experiment in chain(chosen, following):
+        if captures_nothing and experiment.needs_graphs:
+            continue
+        work = f"{plan} :: {experiment.name}"
+        if work in skip:
+            continue
+        if begins is not None:
+            begins(work)
+        tried = f"{work} :: smaller batches"
+        on_trial = None if tried in skip else partial(begins or _ignore_work, tried)
+        each, used = _run_beside(used, experiment, plan, options, on_trial)
+        done.append(each)
+    results = list(_by_rule(plan, options, done))
+    if captures_nothing:
+        results = list(_without_graphs(plan, options, chosen, results))
+    yield from results
+
+
+@dataclass
+class Done:
+    """What one experiment found in one lane.
+
+    Args:
+        experiment: The experiment.
+        findings: Its findings.
+        examples: Sequences of batches that it tried.
+        seconds: Its time.
+        not_run: Why it could not run; None if it ran.
+        declined: Why the runner declined the batches that it needs; None if it took them.
+        steps: Steps of the lane, by the reason why they ran eagerly; None for replays.
+        error: A fault of the suite itself.
+    """
+
+    experiment: Experiment
+    findings: list[Finding]
+    examples: int = 0
+    seconds: float = 0.0
+    not_run: str | None = None
+    declined: str | None = None
+    steps: Counter[EagerReason | None] = field(default_factory=Counter)
+    error: str | None = None
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether its lane can be used again."""
+        return not (self.findings or self.error or self.not_run or self.declined)
+
+
+def _follows(experiment: Experiment, plan: PlannedLane, options: Options, done: Sequence[Done]) -> bool:
+    """Return whether an experiment that is too deep for a lane runs there after others, to name a fault.
+
+    After a finding those run that name the field and the rule; where the lane cannot be captured, `captures`.
+    """
+    if experiment.explains_captures and any(each.not_run for each in done):
+        return plan.lane.kind in experiment.scopes
+    has_findings = any(each.findings for each in done)
+    return experiment.names_rules and has_findings and concerns(experiment, plan, options)
+
+
+def _run_beside(
+    used: LaneUnderTest | None,
+    experiment: Experiment,
+    plan: PlannedLane,
+    options: Options,
+    on_trial: Callable[[], object] | None,
+) -> tuple[Done, LaneUnderTest | None]:
+    """Run one experiment, and return its lane too if the next one may use it.
+
+    Captures take much of the time of a run. An experiment that finds something on used ones is repeated on
+    new ones, and only that counts: no finding depends on the experiments before it.
+    """
+    if experiment.reuses and used is not None:
+        lane = used.again(experiment.examines)
+        done = run_once(experiment, plan, options, None, lane)
+        if done.is_clean:
+            return done, lane
+    lane = plan.lane.anew(experiment.examines)
+    done = run_once(experiment, plan, options, on_trial, lane)
+    return done, lane if done.is_clean else None
+
+
+def run_once(
+    experiment: Experiment,
+    plan: PlannedLane,
+    options: Options,
+    on_trial: Callable[[], object] | None,
+    lane: LaneUnderTest,
+) -> Done:
+    """Run one experiment, with the requested number of sequences, until one has findings.
+
+    Args:
+        experiment: The experiment.
+        plan: The planned lane.
+        options: Options of the run.
+        on_trial: Called before each trial of smaller batches; None for no trials.
+        lane: The lane for the experiment.
+    """
+    start = time.perf_counter()
+    done = Done(experiment, [])
+    count = _examples(plan, options) if experiment.repeats else 1
+    try:
+        with torch.inference_mode(), seeded(options.seed, lane.device):
+            for steps in _sequences(experiment, plan, lane, count, options.seed):
+                done.examples += 1
+                found = experiment.findings(lane, steps)
+                done.declined = done.declined or found.declined
+                done.findings = experiment.listed(found.findings)
+                if unlisted := {str(f.rule) for f in found.findings if f not in done.findings}:
+                    done.error = f"{experiment.name} reports {', '.join(unlisted)}, which it does not list"
+                if found.error is not None:
+                    raise found.error  # noqa: TRY301  judged below, like one of the runner's fit()
+                if found.findings:
+                    break
+            if done.findings and options.shrink and on_trial is not None:
+                smaller = shrunk(lane, experiment, steps, done.findings, on_trial)
+                done.findings = experiment.listed(smaller)
+    except CannotCaptureError as error:
+        done.declined, done.not_run = _why_not(plan, error)
+    except Exception as error:  # noqa: BLE001  of the plugin or of the suite
+        if lane.raised_at(error) is not None:
+            expected = "the plugin's methods return without an error"
+            done.findings.append(lane.of_error(error, expected=expected))
+        else:
+            done.error = f"{experiment.name}: {message_of(error)}"
+            if (place := place_of(error)) not in done.error:
+                done.error += f", at {place}"
+    done.findings += lane.of_changes()
+    done.findings = [f.model_copy(update={"experiment": experiment.name}) for f in done.findings]
+    done.steps = lane.steps_by_reason
+    done.seconds = time.perf_counter() - start
+    return done
+
+
+def _why_not(plan: PlannedLane, error: CannotCaptureError) -> tuple[str | None, str | None]:
+    """Return why the plugin declines a lane that cannot be captured, or why the lane does not run.
+
+    It declines a high cache by an `EngineError`, if it is captured with a low one.
+    """
+    not_run = f"the lane cannot be captured: {error}"
+    if not plan.lane.config.high or not any(isinstance(each, EngineError) for each in causes(error.error)):
+        return None, not_run
+    try:
+        plan.lane.like(replace(plan.lane.config, high=False)).anew().rig()
+    except CannotCaptureError:
+        return None, not_run
+    return f"the plugin refuses a KV cache of so many pages: {error}", None
+
+
+def _examples(plan: PlannedLane, options: Options) -> int:
+    """Return the sequences of batches of a lane: one in quick runs; fewer where a plain lane has most.
+
+    In normal runs pairs, whose plugins have lanes of their own, and lanes with unusual values have half.
+    """
+    if options.size == "quick":
+        return 1
+    has_most = options.size == "thorough" or (plan.has_all and not plan.lane.config.unusual)
+    return options.examples if has_most and not plan.is_pair else (options.examples + 1) // 2
+
+
+def _sequences(
+    experiment: Experiment, plan: PlannedLane, lane: LaneUnderTest, count: int, seed: int
+) -> Sequence[Steps]:
+    """Return the sequences of batches that an experiment gets, drawn or recorded."""
+    if plan.recorded is None:
+        return lane.drawn(count, seed)
+    if experiment.of_recordings:
+        return [plan.recorded.steps]
+    return plan.recorded.sequences(lane.config, count, seed, lane.declined)
+
+
+def _ignore_work(_: str) -> None:
+    """Ignore the name of the work."""
+
+
+def _by_rule(plan: PlannedLane, options: Options, done: Sequence[Done]) -> Iterator[Result]:
+    """Yield one result for each checked rule, and one for findings without a rule."""
+    ids: list[str | None] = [rule for rule in RULES if not options.only or rule in options.only]
+    if not options.only:
+        ids = [None, *ids]
+    for rule in ids:
+        mine = [
+            d
+            for d in done
+            if (not d.experiment.examines if rule is None else rule in d.experiment.examines)
+            or any(f.rule == rule for f in d.findings)
+        ]
+        if not mine:
+            continue
+        if rule is not None and RULES[rule].since > plan.contract:
+            yield _not_in_force(RULES[rule], plan, mine)
+            continue
+        findings = [f for d in mine for f in d.findings if f.rule == rule]
+        findings = sorted({f.model_dump_json(): f for f in findings}.values(), key=by_evidence)
+        chosen = findings if options.all_findings else _distinct(findings)
+        outcome, reason = Outcome.PASS, _say_declined(done) if rule == "GP12" else None
+        errors = [d.error for d in mine if d.error]
+        if findings:
+            outcome, reason = Outcome.FAIL, f"incomplete: {errors[0]}" if errors else None
+        elif errors:
+            outcome, reason = Outcome.ERROR, errors[0]
+        elif stopped := [d.not_run for d in mine if d.not_run]:
+            outcome, reason = Outcome.NOT_RUN, stopped[0]
+        elif declined := [d.declined for d in mine if d.declined]:
+            outcome, reason = Outcome.UNSUPPORTED, declined[0]
+        yield Result(
+            rule=rule,
+            check=", ".join(d.experiment.name for d in mine),
+            lane=str(plan),
+            outcome=outcome,
+            level=RULES[rule].level if rule else "MUST",
+            reason=reason,
+            findings=[_with_line(f, plan, options) for f in chosen],
+            examples=sum(d.examples for d in mine),
+            seconds=sum(d.seconds / (len(d.experiment.examines) or 1) for d in mine),
+        )
+
+
+def _say_declined(done: Sequence[Done]) -> str | None:
+    """Return how many steps of a lane the runner declined, by reason; None if it declined none."""
+    counted = sum((each.steps for each in done), Counter[EagerReason | None]())
+    total = counted.total()
+    said = [f"{n} of {total} steps declined: {reason}" for reason, n in counted.items() if reason is not None]
+    return ", ".join(said) or None
+
+
+def _without_graphs(
+    plan: PlannedLane, options: Options, chosen: Sequence[Experiment], results: Sequence[Result]
+) -> Iterator[Result]:
+    """Yield the results of a lane that captures nothing, with one for each rule that needs graphs.
+
+    A rule without a finding is unsupported if the declarations exclude graphs, otherwise not run.
+    """
+    reason = plan.lane.no_graphs_declared
+    outcome = Outcome.UNSUPPORTED if reason else Outcome.NOT_RUN
+    reason = reason or "no graphs: the runner has no shape to capture"
+    found = {r.rule: r for r in results if r.rule is None or r.outcome is not Outcome.PASS}
+    if None in found:
+        yield found[None]
+        if found[None].outcome in (Outcome.PASS, Outcome.FAIL):
+            reason += "; eager steps were checked"
+    for rule in RULES.values():
+        names = [e.name for e in chosen if rule.id in e.examines]
+        if not names or (options.only and rule.id not in options.only):
+            continue
+        yield found.get(rule.id) or Result(
+            rule=rule.id,
+            check=", ".join(names),
+            lane=str(plan),
+            outcome=outcome,
+            level=rule.level,
+            reason=reason,
+        )
+
+
+def _not_in_force(rule: Rule, plan: PlannedLane, done: Sequence[Done]) -> Result:
+    return Result(
+        rule=rule.id,
+        check=", ".join(d.experiment.name for d in done),
+        lane=str(plan),
+        outcome=Outcome.UNSUPPORTED,
+        level=rule.level,
+        reason=f"the plugin has contract version {plan.contract}; the rule is in force since {rule.since}",
+    )
+
+
+_MOST_FINDINGS = 8
+"""Findings of one rule in one lane that a report keeps, unless all are asked for."""
+
+
+def by_evidence(finding: Finding) -> tuple[bool, Evidence, bool, bool]:
+    """Return the sort key of findings: errors that the plugin raised, then those with the best evidence."""
+    return finding.raised_at is None, finding.evidence, finding.field is None, finding.help is None
+
+
+def _distinct(findings: Sequence[Finding]) -> list[Finding]:
+    """Return the first finding of each rule, hook, field and raising line, in the order of `by_evidence`."""
+    first: dict[tuple[str | None, ...], Finding] = {}
+    for finding in findings:
+        key = (finding.rule, finding.hook, (finding.field or "").partition("[")[0], finding.raised_at)
+        first.setdefault(key, finding)
+    return [*first.values()][:_MOST_FINDINGS]
+
+
+def _with_line(finding: Finding, plan: PlannedLane, options: Options) -> Finding:
+    only = [] if finding.rule is None else [finding.rule]
+    line = reproduce_line(plan.names, only, str(plan), options)
+    return finding.model_copy(update={"reproduce": line})

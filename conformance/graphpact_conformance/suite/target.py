@@ -1,0 +1,271 @@
+"""`examine`: run the suite for one plugin, in this process.
+
+`graphpact_conformance.isolation` runs each plugin in its own process, so that a crash does not end the suite.
+
+Does not: check graph drivers (see `graphpact_conformance.drivers`), or write reports.
+"""
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from graphpact.attention import AttentionBackend
+from graphpact.batch import ForwardMode
+from graphpact.hookspecs import CONTRACT_VERSION
+from graphpact.plugins import Kind, PluginCatalog, PluginInfo
+from graphpact_conformance.claims import claims_of, undeclared
+from graphpact_conformance.drivers.examine import examine_driver
+from graphpact_conformance.experiments import EXPERIMENTS
+from graphpact_conformance.lane.lane_under_test import LaneUnderTest
+from graphpact_conformance.lane.reference import (
+    ReferenceBackend,
+)
+from graphpact_conformance.merge import hints_of, of_claims
+from graphpact_conformance.results import Claim, Finding, Outcome, PluginResults, Result
+from graphpact_conformance.suite.plan import PlannedLane, in_parts, lanes_of
+from graphpact_conformance.suite.run import examine_lane
+from graphpact_conformance.targets import (
+    Listener,
+    Options,
+    Target,
+)
+from graphpact_conformance.world import coverage
+from graphpact_conformance.world.lanes import (
+    CASES,
+    EMBEDS,
+    SEGMENTS,
+    Case,
+    Config,
+)
+from graphpact_conformance.world.scenario import read
+
+_PROBES = "undeclared capabilities"
+"""Name of the work that tries undeclared capabilities."""
+_BLIND_RUN = {"attention_backend": 120, "runner": 40}
+"""A run where the suite is not imported, in captured steps: a backend has more kinds of steps."""
+
+
+def examine(
+    target: Target,
+    options: Options,
+    listener: Listener,
+    *,
+    skip: Collection[str] = (),
+    part: tuple[int, int] = (0, 1),
+) -> PluginResults:
+    """Check a plugin against every rule in every lane, and pass each result to the listener.
+
+    A graph driver is checked by `graphpact_conformance.drivers.examine`.
+
+    Args:
+        target: The plugin.
+        options: Options of the run.
+        listener: Receives work and results.
+        skip: Names of work, as in `Listener.begins`, that are left out.
+        part: Index of a part of the lanes, and number of parts. `merge.merged` joins their results.
+
+    Returns:
+        The results object without its list of results.
+
+    Raises:
+        PluginError: The plugin cannot be loaded.
+    """
+    if target.kind == "graph_driver":
+        return examine_driver(target, options, listener, skip=skip, part=part)
+    catalog = PluginCatalog.scan()
+    info = _info(catalog, target)
+    contract = contract_of(target, catalog)
+    first, parts = part
+    every = [
+        replace(plan, names=target.names, contract=contract) for plan in lanes_of(target, options, catalog)
+    ]
+    every.sort(key=lambda plan: not plan.has_all)
+    is_blind = target.partner is None and not (options.only or options.lanes)
+    before_last = _BLIND_RUN[target.kind] if is_blind else 0
+    plans = in_parts(every, parts, options, before_last)[first]
+    shown: list[tuple[Config, bool]] = []
+    ran: list[tuple[Config, set[str]]] = []
+    told: list[Result] = []
+    for plan in plans:
+        results = list(examine_lane(plan, options, listener.begins, skip=skip))
+        for result in results:
+            listener.found(result)
+        told += results
+        shown.append((plan.lane.config, not any(r.outcome is Outcome.FAIL for r in results)))
+        ran.append((plan.lane.config, _that_ran(results)))
+    is_whole = target.partner is None and not (options.only or options.lanes or options.scenario)
+    for result in _undeclared(target, catalog, every, options) if first == 0 else ():
+        listener.found(result)
+    claims: list[Claim] = []
+    if target.kind == "attention_backend" and is_whole:
+        cls = catalog.select("attention_backend", target.name)
+        probed = []
+        if options.size != "quick" and first == parts - 1 and _PROBES not in skip:
+            listener.begins(_PROBES)
+            probed = probe(cls, options)
+        claims = claims_of(cls, shown, probed)
+        if parts == 1:
+            listener.found(of_claims(claims, told))
+    lanes = [plan.lane for plan in plans if not plan.lane.captures_nothing]
+    drivers = ["tape", *(lane.driver.name for lane in lanes if lane.driver is not None)]
+    return PluginResults(
+        kind=target.kind,
+        name=target.name,
+        distribution=info.distribution,
+        version=info.version,
+        contract=info.contract,
+        partner=target.partner,
+        drivers=list(dict.fromkeys(drivers)) if lanes else [],
+        provider=_provider(every, target),
+        device=options.device,
+        claims=claims,
+        hints=hints_of(claims),
+        not_shown=_not_shown(target, catalog, torch.device(options.device)),
+        drawn=coverage.drawn(ran),
+    )
+
+
+def _that_ran(results: Sequence[Result]) -> set[str]:
+    """Return the names of the experiments of which a lane has a verdict."""
+    judged = [r for r in results if r.outcome in (Outcome.PASS, Outcome.FAIL)]
+    return {name for result in judged for name in result.check.split(", ")}
+
+
+def _modes_of(target: Target, catalog: PluginCatalog) -> Collection[ForwardMode]:
+    if target.kind == "runner":
+        return catalog.select("runner", target.name).modes
+    return catalog.select("attention_backend", target.name).capabilities.modes
+
+
+def unsupported(
+    target: Target, catalog: PluginCatalog, plans: Sequence[PlannedLane], device: str
+) -> Iterator[Result]:
+    """Yield a result for each kind of step without a lane, with the undeclared capability."""
+    there = {plan.lane.config.case for plan in plans}
+    modes, can = _modes_of(target, catalog), ReferenceBackend.capabilities
+    cases: tuple[Case, ...] = (*CASES, EMBEDS)
+    if target.kind == "attention_backend":
+        can = catalog.select("attention_backend", target.name).capabilities
+        cases = (*CASES, SEGMENTS)
+    for case in cases:
+        if case in there:
+            continue
+        if case.mode not in modes:
+            reason = "the mode is not declared"
+        elif case.embeds:
+            reason = "the runner declares no slots input_embeds and mrope_positions"
+        elif case.branches > 1 and not can.trees:
+            reason = "draft trees are not declared"
+        elif device not in can.devices:
+            reason = f"device {device} is not declared"
+        else:
+            reason = "no lane has the declared page sizes, dtypes, head layouts and head_dims"
+        yield Result(
+            rule=None,
+            check="declares",
+            lane=str(case),
+            outcome=Outcome.UNSUPPORTED,
+            reason=reason,
+        )
+
+
+def _undeclared(
+    target: Target, catalog: PluginCatalog, plans: Sequence[PlannedLane], options: Options
+) -> Iterator[Result]:
+    """Yield a result for each lane that is missing because the plugin does not declare what it needs."""
+    if not _modes_of(target, catalog):
+        yield _declares_nothing(_info(catalog, target))
+    if options.only or options.lanes:
+        return
+    if options.scenario is not None:
+        yield from _not_allowed(options, plans)
+    elif target.partner is None:
+        yield from unsupported(target, catalog, plans, options.device)
+
+
+def _not_allowed(options: Options, plans: Sequence[PlannedLane]) -> Iterator[Result]:
+    """Yield a result for each recorded lane that the declarations do not allow."""
+    there = {plan.recorded.line.lane for plan in plans if plan.recorded is not None}
+    for recorded in read(Path(options.scenario or "")):
+        line = recorded.line
+        if line.lane not in there:
+            kind = f"{recorded.case} with pages of {line.page_size}"
+            yield Result(
+                rule=None,
+                check="declares",
+                lane=f"recorded_{line.lane}",
+                outcome=Outcome.UNSUPPORTED,
+                reason=f"the plugin declares no support for {kind}",
+            )
+
+
+def _info(catalog: PluginCatalog, target: Target) -> PluginInfo:
+    kind: Kind = target.kind
+    return next(info for info in catalog.infos(kind) if info.name == target.name)
+
+
+def contract_of(target: Target, catalog: PluginCatalog) -> int:
+    """Return the contract version of a target; for a pair the earlier one."""
+    infos = [_info(catalog, target)]
+    if target.partner is not None:
+        infos.append(_info(catalog, Target("runner", target.partner)))
+    return min(int(info.contract or CONTRACT_VERSION) for info in infos)
+
+
+def _declares_nothing(info: PluginInfo) -> Result:
+    return Result(
+        rule=None,
+        check="declares",
+        lane="capabilities",
+        outcome=Outcome.FAIL,
+        reason="no mode is declared",
+        findings=[
+            Finding(
+                rule=None,
+                hook=None,
+                field="modes",
+                expected="the forward modes that the plugin serves",
+                actual="none",
+                help=f"set them on the class {info.target}: only declared modes are checked",
+            )
+        ],
+    )
+
+
+def probe(cls: type[AttentionBackend], options: Options) -> list[tuple[str, bool]]:
+    """Return undeclared capabilities, and whether they work; a graph has to keep every rule for that."""
+    found = []
+    outputs = [e for e in EXPERIMENTS if e.depth == "lightest"]
+    few = replace(options, examples=1, shrink=False, only=frozenset())
+    works = (Outcome.PASS, Outcome.UNSUPPORTED)
+    for capability, wider, config in undeclared(cls):
+        plan = PlannedLane(LaneUnderTest(config, wider), is_full=True)
+        experiments = EXPERIMENTS if capability.startswith("graphs ") else outputs
+        results = list(examine_lane(plan, few, experiments=experiments))
+        found.append((capability, all(r.outcome in works for r in results)))
+    return found
+
+
+def _provider(plans: Sequence[PlannedLane], target: Target) -> str | None:
+    if target.kind != "attention_backend" or not plans:
+        return None
+    cls = plans[0].lane.backend
+    for provider in cls.providers:
+        if provider.unavailable(plans[0].lane.device) is None:
+            return provider.name
+    return None
+
+
+def _not_shown(target: Target, catalog: PluginCatalog, device: torch.device) -> list[str]:
+    """Return the parts that a run on this device cannot exercise, each with the reason."""
+    found = []
+    if target.kind == "attention_backend":
+        for provider in catalog.select("attention_backend", target.name).providers:
+            reason = provider.unavailable(device)
+            if reason is not None:
+                found.append(f"{provider.name} kernels, all rules: {reason}")
+    if device.type != "cuda":
+        found.append("graph driver cuda, all rules: it needs a CUDA device")
+    return found
