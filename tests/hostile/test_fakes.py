@@ -12,12 +12,14 @@ import torch
 import graphpact_conformance.experiments.base
 from fake_site import Site, installed
 from graphpact.lane import Lane
+from graphpact_conformance.experiments import EXPERIMENTS
 from graphpact_conformance.isolation import blind_wire, supervise
 from graphpact_conformance.isolation.blind import Judge, judge
 from graphpact_conformance.isolation.integrity import Originals
 from graphpact_conformance.isolation.processes import Ending
 from graphpact_conformance.lane.reference import ReferenceBackend
 from graphpact_conformance.results import ExitCode, Outcome, PluginResults
+from graphpact_conformance.rules import RULES
 from graphpact_conformance.targets import Options, Target
 
 QUICK = Options(size="quick", examples=1, shrink=False)
@@ -123,6 +125,27 @@ def test_each_kind_of_replacement_is_named_once(monkeypatch: pytest.MonkeyPatch)
         "torch.equal",
     ]
     assert originals.replaced() == []
+
+
+def test_changed_tables_and_constants_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tolerance in a table, a constant, and an experiment that finds nothing are named, once each."""
+    base = graphpact_conformance.experiments.base
+    originals = Originals()
+    assert originals.replaced() == []
+    monkeypatch.setitem(base._TOLERANCE, torch.float32, 1e9)
+    monkeypatch.setattr(base, "_DEFAULT_TOLERANCE", 1e9)
+    monkeypatch.delitem(RULES, "GP03")
+    run = EXPERIMENTS[2].run
+    object.__setattr__(EXPERIMENTS[2], "run", lambda *_: [])
+    try:
+        assert originals.replaced() == [
+            "graphpact_conformance.experiments.EXPERIMENTS",
+            "graphpact_conformance.experiments.base._DEFAULT_TOLERANCE",
+            "graphpact_conformance.experiments.base._TOLERANCE",
+            "graphpact_conformance.rules.RULES",
+        ]
+    finally:
+        object.__setattr__(EXPERIMENTS[2], "run", run)
 
 
 def test_what_unusual_plugins_do_is_no_replacement() -> None:
