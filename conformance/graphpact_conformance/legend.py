@@ -43,6 +43,7 @@ _FLAGS = {
     "wide": "more branches than draft steps, and other numbers of draft tokens than steps plus one",
     "deep": "drafts of 5 steps, and 10 tokens to verify",
     "single": "drafts of a single step",
+    "broad": "drafts of 4 steps with up to 5 branches, and 65 tokens to verify",
 }
 _PARTS = {
     r"page(\d+)": r"\1 KV slots per page",

@@ -119,7 +119,7 @@ class _RightPasses:
         self._net, self._padded_tokens = net, padded_tokens
         self._number = 0
         self._states: list[torch.Tensor] = []
-        """The hidden states of the batch, and of each pass."""
+        """The hidden states of each pass that gave one for each token."""
         self.last: StepOutputs | None = None
         """The outputs of the last pass."""
 
@@ -153,7 +153,7 @@ class _RightPasses:
             right.mrope_positions = right.mrope_positions + ahead
         self.last = self._net(right, metadata, attend, padded_tokens=self._padded_tokens)
         self._number += 1
-        if "hidden_states" in self.last:
+        if "hidden_states" in self.last and self.last.axes["hidden_states"] == "tokens":
             self._states.append(self.last["hidden_states"])
         return self.last
 

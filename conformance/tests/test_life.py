@@ -36,6 +36,7 @@ SHOWN_BY = {
     "survives_eager_activity": ("flashinfer-keeps-sixteen-sizes", "fa3-keeps-twelve-sizes"),
     "answers_replayed": (
         *("fa3-skips-requests-of-the-fill-length", "decode-runner-masks-token-0-at-position-0"),
+        "extend-runner-takes-no-rows-of-fresh-prompts",
     ),
     "padding": (
         *("reference-prefetches-scratch-in-full-batches", "reference-scales-by-scratch-in-full-batches"),
@@ -188,9 +189,13 @@ def test_requests_end_and_begin_pages_and_windows(config: Config) -> None:
     longest = max(cached)
     for end in ends:
         assert {n for n in (end - width, end - width + 1, end) if 0 < n <= longest} <= cached
-    (equal,) = {len(request.cached) for request in batches[-1].requests}
-    assert equal > config.page_size
-    assert len(batches[-1].requests) == config.most_requests
+    lengths = [[len(request.cached) for request in problem.requests] for problem in batches]
+    equal = [each for each in lengths if len({*each}) == 1 and each[0] > config.page_size]
+    assert config.most_requests in map(len, equal)
+    if least_prefix(config.case, config.case.width or 1) == 0:
+        assert [[0], [0] * config.most_requests] == [each for each in lengths if not any(each)]
+    sums = Counter((len(each), sum(each), max(each)) for each in {tuple(each) for each in lengths})
+    assert sums.most_common(1)[0][1] == (3 if config.most_requests > 2 else 2)
 
 
 @pytest.mark.parametrize(

@@ -435,9 +435,14 @@ class _HandWrittenUnderTest(Reporting):
     guarded = rig  # nothing is stricter here
 
     def build(
-        self, way: Way = "graph", *, capture: bool = True, copies_attention: bool = False
+        self,
+        way: Way = "graph",
+        *,
+        guarded: bool = False,
+        capture: bool = True,
+        copies_attention: bool = False,
     ) -> _HandWritten:
-        del way
+        del way, guarded
         return _HandWritten(self.config, self.builder, capture=capture, copies=copies_attention)
 
     def build_sharing(self) -> tuple[_HandWritten, _HandWritten]:

@@ -16,7 +16,9 @@ from graphpact.attention import AttentionBackend
 from graphpact.errors import EngineError
 from graphpact.runners import GraphRunner
 from graphpact.step import StepOutputs
+from graphpact.tensors import same
 from graphpact_conformance.experiments import EXPERIMENTS
+from graphpact_conformance.experiments.look_alikes import takes_live_rows_for_padding
 from graphpact_conformance.lane.reference import (
     ReferenceBackend,
     ReferenceMetadata,
@@ -28,8 +30,8 @@ from graphpact_conformance.museum.edits import after_replay_hook
 from graphpact_conformance.museum.gallery import OPTIONS
 from graphpact_conformance.results import Finding, Outcome, Result
 from graphpact_conformance.suite import PlannedLane, examine_lane, experiments_of, plan_lanes
-from graphpact_conformance.world.lanes import CAN_BE_HIGH, Case, Config
-from graphpact_conformance.world.problems import corner, edges, steady
+from graphpact_conformance.world.lanes import CAN_BE_HIGH, TILES, Case, Config
+from graphpact_conformance.world.problems import Drawn, Problem, corner, edges, steady
 
 
 def lanes(
@@ -240,7 +242,105 @@ def test_one_shape_captured_again_leaves_the_others_as_they_are() -> None:
     assert "captured again after another one was" in found["GP10"].expected
 
 
+# -- orders, and what ran before ----------------------------------------------------------------------
+
+
+class _LongestEagerStep(ReferenceBackend):
+    """Records an operation more if the last eager step had a long request."""
+
+    is_long = False
+
+    def init_metadata_eager(self, view: ForwardBatch) -> Any:
+        self.is_long = max(view.seq_lens_cpu.tolist(), default=0) == self.context.limits.max_context_len
+        return super().init_metadata_eager(view)
+
+    def forward(self, q: Any, k: Any, v: Any, layer: Any, metadata: Any) -> torch.Tensor:
+        out = super().forward(q, k, v, layer, metadata)
+        return out * 1 if self.is_long and self.driver is not None and self.driver.is_capturing else out
+
+
+def test_a_capture_comes_after_the_longest_eager_step() -> None:
+    """What an eager step of the longest requests leaves behind must not change the recorded work."""
+    (plan,) = lanes(_LongestEagerStep, case="decode")
+    assert findings(results(plan, "cold_and_warm"))["GP10"].experiment == "cold_and_warm"
+
+
+class _FirstBatchAlone(ReferenceBackend):
+    """Is wrong for a request at position 0, unless it is in the first batch."""
+
+    fill_is_device_only = False
+    replays = 0
+    always = False
+
+    @hookimpl
+    def init_metadata_replay(self, view: ForwardBatch, shape: GraphShape, captured: Any) -> Any:
+        self.replays += 1
+        fresh = super().init_metadata_replay(view, shape, captured)
+        if self.always or self.replays > 1:
+            fresh.table[:, 0].masked_fill_(view.seq_lens == 1, 0)
+        return fresh
+
+
+@pytest.mark.parametrize("always", [True, False])
+def test_a_look_alike_is_no_cause_where_it_is_right_as_the_first_batch(*, always: bool) -> None:
+    """GP04 is for batches that are wrong for their numbers, not for what ran before them."""
+    (plan,) = lanes(type("Looks", (_FirstBatchAlone,), {"always": always}), case="decode")
+    rig = plan.lane.rig()
+    ((exact, *others),) = plan.lane.drawn(1, 0)
+    rig.step(exact)
+    found = [*takes_live_rows_for_padding(plan.lane, rig, Drawn([exact, *others]))]
+    assert found
+    assert ("GP04" in {each.rule for each in found}) is always
+
+
+class _WritesTheBatch(ReferenceRunner):
+    """Advances positions in place, in eager steps too, whose view is the engine's batch."""
+
+    def compose(self, forward: Any, step: Any) -> Any:
+        region = super().compose(forward, step)
+
+        def advances() -> Any:
+            outputs = region()
+            step.view.positions.add_(1)
+            return outputs
+
+        return advances
+
+
+def test_an_eager_step_that_writes_the_batch_is_told_by_the_field() -> None:
+    """The finding names the field of the batch, also where all results are right."""
+    (plan,) = lanes(runner=_WritesTheBatch, case="decode")
+    found = findings(results(plan, "answers_eagerly"))
+    assert found[None].field == "an eager run: batch.positions"
+
+
 # -- what lanes have ----------------------------------------------------------------------------------
+
+
+def test_quick_runs_are_strict_in_every_kind_of_step() -> None:
+    """The plain lane of each kind runs strictly; a lane of a long context has its largest step."""
+    plans = plan_lanes(ReferenceBackend, ReferenceRunner, OPTIONS)
+    names = {str(plan): {e.name for e in experiments_of(plan, OPTIONS)} for plan in plans}
+    plain = [plan for plan in plans if not plan.lane.config.unusual and not plan.lane.config.case.embeds]
+    assert {plan.lane.config.case.plain for plan in plain} == {p.lane.config.case.plain for p in plans}
+    assert [str(plan) for plan in plain if "guarded" not in names[str(plan)]] == []
+    long = [plan for plan in plans if plan.lane.config.long]
+    assert long
+    assert [str(plan) for plan in long if "largest_step" not in names[str(plan)]] == []
+
+
+def test_verified_trees_of_many_drafts_have_a_lane_in_quick_runs() -> None:
+    """Their mask has more columns than a word of 64 bits."""
+    plans = plan_lanes(ReferenceBackend, ReferenceRunner, OPTIONS)
+    widths = [plan.lane.config.case.width or 0 for plan in plans if plan.lane.config.case.tree]
+    assert max(widths) > 64
+
+
+def test_requests_end_at_every_tile_of_keys() -> None:
+    """In a long lane some request has as many keys as each tile, with its new token, and one more."""
+    (plan,) = lanes(case="decode", values=["long"])
+    lengths = {len(r.cached) + 1 for problem in edges(plan.lane.config) for r in problem.requests}
+    assert {n for tile in TILES for n in (tile, tile + 1)} <= lengths
 
 
 def _one_step(backend: Any, view: Any, metadata: Any) -> None:
@@ -268,15 +368,39 @@ def test_mixed_layers_differ_in_all_that_a_layer_has() -> None:
     assert shared.softcap is not None
 
 
+def _with_one_beginning(plan: PlannedLane) -> Problem:
+    """Return the batch of a lane's edges whose requests all have one first page."""
+    size = plan.lane.config.page_size
+    pages = [(problem, [r.cached[:size] for r in problem.requests]) for problem in edges(plan.lane.config)]
+    (found,) = (
+        p for p, first in pages if len(first) > 1 and len(first[0]) == size and first[1:] == first[:-1]
+    )
+    return found
+
+
 def test_requests_share_the_pages_of_one_beginning() -> None:
     """In one batch of every lane all requests have the first page in common, and no written slot."""
     (plan,) = lanes(case="decode")
-    problem = edges(plan.lane.config)[-1]
-    size = plan.lane.config.page_size
-    assert len({tuple(request.cached[:size]) for request in problem.requests}) == 1
+    problem = _with_one_beginning(plan)
     written = [slot for token in problem.tokens for slot in token.slots]
     assert len({*written}) == len(written)
     assert not {*written} & {slot for request in problem.requests for slot in request.cached}
+
+
+def test_keys_that_requests_share_are_the_same_in_every_run() -> None:
+    """A cache is filled with one number for each element, also where several requests have a slot."""
+    (plan,) = lanes(case="decode", values=["tall", "mixed"])
+    problem, rig = _with_one_beginning(plan), plan.lane.build(capture=False)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(4)  # writes to equal indices are in no order then
+    try:
+        runs = []
+        for _ in range(4):
+            rig.load(problem)
+            runs.append(rig.cache.contents())
+    finally:
+        torch.set_num_threads(threads)
+    assert all(bool(same(run[name], first).all()) for run in runs for name, first in runs[0].items())
 
 
 def test_every_lane_with_optional_fields_looks_for_stale_tails() -> None:

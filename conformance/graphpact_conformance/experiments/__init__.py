@@ -97,12 +97,14 @@ EXPERIMENTS: tuple[Experiment, ...] = (
         of_fields=True,
         reuses=True,
     ),
-    Experiment("largest_step", ("GP13",), values.largest_step, depth="light"),
+    Experiment("largest_step", ("GP13",), values.largest_step, depth="light", of_long=True),
     # From here to rewritten_memory, all begin with the graphs that largest_step captured. The last two change
     # what they use: captured_again captures anew, rewritten_memory writes weights.
-    Experiment("guarded", order.GUARDED, order.guarded, repeats=True, in_pairs=True, reuses=True),
+    Experiment(
+        "guarded", order.GUARDED, order.guarded, repeats=True, in_pairs=True, of_kinds=True, reuses=True
+    ),
     Experiment("interleaved", ("GP09", "GP15", "GP18"), order.interleaved, reuses=True),
-    Experiment("smallest_first", ("GP15",), order.smallest_first, reuses=True),
+    Experiment("smallest_first", ("GP14", "GP15"), order.smallest_first, reuses=True),
     Experiment("dummies", ("GP10", "GP11", "GP12"), dummies.dummies, reuses=True),
     Experiment("cold_and_warm", ("GP10",), capture.cold_and_warm, reuses=True),
     Experiment("graph_choice", ("GP08", "GP10", "GP12", "GP20"), dispatch.graph_choice, reuses=True),

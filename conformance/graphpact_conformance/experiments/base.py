@@ -50,6 +50,8 @@ class Experiment:
             attention.
         of_fields: Whether it runs in lanes that differ from others only in the fields of their batches, and
             in every lane with optional fields of a runner, which declares their slots.
+        of_kinds: Whether it runs in the plain lane of every kind of step, also in a quick run.
+        of_long: Whether it runs in every lane of a long context, also in a quick run.
         needs_graphs: Whether it runs only in lanes that capture.
         of_recordings: Whether it takes the whole sequence of a recorded lane, and runs in no other lane.
         names_rules: Whether it runs also in a lane that is too light for its depth, after a finding there: a
@@ -67,6 +69,8 @@ class Experiment:
     depth: Literal["lightest", "light", "full"] = "full"
     in_pairs: bool = False
     of_fields: bool = False
+    of_kinds: bool = False
+    of_long: bool = False
     needs_graphs: bool = True
     of_recordings: bool = False
     names_rules: bool = False

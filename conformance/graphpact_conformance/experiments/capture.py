@@ -26,7 +26,7 @@ from graphpact_conformance.subject.under_test import (
     reset_slot,
 )
 from graphpact_conformance.world.lanes import Case
-from graphpact_conformance.world.problems import Drawn, Problem, of_size
+from graphpact_conformance.world.problems import Drawn, Problem, corner, of_size
 
 # -- whether -----------------------------------------------------------------------------------------
 
@@ -181,7 +181,7 @@ def cold_and_warm(lane: UnderTest, steps: Drawn) -> Findings:
     """Capture cold, after eager steps, and after replays: the recorded work must be the same."""
     cold = lane.rig()
     warm = lane.build(capture=False)
-    for problem in steps:
+    for problem in (*steps, corner(lane.config.unbounded)):
         warm.step(problem, eagerly=True)
     for when in ("after eager steps", "after replays"):
         try:

@@ -26,7 +26,14 @@ from graphpact_conformance.subject.records import StepRecord
 from graphpact_conformance.subject.under_test import CannotCaptureError, DeclinedError, Subject, UnderTest
 from graphpact_conformance.world.fields import COUNT, GATHERED
 from graphpact_conformance.world.lanes import DRAFT_WIDTH, Config
-from graphpact_conformance.world.problems import Drawn, Problem, corner, half_size_batch, of_size
+from graphpact_conformance.world.problems import (
+    Drawn,
+    Problem,
+    corner,
+    half_size_batch,
+    of_size,
+    short_and_long,
+)
 from graphpact_tape.tape import TapeDriver
 from graphpact_tape.trace import TracedCall
 
@@ -99,6 +106,7 @@ def graph_choice(lane: UnderTest, _: Drawn) -> Findings:
             )
             continue
         yield from _run_as_fitted(lane, rig, problem, asked)
+    yield from _in_any_order(lane, rig)
     yield from _other_kinds(lane, rig)
 
 
@@ -144,7 +152,13 @@ def _run_as_fitted(
         )
         return
     wrong = differences(rig, step, lane.answer(rig, problem))
-    if wrong and _is_recorded_otherwise(lane, rig, problem):
+    if not wrong:
+        return
+    found = compare_with_capture(lane, rig, "graph", problem)
+    otherwise = [each for each in found if each.rule in ("GP08", "GP10")]
+    if lane.kind == "attention_backend":
+        yield from otherwise  # its shapes are not its own
+    elif otherwise:
         yield lane.finding(
             "GP12",
             field=wrong[0].what,
@@ -174,12 +188,6 @@ def _ask(
             hook="prepare_replay",
             help="return an EagerReason where no shape holds the batch, and raise no error",
         )
-
-
-def _is_recorded_otherwise(lane: UnderTest, rig: Subject, problem: Problem) -> bool:
-    """Return whether a capture of this batch records other work or other host numbers."""
-    found = compare_with_capture(lane, rig, "graph", problem)
-    return any(f.rule in ("GP08", "GP10") for f in found)
 
 
 def _sizes(config: Config) -> list[Problem]:
@@ -287,6 +295,26 @@ def _fit_defaults(lane: UnderTest, rig: Subject) -> Findings:
             help="return the smallest captured shape that holds the batch: CaptureSizes.fit()",
         )
         return
+
+
+def _in_any_order(lane: UnderTest, rig: Subject) -> Findings:
+    """Fit requests of different lengths in two orders. In mixed batches the order says which ones decode."""
+    problem = short_and_long(lane.config.unbounded)
+    if lane.config.case.mode is ForwardMode.MIXED:
+        return
+    orders = problem, replace(problem, requests=problem.requests[::-1])
+    answers = [_ask(lane, rig, rig.batch_of(each), each) for each in orders]
+    if any(refused is not None for _, refused in answers) or answers[0] == answers[1]:
+        return  # what refuses any batch is found above
+    yield lane.finding(
+        "GP12",
+        hook="prepare_replay",
+        field="fit()",
+        expected=f"one answer for requests in any order: {answers[0][0]}",
+        actual=f"{answers[1][0]} with the requests in reverse",
+        problem=problem,
+        help="look at all requests, such as at the largest of seq_lens_cpu, not at the first or the last",
+    )
 
 
 def _other_kinds(lane: UnderTest, rig: Subject) -> Findings:
@@ -409,6 +437,7 @@ def _as_ranks(
         yield from at_capture
     if counted.config.gathers:
         yield from _uneven(lane, [*rigs.values()])
+        yield from _uneven_by_default(lane, rigs[numbers[0]])
 
 
 def _as_rank(rank: int, ranks: int) -> AbstractContextManager[object]:
@@ -697,21 +726,46 @@ def _uneven(lane: UnderTest, rigs: Sequence[Subject]) -> Findings:
                     return
                 asked = step.shape if step.replays == 1 else None
             answers.append(asked)
-        if len({*answers}) > 1 and any(isinstance(a, GraphShape) for a in answers):
-            shown = [
-                f"rank {rank} with {tokens} tokens: {answer or 'no graph'}"
-                for rank, (tokens, answer) in enumerate(zip(together, answers, strict=True))
-            ]
-            yield lane.finding(
-                "GP17",
-                field="the replayed shape",
-                expected=f"the same on all ranks for global_num_tokens_cpu = {together}",
-                actual="; ".join(shown),
-                help=_DECLINE_RANK_HELP
-                if any(answer in rigs[0].declines for answer in answers)
-                else "where layers gather over ranks, all take the shape of the largest: CaptureSizes.fit()"
-                " uses global_num_tokens_cpu",
-            )
+        yield from _of_answers(lane, rigs[0], together, answers)
+
+
+def _uneven_by_default(lane: UnderTest, rig: Subject) -> Findings:
+    """Fit unequal batches of ranks by a runner's default settings: in ragged modes they may limit padding."""
+    if lane.kind != "runner" or lane.config.case.width is not None:
+        return
+    for group in _groups(lane, rig):
+        together = tuple(len(problem.tokens) for problem in group)
+        batches = [replace(rig.batch_of(problem), global_num_tokens_cpu=together) for problem in group]
+        try:
+            answers = [lane.fit_default(_MOST_SIZES, batch) for batch in batches]
+        except (Exception, SystemExit):  # noqa: BLE001  the plugin's code may raise anything
+            return  # a finding of `graph_choice`
+        yield from _of_answers(lane, rig, together, answers)
+
+
+def _of_answers(
+    lane: UnderTest,
+    rig: Subject,
+    together: tuple[int, ...],
+    answers: Sequence[GraphShape | EagerReason | None],
+) -> Findings:
+    """Yield a finding if ranks with these numbers of tokens take other shapes, or only some of them one."""
+    if len({*answers}) == 1 or not any(isinstance(answer, GraphShape) for answer in answers):
+        return
+    shown = [
+        f"rank {rank} with {tokens} tokens: {answer or 'no graph'}"
+        for rank, (tokens, answer) in enumerate(zip(together, answers, strict=True))
+    ]
+    yield lane.finding(
+        "GP17",
+        field="the replayed shape",
+        expected=f"the same on all ranks for global_num_tokens_cpu = {together}",
+        actual="; ".join(shown),
+        help=_DECLINE_RANK_HELP
+        if any(answer in rig.declines for answer in answers)
+        else "where layers gather over ranks, all take the shape of the largest: CaptureSizes.fit()"
+        " uses global_num_tokens_cpu",
+    )
 
 
 def _of_ranks(config: Config, *sizes: tuple[int, ...]) -> list[tuple[int, ...]]:

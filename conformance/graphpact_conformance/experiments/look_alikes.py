@@ -8,7 +8,8 @@ Does not: draw batches; the requests of a drawn batch get the numbers.
 
 from dataclasses import replace
 
-from graphpact_conformance.experiments.base import Findings, faults, is_right
+from graphpact_conformance.experiments.base import Findings, faults, is_right, wrong_results
+from graphpact_conformance.experiments.parity import compare_with_capture
 from graphpact_conformance.subject.under_test import Subject, UnderTest
 from graphpact_conformance.world.lanes import Config
 from graphpact_conformance.world.problems import Drawn, Problem, least_prefix, shortened
@@ -21,15 +22,22 @@ def takes_live_rows_for_padding(lane: UnderTest, rig: Subject, steps: Drawn) -> 
         for problem in look_alikes(lane.config, origin, rig.padded_seq_len):
             step = rig.step(problem, may_decline=True)
             found = faults(lane, rig, step, rule="GP04", expected=expected, help=_HELP)
-            if found and is_right(lane, rig, origin, may_decline=True):
-                yield from found  # otherwise the numbers are not the cause
-                return
+            if not found or not is_right(lane, rig, origin, may_decline=True):
+                continue  # the numbers are not the cause
+            if step.error is None and is_right(lane, lane.build(), problem, may_decline=True):
+                named = [*compare_with_capture(lane, rig, "graph", problem)]
+                found = [each for each in named if lane.listed is None or each.rule in lane.listed]
+                what = "a replay after others"
+                found = found or [*wrong_results(lane, rig, step, what=what, help=_AFTER_OTHERS)]
+            yield from found
+            return
 
 
 _HELP = (
     "recognise padding rows by the number of live rows, never by a length, a position or a token: a live"
     " request may have each of these numbers"
 )
+_AFTER_OTHERS = "as the first batch it is right: look for what earlier batches leave, such as cached plans"
 
 
 def look_alikes(config: Config, problem: Problem, length: int) -> list[Problem]:

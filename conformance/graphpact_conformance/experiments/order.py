@@ -29,11 +29,12 @@ from graphpact_conformance.experiments.base import (
 )
 from graphpact_conformance.experiments.parity import of_breaches
 from graphpact_conformance.results import Finding
-from graphpact_conformance.subject.raised import message_of
+from graphpact_conformance.subject.raised import message_of, rule_of
 from graphpact_conformance.subject.records import StepRecord
 from graphpact_conformance.subject.under_test import (
     Subject,
     UnderTest,
+    Way,
     reset_slot,
 )
 from graphpact_conformance.world.problems import Drawn, Problem, corner, of_size
@@ -72,12 +73,43 @@ def guarded(lane: UnderTest, steps: Drawn) -> Findings:
         for problem in (exact, small, idle, padded, *others, small, exact):
             step = rig.step(problem)
             if step.error is None:
+                yield from _unwritten_rows(lane, way, step)
                 continue
             if lane.hook_raised(step):
                 plain = lane.rig(way).step(problem)
                 step = plain if lane.hook_raised(plain) else step  # also without poison: not of the poison
             yield from _of_strict_error(lane, step, has_padding=problem is not exact)
             break
+
+
+def _unwritten_rows(lane: UnderTest, way: Way, step: StepRecord) -> Findings:
+    """Yield a finding if padding rows of attention are NaN: kernels left memory of the graph unwritten.
+
+    Live rows are right. But models take scales over all rows, and one NaN spoils every row then. What is NaN
+    without poison in the graph's memory too was read from memory that no request owns.
+    """
+    rows, unwritten = _not_a_number(step)
+    if not bool(unwritten.any()):
+        return
+    _, read = _not_a_number(lane.rig(way).step(step.problem))
+    if read.shape == unwritten.shape and bool((unwritten & ~read).any()):
+        first = len(step.problem.tokens) + int((unwritten & ~read).nonzero()[0])
+        yield lane.finding(
+            "GP06",
+            field=f"row {first} of the result of attention, of {len(rows)} with padding",
+            expected="a finite number in every row: an amax or another scale of a model reads all of them",
+            actual="NaN: memory that the graph has not written in this replay",
+            step=step,
+            help=_SPREAD_HELP,
+        )
+
+
+def _not_a_number(step: StepRecord) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the rows of attention of a replay, and which padding rows are NaN; nothing of other steps."""
+    rows = (step.outputs or {}).get("rows")
+    if rows is None or step.shape is None or step.axes.get("rows") != "tokens":
+        rows = torch.zeros(0, 0)
+    return rows, rows[len(step.problem.tokens) :].isnan().any(dim=1)
 
 
 def _of_strict_error(lane: UnderTest, step: StepRecord, *, has_padding: bool) -> Findings:
@@ -404,6 +436,7 @@ def smallest_first(lane: UnderTest, steps: Drawn) -> Findings:
         yield lane.of_error(error, expected="shapes are captured in any order", rule="GP15")
         return
     problems = (steps.small, steps.padded, steps.small)
+    yield from _freed_upwards(lane, problems)
     taken = [rig.step(p) for p in problems]
     if len(rig.captured) < 2 or all(map(partial(_same_real, rig), map(usual.step, problems), taken)):
         return
@@ -425,10 +458,39 @@ def smallest_first(lane: UnderTest, steps: Drawn) -> Findings:
         return  # not deterministic otherwise, a finding of `repeated`
 
 
+def _freed_upwards(lane: UnderTest, problems: Sequence[Problem]) -> Findings:
+    """Replay in a strict rig, captured upwards: what a later capture grows, an earlier graph still reads.
+
+    A plain tape keeps all memory that its graphs use; a strict one and CUDA graphs do not.
+    """
+    usual = strict_rig(lane)
+    if usual is None:
+        return
+    lane.clear_caches()
+    try:
+        rig = _captured_upwards(lane, guarded=True)
+    except (Exception, SystemExit) as error:  # noqa: BLE001  the plugin's code may raise anything
+        yield lane.of_error(error, expected="shapes are captured in any order", rule="GP15")
+        return
+    for problem in problems:
+        step = rig.step(problem)
+        if step.error is not None and usual.step(problem).error is None:
+            expected = "memory that a graph uses stays at its address, in any order of captures"
+            if rule_of(step.error) in (None, "GP14", "GP15"):  # others do not come from the order of captures
+                yield lane.of_error(step.error, expected=expected, rule="GP14", step=step, help=_GROWS)
+            return
+
+
+_GROWS = (
+    "allocate it at its largest size before the first capture: a graph keeps reading the smaller memory that"
+    " a later, larger capture replaces"
+)
+
+
 @torch.inference_mode()
-def _captured_upwards(lane: UnderTest) -> Subject:
+def _captured_upwards(lane: UnderTest, *, guarded: bool = False) -> Subject:
     """Return a new rig that captured its shapes from the smallest to the largest."""
-    rig = lane.build(capture=False)
+    rig = lane.build(guarded=guarded, capture=False)
     for shape in rig.planned:
         rig.capture(shape)
     return rig

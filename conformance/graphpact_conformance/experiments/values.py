@@ -73,9 +73,20 @@ def _judge_eager(lane: UnderTest, rig: Subject, step: StepRecord, after: str = "
         expected = "an eager run of a declared kind of batch" + (f", also {after}" if after else "")
         yield lane.of_error(step.error, expected=expected, step=step)
         return
-    if not differences(rig, step, lane.answer(rig, step.problem)):
+    for name in step.changed_fields:
+        yield lane.finding(
+            None,
+            field=f"an eager run: batch.{name}",
+            expected="the batch is read-only",
+            actual="the step changed it",
+            step=step,
+            help="write copies: in an eager step the view is the engine's own batch",
+        )
+    if step.changed_fields or not differences(rig, step, lane.answer(rig, step.problem)):
         return
     help_ = "no graph is involved: check the kernels and their metadata"
+    if lane.kind == "runner":
+        help_ = "no graph is involved: check what `compose` gives to each pass, and makes of its results"
     if rig.captured and is_right(lane, lane.build(capture=False), step.problem, eagerly=True):
         after = after or "after the captures"
         help_ = (
@@ -143,6 +154,9 @@ def _at_edges(lane: UnderTest, rig: Subject) -> Findings:
             continue
         wrong = [*wrong_results(lane, rig, step, what="a replay", help=_EDGES)]
         if wrong:
+            if (other := _other_input(lane, rig, step)) is not None:
+                yield other
+                return
             named = compare_with_capture(lane, rig, "graph", problem)
             yield from (found for found in named if lane.listed is None or found.rule in lane.listed)
             yield from wrong
@@ -242,13 +256,13 @@ def _of_difference(
             "GP04",
             "padding tokens must write KV slot 0: reset the tail of out_cache_loc to 0",
         )
+    elif (other := _other_input(lane, rig, step)) is not None:
+        yield other
+        return
     elif padded and is_right(lane, rig, exact, may_decline=True):
         help_ = "batches without padding are right: check the contents and the counts of padding rows"
     elif _is_overwritten(lane, rig, step):
         rule, help_ = "GP15", _OVERWRITTEN_HELP
-    elif (other := _other_input(lane, rig, step)) is not None:
-        yield other
-        return
     elif not _is_prepared_otherwise(lane, rig, problem) and is_right(lane, rig, problem, eagerly=True):
         rule = "GP10"
         help_ = (

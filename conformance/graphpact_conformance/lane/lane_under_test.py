@@ -303,7 +303,10 @@ class LaneUnderTest(Reporting):
 
     def _default_runner(self, most: int) -> GraphRunner:
         limits = replace(self.config.limits, max_bs=most, max_num_tokens=most * 8)
-        context = replace(self._context, limits=limits, batch_sizes=None, token_counts=None)
+        ratio = RunnerContext(self.device, self.backend.capabilities, limits).max_padding_ratio
+        context = replace(
+            self._context, limits=limits, batch_sizes=None, token_counts=None, max_padding_ratio=ratio
+        )
         return self.runner(context)
 
     @property

@@ -62,13 +62,17 @@ _Around = Generator[None, Any, Any]
 class Observer:
     """An observer that keeps view and metadata of each step.
 
+    Args:
+        keeps_inputs: Whether to copy the view before the replay, whose region may write it.
+
     Attributes:
         before: Called with registry and shape before a step is prepared; may be None.
         ready: Called with view and metadata after preparation and before the replay; may be None.
         undo: The result of the last call of `ready`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, keeps_inputs: bool) -> None:
+        self._keeps_inputs = keeps_inputs
         self.before: Callable[[CudaGraphBufferRegistry, GraphShape], None] | None = None
         self.ready: Ready | None = None
         self.undo: Undo | None = None
@@ -79,6 +83,7 @@ class Observer:
         self.shape: GraphShape | None = None
         self.view: ForwardBatch | None = None
         self.metadata: Any = None
+        self.inputs: dict[str, torch.Tensor] = {}
         self.at_capture = False
 
     @hookimpl(wrapper=True, tryfirst=True)
@@ -113,6 +118,9 @@ class Observer:
         self.metadata = metadata
         if self.ready is not None and self.view is not None:
             self.undo = self.ready(self.view, metadata)
+        if self._keeps_inputs and self.view is not None:
+            tensors = walk({"view": self.view})
+            self.inputs = {path: t.detach().clone() for path, t in tensors if isinstance(t, torch.Tensor)}
         return metadata
 
 
@@ -167,7 +175,7 @@ class Rig:
         self._slots: dict[int, BoundSlot] = {}
         self._allocated: dict[int, tuple[Graph, set[str]]] = {}  # the outputs that a graph allocated
         self._names: dict[int, str] = {}  # by storage; an attribute may be bound anew
-        self.observer = Observer()
+        self.observer = Observer(keeps_inputs=not guarded)  # in a strict lane copies may be in flight
         records = driver(device)
         self.guard = records.guard() if guarded else None
         with self.watch.during(Call(f"the constructor of {runner.__name__}")):
@@ -523,7 +531,9 @@ class Rig:
             slot = self._slot_at(value) if value.numel() else None
             tail, dim = _tail_of(value, slot, raw, shape)
             due = slot is not None and is_due(slot)
-            leaves[path] = Leaf(path, value.detach().clone().cpu(), slot, tail, dim, due, alias)
+            before = self.observer.inputs.get(path, value)
+            contents = before if before.shape == value.shape else value
+            leaves[path] = Leaf(path, contents.detach().clone().cpu(), slot, tail, dim, due, alias)
         return leaves, numbers
 
     def _slot_at(self, tensor: torch.Tensor) -> BoundSlot | None:

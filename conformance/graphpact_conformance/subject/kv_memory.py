@@ -74,7 +74,7 @@ class KvMemory:
     def load(self, problem: Problem) -> None:
         """Fill scratch and the cached keys of a problem with random numbers, and all other slots with NaN."""
         generator = torch.Generator().manual_seed(problem.seed)
-        cached = [slot for r in problem.requests for slot in r.cached]
+        cached = dict.fromkeys(slot for r in problem.requests for slot in r.cached)  # pages are shared
         live = torch.tensor([*range(self.config.page_size), *cached], device=self._device)
         self.fill(NAN)
         for cache in self.tensors().values():

@@ -29,7 +29,7 @@ class Leaf:
 
     Args:
         path: Its path, such as ``metadata.kv_indptr``.
-        value: Its contents.
+        value: Its contents: of a view before the replay, whose region may write it; of metadata after it.
         slot: The slot of its memory; None outside the registry.
         tail: The first index of its padding rows along `dim`; None if it has none.
         dim: The axis of its rows.

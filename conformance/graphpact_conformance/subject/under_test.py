@@ -436,11 +436,19 @@ class UnderTest(Reporting, Protocol):
             CannotCaptureError: It cannot be captured.
         """
 
-    def build(self, way: Way = "graph", *, capture: bool = True, copies_attention: bool = False) -> Subject:
+    def build(
+        self,
+        way: Way = "graph",
+        *,
+        guarded: bool = False,
+        capture: bool = True,
+        copies_attention: bool = False,
+    ) -> Subject:
         """Return a new subject.
 
         Args:
             way: The producer of metadata.
+            guarded: Whether it is strict, without a pact check.
             capture: Whether it captures its planned shapes.
             copies_attention: Whether its model copies each result of attention at once.
         """

@@ -390,8 +390,11 @@ def experiments_of(
     depths = {"lightest"} if options.size == "quick" else {"lightest", "light"}
 
     def is_due(experiment: Experiment) -> bool:
-        of_fields = experiment.of_fields and plan.lane.config.fields and plan.lane.kind == "runner"
-        return plan.has_all or of_fields or experiment.depth in depths
+        config = plan.lane.config
+        of_fields = experiment.of_fields and config.fields and plan.lane.kind == "runner"
+        of_kinds = experiment.of_kinds and not (config.unusual or plan.is_pair or config.case.embeds)
+        of_long = experiment.of_long and config.long
+        return plan.has_all or of_fields or of_kinds or of_long or experiment.depth in depths
 
     return [e for e in experiments if is_due(e) and concerns(e, plan, options)]
 

@@ -3,10 +3,11 @@
     kind of step        mode, draft trees, frozen KV, segments, embeddings
     page size, heads, dtype, and features of layers
     drafts              plain: 3 steps, up to 2 branches, 4 tokens to verify; wide: 2 steps, 4 branches, 6
-                        tokens; deep: 5 steps, 10 tokens; single: 1 step, 2 tokens
+                        tokens; deep: 5 steps, 10 tokens; single: 1 step, 2 tokens; broad: 4 steps, 5
+                        branches, 65 tokens
     ladder              short: shapes of 2 and 4 requests; tall: of 1, 2, 4, 7 and 40, and of more tokens
                         than a context; middle: the last of 12
-    context             short: 80 tokens; long: 1,100; middle: 400. A middle ladder has a middle context
+    context             short: 81 tokens; long: 1,089; middle: 401. A middle ladder has a middle context
     layers              two of equal heads, one window; mixed: four, two windows, another scale, width and
                         number of heads, and one on the cache of the first, with softcap and sinks alone
     cache               low: the first KV slots; high: slots beyond 2**31 elements of a cache of holes
@@ -34,8 +35,11 @@ from graphpact.attention import DraftLimits, GraphSupport
 from graphpact.runners import GraphRunner
 
 VOCAB, HIDDEN = 29, 6
-CONTEXT, LONG_CONTEXT = 80, 1_100
+CONTEXT, LONG_CONTEXT = 81, 1_089
+"""A token more than some pages of every size, so that a table without drafts has fewer pages."""
 WINDOWS = (9, 25)
+TILES = (32, 64, 128, 256, 384, 512, 1024)
+"""Keys that kernels take at once, and multiples: numbers of tiles and splits change there."""
 
 
 class Drafts(NamedTuple):
@@ -54,12 +58,13 @@ class Drafts(NamedTuple):
     chosen: tuple[int, int]
 
 
-DraftSize = Literal["plain", "wide", "deep", "single"]
+DraftSize = Literal["plain", "wide", "deep", "single", "broad"]
 DRAFTS: dict[DraftSize, Drafts] = {
     "plain": Drafts(3, 4, 2, (3, 6)),
     "wide": Drafts(2, 6, 4, (2, 7)),
     "deep": Drafts(5, 10, 2, (4, 10)),
     "single": Drafts(1, 2, 3, (2, 3)),
+    "broad": Drafts(4, 65, 5, (4, 65)),
 }
 """The values of the dimension of drafts. ``num_draft_tokens`` of several steps is not the steps plus one."""
 NUM_STEPS, DRAFT_WIDTH = DRAFTS["plain"].num_steps, DRAFTS["plain"].width
@@ -69,7 +74,7 @@ STATIC_TOKENS = {2: 10, 4: 24}
 """Requests and tokens of the capture sizes of ragged modes."""
 TALL_TOKENS = {1: 3, 2: 10, 4: 24, 7: 40, 40: 130}
 """The same of a tall ladder. The largest has more tokens than a short context."""
-MIDDLE_TOKENS, MIDDLE_CONTEXT = {1: 3, 2: 10, 4: 24, 7: 40, 12: 100}, 400
+MIDDLE_TOKENS, MIDDLE_CONTEXT = {1: 3, 2: 10, 4: 24, 7: 40, 12: 100}, 401
 """The same of a middle ladder, and the middle context: a tall one with a long one takes too much memory."""
 PAGE_SIZES = (1, 16, 64)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -410,11 +415,12 @@ class Config:
         if self.mixed_dim is None:
             return [plain, special]
         is_latent = heads.kv_lora_rank is not None
+        num_q_heads = 3 * heads.num_q_heads // 4  # so that no width is that of the other layers
         other = replace(
             plain,
             layer_id=2,
-            num_q_heads=heads.num_q_heads // 2,
-            num_kv_heads=1 if is_latent else min(2 * heads.num_kv_heads, heads.num_q_heads // 2),
+            num_q_heads=num_q_heads,
+            num_kv_heads=1 if is_latent else min(2 * heads.num_kv_heads, num_q_heads),
             head_dim=self.mixed_dim,
             v_head_dim=heads.v_head_dim if is_latent else self.mixed_dim,
             scaling=0.5 * self.mixed_dim**-0.5,
@@ -608,7 +614,12 @@ def covering(
         strength: Number of dimensions of a combination: 1 for every value, 2 for every pair of values.
     """
     rng = random.Random(0)  # noqa: S311  test data
-    drawn = [_drawn(rng, config, capabilities) for config in configs for _ in range(VARIATIONS)]
+    has_trees = any(config.case.tree for config in configs)
+    drawn = [
+        _drawn(rng, config, capabilities, broad=config.case.tree or not has_trees)
+        for config in configs
+        for _ in range(VARIATIONS)
+    ]
     left: dict[tuple[tuple[str, Any], ...], list[Config]] = {}
     for config in drawn:
         for combination in combinations(config, strength):
@@ -627,12 +638,17 @@ def covering(
     return chosen
 
 
-def _drawn(rng: random.Random, config: Config, capabilities: Capabilities) -> Config:
-    """Return a lane with random values of the dimensions of scale, and with optional fields or without."""
+def _drawn(rng: random.Random, config: Config, capabilities: Capabilities, *, broad: bool) -> Config:
+    """Return a lane with random values of the dimensions of scale, and with optional fields or without.
+
+    With ``broad`` its drafts may be: they are for trees, the verified ones where a plugin has them.
+    """
     whole = scaled_up(config, capabilities, high=True)
     tall, long = rng.choice(((False, False), (True, False), (False, True)))
     mixed, high, fields = rng.choices((False, True), k=3)
-    sized = replace(config, case=config.case.sized(rng.choice([*DRAFTS])))
+    broad &= config.case.branches > 1 and not (tall or long)  # that would take too long
+    sizes = [size for size in DRAFTS if broad or size != "broad"]
+    sized = replace(config, case=config.case.sized(rng.choice(sizes)))
     return replace(
         whole,
         case=sized.case if allows(capabilities, sized) else config.case,

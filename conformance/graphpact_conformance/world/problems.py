@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from graphpact import ForwardBatch, ForwardMode
 from graphpact.buffers import GraphSlot
-from graphpact_conformance.world.lanes import HIDDEN, VOCAB, Case, Config
+from graphpact_conformance.world.lanes import HIDDEN, TILES, VOCAB, Case, Config
 
 TIERS = 8
 """Parts of all lengths between whose ends a runner's choices of a graph are compared."""
@@ -467,17 +467,19 @@ def _largest(config: Config, num_requests: int, share: int = 1) -> Problem:
 
 
 def edges(config: Config) -> list[Problem]:
-    """Return batches of requests at whose lengths counts change, and one of requests of equal lengths.
+    """Return batches of requests at whose lengths counts change, of equal lengths, and others of few kinds.
 
-    Lengths with and without the new tokens are those of a full page, of two, of each window, and one more.
-    The requests of equal lengths share their first page, as prompts with one beginning do in an engine.
+    Lengths with and without the new tokens are those of a full page, of two, of each window, of tiles of
+    kernels, and one more. The requests of equal lengths share their first page, as prompts with one beginning
+    do in an engine.
     """
     case, most = config.case, config.most_requests
     if case.mode is ForwardMode.IDLE:
         return []
     width = case.width or 2
     least, longest = max(least_prefix(case, 1), least_prefix(case, width)), _most_prefix(config, width)
-    ends = {config.page_size, 2 * config.page_size, *(layer.sliding_window or 1 for layer in config.layers)}
+    windows = {layer.sliding_window or 1 for layer in config.layers}
+    ends = {config.page_size, 2 * config.page_size, *windows, *TILES}
     near = {end + more for end in ends for more in (-width, 1 - width, -1, 0)}
     prefixes = sorted(prefix for prefix in near if least <= prefix <= longest) or [least]
     batches = [prefixes[at : at + most] for at in range(0, len(prefixes), most)]
@@ -492,7 +494,37 @@ def edges(config: Config) -> list[Problem]:
 
     found = [laid_out(batch, number) for number, batch in enumerate(batches)]
     equal = laid_out([min(config.page_size + 2, longest)] * most, len(batches))
-    return [*found, _with_one_beginning(config, equal)]
+    return [*found, _with_one_beginning(config, equal), *_fresh(config), *_of_one_total(config)]
+
+
+def _of_one_total(config: Config) -> list[Problem]:
+    """Return batches of equal numbers of requests and of keys, and equal longest requests, in turn.
+
+    Lengths are in one order, in reverse, and others. A plan that is kept by such numbers is stale.
+    """
+    case, most = config.case, config.most_requests
+    width = case.width or 1
+    least, longest = least_prefix(case, width), _most_prefix(config, width)
+    lengths = [least + (longest - least) * (at + 1) // (most + 1) for at in range(most)]
+    differ = most > 2 and lengths[1] > lengths[0] + 1
+    others = [lengths[0] + 1, lengths[1] - 1, *lengths[2:]] if differ else lengths
+    orders = {tuple(each): None for each in (lengths, lengths[::-1], others)}
+    return [_lay_out(config, order, [range(width - 1)] * most, [0] * most, 0) for order in orders]
+
+
+def _fresh(config: Config) -> list[Problem]:
+    """Return batches without cached keys, of one request and of as many as the largest shape has.
+
+    Prompts of an engine are mostly such batches. None in a mode whose requests have cached keys.
+    """
+    case = config.case
+    width, most = case.width, config.most_requests
+    if least_prefix(case, width or 1):
+        return []
+    counts = [width or 1 + at % 3 for at in range(most)]
+    several = _lay_out(config, [0] * most, [range(count - 1) for count in counts], [0] * most, 1)
+    alone = _lay_out(config, [0], [range((width or 5) - 1)], [0], 2)
+    return [alone, several]
 
 
 def at_tiers(config: Config, choice: Callable[[Problem], object]) -> list[Problem]:
@@ -580,6 +612,13 @@ def assorted(config: Config) -> Problem:
     return Problem(config.case, shorter, whole.seed)
 
 
+def short_and_long(config: Config) -> Problem:
+    """Return the largest batch with its first request as short as possible, the others as long."""
+    whole = corner(config)
+    first = [shortened(r, min(least_prefix(config.case, 1), len(r.cached))) for r in whole.requests[:1]]
+    return replace(whole, requests=[*first, *whole.requests[1:]])
+
+
 def shortened(request: ProblemRequest, length: int) -> ProblemRequest:
     """Return a request with ``length`` cached keys; the slots of its new tokens move with the positions."""
     owned, gone = request.table, len(request.cached) - length
@@ -598,8 +637,9 @@ def steady(config: Config) -> tuple[Problem, list[Problem]]:
     is stale after one of them.
     """
     bs, width = config.most_requests, config.case.width or 1
-    middle = max(min(min(config.page_size, config.context) // 2, config.longest - bs + 1), 2)
-    lengths = max(_most_prefix(config, width) - middle + 1, 1)
+    most = _most_prefix(config, width)
+    middle = max(min(min(config.page_size, config.context) // 2, config.longest - bs + 1, most), 2)
+    lengths = max(most - middle + 1, 1)
     prefixes = [middle + i % lengths for i in range(bs)]
     parents, accepted = [range(width - 1)] * bs, [0] * bs
     one_less = [prefix - 1 for prefix in prefixes]

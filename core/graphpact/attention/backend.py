@@ -159,7 +159,8 @@ class AttentionBackend(HookMethods, abc.ABC):
             metadata: The metadata of this step.
 
         Returns:
-            ``[T, num_q_heads, v_head_dim]``.
+            ``[T, num_q_heads, v_head_dim]``. Every row is written, padding rows too: a model may take a scale
+            over all of them.
 
         Raises:
             EngineError: One of ``k`` and ``v`` is given without the other.
