@@ -558,6 +558,11 @@ def _unwritten_on_scratch(_: Any, call: Attended) -> torch.Tensor:
     return _quantized_by_the_largest(_written_where(written, call.out))
 
 
+def _unwritten_on_padding(_: Any, call: Attended) -> torch.Tensor:
+    """Leave the rows of padding requests as they were allocated, and do no work across rows."""
+    return _written_where(_tokens_of(call.metadata.page_table[:, 0] > 0, call), call.out)
+
+
 def _unwritten_past_the_last_offset(_: Any, call: Attended) -> torch.Tensor:
     written = torch.arange(len(call.q), device=call.q.device) < call.metadata.cu_seqlens_q[-1]
     rows = _written_where(written, call.out)
@@ -618,6 +623,16 @@ _LEAKS = [
         base="fa3",
         lanes=("decode",),
         make=after_attention(_unwritten_on_scratch),
+    ),
+    Exhibit(
+        name="fa3-output-of-padding-is-unwritten",
+        rule="GP06",
+        thread="vllm-project/vllm#37442",
+        planted="The kernel does not write the rows of padding requests; a model that takes one scale of all"
+        " rows reads them.",
+        base="fa3",
+        lanes=("decode", "target_verify"),
+        make=after_attention(_unwritten_on_padding),
     ),
     Exhibit(
         name="fa3-rows-past-the-last-offset-are-unwritten",

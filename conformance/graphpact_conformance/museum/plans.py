@@ -62,6 +62,22 @@ def _planned_by_pages(base: type[Any]) -> type[Any]:
     return PlannedByPages
 
 
+def _planned_by_sorted_lengths(base: type[Any]) -> type[Any]:
+    class PlannedBySortedLengths(base):  # type: ignore[misc]
+        """A plan is kept as long as the lengths are the same, in whatever order."""
+
+        key: Any = None
+
+        def plan_metadata(self, view: ForwardBatch, metadata: Any) -> None:
+            """Plan where the key is new."""
+            key = id(metadata), sorted(view.seq_lens_cpu.tolist())
+            if key != self.key:
+                super().plan_metadata(view, metadata)
+            self.key = key
+
+    return PlannedBySortedLengths
+
+
 def _first_step_planned(base: type[Any]) -> type[Any]:
     class FirstStepPlanned(base):  # type: ignore[misc]
         """Later steps of a draft keep the plan of their capture."""
@@ -133,6 +149,15 @@ _STALE = [
         base="flashinfer",
         lanes=("target_verify",),
         make=_planned_by_pages,
+    ),
+    Exhibit(
+        name="flashinfer-planned-by-sorted-lengths",
+        rule="GP09",
+        thread="ModelTC/LightLLM#1367",
+        planted="The key by which a plan is skipped has the lengths of all requests without their order.",
+        base="flashinfer",
+        lanes=("decode",),
+        make=_planned_by_sorted_lengths,
     ),
     Exhibit(
         name="flashinfer-first-step-planned",

@@ -1,4 +1,6 @@
-"""Exhibits of requests: those that look like padding, and batches of other kinds and sizes: GP04, GP06, GP12.
+"""Exhibits of requests: fresh ones, those that look like padding, and other kinds and sizes of batches.
+
+GP02, GP04, GP06, GP12.
 
 Does not: plant a bug in the memory of a graph; see `graphpact_conformance.museum.life`.
 """
@@ -8,11 +10,35 @@ from typing import Any
 import torch
 
 from graphpact.batch import ForwardBatch, ForwardMode
+from graphpact.buffers import CudaGraphBufferRegistry
 from graphpact.shapes import EagerReason, GraphShape
 from graphpact.step import Region, Step, StepOutputs
 from graphpact_conformance.museum.edits import Attended, after_attention
 from graphpact_conformance.museum.exhibit import Exhibit
-from graphpact_conformance.museum.runners import composing, fitting, sizing
+from graphpact_conformance.museum.runners import after_fill, composing, fitting, sizing
+
+# -- fresh prompts -----------------------------------------------------------------------------------
+
+
+def _takes_no_rows(_: Any, registry: CudaGraphBufferRegistry, batch: ForwardBatch, shape: GraphShape) -> None:
+    """Zero the request rows of a batch without cached keys, whose page table a prefill does not look up."""
+    new = batch.extend_seq_lens_cpu
+    if batch.batch_size and new is not None and torch.equal(batch.seq_lens_cpu, new):
+        registry.get_slot("req_pool_indices").slice_for(shape.batch_size, shape.num_tokens).zero_()
+
+
+_FRESH = [
+    Exhibit(
+        name="extend-runner-takes-no-rows-of-fresh-prompts",
+        rule="GP02",
+        thread="sgl-project/sglang#28250",
+        planted="Where no request has cached keys, request rows are taken for unused, and zeroed.",
+        base="reference_runner",
+        lanes=("extend",),
+        make=after_fill(_takes_no_rows),
+        site="runner",
+    ),
+]
 
 # -- live requests that look like padding ------------------------------------------------------------
 
@@ -190,5 +216,5 @@ _KINDS = [
     ),
 ]
 
-EXHIBITS = [*_LOOK_ALIKES, *_SCRATCH, *_KINDS]
+EXHIBITS = [*_FRESH, *_LOOK_ALIKES, *_SCRATCH, *_KINDS]
 """All exhibits of this room."""

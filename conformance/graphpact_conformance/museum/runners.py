@@ -357,6 +357,20 @@ def _leaves_its_long_requests(_: Any, batch: ForwardBatch, right: _Fit) -> _Fit:
     return _LONG if max(batch.seq_lens_cpu.tolist(), default=0) > 40 else right
 
 
+def _looks_at_the_last_request(_: Any, batch: ForwardBatch, right: _Fit) -> _Fit:
+    """Leave batches whose last request is long to eager steps, and those of ranks that gather."""
+    is_long = batch.batch_size and int(batch.seq_lens_cpu[-1]) > 40
+    return _LONG if is_long or batch.global_num_tokens_cpu else right
+
+
+def _limits_padding_by_its_own_tokens(runner: Any, batch: ForwardBatch, right: _Fit) -> _Fit:
+    """Leave a batch to an eager step if the padding is too much for this rank's tokens."""
+    if isinstance(right, EagerReason) or not batch.num_tokens:
+        return right
+    is_too_much = right.num_tokens > batch.num_tokens * runner.context.max_padding_ratio
+    return runner.declines[0] if is_too_much else right
+
+
 def _leaves_all_of_rank_1(_: Any, __: ForwardBatch, right: _Fit) -> _Fit:
     return _LONG if get_parallel().attn_tp_rank else right
 
@@ -494,6 +508,16 @@ _GP12 = [
         base="cuda_graph",
         lanes=("decode",),
         make=fitting(_by_length),
+        site="runner",
+    ),
+    Exhibit(
+        name="cuda-graph-declines-by-the-last-request",
+        rule="GP12",
+        thread="vllm-project/vllm#9285",
+        planted="Long requests are left to eager steps, but only the last request of a batch is looked at.",
+        base="cuda_graph",
+        lanes=("decode",),
+        make=_declining(_looks_at_the_last_request),
         site="runner",
     ),
     Exhibit(
@@ -679,6 +703,16 @@ _GP17 = [
         base="cuda_graph",
         lanes=("decode",),
         make=_declining(_leaves_its_long_requests),
+        site="runner",
+    ),
+    Exhibit(
+        name="breakable-limits-padding-by-its-own-tokens",
+        rule="GP17",
+        thread="sgl-project/sglang#37933",
+        planted="A rank with few tokens finds that the shape of the largest rank has too much padding.",
+        base="breakable_cuda_graph",
+        lanes=("extend",),
+        make=fitting(_limits_padding_by_its_own_tokens),
         site="runner",
     ),
     Exhibit(
@@ -1207,6 +1241,16 @@ def _outputs_of_the_graph_before(runner: Any, step: Step, rows: torch.Tensor) ->
     return before[: len(rows)] if len(before) >= len(rows) else rows
 
 
+def _adds_memory_that_grows(runner: Any, step: Step, rows: torch.Tensor) -> torch.Tensor:
+    """Add zeros of the runner's own, which a larger capture replaces by more."""
+    if step.is_eager:
+        return rows
+    zeros: torch.Tensor | None = vars(runner).get("zeros")
+    if zeros is None or len(zeros) < len(rows):
+        zeros = runner.zeros = torch.zeros(len(rows), dtype=rows.dtype, device=rows.device)
+    return rows + zeros[: len(rows)].view(-1, *[1] * (rows.dim() - 1))
+
+
 def _one_output_buffer(runner: Any, step: Step, rows: torch.Tensor) -> torch.Tensor:
     """Return rows of one buffer for each width: what the first capture gave."""
     if not step.driver.is_capturing:
@@ -1378,6 +1422,16 @@ _OTHERS = [
         base="cuda_graph",
         lanes=("decode",),
         make=_prefetches,
+        site="runner",
+    ),
+    Exhibit(
+        name="cuda-graph-grows-memory-in-the-region",
+        rule="GP14",
+        thread="intel/llm-scaler#505",
+        planted="A tensor that the region reads is replaced by a larger one when a larger shape is captured.",
+        base="cuda_graph",
+        lanes=("decode",),
+        make=_giving(_adds_memory_that_grows),
         site="runner",
     ),
     Exhibit(

@@ -321,6 +321,12 @@ _LAYERS = [
 # -- wide drafts -------------------------------------------------------------------------------------
 
 
+def _mask_of_32(_: Any, registry: CudaGraphBufferRegistry, batch: ForwardBatch, shape: GraphShape) -> None:
+    """Lose the drafts of each row after the first 32."""
+    del batch
+    registry.get_slot("tree_mask").slice_for(shape.batch_size, shape.num_tokens)[:, 32:] = False
+
+
 def _branches_as_steps(backend: Any, call: Attended) -> torch.Tensor:
     """Copy rows of a graph through a workspace that has a row for each draft step of all requests."""
     if call.metadata.staging is None:  # an eager step
@@ -364,6 +370,17 @@ _DRAFTS = [
         lanes=("draft_decode_tree",),
         make=after_attention(_branches_as_steps),
         values=("wide",),
+    ),
+    Exhibit(
+        name="runner-mask-of-32-drafts",
+        rule="GP02",
+        thread="NVIDIA/TensorRT-LLM#13426",
+        planted="The mask of a tree is copied as one word of 32 bits for each draft.",
+        base="reference_runner",
+        lanes=("target_verify_tree",),
+        make=after_fill(_mask_of_32),
+        values=("broad",),
+        site="runner",
     ),
     Exhibit(
         name="runner-accepts-no-more-than-steps",
