@@ -19,6 +19,7 @@ from graphpact.attention import AttentionBackend, Buffers, GraphSupport
 from graphpact.plugins import PluginCatalog
 from graphpact.runners import GraphRunner
 from graphpact_conformance import suite
+from graphpact_conformance.claims import claims_of
 from graphpact_conformance.lane.reference import ReferenceBackend, ReferenceMetadata, ReferenceRunner
 from graphpact_conformance.merge import hints_of
 from graphpact_conformance.report import to_html
@@ -164,7 +165,7 @@ def test_a_level_that_is_too_low_is_told() -> None:
         backend.claims = others
         probed = probe(backend, LIGHT)
         assert probed == [("graphs always", works)]
-        hints = hints_of(suite.claims_of(backend, [], probed))
+        hints = hints_of(claims_of(backend, [], probed))
         assert ["it works and is not declared" in hint for hint in hints] == [True] * works
         backend.claims = {**others, "graphs always": "not_implemented"}
         assert probe(backend, LIGHT) == []
