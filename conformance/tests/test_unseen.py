@@ -31,7 +31,7 @@ from graphpact_conformance.museum.gallery import OPTIONS
 from graphpact_conformance.results import Finding, Outcome, Result
 from graphpact_conformance.suite import PlannedLane, examine_lane, experiments_of, plan_lanes
 from graphpact_conformance.world.lanes import CAN_BE_HIGH, TILES, Case, Config
-from graphpact_conformance.world.problems import Drawn, Problem, corner, edges, steady
+from graphpact_conformance.world.problems import Drawn, Problem, corner, draw, edges, steady
 
 
 def lanes(
@@ -436,6 +436,17 @@ def test_no_batch_of_a_large_lane_is_longer_than_its_context() -> None:
 
 
 # -- what right plugins do ----------------------------------------------------------------------------
+
+
+def test_a_shape_may_have_more_requests_than_tokens() -> None:
+    """Runners that pad every shape to the most requests get batches of one token or more for each request."""
+    (plan,) = lanes(case="extend", values=["tall"])
+    shapes = [GraphShape(ForwardMode.EXTEND, 40, tokens) for tokens in (16, 32, 130)]
+    config = replace(plan.lane.config, capture_shapes=tuple(shapes))
+    for sequence in draw(config, 30, 0):
+        for problem, shape in zip(sequence, (shapes[2], shapes[0], None, shapes[2], shapes[1]), strict=True):
+            assert min((len(request.tokens) for request in problem.requests), default=1) > 0
+            assert shape is None or len(problem.tokens) <= shape.num_tokens
 
 
 def test_host_numbers_of_a_view_that_metadata_holds_are_not_the_backends() -> None:

@@ -385,9 +385,11 @@ def _counts(rng: random.Random, config: Config, index: int, *, exact: bool) -> l
         most = most - (not exact and least < most)
         return [case.width] * rng.randint(least, most)
 
+    most = min(most, shape.num_tokens)  # some runners pad to more requests than a shape has tokens
+
     def least_tokens(bs: int) -> int:
         """Return the fewest tokens with which no smaller shape holds ``bs`` requests."""
-        return max((s.num_tokens + 1 for s in fewer if s.batch_size >= bs), default=bs)
+        return max([bs, *(s.num_tokens + 1 for s in fewer if s.batch_size >= bs)])
 
     sizes = [n for n in range(1, most + (most == 1)) if least_tokens(n) <= shape.num_tokens]
     bs = most if exact else rng.choice(sizes or [most])
