@@ -98,7 +98,7 @@ def test_a_declined_batch_is_drawn_again(seed: int, longest: int) -> None:
         return any(len(r.cached) > longest for r in problem.requests[:1])
 
     plain, again = draw(config, 1, seed), draw(config, 1, seed, declines)
-    assert len(asked) <= 3 * REDRAWS
+    assert len(asked) <= 3 * REDRAWS + 1  # the idle batch is asked once
     if not any(map(declines, plain[0])):
         assert again == plain
     assert longest < CONTEXT // 4 or not any(map(declines, again[0]))
@@ -239,10 +239,18 @@ def test_the_dummy_of_a_shape_is_checked_although_the_runner_declines_it() -> No
     assert {r.outcome for r in found.values()} == {Outcome.PASS}
 
 
+def test_a_runner_that_declines_idle_batches_is_checked_with_others() -> None:
+    """Without ranks a lane has no idle batches: every rule of the other ones is checked."""
+    found = results_of(declining(lambda batch: not batch.batch_size), *EXPERIMENTS)
+    assert {result.outcome for result in found.values()} == {Outcome.PASS}
+
+
 # -- ranks -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("when", [longer_than(40), lambda batch: batch.batch_size == 2])
+@pytest.mark.parametrize(
+    "when", [longer_than(40), lambda batch: batch.batch_size == 2, lambda batch: not batch.batch_size]
+)
 def test_a_reason_that_depends_on_a_ranks_own_requests_breaks_a_rule(when: Callable[[Any], bool]) -> None:
     """GP17 fails where a rank declines its own batch, and another replays a graph that gathers."""
 

@@ -243,7 +243,7 @@ class Drawn(tuple["Problem", ...]):
 
     @property
     def idle(self) -> "Problem":
-        """A batch without requests."""
+        """A batch without requests; one with padding rows where the runner declines idle batches."""
         return self[2]
 
     @property
@@ -297,6 +297,8 @@ def _drawn(rng: random.Random, config: Config, declines: Declines) -> Drawn:
         Problem(config.case, [], rng.randint(0, 99)),
         problem(most, exact=False),
     ]
+    if declines(four[2]):  # with ranks that gather it is a finding of `ranks_agree`
+        four[2] = problem(most, exact=False)
     return Drawn([*four, *(problem(index, exact=False) for index in range(1, most))])
 
 
