@@ -11,10 +11,10 @@ from typing import Literal, Protocol
 from graphpact_conformance.results import Result
 
 Size = Literal["quick", "normal", "thorough"]
-TargetKind = Literal["attention_backend", "runner", "graph_driver"]
+TargetKind = Literal["attention_backend", "runner", "graph_driver", "adapter"]
 
 TARGET_KINDS: tuple[TargetKind, ...] = ("attention_backend", "runner", "graph_driver")
-"""The kinds of plugins that can be checked."""
+"""The kinds of plugins that are checked by their names; an adapter's targets have a reference too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +53,21 @@ class Target:
 
     Args:
         kind: Kind of the plugin.
-        name: Name of the plugin.
+        name: Name of the plugin; of an adapter's target the reference ``package.module:factory``, or the name
+            of the adapter if that has its own factory.
         partner: The runner of a pair; None for a plugin alone.
+        adapter: Name of the adapter; None for a plugin.
     """
 
     kind: TargetKind
     name: str
     partner: str | None = None
+    adapter: str | None = None
+
+    @property
+    def plugin(self) -> tuple[str, str]:
+        """Kind and name of the plugin that has the entry point."""
+        return self.kind, self.name if self.adapter is None else self.adapter
 
     def __str__(self) -> str:
         return self.name if self.partner is None else f"{self.name} + {self.partner}"
@@ -67,6 +75,8 @@ class Target:
     @property
     def names(self) -> str:
         """Its names as arguments of ``graphpact check``."""
+        if self.adapter is not None:
+            return f"--adapter {self.adapter}" + ("" if self.name == self.adapter else f" {self.name}")
         if self.kind == "graph_driver":
             return f"driver:{self.name}"
         return self.name if self.partner is None else f"{self.name} {self.partner}"

@@ -38,6 +38,7 @@ _MOST = 3  # failing lanes of a rule that are shown in full
 
 def conformance(
     *names: str,
+    adapter: str | None = None,
     seed: int = 0,
     examples: int = 2,
     size: Size = "quick",
@@ -53,6 +54,8 @@ def conformance(
     Args:
         names: Names of plugins, as for `graphpact check`: each is checked, and each pair of a backend and a
             runner among them.
+        adapter: Name of the adapter that checks code of another engine; the names are its builders then, as
+            ``package.module:factory``.
         seed: Seed of all random batches.
         examples: Sequences of batches for each experiment in each lane.
         size: Number of lanes: ``"quick"``, ``"normal"`` or ``"thorough"``.
@@ -68,6 +71,8 @@ def conformance(
     patterns = (lanes,) if isinstance(lanes, str) else tuple(lanes)
     file = None if scenario is None else str(Path(scenario).resolve())
     options = Options(seed=seed, examples=examples, size=size, lanes=patterns, device=device, scenario=file)
+    if adapter is not None:
+        names = tuple(f"adapter:{adapter}:{name}" for name in names) or (f"adapter:{adapter}",)
     try:
         examination = _examination(names, options)
     except UsageError as error:

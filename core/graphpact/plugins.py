@@ -37,9 +37,10 @@ from graphpact.errors import (
     misspelt,
 )
 
-Kind = Literal["attention_backend", "runner", "graph_driver", "speculation", "observer", "command"]
+Kind = Literal["attention_backend", "runner", "graph_driver", "speculation", "observer", "adapter", "command"]
 """The kinds of plugins; each has an entry-point group. The first four have a base class, an observer is a
-class of hook wrappers, a command is a function or a `typer.Typer`."""
+class of hook wrappers, an adapter gives the suite ``lanes`` of another engine's code, a command is a function
+or a `typer.Typer`."""
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
 CONTRACT_GROUP = "graphpact.contract"
@@ -70,6 +71,7 @@ _OFFERS: dict[str, dict[Kind, str]] = {  # plugins of the first-party distributi
     "graphpact-trtllm-mla": {"attention_backend": "trtllm_mla"},
     "graphpact-engine": {"observer": "trace", "command": "doctor generate pact"},
     "graphpact-conformance": {"command": "check explain museum report"},
+    "graphpact-adapters": {"adapter": "vllm sglang"},
 }
 _FIRST_PARTY: dict[Kind, dict[str, str]] = {
     kind: {n: d for d, offers in _OFFERS.items() for n in offers.get(kind, "").split()} for kind in KINDS
@@ -185,7 +187,7 @@ class PluginCatalog:
     @overload
     def select(self, kind: Literal["speculation"], name: str) -> "type[graphpact.SpeculationAlgorithm]": ...
     @overload
-    def select(self, kind: Literal["observer", "command"], name: str) -> Any: ...
+    def select(self, kind: Literal["observer", "adapter", "command"], name: str) -> Any: ...
     def select(self, kind: Kind, name: str) -> Any:
         """Return the class or command of the plugin ``name``; imports no other plugin.
 
@@ -306,6 +308,8 @@ def _fault(cls: Any, info: PluginInfo) -> str | None:
     """Return why the class or command of ``info`` is rejected, or None."""
     if info.kind == "command":
         return None if callable(cls) else f"refers to {cls!r}, which cannot be called"
+    if info.kind == "adapter":
+        return None if hasattr(cls, "lanes") else f"refers to {cls!r}, which has no lanes"
     base = getattr(graphpact, _BASES[info.kind]) if info.kind in _BASES else object
     reason = _class_fault(cls, base)
     if info.kind == "observer":

@@ -59,6 +59,16 @@ def check(
         ),
     ] = None,
     *,
+    adapter: Annotated[
+        str | None,
+        typer.Option(
+            "--adapter",
+            metavar="NAME",
+            help="Check another engine's code by this adapter. The NAMEs are its builders, as"
+            " `package.module:factory`; none for an adapter with its own factory.",
+            show_default=False,
+        ),
+    ] = None,
     only: Annotated[
         list[str] | None,
         typer.Option(
@@ -132,6 +142,8 @@ def check(
     nothing ran.
     """
     rules = {rule.id: rule for rule in (find_rule(text) for text in only or [])}
+    if adapter is not None:
+        names = [f"adapter:{adapter}:{name}" for name in names or []] or [f"adapter:{adapter}"]
     if list_rules and not names:
         print_rules(rules.values() or RULES.values(), as_json=as_json)
         return
@@ -248,7 +260,8 @@ def _installed_hint() -> str:
 
 
 def _checkable(catalog: PluginCatalog) -> list[str]:
-    """Return the names of the installed backends and runners, and of drivers as ``driver:NAME``."""
+    """Return the names of what can be checked: backends, runners, ``driver:NAME``, ``--adapter NAME``."""
     lanes = [*catalog.infos("attention_backend"), *catalog.infos("runner")]
     drivers = [f"driver:{info.name}" for info in catalog.infos("graph_driver")]
-    return list(dict.fromkeys([*(info.name for info in lanes), *drivers]))
+    adapters = [f"--adapter {info.name}" for info in catalog.infos("adapter")]
+    return list(dict.fromkeys([*(info.name for info in lanes), *drivers, *adapters]))

@@ -105,7 +105,7 @@ def check(
         blind = {
             at: _BlindRun(target, options)
             for at, target in enumerate(resolved.targets)
-            if blindly and is_whole and target.kind != "graph_driver" and target.partner is None
+            if blindly and is_whole and target.kind in ("attention_backend", "runner") and not target.partner
         }
         # Pairs are short: with them at the end, no worker waits long for the last one.
         order = sorted(range(len(examinations)), key=lambda at: resolved.targets[at].partner is not None)
@@ -250,7 +250,7 @@ class _Examination:
         self._target, self._options, self._xfails = target, options, xfails
         self._part = part
         self._on_result, self._on_begin = on_result, on_begin
-        self._info = _info(catalog, target.kind, target.name)
+        self._info = _info(catalog, *target.plugin)
         infos = [self._info]
         if target.partner is not None:
             infos.append(_info(catalog, "runner", target.partner))

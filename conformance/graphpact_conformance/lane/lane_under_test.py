@@ -363,15 +363,18 @@ class LaneUnderTest(Reporting):
             known = self._answers[id(problem)] = problem, rig.answer(problem)
         return known[1]
 
+    def checked_classes(self) -> Iterator[type[Any]]:
+        """Yield the classes of the checked plugins, with their bases."""
+        yield from (self.runner if self.kind == "runner" else self.backend).__mro__
+        if self.kind == "attention_backend" and self.runner not in _KITS:
+            yield from self.runner.__mro__  # the runner of a pair
+
     def raised_at(self, error: BaseException) -> str | None:
         """Return the file, line and function of the checked plugin that raised an error or a cause of it.
 
         None if no frame of the plugin comes after the suite's last frame: something else raised it.
         """
-        checked = [self.runner if self.kind == "runner" else self.backend]
-        if self.kind == "attention_backend" and self.runner not in _KITS:
-            checked.append(self.runner)  # the runner of a pair
-        classes = {c for cls in checked for c in cls.__mro__} - {*_KITS, abc.ABC, object}
+        classes = {*self.checked_classes()} - {*_KITS, abc.ABC, object}
         files = {file for cls in classes for file in _files_of(cls)}
         packages = {cls.__module__.partition(".")[0] for cls in classes} - _OWN_PACKAGES
         for each in causes(error):
@@ -399,7 +402,7 @@ def _files_of(cls: type[Any]) -> Iterator[str]:
 
 def caches_of(lane: LaneUnderTest) -> Iterator[Callable[[], object]]:
     """Yield a function that clears it, for each cache of tensors in the plugin's packages and classes."""
-    classes = [c for cls in (lane.backend, lane.runner) for c in cls.__mro__]
+    classes = [*lane.backend.__mro__, *lane.runner.__mro__, *lane.checked_classes()]
     packages = {c.__module__.partition(".")[0] for c in classes} - {
         "graphpact",
         "torch",

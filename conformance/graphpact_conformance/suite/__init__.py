@@ -1,6 +1,8 @@
 """The suite: the lanes of a backend or runner, the experiments in each lane, and the results by rule.
 
     names     the targets that names of plugins stand for
+    adapter   what another engine's code is checked by: an adapter, found by its name
+    planned   one lane of a run
     plan      the lanes of a target, the experiments in each, and the parts of a run
     run       the experiments of one lane, and a result for each rule
     target    all of it for one target, in this process
@@ -8,10 +10,9 @@
 Does not: implement experiments, or survive a plugin that crashes (see `graphpact_conformance.isolation`).
 """
 
+from graphpact_conformance.suite.adapter import Adapter
 from graphpact_conformance.suite.names import targets
 from graphpact_conformance.suite.plan import (
-    LaneKind,
-    PlannedLane,
     checks_by_lane,
     experiments_of,
     lanes_of,
@@ -19,10 +20,12 @@ from graphpact_conformance.suite.plan import (
     require_lanes,
     takes,
 )
+from graphpact_conformance.suite.planned import LaneKind, PlannedLane
 from graphpact_conformance.suite.run import examine_lane
 from graphpact_conformance.suite.target import examine
 
 __all__ = [
+    "Adapter",
     "LaneKind",
     "PlannedLane",
     "checks_by_lane",

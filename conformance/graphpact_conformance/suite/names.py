@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from graphpact.errors import UnknownPluginError, UsageError, did_you_mean
 from graphpact.plugins import KINDS, PluginCatalog
+from graphpact_conformance.suite.adapter import adapter_of
 from graphpact_conformance.targets import (
     TARGET_KINDS,
     Target,
@@ -21,7 +22,8 @@ def targets(names: Sequence[str], catalog: PluginCatalog) -> list[Target]:
     """Return the backends, runners and drivers with the given names, and every pair of backend and runner.
 
     Args:
-        names: Names of plugins, ``name`` or ``kind:name``; ``driver`` is short for ``graph_driver``.
+        names: Names of plugins, ``name`` or ``kind:name``; ``driver`` is short for ``graph_driver``. Code of
+            another engine: ``adapter:NAME:package.module:factory``.
         catalog: The installed plugins.
 
     Raises:
@@ -30,6 +32,9 @@ def targets(names: Sequence[str], catalog: PluginCatalog) -> list[Target]:
     """
     found: list[Target] = []
     for name in dict.fromkeys(names):
+        if name.startswith(OF_ADAPTER):
+            found.append(_of_adapter(name, catalog))
+            continue
         kind, bare = _kind_of(name, catalog)
         catalog.select(kind, bare)
         if Target(kind, bare) not in found:
@@ -42,7 +47,19 @@ def targets(names: Sequence[str], catalog: PluginCatalog) -> list[Target]:
         for r in runners
         if _can_pair(catalog, b.name, r.name)
     ]
-    return [*backends, *runners, *pairs, *(t for t in found if t.kind == "graph_driver")]
+    others = [t for t in found if t.kind in ("graph_driver", "adapter")]
+    return [*backends, *runners, *pairs, *others]
+
+
+OF_ADAPTER = "adapter:"
+"""How the name of an adapter's target begins: ``adapter:NAME`` or ``adapter:NAME:package.module:factory``."""
+
+
+def _of_adapter(name: str, catalog: PluginCatalog) -> Target:
+    adapter, _, reference = name.removeprefix(OF_ADAPTER).partition(":")
+    target = Target("adapter", reference or adapter, adapter=adapter)
+    adapter_of(target, catalog)
+    return target
 
 
 def _kind_of(name: str, catalog: PluginCatalog) -> tuple[TargetKind, str]:
@@ -77,6 +94,7 @@ _A_PLUGIN: dict[TargetKind, str] = {
     "attention_backend": "an attention backend",
     "runner": "a runner",
     "graph_driver": "a graph driver",
+    "adapter": "an adapter",
 }
 
 

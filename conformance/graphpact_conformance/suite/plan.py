@@ -1,25 +1,23 @@
-"""The lanes of a run, the experiments in each, and the parts in which they run: `PlannedLane`.
+"""The lanes of a run, the experiments in each, and the parts in which they run.
 
 Does not: run anything; or define what lanes there can be (see `graphpact_conformance.world.lanes`).
 """
 
 import difflib
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Literal
 
 import torch
 
 from graphpact.attention import AttentionBackend, Capabilities
 from graphpact.batch import ForwardMode
 from graphpact.errors import UsageError
-from graphpact.hookspecs import CONTRACT_VERSION
 from graphpact.plugins import PluginCatalog
 from graphpact.runners import GraphRunner
 from graphpact_conformance.drivers.examine import lanes_of_driver
-from graphpact_conformance.experiments import EXPERIMENTS, Experiment
+from graphpact_conformance.experiments import Experiment
 from graphpact_conformance.lane.lane_under_test import LaneUnderTest
 from graphpact_conformance.lane.reference import (
     PaddedReferenceBackend,
@@ -28,6 +26,8 @@ from graphpact_conformance.lane.reference import (
     SegmentsRunner,
 )
 from graphpact_conformance.lane.rig import planned_shapes, runner_context
+from graphpact_conformance.suite.adapter import adapter_of
+from graphpact_conformance.suite.planned import LaneKind, PlannedLane
 from graphpact_conformance.targets import (
     Options,
     Size,
@@ -46,50 +46,16 @@ from graphpact_conformance.world.lanes import (
     scaled_up,
     valued,
 )
-from graphpact_conformance.world.scenario import RecordedLane, read
-
-LaneKind = Literal["attention_backend", "runner"]
-
-
-@dataclass(frozen=True)
-class PlannedLane:
-    """One lane of a run.
-
-    Args:
-        lane: The lane to build.
-        is_full: Whether all experiments may run in it, or only those of outputs; see `has_all`.
-        suffix: Suffix of its name, after the configuration.
-        names: Names of the plugins for the command line.
-        contract: The contract version of the plugin.
-        recorded: The recorded lane whose steps run in it; None for drawn steps.
-    """
-
-    lane: LaneUnderTest
-    is_full: bool
-    suffix: str = ""
-    names: str = ""
-    contract: int = CONTRACT_VERSION
-    recorded: RecordedLane | None = None
-
-    def __str__(self) -> str:
-        return f"{self.lane.config}{self.suffix}"
-
-    @property
-    def has_all(self) -> bool:
-        """Whether all experiments run in it. A strict driver would copy a high cache: too much memory."""
-        return self.is_full and not self.lane.config.high
-
-    @property
-    def is_pair(self) -> bool:
-        """Whether a backend is checked with a runner that is not the suite's own, on drawn steps."""
-        lane = self.lane
-        has_partner = lane.kind == "attention_backend" and lane.runner is not ReferenceRunner
-        return has_partner and self.recorded is None
+from graphpact_conformance.world.scenario import read
 
 
 def lanes_of(target: Target, options: Options, catalog: PluginCatalog) -> list[PlannedLane]:
-    """Return the lanes in which a backend or a runner is checked, from its declared capabilities."""
+    """Return the lanes in which a backend, a runner or other code by an adapter is checked."""
     device = torch.device(options.device)
+    if target.kind == "adapter":
+        adapter = adapter_of(target, catalog)
+        plans = (plan.of(target.names, adapter.experiments) for plan in adapter.lanes(options))
+        return [plan for plan in plans if _is_asked(plan, options)]
     if target.kind == "attention_backend":
         backend = catalog.select("attention_backend", target.name)
         runner: type[GraphRunner] = ReferenceRunner
@@ -384,9 +350,10 @@ def _is_of_its_own(config: Config) -> bool:
 
 
 def experiments_of(
-    plan: PlannedLane, options: Options, experiments: Sequence[Experiment] = EXPERIMENTS
+    plan: PlannedLane, options: Options, experiments: Sequence[Experiment] | None = None
 ) -> list[Experiment]:
-    """Return the experiments that run in a lane."""
+    """Return the experiments that run in a lane, of its own or of given ones."""
+    experiments = plan.experiments if experiments is None else experiments
     depths = {"lightest"} if options.size == "quick" else {"lightest", "light"}
 
     def is_due(experiment: Experiment) -> bool:

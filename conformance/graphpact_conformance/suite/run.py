@@ -15,7 +15,7 @@ import torch
 
 from graphpact.errors import EngineError, place_of
 from graphpact.shapes import EagerReason
-from graphpact_conformance.experiments import EXPERIMENTS, Experiment
+from graphpact_conformance.experiments import Experiment
 from graphpact_conformance.lane.lane_under_test import LaneUnderTest
 from graphpact_conformance.results import Finding, Outcome, Result
 from graphpact_conformance.rules import RULES, Evidence, Rule
@@ -23,7 +23,8 @@ from graphpact_conformance.shrink import Steps, shrunk
 from graphpact_conformance.subject.global_state import seeded
 from graphpact_conformance.subject.raised import causes, message_of
 from graphpact_conformance.subject.under_test import CannotCaptureError
-from graphpact_conformance.suite.plan import PlannedLane, concerns, experiments_of
+from graphpact_conformance.suite.plan import concerns, experiments_of
+from graphpact_conformance.suite.planned import PlannedLane
 from graphpact_conformance.targets import (
     Options,
     reproduce_line,
@@ -36,7 +37,7 @@ def examine_lane(
     begins: Any = None,
     *,
     skip: Collection[str] = (),
-    experiments: Sequence[Experiment] = EXPERIMENTS,
+    experiments: Sequence[Experiment] | None = None,
 ) -> Iterator[Result]:
     """Run all experiments in one lane, and yield a result for each rule.
 
@@ -45,9 +46,10 @@ def examine_lane(
         options: Options of the run.
         begins: Called with the name of each piece of work before it runs; may be None.
         skip: Names of work that are left out.
-        experiments: The experiments.
+        experiments: The experiments to choose from; by default those of the lane.
     """
     done: list[Done] = []
+    experiments = plan.experiments if experiments is None else experiments
     chosen = experiments_of(plan, options, experiments)
     captures_nothing = plan.lane.captures_nothing
     following = (e for e in experiments if e not in chosen and _follows(e, plan, options, done))

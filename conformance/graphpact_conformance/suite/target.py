@@ -14,7 +14,7 @@ import torch
 from graphpact.attention import AttentionBackend
 from graphpact.batch import ForwardMode
 from graphpact.hookspecs import CONTRACT_VERSION
-from graphpact.plugins import Kind, PluginCatalog, PluginInfo
+from graphpact.plugins import PluginCatalog, PluginInfo
 from graphpact_conformance.claims import claims_of, undeclared
 from graphpact_conformance.drivers.examine import examine_driver
 from graphpact_conformance.experiments import EXPERIMENTS
@@ -24,7 +24,9 @@ from graphpact_conformance.lane.reference import (
 )
 from graphpact_conformance.merge import hints_of, of_claims
 from graphpact_conformance.results import Claim, Finding, Outcome, PluginResults, Result
-from graphpact_conformance.suite.plan import PlannedLane, in_parts, lanes_of
+from graphpact_conformance.suite.adapter import adapter_of
+from graphpact_conformance.suite.plan import in_parts, lanes_of
+from graphpact_conformance.suite.planned import PlannedLane
 from graphpact_conformance.suite.run import examine_lane
 from graphpact_conformance.targets import (
     Listener,
@@ -76,6 +78,8 @@ def examine(
         return examine_driver(target, options, listener, skip=skip, part=part)
     catalog = PluginCatalog.scan()
     info = _info(catalog, target)
+    if target.kind == "adapter":
+        return _examine_adapted(target, catalog, options, listener, skip=skip, part=part)
     contract = contract_of(target, catalog)
     first, parts = part
     every = [
@@ -124,6 +128,34 @@ def examine(
         hints=hints_of(claims),
         not_shown=_not_shown(target, catalog, torch.device(options.device)),
         drawn=coverage.drawn(ran),
+    )
+
+
+def _examine_adapted(
+    target: Target,
+    catalog: PluginCatalog,
+    options: Options,
+    listener: Listener,
+    *,
+    skip: Collection[str],
+    part: tuple[int, int],
+) -> PluginResults:
+    """Check another engine's code in every lane of its adapter; see `examine`."""
+    first, parts = part
+    info = _info(catalog, target)
+    plans = in_parts(lanes_of(target, options, catalog), parts, options)[first]
+    for plan in plans:
+        for result in examine_lane(plan, options, listener.begins, skip=skip):
+            listener.found(result)
+    return PluginResults(
+        kind=target.kind,
+        name=target.name,
+        distribution=info.distribution,
+        version=info.version,
+        contract=info.contract,
+        drivers=["tape"] if plans else [],
+        device=options.device,
+        not_shown=list(adapter_of(target, catalog).not_shown),
     )
 
 
@@ -202,8 +234,7 @@ def _not_allowed(options: Options, plans: Sequence[PlannedLane]) -> Iterator[Res
 
 
 def _info(catalog: PluginCatalog, target: Target) -> PluginInfo:
-    kind: Kind = target.kind
-    return next(info for info in catalog.infos(kind) if info.name == target.name)
+    return next(info for info in catalog.infos() if (info.kind, info.name) == target.plugin)
 
 
 def contract_of(target: Target, catalog: PluginCatalog) -> int:

@@ -1,0 +1,209 @@
+"""`BuilderBackend`: attention metadata of another engine's builder, as a backend of the suite's lanes.
+
+It is the engine's half of the bargain. Before each build it writes persistent buffers (`lend`), as the engine
+does; the builder makes metadata of them; a kernel reads the metadata (`graphpact_adapters.reads`).
+
+    capture   lend a dummy or a live batch, build for a capture; the graph keeps what the kernel then reads
+    replay    lend the padded batch, build, and drop the result: the graph reads the captured tensors
+    eager     lend the batch as it is, build, and read the result
+
+So a kernel reads tensors of the capture, as the last build left them. Outputs show whether that is right: a
+builder is not asked to return what it returned before.
+
+Does not: know an engine (each adapter has a subclass), or judge; see `graphpact_adapters.experiments`.
+"""
+
+import abc
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+import torch
+
+from graphpact.attention import AttentionBackend, BackendContext, Buffers, LayerSpec, Limits
+from graphpact.batch import ForwardBatch
+from graphpact.buffers import GraphSlot
+from graphpact.shapes import GraphShape
+from graphpact.tensors import same, storage_id
+from graphpact_adapters.reads import Reads, leaves
+from graphpact_conformance.lane.holders import holder_of
+from graphpact_tape.poison import poison
+
+Phase = Literal["capture", "replay", "eager"]
+
+
+@dataclass(frozen=True)
+class Built:
+    """What kernels read after one build, by KV-cache group.
+
+    Args:
+        reads: One entry for each group; layer ``i`` reads that of group ``i % len(reads)``.
+    """
+
+    reads: tuple[Reads, ...]
+
+
+@dataclass(frozen=True)
+class LentChange:
+    """A change by a builder of a buffer that its engine lent.
+
+    Args:
+        name: The buffer.
+        call: The builder's method.
+        phase: The phase of the build.
+        before: The buffer before the call.
+        after: The buffer after it.
+    """
+
+    name: str
+    call: str
+    phase: Phase
+    before: torch.Tensor
+    after: torch.Tensor
+
+
+@dataclass
+class _Captured:
+    """One captured shape: what its graph reads, and the memory that was gone and is poisoned."""
+
+    built: Built
+    gone: set[int] = field(default_factory=set)
+
+
+class BuilderBackend(AttentionBackend):
+    """A backend of one or more builders of an engine; see the module.
+
+    Attributes:
+        returned: What kernels would read of the last replay's result, which the engine drops; None before.
+        lent_changes: Changes of lent buffers, in the order of the builds.
+        freed: The paths of captured tensors that neither builder nor engine kept, by shape.
+    """
+
+    warmups: ClassVar[int] = 0
+    """Builds for a capture before the one whose result is recorded."""
+
+    def __init__(self, context: BackendContext) -> None:
+        super().__init__(context)
+        self.returned: Built | None = None
+        self.lent_changes: list[LentChange] = []
+        self.freed: dict[GraphShape, list[str]] = {}
+        self._captured: dict[GraphShape, _Captured] = {}
+
+    # -- an engine's part ------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def lend(self, view: ForwardBatch, shape: GraphShape | None) -> Any:
+        """Write the engine's buffers for a batch, and return what its builders get.
+
+        Args:
+            view: The batch, padded to ``shape``. One whose rows are all padding is a dummy.
+            shape: The captured shape; None for an eager step.
+        """
+
+    @abc.abstractmethod
+    def build(self, lent: Any, phase: Phase) -> Built:
+        """Call the builders, and return what the kernels read of their metadata."""
+
+    @abc.abstractmethod
+    def lent_tensors(self) -> Mapping[str, torch.Tensor]:
+        """Return the engine's buffers by name."""
+
+    @property
+    @abc.abstractmethod
+    def builders(self) -> Sequence[object]:
+        """The builders, which keep the memory that they allocated."""
+
+    @property
+    @abc.abstractmethod
+    def calls(self) -> Mapping[Phase, str]:
+        """The names of the builders' methods, by phase."""
+
+    # -- the hooks -------------------------------------------------------------------------------
+
+    def init_metadata_capture(self, view: ForwardBatch, shape: GraphShape) -> Built:
+        """Build for a capture, and keep what the graph reads."""
+        self._captured.pop(shape, None)
+        for _ in range(self.warmups):
+            self._build(view, shape, "capture")
+        built = self._build(view, shape, "capture")
+        self._captured[shape] = _Captured(built)
+        self.freed.pop(shape, None)
+        return built
+
+    def init_metadata_replay(self, view: ForwardBatch, shape: GraphShape, captured: Built) -> Built:
+        """Build for a replay, drop the result, and return what was captured."""
+        self.returned = self._build(view, shape, "replay")
+        self._poison_freed()
+        return captured
+
+    def init_metadata_eager(self, batch: ForwardBatch, *, fill: int | None = None) -> Built:
+        """Build for an eager step."""
+        del fill  # the buffers are the engine's, and are kept
+        return self._build(batch, None, "eager")
+
+    def expected(self, view: ForwardBatch, shape: GraphShape | None) -> Built:
+        """Return what kernels would read of an eager build on the padded batch."""
+        return self.build(self.lend(view, shape), "eager")
+
+    def _build(self, view: ForwardBatch, shape: GraphShape | None, phase: Phase) -> Built:
+        lent = self.lend(view, shape)
+        before = {name: tensor.clone() for name, tensor in self.lent_tensors().items()}
+        built = self.build(lent, phase)
+        for name, tensor in self.lent_tensors().items():
+            if not bool(same(tensor, before[name]).all()):
+                change = LentChange(name, self.calls[phase], phase, before[name], tensor.clone())
+                self.lent_changes.append(change)
+        return built
+
+    # -- memory that an engine's allocator would give away ---------------------------------------
+
+    def _poison_freed(self) -> None:
+        """Poison captured tensors that nothing keeps: an engine drops what a capture built.
+
+        In a process with a GPU, the allocator gives such memory to other tensors, and the graph reads these.
+        """
+        for shape, captured in self._captured.items():
+            for path, value in leaves(captured.built):
+                if not isinstance(value, torch.Tensor) or storage_id(value) in captured.gone:
+                    continue
+                if not self.keeps(value):
+                    captured.gone.add(storage_id(value))
+                    self.freed.setdefault(shape, []).append(path)
+                    poison(value)
+
+    def keeps(self, tensor: torch.Tensor) -> bool:
+        """Return whether the engine or a builder holds the memory of a tensor."""
+        lent = {storage_id(each) for each in self.lent_tensors().values()}
+        return storage_id(tensor) in lent or holder_of(tensor, *self.builders) is not None
+
+    # -- the base class --------------------------------------------------------------------------
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: LayerSpec,
+        metadata: Built,
+    ) -> torch.Tensor:
+        """Attend with the model of the builder's kernel."""
+        reads = metadata.reads[layer.layer_id % len(metadata.reads)]
+        context = self.context
+        return reads.attend(q, k, v, layer, context.kv_cache, context.limits.page_size)
+
+    def declare_slots(self, limits: Limits) -> Sequence[GraphSlot]:
+        """Return none: memory is the engine's and the builder's own."""
+        del limits
+        return ()
+
+    def allocate_metadata(self, view: ForwardBatch, shape: GraphShape, buffers: Buffers) -> Built:
+        """Return what an eager build gives; the hooks above do not call it."""
+        del buffers
+        return self.expected(view, shape)
+
+    def fill_metadata(self, view: ForwardBatch, metadata: Built) -> None:
+        """Do nothing: a build has written everything."""
+
+
+Make = Callable[..., object]
+"""An author's factory of a builder."""

@@ -1,0 +1,320 @@
+"""`explain`: why a replay is wrong, by what its kernels read.
+
+After a wrong replay there are two sets of reads: those of the graph, which are the captured tensors as they
+stand and the captured host numbers; and those of an eager build, by new builders, on the same padded batch.
+The model of the kernel runs with the first set, and with single values of the second in their place. The
+first value that makes the outputs right is at fault.
+
+    GP01   a tensor whose memory the last build did not return: the graph reads another one
+    GP02   live rows of a tensor; GP03 padding rows that no build writes, GP04 padding rows with wrong values
+    GP08   a host number; GP10 another number of launches, or a tensor that one of both has not
+    GP14   a tensor that neither builder nor engine keeps
+
+Does not: run experiments.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from graphpact.batch import ForwardBatch
+from graphpact.shapes import GraphShape
+from graphpact.tensors import same, storage_id
+from graphpact_adapters.backend import Built
+from graphpact_adapters.reads import copied, leaves, with_leaves
+from graphpact_adapters.under_test import BuilderUnderTest, backend_of
+from graphpact_conformance.experiments.base import spell, values_at, wrong_results
+from graphpact_conformance.lane.rig import Rig
+from graphpact_conformance.results import Finding
+from graphpact_conformance.subject.raised import message_of, rule_of
+from graphpact_conformance.subject.records import StepRecord
+from graphpact_conformance.world.problems import Problem
+from graphpact_tape.poison import is_poison, poison
+
+_HELP = {
+    "GP01": "write into the tensor of the capture: a graph reads its memory, and what build() returns is"
+    " dropped",
+    "GP02": "write it in every build, into persistent memory that the captured metadata refers to",
+    "GP03": "write the padding rows in every build too, or clear them: they keep what an earlier batch left",
+    "GP04": "give padding rows numbers that the kernel accepts: no query, no key",
+    "GP08": "the graph keeps this number: build captures with the largest one, or let the kernel read it from"
+    " a tensor",
+    "GP10": "captures and replays must choose the same launches: decide by what is equal for all batches of"
+    " a graph, not by the numbers of one batch",
+    "GP14": "keep the tensor in the builder: the engine drops what a capture returned, and its memory goes to"
+    " other tensors",
+}
+
+
+@dataclass(frozen=True)
+class _Fault:
+    """A leaf whose captured value is at fault."""
+
+    group: int
+    path: str
+    captured: Any
+    right: Any
+
+
+def explain(
+    lane: BuilderUnderTest, rig: Rig, step: StepRecord, *, what: str = "a replay"
+) -> Iterator[Finding]:
+    """Yield findings about a wrong replay: the field that makes it wrong, and what came of it.
+
+    Args:
+        lane: The lane.
+        rig: The rig of the step, as the step left it.
+        step: A step that raised, or whose outputs are wrong.
+        what: The kind of step, for texts.
+    """
+    shape, view = step.shape, rig.observer.view
+    if shape is None or view is None or step.stage in ("prepare", "metadata"):
+        yield _as_it_is(lane, step, what)
+        return
+    graph = rig.lane.captured[shape].step.metadata
+    captured = copied(graph)
+    returned = backend_of(rig).returned
+    fresh = lane.build(capture=False)
+    fresh.load(step.problem)
+    right = copied(backend_of(fresh).expected(view, shape))
+    if not lane.is_right(fresh, lane.outputs_with(fresh, step.problem, view, right)):
+        yield from _wrong_on_padding(lane, fresh, step, view, shape, right, what)
+        return
+    if (other := _other_launches(captured, right)) is not None:
+        group, mine, theirs = other
+        yield lane.finding(
+            "GP10",
+            hook=_hook(rig),
+            field=f"group {group}: the launches of the kernel",
+            expected=f"those of an eager build on this batch: {theirs}",
+            actual=f"those of the capture: {mine}",
+            step=step,
+            help=_HELP["GP10"],
+        )
+        return
+    faults = _faults(lane, fresh, step.problem, view, captured, right)
+    for fault in faults:
+        yield _finding(lane, rig, step, fault, returned, view, shape)
+    if not faults:
+        yield _as_it_is(lane, step, what)
+
+
+def _as_it_is(lane: BuilderUnderTest, step: StepRecord, what: str) -> Finding:
+    """Return a finding without a field: what the kernel reads is right, or is not known."""
+    if step.error is not None:
+        return lane.of_error(step.error, expected=f"{what} of a declared kind of batch runs", step=step)
+    rig = lane.rig()
+    found = next(iter(wrong_results(lane, rig, step, what=what, help=_HELP["GP10"], rule="GP10")), None)
+    return found or lane.finding(
+        "GP10", field=what, expected="equal outputs in equal steps", actual="other outputs", step=step
+    )
+
+
+def _wrong_on_padding(
+    lane: BuilderUnderTest,
+    fresh: Rig,
+    step: StepRecord,
+    view: ForwardBatch,
+    shape: GraphShape,
+    reads: Built,
+    what: str,
+) -> Iterator[Finding]:
+    """Yield a finding about a build that is wrong also without a graph, on the padded batch alone."""
+    alone = fresh.step(step.problem, eagerly=True)
+    wrong = lane.outputs_with(fresh, step.problem, view, reads)
+    said = message_of(wrong.error) if wrong.error is not None else "the outputs of live requests are wrong"
+    rule = (wrong.error is not None and rule_of(wrong.error)) or "GP04"
+    if not lane.is_right(fresh, alone):
+        yield lane.finding(
+            None,
+            field="an eager build",
+            expected="right outputs without a graph",
+            actual=said,
+            step=step,
+            help="no graph is involved: check what the builder makes of this batch",
+        )
+        return
+    live = step.problem.batch_size
+    rows = f"{shape.batch_size - live} padding rows" if shape.batch_size > live else "padding tokens"
+    field = _padded_field(reads, live, shape)
+    yield lane.finding(
+        rule,
+        hook=_hook(fresh),
+        field=field or f"{what}: {rows}",
+        expected=f"the batch is right without padding, so {rows} without queries and keys change nothing",
+        actual=said,
+        step=step,
+        help=_HELP["GP04"],
+    )
+
+
+def _padded_field(reads: Built, live: int, shape: GraphShape) -> str | None:
+    """Return the first tensor whose padding rows hold a negative number, with its index; None without any."""
+    for path, value in leaves(reads):
+        if not isinstance(value, torch.Tensor) or "slot_mapping" in path or value.dim() != 1:
+            continue
+        tail = torch.zeros(len(value), dtype=torch.bool)
+        tail[live * len(value) // shape.batch_size :] = True
+        bad = tail & (value.cpu() < 0)
+        if bool(bad.any()):
+            return f"{_named(path)}{spell(bad)} = {values_at(value.cpu(), bad)}"
+    return None
+
+
+def _other_launches(captured: Built, right: Built) -> tuple[int, str, str] | None:
+    """Return the first group whose reads have another structure, and both in words; None if none has."""
+    for group, (mine, theirs) in enumerate(zip(captured.reads, right.reads, strict=True)):
+        a, b = _forms(mine), _forms(theirs)
+        if a != b:
+            return group, _words_of(mine), _words_of(theirs)
+    return None
+
+
+def _forms(reads: Any) -> dict[str, object]:
+    """Return the type of each leaf by path; a tuple of numbers has a path for each."""
+    return {path: type(value) for path, value in leaves(reads)}
+
+
+def _words_of(reads: Any) -> str:
+    said = [
+        f"{path}={'a tensor' if isinstance(value, torch.Tensor) else value}"
+        for path, value in leaves(reads)
+        if value is not None
+    ]
+    return ", ".join(said)
+
+
+def _faults(
+    lane: BuilderUnderTest,
+    fresh: Rig,
+    problem: Problem,
+    view: ForwardBatch,
+    captured: Built,
+    right: Built,
+) -> list[_Fault]:
+    """Return the leaves whose right values make the outputs right: one if one suffices, else a least set."""
+    differing = [
+        (path, mine, theirs)
+        for (path, mine), (_, theirs) in zip(leaves(captured), leaves(right), strict=True)
+        if not _equal(mine, theirs)
+    ]
+
+    def right_with(changed: Sequence[tuple[str, Any, Any]]) -> bool:
+        built = with_leaves(captured, {path: theirs for path, _, theirs in changed})
+        return lane.is_right(fresh, lane.outputs_with(fresh, problem, view, built))
+
+    if right_with([]):
+        return []  # the kernel is right with what the graph reads now
+    for each in differing:
+        if right_with([each]):
+            return [_fault(each)]
+    needed = differing
+    if not right_with(needed):
+        return []
+    for each in differing:
+        fewer = [other for other in needed if other is not each]
+        if right_with(fewer):
+            needed = fewer
+    return [_fault(each) for each in needed]
+
+
+def _fault(leaf: tuple[str, Any, Any]) -> _Fault:
+    path, mine, theirs = leaf
+    group = int(path.removeprefix("reads[").partition("]")[0])
+    return _Fault(group, path, mine, theirs)
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return a.shape == b.shape and bool(same(a, b).all())
+    return type(a) is type(b) and bool(a == b)
+
+
+def _named(path: str) -> str:
+    """Return the path of a leaf as a user sees it: the group, then the field."""
+    group, _, field = path.removeprefix("reads[").partition("].")
+    return f"group {group}: {field}"
+
+
+def _finding(
+    lane: BuilderUnderTest,
+    rig: Rig,
+    step: StepRecord,
+    fault: _Fault,
+    returned: Built | None,
+    view: ForwardBatch,
+    shape: GraphShape,
+) -> Finding:
+    mine, theirs = fault.captured, fault.right
+    if not isinstance(mine, torch.Tensor) or not isinstance(theirs, torch.Tensor):
+        return lane.finding(
+            "GP08",
+            hook=_hook(rig),
+            field=_named(fault.path),
+            expected=f"{theirs}, as an eager build on this batch has it",
+            actual=f"{mine}, the number of the capture",
+            step=step,
+            help=_HELP["GP08"],
+        )
+    if mine.shape != theirs.shape:
+        return lane.finding(
+            "GP05",
+            hook=_hook(rig),
+            field=_named(fault.path),
+            expected=f"shape {tuple(theirs.shape)}",
+            actual=f"shape {tuple(mine.shape)}, that of the capture",
+            step=step,
+            help=_HELP["GP10"],
+        )
+    differs = ~same(mine, theirs)
+    rule, how = _rule_of(rig, step, fault, returned, view, shape, differs)
+    is_freed = bool(is_poison(mine).any())
+    return lane.finding(
+        rule,
+        hook=_hook(rig),
+        field=_named(fault.path) + spell(differs),
+        expected=f"{values_at(theirs, differs)}, as an eager build on this batch has it",
+        actual=("poison" if is_freed else values_at(mine, differs)) + how,
+        step=step,
+        help=_HELP[rule],
+    )
+
+
+def _rule_of(
+    rig: Rig,
+    step: StepRecord,
+    fault: _Fault,
+    returned: Built | None,
+    view: ForwardBatch,
+    shape: GraphShape,
+    differs: torch.Tensor,
+) -> tuple[str, str]:
+    """Return the rule that a tensor with wrong contents breaks, and how, in words."""
+    backend = backend_of(rig)
+    tensor = dict(leaves(rig.lane.captured[shape].step.metadata))[fault.path]
+    last = None if returned is None else dict(leaves(returned)).get(fault.path)
+    if isinstance(last, torch.Tensor) and storage_id(last) != storage_id(tensor):
+        freed = ", which was freed after it" if bool(is_poison(tensor).any()) else ""
+        return "GP01", f", in the memory of the capture{freed}; build() returned another tensor"
+    if fault.path in backend.freed.get(shape, ()) or not backend.keeps(tensor):
+        return "GP14", ", in memory that neither the builder nor the engine keeps after the capture"
+    live = step.problem.batch_size
+    tail = torch.zeros_like(differs)
+    first = live * len(tail) // max(shape.batch_size, 1)
+    tail[first:] = True
+    before = tensor.clone()
+    poison(tensor)
+    backend.init_metadata_replay(view, shape, rig.lane.captured[shape].step.metadata)
+    is_unwritten = bool((is_poison(tensor) & differs.to(tensor.device)).any())
+    tensor.copy_(before)
+    if bool((differs & ~tail).any()):
+        return "GP02", ", which no build writes" if is_unwritten else ", which build() wrote"
+    if is_unwritten:
+        return "GP03", ", in padding rows that no build writes"
+    return "GP04", ", in padding rows"
+
+
+def _hook(rig: Rig) -> str:
+    return "init_metadata_replay" if backend_of(rig).returned is not None else "init_metadata_capture"

@@ -1,0 +1,114 @@
+"""The experiments for builders of other engines: outputs of replays, and what builders do to lent buffers.
+
+A builder owes its engine less than a backend of graphpact owes its lane: it may leave rows that no kernel
+reads, and return other numbers than at the capture. So replays are judged by their outputs, through a model
+of the kernel, and `graphpact_adapters.diagnosis` finds the field at fault.
+
+Does not: run experiments of the suite that hold a backend to graphpact's own contract.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+
+from graphpact.tensors import same
+from graphpact_adapters.diagnosis import explain
+from graphpact_adapters.under_test import BuilderUnderTest, backend_of
+from graphpact_conformance.experiments import EXPERIMENTS, Experiment
+from graphpact_conformance.experiments.base import Findings, spell, values_at
+from graphpact_conformance.lane.rig import Rig
+from graphpact_conformance.results import Finding
+from graphpact_conformance.subject.under_test import CannotCaptureError, UnderTest
+from graphpact_conformance.world.problems import Drawn, Problem, corner, edges, half_size_batch
+
+OF_REPLAYS = ("GP01", "GP02", "GP03", "GP04", "GP05", "GP08", "GP10", "GP13", "GP14", "GP15")
+"""The rules that a wrong replay can break."""
+
+
+def captures(lane: UnderTest, steps: Drawn) -> Findings:
+    """Capture every shape."""
+    try:
+        lane.rig()
+    except CannotCaptureError as stopped:
+        expected = "every declared shape is captured, with the builder's metadata of a dummy batch"
+        yield lane.of_error(stopped.error, expected=expected, problem=steps.exact, rule="GP20")
+
+
+def replays(lane: UnderTest, steps: Drawn) -> Findings:
+    """Replay a sequence of batches, and compare with attention in float64."""
+    ours = _ours(lane)
+    again = (steps.exact, steps.small)
+    yield from _judge(ours, ours.rig(), (*steps, *again, *edges(lane.config)), "a replay")
+
+
+def other_orders(lane: UnderTest, steps: Drawn) -> Findings:
+    """Replay after captures in another order, between eager steps, and after a second capture."""
+    ours = _ours(lane)
+    rig = ours.build(capture=False)
+    for shape in rig.planned:
+        rig.capture(shape)
+    batches = (*steps, half_size_batch(lane.config))
+    yield from _judge(ours, rig, batches, "a replay after captures from the smallest shape on")
+    rig = ours.rig()
+
+    def with_eager_steps() -> Iterator[Problem]:
+        for problem in batches:
+            rig.step(corner(lane.config), eagerly=True)
+            yield problem
+
+    yield from _judge(ours, rig, with_eager_steps(), "a replay after a larger eager step")
+    rig.capture()
+    yield from _judge(ours, rig, batches, "a replay after a second capture")
+
+
+def lent_buffers(lane: UnderTest, steps: Drawn) -> Findings:
+    """Compare the engine's persistent buffers before and after each build: builders only read them."""
+    rig = _ours(lane).rig()
+    for problem in steps:
+        rig.step(problem)
+    told: set[tuple[str, str]] = set()
+    for change in backend_of(rig).lent_changes:
+        if (change.name, change.call) in told:
+            continue
+        told.add((change.name, change.call))
+        differs = ~same(change.before, change.after)
+        yield lane.finding(
+            "GP19",
+            hook="init_metadata_capture" if change.phase == "capture" else "init_metadata_replay",
+            field=f"{change.name}{spell(differs)}, lent by the engine",
+            expected=f"{values_at(change.before, differs)}, as before {change.call}()",
+            actual=values_at(change.after, differs),
+            problem=steps[0],
+            help="write into a copy: builders of other KV-cache groups read the same buffers, after this one",
+        )
+
+
+def _ours(lane: UnderTest) -> BuilderUnderTest:
+    assert isinstance(lane, BuilderUnderTest)  # noqa: S101  these experiments run in no other lane
+    return lane
+
+
+def _judge(lane: BuilderUnderTest, rig: Rig, problems: Iterable[Problem], what: str) -> Iterator[Finding]:
+    """Replay batches; yield findings about the first wrong one."""
+    for problem in problems:
+        step = rig.step(problem)
+        if not lane.is_right(rig, step):
+            yield from explain(lane, rig, step, what=what)
+            return
+
+
+def _own(name: str, examines: tuple[str, ...], run: Callable[[UnderTest, Drawn], Findings]) -> Experiment:
+    return Experiment(
+        name, examines, run, scopes=frozenset({"attention_backend"}), repeats=True, depth="lightest"
+    )
+
+
+_EXPERIMENT = {experiment.name: experiment for experiment in EXPERIMENTS}
+
+BUILDER_EXPERIMENTS: tuple[Experiment, ...] = (
+    Experiment("captures", (*OF_REPLAYS, "GP19", "GP20"), captures, explains_captures=True),
+    _EXPERIMENT["answers_eagerly"],
+    _own("replays", OF_REPLAYS, replays),
+    _own("other_orders", OF_REPLAYS, other_orders),
+    _own("lent_buffers", ("GP19",), lent_buffers),
+    _EXPERIMENT["declared_graph_support"],
+)
+"""The experiments of a lane of builders. Their names are unique and appear in reports."""

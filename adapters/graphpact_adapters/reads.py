@@ -1,0 +1,245 @@
+"""What a recorded attention kernel reads of a builder's metadata: `PagedReads`, and kernels of such a kind.
+
+A builder's metadata object has an engine's own fields, and a graph keeps those of the captured object: its
+tensors where they lie, and its host numbers as they were. A reader takes from the object what the kernel
+takes. A model of the kernel then does the work of the real one on a CPU, with the same arguments.
+
+    PagedReads     requests over pages of a KV cache, in one launch or several (`Part`)
+
+The model is `graphpact_kernels.page_table_attention`, which refuses what a kernel would read out of bounds.
+
+Does not: know an engine's metadata (see `graphpact_adapters.vllm.readers`), or build it.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any, Protocol
+
+import torch
+
+from graphpact.attention import KVBuffers, LayerSpec, new_kv
+from graphpact.errors import KernelRefusal
+from graphpact_kernels import define_kernel, page_table_attention
+
+
+class Reads(Protocol):
+    """What a kernel reads; a dataclass of tensors, host numbers, and tuples of such dataclasses."""
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: LayerSpec,
+        cache: KVBuffers,
+        page_size: int,
+    ) -> torch.Tensor:
+        """Write keys and values, attend, and return ``[T, num_q_heads, v_head_dim]``."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One launch of a paged attention kernel, for requests that follow each other in the batch.
+
+    Args:
+        seq_lens: ``[n]`` int32: keys of each request, those of this step included; 0 for a padding row.
+        block_table: ``[n, blocks]`` int32: block ids, read for ``seq_lens`` keys.
+        query_start_loc: ``[n + 1]`` int32: where each request's queries begin, counted from the first one of
+            the part; None where each has ``query_len``.
+        query_len: Queries of each request, with ``query_start_loc=None``.
+        first_token: The part's first query in the batch.
+        num_tokens: Its queries, those of padding rows included.
+        max_query_len: The bound on a request's queries with which the kernel is launched; None: none.
+        max_seq_len: The bound on its keys; None: none.
+        causal: Whether a query sees no later key.
+    """
+
+    seq_lens: torch.Tensor
+    block_table: torch.Tensor
+    query_start_loc: torch.Tensor | None = None
+    query_len: int | None = None
+    first_token: int = 0
+    num_tokens: int = 0
+    max_query_len: int | None = None
+    max_seq_len: int | None = None
+    causal: bool = True
+
+
+@dataclass(frozen=True)
+class PagedReads:
+    """What paged attention reads in a step.
+
+    Args:
+        parts: The launches, in the order of their tokens.
+        slot_mapping: ``[T]`` int64: the KV slot that each token writes; -1 writes none.
+        num_tokens: The tokens that are written and attended, padding ones included.
+    """
+
+    parts: tuple[Part, ...]
+    slot_mapping: torch.Tensor
+    num_tokens: int
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: LayerSpec,
+        cache: KVBuffers,
+        page_size: int,
+    ) -> torch.Tensor:
+        """Write keys and values to ``slot_mapping``, and attend part by part; rows of no part are zero.
+
+        Raises:
+            KernelRefusal: The index tensors contradict each other, or the bounds of a launch.
+        """
+        k_cache, v_cache = cache.k[layer.cache_layer], cache.v[layer.cache_layer]
+        new = new_kv(k, v, layer)
+        if new is not None:
+            latent = layer.kv_lora_rank is not None
+            values, target = (new[0][..., :0], k_cache) if latent else (new[1], v_cache)
+            _write_slots(new[0], values, self.slot_mapping, self.num_tokens, k_cache, target)
+        out = q.new_zeros(q.shape[0], layer.num_q_heads, layer.v_head_dim)
+        for part in self.parts:
+            stop = part.first_token + part.num_tokens
+            out[part.first_token : stop] = page_table_attention(
+                q[part.first_token : stop],
+                k_cache,
+                v_cache,
+                cu_seqlens_q=_offsets(part),
+                cache_seqlens=_within(part.seq_lens, part.max_seq_len),
+                page_table=part.block_table,
+                page_size=page_size,
+                max_seqlen_q=part.num_tokens if part.max_query_len is None else part.max_query_len,
+                scaling=layer.scaling,
+                causal=part.causal,
+                sliding_window=layer.sliding_window,
+                softcap=layer.softcap,
+                sinks=layer.sinks,
+            )
+        return out
+
+
+def _offsets(part: Part) -> torch.Tensor:
+    if part.query_start_loc is not None:
+        return part.query_start_loc
+    width, device = part.query_len or 1, part.seq_lens.device
+    return torch.arange(0, (len(part.seq_lens) + 1) * width, width, dtype=torch.int32, device=device)
+
+
+# -- the parts of a kernel that page_table_attention has not ----------------------------------------------
+
+
+def _write(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    num_tokens: int,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+) -> None:
+    slots = slot_mapping[:num_tokens].long()
+    if len(slots) < num_tokens or num_tokens > len(k):
+        raise KernelRefusal(
+            f"{num_tokens} tokens are written; slot_mapping has {len(slot_mapping)} entries, and there are"
+            f" {len(k)} keys",
+            rule="GP05",
+        )
+    lowest, highest = (int(slots.min()), int(slots.max())) if num_tokens else (0, 0)
+    if lowest < -1 or highest >= len(k_cache):
+        wrong = lowest if lowest < -1 else highest
+        at = int((slots == wrong).nonzero()[0])
+        raise KernelRefusal(
+            f"token {at} writes KV slot {wrong}; the cache has {len(k_cache)} slots, and -1 writes none",
+            rule="GP04",
+        )
+    kept = slots >= 0
+    k_cache[slots[kept]] = k[:num_tokens][kept]
+    if v.shape[-1]:
+        v_cache[slots[kept]] = v[:num_tokens][kept]
+
+
+_write_slots = define_kernel(
+    "write_slots(Tensor k, Tensor v, Tensor slot_mapping, int num_tokens, Tensor(a!) k_cache,"
+    " Tensor(b!) v_cache) -> ()",
+    _write,
+    namespace="graphpact_adapters",
+)
+
+
+def _copy_bounded(seq_lens: torch.Tensor, most: int, out: torch.Tensor) -> None:
+    longest = int(seq_lens.max()) if len(seq_lens) else 0
+    if longest > most:
+        at = int(seq_lens.argmax())
+        raise KernelRefusal(
+            f"request {at}: {longest} keys; the kernel was launched for at most {most} (max_seq_len)",
+            rule="GP08",
+        )
+    out.copy_(seq_lens)
+
+
+_bounded_lens = define_kernel(
+    "bounded_lens(Tensor seq_lens, int most, Tensor(a!) out) -> ()",
+    _copy_bounded,
+    namespace="graphpact_adapters",
+)
+
+
+def _within(seq_lens: torch.Tensor, most: int | None) -> torch.Tensor:
+    """Return the lengths; refuse more keys than the launch is for: the last ones would not be attended."""
+    if most is None:
+        return seq_lens
+    out = torch.empty_like(seq_lens)
+    _bounded_lens(seq_lens, most, out)
+    return out
+
+
+# -- the leaves of what a kernel reads --------------------------------------------------------------------
+
+
+def leaves(reads: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the tensors and host values of reads, with their paths, such as ``parts[0].seq_lens``."""
+    if is_dataclass(reads) and not isinstance(reads, type):
+        for field in fields(reads):
+            yield from leaves(getattr(reads, field.name), f"{path}.{field.name}" if path else field.name)
+    elif isinstance(reads, tuple):
+        for at, part in enumerate(reads):
+            yield from leaves(part, f"{path}[{at}]")
+    else:
+        yield path, reads
+
+
+def with_leaves(reads: Any, values: dict[str, Any], path: str = "") -> Any:
+    """Return a copy of reads with other values at some paths."""
+    if is_dataclass(reads) and not isinstance(reads, type):
+        changed = {
+            field.name: with_leaves(
+                getattr(reads, field.name), values, f"{path}.{field.name}" if path else field.name
+            )
+            for field in fields(reads)
+        }
+        return replace(reads, **changed)
+    if isinstance(reads, tuple):
+        return tuple(with_leaves(part, values, f"{path}[{at}]") for at, part in enumerate(reads))
+    return values.get(path, reads)
+
+
+def copied(reads: Any) -> Any:
+    """Return the same reads with copies of all tensors, as they are now."""
+    tensors = {path: value.clone() for path, value in leaves(reads) if isinstance(value, torch.Tensor)}
+    return with_leaves(reads, tensors)
+
+
+class Reader(Protocol):
+    """Takes from a builder's metadata what the kernel of a layer reads."""
+
+    def __call__(self, metadata: Any, slot_mapping: torch.Tensor) -> Reads:
+        """Return the reads of a metadata object.
+
+        Args:
+            metadata: What the builder returned.
+            slot_mapping: ``[T]`` int64: the runner's own, which kernels get apart from the metadata.
+        """
+
+
+__all__ = ["PagedReads", "Part", "Reader", "Reads", "copied", "leaves", "with_leaves"]

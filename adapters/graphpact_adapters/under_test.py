@@ -1,0 +1,55 @@
+"""`BuilderUnderTest`: the builders of an engine in one configuration; its subjects are rigs.
+
+Does not: draw batches, or run experiments.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from graphpact.batch import ForwardBatch
+from graphpact_adapters.backend import BuilderBackend, Built
+from graphpact_conformance.experiments.base import differences
+from graphpact_conformance.lane.lane_under_test import LaneUnderTest
+from graphpact_conformance.lane.rig import Rig
+from graphpact_conformance.subject.records import StepRecord, copies
+from graphpact_conformance.world.problems import Problem
+
+
+@dataclass
+class BuilderUnderTest(LaneUnderTest):
+    """A lane whose attention metadata comes from builders of another engine."""
+
+    def checked_classes(self) -> Iterator[type[Any]]:
+        """Yield the classes of the builders: their code is checked, not the adapter's."""
+        for rig in self._rigs.values():
+            for builder in backend_of(rig).builders:
+                yield from type(builder).__mro__
+
+    def outputs_with(self, rig: Rig, problem: Problem, view: ForwardBatch, built: Built) -> StepRecord:
+        """Run the model eagerly on a padded batch, with given reads of its kernels, and return the record."""
+        rig.load(problem)
+        step = StepRecord(problem)
+        try:
+            with torch.inference_mode():
+                outputs = rig.net(view, built, rig.backend.forward)
+        except Exception as error:  # noqa: BLE001  kernels refuse what they cannot read
+            step.error = error
+            return step
+        live = outputs.rows(problem.batch_size, len(problem.tokens))
+        step.rows, step.axes, step.stage = copies(live), outputs.axes, "done"
+        step.caches = rig.cache.contents()
+        return step
+
+    def is_right(self, rig: Rig, step: StepRecord) -> bool:
+        """Return whether a step ended without an error, and agrees with the oracle."""
+        return step.error is None and not differences(rig, step, self.answer(rig, step.problem))
+
+
+def backend_of(rig: Rig) -> BuilderBackend:
+    """Return the backend of a rig."""
+    backend = rig.backend
+    assert isinstance(backend, BuilderBackend)  # noqa: S101  lanes of builders have no other
+    return backend

@@ -1,0 +1,163 @@
+"""`Builders`: an author's factory of vLLM builders, and the lanes in which it is checked.
+
+    from graphpact_adapters.vllm import Builders
+
+    checked = Builders(make_builder)            # or a class of vLLM's constructor, as it is
+
+Does not: run anything; ``graphpact check --adapter vllm package.module:make_builder`` does.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from graphpact.attention import Capabilities, GraphSupport, HeadLayout, LayerSpec, Limits
+from graphpact.batch import ForwardMode
+from graphpact_adapters.backend import Make
+from graphpact_adapters.experiments import BUILDER_EXPERIMENTS
+from graphpact_adapters.reads import Reader
+from graphpact_adapters.under_test import BuilderUnderTest
+from graphpact_adapters.vllm.backend import VllmBackend, sizes_of
+from graphpact_adapters.vllm.given import Kind, kv_cache_spec, vllm_config
+from graphpact_adapters.vllm.readers import read as read_by_fields
+from graphpact_conformance.experiments import Experiment
+from graphpact_conformance.lane.reference import ReferenceRunner
+from graphpact_conformance.suite import PlannedLane, plan_lanes
+from graphpact_conformance.targets import Options
+from graphpact_conformance.world.lanes import Config
+
+SUPPORT = {
+    3: GraphSupport.ALWAYS,
+    2: GraphSupport.UNIFORM,
+    1: GraphSupport.UNIFORM_DECODE,
+    0: GraphSupport.NEVER,
+}
+"""Graph support by the value of vLLM's ``AttentionCGSupport``."""
+_LAYOUTS: dict[Kind, frozenset[HeadLayout]] = {
+    "full": frozenset({HeadLayout.MHA, HeadLayout.GQA}),
+    "sliding_window": frozenset({HeadLayout.MHA, HeadLayout.GQA}),
+    "mla": frozenset({HeadLayout.MLA}),
+    "mamba": frozenset({HeadLayout.MHA}),
+}
+_UNIFORM = frozenset({ForwardMode.DECODE, ForwardMode.TARGET_VERIFY})
+_MODES: dict[Kind, frozenset[ForwardMode]] = {
+    "full": _UNIFORM | {ForwardMode.EXTEND, ForwardMode.MIXED},
+    "sliding_window": _UNIFORM | {ForwardMode.EXTEND, ForwardMode.MIXED},
+    "mla": _UNIFORM,
+    "mamba": _UNIFORM,
+}
+
+
+@dataclass(frozen=True)
+class Builders:
+    """Builders of one class, as their author makes them.
+
+    Args:
+        make: ``(kv_cache_spec, layer_names, vllm_config, device) -> builder``: a builder class, or a
+            function. It gets plain values: see `graphpact_adapters.vllm.given`.
+        read: ``(metadata, slot_mapping) -> reads``: what the kernel reads of the metadata; by default by the
+            names of its fields.
+        kind: What the KV cache holds.
+        block_sizes: The sizes of a KV-cache block that the builder serves.
+        head_sizes: The head sizes that it serves; None for any.
+        modes: The kinds of step; by default those that the kind's kernel model has.
+    """
+
+    make: Make
+    read: Reader = read_by_fields
+    kind: Kind = "full"
+    block_sizes: Sequence[int] = (16,)
+    head_sizes: Sequence[int] | None = None
+    modes: frozenset[ForwardMode] | None = None
+
+    @property
+    def name(self) -> str:
+        """The name of the factory."""
+        return getattr(self.make, "__qualname__", type(self.make).__qualname__)
+
+    @property
+    def experiments(self) -> Sequence[Experiment]:
+        """The experiments of its lanes."""
+        return BUILDER_EXPERIMENTS
+
+    @property
+    def not_shown(self) -> Sequence[str]:
+        """What no lane exercises: the kernels themselves."""
+        return ("the builder's own kernels, all rules: a model of them reads the metadata",)
+
+    # -- lanes -----------------------------------------------------------------------------------
+
+    @cached_property
+    def _capabilities(self) -> Capabilities:
+        """All that the kernel model and the lanes of this kind have; graphs are asked of the builder."""
+        return Capabilities(
+            modes=_MODES[self.kind] if self.modes is None else self.modes,
+            graph_support=GraphSupport.ALWAYS,
+            dtypes=frozenset({torch.float32, torch.bfloat16}),
+            devices=frozenset({"cpu"}),
+            head_layouts=_LAYOUTS[self.kind],
+            page_sizes=frozenset(self.block_sizes),
+            head_dims=None if self.head_sizes is None else frozenset(self.head_sizes),
+            seq_len_fill_value=0,
+            needs_host_plan=True,
+        )
+
+    def backend(
+        self, config: Config | None = None, support: GraphSupport = GraphSupport.ALWAYS
+    ) -> type[VllmBackend]:
+        """Return the backend class of a lane, with the graph support that its builder declares there."""
+        adapter, sizes = self, [] if config is None else [shape.num_tokens for shape in config.shapes]
+
+        class OfFactory(VllmBackend):
+            """Builders of a given factory."""
+
+            make = staticmethod(adapter.make)
+            read = staticmethod(adapter.read)
+            kind = adapter.kind
+            capture_sizes = tuple(sizes)
+            capabilities = replace(adapter._capabilities, graph_support=support)
+
+        return OfFactory
+
+    def declared(self, config: Config) -> GraphSupport:
+        """Return the graph support that a builder declares in the configuration of a lane."""
+        context = _OfLane(config)
+        sizes = sizes_of(context, [shape.num_tokens for shape in config.shapes], self.kind)  # type: ignore[arg-type]
+        spec, engine = kv_cache_spec(sizes), vllm_config(sizes)
+        builder: Any = self.make(spec, sizes.layer_names, engine, torch.device("cpu"))
+        return SUPPORT[int(builder.get_cudagraph_support(engine, spec).value)]
+
+    def lanes(self, options: Options) -> Iterator[PlannedLane]:
+        """Yield the lanes of a run, each with the graph support that is declared in it."""
+        for plan in plan_lanes(self.backend(), ReferenceRunner, options):
+            config = plan.lane.config
+            if config.case.segments or config.mixed_dim is not None or config.case.frozen:
+                continue
+            lane = BuilderUnderTest(config, self.backend(config, self.declared(config)))
+            yield replace(plan, lane=lane)
+
+
+@dataclass(frozen=True)
+class _OfLane:
+    """The part of a `BackendContext` that sizes are made of."""
+
+    config: Config
+
+    @property
+    def layers(self) -> list[LayerSpec]:
+        return self.config.layers
+
+    @property
+    def limits(self) -> Limits:
+        return self.config.backend_limits
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.config.dtype
+
+    @property
+    def mode(self) -> ForwardMode:
+        return self.config.case.lane_mode

@@ -1,0 +1,104 @@
+"""`CommonAttentionMetadata`: what vLLM's model runner gives to every builder of a step, typed here.
+
+It has the fields and methods of vLLM's class of the same name (``vllm/v1/attention/backend.py``), so that
+builders take either. Fields of features that the suite has no lanes for are None.
+
+Does not: fill them; see `graphpact_adapters.vllm.runner`.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import torch
+
+
+@dataclass
+class CommonAttentionMetadata:
+    """The batch of a step, padded to a graph's shape.
+
+    Args:
+        query_start_loc: ``[num_reqs + 1]`` int32: where each request's queries begin. Padding rows have none.
+        query_start_loc_cpu: The same on the host.
+        seq_lens: ``[num_reqs]`` int32: keys of each request, those of this step included; 0 in padding rows.
+        num_reqs: Requests, padding rows included.
+        num_actual_tokens: Tokens, padding tokens included: the name is vLLM's, which calls it misleading.
+        max_query_len: The most queries of a request.
+        max_seq_len: The most keys of a request, or a larger number.
+        block_table_tensor: ``[num_reqs, blocks]`` int32: block ids; 0 in padding rows, and past the last.
+        slot_mapping: ``[T]`` int64: the KV slot that each token writes; -1 for padding tokens.
+        causal: Whether queries see no later keys.
+        seq_lens_cpu_upper_bound: ``[num_reqs]`` int32 on the host: at least ``seq_lens``.
+        is_prefilling: ``[num_reqs]`` bool on the host: whether a prompt is not yet computed.
+        positions: ``[T]`` int64.
+        req_idx: ``[num_reqs]``: the rows of the requests in the runner's tables; None for a dummy.
+    """
+
+    query_start_loc: torch.Tensor
+    query_start_loc_cpu: torch.Tensor
+    seq_lens: torch.Tensor
+    num_reqs: int
+    num_actual_tokens: int
+    max_query_len: int
+    max_seq_len: int
+    block_table_tensor: torch.Tensor
+    slot_mapping: torch.Tensor
+    causal: bool = True
+    logits_indices_padded: torch.Tensor | None = None
+    num_logits_indices: int | None = None
+    max_logits_per_req: int | None = None
+    encoder_seq_lens: torch.Tensor | None = None
+    encoder_seq_lens_cpu: Any = None
+    dcp_local_seq_lens: torch.Tensor | None = None
+    dcp_local_seq_lens_cpu_upper_bound: torch.Tensor | None = None
+    positions: torch.Tensor | None = None
+    is_prefilling: torch.Tensor | None = None
+    seq_lens_cpu_upper_bound: torch.Tensor | None = None
+    req_idx: Any = None
+    mm_req_doc_ranges: dict[int, list[tuple[int, int]]] | None = None
+    rswa_prefix_lens: torch.Tensor | None = None
+    replayssm_decode_base_cpu: torch.Tensor | None = None
+
+    def batch_size(self) -> int:
+        """Return the number of requests."""
+        return len(self.seq_lens)
+
+    def naive_query_lens(self) -> torch.Tensor:
+        """Return ``[num_reqs]``: the queries of each request."""
+        return self.query_start_loc.diff()
+
+    def compute_num_computed_tokens(self) -> torch.Tensor:
+        """Return ``[num_reqs]``: the keys of each request that are in the cache already."""
+        return self.seq_lens - self.naive_query_lens()
+
+    def token_to_req_indices(self, buffer: torch.Tensor) -> torch.Tensor:
+        """Return the start of ``buffer`` with the request of each token; padding tokens get the last one."""
+        tokens = torch.arange(self.num_actual_tokens, dtype=torch.int32, device=buffer.device)
+        found = torch.searchsorted(self.query_start_loc[1:], tokens, right=True)
+        out = buffer[: self.num_actual_tokens]
+        out.copy_(found.clamp_(max=self.num_reqs - 1))
+        return out
+
+    def replace(self, **changes: Any) -> Self:
+        """Return a copy with other values of some fields."""
+        return replace(self, **changes)
+
+    def unpadded(self, num_actual_tokens: int, num_actual_reqs: int) -> Self:
+        """Return a copy without padding rows and padding tokens."""
+        rows, tokens = slice(num_actual_reqs), slice(num_actual_tokens)
+        by_request = (
+            "seq_lens",
+            "block_table_tensor",
+            "is_prefilling",
+            "seq_lens_cpu_upper_bound",
+            "req_idx",
+        )
+        cut = {name: value[rows] for name in by_request if (value := getattr(self, name)) is not None}
+        return replace(
+            self,
+            num_reqs=num_actual_reqs,
+            num_actual_tokens=num_actual_tokens,
+            query_start_loc=self.query_start_loc[: num_actual_reqs + 1],
+            query_start_loc_cpu=self.query_start_loc_cpu[: num_actual_reqs + 1],
+            slot_mapping=self.slot_mapping[tokens],
+            **cut,
+        )

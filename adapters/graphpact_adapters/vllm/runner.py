@@ -1,0 +1,215 @@
+"""`RunnerBuffers`: the model runner's half of the bargain with vLLM's builders, as model runner V2 keeps it.
+
+    persistent   ``query_start_loc``, ``seq_lens``, ``positions``, and for each KV-cache group a block table
+                 and a slot mapping: allocated once, for the largest step; builders get the first rows
+    a replay     live requests first; padding rows have no query (offsets stay), no key, blocks of zeros, and
+                 padding tokens the slot -1
+    a dummy      tokens shared evenly by all requests, whose keys are those tokens; blocks of zeros, slots -1,
+                 ``max_seq_len`` the longest sequence, ``max_query_len`` what the graph must hold
+
+From ``vllm/v1/worker/gpu`` of vLLM 0.33: ``input_batch.py``, ``model_runner.py``, ``model_states``.
+
+Does not: copy token ids or sample: the lane's runner does.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from graphpact.batch import ForwardBatch, ForwardMode
+from graphpact.shapes import GraphShape
+from graphpact_adapters.vllm.common import CommonAttentionMetadata
+from graphpact_adapters.vllm.given import Sizes
+
+PAD_SLOT = -1
+
+
+@dataclass(frozen=True)
+class Lent:
+    """What the builders of one step get.
+
+    Args:
+        common: One entry for each KV-cache group.
+        num_accepted_tokens: ``[num_reqs]`` int32: accepted tokens of the last step of each request, 1 in
+            padding rows; None without speculation, and at captures.
+        num_decode_draft_tokens_cpu: ``[num_reqs]`` int32 on the host: drafts of each decode, -1 for other
+            rows; None as above.
+    """
+
+    common: tuple[CommonAttentionMetadata, ...]
+    num_accepted_tokens: torch.Tensor | None = None
+    num_decode_draft_tokens_cpu: torch.Tensor | None = None
+
+
+class RunnerBuffers:
+    """The persistent buffers of a runner, and their contents for a step.
+
+    Args:
+        sizes: The sizes of the lane.
+        num_groups: KV-cache groups; each has a block table and a slot mapping of its own.
+        table: ``[rows, positions]`` int32: KV slots of the suite's requests, by request row.
+        device: Device of the buffers.
+    """
+
+    def __init__(self, sizes: Sizes, num_groups: int, table: torch.Tensor, device: torch.device) -> None:
+        self._sizes, self._table = sizes, table
+        requests, tokens = sizes.max_num_seqs, sizes.max_num_tokens
+        blocks = -(-sizes.max_model_len // sizes.block_size)
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.zeros(*shape, dtype=dtype, device=device)
+
+        self.query_start_loc = zeros(requests + 1)
+        self.seq_lens = zeros(requests)
+        self.positions = zeros(tokens, dtype=torch.int64)
+        self.block_tables = [zeros(requests, blocks) for _ in range(num_groups)]
+        self.slot_mappings = zeros(num_groups, tokens, dtype=torch.int64)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return the buffers by name."""
+        tables = {f"block_tables[{at}]": table for at, table in enumerate(self.block_tables)}
+        return {
+            "query_start_loc": self.query_start_loc,
+            "seq_lens": self.seq_lens,
+            "positions": self.positions,
+            **tables,
+            "slot_mappings": self.slot_mappings,
+        }
+
+    def lend(self, view: ForwardBatch, shape: GraphShape | None) -> Lent:
+        """Write the buffers for a batch, and return what builders get of them.
+
+        Args:
+            view: The batch, padded to ``shape``; one whose rows are all padding rows is a dummy.
+            shape: The captured shape; None for an eager step, which has no padding.
+        """
+        live = view.req_pool_indices != 0  # row 0 is scratch
+        if shape is not None and not bool(live.any()) and view.forward_mode is not ForwardMode.IDLE:
+            return self._lend_dummy(shape)
+        width = None if view.extend_seq_lens is not None else view.tokens_per_request
+        counts = (
+            view.extend_seq_lens
+            if view.extend_seq_lens is not None
+            else torch.full_like(view.seq_lens, width or 1)
+        )
+        lens = view.seq_lens + view.uncounted_keys
+        return self._lend(
+            counts=torch.where(live, counts, 0).tolist(),
+            lens=torch.where(live, lens, 0).tolist(),
+            view=view,
+            num_reqs=view.batch_size if shape is None else shape.batch_size,
+            num_tokens=view.num_tokens if shape is None else shape.num_tokens,
+        )
+
+    def _lend(
+        self,
+        *,
+        counts: Sequence[int],
+        lens: Sequence[int],
+        view: ForwardBatch,
+        num_reqs: int,
+        num_tokens: int,
+    ) -> Lent:
+        total = sum(counts)
+        drafts = view.forward_mode is ForwardMode.TARGET_VERIFY
+        starts = _offsets(counts, self.query_start_loc)
+        self.seq_lens.zero_()
+        self.seq_lens[: len(lens)] = torch.tensor(lens, dtype=torch.int32)
+        self.positions[: len(view.positions)] = view.positions
+        self.slot_mappings.fill_(PAD_SLOT)
+        self.slot_mappings[:, :total] = view.out_cache_loc[:total]
+        block = self._sizes.block_size
+        for table in self.block_tables:
+            table.zero_()
+            for row, (request, length) in enumerate(zip(view.req_pool_indices.tolist(), lens, strict=True)):
+                blocks = self._table[request, :length:block] // block
+                table[row, : len(blocks)] = blocks
+        # After asynchronous speculation the host knows only that at most all drafts were accepted.
+        upper = [
+            length + at % (max(counts) if drafts else 1) if length else 0 for at, length in enumerate(lens)
+        ]
+        bound = torch.tensor(upper, dtype=torch.int32).clamp_(max=self._sizes.max_model_len)
+        prefilling = [
+            view.forward_mode is ForwardMode.EXTEND or (view.forward_mode is ForwardMode.MIXED and count > 1)
+            for count in counts
+        ]
+        lent = self._slices(
+            num_reqs,
+            num_tokens,
+            starts,
+            max_query_len=max(counts, default=0),
+            max_seq_len=int(bound.max()) if lens else 0,
+            bound=bound,
+            is_prefilling=torch.tensor(prefilling, dtype=torch.bool) & (torch.tensor(counts) > 0),
+        )
+        if not drafts:
+            return Lent(lent)
+        accepted = torch.ones(num_reqs, dtype=torch.int32, device=self.seq_lens.device)
+        tokens = torch.tensor([count - 1 for count in counts], dtype=torch.int32)
+        return Lent(lent, accepted, tokens)
+
+    def _lend_dummy(self, shape: GraphShape) -> Lent:
+        requests, tokens = shape.batch_size, shape.num_tokens
+        each, more = divmod(tokens, requests)
+        counts = [each] * (requests - more) + [each + 1] * more
+        starts = _offsets(counts, self.query_start_loc)
+        self.seq_lens.zero_()
+        self.seq_lens[:requests] = torch.tensor(counts, dtype=torch.int32)
+        self.positions[:tokens] = 0
+        for table in self.block_tables:
+            table[:requests] = 0
+        self.slot_mappings.fill_(PAD_SLOT)
+        is_uniform = shape.mode not in (ForwardMode.EXTEND, ForwardMode.MIXED)
+        return Lent(
+            self._slices(
+                requests,
+                tokens,
+                starts,
+                # A graph of a ragged mode must hold one request that has all its tokens.
+                max_query_len=max(counts) if is_uniform else tokens,
+                max_seq_len=self._sizes.max_model_len,
+                bound=torch.tensor(counts, dtype=torch.int32),
+                is_prefilling=torch.zeros(requests, dtype=torch.bool),
+            )
+        )
+
+    def _slices(
+        self,
+        num_reqs: int,
+        num_tokens: int,
+        starts: list[int],
+        *,
+        max_query_len: int,
+        max_seq_len: int,
+        bound: torch.Tensor,
+        is_prefilling: torch.Tensor,
+    ) -> tuple[CommonAttentionMetadata, ...]:
+        on_host = torch.tensor([*starts, *[starts[-1]] * (num_reqs + 1 - len(starts))], dtype=torch.int32)
+        return tuple(
+            CommonAttentionMetadata(
+                query_start_loc=self.query_start_loc[: num_reqs + 1],
+                query_start_loc_cpu=on_host,
+                seq_lens=self.seq_lens[:num_reqs],
+                num_reqs=num_reqs,
+                num_actual_tokens=num_tokens,
+                max_query_len=max_query_len,
+                max_seq_len=max_seq_len,
+                block_table_tensor=table[:num_reqs],
+                slot_mapping=self.slot_mappings[group, :num_tokens],
+                positions=self.positions[:num_tokens],
+                is_prefilling=is_prefilling,
+                seq_lens_cpu_upper_bound=bound,
+            )
+            for group, table in enumerate(self.block_tables)
+        )
+
+
+def _offsets(counts: Sequence[int], into: torch.Tensor) -> list[int]:
+    """Write where each request's queries begin; later entries repeat the last one."""
+    starts = [0]
+    for count in counts:
+        starts.append(starts[-1] + count)
+    into[: len(starts)] = torch.tensor(starts, dtype=torch.int32)
+    into[len(starts) :] = starts[-1]
+    return starts
