@@ -4,7 +4,7 @@ VENV   ?= .venv
 PINS   ?= constraints.txt
 BIN    := $(VENV)/bin
 DISTS  := core kernels plugins/tape plugins/cuda_graph plugins/cpu_graph plugins/flashinfer plugins/fa3 plugins/trtllm_mla \
-          plugins/speculative engine conformance
+          plugins/speculative engine conformance adapters
 STAMP  := $(VENV)/.installed
 
 .PHONY: demo break test test-all bench models check docs format clean
