@@ -128,4 +128,4 @@ def watch() -> Iterator[list[str]]:
     try:
         yield calls
     finally:
-        _watchers.remove(calls)
+        _watchers.pop()

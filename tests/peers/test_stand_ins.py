@@ -69,12 +69,15 @@ def test_a_stand_in_takes_every_shape_that_an_import_needs() -> None:
 
 
 def test_calls_are_seen_while_they_are_watched() -> None:
-    """Each call of a stand-in is named, but for its use as a decorator and for calls outside the block."""
+    """Each call inside a block is named, but for uses as a decorator; blocks may be nested."""
     stand_ins.install(["no_such"])
     made = importlib.import_module("no_such.deep").Made
     made(1)
     with stand_ins.watch() as calls:
         made.plan(1, 2)
-        made(test_calls_are_seen_while_they_are_watched)
+        with stand_ins.watch() as inner:
+            made(test_calls_are_seen_while_they_are_watched)
+        made.run()
     made(1)
-    assert calls == ["no_such.deep.Made.plan"]
+    assert calls == ["no_such.deep.Made.plan", "no_such.deep.Made.run"]
+    assert inner == []
