@@ -1,15 +1,16 @@
 """Plain values that the suite gives to any author's builder of vLLM's kind.
 
-A builder is constructed with a KV cache spec, the names of its layers, a configuration and a device. :func:`kv_cache_spec`
-and :func:`vllm_config` return the first and the third as namespaces: the names that builders read, with the values of a
-single GPU without quantization, and with the sizes of the lane under test. No engine is imported.
+A builder is constructed with a KV cache spec, the names of its layers, a configuration and a device.
+:func:`kv_cache_spec` and :func:`vllm_config` return the first and the third as namespaces: the names that
+builders read, with the values of a single GPU without quantization, and with the sizes of the lane under
+test. No engine is imported.
 
-A namespace is strict: reading a name that it lacks raises :class:`NotGivenError`, an ``AttributeError``, with the
-path that was read, so that a new release of an engine says what it began to read. A builder's factory may set
-attributes of it before it constructs the builder.
+A namespace is strict: reading a name that it lacks raises :class:`NotGivenError`, an ``AttributeError``, with
+the path that was read, so that a new release of an engine says what it began to read. A builder's factory may
+set attributes of it before it constructs the builder.
 
-Does not: make an engine's own spec, configuration or layer classes; a factory makes them where a builder asks for
-them with ``isinstance``.
+Does not: make an engine's own spec, configuration or layer classes; a factory makes them where a builder asks
+for them with ``isinstance``.
 """
 
 from collections.abc import Mapping
@@ -44,11 +45,15 @@ class Namespace:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):  # of Python's own protocols, such as copying
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        path = self._path
+        path, known = self._path, ", ".join(sorted(self.names()))
         raise NotGivenError(
-            f"{path}.{name}: the suite has no value for it; it has {', '.join(sorted(self.names())) or 'none'}",
-            hint=f"set it in the builder's factory, `{path}.{name} = ...`, or give a {path} of your own to the builder",
+            f"{path}.{name}: the suite has no value for it; it has {known}",
+            hint=f"set it in the builder's factory, `{path}.{name} = ...`, or construct the builder with an "
+            "object of your own",
         )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self.__dict__[name] = value
 
     def __repr__(self) -> str:
         return f"Namespace({self._path})"
@@ -59,7 +64,13 @@ class Namespace:
 
 
 class GraphMode(Enum):
-    """Which steps an engine replays as full graphs: none, all, or decode steps alone."""
+    """Which steps an engine replays as full graphs.
+
+    Attributes:
+        NONE: No step.
+        FULL: All steps.
+        FULL_DECODE_ONLY: Decode steps; steps with prefill run without graphs.
+    """
 
     NONE = 0
     FULL = 2
@@ -68,10 +79,6 @@ class GraphMode(Enum):
     def decode_mode(self) -> "GraphMode":
         """Return the mode of decode steps."""
         return GraphMode.NONE if self is GraphMode.NONE else GraphMode.FULL
-
-    def mixed_mode(self) -> "GraphMode":
-        """Return the mode of steps with prefill."""
-        return GraphMode.FULL if self is GraphMode.FULL else GraphMode.NONE
 
     def has_full_cudagraphs(self) -> bool:
         """Return whether any step is replayed as a full graph."""
@@ -137,9 +144,10 @@ class Sizes:
 def kv_cache_spec(sizes: Sizes) -> Namespace:
     """Return what an engine says about one group of its KV cache.
 
-    It has the names of vLLM's ``FullAttentionSpec``, ``MLAAttentionSpec``, ``SlidingWindowSpec`` or ``MambaSpec``.
+    It has the names of vLLM's ``FullAttentionSpec``, ``MLAAttentionSpec``, ``SlidingWindowSpec`` or
+    ``MambaSpec``.
     """
-    shared = {"block_size": sizes.block_size, "is_draft": False, "page_size_padded": None}
+    shared = {"block_size": sizes.block_size}
     if sizes.kind == "mamba":
         return Namespace(
             "kv_cache_spec",
@@ -162,17 +170,12 @@ def kv_cache_spec(sizes: Sizes) -> Namespace:
         "dtype": sizes.dtype,
         "kv_quant_mode": 0,  # not quantized
         "tokens_per_state": 1,
-        "num_head_slots": None,
-        "state_content_bytes": None,
         "sliding_window": sizes.sliding_window,
     }
     if sizes.kind == "mla":
         attention |= {
             "cache_dtype_str": None,
-            "topk_buffer_width": None,
             "model_version": None,
-            "is_index_group_leader": False,
-            "non_causal_multi_token_decode": False,
         }
     return Namespace("kv_cache_spec", attention)
 
@@ -191,13 +194,11 @@ def vllm_config(sizes: Sizes) -> Namespace:
             "cache_config": group(
                 "cache_config",
                 block_size=sizes.block_size,
+                num_gpu_blocks=1 + sizes.max_num_seqs * -(-sizes.max_model_len // sizes.block_size),
                 cache_dtype="auto",
                 mamba_cache_mode="none",
-                mamba_block_size=sizes.block_size,
                 use_replayssm=False,
                 replayssm_buffer_len=0,
-                use_kda_recoverssm=False,
-                kv_sharing_fast_prefill=False,
             ),
             "compilation_config": group(
                 "compilation_config",
@@ -210,28 +211,27 @@ def vllm_config(sizes: Sizes) -> Namespace:
                 "scheduler_config",
                 max_num_seqs=sizes.max_num_seqs,
                 max_num_batched_tokens=sizes.max_num_tokens,
-                enable_chunked_prefill=True,
-                async_scheduling=False,
             ),
             "parallel_config": group(
                 "parallel_config",
                 tensor_parallel_size=1,
-                pipeline_parallel_size=1,
                 decode_context_parallel_size=1,
                 prefill_context_parallel_size=1,
                 cp_kv_cache_interleave_size=1,
-                dcp_comm_backend="ag_rs",
             ),
             "attention_config": group(
                 "attention_config",
                 flash_attn_version=None,
                 flash_attn_max_num_splits_for_cuda_graph=32,
-                tq_max_kv_splits_for_cuda_graph=32,
                 use_trtllm_attention=None,
                 use_non_causal=False,
                 use_prefill_query_quantization=False,
                 disable_flashinfer_q_quantization=False,
                 hisparse_config=None,
+                flex_attn_q_block_size=None,
+                flex_attn_kv_block_size=None,
+                flex_attn_block_m=None,
+                flex_attn_block_n=None,
             ),
             "kernel_config": group("kernel_config", enable_jit_warmup=False),
             "mamba_config": group("mamba_config", backend="triton"),
@@ -245,7 +245,7 @@ def vllm_config(sizes: Sizes) -> Namespace:
 
 def _model(sizes: Sizes) -> Namespace:
     path = "vllm_config.model_config"
-    text = Namespace(f"{path}.hf_text_config", {"model_type": "given"})
+    published = {"model_type": "given"} | (_mla_sizes(sizes) if sizes.kind == "mla" else {})
     return Namespace(
         path,
         {
@@ -253,33 +253,35 @@ def _model(sizes: Sizes) -> Namespace:
             "max_model_len": sizes.max_model_len,
             "rswa_window": None,
             "is_mm_prefix_lm": False,
-            "is_encoder_decoder": False,
-            "use_mla": sizes.kind == "mla",
             "hf_config": Namespace(f"{path}.hf_config", {"model_type": "given"}),
-            "hf_text_config": text,
+            "hf_text_config": Namespace(f"{path}.hf_text_config", published),
+            "model_arch_config": Namespace(
+                f"{path}.model_arch_config", {"total_num_attention_heads": sizes.num_q_heads}
+            ),
             "get_num_attention_heads": lambda _parallel: sizes.num_q_heads,
             "get_num_kv_heads": lambda _parallel: sizes.num_kv_heads,
             "get_head_size": lambda: sizes.head_size,
-            "get_sliding_window": lambda: sizes.sliding_window,
             "get_mamba_chunk_size": lambda: sizes.chunk_size,
-            "get_num_layers": lambda _parallel: sizes.num_layers,
         },
     )
 
 
 def _layer(sizes: Sizes, name: str) -> Namespace:
-    values: dict[str, Any] = {"num_heads": sizes.num_q_heads, "sliding_window": sizes.sliding_window}
+    values: dict[str, Any] = {"num_heads": sizes.num_q_heads}
     if sizes.kind == "mla":
-        latent = sizes.head_size - sizes.rope_size
-        values |= {
-            "q_lora_rank": None,
-            "kv_lora_rank": latent,
-            "qk_nope_head_dim": latent,
-            "qk_rope_head_dim": sizes.rope_size,
-            "v_head_dim": latent,
-            "non_causal_multi_token_decode": False,
-        }
+        values |= _mla_sizes(sizes) | {"non_causal_multi_token_decode": False}
     return Namespace(f"vllm_config.compilation_config.static_forward_context[{name!r}]", values)
+
+
+def _mla_sizes(sizes: Sizes) -> dict[str, Any]:
+    latent = sizes.head_size - sizes.rope_size
+    return {
+        "q_lora_rank": None,
+        "kv_lora_rank": latent,
+        "qk_nope_head_dim": latent,
+        "qk_rope_head_dim": sizes.rope_size,
+        "v_head_dim": latent,
+    }
 
 
 def _speculation(sizes: Sizes) -> Namespace | None:
@@ -291,6 +293,8 @@ def _speculation(sizes: Sizes) -> Namespace | None:
             "num_speculative_tokens": sizes.num_speculative_tokens,
             "method": "draft_model",
             "parallel_drafting": False,
+            "use_eagle_block_drop": lambda: False,
+            "use_dspark": lambda: False,
             "enable_adaptive_verification": False,
         },
     )
