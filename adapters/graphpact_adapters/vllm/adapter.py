@@ -128,7 +128,8 @@ class Builders:
         sizes = sizes_of(context, [shape.num_tokens for shape in config.shapes], self.kind)  # type: ignore[arg-type]
         spec, engine = kv_cache_spec(sizes), vllm_config(sizes)
         builder: Any = self.make(spec, sizes.layer_names, engine, torch.device("cpu"))
-        return SUPPORT[int(builder.get_cudagraph_support(engine, spec).value)]
+        declared = builder.get_cudagraph_support(engine, getattr(builder, "kv_cache_spec", spec))
+        return SUPPORT[int(declared.value)]
 
     def lanes(self, options: Options) -> Iterator[PlannedLane]:
         """Yield the lanes of a run, each with the graph support that is declared in it."""

@@ -417,7 +417,7 @@ def caches_of(lane: LaneUnderTest) -> Iterator[Callable[[], object]]:
     spaces += [vars(c) for c in classes]
     for function in [f for c in classes for f in vars(c).values() if inspect.isfunction(f)]:
         spaces.append(inspect.getclosurevars(function).nonlocals)
-    cached = {id(v): v for space in spaces for v in [*space.values()] if hasattr(v, "cache_clear")}
+    cached = {id(v): v for space in spaces for v in [*space.values()] if hasattr(type(v), "cache_clear")}
     for function in cached.values():
         if _holds_tensors(function):
             yield function.cache_clear
