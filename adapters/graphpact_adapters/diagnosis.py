@@ -14,11 +14,12 @@ Does not: run experiments.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from graphpact.attention import DraftMetadata
 from graphpact.batch import ForwardBatch
 from graphpact.shapes import GraphShape
 from graphpact.tensors import same, storage_id
@@ -48,6 +49,12 @@ _HELP = {
 }
 
 
+_OF_LENGTHS = (
+    "no graph is involved: in decodes of different lengths the host knows only the number of tokens, and its"
+    " offsets share them evenly; take each request's tokens from the device's query_start_loc"
+)
+
+
 @dataclass(frozen=True)
 class _Fault:
     """A leaf whose captured value is at fault."""
@@ -74,6 +81,9 @@ def explain(
         yield _as_it_is(lane, step, what)
         return
     graph = rig.lane.captured[shape].step.metadata
+    if isinstance(graph, DraftMetadata):
+        yield from _explain_draft(lane, rig, step, view, shape, graph, what)
+        return
     captured = copied(graph)
     returned = backend_of(rig).returned
     fresh = lane.build(capture=False)
@@ -99,6 +109,56 @@ def explain(
         yield _finding(lane, rig, step, fault, returned, view, shape)
     if not faults:
         yield _as_it_is(lane, step, what)
+
+
+def _explain_draft(
+    lane: BuilderUnderTest,
+    rig: Rig,
+    step: StepRecord,
+    view: ForwardBatch,
+    shape: GraphShape,
+    graph: DraftMetadata,
+    what: str,
+) -> Iterator[Finding]:
+    """Yield a finding about the first step of a draft in which the graph reads something else than it should.
+
+    Every step of a graph reads the tensors of one capture, which the steps before it have changed. So the
+    steps are done again, on this metadata and by eager builds of a new instance, and compared one by one.
+    """
+    fresh = lane.build(capture=False)
+    fresh.load(step.problem)
+    rig.load(step.problem)
+    mine, theirs = backend_of(rig), backend_of(fresh)
+    mine.lend(view, shape)
+    theirs.lend(view, shape)
+    live = step.problem.batch_size
+    for part in graph.steps:
+        captured = mine.begin_step(part)
+        right = theirs.begin_step(replace(part, built=None))
+        for (path, got), (_, wanted) in zip(leaves(captured), leaves(right), strict=False):
+            if not isinstance(got, torch.Tensor) or not isinstance(wanted, torch.Tensor):
+                continue
+            rows = live * len(wanted) // max(shape.batch_size, 1) + (len(wanted) > shape.batch_size)
+            if got.shape != wanted.shape or _equal(got[:rows], wanted[:rows]):
+                continue
+            differs = ~same(got[:rows], wanted[:rows])
+            freed = bool(is_poison(got).any())
+            yield lane.finding(
+                "GP14" if freed else "GP02",
+                hook="init_metadata_replay",
+                field=f"step {part.step} of the draft, {_named(path)}{spell(differs)}",
+                expected=f"{values_at(wanted[:rows], differs)}, as an eager build of this step has it",
+                actual="poison, in memory that was freed after the capture"
+                if freed
+                else values_at(got[:rows], differs),
+                step=step,
+                help=_HELP["GP14"]
+                if freed
+                else "a draft's graph builds nothing between its steps: bring every tensor that the kernel"
+                " reads up to date in the update of the captured metadata, in place",
+            )
+            return
+    yield _as_it_is(lane, step, what)
 
 
 def _as_it_is(lane: BuilderUnderTest, step: StepRecord, what: str) -> Finding:
@@ -133,7 +193,9 @@ def _wrong_on_padding(
             expected="right outputs without a graph",
             actual=said,
             step=step,
-            help="no graph is involved: check what the builder makes of this batch",
+            help=_OF_LENGTHS
+            if lane.most_tokens is not None
+            else "no graph is involved: check what the builder makes of this batch",
         )
         return
     live = step.problem.batch_size

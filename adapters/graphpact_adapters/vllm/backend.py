@@ -2,23 +2,46 @@
 
     capture   ``build_for_cudagraph_capture`` for every group, twice: V2 warms up with metadata of its own
     replay    ``build(0, common)`` for every group; the result is dropped
+    draft     the metadata of a capture serves all steps: in the graph, each step advances the buffers and
+              calls ``update_draft_decode_metadata``; an eager draft builds each step, ``build_for_drafting``
     order     groups are built in turn, in the other order in every second step: a release may change it
 
 Does not: choose lanes, or judge; see `graphpact_adapters.vllm.adapter`.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 
-from graphpact.attention import BackendContext
+from graphpact.attention import BackendContext, DraftLimits, LayerSpec, Limits
 from graphpact.batch import ForwardBatch, ForwardMode
 from graphpact.shapes import GraphShape
-from graphpact_adapters.backend import BuilderBackend, Built, Make, Phase
+from graphpact_adapters.backend import BuilderBackend, Built, DraftStep, Make, Phase
 from graphpact_adapters.reads import Reader
 from graphpact_adapters.vllm.given import Kind, Sizes, kv_cache_spec, vllm_config
 from graphpact_adapters.vllm.runner import Lent, RunnerBuffers
+
+
+class OfLane(Protocol):
+    """The part of a `BackendContext` that sizes are made of."""
+
+    @property
+    def layers(self) -> Sequence[LayerSpec]:
+        """The layers."""
+
+    @property
+    def limits(self) -> Limits:
+        """The largest counts."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the KV cache."""
+
+    @property
+    def mode(self) -> ForwardMode:
+        """The forward mode of the lane."""
+
 
 NUM_GROUPS = 2
 """KV-cache groups of a lane: their builders see the same persistent buffers."""
@@ -26,8 +49,22 @@ ROPE = 8
 """Width of the rotary part of an MLA key in the suite's lanes."""
 
 
-def sizes_of(context: BackendContext, capture_sizes: Sequence[int], kind: Kind) -> Sizes:
-    """Return the sizes of a lane as vLLM's configuration counts them."""
+def num_drafts_of(mode: ForwardMode, draft: DraftLimits) -> int:
+    """Return the speculative tokens of the engine of a lane; 0 without drafts."""
+    if mode is ForwardMode.TARGET_VERIFY:
+        return draft.num_draft_tokens - 1
+    return draft.num_steps if mode is ForwardMode.DRAFT_DECODE else 0
+
+
+def sizes_of(context: "OfLane", capture_sizes: Sequence[int], kind: Kind, varlen: int | None = None) -> Sizes:
+    """Return the sizes of a lane as vLLM's configuration counts them.
+
+    Args:
+        context: Of the lane's backend.
+        capture_sizes: Token counts that are captured.
+        kind: What the KV cache holds.
+        varlen: The most tokens of a request in a graph of decodes of different lengths; None in other lanes.
+    """
     layer, limits = context.layers[0], context.limits
     latent = layer.kv_lora_rank
     return Sizes(
@@ -42,9 +79,7 @@ def sizes_of(context: BackendContext, capture_sizes: Sequence[int], kind: Kind) 
         max_num_seqs=limits.max_bs,
         max_num_tokens=limits.max_num_tokens,
         capture_sizes=tuple(sorted({*capture_sizes})),
-        num_speculative_tokens=limits.draft.num_draft_tokens - 1
-        if context.mode is ForwardMode.TARGET_VERIFY
-        else 0,
+        num_speculative_tokens=varlen - 1 if varlen else num_drafts_of(context.mode, limits.draft),
         kind=kind,
         rope_size=ROPE if latent is None else layer.head_dim - latent,
     )
@@ -58,24 +93,30 @@ class VllmBackend(BuilderBackend):
         read: Takes from metadata what the kernel reads.
         kind: What the KV cache holds.
         capture_sizes: Token counts that the lane captures.
+        varlen: The most tokens of a request in a graph of decodes of different lengths; None in other lanes.
     """
 
     make: ClassVar[Make]
     read: ClassVar[Reader]
     kind: ClassVar[Kind] = "full"
     capture_sizes: ClassVar[Sequence[int]] = ()
+    varlen: ClassVar[int | None] = None
     warmups = 1
     calls: ClassVar[Mapping[Phase, str]] = {
         "capture": "build_for_cudagraph_capture",
         "replay": "build",
         "eager": "build",
+        "draft": "build_for_drafting",
     }
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
         cls = type(self)
-        self.sizes = sizes_of(context, cls.capture_sizes, cls.kind)
-        self.buffers = RunnerBuffers(self.sizes, NUM_GROUPS, context.req_to_token, context.device)
+        self.sizes = sizes_of(context, cls.capture_sizes, cls.kind, cls.varlen)
+        steps = context.limits.draft.num_steps if context.mode is ForwardMode.DRAFT_DECODE else 1
+        self.buffers = RunnerBuffers(
+            self.sizes, NUM_GROUPS, steps, context.req_to_token, context.device, varlen=cls.varlen
+        )
         names = self.sizes.layer_names
         self._builders: list[Any] = [
             cls.make(
@@ -84,6 +125,8 @@ class VllmBackend(BuilderBackend):
             for group in range(NUM_GROUPS)
         ]
         self._builds = 0
+        self._objects: dict[int, tuple[Built, dict[int, Any]]] = {}
+        """The metadata of captures by group, by the identity of what was read of it: drafts update it."""
 
     @property
     def builders(self) -> Sequence[object]:
@@ -98,20 +141,40 @@ class VllmBackend(BuilderBackend):
         """Write the persistent buffers as model runner V2 does."""
         return self.buffers.lend(view, shape)
 
-    def build(self, lent: Lent, phase: Phase) -> Built:
-        """Build for each group, in the other order than the step before."""
-        order = range(NUM_GROUPS)
-        self._builds += 1
-        found: dict[int, Any] = {}
-        for group in order if self._builds % 2 else reversed(order):
-            found[group] = self._build_group(self._builders[group], lent, group, phase)
+    def build(self, lent: Lent, phase: Phase, step: int = 0) -> Built:
+        """Build for each group, in the other order than the step before; ``step`` is that of a draft."""
+        groups = self._in_turn()
+        found = {
+            group: self._build_group(self._builders[group], lent, group, phase, step) for group in groups
+        }
         read = type(self).read
-        return Built(tuple(read(found[group], lent.common[group].slot_mapping) for group in order))
+        slots = [common.slot_mapping for common in lent.common]
+        built = Built(tuple(read(found[group], slots[group]) for group in range(NUM_GROUPS)))
+        if phase == "capture":
+            self._objects[id(built)] = built, found
+        return built
 
-    def _build_group(self, builder: Any, lent: Lent, group: int, phase: Phase) -> object:
+    def _in_turn(self) -> list[int]:
+        self._builds += 1
+        order = list(range(NUM_GROUPS))
+        return order if self._builds % 2 else order[::-1]
+
+    def begin_step(self, part: DraftStep) -> Built:
+        """Advance the buffers, and update the captured metadata; in an eager draft, build for the step."""
+        if part.built is None:
+            return self.build(self.buffers.lend_step(part.step, part.num_reqs), "draft", part.step)
+        self.buffers.advance(part.step, part.num_reqs)
+        objects = self._objects[id(part.built)][1]
+        for group in self._in_turn():
+            self._builders[group].update_draft_decode_metadata(objects[group])
+        return part.built
+
+    def _build_group(self, builder: Any, lent: Lent, group: int, phase: Phase, step: int) -> object:
         common = lent.common[group]
         if phase == "capture":
             return builder.build_for_cudagraph_capture(common)
+        if phase == "draft":
+            return builder.build_for_drafting(common, step)
         more: dict[str, Any] = {}
         if self.kind == "mamba":
             more = {

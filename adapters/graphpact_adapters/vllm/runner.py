@@ -48,11 +48,24 @@ class RunnerBuffers:
     Args:
         sizes: The sizes of the lane.
         num_groups: KV-cache groups; each has a block table and a slot mapping of its own.
+        num_steps: Steps of a draft; 1 in lanes that do not draft.
         table: ``[rows, positions]`` int32: KV slots of the suite's requests, by request row.
         device: Device of the buffers.
+        varlen: The most tokens of a request in graphs of decodes of different lengths. The host then knows
+            only how many tokens a batch has: its offsets share them evenly.
     """
 
-    def __init__(self, sizes: Sizes, num_groups: int, table: torch.Tensor, device: torch.device) -> None:
+    def __init__(
+        self,
+        sizes: Sizes,
+        num_groups: int,
+        num_steps: int,
+        table: torch.Tensor,
+        device: torch.device,
+        *,
+        varlen: int | None = None,
+    ) -> None:
+        self._varlen = varlen
         self._sizes, self._table = sizes, table
         requests, tokens = sizes.max_num_seqs, sizes.max_num_tokens
         blocks = -(-sizes.max_model_len // sizes.block_size)
@@ -65,6 +78,9 @@ class RunnerBuffers:
         self.positions = zeros(tokens, dtype=torch.int64)
         self.block_tables = [zeros(requests, blocks) for _ in range(num_groups)]
         self.slot_mappings = zeros(num_groups, tokens, dtype=torch.int64)
+        self._draft_slots = zeros(
+            tokens, num_steps, dtype=torch.int64
+        )  # the runner's own: builders never see it
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the buffers by name."""
@@ -93,7 +109,13 @@ class RunnerBuffers:
             if view.extend_seq_lens is not None
             else torch.full_like(view.seq_lens, width or 1)
         )
-        lens = view.seq_lens + view.uncounted_keys
+        self._draft_slots.fill_(PAD_SLOT)
+        drafted = view.out_cache_loc.dim() > 1
+        if drafted:
+            self._draft_slots[: len(view.out_cache_loc)] = torch.where(
+                live[:, None], view.out_cache_loc, PAD_SLOT
+            )
+        lens = view.seq_lens + (1 if drafted else view.uncounted_keys)
         return self._lend(
             counts=torch.where(live, counts, 0).tolist(),
             lens=torch.where(live, lens, 0).tolist(),
@@ -118,27 +140,35 @@ class RunnerBuffers:
         self.seq_lens[: len(lens)] = torch.tensor(lens, dtype=torch.int32)
         self.positions[: len(view.positions)] = view.positions
         self.slot_mappings.fill_(PAD_SLOT)
-        self.slot_mappings[:, :total] = view.out_cache_loc[:total]
+        slots = view.out_cache_loc
+        self.slot_mappings[:, :total] = slots[:total] if slots.dim() == 1 else slots[:total, 0]
         block = self._sizes.block_size
         for table in self.block_tables:
             table.zero_()
             for row, (request, length) in enumerate(zip(view.req_pool_indices.tolist(), lens, strict=True)):
-                blocks = self._table[request, :length:block] // block
+                ahead = (
+                    self._draft_slots.shape[1] - 1 if length else 0
+                )  # a draft's blocks are there before it
+                blocks = self._table[request, : length + ahead : block] // block
                 table[row, : len(blocks)] = blocks
         # After asynchronous speculation the host knows only that at most all drafts were accepted.
         upper = [
             length + at % (max(counts) if drafts else 1) if length else 0 for at, length in enumerate(lens)
         ]
+        most = max(counts, default=0)
+        if self._varlen is not None and most <= self._varlen:  # such batches have no prefill
+            live = sum(count > 0 for count in counts)
+            starts = _even(total, live) if live else starts
+            most, prefills = self._varlen, False
+        else:
+            prefills = view.forward_mode.is_ragged
         bound = torch.tensor(upper, dtype=torch.int32).clamp_(max=self._sizes.max_model_len)
-        prefilling = [
-            view.forward_mode is ForwardMode.EXTEND or (view.forward_mode is ForwardMode.MIXED and count > 1)
-            for count in counts
-        ]
+        prefilling = [prefills and (view.forward_mode is ForwardMode.EXTEND or n > 1) for n in counts]
         lent = self._slices(
             num_reqs,
             num_tokens,
             starts,
-            max_query_len=max(counts, default=0),
+            max_query_len=most,
             max_seq_len=int(bound.max()) if lens else 0,
             bound=bound,
             is_prefilling=torch.tensor(prefilling, dtype=torch.bool) & (torch.tensor(counts) > 0),
@@ -160,6 +190,7 @@ class RunnerBuffers:
         for table in self.block_tables:
             table[:requests] = 0
         self.slot_mappings.fill_(PAD_SLOT)
+        self._draft_slots.fill_(PAD_SLOT)
         is_uniform = shape.mode not in (ForwardMode.EXTEND, ForwardMode.MIXED)
         return Lent(
             self._slices(
@@ -167,10 +198,37 @@ class RunnerBuffers:
                 tokens,
                 starts,
                 # A graph of a ragged mode must hold one request that has all its tokens.
-                max_query_len=max(counts) if is_uniform else tokens,
+                max_query_len=max(counts) if is_uniform else self._varlen or tokens,
                 max_seq_len=self._sizes.max_model_len,
                 bound=torch.tensor(counts, dtype=torch.int32),
                 is_prefilling=torch.zeros(requests, dtype=torch.bool),
+            )
+        )
+
+    def advance(self, step: int, num_reqs: int) -> None:
+        """Advance the buffers to a step of a draft, by device work alone; the first is lent already.
+
+        As V2, it advances padding rows too, up to the longest sequence.
+        """
+        self.slot_mappings[:, :num_reqs] = self._draft_slots[:num_reqs, step]
+        if step:
+            most = self._sizes.max_model_len
+            self.seq_lens[:num_reqs].add_(1).clamp_(max=most)
+            self.positions[:num_reqs].add_(1).clamp_(max=most - 1)
+
+    def lend_step(self, step: int, num_reqs: int) -> Lent:
+        """Advance the buffers to a step of an eager draft, and return what builders get of them."""
+        self.advance(step, num_reqs)
+        bound = self.seq_lens[:num_reqs].clone()
+        return Lent(
+            self._slices(
+                num_reqs,
+                num_reqs,
+                list(range(num_reqs + 1)),
+                max_query_len=1,
+                max_seq_len=int(bound.max()) if num_reqs else 0,
+                bound=bound,
+                is_prefilling=torch.zeros(num_reqs, dtype=torch.bool),
             )
         )
 
@@ -203,6 +261,11 @@ class RunnerBuffers:
             )
             for group, table in enumerate(self.block_tables)
         )
+
+
+def _even(total: int, requests: int) -> list[int]:
+    """Return where each request's queries begin if they share all queries evenly."""
+    return [total * at // requests for at in range(requests + 1)]
 
 
 def _offsets(counts: Sequence[int], into: torch.Tensor) -> list[int]:
