@@ -37,7 +37,8 @@ class Built:
     """What kernels read after one build, by KV-cache group.
 
     Args:
-        reads: One entry for each group; layer ``i`` reads that of group ``i % len(reads)``.
+        reads: One entry for each group; layer ``i`` reads that of group ``i % len(reads)``. Empty for a step
+            without requests.
     """
 
     reads: tuple[Reads, ...]
@@ -137,9 +138,9 @@ class BuilderBackend(AttentionBackend):
         return captured
 
     def init_metadata_eager(self, batch: ForwardBatch, *, fill: int | None = None) -> Built:
-        """Build for an eager step."""
+        """Build for an eager step; a step without requests reaches no builder of an engine."""
         del fill  # the buffers are the engine's, and are kept
-        return self._build(batch, None, "eager")
+        return self._build(batch, None, "eager") if batch.batch_size else Built(())
 
     def expected(self, view: ForwardBatch, shape: GraphShape | None) -> Built:
         """Return what kernels would read of an eager build on the padded batch."""
@@ -187,6 +188,8 @@ class BuilderBackend(AttentionBackend):
         metadata: Built,
     ) -> torch.Tensor:
         """Attend with the model of the builder's kernel."""
+        if not metadata.reads:
+            return q.new_zeros(0, layer.num_q_heads, layer.v_head_dim)
         reads = metadata.reads[layer.layer_id % len(metadata.reads)]
         context = self.context
         return reads.attend(q, k, v, layer, context.kv_cache, context.limits.page_size)
