@@ -109,6 +109,11 @@ class BuilderBackend(AttentionBackend):
     def lent_tensors(self) -> Mapping[str, torch.Tensor]:
         """Return the engine's buffers by name."""
 
+    def shared_in_step(self, lent: Any) -> Mapping[str, torch.Tensor]:
+        """Return by name what all builders of a step see and only read: the buffers, and its host tensors."""
+        del lent
+        return self.lent_tensors()
+
     @property
     @abc.abstractmethod
     def builders(self) -> Sequence[object]:
@@ -148,9 +153,10 @@ class BuilderBackend(AttentionBackend):
 
     def _build(self, view: ForwardBatch, shape: GraphShape | None, phase: Phase) -> Built:
         lent = self.lend(view, shape)
-        before = {name: tensor.clone() for name, tensor in self.lent_tensors().items()}
+        shared = self.shared_in_step(lent)
+        before = {name: tensor.clone() for name, tensor in shared.items()}
         built = self.build(lent, phase)
-        for name, tensor in self.lent_tensors().items():
+        for name, tensor in shared.items():
             if not bool(same(tensor, before[name]).all()):
                 change = LentChange(name, self.calls[phase], phase, before[name], tensor.clone())
                 self.lent_changes.append(change)

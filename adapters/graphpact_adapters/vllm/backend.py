@@ -94,6 +94,12 @@ class VllmBackend(BuilderBackend):
         """Return the runner's persistent buffers."""
         return self.buffers.tensors()
 
+    def shared_in_step(self, lent: Lent) -> Mapping[str, torch.Tensor]:
+        """Return the persistent buffers, and the tensors on the host, which the groups of a step share."""
+        common = lent.common[0]
+        names = ("query_start_loc_cpu", "seq_lens_cpu_upper_bound", "is_prefilling")
+        return {**self.buffers.tensors(), **{name: getattr(common, name) for name in names}}
+
     def lend(self, view: ForwardBatch, shape: GraphShape | None) -> Lent:
         """Write the persistent buffers as model runner V2 does."""
         return self.buffers.lend(view, shape)
