@@ -82,6 +82,8 @@ class BuilderBackend(AttentionBackend):
 
     warmups: ClassVar[int] = 0
     """Builds for a capture before the one whose result is recorded."""
+    room: ClassVar[int] = 1
+    """How many times as many requests and tokens as there are builders are told in their configuration."""
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)

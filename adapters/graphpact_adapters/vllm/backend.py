@@ -76,11 +76,9 @@ class VllmBackend(BuilderBackend):
         cls = type(self)
         self.sizes = sizes_of(context, cls.capture_sizes, cls.kind)
         self.buffers = RunnerBuffers(self.sizes, NUM_GROUPS, context.req_to_token, context.device)
-        names = self.sizes.layer_names
+        told, names = self.sizes.times(self.room), self.sizes.layer_names
         self._builders: list[Any] = [
-            cls.make(
-                kv_cache_spec(self.sizes), names[group::NUM_GROUPS], vllm_config(self.sizes), context.device
-            )
+            cls.make(kv_cache_spec(told), names[group::NUM_GROUPS], vllm_config(told), context.device)
             for group in range(NUM_GROUPS)
         ]
         self._builds = 0
