@@ -28,7 +28,7 @@ class BuilderUnderTest(LaneUnderTest):
 
     def checked_classes(self) -> Iterator[type[Any]]:
         """Yield the classes of the builders: their code is checked, not the adapter's."""
-        for rig in self._rigs.values():
+        for rig in [*self._rigs.values()] or [self.build(capture=False)]:
             for builder in backend_of(rig).builders:
                 yield from type(builder).__mro__
 
