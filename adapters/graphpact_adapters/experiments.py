@@ -19,7 +19,16 @@ from graphpact_conformance.lane.rig import Rig
 from graphpact_conformance.results import Finding
 from graphpact_conformance.subject.raised import message_of
 from graphpact_conformance.subject.under_test import CannotCaptureError, UnderTest
-from graphpact_conformance.world.problems import Drawn, Problem, corner, edges, half_size_batch
+from graphpact_conformance.world.problems import (
+    Drawn,
+    Problem,
+    assorted,
+    corner,
+    edges,
+    half_size_batch,
+    neighbours,
+    steady,
+)
 
 OF_REPLAYS = ("GP01", "GP02", "GP03", "GP04", "GP05", "GP08", "GP10", "GP13", "GP14", "GP15")
 """The rules that a wrong replay can break."""
@@ -77,6 +86,20 @@ def other_orders(lane: UnderTest, steps: Drawn) -> Findings:
         yield from _judge(ours, rig, batches, "a replay after a second capture")
     else:
         yield failure
+
+
+def similar_batches(lane: UnderTest, steps: Drawn) -> Findings:
+    """Replay a batch after one that differs in one thing: a length, the pages, the order, one step of decoding.
+
+    What a builder keeps while another thing is equal is stale then.
+    """
+    ours = _ours(lane)
+    rig, sequence = ours.rig(), list[Problem]()
+    for problem in (steps.exact, assorted(lane.config)):
+        sequence += [each for other in neighbours(lane.config, problem) for each in (problem, other)]
+    now, before = steady(lane.config)
+    sequence += [each for earlier in before for each in (earlier, now)]
+    yield from _judge(ours, rig, sequence, "a replay after a similar batch")
 
 
 def lent_buffers(lane: UnderTest, steps: Drawn) -> Findings:
@@ -140,6 +163,7 @@ BUILDER_EXPERIMENTS: tuple[Experiment, ...] = (
     _EXPERIMENT["answers_eagerly"],
     _own("replays", OF_REPLAYS, replays),
     _own("other_orders", OF_REPLAYS, other_orders),
+    _own("similar_batches", OF_REPLAYS, similar_batches),
     _own("lent_buffers", ("GP19",), lent_buffers),
     _EXPERIMENT["declared_graph_support"],
 )
