@@ -30,7 +30,7 @@ from graphpact_conformance.world.problems import (
     steady,
 )
 
-OF_REPLAYS = ("GP01", "GP02", "GP03", "GP04", "GP05", "GP08", "GP10", "GP13", "GP14", "GP15")
+OF_REPLAYS = ("GP01", "GP02", "GP03", "GP04", "GP05", "GP08", "GP09", "GP10", "GP13", "GP14", "GP15")
 """The rules that a wrong replay can break."""
 
 
