@@ -76,18 +76,23 @@ class BuilderBackend(AttentionBackend):
 
     Attributes:
         returned: What kernels would read of the last replay's result, which the engine drops; None before.
+        has_exact_bounds: Whether the engine's bounds of lengths on the host are exact; False as in engines
+            that speculate.
         lent_changes: Changes of lent buffers, in the order of the builds.
         freed: The paths of captured tensors that neither builder nor engine kept, by shape.
     """
 
     warmups: ClassVar[int] = 0
     """Builds for a capture before the one whose result is recorded."""
+    bounds: ClassVar[str] = "the host's bounds of lengths"
+    """What builders call the lengths that an engine which speculates does not know exactly."""
     room: ClassVar[int] = 1
     """How many times as many requests and tokens as there are builders are told in their configuration."""
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
         self.returned: Built | None = None
+        self.has_exact_bounds = False
         self.lent_changes: list[LentChange] = []
         self.freed: dict[GraphShape, list[str]] = {}
         self._captured: dict[GraphShape, _Captured] = {}

@@ -82,7 +82,7 @@ def explain(
     fresh.load(step.problem)
     right = copied(backend_of(fresh).expected(view, shape))
     if not lane.is_right(fresh, lane.outputs_with(fresh, step.problem, view, right)):
-        yield from _wrong_on_padding(lane, fresh, step, view, shape, right, what)
+        yield from _wrong_without_a_graph(lane, fresh, step, view, shape, right, what)
         return
     if (other := _other_launches(captured, right)) is not None:
         group, mine, theirs = other
@@ -114,7 +114,7 @@ def _as_it_is(lane: BuilderUnderTest, step: StepRecord, what: str) -> Finding:
     )
 
 
-def _wrong_on_padding(
+def _wrong_without_a_graph(
     lane: BuilderUnderTest,
     fresh: Rig,
     step: StepRecord,
@@ -123,12 +123,26 @@ def _wrong_on_padding(
     reads: Built,
     what: str,
 ) -> Iterator[Finding]:
-    """Yield a finding about a build that is wrong also without a graph, on the padded batch alone."""
+    """Yield a finding about a build that is wrong also without a graph: on padding, on bounds, or always."""
     alone = fresh.step(step.problem, eagerly=True)
     wrong = lane.outputs_with(fresh, step.problem, view, reads)
     said = message_of(wrong.error) if wrong.error is not None else "the outputs of live requests are wrong"
     rule = (wrong.error is not None and rule_of(wrong.error)) or "GP04"
     if not lane.is_right(fresh, alone):
+        exact = lane.build(capture=False)
+        backend_of(exact).has_exact_bounds = True
+        if lane.is_right(exact, exact.step(step.problem, eagerly=True)):
+            yield lane.finding(
+                "GP09",
+                hook="init_metadata_replay",
+                field=backend_of(fresh).bounds,
+                expected="right outputs, as when each bound is the length itself",
+                actual=said,
+                step=step,
+                help="an engine that speculates knows only that at most all drafts were accepted: plan with the"
+                " bounds, and take lengths from the device",
+            )
+            return
         yield lane.finding(
             None,
             field="an eager build",
@@ -143,7 +157,7 @@ def _wrong_on_padding(
     field = _padded_field(reads, live, shape)
     yield lane.finding(
         rule,
-        hook=_hook(fresh),
+        hook="init_metadata_replay",
         field=field or f"{what}: {rows}",
         expected=f"the batch is right without padding, so {rows} without queries and keys change nothing",
         actual=said,

@@ -65,6 +65,7 @@ class VllmBackend(BuilderBackend):
     kind: ClassVar[Kind] = "full"
     capture_sizes: ClassVar[Sequence[int]] = ()
     warmups = 1
+    bounds = "seq_lens_cpu_upper_bound"
     calls: ClassVar[Mapping[Phase, str]] = {
         "capture": "build_for_cudagraph_capture",
         "replay": "build",
@@ -100,7 +101,7 @@ class VllmBackend(BuilderBackend):
 
     def lend(self, view: ForwardBatch, shape: GraphShape | None) -> Lent:
         """Write the persistent buffers as model runner V2 does."""
-        return self.buffers.lend(view, shape)
+        return self.buffers.lend(view, shape, has_exact_bounds=self.has_exact_bounds)
 
     def build(self, lent: Lent, phase: Phase) -> Built:
         """Build for each group, in the other order than the step before."""
