@@ -84,6 +84,8 @@ class BuilderBackend(AttentionBackend):
 
     warmups: ClassVar[int] = 0
     """Builds for a capture before the one whose result is recorded."""
+    calls: ClassVar[Mapping[Phase, str]]
+    """The names of the builders' methods, by phase."""
     bounds: ClassVar[str] = "the host's bounds of lengths"
     """What builders call the lengths that an engine which speculates does not know exactly."""
     room: ClassVar[int] = 1
@@ -125,11 +127,6 @@ class BuilderBackend(AttentionBackend):
     @abc.abstractmethod
     def builders(self) -> Sequence[object]:
         """The builders, which keep the memory that they allocated."""
-
-    @property
-    @abc.abstractmethod
-    def calls(self) -> Mapping[Phase, str]:
-        """The names of the builders' methods, by phase."""
 
     # -- the hooks -------------------------------------------------------------------------------
 

@@ -77,9 +77,7 @@ class RunnerBuffers:
             "slot_mappings": self.slot_mappings,
         }
 
-    def lend(
-        self, view: ForwardBatch, shape: GraphShape | None, *, has_exact_bounds: bool = False
-    ) -> Lent:
+    def lend(self, view: ForwardBatch, shape: GraphShape | None, *, has_exact_bounds: bool = False) -> Lent:
         """Write the buffers for a batch, and return what builders get of them.
 
         Args:
