@@ -53,7 +53,7 @@ def sizes_of(context: BackendContext, capture_sizes: Sequence[int], kind: Kind) 
     )
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Cache:
     """The cache of one layer."""
 
