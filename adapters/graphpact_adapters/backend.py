@@ -17,13 +17,22 @@ Does not: know an engine (each adapter has a subclass), or judge; see `graphpact
 """
 
 import abc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 import torch
 
-from graphpact.attention import AttentionBackend, BackendContext, Buffers, DraftMetadata, LayerSpec, Limits
+from graphpact.attention import (
+    AttentionBackend,
+    BackendContext,
+    Buffers,
+    DraftMetadata,
+    KVBuffers,
+    LayerSpec,
+    Limits,
+)
 from graphpact.batch import ForwardBatch
 from graphpact.buffers import GraphSlot
 from graphpact.errors import EngineError
@@ -41,7 +50,8 @@ class Built:
     """What kernels read after one build, by KV-cache group.
 
     Args:
-        reads: One entry for each group; layer ``i`` reads that of group ``i % len(reads)``.
+        reads: One entry for each group; layer ``i`` reads that of group ``i % len(reads)``. Empty for a step
+            without requests.
     """
 
     reads: tuple[Reads, ...]
@@ -98,6 +108,8 @@ class BuilderBackend(AttentionBackend):
 
     Attributes:
         returned: What kernels would read of the last replay's result, which the engine drops; None before.
+        has_exact_bounds: Whether the engine's bounds of lengths on the host are exact; False as in engines
+            that speculate.
         lent_changes: Changes of lent buffers, in the order of the builds.
         freed: The paths of captured tensors that neither builder nor engine kept, by shape.
     """
@@ -110,9 +122,17 @@ class BuilderBackend(AttentionBackend):
     def __init_subclass__(cls) -> None:
         cls.types = set()
 
+    calls: ClassVar[Mapping[Phase, str]]
+    """The names of the builders' methods, by phase."""
+    bounds: ClassVar[str] = "the host's bounds of lengths"
+    """What builders call the lengths that an engine which speculates does not know exactly."""
+    room: ClassVar[int] = 1
+    """How many times as many requests and tokens as there are builders are told in their configuration."""
+
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
         self.returned: Built | None = None
+        self.has_exact_bounds = False
         self.lent_changes: list[LentChange] = []
         self.freed: dict[GraphShape, list[str]] = {}
         self._captured: dict[GraphShape, _Captured] = {}
@@ -137,15 +157,15 @@ class BuilderBackend(AttentionBackend):
     def lent_tensors(self) -> Mapping[str, torch.Tensor]:
         """Return the engine's buffers by name."""
 
+    def shared_in_step(self, lent: Any) -> Mapping[str, torch.Tensor]:
+        """Return by name what all builders of a step see and only read: the buffers, and its host tensors."""
+        del lent
+        return self.lent_tensors()
+
     @property
     @abc.abstractmethod
     def builders(self) -> Sequence[object]:
         """The builders, which keep the memory that they allocated."""
-
-    @property
-    @abc.abstractmethod
-    def calls(self) -> Mapping[Phase, str]:
-        """The names of the builders' methods, by phase."""
 
     def begin_step(self, part: DraftStep) -> Built:
         """Advance the engine's buffers to a draft step, and return what kernels read in it.
@@ -182,10 +202,13 @@ class BuilderBackend(AttentionBackend):
         return captured
 
     def init_metadata_eager(self, batch: ForwardBatch, *, fill: int | None = None) -> Metadata:
-        """Build for an eager step; the steps of a draft are built when they begin."""
+        """Build for an eager step; the steps of a draft are built when they begin.
+
+        A step without requests reaches no builder of an engine.
+        """
         del fill  # the buffers are the engine's, and are kept
         if batch.out_cache_loc.dim() == 1:
-            return self._build(batch, None, "eager")
+            return self._build(batch, None, "eager") if batch.batch_size else Built(())
         self.lend(batch, None)
         return self._steps_of(batch, None)
 
@@ -203,9 +226,10 @@ class BuilderBackend(AttentionBackend):
     def _build(self, view: ForwardBatch, shape: GraphShape | None, phase: Phase) -> Built:
         type(self).types.update(map(type, self.builders))
         lent = self.lend(view, shape)
-        before = {name: tensor.clone() for name, tensor in self.lent_tensors().items()}
+        shared = self.shared_in_step(lent)
+        before = {name: tensor.clone() for name, tensor in shared.items()}
         built = self.build(lent, phase)
-        for name, tensor in self.lent_tensors().items():
+        for name, tensor in shared.items():
             if not bool(same(tensor, before[name]).all()):
                 change = LentChange(name, self.calls[phase], phase, before[name], tensor.clone())
                 self.lent_changes.append(change)
@@ -247,9 +271,18 @@ class BuilderBackend(AttentionBackend):
             if layer.layer_id == 0:
                 self._now = self.begin_step(metadata)
             metadata = self._now
-        reads = metadata.reads[layer.layer_id % len(metadata.reads)]
-        context = self.context
-        return reads.attend(q, k, v, layer, context.kv_cache, context.limits.page_size)
+        if not metadata.reads:
+            return q.new_zeros(0, layer.num_q_heads, layer.v_head_dim)
+        group = layer.layer_id % len(metadata.reads)
+        page_size = self.context.limits.page_size
+        with self.cache_of(group, layer) as cache:
+            return metadata.reads[group].attend(q, k, v, layer, cache, page_size)
+
+    @contextmanager
+    def cache_of(self, group: int, layer: LayerSpec) -> Iterator[KVBuffers]:
+        """Give the KV cache as the blocks of a group lie in it."""
+        del group, layer
+        yield self.context.kv_cache
 
     def declare_slots(self, limits: Limits) -> Sequence[GraphSlot]:
         """Return none: memory is the engine's and the builder's own."""

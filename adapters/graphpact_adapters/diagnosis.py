@@ -6,9 +6,10 @@ The model of the kernel runs with the first set, and with single values of the s
 first value that makes the outputs right is at fault.
 
     GP01   a tensor whose memory the last build did not return: the graph reads another one
-    GP02   live rows of a tensor; GP03 padding rows that no build writes, GP04 padding rows with wrong values
+    GP02   live rows of a tensor; GP09 that a build writes after some batches alone
+    GP03   padding rows, and the end of a plan, that no build writes; GP04 padding rows with wrong values
     GP08   a host number; GP10 another number of launches, or a tensor that one of both has not
-    GP14   a tensor that neither builder nor engine keeps
+    GP14   a tensor that neither builder nor engine keeps, or that the builder replaced after the capture
 
 Does not: run experiments.
 """
@@ -24,7 +25,7 @@ from graphpact.batch import ForwardBatch
 from graphpact.shapes import GraphShape
 from graphpact.tensors import same, storage_id
 from graphpact_adapters.backend import Built
-from graphpact_adapters.reads import copied, leaves, with_leaves
+from graphpact_adapters.reads import copied, field_name, leaves, with_leaves
 from graphpact_adapters.under_test import BuilderUnderTest, backend_of
 from graphpact_conformance.experiments.base import spell, values_at, wrong_results
 from graphpact_conformance.lane.rig import Rig
@@ -42,10 +43,11 @@ _HELP = {
     "GP04": "give padding rows numbers that the kernel accepts: no query, no key",
     "GP08": "the graph keeps this number: build captures with the largest one, or let the kernel read it from"
     " a tensor",
+    "GP09": "make it anew in every build, or compare all that it is made of: pages too, not only counts",
     "GP10": "captures and replays must choose the same launches: decide by what is equal for all batches of"
     " a graph, not by the numbers of one batch",
-    "GP14": "keep the tensor in the builder: the engine drops what a capture returned, and its memory goes to"
-    " other tensors",
+    "GP14": "allocate it in the constructor, for the largest step, and keep it in the builder: the engine"
+    " drops what a capture returned, and its memory goes to other tensors",
 }
 
 
@@ -57,10 +59,17 @@ _OF_LENGTHS = (
 
 @dataclass(frozen=True)
 class _Fault:
-    """A leaf whose captured value is at fault."""
+    """A field whose captured value is at fault, in one KV-cache group or in several.
 
-    group: int
+    Args:
+        path: The leaf of the first such group.
+        field: The field, as findings name it.
+        captured: The value of the leaf.
+        right: The value that an eager build gives.
+    """
+
     path: str
+    field: str
     captured: Any
     right: Any
 
@@ -90,16 +99,16 @@ def explain(
     fresh.load(step.problem)
     right = copied(backend_of(fresh).expected(view, shape))
     if not lane.is_right(fresh, lane.outputs_with(fresh, step.problem, view, right)):
-        yield from _wrong_on_padding(lane, fresh, step, view, shape, right, what)
+        yield from _wrong_without_a_graph(lane, fresh, step, view, shape, right, what)
         return
     if (other := _other_launches(captured, right)) is not None:
-        group, mine, theirs = other
+        mine, theirs = other
         yield lane.finding(
             "GP10",
             hook=_hook(rig),
-            field=f"group {group}: the launches of the kernel",
-            expected=f"those of an eager build on this batch: {theirs}",
-            actual=f"those of the capture: {mine}",
+            field="the launches of the kernel",
+            expected=f"{theirs}, as an eager build on this batch has them",
+            actual=f"{mine}, those of the capture",
             step=step,
             help=_HELP["GP10"],
         )
@@ -146,7 +155,7 @@ def _explain_draft(
             yield lane.finding(
                 "GP14" if freed else "GP02",
                 hook="init_metadata_replay",
-                field=f"step {part.step} of the draft, {_named(path)}{spell(differs)}",
+                field=f"step {part.step} of the draft, {_named(captured, path)}{spell(differs)}",
                 expected=f"{values_at(wanted[:rows], differs)}, as an eager build of this step has it",
                 actual="poison, in memory that was freed after the capture"
                 if freed
@@ -172,7 +181,7 @@ def _as_it_is(lane: BuilderUnderTest, step: StepRecord, what: str) -> Finding:
     )
 
 
-def _wrong_on_padding(
+def _wrong_without_a_graph(
     lane: BuilderUnderTest,
     fresh: Rig,
     step: StepRecord,
@@ -181,12 +190,26 @@ def _wrong_on_padding(
     reads: Built,
     what: str,
 ) -> Iterator[Finding]:
-    """Yield a finding about a build that is wrong also without a graph, on the padded batch alone."""
+    """Yield a finding about a build that is wrong also without a graph: on padding, on bounds, or always."""
     alone = fresh.step(step.problem, eagerly=True)
     wrong = lane.outputs_with(fresh, step.problem, view, reads)
     said = message_of(wrong.error) if wrong.error is not None else "the outputs of live requests are wrong"
     rule = (wrong.error is not None and rule_of(wrong.error)) or "GP04"
     if not lane.is_right(fresh, alone):
+        exact = lane.build(capture=False)
+        backend_of(exact).has_exact_bounds = True
+        if lane.is_right(exact, exact.step(step.problem, eagerly=True)):
+            yield lane.finding(
+                "GP09",
+                hook="init_metadata_replay",
+                field=backend_of(fresh).bounds,
+                expected="right outputs, as when each bound is the length itself",
+                actual=said,
+                step=step,
+                help="an engine that speculates knows only that at most all drafts were accepted: plan with"
+                " the bounds, and take lengths from the device",
+            )
+            return
         yield lane.finding(
             None,
             field="an eager build",
@@ -199,11 +222,11 @@ def _wrong_on_padding(
         )
         return
     live = step.problem.batch_size
-    rows = f"{shape.batch_size - live} padding rows" if shape.batch_size > live else "padding tokens"
+    rows = "padding rows" if shape.batch_size > live else "padding tokens"
     field = _padded_field(reads, live, shape)
     yield lane.finding(
         rule,
-        hook=_hook(fresh),
+        hook="init_metadata_replay",
         field=field or f"{what}: {rows}",
         expected=f"the batch is right without padding, so {rows} without queries and keys change nothing",
         actual=said,
@@ -221,31 +244,36 @@ def _padded_field(reads: Built, live: int, shape: GraphShape) -> str | None:
         tail[live * len(value) // shape.batch_size :] = True
         bad = tail & (value.cpu() < 0)
         if bool(bad.any()):
-            return f"{_named(path)}{spell(bad)} = {values_at(value.cpu(), bad)}"
+            return f"{_named(reads, path)}{spell(bad)} = {values_at(value.cpu(), bad)}"
     return None
 
 
-def _other_launches(captured: Built, right: Built) -> tuple[int, str, str] | None:
-    """Return the first group whose reads have another structure, and both in words; None if none has."""
-    for group, (mine, theirs) in enumerate(zip(captured.reads, right.reads, strict=True)):
-        a, b = _forms(mine), _forms(theirs)
-        if a != b:
-            return group, _words_of(mine), _words_of(theirs)
+def _other_launches(captured: Built, right: Built) -> tuple[str, str] | None:
+    """Return what differs in the structure of two reads, in words; None if nothing does."""
+    for mine, theirs in zip(captured.reads, right.reads, strict=True):
+        a, b = dict(leaves(mine)), dict(leaves(theirs))
+        paths = [path for path in {**a, **b} if _form(a, path) is not _form(b, path)]
+        if paths:
+            return _words_of(mine, a, paths), _words_of(theirs, b, paths)
     return None
 
 
-def _forms(reads: Any) -> dict[str, object]:
-    """Return the type of each leaf by path; a tuple of numbers has a path for each."""
-    return {path: type(value) for path, value in leaves(reads)}
+_ABSENT = object()
 
 
-def _words_of(reads: Any) -> str:
-    said = [
-        f"{path}={'a tensor' if isinstance(value, torch.Tensor) else value}"
-        for path, value in leaves(reads)
-        if value is not None
-    ]
-    return ", ".join(said)
+def _form(found: dict[str, Any], path: str) -> object:
+    """Return the type of a leaf; a tuple of numbers has a leaf for each."""
+    return type(found[path]) if path in found else _ABSENT
+
+
+def _words_of(reads: Any, found: dict[str, Any], paths: Sequence[str]) -> str:
+    def said(path: str) -> str:
+        value = found.get(path, _ABSENT)
+        if value is None or value is _ABSENT:
+            return f"no {field_name(reads, path)}"
+        return f"{field_name(reads, path)}={'a tensor' if isinstance(value, torch.Tensor) else value}"
+
+    return ", ".join(map(said, paths))
 
 
 def _faults(
@@ -256,22 +284,23 @@ def _faults(
     captured: Built,
     right: Built,
 ) -> list[_Fault]:
-    """Return the leaves whose right values make the outputs right: one if one suffices, else a least set."""
-    differing = [
-        (path, mine, theirs)
-        for (path, mine), (_, theirs) in zip(leaves(captured), leaves(right), strict=True)
-        if not _equal(mine, theirs)
-    ]
+    """Return the fields whose right values make the outputs right: one if one suffices, else a least set."""
+    theirs = dict(leaves(right))
+    by_field: dict[str, list[str]] = {}
+    for path, mine in leaves(captured):
+        if not _equal(mine, theirs[path]):
+            by_field.setdefault(path.partition("].")[2], []).append(path)
+    differing = [*by_field.values()]
 
-    def right_with(changed: Sequence[tuple[str, Any, Any]]) -> bool:
-        built = with_leaves(captured, {path: theirs for path, _, theirs in changed})
+    def right_with(changed: Sequence[Sequence[str]]) -> bool:
+        built = with_leaves(captured, {path: theirs[path] for paths in changed for path in paths})
         return lane.is_right(fresh, lane.outputs_with(fresh, problem, view, built))
 
     if right_with([]):
         return []  # the kernel is right with what the graph reads now
     for each in differing:
         if right_with([each]):
-            return [_fault(each)]
+            return [_fault(captured, right, each)]
     needed = differing
     if not right_with(needed):
         return []
@@ -279,13 +308,14 @@ def _faults(
         fewer = [other for other in needed if other is not each]
         if right_with(fewer):
             needed = fewer
-    return [_fault(each) for each in needed]
+    return [_fault(captured, right, each) for each in needed]
 
 
-def _fault(leaf: tuple[str, Any, Any]) -> _Fault:
-    path, mine, theirs = leaf
-    group = int(path.removeprefix("reads[").partition("]")[0])
-    return _Fault(group, path, mine, theirs)
+def _fault(captured: Built, right: Built, paths: Sequence[str]) -> _Fault:
+    first = paths[0]
+    where = "" if len(paths) == len(captured.reads) else f"KV-cache group {_split(first)[0]}: "
+    name = where + _named(captured, first)
+    return _Fault(first, name, dict(leaves(captured))[first], dict(leaves(right))[first])
 
 
 def _equal(a: Any, b: Any) -> bool:
@@ -294,10 +324,15 @@ def _equal(a: Any, b: Any) -> bool:
     return type(a) is type(b) and bool(a == b)
 
 
-def _named(path: str) -> str:
-    """Return the path of a leaf as a user sees it: the group, then the field."""
-    group, _, field = path.removeprefix("reads[").partition("].")
-    return f"group {group}: {field}"
+def _split(path: str) -> tuple[int, str]:
+    """Return the group of a leaf, and its path in the reads of that group."""
+    group, _, rest = path.removeprefix("reads[").partition("].")
+    return int(group), rest
+
+
+def _named(built: Built, path: str) -> str:
+    group, rest = _split(path)
+    return field_name(built.reads[group], rest)
 
 
 def _finding(
@@ -314,7 +349,7 @@ def _finding(
         return lane.finding(
             "GP08",
             hook=_hook(rig),
-            field=_named(fault.path),
+            field=fault.field,
             expected=f"{theirs}, as an eager build on this batch has it",
             actual=f"{mine}, the number of the capture",
             step=step,
@@ -324,27 +359,28 @@ def _finding(
         return lane.finding(
             "GP05",
             hook=_hook(rig),
-            field=_named(fault.path),
+            field=fault.field,
             expected=f"shape {tuple(theirs.shape)}",
             actual=f"shape {tuple(mine.shape)}, that of the capture",
             step=step,
             help=_HELP["GP10"],
         )
     differs = ~same(mine, theirs)
-    rule, how = _rule_of(rig, step, fault, returned, view, shape, differs)
-    is_freed = bool(is_poison(mine).any())
+    rule, how = _rule_of(lane, rig, step, fault, returned, view, shape, differs)
+    is_freed = rule in ("GP01", "GP14") and bool(is_poison(mine).any())
     return lane.finding(
         rule,
         hook=_hook(rig),
-        field=_named(fault.path) + spell(differs),
+        field=fault.field + spell(differs),
         expected=f"{values_at(theirs, differs)}, as an eager build on this batch has it",
-        actual=("poison" if is_freed else values_at(mine, differs)) + how,
+        actual=("the freed memory" if is_freed else values_at(mine, differs)) + how,
         step=step,
         help=_HELP[rule],
     )
 
 
 def _rule_of(
+    lane: BuilderUnderTest,
     rig: Rig,
     step: StepRecord,
     fault: _Fault,
@@ -354,28 +390,70 @@ def _rule_of(
     differs: torch.Tensor,
 ) -> tuple[str, str]:
     """Return the rule that a tensor with wrong contents breaks, and how, in words."""
-    backend = backend_of(rig)
-    tensor = dict(leaves(rig.lane.captured[shape].step.metadata))[fault.path]
+    backend, graph = backend_of(rig), rig.lane.captured[shape].step.metadata
+    tensor = dict(leaves(graph))[fault.path]
     last = None if returned is None else dict(leaves(returned)).get(fault.path)
+    is_kept = backend.keeps(tensor)
     if isinstance(last, torch.Tensor) and storage_id(last) != storage_id(tensor):
-        freed = ", which was freed after it" if bool(is_poison(tensor).any()) else ""
-        return "GP01", f", in the memory of the capture{freed}; build() returned another tensor"
-    if fault.path in backend.freed.get(shape, ()) or not backend.keeps(tensor):
-        return "GP14", ", in memory that neither the builder nor the engine keeps after the capture"
-    live = step.problem.batch_size
-    tail = torch.zeros_like(differs)
-    first = live * len(tail) // max(shape.batch_size, 1)
-    tail[first:] = True
+        if not is_kept and _returns_it_again(lane, fault.path, shape):
+            return "GP14", " of the capture, which the builder has replaced since"
+        where = ", in the memory of the capture" if is_kept else " of the capture, which nothing keeps"
+        return "GP01", f"{where}; build() returned another tensor"
+    if fault.path in backend.freed.get(shape, ()) or not is_kept:
+        return "GP14", " of the capture, which neither the builder nor the engine keeps"
     before = tensor.clone()
     poison(tensor)
-    backend.init_metadata_replay(view, shape, rig.lane.captured[shape].step.metadata)
-    is_unwritten = bool((is_poison(tensor) & differs.to(tensor.device)).any())
+    backend.init_metadata_replay(view, shape, graph)
+    unwritten = is_poison(tensor).to(differs.device)
     tensor.copy_(before)
-    if bool((differs & ~tail).any()):
-        return "GP02", ", which no build writes" if is_unwritten else ", which build() wrote"
-    if is_unwritten:
-        return "GP03", ", in padding rows that no build writes"
-    return "GP04", ", in padding rows"
+    return _rule_of_contents(lane, step, shape, differs, unwritten)
+
+
+def _rule_of_contents(
+    lane: BuilderUnderTest,
+    step: StepRecord,
+    shape: GraphShape,
+    differs: torch.Tensor,
+    unwritten: torch.Tensor,
+) -> tuple[str, str]:
+    """Return the rule of a tensor in the right memory, and how it is broken, in words."""
+    is_unwritten = bool((unwritten & differs).any())
+    first, tail = _first_of_tail(step, shape, unwritten)
+    if not bool(differs[:first].any()):
+        return (
+            ("GP03", f", in {tail}, which build() does not write")
+            if is_unwritten
+            else ("GP04", f", in {tail}")
+        )
+    if not is_unwritten:
+        return "GP02", ", which build() wrote"
+    if lane.is_right(afresh := lane.build(), afresh.step(step.problem)):
+        return "GP09", ", made of an earlier batch, which build() kept"
+    return "GP02", ", which build() does not write"
+
+
+def _returns_it_again(lane: BuilderUnderTest, path: str, shape: GraphShape) -> bool:
+    """Return whether a build on the dummy itself returns the memory of the capture."""
+    rig = lane.build()
+    backend, captured = backend_of(rig), rig.lane.captured[shape].step
+    backend.init_metadata_replay(captured.view, shape, captured.metadata)
+    found = [dict(leaves(built)).get(path) for built in (captured.metadata, backend.returned)]
+    storages = [storage_id(each) for each in found if isinstance(each, torch.Tensor)]
+    return len(storages) == len(found) and len({*storages}) == 1
+
+
+def _first_of_tail(step: StepRecord, shape: GraphShape, unwritten: torch.Tensor) -> tuple[int, str]:
+    """Return the first row of a tensor's tail, and what the tail is, in words.
+
+    A tensor with rows of requests or tokens ends with their padding; any other ends where a build stops.
+    """
+    live, rows = step.problem.batch_size, len(unwritten)
+    if rows in (shape.batch_size, shape.batch_size + 1):
+        return live + rows - shape.batch_size, "padding rows"
+    if rows == shape.num_tokens:
+        return len(step.problem.tokens), "padding tokens"
+    written = (~unwritten).reshape(rows, -1).any(1).nonzero()
+    return (int(written[-1]) + 1 if len(written) else rows), "the end of a plan"
 
 
 def _hook(rig: Rig) -> str:

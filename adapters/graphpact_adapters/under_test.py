@@ -17,9 +17,14 @@ from graphpact_adapters.backend import BuilderBackend, Built
 from graphpact_conformance.experiments.base import differences
 from graphpact_conformance.lane.lane_under_test import LaneUnderTest
 from graphpact_conformance.lane.rig import Rig
+from graphpact_conformance.results import Finding
 from graphpact_conformance.subject.raised import causes
 from graphpact_conformance.subject.records import StepRecord, copies
+from graphpact_conformance.subject.under_test import CannotCaptureError
 from graphpact_conformance.world.problems import Drawn, Problem
+
+ROOM = 8
+"""How many times as many requests and tokens builders are told, to see whether a buffer is too small."""
 
 
 @dataclass
@@ -68,6 +73,13 @@ class BuilderUnderTest(LaneUnderTest):
                 return last
         return None
 
+    def finding(self, rule: str | None, *, hook: str | None = None, **about: Any) -> Finding:
+        """Return a finding; a hook is named by the builder's method that it calls."""
+        assert issubclass(self.backend, BuilderBackend)  # noqa: S101  lanes of builders have no other
+        calls = self.backend.calls
+        named = {"init_metadata_capture": calls["capture"], "init_metadata_replay": calls["replay"]}
+        return super().finding(rule, hook=named.get(hook, hook) if hook else None, **about)
+
     def outputs_with(self, rig: Rig, problem: Problem, view: ForwardBatch, built: Built) -> StepRecord:
         """Run the model eagerly on a padded batch, with given reads of its kernels, and return the record."""
         rig.load(problem)
@@ -82,6 +94,15 @@ class BuilderUnderTest(LaneUnderTest):
         step.rows, step.axes, step.stage = copies(live), outputs.axes, "done"
         step.caches = rig.cache.contents()
         return step
+
+    def is_captured_with_room(self) -> bool:
+        """Return whether the lane is captured when builders are told more requests and tokens."""
+        roomy = type(self.backend.__name__, (self.backend,), {"room": ROOM})
+        try:
+            replace(self, backend=roomy).rig()
+        except CannotCaptureError:
+            return False
+        return True
 
     def is_right(self, rig: Rig, step: StepRecord) -> bool:
         """Return whether a step ended without an error, and agrees with the oracle."""

@@ -4,17 +4,20 @@
     replay    ``build(0, common)`` for every group; the result is dropped
     draft     the metadata of a capture serves all steps: in the graph, each step advances the buffers and
               calls ``update_draft_decode_metadata``; an eager draft builds each step, ``build_for_drafting``
+    groups    the blocks of a request are others in each group, so that a group's metadata serves no other
     order     groups are built in turn, in the other order in every second step: a release may change it
 
 Does not: choose lanes, or judge; see `graphpact_adapters.vllm.adapter`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 import torch
 
-from graphpact.attention import BackendContext, DraftLimits, LayerSpec, Limits
+from graphpact.attention import BackendContext, DraftLimits, KVBuffers, LayerSpec, Limits
 from graphpact.batch import ForwardBatch, ForwardMode
 from graphpact.shapes import GraphShape
 from graphpact_adapters.backend import BuilderBackend, Built, DraftStep, Make, Phase
@@ -85,6 +88,14 @@ def sizes_of(context: "OfLane", capture_sizes: Sequence[int], kind: Kind, varlen
     )
 
 
+@dataclass
+class _Cache:
+    """The cache of one layer."""
+
+    k: Any
+    v: Any
+
+
 class VllmBackend(BuilderBackend):
     """A backend of builders of one class; a subclass has the factory.
 
@@ -102,6 +113,7 @@ class VllmBackend(BuilderBackend):
     capture_sizes: ClassVar[Sequence[int]] = ()
     varlen: ClassVar[int | None] = None
     warmups = 1
+    bounds = "seq_lens_cpu_upper_bound"
     calls: ClassVar[Mapping[Phase, str]] = {
         "capture": "build_for_cudagraph_capture",
         "replay": "build",
@@ -113,15 +125,18 @@ class VllmBackend(BuilderBackend):
         super().__init__(context)
         cls = type(self)
         self.sizes = sizes_of(context, cls.capture_sizes, cls.kind, cls.varlen)
-        steps = context.limits.draft.num_steps if context.mode is ForwardMode.DRAFT_DECODE else 1
         self.buffers = RunnerBuffers(
-            self.sizes, NUM_GROUPS, steps, context.req_to_token, context.device, varlen=cls.varlen
+            self.sizes,
+            NUM_GROUPS,
+            context.req_to_token,
+            len(context.kv_cache.k[0]),
+            context.device,
+            num_steps=context.limits.draft.num_steps if context.mode is ForwardMode.DRAFT_DECODE else 1,
+            varlen=cls.varlen,
         )
-        names = self.sizes.layer_names
+        told, names = self.sizes.times(self.room), self.sizes.layer_names
         self._builders: list[Any] = [
-            cls.make(
-                kv_cache_spec(self.sizes), names[group::NUM_GROUPS], vllm_config(self.sizes), context.device
-            )
+            cls.make(kv_cache_spec(told), names[group::NUM_GROUPS], vllm_config(told), context.device)
             for group in range(NUM_GROUPS)
         ]
         self._builds = 0
@@ -137,9 +152,35 @@ class VllmBackend(BuilderBackend):
         """Return the runner's persistent buffers."""
         return self.buffers.tensors()
 
+    def shared_in_step(self, lent: Lent) -> Mapping[str, torch.Tensor]:
+        """Return the persistent buffers, and the tensors on the host, which the groups of a step share."""
+        common = lent.common[0]
+        names = ("query_start_loc_cpu", "seq_lens_cpu_upper_bound", "is_prefilling")
+        return {**self.buffers.tensors(), **{name: getattr(common, name) for name in names}}
+
     def lend(self, view: ForwardBatch, shape: GraphShape | None) -> Lent:
         """Write the persistent buffers as model runner V2 does."""
-        return self.buffers.lend(view, shape)
+        return self.buffers.lend(view, shape, has_exact_bounds=self.has_exact_bounds)
+
+    @contextmanager
+    def cache_of(self, group: int, layer: LayerSpec) -> Iterator[KVBuffers]:
+        """Give a copy of the layer's cache with the blocks where the group has them, and write it back."""
+        cache, at = self.context.kv_cache, layer.cache_layer
+        slots = self.buffers.slots[group]
+        if slots is None:
+            yield cache
+            return
+        has_latents = layer.kv_lora_rank is not None
+        k, v = torch.empty_like(cache.k[at]), torch.empty_like(cache.v[at])
+        k[slots] = cache.k[at]
+        if has_latents:
+            v = k[..., : layer.v_head_dim]
+        else:
+            v[slots] = cache.v[at]
+        yield _Cache({at: k}, {at: v})
+        cache.k[at].copy_(k[slots])
+        if not has_latents:
+            cache.v[at].copy_(v[slots])
 
     def build(self, lent: Lent, phase: Phase, step: int = 0) -> Built:
         """Build for each group, in the other order than the step before; ``step`` is that of a draft."""
@@ -161,6 +202,8 @@ class VllmBackend(BuilderBackend):
 
     def begin_step(self, part: DraftStep) -> Built:
         """Advance the buffers, and update the captured metadata; in an eager draft, build for the step."""
+        if part.built is None and not part.num_reqs:
+            return Built(())  # no builder sees a step without requests
         if part.built is None:
             return self.build(self.buffers.lend_step(part.step, part.num_reqs), "draft", part.step)
         self.buffers.advance(part.step, part.num_reqs)
@@ -174,7 +217,8 @@ class VllmBackend(BuilderBackend):
         if phase == "capture":
             return builder.build_for_cudagraph_capture(common)
         if phase == "draft":
-            return builder.build_for_drafting(common, step)
+            drafts = getattr(builder, "build_for_drafting", None)  # vLLM's base class has this default
+            return builder.build(0, common, fast_build=True) if drafts is None else drafts(common, step)
         more: dict[str, Any] = {}
         if self.kind == "mamba":
             more = {

@@ -23,6 +23,8 @@ from graphpact_adapters.vllm.common import CommonAttentionMetadata
 from graphpact_adapters.vllm.given import Sizes
 
 PAD_SLOT = -1
+MOST_SLOTS = 2**16
+"""Slots of a cache whose blocks are others in each group; a high cache of the suite has holes for memory."""
 
 
 @dataclass(frozen=True)
@@ -48,9 +50,10 @@ class RunnerBuffers:
     Args:
         sizes: The sizes of the lane.
         num_groups: KV-cache groups; each has a block table and a slot mapping of its own.
-        num_steps: Steps of a draft; 1 in lanes that do not draft.
         table: ``[rows, positions]`` int32: KV slots of the suite's requests, by request row.
+        num_slots: Slots of the KV cache.
         device: Device of the buffers.
+        num_steps: Steps of a draft; 1 in lanes that do not draft.
         varlen: The most tokens of a request in graphs of decodes of different lengths. The host then knows
             only how many tokens a batch has: its offsets share them evenly.
     """
@@ -59,10 +62,11 @@ class RunnerBuffers:
         self,
         sizes: Sizes,
         num_groups: int,
-        num_steps: int,
         table: torch.Tensor,
+        num_slots: int,
         device: torch.device,
         *,
+        num_steps: int = 1,
         varlen: int | None = None,
     ) -> None:
         self._varlen = varlen
@@ -78,9 +82,9 @@ class RunnerBuffers:
         self.positions = zeros(tokens, dtype=torch.int64)
         self.block_tables = [zeros(requests, blocks) for _ in range(num_groups)]
         self.slot_mappings = zeros(num_groups, tokens, dtype=torch.int64)
-        self._draft_slots = zeros(
-            tokens, num_steps, dtype=torch.int64
-        )  # the runner's own: builders never see it
+        self.slots = [self._slots(group, num_slots, device) for group in range(num_groups)]
+        # Of the runner alone: builders never see it.
+        self._draft_slots = zeros(num_groups, tokens, num_steps, dtype=torch.int64)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the buffers by name."""
@@ -93,12 +97,28 @@ class RunnerBuffers:
             "slot_mappings": self.slot_mappings,
         }
 
-    def lend(self, view: ForwardBatch, shape: GraphShape | None) -> Lent:
+    def _slots(self, group: int, num_slots: int, device: torch.device) -> torch.Tensor | None:
+        """Return ``[slots]`` int64: where a group has each slot of the suite; None for the same slots.
+
+        Block 0 is block 0 in all groups, and each group has the others one further than the group before.
+        """
+        if group == 0 or num_slots > MOST_SLOTS:
+            return None
+        slots = torch.arange(num_slots, device=device).view(-1, self._sizes.block_size)
+        return torch.cat([slots[:1], slots[1:].roll(group, 0)]).flatten()
+
+    def in_group(self, group: int, slots: torch.Tensor) -> torch.Tensor:
+        """Return where a group has slots of the suite."""
+        own = self.slots[group]
+        return slots if own is None else own[slots.long()]
+
+    def lend(self, view: ForwardBatch, shape: GraphShape | None, *, has_exact_bounds: bool = False) -> Lent:
         """Write the buffers for a batch, and return what builders get of them.
 
         Args:
             view: The batch, padded to ``shape``; one whose rows are all padding rows is a dummy.
             shape: The captured shape; None for an eager step, which has no padding.
+            has_exact_bounds: Whether ``seq_lens_cpu_upper_bound`` is exact also when drafts are verified.
         """
         live = view.req_pool_indices != 0  # row 0 is scratch
         if shape is not None and not bool(live.any()) and view.forward_mode is not ForwardMode.IDLE:
@@ -109,19 +129,14 @@ class RunnerBuffers:
             if view.extend_seq_lens is not None
             else torch.full_like(view.seq_lens, width or 1)
         )
-        self._draft_slots.fill_(PAD_SLOT)
-        drafted = view.out_cache_loc.dim() > 1
-        if drafted:
-            self._draft_slots[: len(view.out_cache_loc)] = torch.where(
-                live[:, None], view.out_cache_loc, PAD_SLOT
-            )
-        lens = view.seq_lens + (1 if drafted else view.uncounted_keys)
+        lens = view.seq_lens + (1 if view.out_cache_loc.dim() > 1 else view.uncounted_keys)
         return self._lend(
             counts=torch.where(live, counts, 0).tolist(),
             lens=torch.where(live, lens, 0).tolist(),
             view=view,
             num_reqs=view.batch_size if shape is None else shape.batch_size,
             num_tokens=view.num_tokens if shape is None else shape.num_tokens,
+            has_exact_bounds=has_exact_bounds,
         )
 
     def _lend(
@@ -132,6 +147,7 @@ class RunnerBuffers:
         view: ForwardBatch,
         num_reqs: int,
         num_tokens: int,
+        has_exact_bounds: bool,
     ) -> Lent:
         total = sum(counts)
         drafts = view.forward_mode is ForwardMode.TARGET_VERIFY
@@ -139,23 +155,23 @@ class RunnerBuffers:
         self.seq_lens.zero_()
         self.seq_lens[: len(lens)] = torch.tensor(lens, dtype=torch.int32)
         self.positions[: len(view.positions)] = view.positions
-        self.slot_mappings.fill_(PAD_SLOT)
-        slots = view.out_cache_loc
-        self.slot_mappings[:, :total] = slots[:total] if slots.dim() == 1 else slots[:total, 0]
+        self._draft_slots.fill_(PAD_SLOT)
+        slots = view.out_cache_loc[:total].reshape(total, self._draft_slots.shape[2])
         block = self._sizes.block_size
-        for table in self.block_tables:
+        for group, table in enumerate(self.block_tables):
+            self._draft_slots[group, :total] = self.in_group(group, slots)
             table.zero_()
             for row, (request, length) in enumerate(zip(view.req_pool_indices.tolist(), lens, strict=True)):
                 ahead = (
-                    self._draft_slots.shape[1] - 1 if length else 0
+                    self._draft_slots.shape[2] - 1 if length else 0
                 )  # a draft's blocks are there before it
-                blocks = self._table[request, : length + ahead : block] // block
+                blocks = self.in_group(group, self._table[request, : length + ahead : block]) // block
                 table[row, : len(blocks)] = blocks
+        self.slot_mappings.copy_(self._draft_slots[:, :, 0])
         # After asynchronous speculation the host knows only that at most all drafts were accepted.
-        upper = [
-            length + at % (max(counts) if drafts else 1) if length else 0 for at, length in enumerate(lens)
-        ]
         most = max(counts, default=0)
+        more = most if drafts and not has_exact_bounds else 1
+        upper = [length + at % more if length else 0 for at, length in enumerate(lens)]
         if self._varlen is not None and most <= self._varlen:  # such batches have no prefill
             live = sum(count > 0 for count in counts)
             starts = _even(total, live) if live else starts
@@ -210,7 +226,7 @@ class RunnerBuffers:
 
         As V2, it advances padding rows too, up to the longest sequence.
         """
-        self.slot_mappings[:, :num_reqs] = self._draft_slots[:num_reqs, step]
+        self.slot_mappings[:, :num_reqs] = self._draft_slots[:, :num_reqs, step]
         if step:
             most = self._sizes.max_model_len
             self.seq_lens[:num_reqs].add_(1).clamp_(max=most)
