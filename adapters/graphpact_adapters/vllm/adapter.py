@@ -16,12 +16,13 @@ import torch
 
 from graphpact.attention import Capabilities, GraphSupport, HeadLayout, LayerSpec, Limits
 from graphpact.batch import ForwardMode
+from graphpact.errors import ConfigError, describe_error, place_of
 from graphpact_adapters.backend import Make
 from graphpact_adapters.experiments import BUILDER_EXPERIMENTS
 from graphpact_adapters.reads import Reader
 from graphpact_adapters.under_test import BuilderUnderTest
 from graphpact_adapters.vllm.backend import VllmBackend, sizes_of
-from graphpact_adapters.vllm.given import Kind, kv_cache_spec, vllm_config
+from graphpact_adapters.vllm.given import Kind, NotGivenError, kv_cache_spec, vllm_config
 from graphpact_adapters.vllm.readers import read as read_by_fields
 from graphpact_conformance.experiments import Experiment
 from graphpact_conformance.lane.reference import ReferenceRunner
@@ -123,12 +124,26 @@ class Builders:
         return OfFactory
 
     def declared(self, config: Config) -> GraphSupport:
-        """Return the graph support that a builder declares in the configuration of a lane."""
+        """Return the graph support that a builder declares in the configuration of a lane.
+
+        Raises:
+            ConfigError: The factory makes no builder, or that has no ``get_cudagraph_support``.
+        """
         context = _OfLane(config)
         sizes = sizes_of(context, [shape.num_tokens for shape in config.shapes], self.kind)  # type: ignore[arg-type]
         spec, engine = kv_cache_spec(sizes), vllm_config(sizes)
-        builder: Any = self.make(spec, sizes.layer_names, engine, torch.device("cpu"))
-        return SUPPORT[int(builder.get_cudagraph_support(engine, spec).value)]
+        try:
+            builder: Any = self.make(spec, sizes.layer_names, engine, torch.device("cpu"))
+            return SUPPORT[builder.get_cudagraph_support(engine, spec).value]
+        except NotGivenError:
+            raise
+        except Exception as error:
+            raise ConfigError(
+                f"{self.name} makes no builder with graph support: {describe_error(error)},"
+                f" at {place_of(error)}",
+                hint="it is called with (kv_cache_spec, layer_names, vllm_config, device), on the CPU; the"
+                " builder's get_cudagraph_support(vllm_config, kv_cache_spec) returns an AttentionCGSupport",
+            ) from error
 
     def lanes(self, options: Options) -> Iterator[PlannedLane]:
         """Yield the lanes of a run, each with the graph support that is declared in it."""
