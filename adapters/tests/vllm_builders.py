@@ -91,7 +91,7 @@ class PagedBuilder:
         self,
         common_prefix_len: int,
         common: CommonAttentionMetadata,
-        fast_build: bool = False,
+        fast_build: bool = False,  # noqa: FBT001, FBT002  vLLM's signature
     ) -> Any:
         """Return the metadata of a step."""
         del common_prefix_len, fast_build
@@ -580,7 +580,7 @@ class PlannedMetadata:
 class PlannedBuilder(PagedBuilder):
     """The right builder of plans: arrays on the host, staged and copied into persistent ones."""
 
-    support = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE  # lengths on the host are exact only there
+    support = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -607,8 +607,7 @@ class PlannedBuilder(PagedBuilder):
 
     def make_plan(self, common: CommonAttentionMetadata) -> None:
         """Plan on the host, and copy; padding rows have no pages."""
-        lens = host_lens(common).tolist()
-        lens += [0] * (common.num_reqs - len(lens))
+        lens = common.seq_lens.tolist()  # waits for the device: bounds are no lengths
         pages = [-(-length // self.block_size) for length in lens]
         staged = self.staging
         staged["indptr"][0] = 0

@@ -16,13 +16,14 @@ import torch
 
 from graphpact.attention import Capabilities, GraphSupport, HeadLayout, LayerSpec, Limits
 from graphpact.batch import ForwardMode
+from graphpact.errors import ConfigError, describe_error, place_of
 from graphpact.shapes import GraphShape
 from graphpact_adapters.backend import Make
 from graphpact_adapters.experiments import BUILDER_EXPERIMENTS
 from graphpact_adapters.reads import Reader
 from graphpact_adapters.under_test import BuilderUnderTest
 from graphpact_adapters.vllm.backend import VllmBackend, sizes_of
-from graphpact_adapters.vllm.given import Kind, kv_cache_spec, vllm_config
+from graphpact_adapters.vllm.given import Kind, NotGivenError, kv_cache_spec, vllm_config
 from graphpact_adapters.vllm.readers import read as read_by_fields
 from graphpact_conformance.experiments import Experiment
 from graphpact_conformance.lane.reference import ReferenceRunner
@@ -145,10 +146,25 @@ class Builders:
         return OfFactory
 
     def _asked(self, config: Config, varlen: int | None = None) -> tuple[Any, Any, Any]:
-        """Return a builder for a lane, and the configuration and spec that its class methods get."""
+        """Return a builder for a lane, and the configuration and spec that its class methods get.
+
+        Raises:
+            ConfigError: The factory makes no builder, or that has no ``get_cudagraph_support``.
+        """
         sizes = sizes_of(_OfLane(config), [s.num_tokens for s in config.shapes], self.kind, varlen)
         spec, engine = kv_cache_spec(sizes), vllm_config(sizes)
-        builder: Any = self.make(spec, sizes.layer_names, engine, torch.device("cpu"))
+        try:
+            builder: Any = self.make(spec, sizes.layer_names, engine, torch.device("cpu"))
+            builder.get_cudagraph_support(engine, getattr(builder, "kv_cache_spec", spec))
+        except NotGivenError:
+            raise
+        except Exception as error:
+            raise ConfigError(
+                f"{self.name} makes no builder with graph support: {describe_error(error)},"
+                f" at {place_of(error)}",
+                hint="it is called with (kv_cache_spec, layer_names, vllm_config, device), on the CPU; the"
+                " builder's get_cudagraph_support(vllm_config, kv_cache_spec) returns an AttentionCGSupport",
+            ) from error
         return builder, engine, getattr(builder, "kv_cache_spec", spec)
 
     def declared(self, config: Config) -> GraphSupport:

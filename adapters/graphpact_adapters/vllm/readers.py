@@ -83,5 +83,5 @@ def read(metadata: Any, slot_mapping: torch.Tensor) -> PagedReads:
     lacks = "; ".join(f"{name} needs {', '.join(fields)}" for name, fields in missing.items())
     raise ConfigError(
         f"no reader for {kind.__module__}.{kind.__qualname__}: {lacks}",
-        hint="say what its kernel reads, as graphpact_adapters.reads.PagedReads: Builders(make, read=...)",
+        hint="say what its kernel reads: Builders(make, read=...); docs/vllm.md has a reader",
     )
