@@ -91,7 +91,7 @@ class PagedBuilder:
         self,
         common_prefix_len: int,
         common: CommonAttentionMetadata,
-        fast_build: bool = False,  # noqa: FBT001, FBT002  vLLM's signature
+        fast_build: bool = False,
     ) -> Any:
         """Return the metadata of a step."""
         del common_prefix_len, fast_build
