@@ -30,6 +30,8 @@ from graphpact_conformance.lane.holders import holder_of
 from graphpact_tape.poison import poison
 
 Phase = Literal["capture", "replay", "eager"]
+NUM_GROUPS = 2
+"""KV-cache groups of a lane: their builders see the same persistent buffers."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,8 @@ class Built:
     """What kernels read after one build, by KV-cache group.
 
     Args:
-        reads: One entry for each group; layer ``i`` reads that of group ``i % len(reads)``.
+        reads: One entry for each group; layer ``i`` reads that of group ``i % len(reads)``. None for a step
+            without requests.
     """
 
     reads: tuple[Reads, ...]
@@ -139,11 +142,13 @@ class BuilderBackend(AttentionBackend):
     def init_metadata_eager(self, batch: ForwardBatch, *, fill: int | None = None) -> Built:
         """Build for an eager step."""
         del fill  # the buffers are the engine's, and are kept
+        if not batch.batch_size:
+            return Built(())  # an engine builds nothing for no requests
         return self._build(batch, None, "eager")
 
     def expected(self, view: ForwardBatch, shape: GraphShape | None) -> Built:
         """Return what kernels would read of an eager build on the padded batch."""
-        return self.build(self.lend(view, shape), "eager")
+        return self._build(view, shape, "eager")
 
     def _build(self, view: ForwardBatch, shape: GraphShape | None, phase: Phase) -> Built:
         lent = self.lend(view, shape)
@@ -187,6 +192,8 @@ class BuilderBackend(AttentionBackend):
         metadata: Built,
     ) -> torch.Tensor:
         """Attend with the model of the builder's kernel."""
+        if not metadata.reads:
+            return q.new_zeros(q.shape[0], layer.num_q_heads, layer.v_head_dim)
         reads = metadata.reads[layer.layer_id % len(metadata.reads)]
         context = self.context
         return reads.attend(q, k, v, layer, context.kv_cache, context.limits.page_size)

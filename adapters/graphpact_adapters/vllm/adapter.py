@@ -19,6 +19,7 @@ from graphpact.batch import ForwardMode
 from graphpact_adapters.backend import Make
 from graphpact_adapters.experiments import BUILDER_EXPERIMENTS
 from graphpact_adapters.reads import Reader
+from graphpact_adapters.states import RecurrentLane
 from graphpact_adapters.under_test import BuilderUnderTest
 from graphpact_adapters.vllm.backend import VllmBackend, sizes_of
 from graphpact_adapters.vllm.given import Kind, kv_cache_spec, vllm_config
@@ -136,7 +137,8 @@ class Builders:
             config = plan.lane.config
             if config.case.segments or config.mixed_dim is not None or config.case.frozen:
                 continue
-            lane = BuilderUnderTest(config, self.backend(config, self.declared(config)))
+            of_kind = RecurrentLane if self.kind == "mamba" else BuilderUnderTest
+            lane = of_kind(config, self.backend(config, self.declared(config)))
             yield replace(plan, lane=lane)
 
 

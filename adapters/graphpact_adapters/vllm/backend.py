@@ -2,12 +2,16 @@
 
     capture   ``build_for_cudagraph_capture`` for every group, twice: V2 warms up with metadata of its own
     replay    ``build(0, common)`` for every group; the result is dropped
+    idle      as a capture: V2 gives a rank without requests the metadata of a dummy, and replays
     order     groups are built in turn, in the other order in every second step: a release may change it
+    states    a group of recurrent layers after the first takes the metadata of the first, with another block
+              table, if the builder has ``supports_update_block_table``: at captures too, and always in order
 
 Does not: choose lanes, or judge; see `graphpact_adapters.vllm.adapter`.
 """
 
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -15,13 +19,11 @@ import torch
 from graphpact.attention import BackendContext
 from graphpact.batch import ForwardBatch, ForwardMode
 from graphpact.shapes import GraphShape
-from graphpact_adapters.backend import BuilderBackend, Built, Make, Phase
+from graphpact_adapters.backend import NUM_GROUPS, BuilderBackend, Built, Make, Phase
 from graphpact_adapters.reads import Reader
 from graphpact_adapters.vllm.given import Kind, Sizes, kv_cache_spec, vllm_config
-from graphpact_adapters.vllm.runner import Lent, RunnerBuffers
+from graphpact_adapters.vllm.runner import Lent, RunnerBuffers, is_all_padding
 
-NUM_GROUPS = 2
-"""KV-cache groups of a lane: their builders see the same persistent buffers."""
 ROPE = 8
 """Width of the rotary part of an MLA key in the suite's lanes."""
 
@@ -75,7 +77,8 @@ class VllmBackend(BuilderBackend):
         super().__init__(context)
         cls = type(self)
         self.sizes = sizes_of(context, cls.capture_sizes, cls.kind)
-        self.buffers = RunnerBuffers(self.sizes, NUM_GROUPS, context.req_to_token, context.device)
+        states: Any = context.kv_cache if cls.kind == "mamba" else None
+        self.buffers = RunnerBuffers(self.sizes, NUM_GROUPS, context.req_to_token, context.device, states)
         names = self.sizes.layer_names
         self._builders: list[Any] = [
             cls.make(
@@ -103,8 +106,18 @@ class VllmBackend(BuilderBackend):
         order = range(NUM_GROUPS)
         self._builds += 1
         found: dict[int, Any] = {}
-        for group in order if self._builds % 2 else reversed(order):
-            found[group] = self._build_group(self._builders[group], lent, group, phase)
+        if self.kind == "mamba" and getattr(self._builders[0], "supports_update_block_table", False):
+            first = self._build_group(self._builders[0], lent, 0, phase)
+            for group, builder in enumerate(self._builders):
+                of_group = lent.common[group]
+                found[group] = (
+                    builder.update_block_table(first, of_group.block_table_tensor, of_group.slot_mapping)
+                    if group
+                    else first
+                )
+        else:
+            for group in order if self._builds % 2 else reversed(order):
+                found[group] = self._build_group(self._builders[group], lent, group, phase)
         read = type(self).read
         return Built(tuple(read(found[group], lent.common[group].slot_mapping) for group in order))
 
@@ -113,9 +126,22 @@ class VllmBackend(BuilderBackend):
         if phase == "capture":
             return builder.build_for_cudagraph_capture(common)
         more: dict[str, Any] = {}
-        if self.kind == "mamba":
+        if self.kind == "mamba" and _takes(builder.build, "num_accepted_tokens"):
             more = {
                 "num_accepted_tokens": lent.num_accepted_tokens,
                 "num_decode_draft_tokens_cpu": lent.num_decode_draft_tokens_cpu,
             }
         return builder.build(0, common, **more)
+
+    def _build(self, view: ForwardBatch, shape: GraphShape | None, phase: Phase) -> Built:
+        is_dummy = shape is not None and is_all_padding(view)
+        return super()._build(view, shape, "capture" if is_dummy else phase)
+
+
+def _takes(function: Callable[..., object], name: str) -> bool:
+    """Return whether a function has a parameter of a name, or takes any.
+
+    V2 asks for the builder's class: Mamba2, GDN and the short convolutions take the counts, Linear does not.
+    """
+    parameters = inspect.signature(function).parameters.values()
+    return any(each.name == name or each.kind is each.VAR_KEYWORD for each in parameters)

@@ -5,7 +5,10 @@
     a replay     live requests first; padding rows have no query (offsets stay), no key, blocks of zeros, and
                  padding tokens the slot -1
     a dummy      tokens shared evenly by all requests, whose keys are those tokens; blocks of zeros, slots -1,
-                 ``max_seq_len`` the longest sequence, ``max_query_len`` what the graph must hold
+                 ``max_seq_len`` the longest sequence, ``max_query_len`` what the graph must hold. Captures
+                 have dummies, and replays of an idle rank
+    states       a block table of recurrent layers has a column for each token of a step: the state rows of
+                 the request. Accepted tokens are kept by request row, and gathered for each step
 
 From ``vllm/v1/worker/gpu`` of vLLM 0.33: ``input_batch.py``, ``model_runner.py``, ``model_states``.
 
@@ -14,6 +17,7 @@ Does not: copy token ids or sample: the lane's runner does.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -32,7 +36,7 @@ class Lent:
     Args:
         common: One entry for each KV-cache group.
         num_accepted_tokens: ``[num_reqs]`` int32: accepted tokens of the last step of each request, 1 in
-            padding rows; None without speculation, and at captures.
+            padding rows; None without recurrent states or speculation, and in dummies.
         num_decode_draft_tokens_cpu: ``[num_reqs]`` int32 on the host: drafts of each decode, -1 for other
             rows; None as above.
     """
@@ -40,6 +44,18 @@ class Lent:
     common: tuple[CommonAttentionMetadata, ...]
     num_accepted_tokens: torch.Tensor | None = None
     num_decode_draft_tokens_cpu: torch.Tensor | None = None
+
+
+class States(Protocol):
+    """What an engine keeps of recurrent layers: see `graphpact_adapters.states.StateMemory`."""
+
+    state_blocks: torch.Tensor
+    num_accepted: torch.Tensor
+
+
+def is_all_padding(view: ForwardBatch) -> bool:
+    """Return whether a batch has no live request, as dummies and batches of an idle rank."""
+    return not bool((view.req_pool_indices != 0).any())  # row 0 is scratch
 
 
 class RunnerBuffers:
@@ -50,12 +66,22 @@ class RunnerBuffers:
         num_groups: KV-cache groups; each has a block table and a slot mapping of its own.
         table: ``[rows, positions]`` int32: KV slots of the suite's requests, by request row.
         device: Device of the buffers.
+        states: The state rows and accepted tokens of the suite's requests; None without recurrent states.
     """
 
-    def __init__(self, sizes: Sizes, num_groups: int, table: torch.Tensor, device: torch.device) -> None:
-        self._sizes, self._table = sizes, table
+    def __init__(
+        self,
+        sizes: Sizes,
+        num_groups: int,
+        table: torch.Tensor,
+        device: torch.device,
+        states: States | None = None,
+    ) -> None:
+        self._sizes, self._table, self._states = sizes, table, states
         requests, tokens = sizes.max_num_seqs, sizes.max_num_tokens
         blocks = -(-sizes.max_model_len // sizes.block_size)
+        if states is not None:
+            blocks = 1 + sizes.num_speculative_tokens
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(*shape, dtype=dtype, device=device)
@@ -84,9 +110,9 @@ class RunnerBuffers:
             view: The batch, padded to ``shape``; one whose rows are all padding rows is a dummy.
             shape: The captured shape; None for an eager step, which has no padding.
         """
-        live = view.req_pool_indices != 0  # row 0 is scratch
-        if shape is not None and not bool(live.any()) and view.forward_mode is not ForwardMode.IDLE:
+        if shape is not None and is_all_padding(view):
             return self._lend_dummy(shape)
+        live = view.req_pool_indices != 0
         width = None if view.extend_seq_lens is not None else view.tokens_per_request
         counts = (
             view.extend_seq_lens
@@ -120,8 +146,11 @@ class RunnerBuffers:
         self.slot_mappings.fill_(PAD_SLOT)
         self.slot_mappings[:, :total] = view.out_cache_loc[:total]
         block = self._sizes.block_size
-        for table in self.block_tables:
+        for group, table in enumerate(self.block_tables):
             table.zero_()
+            if self._states is not None:  # those of padding rows are zeros
+                table[: len(lens)] = self._states.state_blocks[view.req_pool_indices, group]
+                continue
             for row, (request, length) in enumerate(zip(view.req_pool_indices.tolist(), lens, strict=True)):
                 blocks = self._table[request, :length:block] // block
                 table[row, : len(blocks)] = blocks
@@ -143,9 +172,11 @@ class RunnerBuffers:
             bound=bound,
             is_prefilling=torch.tensor(prefilling, dtype=torch.bool) & (torch.tensor(counts) > 0),
         )
-        if not drafts:
+        if not drafts or self._states is None:
             return Lent(lent)
         accepted = torch.ones(num_reqs, dtype=torch.int32, device=self.seq_lens.device)
+        live = view.req_pool_indices != 0
+        accepted[: len(lens)][live] = self._states.num_accepted[view.req_pool_indices[live]]
         tokens = torch.tensor([count - 1 for count in counts], dtype=torch.int32)
         return Lent(lent, accepted, tokens)
 
