@@ -42,12 +42,13 @@ def replays(lane: UnderTest, steps: Drawn) -> Findings:
 def other_orders(lane: UnderTest, steps: Drawn) -> Findings:
     """Replay after captures in another order, between eager steps, and after a second capture."""
     ours = _ours(lane)
+    kept = ours.rig()  # a lane that cannot be captured has ended here
     rig = ours.build(capture=False)
     for shape in rig.planned:
         rig.capture(shape)
     batches = (*steps, half_size_batch(lane.config))
     yield from _judge(ours, rig, batches, "a replay after captures from the smallest shape on")
-    rig = ours.rig()
+    rig = kept
 
     def with_eager_steps() -> Iterator[Problem]:
         for problem in batches:
