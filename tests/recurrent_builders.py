@@ -166,6 +166,29 @@ class CapturedWithoutDrafts(Scan):
         return replace(super().build_for_cudagraph_capture(common), num_accepted_tokens=None)
 
 
+class PaddingIsPrefill(Scan):
+    """Wrong: a step with padding rows is taken for one with prefills, and leaves what a graph reads."""
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,  # noqa: FBT001, FBT002  vLLM's signature
+        *,
+        num_accepted_tokens: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> ScanMetadata:
+        """Count rows without queries as prefills."""
+        common = common_attn_metadata
+        empty = int((common.query_start_loc_cpu.diff() == 0).sum())
+        if not empty:
+            return super().build(
+                common_prefix_len, common, fast_build, num_accepted_tokens=num_accepted_tokens, **kwargs
+            )
+        live, table = common.num_reqs - empty, common.block_table_tensor.clone()
+        return ScanMetadata(empty, live, live, common.num_reqs, table, common.query_start_loc, None, 1)
+
+
 class NoAccepted(Scan):
     """Wrong with a kernel without offsets: padding rows have no accepted token."""
 

@@ -39,8 +39,8 @@ class Built:
     """What kernels read after one build, by KV-cache group.
 
     Args:
-        reads: One entry for each group; layer ``i`` reads that of group ``i % len(reads)``. None for a step
-            without requests.
+        reads: One entry for each group; layer ``i`` reads that of group ``i % len(reads)``. Empty for a step
+            without requests, and for the dropped result of a replay that no reader knows.
     """
 
     reads: tuple[Reads, ...]

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from graphpact.batch import ForwardBatch
+from graphpact.errors import ConfigError
 from graphpact.shapes import GraphShape
 from graphpact.tensors import same, storage_id
 from graphpact_adapters.backend import Built
@@ -78,7 +79,19 @@ def explain(
     captured = copied(graph)
     returned = backend_of(rig).returned
     fresh = lane.build(capture=False)
-    right = _right(lane, fresh, step, view, shape)
+    try:
+        right = _right(lane, fresh, step, view, shape)
+    except ConfigError as unread:
+        yield lane.finding(
+            "GP10",
+            hook=_hook(rig),
+            field="the launches of the kernel",
+            expected="those of the capture: what an eager build on this batch returns has a reader too",
+            actual=message_of(unread),
+            step=step,
+            help=_HELP["GP10"],
+        )
+        return
     if not lane.is_right(fresh, lane.outputs_with(fresh, step.problem, view, right)):
         yield from _wrong_on_padding(lane, fresh, step, view, shape, right, what)
         return
@@ -108,6 +121,9 @@ def _right(
 
     If they are wrong, then of builders that have captured the shape: rows that no build writes hold what was
     in their memory before.
+
+    Raises:
+        ConfigError: No reader knows the metadata of such a build.
     """
     fresh.load(step.problem)
     right: Built = copied(backend_of(fresh).expected(view, shape))

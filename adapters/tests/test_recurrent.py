@@ -80,6 +80,7 @@ def test_a_right_builder_passes(make: type[made.Builder], options: dict[str, Any
         (made.FirstGroup, {}, None, "an eager build: token"),
         (made.FrozenCount, {}, "GP08", "group 0: num_requests"),
         (made.CapturedWithoutDrafts, {}, "GP10", "group 0: the launches of the kernel"),
+        (made.PaddingIsPrefill, {}, "GP10", "the launches of the kernel"),
         (made.KeptAccepted, {}, "GP01", "group 0: num_accepted_tokens"),
         (made.WritesLent, {}, "GP19", "block_tables[0]"),
     ],

@@ -18,6 +18,7 @@ import torch
 
 from graphpact.attention import BackendContext
 from graphpact.batch import ForwardBatch, ForwardMode
+from graphpact.errors import ConfigError
 from graphpact.shapes import GraphShape
 from graphpact_adapters.backend import NUM_GROUPS, BuilderBackend, Built, Make, Phase
 from graphpact_adapters.reads import Reader
@@ -103,23 +104,25 @@ class VllmBackend(BuilderBackend):
 
     def build(self, lent: Lent, phase: Phase) -> Built:
         """Build for each group, in the other order than the step before."""
-        order = range(NUM_GROUPS)
+        groups = range(NUM_GROUPS)
         self._builds += 1
+        updates = self.kind == "mamba" and getattr(self._builders[0], "supports_update_block_table", False)
         found: dict[int, Any] = {}
-        if self.kind == "mamba" and getattr(self._builders[0], "supports_update_block_table", False):
-            first = self._build_group(self._builders[0], lent, 0, phase)
-            for group, builder in enumerate(self._builders):
-                of_group = lent.common[group]
-                found[group] = (
-                    builder.update_block_table(first, of_group.block_table_tensor, of_group.slot_mapping)
-                    if group
-                    else first
+        for group in groups if updates or self._builds % 2 else reversed(groups):
+            builder, common = self._builders[group], lent.common[group]
+            if updates and found:
+                found[group] = builder.update_block_table(
+                    found[0], common.block_table_tensor, common.slot_mapping
                 )
-        else:
-            for group in order if self._builds % 2 else reversed(order):
-                found[group] = self._build_group(self._builders[group], lent, group, phase)
+            else:
+                found[group] = self._build_group(builder, lent, group, phase)
         read = type(self).read
-        return Built(tuple(read(found[group], lent.common[group].slot_mapping) for group in order))
+        try:
+            return Built(tuple(read(found[group], lent.common[group].slot_mapping) for group in groups))
+        except ConfigError:
+            if phase != "replay":
+                raise
+            return Built(())  # V2 drops the metadata of a replay unread
 
     def _build_group(self, builder: Any, lent: Lent, group: int, phase: Phase) -> object:
         common = lent.common[group]
