@@ -295,6 +295,22 @@ def test_reads_out_of_bounds_are_refused(changes: dict[str, Any], rule: str, sai
     assert refused.value.rule == rule
 
 
+@pytest.mark.parametrize("index", [0, -1])
+def test_skipped_rows_are_neither_read_nor_written(index: int) -> None:
+    """A request whose state index is skipped has zeros as outputs; row 0 is scratch for other kernels."""
+    states = torch.ones(3, 2, 3, 2, dtype=torch.float64)
+    cache = SimpleNamespace(k=[torch.zeros(2, 2, 3)], v=[torch.zeros(2, 2, 2)], states=[states])
+    table, slots = torch.tensor([index, 2], dtype=torch.int32), torch.tensor([0, 1])
+    inputs = torch.ones(2, 4, 3), torch.ones(2, 2, 3), torch.ones(2, 2, 2)
+    out = RecurrentReads(table, slots, 2, skipped=(index,)).attend(*inputs, LAYER, cache, 1)
+    assert bool((out[0] == 0).all())
+    assert bool((out[1] == 0.5 * 3 * 2).all())
+    assert [bool((state == 1).all()) for state in states] == [True, True, False]
+    if index == 0:
+        RecurrentReads(table, slots, 2, skipped=(-1,)).attend(*inputs, LAYER, cache, 1)
+        assert bool((states[0] == 2).all())
+
+
 def test_reads_need_states() -> None:
     """Recurrent reads in a lane of another kind say which kind to give."""
     reads = RecurrentReads(torch.ones(1, 1), torch.zeros(1, dtype=torch.int64), 1)

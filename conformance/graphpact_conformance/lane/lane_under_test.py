@@ -72,6 +72,9 @@ class LaneUnderTest(Reporting):
         driver: Graph driver; None for the tape, fast or strict as experiments need it.
         listed: The rules that the current experiment lists; None for every rule.
         watch: Charges changes of the process's state to the plugin's calls.
+
+    Attributes:
+        rig_class: The class of its rigs.
     """
 
     config: Config
