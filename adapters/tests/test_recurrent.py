@@ -311,6 +311,21 @@ def test_skipped_rows_are_neither_read_nor_written(index: int) -> None:
         assert bool((states[0] == 2).all())
 
 
+def test_a_skipped_column_is_not_written() -> None:
+    """A token whose state index is skipped has its output, and its state is written nowhere."""
+    states = torch.ones(3, 2, 3, 2, dtype=torch.float64)
+    cache = SimpleNamespace(k=[torch.zeros(2, 2, 3)], v=[torch.zeros(2, 2, 2)], states=[states])
+    starts = torch.tensor([0, 2], dtype=torch.int32)
+    for index in (0, -1):
+        reads = RecurrentReads(
+            torch.tensor([[2, index]]), torch.tensor([0, 1]), 2, query_start_loc=starts, skipped=(index,)
+        )
+        states.fill_(1)
+        out = reads.attend(torch.ones(2, 4, 3), torch.ones(2, 2, 3), torch.ones(2, 2, 2), LAYER, cache, 1)
+        assert out[:, 0, 0].tolist() == [0.5 * 3 * 2, 0.5 * 3 * 3]
+        assert states[:, 0, 0, 0].tolist() == [1, 1, 2]
+
+
 def test_reads_need_states() -> None:
     """Recurrent reads in a lane of another kind say which kind to give."""
     reads = RecurrentReads(torch.ones(1, 1), torch.zeros(1, dtype=torch.int64), 1)
