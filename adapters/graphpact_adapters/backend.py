@@ -43,6 +43,8 @@ from graphpact_conformance.lane.holders import holder_of
 from graphpact_tape.poison import poison
 
 Phase = Literal["capture", "replay", "eager", "draft"]
+NUM_GROUPS = 2
+"""KV-cache groups of a lane: their builders see the same persistent buffers."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ class Built:
 
     Args:
         reads: One entry for each group; layer ``i`` reads that of group ``i % len(reads)``. Empty for a step
-            without requests.
+            without requests, and for the dropped result of a replay that no reader knows.
     """
 
     reads: tuple[Reads, ...]
@@ -221,7 +223,7 @@ class BuilderBackend(AttentionBackend):
 
     def expected(self, view: ForwardBatch, shape: GraphShape | None) -> Built:
         """Return what kernels would read of an eager build on the padded batch."""
-        return self.build(self.lend(view, shape), "eager")
+        return self._build(view, shape, "eager")
 
     def _build(self, view: ForwardBatch, shape: GraphShape | None, phase: Phase) -> Built:
         type(self).types.update(map(type, self.builders))

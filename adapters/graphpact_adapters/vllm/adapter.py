@@ -21,6 +21,7 @@ from graphpact.shapes import GraphShape
 from graphpact_adapters.backend import Make
 from graphpact_adapters.experiments import BUILDER_EXPERIMENTS
 from graphpact_adapters.reads import Reader
+from graphpact_adapters.states import RecurrentLane
 from graphpact_adapters.under_test import BuilderUnderTest
 from graphpact_adapters.vllm.backend import VllmBackend, sizes_of
 from graphpact_adapters.vllm.given import Kind, NotGivenError, kv_cache_spec, vllm_config
@@ -185,7 +186,8 @@ class Builders:
             if config.case.segments or config.case.frozen or config.mixed_dim is not None:
                 continue
             support = self.declared(config)
-            yield replace(plan, lane=BuilderUnderTest(config, self.backend(config, support)))
+            of_kind = RecurrentLane if self.kind == "mamba" else BuilderUnderTest
+            yield replace(plan, lane=of_kind(config, self.backend(config, support)))
             if config.case == Case(ForwardMode.MIXED) and not support.covers(config.case.needs):
                 yield from self._of_different_lengths(plan)
 
@@ -214,7 +216,8 @@ class Builders:
             needs = config.case.needs
             is_plain = not config.unusual and config.case.mode in _PROBED and not config.case.segments
             if is_plain and not self.declared(config).covers(needs):
-                lane = BuilderUnderTest(config, self.backend(config))
+                of_kind = RecurrentLane if self.kind == "mamba" else BuilderUnderTest
+                lane = of_kind(config, self.backend(config))
                 yield f"graphs {_NAMES[needs]}", replace(plan, lane=lane)
 
 

@@ -4,13 +4,17 @@
     replay    ``build(0, common)`` for every group; the result is dropped
     draft     the metadata of a capture serves all steps: in the graph, each step advances the buffers and
               calls ``update_draft_decode_metadata``; an eager draft builds each step, ``build_for_drafting``
+    idle      as a capture: V2 gives a rank without requests the metadata of a dummy, and replays
     groups    the blocks of a request are others in each group, so that a group's metadata serves no other
     order     groups are built in turn, in the other order in every second step: a release may change it
+    states    a group of recurrent layers after the first takes the metadata of the first, with another block
+              table, if the builder has ``supports_update_block_table``: at captures too, and always in order
 
 Does not: choose lanes, or judge; see `graphpact_adapters.vllm.adapter`.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
@@ -19,11 +23,12 @@ import torch
 
 from graphpact.attention import BackendContext, DraftLimits, KVBuffers, LayerSpec, Limits
 from graphpact.batch import ForwardBatch, ForwardMode
+from graphpact.errors import ConfigError
 from graphpact.shapes import GraphShape
-from graphpact_adapters.backend import BuilderBackend, Built, DraftStep, Make, Phase
+from graphpact_adapters.backend import NUM_GROUPS, BuilderBackend, Built, DraftStep, Make, Phase
 from graphpact_adapters.reads import Reader
 from graphpact_adapters.vllm.given import Kind, Sizes, kv_cache_spec, vllm_config
-from graphpact_adapters.vllm.runner import Lent, RunnerBuffers
+from graphpact_adapters.vllm.runner import Lent, RunnerBuffers, is_all_padding
 
 
 class OfLane(Protocol):
@@ -46,8 +51,6 @@ class OfLane(Protocol):
         """The forward mode of the lane."""
 
 
-NUM_GROUPS = 2
-"""KV-cache groups of a lane: their builders see the same persistent buffers."""
 ROPE = 8
 """Width of the rotary part of an MLA key in the suite's lanes."""
 
@@ -125,6 +128,7 @@ class VllmBackend(BuilderBackend):
         super().__init__(context)
         cls = type(self)
         self.sizes = sizes_of(context, cls.capture_sizes, cls.kind, cls.varlen)
+        states: Any = context.kv_cache if cls.kind == "mamba" else None
         self.buffers = RunnerBuffers(
             self.sizes,
             NUM_GROUPS,
@@ -133,6 +137,7 @@ class VllmBackend(BuilderBackend):
             context.device,
             num_steps=context.limits.draft.num_steps if context.mode is ForwardMode.DRAFT_DECODE else 1,
             varlen=cls.varlen,
+            states=states,
         )
         told, names = self.sizes.times(self.room), self.sizes.layer_names
         self._builders: list[Any] = [
@@ -184,13 +189,24 @@ class VllmBackend(BuilderBackend):
 
     def build(self, lent: Lent, phase: Phase, step: int = 0) -> Built:
         """Build for each group, in the other order than the step before; ``step`` is that of a draft."""
-        groups = self._in_turn()
-        found = {
-            group: self._build_group(self._builders[group], lent, group, phase, step) for group in groups
-        }
+        updates = self.kind == "mamba" and getattr(self._builders[0], "supports_update_block_table", False)
+        found: dict[int, Any] = {}
+        for group in range(NUM_GROUPS) if updates else self._in_turn():
+            builder, common = self._builders[group], lent.common[group]
+            if updates and found:
+                found[group] = builder.update_block_table(
+                    found[0], common.block_table_tensor, common.slot_mapping
+                )
+            else:
+                found[group] = self._build_group(builder, lent, group, phase, step)
         read = type(self).read
         slots = [common.slot_mapping for common in lent.common]
-        built = Built(tuple(read(found[group], slots[group]) for group in range(NUM_GROUPS)))
+        try:
+            built = Built(tuple(read(found[group], slots[group]) for group in range(NUM_GROUPS)))
+        except ConfigError:
+            if phase != "replay":
+                raise
+            return Built(())  # V2 drops the metadata of a replay unread
         if phase == "capture":
             self._objects[id(built)] = built, found
         return built
@@ -220,9 +236,22 @@ class VllmBackend(BuilderBackend):
             drafts = getattr(builder, "build_for_drafting", None)  # vLLM's base class has this default
             return builder.build(0, common, fast_build=True) if drafts is None else drafts(common, step)
         more: dict[str, Any] = {}
-        if self.kind == "mamba":
+        if self.kind == "mamba" and _takes(builder.build, "num_accepted_tokens"):
             more = {
                 "num_accepted_tokens": lent.num_accepted_tokens,
                 "num_decode_draft_tokens_cpu": lent.num_decode_draft_tokens_cpu,
             }
         return builder.build(0, common, **more)
+
+    def _build(self, view: ForwardBatch, shape: GraphShape | None, phase: Phase) -> Built:
+        is_dummy = shape is not None and is_all_padding(view)
+        return super()._build(view, shape, "capture" if is_dummy else phase)
+
+
+def _takes(function: Callable[..., object], name: str) -> bool:
+    """Return whether a function has a parameter of a name, or takes any.
+
+    V2 asks for the builder's class: Mamba2, GDN and the short convolutions take the counts, Linear does not.
+    """
+    parameters = inspect.signature(function).parameters.values()
+    return any(each.name == name or each.kind is each.VAR_KEYWORD for each in parameters)

@@ -5,7 +5,10 @@
     a replay     live requests first; padding rows have no query (offsets stay), no key, blocks of zeros, and
                  padding tokens the slot -1
     a dummy      tokens shared evenly by all requests, whose keys are those tokens; blocks of zeros, slots -1,
-                 ``max_seq_len`` the longest sequence, ``max_query_len`` what the graph must hold
+                 ``max_seq_len`` the longest sequence, ``max_query_len`` what the graph must hold. Captures
+                 have dummies, and replays of an idle rank
+    states       a block table of recurrent layers has a column for each token of a step: the state rows of
+                 the request. Accepted tokens are kept by request row, and gathered for each step
 
 From ``vllm/v1/worker/gpu`` of vLLM 0.33: ``input_batch.py``, ``model_runner.py``, ``model_states``.
 
@@ -14,6 +17,7 @@ Does not: copy token ids or sample: the lane's runner does.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -34,7 +38,7 @@ class Lent:
     Args:
         common: One entry for each KV-cache group.
         num_accepted_tokens: ``[num_reqs]`` int32: accepted tokens of the last step of each request, 1 in
-            padding rows; None without speculation, and at captures.
+            padding rows; None without recurrent states or speculation, and in dummies.
         num_decode_draft_tokens_cpu: ``[num_reqs]`` int32 on the host: drafts of each decode, -1 for other
             rows; None as above.
     """
@@ -42,6 +46,18 @@ class Lent:
     common: tuple[CommonAttentionMetadata, ...]
     num_accepted_tokens: torch.Tensor | None = None
     num_decode_draft_tokens_cpu: torch.Tensor | None = None
+
+
+class States(Protocol):
+    """What an engine keeps of recurrent layers: see `graphpact_adapters.states.StateMemory`."""
+
+    state_blocks: torch.Tensor
+    num_accepted: torch.Tensor
+
+
+def is_all_padding(view: ForwardBatch) -> bool:
+    """Return whether a batch has no live request, as dummies and batches of an idle rank."""
+    return not bool((view.req_pool_indices != 0).any())  # row 0 is scratch
 
 
 class RunnerBuffers:
@@ -56,6 +72,7 @@ class RunnerBuffers:
         num_steps: Steps of a draft; 1 in lanes that do not draft.
         varlen: The most tokens of a request in graphs of decodes of different lengths. The host then knows
             only how many tokens a batch has: its offsets share them evenly.
+        states: The state rows and accepted tokens of the suite's requests; None without recurrent states.
     """
 
     def __init__(
@@ -68,11 +85,14 @@ class RunnerBuffers:
         *,
         num_steps: int = 1,
         varlen: int | None = None,
+        states: States | None = None,
     ) -> None:
         self._varlen = varlen
-        self._sizes, self._table = sizes, table
+        self._sizes, self._table, self._states = sizes, table, states
         requests, tokens = sizes.max_num_seqs, sizes.max_num_tokens
         blocks = -(-sizes.max_model_len // sizes.block_size)
+        if states is not None:
+            blocks = 1 + sizes.num_speculative_tokens
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(*shape, dtype=dtype, device=device)
@@ -102,7 +122,7 @@ class RunnerBuffers:
 
         Block 0 is block 0 in all groups, and each group has the others one further than the group before.
         """
-        if group == 0 or num_slots > MOST_SLOTS:
+        if group == 0 or num_slots > MOST_SLOTS or self._states is not None:
             return None
         slots = torch.arange(num_slots, device=device).view(-1, self._sizes.block_size)
         return torch.cat([slots[:1], slots[1:].roll(group, 0)]).flatten()
@@ -120,9 +140,9 @@ class RunnerBuffers:
             shape: The captured shape; None for an eager step, which has no padding.
             has_exact_bounds: Whether ``seq_lens_cpu_upper_bound`` is exact also when drafts are verified.
         """
-        live = view.req_pool_indices != 0  # row 0 is scratch
-        if shape is not None and not bool(live.any()) and view.forward_mode is not ForwardMode.IDLE:
+        if shape is not None and is_all_padding(view):
             return self._lend_dummy(shape)
+        live = view.req_pool_indices != 0
         width = None if view.extend_seq_lens is not None else view.tokens_per_request
         counts = (
             view.extend_seq_lens
@@ -161,10 +181,12 @@ class RunnerBuffers:
         for group, table in enumerate(self.block_tables):
             self._draft_slots[group, :total] = self.in_group(group, slots)
             table.zero_()
+            if self._states is not None:  # those of padding rows are zeros
+                table[: len(lens)] = self._states.state_blocks[view.req_pool_indices, group]
+                continue
             for row, (request, length) in enumerate(zip(view.req_pool_indices.tolist(), lens, strict=True)):
-                ahead = (
-                    self._draft_slots.shape[2] - 1 if length else 0
-                )  # a draft's blocks are there before it
+                # The blocks of a draft are there before it begins.
+                ahead = self._draft_slots.shape[2] - 1 if length else 0
                 blocks = self.in_group(group, self._table[request, : length + ahead : block]) // block
                 table[row, : len(blocks)] = blocks
         self.slot_mappings.copy_(self._draft_slots[:, :, 0])
@@ -173,8 +195,8 @@ class RunnerBuffers:
         more = most if drafts and not has_exact_bounds else 1
         upper = [length + at % more if length else 0 for at, length in enumerate(lens)]
         if self._varlen is not None and most <= self._varlen:  # such batches have no prefill
-            live = sum(count > 0 for count in counts)
-            starts = _even(total, live) if live else starts
+            requests = sum(count > 0 for count in counts)
+            starts = _even(total, requests) if requests else starts
             most, prefills = self._varlen, False
         else:
             prefills = view.forward_mode.is_ragged
@@ -189,9 +211,11 @@ class RunnerBuffers:
             bound=bound,
             is_prefilling=torch.tensor(prefilling, dtype=torch.bool) & (torch.tensor(counts) > 0),
         )
-        if not drafts:
+        if not drafts or self._states is None:
             return Lent(lent)
         accepted = torch.ones(num_reqs, dtype=torch.int32, device=self.seq_lens.device)
+        live = view.req_pool_indices != 0
+        accepted[: len(lens)][live] = self._states.num_accepted[view.req_pool_indices[live]]
         tokens = torch.tensor([count - 1 for count in counts], dtype=torch.int32)
         return Lent(lent, accepted, tokens)
 

@@ -15,7 +15,7 @@ import itertools
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -41,7 +41,7 @@ from graphpact_conformance.lane.reference import ReferenceRunner, SegmentsRunner
 from graphpact_conformance.lane.tracer import DispatchTracer
 from graphpact_conformance.lane.watched_hooks import WatchedHooks
 from graphpact_conformance.model import Model, Passes
-from graphpact_conformance.oracle import Answer, answer
+from graphpact_conformance.oracle import Answer, OracleBackend, answer
 from graphpact_conformance.subject.global_state import Call, StateWatch
 from graphpact_conformance.subject.kv_memory import KvMemory
 from graphpact_conformance.subject.records import Leaf, Ready, StepRecord, Undo, copies
@@ -141,7 +141,14 @@ class Rig:
         copies_attention: See `Model`.
         watch: Charges changes of the process's state to the plugin's calls; by default a new one.
         share_pool: As ``Lane(share_pool=...)``.
+
+    Attributes:
+        memory: The class of its KV cache.
+        oracle: The class whose attention is right.
     """
+
+    memory: ClassVar[type[KvMemory]] = KvMemory
+    oracle: ClassVar[type[OracleBackend]] = OracleBackend
 
     def __init__(
         self,
@@ -369,7 +376,7 @@ class Rig:
 
     def _make_memory(self) -> None:
         config = self.config
-        self.cache = KvMemory(config, self.device)
+        self.cache = self.memory(config, self.device)
         empty = Problem(config.case, [], 0)
         self.table = empty.page_table(config).to(self.device)
         self.cache.load(empty)
@@ -563,7 +570,7 @@ class Rig:
             return runner.compose(forward, step)
 
         context = replace(self.backend.context, kv_cache=self.cache.copy())
-        return answer(compact, batch, self.net, context, padded, compose)
+        return answer(compact, batch, self.net, context, padded, compose, self.oracle)
 
     def padded_tokens(self, problem: Problem) -> int:
         """Return the tokens of the shape that a batch replays; for an eager batch its own tokens."""
