@@ -328,7 +328,7 @@ def _plan_lane(
     runner_name = lane.runner or role.runner
     runner = catalog.select("runner", runner_name)
     if driver_name == "auto":
-        driver_name = runner.driver or ("cuda" if device.type == "cuda" else "tape")
+        driver_name = runner.driver or ("tape" if device.type == "cpu" else device.type)
     backend = catalog.select("attention_backend", backend_name)
     driver = catalog.select("graph_driver", driver_name)
     _require_serves(name, runner_name, runner, role)
