@@ -100,8 +100,9 @@ def test_a_missed_update_is_found_in_an_engine(engine_of: Callable[..., Engine])
     with pytest.raises(ContractError, match=r"task 1 of decode\[bs=4, .* was not updated") as refused:
         _tokens(engine_of("first_layer", "lanes.decode.strict=true"))
     assert refused.value.rule == "GP21"
-    with pytest.raises(VerificationError, match="replay and an eager run"):
+    with pytest.raises(VerificationError, match="replay and an eager run") as seen:
         _tokens(engine_of("first_layer", "verify.replay_against_eager=1.0"))
+    assert "every field agrees in its live rows" in str(seen.value)
 
 
 def test_a_driver_without_tasks_is_refused_at_capture(engine_of: Callable[..., Engine]) -> None:

@@ -270,13 +270,15 @@ def _compare_tasks(
 ) -> Findings:
     """Yield a finding about arguments of tasks that are not those of this step.
 
-    Arguments differ from those of ``fresh``, a replay without earlier batches, or they differ from those of
-    the capture, and the results too. A capture alone proves nothing: its arguments may be any others.
+    They differ from those of ``fresh``, a replay without earlier batches; or the replay is wrong, and a graph
+    that was captured with other arguments is right. Those of a capture alone prove nothing: they may be any.
     """
-    for other, who in ((fresh(), "of this batch in a new lane"), (seen, "of a capture of this batch")):
-        names = [name for name, value in other.tasks.items() if step.tasks.get(name, value) != value]
-        if not names or other.error is not None or (other is seen and _gives_the_same(rig, step, seen)):
-            continue
+    other, who = fresh(), "of this batch in a new lane"
+    if other.error is not None or not (names := _other_tasks(step, other)):
+        if _gives_the_same(rig, step, seen) or not _is_right(lane, rig, seen):
+            return
+        other, who, names = seen, "of a capture of this batch", _other_tasks(step, seen)
+    if names:
         yield lane.finding(
             "GP21",
             hook="init_metadata_replay",
@@ -287,7 +289,17 @@ def _compare_tasks(
             help="compute the arguments of a task in one function of view and layer, for the capture and for"
             " each update; padding rows too",
         )
-        return
+
+
+def _other_tasks(step: StepRecord, other: StepRecord) -> list[str]:
+    return [name for name, value in other.tasks.items() if step.tasks.get(name, value) != value]
+
+
+def _is_right(lane: UnderTest, rig: Subject, seen: StepRecord) -> bool:
+    """Return whether the replay of a captured batch has the oracle's results in its live rows."""
+    right = lane.answer(rig, seen.problem).rows
+    live = live_rows(seen)
+    return first_off(rig, live, {name: right[name] for name in live if name in right}) is None
 
 
 # -- contents ----------------------------------------------------------------------------------------
@@ -541,9 +553,7 @@ def _compare_eager_calls(lane: UnderTest, rig: Subject, pair: tuple[StepRecord, 
     assert shape is not None  # noqa: S101  it was replayed
     if rig.num_segments(shape) == 1:
         return
-    right = lane.answer(rig, step.problem).rows
-    live = live_rows(seen)
-    if first_off(rig, live, {name: right[name] for name in live if name in right}) is not None:
+    if not _is_right(lane, rig, seen):
         return
     is_past = _gives_the_same(rig, rig.step(step.problem), seen)
     wrong = "other results" if step.error is None else message_of(step.error)

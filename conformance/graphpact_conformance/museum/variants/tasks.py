@@ -145,6 +145,55 @@ class _OnAStream(TaskBackend):
         main.wait_stream(self.side)
 
 
+@torch.library.custom_op("graphpact_museum::attend_ends", mutates_args=("out",))
+def attend_ends(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    table: torch.Tensor,
+    out: torch.Tensor,
+    scaling: float,
+    window: int,
+    ends: torch.Tensor,
+) -> None:
+    """Attend with one query of each request to its last ``window`` keys before ``ends[i]``, on the host."""
+    numbers = ends.tolist()
+    attend_spans(q, k_cache, v_cache, table, out, scaling, numbers, [max(0, n - window) for n in numbers])
+
+
+class _HostTensor(TaskBackend):
+    """Records its tasks with lengths of 1, and updates them by a tensor of the host."""
+
+    def update(self, metadata: TaskMetadata, layer: LayerSpec) -> None:
+        """Update by a tensor."""
+        assert self.driver is not None  # noqa: S101  it has a lane
+        self.driver.update_task(
+            TaskKey(metadata.shape, layer.layer_id), {"ends": torch.tensor(metadata.lens)}
+        )
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: LayerSpec,
+        metadata: TaskMetadata,
+    ) -> torch.Tensor:
+        """Write, then attend; what a task is captured with, no replay uses."""
+        self.write(k, v, layer, metadata.out_cache_loc)
+        out = q.new_empty(len(q), layer.num_q_heads, layer.v_head_dim)
+        window = layer.sliding_window or self.context.limits.max_context_len
+        args = (q, *self.caches(layer), metadata.table, out, layer.scaling, window)
+        driver = self.driver
+        is_recorded = driver is not None and driver.is_capturing
+        ends = torch.tensor([1] * len(q) if is_recorded else metadata.lens)
+        if driver is None:
+            attend_ends(*args, ends=ends)
+        else:
+            driver.task(TaskKey(metadata.shape, layer.layer_id), attend_ends, args, {"ends": ends})
+        return out
+
+
 VARIANTS: list[Variant] = [
     of_its_own(
         "tasks-of-host-lists",
@@ -155,5 +204,10 @@ VARIANTS: list[Variant] = [
         "tasks-updated-on-a-stream",
         "Tasks are updated on a stream of their own, between two waits.",
         _OnAStream,
+    ),
+    of_its_own(
+        "tasks-captured-with-other-arguments",
+        "Tasks are captured with lengths of 1, and updated by tensors of the host.",
+        _HostTensor,
     ),
 ]
