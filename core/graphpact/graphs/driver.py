@@ -275,7 +275,8 @@ class GraphDriver(abc.ABC):
         waits for the replay before, and the next replay for the current stream. Raises `ReplayError` if no
         graph has such a task, or if it has other arguments.
         """
-        raise ReplayError(f"graph driver {self.name!r} has no tasks: {key}", hint="see task()", rule="GP21")
+        hint = "update no task with it, or use a driver that has tasks, such as the tape"
+        raise ReplayError(f"graph driver {self.name!r} has no tasks: {key}", hint=hint, rule="GP21")
 
     def guard(self, ownership: Ownership | None = None) -> object:
         """Return an observer that detects wrong use around the hooks and steps of one lane.

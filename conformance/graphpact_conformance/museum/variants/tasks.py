@@ -164,6 +164,13 @@ def attend_ends(
 class _HostTensor(TaskBackend):
     """Records its tasks with lengths of 1, and updates them by a tensor of the host."""
 
+    @hookimpl
+    def init_metadata_capture(self, view: ForwardBatch, shape: GraphShape) -> TaskMetadata:
+        """Leave the lengths of the captured batch out."""
+        made: TaskMetadata = super().init_metadata_capture(view, shape)
+        made.lens = [1] * view.batch_size
+        return made
+
     def update(self, metadata: TaskMetadata, layer: LayerSpec) -> None:
         """Update by a tensor."""
         assert self.driver is not None  # noqa: S101  it has a lane
@@ -184,13 +191,11 @@ class _HostTensor(TaskBackend):
         out = q.new_empty(len(q), layer.num_q_heads, layer.v_head_dim)
         window = layer.sliding_window or self.context.limits.max_context_len
         args = (q, *self.caches(layer), metadata.table, out, layer.scaling, window)
-        driver = self.driver
-        is_recorded = driver is not None and driver.is_capturing
-        ends = torch.tensor([1] * len(q) if is_recorded else metadata.lens)
-        if driver is None:
+        ends = torch.tensor(metadata.lens)
+        if self.driver is None:
             attend_ends(*args, ends=ends)
         else:
-            driver.task(TaskKey(metadata.shape, layer.layer_id), attend_ends, args, {"ends": ends})
+            self.driver.task(TaskKey(metadata.shape, layer.layer_id), attend_ends, args, {"ends": ends})
         return out
 
 
