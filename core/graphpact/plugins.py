@@ -59,7 +59,7 @@ _OFFERS: dict[str, dict[Kind, str]] = {  # plugins of the first-party distributi
     "graphpact-tape": {"graph_driver": "tape"},
     "graphpact-cuda-graph": {
         "runner": "cuda_graph breakable_cuda_graph piecewise_cuda_graph",
-        "graph_driver": "cuda",
+        "graph_driver": "cuda xpu npu musa",
     },
     "graphpact-cpu-graph": {"runner": "cpu_graph", "graph_driver": "inductor"},
     "graphpact-speculative": {

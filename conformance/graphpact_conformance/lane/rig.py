@@ -470,6 +470,7 @@ class Rig:
         step = StepRecord(problem, stage="done", shape=shape)
         step.leaves, step.numbers = self._prepared(problem)
         step.outputs, step.axes = copies(graph.outputs), graph.outputs.axes
+        step.tasks = _arguments_of(graph)
         return step
 
     def _clear_outputs(self) -> None:
@@ -510,6 +511,7 @@ class Rig:
             step.breaches = error.breaches
         if step.stage == "done":
             step.outputs = copies(captured.graph.outputs)
+            step.tasks = _arguments_of(captured.graph)
 
     def _prepared(self, problem: Problem) -> tuple[dict[str, Leaf], dict[str, Any]]:
         """Return copies of tensors and host values of the last view and metadata, by path."""
@@ -683,6 +685,16 @@ def own_reasons(runner: GraphRunner) -> tuple[EagerReason, ...]:
     """
     declared = all_returned(runner.declines, EagerReason, runner, "declines")
     return tuple(reason for reason in declared if reason not in _OF_THE_CORE)
+
+
+def _arguments_of(graph: Graph) -> dict[str, Any]:
+    """Return the host arguments of a tape's tasks in its last replay, by task and name; tensors as lists."""
+    tasks = graph.tasks if isinstance(graph, Tape) else None
+    return {
+        f"task {task.key.layer!r}: {name}": value.tolist() if isinstance(value, torch.Tensor) else value
+        for task in (() if tasks is None else tasks.tasks.values())
+        for name, value in task.arguments.items()
+    }
 
 
 def _each_due(
