@@ -39,8 +39,7 @@ from graphpact.errors import (
 
 Kind = Literal["attention_backend", "runner", "graph_driver", "speculation", "observer", "adapter", "command"]
 """The kinds of plugins; each has an entry-point group. The first four have a base class, an observer is a
-class of hook wrappers, an adapter gives the suite ``lanes`` of another engine's code, a command is a function
-or a `typer.Typer`."""
+class of hook wrappers, an adapter has ``lanes`` for the suite, a command is a function or a `typer.Typer`."""
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
 CONTRACT_GROUP = "graphpact.contract"
@@ -170,8 +169,7 @@ class PluginCatalog:
         """Return one plugin, imported and checked at the first call, or why it is rejected."""
         if info not in self._decided:
             reason = self._metadata_fault(info)
-            entry_point = self._entry_points[info]
-            self._decided[info] = Rejected(info, reason) if reason else _load(info, entry_point)
+            self._decided[info] = Rejected(info, reason) if reason else _load(info, self._entry_points[info])
         return self._decided[info]
 
     def reject(self, info: PluginInfo, reason: str) -> None:
