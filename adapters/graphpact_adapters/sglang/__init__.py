@@ -1,0 +1,4 @@
+"""Attention backends of SGLang as graphpact backends.
+
+Does not: import SGLang.
+"""
