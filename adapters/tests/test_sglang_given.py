@@ -3,6 +3,7 @@
 import copy
 
 import pytest
+
 from graphpact_adapters.sglang.given import Given, NotGivenError
 
 
