@@ -9,6 +9,7 @@ first value that makes the outputs right is at fault.
     GP02   live rows of a tensor; GP09 that a build writes after some batches alone
     GP03   padding rows, and the end of a plan, that no build writes; GP04 padding rows with wrong values
     GP08   a host number; GP10 another number of launches, or a tensor that one of both has not
+    GP13   a buffer that is too small
     GP14   a tensor that neither builder nor engine keeps, or that the builder replaced after the capture
 
 Does not: run experiments.
@@ -49,6 +50,7 @@ _HELP = {
     "GP09": "make it anew in every build, or compare all that it is made of: pages too, not only counts",
     "GP10": "captures and replays must choose the same launches: decide by what is equal for all batches of"
     " a graph, not by the numbers of one batch",
+    "GP13": "size it for the longest request of a step, with the drafts that a step may add",
     "GP14": "allocate it in the constructor, for the largest step, and keep it in the builder: the engine"
     " drops what a capture returned, and its memory goes to other tensors",
 }
@@ -404,6 +406,17 @@ def _finding(
             help=_HELP["GP08"],
         )
     both = _overlap(mine, theirs)
+    is_short = any(m < t for m, t in zip(mine.shape, theirs.shape, strict=False))
+    if step.error is not None and rule_of(step.error) == "GP13" and is_short:
+        return lane.finding(
+            "GP13",
+            hook=_hook(rig),
+            field=fault.field,
+            expected=f"room for {tuple(theirs.shape)}, as an eager build on this batch has it",
+            actual=f"{tuple(mine.shape)}, which the kernel leaves: {message_of(step.error)}",
+            step=step,
+            help=_HELP["GP13"],
+        )
     if both is None or (mine.shape != theirs.shape and bool(same(*both).all())):
         return lane.finding(
             "GP05",

@@ -819,7 +819,7 @@ PLANTED = (
         "cache_seqlens_int32",
         lane="draft_extend",
     ),
-    Planted(SizedByContext, PagedBackend, f"{_SGLANG}#29695", "GP05", "page_table", lane="verify"),
+    Planted(SizedByContext, PagedBackend, f"{_SGLANG}#29695", "GP13", "page_table", lane="verify"),
     Planted(
         FilledByContext, PagedBackend, f"{_SGLANG}#1469", "GP13", "", lane="verify_slots", options=_SLOTS
     ),
