@@ -15,6 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+made: list[dict[str, Any]] = []
+"""The attributes of every wrapper: among them memory that a captured kernel reads."""
+
 
 class _Module:
     """The compiled module that a wrapper keeps: its ``plan`` writes the wrapper's schedule."""
@@ -48,6 +51,7 @@ class _Wrapper:
         self._max_total_num_rows: int | None = None
         self.planned: dict[str, Tensor] = {}
         self.begin_forward = self.plan
+        made.append(vars(self))
 
     @property
     def is_cuda_graph_enabled(self) -> bool:

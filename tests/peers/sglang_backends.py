@@ -25,9 +25,9 @@ from typing import Any
 from unittest import mock
 
 import torch
-from graphpact_adapters.sglang.given import Given
 from torch.overrides import TorchFunctionMode
 
+from graphpact_adapters.sglang.given import Given
 from peers import flashinfer_wrappers, stand_ins
 
 ABSENT = (
@@ -326,7 +326,8 @@ def deepseek_v4(runner: Given) -> Any:
     """
     pool_class = _module("mem_cache.deepseek_v4_memory_pool").DeepSeekV4TokenToKVPool
     pool = object.__new__(pool_class)
-    slots = runner.req_to_token_pool.req_to_token.numel() + runner.page_size
+    rows, columns = runner.req_to_token_pool.req_to_token.shape
+    slots = runner.page_size * (2 + rows * -(-columns // runner.page_size))
     vars(pool).update(
         present_ratios=(),
         swa_page_size=runner.page_size,

@@ -39,7 +39,7 @@ MODES = {
     Mode.DRAFT_EXTEND: ForwardMode.DRAFT_EXTEND_V2,
 }
 """SGLang's mode of each kind of step: a draft decode is a decode of the draft model."""
-ABSENT = ("kv_loc_plan", "out_cache_loc_dsv4")
+ABSENT = ("_original_forward_mode", "kv_loc_plan", "out_cache_loc_dsv4")
 """Attributes of a batch that only some runners set."""
 
 
@@ -150,8 +150,9 @@ class RunnerBuffers:
             by_request = {name: self._tensors[name] for name in by_request}
         idle = phase == "replay" and not lent.live
         mode = self._engine.forward_mode(MODES[lent.mode])
-        ragged = lent.mode.is_ragged
+        extends = eager and (lent.mode.is_ragged or lent.mode is Mode.DRAFT_EXTEND)
         counts = rows["extend_seq_lens"]
+        prefixes = (rows["seq_lens"] - counts).clamp(min=0).int()
         return Given(
             "forward_batch",
             absent=ABSENT,
@@ -167,11 +168,11 @@ class RunnerBuffers:
             spec_info=self._speculation(lent, rows, phase),
             extend_seq_lens=counts,
             extend_seq_lens_cpu=counts.tolist(),
-            extend_prefix_lens=(rows["seq_lens"] - counts).int() if ragged else None,
-            extend_prefix_lens_cpu=(rows["seq_lens_cpu"] - counts.cpu()).tolist() if ragged else None,
-            extend_no_prefix=bool((rows["seq_lens_cpu"] == counts.cpu()).all()) if ragged else None,
-            extend_num_tokens=int(counts.sum()) if ragged else None,
-            extend_start_loc=(counts.cumsum(0) - counts).int() if ragged else None,
+            extend_prefix_lens=prefixes if extends else None,
+            extend_prefix_lens_cpu=prefixes.tolist() if extends else None,
+            extend_no_prefix=not bool(prefixes.any()) if extends else None,
+            extend_num_tokens=int(counts.sum()) if extends else None,
+            extend_start_loc=(counts.cumsum(0) - counts).int() if extends else None,
             **dict.fromkeys(_NONE),
             can_run_decode_cuda_graph=not eager,
         )
@@ -219,7 +220,14 @@ _NONE = (
     "mrope_positions",
     "origin_out_cache_loc",
     "out_cache_loc_virtual",
+    "cross_attention_custom_mask",
     "dp_padding_mode",
+    "encoder_swa_compress_rows",
+    "encoder_swa_replay",
+    "encoder_swa_row_floor",
+    "attn_cp_metadata",
+    "global_num_token_non_padded",
+    "global_num_token_non_padded_cpu",
 )
 """Attributes of a batch for features that the suite has no lanes for."""
 
