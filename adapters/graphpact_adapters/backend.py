@@ -9,8 +9,8 @@ does; the builder makes metadata of them; a kernel reads the metadata (`graphpac
     eager     lend the batch as it is, build, and read the result
 
 A draft of several steps is one region: before each step the engine advances its buffers, and the builder
-brings the captured metadata up to date, both recorded (`begin_step`). No replay builds anything then. An engine
-that prepares all steps before the first one has metadata for each (`steps_of`).
+brings the captured metadata up to date, both recorded (`begin_step`). No replay builds anything then. An
+engine that prepares all steps before the first one has metadata for each (`steps_of`).
 
 So a kernel reads tensors of the capture, as the last build left them. Outputs show whether that is right: a
 builder is not asked to return what it returned before.

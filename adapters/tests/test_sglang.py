@@ -266,7 +266,7 @@ def _attended(reads: IndexedReads, tokens: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_new_keys_follow_those_of_the_list(masked: bool) -> None:  # noqa: FBT001  a parameter
+def test_new_keys_follow_those_of_the_list(masked: bool) -> None:
     """A list of prefixes with new slots after them is attended as the whole list, by a causal mask too."""
     slots, new = [7, 2, 9, 4, 11], [3, 5, 8, 12]
     whole = IndexedReads(

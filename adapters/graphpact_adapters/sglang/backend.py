@@ -24,7 +24,7 @@ from graphpact.attention import BackendContext, DraftMetadata
 from graphpact.batch import ForwardBatch
 from graphpact.batch import ForwardMode as Mode
 from graphpact.shapes import GraphShape
-from graphpact_adapters.backend import BuilderBackend, Built, Make, Phase
+from graphpact_adapters.backend import BuilderBackend, Built, Make, Metadata, Phase
 from graphpact_adapters.reads import Reads
 from graphpact_adapters.sglang.batch import Engine
 from graphpact_adapters.sglang.given import Given, Kind, Sizes, model_runner
@@ -77,7 +77,7 @@ def calls_of(backend: Any) -> Mapping[Phase, str]:
     capture, replay = f"{name}_capture_cuda_graph", f"{name}_replay_cuda_graph"
     if _is_triple(backend):
         capture = replay = f"{name}_out_graph"
-    return {"capture": capture, "replay": replay, "eager": name}
+    return {"capture": capture, "replay": replay, "eager": name, "draft": name}
 
 
 def _is_triple(backend: Any) -> bool:
@@ -242,11 +242,17 @@ class SglangBackend(BuilderBackend):
                 self._finished_in_graph.add(shape)
             captured.reads = self._read(batch)
 
-    def metadata_of(self, built: Built) -> Any:
-        """Return the reads as they are; of a draft decode those of each step apart."""
+    def init_metadata_eager(self, batch: ForwardBatch, *, fill: int | None = None) -> Metadata:
+        """Prepare an eager step, or all steps of a draft; one without requests reaches no backend."""
+        del fill  # the buffers are the engine's, and are kept
+        return self.steps_of(batch, self._build(batch, None, "eager") if batch.batch_size else Built(()))
+
+    def steps_of(self, view: ForwardBatch, built: Built | None) -> Metadata:
+        """Return the reads of a step; of a draft those of each step apart, which were prepared together."""
+        assert built is not None  # noqa: S101  drafts are prepared before their first step
         if not self.sizes.drafts:
             return built
-        return DraftMetadata(tuple(_OfStep(built, step) for step in range(self.sizes.num_steps - 1)))
+        return DraftMetadata(tuple(_OfStep(built, step) for step in range(view.num_draft_steps)))
 
     # -- what kernels read -----------------------------------------------------------------------
 
