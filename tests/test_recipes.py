@@ -69,7 +69,14 @@ def _examples_on_the_path() -> Iterator[None]:
     sys.path[:0] = path
     yield
     for name in set(sys.modules) - before:
-        if name.partition(".")[0] in ("recipes", "my_attention", "acme_attention", "acme_reader", "acme_backend", "acme_packed"):
+        if name.partition(".")[0] in (
+            "recipes",
+            "my_attention",
+            "acme_attention",
+            "acme_reader",
+            "acme_backend",
+            "acme_packed",
+        ):
             del sys.modules[name]
     sys.path[:] = [entry for entry in sys.path if entry not in path]
 

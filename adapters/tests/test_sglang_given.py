@@ -1,10 +1,12 @@
 """The strict namespace that a backend of SGLang is given."""
 
 import copy
+import dataclasses
 
 import pytest
+import torch
 
-from graphpact_adapters.sglang.given import Given, NotGivenError
+from graphpact_adapters.sglang.given import Given, NotGivenError, Sizes, model_runner
 
 
 def test_a_value_is_read_and_may_be_set_later() -> None:
@@ -54,3 +56,41 @@ def test_python_may_copy_it_and_show_it() -> None:
     assert twin.page_size == 64
     with pytest.raises(NotGivenError):
         _ = twin.window
+
+
+SIZES = Sizes(
+    kind="mha",
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    v_head_dim=8,
+    kv_lora_rank=None,
+    dtype=torch.float32,
+    page_size=16,
+    context_len=78,
+    max_requests=4,
+    width=4,
+    num_draft_tokens=4,
+    num_steps=3,
+)
+
+
+def test_a_model_runner_has_the_sizes_of_the_lane_and_its_table() -> None:
+    """Drafts have room after the context in the table, which is the lane's own; unknown names raise."""
+    table = torch.zeros(7, 81, dtype=torch.int32)
+    runner = model_runner(SIZES, table)
+    assert runner.req_to_token_pool.req_to_token is table
+    assert runner.req_to_token_pool.size == 6
+    assert runner.model_config.context_len < table.shape[1]
+    assert runner.server_args.speculative_num_draft_tokens == 4
+    assert runner.model_config.get_num_kv_heads(2) == 1
+    with pytest.raises(NotGivenError, match=r"model_runner\.model_config\.hf_config was read"):
+        _ = runner.model_config.hf_config
+
+
+def test_a_lane_without_drafts_has_no_speculation() -> None:
+    """The fields of speculation are None, as in a server that does not draft."""
+    sizes = dataclasses.replace(SIZES, num_draft_tokens=None, num_steps=0, width=1)
+    given = model_runner(sizes, torch.zeros(7, 81, dtype=torch.int32)).server_args
+    assert given.speculative_algorithm is None
+    assert given.speculative_num_draft_tokens is None
