@@ -64,12 +64,19 @@ def _examples_on_the_path() -> Iterator[None]:
     """Make the recipes importable by the names that they use, and forget them afterwards."""
     before, path = (
         set(sys.modules),
-        [str(ROOT / "examples" / folder) for folder in ("", "third_party", "vllm")],
+        [str(ROOT / "examples" / folder) for folder in ("", "third_party", "vllm", "sglang")],
     )
     sys.path[:0] = path
     yield
     for name in set(sys.modules) - before:
-        if name.partition(".")[0] in ("recipes", "my_attention", "acme_attention", "acme_reader"):
+        if name.partition(".")[0] in (
+            "recipes",
+            "my_attention",
+            "acme_attention",
+            "acme_reader",
+            "acme_backend",
+            "acme_packed",
+        ):
             del sys.modules[name]
     sys.path[:] = [entry for entry in sys.path if entry not in path]
 
@@ -442,8 +449,8 @@ ELSEWHERE = {"examples/third_party/README.md": "tests/conformance/test_third_par
 """Pages whose blocks are no programs, and the test that has their text."""
 
 
-RUN = ("docs/graphs.md", "docs/vllm.md")
-"""Pages whose tests are run too: those of a driver, and of a builder."""
+RUN = ("docs/graphs.md", "docs/sglang.md", "docs/vllm.md")
+"""Pages whose tests are run too: those of a driver, of a builder, and of a backend of another engine."""
 
 
 @pytest.mark.parametrize(("page", "code"), _blocks("python"))

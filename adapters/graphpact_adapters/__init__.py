@@ -8,6 +8,7 @@
     diagnosis     the field that makes a wrong replay wrong
     experiments   what is checked
     vllm          builders of vLLM: `graphpact_adapters.vllm.Builders`
+    sglang        backends of SGLang: `graphpact_adapters.sglang.Backends`
 
 Does not: import an engine, or contain code of one.
 """

@@ -3,12 +3,14 @@
 It is the engine's half of the bargain. Before each build it writes persistent buffers (`lend`), as the engine
 does; the builder makes metadata of them; a kernel reads the metadata (`graphpact_adapters.reads`).
 
-    capture   lend a dummy or a live batch, build for a capture; the graph keeps what the kernel then reads
+    capture   lend a dummy or a live batch, build for a capture; the graph keeps what the kernel then reads,
+              after what builders do inside it (`in_graph`)
     replay    lend the padded batch, build, and drop the result: the graph reads the captured tensors
     eager     lend the batch as it is, build, and read the result
 
 A draft of several steps is one region: before each step the engine advances its buffers, and the builder
-brings the captured metadata up to date, both recorded (`begin_step`). No replay builds anything then.
+brings the captured metadata up to date, both recorded (`begin_step`). No replay builds anything then. An
+engine that prepares all steps before the first one has metadata for each (`steps_of`).
 
 So a kernel reads tensors of the capture, as the last build left them. Outputs show whether that is right: a
 builder is not asked to return what it returned before.
@@ -47,13 +49,14 @@ NUM_GROUPS = 2
 """KV-cache groups of a lane: their builders see the same persistent buffers."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Built:
-    """What kernels read after one build, by KV-cache group.
+    """What kernels read after one build, by KV-cache group, or by the step of a draft.
 
     Args:
         reads: One entry for each group; layer ``i`` reads that of group ``i % len(reads)``. Empty for a step
-            without requests, and for the dropped result of a replay that no reader knows.
+            without requests, and for the dropped result of a replay that no reader knows. Of a capture,
+            `BuilderBackend.in_graph` may replace it.
     """
 
     reads: tuple[Reads, ...]
@@ -105,6 +108,11 @@ Metadata = Built | DraftMetadata
 """The metadata of a lane: of one step, or of each step of a draft."""
 
 
+def begins_steps(metadata: object) -> bool:
+    """Return whether metadata is that of a draft whose steps are built when they begin."""
+    return isinstance(metadata, DraftMetadata) and all(isinstance(at, DraftStep) for at in metadata.steps)
+
+
 class BuilderBackend(AttentionBackend):
     """A backend of one or more builders of an engine; see the module.
 
@@ -128,6 +136,8 @@ class BuilderBackend(AttentionBackend):
     """The names of the builders' methods, by phase."""
     bounds: ClassVar[str] = "the host's bounds of lengths"
     """What builders call the lengths that an engine which speculates does not know exactly."""
+    unit: ClassVar[str] = "KV-cache group"
+    """What each of the reads of a step belongs to."""
     room: ClassVar[int] = 1
     """How many times as many requests and tokens as there are builders are told in their configuration."""
 
@@ -138,6 +148,7 @@ class BuilderBackend(AttentionBackend):
         self.lent_changes: list[LentChange] = []
         self.freed: dict[GraphShape, list[str]] = {}
         self._captured: dict[GraphShape, _Captured] = {}
+        self._capturing: Built | None = None
         self._now = Built(())  # what kernels read in the current step of a draft
 
     # -- an engine's part ------------------------------------------------------------------------
@@ -169,6 +180,12 @@ class BuilderBackend(AttentionBackend):
     def builders(self) -> Sequence[object]:
         """The builders, which keep the memory that they allocated."""
 
+    def in_graph(self, captured: Built) -> None:
+        """Do the work that builders record as the first nodes of a graph; none by default.
+
+        A capture calls it in its region: for each warm-up, and for the recorded run.
+        """
+
     def begin_step(self, part: DraftStep) -> Built:
         """Advance the engine's buffers to a draft step, and return what kernels read in it.
 
@@ -192,11 +209,22 @@ class BuilderBackend(AttentionBackend):
         built = self._build(view, shape, "capture")
         self._captured[shape] = _Captured(built)
         self.freed.pop(shape, None)
-        return self._steps_of(view, built)
+        self._capturing = built
+        return self.steps_of(view, built)
+
+    def record_metadata(self, view: ForwardBatch, metadata: Metadata) -> None:
+        """Let builders do their work in the graph, as its first nodes; that of a draft step comes with it."""
+        del view, metadata  # those of the capture that is under way
+        if self._capturing is not None:
+            self.in_graph(self._capturing)
+
+    def captured(self, shape: GraphShape) -> Built:
+        """Return what the graph of a shape reads."""
+        return self._captured[shape].built
 
     def init_metadata_replay(self, view: ForwardBatch, shape: GraphShape, captured: Metadata) -> Metadata:
         """Build for a replay, drop the result, and return what was captured; for a draft only lend."""
-        if isinstance(captured, DraftMetadata):
+        if begins_steps(captured):
             self.lend(view, shape)
         else:
             self.returned = self._build(view, shape, "replay")
@@ -212,9 +240,9 @@ class BuilderBackend(AttentionBackend):
         if batch.out_cache_loc.dim() == 1:
             return self._build(batch, None, "eager") if batch.batch_size else Built(())
         self.lend(batch, None)
-        return self._steps_of(batch, None)
+        return self.steps_of(batch, None)
 
-    def _steps_of(self, view: ForwardBatch, built: Built | None) -> Metadata:
+    def steps_of(self, view: ForwardBatch, built: Built | None) -> Metadata:
         """Return the metadata of a step, or of each step of a draft."""
         if built is not None and view.out_cache_loc.dim() == 1:
             return built
@@ -290,9 +318,6 @@ class BuilderBackend(AttentionBackend):
         """Return none: memory is the engine's and the builder's own."""
         del limits
         return ()
-
-    def record_metadata(self, view: ForwardBatch, metadata: Metadata) -> None:
-        """Record nothing before a step: the first layer of each draft step does."""
 
     def allocate_metadata(self, view: ForwardBatch, shape: GraphShape, buffers: Buffers) -> Built:
         """Return what an eager build gives; the hooks above do not call it."""

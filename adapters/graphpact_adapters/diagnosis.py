@@ -9,11 +9,13 @@ first value that makes the outputs right is at fault.
     GP02   live rows of a tensor; GP09 that a build writes after some batches alone
     GP03   padding rows, and the end of a plan, that no build writes; GP04 padding rows with wrong values
     GP08   a host number; GP10 another number of launches, or a tensor that one of both has not
+    GP13   a buffer that is too small
     GP14   a tensor that neither builder nor engine keeps, or that the builder replaced after the capture
 
 Does not: run experiments.
 """
 
+import contextlib
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -26,7 +28,7 @@ from graphpact.batch import ForwardBatch
 from graphpact.errors import ConfigError
 from graphpact.shapes import GraphShape
 from graphpact.tensors import same, storage_id
-from graphpact_adapters.backend import Built
+from graphpact_adapters.backend import Built, begins_steps
 from graphpact_adapters.reads import copied, field_name, leaves, with_leaves
 from graphpact_adapters.under_test import BuilderUnderTest, backend_of
 from graphpact_conformance.experiments.base import differences, spell, values_at, wrong_results
@@ -48,6 +50,7 @@ _HELP = {
     "GP09": "make it anew in every build, or compare all that it is made of: pages too, not only counts",
     "GP10": "captures and replays must choose the same launches: decide by what is equal for all batches of"
     " a graph, not by the numbers of one batch",
+    "GP13": "size it for the longest request of a step, with the drafts that a step may add",
     "GP14": "allocate it in the constructor, for the largest step, and keep it in the builder: the engine"
     " drops what a capture returned, and its memory goes to other tensors",
 }
@@ -92,10 +95,10 @@ def explain(
         yield _as_it_is(lane, step, what)
         return
     graph = rig.lane.captured[shape].step.metadata
-    if isinstance(graph, DraftMetadata):
+    if begins_steps(graph):
         yield from _explain_draft(lane, rig, step, view, shape, graph, what)
         return
-    captured = copied(graph)
+    captured = copied(backend_of(rig).captured(shape))
     returned = backend_of(rig).returned
     fresh = lane.build(capture=False)
     try:
@@ -346,7 +349,7 @@ def _faults(
         return []  # the kernel is right with what the graph reads now
     for each in differing:
         if right_with([each]):
-            return [_fault(captured, right, each)]
+            return [_fault(fresh, captured, right, each)]
     needed = differing
     if not right_with(needed):
         return []
@@ -354,12 +357,13 @@ def _faults(
         fewer = [other for other in needed if other is not each]
         if right_with(fewer):
             needed = fewer
-    return [_fault(captured, right, each) for each in needed]
+    return [_fault(fresh, captured, right, each) for each in needed]
 
 
-def _fault(captured: Built, right: Built, paths: Sequence[str]) -> _Fault:
+def _fault(rig: Rig, captured: Built, right: Built, paths: Sequence[str]) -> _Fault:
     first = paths[0]
-    where = "" if len(paths) == len(captured.reads) else f"KV-cache group {_split(first)[0]}: "
+    is_all = len(paths) == len(captured.reads)
+    where = "" if is_all else f"{backend_of(rig).unit} {_split(first)[0]}: "
     name = where + _named(captured, first)
     return _Fault(first, name, dict(leaves(captured))[first], dict(leaves(right))[first])
 
@@ -401,7 +405,19 @@ def _finding(
             step=step,
             help=_HELP["GP08"],
         )
-    if mine.shape != theirs.shape:
+    both = _overlap(mine, theirs)
+    is_short = any(m < t for m, t in zip(mine.shape, theirs.shape, strict=False))
+    if step.error is not None and rule_of(step.error) == "GP13" and is_short:
+        return lane.finding(
+            "GP13",
+            hook=_hook(rig),
+            field=fault.field,
+            expected=f"room for {tuple(theirs.shape)}, as an eager build on this batch has it",
+            actual=f"{tuple(mine.shape)}, which the kernel leaves: {message_of(step.error)}",
+            step=step,
+            help=_HELP["GP13"],
+        )
+    if both is None or (mine.shape != theirs.shape and bool(same(*both).all())):
         return lane.finding(
             "GP05",
             hook=_hook(rig),
@@ -411,6 +427,7 @@ def _finding(
             step=step,
             help=_HELP["GP10"],
         )
+    mine, theirs = both
     differs = ~same(mine, theirs)
     rule, how = _rule_of(lane, rig, step, fault, returned, view, shape, differs)
     is_freed = rule in ("GP01", "GP14") and bool(is_poison(mine).any())
@@ -425,6 +442,17 @@ def _finding(
     )
 
 
+def _overlap(mine: torch.Tensor, theirs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Return the rows and columns that both tensors have: a buffer may be longer than the batch needs.
+
+    None for tensors of different dimensions.
+    """
+    if mine.dim() != theirs.dim():
+        return None
+    sizes = tuple(slice(min(pair)) for pair in zip(mine.shape, theirs.shape, strict=True))
+    return mine[sizes], theirs[sizes]
+
+
 def _rule_of(
     lane: BuilderUnderTest,
     rig: Rig,
@@ -436,46 +464,66 @@ def _rule_of(
     differs: torch.Tensor,
 ) -> tuple[str, str]:
     """Return the rule that a tensor with wrong contents breaks, and how, in words."""
-    backend, graph = backend_of(rig), rig.lane.captured[shape].step.metadata
-    tensor = dict(leaves(graph))[fault.path]
-    last = None if returned is None else dict(leaves(returned)).get(fault.path)
-    is_kept = backend.keeps(tensor)
-    if isinstance(last, torch.Tensor) and storage_id(last) != storage_id(tensor):
-        if not is_kept and _returns_it_again(lane, fault.path, shape):
-            return "GP14", " of the capture, which the builder has replaced since"
-        where = ", in the memory of the capture" if is_kept else " of the capture, which nothing keeps"
-        return "GP01", f"{where}; build() returned another tensor"
-    if fault.path in backend.freed.get(shape, ()) or not is_kept:
-        return "GP14", " of the capture, which neither the builder nor the engine keeps"
+    backend, captured = backend_of(rig), rig.lane.captured[shape]
+    tensor = dict(leaves(backend.captured(shape)))[fault.path]
+    if (found := _rule_of_memory(lane, rig, fault.path, tensor, returned, shape)) is not None:
+        return found
     before = tensor.clone()
     poison(tensor)
-    backend.init_metadata_replay(view, shape, graph)
-    unwritten = is_poison(tensor).to(differs.device)
+    backend.init_metadata_replay(view, shape, captured.step.metadata)
+    with contextlib.suppress(Exception):  # of kernels that read poison; a builder's own nodes come first
+        captured.graph.replay()
+    unwritten = is_poison(tensor[tuple(map(slice, differs.shape))]).to(differs.device)
     tensor.copy_(before)
-    return _rule_of_contents(lane, step, shape, differs, unwritten)
+    return _rule_of_contents(lane, rig, step, shape, differs, unwritten)
+
+
+def _rule_of_memory(
+    lane: BuilderUnderTest,
+    rig: Rig,
+    path: str,
+    tensor: torch.Tensor,
+    returned: Built | None,
+    shape: GraphShape,
+) -> tuple[str, str] | None:
+    """Return the rule that a tensor's memory breaks, and how, in words; None if its contents are at fault."""
+    backend, graph = backend_of(rig), rig.lane.captured[shape].graph
+    if storage_id(tensor) not in {storage_id(each) for each in graph.external_tensors() or ()}:
+        return "GP02", ", computed in the graph"
+    last = None if returned is None else dict(leaves(returned)).get(path)
+    is_kept = backend.keeps(tensor)
+    if isinstance(last, torch.Tensor) and storage_id(last) != storage_id(tensor):
+        if not is_kept and _returns_it_again(lane, path, shape):
+            return "GP14", " of the capture, which the builder has replaced since"
+        where = ", in the memory of the capture" if is_kept else " of the capture, which nothing keeps"
+        return "GP01", f"{where}; {backend.calls['replay']}() returned another tensor"
+    if path in backend.freed.get(shape, ()) or not is_kept:
+        return "GP14", " of the capture, which neither the builder nor the engine keeps"
+    return None
 
 
 def _rule_of_contents(
     lane: BuilderUnderTest,
+    rig: Rig,
     step: StepRecord,
     shape: GraphShape,
     differs: torch.Tensor,
     unwritten: torch.Tensor,
 ) -> tuple[str, str]:
     """Return the rule of a tensor in the right memory, and how it is broken, in words."""
-    is_unwritten = bool((unwritten & differs).any())
+    is_unwritten, call = bool((unwritten & differs).any()), f"{backend_of(rig).calls['replay']}()"
     first, tail = _first_of_tail(step, shape, unwritten)
     if not bool(differs[:first].any()):
         return (
-            ("GP03", f", in {tail}, which build() does not write")
+            ("GP03", f", in {tail}, which {call} does not write")
             if is_unwritten
             else ("GP04", f", in {tail}")
         )
     if not is_unwritten:
-        return "GP02", ", which build() wrote"
+        return "GP02", f", which {call} wrote"
     if lane.is_right(afresh := lane.build(), afresh.step(step.problem)):
-        return "GP09", ", made of an earlier batch, which build() kept"
-    return "GP02", ", which build() does not write"
+        return "GP09", f", made of an earlier batch, which {call} kept"
+    return "GP02", f", which {call} does not write"
 
 
 def _returns_it_again(lane: BuilderUnderTest, path: str, shape: GraphShape) -> bool:
@@ -483,7 +531,7 @@ def _returns_it_again(lane: BuilderUnderTest, path: str, shape: GraphShape) -> b
     rig = lane.build()
     backend, captured = backend_of(rig), rig.lane.captured[shape].step
     backend.init_metadata_replay(captured.view, shape, captured.metadata)
-    found = [dict(leaves(built)).get(path) for built in (captured.metadata, backend.returned)]
+    found = [dict(leaves(built)).get(path) for built in (backend.captured(shape), backend.returned)]
     storages = [storage_id(each) for each in found if isinstance(each, torch.Tensor)]
     return len(storages) == len(found) and len({*storages}) == 1
 

@@ -63,8 +63,8 @@ def captures_dummies(lane: UnderTest, steps: Drawn) -> Findings:
 def replays(lane: UnderTest, steps: Drawn) -> Findings:
     """Replay a sequence of batches, and compare with attention in float64."""
     ours = _ours(lane)
-    again = (steps.exact, steps.small)
-    yield from _judge(ours, ours.rig(), (*steps, *again, *edges(lane.config)), "a replay")
+    batches = (*steps, steps.exact, steps.small, *edges(lane.config), corner(lane.config))
+    yield from _judge(ours, ours.rig(), batches, "a replay")
 
 
 def other_orders(lane: UnderTest, steps: Drawn) -> Findings:

@@ -5,23 +5,25 @@ tensors where they lie, and its host numbers as they were. A reader takes from t
 takes. A model of the kernel then does the work of the real one on a CPU, with the same arguments.
 
     PagedReads       requests over pages of a KV cache, in one launch or several (`Part`)
+    IndexedReads     requests over a list of KV slots, with the offset of each request in it
     RecurrentReads   requests with a running sum each; see `graphpact_adapters.recurrent`
 
-The model of the first is `graphpact_kernels.page_table_attention`, which refuses what a kernel would read out
-of bounds.
+The models of the first two are those of `graphpact_kernels`, which refuse what a kernel would read out of
+bounds.
 
 Does not: know an engine's metadata (see `graphpact_adapters.vllm.readers`), or build it.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
+from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
 
 from graphpact.attention import KVBuffers, LayerSpec, new_kv
 from graphpact.errors import KernelRefusal
-from graphpact_kernels import define_kernel, page_table_attention
+from graphpact_kernels import define_kernel, page_table_attention, paged_attention
 
 
 class Reads(Protocol):
@@ -56,6 +58,7 @@ class Part:
         causal: Whether a query sees no later key.
         name: The field of the metadata that has this part, such as ``decode``, for findings; "" if its fields
             are the metadata's own.
+        names: The metadata's names of the fields above, where they differ, for findings.
     """
 
     seq_lens: torch.Tensor
@@ -68,6 +71,7 @@ class Part:
     max_seq_len: int | None = None
     causal: bool = True
     name: str = field(default="", compare=False)
+    names: Mapping[str, str] = field(default_factory=dict, compare=False)
 
 
 @dataclass(frozen=True)
@@ -122,6 +126,66 @@ class PagedReads:
                 softcap=layer.softcap,
                 sinks=layer.sinks,
             )
+        return out
+
+
+@dataclass(frozen=True)
+class IndexedReads:
+    """What attention over a list of KV slots reads in a step.
+
+    Args:
+        kv_indptr: ``[n + 1]``: where the slots of each request begin in ``kv_indices``.
+        kv_indices: ``[>= kv_indptr[-1]]``: KV slots. The kernel goes by its address and the offsets: pass all
+            of the memory that it may read.
+        slot_mapping: ``[T]`` int64: the KV slot that each token writes.
+        qo_indptr: ``[n + 1]``: where each request's queries begin; None for one query each.
+        appends_new: Whether the keys of each request are those of the list, and after them its new ones.
+        custom_mask: Which keys each query sees, a byte for each, query by query; None for causal attention.
+        mask_indptr: ``[n + 1]`` or ``[n]``: where each request's bytes begin in ``custom_mask``.
+        max_query_len: The bound on a request's queries with which the kernel is launched; None: none.
+    """
+
+    kv_indptr: torch.Tensor
+    kv_indices: torch.Tensor
+    slot_mapping: torch.Tensor
+    qo_indptr: torch.Tensor | None = None
+    appends_new: bool = False
+    custom_mask: torch.Tensor | None = None
+    mask_indptr: torch.Tensor | None = None
+    max_query_len: int | None = None
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: LayerSpec,
+        cache: KVBuffers,
+        page_size: int,
+    ) -> torch.Tensor:
+        """Write keys and values to ``slot_mapping``, and attend; rows of no request are zero.
+
+        Raises:
+            KernelRefusal: The index tensors contradict each other, or the bound of the launch.
+        """
+        del page_size  # the list has slots
+        k_cache, v_cache = cache.k[layer.cache_layer], cache.v[layer.cache_layer]
+        new = new_kv(k, v, layer)
+        if new is not None:
+            latent = layer.kv_lora_rank is not None
+            values, target = (new[0][..., :0], k_cache) if latent else (new[1], v_cache)
+            write_slots(new[0], values, self.slot_mapping, q.shape[0], k_cache, target)
+        offsets = self.qo_indptr
+        if offsets is None:
+            offsets = torch.arange(len(self.kv_indptr), device=q.device)
+        out = q.new_zeros(q.shape[0], layer.num_q_heads, layer.v_head_dim)
+        _indexed(
+            *(q, k_cache, v_cache, offsets, self.kv_indptr, self.kv_indices),
+            self.slot_mapping if self.appends_new else None,
+            *(self.custom_mask, self.mask_indptr),
+            q.shape[0] if self.max_query_len is None else self.max_query_len,
+            *(layer.scaling, layer.sliding_window or 0, layer.softcap or 0.0, layer.sinks, out),
+        )
         return out
 
 
@@ -199,6 +263,110 @@ def _within(seq_lens: torch.Tensor, most: int | None) -> torch.Tensor:
     return out
 
 
+def _attend_indexed(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    qo_indptr: torch.Tensor,
+    kv_indptr: torch.Tensor,
+    kv_indices: torch.Tensor,
+    new_slots: torch.Tensor | None,
+    mask: torch.Tensor | None,
+    mask_indptr: torch.Tensor | None,
+    max_q_len: int,
+    scaling: float,
+    sliding_window: int,
+    softcap: float,
+    sinks: torch.Tensor | None,
+    out: torch.Tensor,
+) -> None:
+    starts, offsets = kv_indptr.tolist(), qo_indptr.tolist()
+    if len(offsets) != len(starts):
+        raise KernelRefusal(
+            f"kv_indptr has {len(starts)} offsets, qo_indptr {len(offsets)}: both have one more than"
+            " requests",
+            rule="GP05",
+        )
+    rows = []
+    for request, (first, stop) in enumerate(pairwise(starts)):
+        if not 0 <= first <= stop <= len(kv_indices):
+            raise KernelRefusal(
+                f"request {request}: its keys are {first}:{stop} of {len(kv_indices)} KV slots; offsets do"
+                " not decrease, and end within the list",
+                rule="GP13" if first <= stop else "GP07",
+            )
+        keys = kv_indices[first:stop].int()
+        if new_slots is not None:
+            keys = torch.cat([keys, new_slots[offsets[request] : offsets[request + 1]].int()])
+        rows.append(keys)
+    lens = torch.tensor([len(row) for row in rows], dtype=torch.int32)
+    options: dict[str, Any] = {
+        "scaling": scaling,
+        "sliding_window": sliding_window or None,
+        "softcap": softcap or None,
+        "sinks": sinks,
+    }
+    if mask is None or mask_indptr is None:
+        out.copy_(
+            page_table_attention(
+                q,
+                k_cache,
+                v_cache,
+                cu_seqlens_q=qo_indptr.int(),
+                cache_seqlens=lens,
+                page_table=torch.nn.utils.rnn.pad_sequence(rows, batch_first=True),
+                page_size=1,
+                max_seqlen_q=max_q_len,
+                **options,
+            )
+        )
+        return
+    packed, ends = _packed(mask, mask_indptr.tolist(), offsets, lens.tolist())
+    out.copy_(
+        paged_attention(
+            q,
+            k_cache,
+            v_cache,
+            qo_indptr=qo_indptr.int(),
+            kv_indptr=torch.tensor([0, *lens.cumsum(0).tolist()], dtype=torch.int32),
+            kv_indices=torch.cat(rows),
+            kv_last_page_len=torch.ones_like(lens),
+            page_size=1,
+            max_q_len=max_q_len,
+            max_kv_len=int(lens.max()),
+            mask=packed,
+            mask_indptr=ends,
+            **options,
+        )
+    )
+
+
+def _packed(
+    mask: torch.Tensor, starts: list[int], offsets: list[int], lens: list[int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the bytes of a mask as bits, the lowest first, and where each request's begin."""
+    parts, begins = [], [0]
+    for request, keys in enumerate(lens):
+        first, count = starts[request], (offsets[request + 1] - offsets[request]) * keys
+        if not 0 <= first <= len(mask) - count:
+            raise KernelRefusal(
+                f"request {request}: its mask is {first}:{first + count} of {len(mask)} bytes", rule="GP13"
+            )
+        bits = torch.nn.functional.pad(mask[first : first + count].bool().int(), (0, -count % 8))
+        parts.append((bits.view(-1, 8) << torch.arange(8)).sum(1).to(torch.uint8))
+        begins.append(begins[-1] + len(parts[-1]))
+    return torch.cat(parts), torch.tensor(begins, dtype=torch.int32)
+
+
+_indexed = define_kernel(
+    "indexed_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor qo_indptr, Tensor kv_indptr,"
+    " Tensor kv_indices, Tensor? new_slots, Tensor? mask, Tensor? mask_indptr, int max_q_len, float scaling,"
+    " int sliding_window, float softcap, Tensor? sinks, Tensor(a!) out) -> ()",
+    _attend_indexed,
+    namespace="graphpact_adapters",
+)
+
+
 # -- the leaves of what a kernel reads --------------------------------------------------------------------
 
 
@@ -244,7 +412,8 @@ def field_name(reads: Any, path: str) -> str:
         prefix = f"parts[{at}]"
         if path.startswith(f"{prefix}."):
             name = part.name or (prefix if len(parts) > 1 else "")
-            return path.replace(f"{prefix}.", f"{name}." if name else "")
+            last = path.removeprefix(f"{prefix}.")
+            return (f"{name}." if name else "") + part.names.get(last, last)
     return path
 
 
@@ -267,6 +436,7 @@ class Reader(Protocol):
 
 
 __all__ = [
+    "IndexedReads",
     "PagedReads",
     "Part",
     "Reader",

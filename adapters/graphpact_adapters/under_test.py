@@ -86,7 +86,7 @@ class BuilderUnderTest(LaneUnderTest):
         step = StepRecord(problem)
         try:
             with torch.inference_mode():
-                outputs = rig.net(view, built, rig.backend.forward)
+                outputs = rig.net(view, backend_of(rig).steps_of(view, built), rig.backend.forward)
         except Exception as error:  # noqa: BLE001  kernels refuse what they cannot read
             step.error = error
             return step

@@ -257,6 +257,34 @@ def in_a_small_cache(rows: int) -> torch.Tensor:
     return torch.zeros(rows)
 
 
+class Slotted:
+    """An object without a dictionary, as those of msgspec are."""
+
+    __slots__ = ("buffer", "later")
+
+    def __init__(self, buffer: torch.Tensor) -> None:
+        self.buffer = buffer
+
+
+class OneSlot(Slotted):
+    """One with a single slot, and those of its base."""
+
+    __slots__ = "mask"  # noqa: PLC0205  Python allows it
+
+
+def test_a_tensor_in_a_slot_is_named() -> None:
+    """Objects without a dictionary hold tensors in their slots and those of their bases, if these are set."""
+    plain, single = Slotted(torch.zeros(1)), OneSlot(torch.zeros(2))
+    single.mask = torch.zeros(3)
+    holder = Box([plain, single])
+    held = [plain.buffer, single.buffer, single.mask]
+    assert [(holder_of(each, holder) or ("nothing",))[0] for each in held] == [
+        "Box.inside[0].buffer",
+        "Box.inside[1].buffer",
+        "Box.inside[1].mask",
+    ]
+
+
 def test_a_tensor_is_named_by_what_holds_it() -> None:
     """Tensors in attributes, containers, objects, classes, closures, caches and modules are found."""
     t = [torch.zeros(n + 1) for n in range(6)]

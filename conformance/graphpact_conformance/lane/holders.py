@@ -120,4 +120,14 @@ def _attributes(value: Any, packages: set[str]) -> dict[str, Any]:
     if dataclasses.is_dataclass(value):
         return {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if hasattr(value, f.name)}
     own = isinstance(value, SimpleNamespace) or type(value).__module__.partition(".")[0] in packages
-    return dict(vars(value)) if own and hasattr(value, "__dict__") else {}
+    if not own:
+        return {}
+    slots = [name for cls in type(value).__mro__ for name in _names(vars(cls).get("__slots__", ()))]
+    return {name: getattr(value, name) for name in slots if hasattr(value, name)} | getattr(
+        value, "__dict__", {}
+    )
+
+
+def _names(slots: str | Iterable[str]) -> Iterable[str]:
+    """Return the names of ``__slots__``, which may be a single one; not those that only Python uses."""
+    return [name for name in ([slots] if isinstance(slots, str) else slots) if not name.startswith("__")]

@@ -1,0 +1,155 @@
+"""`Backends`: an author's factory of SGLang backends, and the lanes in which it is checked.
+
+    from graphpact_adapters.sglang import Backends
+
+    checked = Backends(make_backend)            # or a class of SGLang's constructor, as it is
+
+Does not: run anything; ``graphpact check --adapter sglang package.module:make_backend`` does.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from graphpact.attention import Capabilities, GraphSupport, HeadLayout
+from graphpact.batch import ForwardMode
+from graphpact_adapters.backend import Make
+from graphpact_adapters.experiments import BUILDER_EXPERIMENTS
+from graphpact_adapters.sglang.backend import Reader, SglangBackend, calls_of
+from graphpact_adapters.sglang.batch import OWN, Engine
+from graphpact_adapters.sglang.given import Kind, Sizes, model_runner
+from graphpact_adapters.sglang.readers import read as read_by_fields
+from graphpact_adapters.under_test import BuilderUnderTest
+from graphpact_conformance.experiments import Experiment
+from graphpact_conformance.lane.reference import ReferenceRunner
+from graphpact_conformance.suite import PlannedLane, plan_lanes
+from graphpact_conformance.targets import Options
+
+_LAYOUTS: dict[Kind, frozenset[HeadLayout]] = {
+    "mha": frozenset({HeadLayout.MHA, HeadLayout.GQA}),
+    "mla": frozenset({HeadLayout.MLA}),
+}
+_GRAPHS = frozenset({ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND})
+_MODES: dict[Kind, frozenset[ForwardMode]] = {"mha": _GRAPHS | {ForwardMode.EXTEND}, "mla": _GRAPHS}
+
+
+@dataclass(frozen=True)
+class Backends:
+    """Backends of one class, as their author makes them.
+
+    Args:
+        make: ``model_runner -> backend``: a backend class, or a function. It gets plain values: see
+            `graphpact_adapters.sglang.given`. An object with ``attn_backends``, one for each draft step, is
+            checked in lanes of draft decode, any other in all others.
+        read: ``(metadata, batch) -> reads``: what the kernel reads of the metadata; by default by the names
+            of its fields.
+        kind: What the KV cache holds.
+        page_sizes: The sizes of a KV page that the backend serves.
+        head_dims: The sizes of a head that it serves; None for any.
+        trees: Whether it serves drafts with branches. Then draft extends have another number of tokens than
+            draft steps and one.
+        modes: The kinds of step; None for all that the kind has. Extends run eagerly, as in an engine without
+            graphs of prefill.
+        engine: What only an installed engine can make; by default the types of
+            `graphpact_adapters.sglang.batch`.
+    """
+
+    make: Make
+    read: Reader = read_by_fields
+    kind: Kind = "mha"
+    page_sizes: Sequence[int] = (1, 16)
+    head_dims: Sequence[int] | None = None
+    trees: bool = False
+    modes: frozenset[ForwardMode] | None = None
+    engine: Engine = OWN
+
+    @property
+    def name(self) -> str:
+        """The name of the factory."""
+        return getattr(self.make, "__qualname__", type(self.make).__qualname__)
+
+    @property
+    def experiments(self) -> Sequence[Experiment]:
+        """The experiments of its lanes."""
+        return BUILDER_EXPERIMENTS
+
+    @property
+    def not_shown(self) -> Sequence[str]:
+        """What no lane exercises."""
+        return (
+            "the backend's own kernels, all rules: a model of them reads the metadata",
+            "draft trees, all rules: the drafts of all steps are chains",
+        )
+
+    # -- lanes -----------------------------------------------------------------------------------
+
+    @cached_property
+    def _example(self) -> Any:
+        """A backend, to see what kind of one the factory makes."""
+        table = torch.zeros(2, 8, dtype=torch.int32)
+        sizes = Sizes(
+            kind=self.kind,
+            num_heads=4,
+            num_kv_heads=1 if self.kind == "mla" else 4,
+            head_dim=24 if self.kind == "mla" else 8,
+            v_head_dim=16 if self.kind == "mla" else 8,
+            kv_lora_rank=16 if self.kind == "mla" else None,
+            dtype=torch.float32,
+            page_size=min(self.page_sizes),
+            context_len=4,
+            max_requests=1,
+            num_draft_tokens=3,
+            num_steps=3,
+            is_draft_worker=True,
+            drafts=True,
+        )
+        return self.make(model_runner(sizes, table))
+
+    @property
+    def _modes(self) -> frozenset[ForwardMode]:
+        if self.modes is not None:
+            return self.modes
+        return (
+            frozenset({ForwardMode.DRAFT_DECODE})
+            if hasattr(self._example, "attn_backends")
+            else _MODES[self.kind]
+        )
+
+    def backend(self) -> type[SglangBackend]:
+        """Return the backend class of the lanes."""
+        adapter = self
+
+        class OfFactory(SglangBackend):
+            """Backends of a given factory."""
+
+            make = staticmethod(adapter.make)
+            read = staticmethod(adapter.read)
+            kind = adapter.kind
+            trees = adapter.trees
+            engine = adapter.engine
+            calls = calls_of(adapter._example)
+            capabilities = Capabilities(
+                modes=adapter._modes,
+                graph_support=GraphSupport.UNIFORM,
+                dtypes=frozenset({torch.float32, torch.bfloat16}),
+                devices=frozenset({"cpu"}),
+                head_layouts=_LAYOUTS[adapter.kind],
+                page_sizes=frozenset(adapter.page_sizes),
+                head_dims=None if adapter.head_dims is None else frozenset(adapter.head_dims),
+                seq_len_fill_value=1,
+                needs_host_plan=True,
+            )
+
+        return OfFactory
+
+    def lanes(self, options: Options) -> Iterator[PlannedLane]:
+        """Yield the lanes of a run."""
+        backend = self.backend()
+        for plan in plan_lanes(backend, ReferenceRunner, options):
+            config = plan.lane.config
+            if config.case.segments or config.mixed_dim is not None or config.case.frozen:
+                continue
+            yield replace(plan, lane=BuilderUnderTest(config, backend))

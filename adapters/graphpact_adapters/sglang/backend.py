@@ -1,0 +1,282 @@
+"""`SglangBackend`: a backend of SGLang as a backend of the suite, with the calls that SGLang's runners make.
+
+    once      ``init_cuda_graph_state(max_bs, max_num_tokens)``, before the first capture
+    capture   ``init_forward_metadata_out_graph(batch, in_capture=True)``; then in the graph, before any
+              attention, ``init_forward_metadata_in_graph(batch)``, which is recorded. After each warm-up
+              ``on_after_cuda_graph_warmup()``
+    replay    ``init_forward_metadata_out_graph(batch)``; the graph repeats what it recorded
+    eager     ``init_forward_metadata(batch)``
+
+Where a backend has not these, the pair of earlier releases is called:
+``init_forward_metadata_capture_cuda_graph`` and ``init_forward_metadata_replay_cuda_graph``.
+
+Does not: choose lanes, or judge; see `graphpact_adapters.sglang.adapter`.
+"""
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+import torch
+
+from graphpact.attention import BackendContext, DraftMetadata
+from graphpact.batch import ForwardBatch
+from graphpact.batch import ForwardMode as Mode
+from graphpact.shapes import GraphShape
+from graphpact_adapters.backend import BuilderBackend, Built, Make, Metadata, Phase
+from graphpact_adapters.reads import Reads
+from graphpact_adapters.sglang.batch import Engine
+from graphpact_adapters.sglang.given import Given, Kind, Sizes, model_runner
+from graphpact_adapters.sglang.runner import Lent, RunnerBuffers
+
+
+class Reader(Protocol):
+    """Takes from a backend's metadata what the kernel of a layer reads."""
+
+    def __call__(self, metadata: Any, batch: Any) -> Reads:
+        """Return the reads of metadata; see `graphpact_adapters.sglang.readers.read`."""
+
+
+def sizes_of(context: BackendContext, kind: Kind, *, trees: bool = False) -> Sizes:
+    """Return the sizes of a lane as SGLang counts them.
+
+    A sequence that drafts is shorter than the context; the drafts have room after it in ``req_to_token``. Of
+    a chain a request verifies one token more than draft steps; of a tree any number.
+    """
+    layer, limits, mode = context.layers[0], context.limits, context.mode
+    drafts = mode is Mode.DRAFT_DECODE
+    is_speculative = drafts or mode in (Mode.TARGET_VERIFY, Mode.DRAFT_EXTEND)
+    width = limits.draft.num_draft_tokens
+    extra = limits.draft.num_steps if drafts else width
+    branches = trees and mode is Mode.DRAFT_EXTEND
+    steps = limits.draft.num_steps + 1 if drafts else max(1, width - 2) if branches else width - 1
+    return Sizes(
+        kind=kind,
+        num_heads=layer.num_q_heads,
+        num_kv_heads=layer.num_kv_heads,
+        head_dim=layer.head_dim,
+        v_head_dim=layer.v_head_dim,
+        kv_lora_rank=layer.kv_lora_rank,
+        dtype=context.dtype,
+        page_size=limits.page_size,
+        context_len=limits.max_context_len + 1 - extra,
+        max_requests=limits.max_bs,
+        width=limits.draft.tokens_per_request(mode) or 1,
+        num_draft_tokens=width if is_speculative else None,
+        num_steps=steps if is_speculative else 0,
+        topk=2 if branches else 1,
+        is_draft_worker=drafts or mode is Mode.DRAFT_EXTEND,
+        drafts=drafts,
+    )
+
+
+def calls_of(backend: Any) -> Mapping[Phase, str]:
+    """Return the names of the methods that prepare a step, by phase."""
+    name = "init_forward_metadata"
+    capture, replay = f"{name}_capture_cuda_graph", f"{name}_replay_cuda_graph"
+    if _is_triple(backend):
+        capture = replay = f"{name}_out_graph"
+    return {"capture": capture, "replay": replay, "eager": name, "draft": name}
+
+
+def _is_triple(backend: Any) -> bool:
+    return hasattr(backend, "init_forward_metadata_out_graph")
+
+
+@dataclass
+class _OfStep:
+    """The reads of one draft step."""
+
+    built: Built
+    step: int
+
+    @property
+    def reads(self) -> tuple[Reads, ...]:
+        return self.built.reads[self.step : self.step + 1]
+
+
+class SglangBackend(BuilderBackend):
+    """A backend of one class of SGLang's shape; a subclass has the factory.
+
+    Attributes:
+        make: The factory: ``model_runner -> backend``.
+        read: Takes from metadata what the kernel reads.
+        kind: What the KV cache holds.
+        trees: Whether draft extends are those of a draft with branches.
+        engine: Makes what only an installed engine can.
+    """
+
+    make: ClassVar[Make]
+    read: ClassVar[Reader]
+    kind: ClassVar[Kind]
+    trees: ClassVar[bool]
+    engine: ClassVar[Engine]
+    unit = "draft step"
+    calls: ClassVar[Mapping[Phase, str]]
+
+    def __init__(self, context: BackendContext) -> None:
+        super().__init__(context)
+        cls = type(self)
+        self.sizes = sizes_of(context, cls.kind, trees=cls.trees)
+        told = self.sizes.times(self.room)
+        self.model_runner = model_runner(told, context.req_to_token)
+        self._backend: Any = cls.make(self.model_runner)
+        self._told = told
+        self._has_graphs = False
+        self._buffers: RunnerBuffers | None = None
+        self._batches: dict[GraphShape, Given] = {}
+        self._shape: GraphShape | None = None
+        self._runs = 0
+        self._finished_in_graph: set[GraphShape] = set()
+
+    # -- the object ------------------------------------------------------------------------------
+
+    @property
+    def builders(self) -> Sequence[object]:
+        """The backend, and its draft steps."""
+        return [self._backend, *self._steps]
+
+    @property
+    def _steps(self) -> Sequence[Any]:
+        """The backends of draft steps; empty for a backend of single steps."""
+        return getattr(self._backend, "attn_backends", ())
+
+    @property
+    def _is_triple(self) -> bool:
+        return _is_triple(self._backend)
+
+    @property
+    def buffers(self) -> RunnerBuffers:
+        """The runner's buffers, made once the backend has said how it wants padding rows."""
+        if self._buffers is None:
+            with self.engine.running():
+                fill = int((*self._steps, self._backend)[0].get_cuda_graph_seq_len_fill_value())
+            self._buffers = RunnerBuffers(self.sizes, fill, self.engine, self.context.device)
+        return self._buffers
+
+    # -- an engine's part ------------------------------------------------------------------------
+
+    def lent_tensors(self) -> Mapping[str, torch.Tensor]:
+        """Return the runner's persistent buffers, and the table of requests."""
+        return {**self.buffers.tensors(), "req_to_token": self.context.req_to_token}
+
+    def lend(self, view: ForwardBatch, shape: GraphShape | None) -> Lent:
+        """Write the persistent buffers as SGLang's runners do."""
+        return self.buffers.lend(view, shape)
+
+    def build(self, lent: Lent, phase: Phase) -> Built:
+        """Prepare a step, and return what the kernels read; what a graph reads follows in `in_graph`."""
+        if phase == "capture" and not self._has_graphs:
+            with self.engine.running():
+                tokens = self._told.max_requests * self._told.width
+                self._backend.init_cuda_graph_state(self._told.max_requests, tokens)
+            self._has_graphs = True
+        batch = self.buffers.batch(lent, phase)
+        before = self._metadata()
+        self.engine.bind(batch, self.model_runner, in_capture=phase == "capture")
+        with self.engine.running():
+            self._call(batch, lent, phase)
+        if phase == "eager":
+            return Built(self._read(batch))
+        shape = lent.shape
+        assert shape is not None  # noqa: S101  captures and replays have one
+        if phase == "capture":
+            self._batches[shape] = batch
+            self._shape, self._runs = shape, 0
+            return Built(())
+        after = self._metadata()
+        if shape in self._finished_in_graph or any(
+            a is None or a is b for a, b in zip(after, before, strict=True)
+        ):
+            return Built(())  # nothing was returned, or nothing that kernels can read yet
+        return Built(self._read(self._batches[shape]))
+
+    def _call(self, batch: Given, lent: Lent, phase: Phase) -> None:
+        backend = self._backend
+        if phase == "eager":
+            backend.init_forward_metadata(batch)
+        elif self._is_triple:
+            capture = {"in_capture": True} if phase == "capture" else {}
+            backend.init_forward_metadata_out_graph(batch, **capture)
+        elif self._steps:
+            if phase == "capture":
+                backend.init_forward_metadata_capture_cuda_graph(batch)
+            else:
+                backend.init_forward_metadata_replay_cuda_graph(batch, lent.batch_size)
+        elif phase == "capture":
+            backend.init_forward_metadata_capture_cuda_graph(
+                batch.batch_size,
+                len(batch.input_ids),
+                batch.req_pool_indices,
+                batch.seq_lens,
+                batch.encoder_lens,
+                batch.forward_mode,
+                batch.spec_info,
+            )
+        else:
+            backend.init_forward_metadata_replay_cuda_graph(
+                batch.batch_size,
+                batch.req_pool_indices,
+                batch.seq_lens,
+                batch.seq_lens_sum,
+                batch.encoder_lens,
+                batch.forward_mode,
+                batch.spec_info,
+                batch.seq_lens_cpu,
+            )
+
+    def in_graph(self, captured: Built) -> None:
+        """Record the metadata work that belongs in the graph, and take what its kernels read."""
+        shape, backend = self._shape, self._backend
+        assert shape is not None  # noqa: S101  a capture is under way
+        batch = self._batches[shape]
+        before = self._metadata()
+        with self.engine.running():
+            if self._runs and hasattr(backend, "on_after_cuda_graph_warmup"):
+                backend.on_after_cuda_graph_warmup()
+            if self._is_triple:
+                backend.init_forward_metadata_in_graph(batch)
+            self._runs += 1
+            if any(a is not b for a, b in zip(before, self._metadata(), strict=True)):
+                self._finished_in_graph.add(shape)
+            captured.reads = self._read(batch)
+
+    def init_metadata_eager(self, batch: ForwardBatch, *, fill: int | None = None) -> Metadata:
+        """Prepare an eager step, or all steps of a draft; one without requests reaches no backend."""
+        del fill  # the buffers are the engine's, and are kept
+        return self.steps_of(batch, self._build(batch, None, "eager") if batch.batch_size else Built(()))
+
+    def steps_of(self, view: ForwardBatch, built: Built | None) -> Metadata:
+        """Return the reads of a step; of a draft those of each step apart, which were prepared together."""
+        assert built is not None  # noqa: S101  drafts are prepared before their first step
+        if not self.sizes.drafts:
+            return built
+        return DraftMetadata(tuple(_OfStep(built, step) for step in range(view.num_draft_steps)))
+
+    # -- what kernels read -----------------------------------------------------------------------
+
+    def _metadata(self) -> list[Any]:
+        return [current_metadata(each) for each in self._steps or [self._backend]]
+
+    def _read(self, batch: Any) -> tuple[Reads, ...]:
+        """Return the reads of each draft step; of a backend of single steps one."""
+        read = type(self).read
+        return tuple(read(part, at) for part, at in zip(self._metadata(), self._each(batch), strict=True))
+
+    def _each(self, batch: Any) -> Iterator[Any]:
+        """Yield the batch of each draft step, with the slots that it writes; or the batch as it is."""
+        if not self.sizes.drafts:
+            yield batch
+            return
+        slots = batch.out_cache_loc.view(-1, self.sizes.num_steps)
+        for step in range(self.sizes.num_steps - 1):
+            at = copy.copy(batch)
+            at.out_cache_loc = slots[:, step]
+            yield at
+
+
+def current_metadata(backend: Any) -> Any:
+    """Return the metadata that a backend's layers read now."""
+    decode = getattr(backend, "forward_decode_metadata", None)
+    return getattr(backend, "forward_metadata", None) if decode is None else decode

@@ -1,0 +1,104 @@
+"""What the kernels of SGLang's attention backends read of their metadata.
+
+    pages     ``page_table``, ``cache_seqlens_int32``, ``cu_seqlens_q``: FlashAttention-3, TRT-LLM
+    blocks    ``block_kv_indices``, ``seq_lens_k``: the MLA family of TRT-LLM. Without ``cu_seqlens_q`` each
+              request has as many queries as the layout of a batch has
+    slots     ``kv_indptr``, ``kv_indices``: Triton. With ``qo_indptr`` the list is the prefix alone, and the
+              new keys of a request follow it
+
+A kernel goes by the address of a tensor and by lengths, not by the shape of a view: a view that a capture
+made for a dummy may be shorter than what a replay writes. Readers widen such views to their memory.
+
+Does not: read metadata whose kernel does something else; its author gives a reader.
+"""
+
+from typing import Any
+
+import torch
+
+from graphpact.errors import ConfigError
+from graphpact_adapters.reads import IndexedReads, PagedReads, Part, Reads
+
+
+def pages(metadata: Any, batch: Any) -> PagedReads:
+    """Return the reads of a kernel with a page table."""
+    tokens = len(batch.out_cache_loc)
+    part = Part(
+        seq_lens=metadata.cache_seqlens_int32,
+        block_table=metadata.page_table,
+        query_start_loc=metadata.cu_seqlens_q,
+        num_tokens=tokens,
+        max_query_len=metadata.max_seq_len_q,
+        names={
+            "seq_lens": "cache_seqlens_int32",
+            "block_table": "page_table",
+            "query_start_loc": "cu_seqlens_q",
+            "max_query_len": "max_seq_len_q",
+        },
+    )
+    return PagedReads((part,), batch.out_cache_loc, tokens)
+
+
+def blocks(metadata: Any, batch: Any) -> PagedReads:
+    """Return the reads of a kernel for latents, with a table of blocks."""
+    tokens = len(batch.out_cache_loc)
+    offsets = getattr(metadata, "cu_seqlens_q", None)
+    part = Part(
+        seq_lens=metadata.seq_lens_k,
+        block_table=metadata.block_kv_indices,
+        query_start_loc=offsets,
+        query_len=None if offsets is not None else tokens // batch.batch_size,
+        num_tokens=tokens,
+        names={
+            "seq_lens": "seq_lens_k",
+            "block_table": "block_kv_indices",
+            "query_start_loc": "cu_seqlens_q",
+        },
+    )
+    return PagedReads((part,), batch.out_cache_loc, tokens)
+
+
+def slots(metadata: Any, batch: Any) -> IndexedReads:
+    """Return the reads of a kernel with a list of KV slots, and offsets."""
+    offsets = getattr(metadata, "qo_indptr", None)
+    extends = offsets is not None
+    return IndexedReads(
+        kv_indptr=metadata.kv_indptr,
+        kv_indices=widened(metadata.kv_indices),
+        slot_mapping=batch.out_cache_loc,
+        qo_indptr=offsets,
+        appends_new=extends,
+        custom_mask=getattr(metadata, "custom_mask", None) if extends else None,
+        mask_indptr=getattr(metadata, "mask_indptr", None) if extends else None,
+        max_query_len=getattr(metadata, "max_extend_len", None) if extends else None,
+    )
+
+
+def widened(view: torch.Tensor) -> torch.Tensor:
+    """Return a list from its first number to the end of its memory: what an address reaches."""
+    size = view.untyped_storage().nbytes() // view.element_size() - view.storage_offset()
+    return view.as_strided((size,), (1,))
+
+
+_FORMS = (("page_table", pages), ("block_kv_indices", blocks), ("kv_indptr", slots))
+
+
+def read(metadata: Any, batch: Any) -> Reads:
+    """Return the reads of metadata by the names of its fields.
+
+    Args:
+        metadata: The backend's metadata, as it was captured.
+        batch: The batch of the capture. Its ``out_cache_loc`` is the runner's buffer; in a draft decode the
+            slots of the step.
+
+    Raises:
+        ConfigError: The fields are of no known form.
+    """
+    for name, reader in _FORMS:
+        if getattr(metadata, name, None) is not None:
+            return reader(metadata, batch)
+    there = ", ".join(sorted(getattr(metadata, "__dict__", {}))) or "none"
+    raise ConfigError(
+        f"{type(metadata).__name__} has no page_table, block_kv_indices or kv_indptr; its fields are {there}",
+        hint="give a reader of your own: Backends(make, read=...)",
+    )
