@@ -70,7 +70,7 @@ _OFFERS: dict[str, dict[Kind, str]] = {  # plugins of the first-party distributi
     "graphpact-trtllm-mla": {"attention_backend": "trtllm_mla"},
     "graphpact-engine": {"observer": "trace", "command": "doctor generate pact"},
     "graphpact-conformance": {"command": "check explain museum report"},
-    "graphpact-adapters": {"adapter": "vllm"},
+    "graphpact-adapters": {"adapter": "sglang vllm"},
 }
 _FIRST_PARTY: dict[Kind, dict[str, str]] = {
     kind: {n: d for d, offers in _OFFERS.items() for n in offers.get(kind, "").split()} for kind in KINDS
