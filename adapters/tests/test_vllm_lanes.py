@@ -51,9 +51,11 @@ class Builder:
         self.lent = self.lens
 
     def get_cudagraph_support(self, vllm_config: Any, kv_cache_spec: Any) -> Support:
+        """Return the declared support."""
         return self.support
 
     def build(self, prefix: int, common: CommonAttentionMetadata, fast_build: bool = False) -> Metadata:
+        """Return the metadata of a step."""
         lens = self.lens[: common.num_reqs]
         self.lent = common.seq_lens
         lens.copy_(common.seq_lens)
@@ -67,12 +69,15 @@ class Builder:
         )
 
     def build_for_cudagraph_capture(self, common: CommonAttentionMetadata) -> Metadata:
+        """Return the metadata that a graph keeps."""
         return self.build(0, common)
 
     def build_for_drafting(self, common: CommonAttentionMetadata, draft_index: int) -> Metadata:
+        """Return the metadata of a step of a draft."""
         return self.build(0, common, fast_build=True)
 
     def update_draft_decode_metadata(self, metadata: Metadata) -> None:
+        """Bring the captured metadata up to date."""
         metadata.seq_lens.copy_(self.lent[: len(metadata.seq_lens)])
 
 
@@ -101,13 +106,14 @@ class Forgets(Builder):
     """Brings nothing up to date between the steps of a draft."""
 
     def update_draft_decode_metadata(self, metadata: Metadata) -> None:
-        pass
+        """Bring the captured metadata up to date."""
 
 
 class Rebinds(Builder):
     """Gives the metadata a new tensor in each step: the graph keeps the one before."""
 
     def update_draft_decode_metadata(self, metadata: Metadata) -> None:
+        """Bring the captured metadata up to date."""
         metadata.seq_lens = self.lent[: len(metadata.seq_lens)].clone()
 
 
@@ -115,6 +121,7 @@ class ReadsOnHost(Builder):
     """Looks at the longest request of a step on the host."""
 
     def update_draft_decode_metadata(self, metadata: Metadata) -> None:
+        """Bring the captured metadata up to date."""
         super().update_draft_decode_metadata(metadata)
         metadata.max_seq_len = int(metadata.seq_lens.max().item())
 
@@ -157,6 +164,7 @@ class OfLengths(Builder):
     support = Support.UNIFORM_BATCH
 
     def get_varlen_cudagraph_max_query_len(self, vllm_config: Any, kv_cache_spec: Any) -> int:
+        """Return the most tokens of a request."""
         return 1 + int(vllm_config.num_speculative_tokens)
 
 
@@ -164,6 +172,7 @@ class OfHostLengths(OfLengths):
     """Takes the tokens of each request from the host, which knows only their number."""
 
     def build(self, prefix: int, common: CommonAttentionMetadata, fast_build: bool = False) -> Metadata:
+        """Return the metadata of a step."""
         metadata = super().build(prefix, common, fast_build)
         self.starts = torch.zeros(len(self.lens) + 1, dtype=torch.int32)
         metadata.query_start_loc = self.starts[: common.num_reqs + 1]
