@@ -228,12 +228,36 @@ def _write(
         v_cache[slots[kept]] = v[:num_tokens][kept]
 
 
-write_slots = define_kernel(
+_write_op = define_kernel(
     "write_slots(Tensor k, Tensor v, Tensor slot_mapping, int num_tokens, Tensor(a!) k_cache,"
     " Tensor(b!) v_cache) -> ()",
     _write,
     namespace="graphpact_adapters",
 )
+
+
+def write_slots(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    num_tokens: int,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+) -> None:
+    """Write the keys and values of the first tokens to their KV slots, in one node of a graph.
+
+    Args:
+        k: ``[T, heads, width]``.
+        v: ``[T, heads, width]``; width 0 for latents, whose values are a part of the keys.
+        slot_mapping: ``[T]``: the slot of each token; -1 writes none.
+        num_tokens: How many tokens are written.
+        k_cache: ``[slots, heads, width]``, written.
+        v_cache: The same for values; for latents it may be ``k_cache``.
+
+    Raises:
+        KernelRefusal: GP05 for too few slots or keys, GP04 for a slot beyond the cache.
+    """
+    _write_op(k, v, slot_mapping, num_tokens, k_cache, v_cache)
 
 
 def _copy_bounded(seq_lens: torch.Tensor, most: int, out: torch.Tensor) -> None:

@@ -152,7 +152,7 @@ def test_a_lane_without_graphs_lists_what_runs(suite: Suite, capsys: pytest.Capt
         ([], "there is nothing to check"),
         ([], "flashinfer"),
         ([], "cuda_graph"),
-        (["x", "--only", "GP21"], "unknown rule 'GP21'"),
+        (["x", "--only", "GP99"], "unknown rule 'GP99'"),
         (["x", "--quick", "--thorough"], "contradict"),
         (["x", "--device", "tpu"], "--device"),
         (["x", "--examples", "0"], "--examples"),

@@ -17,7 +17,16 @@ import torch
 
 
 class ForwardMode(enum.IntEnum):
-    """The kind of a step, with the questions that backends ask."""
+    """The kind of a step, with the questions that backends ask.
+
+    Attributes:
+        EXTEND: Prompts, or parts of them.
+        DECODE: One new token of each request.
+        MIXED: Both in one batch.
+        IDLE: A batch without requests.
+        TARGET_VERIFY: The drafts of each request, for the target model.
+        DRAFT_EXTEND_V2: Accepted tokens, for the draft model.
+    """
 
     EXTEND = enum.auto()
     DECODE = enum.auto()
