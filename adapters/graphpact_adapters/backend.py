@@ -37,7 +37,8 @@ class Built:
     """What kernels read after one build, by KV-cache group.
 
     Args:
-        reads: One entry for each group; layer ``i`` reads that of group ``i % len(reads)``.
+        reads: One entry for each group; layer ``i`` reads that of group ``i % len(reads)``. Empty for a step
+            without requests.
     """
 
     reads: tuple[Reads, ...]
@@ -75,16 +76,23 @@ class BuilderBackend(AttentionBackend):
 
     Attributes:
         returned: What kernels would read of the last replay's result, which the engine drops; None before.
+        has_exact_bounds: Whether the engine's bounds of lengths on the host are exact; False as in engines
+            that speculate.
         lent_changes: Changes of lent buffers, in the order of the builds.
         freed: The paths of captured tensors that neither builder nor engine kept, by shape.
     """
 
     warmups: ClassVar[int] = 0
     """Builds for a capture before the one whose result is recorded."""
+    bounds: ClassVar[str] = "the host's bounds of lengths"
+    """What builders call the lengths that an engine which speculates does not know exactly."""
+    room: ClassVar[int] = 1
+    """How many times as many requests and tokens as there are builders are told in their configuration."""
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
         self.returned: Built | None = None
+        self.has_exact_bounds = False
         self.lent_changes: list[LentChange] = []
         self.freed: dict[GraphShape, list[str]] = {}
         self._captured: dict[GraphShape, _Captured] = {}
@@ -107,6 +115,11 @@ class BuilderBackend(AttentionBackend):
     @abc.abstractmethod
     def lent_tensors(self) -> Mapping[str, torch.Tensor]:
         """Return the engine's buffers by name."""
+
+    def shared_in_step(self, lent: Any) -> Mapping[str, torch.Tensor]:
+        """Return by name what all builders of a step see and only read: the buffers, and its host tensors."""
+        del lent
+        return self.lent_tensors()
 
     @property
     @abc.abstractmethod
@@ -137,9 +150,9 @@ class BuilderBackend(AttentionBackend):
         return captured
 
     def init_metadata_eager(self, batch: ForwardBatch, *, fill: int | None = None) -> Built:
-        """Build for an eager step."""
+        """Build for an eager step; a step without requests reaches no builder of an engine."""
         del fill  # the buffers are the engine's, and are kept
-        return self._build(batch, None, "eager")
+        return self._build(batch, None, "eager") if batch.batch_size else Built(())
 
     def expected(self, view: ForwardBatch, shape: GraphShape | None) -> Built:
         """Return what kernels would read of an eager build on the padded batch."""
@@ -147,9 +160,10 @@ class BuilderBackend(AttentionBackend):
 
     def _build(self, view: ForwardBatch, shape: GraphShape | None, phase: Phase) -> Built:
         lent = self.lend(view, shape)
-        before = {name: tensor.clone() for name, tensor in self.lent_tensors().items()}
+        shared = self.shared_in_step(lent)
+        before = {name: tensor.clone() for name, tensor in shared.items()}
         built = self.build(lent, phase)
-        for name, tensor in self.lent_tensors().items():
+        for name, tensor in shared.items():
             if not bool(same(tensor, before[name]).all()):
                 change = LentChange(name, self.calls[phase], phase, before[name], tensor.clone())
                 self.lent_changes.append(change)
@@ -187,6 +201,8 @@ class BuilderBackend(AttentionBackend):
         metadata: Built,
     ) -> torch.Tensor:
         """Attend with the model of the builder's kernel."""
+        if not metadata.reads:
+            return q.new_zeros(0, layer.num_q_heads, layer.v_head_dim)
         reads = metadata.reads[layer.layer_id % len(metadata.reads)]
         context = self.context
         return reads.attend(q, k, v, layer, context.kv_cache, context.limits.page_size)

@@ -6,9 +6,10 @@ The model of the kernel runs with the first set, and with single values of the s
 first value that makes the outputs right is at fault.
 
     GP01   a tensor whose memory the last build did not return: the graph reads another one
-    GP02   live rows of a tensor; GP03 padding rows that no build writes, GP04 padding rows with wrong values
+    GP02   live rows of a tensor; GP09 that a build writes after some batches alone
+    GP03   padding rows, and the end of a plan, that no build writes; GP04 padding rows with wrong values
     GP08   a host number; GP10 another number of launches, or a tensor that one of both has not
-    GP14   a tensor that neither builder nor engine keeps
+    GP14   a tensor that neither builder nor engine keeps, or that the builder replaced after the capture
 
 Does not: run experiments.
 """
@@ -41,10 +42,11 @@ _HELP = {
     "GP04": "give padding rows numbers that the kernel accepts: no query, no key",
     "GP08": "the graph keeps this number: build captures with the largest one, or let the kernel read it from"
     " a tensor",
+    "GP09": "make it anew in every build, or compare all that it is made of: pages too, not only counts",
     "GP10": "captures and replays must choose the same launches: decide by what is equal for all batches of"
     " a graph, not by the numbers of one batch",
-    "GP14": "keep the tensor in the builder: the engine drops what a capture returned, and its memory goes to"
-    " other tensors",
+    "GP14": "allocate it in the constructor, for the largest step, and keep it in the builder: the engine drops"
+    " what a capture returned, and its memory goes to other tensors",
 }
 
 
@@ -80,7 +82,7 @@ def explain(
     fresh.load(step.problem)
     right = copied(backend_of(fresh).expected(view, shape))
     if not lane.is_right(fresh, lane.outputs_with(fresh, step.problem, view, right)):
-        yield from _wrong_on_padding(lane, fresh, step, view, shape, right, what)
+        yield from _wrong_without_a_graph(lane, fresh, step, view, shape, right, what)
         return
     if (other := _other_launches(captured, right)) is not None:
         group, mine, theirs = other
@@ -112,7 +114,7 @@ def _as_it_is(lane: BuilderUnderTest, step: StepRecord, what: str) -> Finding:
     )
 
 
-def _wrong_on_padding(
+def _wrong_without_a_graph(
     lane: BuilderUnderTest,
     fresh: Rig,
     step: StepRecord,
@@ -121,12 +123,26 @@ def _wrong_on_padding(
     reads: Built,
     what: str,
 ) -> Iterator[Finding]:
-    """Yield a finding about a build that is wrong also without a graph, on the padded batch alone."""
+    """Yield a finding about a build that is wrong also without a graph: on padding, on bounds, or always."""
     alone = fresh.step(step.problem, eagerly=True)
     wrong = lane.outputs_with(fresh, step.problem, view, reads)
     said = message_of(wrong.error) if wrong.error is not None else "the outputs of live requests are wrong"
     rule = (wrong.error is not None and rule_of(wrong.error)) or "GP04"
     if not lane.is_right(fresh, alone):
+        exact = lane.build(capture=False)
+        backend_of(exact).has_exact_bounds = True
+        if lane.is_right(exact, exact.step(step.problem, eagerly=True)):
+            yield lane.finding(
+                "GP09",
+                hook="init_metadata_replay",
+                field=backend_of(fresh).bounds,
+                expected="right outputs, as when each bound is the length itself",
+                actual=said,
+                step=step,
+                help="an engine that speculates knows only that at most all drafts were accepted: plan with the"
+                " bounds, and take lengths from the device",
+            )
+            return
         yield lane.finding(
             None,
             field="an eager build",
@@ -141,7 +157,7 @@ def _wrong_on_padding(
     field = _padded_field(reads, live, shape)
     yield lane.finding(
         rule,
-        hook=_hook(fresh),
+        hook="init_metadata_replay",
         field=field or f"{what}: {rows}",
         expected=f"the batch is right without padding, so {rows} without queries and keys change nothing",
         actual=said,
@@ -269,20 +285,21 @@ def _finding(
             help=_HELP["GP10"],
         )
     differs = ~same(mine, theirs)
-    rule, how = _rule_of(rig, step, fault, returned, view, shape, differs)
+    rule, how = _rule_of(lane, rig, step, fault, returned, view, shape, differs)
     is_freed = bool(is_poison(mine).any())
     return lane.finding(
         rule,
         hook=_hook(rig),
         field=_named(fault.path) + spell(differs),
         expected=f"{values_at(theirs, differs)}, as an eager build on this batch has it",
-        actual=("poison" if is_freed else values_at(mine, differs)) + how,
+        actual=("freed memory" if is_freed else values_at(mine, differs)) + how,
         step=step,
         help=_HELP[rule],
     )
 
 
 def _rule_of(
+    lane: BuilderUnderTest,
     rig: Rig,
     step: StepRecord,
     fault: _Fault,
@@ -295,25 +312,54 @@ def _rule_of(
     backend = backend_of(rig)
     tensor = dict(leaves(rig.lane.captured[shape].step.metadata))[fault.path]
     last = None if returned is None else dict(leaves(returned)).get(fault.path)
+    is_kept = backend.keeps(tensor)
     if isinstance(last, torch.Tensor) and storage_id(last) != storage_id(tensor):
-        freed = ", which was freed after it" if bool(is_poison(tensor).any()) else ""
+        if not is_kept and _returns_it_again(lane, fault.path, shape):
+            return "GP14", ", in memory that the builder has replaced since the capture"
+        freed = "" if is_kept else ", which nothing keeps"
         return "GP01", f", in the memory of the capture{freed}; build() returned another tensor"
-    if fault.path in backend.freed.get(shape, ()) or not backend.keeps(tensor):
+    if fault.path in backend.freed.get(shape, ()) or not is_kept:
         return "GP14", ", in memory that neither the builder nor the engine keeps after the capture"
-    live = step.problem.batch_size
-    tail = torch.zeros_like(differs)
-    first = live * len(tail) // max(shape.batch_size, 1)
-    tail[first:] = True
     before = tensor.clone()
     poison(tensor)
     backend.init_metadata_replay(view, shape, rig.lane.captured[shape].step.metadata)
-    is_unwritten = bool((is_poison(tensor) & differs.to(tensor.device)).any())
+    unwritten = is_poison(tensor).to(differs.device)
     tensor.copy_(before)
-    if bool((differs & ~tail).any()):
-        return "GP02", ", which no build writes" if is_unwritten else ", which build() wrote"
-    if is_unwritten:
-        return "GP03", ", in padding rows that no build writes"
-    return "GP04", ", in padding rows"
+    is_unwritten = bool((unwritten & differs).any())
+    first, rows = _first_of_tail(step, shape, unwritten)
+    if not bool(differs[:first].any()):
+        if is_unwritten:
+            return "GP03", f", in {rows} that build() does not write"
+        return "GP04", f", in {rows}"
+    if not is_unwritten:
+        return "GP02", ", which build() wrote"
+    if lane.is_right(afresh := lane.build(), afresh.step(step.problem)):
+        return "GP09", ", made of an earlier batch, which build() kept"
+    return "GP02", ", which build() does not write"
+
+
+def _returns_it_again(lane: BuilderUnderTest, path: str, shape: GraphShape) -> bool:
+    """Return whether a build on the dummy itself returns the memory of the capture."""
+    rig = lane.build()
+    backend, captured = backend_of(rig), rig.lane.captured[shape].step
+    backend.init_metadata_replay(captured.view, shape, captured.metadata)
+    mine, theirs = (dict(leaves(built)).get(path) for built in (captured.metadata, backend.returned))
+    tensors = isinstance(mine, torch.Tensor) and isinstance(theirs, torch.Tensor)
+    return tensors and storage_id(mine) == storage_id(theirs)
+
+
+def _first_of_tail(step: StepRecord, shape: GraphShape, unwritten: torch.Tensor) -> tuple[int, str]:
+    """Return the first row of a tensor that is not for live requests, and what its last rows are, in words.
+
+    A tensor with rows of requests or tokens ends with their padding; any other ends where a build stops.
+    """
+    live, rows = step.problem.batch_size, len(unwritten)
+    if rows in (shape.batch_size, shape.batch_size + 1):
+        return live + rows - shape.batch_size, "padding rows"
+    if rows == shape.num_tokens:
+        return len(step.problem.tokens), "padding tokens"
+    written = (~unwritten).reshape(rows, -1).any(1).nonzero()
+    return (int(written[-1]) + 1 if len(written) else rows), "the rows after the last"
 
 
 def _hook(rig: Rig) -> str:

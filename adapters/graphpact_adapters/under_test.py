@@ -4,7 +4,7 @@ Does not: draw batches, or run experiments.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,7 +15,11 @@ from graphpact_conformance.experiments.base import differences
 from graphpact_conformance.lane.lane_under_test import LaneUnderTest
 from graphpact_conformance.lane.rig import Rig
 from graphpact_conformance.subject.records import StepRecord, copies
+from graphpact_conformance.subject.under_test import CannotCaptureError
 from graphpact_conformance.world.problems import Problem
+
+ROOM = 8
+"""How many times as many requests and tokens builders are told, to see whether a buffer is too small."""
 
 
 @dataclass
@@ -24,7 +28,7 @@ class BuilderUnderTest(LaneUnderTest):
 
     def checked_classes(self) -> Iterator[type[Any]]:
         """Yield the classes of the builders: their code is checked, not the adapter's."""
-        for rig in self._rigs.values():
+        for rig in [*self._rigs.values()] or [self.build(capture=False)]:
             for builder in backend_of(rig).builders:
                 yield from type(builder).__mro__
 
@@ -42,6 +46,15 @@ class BuilderUnderTest(LaneUnderTest):
         step.rows, step.axes, step.stage = copies(live), outputs.axes, "done"
         step.caches = rig.cache.contents()
         return step
+
+    def is_captured_with_room(self) -> bool:
+        """Return whether the lane is captured when builders are told more requests and tokens."""
+        roomy = type(self.backend.__name__, (self.backend,), {"room": ROOM})
+        try:
+            replace(self, backend=roomy).rig()
+        except CannotCaptureError:
+            return False
+        return True
 
     def is_right(self, rig: Rig, step: StepRecord) -> bool:
         """Return whether a step ended without an error, and agrees with the oracle."""

@@ -2,7 +2,7 @@
 
 import json
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, lru_cache, partial
 from typing import Any
 
 import pytest
@@ -245,8 +245,20 @@ class Box:
 IN_A_MODULE = {"rows": [torch.zeros(11)]}
 
 
+@cache
+def in_a_cache(rows: int) -> torch.Tensor:
+    """Return memory that lives as long as the module."""
+    return torch.zeros(rows)
+
+
+@lru_cache(maxsize=2)
+def in_a_small_cache(rows: int) -> torch.Tensor:
+    """Return memory that lives until two others are asked for."""
+    return torch.zeros(rows)
+
+
 def test_a_tensor_is_named_by_what_holds_it() -> None:
-    """Tensors in attributes, containers, dataclasses, objects, classes, closures and modules are found."""
+    """Tensors in attributes, containers, dataclasses, objects, classes, closures, caches and modules are found."""
     t = [torch.zeros(n + 1) for n in range(6)]
 
     def closed(tensor: torch.Tensor) -> Any:
@@ -265,7 +277,8 @@ def test_a_tensor_is_named_by_what_holds_it() -> None:
             self.me = self
 
     holder = Holds()
-    names = [(holder_of(each, holder) or ("nothing",))[0] for each in (*t, IN_A_MODULE["rows"][0])]
+    all_held = [*t, IN_A_MODULE["rows"][0], in_a_cache(12), in_a_small_cache(13)]
+    names = [(holder_of(each, holder) or ("nothing",))[0] for each in all_held]
     assert names == [
         "Holds.plain",
         "Holds.box.inside",
@@ -274,6 +287,8 @@ def test_a_tensor_is_named_by_what_holds_it() -> None:
         "'tensor' in the closure of Holds.method",
         "Holds.later['args'][0]",
         f"{__name__}.IN_A_MODULE['rows'][0]",
+        f"the cache of {__name__}.in_a_cache[12]",
+        f"the cache of {__name__}.in_a_small_cache",
     ]
     assert holder_of(torch.zeros(1), holder) is None
     assert len(storages_of(holder)) == 4

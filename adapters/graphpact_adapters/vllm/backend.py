@@ -65,6 +65,7 @@ class VllmBackend(BuilderBackend):
     kind: ClassVar[Kind] = "full"
     capture_sizes: ClassVar[Sequence[int]] = ()
     warmups = 1
+    bounds = "seq_lens_cpu_upper_bound"
     calls: ClassVar[Mapping[Phase, str]] = {
         "capture": "build_for_cudagraph_capture",
         "replay": "build",
@@ -76,11 +77,9 @@ class VllmBackend(BuilderBackend):
         cls = type(self)
         self.sizes = sizes_of(context, cls.capture_sizes, cls.kind)
         self.buffers = RunnerBuffers(self.sizes, NUM_GROUPS, context.req_to_token, context.device)
-        names = self.sizes.layer_names
+        told, names = self.sizes.times(self.room), self.sizes.layer_names
         self._builders: list[Any] = [
-            cls.make(
-                kv_cache_spec(self.sizes), names[group::NUM_GROUPS], vllm_config(self.sizes), context.device
-            )
+            cls.make(kv_cache_spec(told), names[group::NUM_GROUPS], vllm_config(told), context.device)
             for group in range(NUM_GROUPS)
         ]
         self._builds = 0
@@ -94,9 +93,15 @@ class VllmBackend(BuilderBackend):
         """Return the runner's persistent buffers."""
         return self.buffers.tensors()
 
+    def shared_in_step(self, lent: Lent) -> Mapping[str, torch.Tensor]:
+        """Return the persistent buffers, and the tensors on the host, which the groups of a step share."""
+        common = lent.common[0]
+        names = ("query_start_loc_cpu", "seq_lens_cpu_upper_bound", "is_prefilling")
+        return {**self.buffers.tensors(), **{name: getattr(common, name) for name in names}}
+
     def lend(self, view: ForwardBatch, shape: GraphShape | None) -> Lent:
         """Write the persistent buffers as model runner V2 does."""
-        return self.buffers.lend(view, shape)
+        return self.buffers.lend(view, shape, has_exact_bounds=self.has_exact_bounds)
 
     def build(self, lent: Lent, phase: Phase) -> Built:
         """Build for each group, in the other order than the step before."""

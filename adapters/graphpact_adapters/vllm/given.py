@@ -14,7 +14,7 @@ for them with ``isinstance``.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, Literal
 
@@ -134,6 +134,15 @@ class Sizes:
                 f"sizes of kind {self.kind!r} with sliding_window={self.sliding_window}",
                 hint="give a window with kind 'sliding_window', and None with any other kind",
             )
+
+    def times(self, factor: int) -> "Sizes":
+        """Return sizes with ``factor`` times as many requests, tokens and tokens of a capture."""
+        return replace(
+            self,
+            max_num_seqs=self.max_num_seqs * factor,
+            max_num_tokens=self.max_num_tokens * factor,
+            capture_sizes=tuple(size * factor for size in self.capture_sizes),
+        )
 
     @property
     def layer_names(self) -> list[str]:

@@ -77,12 +77,15 @@ class RunnerBuffers:
             "slot_mappings": self.slot_mappings,
         }
 
-    def lend(self, view: ForwardBatch, shape: GraphShape | None) -> Lent:
+    def lend(
+        self, view: ForwardBatch, shape: GraphShape | None, *, has_exact_bounds: bool = False
+    ) -> Lent:
         """Write the buffers for a batch, and return what builders get of them.
 
         Args:
             view: The batch, padded to ``shape``; one whose rows are all padding rows is a dummy.
             shape: The captured shape; None for an eager step, which has no padding.
+            has_exact_bounds: Whether ``seq_lens_cpu_upper_bound`` is exact also when drafts are verified.
         """
         live = view.req_pool_indices != 0  # row 0 is scratch
         if shape is not None and not bool(live.any()) and view.forward_mode is not ForwardMode.IDLE:
@@ -100,6 +103,7 @@ class RunnerBuffers:
             view=view,
             num_reqs=view.batch_size if shape is None else shape.batch_size,
             num_tokens=view.num_tokens if shape is None else shape.num_tokens,
+            has_exact_bounds=has_exact_bounds,
         )
 
     def _lend(
@@ -110,6 +114,7 @@ class RunnerBuffers:
         view: ForwardBatch,
         num_reqs: int,
         num_tokens: int,
+        has_exact_bounds: bool,
     ) -> Lent:
         total = sum(counts)
         drafts = view.forward_mode is ForwardMode.TARGET_VERIFY
@@ -126,9 +131,8 @@ class RunnerBuffers:
                 blocks = self._table[request, :length:block] // block
                 table[row, : len(blocks)] = blocks
         # After asynchronous speculation the host knows only that at most all drafts were accepted.
-        upper = [
-            length + at % (max(counts) if drafts else 1) if length else 0 for at, length in enumerate(lens)
-        ]
+        more = max(counts, default=0) if drafts and not has_exact_bounds else 1
+        upper = [length + at % more if length else 0 for at, length in enumerate(lens)]
         bound = torch.tensor(upper, dtype=torch.int32).clamp_(max=self._sizes.max_model_len)
         prefilling = [
             view.forward_mode is ForwardMode.EXTEND or (view.forward_mode is ForwardMode.MIXED and count > 1)

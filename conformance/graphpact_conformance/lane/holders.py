@@ -1,10 +1,11 @@
-"""`holder_of`: the name under which a plugin holds a tensor: an attribute, an item, a global, or a closure.
+"""`holder_of`: the name under which a plugin holds a tensor: an attribute, an item, a global, a closure, or a cache.
 
 Does not: know slots and the engine's memory; see `graphpact.memory_map`.
 """
 
 import dataclasses
 import functools
+import gc
 import inspect
 import sys
 from collections import deque
@@ -25,7 +26,8 @@ def holder_of(tensor: torch.Tensor, *owners: object) -> tuple[str, torch.Tensor]
     """Return the name and the whole of the first tensor that objects hold in the storage of ``tensor``.
 
     The search is breadth-first: attributes of ``owners``, with the items of their containers and the
-    attributes of their own objects; then the classes and modules of their packages, and closures there.
+    attributes of their own objects; then the classes and modules of their packages, with closures and the
+    caches of functions there.
 
     Args:
         tensor: The tensor.
@@ -90,6 +92,8 @@ def _parts(name: str, value: Any, packages: set[str]) -> list[tuple[str, Any]]:
     """Return the parts of a value, with their names; empty for tensors, numbers, and objects of others."""
     if isinstance(value, (torch.Tensor, type, str, bytes)):
         return []
+    if isinstance(value, functools._lru_cache_wrapper):
+        return [(f"the cache of {name}", item) for item in gc.get_referents(value)]  # results, and dicts of them
     if isinstance(value, (FunctionType, MethodType)):
         return _closure(name, inspect.unwrap(value))
     if isinstance(value, functools.partial):
