@@ -189,7 +189,7 @@ def _other_launches(captured: Built, right: Built) -> tuple[int, str, str] | Non
 
 
 def _forms(reads: Any) -> dict[str, object]:
-    """Return the type of each leaf by path; a tuple of numbers has a path for each."""
+    """Return the type of each leaf by path."""
     return {path: type(value) for path, value in leaves(reads)}
 
 
