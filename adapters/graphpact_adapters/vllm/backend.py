@@ -8,6 +8,7 @@ Does not: choose lanes, or judge; see `graphpact_adapters.vllm.adapter`.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -75,7 +76,8 @@ class VllmBackend(BuilderBackend):
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
         cls = type(self)
-        self.sizes = sizes_of(context, cls.capture_sizes, cls.kind)
+        blocks = len(context.kv_cache.k[0]) // context.limits.page_size
+        self.sizes = replace(sizes_of(context, cls.capture_sizes, cls.kind), num_blocks=blocks)
         self.buffers = RunnerBuffers(self.sizes, NUM_GROUPS, context.req_to_token, context.device)
         told, names = self.sizes.times(self.room), self.sizes.layer_names
         self._builders: list[Any] = [
