@@ -61,7 +61,6 @@ ABSENT = [
 HEAVY = [
     "vllm.distributed.kv_transfer",
     "vllm.entrypoints",
-    "vllm.model_executor.warmup.jit_warmup",
     "vllm.multimodal.inputs",
     "vllm.vllm_flash_attn",
 ]
@@ -167,13 +166,13 @@ def _sparse_mla(config: Namespace) -> None:
     for layer in _layers(config):
         layer.prefill_backend = None  # every row takes the sparse path
     for published in (config.model_config.hf_config, config.model_config.hf_text_config):
-        published.index_topk = 128
+        published.index_topk = config.model_config.max_model_len  # every key is chosen
     config.attention_config.sparse_mla_prefill_workspace_factor = 1
 
 
 def _swa(config: Namespace) -> None:
     _sparse_mla(config)
-    config.model_config.hf_config.sliding_window = 32
+    config.model_config.hf_config.sliding_window = config.model_config.max_model_len  # it has every key
 
 
 def _indexer(config: Namespace) -> None:
