@@ -3,6 +3,7 @@
 The recipes that are plugins run under the conformance suite, in this process.
 """
 
+import contextlib
 import dataclasses
 import importlib
 import re
@@ -61,11 +62,14 @@ THIRD_PARTY = ["my_attention.prefill"]  # `tests/conformance/test_third_party.py
 @pytest.fixture(scope="module", autouse=True)
 def _examples_on_the_path() -> Iterator[None]:
     """Make the recipes importable by the names that they use, and forget them afterwards."""
-    before, path = set(sys.modules), [str(ROOT / "examples"), str(ROOT / "examples/third_party")]
+    before, path = (
+        set(sys.modules),
+        [str(ROOT / "examples" / folder) for folder in ("", "third_party", "vllm")],
+    )
     sys.path[:0] = path
     yield
     for name in set(sys.modules) - before:
-        if name.partition(".")[0] in ("recipes", "my_attention"):
+        if name.partition(".")[0] in ("recipes", "my_attention", "acme_attention", "acme_reader"):
             del sys.modules[name]
     sys.path[:] = [entry for entry in sys.path if entry not in path]
 
@@ -434,6 +438,10 @@ ELSEWHERE = {"examples/third_party/README.md": "tests/conformance/test_third_par
 """Pages whose blocks are no programs, and the test that has their text."""
 
 
+RUN = ("docs/graphs.md", "docs/vllm.md")
+"""Pages whose tests are run too: those of a driver, and of a builder."""
+
+
 @pytest.mark.parametrize(("page", "code"), _blocks("python"))
 def test_every_block_of_python_runs(
     page: str, code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -455,10 +463,11 @@ def test_every_block_of_python_runs(
         assert names["request"].output_token_ids
         assert not names["engine"].scheduler.has_work
         names["engine"].close()
-    if "driver_contract" in code:
-        (mark,) = names["test_keeps_the_contract"].pytestmark
-        for parameters in mark.args[1]:
-            names["test_keeps_the_contract"](*parameters.values)
+    for name in ("test_keeps_the_contract", "test_keeps_the_pact") if page in RUN else ():
+        for mark in getattr(names.get(name), "pytestmark", ()):
+            for parameters in mark.args[1]:
+                with contextlib.suppress(pytest.skip.Exception):
+                    names[name](*parameters.values)
 
 
 @pytest.mark.parametrize(("page", "code"), _blocks("toml"))

@@ -5,6 +5,9 @@ that it requires, and to their installed third-party requirements, as the metada
 runs with this folder in place of its own site-packages.
 """
 
+import re
+import shlex
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -143,6 +146,21 @@ def test_the_command_alone_lists_plugins_and_knows_who_has_the_others(
         told = _python("-I", "-S", "-c", COMMAND, site, command, "--anything", status=2).stderr
         assert f"no command is called {command!r}" in told
         assert f"help: pip install {owner}" in told
+
+
+def test_a_builder_of_vllm_has_its_first_report_within_three_commands(
+    environment: Callable[..., Path], tmp_path: Path
+) -> None:
+    """The commands of docs/vllm.md, from the wheels: what they install, the report, and a rule."""
+    page = (ROOT / "docs/vllm.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"^```bash\n(.*?)^```", page, flags=re.DOTALL | re.MULTILINE)
+    install, check, explain = (shlex.split(line) for line in block.splitlines())
+    assert install[:2] == ["pip", "install"]
+    shutil.copy(ROOT / "examples/vllm/acme_attention.py", tmp_path)
+    run = ("-I", "-S", "-c", COMMAND, str(environment(install[2])))
+    told = _python(*run, *check[1:], cwd=tmp_path)
+    assert "conformant: 1 of 1 plugin conformant" in told.stdout
+    assert "GP01" in _python(*run, *explain[1:], cwd=tmp_path).stdout
 
 
 def test_the_command_needs_its_extra_and_says_so(environment: Callable[..., Path]) -> None:

@@ -14,13 +14,14 @@ Does not: know an engine (each adapter has a subclass), or judge; see `graphpact
 """
 
 import abc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 import torch
 
-from graphpact.attention import AttentionBackend, BackendContext, Buffers, LayerSpec, Limits
+from graphpact.attention import AttentionBackend, BackendContext, Buffers, KVBuffers, LayerSpec, Limits
 from graphpact.batch import ForwardBatch
 from graphpact.buffers import GraphSlot
 from graphpact.shapes import GraphShape
@@ -84,6 +85,8 @@ class BuilderBackend(AttentionBackend):
 
     warmups: ClassVar[int] = 0
     """Builds for a capture before the one whose result is recorded."""
+    calls: ClassVar[Mapping[Phase, str]]
+    """The names of the builders' methods, by phase."""
     bounds: ClassVar[str] = "the host's bounds of lengths"
     """What builders call the lengths that an engine which speculates does not know exactly."""
     room: ClassVar[int] = 1
@@ -125,11 +128,6 @@ class BuilderBackend(AttentionBackend):
     @abc.abstractmethod
     def builders(self) -> Sequence[object]:
         """The builders, which keep the memory that they allocated."""
-
-    @property
-    @abc.abstractmethod
-    def calls(self) -> Mapping[Phase, str]:
-        """The names of the builders' methods, by phase."""
 
     # -- the hooks -------------------------------------------------------------------------------
 
@@ -203,9 +201,16 @@ class BuilderBackend(AttentionBackend):
         """Attend with the model of the builder's kernel."""
         if not metadata.reads:
             return q.new_zeros(0, layer.num_q_heads, layer.v_head_dim)
-        reads = metadata.reads[layer.layer_id % len(metadata.reads)]
-        context = self.context
-        return reads.attend(q, k, v, layer, context.kv_cache, context.limits.page_size)
+        group = layer.layer_id % len(metadata.reads)
+        page_size = self.context.limits.page_size
+        with self.cache_of(group, layer) as cache:
+            return metadata.reads[group].attend(q, k, v, layer, cache, page_size)
+
+    @contextmanager
+    def cache_of(self, group: int, layer: LayerSpec) -> Iterator[KVBuffers]:
+        """Give the KV cache as the blocks of a group lie in it."""
+        del group, layer
+        yield self.context.kv_cache
 
     def declare_slots(self, limits: Limits) -> Sequence[GraphSlot]:
         """Return none: memory is the engine's and the builder's own."""

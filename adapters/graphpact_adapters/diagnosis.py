@@ -24,7 +24,7 @@ from graphpact.batch import ForwardBatch
 from graphpact.shapes import GraphShape
 from graphpact.tensors import same, storage_id
 from graphpact_adapters.backend import Built
-from graphpact_adapters.reads import copied, leaves, with_leaves
+from graphpact_adapters.reads import copied, field_name, leaves, with_leaves
 from graphpact_adapters.under_test import BuilderUnderTest, backend_of
 from graphpact_conformance.experiments.base import spell, values_at, wrong_results
 from graphpact_conformance.lane.rig import Rig
@@ -45,17 +45,24 @@ _HELP = {
     "GP09": "make it anew in every build, or compare all that it is made of: pages too, not only counts",
     "GP10": "captures and replays must choose the same launches: decide by what is equal for all batches of"
     " a graph, not by the numbers of one batch",
-    "GP14": "allocate it in the constructor, for the largest step, and keep it in the builder: the engine drops"
-    " what a capture returned, and its memory goes to other tensors",
+    "GP14": "allocate it in the constructor, for the largest step, and keep it in the builder: the engine"
+    " drops what a capture returned, and its memory goes to other tensors",
 }
 
 
 @dataclass(frozen=True)
 class _Fault:
-    """A leaf whose captured value is at fault."""
+    """A field whose captured value is at fault, in one KV-cache group or in several.
 
-    group: int
+    Args:
+        path: The leaf of the first such group.
+        field: The field, as findings name it.
+        captured: The value of the leaf.
+        right: The value that an eager build gives.
+    """
+
     path: str
+    field: str
     captured: Any
     right: Any
 
@@ -90,13 +97,13 @@ def explain(
         if is_cause or not lane.is_right(fresh, lane.outputs_with(fresh, step.problem, view, right)):
             return  # the graph reads what an eager build made; otherwise it has another fault too
     if (other := _other_launches(captured, right)) is not None:
-        group, mine, theirs = other
+        mine, theirs = other
         yield lane.finding(
             "GP10",
             hook=_hook(rig),
-            field=f"group {group}: the launches of the kernel",
-            expected=f"those of an eager build on this batch: {theirs}",
-            actual=f"those of the capture: {mine}",
+            field="the launches of the kernel",
+            expected=f"{theirs}, as an eager build on this batch has them",
+            actual=f"{mine}, those of the capture",
             step=step,
             help=_HELP["GP10"],
         )
@@ -144,8 +151,8 @@ def _wrong_without_a_graph(
                 expected="right outputs, as when each bound is the length itself",
                 actual=said,
                 step=step,
-                help="an engine that speculates knows only that at most all drafts were accepted: plan with the"
-                " bounds, and take lengths from the device",
+                help="an engine that speculates knows only that at most all drafts were accepted: plan with"
+                " the bounds, and take lengths from the device",
             )
             return
         yield lane.finding(
@@ -158,7 +165,7 @@ def _wrong_without_a_graph(
         )
         return
     live = step.problem.batch_size
-    rows = f"{shape.batch_size - live} padding rows" if shape.batch_size > live else "padding tokens"
+    rows = "padding rows" if shape.batch_size > live else "padding tokens"
     field = _padded_field(reads, live, shape)
     yield lane.finding(
         rule,
@@ -180,31 +187,36 @@ def _padded_field(reads: Built, live: int, shape: GraphShape) -> str | None:
         tail[live * len(value) // shape.batch_size :] = True
         bad = tail & (value.cpu() < 0)
         if bool(bad.any()):
-            return f"{_named(path)}{spell(bad)} = {values_at(value.cpu(), bad)}"
+            return f"{_named(reads, path)}{spell(bad)} = {values_at(value.cpu(), bad)}"
     return None
 
 
-def _other_launches(captured: Built, right: Built) -> tuple[int, str, str] | None:
-    """Return the first group whose reads have another structure, and both in words; None if none has."""
-    for group, (mine, theirs) in enumerate(zip(captured.reads, right.reads, strict=True)):
-        a, b = _forms(mine), _forms(theirs)
-        if a != b:
-            return group, _words_of(mine), _words_of(theirs)
+def _other_launches(captured: Built, right: Built) -> tuple[str, str] | None:
+    """Return what differs in the structure of two reads, in words; None if nothing does."""
+    for mine, theirs in zip(captured.reads, right.reads, strict=True):
+        a, b = dict(leaves(mine)), dict(leaves(theirs))
+        paths = [path for path in {**a, **b} if _form(a, path) is not _form(b, path)]
+        if paths:
+            return _words_of(mine, a, paths), _words_of(theirs, b, paths)
     return None
 
 
-def _forms(reads: Any) -> dict[str, object]:
-    """Return the type of each leaf by path."""
-    return {path: type(value) for path, value in leaves(reads)}
+_ABSENT = object()
 
 
-def _words_of(reads: Any) -> str:
-    said = [
-        f"{path}={'a tensor' if isinstance(value, torch.Tensor) else value}"
-        for path, value in leaves(reads)
-        if value is not None
-    ]
-    return ", ".join(said)
+def _form(found: dict[str, Any], path: str) -> object:
+    """Return the type of a leaf."""
+    return type(found[path]) if path in found else _ABSENT
+
+
+def _words_of(reads: Any, found: dict[str, Any], paths: Sequence[str]) -> str:
+    def said(path: str) -> str:
+        value = found.get(path, _ABSENT)
+        if value is None or value is _ABSENT:
+            return f"no {field_name(reads, path)}"
+        return f"{field_name(reads, path)}={'a tensor' if isinstance(value, torch.Tensor) else value}"
+
+    return ", ".join(map(said, paths))
 
 
 def _faults(
@@ -215,22 +227,23 @@ def _faults(
     captured: Built,
     right: Built,
 ) -> list[_Fault]:
-    """Return the leaves whose right values make the outputs right: one if one suffices, else a least set."""
-    differing = [
-        (path, mine, theirs)
-        for (path, mine), (_, theirs) in zip(leaves(captured), leaves(right), strict=True)
-        if not _equal(mine, theirs)
-    ]
+    """Return the fields whose right values make the outputs right: one if one suffices, else a least set."""
+    theirs = dict(leaves(right))
+    by_field: dict[str, list[str]] = {}
+    for path, mine in leaves(captured):
+        if not _equal(mine, theirs[path]):
+            by_field.setdefault(path.partition("].")[2], []).append(path)
+    differing = [*by_field.values()]
 
-    def right_with(changed: Sequence[tuple[str, Any, Any]]) -> bool:
-        built = with_leaves(captured, {path: theirs for path, _, theirs in changed})
+    def right_with(changed: Sequence[Sequence[str]]) -> bool:
+        built = with_leaves(captured, {path: theirs[path] for paths in changed for path in paths})
         return lane.is_right(fresh, lane.outputs_with(fresh, problem, view, built))
 
     if right_with([]):
         return []  # the kernel is right with what the graph reads now
     for each in differing:
         if right_with([each]):
-            return [_fault(each)]
+            return [_fault(captured, right, each)]
     needed = differing
     if not right_with(needed):
         return []
@@ -238,7 +251,7 @@ def _faults(
         fewer = [other for other in needed if other is not each]
         if right_with(fewer):
             needed = fewer
-    return [_fault(each) for each in needed]
+    return [_fault(captured, right, each) for each in needed]
 
 
 def _is_equal(a: Built, b: Built) -> bool:
@@ -247,10 +260,11 @@ def _is_equal(a: Built, b: Built) -> bool:
     return mine.keys() == theirs.keys() and all(_equal(mine[path], theirs[path]) for path in mine)
 
 
-def _fault(leaf: tuple[str, Any, Any]) -> _Fault:
-    path, mine, theirs = leaf
-    group = int(path.removeprefix("reads[").partition("]")[0])
-    return _Fault(group, path, mine, theirs)
+def _fault(captured: Built, right: Built, paths: Sequence[str]) -> _Fault:
+    first = paths[0]
+    where = "" if len(paths) == len(captured.reads) else f"KV-cache group {_split(first)[0]}: "
+    name = where + _named(captured, first)
+    return _Fault(first, name, dict(leaves(captured))[first], dict(leaves(right))[first])
 
 
 def _equal(a: Any, b: Any) -> bool:
@@ -259,10 +273,15 @@ def _equal(a: Any, b: Any) -> bool:
     return type(a) is type(b) and bool(a == b)
 
 
-def _named(path: str) -> str:
-    """Return the path of a leaf as a user sees it: the group, then the field."""
-    group, _, field = path.removeprefix("reads[").partition("].")
-    return f"group {group}: {field}"
+def _split(path: str) -> tuple[int, str]:
+    """Return the group of a leaf, and its path in the reads of that group."""
+    group, _, rest = path.removeprefix("reads[").partition("].")
+    return int(group), rest
+
+
+def _named(built: Built, path: str) -> str:
+    group, rest = _split(path)
+    return field_name(built.reads[group], rest)
 
 
 def _finding(
@@ -279,7 +298,7 @@ def _finding(
         return lane.finding(
             "GP08",
             hook=_hook(rig),
-            field=_named(fault.path),
+            field=fault.field,
             expected=f"{theirs}, as an eager build on this batch has it",
             actual=f"{mine}, the number of the capture",
             step=step,
@@ -289,7 +308,7 @@ def _finding(
         return lane.finding(
             "GP05",
             hook=_hook(rig),
-            field=_named(fault.path),
+            field=fault.field,
             expected=f"shape {tuple(theirs.shape)}",
             actual=f"shape {tuple(mine.shape)}, that of the capture",
             step=step,
@@ -297,13 +316,13 @@ def _finding(
         )
     differs = ~same(mine, theirs)
     rule, how = _rule_of(lane, rig, step, fault, returned, view, shape, differs)
-    is_freed = bool(is_poison(mine).any())
+    is_freed = rule in ("GP01", "GP14") and bool(is_poison(mine).any())
     return lane.finding(
         rule,
         hook=_hook(rig),
-        field=_named(fault.path) + spell(differs),
+        field=fault.field + spell(differs),
         expected=f"{values_at(theirs, differs)}, as an eager build on this batch has it",
-        actual=("freed memory" if is_freed else values_at(mine, differs)) + how,
+        actual=("the freed memory" if is_freed else values_at(mine, differs)) + how,
         step=step,
         help=_HELP[rule],
     )
@@ -320,28 +339,41 @@ def _rule_of(
     differs: torch.Tensor,
 ) -> tuple[str, str]:
     """Return the rule that a tensor with wrong contents breaks, and how, in words."""
-    backend = backend_of(rig)
-    tensor = dict(leaves(rig.lane.captured[shape].step.metadata))[fault.path]
+    backend, graph = backend_of(rig), rig.lane.captured[shape].step.metadata
+    tensor = dict(leaves(graph))[fault.path]
     last = None if returned is None else dict(leaves(returned)).get(fault.path)
     is_kept = backend.keeps(tensor)
     if isinstance(last, torch.Tensor) and storage_id(last) != storage_id(tensor):
         if not is_kept and _returns_it_again(lane, fault.path, shape):
-            return "GP14", ", in memory that the builder has replaced since the capture"
-        freed = "" if is_kept else ", which nothing keeps"
-        return "GP01", f", in the memory of the capture{freed}; build() returned another tensor"
+            return "GP14", " of the capture, which the builder has replaced since"
+        where = ", in the memory of the capture" if is_kept else " of the capture, which nothing keeps"
+        return "GP01", f"{where}; build() returned another tensor"
     if fault.path in backend.freed.get(shape, ()) or not is_kept:
-        return "GP14", ", in memory that neither the builder nor the engine keeps after the capture"
+        return "GP14", " of the capture, which neither the builder nor the engine keeps"
     before = tensor.clone()
     poison(tensor)
-    backend.init_metadata_replay(view, shape, rig.lane.captured[shape].step.metadata)
+    backend.init_metadata_replay(view, shape, graph)
     unwritten = is_poison(tensor).to(differs.device)
     tensor.copy_(before)
+    return _rule_of_contents(lane, step, shape, differs, unwritten)
+
+
+def _rule_of_contents(
+    lane: BuilderUnderTest,
+    step: StepRecord,
+    shape: GraphShape,
+    differs: torch.Tensor,
+    unwritten: torch.Tensor,
+) -> tuple[str, str]:
+    """Return the rule of a tensor in the right memory, and how it is broken, in words."""
     is_unwritten = bool((unwritten & differs).any())
-    first, rows = _first_of_tail(step, shape, unwritten)
+    first, tail = _first_of_tail(step, shape, unwritten)
     if not bool(differs[:first].any()):
-        if is_unwritten:
-            return "GP03", f", in {rows} that build() does not write"
-        return "GP04", f", in {rows}"
+        return (
+            ("GP03", f", in {tail}, which build() does not write")
+            if is_unwritten
+            else ("GP04", f", in {tail}")
+        )
     if not is_unwritten:
         return "GP02", ", which build() wrote"
     if lane.is_right(afresh := lane.build(), afresh.step(step.problem)):
@@ -354,13 +386,13 @@ def _returns_it_again(lane: BuilderUnderTest, path: str, shape: GraphShape) -> b
     rig = lane.build()
     backend, captured = backend_of(rig), rig.lane.captured[shape].step
     backend.init_metadata_replay(captured.view, shape, captured.metadata)
-    mine, theirs = (dict(leaves(built)).get(path) for built in (captured.metadata, backend.returned))
-    tensors = isinstance(mine, torch.Tensor) and isinstance(theirs, torch.Tensor)
-    return tensors and storage_id(mine) == storage_id(theirs)
+    found = [dict(leaves(built)).get(path) for built in (captured.metadata, backend.returned)]
+    storages = [storage_id(each) for each in found if isinstance(each, torch.Tensor)]
+    return len(storages) == len(found) and len({*storages}) == 1
 
 
 def _first_of_tail(step: StepRecord, shape: GraphShape, unwritten: torch.Tensor) -> tuple[int, str]:
-    """Return the first row of a tensor that is not for live requests, and what its last rows are, in words.
+    """Return the first row of a tensor's tail, and what the tail is, in words.
 
     A tensor with rows of requests or tokens ends with their padding; any other ends where a build stops.
     """
@@ -370,7 +402,7 @@ def _first_of_tail(step: StepRecord, shape: GraphShape, unwritten: torch.Tensor)
     if rows == shape.num_tokens:
         return len(step.problem.tokens), "padding tokens"
     written = (~unwritten).reshape(rows, -1).any(1).nonzero()
-    return (int(written[-1]) + 1 if len(written) else rows), "the rows after the last"
+    return (int(written[-1]) + 1 if len(written) else rows), "the end of a plan"
 
 
 def _hook(rig: Rig) -> str:

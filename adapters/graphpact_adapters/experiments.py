@@ -89,7 +89,7 @@ def other_orders(lane: UnderTest, steps: Drawn) -> Findings:
 
 
 def similar_batches(lane: UnderTest, steps: Drawn) -> Findings:
-    """Replay a batch after one that differs in one thing: a length, the pages, the order, one step of decoding.
+    """Replay a batch after one that differs in one thing: a length, the pages, the order, one decoded token.
 
     What a builder keeps while another thing is equal is stale then.
     """
@@ -120,7 +120,7 @@ def lent_buffers(lane: UnderTest, steps: Drawn) -> Findings:
             expected=f"{values_at(change.before, differs)}, as before {change.call}()",
             actual=values_at(change.after, differs),
             problem=steps[0],
-            help="write into a copy: builders of other KV-cache groups read the same buffers, after this one",
+            help="write into a copy: the builders of other KV-cache groups read it after this one",
         )
 
 

@@ -11,8 +11,8 @@ The model is `graphpact_kernels.page_table_attention`, which refuses what a kern
 Does not: know an engine's metadata (see `graphpact_adapters.vllm.readers`), or build it.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass, fields, is_dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -53,6 +53,8 @@ class Part:
         max_query_len: The bound on a request's queries with which the kernel is launched; None: none.
         max_seq_len: The bound on its keys; None: none.
         causal: Whether a query sees no later key.
+        name: The field of the metadata that has this part, such as ``decode``, for findings; "" if its fields
+            are the metadata's own.
     """
 
     seq_lens: torch.Tensor | tuple[int, ...]
@@ -64,6 +66,7 @@ class Part:
     max_query_len: int | None = None
     max_seq_len: int | None = None
     causal: bool = True
+    name: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True)
@@ -208,11 +211,11 @@ def _within(seq_lens: torch.Tensor, most: int | None) -> torch.Tensor:
 def leaves(reads: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the tensors and host values of reads, with their paths, such as ``parts[0].seq_lens``.
 
-    A tuple of numbers is one value.
+    A field that is not compared is a label, and no leaf. A tuple of numbers is one value.
     """
     if is_dataclass(reads) and not isinstance(reads, type):
-        for field in fields(reads):
-            yield from leaves(getattr(reads, field.name), f"{path}.{field.name}" if path else field.name)
+        for name in _compared(reads):
+            yield from leaves(getattr(reads, name), f"{path}.{name}" if path else name)
     elif _has_parts(reads):
         for at, part in enumerate(reads):
             yield from leaves(part, f"{path}[{at}]")
@@ -224,10 +227,8 @@ def with_leaves(reads: Any, values: dict[str, Any], path: str = "") -> Any:
     """Return a copy of reads with other values at some paths."""
     if is_dataclass(reads) and not isinstance(reads, type):
         changed = {
-            field.name: with_leaves(
-                getattr(reads, field.name), values, f"{path}.{field.name}" if path else field.name
-            )
-            for field in fields(reads)
+            name: with_leaves(getattr(reads, name), values, f"{path}.{name}" if path else name)
+            for name in _compared(reads)
         }
         return replace(reads, **changed)
     if _has_parts(reads):
@@ -237,6 +238,24 @@ def with_leaves(reads: Any, values: dict[str, Any], path: str = "") -> Any:
 
 def _has_parts(reads: Any) -> bool:
     return isinstance(reads, tuple) and any(is_dataclass(part) for part in reads)
+
+
+def _compared(reads: Any) -> list[str]:
+    return [each.name for each in fields(reads) if each.compare]
+
+
+def field_name(reads: Any, path: str) -> str:
+    """Return the path of a leaf as the author of the metadata writes it: without ``parts[0]``.
+
+    A part without a name is left out if it is the only one.
+    """
+    parts: Sequence[Part] = getattr(reads, "parts", ())
+    for at, part in enumerate(parts):
+        prefix = f"parts[{at}]"
+        if path.startswith(f"{prefix}."):
+            name = part.name or (prefix if len(parts) > 1 else "")
+            return path.replace(f"{prefix}.", f"{name}." if name else "")
+    return path
 
 
 def copied(reads: Any) -> Any:
@@ -257,4 +276,4 @@ class Reader(Protocol):
         """
 
 
-__all__ = ["PagedReads", "Part", "Reader", "Reads", "copied", "leaves", "with_leaves"]
+__all__ = ["PagedReads", "Part", "Reader", "Reads", "copied", "field_name", "leaves", "with_leaves"]

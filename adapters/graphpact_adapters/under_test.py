@@ -14,6 +14,7 @@ from graphpact_adapters.backend import BuilderBackend, Built
 from graphpact_conformance.experiments.base import differences
 from graphpact_conformance.lane.lane_under_test import LaneUnderTest
 from graphpact_conformance.lane.rig import Rig
+from graphpact_conformance.results import Finding
 from graphpact_conformance.subject.records import StepRecord, copies
 from graphpact_conformance.subject.under_test import CannotCaptureError
 from graphpact_conformance.world.problems import Problem
@@ -31,6 +32,13 @@ class BuilderUnderTest(LaneUnderTest):
         for rig in [*self._rigs.values()] or [self.build(capture=False)]:
             for builder in backend_of(rig).builders:
                 yield from type(builder).__mro__
+
+    def finding(self, rule: str | None, *, hook: str | None = None, **about: Any) -> Finding:
+        """Return a finding; a hook is named by the builder's method that it calls."""
+        assert issubclass(self.backend, BuilderBackend)  # noqa: S101  lanes of builders have no other
+        calls = self.backend.calls
+        named = {"init_metadata_capture": calls["capture"], "init_metadata_replay": calls["replay"]}
+        return super().finding(rule, hook=named.get(hook, hook) if hook else None, **about)
 
     def outputs_with(self, rig: Rig, problem: Problem, view: ForwardBatch, built: Built) -> StepRecord:
         """Run the model eagerly on a padded batch, with given reads of its kernels, and return the record."""

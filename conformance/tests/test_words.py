@@ -258,7 +258,7 @@ def in_a_small_cache(rows: int) -> torch.Tensor:
 
 
 def test_a_tensor_is_named_by_what_holds_it() -> None:
-    """Tensors in attributes, containers, dataclasses, objects, classes, closures, caches and modules are found."""
+    """Tensors in attributes, containers, objects, classes, closures, caches and modules are found."""
     t = [torch.zeros(n + 1) for n in range(6)]
 
     def closed(tensor: torch.Tensor) -> Any:

@@ -2,18 +2,20 @@
 
     capture   ``build_for_cudagraph_capture`` for every group, twice: V2 warms up with metadata of its own
     replay    ``build(0, common)`` for every group; the result is dropped
+    groups    the blocks of a request are others in each group, so that a group's metadata serves no other
     order     groups are built in turn, in the other order in every second step: a release may change it
 
 Does not: choose lanes, or judge; see `graphpact_adapters.vllm.adapter`.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
 
-from graphpact.attention import BackendContext
+from graphpact.attention import BackendContext, KVBuffers, LayerSpec
 from graphpact.batch import ForwardBatch, ForwardMode
 from graphpact.shapes import GraphShape
 from graphpact_adapters.backend import BuilderBackend, Built, Make, Phase
@@ -51,6 +53,14 @@ def sizes_of(context: BackendContext, capture_sizes: Sequence[int], kind: Kind) 
     )
 
 
+@dataclass
+class _Cache:
+    """The cache of one layer."""
+
+    k: Any
+    v: Any
+
+
 class VllmBackend(BuilderBackend):
     """A backend of builders of one class; a subclass has the factory.
 
@@ -76,9 +86,10 @@ class VllmBackend(BuilderBackend):
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
         cls = type(self)
-        blocks = len(context.kv_cache.k[0]) // context.limits.page_size
+        num_slots = len(context.kv_cache.k[0])
+        blocks = num_slots // context.limits.page_size
         self.sizes = replace(sizes_of(context, cls.capture_sizes, cls.kind), num_blocks=blocks)
-        self.buffers = RunnerBuffers(self.sizes, NUM_GROUPS, context.req_to_token, context.device)
+        self.buffers = RunnerBuffers(self.sizes, NUM_GROUPS, context.req_to_token, num_slots, context.device)
         told, names = self.sizes.times(self.room), self.sizes.layer_names
         self._builders: list[Any] = [
             cls.make(kv_cache_spec(told), names[group::NUM_GROUPS], vllm_config(told), context.device)
@@ -104,6 +115,26 @@ class VllmBackend(BuilderBackend):
     def lend(self, view: ForwardBatch, shape: GraphShape | None) -> Lent:
         """Write the persistent buffers as model runner V2 does."""
         return self.buffers.lend(view, shape, has_exact_bounds=self.has_exact_bounds)
+
+    @contextmanager
+    def cache_of(self, group: int, layer: LayerSpec) -> Iterator[KVBuffers]:
+        """Give a copy of the layer's cache with the blocks where the group has them, and write it back."""
+        cache, at = self.context.kv_cache, layer.cache_layer
+        slots = self.buffers.slots[group]
+        if slots is None:
+            yield cache
+            return
+        has_latents = layer.kv_lora_rank is not None
+        k, v = torch.empty_like(cache.k[at]), torch.empty_like(cache.v[at])
+        k[slots] = cache.k[at]
+        if has_latents:
+            v = k[..., : layer.v_head_dim]
+        else:
+            v[slots] = cache.v[at]
+        yield _Cache({at: k}, {at: v})
+        cache.k[at].copy_(k[slots])
+        if not has_latents:
+            cache.v[at].copy_(v[slots])
 
     def build(self, lent: Lent, phase: Phase) -> Built:
         """Build for each group, in the other order than the step before."""

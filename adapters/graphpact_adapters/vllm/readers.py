@@ -57,6 +57,7 @@ def split(metadata: Any, slot_mapping: torch.Tensor) -> PagedReads:
         max_query_len=getattr(decode, "max_query_len", None),
         max_seq_len=getattr(decode, "max_seq_len", None),
         causal=metadata.causal,
+        name="decode",
     )
     return PagedReads((part,), slot_mapping, metadata.num_actual_tokens)
 

@@ -23,6 +23,8 @@ from graphpact_adapters.vllm.common import CommonAttentionMetadata
 from graphpact_adapters.vllm.given import Sizes
 
 PAD_SLOT = -1
+MOST_SLOTS = 2**16
+"""Slots of a cache whose blocks are others in each group; a high cache of the suite has holes for memory."""
 
 
 @dataclass(frozen=True)
@@ -49,10 +51,13 @@ class RunnerBuffers:
         sizes: The sizes of the lane.
         num_groups: KV-cache groups; each has a block table and a slot mapping of its own.
         table: ``[rows, positions]`` int32: KV slots of the suite's requests, by request row.
+        num_slots: Slots of the KV cache.
         device: Device of the buffers.
     """
 
-    def __init__(self, sizes: Sizes, num_groups: int, table: torch.Tensor, device: torch.device) -> None:
+    def __init__(
+        self, sizes: Sizes, num_groups: int, table: torch.Tensor, num_slots: int, device: torch.device
+    ) -> None:
         self._sizes, self._table = sizes, table
         requests, tokens = sizes.max_num_seqs, sizes.max_num_tokens
         blocks = -(-sizes.max_model_len // sizes.block_size)
@@ -65,6 +70,7 @@ class RunnerBuffers:
         self.positions = zeros(tokens, dtype=torch.int64)
         self.block_tables = [zeros(requests, blocks) for _ in range(num_groups)]
         self.slot_mappings = zeros(num_groups, tokens, dtype=torch.int64)
+        self.slots = [self._slots(group, num_slots, device) for group in range(num_groups)]
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the buffers by name."""
@@ -77,9 +83,22 @@ class RunnerBuffers:
             "slot_mappings": self.slot_mappings,
         }
 
-    def lend(
-        self, view: ForwardBatch, shape: GraphShape | None, *, has_exact_bounds: bool = False
-    ) -> Lent:
+    def _slots(self, group: int, num_slots: int, device: torch.device) -> torch.Tensor | None:
+        """Return ``[slots]`` int64: where a group has each slot of the suite; None for the same slots.
+
+        Block 0 is block 0 in all groups, and each group has the others one further than the group before.
+        """
+        if group == 0 or num_slots > MOST_SLOTS:
+            return None
+        slots = torch.arange(num_slots, device=device).view(-1, self._sizes.block_size)
+        return torch.cat([slots[:1], slots[1:].roll(group, 0)]).flatten()
+
+    def in_group(self, group: int, slots: torch.Tensor) -> torch.Tensor:
+        """Return where a group has slots of the suite."""
+        own = self.slots[group]
+        return slots if own is None else own[slots.long()]
+
+    def lend(self, view: ForwardBatch, shape: GraphShape | None, *, has_exact_bounds: bool = False) -> Lent:
         """Write the buffers for a batch, and return what builders get of them.
 
         Args:
@@ -123,12 +142,12 @@ class RunnerBuffers:
         self.seq_lens[: len(lens)] = torch.tensor(lens, dtype=torch.int32)
         self.positions[: len(view.positions)] = view.positions
         self.slot_mappings.fill_(PAD_SLOT)
-        self.slot_mappings[:, :total] = view.out_cache_loc[:total]
         block = self._sizes.block_size
-        for table in self.block_tables:
+        for group, table in enumerate(self.block_tables):
+            self.slot_mappings[group, :total] = self.in_group(group, view.out_cache_loc[:total])
             table.zero_()
             for row, (request, length) in enumerate(zip(view.req_pool_indices.tolist(), lens, strict=True)):
-                blocks = self._table[request, :length:block] // block
+                blocks = self.in_group(group, self._table[request, :length:block]) // block
                 table[row, : len(blocks)] = blocks
         # After asynchronous speculation the host knows only that at most all drafts were accepted.
         more = max(counts, default=0) if drafts and not has_exact_bounds else 1

@@ -1,4 +1,4 @@
-"""`holder_of`: the name under which a plugin holds a tensor: an attribute, an item, a global, a closure, or a cache.
+"""`holder_of`: the name under which a plugin holds a tensor, in attributes, globals, closures, caches.
 
 Does not: know slots and the engine's memory; see `graphpact.memory_map`.
 """
@@ -92,8 +92,8 @@ def _parts(name: str, value: Any, packages: set[str]) -> list[tuple[str, Any]]:
     """Return the parts of a value, with their names; empty for tensors, numbers, and objects of others."""
     if isinstance(value, (torch.Tensor, type, str, bytes)):
         return []
-    if isinstance(value, functools._lru_cache_wrapper):
-        return [(f"the cache of {name}", item) for item in gc.get_referents(value)]  # results, and dicts of them
+    if isinstance(value, functools._lru_cache_wrapper):  # noqa: SLF001  the type has no other name
+        return [(f"the cache of {name}", item) for item in gc.get_referents(value)]  # results, or their dict
     if isinstance(value, (FunctionType, MethodType)):
         return _closure(name, inspect.unwrap(value))
     if isinstance(value, functools.partial):
