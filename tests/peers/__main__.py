@@ -14,6 +14,7 @@ from graphpact.cli.console import data, note, print_table
 from graphpact_conformance.targets import Options
 from peers import vllm_checks
 from peers.job import COLUMNS, as_json, is_as_known, run, table
+from peers.page import PAGE, with_verdicts
 
 ENGINES = (vllm_checks,)
 """Modules with ``rows()``."""
@@ -25,6 +26,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("names", nargs="*", metavar="NAME", help="builders; all without a name")
     parser.add_argument("--size", choices=("quick", "normal", "thorough"), default="quick")
     parser.add_argument("--results", type=Path, metavar="FILE", help="write the verdicts as JSON")
+    parser.add_argument("--page", action="store_true", help="write the verdicts into docs/peers.md")
     asked = parser.parse_args(arguments)
     try:
         rows = [row for engine in ENGINES for row in engine.rows()]
@@ -39,6 +41,8 @@ def main(arguments: list[str]) -> int:
     if asked.results is not None:
         asked.results.parent.mkdir(parents=True, exist_ok=True)
         asked.results.write_text(as_json(found), encoding="utf-8")
+    if asked.page:
+        PAGE.write_text(with_verdicts(PAGE.read_text(encoding="utf-8"), found), encoding="utf-8")
     return int(not is_as_known(found))
 
 

@@ -7,12 +7,15 @@ reason that the engine's own code gives. The job fails for a finding that does n
 Does not: know an engine; see `peers.vllm_checks`.
 """
 
+import contextlib
 import json
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from graphpact_conformance.cli.results import progress
 from graphpact_conformance.isolation import supervise
 from graphpact_conformance.results import Finding, Outcome, PluginResults, Report
 from graphpact_conformance.targets import Options
@@ -105,7 +108,12 @@ def run(rows: Sequence[Row], options: Options) -> list[Verdict]:
     targets = [row.target for row in rows if not row.not_run]
     if not targets:
         return [Verdict(row) for row in rows]
-    report = supervise.check(targets, options, workers=WORKERS, timeout=TIMEOUT)
+    with progress() as shown, contextlib.redirect_stdout(sys.stderr):
+        listeners: dict[str, Any] = {}
+        if shown is not None:
+            listeners["on_begin"] = lambda target, work: shown.begins(str(target), work)
+            listeners["on_result"] = lambda target, result: shown.found(str(target), result)
+        report = supervise.check(targets, options, workers=WORKERS, timeout=TIMEOUT, **listeners)
     return [*verdicts(rows, report)]
 
 
@@ -159,7 +167,7 @@ def table(found: Sequence[Verdict]) -> Iterator[tuple[str, ...]]:
         lines = [(f.rule or "", _short(f), "new" if f in verdict.new else "real") for f in verdict.findings]
         lines += [(known.rule or "", f"{known.field}: not found any more", "gone") for known in verdict.gone]
         if verdict.fault:
-            lines.append(("", f"fault of the suite: {_cut(verdict.fault)}", "new"))
+            lines.append(("", f"fault of the suite: {cut(verdict.fault)}", "new"))
         for at, line in enumerate(lines or [("", "", "")]):
             begin = (row.name, row.engine, f"{verdict.replayed} of {verdict.lanes}", said)
             yield (*(begin if at == 0 else ("", "", "", "")), *line)
@@ -168,13 +176,14 @@ def table(found: Sequence[Verdict]) -> Iterator[tuple[str, ...]]:
 def _short(finding: Finding) -> str:
     parts = [
         finding.field or finding.raised_at or "",
-        f"expected {_cut(finding.expected)}",
-        f"is {_cut(finding.actual)}",
+        f"expected {cut(finding.expected)}",
+        f"is {cut(finding.actual)}",
     ]
-    return "; ".join([": ".join(parts[:2]), *parts[2:], _cut(finding.batch or "")])
+    return "; ".join([": ".join(parts[:2]), *parts[2:], cut(finding.batch or "")])
 
 
-def _cut(text: str) -> str:
+def cut(text: str) -> str:
+    """Return a text as one short line."""
     text = " ".join(text.split())
     return text if len(text) <= _MOST else f"{text[: _MOST - 3]}..."
 
