@@ -12,7 +12,7 @@ import json
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from graphpact_conformance.cli.results import progress
@@ -20,6 +20,8 @@ from graphpact_conformance.isolation import supervise
 from graphpact_conformance.results import Finding, Outcome, PluginResults, Report
 from graphpact_conformance.targets import Options
 
+STAND_INS = "stand-ins called: "
+"""How an adapter's note on them begins; see `peers.stand_ins`."""
 WORKERS = 2
 TIMEOUT = 300.0
 """Seconds for one piece of work: kernels of metadata are interpreted."""
@@ -75,6 +77,7 @@ class Verdict:
         lanes: Lanes that were checked.
         replayed: Lanes of these with a graph.
         findings: One finding for each rule and field, the first of them.
+        stand_ins: Stand-ins that the builder called.
         fault: What went wrong in the suite; empty if nothing did.
     """
 
@@ -83,7 +86,8 @@ class Verdict:
     lanes: int = 0
     replayed: int = 0
     findings: tuple[Finding, ...] = ()
-    fault: str = field(default="")
+    stand_ins: str = ""
+    fault: str = ""
 
     @property
     def new(self) -> list[Finding]:
@@ -141,6 +145,7 @@ def _verdict(row: Row, plugin: PluginResults) -> Verdict:
         lanes=len({result.lane for result in results}),
         replayed=len(with_graph),
         findings=tuple(first.values()),
+        stand_ins="".join(n.removeprefix(STAND_INS) for n in plugin.not_shown if n.startswith(STAND_INS)),
         fault=faults[0] if faults else "",
     )
 
@@ -201,6 +206,7 @@ def _plain(verdict: Verdict) -> dict[str, Any]:
         "replayed": verdict.replayed,
         "findings": [finding.model_dump(mode="json") for finding in verdict.findings],
         "new": [finding.field for finding in verdict.new],
+        "stand_ins": verdict.stand_ins,
         "fault": verdict.fault,
     }
 

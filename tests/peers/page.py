@@ -33,9 +33,11 @@ def _lines(found: Sequence[Verdict]) -> Iterator[str]:
         lanes, said = f"{verdict.replayed} of {verdict.lanes}", _SAID[verdict.conformant]
         yield f"| `{row.name}` | {row.engine} | {lanes} | {said} | {', '.join(rules) or verdict.fault} |\n"
     for verdict in found:
-        if verdict.findings:
+        if verdict.findings or verdict.stand_ins:
             yield f"\n### `{verdict.row.name}`\n\n"
             yield from (_bullet(verdict, finding) for finding in verdict.findings)
+            if verdict.stand_ins:
+                yield f"- Stand-ins called: `{verdict.stand_ins}`.\n"
 
 
 def _bullet(verdict: Verdict, finding: Finding) -> str:

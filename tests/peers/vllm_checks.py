@@ -5,7 +5,7 @@
 Does not: run anything; see `peers.__main__`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from graphpact_adapters.vllm.readers import read as by_fields
 from graphpact_conformance.suite import PlannedLane
 from graphpact_conformance.targets import Options
 from peers import vllm_builders, vllm_readers
-from peers.job import Known, Row
+from peers.job import STAND_INS, Known, Row
 from peers.wheels import unpack
 
 _DECODE = frozenset({ForwardMode.DECODE})
@@ -40,12 +40,26 @@ class Check:
     unread: str = ""
 
 
-class _OfLowCaches(Builders):
-    """Builders without the lanes of high caches."""
+@dataclass(frozen=True)
+class Released(Builders):
+    """Builders of the wheel.
+
+    Attributes:
+        of_low_caches: Whether lanes with a high cache are left out.
+    """
+
+    of_low_caches: bool = False
+
+    @property
+    def not_shown(self) -> Sequence[str]:
+        """What no lane exercises, and the stand-ins that builders called."""
+        called = sorted(set(vllm_builders.stand_ins_called()))
+        return (*super().not_shown, *([STAND_INS + ", ".join(called)] if called else []))
 
     def lanes(self, options: Options) -> Iterator[PlannedLane]:
-        """Yield the other lanes."""
-        return (plan for plan in super().lanes(options) if not plan.lane.config.high)
+        """Yield the lanes of a run."""
+        plans = super().lanes(options)
+        return (plan for plan in plans if not (self.of_low_caches and plan.lane.config.high))
 
 
 _NEVER = "it declares no graph support, so no graph keeps its metadata"
@@ -69,7 +83,52 @@ CHECKS: dict[str, Check] = {
     "kpool_tail": Check(unread="its kernel pools keys into a cache of tails: no attention reads them"),
 }
 """Builders that the distribution's own reader does not do for; all others are checked by it."""
-KNOWN: dict[str, tuple[Known, ...]] = {}
+_SEQ_LENS = Known(
+    "GP19",
+    "seq_lens",
+    "Real: `build_for_cudagraph_capture` fills `seq_lens` with 1, to make the capture short, and the "
+    "tensor is the runner's own: `build_attn_metadata` slices it once, before its loop over KV-cache "
+    "groups. The builders of later groups then capture requests with fewer keys than queries.",
+)
+_STARTS = Known(
+    "GP19",
+    "query_start_loc",
+    "Real: `build_for_cudagraph_capture` sets the runner's `query_start_loc` to zero, because a prefill "
+    "kernel would read out of bounds in the capture. The builders of later groups then see requests "
+    "without queries: Mamba2's takes the number of accepted tokens from the differences.",
+)
+KNOWN: dict[str, tuple[Known, ...]] = {
+    "triton": (_SEQ_LENS,),
+    "triton_diffkv": (_SEQ_LENS,),
+    "rocm": (_SEQ_LENS, _STARTS),
+    "rocm_segmented": (_SEQ_LENS, _STARTS),
+    "rocm_aiter_unified": (_SEQ_LENS,),
+    "turboquant": (
+        _SEQ_LENS,
+        Known(
+            "GP08",
+            "seq_lens",
+            "Real, and public (#52475, #53406): the builder declares graphs for uniform batches, and "
+            "takes requests with more than one query for prefills. `_prefill_attention` loops over "
+            "`seq_lens_cpu` on the host, so a graph keeps the lengths of the dummy, which are its "
+            "queries: each request sees its new tokens alone. A replay makes another list, which the "
+            "graph does not read.",
+        ),
+        Known(
+            "GP09",
+            "seq_lens_cpu_upper_bound",
+            "Real: the same loop takes the runner's upper bounds for lengths, and verified drafts are "
+            "decode rows, for which vLLM's own comment on the field rules that out. After asynchronous "
+            "speculation the bounds count rejected drafts: queries see keys that are not there.",
+        ),
+        Known(
+            None,
+            "an eager run",
+            "Real: the fault of GP09 without a graph. The keys past the end were never written, so "
+            "outputs are NaN here.",
+        ),
+    ),
+}
 """Findings that were looked into."""
 _HEAD_SIZES = {"mla": (576,)}
 _BLOCK_SIZES = {"mla": (64,)}
@@ -80,14 +139,14 @@ def __getattr__(name: str) -> Any:
     if name not in vllm_builders.BUILDERS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     row, check = vllm_builders.BUILDERS[name], CHECKS.get(name, Check())
-    made = _OfLowCaches if check.of_low_caches else Builders
-    return made(
+    return Released(
         getattr(vllm_builders, name),
         read=check.read,
         kind=row.kind,
         block_sizes=_BLOCK_SIZES.get(row.kind, (16,)),
         head_sizes=_HEAD_SIZES.get(row.kind, (64,)),
         modes=check.modes,
+        of_low_caches=check.of_low_caches,
     )
 
 
