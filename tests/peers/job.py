@@ -182,7 +182,7 @@ def _short(finding: Finding) -> str:
     parts = [
         finding.field or finding.raised_at or "",
         f"expected {cut(finding.expected)}",
-        f"is {cut(finding.actual)}",
+        f"actual {cut(finding.actual)}",
     ]
     return "; ".join([": ".join(parts[:2]), *parts[2:], cut(finding.batch or "")])
 

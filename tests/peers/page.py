@@ -42,8 +42,10 @@ def _lines(found: Sequence[Verdict]) -> Iterator[str]:
 
 def _bullet(verdict: Verdict, finding: Finding) -> str:
     why = [known.why for known in verdict.row.known if known.explains(finding)]
+    batch = cut(finding.batch or "none")
     return (
         f"- **{finding.rule or 'no rule'}**, `{finding.field or finding.raised_at}`: expected"
-        f" {cut(finding.expected)}; is {cut(finding.actual)}. Batch: {cut(finding.batch or 'none')}."
+        f" {cut(finding.expected)}; actual {cut(finding.actual)}; batch"
+        f" {batch if batch.endswith('...') else f'{batch}.'}"
         f" {why[0] if why else 'Not looked into yet.'}\n"
     )

@@ -113,7 +113,7 @@ def test_a_cell_is_one_short_line() -> None:
     """Values are shortened, and have no line breaks."""
     (verdict,) = verdicts([row("a")], report("a", result(Outcome.FAIL, "seq_lens")))
     (line,) = table([verdict])
-    assert line[5] == f"seq_lens: expected 1 2; is {'x' * 97}...; decode"
+    assert line[5] == f"seq_lens: expected 1 2; actual {'x' * 97}...; decode"
 
 
 def test_lanes_without_graphs_are_counted_apart() -> None:

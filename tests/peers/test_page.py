@@ -17,7 +17,7 @@ def test_a_run_writes_its_part_of_the_page_alone() -> None:
     assert "old" not in written
     assert "| `a` | ours 1.0 | 1 of 1 | **no** | GP01 |\n" in written
     assert "| `b` | ours 1.0 | | not run | it needs a GPU |\n" in written
-    assert f"`seq_lens`: expected 1 2; is {'x' * 97}.... Batch: decode. {FRESH.why}\n" in written
+    assert f"`seq_lens`: expected 1 2; actual {'x' * 97}...; batch decode. {FRESH.why}\n" in written
     assert "`block_table`: expected 1 2" in written
     assert written.count("Not looked into yet.") == 1
     assert with_verdicts(written, found[:0]) == with_verdicts(page, [])

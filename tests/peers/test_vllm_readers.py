@@ -203,6 +203,16 @@ def test_the_blocks_of_a_group_lie_in_the_builders_row() -> None:
     torch.testing.assert_close(attended(reads, step), right(step))
 
 
+def test_a_length_bounds_the_keys_of_blocks() -> None:
+    """With a stale, shorter length the last keys are not seen, whatever the mask says of the query."""
+    table = torch.tensor([[3, 5, 0, 0, 0]], dtype=torch.int32)
+    step = Step([1], [7], table, torch.tensor([5 * BLOCK + 2]))
+    metadata = flex_metadata(step)
+    metadata.seq_lens.fill_(4)
+    found = attended(vllm_readers.flex(metadata, step.slot_mapping), step)
+    torch.testing.assert_close(found, right(step._replace(seq_lens=[4])))
+
+
 @given(steps())
 def test_lists_on_the_host_are_read_as_they_are(step: Step) -> None:
     """TurboQuant's loop over requests takes its offsets and lengths from host tensors, and keeps them."""
