@@ -275,7 +275,7 @@ def completed(*words: str, of: str = "bash") -> tuple[list[str], str]:
     [
         (("ge",), ["generate"]),
         (("check", "flash"), ["flashinfer"]),
-        (("check", "--only", "GP2"), ["GP20"]),
+        (("check", "--only", "GP2"), ["GP20", "GP21"]),
         (("explain", "GP0"), [f"GP0{n}" for n in range(1, 10)]),
         (("generate", "--set", "lanes.prefill.ru"), ["lanes.prefill.runner="]),
         (

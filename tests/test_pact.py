@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from graphpact.batch import ForwardMode
 from graphpact.buffers import CudaGraphBufferRegistry, GraphSlot
 from graphpact.errors import Breach, EngineError, PactBreach
-from graphpact.pact import Pact, bounded, walk
+from graphpact.pact import ANY, Pact, bounded, updated, walk
 from graphpact.shapes import GraphShape
 from graphpact_engine.saved_pacts import SavedPacts, diff
 
@@ -396,6 +396,42 @@ def test_order_of_keys_is_no_promise() -> None:
         assert [b.path for b in error.value.breaches] == names
 
 
+LENGTHS = torch.zeros(2)
+
+# -- arguments of tasks ----------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(slots=True)
+class Updated:
+    """Metadata with host arguments of tasks."""
+
+    lengths: torch.Tensor
+    ends: list[int] = updated(metadata={"unit": "keys"})  # noqa: RUF009  a field
+    most: int = updated(default=7)
+
+
+@pytest.mark.parametrize("fields", [{}, {"ends": [900, 1]}, {"ends": []}, {"ends": [2, 3], "most": 90}])
+def test_an_updated_field_may_have_any_value(fields: dict[str, Any]) -> None:
+    """Numbers and lists that are declared updated() keep the pact with any value; it promises the type."""
+    captured = {"ends": [1, 2]}
+    pact = Pact.of(SHAPE, None, metadata=Updated(LENGTHS, **captured))
+    pact.check(metadata=Updated(LENGTHS, **{**captured, **fields}))
+    assert [p.path for p in pact.promises if p.value is ANY] == ["metadata.ends", "metadata.most"]
+    (unit,) = [f.metadata["unit"] for f in dataclasses.fields(Updated) if f.name == "ends"]
+    assert unit == "keys"
+
+
+@pytest.mark.parametrize(("field", "value"), [("ends", (1, 2)), ("most", 7.0)])
+def test_an_updated_field_keeps_its_type(field: str, value: Any) -> None:
+    """Another type is a breach, and fields beside an updated one are held to their values."""
+    pact = Pact.of(SHAPE, None, metadata=Updated(LENGTHS, [1, 2]))
+    with pytest.raises(PactBreach) as error:
+        pact.check(metadata=dataclasses.replace(Updated(LENGTHS, [1, 2]), **{field: value}))
+    assert [(b.path, b.rule) for b in error.value.breaches] == [(f"metadata.{field}", "type")]
+    with pytest.raises(PactBreach):
+        pact.check(metadata=Updated(LENGTHS.clone(), [1, 2]))
+
+
 # -- bounded host numbers --------------------------------------------------------------------------
 
 
@@ -414,9 +450,6 @@ class Limits:
 
 def _limits(**fields: Any) -> Limits:
     return Limits(LENGTHS, **{"most": 512, "share": 0.5, **fields})
-
-
-LENGTHS = torch.zeros(2)
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from graphpact.attention import (
     LayerSpec,
     Limits,
 )
-from graphpact.attention.providers import choose_provider, require_provider, why_unavailable
+from graphpact.attention.providers import choose_provider, why_unavailable
 from graphpact.batch import ForwardBatch, ForwardMode
 from graphpact.buffers import GraphSlot
 from graphpact.cli import main
@@ -164,6 +164,13 @@ def configure(path: Path, *overrides: str) -> EngineConfig:
     return EngineConfig.load(None, env={}, overrides=given)
 
 
+def chosen(
+    providers: Sequence[type[KernelProvider]], asked: BackendContext
+) -> tuple[type[KernelProvider] | None, dict[str, str]]:
+    """Return the choice of a backend that is built with a context."""
+    return choose_provider("it", providers, asked.provider, asked.device, asked)
+
+
 def context(provider: str = "auto", dtype: torch.dtype = torch.float32) -> BackendContext:
     """Return the context of a backend of one layer."""
     kv = SimpleNamespace(k=[], v=[])
@@ -246,14 +253,14 @@ def test_the_first_that_can_run_is_chosen_and_a_named_one_never_replaced(
                 break
             passed_over[name] = SAID[str(reason)]
     if taken is not None or (asked == "auto" and not reasons):
-        cls, why = choose_provider("it", providers, context(asked))
+        cls, why = chosen(providers, context(asked))
         assert (cls and cls.name, why) == (taken, passed_over)
-        require_provider("it", providers, asked, CPU)  # type: ignore[arg-type]
+        choose_provider("it", providers, asked, CPU)  # type: ignore[arg-type]
         return
     texts = []
     for refuse in (
-        lambda: choose_provider("it", providers, context(asked)),
-        lambda: require_provider("it", providers, asked, CPU),  # type: ignore[arg-type]
+        lambda: chosen(providers, context(asked)),
+        lambda: choose_provider("it", providers, asked, CPU),  # type: ignore[arg-type]
     ):
         with pytest.raises(ConfigError) as refused:
             refuse()
@@ -272,12 +279,12 @@ def test_kernels_that_do_less_than_their_backend_say_what_they_lack() -> None:
         name = "native"
         capabilities = replace(Plain.capabilities, dtypes=frozenset({torch.float16}))
 
-    chosen, why = choose_provider("it", [Half, Portable], context())
-    assert chosen is Portable
+    half, why = chosen([Half, Portable], context())
+    assert half is Portable
     assert why == {"native": "they lack dtype torch.float32 (has torch.float16)"}
-    assert choose_provider("it", [Half, Portable], context(dtype=torch.float16)) == (Half, {})
+    assert chosen([Half, Portable], context(dtype=torch.float16)) == (Half, {})
     with pytest.raises(ConfigError, match=r"no native kernels .* cpu: they lack dtype"):
-        choose_provider("it", [Half, Portable], context("native"))
+        chosen([Half, Portable], context("native"))
 
 
 # -- through the engine --------------------------------------------------------------------------

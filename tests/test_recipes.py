@@ -419,6 +419,10 @@ def _names_of(page: str) -> dict[str, Any]:
             "answers": [],
             "TimedDriver": importlib.import_module("recipes.driver").TimedDriver,
         }
+    elif page == "docs/npu.md":
+        strict = TapeDriver(torch.device("cpu"), strict=True)
+        names |= {"driver": strict, "x": torch.ones(2), "out": torch.zeros(2)}
+        strict.declare(DeclaredMemory(refreshed=[names["x"], names["out"]]))
     elif page == "docs/registry.md":
         names["registry"] = CudaGraphBufferRegistry(device=torch.device("cpu"), max_bs=4, max_num_tokens=4)
     elif page == "docs/generation.md":
@@ -459,6 +463,11 @@ def test_every_block_of_python_runs(
     exec(code.replace("my_backend", "flashinfer"), names)  # noqa: S102  our own page
     if "answers.append" in code:
         assert [a.tolist() for a in names["answers"]] == [[2.0 * n + 1] * 4 for n in range(3)]
+    if page == "docs/npu.md":
+        assert names["first"] == [3, 4]
+        says = "task 0 of decode[bs=2] (npu_page.scale.default)"
+        assert str(names["refused"]).startswith(says)
+        assert "was not updated before this replay and keeps lengths=[3, 4]" in str(names["refused"])
     if page == "docs/generation.md":
         assert names["request"].output_token_ids
         assert not names["engine"].scheduler.has_work

@@ -1,8 +1,10 @@
 """Attention builders of other engines under graphpact's suite: the adapters.
 
     reads         what a recorded kernel reads of a builder's metadata, and models of the kernels
+    recurrent     the same of layers with recurrent states
     backend       a builder as the backend of a lane, with the engine's part around it
     under_test    a lane of builders, as experiments see it
+    states        recurrent states as memory of a lane, and an oracle for them
     diagnosis     the field that makes a wrong replay wrong
     experiments   what is checked
     vllm          builders of vLLM: `graphpact_adapters.vllm.Builders`

@@ -7,6 +7,9 @@ does; the builder makes metadata of them; a kernel reads the metadata (`graphpac
     replay    lend the padded batch, build, and drop the result: the graph reads the captured tensors
     eager     lend the batch as it is, build, and read the result
 
+A draft of several steps is one region: before each step the engine advances its buffers, and the builder
+brings the captured metadata up to date, both recorded (`begin_step`). No replay builds anything then.
+
 So a kernel reads tensors of the capture, as the last build left them. Outputs show whether that is right: a
 builder is not asked to return what it returned before.
 
@@ -21,16 +24,27 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from graphpact.attention import AttentionBackend, BackendContext, Buffers, KVBuffers, LayerSpec, Limits
+from graphpact.attention import (
+    AttentionBackend,
+    BackendContext,
+    Buffers,
+    DraftMetadata,
+    KVBuffers,
+    LayerSpec,
+    Limits,
+)
 from graphpact.batch import ForwardBatch
 from graphpact.buffers import GraphSlot
+from graphpact.errors import EngineError
 from graphpact.shapes import GraphShape
 from graphpact.tensors import same, storage_id
 from graphpact_adapters.reads import Reads, leaves
 from graphpact_conformance.lane.holders import holder_of
 from graphpact_tape.poison import poison
 
-Phase = Literal["capture", "replay", "eager"]
+Phase = Literal["capture", "replay", "eager", "draft"]
+NUM_GROUPS = 2
+"""KV-cache groups of a lane: their builders see the same persistent buffers."""
 
 
 @dataclass(frozen=True)
@@ -39,10 +53,25 @@ class Built:
 
     Args:
         reads: One entry for each group; layer ``i`` reads that of group ``i % len(reads)``. Empty for a step
-            without requests.
+            without requests, and for the dropped result of a replay that no reader knows.
     """
 
     reads: tuple[Reads, ...]
+
+
+@dataclass(frozen=True)
+class DraftStep:
+    """The metadata of one step of a draft.
+
+    Args:
+        step: Its number.
+        num_reqs: Requests, padding rows included.
+        built: What kernels read, as captured; None in an eager draft, whose steps are built one by one.
+    """
+
+    step: int
+    num_reqs: int
+    built: Built | None
 
 
 @dataclass(frozen=True)
@@ -72,6 +101,10 @@ class _Captured:
     gone: set[int] = field(default_factory=set)
 
 
+Metadata = Built | DraftMetadata
+"""The metadata of a lane: of one step, or of each step of a draft."""
+
+
 class BuilderBackend(AttentionBackend):
     """A backend of one or more builders of an engine; see the module.
 
@@ -85,6 +118,12 @@ class BuilderBackend(AttentionBackend):
 
     warmups: ClassVar[int] = 0
     """Builds for a capture before the one whose result is recorded."""
+    types: ClassVar[set[type]]
+    """The classes of the builders that were made."""
+
+    def __init_subclass__(cls) -> None:
+        cls.types = set()
+
     calls: ClassVar[Mapping[Phase, str]]
     """The names of the builders' methods, by phase."""
     bounds: ClassVar[str] = "the host's bounds of lengths"
@@ -99,6 +138,7 @@ class BuilderBackend(AttentionBackend):
         self.lent_changes: list[LentChange] = []
         self.freed: dict[GraphShape, list[str]] = {}
         self._captured: dict[GraphShape, _Captured] = {}
+        self._now = Built(())  # what kernels read in the current step of a draft
 
     # -- an engine's part ------------------------------------------------------------------------
 
@@ -129,9 +169,22 @@ class BuilderBackend(AttentionBackend):
     def builders(self) -> Sequence[object]:
         """The builders, which keep the memory that they allocated."""
 
+    def begin_step(self, part: DraftStep) -> Built:
+        """Advance the engine's buffers to a draft step, and return what kernels read in it.
+
+        In a graph this is recorded: device work alone, on the captured metadata. An eager step is built anew.
+
+        Raises:
+            EngineError: The engine's builders draft in no graph.
+        """
+        raise EngineError(
+            f"step {part.step}: {type(self).__name__} has no drafts of several steps in one graph",
+            hint="leave draft_decode out of the adapter's modes",
+        )
+
     # -- the hooks -------------------------------------------------------------------------------
 
-    def init_metadata_capture(self, view: ForwardBatch, shape: GraphShape) -> Built:
+    def init_metadata_capture(self, view: ForwardBatch, shape: GraphShape) -> Metadata:
         """Build for a capture, and keep what the graph reads."""
         self._captured.pop(shape, None)
         for _ in range(self.warmups):
@@ -139,24 +192,41 @@ class BuilderBackend(AttentionBackend):
         built = self._build(view, shape, "capture")
         self._captured[shape] = _Captured(built)
         self.freed.pop(shape, None)
-        return built
+        return self._steps_of(view, built)
 
-    def init_metadata_replay(self, view: ForwardBatch, shape: GraphShape, captured: Built) -> Built:
-        """Build for a replay, drop the result, and return what was captured."""
-        self.returned = self._build(view, shape, "replay")
+    def init_metadata_replay(self, view: ForwardBatch, shape: GraphShape, captured: Metadata) -> Metadata:
+        """Build for a replay, drop the result, and return what was captured; for a draft only lend."""
+        if isinstance(captured, DraftMetadata):
+            self.lend(view, shape)
+        else:
+            self.returned = self._build(view, shape, "replay")
         self._poison_freed()
         return captured
 
-    def init_metadata_eager(self, batch: ForwardBatch, *, fill: int | None = None) -> Built:
-        """Build for an eager step; a step without requests reaches no builder of an engine."""
+    def init_metadata_eager(self, batch: ForwardBatch, *, fill: int | None = None) -> Metadata:
+        """Build for an eager step; the steps of a draft are built when they begin.
+
+        A step without requests reaches no builder of an engine.
+        """
         del fill  # the buffers are the engine's, and are kept
-        return self._build(batch, None, "eager") if batch.batch_size else Built(())
+        if batch.out_cache_loc.dim() == 1:
+            return self._build(batch, None, "eager") if batch.batch_size else Built(())
+        self.lend(batch, None)
+        return self._steps_of(batch, None)
+
+    def _steps_of(self, view: ForwardBatch, built: Built | None) -> Metadata:
+        """Return the metadata of a step, or of each step of a draft."""
+        if built is not None and view.out_cache_loc.dim() == 1:
+            return built
+        steps = range(view.num_draft_steps)
+        return DraftMetadata(tuple(DraftStep(step, view.batch_size, built) for step in steps))
 
     def expected(self, view: ForwardBatch, shape: GraphShape | None) -> Built:
         """Return what kernels would read of an eager build on the padded batch."""
-        return self.build(self.lend(view, shape), "eager")
+        return self._build(view, shape, "eager")
 
     def _build(self, view: ForwardBatch, shape: GraphShape | None, phase: Phase) -> Built:
+        type(self).types.update(map(type, self.builders))
         lent = self.lend(view, shape)
         shared = self.shared_in_step(lent)
         before = {name: tensor.clone() for name, tensor in shared.items()}
@@ -196,9 +266,13 @@ class BuilderBackend(AttentionBackend):
         k: torch.Tensor | None,
         v: torch.Tensor | None,
         layer: LayerSpec,
-        metadata: Built,
+        metadata: Built | DraftStep,
     ) -> torch.Tensor:
-        """Attend with the model of the builder's kernel."""
+        """Attend with the model of the builder's kernel; the first layer of a draft step begins it."""
+        if isinstance(metadata, DraftStep):
+            if layer.layer_id == 0:
+                self._now = self.begin_step(metadata)
+            metadata = self._now
         if not metadata.reads:
             return q.new_zeros(0, layer.num_q_heads, layer.v_head_dim)
         group = layer.layer_id % len(metadata.reads)
@@ -216,6 +290,9 @@ class BuilderBackend(AttentionBackend):
         """Return none: memory is the engine's and the builder's own."""
         del limits
         return ()
+
+    def record_metadata(self, view: ForwardBatch, metadata: Metadata) -> None:
+        """Record nothing before a step: the first layer of each draft step does."""
 
     def allocate_metadata(self, view: ForwardBatch, shape: GraphShape, buffers: Buffers) -> Built:
         """Return what an eager build gives; the hooks above do not call it."""

@@ -14,19 +14,22 @@ first value that makes the outputs right is at fault.
 Does not: run experiments.
 """
 
+import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from graphpact.attention import DraftMetadata
 from graphpact.batch import ForwardBatch
+from graphpact.errors import ConfigError
 from graphpact.shapes import GraphShape
 from graphpact.tensors import same, storage_id
 from graphpact_adapters.backend import Built
 from graphpact_adapters.reads import copied, field_name, leaves, with_leaves
 from graphpact_adapters.under_test import BuilderUnderTest, backend_of
-from graphpact_conformance.experiments.base import spell, values_at, wrong_results
+from graphpact_conformance.experiments.base import differences, spell, values_at, wrong_results
 from graphpact_conformance.lane.rig import Rig
 from graphpact_conformance.results import Finding
 from graphpact_conformance.subject.raised import message_of, rule_of
@@ -48,6 +51,12 @@ _HELP = {
     "GP14": "allocate it in the constructor, for the largest step, and keep it in the builder: the engine"
     " drops what a capture returned, and its memory goes to other tensors",
 }
+
+
+_OF_LENGTHS = (
+    "no graph is involved: in decodes of different lengths the host knows only the number of tokens, and its"
+    " offsets share them evenly; take each request's tokens from the device's query_start_loc"
+)
 
 
 @dataclass(frozen=True)
@@ -83,11 +92,25 @@ def explain(
         yield _as_it_is(lane, step, what)
         return
     graph = rig.lane.captured[shape].step.metadata
+    if isinstance(graph, DraftMetadata):
+        yield from _explain_draft(lane, rig, step, view, shape, graph, what)
+        return
     captured = copied(graph)
     returned = backend_of(rig).returned
     fresh = lane.build(capture=False)
-    fresh.load(step.problem)
-    right = copied(backend_of(fresh).expected(view, shape))
+    try:
+        right = _right(lane, fresh, step, view, shape)
+    except ConfigError as unread:
+        yield lane.finding(
+            "GP10",
+            hook=_hook(rig),
+            field="the launches of the kernel",
+            expected="those of the capture: what an eager build on this batch returns has a reader too",
+            actual=message_of(unread),
+            step=step,
+            help=_HELP["GP10"],
+        )
+        return
     if not lane.is_right(fresh, lane.outputs_with(fresh, step.problem, view, right)):
         yield from _wrong_without_a_graph(lane, fresh, step, view, shape, right, what)
         bounded = right
@@ -113,6 +136,76 @@ def explain(
         yield _finding(lane, rig, step, fault, returned, view, shape)
     if not faults:
         yield _as_it_is(lane, step, what)
+
+
+def _explain_draft(
+    lane: BuilderUnderTest,
+    rig: Rig,
+    step: StepRecord,
+    view: ForwardBatch,
+    shape: GraphShape,
+    graph: DraftMetadata,
+    what: str,
+) -> Iterator[Finding]:
+    """Yield a finding about the first step of a draft in which the graph reads something else than it should.
+
+    Every step of a graph reads the tensors of one capture, which the steps before it have changed. So the
+    steps are done again, on this metadata and by eager builds of a new instance, and compared one by one.
+    """
+    fresh = lane.build(capture=False)
+    fresh.load(step.problem)
+    rig.load(step.problem)
+    mine, theirs = backend_of(rig), backend_of(fresh)
+    mine.lend(view, shape)
+    theirs.lend(view, shape)
+    live = step.problem.batch_size
+    for part in graph.steps:
+        captured = mine.begin_step(part)
+        right = theirs.begin_step(replace(part, built=None))
+        for (path, got), (_, wanted) in zip(leaves(captured), leaves(right), strict=False):
+            if not isinstance(got, torch.Tensor) or not isinstance(wanted, torch.Tensor):
+                continue
+            rows = live * len(wanted) // max(shape.batch_size, 1) + (len(wanted) > shape.batch_size)
+            if got.shape != wanted.shape or _equal(got[:rows], wanted[:rows]):
+                continue
+            differs = ~same(got[:rows], wanted[:rows])
+            freed = bool(is_poison(got).any())
+            yield lane.finding(
+                "GP14" if freed else "GP02",
+                hook="init_metadata_replay",
+                field=f"step {part.step} of the draft, {_named(captured, path)}{spell(differs)}",
+                expected=f"{values_at(wanted[:rows], differs)}, as an eager build of this step has it",
+                actual="poison, in memory that was freed after the capture"
+                if freed
+                else values_at(got[:rows], differs),
+                step=step,
+                help=_HELP["GP14"]
+                if freed
+                else "a draft's graph builds nothing between its steps: bring every tensor that the kernel"
+                " reads up to date in the update of the captured metadata, in place",
+            )
+            return
+    yield _as_it_is(lane, step, what)
+
+
+def _right(
+    lane: BuilderUnderTest, fresh: Rig, step: StepRecord, view: ForwardBatch, shape: GraphShape
+) -> Built:
+    """Return the reads of an eager build on a padded batch, by builders that have built nothing before.
+
+    If they are wrong, then of builders that have captured the shape: rows that no build writes hold what was
+    in their memory before.
+
+    Raises:
+        ConfigError: No reader knows the metadata of such a build.
+    """
+    fresh.load(step.problem)
+    right: Built = copied(backend_of(fresh).expected(view, shape))
+    if not lane.is_right(fresh, lane.outputs_with(fresh, step.problem, view, right)):
+        backend_of(fresh).init_metadata_capture(fresh.dummy(shape), shape)
+        fresh.load(step.problem)
+        right = copied(backend_of(fresh).expected(view, shape))
+    return right
 
 
 def _as_it_is(lane: BuilderUnderTest, step: StepRecord, what: str) -> Finding:
@@ -155,22 +248,24 @@ def _wrong_without_a_graph(
                 " the bounds, and take lengths from the device",
             )
             return
+        off = [] if alone.error is not None else differences(fresh, alone, lane.answer(fresh, step.problem))
         yield lane.finding(
             None,
-            field="an eager build",
+            field="an eager build" + (f": {off[0].what}" if off else ""),
             expected="right outputs without a graph",
             actual=said,
             step=step,
-            help="no graph is involved: check what the builder makes of this batch",
+            help=_OF_LENGTHS
+            if lane.most_tokens is not None
+            else "no graph is involved: check what the builder makes of this batch",
         )
         return
     live = step.problem.batch_size
     rows = "padding rows" if shape.batch_size > live else "padding tokens"
-    field = _padded_field(reads, live, shape)
     yield lane.finding(
         rule,
         hook="init_metadata_replay",
-        field=field or f"{what}: {rows}",
+        field=_padded_field(lane, fresh, step.problem, view, shape, reads) or f"{what}: {rows}",
         expected=f"the batch is right without padding, so {rows} without queries and keys change nothing",
         actual=said,
         step=step,
@@ -178,16 +273,29 @@ def _wrong_without_a_graph(
     )
 
 
-def _padded_field(reads: Built, live: int, shape: GraphShape) -> str | None:
-    """Return the first tensor whose padding rows hold a negative number, with its index; None without any."""
+def _padded_field(
+    lane: BuilderUnderTest, fresh: Rig, problem: Problem, view: ForwardBatch, shape: GraphShape, reads: Built
+) -> str | None:
+    """Return the first tensor whose padding rows are at fault, with its index; None if no single field is.
+
+    With other padding rows in it, all 0 or all 1 in every group, the batch is right.
+    """
+    fields: dict[str, dict[str, torch.Tensor]] = {}
     for path, value in leaves(reads):
-        if not isinstance(value, torch.Tensor) or "slot_mapping" in path or value.dim() != 1:
+        if isinstance(value, torch.Tensor) and "slot_mapping" not in path and len(value):
+            fields.setdefault(path.partition(".")[2], {})[path] = value
+    for values, number in itertools.product(fields.values(), (0, 1)):
+        others = dict[str, torch.Tensor]()
+        for path, value in values.items():
+            others[path] = value.clone()
+            others[path][problem.batch_size * len(value) // shape.batch_size :] = number
+        changed = with_leaves(reads, others)
+        if not lane.is_right(fresh, lane.outputs_with(fresh, problem, view, changed)):
             continue
-        tail = torch.zeros(len(value), dtype=torch.bool)
-        tail[live * len(value) // shape.batch_size :] = True
-        bad = tail & (value.cpu() < 0)
-        if bool(bad.any()):
-            return f"{_named(reads, path)}{spell(bad)} = {values_at(value.cpu(), bad)}"
+        for path, value in values.items():
+            bad = (others[path] != value).cpu()
+            if bool(bad.any()):
+                return f"{_named(reads, path)}{spell(bad)} = {values_at(value.cpu(), bad)}"
     return None
 
 

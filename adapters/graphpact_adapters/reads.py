@@ -4,9 +4,11 @@ A builder's metadata object has an engine's own fields, and a graph keeps those 
 tensors where they lie, and its host numbers as they were. A reader takes from the object what the kernel
 takes. A model of the kernel then does the work of the real one on a CPU, with the same arguments.
 
-    PagedReads     requests over pages of a KV cache, in one launch or several (`Part`)
+    PagedReads       requests over pages of a KV cache, in one launch or several (`Part`)
+    RecurrentReads   requests with a running sum each; see `graphpact_adapters.recurrent`
 
-The model is `graphpact_kernels.page_table_attention`, which refuses what a kernel would read out of bounds.
+The model of the first is `graphpact_kernels.page_table_attention`, which refuses what a kernel would read out
+of bounds.
 
 Does not: know an engine's metadata (see `graphpact_adapters.vllm.readers`), or build it.
 """
@@ -102,7 +104,7 @@ class PagedReads:
         if new is not None:
             latent = layer.kv_lora_rank is not None
             values, target = (new[0][..., :0], k_cache) if latent else (new[1], v_cache)
-            _write_slots(new[0], values, self.slot_mapping, self.num_tokens, k_cache, target)
+            write_slots(new[0], values, self.slot_mapping, self.num_tokens, k_cache, target)
         out = q.new_zeros(q.shape[0], layer.num_q_heads, layer.v_head_dim)
         for part in self.parts:
             stop = part.first_token + part.num_tokens
@@ -170,7 +172,7 @@ def _write(
         v_cache[slots[kept]] = v[:num_tokens][kept]
 
 
-_write_slots = define_kernel(
+write_slots = define_kernel(
     "write_slots(Tensor k, Tensor v, Tensor slot_mapping, int num_tokens, Tensor(a!) k_cache,"
     " Tensor(b!) v_cache) -> ()",
     _write,
@@ -276,4 +278,14 @@ class Reader(Protocol):
         """
 
 
-__all__ = ["PagedReads", "Part", "Reader", "Reads", "copied", "field_name", "leaves", "with_leaves"]
+__all__ = [
+    "PagedReads",
+    "Part",
+    "Reader",
+    "Reads",
+    "copied",
+    "field_name",
+    "leaves",
+    "with_leaves",
+    "write_slots",
+]

@@ -3,6 +3,8 @@
 Does not: draw batches, or run experiments.
 """
 
+import sys
+import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,14 +12,16 @@ from typing import Any
 import torch
 
 from graphpact.batch import ForwardBatch
+from graphpact.errors import short_path
 from graphpact_adapters.backend import BuilderBackend, Built
 from graphpact_conformance.experiments.base import differences
 from graphpact_conformance.lane.lane_under_test import LaneUnderTest
 from graphpact_conformance.lane.rig import Rig
 from graphpact_conformance.results import Finding
+from graphpact_conformance.subject.raised import causes
 from graphpact_conformance.subject.records import StepRecord, copies
 from graphpact_conformance.subject.under_test import CannotCaptureError
-from graphpact_conformance.world.problems import Problem
+from graphpact_conformance.world.problems import Drawn, Problem
 
 ROOM = 8
 """How many times as many requests and tokens builders are told, to see whether a buffer is too small."""
@@ -25,13 +29,49 @@ ROOM = 8
 
 @dataclass
 class BuilderUnderTest(LaneUnderTest):
-    """A lane whose attention metadata comes from builders of another engine."""
+    """A lane whose attention metadata comes from builders of another engine.
+
+    Args:
+        most_tokens: The most new tokens of a request in its batches; None for no bound of its own.
+    """
+
+    most_tokens: int | None = None
+
+    def within(self, problem: Problem) -> Problem:
+        """Return a batch without the tokens of each request beyond `most_tokens`."""
+        most = self.most_tokens
+        if most is None:
+            return problem
+        cut = [replace(r, tokens=r.tokens[:most]) for r in problem.requests]
+        return replace(problem, requests=cut)
+
+    def drawn(self, count: int, seed: int) -> list[Drawn]:
+        """Return ``count`` sequences of batches for the lane."""
+        return [Drawn(map(self.within, steps)) for steps in super().drawn(count, seed)]
 
     def checked_classes(self) -> Iterator[type[Any]]:
-        """Yield the classes of the builders: their code is checked, not the adapter's."""
-        for rig in [*self._rigs.values()] or [self.build(capture=False)]:
-            for builder in backend_of(rig).builders:
-                yield from type(builder).__mro__
+        """Yield the classes of the lane's backend and of its builders."""
+        yield from super().checked_classes()
+        if issubclass(self.backend, BuilderBackend):
+            for cls in self.backend.types:
+                yield from cls.__mro__
+
+    def raised_at(self, error: BaseException) -> str | None:
+        """Return the file, line and function of the author's code that raised an error or a cause of it.
+
+        It is any code but ours, torch and the standard library: a factory may import what it likes.
+        """
+        for each in causes(error):
+            last = None
+            for frame, line in traceback.walk_tb(each.__traceback__):
+                package = frame.f_globals.get("__name__", "").partition(".")[0]
+                if package.startswith("graphpact"):
+                    last = None
+                elif package != "torch" and package not in sys.stdlib_module_names:
+                    last = f"{short_path(frame.f_code.co_filename)}:{line} in {frame.f_code.co_qualname}"
+            if last is not None:
+                return last
+        return None
 
     def finding(self, rule: str | None, *, hook: str | None = None, **about: Any) -> Finding:
         """Return a finding; a hook is named by the builder's method that it calls."""

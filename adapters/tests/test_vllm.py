@@ -12,9 +12,11 @@ from vllm_builders import (
     PagedBuilder,
     Planted,
     SizedByRequests,
+    TupleBuilder,
     under_test,
 )
 
+from graphpact.errors import ConfigError
 from graphpact_adapters.vllm import Builders
 from graphpact_conformance.results import Finding, Outcome, Result
 from graphpact_conformance.suite import examine_lane
@@ -104,6 +106,28 @@ def test_an_error_at_a_capture_has_the_builders_line() -> None:
     assert finding.hook == "build_for_cudagraph_capture"
     assert "vllm_builders.py" in str(finding.raised_at)
     assert "in ExpandedBuilder.decode_of" in str(finding.raised_at)
+
+
+def test_metadata_that_no_reader_knows_breaks_no_rule() -> None:
+    """Metadata with other fields, and no reader for it, is a general failure that says what is missing."""
+    results = [*results_of(Builders(TupleBuilder), LANES["decode"])]
+    assert {result.rule for result in results if result.outcome is Outcome.FAIL} == {None}
+    (told, *_) = [finding for result in results for finding in result.findings]
+    assert "no reader for vllm_builders.PlainTuple" in told.actual
+    assert "flat needs block_table" not in told.actual  # it has one
+    assert "Builders(make, read=...)" in str(told.help)
+
+
+def test_a_factory_that_makes_no_builder_is_told_with_its_line() -> None:
+    """A constructor that raises, and an object without graph support, are refused with what is called how."""
+
+    def raises(*_: Any) -> object:
+        raise RuntimeError("no device")
+
+    for make, said in ((raises, "RuntimeError: no device, at"), (lambda *_: 3, "get_cudagraph_support")):
+        with pytest.raises(ConfigError, match=said) as told:
+            next(iter(Builders(make).lanes(Options(size="quick"))))
+        assert "(kv_cache_spec, layer_names, vllm_config, device)" in str(told.value.hint)
 
 
 @pytest.mark.sweep

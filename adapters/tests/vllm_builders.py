@@ -91,7 +91,7 @@ class PagedBuilder:
         self,
         common_prefix_len: int,
         common: CommonAttentionMetadata,
-        fast_build: bool = False,  # noqa: FBT001, FBT002  vLLM's signature
+        fast_build: bool = False,
     ) -> Any:
         """Return the metadata of a step."""
         del common_prefix_len, fast_build
@@ -962,11 +962,11 @@ class MutatesTheCaptured(PagedBuilder):
         return kept
 
     def build_for_cudagraph_capture(self, common: CommonAttentionMetadata) -> Any:
-        """Return metadata with lengths of its own, and keep it."""
+        """Return metadata with lengths of its own, and keep it: an idle rank asks again, and replays."""
         metadata = super().metadata(common)
         metadata.seq_lens = metadata.seq_lens.clone()
-        self.captured[common.num_reqs, common.num_actual_tokens] = metadata
-        return metadata
+        self.captured.setdefault((common.num_reqs, common.num_actual_tokens), metadata)
+        return self.metadata(common)
 
 
 class ShortCaptures(OwnedBuilder):

@@ -63,6 +63,7 @@ def answer(
     context: BackendContext,
     padded_tokens: int | None = None,
     compose: Compose | None = None,
+    oracle: "type[OracleBackend] | None" = None,
 ) -> Answer:
     """Return the right results of a problem.
 
@@ -73,8 +74,9 @@ def answer(
         context: The layers, and a KV cache with the state before the problem, which is written.
         padded_tokens: Tokens of the shape that ranks share; None: those of the batch.
         compose: The region of a plugin that composes its own; None for one forward pass.
+        oracle: The class that attends; None for `OracleBackend`.
     """
-    backend = OracleBackend(context, problem)
+    backend = (oracle or OracleBackend)(context, problem)
     right = _RightPasses(problem, batch, backend, net, padded_tokens)
     passes = Passes(right)
     metadata = backend.init_metadata_eager(batch)
@@ -263,10 +265,25 @@ class OracleBackend(AttentionBackend):
                 keys, values = torch.cat([cached_keys, *new_keys]), torch.cat([cached_values, *new_values])
                 if layer.sliding_window is not None:
                     keys, values = keys[-layer.sliding_window :], values[-layer.sliding_window :]
-                out[row] = _attend_one(q[row], layer, keys, values)
+                out[row] = self.attend_one(q[row], layer, keys, values)
                 row += 1
             first = row
         return out.to(self.context.device)
+
+    def attend_one(self, q: torch.Tensor, layer: LayerSpec, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Return ``[heads, v_head_dim]``: a query ``[heads, head_dim]`` attends to all keys, in float64.
+
+        A subclass may have another kind of attention.
+        """
+        grouped = q.view(layer.num_kv_heads, -1, q.shape[1])  # the query heads of each KV head
+        scores = grouped @ k.permute(1, 2, 0) * layer.scaling
+        if layer.softcap is not None:
+            scores = layer.softcap * torch.tanh(scores / layer.softcap)
+        weights = scores.exp()
+        total = weights.sum(dim=2, keepdim=True)
+        if layer.sinks is not None:
+            total = total + layer.sinks.cpu().double().exp().view_as(total)
+        return (weights / total @ v.transpose(0, 1)).flatten(0, 1)
 
     def _new_keys(
         self, layer: int, first: int, path: Sequence[int], step: int
@@ -287,16 +304,3 @@ class OracleBackend(AttentionBackend):
             rows = {at: [row] for at, row in enumerate(self._paths[first + path[-1]][: step + 1])}
         written = [(self._written[layer, at], its) for at, its in rows.items()]
         return [k[its] for (k, _), its in written], [v[its] for (_, v), its in written]
-
-
-def _attend_one(q: torch.Tensor, layer: LayerSpec, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Return ``[heads, v_head_dim]``: attention of a query ``[heads, head_dim]`` to all keys in float64."""
-    grouped = q.view(layer.num_kv_heads, -1, q.shape[1])  # the query heads of each KV head
-    scores = grouped @ k.permute(1, 2, 0) * layer.scaling
-    if layer.softcap is not None:
-        scores = layer.softcap * torch.tanh(scores / layer.softcap)
-    weights = scores.exp()
-    total = weights.sum(dim=2, keepdim=True)
-    if layer.sinks is not None:
-        total = total + layer.sinks.cpu().double().exp().view_as(total)
-    return (weights / total @ v.transpose(0, 1)).flatten(0, 1)

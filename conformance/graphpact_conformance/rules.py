@@ -1,4 +1,4 @@
-"""The twenty rules of capture/replay alignment: one for each class of real bug.
+"""The rules of capture/replay alignment: one for each class of real bug.
 
 A rule's requirement is one sentence. It has the same words here, in errors, in reports and in
 `graphpact explain`. Ids are never reused.
@@ -28,7 +28,7 @@ class Rule:
     """One rule of the contract.
 
     Args:
-        id: ``GP01`` to ``GP20``.
+        id: ``GP01`` and on.
         name: One to three words, joined by hyphens.
         level: ``MUST`` where conformance requires it, ``SHOULD`` elsewhere.
         requirement: The requirement, in one sentence.
@@ -204,6 +204,14 @@ _RULES = (
         " other work runs that a graph cannot hold.",
         _ALL,
     ),
+    Rule(
+        "GP21",
+        "missed-task-update",
+        "MUST",
+        "Before each replay every task of its graph is updated once, in captured order, under its own key,"
+        " with the arguments of this step and of its own layer, and after the replay before.",
+        ("prepare_replay", "init_metadata_replay"),
+    ),
 )
 
 RULES: dict[str, Rule] = {rule.id: rule for rule in _RULES}
@@ -214,7 +222,7 @@ _CAUSES_FIRST = {
     "the memory that graphs read": ("GP16", "GP15", "GP01", "GP14"),
     "the state before the step and the choice of the graph": ("GP18", "GP19", "GP12"),
     "the contents of the buffers": (
-        *("GP03", "GP09", "GP08", "GP10"),
+        *("GP03", "GP21", "GP09", "GP08", "GP10"),
         *("GP05", "GP04", "GP07", "GP02"),
     ),
     "the effects of a step": ("GP20", "GP11", "GP13", "GP06", "GP17"),
@@ -222,7 +230,7 @@ _CAUSES_FIRST = {
 _CONCERNS = {rule: subject for subject, rules in _CAUSES_FIRST.items() for rule in rules}
 _FLOWS = frozenset(_CAUSES_FIRST["the contents of the buffers"]) - {"GP03"}
 """Rules whose breaches flow from hook to hook: metadata are wrong because the view is. A stale row is not."""
-_WITHOUT_FIELD = frozenset({"GP15", "GP16", "GP18"})
+_WITHOUT_FIELD = frozenset({"GP15", "GP16", "GP18", "GP21"})
 """Rules of time, not of contents: no field is at fault, so a finding that names a hook says all."""
 
 

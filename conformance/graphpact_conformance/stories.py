@@ -487,5 +487,28 @@ STORIES: dict[str, Story] = {
         `graph_support`.
         """,
     ),
+    "GP21": _pull(
+        "vllm-project/vllm-ascend#10895",
+        story="""
+        On Ascend NPUs the lengths of attention are a list of the host, which a graph keeps by value. Before
+        each replay vllm-ascend updates the recorded operator of every layer with new lengths. With sparse
+        attention by Hamming distance, layers read only the blocks that were selected, so their lengths are
+        shorter. The update of a replay passed the full lengths of the sequence to them. Eager steps passed
+        the right ones. Only this attention together with full graphs was wrong, and only by less accurate
+        answers.
+        """,
+        detection="""
+        The strict tape holds every task to its rules: a missed update, a second one, another order, an
+        unknown key, another graph's key, arguments of another layer's form, and an update that does not wait
+        for the replay before raise an error that names the task. Wrong values raise nothing. So the suite
+        compares the arguments of every replay with those of the same batch in a new lane, and of a wrong
+        replay with those of a capture of its batch. The finding names task and argument.
+        """,
+        fix="""
+        Compute the arguments of a task in one function of view and layer, and use it in `forward`, which
+        records the task, and in `init_metadata_replay`, which updates it. Loop over the layers in the order
+        of the model. Take the graph's part of the key from the captured shape.
+        """,
+    ),
 }
 """The text of every rule by its id, in the order of the rules."""

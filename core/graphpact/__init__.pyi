@@ -17,10 +17,10 @@ from graphpact.buffers import (
     metadata_slot,
 )
 from graphpact.errors import GraphpactError
-from graphpact.graphs import Graph, GraphDriver
+from graphpact.graphs import Graph, GraphDriver, TaskKey
 from graphpact.hookspecs import CONTRACT_VERSION, hookimpl, hookspec
 from graphpact.lane import Lane, PreparedStep
-from graphpact.pact import Pact, bounded
+from graphpact.pact import Pact, bounded, updated
 from graphpact.runners import GraphRunner
 from graphpact.shapes import CaptureSizes, EagerReason, GraphShape
 from graphpact.speculation import SpeculationAlgorithm
@@ -55,8 +55,10 @@ __all__ = [
     "SpeculationAlgorithm",
     "Step",
     "StepOutputs",
+    "TaskKey",
     "bounded",
     "hookimpl",
     "hookspec",
     "metadata_slot",
+    "updated",
 ]

@@ -30,7 +30,8 @@ from graphpact.attention import AttentionBackend, kv_tensors
 from graphpact.batch import ForwardBatch, ForwardMode
 from graphpact.buffers import BoundSlot, CudaGraphBufferRegistry, GraphSlot, PaddingPolicy, SharedBuffers
 from graphpact.errors import CaptureError, ConfigError, EngineError, all_returned, returned
-from graphpact.graphs import DeclaredMemory, Externals, Graph, GraphDriver
+from graphpact.graphs import DeclaredMemory, Graph, GraphDriver
+from graphpact.graphs.driver import Externals
 from graphpact.hookspecs import hookimpl
 from graphpact.memory_map import MemoryMap
 from graphpact.pact import Pact, walk

@@ -26,6 +26,7 @@ from graphpact.errors import BREACHES, Breach, BreachKind, EngineError, PactBrea
 from graphpact.shapes import GraphShape
 
 _BOUNDED = "graphpact.bounded"  # key in a dataclass field's metadata
+_UPDATED = "graphpact.updated"
 _MAX_ROWS = 12  # of the table of breaches
 ANY = object()
 """The promised value of a leaf of which only the type is promised."""
@@ -43,7 +44,19 @@ def bounded(**field_kwargs: Any) -> Any:
     Args:
         field_kwargs: Arguments of `dataclasses.field`: ``default``, ``kw_only``, ``metadata``.
     """
-    metadata = {**(field_kwargs.pop("metadata", None) or {}), _BOUNDED: True}
+    return _marked(_BOUNDED, field_kwargs)
+
+
+def updated(**field_kwargs: Any) -> Any:
+    """Return a dataclass field, as `bounded` does, for arguments of tasks: only its type is promised.
+
+    Each replay updates the tasks by its own value: see `graphpact.graphs.GraphDriver.task`.
+    """
+    return _marked(_UPDATED, field_kwargs)
+
+
+def _marked(mark: str, field_kwargs: dict[str, Any]) -> Any:
+    metadata = {**(field_kwargs.pop("metadata", None) or {}), mark: True}
     return dataclasses.field(metadata=metadata, **field_kwargs)
 
 
@@ -321,11 +334,12 @@ def _promise(
     if parts is None:
         return Promise(path, kind, value, bounded=is_bounded)
     fields = dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ()
-    marked = {field.name for field in fields if _BOUNDED in field.metadata}
+    marks: dict[Hashable, Mapping[str, Any]] = {field.name: field.metadata for field in fields}
     promises = {}
     for key, item in parts.items.items():
-        at, limit = parts.path(path, key), is_bounded or key in marked
-        promises[key] = _promise(at, item, shape, registry, is_bounded=limit, form_only=form_only)
+        mark, at = marks.get(key, {}), parts.path(path, key)
+        limit, form = is_bounded or _BOUNDED in mark, form_only or _UPDATED in mark
+        promises[key] = _promise(at, item, shape, registry, is_bounded=limit, form_only=form)
     return Promise(path, kind, form=parts.form, parts=promises)
 
 

@@ -59,7 +59,7 @@ _OFFERS: dict[str, dict[Kind, str]] = {  # plugins of the first-party distributi
     "graphpact-tape": {"graph_driver": "tape"},
     "graphpact-cuda-graph": {
         "runner": "cuda_graph breakable_cuda_graph piecewise_cuda_graph",
-        "graph_driver": "cuda",
+        "graph_driver": "cuda xpu npu musa",
     },
     "graphpact-cpu-graph": {"runner": "cpu_graph", "graph_driver": "inductor"},
     "graphpact-speculative": {
@@ -71,7 +71,7 @@ _OFFERS: dict[str, dict[Kind, str]] = {  # plugins of the first-party distributi
     "graphpact-trtllm-mla": {"attention_backend": "trtllm_mla"},
     "graphpact-engine": {"observer": "trace", "command": "doctor generate pact"},
     "graphpact-conformance": {"command": "check explain museum report"},
-    "graphpact-adapters": {"adapter": "vllm sglang"},
+    "graphpact-adapters": {"adapter": "vllm"},
 }
 _FIRST_PARTY: dict[Kind, dict[str, str]] = {
     kind: {n: d for d, offers in _OFFERS.items() for n in offers.get(kind, "").split()} for kind in KINDS

@@ -75,20 +75,12 @@ class RunnerContext:
         return self.backend.padded_seq_len(self.mode, self.tokens_per_request or 1)
 
     def require_batch_sizes(self, default: Sequence[int]) -> Sequence[int]:
-        """Return the configured request counts, or ``default``.
-
-        Raises:
-            ConfigError: A count is above ``limits.max_bs``.
-        """
+        """Return the configured request counts, or ``default``; raise `ConfigError` above ``max_bs``."""
         most = self.limits.max_bs, "requests", "engine.max_num_seqs"
         return self._configured("batch_sizes", self.batch_sizes, default, *most)
 
     def require_token_counts(self, default: Sequence[int]) -> Sequence[int]:
-        """Return the configured token counts, or ``default``.
-
-        Raises:
-            ConfigError: A count is above ``limits.max_num_tokens``.
-        """
+        """Return the configured token counts, or ``default``; raise `ConfigError` above the limit."""
         most = self.limits.max_num_tokens, "tokens", "engine.max_num_batched_tokens"
         return self._configured("token_counts", self.token_counts, default, *most)
 

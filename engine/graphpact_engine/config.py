@@ -211,7 +211,7 @@ class LaneConfig(_Section):
     graph_driver: Name = Field(
         default="auto",
         description="The driver that records the graphs. auto: the runner's own choice (cpu_graph: inductor),"
-        " otherwise tape on a CPU and cuda on a GPU.",
+        " otherwise tape on a CPU, and the driver of the device type elsewhere, such as cuda.",
     )
     batch_sizes: BatchSizes | None = Field(
         default=None,

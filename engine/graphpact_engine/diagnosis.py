@@ -23,7 +23,7 @@ from graphpact.batch import ForwardBatch
 from graphpact.buffers import GraphSlot
 from graphpact.lane import Lane
 from graphpact.memory_map import MemoryMap
-from graphpact.pact import Pact, walk
+from graphpact.pact import ANY, Pact, walk
 from graphpact.shapes import GraphShape
 from graphpact.tensors import storage_id
 
@@ -362,6 +362,7 @@ def _leaves(metadata: Any, shape: GraphShape) -> dict[str, tuple[Any, bool]]:
             promise.bounded,
         )
         for promise in Pact.of(shape, metadata=metadata).promises
+        if promise.value is not ANY  # an argument of tasks, which the graph does not read here
     }
 
 

@@ -29,7 +29,8 @@ import torch
 
 from graphpact.attention import kv_tensors
 from graphpact.buffers.description import RegistryDescription, SlotRow
-from graphpact.graphs import Externals, Graph
+from graphpact.graphs import Graph
+from graphpact.graphs.driver import Externals
 from graphpact.lane import Lane
 from graphpact.shapes import EagerReason, GraphShape
 from graphpact.tensors import address_range

@@ -25,7 +25,7 @@ from graphpact.attention import (
     Limits,
     ProviderName,
 )
-from graphpact.attention.providers import choose_provider, lacking, require_provider
+from graphpact.attention.providers import choose_provider, lacking
 from graphpact.batch import ForwardMode
 from graphpact.errors import (
     ConfigError,
@@ -328,7 +328,7 @@ def _plan_lane(
     runner_name = lane.runner or role.runner
     runner = catalog.select("runner", runner_name)
     if driver_name == "auto":
-        driver_name = runner.driver or ("cuda" if device.type == "cuda" else "tape")
+        driver_name = runner.driver or ("tape" if device.type == "cpu" else device.type)
     backend = catalog.select("attention_backend", backend_name)
     driver = catalog.select("graph_driver", driver_name)
     _require_serves(name, runner_name, runner, role)
@@ -375,8 +375,8 @@ def _plan_lane(
         max_num_tokens=_most_tokens(role, config),
         eager_reason=eager_reason,
     )
-    require = functools.partial(require_provider, plan.provider_setting, backend.providers, provider)
-    call_plugin("attention_backend", backend_name, require, device)
+    choose = functools.partial(choose_provider, plan.provider_setting, backend.providers, provider)
+    call_plugin("attention_backend", backend_name, choose, device)
     return plan
 
 
@@ -518,7 +518,8 @@ def check_backends(
         others = functools.partial(_backends_that, fits, catalog)
         _require_backend_fits(plan, spec, context.limits, others)
         choose = functools.partial(choose_provider, plan.provider_setting, plan.backend.providers)
-        chosen, passed_over = call_plugin("attention_backend", plan.backend_name, choose, context)
+        asked = context.provider, context.device, context
+        chosen, passed_over = call_plugin("attention_backend", plan.backend_name, choose, *asked)
         if chosen is not None and passed_over:
             why = "; ".join(f"{name}: {reason}" for name, reason in passed_over.items())
             line = f"attention backend {plan.backend_name!r} runs {chosen.name} kernels; {why}"
@@ -555,7 +556,7 @@ def _serves(
 ) -> bool:
     """Return whether ``backend`` fits a lane, checked without a model."""
     can = backend.capabilities
-    require_provider(backend.__name__, backend.providers, provider, device)
+    choose_provider(backend.__name__, backend.providers, provider, device)
     return mode in can.modes and device.type in can.devices and can.graph_support.covers(needs)
 
 
@@ -569,7 +570,7 @@ def _can_run(
     can = backend.capabilities
     if spec.expanded_layers is not None and HeadLayout.MLA not in can.head_layouts:
         context = replace(context, layers=spec.expanded_layers())
-    choose_provider(backend.__name__, backend.providers, context)
+    choose_provider(backend.__name__, backend.providers, context.provider, context.device, context)
     return can.graph_support.covers(runner.needs) and not lacking(can, context)
 
 

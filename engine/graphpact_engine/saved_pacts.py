@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, TypeAlias, Type
 from graphpact.batch import ForwardMode
 from graphpact.errors import UsageError
 from graphpact.files import write_file
-from graphpact.graphs import Externals
+from graphpact.graphs.driver import Externals
 from graphpact.pact import Pact, Promise, TensorFacts, is_readable, type_name
 from graphpact.shapes import GraphShape
 

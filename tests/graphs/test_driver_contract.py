@@ -16,7 +16,7 @@ from graphpact.errors import EngineError
 from graphpact.graphs import EagerCall, Graph, GraphDriver
 from graphpact_conformance.driver_contract import CHECKS, DriverCheck, driver_contract
 from graphpact_cpu_graph.inductor import InductorDriver
-from graphpact_cuda_graph.driver import CudaDriver, CudaGraph
+from graphpact_cuda_graph.driver import CudaDriver, DeviceGraph
 from graphpact_cuda_graph.externals import ExternalsWatch
 from graphpact_tape.tape import TapeDriver
 
@@ -174,7 +174,7 @@ def test_a_released_cuda_graph_refuses_its_replay(*, watches_inputs: bool) -> No
     call = EagerCall(calls.append, (1,), None)
     for steps in ([call], [call, call]):
         watch = ExternalsWatch(torch.device("cpu"))
-        graph = CudaGraph([*steps], None, 0, watch, watches_inputs=watches_inputs)
+        graph = DeviceGraph([*steps], None, 0, watch, watches_inputs=watches_inputs)
         graph.release()
         with pytest.raises(EngineError, match="a released graph was replayed"):
             graph.replay()

@@ -16,18 +16,21 @@ import torch
 
 from graphpact.attention import Capabilities, GraphSupport, HeadLayout, LayerSpec, Limits
 from graphpact.batch import ForwardMode
+from graphpact.errors import ConfigError, describe_error, place_of
+from graphpact.shapes import GraphShape
 from graphpact_adapters.backend import Make
 from graphpact_adapters.experiments import BUILDER_EXPERIMENTS
 from graphpact_adapters.reads import Reader
+from graphpact_adapters.states import RecurrentLane
 from graphpact_adapters.under_test import BuilderUnderTest
 from graphpact_adapters.vllm.backend import VllmBackend, sizes_of
-from graphpact_adapters.vllm.given import Kind, kv_cache_spec, vllm_config
+from graphpact_adapters.vllm.given import Kind, NotGivenError, kv_cache_spec, vllm_config
 from graphpact_adapters.vllm.readers import read as read_by_fields
 from graphpact_conformance.experiments import Experiment
 from graphpact_conformance.lane.reference import ReferenceRunner
 from graphpact_conformance.suite import PlannedLane, plan_lanes
 from graphpact_conformance.targets import Options
-from graphpact_conformance.world.lanes import Config
+from graphpact_conformance.world.lanes import Case, Config
 
 SUPPORT = {
     3: GraphSupport.ALWAYS,
@@ -36,18 +39,25 @@ SUPPORT = {
     0: GraphSupport.NEVER,
 }
 """Graph support by the value of vLLM's ``AttentionCGSupport``."""
+_NAMES = {GraphSupport.ALWAYS: "ALWAYS", GraphSupport.UNIFORM: "UNIFORM_BATCH"} | {
+    GraphSupport.UNIFORM_DECODE: "UNIFORM_SINGLE_TOKEN_DECODE"
+}
+"""vLLM's names of graph support."""
+_PROBED = (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.MIXED)
+VARLEN = 4
+"""The most tokens of a request in lanes of decodes of different lengths."""
 _LAYOUTS: dict[Kind, frozenset[HeadLayout]] = {
     "full": frozenset({HeadLayout.MHA, HeadLayout.GQA}),
     "sliding_window": frozenset({HeadLayout.MHA, HeadLayout.GQA}),
     "mla": frozenset({HeadLayout.MLA}),
     "mamba": frozenset({HeadLayout.MHA}),
 }
-_UNIFORM = frozenset({ForwardMode.DECODE, ForwardMode.TARGET_VERIFY})
+_UNIFORM = frozenset({ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_DECODE})
 _MODES: dict[Kind, frozenset[ForwardMode]] = {
     "full": _UNIFORM | {ForwardMode.EXTEND, ForwardMode.MIXED},
     "sliding_window": _UNIFORM | {ForwardMode.EXTEND, ForwardMode.MIXED},
     "mla": _UNIFORM,
-    "mamba": _UNIFORM,
+    "mamba": _UNIFORM - {ForwardMode.DRAFT_DECODE},
 }
 
 
@@ -106,10 +116,23 @@ class Builders:
         )
 
     def backend(
-        self, config: Config | None = None, support: GraphSupport = GraphSupport.ALWAYS
+        self,
+        config: Config | None = None,
+        support: GraphSupport = GraphSupport.ALWAYS,
+        varlen: int | None = None,
     ) -> type[VllmBackend]:
-        """Return the backend class of a lane, with the graph support that its builder declares there."""
-        adapter, sizes = self, [] if config is None else [shape.num_tokens for shape in config.shapes]
+        """Return the backend class of a lane.
+
+        Args:
+            config: The lane; None for all lanes.
+            support: The graph support that its builder declares there.
+            varlen: See `VllmBackend`.
+        """
+        adapter, most, sizes = (
+            self,
+            varlen,
+            [] if config is None else [shape.num_tokens for shape in config.shapes],
+        )
 
         class OfFactory(VllmBackend):
             """Builders of a given factory."""
@@ -118,27 +141,84 @@ class Builders:
             read = staticmethod(adapter.read)
             kind = adapter.kind
             capture_sizes = tuple(sizes)
+            varlen = most
             capabilities = replace(adapter._capabilities, graph_support=support)
 
         return OfFactory
 
-    def declared(self, config: Config) -> GraphSupport:
-        """Return the graph support that a builder declares in the configuration of a lane."""
-        context = _OfLane(config)
-        sizes = sizes_of(context, [shape.num_tokens for shape in config.shapes], self.kind)  # type: ignore[arg-type]
+    def _asked(self, config: Config, varlen: int | None = None) -> tuple[Any, Any, Any]:
+        """Return a builder for a lane, and the configuration and spec that its class methods get.
+
+        Raises:
+            ConfigError: The factory makes no builder, or that has no ``get_cudagraph_support``.
+        """
+        sizes = sizes_of(_OfLane(config), [s.num_tokens for s in config.shapes], self.kind, varlen)
         spec, engine = kv_cache_spec(sizes), vllm_config(sizes)
-        builder: Any = self.make(spec, sizes.layer_names, engine, torch.device("cpu"))
-        declared = builder.get_cudagraph_support(engine, getattr(builder, "kv_cache_spec", spec))
-        return SUPPORT[int(declared.value)]
+        try:
+            builder: Any = self.make(spec, sizes.layer_names, engine, torch.device("cpu"))
+            builder.get_cudagraph_support(engine, getattr(builder, "kv_cache_spec", spec))
+        except NotGivenError:
+            raise
+        except Exception as error:
+            raise ConfigError(
+                f"{self.name} makes no builder with graph support: {describe_error(error)},"
+                f" at {place_of(error)}",
+                hint="it is called with (kv_cache_spec, layer_names, vllm_config, device), on the CPU; the"
+                " builder's get_cudagraph_support(vllm_config, kv_cache_spec) returns an AttentionCGSupport",
+            ) from error
+        return builder, engine, getattr(builder, "kv_cache_spec", spec)
+
+    def declared(self, config: Config) -> GraphSupport:
+        """Return the graph support that a builder declares in the configuration of a lane.
+
+        Drafts of several steps are captured only with builders that update captured metadata in the graph.
+        """
+        builder, engine, spec = self._asked(config)
+        drafts = config.case.mode is ForwardMode.DRAFT_DECODE
+        if drafts and not getattr(builder, "supports_draft_decode_metadata_update", False):
+            return GraphSupport.NEVER
+        return SUPPORT[int(builder.get_cudagraph_support(engine, spec).value)]
 
     def lanes(self, options: Options) -> Iterator[PlannedLane]:
         """Yield the lanes of a run, each with the graph support that is declared in it."""
         for plan in plan_lanes(self.backend(), ReferenceRunner, options):
             config = plan.lane.config
-            if config.case.segments or config.mixed_dim is not None or config.case.frozen:
+            if config.case.segments or config.case.frozen or config.mixed_dim is not None:
                 continue
-            lane = BuilderUnderTest(config, self.backend(config, self.declared(config)))
-            yield replace(plan, lane=lane)
+            support = self.declared(config)
+            of_kind = RecurrentLane if self.kind == "mamba" else BuilderUnderTest
+            yield replace(plan, lane=of_kind(config, self.backend(config, support)))
+            if config.case == Case(ForwardMode.MIXED) and not support.covers(config.case.needs):
+                yield from self._of_different_lengths(plan)
+
+    def _of_different_lengths(self, plan: PlannedLane) -> Iterator[PlannedLane]:
+        """Yield a lane of decodes of different lengths, if a builder declares graphs for them."""
+        builder, engine, spec = self._asked(plan.lane.config, VARLEN)
+        ask = getattr(builder, "get_varlen_cudagraph_max_query_len", None)
+        most = None if ask is None else ask(engine, spec)
+        if most is None or most < VARLEN:
+            return
+        sizes = ((2, 2 * VARLEN), (4, 4 * VARLEN - 2))
+        shapes = tuple(GraphShape(ForwardMode.MIXED, requests, tokens) for requests, tokens in sizes)
+        config = replace(plan.lane.config, capture_shapes=shapes)
+        lane = BuilderUnderTest(
+            config,
+            self.backend(config, varlen=VARLEN),
+            ReferenceRunner.of(config),
+            most_tokens=VARLEN,
+        )
+        yield replace(plan, lane=lane, suffix="-varlen")
+
+    def probes(self, options: Options) -> Iterator[tuple[str, PlannedLane]]:
+        """Yield the plain lanes of graphs that the builder does not declare, each with the declaration."""
+        for plan in plan_lanes(self.backend(), ReferenceRunner, replace(options, size="quick")):
+            config = plan.lane.config
+            needs = config.case.needs
+            is_plain = not config.unusual and config.case.mode in _PROBED and not config.case.segments
+            if is_plain and not self.declared(config).covers(needs):
+                of_kind = RecurrentLane if self.kind == "mamba" else BuilderUnderTest
+                lane = of_kind(config, self.backend(config))
+                yield f"graphs {_NAMES[needs]}", replace(plan, lane=lane)
 
 
 @dataclass(frozen=True)

@@ -2,35 +2,75 @@
 
     capture   ``build_for_cudagraph_capture`` for every group, twice: V2 warms up with metadata of its own
     replay    ``build(0, common)`` for every group; the result is dropped
+    draft     the metadata of a capture serves all steps: in the graph, each step advances the buffers and
+              calls ``update_draft_decode_metadata``; an eager draft builds each step, ``build_for_drafting``
+    idle      as a capture: V2 gives a rank without requests the metadata of a dummy, and replays
     groups    the blocks of a request are others in each group, so that a group's metadata serves no other
     order     groups are built in turn, in the other order in every second step: a release may change it
+    states    a group of recurrent layers after the first takes the metadata of the first, with another block
+              table, if the builder has ``supports_update_block_table``: at captures too, and always in order
 
 Does not: choose lanes, or judge; see `graphpact_adapters.vllm.adapter`.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 
-from graphpact.attention import BackendContext, KVBuffers, LayerSpec
+from graphpact.attention import BackendContext, DraftLimits, KVBuffers, LayerSpec, Limits
 from graphpact.batch import ForwardBatch, ForwardMode
+from graphpact.errors import ConfigError
 from graphpact.shapes import GraphShape
-from graphpact_adapters.backend import BuilderBackend, Built, Make, Phase
+from graphpact_adapters.backend import NUM_GROUPS, BuilderBackend, Built, DraftStep, Make, Phase
 from graphpact_adapters.reads import Reader
 from graphpact_adapters.vllm.given import Kind, Sizes, kv_cache_spec, vllm_config
-from graphpact_adapters.vllm.runner import Lent, RunnerBuffers
+from graphpact_adapters.vllm.runner import Lent, RunnerBuffers, is_all_padding
 
-NUM_GROUPS = 2
-"""KV-cache groups of a lane: their builders see the same persistent buffers."""
+
+class OfLane(Protocol):
+    """The part of a `BackendContext` that sizes are made of."""
+
+    @property
+    def layers(self) -> Sequence[LayerSpec]:
+        """The layers."""
+
+    @property
+    def limits(self) -> Limits:
+        """The largest counts."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the KV cache."""
+
+    @property
+    def mode(self) -> ForwardMode:
+        """The forward mode of the lane."""
+
+
 ROPE = 8
 """Width of the rotary part of an MLA key in the suite's lanes."""
 
 
-def sizes_of(context: BackendContext, capture_sizes: Sequence[int], kind: Kind) -> Sizes:
-    """Return the sizes of a lane as vLLM's configuration counts them."""
+def num_drafts_of(mode: ForwardMode, draft: DraftLimits) -> int:
+    """Return the speculative tokens of the engine of a lane; 0 without drafts."""
+    if mode is ForwardMode.TARGET_VERIFY:
+        return draft.num_draft_tokens - 1
+    return draft.num_steps if mode is ForwardMode.DRAFT_DECODE else 0
+
+
+def sizes_of(context: "OfLane", capture_sizes: Sequence[int], kind: Kind, varlen: int | None = None) -> Sizes:
+    """Return the sizes of a lane as vLLM's configuration counts them.
+
+    Args:
+        context: Of the lane's backend.
+        capture_sizes: Token counts that are captured.
+        kind: What the KV cache holds.
+        varlen: The most tokens of a request in a graph of decodes of different lengths; None in other lanes.
+    """
     layer, limits = context.layers[0], context.limits
     latent = layer.kv_lora_rank
     return Sizes(
@@ -45,9 +85,7 @@ def sizes_of(context: BackendContext, capture_sizes: Sequence[int], kind: Kind) 
         max_num_seqs=limits.max_bs,
         max_num_tokens=limits.max_num_tokens,
         capture_sizes=tuple(sorted({*capture_sizes})),
-        num_speculative_tokens=limits.draft.num_draft_tokens - 1
-        if context.mode is ForwardMode.TARGET_VERIFY
-        else 0,
+        num_speculative_tokens=varlen - 1 if varlen else num_drafts_of(context.mode, limits.draft),
         kind=kind,
         rope_size=ROPE if latent is None else layer.head_dim - latent,
     )
@@ -69,33 +107,48 @@ class VllmBackend(BuilderBackend):
         read: Takes from metadata what the kernel reads.
         kind: What the KV cache holds.
         capture_sizes: Token counts that the lane captures.
+        varlen: The most tokens of a request in a graph of decodes of different lengths; None in other lanes.
     """
 
     make: ClassVar[Make]
     read: ClassVar[Reader]
     kind: ClassVar[Kind] = "full"
     capture_sizes: ClassVar[Sequence[int]] = ()
+    varlen: ClassVar[int | None] = None
     warmups = 1
     bounds = "seq_lens_cpu_upper_bound"
     calls: ClassVar[Mapping[Phase, str]] = {
         "capture": "build_for_cudagraph_capture",
         "replay": "build",
         "eager": "build",
+        "draft": "build_for_drafting",
     }
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
         cls = type(self)
+        sizes = sizes_of(context, cls.capture_sizes, cls.kind, cls.varlen)
         num_slots = len(context.kv_cache.k[0])
-        blocks = num_slots // context.limits.page_size
-        self.sizes = replace(sizes_of(context, cls.capture_sizes, cls.kind), num_blocks=blocks)
-        self.buffers = RunnerBuffers(self.sizes, NUM_GROUPS, context.req_to_token, num_slots, context.device)
+        self.sizes = replace(sizes, num_blocks=num_slots // sizes.block_size)
+        states: Any = context.kv_cache if cls.kind == "mamba" else None
+        self.buffers = RunnerBuffers(
+            self.sizes,
+            NUM_GROUPS,
+            context.req_to_token,
+            num_slots,
+            context.device,
+            num_steps=context.limits.draft.num_steps if context.mode is ForwardMode.DRAFT_DECODE else 1,
+            varlen=cls.varlen,
+            states=states,
+        )
         told, names = self.sizes.times(self.room), self.sizes.layer_names
         self._builders: list[Any] = [
             cls.make(kv_cache_spec(told), names[group::NUM_GROUPS], vllm_config(told), context.device)
             for group in range(NUM_GROUPS)
         ]
         self._builds = 0
+        self._objects: dict[int, tuple[Built, dict[int, Any]]] = {}
+        """The metadata of captures by group, by the identity of what was read of it: drafts update it."""
 
     @property
     def builders(self) -> Sequence[object]:
@@ -136,24 +189,71 @@ class VllmBackend(BuilderBackend):
         if not has_latents:
             cache.v[at].copy_(v[slots])
 
-    def build(self, lent: Lent, phase: Phase) -> Built:
-        """Build for each group, in the other order than the step before."""
-        order = range(NUM_GROUPS)
-        self._builds += 1
+    def build(self, lent: Lent, phase: Phase, step: int = 0) -> Built:
+        """Build for each group, in the other order than the step before; ``step`` is that of a draft."""
+        updates = self.kind == "mamba" and getattr(self._builders[0], "supports_update_block_table", False)
         found: dict[int, Any] = {}
-        for group in order if self._builds % 2 else reversed(order):
-            found[group] = self._build_group(self._builders[group], lent, group, phase)
+        for group in range(NUM_GROUPS) if updates else self._in_turn():
+            builder, common = self._builders[group], lent.common[group]
+            if updates and found:
+                found[group] = builder.update_block_table(
+                    found[0], common.block_table_tensor, common.slot_mapping
+                )
+            else:
+                found[group] = self._build_group(builder, lent, group, phase, step)
         read = type(self).read
-        return Built(tuple(read(found[group], lent.common[group].slot_mapping) for group in order))
+        slots = [common.slot_mapping for common in lent.common]
+        try:
+            built = Built(tuple(read(found[group], slots[group]) for group in range(NUM_GROUPS)))
+        except ConfigError:
+            if phase != "replay":
+                raise
+            return Built(())  # V2 drops the metadata of a replay unread
+        if phase == "capture":
+            self._objects[id(built)] = built, found
+        return built
 
-    def _build_group(self, builder: Any, lent: Lent, group: int, phase: Phase) -> object:
+    def _in_turn(self) -> list[int]:
+        self._builds += 1
+        order = list(range(NUM_GROUPS))
+        return order if self._builds % 2 else order[::-1]
+
+    def begin_step(self, part: DraftStep) -> Built:
+        """Advance the buffers, and update the captured metadata; in an eager draft, build for the step."""
+        if part.built is None and not part.num_reqs:
+            return Built(())  # no builder sees a step without requests
+        if part.built is None:
+            return self.build(self.buffers.lend_step(part.step, part.num_reqs), "draft", part.step)
+        self.buffers.advance(part.step, part.num_reqs)
+        objects = self._objects[id(part.built)][1]
+        for group in self._in_turn():
+            self._builders[group].update_draft_decode_metadata(objects[group])
+        return part.built
+
+    def _build_group(self, builder: Any, lent: Lent, group: int, phase: Phase, step: int) -> object:
         common = lent.common[group]
         if phase == "capture":
             return builder.build_for_cudagraph_capture(common)
+        if phase == "draft":
+            drafts = getattr(builder, "build_for_drafting", None)  # vLLM's base class has this default
+            return builder.build(0, common, fast_build=True) if drafts is None else drafts(common, step)
         more: dict[str, Any] = {}
-        if self.kind == "mamba":
+        if self.kind == "mamba" and _takes(builder.build, "num_accepted_tokens"):
             more = {
                 "num_accepted_tokens": lent.num_accepted_tokens,
                 "num_decode_draft_tokens_cpu": lent.num_decode_draft_tokens_cpu,
             }
         return builder.build(0, common, **more)
+
+    def _build(self, view: ForwardBatch, shape: GraphShape | None, phase: Phase) -> Built:
+        is_dummy = shape is not None and is_all_padding(view)
+        return super()._build(view, shape, "capture" if is_dummy else phase)
+
+
+def _takes(function: Callable[..., object], name: str) -> bool:
+    """Return whether a function has a parameter of a name, or takes any.
+
+    V2 asks for the builder's class: Mamba2, GDN and the short convolutions take the counts, Linear does not.
+    """
+    parameters = inspect.signature(function).parameters.values()
+    return any(each.name == name or each.kind is each.VAR_KEYWORD for each in parameters)

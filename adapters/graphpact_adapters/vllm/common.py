@@ -27,10 +27,20 @@ class CommonAttentionMetadata:
         block_table_tensor: ``[num_reqs, blocks]`` int32: block ids; 0 in padding rows, and past the last.
         slot_mapping: ``[T]`` int64: the KV slot that each token writes; -1 for padding tokens.
         causal: Whether queries see no later keys.
+        logits_indices_padded: None: of fast prefill with a shared KV cache.
+        num_logits_indices: None, as above.
+        max_logits_per_req: None, as above.
+        encoder_seq_lens: None: of cross attention.
+        encoder_seq_lens_cpu: None, as above.
+        dcp_local_seq_lens: None: of decode context parallelism.
+        dcp_local_seq_lens_cpu_upper_bound: None, as above.
         seq_lens_cpu_upper_bound: ``[num_reqs]`` int32 on the host: at least ``seq_lens``.
         is_prefilling: ``[num_reqs]`` bool on the host: whether a prompt is not yet computed.
         positions: ``[T]`` int64.
-        req_idx: ``[num_reqs]``: the rows of the requests in the runner's tables; None for a dummy.
+        req_idx: None: the rows of the requests in the runner's tables, for prefill context parallelism.
+        mm_req_doc_ranges: None: of multimodal prefixes.
+        rswa_prefix_lens: None: of a reference window.
+        replayssm_decode_base_cpu: None: of replayed state space models.
     """
 
     query_start_loc: torch.Tensor

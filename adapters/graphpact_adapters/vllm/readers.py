@@ -4,6 +4,11 @@
             Triton, the ROCm family)
     split   decodes first, in a launch of their own: ``num_decodes``, ``num_decode_tokens``, and ``decode``
             with ``seq_lens`` and ``block_table`` (the MLA family)
+    mamba   states by ``state_indices_tensor_d``; drafts with ``query_start_loc_d`` and
+            ``num_accepted_tokens`` (Mamba1, Mamba2, the short convolution)
+    delta   states of drafts to verify by ``spec_...``, where there is a mask of them, otherwise of decodes by
+            ``non_spec_...``: the mask's contents are read by no kernel of a decode (GDN, KDA)
+    linear  states by ``state_indices_tensor`` or ``state_indices_tensor_d``, -1 for none (Linear, Bailing)
 
 A kernel gets the slot mapping apart from the metadata, from the forward context.
 
@@ -16,7 +21,8 @@ from typing import Any
 import torch
 
 from graphpact.errors import ConfigError
-from graphpact_adapters.reads import PagedReads, Part
+from graphpact_adapters.reads import PagedReads, Part, Reads
+from graphpact_adapters.recurrent import RecurrentReads
 
 
 def flat(metadata: Any, slot_mapping: torch.Tensor) -> PagedReads:
@@ -40,12 +46,7 @@ def split(metadata: Any, slot_mapping: torch.Tensor) -> PagedReads:
     Raises:
         ConfigError: There are prefills, which another kernel computes.
     """
-    if metadata.num_prefills:
-        raise ConfigError(
-            f"{type(metadata).__name__} has {metadata.num_prefills} prefills; this reader knows the decode"
-            " kernel",
-            hint="check decode and verify steps, or give a reader of your own: Builders(make, read=...)",
-        )
+    _refuse_prefills(metadata)
     decode, tokens = metadata.decode, metadata.num_decode_tokens
     starts = getattr(decode, "query_start_loc", None)
     part = Part(
@@ -62,14 +63,107 @@ def split(metadata: Any, slot_mapping: torch.Tensor) -> PagedReads:
     return PagedReads((part,), slot_mapping, metadata.num_actual_tokens)
 
 
-_FORMS: tuple[tuple[Callable[[Any, torch.Tensor], PagedReads], tuple[str, ...]], ...] = (
+def mamba(metadata: Any, slot_mapping: torch.Tensor) -> RecurrentReads:
+    """Return the reads of a scan whose decodes and drafts have the same fields.
+
+    Raises:
+        ConfigError: There are prefills, or the state indices of decodes are not in these fields.
+    """
+    _refuse_prefills(metadata)
+    if metadata.state_indices_tensor_d is None:
+        raise ConfigError(
+            f"{type(metadata).__name__} has {metadata.num_decodes} decodes, and no state_indices_tensor_d",
+            hint="check decode steps alone, Builders(make, modes={ForwardMode.DECODE}), or give a reader of"
+            " your own, Builders(make, read=...)",
+        )
+    return RecurrentReads(
+        metadata.state_indices_tensor_d,
+        slot_mapping,
+        metadata.num_decode_tokens,
+        query_start_loc=metadata.query_start_loc_d,
+        num_accepted_tokens=metadata.num_accepted_tokens,
+    )
+
+
+def delta(metadata: Any, slot_mapping: torch.Tensor) -> RecurrentReads:
+    """Return the reads of a gated delta rule, whose drafts and decodes have fields of their own.
+
+    Raises:
+        ConfigError: There are prefills.
+    """
+    _refuse_prefills(metadata)
+    tokens = metadata.num_actual_tokens
+    if metadata.spec_sequence_masks is None:
+        return RecurrentReads(
+            metadata.non_spec_state_indices_tensor,
+            slot_mapping,
+            tokens,
+            num_requests=tokens if metadata.num_decodes else 0,
+            skipped=(0, -1),
+        )
+    return RecurrentReads(
+        metadata.spec_state_indices_tensor,
+        slot_mapping,
+        tokens,
+        num_requests=metadata.num_spec_decodes,
+        query_start_loc=metadata.spec_query_start_loc,
+        num_accepted_tokens=metadata.num_accepted_tokens,
+        skipped=(0, -1),
+    )
+
+
+def linear(metadata: Any, slot_mapping: torch.Tensor) -> RecurrentReads:
+    """Return the reads of linear attention, whose padding rows have the state index -1.
+
+    Raises:
+        ConfigError: There are prefills.
+    """
+    _refuse_prefills(metadata)
+    indices = getattr(metadata, "state_indices_tensor_d", None)
+    accepted = getattr(metadata, "num_accepted_tokens", None)
+    return RecurrentReads(
+        metadata.state_indices_tensor if indices is None else indices,
+        slot_mapping,
+        metadata.num_decode_tokens,
+        num_requests=metadata.num_decodes,
+        query_start_loc=None if accepted is None else metadata.query_start_loc_d,
+        num_accepted_tokens=accepted,
+        skipped=(-1,),
+    )
+
+
+def _refuse_prefills(metadata: Any) -> None:
+    if metadata.num_prefills:
+        raise ConfigError(
+            f"{type(metadata).__name__} has {metadata.num_prefills} prefills; this reader knows the decode"
+            " kernel",
+            hint="check other steps alone, Builders(make, modes={ForwardMode.DECODE}), or give a reader of"
+            " your own, Builders(make, read=...)",
+        )
+
+
+_FORMS: tuple[tuple[Callable[[Any, torch.Tensor], Reads], tuple[str, ...]], ...] = (
+    (
+        delta,
+        (
+            "spec_sequence_masks",
+            "spec_state_indices_tensor",
+            "non_spec_state_indices_tensor",
+            "num_spec_decodes",
+        ),
+    ),
+    (
+        mamba,
+        ("state_indices_tensor_d", "query_start_loc_d", "num_accepted_tokens", "num_decodes", "num_reqs"),
+    ),
+    (linear, ("state_indices_tensor", "query_start_loc", "num_decodes", "num_decode_tokens", "num_prefills")),
     (split, ("decode", "num_decodes", "num_decode_tokens", "num_prefills", "num_actual_tokens")),
     (flat, ("query_start_loc", "seq_lens", "block_table", "num_actual_tokens", "max_query_len", "causal")),
 )
 """Readers, and the fields by which their metadata is known."""
 
 
-def read(metadata: Any, slot_mapping: torch.Tensor) -> PagedReads:
+def read(metadata: Any, slot_mapping: torch.Tensor) -> Reads:
     """Return what the kernel reads of a metadata object of vLLM, in the first form whose fields it has.
 
     Raises:
@@ -83,5 +177,5 @@ def read(metadata: Any, slot_mapping: torch.Tensor) -> PagedReads:
     lacks = "; ".join(f"{name} needs {', '.join(fields)}" for name, fields in missing.items())
     raise ConfigError(
         f"no reader for {kind.__module__}.{kind.__qualname__}: {lacks}",
-        hint="say what its kernel reads, as graphpact_adapters.reads.PagedReads: Builders(make, read=...)",
+        hint="say what its kernel reads: Builders(make, read=...); docs/vllm.md has a reader",
     )

@@ -5,7 +5,10 @@
     a replay     live requests first; padding rows have no query (offsets stay), no key, blocks of zeros, and
                  padding tokens the slot -1
     a dummy      tokens shared evenly by all requests, whose keys are those tokens; blocks of zeros, slots -1,
-                 ``max_seq_len`` the longest sequence, ``max_query_len`` what the graph must hold
+                 ``max_seq_len`` the longest sequence, ``max_query_len`` what the graph must hold. Captures
+                 have dummies, and replays of an idle rank
+    states       a block table of recurrent layers has a column for each token of a step: the state rows of
+                 the request. Accepted tokens are kept by request row, and gathered for each step
 
 From ``vllm/v1/worker/gpu`` of vLLM 0.33: ``input_batch.py``, ``model_runner.py``, ``model_states``.
 
@@ -14,6 +17,7 @@ Does not: copy token ids or sample: the lane's runner does.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -34,7 +38,7 @@ class Lent:
     Args:
         common: One entry for each KV-cache group.
         num_accepted_tokens: ``[num_reqs]`` int32: accepted tokens of the last step of each request, 1 in
-            padding rows; None without speculation, and at captures.
+            padding rows; None without recurrent states or speculation, and in dummies.
         num_decode_draft_tokens_cpu: ``[num_reqs]`` int32 on the host: drafts of each decode, -1 for other
             rows; None as above.
     """
@@ -42,6 +46,18 @@ class Lent:
     common: tuple[CommonAttentionMetadata, ...]
     num_accepted_tokens: torch.Tensor | None = None
     num_decode_draft_tokens_cpu: torch.Tensor | None = None
+
+
+class States(Protocol):
+    """What an engine keeps of recurrent layers: see `graphpact_adapters.states.StateMemory`."""
+
+    state_blocks: torch.Tensor
+    num_accepted: torch.Tensor
+
+
+def is_all_padding(view: ForwardBatch) -> bool:
+    """Return whether a batch has no live request, as dummies and batches of an idle rank."""
+    return not bool((view.req_pool_indices != 0).any())  # row 0 is scratch
 
 
 class RunnerBuffers:
@@ -53,14 +69,30 @@ class RunnerBuffers:
         table: ``[rows, positions]`` int32: KV slots of the suite's requests, by request row.
         num_slots: Slots of the KV cache.
         device: Device of the buffers.
+        num_steps: Steps of a draft; 1 in lanes that do not draft.
+        varlen: The most tokens of a request in graphs of decodes of different lengths. The host then knows
+            only how many tokens a batch has: its offsets share them evenly.
+        states: The state rows and accepted tokens of the suite's requests; None without recurrent states.
     """
 
     def __init__(
-        self, sizes: Sizes, num_groups: int, table: torch.Tensor, num_slots: int, device: torch.device
+        self,
+        sizes: Sizes,
+        num_groups: int,
+        table: torch.Tensor,
+        num_slots: int,
+        device: torch.device,
+        *,
+        num_steps: int = 1,
+        varlen: int | None = None,
+        states: States | None = None,
     ) -> None:
-        self._sizes, self._table = sizes, table
+        self._varlen = varlen
+        self._sizes, self._table, self._states = sizes, table, states
         requests, tokens = sizes.max_num_seqs, sizes.max_num_tokens
         blocks = -(-sizes.max_model_len // sizes.block_size)
+        if states is not None:
+            blocks = 1 + sizes.num_speculative_tokens
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(*shape, dtype=dtype, device=device)
@@ -71,6 +103,8 @@ class RunnerBuffers:
         self.block_tables = [zeros(requests, blocks) for _ in range(num_groups)]
         self.slot_mappings = zeros(num_groups, tokens, dtype=torch.int64)
         self.slots = [self._slots(group, num_slots, device) for group in range(num_groups)]
+        # Of the runner alone: builders never see it.
+        self._draft_slots = zeros(num_groups, tokens, num_steps, dtype=torch.int64)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the buffers by name."""
@@ -88,7 +122,7 @@ class RunnerBuffers:
 
         Block 0 is block 0 in all groups, and each group has the others one further than the group before.
         """
-        if group == 0 or num_slots > MOST_SLOTS:
+        if group == 0 or num_slots > MOST_SLOTS or self._states is not None:
             return None
         slots = torch.arange(num_slots, device=device).view(-1, self._sizes.block_size)
         return torch.cat([slots[:1], slots[1:].roll(group, 0)]).flatten()
@@ -106,16 +140,16 @@ class RunnerBuffers:
             shape: The captured shape; None for an eager step, which has no padding.
             has_exact_bounds: Whether ``seq_lens_cpu_upper_bound`` is exact also when drafts are verified.
         """
-        live = view.req_pool_indices != 0  # row 0 is scratch
-        if shape is not None and not bool(live.any()) and view.forward_mode is not ForwardMode.IDLE:
+        if shape is not None and is_all_padding(view):
             return self._lend_dummy(shape)
+        live = view.req_pool_indices != 0
         width = None if view.extend_seq_lens is not None else view.tokens_per_request
         counts = (
             view.extend_seq_lens
             if view.extend_seq_lens is not None
             else torch.full_like(view.seq_lens, width or 1)
         )
-        lens = view.seq_lens + view.uncounted_keys
+        lens = view.seq_lens + (1 if view.out_cache_loc.dim() > 1 else view.uncounted_keys)
         return self._lend(
             counts=torch.where(live, counts, 0).tolist(),
             lens=torch.where(live, lens, 0).tolist(),
@@ -141,34 +175,47 @@ class RunnerBuffers:
         self.seq_lens.zero_()
         self.seq_lens[: len(lens)] = torch.tensor(lens, dtype=torch.int32)
         self.positions[: len(view.positions)] = view.positions
-        self.slot_mappings.fill_(PAD_SLOT)
+        self._draft_slots.fill_(PAD_SLOT)
+        slots = view.out_cache_loc[:total].reshape(total, self._draft_slots.shape[2])
         block = self._sizes.block_size
         for group, table in enumerate(self.block_tables):
-            self.slot_mappings[group, :total] = self.in_group(group, view.out_cache_loc[:total])
+            self._draft_slots[group, :total] = self.in_group(group, slots)
             table.zero_()
+            if self._states is not None:  # those of padding rows are zeros
+                table[: len(lens)] = self._states.state_blocks[view.req_pool_indices, group]
+                continue
             for row, (request, length) in enumerate(zip(view.req_pool_indices.tolist(), lens, strict=True)):
-                blocks = self.in_group(group, self._table[request, :length:block]) // block
+                # The blocks of a draft are there before it begins.
+                ahead = self._draft_slots.shape[2] - 1 if length else 0
+                blocks = self.in_group(group, self._table[request, : length + ahead : block]) // block
                 table[row, : len(blocks)] = blocks
+        self.slot_mappings.copy_(self._draft_slots[:, :, 0])
         # After asynchronous speculation the host knows only that at most all drafts were accepted.
-        more = max(counts, default=0) if drafts and not has_exact_bounds else 1
+        most = max(counts, default=0)
+        more = most if drafts and not has_exact_bounds else 1
         upper = [length + at % more if length else 0 for at, length in enumerate(lens)]
+        if self._varlen is not None and most <= self._varlen:  # such batches have no prefill
+            requests = sum(count > 0 for count in counts)
+            starts = _even(total, requests) if requests else starts
+            most, prefills = self._varlen, False
+        else:
+            prefills = view.forward_mode.is_ragged
         bound = torch.tensor(upper, dtype=torch.int32).clamp_(max=self._sizes.max_model_len)
-        prefilling = [
-            view.forward_mode is ForwardMode.EXTEND or (view.forward_mode is ForwardMode.MIXED and count > 1)
-            for count in counts
-        ]
+        prefilling = [prefills and (view.forward_mode is ForwardMode.EXTEND or n > 1) for n in counts]
         lent = self._slices(
             num_reqs,
             num_tokens,
             starts,
-            max_query_len=max(counts, default=0),
+            max_query_len=most,
             max_seq_len=int(bound.max()) if lens else 0,
             bound=bound,
             is_prefilling=torch.tensor(prefilling, dtype=torch.bool) & (torch.tensor(counts) > 0),
         )
-        if not drafts:
+        if not drafts or self._states is None:
             return Lent(lent)
         accepted = torch.ones(num_reqs, dtype=torch.int32, device=self.seq_lens.device)
+        live = view.req_pool_indices != 0
+        accepted[: len(lens)][live] = self._states.num_accepted[view.req_pool_indices[live]]
         tokens = torch.tensor([count - 1 for count in counts], dtype=torch.int32)
         return Lent(lent, accepted, tokens)
 
@@ -183,6 +230,7 @@ class RunnerBuffers:
         for table in self.block_tables:
             table[:requests] = 0
         self.slot_mappings.fill_(PAD_SLOT)
+        self._draft_slots.fill_(PAD_SLOT)
         is_uniform = shape.mode not in (ForwardMode.EXTEND, ForwardMode.MIXED)
         return Lent(
             self._slices(
@@ -190,10 +238,37 @@ class RunnerBuffers:
                 tokens,
                 starts,
                 # A graph of a ragged mode must hold one request that has all its tokens.
-                max_query_len=max(counts) if is_uniform else tokens,
+                max_query_len=max(counts) if is_uniform else self._varlen or tokens,
                 max_seq_len=self._sizes.max_model_len,
                 bound=torch.tensor(counts, dtype=torch.int32),
                 is_prefilling=torch.zeros(requests, dtype=torch.bool),
+            )
+        )
+
+    def advance(self, step: int, num_reqs: int) -> None:
+        """Advance the buffers to a step of a draft, by device work alone; the first is lent already.
+
+        As V2, it advances padding rows too, up to the longest sequence.
+        """
+        self.slot_mappings[:, :num_reqs] = self._draft_slots[:, :num_reqs, step]
+        if step:
+            most = self._sizes.max_model_len
+            self.seq_lens[:num_reqs].add_(1).clamp_(max=most)
+            self.positions[:num_reqs].add_(1).clamp_(max=most - 1)
+
+    def lend_step(self, step: int, num_reqs: int) -> Lent:
+        """Advance the buffers to a step of an eager draft, and return what builders get of them."""
+        self.advance(step, num_reqs)
+        bound = self.seq_lens[:num_reqs].clone()
+        return Lent(
+            self._slices(
+                num_reqs,
+                num_reqs,
+                list(range(num_reqs + 1)),
+                max_query_len=1,
+                max_seq_len=int(bound.max()) if num_reqs else 0,
+                bound=bound,
+                is_prefilling=torch.zeros(num_reqs, dtype=torch.bool),
             )
         )
 
@@ -226,6 +301,11 @@ class RunnerBuffers:
             )
             for group, table in enumerate(self.block_tables)
         )
+
+
+def _even(total: int, requests: int) -> list[int]:
+    """Return where each request's queries begin if they share all queries evenly."""
+    return [total * at // requests for at in range(requests + 1)]
 
 
 def _offsets(counts: Sequence[int], into: torch.Tensor) -> list[int]:

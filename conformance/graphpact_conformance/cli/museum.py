@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 ROOMS = (
     *("bindings", "recordings", "plans", "padding", "memory", "runners", "drafts", "drivers", "life"),
-    *("requests", "segments", "scale", "fields", "variants", "right_drivers"),
+    *("requests", "segments", "scale", "fields", "tasks", "variants", "right_drivers"),
 )
 """The modules of `graphpact_conformance.museum` with exhibits or variants."""
 

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import torch
 
 from graphpact.errors import CaptureError, EngineError, ReplayError
-from graphpact.graphs import DeclaredMemory, GraphDriver
+from graphpact.graphs import DeclaredMemory, GraphDriver, TaskKey
 from graphpact_conformance.drivers.requirement import Requirement, expect_equal, expect_error, require
 
 _Keep: TypeAlias = Callable[[GraphDriver], None]
@@ -51,6 +51,18 @@ def _gather_into(table: torch.Tensor, rows: torch.Tensor, out: torch.Tensor) -> 
 @_gather_into.register_fake
 def _(table: torch.Tensor, rows: torch.Tensor, out: torch.Tensor) -> None:
     del table, rows, out
+
+
+@torch.library.custom_op("graphpact_conformance::weigh_rows", mutates_args=("out",))
+def _weigh_rows(x: torch.Tensor, out: torch.Tensor, weights: list[int]) -> None:
+    """Write each row of ``x`` times its weight into ``out``: an operator that takes a list of the host."""
+    for row, weight in enumerate(weights):
+        torch.mul(x[row], weight, out=out[row])
+
+
+@_weigh_rows.register_fake
+def _(x: torch.Tensor, out: torch.Tensor, weights: list[int]) -> None:
+    del x, out, weights
 
 
 # -- the promises ------------------------------------------------------------------------------------
@@ -450,6 +462,67 @@ def random_numbers_advance(driver: GraphDriver) -> None:
         graph.replay()
         drawn.add(tuple(graph.outputs.tolist()))
     expect_equal(len(drawn), 3)
+
+
+@_promise(
+    "GP21",
+    "GraphDriver.task",
+    "set `has_tasks`, record a task with its arguments by value, and replace them by those of `update_task`;"
+    " strict modes refuse a replay whose tasks were not updated in their order. Without tasks leave them out",
+)
+def a_task_takes_the_arguments_of_its_update(driver: GraphDriver) -> None:
+    """A replay runs each task with the arguments of its update; a driver without tasks refuses one."""
+    x = torch.ones(2, 3, device=driver.device)
+    first, second = TaskKey("graph", 0), TaskKey("graph", 1)
+    weights = [1, 1]
+
+    def region() -> torch.Tensor:
+        y, z = torch.empty_like(x), torch.empty_like(x)
+        driver.task(first, _weigh_rows, (x * 1, y), {"weights": weights})
+        driver.task(second, _weigh_rows, (y, z), {"weights": weights})
+        return z
+
+    expect_equal(region().tolist(), [[1] * 3] * 2)
+    if not driver.has_tasks:
+        expect_error(CaptureError, lambda: driver.capture(region), says="help: ")
+        return
+    graph = driver.capture(region)
+    for weights in ([2, 3], [-1, 4]):
+        for key in (first, second):
+            driver.update_task(key, {"weights": list(weights)})
+        graph.outputs.fill_(float("nan"))
+        graph.replay()
+        expect_equal(graph.outputs.tolist(), [[weight**2] * 3 for weight in weights])
+    if driver.strict:
+        expect_error(ReplayError, graph.replay, says="help: ")
+        expect_error(ReplayError, lambda: driver.update_task(second, {"weights": [1, 1]}), says="help: ")
+
+
+@_promise("GP21", "GraphDriver.update_task", "raise `ReplayError` for a key or a name that no capture gave")
+def an_unknown_task_is_not_updated(driver: GraphDriver) -> None:
+    """An update of an unknown graph, layer or argument raises `ReplayError`, also of a released graph."""
+    x, out = torch.ones(1, 3, device=driver.device), torch.zeros(1, 3, device=driver.device)
+    key = TaskKey("graph", 0)
+
+    def update(key: TaskKey, **updated: Any) -> Callable[[], None]:
+        return lambda: driver.update_task(key, updated)
+
+    expect_error(ReplayError, update(key, weights=[2]), says="help: ")
+    if not driver.has_tasks:
+        return
+    graph = driver.capture(lambda: driver.task(key, _weigh_rows, (x, out), {"weights": [1]}))
+    for wrong in (
+        update(TaskKey("other", 0), weights=[2]),
+        update(TaskKey("graph", 7), weights=[2]),
+        update(key, lengths=[2]),
+        update(key),
+    ):
+        expect_error(ReplayError, wrong, says="help: ")
+    update(key, weights=[5])()
+    graph.replay()
+    expect_equal(out.tolist(), [[5] * 3])
+    graph.release()
+    expect_error(ReplayError, update(key, weights=[2]), says="help: ")
 
 
 @_promise(None, "GraphDriver.capture", "enable the garbage collector again in `finally`")

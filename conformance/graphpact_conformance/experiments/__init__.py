@@ -80,7 +80,10 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     ),
     Experiment(
         "replay_against_capture",
-        ("GP01", "GP02", "GP03", "GP04", "GP05", "GP07", "GP08", "GP09", "GP10", "GP11", "GP13", "GP20"),
+        (
+            *("GP01", "GP02", "GP03", "GP04", "GP05", "GP07", "GP08", "GP09", "GP10", "GP11", "GP13", "GP20"),
+            "GP21",
+        ),
         parity.replay_against_capture,
         repeats=True,
         in_pairs=True,

@@ -13,7 +13,7 @@ import torch
 from graphpact.batch import ForwardBatch
 from graphpact.errors import Breach
 from graphpact.pact import walk
-from graphpact.tensors import equal, same
+from graphpact.tensors import equal
 from graphpact_conformance.model import ROWS_OF_PASS
 from graphpact_conformance.oracle import Answer
 from graphpact_conformance.results import Finding
@@ -242,25 +242,16 @@ def differences(rig: Subject, step: StepRecord, answer: Answer) -> list[Differen
                 f"{rows[name].flatten()[at].item():.6g}",
             )
         )
-    first = rig.config.page_size
     for name, cache in step.caches.items():
         right = answer.caches[name].to(cache.dtype)
-        differs = ~same(cache, right)
+        differs = rig.cache.differs(name, cache, right)
         if rig.feeds_itself:  # keys of later passes depend on attention
             differs &= excess(cache, right, tolerance_in(rig)) > 1
-        differs = differs.flatten(1).any(dim=1)
-        changed = differs.nonzero().flatten().tolist()
-        slots = [rig.cache.slot_at(row) for row in changed if row >= first]
-        if slots:
-            found.append(
-                Difference(
-                    "cache",
-                    f"{name} in KV slots {slots[:8]}",
-                    "only the tokens of the batch write the KV cache",
-                    "other values",
-                    tuple(slots),
-                )
-            )
+        changed = differs.flatten(1).any(dim=1).nonzero().flatten().tolist()
+        if changed:
+            what, slots = rig.cache.place(name, changed)
+            expected = "only the tokens of the batch write the KV cache"
+            found.append(Difference("cache", what, expected, "other values", slots))
     return found
 
 

@@ -58,6 +58,7 @@ GUARDED = (
     "GP18",
     "GP19",
     "GP20",
+    "GP21",
 )
 """The rules that errors of a strict lane, its pact and kernels can name."""
 

@@ -20,7 +20,7 @@ import torch
 
 from graphpact.batch import ForwardBatch, ForwardMode
 from graphpact.errors import Breach
-from graphpact.pact import Promise, is_readable, walk
+from graphpact.pact import ANY, Promise, is_readable, walk
 from graphpact.shapes import GraphShape
 from graphpact.tensors import equal, same
 from graphpact_conformance.experiments.base import (
@@ -119,6 +119,7 @@ def _compare(lane: UnderTest, rig: Subject, way: Way, problem: Problem) -> _Comp
     for is_past, each in _compare_contents(lane, rig, before, step, seen, fresh):
         (past if is_past else found).append(each)
     found += _compare_traces(lane, way, step, rig.trace(shape), twin.trace(shape))
+    found += _compare_tasks(lane, rig, step, seen, fresh) if step.tasks else []
     if found or past or _gives_the_same(rig, step, seen):
         return _Compared(step, seen, found, past)
     found += _compare_memory(lane, rig, twin, before, (step, seen))
@@ -235,7 +236,7 @@ def _compare_numbers(lane: UnderTest, rig: Subject, step: StepRecord, seen: Step
         if then is ForwardMode.IDLE:
             continue  # of a capture of an idle batch, which no lane makes
         promise = promised.get(path)
-        if promise is not None and _keeps_bound(promise, then):
+        if _is_updated(promised, path) or (promise is not None and _keeps_bound(promise, then)):
             continue
         yield lane.finding(
             "GP08",
@@ -249,10 +250,56 @@ def _compare_numbers(lane: UnderTest, rig: Subject, step: StepRecord, seen: Step
         )
 
 
+def _is_updated(promised: Mapping[str, Promise], path: str) -> bool:
+    """Return whether a host number, or the list that has it, is declared as an argument of tasks."""
+    found = promised.get(path) or promised.get(path.rpartition("[")[0])
+    return found is not None and found.value is ANY
+
+
 def _keeps_bound(promise: Promise, value: Any) -> bool:
     if not promise.bounded or promise.value is None:
         return False
     return bool(value <= promise.value)
+
+
+# -- tasks ---------------------------------------------------------------------------------------------
+
+
+def _compare_tasks(
+    lane: UnderTest, rig: Subject, step: StepRecord, seen: StepRecord, fresh: Callable[[], StepRecord]
+) -> Findings:
+    """Yield a finding about arguments of tasks that are not those of this step.
+
+    They differ from those of ``fresh``, a replay without earlier batches; or the replay is wrong, and a graph
+    that was captured with other arguments is right. Those of a capture alone prove nothing: they may be any.
+    """
+    other, who = fresh(), "of this batch in a new lane"
+    if other.error is not None or not (names := _other_tasks(step, other)):
+        if _gives_the_same(rig, step, seen) or not _is_right(lane, rig, seen):
+            return
+        other, who, names = seen, "of a capture of this batch", _other_tasks(step, seen)
+    if names:
+        yield lane.finding(
+            "GP21",
+            hook="init_metadata_replay",
+            field=", ".join(names),
+            expected=f"the arguments {who}: {'; '.join(str(other.tasks[name]) for name in names)}",
+            actual="; ".join(str(step.tasks[name]) for name in names),
+            step=step,
+            help="compute the arguments of a task in one function of view and layer, for the capture and for"
+            " each update; padding rows too",
+        )
+
+
+def _other_tasks(step: StepRecord, other: StepRecord) -> list[str]:
+    return [name for name, value in other.tasks.items() if step.tasks.get(name, value) != value]
+
+
+def _is_right(lane: UnderTest, rig: Subject, seen: StepRecord) -> bool:
+    """Return whether the replay of a captured batch has the oracle's results in its live rows."""
+    right = lane.answer(rig, seen.problem).rows
+    live = live_rows(seen)
+    return first_off(rig, live, {name: right[name] for name in live if name in right}) is None
 
 
 # -- contents ----------------------------------------------------------------------------------------
@@ -506,9 +553,7 @@ def _compare_eager_calls(lane: UnderTest, rig: Subject, pair: tuple[StepRecord, 
     assert shape is not None  # noqa: S101  it was replayed
     if rig.num_segments(shape) == 1:
         return
-    right = lane.answer(rig, step.problem).rows
-    live = live_rows(seen)
-    if first_off(rig, live, {name: right[name] for name in live if name in right}) is not None:
+    if not _is_right(lane, rig, seen):
         return
     is_past = _gives_the_same(rig, rig.step(step.problem), seen)
     wrong = "other results" if step.error is None else message_of(step.error)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -72,6 +72,9 @@ class LaneUnderTest(Reporting):
         driver: Graph driver; None for the tape, fast or strict as experiments need it.
         listed: The rules that the current experiment lists; None for every rule.
         watch: Charges changes of the process's state to the plugin's calls.
+
+    Attributes:
+        rig_class: The class of its rigs.
     """
 
     config: Config
@@ -83,6 +86,7 @@ class LaneUnderTest(Reporting):
     driver: type[GraphDriver] | None = None
     listed: frozenset[str] | None = None
     watch: StateWatch = field(default_factory=StateWatch, compare=False, repr=False)
+    rig_class: ClassVar[type[Rig]] = Rig
     _rigs: dict[tuple[Way, bool], Rig] = field(default_factory=dict, init=False)
     _answers: dict[int, tuple[Problem, Answer]] = field(default_factory=dict, init=False)
     _drawn: dict[int, list[Drawn]] = field(default_factory=dict, init=False)  # by seed
@@ -118,7 +122,7 @@ class LaneUnderTest(Reporting):
             driver = partial(TapeDriver, strict=True)
         elif self.driver is not None:
             driver = self.driver
-        return Rig(
+        return self.rig_class(
             self.config,
             backend=self.backend,
             runner=self.runner,

@@ -15,7 +15,7 @@ import itertools
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -41,7 +41,7 @@ from graphpact_conformance.lane.reference import ReferenceRunner, SegmentsRunner
 from graphpact_conformance.lane.tracer import DispatchTracer
 from graphpact_conformance.lane.watched_hooks import WatchedHooks
 from graphpact_conformance.model import Model, Passes
-from graphpact_conformance.oracle import Answer, answer
+from graphpact_conformance.oracle import Answer, OracleBackend, answer
 from graphpact_conformance.subject.global_state import Call, StateWatch
 from graphpact_conformance.subject.kv_memory import KvMemory
 from graphpact_conformance.subject.records import Leaf, Ready, StepRecord, Undo, copies
@@ -141,7 +141,14 @@ class Rig:
         copies_attention: See `Model`.
         watch: Charges changes of the process's state to the plugin's calls; by default a new one.
         share_pool: As ``Lane(share_pool=...)``.
+
+    Attributes:
+        memory: The class of its KV cache.
+        oracle: The class whose attention is right.
     """
+
+    memory: ClassVar[type[KvMemory]] = KvMemory
+    oracle: ClassVar[type[OracleBackend]] = OracleBackend
 
     def __init__(
         self,
@@ -369,7 +376,7 @@ class Rig:
 
     def _make_memory(self) -> None:
         config = self.config
-        self.cache = KvMemory(config, self.device)
+        self.cache = self.memory(config, self.device)
         empty = Problem(config.case, [], 0)
         self.table = empty.page_table(config).to(self.device)
         self.cache.load(empty)
@@ -463,6 +470,7 @@ class Rig:
         step = StepRecord(problem, stage="done", shape=shape)
         step.leaves, step.numbers = self._prepared(problem)
         step.outputs, step.axes = copies(graph.outputs), graph.outputs.axes
+        step.tasks = _arguments_of(graph)
         return step
 
     def _clear_outputs(self) -> None:
@@ -503,6 +511,7 @@ class Rig:
             step.breaches = error.breaches
         if step.stage == "done":
             step.outputs = copies(captured.graph.outputs)
+            step.tasks = _arguments_of(captured.graph)
 
     def _prepared(self, problem: Problem) -> tuple[dict[str, Leaf], dict[str, Any]]:
         """Return copies of tensors and host values of the last view and metadata, by path."""
@@ -563,7 +572,7 @@ class Rig:
             return runner.compose(forward, step)
 
         context = replace(self.backend.context, kv_cache=self.cache.copy())
-        return answer(compact, batch, self.net, context, padded, compose)
+        return answer(compact, batch, self.net, context, padded, compose, self.oracle)
 
     def padded_tokens(self, problem: Problem) -> int:
         """Return the tokens of the shape that a batch replays; for an eager batch its own tokens."""
@@ -676,6 +685,16 @@ def own_reasons(runner: GraphRunner) -> tuple[EagerReason, ...]:
     """
     declared = all_returned(runner.declines, EagerReason, runner, "declines")
     return tuple(reason for reason in declared if reason not in _OF_THE_CORE)
+
+
+def _arguments_of(graph: Graph) -> dict[str, Any]:
+    """Return the host arguments of a tape's tasks in its last replay, by task and name; tensors as lists."""
+    tasks = graph.tasks if isinstance(graph, Tape) else None
+    return {
+        f"task {task.key.layer!r}: {name}": value.tolist() if isinstance(value, torch.Tensor) else value
+        for task in (() if tasks is None else tasks.tasks.values())
+        for name, value in task.arguments.items()
+    }
 
 
 def _each_due(

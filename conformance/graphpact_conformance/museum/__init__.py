@@ -7,12 +7,13 @@
     memory     size, lifetime and sharing of memory: GP13 to 15, 18, 19
     runners    runners, the registry, capture sizes, batches, ranks: GP03 to 06, 11, 12, 17 and others
     drafts     runners that draft: GP01 to 03, 06
-    drivers    graph drivers, fast and strict: GP01, 07, 08, 10, 14 to 16, 19, 20
+    drivers    graph drivers, fast and strict: GP01, 07, 08, 10, 14 to 16, 19 to 21
     life       recaptures, several lanes, rewritten batches and weights: GP02, 09, 10, 14 to 16, 19
     requests   requests that look like padding, and batches of other kinds: GP04, 06, 12
     segments   graphs that attention leaves: GP01 to 03, 05, 08, 10, 15, and their correct plugins
     scale      bugs that only unusual values of scale expose
     fields     optional fields of batches: GP02, 04, 05
+    tasks      updates of tasks: GP21
     variants   correct plugins in other styles
     right_drivers   correct graph drivers in other styles
 
@@ -40,6 +41,7 @@ from graphpact_conformance.museum import (
     runners,
     scale,
     segments,
+    tasks,
     variants,
 )
 from graphpact_conformance.museum.exhibit import Exhibit, Variant
@@ -47,7 +49,7 @@ from graphpact_conformance.museum.gallery import Visit, visit, visit_all
 
 _ROOMS = (
     *(bindings, recordings, plans, padding, memory, runners, drafts, drivers, life, requests, segments),
-    *(scale, fields),
+    *(scale, fields, tasks),
 )
 
 EXHIBITS: tuple[Exhibit, ...] = tuple(

@@ -5,15 +5,17 @@ A driver has no kinds of step: the lanes of its exhibits are its modes, ``fast``
 Does not: plant bugs in plugins that run on a driver.
 """
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Self, TypeAlias
 from unittest.mock import patch
 
 import torch
 from torch.utils import _pytree as pytree
 
-from graphpact.graphs import EagerCall, Event, Graph, GraphDriver, Stream
+from graphpact.errors import ReplayError
+from graphpact.graphs import EagerCall, Event, Graph, GraphDriver, Stream, TaskKey
 from graphpact.tensors import storage_id
 from graphpact_conformance.museum.exhibit import Exhibit, Make
 
@@ -349,7 +351,75 @@ def _spoils_itself_alone(driver: Any, graph: Any, region: _Region) -> None:
     graph.replay, graph.spoil = replays, spoils
 
 
+# -- tasks -------------------------------------------------------------------------------------------
+
+
+def _updates_nothing(base: type[Any]) -> type[Any]:
+    class UpdatesNothing(base):  # type: ignore[misc]
+        """A driver whose tasks keep the arguments of the capture."""
+
+        def update_task(self, key: TaskKey, updated: Mapping[str, Any]) -> None:
+            """Check the key, and update by the captured arguments."""
+            del updated
+            super().update_task(key, {"weights": [1, 1]})
+
+    return UpdatesNothing
+
+
+def _ignores_unknown_keys(base: type[Any]) -> type[Any]:
+    class IgnoresUnknownKeys(base):  # type: ignore[misc]
+        """A driver that ignores updates of tasks that it does not know."""
+
+        def update_task(self, key: TaskKey, updated: Mapping[str, Any]) -> None:
+            """Update what is known."""
+            with contextlib.suppress(ReplayError):
+                super().update_task(key, updated)
+
+    return IgnoresUnknownKeys
+
+
+def _counts_no_updates(base: type[Any]) -> type[Any]:
+    class CountsNoUpdates(base):  # type: ignore[misc]
+        """A strict driver that replays without updates."""
+
+        def __init__(self, device: torch.device, *, strict: bool = False) -> None:
+            super().__init__(device, strict=strict)
+            self._shared.tasks.begin_replay = lambda graph: graph and graph.updated.clear()
+
+    return CountsNoUpdates
+
+
 EXHIBITS = [
+    Exhibit(
+        name="driver-updates-no-task",
+        rule="GP21",
+        thread="vllm-project/vllm-ascend#13058",
+        planted="An update of a task leaves the arguments of the capture.",
+        base="tape",
+        lanes=("fast",),
+        make=_updates_nothing,
+        site="driver",
+    ),
+    Exhibit(
+        name="driver-ignores-unknown-tasks",
+        rule="GP21",
+        thread="sgl-project/sglang#27371",
+        planted="An update under a key that no capture gave to a task is ignored.",
+        base="tape",
+        lanes=("fast",),
+        make=_ignores_unknown_keys,
+        site="driver",
+    ),
+    Exhibit(
+        name="strict-driver-misses-no-update",
+        rule="GP21",
+        thread="vllm-project/vllm-ascend#11408",
+        planted="The strict mode replays a graph whose tasks were not updated.",
+        base="tape",
+        lanes=("strict",),
+        make=_counts_no_updates,
+        site="driver",
+    ),
     Exhibit(
         name="driver-reruns-the-region",
         rule="GP10",

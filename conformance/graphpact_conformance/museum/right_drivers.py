@@ -4,14 +4,14 @@ Does not: contain bugs; see `graphpact_conformance.museum.drivers`.
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch.utils import _pytree as pytree
 
-from graphpact.graphs import DeclaredMemory, Event, Graph, GraphDriver, Line, Ownership, Stream
+from graphpact.graphs import DeclaredMemory, Event, Graph, GraphDriver, Line, Ownership, Stream, TaskKey
 from graphpact.tensors import storage_id
 from graphpact_conformance.museum.drivers import edits_graphs, tensors_in
 from graphpact_conformance.museum.exhibit import Variant
@@ -61,6 +61,7 @@ class _Delegates(GraphDriver):
 
     name: ClassVar[str] = "delegates"
     has_strict_mode: ClassVar[bool] = True
+    has_tasks: ClassVar[bool] = True
     base: ClassVar[type[GraphDriver]]
 
     def __init__(self, device: torch.device, *, strict: bool = False) -> None:
@@ -93,6 +94,14 @@ class _Delegates(GraphDriver):
     def break_graph(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Break the graph."""
         return self.inner.break_graph(fn, args)
+
+    def task(self, key: TaskKey, op: Any, args: tuple[Any, ...], updated: Mapping[str, Any]) -> None:
+        """Record a task."""
+        self.inner.task(key, op, args, updated)
+
+    def update_task(self, key: TaskKey, updated: Mapping[str, Any]) -> None:
+        """Update it."""
+        self.inner.update_task(key, updated)
 
     def guard(self, ownership: Ownership | None = None) -> object:
         """Return the guard of the tape."""

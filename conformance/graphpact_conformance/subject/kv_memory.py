@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import torch
 
 from graphpact.attention import kv_tensors
+from graphpact.tensors import same
 from graphpact_conformance.subject.records import NAN
 from graphpact_conformance.world.lanes import Config
 from graphpact_conformance.world.problems import Problem
@@ -99,6 +100,24 @@ class KvMemory:
     def slot_at(self, row: int) -> int:
         """Return the KV slot of a row of `contents`."""
         return int(self.slots[row])
+
+    def differs(self, name: str, actual: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        """Return a mask of the elements outside scratch that are not bitwise those of the right contents.
+
+        Args:
+            name: The tensor, as in `contents`.
+            actual: Its contents, ``[n, heads, width]``.
+            right: The right ones, in the same dtype.
+        """
+        del name
+        found = ~same(actual, right)
+        found[: self.config.page_size] = False
+        return found
+
+    def place(self, name: str, rows: Sequence[int]) -> tuple[str, tuple[int, ...]]:
+        """Return rows of a tensor of `contents` in words, and the KV slots that they are."""
+        slots = tuple(map(self.slot_at, rows))
+        return f"{name} in KV slots {[*slots[:8]]}", slots
 
     def compact(self, problem: Problem) -> Problem:
         """Return a problem with the rows of `contents` in place of KV slots, for the oracle."""

@@ -84,6 +84,7 @@ class StepRecord:
         declined: The same, if it is a reason of the runner's own, which it declares.
         leaves: The tensors of view and metadata, by path.
         numbers: The host values of view and metadata, by path.
+        tasks: The host arguments of the graph's tasks in this replay, by task and name.
         breaches: Breaches of the pact.
         rows: The outputs of the lane by name, live rows only; None for a step that failed.
         axes: The axes of the outputs.
@@ -103,6 +104,7 @@ class StepRecord:
     declined: EagerReason | None = None
     leaves: dict[str, Leaf] = field(default_factory=dict)
     numbers: dict[str, Any] = field(default_factory=dict)
+    tasks: dict[str, Any] = field(default_factory=dict)
     breaches: tuple[Breach, ...] = ()
     rows: dict[str, torch.Tensor] | None = None
     axes: Mapping[str, str] = field(default_factory=dict)

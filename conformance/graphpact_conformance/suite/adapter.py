@@ -36,6 +36,9 @@ class Adapter(Protocol):
     def lanes(self, options: Options) -> Iterable[PlannedLane]:
         """Return the lanes of a run."""
 
+    def probes(self, options: Options) -> Iterable[tuple[str, PlannedLane]]:
+        """Return lanes of what the code does not declare, each with the declaration that it lacks."""
+
 
 def adapter_of(target: Target, catalog: PluginCatalog) -> Adapter:
     """Return the adapter of a target, with the author's factory.

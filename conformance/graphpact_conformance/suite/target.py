@@ -147,6 +147,16 @@ def _examine_adapted(
     for plan in plans:
         for result in examine_lane(plan, options, listener.begins, skip=skip):
             listener.found(result)
+    adapter = adapter_of(target, catalog)
+    hints = []
+    is_whole = options.size != "quick" and not (options.only or options.lanes)
+    if is_whole and first == parts - 1 and _PROBES not in skip:
+        listener.begins(_PROBES)
+        few = replace(options, examples=1, shrink=False)
+        for declaration, plan in adapter.probes(options):
+            results = examine_lane(plan.of(target.names, adapter.experiments), few)
+            if all(result.outcome is Outcome.PASS for result in results):
+                hints.append(f"{declaration} works in {plan} and is not declared")
     return PluginResults(
         kind=target.kind,
         name=target.name,
@@ -155,7 +165,8 @@ def _examine_adapted(
         contract=info.contract,
         drivers=["tape"] if plans else [],
         device=options.device,
-        not_shown=list(adapter_of(target, catalog).not_shown),
+        hints=hints,
+        not_shown=list(adapter.not_shown),
     )
 
 

@@ -105,7 +105,8 @@ class AttentionBackend(HookMethods, abc.ABC):
     def __init__(self, context: BackendContext) -> None:
         _require_caches(context)
         self.context = context
-        provider, self.passed_over = choose_provider(type(self).__name__, self.providers, context)
+        asked = context.provider, context.device, context
+        provider, self.passed_over = choose_provider(type(self).__name__, self.providers, *asked)
         """The reasons against better kernels than those in use, by the name of their provider."""
         self.kernels: Any = None if provider is None else provider(context)
         """An instance of one of `providers`; None without providers."""

@@ -72,27 +72,21 @@ def lacking(capabilities: Capabilities, context: BackendContext) -> list[str]:
 
 
 def choose_provider(
-    owner: str, providers: Sequence[type[KernelProvider]], context: BackendContext
-) -> tuple[type[KernelProvider] | None, dict[str, str]]:
-    """Return the provider that ``context.provider`` asks for, and by name the reasons against better ones.
-
-    Of ``providers`` the best comes first. Without any the backend has no choice: the provider is None. If one
-    was named, there are no reasons. ``owner`` is the backend's name for messages.
-
-    Raises:
-        ConfigError: The named provider does not exist or cannot run here, or no provider can.
-    """
-    return require_provider(owner, providers, context.provider, context.device, context)
-
-
-def require_provider(
     owner: str,
     providers: Sequence[type[KernelProvider]],
     asked: ProviderName,
     device: torch.device,
     context: BackendContext | None = None,
 ) -> tuple[type[KernelProvider] | None, dict[str, str]]:
-    """Return or raise what `choose_provider` does; without ``context`` for any model, before it is loaded."""
+    """Return the provider that was ``asked`` for, and by name the reasons against better ones.
+
+    Of ``providers`` the best comes first. Without any the backend has no choice: the provider is None. If one
+    was named, there are no reasons. ``owner`` is the backend's name for messages. Without ``context`` the
+    choice is for any model, before it is loaded.
+
+    Raises:
+        ConfigError: The named provider does not exist or cannot run here, or no provider can.
+    """
     if not providers and asked == "auto":
         return None, {}
     reasons: dict[str, str] = {}

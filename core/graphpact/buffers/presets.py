@@ -8,7 +8,7 @@ backend declares.
 Does not: declare the metadata of backends; they declare their own slots.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -130,9 +130,16 @@ def build_decode_registry(
             for name in ("global_num_tokens_gpu", "global_num_tokens_for_logprob_gpu")
         ]
     _register(registry, slots, source)
-    _adopt_ngram(registry, slot, source)
-    _adopt_proxies(registry, slot, source, by_token=False)
-    _adopt_trace_ids(registry, slot, source)
+    nested = getattr(source, "ngram_embedding_info", None)
+    reason = f"columns and lengths of an earlier batch are in the token table; {_CUT_OFF}"
+    kept = partial(slot, axis="none", policy=PaddingPolicy.KEEP_PAD, reason=reason)
+    infos = {n: getattr(nested, n) for n in ("column_starts", "req_lens")} if nested is not None else {}
+    _adopt(registry, kept, infos, "ngram_embedding_info.", _ngram)
+    kept = partial(slot, axis="none", policy=PaddingPolicy.KEEP_PAD, reason=_CUT_OFF)
+    _adopt(registry, kept, _proxies(source), "pp_proxy_tensors.", _proxy)
+    reason = "a trace reads it, and no kernel"
+    kept = partial(slot, axis="bs", policy=PaddingPolicy.FOREACH_COPY, reason=reason)
+    _adopt(registry, kept, {n: getattr(source, n, None) for n in ("rids_int", "bootstrap_room_ids_int")})
     return registry
 
 
@@ -187,7 +194,7 @@ def build_prefill_registry(
         is_local = require_gathered_buffer and not (nsa_enable_prefill_cp or enable_prefill_cp)
         slots.append(num_token_non_padded_slot(_PREFILL, is_local=is_local))
     _register(registry, slots, source)
-    _adopt_proxies(registry, slot, source, by_token=True)
+    _adopt(registry, slot, _proxies(source), "pp_proxy_tensors.", _proxy)
     return registry
 
 
@@ -341,18 +348,8 @@ def num_token_non_padded_slot(owner: str, *, is_local: bool) -> GraphSlot:
 
 def _global_num_tokens(slot: _Declarer, name: str, count: int, *, is_padded: bool) -> GraphSlot:
     """Return ``[count]`` int32: tokens of each DP rank; with ``is_padded`` the padded count for all."""
-
-    def post_fill(buffer: torch.Tensor, _: Any, context: FillContext) -> None:
-        buffer.fill_(context.padded_num_tokens)
-
-    return slot(
-        name,
-        lambda *_: (count,),
-        torch.int32,
-        axis="none",
-        copy_from_fb=False,
-        post_fill=post_fill if is_padded else None,
-    )
+    padded = (lambda buffer, _, context: buffer.fill_(context.padded_num_tokens)) if is_padded else None
+    return slot(name, lambda *_: (count,), torch.int32, axis="none", copy_from_fb=False, post_fill=padded)
 
 
 def _register(registry: CudaGraphBufferRegistry, slots: list[GraphSlot], source: Any | None) -> None:
@@ -377,43 +374,26 @@ def _with_dtype_of(tensor: torch.Tensor, slot: GraphSlot) -> GraphSlot:
 
 
 def _adopt(
-    registry: CudaGraphBufferRegistry, slot: _Declarer, name: str, tensor: torch.Tensor, **declaration: Any
+    registry: CudaGraphBufferRegistry,
+    slot: _Declarer,
+    tensors: Mapping[str, torch.Tensor | None],
+    prefix: str = "",
+    source_of: Callable[..., torch.Tensor | None] | None = None,
 ) -> None:
-    """Register a slot called ``name`` in the memory of ``tensor``, with its shape and dtype."""
-    shape = tuple(tensor.shape)
-    declared = slot(name, lambda *_: shape, tensor.dtype, **declaration)
-    registry.register_slot(declared, bind=tensor)
+    """Register a slot in the memory of each of ``tensors``, with its shape and dtype; None has no slot.
 
-
-def _adopt_trace_ids(registry: CudaGraphBufferRegistry, slot: _Declarer, source: Any) -> None:
-    """Adopt ``rids_int`` and ``bootstrap_room_ids_int``, by request."""
-    kept = partial(
-        slot, axis="bs", policy=PaddingPolicy.FOREACH_COPY, reason="a trace reads it, and no kernel"
-    )
-    for name in ("rids_int", "bootstrap_room_ids_int"):
-        tensor = getattr(source, name, None)
+    Its name begins with ``prefix``. A fill copies ``source_of(name, batch, context)``, or the field.
+    """
+    for name, tensor in tensors.items():
         if tensor is not None:
-            _adopt(registry, kept, name, tensor)
+            shape, source = tuple(tensor.shape), source_of and partial(source_of, name)
+            declared = slot(prefix + name, lambda *_, n=shape: n, tensor.dtype, source_fn=source)
+            registry.register_slot(declared, bind=tensor)
 
 
-def _adopt_ngram(registry: CudaGraphBufferRegistry, slot: _Declarer, source: Any) -> None:
-    """Adopt ``column_starts`` and ``req_lens``, int32 by request, of a nested field."""
-    nested = getattr(source, "ngram_embedding_info", None)
-    reason = f"columns and lengths of an earlier batch are in the token table; {_CUT_OFF}"
-    kept = partial(slot, axis="none", policy=PaddingPolicy.KEEP_PAD, reason=reason)
-    for name in ("column_starts", "req_lens") if nested is not None else ():
-        tensor = getattr(nested, name)
-        _adopt(registry, kept, f"ngram_embedding_info.{name}", tensor, source_fn=partial(_ngram, name))
-
-
-def _adopt_proxies(
-    registry: CudaGraphBufferRegistry, slot: _Declarer, source: Any, *, by_token: bool
-) -> None:
-    """Adopt the tensors ``[rows, ...]`` that pipeline stages pass on, from a dict."""
-    kept = partial(slot, axis="none", policy=PaddingPolicy.KEEP_PAD, reason=_CUT_OFF)
-    for name, tensor in (getattr(source, "pp_proxy_tensors", None) or {}).items():
-        declare = slot if by_token else kept
-        _adopt(registry, declare, f"pp_proxy_tensors.{name}", tensor, source_fn=partial(_proxy, name))
+def _proxies(source: Any) -> Mapping[str, torch.Tensor]:
+    """Return the tensors ``[rows, ...]`` that pipeline stages pass on."""
+    return getattr(source, "pp_proxy_tensors", None) or {}
 
 
 def _ngram(name: str, batch: Any, _: FillContext) -> torch.Tensor | None:

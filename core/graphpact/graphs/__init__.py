@@ -5,7 +5,7 @@ Helpers for drivers: `EagerCall` is a call between two segments, `Line` names th
 Does not: choose what is recorded, or find drivers; they are plugins with entry points.
 """
 
-from graphpact.graphs.driver import DeclaredMemory, Event, Externals, Graph, GraphDriver, Ownership, Stream
+from graphpact.graphs.driver import DeclaredMemory, Event, Graph, GraphDriver, Ownership, Stream, TaskKey
 from graphpact.graphs.lines import Line
 from graphpact.graphs.segments import EagerCall
 
@@ -13,10 +13,10 @@ __all__ = [
     "DeclaredMemory",
     "EagerCall",
     "Event",
-    "Externals",
     "Graph",
     "GraphDriver",
     "Line",
     "Ownership",
     "Stream",
+    "TaskKey",
 ]

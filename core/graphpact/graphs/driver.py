@@ -13,13 +13,13 @@ Does not: order shapes or bind metadata; the lane and its runner do.
 
 import abc
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Protocol, Self, TypeVar
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self, TypeVar
 
 import torch
 
-from graphpact.errors import CaptureError, ConfigError
+from graphpact.errors import CaptureError, ConfigError, ReplayError
 from graphpact.graphs.lines import Line
 
 __tracebackhide__ = True
@@ -60,6 +60,13 @@ class Ownership(Protocol):
 
     def check_free(self) -> None:
         """Raise `ReplayError` if unowned memory was written."""
+
+
+class TaskKey(NamedTuple):
+    """The name of a task: a key of its ``graph``, such as the shape, and its ``layer`` in it."""
+
+    graph: Hashable
+    layer: Hashable
 
 
 class Graph(abc.ABC):
@@ -158,6 +165,8 @@ class GraphDriver(abc.ABC):
     _capturing: "ClassVar[GraphDriver | None]" = None
     _calling: ClassVar[bool] = False  # inside an eager call of the region that is captured
     has_strict_mode: ClassVar[bool] = False
+    has_tasks: ClassVar[bool] = False
+    """Whether graphs hold tasks, whose host arguments are updated before each replay; see `task`."""
     repeats_eager_kernels: ClassVar[bool] = False
     """Whether a replay runs the same kernels as an eager run of the same shapes, with bit-equal results."""
 
@@ -240,7 +249,34 @@ class GraphDriver(abc.ABC):
         `eager_call` calls it inside a region; nested eager calls are part of the outer call.
         """
 
+    def task(self, key: TaskKey, op: Any, args: tuple[Any, ...], updated: Mapping[str, Any]) -> None:
+        """Call ``op(*args, **updated)``; in a region record it as a task, for `update_task`.
+
+        Args:
+            key: Its name. The tasks of a region share ``key.graph``, and no other graph has it.
+            op: A torch operator that writes into ``args`` and returns no new memory.
+            args: Its first arguments, recorded as in any operation.
+            updated: The others by name: host numbers, lists of them, or host tensors, by value.
+
+        Raises `CaptureError` if it is against these rules, or if the driver has no tasks.
+        """
+        if self.is_capturing:
+            message = f"graph driver {self.name!r} has no tasks, and {key} is to be recorded as one"
+            hint = "keep what changes in tensors, or use a driver that has tasks, such as the tape"
+            raise CaptureError(message, hint=hint, rule="GP21")
+        op(*args, **updated)
+
     # -- around the replay -----------------------------------------------------------------------
+
+    def update_task(self, key: TaskKey, updated: Mapping[str, Any]) -> None:  # noqa: ARG002
+        """Set the updated arguments of a task for the next replay, as work of the current stream.
+
+        Before each replay every task of its graph is updated once, in captured order. The current stream
+        waits for the replay before, and the next replay for the current stream. Raises `ReplayError` if no
+        graph has such a task, or if it has other arguments.
+        """
+        hint = "update no task with it, or use a driver that has tasks, such as the tape"
+        raise ReplayError(f"graph driver {self.name!r} has no tasks: {key}", hint=hint, rule="GP21")
 
     def guard(self, ownership: Ownership | None = None) -> object:
         """Return an observer that detects wrong use around the hooks and steps of one lane.

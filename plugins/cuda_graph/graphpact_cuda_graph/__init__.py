@@ -4,7 +4,7 @@
     breakable_cuda_graph   prefill, broken at run time where the model attends
     piecewise_cuda_graph   prefill, in the pieces into which torch.compile splits the model
 
-Does not: record graphs; drivers do. The driver ``cuda`` is `graphpact_cuda_graph.driver.CudaDriver`.
+Does not: record graphs; drivers do. Those of devices, such as ``cuda``, are in `graphpact_cuda_graph.driver`.
 """
 
 from graphpact.batch import ForwardMode

@@ -1,13 +1,18 @@
-"""The ``cuda`` driver: CUDA graphs through `torch.cuda.CUDAGraph`.
+"""The drivers of devices whose graphs are shaped like torch's: ``cuda``, ``xpu``, ``npu`` and ``musa``.
+
+`DEVICES` has what differs between them, as data. Everything else is one class, `DeviceDriver`, which calls
+the torch module of its device: streams, events, the pool, the graph class.
 
 All graphs of a driver share one memory pool and one capture stream. An eager call inside a region ends
 one graph and begins the next. During the capture the driver replays the graph before the call, so that the
 call reads computed values.
 
-In strict mode the preparation of a replay runs in torch's sync debug mode, where a wait for the device is an
-error. A replay also checks that the graph's inputs are alive, if this torch can (2.13 can, 2.11 cannot).
+In the strict mode of ``cuda`` the preparation of a replay runs in torch's sync debug mode, where a wait for
+the device is an error. A replay also checks that the graph's inputs are alive, if this torch can (2.13 can,
+2.11 cannot). The other devices have no strict mode.
 
-Does not: emulate anything. Without a CUDA device the driver is unavailable.
+Does not: emulate anything. Without its device a driver is unavailable. Does not hold tasks: it knows no
+device's calls for them.
 """
 
 import contextlib
@@ -15,6 +20,7 @@ import gc
 import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 import torch
@@ -30,12 +36,50 @@ __tracebackhide__ = True
 _LIVENESS = "check_input_liveness"
 
 
+@dataclass(frozen=True, slots=True)
+class Device:
+    """What differs between devices.
+
+    Args:
+        type: The device type, and the name of its module in torch: ``torch.cuda``.
+        graph: The name of the module's graph class.
+        label: The device in messages.
+        package: The distribution that adds the module to torch; None for a part of torch.
+        empty: The beginning of its warning about a segment without work, which is legal; None if unknown.
+        has_sync_debug: Whether the module has torch's sync debug mode, and so the driver a strict mode.
+    """
+
+    type: str
+    graph: str
+    label: str
+    package: str | None = None
+    empty: str | None = None
+    has_sync_debug: bool = False
+
+    @property
+    def module(self) -> Any:
+        """The module of the device in torch, or None."""
+        return getattr(torch, self.type, None)
+
+
+DEVICES: dict[str, Device] = {
+    device.type: device
+    for device in (
+        Device("cuda", "CUDAGraph", "CUDA", empty="The CUDA Graph is empty", has_sync_debug=True),
+        Device("xpu", "XPUGraph", "XPU"),
+        Device("npu", "NPUGraph", "NPU", package="torch_npu"),
+        Device("musa", "MUSAGraph", "MUSA", package="torch_musa"),
+    )
+}
+"""The devices with graphs like torch's, by type. On ROCm the device is ``cuda``."""
+
+
 def _replay_of_released() -> None:
     raise EngineError("a released graph was replayed", hint="capture the shape again")
 
 
-class CudaGraph(Graph):
-    """Captured CUDA graphs, one for each segment, with the outputs of the region.
+class DeviceGraph(Graph):
+    """Captured graphs of a device, one for each segment, with the outputs of the region.
 
     The tensors that a graph reads are arguments of its kernels, which torch does not report. The driver knows
     them only for operations that torch dispatched during the capture.
@@ -46,7 +90,7 @@ class CudaGraph(Graph):
 
     def __init__(
         self,
-        steps: list[torch.cuda.CUDAGraph | EagerCall],
+        steps: list[Any],
         outputs: Any,
         pool_nbytes: int,
         externals: ExternalsWatch,
@@ -56,7 +100,7 @@ class CudaGraph(Graph):
         self.outputs = outputs
         self.pool_nbytes = pool_nbytes
         self._externals: ExternalsWatch | None = externals
-        self._graphs = [step for step in steps if isinstance(step, torch.cuda.CUDAGraph)]
+        self._graphs = [step for step in steps if not isinstance(step, EagerCall)]
         self.num_segments = len(self._graphs)
         self._calls = [s if isinstance(s, EagerCall) else s.replay for s in steps]
         self._watches_inputs = watches_inputs
@@ -95,15 +139,16 @@ class CudaGraph(Graph):
         return [] if self._externals is None else self._externals.tensors()
 
 
-class CudaStream(Stream):
-    """A CUDA stream."""
+class DeviceStream(Stream):
+    """A stream of a device; ``module`` is the device's module in torch."""
 
-    def __init__(self, stream: torch.cuda.Stream) -> None:
+    def __init__(self, module: Any, stream: Any) -> None:
         self.stream = stream
+        self._module = module
         self._entered: list[Any] = []
 
     def __enter__(self) -> Self:
-        context = torch.cuda.stream(self.stream)
+        context = self._module.stream(self.stream)
         context.__enter__()
         self._entered.append(context)
         return self
@@ -113,12 +158,12 @@ class CudaStream(Stream):
 
     def wait_event(self, event: Event) -> None:
         """Make later work of this stream wait for the work that ``event`` marks."""
-        assert isinstance(event, CudaEvent)  # noqa: S101  streams take events of their own driver
+        assert isinstance(event, DeviceEvent)  # noqa: S101  streams take events of their own driver
         self.stream.wait_event(event.event)
 
     def wait_stream(self, stream: Stream) -> None:
         """Make later work of this stream wait for all work that ``stream`` was given so far."""
-        assert isinstance(stream, CudaStream)  # noqa: S101  as above
+        assert isinstance(stream, DeviceStream)  # noqa: S101  as above
         self.stream.wait_stream(stream.stream)
 
     def synchronize(self) -> None:
@@ -126,17 +171,17 @@ class CudaStream(Stream):
         self.stream.synchronize()
 
 
-class CudaEvent(Event):
-    """A CUDA event, without timing."""
+class DeviceEvent(Event):
+    """An event of a device, without timing; ``module`` is the device's module in torch."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.event = torch.cuda.Event()
-        self._device = device
+    def __init__(self, module: Any, device: torch.device) -> None:
+        self.event = module.Event()
+        self._module, self._device = module, device
 
     def record(self, stream: Stream | None = None) -> None:
         """Mark the work that ``stream`` was given so far."""
-        assert stream is None or isinstance(stream, CudaStream)  # noqa: S101  as above
-        current = torch.cuda.current_stream(self._device)
+        assert stream is None or isinstance(stream, DeviceStream)  # noqa: S101  as above
+        current = self._module.current_stream(self._device)
         self.event.record(current if stream is None else stream.stream)
 
     def synchronize(self) -> None:
@@ -147,23 +192,25 @@ class CudaEvent(Event):
 class _Capture:
     """The state of one capture: its segments are captured on the driver's stream, into its pool."""
 
-    def __init__(self, pool: Any, options: dict[str, Any], device: torch.device) -> None:
+    def __init__(self, kind: Device, pool: Any, options: dict[str, Any], device: torch.device) -> None:
+        self._kind = kind
         self._pool = pool
         self.options = options
         self.externals = ExternalsWatch(device)
-        self.steps: list[torch.cuda.CUDAGraph | EagerCall] = []
-        self._graph: torch.cuda.CUDAGraph | None = None
+        self.steps: list[Any] = []  # graphs, and eager calls between them
+        self._graph: Any = None
 
     def begin(self) -> None:
         """Begin a segment."""
-        self._graph = torch.cuda.CUDAGraph()
+        self._graph = getattr(self._kind.module, self._kind.graph)()
         self._graph.capture_begin(pool=self._pool, **self.options)
 
     def end(self) -> None:
         """End the segment."""
         if self._graph is not None:
             with warnings.catch_warnings():  # there may be no work between two eager calls
-                warnings.filterwarnings("ignore", "The CUDA Graph is empty")
+                if self._kind.empty is not None:
+                    warnings.filterwarnings("ignore", self._kind.empty)
                 self._graph.capture_end()
             self.steps.append(self._graph)
             self._graph = None
@@ -173,33 +220,44 @@ class _Capture:
         with contextlib.suppress(RuntimeError):  # the capture is invalid: that is expected here
             self.end()
         for step in (*self.steps, self._graph):  # until reset, torch watches its inputs
-            if isinstance(step, torch.cuda.CUDAGraph):
+            if step is not None and not isinstance(step, EagerCall):
                 step.reset()
 
 
-class CudaDriver(GraphDriver):
-    """A driver that captures CUDA graphs into one shared memory pool, on one side stream.
+class DeviceDriver(GraphDriver):
+    """A driver that captures graphs of a device into one shared memory pool, on one side stream.
 
     ``pool_nbytes`` of a graph is the memory that the allocator reserved during its capture. It is 0 for a
     graph that fits into free memory of the pool.
+
+    A subclass for one device of `DEVICES` sets `kind`, and with it its ``name``.
     """
 
-    name: ClassVar[str] = "cuda"
-    has_strict_mode: ClassVar[bool] = True
+    kind: ClassVar[Device]
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "kind" in vars(cls):
+            cls.name, cls.has_strict_mode = cls.kind.type, cls.kind.has_sync_debug
 
     def __init__(self, device: torch.device, *, strict: bool = False) -> None:
         super().__init__(device, strict=strict)
-        self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream(device)
+        self._torch = self.kind.module
+        self._pool = self._torch.graph_pool_handle()
+        self._stream = self._torch.Stream(device)
         self._capture: _Capture | None = None
 
     @classmethod
     def unavailable(cls, device: torch.device) -> str | None:
-        """Return why CUDA graphs are unavailable on ``device``, or None."""
-        if device.type != "cuda":
-            return f"CUDA graphs record work on a CUDA device, not on {device.type}"
-        if not torch.cuda.is_available():
-            return "torch sees no CUDA device"
+        """Return why graphs of this device are unavailable on ``device``, or None."""
+        kind = cls.kind
+        if device.type != kind.type:
+            return f"{kind.label} graphs record work on a {kind.label} device, not on {device.type}"
+        if not hasattr(kind.module, kind.graph):
+            how = f": it comes with {kind.package}" if kind.package else ""
+            return f"this torch has no torch.{kind.type}.{kind.graph}{how}"
+        if not kind.module.is_available():
+            return f"torch sees no {kind.label} device"
         return None
 
     def guard(self, ownership: Ownership | None = None) -> object:
@@ -212,19 +270,19 @@ class CudaDriver(GraphDriver):
 
     # -- recording -------------------------------------------------------------------------------
 
-    def capture(self, fn: Callable[[], Any], *, warmup: int = 1) -> CudaGraph:
+    def capture(self, fn: Callable[[], Any], *, warmup: int = 1) -> DeviceGraph:
         """Warm ``fn`` up on the capture stream, then capture one run of it into the shared pool."""
         self.refuse_nested_capture()
-        current = torch.cuda.current_stream(self.device)
+        current = self._torch.current_stream(self.device)
         self._stream.wait_stream(current)
-        capture = _Capture(self._pool, self._options(), self.device)
-        with torch.inference_mode(), torch.cuda.stream(self._stream):
+        capture = _Capture(self.kind, self._pool, self._options(), self.device)
+        with torch.inference_mode(), self._torch.stream(self._stream):
             for _ in range(warmup):
                 fn()
-            torch.cuda.synchronize(self.device)
+            self._torch.synchronize(self.device)
             with _no_garbage_collection():
-                torch.cuda.empty_cache()
-                reserved = torch.cuda.memory_reserved(self.device)
+                self._torch.empty_cache()
+                reserved = self._torch.memory_reserved(self.device)
                 self._capture = capture
                 try:
                     capture.begin()
@@ -235,9 +293,9 @@ class CudaDriver(GraphDriver):
                 except RuntimeError as error:
                     self._abandon(capture)
                     raise CaptureError(
-                        f"the region cannot be captured as a CUDA graph: {error}",
-                        hint="a region must not read on the host, synchronise, or call cudaMalloc; capture it"
-                        " on the strict tape, which names the line",
+                        f"the region cannot be captured as a {self.kind.label} graph: {error}",
+                        hint="a region must not read on the host, synchronise, or allocate outside torch;"
+                        " capture it on the strict tape, which names the line",
                         rule="GP20",
                     ) from error
                 except BaseException:
@@ -245,11 +303,11 @@ class CudaDriver(GraphDriver):
                     raise
                 finally:
                     self._capture = None
-                reserved = torch.cuda.memory_reserved(self.device) - reserved
+                reserved = self._torch.memory_reserved(self.device) - reserved
         current.wait_stream(self._stream)
         watches = bool(capture.options)
         # When memory is short the allocator frees other segments, so the difference can be negative.
-        return CudaGraph(
+        return DeviceGraph(
             capture.steps,
             outputs,
             max(reserved, 0),
@@ -260,11 +318,11 @@ class CudaDriver(GraphDriver):
     def _abandon(self, capture: _Capture) -> None:
         """End a capture that failed, and replace the pool: torch treats it as still in capture."""
         capture.abandon()
-        self._pool = torch.cuda.graph_pool_handle()
+        self._pool = self._torch.graph_pool_handle()
 
     def _options(self) -> dict[str, Any]:
         """Return options of torch's capture for strict mode; empty where this torch lacks them (2.11)."""
-        known = inspect.signature(torch.cuda.CUDAGraph.capture_begin).parameters
+        known = inspect.signature(getattr(self._torch, self.kind.graph).capture_begin).parameters
         return {_LIVENESS: True} if self.strict and _LIVENESS in known else {}
 
     def break_graph(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
@@ -273,13 +331,13 @@ class CudaDriver(GraphDriver):
         assert capture is not None  # noqa: S101  it is capturing
         capture.end()
         for step in capture.steps[-1:]:  # the inputs of the call were recorded, but not computed
-            if isinstance(step, torch.cuda.CUDAGraph):
+            if not isinstance(step, EagerCall):
                 step.replay()
         with capture.externals.paused():
             result = fn(*args)
         capture.externals.takes_over(result, args)
         capture.steps.append(EagerCall(fn, args, result))
-        torch.cuda.synchronize(self.device)
+        self._torch.synchronize(self.device)
         capture.begin()
         return result
 
@@ -294,10 +352,10 @@ class CudaDriver(GraphDriver):
         if not self.strict:
             yield
             return
-        before = torch.cuda.get_sync_debug_mode()
+        before = self._torch.get_sync_debug_mode()
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
-            torch.cuda.set_sync_debug_mode("error")
+            self._torch.set_sync_debug_mode("error")
         try:
             yield
         except RuntimeError as error:
@@ -309,19 +367,19 @@ class CudaDriver(GraphDriver):
                 rule="GP20",
             ) from error
         finally:
-            torch.cuda.set_sync_debug_mode(before)
+            self._torch.set_sync_debug_mode(before)
 
-    def stream(self) -> CudaStream:
+    def stream(self) -> DeviceStream:
         """Return a new stream."""
-        return CudaStream(torch.cuda.Stream(self.device))
+        return DeviceStream(self._torch, self._torch.Stream(self.device))
 
-    def current_stream(self) -> CudaStream:
+    def current_stream(self) -> DeviceStream:
         """Return the stream that new work goes to."""
-        return CudaStream(torch.cuda.current_stream(self.device))
+        return DeviceStream(self._torch, self._torch.current_stream(self.device))
 
-    def event(self) -> CudaEvent:
+    def event(self) -> DeviceEvent:
         """Return a new event."""
-        return CudaEvent(self.device)
+        return DeviceEvent(self._torch, self.device)
 
     def copy_async(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copy pinned host memory to the device in the order of the current stream."""
@@ -329,7 +387,31 @@ class CudaDriver(GraphDriver):
 
     def synchronize(self) -> None:
         """Make the host wait for all work of the device."""
-        torch.cuda.synchronize(self.device)
+        self._torch.synchronize(self.device)
+
+
+class CudaDriver(DeviceDriver):
+    """The driver of CUDA graphs, on ROCm of HIP graphs: `torch.cuda.CUDAGraph`."""
+
+    kind = DEVICES["cuda"]
+
+
+class XpuDriver(DeviceDriver):
+    """The driver of XPU graphs: `torch.xpu.XPUGraph`."""
+
+    kind = DEVICES["xpu"]
+
+
+class NpuDriver(DeviceDriver):
+    """The driver of NPU graphs: ``torch.npu.NPUGraph``."""
+
+    kind = DEVICES["npu"]
+
+
+class MusaDriver(DeviceDriver):
+    """The driver of MUSA graphs: ``torch.musa.MUSAGraph``."""
+
+    kind = DEVICES["musa"]
 
 
 @contextlib.contextmanager

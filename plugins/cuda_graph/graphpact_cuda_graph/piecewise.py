@@ -11,7 +11,7 @@ from graphpact import Step
 from graphpact.runners import RunnerContext
 from graphpact.step import Forward, Region
 from graphpact_cuda_graph.bridge import Bridge
-from graphpact_cuda_graph.driver import CudaDriver
+from graphpact_cuda_graph.driver import DeviceDriver
 from graphpact_cuda_graph.pieces import Tracer
 from graphpact_cuda_graph.prefill import PrefillRunner
 
@@ -33,7 +33,7 @@ class PiecewiseCudaGraphRunner(PrefillRunner):
         if step.is_eager:
             return lambda: forward(step.view, step.metadata, attend)
         if self._tracer is None:
-            self._tracer = Tracer(compiled=isinstance(step.driver, CudaDriver))
+            self._tracer = Tracer(compiled=isinstance(step.driver, DeviceDriver))
         layers = {layer.layer_id: layer for layer in step.backend.context.layers}
         return self._tracer.split(
             forward, step.view, lambda q, k, v, layer_id: attend(q, k, v, layers[layer_id], None)

@@ -6,6 +6,7 @@
     nodes       runs a recorded call again
     trace       the operations of a run, compared with those of another
     strict      the strict tape: every replay runs over poison
+    tasks       recorded operators whose host arguments are updated
     order       streams, events and copies, with a check for missing waits
     host        distinguishes host tensors from device tensors, and refuses host reads
     poison      values for memory that no step may read
@@ -24,13 +25,16 @@ from graphpact_tape.poison import is_poison, poison, poison_of
 from graphpact_tape.recorder import RecordedCall, Recorder, Recording, Segment
 from graphpact_tape.strict import StrictRecorder, StrictTape
 from graphpact_tape.tape import Tape, TapeDriver
+from graphpact_tape.tasks import GraphTasks, RecordedTask, TaskTable
 from graphpact_tape.trace import TracedCall, TraceDifference, first_difference
 
 __all__ = [
+    "GraphTasks",
     "HostMemory",
     "HostReadGuard",
     "Order",
     "RecordedCall",
+    "RecordedTask",
     "Recorder",
     "Recording",
     "RunAndCopy",
@@ -42,6 +46,7 @@ __all__ = [
     "TapeDriver",
     "TapeEvent",
     "TapeStream",
+    "TaskTable",
     "TraceDifference",
     "TracedCall",
     "WeakTensor",

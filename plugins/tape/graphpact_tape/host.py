@@ -30,6 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from graphpact.errors import ContractError
 from graphpact.graphs.lines import Line
 from graphpact.tensors import extent_of, storage_id
+from graphpact_tape.tasks import RecordedTask
 
 __tracebackhide__ = True
 
@@ -225,7 +226,7 @@ def _has_mask(indices: Any) -> bool:
 def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """Return the tensors among the arguments that ``func`` writes, by its schema."""
     written: list[torch.Tensor] = []
-    for at, name in _written_arguments(func):
+    for at, name in _written_arguments(func.operator if isinstance(func, RecordedTask) else func):
         written += tensors_of(args[at] if at < len(args) else kwargs.get(name))
     return written
 

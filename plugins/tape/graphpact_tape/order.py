@@ -1,9 +1,10 @@
 """`Order`: streams, events and asynchronous copies on a CPU, with a check for missing waits.
 
-Each stream has a vector clock: the work of every stream that its next work waits for. Work on memory is
-compared with earlier work on the same memory. If one of the two writes, and neither waits for the other, a
-device may run them in either order. The tape raises an error at once, and its own order of the two does not
-matter, so a missing wait is always detected.
+Each stream has a vector clock: the work of every stream that its next work waits for. So has the host: work
+that it submits comes after all work that it waited for. Work on memory is compared with earlier work on the
+same memory. If one of the two writes, and neither waits for the other, a device may run them in either order.
+The tape raises an error at once, and its own order of the two does not matter, so a missing wait is always
+detected.
 
 An asynchronous copy from host memory is carried out as late as a device may: when work that waits for it
 begins. The host memory must not change until the host has waited for the copy.
@@ -182,6 +183,7 @@ class Order:
         # The weak references keep a storage's id from being reused.
         self._accesses: dict[int, tuple[StorageWeakRef, list[_Access]]] = {}
         self._copies: list[_Copy] = []
+        self._host: _Clock = {}  # the work that the host waited for: what it submits later comes after it
         self._begun: int | None = None  # the main stream's count at the beginning of the capture
         self.is_broken = False
         self._captures = itertools.count(1)
@@ -308,7 +310,7 @@ class Order:
                 (writes or a.writes)
                 and a.begin < end
                 and begin < a.end
-                and stream.clock.get(a.stream, 0) < a.count
+                and max(stream.clock.get(a.stream, 0), self._host.get(a.stream, 0)) < a.count
                 and _overlap(a.view, view)
             ):
                 name = self.name_of(tensor) or f"{tensor.dtype} {tuple(tensor.shape)}"
@@ -364,6 +366,13 @@ class Order:
                 hint="wait before or after the replay; inside a graph, only streams wait for each other",
                 rule="GP20",
             )
+        done = {each.number: each.count for each in (self._main, *self._side)} if clock is None else clock
+        for number, count in done.items():
+            self._host[number] = max(self._host.get(number, 0), count)
+        self.finish_copies(clock)
+
+    def finish_copies(self, clock: _Clock | None = None) -> None:
+        """Carry out the copies before ``clock``, or all: the host need not wait for them any more."""
         with self.unwatched():
             self._check_copies()
             for copy in self._copies:

@@ -15,6 +15,7 @@ rules are the same for both:
   two places in one storage. For all other tensors a change of shape in place is refused.
 - An eager call ends a segment and runs unrecorded, outside every mode of the region, as in a replay. Its new
   results are memory of the graph.
+- A task is one operation. Its host arguments belong to the `RecordedTask`, which is the recorded operation.
 - Compiled code is refused, see `graphpact_tape.compiled`; eager calls may run it.
 - The graph's own memory is: allocations of the region, results of its eager calls, its constants. All other
   memory is external.
@@ -22,19 +23,20 @@ rules are the same for both:
 Does not: replay, compile, or check rules beyond those of recording; the strict tape does.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeAlias
 
 import torch
 
-from graphpact.graphs.driver import GraphDriver
+from graphpact.graphs.driver import GraphDriver, TaskKey
 from graphpact.graphs.lines import Line
 from graphpact.graphs.segments import EagerCall
 from graphpact.tensors import storage_id
 from graphpact_tape.compiled import compiled_code_refused
 from graphpact_tape.host import HostReadGuard, Watcher, map_tensors, modes_left, tensors_of
+from graphpact_tape.tasks import RULE, GraphTasks, RecordedTask
 from graphpact_tape.trace import TracedCall
 
 __tracebackhide__ = True  # a message names the line of the region
@@ -111,12 +113,14 @@ class Recording:
         own: The graph's own memory, by `storage_id`: allocations of the region, results of its eager calls,
             its constants.
         trace: Every operation that was dispatched, views too; None unless the recorder was ``traced``.
+        tasks: Its tasks; None without any.
     """
 
     parts: list[Segment | EagerCall]
     outputs: Any
     own: dict[int, torch.UntypedStorage]
     trace: list[TracedCall] | None = None
+    tasks: GraphTasks | None = None
 
     @property
     def segments(self) -> list[Segment]:
@@ -190,6 +194,7 @@ class Recorder(Watcher):
         results: The storages that its eager calls returned.
         constants: The storages of host numbers and of copies of constants.
         line: The caller's line of the current operation.
+        tasks: The tasks, in captured order.
     """
 
     def __init__(self, guard: HostReadGuard, *, traced: bool = False, work_only: bool = False) -> None:
@@ -201,6 +206,8 @@ class Recorder(Watcher):
         self.results: dict[int, torch.UntypedStorage] = {}
         self.constants: dict[int, torch.UntypedStorage] = {}
         self.line = Line()
+        self.tasks: list[RecordedTask] = []
+        self._task: tuple[RecordedTask, tuple[Any, ...]] | None = None  # the one that is called now
         self._trace: list[TracedCall] | None = [] if traced else None
         self._aliases: dict[Place, torch.Tensor] = {}
 
@@ -216,7 +223,8 @@ class Recorder(Watcher):
         if self.guard.refused is not None:
             raise self.guard.refused
         own = self.allocated | self.results | self.constants
-        return Recording(self.parts, outputs, own, self._trace)
+        tasks = GraphTasks(self.tasks) if self.tasks else None
+        return Recording(self.parts, outputs, own, self._trace, tasks)
 
     def perform(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[torch.Tensor]
@@ -245,6 +253,53 @@ class Recorder(Watcher):
         result = func(*args, **kwargs)
         self._record(func, args, kwargs, given, result)
         return result
+
+    def task(self, key: TaskKey, op: Any, args: tuple[Any, ...], updated: Mapping[str, Any]) -> None:
+        """Run ``op(*args, **updated)`` and record it as a task.
+
+        Raises:
+            CaptureError: It is no task that can be updated, or its key is not its own.
+        """
+        for tensor in tensors_of(dict(updated)):
+            if self.host.strict and tensor not in self.host:
+                raise self.guard.host_read("an argument of a task that is updated")
+        try:
+            with modes_left(self.guard, self):  # copies of arguments are no work of the region
+                task = RecordedTask(key, op, updated, Line())
+        except TypeError as error:
+            raise self.guard.refusal(
+                f"the task {key.layer!r} of {key.graph}: {error}, recorded",
+                "a task is a torch operator that writes into its arguments; its updated arguments are host"
+                " numbers, lists of them, or host tensors, by the names of its schema",
+                RULE,
+            ) from error
+        if self.tasks and (self.tasks[0].key.graph != key.graph or key in (t.key for t in self.tasks)):
+            raise self.guard.refusal(
+                f"the task {key.layer!r} of {key.graph} follows {self.tasks[-1].name} and is recorded",
+                "give all tasks of a capture the key of its graph, and each of them a layer of its own",
+                RULE,
+            )
+        self._task = task, args
+        try:
+            task(*args)
+        finally:
+            was_dispatched, self._task = self._task is None, None
+        if not was_dispatched:
+            raise self.guard.refusal(f"{task.operator} is not dispatched as one operator", "wrap it", RULE)
+        self.tasks.append(task)
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if self._task is None or func is not self._task[0].operator:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        (task, args), self._task = self._task, None
+        self.line = task.line
+        return self.recorded(task, args, {}, tensors_of(args))
 
     def eager_call(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Run ``fn(*args)`` unrecorded, begin another segment, and return the result."""

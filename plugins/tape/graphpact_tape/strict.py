@@ -10,13 +10,14 @@
 - Each graph is replayed twice at capture, on the same inputs. The results differ if a counter or a flag is
   not reset inside the graph. Eager calls between its segments run in both replays.
 - Streams and asynchronous copies are checked for missing waits: see `graphpact_tape.order`.
+- Tasks are each updated once before a replay: see `graphpact_tape.tasks`.
 
 Does not: know the correct contents of a tensor; verification compares contents.
 """
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +25,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from graphpact.errors import CaptureError, ContractError, EngineError, PoisonError, ReplayError
-from graphpact.graphs.driver import DeclaredMemory, Graph
+from graphpact.graphs.driver import DeclaredMemory, Graph, TaskKey
 from graphpact.graphs.lines import Line
 from graphpact.graphs.segments import EagerCall
 from graphpact.tensors import equal, storage_id
@@ -49,6 +50,7 @@ from graphpact_tape.recorder import (
     Recording,
     place_of,
 )
+from graphpact_tape.tasks import TaskTable
 from graphpact_tape.writes import write
 
 __tracebackhide__ = True
@@ -318,6 +320,7 @@ class StrictTape(Graph):
         for tensor in tensors_of(self.outputs):
             if not recorder.owns(tensor) and tensor.numel():
                 recorder.borrow(tensor, "it is returned")
+        self.tasks = recording.tasks
         self._released = False
         self.outputs_stand = False
         self.spoil()
@@ -326,9 +329,11 @@ class StrictTape(Graph):
         """Poison the pool, then run every recorded operation once, in order.
 
         Raises:
-            ReplayError: External memory was freed, moved or shrank, or a wait is missing.
+            ReplayError: External memory was freed, moved or shrank, a wait is missing, or a task was not
+                updated.
             PoisonError: An operation fails on its inputs.
         """
+        self._shared.tasks.begin_replay(self.tasks)
         self._run(contextlib.nullcontext())
 
     def rehearse(self) -> None:
@@ -373,7 +378,7 @@ class StrictTape(Graph):
         self._released = True
         self._nodes, self.external = [], []
         self.pool, self._results = {}, {}
-        self.outputs = None
+        self.outputs = self.tasks = None
         self.pool_nbytes = 0
 
     def external_tensors(self) -> list[torch.Tensor]:
@@ -448,6 +453,9 @@ class StrictShared:
     def __init__(self, device: torch.device) -> None:
         self.order = Order()
         self.order.unwatched = self.unwatched
+        self.tasks = TaskTable(
+            lambda what, read, written: self.order.work(what, read, written, Line(), ReplayError)
+        )
         self.generator = torch.default_generator
         if device.type == "cuda":
             self.generator = torch.cuda.default_generators[device.index or 0]
@@ -474,6 +482,7 @@ class StrictShared:
         self._tapes.add(tape)
         if memory.refreshed:
             _check_rearmed(tape, memory, armed, self.generator)
+        self.tasks.add(tape.tasks)
         return tape
 
     def begin_replay(self, tape: StrictTape, external: list[torch.Tensor]) -> None:
@@ -512,6 +521,7 @@ class StrictShared:
         Read-only are ``read_only``, and memory that graphs use and that is neither refreshed nor a workspace.
         """
         self._learn(memory, host)
+        self.tasks.preparation += 1
         guard = HostReadGuard(self._host, "while a replay is prepared", ReplayError)
         protected = {
             external.tensor.storage.cdata: external.name for tape in self._tapes for external in tape.external
@@ -534,7 +544,7 @@ class StrictShared:
         self._learn(memory, host)
         with followed(self._host):
             yield
-        self.order.synchronize()
+        self.order.finish_copies()
 
     def _learn(self, memory: DeclaredMemory, host: Iterable[torch.Tensor]) -> None:
         self._host.prune()
@@ -552,6 +562,14 @@ class StrictShared:
                 guard.copying = False
             return
         self.order.copy(target, source)
+
+    def update_task(self, key: TaskKey, updated: Mapping[str, Any]) -> None:
+        """Update a task; in a preparation refuse device tensors, whose values the host would wait for."""
+        for tensor in tensors_of(dict(updated)):
+            if self._guard is not None and tensor not in self._guard.host:
+                raise self._guard.host_read("an update of a task")
+        with self.unwatched():
+            self.tasks.update(key, updated)
 
     @contextlib.contextmanager
     def unwatched(self) -> Iterator[None]:

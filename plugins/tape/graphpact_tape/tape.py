@@ -11,13 +11,13 @@ Does not: record by itself; `graphpact_tape.recorder` does.
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, ClassVar
 
 import torch
 
 from graphpact.errors import CaptureError, EngineError
-from graphpact.graphs.driver import DeclaredMemory, Event, Graph, Ownership, Stream
+from graphpact.graphs.driver import DeclaredMemory, Event, Graph, Ownership, Stream, TaskKey
 from graphpact.graphs.lines import Line
 from graphpact.graphs.segments import EagerCall
 from graphpact.tensors import storage_id
@@ -26,6 +26,7 @@ from graphpact_tape.host import HostMemory, HostReadGuard
 from graphpact_tape.nodes import Node, make_node
 from graphpact_tape.recorder import Recorder, Recording, RecordingDriver
 from graphpact_tape.strict import StrictRecorder, StrictShared, StrictTape
+from graphpact_tape.tasks import RULE, TaskTable
 
 __tracebackhide__ = True
 
@@ -41,9 +42,11 @@ class Tape(Graph):
 
     Attributes:
         trace: Every operation that was dispatched during the capture; None unless the driver is ``traced``.
+        tasks: Its tasks; None without any.
     """
 
     def __init__(self, recording: Recording) -> None:
+        self.tasks = recording.tasks
         self.outputs = recording.outputs
         self.trace = recording.trace
         self.num_segments = len(recording.segments)
@@ -68,7 +71,7 @@ class Tape(Graph):
         """Drop the operations and every tensor that only they held."""
         self._nodes = [(_replay_of_released, (), {})]
         self._external = []
-        self.outputs = None
+        self.outputs = self.tasks = None
         self.pool_nbytes = 0
 
     def external_tensors(self) -> list[torch.Tensor]:
@@ -95,12 +98,14 @@ class TapeDriver(RecordingDriver):
 
     name: ClassVar[str] = "tape"
     has_strict_mode: ClassVar[bool] = True
+    has_tasks: ClassVar[bool] = True
     repeats_eager_kernels: ClassVar[bool] = True
 
     def __init__(self, device: torch.device, *, strict: bool = False, traced: bool = False) -> None:
         super().__init__(device, strict=strict)
         self.traced = traced
         self._shared = StrictShared(device) if strict else None
+        self._tasks = TaskTable()  # of fast mode
 
     @classmethod
     def unavailable(cls, device: torch.device) -> str | None:  # noqa: ARG003  it runs anywhere
@@ -123,14 +128,34 @@ class TapeDriver(RecordingDriver):
             host = HostMemory(self.memory.host, strict=self.strict)
             guard = HostReadGuard(host, _WHEN, CaptureError)
             if self._shared is None:
-                return Tape(self.record(Recorder(guard, traced=self.traced, work_only=True), fn))
-            self._shared.order.synchronize()
+                fast = Tape(self.record(Recorder(guard, traced=self.traced, work_only=True), fn))
+                self._tasks.add(fast.tasks)
+                return fast
+            self._shared.order.finish_copies()
             strict = StrictRecorder(guard, self._shared, self.memory, traced=self.traced)
             with self._shared.watching(guard), strict.recording():
                 tape = StrictTape(strict, self.record(strict, fn))
             return self._shared.keep(tape, self.memory, armed)
 
+    def task(self, key: TaskKey, op: Any, args: tuple[Any, ...], updated: Mapping[str, Any]) -> None:
+        """Call ``op(*args, **updated)``; in a region record it as one node, whose arguments are updated."""
+        if not self.is_capturing or self._recorder is None:
+            op(*args, **updated)
+        else:
+            self._recorder.task(key, op, args, updated)
+
     # -- around the replay -----------------------------------------------------------------------
+
+    def update_task(self, key: TaskKey, updated: Mapping[str, Any]) -> None:
+        """Set the host arguments of a task for the next replay; see `graphpact_tape.tasks`."""
+        if self.is_capturing and self._recorder is not None:
+            raise self._recorder.guard.refusal(
+                f"the task {key.layer!r} of {key.graph} is updated",
+                "update tasks while a replay is prepared: a graph does not record updates",
+                RULE,
+            )
+        table = self._tasks.update if self._shared is None else self._shared.update_task
+        table(key, updated)
 
     def guard(self, ownership: Ownership | None = None) -> object:
         """Return a `StrictGuard`.

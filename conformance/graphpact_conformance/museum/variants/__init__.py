@@ -6,6 +6,7 @@
     styles       backends of their own in styles of other engines: tables, state, types of metadata
     kernels      backends of their own whose kernels do other work
     ops          backends of their own whose kernels are custom operators
+    tasks        backends of their own whose kernels take lists of the host
     levels       backends of their own, one of each level of graph support
     attention    the common parts of backends of their own
     runners      runners that pad, stage and choose in other ways
@@ -27,9 +28,10 @@ from graphpact_conformance.museum.variants import (
     recorded,
     runners,
     styles,
+    tasks,
 )
 
-_ROOMS = (metadata, preparation, memory, styles, kernels, ops, levels, runners, recorded, ladders)
+_ROOMS = (metadata, preparation, memory, styles, kernels, ops, tasks, levels, runners, recorded, ladders)
 
 VARIANTS: tuple[Variant, ...] = tuple(variant for room in _ROOMS for variant in room.VARIANTS)
 """All variants of these rooms."""

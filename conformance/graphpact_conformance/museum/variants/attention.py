@@ -1,4 +1,4 @@
-"""`attend`, `DecodeBackend` and `TableBackend`: the common parts of backends that are written from scratch.
+"""`attend`, `KVBackend`, `DecodeBackend`, `TableBackend`: the common parts of backends of their own.
 
 Does not: contain variants.
 """
@@ -84,23 +84,14 @@ def table_slot(limits: Limits, name: str = "variant.table") -> GraphSlot:
     )
 
 
-class DecodeBackend(AttentionBackend, abc.ABC):
-    """A backend that writes new keys and attends to the keys that `keys_of` names."""
+class KVBackend(AttentionBackend, abc.ABC):
+    """A backend for decode that reads and writes the KV cache."""
 
     capabilities = capabilities()
-    fill_is_device_only = True
-
-    def declare_slots(self, limits: Limits) -> Sequence[GraphSlot]:
-        """Return slots of the lengths and the table."""
-        return [lengths_slot(), table_slot(limits)]
 
     def fill_table(self, view: ForwardBatch, table: torch.Tensor) -> None:
         """Write the KV slots of each request by position."""
         table.copy_(self.context.req_to_token[view.req_pool_indices])
-
-    @abc.abstractmethod
-    def keys_of(self, metadata: Any, layer: LayerSpec) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the KV slots of every query's keys, and whether it sees them: two ``[T, n]``."""
 
     def write(
         self, k: torch.Tensor | None, v: torch.Tensor | None, layer: LayerSpec, where: torch.Tensor
@@ -115,6 +106,20 @@ class DecodeBackend(AttentionBackend, abc.ABC):
         """Return the keys and the values of a layer's cache."""
         cache = self.context.kv_cache
         return cache.k[layer.cache_layer], cache.v[layer.cache_layer]
+
+
+class DecodeBackend(KVBackend, abc.ABC):
+    """A backend that writes new keys and attends to the keys that `keys_of` names."""
+
+    fill_is_device_only = True
+
+    def declare_slots(self, limits: Limits) -> Sequence[GraphSlot]:
+        """Return slots of the lengths and the table."""
+        return [lengths_slot(), table_slot(limits)]
+
+    @abc.abstractmethod
+    def keys_of(self, metadata: Any, layer: LayerSpec) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the KV slots of every query's keys, and whether it sees them: two ``[T, n]``."""
 
     def forward(
         self,

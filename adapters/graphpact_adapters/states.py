@@ -1,0 +1,179 @@
+"""Recurrent states as memory of a lane: `StateMemory`, its right contents, and `RecurrentLane`.
+
+    before a step   the rows of each live request hold sums over its cached keys and values: the right one in
+                    the column of its last accepted token, sums of fewer and of more tokens in the others.
+                    Rows of no request hold `UNOWNED`: NaN would hide what a kernel adds to them. Row 0 is
+                    scratch: it holds numbers of no request
+    right outputs   linear attention in float64 over the cached and new tokens of a request, from the lists of
+                    the problem
+    after a step    the rows of live requests hold the state after each new token; other rows are as before
+
+States are part of the cache, so the suite compares them wherever it compares KV slots.
+
+Does not: read metadata, or step states; see `graphpact_adapters.recurrent`.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+
+from graphpact.attention import LayerSpec
+from graphpact.tensors import same
+from graphpact_adapters.backend import NUM_GROUPS
+from graphpact_adapters.under_test import BuilderUnderTest
+from graphpact_conformance.experiments.base import excess, tolerance_of
+from graphpact_conformance.lane.rig import Rig
+from graphpact_conformance.oracle import Answer, OracleBackend
+from graphpact_conformance.subject.kv_memory import KvMemory
+from graphpact_conformance.world.lanes import Config
+from graphpact_conformance.world.problems import Problem, ProblemRequest
+
+UNOWNED = 1e3
+"""Elements of state rows that no request owns: far from those of any request."""
+
+
+class StateMemory(KvMemory):
+    """A KV cache, and beside it recurrent states; backends get the attributes below with ``kv``.
+
+    Args:
+        config: The configuration of the lane.
+        device: Its device.
+
+    Attributes:
+        states: For each layer ``[state_rows, kv_heads, head_dim, v_head_dim]`` float64.
+        state_blocks: ``[num_rows, groups, columns]`` int32: the state rows of each request row in each
+            KV-cache group; no row occurs twice. Those of request row 0 are scratch.
+        num_accepted: ``[num_rows]`` int32: accepted tokens of the last step of each request, from 1 to the
+            number of columns.
+    """
+
+    def __init__(self, config: Config, device: torch.device) -> None:
+        super().__init__(config, device)
+        columns = config.case.width or 1
+        owned = (config.num_rows - 1) * NUM_GROUPS * columns
+        generator = torch.Generator().manual_seed(1)
+        blocks = torch.zeros(config.num_rows, NUM_GROUPS, columns, dtype=torch.int32)
+        blocks[1:] = 1 + torch.randperm(owned, generator=generator).view(-1, NUM_GROUPS, columns)
+        self.state_blocks = self.kv.state_blocks = blocks.to(device)
+        self.num_accepted = self.kv.num_accepted = torch.ones(
+            config.num_rows, dtype=torch.int32, device=device
+        )
+        self.states = self.kv.states = [
+            torch.full(
+                (1 + owned, layer.num_kv_heads, layer.head_dim, layer.v_head_dim),
+                UNOWNED,
+                dtype=torch.float64,
+                device=device,
+            )
+            for layer in config.layers
+        ]
+        self._layers = {state_name(at): at for at in range(len(self.states))}
+
+    def contents(self) -> dict[str, torch.Tensor]:
+        """Return copies of the KV cache, and of all states, on the host."""
+        states = {name: self.states[at].clone().cpu() for name, at in self._layers.items()}
+        return super().contents() | states
+
+    def load(self, problem: Problem) -> None:
+        """Fill the cache, and the states of the requests of a problem."""
+        super().load(problem)
+        generator = torch.Generator().manual_seed(problem.seed + 1)
+        for layer, states in enumerate(self.states):
+            states.fill_(UNOWNED)
+            states[0] = torch.randn(states.shape[1:], generator=generator, dtype=torch.float64)
+            keys, values = self.kv.k[layer], self.kv.v[layer]
+            for request in problem.requests:
+                blocks = self.blocks_of(request, layer)
+                last = accepted_of(request, problem, len(blocks)) - 1
+                for column, row in enumerate(blocks):
+                    seen = request.cached[: max(len(request.cached) + min(column - last, 0), 0)]
+                    states[row] = added(keys[seen], values[seen]).sum(0)
+                    if column > last:  # drafts that were rejected
+                        states[row] += torch.randn(states.shape[1:], generator=generator, dtype=torch.float64)
+        for request in problem.requests:
+            self.num_accepted[request.row] = accepted_of(request, problem, self.state_blocks.shape[2])
+
+    def blocks_of(self, request: ProblemRequest, layer: int) -> list[int]:
+        """Return the state rows of a request in a layer, by column."""
+        blocks: list[int] = self.state_blocks[request.row, layer % NUM_GROUPS].tolist()
+        return blocks
+
+    def states_after(self, problem: Problem, caches: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the right states after a step, by name as in `contents`.
+
+        Args:
+            problem: The step, with rows of ``caches`` in place of KV slots.
+            caches: The KV cache after it.
+        """
+        found = {}
+        for name, layer in self._layers.items():
+            right = torch.full(self.states[layer].shape, UNOWNED, dtype=torch.float64)
+            keys, values = caches[f"the keys of layer {layer}"], caches[f"the values of layer {layer}"]
+            for request in problem.requests:
+                before = added(keys[request.cached], values[request.cached]).sum(0)
+                new = [token.slots[0] for token in request.tokens]
+                after = before + added(keys[new], values[new]).cumsum(0)
+                right[self.blocks_of(request, layer)] = after
+            found[name] = right
+        return found
+
+    def differs(self, name: str, actual: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        """Return a mask of wrong elements outside scratch: in states those that rounding does not explain."""
+        if name not in self._layers:
+            return super().differs(name, actual, right)
+        found = ~same(actual, right) & (excess(actual, right, tolerance_of(torch.float64)) > 1)
+        found[0] = False
+        return found
+
+    def place(self, name: str, rows: Sequence[int]) -> tuple[str, tuple[int, ...]]:
+        """Return rows in words, and their KV slots: states have none."""
+        if name not in self._layers:
+            return super().place(name, rows)
+        return f"{name} in state rows {[*rows[:8]]}", ()
+
+
+def state_name(layer: int) -> str:
+    """Return the name of a layer's states in `StateMemory.contents`."""
+    return f"the states of layer {layer}"
+
+
+def accepted_of(request: ProblemRequest, problem: Problem, columns: int) -> int:
+    """Return the accepted tokens of a request's last step, from 1 to ``columns``; always the same ones."""
+    return 1 + (request.accepted + request.row + problem.seed) % columns
+
+
+def added(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Return ``[tokens, heads, head_dim, v_head_dim]`` float64: what each token adds to a state."""
+    return torch.einsum("thk,thv->thkv", k.double(), v.double())
+
+
+class LinearOracle(OracleBackend):
+    """Linear attention in float64, a key at a time, from the lists of a problem: there is no state."""
+
+    def attend_one(self, q: torch.Tensor, layer: LayerSpec, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Return ``[heads, v_head_dim]``: the values of all keys, weighed by scaled scores."""
+        grouped = q.view(layer.num_kv_heads, -1, q.shape[1])  # the query heads of each KV head
+        scores = grouped @ k.permute(1, 2, 0) * layer.scaling
+        return (scores @ v.transpose(0, 1)).flatten(0, 1)
+
+
+class RecurrentRig(Rig):
+    """A rig whose layers are recurrent."""
+
+    memory: ClassVar[type[KvMemory]] = StateMemory
+    oracle: ClassVar[type[OracleBackend]] = LinearOracle
+
+    def answer(self, problem: Problem) -> Answer:
+        """Return the right outputs, KV cache and states."""
+        found, cache = super().answer(problem), self.cache
+        assert isinstance(cache, StateMemory)  # noqa: S101  see `memory`
+        return replace(found, caches=found.caches | cache.states_after(cache.compact(problem), found.caches))
+
+
+@dataclass
+class RecurrentLane(BuilderUnderTest):
+    """A lane of builders of recurrent layers."""
+
+    rig_class: ClassVar[type[Rig]] = RecurrentRig
