@@ -20,7 +20,8 @@ from peers.job import STAND_INS, Known, Row
 from peers.wheels import unpack
 
 _DECODE = frozenset({ForwardMode.DECODE})
-_UNIFORM = frozenset({ForwardMode.DECODE, ForwardMode.TARGET_VERIFY})
+_VERIFY = _DECODE | {ForwardMode.TARGET_VERIFY}
+_UNIFORM = _VERIFY | {ForwardMode.DRAFT_DECODE}
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,8 @@ class Released(Builders):
 
 _NEVER = "it declares no graph support, so no graph keeps its metadata"
 _SPARSE = Check(vllm_readers.sparse_mla, _UNIFORM)
+# Their update of a draft launches a Triton kernel in the graph, and Triton's interpreter cannot be recorded.
+_SPARSE_UNRECORDED = Check(vllm_readers.sparse_mla, _VERIFY)
 CHECKS: dict[str, Check] = {
     "turboquant": Check(vllm_readers.turboquant),
     "flashinfer": Check(vllm_readers.flashinfer, _UNIFORM),
@@ -74,13 +77,18 @@ CHECKS: dict[str, Check] = {
     "amx_mla": Check(unread=_NEVER),
     "flashmla_sparse": _SPARSE,
     "flashinfer_mla_sparse": _SPARSE,
-    "flashinfer_mla_sparse_trtllm": _SPARSE,
-    "flash_attention_mla_sparse": _SPARSE,
-    "flash_attention_mla_sparse_fa4": _SPARSE,
+    "flashinfer_mla_sparse_trtllm": _SPARSE_UNRECORDED,
+    "flash_attention_mla_sparse": _SPARSE_UNRECORDED,
+    "flash_attention_mla_sparse_fa4": _SPARSE_UNRECORDED,
     "xpu_mla_sparse": Check(unread=_NEVER),
-    "sparse_swa": Check(vllm_readers.sparse_swa, _UNIFORM),
+    "sparse_swa": Check(vllm_readers.sparse_swa, _VERIFY),  # as above
     "indexer": Check(vllm_readers.indexer, _UNIFORM),
     "kpool_tail": Check(unread="its kernel pools keys into a cache of tails: no attention reads them"),
+    "mamba1": Check(
+        modes=_DECODE
+    ),  # these three take verified drafts for prefills, or have no graph for them
+    "linear": Check(modes=_DECODE),
+    "ple_short_conv": Check(modes=_DECODE),
 }
 """Builders that the distribution's own reader does not do for; all others are checked by it."""
 _SEQ_LENS = Known(
@@ -130,7 +138,7 @@ KNOWN: dict[str, tuple[Known, ...]] = {
     ),
 }
 """Findings that were looked into."""
-_HEAD_SIZES = {"mla": (576,)}
+_HEAD_SIZES = {"mla": (576,), "mamba": None}
 _BLOCK_SIZES = {"mla": (64,)}
 
 
@@ -161,8 +169,6 @@ def rows() -> Iterator[Row]:
     for name, builder in vllm_builders.BUILDERS.items():
         check = CHECKS.get(name, Check())
         why = builder.absent and f"not constructed: {builder.absent}"
-        if builder.kind == "mamba":
-            why = why or "a recurrent state, for which the adapter has no kernel model"
         yield Row(engine, name, f"adapter:vllm:{__name__}:{name}", why or check.unread, KNOWN.get(name, ()))
     for path in sorted(vllm_builders.unlisted()):
         yield Row(engine, path, "", "a class of this wheel that the table has not")
