@@ -7,7 +7,7 @@ DISTS  := core kernels plugins/tape plugins/cuda_graph plugins/cpu_graph plugins
           plugins/speculative engine conformance adapters
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo break test test-all bench models check docs format clean
+.PHONY: demo break test test-all bench models peers check docs format clean
 
 demo: $(STAMP)        ## write text through captured decode graphs, every replay verified
 	$(BIN)/graphpact generate --config examples/demo.toml --file examples/prompts.txt \
@@ -36,6 +36,9 @@ bench: $(STAMP)       ## measure, as ratios inside one process
 models: export OMP_NUM_THREADS ?= 1
 models: $(STAMP)      ## hold every architecture of transformers against transformers, and write docs/models.md
 	PYTHONPATH=docs $(BIN)/python -m model_sweep
+
+peers: $(STAMP)       ## check builders of released engines, whose wheels it downloads, and write docs/peers.md
+	PYTHONPATH=tests $(BIN)/python -m peers --results build/peers.json --page
 
 check: $(STAMP)       ## lint, format, types, imports, docstrings
 	$(BIN)/ruff check .

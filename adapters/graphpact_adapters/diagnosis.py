@@ -116,6 +116,7 @@ def explain(
         return
     if not lane.is_right(fresh, lane.outputs_with(fresh, step.problem, view, right)):
         yield from _wrong_without_a_graph(lane, fresh, step, view, shape, right, what)
+        yield from _beside_bounds(lane, rig, fresh, step, captured, right)
         return
     if (other := _other_launches(captured, right)) is not None:
         mine, theirs = other
@@ -271,6 +272,33 @@ def _wrong_without_a_graph(
     )
 
 
+def _beside_bounds(
+    lane: BuilderUnderTest, rig: Rig, fresh: Rig, step: StepRecord, captured: Built, bounded: Built
+) -> Iterator[Finding]:
+    """Yield findings about fields that a graph has otherwise than a build that is wrong by bounds alone.
+
+    Args:
+        lane: The lane.
+        rig: The rig of the step.
+        fresh: A rig of new builders.
+        step: A wrong step.
+        captured: What the graph reads.
+        bounded: What an eager build on this batch reads.
+    """
+    shape, view = step.shape, rig.observer.view
+    assert shape is not None  # noqa: S101  the step was replayed
+    assert view is not None  # noqa: S101
+    backend_of(fresh).has_exact_bounds = True
+    right = copied(backend_of(fresh).expected(view, shape))
+    is_right = lane.is_right(fresh, lane.outputs_with(fresh, step.problem, view, right))
+    if not is_right or _other_launches(captured, right) is not None:
+        return
+    made = dict(leaves(bounded))
+    for fault in _faults(lane, fresh, step.problem, view, captured, right):
+        if not _equal(fault.captured, made[fault.path]):  # otherwise the bounds are its cause
+            yield _finding(lane, rig, step, fault, backend_of(rig).returned, view, shape)
+
+
 def _padded_field(
     lane: BuilderUnderTest, fresh: Rig, problem: Problem, view: ForwardBatch, shape: GraphShape, reads: Built
 ) -> str | None:
@@ -311,7 +339,7 @@ _ABSENT = object()
 
 
 def _form(found: dict[str, Any], path: str) -> object:
-    """Return the type of a leaf; a tuple of numbers has a leaf for each."""
+    """Return the type of a leaf."""
     return type(found[path]) if path in found else _ABSENT
 
 

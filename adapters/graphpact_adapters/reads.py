@@ -46,10 +46,11 @@ class Part:
     """One launch of a paged attention kernel, for requests that follow each other in the batch.
 
     Args:
-        seq_lens: ``[n]`` int32: keys of each request, those of this step included; 0 for a padding row.
+        seq_lens: ``[n]`` int32: keys of each request, those of this step included; 0 for a padding row. Host
+            numbers where a launch for each request is recorded with them.
         block_table: ``[n, blocks]`` int32: block ids, read for ``seq_lens`` keys.
         query_start_loc: ``[n + 1]`` int32: where each request's queries begin, counted from the first one of
-            the part; None where each has ``query_len``.
+            the part; None where each has ``query_len``. Host numbers as above.
         query_len: Queries of each request, with ``query_start_loc=None``.
         first_token: The part's first query in the batch.
         num_tokens: Its queries, those of padding rows included.
@@ -61,9 +62,9 @@ class Part:
         names: The metadata's names of the fields above, where they differ, for findings.
     """
 
-    seq_lens: torch.Tensor
+    seq_lens: torch.Tensor | tuple[int, ...]
     block_table: torch.Tensor
-    query_start_loc: torch.Tensor | None = None
+    query_start_loc: torch.Tensor | tuple[int, ...] | None = None
     query_len: int | None = None
     first_token: int = 0
     num_tokens: int = 0
@@ -115,8 +116,8 @@ class PagedReads:
                 q[part.first_token : stop],
                 k_cache,
                 v_cache,
-                cu_seqlens_q=_offsets(part),
-                cache_seqlens=_within(part.seq_lens, part.max_seq_len),
+                cu_seqlens_q=_offsets(part, q),
+                cache_seqlens=_within(_on_device(part.seq_lens, q), part.max_seq_len),
                 page_table=part.block_table,
                 page_size=page_size,
                 max_seqlen_q=part.num_tokens if part.max_query_len is None else part.max_query_len,
@@ -189,11 +190,18 @@ class IndexedReads:
         return out
 
 
-def _offsets(part: Part) -> torch.Tensor:
+def _offsets(part: Part, q: torch.Tensor) -> torch.Tensor:
     if part.query_start_loc is not None:
-        return part.query_start_loc
-    width, device = part.query_len or 1, part.seq_lens.device
-    return torch.arange(0, (len(part.seq_lens) + 1) * width, width, dtype=torch.int32, device=device)
+        return _on_device(part.query_start_loc, q)
+    width = part.query_len or 1
+    return torch.arange(0, (len(part.seq_lens) + 1) * width, width, dtype=torch.int32, device=q.device)
+
+
+def _on_device(numbers: torch.Tensor | tuple[int, ...], q: torch.Tensor) -> torch.Tensor:
+    """Return numbers as a tensor; a graph keeps host numbers as they are."""
+    if isinstance(numbers, torch.Tensor):
+        return numbers
+    return torch.tensor(numbers, dtype=torch.int32, device=q.device)
 
 
 # -- the parts of a kernel that page_table_attention has not ----------------------------------------------
@@ -397,12 +405,12 @@ _indexed = define_kernel(
 def leaves(reads: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the tensors and host values of reads, with their paths, such as ``parts[0].seq_lens``.
 
-    A field that is not compared is a label, and no leaf.
+    A field that is not compared is a label, and no leaf. A tuple of numbers is one value.
     """
     if is_dataclass(reads) and not isinstance(reads, type):
         for name in _compared(reads):
             yield from leaves(getattr(reads, name), f"{path}.{name}" if path else name)
-    elif isinstance(reads, tuple):
+    elif _has_parts(reads):
         for at, part in enumerate(reads):
             yield from leaves(part, f"{path}[{at}]")
     else:
@@ -417,9 +425,13 @@ def with_leaves(reads: Any, values: dict[str, Any], path: str = "") -> Any:
             for name in _compared(reads)
         }
         return replace(reads, **changed)
-    if isinstance(reads, tuple):
+    if _has_parts(reads):
         return tuple(with_leaves(part, values, f"{path}[{at}]") for at, part in enumerate(reads))
     return values.get(path, reads)
+
+
+def _has_parts(reads: Any) -> bool:
+    return isinstance(reads, tuple) and any(is_dataclass(part) for part in reads)
 
 
 def _compared(reads: Any) -> list[str]:

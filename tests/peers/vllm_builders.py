@@ -61,7 +61,6 @@ ABSENT = [
 HEAVY = [
     "vllm.distributed.kv_transfer",
     "vllm.entrypoints",
-    "vllm.model_executor.warmup.jit_warmup",
     "vllm.multimodal.inputs",
     "vllm.vllm_flash_attn",
 ]
@@ -72,7 +71,7 @@ ENVIRONMENT = {
     "VLLM_HAS_FLASHINFER_CUBIN": "1",  # else FlashInfer's builder asks the network for kernels
 }
 _BACKENDS = "vllm.v1.attention.backends"
-_kept: list[torch.library.Library] = []  # operators live as long as their library
+_kept: list[object] = []  # operators live as long as their library
 
 
 @functools.cache
@@ -115,6 +114,14 @@ def prepare() -> None:
     for name in ("cutlass_scaled_mm_supports_fp8", "cutlass_scaled_mm_supports_block_fp8"):
         operators.define(f"{name}(int capability) -> bool")
         operators.impl(name, lambda _: False, "CompositeExplicitAutograd")
+
+
+@functools.cache
+def stand_ins_called() -> list[str]:
+    """Return a list that collects the stand-ins called in this process, from the first builder on."""
+    watched = stand_ins.watch()
+    _kept.append(watched)
+    return watched.__enter__()
 
 
 def real_spec(spec: Namespace) -> Any:
@@ -167,13 +174,13 @@ def _sparse_mla(config: Namespace) -> None:
     for layer in _layers(config):
         layer.prefill_backend = None  # every row takes the sparse path
     for published in (config.model_config.hf_config, config.model_config.hf_text_config):
-        published.index_topk = 128
+        published.index_topk = config.model_config.max_model_len  # every key is chosen
     config.attention_config.sparse_mla_prefill_workspace_factor = 1
 
 
 def _swa(config: Namespace) -> None:
     _sparse_mla(config)
-    config.model_config.hf_config.sliding_window = 32
+    config.model_config.hf_config.sliding_window = config.model_config.max_model_len  # it has every key
 
 
 def _indexer(config: Namespace) -> None:
@@ -331,6 +338,7 @@ def __getattr__(name: str) -> Factory:
         prepare()
         module, _, cls = row.path.partition(":")
         builder = getattr(importlib.import_module(f"{_BACKENDS}.{module}"), cls)
+        stand_ins_called()
         real_enums(vllm_config)
         # The engine does so while it makes a model. Some builders ask for it later too.
         importlib.import_module("vllm.config.vllm")._current_vllm_config = vllm_config

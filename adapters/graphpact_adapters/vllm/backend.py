@@ -16,7 +16,7 @@ Does not: choose lanes, or judge; see `graphpact_adapters.vllm.adapter`.
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -127,13 +127,15 @@ class VllmBackend(BuilderBackend):
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
         cls = type(self)
-        self.sizes = sizes_of(context, cls.capture_sizes, cls.kind, cls.varlen)
+        sizes = sizes_of(context, cls.capture_sizes, cls.kind, cls.varlen)
+        num_slots = len(context.kv_cache.k[0])
+        self.sizes = replace(sizes, num_blocks=num_slots // sizes.block_size)
         states: Any = context.kv_cache if cls.kind == "mamba" else None
         self.buffers = RunnerBuffers(
             self.sizes,
             NUM_GROUPS,
             context.req_to_token,
-            len(context.kv_cache.k[0]),
+            num_slots,
             context.device,
             num_steps=context.limits.draft.num_steps if context.mode is ForwardMode.DRAFT_DECODE else 1,
             varlen=cls.varlen,

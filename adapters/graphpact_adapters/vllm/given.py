@@ -101,6 +101,7 @@ class Sizes:
         max_num_seqs: Most requests of a step.
         max_num_tokens: Most tokens of a step.
         capture_sizes: Numbers of tokens for which a graph is captured, ascending.
+        num_blocks: Blocks of the cache; None for block 0 and those of the longest step.
         num_speculative_tokens: Draft tokens of a request that a step verifies; 0 without speculation.
         kind: What the cache holds.
         sliding_window: Keys that a query sees, for ``sliding_window``; else None.
@@ -120,6 +121,7 @@ class Sizes:
     max_num_seqs: int
     max_num_tokens: int
     capture_sizes: tuple[int, ...]
+    num_blocks: int | None = None
     num_speculative_tokens: int = 0
     kind: Kind = "full"
     sliding_window: int | None = None
@@ -203,7 +205,8 @@ def vllm_config(sizes: Sizes) -> Namespace:
             "cache_config": group(
                 "cache_config",
                 block_size=sizes.block_size,
-                num_gpu_blocks=1 + sizes.max_num_seqs * -(-sizes.max_model_len // sizes.block_size),
+                num_gpu_blocks=sizes.num_blocks
+                or 1 + sizes.max_num_seqs * -(-sizes.max_model_len // sizes.block_size),
                 cache_dtype="auto",
                 mamba_cache_mode="none",
                 use_replayssm=False,

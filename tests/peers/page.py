@@ -1,0 +1,51 @@
+"""The part of ``docs/peers.md`` that a run writes: a table of builders, and each finding with its reason.
+
+Does not: write the text around it.
+"""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from graphpact_conformance.results import Finding
+from peers.job import Verdict, cut
+
+PAGE = Path(__file__).parents[2] / "docs" / "peers.md"
+BEGIN, END = "<!-- a run writes this -->\n", "<!-- /a run writes this -->\n"
+_SAID = {True: "yes", False: "**no**", None: "unknown"}
+
+
+def with_verdicts(page: str, found: Sequence[Verdict]) -> str:
+    """Return a page with the verdicts of a run in the place of those before."""
+    before, _, rest = page.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}\n{''.join(_lines(found))}\n{END}{after}"
+
+
+def _lines(found: Sequence[Verdict]) -> Iterator[str]:
+    yield "| builder | version | lanes with graphs | conformant | rules, or why it is not run |\n"
+    yield "|---|---|---|---|---|\n"
+    for verdict in found:
+        row = verdict.row
+        if row.not_run:
+            yield f"| `{row.name}` | {row.engine} | | not run | {row.not_run} |\n"
+            continue
+        rules = sorted({finding.rule or "no rule" for finding in verdict.findings})
+        lanes, said = f"{verdict.replayed} of {verdict.lanes}", _SAID[verdict.conformant]
+        yield f"| `{row.name}` | {row.engine} | {lanes} | {said} | {', '.join(rules) or verdict.fault} |\n"
+    for verdict in found:
+        if verdict.findings or verdict.stand_ins:
+            yield f"\n### `{verdict.row.name}`\n\n"
+            yield from (_bullet(verdict, finding) for finding in verdict.findings)
+            if verdict.stand_ins:
+                yield f"- Stand-ins called: `{verdict.stand_ins}`.\n"
+
+
+def _bullet(verdict: Verdict, finding: Finding) -> str:
+    why = [known.why for known in verdict.row.known if known.explains(finding)]
+    batch = cut(finding.batch or "none")
+    return (
+        f"- **{finding.rule or 'no rule'}**, `{finding.field or finding.raised_at}`: expected"
+        f" {cut(finding.expected)}; actual {cut(finding.actual)}; batch"
+        f" {batch if batch.endswith('...') else f'{batch}.'}"
+        f" {why[0] if why else 'Not looked into yet.'}\n"
+    )
