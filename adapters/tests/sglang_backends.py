@@ -183,7 +183,7 @@ class PrefixOnly(PagedBackend):
 
 
 class SizedByContext(PagedBackend):
-    """Sizes the table of its graphs by the context length: drafts after it have no column."""
+    """ModelRunnerSizes the table of its graphs by the context length: drafts after it have no column."""
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Allocate what graphs read."""

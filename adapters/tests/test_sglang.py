@@ -23,7 +23,7 @@ from graphpact.errors import ConfigError, KernelRefusal
 from graphpact_adapters.reads import IndexedReads
 from graphpact_adapters.sglang import Backends
 from graphpact_adapters.sglang.backend import SglangBackend
-from graphpact_adapters.sglang.batch import ForwardMode
+from graphpact_adapters.sglang.batch import SglangForwardMode
 from graphpact_adapters.sglang.readers import read, widened
 from graphpact_adapters.under_test import backend_of
 from graphpact_conformance.results import Finding, Outcome, Result
@@ -214,7 +214,7 @@ def test_a_verify_has_the_live_mask_at_a_replay_and_the_runners_at_a_capture() -
 
 def test_modes_are_the_engines() -> None:
     """A backend sees SGLang's own modes: a draft extend is the second kind, and a draft has its steps."""
-    assert watched("decode")[0].seen["replay"].forward_mode is ForwardMode.DECODE
+    assert watched("decode")[0].seen["replay"].forward_mode is SglangForwardMode.DECODE
     assert watched("draft_extend")[0].seen["replay"].forward_mode.is_draft_extend_v2()
     assert plan_of(under_test(DraftBackend), "draft").lane.config.case.num_steps == 3
 

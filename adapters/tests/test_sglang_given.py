@@ -6,7 +6,7 @@ import dataclasses
 import pytest
 import torch
 
-from graphpact_adapters.sglang.given import Given, NotGivenError, Sizes, model_runner
+from graphpact_adapters.sglang.given import Given, ModelRunnerSizes, NotInModelRunnerError, model_runner
 
 
 def test_a_value_is_read_and_may_be_set_later() -> None:
@@ -20,7 +20,7 @@ def test_an_unknown_attribute_says_its_path_what_is_there_and_what_to_do() -> No
     """The error of a new attribute names the object, the attribute, the values, and both ways out."""
     runner = Given("model_runner", config=Given("model_runner.config", heads=4, absent=("softcap",)))
     with pytest.raises(
-        NotGivenError, match=r"model_runner\.config\.window was read.*given are heads"
+        NotInModelRunnerError, match=r"model_runner\.config\.window was read.*given are heads"
     ) as error:
         _ = runner.config.window
     assert "'window'" in (error.value.hint or "")
@@ -29,9 +29,9 @@ def test_an_unknown_attribute_says_its_path_what_is_there_and_what_to_do() -> No
 def test_a_default_does_not_hide_an_unknown_attribute() -> None:
     """``getattr`` with a default and ``hasattr`` raise too."""
     runner = Given("model_runner", page_size=64)
-    with pytest.raises(NotGivenError):
+    with pytest.raises(NotInModelRunnerError):
         getattr(runner, "window", None)
-    with pytest.raises(NotGivenError):
+    with pytest.raises(NotInModelRunnerError):
         hasattr(runner, "window")
 
 
@@ -54,11 +54,11 @@ def test_python_may_copy_it_and_show_it() -> None:
     twin = copy.copy(Given("model_runner", page_size=64))
     assert repr(twin) == "Given('model_runner')"
     assert twin.page_size == 64
-    with pytest.raises(NotGivenError):
+    with pytest.raises(NotInModelRunnerError):
         _ = twin.window
 
 
-SIZES = Sizes(
+SIZES = ModelRunnerSizes(
     kind="mha",
     num_heads=4,
     num_kv_heads=2,
@@ -84,7 +84,7 @@ def test_a_model_runner_has_the_sizes_of_the_lane_and_its_table() -> None:
     assert runner.model_config.context_len < table.shape[1]
     assert runner.server_args.speculative_num_draft_tokens == 4
     assert runner.model_config.get_num_kv_heads(2) == 1
-    with pytest.raises(NotGivenError, match=r"model_runner\.model_config\.hf_config was read"):
+    with pytest.raises(NotInModelRunnerError, match=r"model_runner\.model_config\.hf_config was read"):
         _ = runner.model_config.hf_config
 
 

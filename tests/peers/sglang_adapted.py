@@ -25,7 +25,7 @@ from graphpact_adapters.reads import IndexedReads, PagedReads, Part
 from graphpact_adapters.sglang import Backends
 from graphpact_adapters.sglang.batch import (
     DraftExtendInput,
-    ForwardMode,
+    SglangForwardMode,
     Speculation,
     VerifyInput,
 )
@@ -85,7 +85,7 @@ def _module(name: str) -> Any:
 class SglangEngine:
     """SGLang's own modes and inputs of speculation, and the plan that its runners bind to a batch."""
 
-    def forward_mode(self, mode: ForwardMode) -> Any:
+    def forward_mode(self, mode: SglangForwardMode) -> Any:
         """Return SGLang's mode of the same name."""
         return _module("model_executor.forward_batch_info").ForwardMode[mode.name]
 

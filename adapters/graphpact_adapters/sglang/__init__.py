@@ -12,7 +12,7 @@ Does not: import SGLang.
 
 from graphpact_adapters.reads import IndexedReads, PagedReads, Part
 from graphpact_adapters.sglang.adapter import Backends
-from graphpact_adapters.sglang.backend import Reader
-from graphpact_adapters.sglang.batch import ForwardMode
+from graphpact_adapters.sglang.backend import SglangReader
+from graphpact_adapters.sglang.batch import SglangForwardMode
 
-__all__ = ["Backends", "ForwardMode", "IndexedReads", "PagedReads", "Part", "Reader"]
+__all__ = ["Backends", "IndexedReads", "PagedReads", "Part", "SglangForwardMode", "SglangReader"]

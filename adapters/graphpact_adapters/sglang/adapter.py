@@ -18,9 +18,9 @@ from graphpact.attention import Capabilities, GraphSupport, HeadLayout
 from graphpact.batch import ForwardMode
 from graphpact_adapters.backend import Make
 from graphpact_adapters.experiments import BUILDER_EXPERIMENTS
-from graphpact_adapters.sglang.backend import Reader, SglangBackend, calls_of
-from graphpact_adapters.sglang.batch import OWN, Engine
-from graphpact_adapters.sglang.given import Kind, Sizes, model_runner
+from graphpact_adapters.sglang.backend import SglangBackend, SglangReader, calls_of
+from graphpact_adapters.sglang.batch import OWN, EngineTypes
+from graphpact_adapters.sglang.given import Kind, ModelRunnerSizes, model_runner
 from graphpact_adapters.sglang.readers import read as read_by_fields
 from graphpact_adapters.under_test import BuilderUnderTest
 from graphpact_conformance.experiments import Experiment
@@ -58,13 +58,13 @@ class Backends:
     """
 
     make: Make
-    read: Reader = read_by_fields
+    read: SglangReader = read_by_fields
     kind: Kind = "mha"
     page_sizes: Sequence[int] = (1, 16)
     head_dims: Sequence[int] | None = None
     trees: bool = False
     modes: frozenset[ForwardMode] | None = None
-    engine: Engine = OWN
+    engine: EngineTypes = OWN
 
     @property
     def name(self) -> str:
@@ -90,7 +90,7 @@ class Backends:
     def _example(self) -> Any:
         """A backend, to see what kind of one the factory makes."""
         table = torch.zeros(2, 8, dtype=torch.int32)
-        sizes = Sizes(
+        sizes = ModelRunnerSizes(
             kind=self.kind,
             num_heads=4,
             num_kv_heads=1 if self.kind == "mla" else 4,

@@ -26,19 +26,19 @@ from graphpact.batch import ForwardMode as Mode
 from graphpact.shapes import GraphShape
 from graphpact_adapters.backend import BuilderBackend, Built, Make, Metadata, Phase
 from graphpact_adapters.reads import Reads
-from graphpact_adapters.sglang.batch import Engine
-from graphpact_adapters.sglang.given import Given, Kind, Sizes, model_runner
-from graphpact_adapters.sglang.runner import Lent, RunnerBuffers
+from graphpact_adapters.sglang.batch import EngineTypes
+from graphpact_adapters.sglang.given import Given, Kind, ModelRunnerSizes, model_runner
+from graphpact_adapters.sglang.runner import GraphRunnerBuffers, LentBatch
 
 
-class Reader(Protocol):
+class SglangReader(Protocol):
     """Takes from a backend's metadata what the kernel of a layer reads."""
 
     def __call__(self, metadata: Any, batch: Any) -> Reads:
         """Return the reads of metadata; see `graphpact_adapters.sglang.readers.read`."""
 
 
-def sizes_of(context: BackendContext, kind: Kind, *, trees: bool = False) -> Sizes:
+def sizes_of(context: BackendContext, kind: Kind, *, trees: bool = False) -> ModelRunnerSizes:
     """Return the sizes of a lane as SGLang counts them.
 
     A sequence that drafts is shorter than the context; the drafts have room after it in ``req_to_token``. Of
@@ -51,7 +51,7 @@ def sizes_of(context: BackendContext, kind: Kind, *, trees: bool = False) -> Siz
     extra = limits.draft.num_steps if drafts else width
     branches = trees and mode is Mode.DRAFT_EXTEND
     steps = limits.draft.num_steps + 1 if drafts else max(1, width - 2) if branches else width - 1
-    return Sizes(
+    return ModelRunnerSizes(
         kind=kind,
         num_heads=layer.num_q_heads,
         num_kv_heads=layer.num_kv_heads,
@@ -108,10 +108,10 @@ class SglangBackend(BuilderBackend):
     """
 
     make: ClassVar[Make]
-    read: ClassVar[Reader]
+    read: ClassVar[SglangReader]
     kind: ClassVar[Kind]
     trees: ClassVar[bool]
-    engine: ClassVar[Engine]
+    engine: ClassVar[EngineTypes]
     unit = "draft step"
     calls: ClassVar[Mapping[Phase, str]]
 
@@ -124,7 +124,7 @@ class SglangBackend(BuilderBackend):
         self._backend: Any = cls.make(self.model_runner)
         self._told = told
         self._has_graphs = False
-        self._buffers: RunnerBuffers | None = None
+        self._buffers: GraphRunnerBuffers | None = None
         self._batches: dict[GraphShape, Given] = {}
         self._shape: GraphShape | None = None
         self._runs = 0
@@ -147,12 +147,12 @@ class SglangBackend(BuilderBackend):
         return _is_triple(self._backend)
 
     @property
-    def buffers(self) -> RunnerBuffers:
+    def buffers(self) -> GraphRunnerBuffers:
         """The runner's buffers, made once the backend has said how it wants padding rows."""
         if self._buffers is None:
             with self.engine.running():
                 fill = int((*self._steps, self._backend)[0].get_cuda_graph_seq_len_fill_value())
-            self._buffers = RunnerBuffers(self.sizes, fill, self.engine, self.context.device)
+            self._buffers = GraphRunnerBuffers(self.sizes, fill, self.engine, self.context.device)
         return self._buffers
 
     # -- an engine's part ------------------------------------------------------------------------
@@ -161,11 +161,11 @@ class SglangBackend(BuilderBackend):
         """Return the runner's persistent buffers, and the table of requests."""
         return {**self.buffers.tensors(), "req_to_token": self.context.req_to_token}
 
-    def lend(self, view: ForwardBatch, shape: GraphShape | None) -> Lent:
+    def lend(self, view: ForwardBatch, shape: GraphShape | None) -> LentBatch:
         """Write the persistent buffers as SGLang's runners do."""
         return self.buffers.lend(view, shape)
 
-    def build(self, lent: Lent, phase: Phase) -> Built:
+    def build(self, lent: LentBatch, phase: Phase) -> Built:
         """Prepare a step, and return what the kernels read; what a graph reads follows in `in_graph`."""
         if phase == "capture" and not self._has_graphs:
             with self.engine.running():
@@ -192,7 +192,7 @@ class SglangBackend(BuilderBackend):
             return Built(())  # nothing was returned, or nothing that kernels can read yet
         return Built(self._read(self._batches[shape]))
 
-    def _call(self, batch: Given, lent: Lent, phase: Phase) -> None:
+    def _call(self, batch: Given, lent: LentBatch, phase: Phase) -> None:
         backend = self._backend
         if phase == "eager":
             backend.init_forward_metadata(batch)

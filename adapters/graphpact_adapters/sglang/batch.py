@@ -2,7 +2,7 @@
 
 The names are SGLang's (``srt/model_executor/forward_batch_info.py``, ``srt/speculative/eagle_info.py``), so
 that backends take either. A backend of an installed SGLang compares modes with SGLang's own enum, and asks
-inputs for methods: an `Engine` makes those from these.
+inputs for methods: an `EngineTypes` makes those from these.
 
 Does not: fill a batch; see `graphpact_adapters.sglang.runner`.
 """
@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 
 
-class ForwardMode(enum.IntEnum):
+class SglangForwardMode(enum.IntEnum):
     """The kind of a step, with the questions that backends ask.
 
     Attributes:
@@ -37,34 +37,34 @@ class ForwardMode(enum.IntEnum):
 
     def is_extend(self, include_draft_extend_v2: bool = False) -> bool:  # noqa: FBT001, FBT002  SGLang's own
         """Return whether requests have several new tokens; of a draft extend only if asked."""
-        several = (ForwardMode.EXTEND, ForwardMode.MIXED, ForwardMode.TARGET_VERIFY)
+        several = (SglangForwardMode.EXTEND, SglangForwardMode.MIXED, SglangForwardMode.TARGET_VERIFY)
         return self in several or (include_draft_extend_v2 and self.is_draft_extend_v2())
 
     is_prefill = is_extend
 
     def is_decode(self) -> bool:
         """Return whether each request has one new token."""
-        return self is ForwardMode.DECODE
+        return self is SglangForwardMode.DECODE
 
     def is_idle(self) -> bool:
         """Return whether there is no request."""
-        return self is ForwardMode.IDLE
+        return self is SglangForwardMode.IDLE
 
     def is_decode_or_idle(self) -> bool:
         """Return whether requests have one new token, or there are none."""
-        return self in (ForwardMode.DECODE, ForwardMode.IDLE)
+        return self in (SglangForwardMode.DECODE, SglangForwardMode.IDLE)
 
     def is_mixed(self) -> bool:
         """Return whether some requests extend and some decode."""
-        return self is ForwardMode.MIXED
+        return self is SglangForwardMode.MIXED
 
     def is_target_verify(self) -> bool:
         """Return whether the target reads the drafts of every request."""
-        return self is ForwardMode.TARGET_VERIFY
+        return self is SglangForwardMode.TARGET_VERIFY
 
     def is_draft_extend_v2(self) -> bool:
         """Return whether the draft model reads verified tokens, as many for every request."""
-        return self is ForwardMode.DRAFT_EXTEND_V2
+        return self is SglangForwardMode.DRAFT_EXTEND_V2
 
     def is_draft_extend(self, include_v2: bool = True) -> bool:  # noqa: FBT001, FBT002  SGLang's own
         """Return the same, as earlier releases asked."""
@@ -123,10 +123,10 @@ class DraftInput:
 Speculation = VerifyInput | DraftExtendInput | DraftInput
 
 
-class Engine(Protocol):
+class EngineTypes(Protocol):
     """What only an installed engine can make; `OWN` is for backends that take the types of this module."""
 
-    def forward_mode(self, mode: ForwardMode) -> Any:
+    def forward_mode(self, mode: SglangForwardMode) -> Any:
         """Return the engine's own mode."""
 
     def spec_info(self, given: Speculation) -> Any:
@@ -140,7 +140,7 @@ class Engine(Protocol):
 
 
 class _Own:
-    def forward_mode(self, mode: ForwardMode) -> ForwardMode:
+    def forward_mode(self, mode: SglangForwardMode) -> SglangForwardMode:
         return mode
 
     def spec_info(self, given: Speculation) -> Speculation:
@@ -153,5 +153,5 @@ class _Own:
         return contextlib.nullcontext()
 
 
-OWN: Engine = _Own()
+OWN: EngineTypes = _Own()
 """The engine of backends that import none."""

@@ -20,7 +20,7 @@ Kind = Literal["mha", "mla"]
 
 
 @dataclass(frozen=True)
-class Sizes:
+class ModelRunnerSizes:
     """The sizes of a lane of the suite, as SGLang counts them.
 
     Args:
@@ -64,12 +64,12 @@ class Sizes:
         """KV slots of a token in ``out_cache_loc``: one for each step of a draft decode."""
         return self.num_steps if self.drafts else 1
 
-    def times(self, room: int) -> "Sizes":
+    def times(self, room: int) -> "ModelRunnerSizes":
         """Return sizes of ``room`` times as many requests."""
         return replace(self, max_requests=self.max_requests * room)
 
 
-class NotGivenError(UsageError):
+class NotInModelRunnerError(UsageError):
     """A backend read an attribute that it was not given.
 
     It is no ``AttributeError``: ``getattr(runner, name, default)`` and ``hasattr`` raise it too, since a
@@ -87,7 +87,7 @@ class Given:
         values: The attributes.
 
     Raises:
-        NotGivenError: when an attribute is read that is neither a value nor in ``absent``.
+        NotInModelRunnerError: when an attribute is read that is neither a value nor in ``absent``.
 
     """
 
@@ -101,7 +101,7 @@ class Given:
         if name in self._absent:
             raise AttributeError(f"{self._path} has no attribute {name!r}")
         there = ", ".join(sorted(key for key in self.__dict__ if not key.startswith("_"))) or "nothing"
-        raise NotGivenError(
+        raise NotInModelRunnerError(
             f"{self._path}.{name} was read, and is not given; given are {there}",
             hint=f"give {self._path} a value for {name!r}, or list it as absent if an engine may lack it",
         )
@@ -110,7 +110,7 @@ class Given:
         return f"Given({self._path!r})"
 
 
-def model_runner(sizes: Sizes, req_to_token: torch.Tensor) -> Given:
+def model_runner(sizes: ModelRunnerSizes, req_to_token: torch.Tensor) -> Given:
     """Return what a backend is given: a strict model runner over plain values.
 
     Args:

@@ -22,21 +22,21 @@ from graphpact_adapters.backend import Phase
 from graphpact_adapters.sglang.batch import (
     DraftExtendInput,
     DraftInput,
-    Engine,
-    ForwardMode,
+    EngineTypes,
+    SglangForwardMode,
     Speculation,
     VerifyInput,
 )
-from graphpact_adapters.sglang.given import Given, Sizes
+from graphpact_adapters.sglang.given import Given, ModelRunnerSizes
 
 MODES = {
-    Mode.DECODE: ForwardMode.DECODE,
-    Mode.EXTEND: ForwardMode.EXTEND,
-    Mode.MIXED: ForwardMode.MIXED,
-    Mode.IDLE: ForwardMode.IDLE,
-    Mode.TARGET_VERIFY: ForwardMode.TARGET_VERIFY,
-    Mode.DRAFT_DECODE: ForwardMode.DECODE,
-    Mode.DRAFT_EXTEND: ForwardMode.DRAFT_EXTEND_V2,
+    Mode.DECODE: SglangForwardMode.DECODE,
+    Mode.EXTEND: SglangForwardMode.EXTEND,
+    Mode.MIXED: SglangForwardMode.MIXED,
+    Mode.IDLE: SglangForwardMode.IDLE,
+    Mode.TARGET_VERIFY: SglangForwardMode.TARGET_VERIFY,
+    Mode.DRAFT_DECODE: SglangForwardMode.DECODE,
+    Mode.DRAFT_EXTEND: SglangForwardMode.DRAFT_EXTEND_V2,
 }
 """SGLang's mode of each kind of step: a draft decode is a decode of the draft model."""
 ABSENT = ("_original_forward_mode", "kv_loc_plan", "out_cache_loc_dsv4")
@@ -44,7 +44,7 @@ ABSENT = ("_original_forward_mode", "kv_loc_plan", "out_cache_loc_dsv4")
 
 
 @dataclass(frozen=True)
-class Lent:
+class LentBatch:
     """A step, as the runner sees it.
 
     Args:
@@ -67,7 +67,7 @@ class Lent:
         return len(self.rows["seq_lens"])
 
 
-class RunnerBuffers:
+class GraphRunnerBuffers:
     """The persistent buffers of a runner, and the batches over them.
 
     Args:
@@ -77,7 +77,7 @@ class RunnerBuffers:
         device: Device of the buffers.
     """
 
-    def __init__(self, sizes: Sizes, fill: int, engine: Engine, device: torch.device) -> None:
+    def __init__(self, sizes: ModelRunnerSizes, fill: int, engine: EngineTypes, device: torch.device) -> None:
         self._sizes, self._fill, self._engine, self._device = sizes, fill, engine, device
         bs, tokens = sizes.max_requests, sizes.max_requests * sizes.width
 
@@ -100,7 +100,7 @@ class RunnerBuffers:
         """Return the buffers by name."""
         return self._tensors
 
-    def lend(self, view: ForwardBatch, shape: GraphShape | None) -> Lent:
+    def lend(self, view: ForwardBatch, shape: GraphShape | None) -> LentBatch:
         """Write the buffers for a batch that a graph holds.
 
         Args:
@@ -134,9 +134,9 @@ class RunnerBuffers:
         if shape is not None:
             for name, value in rows.items():
                 self._tensors[name][: len(value)].copy_(value)
-        return Lent(view, shape, mode, live, rows)
+        return LentBatch(view, shape, mode, live, rows)
 
-    def batch(self, lent: Lent, phase: Phase) -> Given:
+    def batch(self, lent: LentBatch, phase: Phase) -> Given:
         """Return the batch of a step, as a backend gets it."""
         eager, bs = phase == "eager", lent.batch_size
         rows = lent.rows
@@ -159,7 +159,7 @@ class RunnerBuffers:
             **by_request,
             batch_size=bs,
             forward_mode=mode,
-            actual_forward_mode=self._engine.forward_mode(ForwardMode.IDLE) if idle else mode,
+            actual_forward_mode=self._engine.forward_mode(SglangForwardMode.IDLE) if idle else mode,
             input_ids=rows["input_ids"],
             positions=rows["positions"],
             out_cache_loc=slots,
@@ -177,7 +177,7 @@ class RunnerBuffers:
             can_run_decode_cuda_graph=not eager,
         )
 
-    def _speculation(self, lent: Lent, rows: dict[str, torch.Tensor], phase: Phase) -> Any:
+    def _speculation(self, lent: LentBatch, rows: dict[str, torch.Tensor], phase: Phase) -> Any:
         width = self._sizes.width
         found: Speculation
         if lent.mode is Mode.TARGET_VERIFY:
@@ -195,7 +195,7 @@ class RunnerBuffers:
             return None
         return self._engine.spec_info(found)
 
-    def _mask(self, lent: Lent, phase: Phase) -> torch.Tensor:
+    def _mask(self, lent: LentBatch, phase: Phase) -> torch.Tensor:
         """Return the keys that each draft sees: all before them, and the chain up to itself."""
         width = self._sizes.width
         chain = torch.ones(width, width, dtype=torch.bool).tril()
