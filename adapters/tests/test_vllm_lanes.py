@@ -266,3 +266,73 @@ def test_padding_rows_and_dummies_are_those_of_the_model_runner() -> None:
     for common in dummies:
         assert common.naive_query_lens().tolist() == common.seq_lens.tolist()
         assert common.max_seq_len > int(common.seq_lens.max())
+
+
+# -- windows -------------------------------------------------------------------------------------------
+
+
+def windowed(make: Callable[..., object]) -> list[Finding]:
+    """Return the findings of the plain decode lane with a window in every second layer."""
+    adapter = Builders(make, kind="sliding_window")
+    (plan,) = [plan for plan in adapter.lanes(QUICK) if str(plan).startswith("decode-page16-gqa-float32")]
+    results = list(examine_lane(plan.of("", adapter.experiments), QUICK))
+    assert all(result.outcome in (Outcome.PASS, Outcome.FAIL) for result in results)
+    return [finding for result in results for finding in result.findings]
+
+
+def test_builders_of_layers_with_windows_are_checked() -> None:
+    """The group with a window has a spec with it, and block 0 for the blocks before it; right ones pass."""
+    specs, tables = set[tuple[str, int | None]](), list[torch.Tensor]()
+
+    class Windowed(Builder):
+        """Looks at its spec and its block tables."""
+
+        def __init__(self, spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device):
+            """Keep the window."""
+            super().__init__(spec, layer_names, vllm_config, device)
+            specs.add((layer_names[0], spec.sliding_window))
+            self.window = spec.sliding_window
+
+        def build(self, prefix: int, common: CommonAttentionMetadata, fast_build: bool = False) -> Metadata:
+            """Return the metadata of a step."""
+            if self.window is not None and common.num_reqs:
+                tables.append(common.block_table_tensor[common.seq_lens > 2 * self.window + 16].clone())
+            return super().build(prefix, common, fast_build)
+
+    assert windowed(Windowed) == []
+    assert len({window for _, window in specs}) == 2
+    assert None in {window for _, window in specs}
+    long = torch.cat([table for table in tables if len(table)])
+    assert bool((long[:, 0] == 0).all())
+    assert bool((long > 0).any())
+
+
+def test_a_table_of_windows_that_only_captures_write_is_found() -> None:
+    """A builder that copies the blocks of its window at captures alone reads others at a replay."""
+
+    class KeepsTable(Builder):
+        """Copies block tables in captures, and in eager steps."""
+
+        def __init__(self, spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device):
+            """Make a table of its own."""
+            super().__init__(spec, layer_names, vllm_config, device)
+            blocks = -(-vllm_config.model_config.max_model_len // spec.block_size)
+            self.table = torch.zeros(len(self.lens), blocks, dtype=torch.int32)
+            self.captured = 0
+
+        def build(self, prefix: int, common: CommonAttentionMetadata, fast_build: bool = False) -> Metadata:
+            """Return metadata with the table, written unless there are captures."""
+            metadata = super().build(prefix, common, fast_build)
+            metadata.block_table = self.table[: common.num_reqs]
+            if not self.captured:
+                metadata.block_table.copy_(common.block_table_tensor)
+            return metadata
+
+        def build_for_cudagraph_capture(self, common: CommonAttentionMetadata) -> Metadata:
+            """Return the metadata that a graph keeps."""
+            self.captured += 1
+            return self.build(0, common)
+
+    found = windowed(KeepsTable)
+    assert "GP02" in {finding.rule for finding in found}
+    assert any("block_table" in str(finding.field) for finding in found)

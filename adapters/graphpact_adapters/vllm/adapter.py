@@ -112,6 +112,7 @@ class Builders:
             page_sizes=frozenset(self.block_sizes),
             head_dims=None if self.head_sizes is None else frozenset(self.head_sizes),
             seq_len_fill_value=0,
+            sliding_window=self.kind == "sliding_window",
             needs_host_plan=True,
         )
 
@@ -152,7 +153,8 @@ class Builders:
         Raises:
             ConfigError: The factory makes no builder, or that has no ``get_cudagraph_support``.
         """
-        sizes = sizes_of(_OfLane(config), [s.num_tokens for s in config.shapes], self.kind, varlen)
+        group = 1 if self.kind == "sliding_window" else 0  # the layers of the other group have no window
+        sizes = sizes_of(_OfLane(config), [s.num_tokens for s in config.shapes], self.kind, group, varlen)
         spec, engine = kv_cache_spec(sizes), vllm_config(sizes)
         try:
             builder: Any = self.make(spec, sizes.layer_names, engine, torch.device("cpu"))

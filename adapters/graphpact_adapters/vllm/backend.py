@@ -62,16 +62,20 @@ def num_drafts_of(mode: ForwardMode, draft: DraftLimits) -> int:
     return draft.num_steps if mode is ForwardMode.DRAFT_DECODE else 0
 
 
-def sizes_of(context: "OfLane", capture_sizes: Sequence[int], kind: Kind, varlen: int | None = None) -> Sizes:
+def sizes_of(
+    context: "OfLane", capture_sizes: Sequence[int], kind: Kind, group: int = 0, varlen: int | None = None
+) -> Sizes:
     """Return the sizes of a lane as vLLM's configuration counts them.
 
     Args:
         context: Of the lane's backend.
         capture_sizes: Token counts that are captured.
-        kind: What the KV cache holds.
+        kind: What the KV cache holds; with windows, the groups of layers without one are ``full``.
+        group: The KV-cache group.
         varlen: The most tokens of a request in a graph of decodes of different lengths; None in other lanes.
     """
-    layer, limits = context.layers[0], context.limits
+    layer, limits = context.layers[group], context.limits
+    window = layer.sliding_window if kind == "sliding_window" else None
     latent = layer.kv_lora_rank
     return Sizes(
         num_layers=len(context.layers),
@@ -86,7 +90,8 @@ def sizes_of(context: "OfLane", capture_sizes: Sequence[int], kind: Kind, varlen
         max_num_tokens=limits.max_num_tokens,
         capture_sizes=tuple(sorted({*capture_sizes})),
         num_speculative_tokens=varlen - 1 if varlen else num_drafts_of(context.mode, limits.draft),
-        kind=kind,
+        kind="full" if kind == "sliding_window" and window is None else kind,
+        sliding_window=window,
         rope_size=ROPE if latent is None else layer.head_dim - latent,
     )
 
@@ -127,9 +132,15 @@ class VllmBackend(BuilderBackend):
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
         cls = type(self)
-        sizes = sizes_of(context, cls.capture_sizes, cls.kind, cls.varlen)
         num_slots = len(context.kv_cache.k[0])
-        self.sizes = replace(sizes, num_blocks=num_slots // sizes.block_size)
+        of_groups = [
+            replace(
+                sizes_of(context, cls.capture_sizes, cls.kind, group, cls.varlen),
+                num_blocks=num_slots // context.limits.page_size,
+            )
+            for group in range(NUM_GROUPS)
+        ]
+        self.sizes = of_groups[0]
         states: Any = context.kv_cache if cls.kind == "mamba" else None
         self.buffers = RunnerBuffers(
             self.sizes,
@@ -140,11 +151,13 @@ class VllmBackend(BuilderBackend):
             num_steps=context.limits.draft.num_steps if context.mode is ForwardMode.DRAFT_DECODE else 1,
             varlen=cls.varlen,
             states=states,
+            windows=[sizes.sliding_window for sizes in of_groups],
         )
-        told, names = self.sizes.times(self.room), self.sizes.layer_names
         self._builders: list[Any] = [
-            cls.make(kv_cache_spec(told), names[group::NUM_GROUPS], vllm_config(told), context.device)
-            for group in range(NUM_GROUPS)
+            cls.make(
+                kv_cache_spec(told), told.layer_names[group::NUM_GROUPS], vllm_config(told), context.device
+            )
+            for group, told in enumerate(sizes.times(self.room) for sizes in of_groups)
         ]
         self._builds = 0
         self._objects: dict[int, tuple[Built, dict[int, Any]]] = {}

@@ -2,6 +2,7 @@
 
     persistent   ``query_start_loc``, ``seq_lens``, ``positions``, and for each KV-cache group a block table
                  and a slot mapping: allocated once, for the largest step; builders get the first rows
+    windows      blocks that no query sees are block 0 in the table of a group with a window
     a replay     live requests first; padding rows have no query (offsets stay), no key, blocks of zeros, and
                  padding tokens the slot -1
     a dummy      tokens shared evenly by all requests, whose keys are those tokens; blocks of zeros, slots -1,
@@ -73,6 +74,7 @@ class RunnerBuffers:
         varlen: The most tokens of a request in graphs of decodes of different lengths. The host then knows
             only how many tokens a batch has: its offsets share them evenly.
         states: The state rows and accepted tokens of the suite's requests; None without recurrent states.
+        windows: Of each group the keys that a query sees, its own included; None for all.
     """
 
     def __init__(
@@ -86,7 +88,9 @@ class RunnerBuffers:
         num_steps: int = 1,
         varlen: int | None = None,
         states: States | None = None,
+        windows: Sequence[int | None] = (),
     ) -> None:
+        self._windows = windows or [None] * num_groups
         self._varlen = varlen
         self._sizes, self._table, self._states = sizes, table, states
         requests, tokens = sizes.max_num_seqs, sizes.max_num_tokens
@@ -189,6 +193,8 @@ class RunnerBuffers:
                 ahead = self._draft_slots.shape[2] - 1 if length else 0
                 blocks = self.in_group(group, self._table[request, : length + ahead : block]) // block
                 table[row, : len(blocks)] = blocks
+                if (window := self._windows[group]) is not None:  # blocks before it were given back
+                    table[row, : max(0, length - counts[row] - window + 1) // block] = 0
         self.slot_mappings.copy_(self._draft_slots[:, :, 0])
         # After asynchronous speculation the host knows only that at most all drafts were accepted.
         most = max(counts, default=0)
