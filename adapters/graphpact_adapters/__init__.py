@@ -5,7 +5,8 @@
     backend       a builder as the backend of a lane, with the engine's part around it
     under_test    a lane of builders, as experiments see it
     states        recurrent states as memory of a lane, and an oracle for them
-    diagnosis     the field that makes a wrong replay wrong
+    diagnosis     why a replay is wrong
+    faults        the fields that make a graph wrong, and their rules
     experiments   what is checked
     vllm          builders of vLLM: `graphpact_adapters.vllm.Builders`
     sglang        backends of SGLang: `graphpact_adapters.sglang.Backends`
