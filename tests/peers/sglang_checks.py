@@ -1,0 +1,82 @@
+"""SGLang's backends as the suite's adapter takes them: `peers.sglang_checks:NAME`, a factory with its reader.
+
+    PYTHONPATH=tests graphpact check --adapter sglang peers.sglang_checks:fa3
+
+A process has one configuration of SGLang, that of the backend made last: the job runs each in its own.
+
+Does not: run anything; see `peers.__main__`. Check tall ladders and long contexts, for their time: Triton
+interprets the kernels of metadata, element by element.
+"""
+
+import functools
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from graphpact_adapters.sglang import Backends
+from graphpact_conformance.suite import PlannedLane
+from graphpact_conformance.targets import Options
+from peers import sglang_adapted, stand_ins
+from peers.job import STAND_INS, Known, Row
+from peers.wheels import TRITON, Wheel, unpack
+
+SGLANG = Wheel("sglang", "0.5.23", tuple(f"sglang/kernels/jit/{name}/*" for name in ("csrc", "include")))
+MSGSPEC = Wheel("msgspec", "0.22.0", ("msgspec/*.so",))
+"""Backends keep metadata in its structs, which nothing else can stand in for."""
+
+
+@dataclass(frozen=True)
+class Released(Backends):
+    """A backend of the wheel."""
+
+    @property
+    def not_shown(self) -> Sequence[str]:
+        """What no lane exercises, and the stand-ins that the backend called."""
+        called = sorted(set(stand_ins.called()))
+        return (*super().not_shown, *([STAND_INS + ", ".join(called)] if called else []))
+
+    def lanes(self, options: Options) -> Iterator[PlannedLane]:
+        """Yield the lanes of a run."""
+        for plan in super().lanes(options):
+            if not (plan.lane.config.tall or plan.lane.config.long):
+                yield plan
+
+
+@functools.cache
+def _prepare() -> None:
+    sys.path += [str(unpack(TRITON)), str(unpack(MSGSPEC))]
+    sglang_adapted.install(unpack(SGLANG))
+    stand_ins.called()  # from here on
+
+
+def __getattr__(name: str) -> Any:
+    """Return the adapter of a backend in the table."""
+    if name not in sglang_adapted.ADAPTED:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    _prepare()
+    adapted = sglang_adapted.ADAPTED[name]
+    return Released(**{field.name: getattr(adapted, field.name) for field in fields(adapted)})
+
+
+NOT_RUN: dict[str, str] = {}
+KNOWN: dict[str, tuple[Known, ...]] = {}
+"""Findings that were looked into."""
+
+
+def rows() -> Iterator[Row]:
+    """Yield the rows of the job: one for each backend of the table; download missing wheels.
+
+    Raises:
+        RuntimeError: A wheel cannot be had.
+    """
+    for wheel in (SGLANG, TRITON, MSGSPEC):  # before two workers ask for one
+        unpack(wheel)
+    for name in sglang_adapted.ADAPTED:
+        yield Row(
+            f"SGLang {SGLANG.version}",
+            name,
+            f"adapter:sglang:{__name__}:{name}",
+            NOT_RUN.get(name, ""),
+            KNOWN.get(name, ()),
+        )
