@@ -144,7 +144,7 @@ def test_the_command_writes_a_table_and_results(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The rows of all engines are printed, those asked for are written as JSON, and the status is 0."""
-    monkeypatch.setattr(command, "ENGINES", (_Engine(),))
+    monkeypatch.setattr(command, "ENGINES", {"ours": _Engine()})
     file = tmp_path / "new" / "results.json"
     assert command.main(["b", "--results", str(file)]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -157,9 +157,9 @@ def test_the_command_says_what_it_cannot_do(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """An unknown name has status 2, a wheel that cannot be had 3; both are said."""
-    monkeypatch.setattr(command, "ENGINES", (_Engine(),))
+    monkeypatch.setattr(command, "ENGINES", {"ours": _Engine()})
     assert command.main(["c"]) == 2
-    monkeypatch.setattr(command, "ENGINES", (_Engine("thing==2.0 cannot be downloaded"),))
+    monkeypatch.setattr(command, "ENGINES", {"ours": _Engine("thing==2.0 cannot be downloaded")})
     assert command.main([]) == 3
     assert capsys.readouterr().err.splitlines() == ["no such builder: c", "thing==2.0 cannot be downloaded"]
 
