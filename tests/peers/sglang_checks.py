@@ -59,8 +59,39 @@ def __getattr__(name: str) -> Any:
     return Released(**{field.name: getattr(adapted, field.name) for field in fields(adapted)})
 
 
-NOT_RUN: dict[str, str] = {}
-KNOWN: dict[str, tuple[Known, ...]] = {}
+NOT_RUN: dict[str, str] = {
+    "triton_draft": "its kernel writes behind the last row of `cuda_graph_kv_indices`, whose rows have"
+    " `model_config.context_len` slots, if drafts go beyond that (compare `fa3_draft`): Triton's interpreter"
+    " then writes into the heap of the process",
+}
+_CONTEXT = (
+    "Real, and public (#29695, #34239, #35985): the buffers of graphs are sized by"
+    " `model_config.context_len`. A request may have all but one token of it and draft or verify more, and"
+    " `req_to_token` has columns for these. "
+)
+_DRAFT = (
+    "Real, by the engine's code: no graph is involved. The metadata of each draft step has the length of the"
+    " committed sequence, so a step does not see the tokens that the steps before it have drafted. Outputs of"
+    " the engine stay right, since the target verifies; fewer drafts are accepted. "
+)
+_PAGE_TABLE = Known("GP13", "page_table", _CONTEXT + "`page_table` is a page too narrow for the last keys.")
+_MLA_DRAFT = Known(None, "an eager run", _DRAFT + "#24750 was the same fault, in another class.")
+KNOWN: dict[str, tuple[Known, ...]] = {
+    "fa3": (_PAGE_TABLE,),
+    "deepseek_v4": (
+        Known(
+            "GP04",
+            "swa_topk_lengths",
+            "Real, and public (#31270): the lengths of a draft extend are the request's length less the"
+            " later tokens of its chunk. Padding has one key and four tokens, so three of its lengths are"
+            " not positive, and nothing bounds them.",
+        ),
+    ),
+    "trtllm_mla_draft": (_MLA_DRAFT,),
+    "cutedsl_mla_draft": (_MLA_DRAFT,),
+    "flashmla_draft": (_MLA_DRAFT,),
+    "dsa_draft": (_MLA_DRAFT,),
+}
 """Findings that were looked into."""
 
 
