@@ -53,9 +53,9 @@ def _lines(found: Sequence[Verdict]) -> Iterator[str]:
 
 def _bullet(verdict: Verdict, finding: Finding) -> str:
     why = [known.why for known in verdict.row.known if known.explains(finding)]
-    batch = cut(finding.batch or "none")
+    batch, where = cut(finding.batch or "none"), finding.field or finding.raised_at
     return (
-        f"- **{finding.rule or 'no rule'}**, `{finding.field or finding.raised_at}`: expected"
+        f"- **{finding.rule or 'no rule'}**, {f'`{where}`' if where else 'in the kernel'}: expected"
         f" {cut(finding.expected)}; actual {cut(finding.actual)}; batch"
         f" {batch if batch.endswith('...') else f'{batch}.'}"
         f" {why[0] if why else 'Not looked into yet.'}\n"

@@ -74,23 +74,54 @@ _DRAFT = (
     " committed sequence, so a step does not see the tokens that the steps before it have drafted. Outputs of"
     " the engine stay right, since the target verifies; fewer drafts are accepted. "
 )
-_PAGE_TABLE = Known("GP13", "page_table", _CONTEXT + "`page_table` is a page too narrow for the last keys.")
-_MLA_DRAFT = Known(None, "an eager run", _DRAFT + "#24750 was the same fault, in another class.")
+_TOO_NARROW = _CONTEXT + "`page_table` has a page less than the last keys need."
+_EAGER_TOO = _TOO_NARROW + " The table of an eager step has the same width, so no graph is involved."
+_TRTLLM_MHA = (Known(None, "", _EAGER_TOO), Known(None, "an eager build", _EAGER_TOO))
+_GUARDED = (
+    _CONTEXT + "The engine's own guard raises where a full batch of such requests drafts: the step is not"
+    " run, and no memory is overwritten."
+)
+_GUARD = "attention/utils.py"
+_MLA_DRAFT = (
+    Known(None, "an eager run", _DRAFT + "#24750 was the same fault in another class."),
+    Known(None, "an eager build", _DRAFT + "A replay shows the same."),
+)
 KNOWN: dict[str, tuple[Known, ...]] = {
-    "fa3": (_PAGE_TABLE,),
+    "fa3": (Known("GP13", "page_table", _TOO_NARROW),),
+    "fa3_draft": (Known("GP13", "draft step 2: page_table", _TOO_NARROW),),
+    "trtllm_mha": _TRTLLM_MHA,
+    "trtllm_mha_draft": _TRTLLM_MHA,
+    "flashinfer_draft": (Known(None, _GUARD, _GUARDED),),
+    "flashinfer_mla": (
+        Known(
+            None,
+            "attention/flashinfer_mla_backend.py",
+            _CONTEXT + "`cuda_graph_kv_indices` has `max_bs * context_len` slots, and a full batch that"
+            " verifies has more: the copy of `fast_mla_prefill_plan` raises, and the step is not run.",
+        ),
+    ),
+    "flashinfer_mla_draft": (
+        Known(None, _GUARD, _GUARDED),
+        Known(
+            None,
+            "an eager run",
+            _DRAFT + "Here the list of slots is right, and the plan gets the committed length beside it.",
+        ),
+        Known(None, "an eager build", _DRAFT + "A replay shows the same."),
+    ),
+    "trtllm_mla_draft": _MLA_DRAFT,
+    "cutedsl_mla_draft": _MLA_DRAFT,
+    "flashmla_draft": _MLA_DRAFT,
+    "dsa_draft": _MLA_DRAFT,
     "deepseek_v4": (
         Known(
             "GP04",
             "swa_topk_lengths",
             "Real, and public (#31270): the lengths of a draft extend are the request's length less the"
-            " later tokens of its chunk. Padding has one key and four tokens, so three of its lengths are"
-            " not positive, and nothing bounds them.",
+            " later tokens of its chunk. A padding row has one key and four tokens, so two of its lengths are"
+            " negative, and nothing bounds them.",
         ),
     ),
-    "trtllm_mla_draft": (_MLA_DRAFT,),
-    "cutedsl_mla_draft": (_MLA_DRAFT,),
-    "flashmla_draft": (_MLA_DRAFT,),
-    "dsa_draft": (_MLA_DRAFT,),
 }
 """Findings that were looked into."""
 
