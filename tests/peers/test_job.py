@@ -74,6 +74,27 @@ def test_a_finding_that_was_not_looked_into_is_new() -> None:
     assert len(verdict.new) == 1
 
 
+@pytest.mark.parametrize(
+    ("field", "raised_at", "known", "is_known"),
+    [
+        (None, "attention/utils.py:172 in fits", "attention/utils.py", True),
+        (None, "attention/other.py:3 in fits", "attention/utils.py", False),
+        (None, None, "", True),
+        (None, "attention/utils.py:172 in fits", "", False),
+        ("seq_lens", None, "", False),
+        ("seq_lens", "attention/utils.py:172 in fits", "seq_lens", True),
+    ],
+)
+def test_a_finding_without_a_field_is_known_by_its_place(
+    field: str | None, raised_at: str | None, known: str, is_known: bool
+) -> None:
+    """The line that raised stands for the field; a reason for neither explains no finding with one."""
+    finding = Finding(
+        rule=None, hook=None, field=field, raised_at=raised_at, expected="1", actual="2", batch="decode"
+    )
+    assert Known(None, known, "why").explains(finding) is is_known
+
+
 def test_a_known_finding_that_is_gone_is_said() -> None:
     """A released builder that was mended, or a suite that has become blind, is not passed over."""
     (verdict,) = verdicts([row("a", (FRESH,))], report("a", result(Outcome.PASS)))
